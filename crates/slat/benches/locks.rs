@@ -1,0 +1,226 @@
+//! Our optional locks against std's, around the same short section.
+//!
+//! First a table of medians over interleaved pairs (ours, std, ours, std, ..), because figures of two separate minutes
+//! cannot be compared on a machine with other users; then criterion's usual report of each.
+//! `cargo bench -p slat --bench locks -- table` prints only the table.
+
+#[cfg(not(any(loom, shuttle)))]
+#[path = "../tests/support/futex_park.rs"]
+mod futex_park;
+
+#[cfg(not(any(loom, shuttle)))]
+use slat::Park;
+
+#[cfg(not(any(loom, shuttle)))]
+mod locks {
+    use std::hint::black_box;
+    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::{Barrier, Mutex, RwLock};
+    use std::time::{Duration, Instant};
+    use std::{env, thread};
+
+    use criterion::{BenchmarkId, Criterion};
+    use slat::Locking;
+    use slat::sync::{Lock, Side};
+
+    use super::futex_park::FutexPark;
+
+    static PARK: FutexPark = FutexPark;
+
+    /// A lock to be measured.
+    trait Candidate: Sync {
+        fn with(&self, side: Side, section: impl FnOnce());
+    }
+
+    impl Candidate for Lock {
+        #[inline]
+        fn with(&self, side: Side, section: impl FnOnce()) {
+            let _guard = self.acquire(&PARK, side);
+            section();
+        }
+    }
+
+    impl Candidate for Mutex<()> {
+        #[inline]
+        fn with(&self, _side: Side, section: impl FnOnce()) {
+            let _guard = self.lock();
+            section();
+        }
+    }
+
+    impl Candidate for RwLock<()> {
+        #[inline]
+        fn with(&self, side: Side, section: impl FnOnce()) {
+            match side {
+                Side::Read => {
+                    let _guard = self.read();
+                    section();
+                }
+                Side::Write => {
+                    let _guard = self.write();
+                    section();
+                }
+            }
+        }
+    }
+
+    /// About 30 ns of dependent work.
+    #[inline]
+    fn work(seed: u64) {
+        let mut value = seed;
+        for _ in 0..45 {
+            value = black_box(value.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 1);
+        }
+    }
+
+    /// What a bench does: which lock of ours stands for which of std's, and how often the write side is taken.
+    #[derive(Clone, Copy)]
+    struct Mix {
+        name: &'static str,
+        locking: Locking,
+        /// Every so many-th section is a writer's; `u64::MAX`: none.
+        write_every: u64,
+    }
+
+    const MIXES: [Mix; 5] = [
+        Mix { name: "exclusive", locking: Locking::Exclusive, write_every: 1 },
+        Mix { name: "shared, reads", locking: Locking::Shared, write_every: u64::MAX },
+        Mix { name: "shared, 1 write in 100", locking: Locking::Shared, write_every: 100 },
+        Mix { name: "shared, 1 write in 10", locking: Locking::Shared, write_every: 10 },
+        Mix { name: "shared, writes", locking: Locking::Shared, write_every: 1 },
+    ];
+    const NR_THREADS: [u64; 3] = [1, 2, 64];
+
+    /// Time of `nr_sections` sections, spread over `nr_threads` threads.
+    fn time(candidate: &impl Candidate, mix: Mix, nr_threads: u64, nr_sections: u64) -> Duration {
+        let each = nr_sections.div_ceil(nr_threads);
+        let counter = AtomicU64::new(0);
+        let start = Barrier::new(nr_threads as usize + 1);
+        let run = |thread: u64| {
+            for section in 0..each {
+                let write = mix.write_every != u64::MAX && (section + thread).is_multiple_of(mix.write_every);
+                let side = if write { Side::Write } else { Side::Read };
+                candidate.with(side, || {
+                    work(section);
+                    if write {
+                        counter.store(counter.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+                    }
+                });
+            }
+        };
+        if nr_threads == 1 {
+            let begin = Instant::now();
+            run(0);
+            return begin.elapsed();
+        }
+        let mut begin = Instant::now();
+        thread::scope(|scope| {
+            for thread in 0..nr_threads {
+                let (run, start) = (&run, &start);
+                scope.spawn(move || {
+                    start.wait();
+                    run(thread);
+                });
+            }
+            begin = Instant::now();
+            start.wait();
+        });
+        begin.elapsed()
+    }
+
+    fn time_ours(mix: Mix, nr_threads: u64, nr_sections: u64) -> Duration {
+        time(&Lock::new(mix.locking), mix, nr_threads, nr_sections)
+    }
+
+    fn time_std(mix: Mix, nr_threads: u64, nr_sections: u64) -> Duration {
+        match mix.locking {
+            Locking::Exclusive => time(&Mutex::new(()), mix, nr_threads, nr_sections),
+            _ => time(&RwLock::new(()), mix, nr_threads, nr_sections),
+        }
+    }
+
+    fn median(values: &mut [f64]) -> f64 {
+        values.sort_by(f64::total_cmp);
+        values[values.len() / 2]
+    }
+
+    /// The table of interleaved pairs.
+    fn table(nr_pairs: usize, nr_sections: u64) {
+        println!(
+            "{:<24} {:>7} {:>12} {:>12} {:>10} {:>17}",
+            "lock", "threads", "ours, ns", "std, ns", "ours/std", "quartiles"
+        );
+        for mix in MIXES {
+            for nr_threads in NR_THREADS {
+                let (mut ours, mut std, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+                for pair in 0..nr_pairs {
+                    let measure_ours = || time_ours(mix, nr_threads, nr_sections).as_secs_f64();
+                    let measure_std = || time_std(mix, nr_threads, nr_sections).as_secs_f64();
+                    // Who goes first changes, or the second would always profit from the warm machine.
+                    let (a, b) = if pair % 2 == 0 {
+                        let a = measure_ours();
+                        (a, measure_std())
+                    } else {
+                        let b = measure_std();
+                        (measure_ours(), b)
+                    };
+                    ours.push(a * 1e9 / nr_sections as f64);
+                    std.push(b * 1e9 / nr_sections as f64);
+                    ratios.push(a / b);
+                }
+                let ratio = median(&mut ours) / median(&mut std);
+                median(&mut ratios);
+                println!(
+                    "{:<24} {:>7} {:>12.1} {:>12.1} {:>10.3} {:>8.3} {:>8.3}",
+                    mix.name,
+                    nr_threads,
+                    median(&mut ours),
+                    median(&mut std),
+                    ratio,
+                    ratios[nr_pairs / 4],
+                    ratios[nr_pairs * 3 / 4],
+                );
+            }
+        }
+    }
+
+    fn report(criterion: &mut Criterion) {
+        for mix in MIXES {
+            let mut group = criterion.benchmark_group(mix.name);
+            for nr_threads in NR_THREADS {
+                group.bench_with_input(BenchmarkId::new("ours", nr_threads), &nr_threads, |bencher, &nr_threads| {
+                    bencher.iter_custom(|nr_sections| time_ours(mix, nr_threads, nr_sections));
+                });
+                group.bench_with_input(BenchmarkId::new("std", nr_threads), &nr_threads, |bencher, &nr_threads| {
+                    bencher.iter_custom(|nr_sections| time_std(mix, nr_threads, nr_sections));
+                });
+            }
+            group.finish();
+        }
+    }
+
+    pub(super) fn main() {
+        let arguments = env::args().skip(1).collect::<Vec<_>>();
+        // `cargo test --benches` passes no `--bench`: only see that it runs.
+        if !arguments.iter().any(|argument| argument == "--bench") {
+            table(1, 1_000);
+            return;
+        }
+        table(31, 300_000);
+        if arguments.iter().any(|argument| argument == "table") {
+            return;
+        }
+        let mut criterion = Criterion::default()
+            .warm_up_time(Duration::from_millis(300))
+            .measurement_time(Duration::from_secs(2))
+            .sample_size(20)
+            .configure_from_args();
+        report(&mut criterion);
+        criterion.final_summary();
+    }
+}
+
+fn main() {
+    #[cfg(not(any(loom, shuttle)))]
+    locks::main();
+}

@@ -1,0 +1,240 @@
+//! Addresses, frame numbers, levels and ranges: newtypes, so that a guest-physical address is never taken for a
+//! host-physical one and a page number never for a byte address. No bare `u64` crosses a module.
+
+use core::fmt;
+
+/// log2 of the base page's size, 4096 bytes, in every supported format.
+pub const PAGE_SHIFT: u32 = 12;
+/// Size of a base page in bytes.
+pub const PAGE_SIZE: u64 = 1 << PAGE_SHIFT;
+
+/// Address bits that one level of tables below the root translates (512 entries), in every supported format.
+pub(crate) const LEVEL_SHIFT: u32 = 9;
+
+macro_rules! address {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+        #[repr(transparent)]
+        pub struct $name(pub u64);
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, concat!(stringify!($name), "({:#x})"), self.0)
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{:#x}", self.0)
+            }
+        }
+    };
+}
+
+address!(
+    /// Guest-virtual address, in bytes.
+    Gva
+);
+address!(
+    /// Guest-physical address, in bytes.
+    Gpa
+);
+address!(
+    /// Guest frame number: a guest-physical address in units of 4 KiB pages.
+    Gfn
+);
+address!(
+    /// Host-physical address, in bytes. Never assumed to be a pointer: [`Host::table_ptr`](crate::Host::table_ptr)
+    /// makes one of it.
+    Hpa
+);
+address!(
+    /// Host page frame number: a host-physical address in units of 4 KiB pages.
+    Pfn
+);
+
+impl Gpa {
+    /// The frame that holds this address.
+    #[inline]
+    pub const fn gfn(self) -> Gfn {
+        Gfn(self.0 >> PAGE_SHIFT)
+    }
+
+    /// Whether the address is a multiple of the page size.
+    #[inline]
+    pub const fn is_page_aligned(self) -> bool {
+        self.0.is_multiple_of(PAGE_SIZE)
+    }
+}
+
+impl Gfn {
+    /// The address of the frame's first byte.
+    #[inline]
+    pub const fn gpa(self) -> Gpa {
+        Gpa(self.0 << PAGE_SHIFT)
+    }
+
+    /// The first frame of the naturally aligned block of `level` that holds this frame.
+    #[inline]
+    pub const fn align_down(self, level: Level) -> Gfn {
+        Gfn(self.0 & !(level.nr_pages() - 1))
+    }
+
+    /// The naturally aligned range of `level` that holds this frame.
+    #[inline]
+    pub const fn block(self, level: Level) -> GfnRange {
+        let start = self.align_down(level);
+        GfnRange { start, end: Gfn(start.0 + level.nr_pages()) }
+    }
+}
+
+impl Hpa {
+    /// The frame that holds this address.
+    #[inline]
+    pub const fn pfn(self) -> Pfn {
+        Pfn(self.0 >> PAGE_SHIFT)
+    }
+}
+
+impl Pfn {
+    /// The address of the frame's first byte.
+    #[inline]
+    pub const fn hpa(self) -> Hpa {
+        Hpa(self.0 << PAGE_SHIFT)
+    }
+}
+
+/// Level of an entry in the table tree, counted as KVM counts: an entry of level 1 maps 4 KiB, of level 2 2 MiB, of
+/// level 3 1 GiB; the root's entries have the highest level.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[repr(transparent)]
+pub struct Level(pub u8);
+
+impl Level {
+    /// Entries that map 4 KiB.
+    pub const L4K: Level = Level(1);
+    /// Entries that map 2 MiB, or point to a table of 4 KiB entries.
+    pub const L2M: Level = Level(2);
+    /// Entries that map 1 GiB, or point to a table of 2 MiB entries.
+    pub const L1G: Level = Level(3);
+
+    /// Base pages covered by one entry of this level.
+    #[inline]
+    pub const fn nr_pages(self) -> u64 {
+        1 << (LEVEL_SHIFT * (self.0 as u32 - 1))
+    }
+
+    /// Bytes covered by one entry of this level.
+    #[inline]
+    pub const fn size_bytes(self) -> u64 {
+        self.nr_pages() << PAGE_SHIFT
+    }
+
+    /// The level below, which must exist (`self` is above [`Level::L4K`]).
+    #[inline]
+    pub const fn down(self) -> Level {
+        Level(self.0 - 1)
+    }
+
+    /// The level above.
+    #[inline]
+    pub const fn up(self) -> Level {
+        Level(self.0 + 1)
+    }
+}
+
+/// Sizes that a leaf can have.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum PageSize {
+    /// 4 KiB.
+    Size4K,
+    /// 2 MiB.
+    Size2M,
+    /// 1 GiB.
+    Size1G,
+}
+
+impl PageSize {
+    /// The level of the entries that map a page of this size.
+    #[inline]
+    pub const fn level(self) -> Level {
+        match self {
+            PageSize::Size4K => Level::L4K,
+            PageSize::Size2M => Level::L2M,
+            PageSize::Size1G => Level::L1G,
+        }
+    }
+
+    /// The size in bytes.
+    #[inline]
+    pub const fn size_bytes(self) -> u64 {
+        self.level().size_bytes()
+    }
+}
+
+/// What the guest does to memory.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Access {
+    /// A data read.
+    Read,
+    /// A data write.
+    Write,
+    /// An instruction fetch.
+    Execute,
+}
+
+/// A half-open range of guest frames: `start` is in, `end` is not.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct GfnRange {
+    /// First frame of the range.
+    pub start: Gfn,
+    /// First frame behind the range.
+    pub end: Gfn,
+}
+
+impl GfnRange {
+    /// The range of `nr_pages` frames from `start` on.
+    #[inline]
+    pub const fn new(start: Gfn, nr_pages: u64) -> GfnRange {
+        GfnRange { start, end: Gfn(start.0 + nr_pages) }
+    }
+
+    /// Number of frames in the range.
+    #[inline]
+    pub const fn nr_pages(self) -> u64 {
+        self.end.0.saturating_sub(self.start.0)
+    }
+
+    /// Whether the range has no frame.
+    #[inline]
+    pub const fn is_empty(self) -> bool {
+        self.end.0 <= self.start.0
+    }
+
+    /// Whether `gfn` is in the range.
+    #[inline]
+    pub const fn contains(self, gfn: Gfn) -> bool {
+        self.start.0 <= gfn.0 && gfn.0 < self.end.0
+    }
+
+    /// Whether all of `other` is in the range.
+    #[inline]
+    pub const fn covers(self, other: GfnRange) -> bool {
+        self.start.0 <= other.start.0 && other.end.0 <= self.end.0
+    }
+
+    /// Whether the two ranges share a frame.
+    #[inline]
+    pub const fn overlaps(self, other: GfnRange) -> bool {
+        self.start.0 < other.end.0 && other.start.0 < self.end.0
+    }
+
+    /// The frames that both ranges have; empty if there are none.
+    #[inline]
+    pub const fn intersection(self, other: GfnRange) -> GfnRange {
+        let start = if self.start.0 > other.start.0 { self.start } else { other.start };
+        let end = if self.end.0 < other.end.0 { self.end } else { other.end };
+        if start.0 < end.0 { GfnRange { start, end } } else { GfnRange { start, end: start } }
+    }
+}

@@ -1,0 +1,7 @@
+//! The dirty log: which pages the guest wrote since the log was last taken.
+//!
+//! `bitmap` is the log of one slot. `log` is the protocol between the faults that mark pages and the harvest that takes
+//! the marks.
+
+pub(crate) mod bitmap;
+pub(crate) mod log;

@@ -1,0 +1,128 @@
+//! What can go wrong: small typed values that name the offending value and address. An operation that returns one has
+//! changed nothing, unless the variant says otherwise.
+
+use thiserror::Error;
+
+use crate::addr::Gpa;
+
+/// An operation that could not be done.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The guest-physical address of a region is not a multiple of 4 KiB.
+    #[error("guest-physical address {gpa} is not page-aligned")]
+    UnalignedAddress {
+        /// The address.
+        gpa: Gpa,
+    },
+    /// The size of a region is not a multiple of 4 KiB.
+    #[error("memory size {memory_size:#x} of slot {slot} is not a multiple of the page size")]
+    UnalignedSize {
+        /// The slot.
+        slot: u32,
+        /// Its size in bytes.
+        memory_size: u64,
+    },
+    /// A region or an address ends beyond what the format can translate.
+    #[error("address {gpa} is beyond the {gpa_bits} guest-physical bits of the format")]
+    AddressTooHigh {
+        /// The first byte of the region, or the address.
+        gpa: Gpa,
+        /// Address bits that the format translates.
+        gpa_bits: u32,
+    },
+    /// The slot number is not below [`MAX_SLOTS`](crate::MAX_SLOTS).
+    #[error("slot {slot} is not below the limit of {} slots", crate::MAX_SLOTS)]
+    SlotTooHigh {
+        /// The slot.
+        slot: u32,
+    },
+    /// The region overlaps another slot's.
+    #[error("region of slot {slot} at {gpa} overlaps slot {other}")]
+    Overlap {
+        /// The slot to be set.
+        slot: u32,
+        /// Where it was to start.
+        gpa: Gpa,
+        /// The slot that is there.
+        other: u32,
+    },
+    /// Flag bits that nothing is known of.
+    #[error("unknown flags {flags:#x} for slot {slot}")]
+    UnknownFlags {
+        /// The slot.
+        slot: u32,
+        /// All flag bits that were given.
+        flags: u32,
+    },
+    /// The slot does not exist.
+    #[error("slot {slot} does not exist")]
+    NoSuchSlot {
+        /// The slot.
+        slot: u32,
+    },
+    /// Another thread is deleting or moving the slot at this moment.
+    #[error("slot {slot} is being deleted or moved by another call")]
+    SlotBusy {
+        /// The slot.
+        slot: u32,
+    },
+    /// A new slot was given no backing.
+    #[error("new slot {slot} has no backing")]
+    NoBacking {
+        /// The slot.
+        slot: u32,
+    },
+    /// A backing was given for a slot that exists: it keeps the one it was created with.
+    #[error("the backing of slot {slot} cannot be changed")]
+    BackingFixed {
+        /// The slot.
+        slot: u32,
+    },
+    /// The size of an existing slot cannot be changed.
+    #[error("slot {slot} cannot be resized to {memory_size:#x} bytes")]
+    SizeFixed {
+        /// The slot.
+        slot: u32,
+        /// The size in bytes that was asked for.
+        memory_size: u64,
+    },
+    /// Whether a slot is read-only cannot be changed.
+    #[error("whether slot {slot} is read-only cannot be changed")]
+    ReadOnlyFixed {
+        /// The slot.
+        slot: u32,
+    },
+    /// The slot does not log dirty pages.
+    #[error("slot {slot} does not log dirty pages")]
+    NotLogging {
+        /// The slot.
+        slot: u32,
+    },
+    /// The caller's bitmap cannot hold the slot's log.
+    #[error("bitmap of {words} words is too short for slot {slot}, which needs {needed}")]
+    BitmapTooShort {
+        /// The slot.
+        slot: u32,
+        /// 64-bit words that were given.
+        words: usize,
+        /// 64-bit words that are needed.
+        needed: usize,
+    },
+    /// There is no memory for tables or bookkeeping.
+    #[error("out of memory")]
+    OutOfMemory,
+    /// The backing has no frame for the page.
+    #[error("the backing has no memory for {gpa}")]
+    BackingGone {
+        /// The address of the fault.
+        gpa: Gpa,
+    },
+    /// [`Host::resolve`](crate::Host::resolve) broke its contract: a frame beyond the format's bits, or one that may
+    /// not be written for a write.
+    #[error("the host resolved {gpa} to a frame that cannot be used")]
+    BadResolve {
+        /// The address of the fault.
+        gpa: Gpa,
+    },
+}

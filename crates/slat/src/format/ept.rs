@@ -1,0 +1,68 @@
+//! Intel extended page tables (Intel SDM vol. 3C, chapter "VMX Support for Address Translation", section "EPT
+//! Translation Mechanism", tables "Format of an EPT ... Entry"), with accessed and dirty flags enabled in the EPTP.
+
+use super::{Entry, Format};
+use crate::addr::{Hpa, Level, Pfn};
+
+/// Marker of Intel's extended page tables, 4 levels.
+#[derive(Clone, Copy, Debug)]
+pub struct Ept;
+
+/// Read access, bit 0. An entry is present if any of bits 0 to 2 is set.
+const READ: u64 = 1 << 0;
+/// Write access, bit 1. Write without read is a misconfiguration.
+const WRITE: u64 = 1 << 1;
+/// Execute access, bit 2.
+const EXECUTE: u64 = 1 << 2;
+/// Memory type of a leaf, bits 3 to 5: 6 is write-back.
+const WRITE_BACK: u64 = 6 << 3;
+/// Bit 7 of an entry of level 2 or 3: it maps a page. Reserved or ignored elsewhere.
+const MAPS_PAGE: u64 = 1 << 7;
+/// Accessed, bit 8.
+const ACCESSED: u64 = 1 << 8;
+/// Dirty, bit 9, in leaves.
+const DIRTY: u64 = 1 << 9;
+/// Bit 52, ignored by hardware in every entry.
+const SOFTWARE_52: u64 = 1 << 52;
+/// Physical address, bits 12 to 51.
+const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
+
+impl Format for Ept {
+    const NAME: &'static str = "ept";
+    const ROOT_LEVEL: Level = Level(4);
+    const GPA_BITS: u32 = 48;
+    const HPA_BITS: u32 = 52;
+    const ROOT_ENTRIES: usize = 512;
+    const TABLE_ENTRIES: usize = 512;
+
+    const WRITABLE: u64 = WRITE;
+    const ACCESSED: u64 = ACCESSED;
+    const DIRTY: u64 = DIRTY;
+    const HOST_WRITABLE: u64 = SOFTWARE_52;
+
+    #[inline]
+    fn is_present(entry: Entry) -> bool {
+        entry.0 & (READ | WRITE | EXECUTE) != 0
+    }
+
+    #[inline]
+    fn is_leaf(entry: Entry, level: Level) -> bool {
+        level == Level::L4K || entry.0 & MAPS_PAGE != 0
+    }
+
+    #[inline]
+    fn leaf(pfn: Pfn, level: Level) -> Entry {
+        let size = if level == Level::L4K { 0 } else { MAPS_PAGE };
+        Entry(pfn.hpa().0 & ADDRESS | READ | EXECUTE | WRITE_BACK | size)
+    }
+
+    #[inline]
+    fn table(table: Hpa) -> Entry {
+        Entry(table.0 & ADDRESS | READ | WRITE | EXECUTE | ACCESSED)
+    }
+
+    #[inline]
+    fn address(entry: Entry, _level: Level) -> Hpa {
+        Hpa(entry.0 & ADDRESS)
+    }
+}

@@ -1,0 +1,67 @@
+//! One entry as the hardware reads it. A [`Format`] knows bits and nothing else: which bit lets the guest write, where
+//! the frame number stands, what makes an entry a leaf. What entries mean to the engine (stamps, frozen entries, who
+//! may change what into what) is `table/entry.rs`, the same for all formats.
+//!
+//! Every format leaves alone an entry whose lowest three bits are clear: it is not present in long-mode tables (bit 0),
+//! in EPT (bits 0 to 2), in Arm's stage 2 and in RISC-V's G-stage (bit 0), and all other bits are then software's.
+
+mod ept;
+mod npt;
+
+pub use ept::Ept;
+pub use npt::Npt;
+
+use crate::addr::{Hpa, Level, Pfn};
+
+/// The 64 bits of a table entry.
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct Entry(pub u64);
+
+impl core::fmt::Debug for Entry {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "Entry({:#x})", self.0)
+    }
+}
+
+/// A second-stage table format.
+pub trait Format: Send + Sync + 'static {
+    /// The name that the command and the reports use.
+    const NAME: &'static str;
+    /// Level of the root's entries.
+    const ROOT_LEVEL: Level;
+    /// Guest-physical address bits that the tables translate.
+    const GPA_BITS: u32;
+    /// Host-physical address bits that an entry can hold.
+    const HPA_BITS: u32;
+    /// Entries of the root table. (Other tables have 512 in every format: 9 bits a level.)
+    const ROOT_ENTRIES: usize;
+    /// Entries of a table below the root.
+    const TABLE_ENTRIES: usize;
+
+    /// Set in a leaf that the guest may write.
+    const WRITABLE: u64;
+    /// Set by hardware in a leaf that was used.
+    const ACCESSED: u64;
+    /// Set by hardware in a leaf through which the guest wrote.
+    const DIRTY: u64;
+    /// A bit that hardware ignores in a leaf: the host allows the guest to write the frame. A leaf with this bit and
+    /// without [`WRITABLE`](Format::WRITABLE) is write-protected for logging only.
+    const HOST_WRITABLE: u64;
+
+    /// Whether hardware would use the entry.
+    fn is_present(entry: Entry) -> bool;
+
+    /// Whether a present entry of `level` maps memory (and does not point to a table).
+    fn is_leaf(entry: Entry, level: Level) -> bool;
+
+    /// A leaf of `level` for `pfn` that may be read and executed; not writable, not accessed, not dirty. Memory is
+    /// write-back.
+    fn leaf(pfn: Pfn, level: Level) -> Entry;
+
+    /// An entry that points to the table at `table` and takes no right away from what is below.
+    fn table(table: Hpa) -> Entry;
+
+    /// The address that a present entry holds: of the table, or of the memory that the leaf maps.
+    fn address(entry: Entry, level: Level) -> Hpa;
+}

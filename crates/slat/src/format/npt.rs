@@ -1,0 +1,68 @@
+//! AMD nested paging: entries are long-mode entries (AMD APM vol. 2, 15.25 "Nested Paging" and 5.3 "Long-Mode Page
+//! Translation"). Guest accesses count as user accesses in the nested tables (15.25.5), so U/S is set everywhere.
+
+use super::{Entry, Format};
+use crate::addr::{Hpa, Level, Pfn};
+
+/// Marker of AMD's nested page tables, 4 levels.
+#[derive(Clone, Copy, Debug)]
+pub struct Npt;
+
+/// P, bit 0 (5.4.1).
+const PRESENT: u64 = 1 << 0;
+/// R/W, bit 1 (5.4.1).
+const READ_WRITE: u64 = 1 << 1;
+/// U/S, bit 2 (5.4.1).
+const USER: u64 = 1 << 2;
+/// A, bit 5 (5.4.1).
+const ACCESSED: u64 = 1 << 5;
+/// D, bit 6, in leaves (5.4.1).
+const DIRTY: u64 = 1 << 6;
+/// PS, bit 7, in entries of levels 2 and 3 (5.3.3, 5.3.4); at level 1 the bit is PAT.
+const PAGE_SIZE_BIT: u64 = 1 << 7;
+/// Bit 52, one of the bits 52 to 58 that are available to software (5.4, figure 5-21 and following).
+const SOFTWARE_52: u64 = 1 << 52;
+/// Physical address, bits 12 to 51 (5.3.3).
+const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
+
+impl Format for Npt {
+    const NAME: &'static str = "npt";
+    const ROOT_LEVEL: Level = Level(4);
+    const GPA_BITS: u32 = 48;
+    const HPA_BITS: u32 = 52;
+    const ROOT_ENTRIES: usize = 512;
+    const TABLE_ENTRIES: usize = 512;
+
+    const WRITABLE: u64 = READ_WRITE;
+    const ACCESSED: u64 = ACCESSED;
+    const DIRTY: u64 = DIRTY;
+    const HOST_WRITABLE: u64 = SOFTWARE_52;
+
+    #[inline]
+    fn is_present(entry: Entry) -> bool {
+        entry.0 & PRESENT != 0
+    }
+
+    #[inline]
+    fn is_leaf(entry: Entry, level: Level) -> bool {
+        level == Level::L4K || entry.0 & PAGE_SIZE_BIT != 0
+    }
+
+    #[inline]
+    fn leaf(pfn: Pfn, level: Level) -> Entry {
+        let size = if level == Level::L4K { 0 } else { PAGE_SIZE_BIT };
+        Entry(pfn.hpa().0 & ADDRESS | PRESENT | USER | size)
+    }
+
+    #[inline]
+    fn table(table: Hpa) -> Entry {
+        // Accessed is set beforehand: no walk has to set it, and nothing reads it in a table entry.
+        Entry(table.0 & ADDRESS | PRESENT | READ_WRITE | USER | ACCESSED)
+    }
+
+    #[inline]
+    fn address(entry: Entry, _level: Level) -> Hpa {
+        // In a huge leaf the bits between 12 and its size are PAT or must be zero (5.3.4); `leaf` leaves them clear.
+        Hpa(entry.0 & ADDRESS)
+    }
+}

@@ -1,0 +1,94 @@
+//! What the engine asks of its surroundings, and all that an embedder writes: memory for tables, frames for guest
+//! pages, a TLB flush, and a few words with the scheduler. This page is the porting guide.
+//!
+//! A `Host` value belongs to one [`Vm`](crate::Vm); a hypervisor's value typically points to the VM's own state.
+//! The engine calls it from any thread, several at a time. What each call may do is said at the method: "may block"
+//! means that the engine holds neither a lock nor a read section there.
+
+#![expect(unsafe_code, reason = "the trait itself is the promise that tables may be handed to hardware")]
+
+use core::alloc::Layout;
+
+use crate::addr::{Access, Gfn, GfnRange, Hpa, PageSize, Pfn};
+use crate::sync::Park;
+
+/// What [`Host::resolve`] found behind a page of a slot.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Resolved {
+    /// The frame that backs the page which was asked for (not of the start of the huge page around it).
+    pub pfn: Pfn,
+    /// The largest naturally aligned block around the page that is contiguous in host-physical memory and may be
+    /// mapped by one leaf. The engine maps less where the slot's ends, alignment or dirty logging ask for it.
+    pub max_size: PageSize,
+    /// Whether the guest may write the frame. Must be `true` if the access was a write.
+    pub writable: bool,
+}
+
+/// The backing has no frame for the page and will not have one: the file is too short, the memory was poisoned or
+/// taken away.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Gone;
+
+/// The surroundings of one VM.
+///
+/// # Safety
+/// The engine builds page tables that hardware (or a software CPU) walks, and trusts this trait for it:
+/// - [`allocate_table`](Host::allocate_table) returns memory of the layout asked for that nobody else uses until it is
+///   given to [`free_table`](Host::free_table), and [`table_ptr`](Host::table_ptr) returns a pointer to that memory,
+///   valid for reads and writes and the same at each call.
+/// - [`flush`](Host::flush) returns only when no CPU can use a translation older than the call.
+/// - a frame answered by [`resolve`](Host::resolve) stays the page's frame as long as the backing lives.
+/// - no method unwinds.
+pub unsafe trait Host: Park + Send + Sync {
+    /// What a slot's memory comes from: the engine keeps it with the slot, passes it to [`resolve`](Host::resolve) and
+    /// drops it when the slot is gone and no resolve uses it any more.
+    type Backing: Send + Sync;
+
+    /// Allocates host-physical memory for a table of `layout` (size and alignment in bytes, both powers of two).
+    /// The contents do not matter. `None`: there is no memory; the operation then fails with
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) and has changed nothing. May block.
+    fn allocate_table(&self, layout: Layout) -> Option<Hpa>;
+
+    /// Takes back a table that [`allocate_table`](Host::allocate_table) gave out. No CPU walks it any more.
+    ///
+    /// # Safety
+    /// `table` came from `allocate_table` of this host with the same `layout` and was not freed since.
+    unsafe fn free_table(&self, table: Hpa, layout: Layout);
+
+    /// The pointer by which the engine reaches the table at `table`. Called at each step of each walk: it should be a
+    /// mere addition.
+    fn table_ptr(&self, table: Hpa) -> *mut u8;
+
+    /// Finds the frame behind page number `page` (4 KiB pages from the slot's start) of `backing` for `access`.
+    /// `gfn` is the guest frame that faulted. May block (to swap in, to fetch, to zero).
+    ///
+    /// # Errors
+    /// [`Gone`]: the fault returns [`Error::BackingGone`](crate::Error::BackingGone).
+    fn resolve(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone>;
+
+    /// Makes sure that no CPU of this VM uses a translation of `ranges` that it got before this call. Returns only when
+    /// that is so; it must not wait for a CPU that is not running. May block.
+    fn flush(&self, ranges: &[GfnRange]);
+
+    /// Whether the caller's CPU is wanted by somebody else, so that a long operation should leave its section and call
+    /// [`yield_now`](Host::yield_now). Asked once in a few hundred entries.
+    #[inline]
+    fn should_yield(&self) -> bool {
+        false
+    }
+
+    /// Lets others run. May block.
+    #[inline]
+    fn yield_now(&self) {}
+
+    /// A clock that never goes backwards, in nanoseconds. Read for every lock wait and for a sample of the faults.
+    fn timestamp_ns(&self) -> u64;
+
+    /// For how long, in nanoseconds since some fixed moment, the calling thread was ready to run but had no CPU. The
+    /// guest-stall statistic takes it off, because that time is the scheduler's and not the engine's. Zero where the
+    /// host cannot tell.
+    #[inline]
+    fn run_delay_ns(&self) -> u64 {
+        0
+    }
+}

@@ -1,0 +1,133 @@
+//! What a fault does to the tree: install a leaf, give the right to write back, split a huge leaf, take a leaf away.
+//!
+//! All run inside a section, on what a cursor found there, and neither allocate nor wait: the tables that they link come
+//! from the vCPU's cache. Each is one compare-and-exchange; `Err(Changed)` means that somebody was faster and that the
+//! fault starts over.
+
+use crate::addr::{Access, Level, Pfn};
+use crate::format::{Entry, Format};
+use crate::host::Host;
+use crate::table::Tree;
+use crate::table::entry::{self, Stamp};
+use crate::table::frames::{self, TableCache};
+use crate::table::walk::{self, Cursor};
+
+/// The entry is no longer what the fault's decision was made on.
+pub(crate) struct Changed;
+
+/// What a leaf is to be.
+#[derive(Clone, Copy)]
+pub(crate) struct NewLeaf {
+    /// Frame of the page that faulted.
+    pub(crate) pfn: Pfn,
+    /// Level of the leaf.
+    pub(crate) level: Level,
+    pub(crate) rights: Rights,
+}
+
+/// What the guest may do through a leaf.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Rights {
+    /// The host does not allow writing.
+    ReadOnly,
+    /// The host allows writing; the leaf does not, so that the first write is seen.
+    WriteProtected,
+    /// Writes go through.
+    Writable,
+}
+
+/// The leaf with A set (the fault is an access), and D if it writes, so that no CPU has to set them.
+fn used_leaf<F: Format>(leaf: Entry, access: Access) -> Entry {
+    let dirty = if access == Access::Write { F::DIRTY } else { 0 };
+    Entry(leaf.0 | F::ACCESSED | dirty)
+}
+
+impl NewLeaf {
+    fn entry<F: Format>(self, access: Access) -> Entry {
+        let first = Pfn(self.pfn.0 & !(self.level.nr_pages() - 1));
+        let rights = match self.rights {
+            Rights::ReadOnly => 0,
+            Rights::WriteProtected => F::HOST_WRITABLE,
+            Rights::Writable => F::HOST_WRITABLE | F::WRITABLE,
+        };
+        used_leaf::<F>(Entry(F::leaf(first, self.level).0 | rights), access)
+    }
+}
+
+/// Installs `leaf` for the frame at the cursor, whose current entry is `value`, empty with `stamp`. Links as many tables
+/// as lie between, with all their other entries empty and of the same stamp: one compare-and-exchange shows it all.
+///
+/// The cache must hold `cursor.level() - leaf.level` tables.
+pub(crate) fn install<H: Host, F: Format>(
+    cursor: &Cursor<'_, H, F>,
+    host: &H,
+    cache: &mut TableCache,
+    value: Entry,
+    stamp: Stamp,
+    leaf: NewLeaf,
+    access: Access,
+) -> Result<(), Changed> {
+    let top = cursor.level();
+    debug_assert!(leaf.level <= top && cache.len() >= usize::from(top.0 - leaf.level.0));
+    let mut new = leaf.entry::<F>(access);
+    let mut level = leaf.level;
+    while level < top {
+        let Some(table) = cache.take() else { unreachable!("the cache was topped up for this") };
+        frames::fill(host, table, frames::nr_entries::<F>(level), entry::empty(stamp));
+        frames::set(host, table, walk::index_of::<F>(cursor.gfn(), level), new);
+        new = F::table(table);
+        level = level.up();
+    }
+    let result = cursor.entry().compare_exchange::<F>(value, new);
+    if result.is_err() {
+        // Nobody has seen the tables; they hang on each other from `new` down.
+        while level > leaf.level {
+            let table = F::address(new, level);
+            level = level.down();
+            new = frames::get(host, table, walk::index_of::<F>(cursor.gfn(), level));
+            cache.put(table);
+        }
+        return Err(Changed);
+    }
+    Ok(())
+}
+
+/// Gives the right to write back to the leaf `value` at the cursor, which the host allows to be written.
+#[inline]
+pub(crate) fn give_write<H: Host, F: Format>(cursor: &Cursor<'_, H, F>, value: Entry) -> Result<(), Changed> {
+    debug_assert!(entry::is_host_writable::<F>(value));
+    let new = used_leaf::<F>(Entry(value.0 | F::WRITABLE), Access::Write);
+    cursor.entry().compare_exchange::<F>(value, new).map_err(|_| Changed)
+}
+
+/// Replaces the huge leaf `value` at the cursor by a table of leaves one level lower that allow the same. No flush is
+/// owed: whatever a CPU has cached of the huge leaf is still true.
+///
+/// The cache must hold a table.
+pub(crate) fn split<H: Host, F: Format>(
+    cursor: &Cursor<'_, H, F>,
+    host: &H,
+    cache: &mut TableCache,
+    value: Entry,
+) -> Result<(), Changed> {
+    let level = cursor.level();
+    let Some(table) = cache.take() else { unreachable!("the cache was topped up for this") };
+    frames::build(host, table, frames::nr_entries::<F>(level.down()), |index| {
+        entry::part_of_huge::<F>(value, level, index)
+    });
+    // Hardware may set A or D of the huge leaf meanwhile: then the exchange fails, and the next try copies them.
+    cursor.entry().compare_exchange::<F>(value, F::table(table)).map_err(|_| {
+        cache.put(table);
+        Changed
+    })
+}
+
+/// Takes the leaf `value` at the cursor away, so that the next fault asks the host anew. A flush of its block is owed.
+pub(crate) fn take_away<H: Host, F: Format>(
+    tree: &Tree<H, F>,
+    cursor: &Cursor<'_, H, F>,
+    value: Entry,
+) -> Result<(), Changed> {
+    let empty = entry::empty(tree.next_stamp());
+    cursor.entry().compare_exchange::<F>(value, empty).map_err(|_| Changed)
+}

@@ -1,0 +1,61 @@
+//! A memory region as the user of the library describes it, and the checks that need nothing but the description.
+
+use crate::addr::{GfnRange, Gpa, PAGE_SHIFT, PAGE_SIZE};
+use crate::error::Error;
+
+/// Slot numbers are below this (KVM's limit on x86: 32767 less the 3 that it keeps for itself).
+pub const MAX_SLOTS: u32 = 32764;
+
+bitflags::bitflags! {
+    /// Flags of a slot, with KVM's names and values.
+    #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+    pub struct MemoryRegionFlags: u32 {
+        /// Writes of the guest are logged, to be read by [`Vm::get_dirty_log`](crate::Vm::get_dirty_log).
+        const LOG_DIRTY_PAGES = 1 << 0;
+        /// The guest may not write: its writes are [`Exit::Mmio`](crate::Exit::Mmio).
+        const READONLY = 1 << 1;
+    }
+}
+
+/// What [`Vm::set_user_memory_region`](crate::Vm::set_user_memory_region) makes of a slot.
+///
+/// - A slot that does not exist is created; it needs a backing.
+/// - `memory_size` 0 deletes the slot.
+/// - An existing slot is moved if `guest_phys_addr` differs, and gets `flags`; size and backing stay (`backing: None`),
+///   and whether it is read-only.
+#[derive(Clone, Copy, Debug)]
+pub struct MemoryRegion<B> {
+    /// Number of the slot, below [`MAX_SLOTS`].
+    pub slot: u32,
+    /// Flags of the slot.
+    pub flags: MemoryRegionFlags,
+    /// First guest-physical address, a multiple of 4 KiB.
+    pub guest_phys_addr: Gpa,
+    /// Size in bytes, a multiple of 4 KiB.
+    pub memory_size: u64,
+    /// Where the memory comes from.
+    pub backing: Option<B>,
+}
+
+impl<B> MemoryRegion<B> {
+    /// The frames of the region, if numbers and flags are acceptable for tables that translate `gpa_bits` bits.
+    pub(crate) fn check(&self, gpa_bits: u32) -> Result<GfnRange, Error> {
+        let &MemoryRegion { slot, flags, guest_phys_addr: gpa, memory_size, .. } = self;
+        if slot >= MAX_SLOTS {
+            return Err(Error::SlotTooHigh { slot });
+        }
+        if MemoryRegionFlags::from_bits(flags.bits()).is_none() {
+            return Err(Error::UnknownFlags { slot, flags: flags.bits() });
+        }
+        if !gpa.is_page_aligned() {
+            return Err(Error::UnalignedAddress { gpa });
+        }
+        if !memory_size.is_multiple_of(PAGE_SIZE) {
+            return Err(Error::UnalignedSize { slot, memory_size });
+        }
+        match gpa.0.checked_add(memory_size) {
+            Some(end) if end <= 1 << gpa_bits => Ok(GfnRange::new(gpa.gfn(), memory_size >> PAGE_SHIFT)),
+            _ => Err(Error::AddressTooHigh { gpa, gpa_bits }),
+        }
+    }
+}

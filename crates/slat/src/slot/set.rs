@@ -1,0 +1,448 @@
+//! The published set of slots: an immutable sorted array behind one pointer. Faults look a frame up without a lock; a
+//! change builds a new array and swaps the pointer by compare-and-exchange, starting over if another change came first.
+//!
+//! Lifetimes. A set, a slot and a dirty bitmap are freed when they are out of the published set and no section is open
+//! that could have found them (`table/retire.rs`); a slot also not while a vCPU resolves a page in its backing. The
+//! change that takes them out owns them: it puts them on the list of retired things, for which it has allocated the node
+//! before. So reading takes no reference count, and no line is shared by faults.
+//!
+//! One change of a slot at a time: it *claims* the slot, and another that comes meanwhile gets [`Error::SlotBusy`].
+//! While a slot is being deleted or moved it is also *withdrawn*: faults find it and start over. That is what the zap's
+//! stamp stands behind (`table/stamp.rs`): withdraw, take the stamp, zap, flush, and only then publish the set without
+//! it. Until then nothing else can be put in its place.
+
+#![expect(unsafe_code, reason = "published sets are reached by raw pointers and freed by epochs")]
+
+use alloc::boxed::Box;
+use alloc::vec::Vec;
+use core::ptr::{self, NonNull};
+
+use super::region::MemoryRegionFlags;
+use crate::addr::{Gfn, GfnRange};
+use crate::boxed::try_box;
+use crate::dirty::bitmap::Bitmap;
+use crate::error::Error;
+use crate::sync::{AtomicBool, AtomicPtr, Ordering};
+use crate::table::retire::{Epochs, Record, Section};
+
+/// What stays the same during a slot's life.
+pub(crate) struct Slot<B> {
+    backing: B,
+    /// A change of this slot is under way.
+    claimed: AtomicBool,
+    /// Nothing may be mapped for this slot now.
+    withdrawn: AtomicBool,
+}
+
+/// A slot in a set.
+pub(crate) struct SlotEntry<B> {
+    pub(crate) range: GfnRange,
+    pub(crate) id: u32,
+    pub(crate) flags: MemoryRegionFlags,
+    slot: NonNull<Slot<B>>,
+    /// The dirty log, exactly if `flags` has `LOG_DIRTY_PAGES`.
+    log: Option<NonNull<Bitmap>>,
+}
+
+impl<B> Clone for SlotEntry<B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B> Copy for SlotEntry<B> {}
+
+/// An immutable set.
+pub(crate) struct SlotSet<B> {
+    /// Sorted by range; ranges do not overlap.
+    entries: Vec<SlotEntry<B>>,
+    /// Indices of `entries`, sorted by slot number.
+    by_id: Vec<u32>,
+}
+
+/// Things that a change took out of the published set.
+struct Retired<B> {
+    next: *mut Retired<B>,
+    tag: u64,
+    set: Option<Box<SlotSet<B>>>,
+    slot: Option<NonNull<Slot<B>>>,
+    log: Option<NonNull<Bitmap>>,
+}
+
+/// The slots of one VM.
+pub(crate) struct Slots<B> {
+    current: AtomicPtr<SlotSet<B>>,
+    retired: AtomicPtr<Retired<B>>,
+}
+
+// SAFETY: the raw pointers own what they point to, or share it by the rules of the module; backings are Send and Sync.
+unsafe impl<B: Send + Sync> Send for Slots<B> {}
+// SAFETY: as above.
+unsafe impl<B: Send + Sync> Sync for Slots<B> {}
+
+/// A slot as found in a section.
+pub(crate) struct SlotView<'s, B> {
+    entry: SlotEntry<B>,
+    section: &'s Section<'s>,
+}
+
+impl<'s, B> SlotView<'s, B> {
+    pub(crate) fn range(&self) -> GfnRange {
+        self.entry.range
+    }
+
+    pub(crate) fn flags(&self) -> MemoryRegionFlags {
+        self.entry.flags
+    }
+
+    /// Whether the slot is being deleted or moved.
+    #[inline]
+    pub(crate) fn is_withdrawn(&self) -> bool {
+        // SAFETY: found in an open section.
+        let slot = unsafe { self.entry.slot.as_ref() };
+        // Acquire: not after what the fault does because of the answer. That it comes after the read of the entry is
+        // that read's acquire.
+        slot.withdrawn.load(Ordering::Acquire)
+    }
+
+    #[inline]
+    pub(crate) fn log(&self) -> Option<&'s Bitmap> {
+        // SAFETY: found in an open section, which is borrowed for 's.
+        self.entry.log.map(|log| unsafe { log.as_ref() })
+    }
+
+    /// Takes the slot along, out of the section, to resolve a page in its backing. `record` is the section's.
+    pub(crate) fn keep_for_resolve<'r>(&self, record: &'r Record) -> BackingRef<'r, B> {
+        debug_assert!(ptr::eq(record, self.section.record()));
+        record.resolving(self.entry.slot);
+        BackingRef { slot: self.entry.slot, record }
+    }
+}
+
+/// A slot's backing, kept by the announcement in a record until this is dropped.
+pub(crate) struct BackingRef<'r, B> {
+    slot: NonNull<Slot<B>>,
+    record: &'r Record,
+}
+
+impl<B> BackingRef<'_, B> {
+    pub(crate) fn get(&self) -> &B {
+        // SAFETY: `keep_for_resolve` announced the slot in the record, inside a section in which it was published; it is
+        // not freed as long as the announcement stands, and that is until `drop`.
+        unsafe { &self.slot.as_ref().backing }
+    }
+}
+
+impl<B> Drop for BackingRef<'_, B> {
+    fn drop(&mut self) {
+        self.record.resolved();
+    }
+}
+
+/// A slot that the caller has claimed: nobody else changes it.
+pub(crate) struct Claim<B> {
+    pub(crate) entry: SlotEntry<B>,
+}
+
+impl<B> Claim<B> {
+    fn slot(&self) -> &Slot<B> {
+        // SAFETY: only the claim's owner can retire a slot.
+        unsafe { self.entry.slot.as_ref() }
+    }
+
+    /// Makes faults in the slot start over, until [`Claim::restore`] or until the slot is out of the set.
+    pub(crate) fn withdraw(&self) {
+        // Release would do: the stamp that is taken next hands it on.
+        self.slot().withdrawn.store(true, Ordering::SeqCst);
+    }
+
+    /// Takes [`Claim::withdraw`] back.
+    pub(crate) fn restore(&self) {
+        self.slot().withdrawn.store(false, Ordering::Release);
+    }
+
+    /// Lets others change the slot.
+    pub(crate) fn release(self) {
+        self.slot().claimed.store(false, Ordering::Release);
+    }
+}
+
+/// What a change does to the set. What it says to add is owned by the change until it is published.
+pub(crate) enum Change<B> {
+    Insert(SlotEntry<B>),
+    /// Replaces the entry of a claimed slot.
+    Replace(SlotEntry<B>),
+    /// Removes a claimed slot.
+    Remove(SlotEntry<B>),
+}
+
+impl<B> Change<B> {
+    fn id(&self) -> u32 {
+        match self {
+            Change::Insert(entry) | Change::Replace(entry) | Change::Remove(entry) => entry.id,
+        }
+    }
+}
+
+impl<B> SlotSet<B> {
+    fn with_capacity(capacity: usize) -> Result<SlotSet<B>, Error> {
+        let (mut entries, mut by_id) = (Vec::new(), Vec::new());
+        entries.try_reserve_exact(capacity).map_err(|_| Error::OutOfMemory)?;
+        by_id.try_reserve_exact(capacity).map_err(|_| Error::OutOfMemory)?;
+        Ok(SlotSet { entries, by_id })
+    }
+
+    /// Position in `by_id` of slot number `id`, or where it would be.
+    fn position(&self, id: u32) -> Result<usize, usize> {
+        self.by_id.binary_search_by_key(&id, |&index| self.entries[index as usize].id)
+    }
+
+    fn by_id(&self, id: u32) -> Option<&SlotEntry<B>> {
+        let position = self.position(id).ok()?;
+        Some(&self.entries[self.by_id[position] as usize])
+    }
+
+    #[inline]
+    fn find(&self, gfn: Gfn) -> Option<&SlotEntry<B>> {
+        let behind = self.entries.partition_point(|entry| entry.range.start <= gfn);
+        let entry = &self.entries[behind.checked_sub(1)?];
+        entry.range.contains(gfn).then_some(entry)
+    }
+
+    /// Fills this empty set, which has room for it, with `old` as changed. Allocates nothing.
+    fn fill(&mut self, old: &SlotSet<B>, change: &Change<B>) -> Result<(), Error> {
+        let id = change.id();
+        let added = match change {
+            Change::Insert(entry) | Change::Replace(entry) => Some(entry),
+            Change::Remove(_) => None,
+        };
+        self.entries.extend(old.entries.iter().filter(|entry| entry.id != id));
+        if let Some(&added) = added {
+            if matches!(change, Change::Insert(_)) && old.by_id(id).is_some() {
+                return Err(Error::SlotBusy { slot: id });
+            }
+            let at = self.entries.partition_point(|entry| entry.range.start < added.range.start);
+            let neighbours = at.saturating_sub(1)..(at + 1).min(self.entries.len());
+            if let Some(other) = self.entries[neighbours].iter().find(|other| other.range.overlaps(added.range)) {
+                return Err(Error::Overlap { slot: id, gpa: added.range.start.gpa(), other: other.id });
+            }
+            self.entries.insert(at, added);
+        }
+        self.by_id.extend(0..self.entries.len() as u32);
+        let entries = &self.entries;
+        self.by_id.sort_unstable_by_key(|&index| entries[index as usize].id);
+        Ok(())
+    }
+}
+
+impl<B> Slots<B> {
+    pub(crate) fn new() -> Result<Slots<B>, Error> {
+        let empty = Box::into_raw(try_box(SlotSet { entries: Vec::new(), by_id: Vec::new() })?);
+        Ok(Slots { current: AtomicPtr::new(empty), retired: AtomicPtr::new(ptr::null_mut()) })
+    }
+
+    /// The published set. SeqCst: stands in store-load pairs with `protect` (see `dirty/log.rs`); as an acquire load it
+    /// sees the set's contents.
+    #[inline]
+    fn current<'s>(&self, _section: &'s Section<'_>) -> &'s SlotSet<B> {
+        // SAFETY: the pointer is never null; a set that was published when the section began, or since, is freed only
+        // after the section.
+        unsafe { &*self.current.load(Ordering::SeqCst) }
+    }
+
+    /// The slot that has `gfn`.
+    #[inline]
+    pub(crate) fn find<'s>(&self, section: &'s Section<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
+        self.current(section).find(gfn).map(|&entry| SlotView { entry, section })
+    }
+
+    /// The slot of number `id`.
+    pub(crate) fn by_id<'s>(&self, section: &'s Section<'s>, id: u32) -> Option<SlotView<'s, B>> {
+        self.current(section).by_id(id).map(|&entry| SlotView { entry, section })
+    }
+
+    /// Claims slot `id` for a change. `Ok(None)`: there is no such slot.
+    pub(crate) fn claim(&self, epochs: &Epochs, record: &Record, id: u32) -> Result<Option<Claim<B>>, Error> {
+        let section = epochs.enter(record);
+        let Some(view) = self.by_id(&section, id) else { return Ok(None) };
+        // SAFETY: found in an open section.
+        let slot = unsafe { view.entry.slot.as_ref() };
+        // Acquire: takes over the state that the last change of the slot left.
+        if slot.claimed.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err() {
+            return Err(Error::SlotBusy { slot: id });
+        }
+        // The set may have changed since it was read, this slot's entry included: read it again, now that it is fixed.
+        match self.by_id(&section, id) {
+            Some(now) if now.entry.slot == view.entry.slot => Ok(Some(Claim { entry: now.entry })),
+            // Deleted in between: the claim was on a dead slot.
+            _ => Err(Error::SlotBusy { slot: id }),
+        }
+    }
+
+    /// Publishes `change` of the set that is current by then. Whatever is out of the set afterwards is retired.
+    ///
+    /// On an error nothing was published, and what the change would have added still belongs to the caller.
+    pub(crate) fn publish(&self, epochs: &Epochs, record: &Record, change: &Change<B>) -> Result<(), Error> {
+        let mut node =
+            try_box(Retired { next: ptr::null_mut(), tag: 0, set: None, slot: None, log: None })?;
+        let mut capacity = 16;
+        loop {
+            // Allocation, outside of the section.
+            let mut new = try_box(SlotSet::with_capacity(capacity)?)?;
+            let section = epochs.enter(record);
+            let old = self.current(&section);
+            let needed = old.entries.len() + 1;
+            if needed > capacity {
+                capacity = needed + needed / 8;
+                continue;
+            }
+            new.fill(old, change)?;
+            if let Change::Remove(removed) | Change::Replace(removed) = change {
+                let before = old.by_id(removed.id).copied();
+                debug_assert!(before.is_some_and(|before| before.slot == removed.slot), "changes need a claim");
+                let after = new.by_id(removed.id).and_then(|entry| entry.log);
+                node.log = before.and_then(|before| before.log).filter(|&log| Some(log) != after);
+                node.slot = matches!(change, Change::Remove(_)).then_some(removed.slot);
+            }
+            let old = ptr::from_ref(old).cast_mut();
+            let new = Box::into_raw(new);
+            // SeqCst: release for the set's contents; and the store of the store-load pairs with `mark_if_logging`.
+            // The section keeps `old` from being freed and its address used again, so equal pointers are equal sets.
+            match self.current.compare_exchange(old, new, Ordering::SeqCst, Ordering::Relaxed) {
+                Ok(_) => {
+                    drop(section);
+                    // SAFETY: the set was published, is not any more, and only the change that took it out owns it.
+                    node.set = Some(unsafe { Box::from_raw(old) });
+                    node.tag = epochs.retire_era();
+                    self.push_retired(Box::into_raw(node));
+                    return Ok(());
+                }
+                // SAFETY: the exchange failed, so nobody else has seen the new set. It frees no slot.
+                Err(_) => drop(unsafe { Box::from_raw(new) }),
+            }
+        }
+    }
+
+    fn push_retired(&self, node: *mut Retired<B>) {
+        let mut head = self.retired.load(Ordering::Relaxed);
+        loop {
+            // SAFETY: the node belongs to this thread until the exchange succeeds.
+            unsafe { (*node).next = head };
+            match self.retired.compare_exchange(head, node, Ordering::Release, Ordering::Relaxed) {
+                Ok(_) => return,
+                Err(found) => head = found,
+            }
+        }
+    }
+
+    /// Frees the retired sets, slots and logs that nobody can use any more.
+    pub(crate) fn reclaim(&self, epochs: &Epochs) {
+        // Acquire: sees the nodes.
+        let mut next = self.retired.swap(ptr::null_mut(), Ordering::Acquire);
+        if next.is_null() {
+            return;
+        }
+        let oldest = epochs.oldest_open();
+        while !next.is_null() {
+            // SAFETY: nodes come from boxes, and the swap made the list this thread's.
+            let node = unsafe { Box::from_raw(next) };
+            next = node.next;
+            if node.tag < oldest && !node.slot.is_some_and(|slot| epochs.is_resolving(slot)) {
+                // SAFETY: no section can have found it, nobody resolves in it, and nothing but this node refers to it.
+                unsafe { node.free() };
+            } else {
+                self.push_retired(Box::into_raw(node));
+            }
+        }
+    }
+}
+
+impl<B> SlotEntry<B> {
+    /// An entry for a new slot, claimed by the caller, not yet published.
+    pub(crate) fn new(
+        id: u32,
+        range: GfnRange,
+        flags: MemoryRegionFlags,
+        backing: B,
+        log: Option<Box<Bitmap>>,
+    ) -> Result<SlotEntry<B>, Error> {
+        let slot = try_box(Slot { backing, claimed: AtomicBool::new(true), withdrawn: AtomicBool::new(false) })?;
+        let slot = NonNull::from(Box::leak(slot));
+        Ok(SlotEntry { range, id, flags, slot, log: log.map(|log| NonNull::from(Box::leak(log))) })
+    }
+
+    /// The same slot elsewhere, with other flags, and with `log` if it begins to log.
+    pub(crate) fn changed(self, range: GfnRange, flags: MemoryRegionFlags, log: Option<Box<Bitmap>>) -> SlotEntry<B> {
+        let log = match log {
+            Some(log) => Some(NonNull::from(Box::leak(log))),
+            None => self.log.filter(|_| flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES)),
+        };
+        SlotEntry { range, flags, log, ..self }
+    }
+
+    /// Frees the log that `changed` added to `before`, because this entry was not published.
+    pub(crate) fn discard_change(self, before: &SlotEntry<B>) {
+        if let Some(log) = self.log
+            && self.log != before.log
+        {
+            // SAFETY: it came from a box in `changed`, and was never published.
+            drop(unsafe { Box::from_raw(log.as_ptr()) });
+        }
+    }
+
+    /// Frees a slot of [`SlotEntry::new`] that was not published.
+    pub(crate) fn discard(self) {
+        // SAFETY: both came from boxes in `new`, and were never published.
+        unsafe { free_slot(self.slot, self.log) }
+    }
+
+    /// The claim that a new slot begins with.
+    pub(crate) fn claim(self) -> Claim<B> {
+        Claim { entry: self }
+    }
+}
+
+impl<B> Retired<B> {
+    /// # Safety
+    /// Nobody uses what the node holds.
+    unsafe fn free(self: Box<Self>) {
+        if let Some(slot) = self.slot {
+            // SAFETY: slots come from boxes; as the caller promises.
+            drop(unsafe { Box::from_raw(slot.as_ptr()) });
+        }
+        if let Some(log) = self.log {
+            // SAFETY: logs come from boxes; as the caller promises.
+            drop(unsafe { Box::from_raw(log.as_ptr()) });
+        }
+    }
+}
+
+/// # Safety
+/// Both came from boxes and nobody uses them.
+unsafe fn free_slot<B>(slot: NonNull<Slot<B>>, log: Option<NonNull<Bitmap>>) {
+    // SAFETY: as the caller promises.
+    drop(unsafe { Box::from_raw(slot.as_ptr()) });
+    if let Some(log) = log {
+        // SAFETY: as the caller promises.
+        drop(unsafe { Box::from_raw(log.as_ptr()) });
+    }
+}
+
+impl<B> Drop for Slots<B> {
+    fn drop(&mut self) {
+        let mut next = self.retired.load(Ordering::Relaxed);
+        while !next.is_null() {
+            // SAFETY: nodes come from boxes, and with `&mut self` nobody uses what they hold.
+            let node = unsafe { Box::from_raw(next) };
+            next = node.next;
+            // SAFETY: as above.
+            unsafe { node.free() };
+        }
+        // SAFETY: the current set came from a box, and nobody uses it any more.
+        let set = unsafe { Box::from_raw(self.current.load(Ordering::Relaxed)) };
+        for entry in &set.entries {
+            // SAFETY: a slot and its log belong to the set that holds them when the VM ends.
+            unsafe { free_slot(entry.slot, entry.log) }
+        }
+    }
+}

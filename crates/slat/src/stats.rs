@@ -1,0 +1,300 @@
+//! Counters and latency histograms: one [`Recorder`] for each vCPU and for each thread that is inside a VM call, summed
+//! when [`Vm::stats`](crate::Vm::stats) is read.
+//!
+//! A recorder has one writer at a time, so counting is a plain load and store on a line that nobody else writes. Time
+//! comes from [`Host::timestamp_ns`](crate::Host::timestamp_ns): lock waits are always timed, faults by sample (one in
+//! [`SAMPLE_PERIOD`]), because reading the clock twice costs as much as a fault. Sums that are extrapolated from the
+//! sample say so.
+
+use core::array;
+
+use crate::sync::{AtomicU64, Ordering};
+
+/// One fault in so many is timed.
+pub(crate) const SAMPLE_PERIOD: u64 = 128;
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $variant:ident $field:ident),* $(,)?) => {
+        /// What is counted.
+        #[derive(Clone, Copy)]
+        pub(crate) enum Counter { $($variant),* }
+
+        const NR_COUNTERS: usize = [$(Counter::$variant),*].len();
+
+        /// Sums over all vCPUs and VM calls since the VM was made.
+        #[derive(Clone, Debug, Default)]
+        #[non_exhaustive]
+        pub struct Stats {
+            $($(#[$doc])* pub $field: u64,)*
+            /// Duration of a fault in nanoseconds, resolve included; a sample.
+            pub fault_ns: Histogram,
+            /// Duration of [`Host::resolve`](crate::Host::resolve) in nanoseconds; a sample.
+            pub resolve_ns: Histogram,
+            /// Guest stall in nanoseconds: time that a vCPU was held up by the engine in one fault, that is the fault's
+            /// duration without resolve and without the time for which the scheduler had no CPU for it
+            /// ([`Host::run_delay_ns`](crate::Host::run_delay_ns)); a sample.
+            pub guest_stall_ns: Histogram,
+            /// Waits for the VM's lock in nanoseconds, where one had to be waited for at all.
+            pub lock_wait_ns: Histogram,
+        }
+
+        impl Stats {
+            pub(crate) fn add(&mut self, recorder: &Recorder) {
+                $(self.$field += recorder.get(Counter::$variant);)*
+                self.fault_ns.add(&recorder.fault_ns);
+                self.resolve_ns.add(&recorder.resolve_ns);
+                self.guest_stall_ns.add(&recorder.guest_stall_ns);
+                self.lock_wait_ns.add(&recorder.lock_wait_ns);
+            }
+        }
+    };
+}
+
+counters! {
+    /// Calls of [`Vcpu::handle_fault`](crate::Vcpu::handle_fault).
+    Faults faults,
+    /// Faults that found nothing to do: somebody else was first, or the CPU used an old translation.
+    Spurious spurious,
+    /// Times that a fault had to start over because the tables or slots changed under it.
+    Retries retries,
+    /// Leaves installed by faults that map 4 KiB.
+    Installed4K installed_4k,
+    /// Leaves installed by faults that map 2 MiB.
+    Installed2M installed_2m,
+    /// Leaves installed by faults that map 1 GiB.
+    Installed1G installed_1g,
+    /// Leaves to which a fault gave back the right to write, without asking the host.
+    WritesRestored writes_restored,
+    /// Huge leaves split by faults.
+    Splits splits,
+    /// Exits to user space.
+    Exits exits,
+    /// Calls of [`Host::flush`](crate::Host::flush).
+    Flushes flushes,
+    /// Leaves from which the right to write was taken for logging.
+    Protected protected,
+    /// Entries (leaves and tables) taken away by zaps.
+    Zapped zapped,
+    /// Tables allocated from the host.
+    TablesAllocated tables_allocated,
+    /// Tables given back to the host.
+    TablesFreed tables_freed,
+    /// Times that a section had to wait for the VM's lock.
+    LockWaits lock_waits,
+}
+
+impl Stats {
+    /// Tables that are allocated at this moment: linked, kept in a vCPU's cache, or waiting for a grace period.
+    pub fn live_tables(&self) -> u64 {
+        self.tables_allocated.saturating_sub(self.tables_freed)
+    }
+
+    /// Total time in resolve, in nanoseconds, extrapolated from the sample.
+    pub fn resolve_time_ns(&self) -> u64 {
+        self.extrapolate(self.resolve_ns.sum())
+    }
+
+    /// Total time in faults without resolve, in nanoseconds, extrapolated from the sample.
+    pub fn engine_time_ns(&self) -> u64 {
+        self.extrapolate(self.fault_ns.sum().saturating_sub(self.resolve_ns.sum()))
+    }
+
+    fn extrapolate(&self, sampled_ns: u64) -> u64 {
+        match self.fault_ns.count() {
+            0 => 0,
+            sampled => (u128::from(sampled_ns) * u128::from(self.faults) / u128::from(sampled)) as u64,
+        }
+    }
+}
+
+/// Buckets below this index hold one value each; above, each power of two has `SUB_BUCKETS` of them.
+const SUB_BUCKETS: usize = 8;
+const SUB_BUCKET_BITS: u32 = SUB_BUCKETS.trailing_zeros();
+/// Values from 2^40 ns (18 minutes) on share the last bucket.
+const MAX_BITS: u32 = 40;
+const NR_BUCKETS: usize = (MAX_BITS - SUB_BUCKET_BITS + 1) as usize * SUB_BUCKETS;
+
+fn bucket(value_ns: u64) -> usize {
+    let value = value_ns.min((1 << MAX_BITS) - 1);
+    if value < SUB_BUCKETS as u64 {
+        return value as usize;
+    }
+    let exponent = value.ilog2() - SUB_BUCKET_BITS;
+    (exponent as usize + 1) * SUB_BUCKETS + ((value >> exponent) as usize - SUB_BUCKETS)
+}
+
+/// The largest value that falls into bucket `index`.
+fn bucket_top(index: usize) -> u64 {
+    if index < SUB_BUCKETS {
+        return index as u64;
+    }
+    let exponent = index / SUB_BUCKETS - 1;
+    (((SUB_BUCKETS + index % SUB_BUCKETS + 1) as u64) << exponent) - 1
+}
+
+/// Counts and histograms of one writer.
+#[derive(Debug)]
+pub(crate) struct Recorder {
+    counters: [AtomicU64; NR_COUNTERS],
+    pub(crate) fault_ns: Recording,
+    pub(crate) resolve_ns: Recording,
+    pub(crate) guest_stall_ns: Recording,
+    pub(crate) lock_wait_ns: Recording,
+}
+
+impl Recorder {
+    pub(crate) fn new() -> Recorder {
+        Recorder {
+            counters: array::from_fn(|_| AtomicU64::new(0)),
+            fault_ns: Recording::new(),
+            resolve_ns: Recording::new(),
+            guest_stall_ns: Recording::new(),
+            lock_wait_ns: Recording::new(),
+        }
+    }
+
+    #[inline]
+    pub(crate) fn count(&self, counter: Counter) {
+        self.add(counter, 1);
+    }
+
+    #[inline]
+    pub(crate) fn add(&self, counter: Counter, n: u64) {
+        increase(&self.counters[counter as usize], n);
+    }
+
+    #[inline]
+    pub(crate) fn get(&self, counter: Counter) -> u64 {
+        self.counters[counter as usize].load(Ordering::Relaxed)
+    }
+}
+
+/// Adds to a counter with one writer. Relaxed: a count orders nothing, and readers take what they find.
+#[inline]
+fn increase(counter: &AtomicU64, n: u64) {
+    counter.store(counter.load(Ordering::Relaxed).wrapping_add(n), Ordering::Relaxed);
+}
+
+/// A histogram with one writer.
+#[derive(Debug)]
+pub(crate) struct Recording {
+    buckets: [AtomicU64; NR_BUCKETS],
+    sum: AtomicU64,
+    max: AtomicU64,
+}
+
+impl Recording {
+    fn new() -> Recording {
+        Recording {
+            buckets: array::from_fn(|_| AtomicU64::new(0)),
+            sum: AtomicU64::new(0),
+            max: AtomicU64::new(0),
+        }
+    }
+
+    pub(crate) fn record(&self, value_ns: u64) {
+        increase(&self.buckets[bucket(value_ns)], 1);
+        increase(&self.sum, value_ns);
+        if value_ns > self.max.load(Ordering::Relaxed) {
+            self.max.store(value_ns, Ordering::Relaxed);
+        }
+    }
+}
+
+/// A histogram of durations with buckets no wider than an eighth of their value.
+#[derive(Clone, Debug)]
+pub struct Histogram {
+    buckets: [u64; NR_BUCKETS],
+    sum: u64,
+    max: u64,
+}
+
+impl Default for Histogram {
+    fn default() -> Histogram {
+        Histogram { buckets: [0; NR_BUCKETS], sum: 0, max: 0 }
+    }
+}
+
+impl Histogram {
+    fn add(&mut self, recording: &Recording) {
+        for (sum, bucket) in self.buckets.iter_mut().zip(&recording.buckets) {
+            *sum += bucket.load(Ordering::Relaxed);
+        }
+        self.sum += recording.sum.load(Ordering::Relaxed);
+        self.max = self.max.max(recording.max.load(Ordering::Relaxed));
+    }
+
+    /// Adds what `other` recorded, as of another run.
+    pub fn merge(&mut self, other: &Histogram) {
+        for (sum, bucket) in self.buckets.iter_mut().zip(&other.buckets) {
+            *sum += bucket;
+        }
+        self.sum += other.sum;
+        self.max = self.max.max(other.max);
+    }
+
+    /// Number of recorded values.
+    pub fn count(&self) -> u64 {
+        self.buckets.iter().sum()
+    }
+
+    /// Sum of the recorded values, in nanoseconds.
+    pub fn sum(&self) -> u64 {
+        self.sum
+    }
+
+    /// The largest recorded value, in nanoseconds.
+    pub fn max(&self) -> u64 {
+        self.max
+    }
+
+    /// The value, in nanoseconds, that `per_mille` thousandths of the recorded values do not exceed (500: the median),
+    /// rounded up to its bucket's end; 0 if nothing was recorded.
+    pub fn quantile(&self, per_mille: u32) -> u64 {
+        let count = self.count();
+        let rank = (u128::from(count) * u128::from(per_mille.min(1000))).div_ceil(1000) as u64;
+        let mut seen = 0;
+        for (index, &n) in self.buckets.iter().enumerate() {
+            seen += n;
+            if n != 0 && seen >= rank {
+                return bucket_top(index).min(self.max);
+            }
+        }
+        0
+    }
+}
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_are_ordered_and_tight() {
+        let mut last = 0;
+        for value in (0..4096).chain((12..63).map(|bit| 1 << bit)).chain([u64::MAX]) {
+            let index = bucket(value);
+            assert!(index < NR_BUCKETS && index >= last, "value {value} in bucket {index} after {last}");
+            last = index;
+            if value < 1 << MAX_BITS {
+                let top = bucket_top(index);
+                assert!(top >= value && top - value <= value / 8, "value {value} in a bucket up to {top}");
+            }
+        }
+    }
+
+    #[test]
+    fn quantiles_of_a_known_distribution() {
+        let recording = Recording::new();
+        for value in 1..=1000 {
+            recording.record(value);
+        }
+        let mut histogram = Histogram::default();
+        assert_eq!((histogram.count(), histogram.quantile(500)), (0, 0));
+        histogram.add(&recording);
+        assert_eq!((histogram.count(), histogram.sum(), histogram.max()), (1000, 500_500, 1000));
+        assert!((500..=563).contains(&histogram.quantile(500)), "{}", histogram.quantile(500));
+        assert!((990..=1000).contains(&histogram.quantile(990)), "{}", histogram.quantile(990));
+        assert_eq!(histogram.quantile(1000), 1000);
+        assert_eq!(histogram.quantile(0), 1);
+    }
+}

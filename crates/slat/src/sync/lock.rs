@@ -1,0 +1,470 @@
+//! The optional lock of a VM: what the engine does *not* need, kept so that it can be measured.
+//!
+//! The engine's protocol takes no lock. [`Locking::Exclusive`] and [`Locking::Shared`] put one around its sections all
+//! the same, to compare with hypervisors that do; such a comparison is worth something only if the lock is a good one.
+//! Both kinds sleep through [`Park`], cost one compare-and-exchange to take and one read-modify-write to give back when
+//! nobody waits, and allocate nothing.
+//!
+//! # Exclusive
+//! One word: [`FREE`], [`HELD`], or [`HELD_WAITED`] (held, and somebody may sleep). Who gives the lock back from
+//! `HELD_WAITED` wakes one sleeper; that one takes the lock as `HELD_WAITED`, because it cannot know whether others
+//! sleep still. So a sleeper is always followed by a holder that will wake it.
+//!
+//! # Shared
+//! The `state` word counts the readers in its low bits; above them are flags:
+//!
+//! | flag | meaning | set by | cleared by |
+//! |---|---|---|---|
+//! | [`WRITER`] | a writer holds the lock | the writer | the writer |
+//! | [`READERS_SLEEP`] | readers sleep on `state`, or are about to | such a reader | who wakes all of them |
+//! | [`WRITERS_SLEEP`] | writers sleep on `writers`, or are about to | such a writer | who wakes one of them |
+//! | [`WRITER_NEXT`] | a writer lost too often: no reader may enter | that writer | the next writer that enters, or a turn |
+//! | [`READERS_NEXT`] | readers were passed over too often: no writer may enter | a leaving writer | the next reader that enters |
+//!
+//! - Readers enter while no flag is set (or with `READERS_NEXT`); writers enter while nobody is inside and
+//!   `READERS_NEXT` is clear. Waiting writers thus stop new readers, and the lock may be taken past those that were
+//!   woken but do not run yet: a lock that is handed to a sleeper stands idle until the scheduler runs it.
+//! - *Writers do not starve:* the readers inside leave, new ones wait; a writer that lost [`MAX_LOST`] times sets
+//!   `WRITER_NEXT`, and the next one in is a writer.
+//! - *Readers do not starve:* in every [`MAX_PASSED`]th release that finds readers asleep, the writer leaves
+//!   `READERS_NEXT`, and the next one in is a reader.
+//! - *No flag outlives its owner,* or all would wait for nobody. A reader sets `READERS_SLEEP` and enters only after
+//!   it was cleared, because readers do not enter while it is set, and nobody sets it under `READERS_NEXT`; so behind
+//!   `READERS_SLEEP`, and behind a `READERS_NEXT` that replaces it, there is a reader that comes. Whoever enters as a
+//!   writer clears `WRITER_NEXT`, so its setter is still waiting while it is set. `WRITERS_SLEEP` alone may be stale (a
+//!   writer may enter after all instead of sleeping): a waker that finds no writer asleep goes on to the readers.
+//! - Writers sleep on a word of their own, which counts their wake-ups, so that a waker can choose between one writer
+//!   and all readers. A writer reads that count, then sees in `state` that its flag stands, then sleeps if the count is
+//!   the same; the waker clears the flag first and counts second, so it is either seen or the sleep does not begin.
+
+use super::AtomicU32;
+use super::Ordering::{Acquire, Relaxed, Release};
+
+/// How threads wait for a lock: sleeping and waking, as the surroundings do it.
+///
+/// Only called with a [`Locking`] other than `None`.
+pub trait Park {
+    /// Called in each turn of a short spin.
+    #[inline]
+    fn relax(&self) {
+        super::spin_loop();
+    }
+
+    /// Sleeps while `*word == expected`, until [`unpark_one`](Park::unpark_one) or [`unpark_all`](Park::unpark_all) is
+    /// called for `word`. May return for no reason. The comparison and the falling asleep are one atomic step with
+    /// respect to the unparks (a futex does it).
+    fn park(&self, word: &AtomicU32, expected: u32);
+
+    /// Wakes one of the threads that sleep on `word`, if there is one; says whether it did. `word` is only an address:
+    /// it may already be gone.
+    fn unpark_one(&self, word: *const AtomicU32) -> bool;
+
+    /// Wakes all threads that sleep on `word`, which is only an address.
+    fn unpark_all(&self, word: *const AtomicU32);
+}
+
+/// Which lock a VM takes around the sections that change its tables.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Locking {
+    /// None at all.
+    #[default]
+    None,
+    /// A reader/writer lock: faults are readers, zap and harvest are writers (S1 as published).
+    Shared,
+    /// A mutex: the baseline of S1.
+    Exclusive,
+}
+
+/// Side of the lock that a section takes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Side {
+    /// Beside other readers.
+    Read,
+    /// Alone.
+    Write,
+}
+
+// The word of an exclusive lock.
+const FREE: u32 = 0;
+const HELD: u32 = 1;
+const HELD_WAITED: u32 = 2;
+
+// The word of a shared lock. All flags are above the count, so that one comparison with MAX_READERS tells a reader
+// that it may enter.
+const READER: u32 = 1;
+const MAX_READERS: u32 = (1 << 24) - 1;
+const WRITER: u32 = 1 << 24;
+const READERS_SLEEP: u32 = 1 << 25;
+const WRITERS_SLEEP: u32 = 1 << 26;
+const WRITER_NEXT: u32 = 1 << 27;
+const READERS_NEXT: u32 = 1 << 28;
+/// Bits that say that somebody is inside.
+const INSIDE: u32 = MAX_READERS | WRITER;
+
+/// Turns of [`Park::relax`] before a thread goes to sleep. A section is much shorter than falling asleep and being
+/// woken; a holder that lost its CPU is away for much longer than any sensible spin.
+const SPIN_TURNS: u32 = 100;
+/// After finding readers inside at so many wake-ups, a writer sets [`WRITER_NEXT`].
+const MAX_LOST: u32 = 4;
+/// At every so many-th release by a writer that finds readers asleep, the readers come next. A handed-over lock is idle
+/// until a sleeper runs, so this must be rare.
+const MAX_PASSED: u32 = 64;
+
+/// The optional lock of a VM.
+#[derive(Debug)]
+pub struct Lock {
+    locking: Locking,
+    /// See the module's text; readers, and the threads that wait for an exclusive lock, sleep on it.
+    state: AtomicU32,
+    /// Counts the wake-ups of writers; they sleep on it.
+    writers: AtomicU32,
+    /// How often a writer found sleeping readers when it left, since their last turn. Only a leaving writer, which
+    /// still holds the lock, uses it.
+    passed: AtomicU32,
+}
+
+/// Holds the lock until it is dropped.
+#[derive(Debug)]
+#[must_use]
+pub struct LockGuard<'a, P: Park> {
+    lock: &'a Lock,
+    park: &'a P,
+    held: Held,
+}
+
+/// How a lock is held: found out once, so that giving it back need not look at the lock's kind again.
+#[derive(Clone, Copy, Debug)]
+enum Held {
+    Nothing,
+    Exclusive,
+    Read,
+    Write,
+}
+
+impl Held {
+    #[inline]
+    fn new(locking: Locking, side: Side) -> Held {
+        match (locking, side) {
+            (Locking::None, _) => Held::Nothing,
+            (Locking::Exclusive, _) => Held::Exclusive,
+            (Locking::Shared, Side::Read) => Held::Read,
+            (Locking::Shared, Side::Write) => Held::Write,
+        }
+    }
+}
+
+/// The state after one more reader has entered, or `None` where it has to wait.
+#[inline]
+fn with_reader(state: u32) -> Option<u32> {
+    if state < MAX_READERS {
+        Some(state + READER)
+    } else if state & READERS_NEXT != 0 {
+        // Nobody is inside then, so there is room for one.
+        Some((state & !READERS_NEXT) + READER)
+    } else {
+        None
+    }
+}
+
+/// The state after a writer has entered, or `None` where it has to wait.
+#[inline]
+fn with_writer(state: u32) -> Option<u32> {
+    if state & (INSIDE | READERS_NEXT) == 0 { Some((state & !WRITER_NEXT) | WRITER) } else { None }
+}
+
+impl Lock {
+    /// A free lock.
+    pub fn new(locking: Locking) -> Lock {
+        Lock { locking, state: AtomicU32::new(0), writers: AtomicU32::new(0), passed: AtomicU32::new(0) }
+    }
+
+    /// Which kind it is.
+    #[inline]
+    pub fn locking(&self) -> Locking {
+        self.locking
+    }
+
+    /// Takes the lock if nobody has to be waited for.
+    #[inline]
+    pub fn try_acquire<'a, P: Park>(&'a self, park: &'a P, side: Side) -> Option<LockGuard<'a, P>> {
+        // Acquire here and in `acquire`: what the last holders did comes before what this one does; it pairs with the
+        // Release of `drop`. A failed attempt orders nothing.
+        let held = Held::new(self.locking, side);
+        let taken = match held {
+            Held::Nothing => true,
+            Held::Exclusive => self.state.compare_exchange(FREE, HELD, Acquire, Relaxed).is_ok(),
+            Held::Read => self.state.fetch_update(Acquire, Relaxed, with_reader).is_ok(),
+            Held::Write => self.state.fetch_update(Acquire, Relaxed, with_writer).is_ok(),
+        };
+        // Not `then_some`: a guard that is not wanted would give back a lock that was not taken.
+        taken.then(|| LockGuard { lock: self, park, held })
+    }
+
+    /// Takes the lock, waiting for it if need be. A thread that has it already must not ask for it, on neither side.
+    #[inline]
+    pub fn acquire<'a, P: Park>(&'a self, park: &'a P, side: Side) -> LockGuard<'a, P> {
+        let held = Held::new(self.locking, side);
+        match held {
+            Held::Nothing => {}
+            Held::Exclusive => {
+                if self.state.compare_exchange(FREE, HELD, Acquire, Relaxed).is_err() {
+                    self.wait_exclusive(park);
+                }
+            }
+            Held::Read => {
+                // Relaxed: only a guess for the exchange, which checks it.
+                let state = self.state.load(Relaxed);
+                if state >= MAX_READERS
+                    || self.state.compare_exchange_weak(state, state + READER, Acquire, Relaxed).is_err()
+                {
+                    self.wait_read(park);
+                }
+            }
+            Held::Write => {
+                if self.state.compare_exchange(0, WRITER, Acquire, Relaxed).is_err() {
+                    self.wait_write(park);
+                }
+            }
+        }
+        LockGuard { lock: self, park, held }
+    }
+
+    /// Whether somebody waits for the lock: its holder should let go when it can. For a reader that is a writer, since
+    /// readers wait behind readers only if a writer stands between.
+    ///
+    /// A hint: it does not see a thread that still spins, and it may speak of one that has just come in.
+    #[inline]
+    pub fn is_contended(&self) -> bool {
+        // Relaxed: a hint that is asked for again soon; nothing is concluded from it about other memory.
+        match self.locking {
+            Locking::None => false,
+            Locking::Exclusive => self.state.load(Relaxed) == HELD_WAITED,
+            Locking::Shared => self.state.load(Relaxed) & (READERS_SLEEP | WRITERS_SLEEP | WRITER_NEXT) != 0,
+        }
+    }
+
+    /// Turns while the lock is held and nobody sleeps. Behind a sleeper there is no use in turning: the holder will
+    /// take the long way out anyway, and this thread had better leave the CPU to it.
+    fn spin_exclusive<P: Park>(&self, park: &P) -> u32 {
+        let mut turns = SPIN_TURNS;
+        loop {
+            // Relaxed: a guess, which the exchange or the sleep checks.
+            let state = self.state.load(Relaxed);
+            if state != HELD || turns == 0 {
+                return state;
+            }
+            turns -= 1;
+            park.relax();
+        }
+    }
+
+    #[cold]
+    fn wait_exclusive<P: Park>(&self, park: &P) {
+        if self.spin_exclusive(park) == FREE && self.state.compare_exchange(FREE, HELD, Acquire, Relaxed).is_ok() {
+            return;
+        }
+        // From here on this thread may sleep, or may have slept beside others. Acquire for the case that the lock was
+        // free; if it was not, the exchange only announces a sleeper.
+        while self.state.swap(HELD_WAITED, Acquire) != FREE {
+            loop {
+                park.park(&self.state, HELD_WAITED);
+                // Test before the next exchange: it would take the cache line away from the holder.
+                if self.spin_exclusive(park) != HELD_WAITED {
+                    break;
+                }
+            }
+        }
+    }
+
+    #[cold]
+    fn wait_read<P: Park>(&self, park: &P) {
+        let mut turns = SPIN_TURNS;
+        // Relaxed, here and below: guesses, which an exchange or the sleep checks.
+        let mut state = self.state.load(Relaxed);
+        loop {
+            if let Some(new) = with_reader(state) {
+                match self.state.compare_exchange_weak(state, new, Acquire, Relaxed) {
+                    Ok(_) => return,
+                    Err(seen) => state = seen,
+                }
+                continue;
+            }
+            let asleep = state & (READERS_SLEEP | WRITERS_SLEEP | WRITER_NEXT) != 0;
+            // Without any flag there are as many readers as can be counted: only turning helps.
+            if state == MAX_READERS || (turns > 0 && !asleep) {
+                turns = turns.saturating_sub(1);
+                park.relax();
+                state = self.state.load(Relaxed);
+                continue;
+            }
+            if state & READERS_SLEEP == 0 {
+                // Relaxed: a flag for wakers, which find it in this very word.
+                if let Err(seen) = self.state.compare_exchange(state, state | READERS_SLEEP, Relaxed, Relaxed) {
+                    state = seen;
+                    continue;
+                }
+            }
+            park.park(&self.state, state | READERS_SLEEP);
+            turns = SPIN_TURNS;
+            state = self.state.load(Relaxed);
+        }
+    }
+
+    #[cold]
+    fn wait_write<P: Park>(&self, park: &P) {
+        let mut turns = SPIN_TURNS;
+        let mut lost = 0;
+        // Set once this thread has slept: it may have been woken instead of others, and must announce them.
+        let mut others = 0;
+        // Relaxed, here and below: guesses, which an exchange or the sleep checks.
+        let mut state = self.state.load(Relaxed);
+        loop {
+            if let Some(new) = with_writer(state) {
+                match self.state.compare_exchange_weak(state, new | others, Acquire, Relaxed) {
+                    Ok(_) => return,
+                    Err(seen) => state = seen,
+                }
+                continue;
+            }
+            if turns > 0 && state & WRITERS_SLEEP == 0 && lost < MAX_LOST {
+                turns -= 1;
+                park.relax();
+                state = self.state.load(Relaxed);
+                continue;
+            }
+            let flags = if lost < MAX_LOST { WRITERS_SLEEP } else { WRITERS_SLEEP | WRITER_NEXT };
+            if state & flags != flags {
+                // Relaxed: a flag for wakers, which find it in this very word.
+                if let Err(seen) = self.state.compare_exchange(state, state | flags, Relaxed, Relaxed) {
+                    state = seen;
+                    continue;
+                }
+            }
+            // Acquire: whoever sees a wake-up's count also sees that the flag was cleared for it, and then does not
+            // sleep on that count. Pairs with the Release in `wake_writer`.
+            let wakeups = self.writers.load(Acquire);
+            state = self.state.load(Relaxed);
+            if with_writer(state).is_some() || state & WRITERS_SLEEP == 0 {
+                continue;
+            }
+            park.park(&self.writers, wakeups);
+            others = WRITERS_SLEEP;
+            turns = SPIN_TURNS;
+            state = self.state.load(Relaxed);
+            // Only what was lost to readers counts: that is what the flag helps against.
+            lost += u32::from(state & MAX_READERS != 0);
+        }
+    }
+
+    /// Wakes a sleeping writer; the caller has cleared [`WRITERS_SLEEP`]. Says whether there was one.
+    fn wake_writer<P: Park>(&self, park: &P) -> bool {
+        // Release: the cleared flag comes before the count; pairs with the Acquire in `wait_write`.
+        self.writers.fetch_add(1, Release);
+        park.unpark_one(&self.writers)
+    }
+
+    /// Wakes the readers of a lock that was left to writers of whom none was asleep.
+    fn wake_readers_instead<P: Park>(&self, park: &P) {
+        // Relaxed: no section lies behind it, and the word's earlier releases stay visible through a read-modify-write.
+        // On failure a writer has come after all, or is sure to come, and will wake the readers.
+        if self.state.compare_exchange(READERS_SLEEP, 0, Relaxed, Relaxed).is_ok() {
+            park.unpark_all(&self.state);
+        }
+    }
+
+    #[cold]
+    fn wake_exclusive<P: Park>(&self, park: &P) {
+        park.unpark_one(&self.state);
+    }
+
+    /// After the last reader left `state` behind, with a flag in it.
+    #[cold]
+    fn wake_after_readers<P: Park>(&self, park: &P, mut state: u32) {
+        // If somebody is inside again, that one will wake; if the flag is gone, somebody else has.
+        while state & INSIDE == 0 && state & WRITERS_SLEEP != 0 {
+            // Relaxed: as in `wake_readers_instead`.
+            match self.state.compare_exchange_weak(state, state & !WRITERS_SLEEP, Relaxed, Relaxed) {
+                Ok(_) => {
+                    if !self.wake_writer(park) {
+                        self.wake_readers_instead(park);
+                    }
+                    return;
+                }
+                Err(seen) => state = seen,
+            }
+        }
+    }
+
+    /// Releases from the write side where somebody waits.
+    #[cold]
+    fn release_write<P: Park>(&self, park: &P) {
+        // Relaxed, all of them: this thread still holds the lock, so its predecessor's store came before its Acquire.
+        let mut state = self.state.load(Relaxed);
+        let passed = self.passed.load(Relaxed) + u32::from(state & READERS_SLEEP != 0);
+        let readers_next = passed >= MAX_PASSED;
+        self.passed.store(if readers_next { 0 } else { passed }, Relaxed);
+        loop {
+            let readers_sleep = state & READERS_SLEEP != 0;
+            let writers_sleep = state & WRITERS_SLEEP != 0;
+            let wake_readers = readers_sleep && (readers_next || !writers_sleep);
+            let new = match (wake_readers, readers_next) {
+                // Without the writers' flags all woken readers can come in, not just the first; the writer that is
+                // woken with them will set its flag again.
+                (true, true) => READERS_NEXT,
+                (true, false) => 0,
+                // To the writers; the readers' flag keeps new readers behind them.
+                (false, _) => state & (READERS_SLEEP | WRITER_NEXT),
+            };
+            // Release: the section comes before whatever the next holder does.
+            match self.state.compare_exchange_weak(state, new, Release, Relaxed) {
+                Ok(_) if wake_readers => {
+                    park.unpark_all(&self.state);
+                    if writers_sleep {
+                        self.wake_writer(park);
+                    }
+                    return;
+                }
+                Ok(_) => {
+                    if writers_sleep && !self.wake_writer(park) {
+                        self.wake_readers_instead(park);
+                    }
+                    return;
+                }
+                Err(seen) => state = seen,
+            }
+        }
+    }
+}
+
+impl<P: Park> Drop for LockGuard<'_, P> {
+    #[inline]
+    fn drop(&mut self) {
+        let (lock, park) = (self.lock, self.park);
+        // Release in all of them: the section comes before whatever the next holder does, who takes the lock with
+        // Acquire. A writer's Acquire covers every reader before it, because each reader's subtraction goes on with the
+        // release sequence of the one before.
+        match self.held {
+            Held::Nothing => {}
+            Held::Exclusive => {
+                if lock.state.swap(FREE, Release) == HELD_WAITED {
+                    lock.wake_exclusive(park);
+                }
+            }
+            Held::Read => {
+                let state = lock.state.fetch_sub(READER, Release) - READER;
+                if state & INSIDE == 0 && state != 0 {
+                    lock.wake_after_readers(park, state);
+                }
+            }
+            Held::Write => {
+                if lock.state.compare_exchange(WRITER, 0, Release, Relaxed).is_err() {
+                    lock.release_write(park);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+#[path = "lock_tests.rs"]
+mod tests;

@@ -1,0 +1,66 @@
+//! The only door to atomics and locks. `core` in a normal build; with `--cfg shuttle` the same atomics with a
+//! scheduling point before each operation, so that [shuttle](https://docs.rs/shuttle) can try schedules on the whole
+//! engine; with `--cfg loom` the types of [loom](https://docs.rs/loom), for small models of single structures.
+//!
+//! Under `core` and shuttle the types are transparent over the core atomics, so that a raw table page can be read as an
+//! array of them.
+//!
+//! # Store-load pairs
+//! "I set a thing, then I look whether the other did" needs a full fence on both sides. All such places in the engine
+//! use [`full_fence`] after a plain store, or [`fence_after_rmw`] after an atomic read-modify-write, and name their
+//! partner in a comment.
+
+#[cfg(not(any(loom, shuttle)))]
+pub(crate) use core::sync::atomic::{AtomicBool, AtomicPtr};
+#[cfg(not(any(loom, shuttle)))]
+pub use core::sync::atomic::{AtomicU32, AtomicU64};
+
+#[cfg(loom)]
+pub use loom::sync::atomic::{AtomicU32, AtomicU64};
+#[cfg(loom)]
+pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr};
+
+#[cfg(shuttle)]
+mod stepped;
+#[cfg(shuttle)]
+pub(crate) use stepped::{AtomicBool, AtomicPtr};
+#[cfg(shuttle)]
+pub use stepped::{AtomicU32, AtomicU64};
+
+pub use core::sync::atomic::Ordering;
+
+mod lock;
+pub use lock::{Lock, LockGuard, Locking, Park, Side};
+
+/// One turn of a spin loop.
+#[inline]
+pub fn spin_loop() {
+    #[cfg(not(any(loom, shuttle)))]
+    core::hint::spin_loop();
+    #[cfg(loom)]
+    loom::thread::yield_now();
+    #[cfg(shuttle)]
+    shuttle::thread::yield_now();
+}
+
+/// Orders every earlier store of this thread before every later load (the store-load primitive).
+#[inline]
+pub fn full_fence() {
+    #[cfg(not(any(loom, shuttle)))]
+    core::sync::atomic::fence(Ordering::SeqCst);
+    #[cfg(loom)]
+    loom::sync::atomic::fence(Ordering::SeqCst);
+    // shuttle runs one thread at a time: every operation is sequentially consistent there.
+}
+
+/// [`full_fence`] for a place that stands directly behind an atomic read-modify-write of this thread.
+///
+/// On x86 a locked instruction is a full fence itself (Intel SDM vol. 3A, 10.2.2; AMD APM vol. 2, 7.4.2), so only the
+/// compiler is held back there.
+#[inline]
+pub fn fence_after_rmw() {
+    #[cfg(all(target_arch = "x86_64", not(any(loom, shuttle))))]
+    core::sync::atomic::compiler_fence(Ordering::SeqCst);
+    #[cfg(not(all(target_arch = "x86_64", not(any(loom, shuttle)))))]
+    full_fence();
+}

@@ -1,0 +1,204 @@
+//! States of an entry, and who may change what into what. This is the protocol that all else relies on.
+//!
+//! | state | present for hardware | means |
+//! |---|---|---|
+//! | *empty(stamp)* | no | nothing is mapped; the stamp says when a fault may have looked to still install here |
+//! | *leaf* | yes | maps memory |
+//! | *table* | yes | points to the table below |
+//! | *frozen* | no | the table that this entry is in was unlinked; final |
+//!
+//! | from -> to | who | how |
+//! |---|---|---|
+//! | empty -> leaf, table | fault | compare-and-exchange on the very value read, if the stamp allows it; the entries of a new table inherit the stamp of the entry that it hangs on |
+//! | empty -> empty, greater stamp | zap | compare-and-exchange |
+//! | leaf -> leaf, same frame | fault (gives W back), protect | compare-and-exchange; a single AND at the lowest level, to clear only; never an OR |
+//! | leaf -> table | split | compare-and-exchange; permissions, A and D are copied exactly, so no flush is owed |
+//! | leaf, table -> empty | zap | compare-and-exchange from the value read; a table: then its entries are frozen, level by level |
+//! | any -> frozen | who unlinked the table | exchange |
+//! | leaf A -> leaf B, another frame | nobody | the range is taken away first |
+//!
+//! Whoever meets a frozen entry starts over at the root. Hardware may set A and D of a linked leaf at any time; that is
+//! why nothing but a compare-and-exchange (or the one AND) ever changes a linked entry. A leaf that is writable for the
+//! guest has both `F::WRITABLE` and `F::HOST_WRITABLE`; a leaf with `HOST_WRITABLE` alone is write-protected for
+//! logging, and whoever finds the page's slot may give W back without asking the host; a leaf with neither needs the
+//! host's word, and is taken away for it (a compare-and-exchange on such a leaf could not tell that the host withdrew the
+//! right to write in between).
+//!
+//! Non-present entries have the lowest three bits clear, which no format reads as present, and bit 3 says frozen. The
+//! rest from bit 12 on is a stamp (empty) or a link of the list of retired tables (frozen, see `retire`).
+
+use crate::addr::{Hpa, Level, Pfn};
+use crate::format::{Entry, Format};
+use crate::sync::{AtomicU64, Ordering};
+
+const FROZEN_BIT: u64 = 1 << 3;
+const PAYLOAD_SHIFT: u32 = 12;
+
+/// A moment in the life of the VM's tables: the value of the stamp counter when a range was taken away.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) struct Stamp(pub(crate) u64);
+
+impl Stamp {
+    /// The stamp of tables that nothing was ever taken from.
+    pub(crate) const FIRST: Stamp = Stamp(0);
+}
+
+/// What an entry is; see the module's table.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum State {
+    Empty(Stamp),
+    Leaf,
+    Table,
+    Frozen,
+}
+
+#[inline]
+pub(crate) fn state<F: Format>(entry: Entry, level: Level) -> State {
+    if !F::is_present(entry) {
+        if entry.0 & FROZEN_BIT != 0 { State::Frozen } else { State::Empty(Stamp(entry.0 >> PAYLOAD_SHIFT)) }
+    } else if F::is_leaf(entry, level) {
+        State::Leaf
+    } else {
+        State::Table
+    }
+}
+
+#[inline]
+pub(crate) fn empty(stamp: Stamp) -> Entry {
+    // 52 bits: at one stamp a microsecond they last 142 years.
+    debug_assert!(stamp.0 < 1 << (u64::BITS - PAYLOAD_SHIFT));
+    Entry(stamp.0 << PAYLOAD_SHIFT)
+}
+
+/// A frozen entry that carries `payload`, a page-aligned address or a number shifted into its place.
+#[inline]
+pub(crate) fn frozen_link(next: Hpa) -> Entry {
+    debug_assert!(next.0 & ((1 << PAYLOAD_SHIFT) - 1) == 0);
+    Entry(next.0 | FROZEN_BIT)
+}
+
+/// A frozen entry that carries the number `payload` (below 2^52).
+#[inline]
+pub(crate) fn frozen_number(payload: u64) -> Entry {
+    debug_assert!(payload < 1 << (u64::BITS - PAYLOAD_SHIFT));
+    Entry(payload << PAYLOAD_SHIFT | FROZEN_BIT)
+}
+
+/// The link in a [`frozen_link`].
+pub(crate) fn link_of(entry: Entry) -> Hpa {
+    debug_assert!(entry.0 & FROZEN_BIT != 0);
+    Hpa(entry.0 & !((1 << PAYLOAD_SHIFT) - 1))
+}
+
+/// The number in a [`frozen_number`].
+pub(crate) fn number_of(entry: Entry) -> u64 {
+    debug_assert!(entry.0 & FROZEN_BIT != 0);
+    entry.0 >> PAYLOAD_SHIFT
+}
+
+/// Whether the guest may write through a leaf.
+#[inline]
+pub(crate) fn is_writable<F: Format>(entry: Entry) -> bool {
+    entry.0 & F::WRITABLE == F::WRITABLE
+}
+
+/// Whether the host allows writing the frame of a leaf.
+#[inline]
+pub(crate) fn is_host_writable<F: Format>(entry: Entry) -> bool {
+    entry.0 & F::HOST_WRITABLE != 0
+}
+
+/// The frame of a leaf.
+#[inline]
+pub(crate) fn frame<F: Format>(entry: Entry, level: Level) -> Pfn {
+    F::address(entry, level).pfn()
+}
+
+/// The bits of a leaf that belong to software and to hardware's use of it, and are copied when it is split.
+fn attributes<F: Format>(entry: Entry) -> u64 {
+    entry.0 & (F::WRITABLE | F::HOST_WRITABLE | F::ACCESSED | F::DIRTY)
+}
+
+/// The leaf for part number `index` of the huge leaf `huge` of `level`, one level lower, with the same attributes.
+pub(crate) fn part_of_huge<F: Format>(huge: Entry, level: Level, index: usize) -> Entry {
+    let pfn = Pfn(frame::<F>(huge, level).0 + index as u64 * level.down().nr_pages());
+    Entry(F::leaf(pfn, level.down()).0 | attributes::<F>(huge))
+}
+
+/// A linked or once linked entry in its table: the only way to change one.
+#[derive(Clone, Copy)]
+pub(crate) struct EntryRef<'s> {
+    cell: &'s AtomicU64,
+    level: Level,
+}
+
+impl<'s> EntryRef<'s> {
+    #[inline]
+    pub(crate) fn new(cell: &'s AtomicU64, level: Level) -> EntryRef<'s> {
+        EntryRef { cell, level }
+    }
+
+    #[inline]
+    pub(crate) fn level(&self) -> Level {
+        self.level
+    }
+
+    /// Acquire: pairs with the release of whoever linked the table or the leaf, so that a table's entries are seen
+    /// filled; and orders this read before the reads of the state that the answer depends on (see `stamp`).
+    #[inline]
+    pub(crate) fn load(&self) -> Entry {
+        Entry(self.cell.load(Ordering::Acquire))
+    }
+
+    /// Replaces `old` by `new`, if `old` is still there; else says what is.
+    ///
+    /// SeqCst: release, so that a new table's entries are seen by who walks to it; acquire, as for `load`; and total
+    /// order with the accesses of the slot set and of the dirty bitmap that pair with it (see `fence_after_rmw` at the
+    /// callers).
+    #[inline]
+    pub(crate) fn compare_exchange<F: Format>(&self, old: Entry, new: Entry) -> Result<(), Entry> {
+        #[cfg(debug_assertions)]
+        self.assert_transition::<F>(old, new);
+        match self.cell.compare_exchange(old.0, new.0, Ordering::SeqCst, Ordering::Acquire) {
+            Ok(_) => Ok(()),
+            Err(found) => Err(Entry(found)),
+        }
+    }
+
+    /// Clears the writable bits of an entry of the lowest level with one AND, and says what it was before. Harmless for
+    /// an entry that is not a leaf by now: those bits are clear in it.
+    #[inline]
+    pub(crate) fn clear_writable<F: Format>(&self) -> Entry {
+        debug_assert!(self.level == Level::L4K, "an AND above the lowest level could hit a table entry");
+        Entry(self.cell.fetch_and(!F::WRITABLE, Ordering::SeqCst))
+    }
+
+    /// Freezes an entry of a table that the caller has unlinked, and says what it was before.
+    #[inline]
+    pub(crate) fn freeze(&self) -> Entry {
+        // AcqRel: what the entry pointed to must be seen as its writer left it.
+        Entry(self.cell.swap(FROZEN_BIT, Ordering::AcqRel))
+    }
+
+    /// Checks a change against the module's table.
+    #[cfg(debug_assertions)]
+    fn assert_transition<F: Format>(&self, old: Entry, new: Entry) {
+        let level = self.level;
+        let allowed = match (state::<F>(old, level), state::<F>(new, level)) {
+            (State::Empty(_), State::Leaf | State::Table) => true,
+            (State::Empty(before), State::Empty(after)) => before < after,
+            (State::Leaf, State::Leaf) => {
+                frame::<F>(old, level) == frame::<F>(new, level) && is_host_writable::<F>(old) == is_host_writable::<F>(new)
+            }
+            (State::Leaf, State::Table) => level > Level::L4K,
+            (State::Leaf | State::Table, State::Empty(_)) => true,
+            _ => false,
+        };
+        assert!(allowed, "forbidden change of an entry of level {}: {old:?} to {new:?}", level.0);
+        let is_leaf = state::<F>(new, level) == State::Leaf;
+        assert!(
+            !is_leaf || !is_writable::<F>(new) || is_host_writable::<F>(new),
+            "writable leaf that the host does not allow to write: {new:?}"
+        );
+    }
+}

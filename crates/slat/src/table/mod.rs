@@ -1,0 +1,122 @@
+//! The tree of tables, and who may change what in it.
+//!
+//! `entry` has the states of an entry and the transitions between them; read it first. `stamp` says how a range is taken
+//! away from under faults that are on their way. `frames` turns host memory into tables, `walk` moves through them,
+//! `retire` says when a table that was unlinked may be freed.
+
+pub(crate) mod entry;
+pub(crate) mod frames;
+pub(crate) mod retire;
+pub(crate) mod stamp;
+pub(crate) mod walk;
+
+use core::marker::PhantomData;
+
+use crossbeam_utils::CachePadded;
+
+use crate::addr::{Gfn, GfnRange, Hpa};
+use crate::error::Error;
+use crate::format::Format;
+use crate::host::Host;
+use crate::stats::Counter;
+use crate::sync::{Lock, LockGuard, Locking, Side};
+use entry::Stamp;
+use retire::{Epochs, Record, Section};
+use stamp::StampCounter;
+
+/// The tables of one VM, with all that their protocol needs.
+pub(crate) struct Tree<H: Host, F: Format> {
+    pub(crate) host: H,
+    root: Hpa,
+    lock: CachePadded<Lock>,
+    stamps: CachePadded<StampCounter>,
+    pub(crate) epochs: Epochs,
+    format: PhantomData<F>,
+}
+
+/// A section that may change the tree: a read section of the epochs inside the VM's lock, if there is one. The order of
+/// the fields is the order of leaving: the section must be over before the lock's next holder frees what it unlinked.
+pub(crate) struct LockedSection<'a, H: Host> {
+    pub(crate) section: Section<'a>,
+    _guard: Option<LockGuard<'a, H>>,
+}
+
+impl<H: Host, F: Format> Tree<H, F> {
+    /// A tree with an empty root.
+    pub(crate) fn new(host: H, locking: Locking) -> Result<Tree<H, F>, Error> {
+        let root = frames::allocate::<H, F>(&host, F::ROOT_LEVEL).ok_or(Error::OutOfMemory)?;
+        frames::fill(&host, root, frames::nr_entries::<F>(F::ROOT_LEVEL), entry::empty(Stamp::FIRST));
+        Ok(Tree {
+            host,
+            root,
+            lock: CachePadded::new(Lock::new(locking)),
+            stamps: CachePadded::new(StampCounter::new()),
+            epochs: Epochs::new(),
+            format: PhantomData,
+        })
+    }
+
+    /// Host-physical address of the root table.
+    pub(crate) fn root(&self) -> Hpa {
+        self.root
+    }
+
+    /// All frames that the tree can translate.
+    pub(crate) fn whole(&self) -> GfnRange {
+        GfnRange::new(Gfn(0), 1 << (F::GPA_BITS - crate::addr::PAGE_SHIFT))
+    }
+
+    /// A new stamp, greater than all before; see `stamp`.
+    pub(crate) fn next_stamp(&self) -> Stamp {
+        self.stamps.next()
+    }
+
+    pub(crate) fn locking(&self) -> Locking {
+        self.lock.locking()
+    }
+
+    /// Whether a long operation that holds a section should leave it for a while.
+    pub(crate) fn should_yield(&self) -> bool {
+        self.host.should_yield() || self.lock.is_contended()
+    }
+
+    /// Enters a section that changes the tree, after waiting for the VM's lock if there is one.
+    #[inline]
+    pub(crate) fn enter<'a>(&'a self, record: &'a Record, side: Side) -> LockedSection<'a, H> {
+        let guard = match self.lock.locking() {
+            Locking::None => None,
+            _ => Some(self.acquire(record, side)),
+        };
+        LockedSection { section: self.epochs.enter(record), _guard: guard }
+    }
+
+    fn acquire<'a>(&'a self, record: &'a Record, side: Side) -> LockGuard<'a, H> {
+        if let Some(guard) = self.lock.try_acquire(&self.host, side) {
+            return guard;
+        }
+        let start_ns = self.host.timestamp_ns();
+        let guard = self.lock.acquire(&self.host, side);
+        record.stats.count(Counter::LockWaits);
+        record.stats.lock_wait_ns.record(self.host.timestamp_ns().saturating_sub(start_ns));
+        guard
+    }
+
+    /// Flushes `ranges` on all CPUs.
+    pub(crate) fn flush(&self, record: &Record, ranges: &[GfnRange]) {
+        record.stats.count(Counter::Flushes);
+        self.host.flush(ranges);
+    }
+
+    /// Frees the tables whose grace period is over.
+    pub(crate) fn reclaim(&self, record: &Record) {
+        let freed = self.epochs.reclaim_tables::<H, F>(&self.host);
+        record.stats.add(Counter::TablesFreed, freed);
+    }
+}
+
+impl<H: Host, F: Format> Drop for Tree<H, F> {
+    fn drop(&mut self) {
+        self.epochs.free_all_tables::<H, F>(&self.host);
+        frames::free_subtree::<H, F>(&self.host, self.root, F::ROOT_LEVEL);
+    }
+}

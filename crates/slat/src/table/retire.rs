@@ -1,0 +1,365 @@
+//! Epochs: when an unlinked table, or an unpublished slot set, may be freed.
+//!
+//! Whoever looks at tables or slots does so inside a [`Section`]. A section announces the era in which it began; taking
+//! something away for good (unlink, flush, then [`Epochs::retire_tables`] or [`Epochs::retire_era`]) moves the era on and
+//! tags the thing with the era before. A thing may be freed when every section that is open announces a later era than
+//! the thing's tag: a section that began after the thing was gone cannot have found it. Nobody waits for anybody: what
+//! cannot be freed yet stays on a list for the next [`Vm::reclaim`](crate::Vm::reclaim).
+//!
+//! The pair that makes it right is a store-load one. A section stores its announcement, then reads pointers. A reclaimer
+//! has stored the unlinking, then reads announcements. A full fence stands between the two steps on both sides, so if
+//! the reclaimer misses the announcement, the section sees the unlinking.
+//!
+//! Retired tables need no memory of their own: their entries are frozen, and a frozen entry has room for a payload. The
+//! first carries the link to the next table of the list, the second the tag.
+//!
+//! A section is short: no flush, no allocation, no resolve, no yield inside. What must outlive a section while the host
+//! resolves a page (the slot's backing) is protected by [`Record::resolving`] instead.
+
+#![expect(unsafe_code, reason = "records and retired tables are reached by raw pointers")]
+
+use alloc::boxed::Box;
+use core::ptr::{self, NonNull};
+
+use crossbeam_utils::CachePadded;
+
+use super::entry;
+use super::frames;
+use crate::addr::{Hpa, Level};
+use crate::boxed::try_box;
+use crate::error::Error;
+use crate::format::{Entry, Format};
+use crate::host::Host;
+use crate::stats::Recorder;
+use crate::sync::{AtomicBool, AtomicPtr, AtomicU64, Ordering, fence_after_rmw, full_fence};
+
+/// Announcement of a record whose owner is in no section.
+const IDLE: u64 = 0;
+
+/// What one thread at a time (a vCPU, or a thread inside a VM call) shows to the others. On lines of its own: the owner
+/// writes it at every fault.
+#[repr(align(128))]
+pub(crate) struct Record {
+    /// Era in which the open section began, or [`IDLE`].
+    announced: AtomicU64,
+    /// Address of the slot whose backing the owner is resolving in, or null: it must not be freed.
+    resolving: AtomicPtr<()>,
+    in_use: AtomicBool,
+    /// The record that was pushed before this one; never changes once this one is pushed.
+    next: *const Record,
+    pub(crate) stats: Recorder,
+}
+
+// SAFETY: all fields but `next` are atomics; `next` is written before the record is published and only read since.
+unsafe impl Send for Record {}
+// SAFETY: as above.
+unsafe impl Sync for Record {}
+
+impl Record {
+    /// Keeps the slot at `slot` (and its backing) from being freed until [`Record::resolved`]. To be called inside the
+    /// section in which the slot was found.
+    pub(crate) fn resolving<T>(&self, slot: NonNull<T>) {
+        // Release is enough: the section's end (a release store to `announced`) comes after, and a reclaimer that sees
+        // the section over (acquire) sees this.
+        self.resolving.store(slot.as_ptr().cast(), Ordering::Release);
+    }
+
+    /// Ends what [`Record::resolving`] began.
+    pub(crate) fn resolved(&self) {
+        // Release: the resolve's accesses to the backing come before whoever sees this and frees it.
+        self.resolving.store(ptr::null_mut(), Ordering::Release);
+    }
+}
+
+/// An open read section. What was reached inside lives until it is dropped.
+#[must_use]
+pub(crate) struct Section<'a> {
+    record: &'a Record,
+}
+
+impl Section<'_> {
+    pub(crate) fn record(&self) -> &Record {
+        self.record
+    }
+}
+
+impl Drop for Section<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        // Release: all accesses of the section come before whoever sees it over.
+        self.record.announced.store(IDLE, Ordering::Release);
+    }
+}
+
+/// Use of a record for one call of the VM.
+pub(crate) struct RecordGuard<'a>(&'a Record);
+
+impl core::ops::Deref for RecordGuard<'_> {
+    type Target = Record;
+
+    fn deref(&self) -> &Record {
+        self.0
+    }
+}
+
+impl Drop for RecordGuard<'_> {
+    fn drop(&mut self) {
+        release_record(self.0);
+    }
+}
+
+fn release_record(record: &Record) {
+    debug_assert!(record.announced.load(Ordering::Relaxed) == IDLE);
+    // Release: the next user takes the statistics over with acquire.
+    record.in_use.store(false, Ordering::Release);
+}
+
+/// The list of records and the list of retired tables of one VM.
+pub(crate) struct Epochs {
+    /// Starts above [`IDLE`]. Written when something is retired, read at the beginning of each section.
+    era: CachePadded<AtomicU64>,
+    records: AtomicPtr<Record>,
+    /// Head of the list of retired tables: a host-physical address, 0 for none.
+    retired_tables: CachePadded<AtomicU64>,
+}
+
+impl Epochs {
+    pub(crate) fn new() -> Epochs {
+        Epochs {
+            era: CachePadded::new(AtomicU64::new(IDLE + 1)),
+            records: AtomicPtr::new(ptr::null_mut()),
+            retired_tables: CachePadded::new(AtomicU64::new(0)),
+        }
+    }
+
+    /// Opens a section. `record` belongs to the caller and has none open.
+    #[inline]
+    pub(crate) fn enter<'a>(&self, record: &'a Record) -> Section<'a> {
+        debug_assert!(record.announced.load(Ordering::Relaxed) == IDLE, "sections do not nest");
+        // Acquire: if this reads an era that a retirement began, it sees what was unlinked before.
+        let era = self.era.load(Ordering::Acquire);
+        // The exchange and the fence: the announcement comes before every read of the section (pairs with `oldest_open`).
+        record.announced.swap(era, Ordering::SeqCst);
+        fence_after_rmw();
+        Section { record }
+    }
+
+    /// A record for the caller's use: one that nobody uses now, or a new one.
+    fn acquire(&self) -> Result<&Record, Error> {
+        for record in self.records() {
+            // Relaxed look first: no need to take the line for a record that is in use.
+            if !record.in_use.load(Ordering::Relaxed)
+                && record.in_use.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
+            {
+                return Ok(record);
+            }
+        }
+        let mut new = try_box(Record {
+            announced: AtomicU64::new(IDLE),
+            resolving: AtomicPtr::new(ptr::null_mut()),
+            in_use: AtomicBool::new(true),
+            next: ptr::null(),
+            stats: Recorder::new(),
+        })?;
+        let mut head = self.records.load(Ordering::Acquire);
+        loop {
+            new.next = head;
+            let pointer: *mut Record = Box::into_raw(new);
+            // Release: who walks the list sees the record's contents.
+            match self.records.compare_exchange(head, pointer, Ordering::AcqRel, Ordering::Acquire) {
+                // SAFETY: the record was just made; records are freed only with the `Epochs`, which `&self` keeps.
+                Ok(_) => return Ok(unsafe { &*pointer }),
+                Err(found) => {
+                    head = found;
+                    // SAFETY: the exchange failed, so nobody else has seen the pointer.
+                    new = unsafe { Box::from_raw(pointer) };
+                }
+            }
+        }
+    }
+
+    /// A record for one call.
+    pub(crate) fn borrow_record(&self) -> Result<RecordGuard<'_>, Error> {
+        self.acquire().map(RecordGuard)
+    }
+
+    /// A record for a vCPU, to be given back by [`Epochs::return_record`].
+    pub(crate) fn take_record(&self) -> Result<OwnedRecord, Error> {
+        self.acquire().map(|record| OwnedRecord(NonNull::from(record)))
+    }
+
+    /// All records, in use or not.
+    pub(crate) fn records(&self) -> impl Iterator<Item = &Record> {
+        let mut next = self.records.load(Ordering::Acquire).cast_const();
+        core::iter::from_fn(move || {
+            // SAFETY: the pointer is null or a record of the list; records are freed only with the `Epochs`.
+            let record = unsafe { next.as_ref() }?;
+            next = record.next;
+            Some(record)
+        })
+    }
+
+    /// Ends the era in which things were unlinked: they may be freed once [`Epochs::oldest_open`] is above the value
+    /// returned.
+    pub(crate) fn retire_era(&self) -> u64 {
+        // AcqRel: release for the sections that begin in the new era and must see the unlinking; acquire because eras
+        // are handed on from one retirement to the next.
+        self.era.fetch_add(1, Ordering::AcqRel)
+    }
+
+    /// The lowest era that an open section announces; `u64::MAX` if none is open. Things taken off their lists before
+    /// this call and tagged below the answer can be freed.
+    pub(crate) fn oldest_open(&self) -> u64 {
+        // Pairs with `enter`: the unlinking of what is to be freed comes before the reads of the announcements.
+        full_fence();
+        let mut oldest = u64::MAX;
+        for record in self.records() {
+            // Acquire: what a section did that is seen to be over comes before the free.
+            let announced = record.announced.load(Ordering::Acquire);
+            if announced != IDLE {
+                oldest = oldest.min(announced);
+            }
+        }
+        oldest
+    }
+
+    /// Whether somebody resolves in the backing of `slot`. To be asked after [`Epochs::oldest_open`] said that no
+    /// section can find the slot any more.
+    pub(crate) fn is_resolving<T>(&self, slot: NonNull<T>) -> bool {
+        self.records().any(|record| record.resolving.load(Ordering::Acquire) == slot.as_ptr().cast())
+    }
+
+    /// Takes over a chain of unlinked, frozen, flushed tables.
+    pub(crate) fn retire_tables<H: Host>(&self, host: &H, chain: TableChain) {
+        let Some((first, last)) = chain.ends else { return };
+        let tag = entry::frozen_number(self.retire_era());
+        let mut table = first;
+        loop {
+            let cells = chain_cells(host, table);
+            // Relaxed, here and below: the release of the push publishes them to whoever takes the list.
+            cells[1].store(tag.0, Ordering::Relaxed);
+            if table == last {
+                break;
+            }
+            table = entry::link_of(Entry(cells[0].load(Ordering::Relaxed)));
+        }
+        self.push_tables(host, chain);
+    }
+
+    /// Frees the retired tables that no open section can reach. Returns how many.
+    pub(crate) fn reclaim_tables<H: Host, F: Format>(&self, host: &H) -> u64 {
+        // Acquire: sees the links and tags of the list.
+        let mut next = Hpa(self.retired_tables.swap(0, Ordering::Acquire));
+        if next.0 == 0 {
+            return 0;
+        }
+        let oldest = self.oldest_open();
+        let mut freed = 0;
+        let mut kept = TableChain::new();
+        while next.0 != 0 {
+            let table = next;
+            let cells = chain_cells(host, table);
+            next = entry::link_of(Entry(cells[0].load(Ordering::Relaxed)));
+            if entry::number_of(Entry(cells[1].load(Ordering::Relaxed))) < oldest {
+                // SAFETY: the table was unlinked and flushed before it was retired, all sections that could have seen
+                // it are over, and the list it was on is this thread's alone. Roots are never retired.
+                unsafe { frames::free::<H, F>(host, table, Level::L4K) }
+                freed += 1;
+            } else {
+                kept.push(host, table);
+            }
+        }
+        self.push_tables(host, kept);
+        freed
+    }
+
+    /// Puts tables whose tags are set on the list.
+    fn push_tables<H: Host>(&self, host: &H, chain: TableChain) {
+        let Some((first, last)) = chain.ends else { return };
+        let mut head = self.retired_tables.load(Ordering::Relaxed);
+        loop {
+            chain_cells(host, last)[0].store(entry::frozen_link(Hpa(head)).0, Ordering::Relaxed);
+            match self.retired_tables.compare_exchange(head, first.0, Ordering::Release, Ordering::Relaxed) {
+                Ok(_) => return,
+                Err(found) => head = found,
+            }
+        }
+    }
+
+    /// Frees all retired tables, at the end of the VM.
+    pub(crate) fn free_all_tables<H: Host, F: Format>(&mut self, host: &H) {
+        debug_assert!(self.oldest_open() == u64::MAX);
+        self.reclaim_tables::<H, F>(host);
+    }
+}
+
+impl Drop for Epochs {
+    fn drop(&mut self) {
+        let mut next = self.records.load(Ordering::Relaxed).cast_const();
+        while !next.is_null() {
+            // SAFETY: every record of the list came from a box, and with `&mut self` nobody uses one any more: guards
+            // borrow the `Epochs`, and vCPUs keep the VM that holds it alive.
+            let record = unsafe { Box::from_raw(next.cast_mut()) };
+            next = record.next;
+        }
+    }
+}
+
+/// A record that a vCPU has for its life.
+pub(crate) struct OwnedRecord(NonNull<Record>);
+
+// SAFETY: a `Record` is `Sync`, and the pointer is only ever read.
+unsafe impl Send for OwnedRecord {}
+
+impl OwnedRecord {
+    /// # Safety
+    /// The `Epochs` that it came from is alive for `'a`.
+    pub(crate) unsafe fn get<'a>(&self) -> &'a Record {
+        // SAFETY: records live as long as their `Epochs`.
+        unsafe { self.0.as_ref() }
+    }
+
+    /// Gives the record back for others to use.
+    ///
+    /// # Safety
+    /// The `Epochs` that it came from is alive.
+    pub(crate) unsafe fn give_back(self) {
+        // SAFETY: as the caller promises.
+        release_record(unsafe { self.get() });
+    }
+}
+
+/// The first entries of a table that is unlinked and frozen, which hold the links of the lists here.
+fn chain_cells<'a, H: Host>(host: &H, table: Hpa) -> &'a [AtomicU64] {
+    // SAFETY: a table of a chain is allocated until `reclaim_tables` frees it, which does not touch it afterwards; every
+    // table has at least two entries (`frames`).
+    unsafe { frames::entries(host, table, 2) }
+}
+
+/// Tables that were unlinked and frozen, linked through their first entries. Belongs to one thread.
+pub(crate) struct TableChain {
+    ends: Option<(Hpa, Hpa)>,
+}
+
+impl TableChain {
+    pub(crate) fn new() -> TableChain {
+        TableChain { ends: None }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.ends.is_none()
+    }
+
+    /// Adds a table all of whose entries are frozen.
+    pub(crate) fn push<H: Host>(&mut self, host: &H, table: Hpa) {
+        let cells = chain_cells(host, table);
+        self.ends = Some(match self.ends {
+            None => (table, table),
+            Some((first, last)) => {
+                // Relaxed: whoever still looks at a frozen table starts over and does not read the payload.
+                cells[0].store(entry::frozen_link(first).0, Ordering::Relaxed);
+                (table, last)
+            }
+        });
+    }
+}

@@ -1,0 +1,120 @@
+//! The cursor: where a walk stands in the tree. It goes down to the lowest entry for a frame, and onwards to the next.
+//!
+//! It remembers the tables on its way, so that the next frame of the same table costs one index. What it remembers may
+//! have been unlinked meanwhile; such a table's entries are frozen sooner or later, and who meets a frozen entry starts
+//! over at the root ([`Cursor::restart`]). Until then a change in such a table is lost with it, which is why
+//! an operation whose "there is nothing to do here" must be up to date walks from the root after its fence (see
+//! `dirty/log.rs`). A cursor lives inside one section.
+
+use super::Tree;
+use super::entry::{self, EntryRef, State};
+use super::frames;
+use super::retire::Section;
+use crate::addr::{Gfn, GfnRange, Level};
+use crate::format::{Entry, Format};
+use crate::host::Host;
+use crate::sync::AtomicU64;
+
+/// Levels are 1 to 5.
+const PATH_LEN: usize = 6;
+
+/// A position in the tree: the entry of `level` for `gfn`.
+pub(crate) struct Cursor<'s, H: Host, F: Format> {
+    tree: &'s Tree<H, F>,
+    section: &'s Section<'s>,
+    /// The tables on the way; index `l` holds the one whose entries have level `l`, from `level` up to the root.
+    path: [&'s [AtomicU64]; PATH_LEN],
+    level: Level,
+    gfn: Gfn,
+}
+
+impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
+    /// At the root's entry for `gfn`.
+    #[inline]
+    pub(crate) fn new(tree: &'s Tree<H, F>, section: &'s Section<'s>, gfn: Gfn) -> Cursor<'s, H, F> {
+        let root = frames::linked_entries::<H, F>(&tree.host, section, tree.root(), F::ROOT_LEVEL);
+        let mut path: [&[AtomicU64]; PATH_LEN] = [&[]; PATH_LEN];
+        path[F::ROOT_LEVEL.0 as usize] = root;
+        Cursor { tree, section, path, level: F::ROOT_LEVEL, gfn }
+    }
+
+    #[inline]
+    pub(crate) fn level(&self) -> Level {
+        self.level
+    }
+
+    #[inline]
+    pub(crate) fn gfn(&self) -> Gfn {
+        self.gfn
+    }
+
+    /// The frames that the current entry covers.
+    #[inline]
+    pub(crate) fn block(&self) -> GfnRange {
+        self.gfn.block(self.level)
+    }
+
+    /// The current entry.
+    #[inline]
+    pub(crate) fn entry(&self) -> EntryRef<'s> {
+        let table = self.path[self.level.0 as usize];
+        EntryRef::new(&table[index_of::<F>(self.gfn, self.level)], self.level)
+    }
+
+    /// Back to the root, for the same frame.
+    #[inline]
+    pub(crate) fn restart(&mut self) {
+        self.level = F::ROOT_LEVEL;
+    }
+
+    /// Into the table that `value`, read from the current entry, points to.
+    #[inline]
+    pub(crate) fn descend(&mut self, value: Entry) {
+        debug_assert!(entry::state::<F>(value, self.level) == State::Table);
+        let table = F::address(value, self.level);
+        self.level = self.level.down();
+        self.path[self.level.0 as usize] =
+            frames::linked_entries::<H, F>(&self.tree.host, self.section, table, self.level);
+    }
+
+    /// Goes down to the lowest entry for the current frame and says what it holds and is; never a table, and never
+    /// frozen: a frozen entry is met only on a path that was unlinked, and then the walk starts over.
+    #[inline]
+    pub(crate) fn descend_to_lowest(&mut self) -> (Entry, State) {
+        loop {
+            let value = self.entry().load();
+            match entry::state::<F>(value, self.level) {
+                State::Table => self.descend(value),
+                State::Frozen => {
+                    // The table was unlinked from its parent before its entries were frozen, and this thread has read
+                    // the frozen value with acquire: the root's path does not lead here again. No waiting.
+                    self.restart();
+                }
+                state => return (value, state),
+            }
+        }
+    }
+
+    /// To the entry for `gfn`, of the current level if that is in the same table, else of the lowest level whose table
+    /// on the remembered path covers it.
+    #[inline]
+    pub(crate) fn move_to(&mut self, gfn: Gfn) {
+        let moved = self.gfn.0 ^ gfn.0;
+        self.gfn = gfn;
+        while self.level < F::ROOT_LEVEL && moved >= self.level.up().nr_pages() {
+            self.level = self.level.up();
+        }
+    }
+
+    /// To the first frame behind the current entry's block.
+    #[inline]
+    pub(crate) fn advance(&mut self) {
+        self.move_to(self.block().end);
+    }
+}
+
+/// Index of `gfn` in a table whose entries have `level`.
+#[inline]
+pub(crate) fn index_of<F: Format>(gfn: Gfn, level: Level) -> usize {
+    (gfn.0 / level.nr_pages()) as usize & (frames::nr_entries::<F>(level) - 1)
+}

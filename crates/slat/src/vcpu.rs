@@ -1,0 +1,392 @@
+//! One vCPU's way through a fault: look, resolve, act.
+//!
+//! 1. *Look*, inside a read section: walk to the lowest entry, read it, and only then read what the answer depends on
+//!    (the slot, its flags). The result is a plan.
+//! 2. *Resolve*, outside: allocate the tables that the plan may need; ask the host for the frame, if it needs one.
+//! 3. *Act*, inside a section (and the VM's lock, if there is one): walk again, and carry the plan out by one
+//!    compare-and-exchange if the entry still allows it; else start over. If the leaf may now be written, mark the page
+//!    if its slot logs.
+//!
+//! Without a lock, a write fault that only lacks the right to write is fixed within the first section.
+
+#![expect(unsafe_code, reason = "the vCPU's record is kept alive by its VM")]
+
+use alloc::sync::Arc;
+
+use crate::addr::{Access, Gfn, GfnRange, Gpa, Level};
+use crate::dirty::log;
+use crate::error::Error;
+use crate::format::{Entry, Format};
+use crate::host::{Host, Resolved};
+use crate::second_stage::flush::FlushToken;
+use crate::second_stage::install::{self, Changed, NewLeaf, Rights};
+use crate::slot::MemoryRegionFlags;
+use crate::slot::set::{BackingRef, SlotView};
+use crate::stats::{Counter, SAMPLE_PERIOD};
+use crate::sync::{Locking, Side};
+use crate::table::entry::{self, Stamp, State};
+use crate::table::frames::TableCache;
+use crate::table::retire::{OwnedRecord, Record, Section};
+use crate::table::walk::Cursor;
+use crate::vm::Vm;
+
+/// What became of a fault.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub enum Outcome {
+    /// Run the guest again: the fault is fixed, or was spurious.
+    Resume,
+    /// User space must act before the guest can go on.
+    Exit(Exit),
+}
+
+/// Why a vCPU leaves to user space.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum Exit {
+    /// The address has no memory, or the guest wrote to a read-only slot: a device is meant.
+    Mmio {
+        /// The address.
+        gpa: Gpa,
+        /// What the guest did.
+        access: Access,
+    },
+}
+
+/// The memory side of one virtual CPU. It belongs to one thread at a time.
+pub struct Vcpu<H: Host, F: Format> {
+    vm: Arc<Vm<H, F>>,
+    /// Taken only by `drop`.
+    record: Option<OwnedRecord>,
+    tables: TableCache,
+}
+
+/// What a fault is to do, as decided by its look.
+enum Plan<'r, B> {
+    /// Nothing: the entry allows the access.
+    Spurious,
+    /// Done within the look.
+    Fixed,
+    Exit,
+    /// The slot is being deleted or moved.
+    Withdrawn,
+    /// The look itself was overtaken.
+    StartOver,
+    /// Give the right to write back to this leaf.
+    GiveWrite(Entry),
+    /// Split this huge leaf, for logging is by 4 KiB.
+    Split(Entry),
+    /// Take this leaf away, for the host must be asked whether it may be written.
+    TakeAway(Entry),
+    Install(InstallPlan<'r, B>),
+}
+
+/// How to fill an empty entry.
+struct InstallPlan<'r, B> {
+    backing: BackingRef<'r, B>,
+    slot: GfnRange,
+    flags: MemoryRegionFlags,
+    /// Level of the empty entry.
+    level: Level,
+    stamp: Stamp,
+}
+
+impl<H: Host, F: Format> Vcpu<H, F> {
+    pub(crate) fn new(vm: Arc<Vm<H, F>>) -> Result<Vcpu<H, F>, Error> {
+        let record = vm.tree.epochs.take_record()?;
+        Ok(Vcpu { vm, record: Some(record), tables: TableCache::new() })
+    }
+
+    /// The VM.
+    pub fn vm(&self) -> &Arc<Vm<H, F>> {
+        &self.vm
+    }
+
+    /// Serves a second-stage fault: the guest did `access` at `gpa`, and the tables did not allow it.
+    ///
+    /// Blocks only in [`Host::allocate_table`], [`Host::resolve`] and [`Host::flush`], and for the VM's lock if it has
+    /// one.
+    ///
+    /// # Errors
+    /// [`Error::AddressTooHigh`], [`Error::BackingGone`], [`Error::BadResolve`], [`Error::OutOfMemory`]; nothing has
+    /// changed then for the guest, and the same fault may be tried again.
+    pub fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, Error> {
+        let gfn = self.vm.check_gpa(gpa)?;
+        let Some(record) = &self.record else { unreachable!("taken only by drop") };
+        // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the record came from.
+        let record = unsafe { record.get() };
+        let mut fault = Fault { vm: &self.vm, record, tables: &mut self.tables, gfn, gpa, access, timing: None };
+        let nr_faults = record.stats.get(Counter::Faults);
+        record.stats.count(Counter::Faults);
+        if nr_faults.is_multiple_of(SAMPLE_PERIOD) { fault.serve_timed() } else { fault.serve() }
+    }
+}
+
+impl<H: Host, F: Format> Drop for Vcpu<H, F> {
+    fn drop(&mut self) {
+        let Some(owned) = self.record.take() else { return };
+        // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the record came from.
+        let record = unsafe { owned.get() };
+        record.stats.add(Counter::TablesFreed, self.tables.drain::<H, F>(&self.vm.tree.host));
+        // SAFETY: as above.
+        unsafe { owned.give_back() }
+    }
+}
+
+/// Time that a fault spent in the host's resolve, kept for a fault that is in the sample.
+#[derive(Default)]
+struct Timing {
+    resolve_ns: u64,
+    resolve_run_delay_ns: u64,
+}
+
+/// One fault under way.
+struct Fault<'v, H: Host, F: Format> {
+    vm: &'v Vm<H, F>,
+    record: &'v Record,
+    tables: &'v mut TableCache,
+    gfn: Gfn,
+    gpa: Gpa,
+    access: Access,
+    timing: Option<Timing>,
+}
+
+impl<'v, H: Host, F: Format> Fault<'v, H, F> {
+    /// Serves a fault that is in the sample.
+    #[cold]
+    fn serve_timed(&mut self) -> Result<Outcome, Error> {
+        let (host, stats) = (&self.vm.tree.host, &self.record.stats);
+        self.timing = Some(Timing::default());
+        let (start_ns, start_delay_ns) = (host.timestamp_ns(), host.run_delay_ns());
+        let result = self.serve();
+        let fault_ns = host.timestamp_ns().saturating_sub(start_ns);
+        let run_delay_ns = host.run_delay_ns().saturating_sub(start_delay_ns);
+        let timing = self.timing.take().unwrap_or_default();
+        stats.fault_ns.record(fault_ns);
+        stats.resolve_ns.record(timing.resolve_ns);
+        let engine_delay_ns = run_delay_ns.saturating_sub(timing.resolve_run_delay_ns);
+        stats.guest_stall_ns.record(fault_ns.saturating_sub(timing.resolve_ns).saturating_sub(engine_delay_ns));
+        result
+    }
+
+    fn serve(&mut self) -> Result<Outcome, Error> {
+        loop {
+            let changed = match self.look() {
+                Plan::Spurious => {
+                    self.count(Counter::Spurious);
+                    return Ok(Outcome::Resume);
+                }
+                Plan::Fixed => return Ok(Outcome::Resume),
+                Plan::Exit => {
+                    self.count(Counter::Exits);
+                    return Ok(Outcome::Exit(Exit::Mmio { gpa: self.gpa, access: self.access }));
+                }
+                Plan::Withdrawn => {
+                    // The guest comes back. Whoever withdraws the slot is no vCPU; it gets the CPU if it wants it.
+                    self.count(Counter::Retries);
+                    self.vm.tree.host.yield_now();
+                    return Ok(Outcome::Resume);
+                }
+                Plan::StartOver => Err(Changed),
+                Plan::GiveWrite(value) => self.give_write(value).map(|()| true),
+                Plan::Split(value) => {
+                    self.top_up(1)?;
+                    self.split(value).map(|()| false)
+                }
+                Plan::TakeAway(value) => self.take_away(value).map(|()| false),
+                Plan::Install(plan) => {
+                    let leaf = self.resolve(&plan)?;
+                    self.top_up(usize::from(plan.level.0 - leaf.level.0))?;
+                    self.install(&plan, leaf).map(|()| true)
+                }
+            };
+            match changed {
+                Ok(true) => return Ok(Outcome::Resume),
+                Ok(false) => {}
+                Err(Changed) => self.count(Counter::Retries),
+            }
+        }
+    }
+
+    #[inline]
+    fn count(&self, counter: Counter) {
+        self.record.stats.count(counter);
+    }
+
+    /// Step 1: what there is, and what to do about it.
+    #[inline]
+    fn look(&self) -> Plan<'v, H::Backing> {
+        let Vm { tree, slots } = self.vm;
+        let section = tree.epochs.enter(self.record);
+        let mut cursor = Cursor::new(tree, &section, self.gfn);
+        // The entry first, the slot after: see `table/stamp.rs`.
+        let (value, state) = cursor.descend_to_lowest();
+        let stamp = match state {
+            State::Leaf if self.access != Access::Write || entry::is_writable::<F>(value) => return Plan::Spurious,
+            State::Leaf => None,
+            State::Empty(stamp) => Some(stamp),
+            State::Table | State::Frozen => unreachable!("descend_to_lowest passes them"),
+        };
+        let Some(slot) = slots.find(&section, self.gfn) else { return Plan::Exit };
+        if slot.is_withdrawn() {
+            return Plan::Withdrawn;
+        }
+        let writes = self.access == Access::Write;
+        if writes && slot.flags().contains(MemoryRegionFlags::READONLY) {
+            return Plan::Exit;
+        }
+        match stamp {
+            Some(stamp) => self.plan_install(&cursor, &slot, stamp),
+            None if !entry::is_host_writable::<F>(value) => Plan::TakeAway(value),
+            None if cursor.level() > Level::L4K && slot.log().is_some() => Plan::Split(value),
+            None if tree.locking() != Locking::None => Plan::GiveWrite(value),
+            None => match self.give_write_at(&cursor, &section, value) {
+                Ok(()) => Plan::Fixed,
+                Err(Changed) => Plan::StartOver,
+            },
+        }
+    }
+
+    fn plan_install(
+        &self,
+        cursor: &Cursor<'_, H, F>,
+        slot: &SlotView<'_, H::Backing>,
+        stamp: Stamp,
+    ) -> Plan<'v, H::Backing> {
+        Plan::Install(InstallPlan {
+            backing: slot.keep_for_resolve(self.record),
+            slot: slot.range(),
+            flags: slot.flags(),
+            level: cursor.level(),
+            stamp,
+        })
+    }
+
+    /// Step 2: the frame, and what to map of it.
+    fn resolve(&mut self, plan: &InstallPlan<'_, H::Backing>) -> Result<NewLeaf, Error> {
+        let host = &self.vm.tree.host;
+        let page = self.gfn.0 - plan.slot.start.0;
+        let resolve = || host.resolve(plan.backing.get(), self.gfn, page, self.access);
+        let resolved = match &mut self.timing {
+            None => resolve(),
+            Some(timing) => {
+                let (start_ns, start_delay_ns) = (host.timestamp_ns(), host.run_delay_ns());
+                let resolved = resolve();
+                timing.resolve_ns += host.timestamp_ns().saturating_sub(start_ns);
+                timing.resolve_run_delay_ns += host.run_delay_ns().saturating_sub(start_delay_ns);
+                resolved
+            }
+        };
+        let resolved = resolved.map_err(|_| Error::BackingGone { gpa: self.gpa })?;
+        self.new_leaf(plan, resolved)
+    }
+
+    /// The largest leaf that slot, backing, alignment and logging allow.
+    fn new_leaf(&self, plan: &InstallPlan<'_, H::Backing>, resolved: Resolved) -> Result<NewLeaf, Error> {
+        let writes = self.access == Access::Write;
+        let Resolved { pfn, max_size, writable } = resolved;
+        if pfn.hpa().0 >> F::HPA_BITS != 0 || pfn.hpa().pfn() != pfn || (writes && !writable) {
+            return Err(Error::BadResolve { gpa: self.gpa });
+        }
+        let logs = plan.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
+        let fits = |level: Level| {
+            let same_offset = (pfn.0 ^ self.gfn.0) & (level.nr_pages() - 1) == 0;
+            same_offset && plan.slot.covers(self.gfn.block(level))
+        };
+        let mut level = if logs { Level::L4K } else { max_size.level().min(plan.level) };
+        while level > Level::L4K && !fits(level) {
+            level = level.down();
+        }
+        let rights = if !writable || plan.flags.contains(MemoryRegionFlags::READONLY) {
+            Rights::ReadOnly
+        } else if logs && !writes {
+            Rights::WriteProtected
+        } else {
+            Rights::Writable
+        };
+        Ok(NewLeaf { pfn, level, rights })
+    }
+
+    /// Takes from the host what step 3 may link.
+    fn top_up(&mut self, nr_tables: usize) -> Result<(), Error> {
+        if self.tables.len() >= nr_tables {
+            return Ok(());
+        }
+        let result = self.tables.top_up::<H, F>(&self.vm.tree.host, nr_tables);
+        let (Ok(allocated) | Err(allocated)) = result;
+        self.record.stats.add(Counter::TablesAllocated, allocated);
+        result.map(|_| ()).map_err(|_| Error::OutOfMemory)
+    }
+
+    /// Step 3 for an empty entry.
+    fn install(&mut self, plan: &InstallPlan<'_, H::Backing>, leaf: NewLeaf) -> Result<(), Changed> {
+        let Vm { tree, slots } = self.vm;
+        let locked = tree.enter(self.record, Side::Read);
+        let section = &locked.section;
+        let mut cursor = Cursor::new(tree, section, self.gfn);
+        let (value, State::Empty(stamp)) = cursor.descend_to_lowest() else { return Err(Changed) };
+        // Above: the range was taken away since the look. A higher or lower entry than then: the leaf may not fit, or
+        // need more tables than were taken.
+        if stamp > plan.stamp || cursor.level() > plan.level || cursor.level() < leaf.level {
+            return Err(Changed);
+        }
+        install::install(&cursor, &tree.host, self.tables, value, stamp, leaf, self.access)?;
+        self.count(match leaf.level {
+            Level::L4K => Counter::Installed4K,
+            Level::L2M => Counter::Installed2M,
+            _ => Counter::Installed1G,
+        });
+        if leaf.rights == Rights::Writable {
+            log::mark_if_logging(slots, section, self.gfn, self.gfn.block(leaf.level));
+        }
+        Ok(())
+    }
+
+    /// Step 3 for a leaf that only lacks the right to write, where there is a lock to take.
+    fn give_write(&self, value: Entry) -> Result<(), Changed> {
+        let tree = &self.vm.tree;
+        let locked = tree.enter(self.record, Side::Read);
+        let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
+        if cursor.descend_to_lowest().0 != value {
+            return Err(Changed);
+        }
+        self.give_write_at(&cursor, &locked.section, value)
+    }
+
+    #[inline]
+    fn give_write_at(&self, cursor: &Cursor<'_, H, F>, section: &Section<'_>, value: Entry) -> Result<(), Changed> {
+        install::give_write(cursor, value)?;
+        self.count(Counter::WritesRestored);
+        log::mark_if_logging(&self.vm.slots, section, self.gfn, cursor.block());
+        Ok(())
+    }
+
+    /// Step 3 for a huge leaf in a slot that logs.
+    fn split(&mut self, value: Entry) -> Result<(), Changed> {
+        let tree = &self.vm.tree;
+        let locked = tree.enter(self.record, Side::Read);
+        let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
+        if cursor.descend_to_lowest().0 != value || cursor.level() == Level::L4K {
+            return Err(Changed);
+        }
+        install::split(&cursor, &tree.host, self.tables, value)?;
+        self.count(Counter::Splits);
+        Ok(())
+    }
+
+    /// Step 3 for a leaf that the host did not allow to be written when it was installed.
+    fn take_away(&self, value: Entry) -> Result<(), Changed> {
+        let tree = &self.vm.tree;
+        let mut token = FlushToken::new();
+        let locked = tree.enter(self.record, Side::Read);
+        let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
+        if cursor.descend_to_lowest().0 != value {
+            return Err(Changed);
+        }
+        install::take_away(tree, &cursor, value)?;
+        token.owe(cursor.block());
+        drop(locked);
+        token.pay(tree, self.record);
+        Ok(())
+    }
+}

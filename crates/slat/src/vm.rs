@@ -1,0 +1,252 @@
+//! The face of a VM's memory: slots, their dirty logs, statistics. Names and rules are KVM's.
+
+use alloc::sync::Arc;
+
+use crate::addr::{Gfn, Gpa, Hpa};
+use crate::dirty::bitmap::Bitmap;
+use crate::dirty::log;
+use crate::error::Error;
+use crate::format::Format;
+use crate::host::Host;
+use crate::second_stage::flush::FlushToken;
+use crate::second_stage::{protect, zap};
+use crate::slot::set::{Change, Claim, SlotEntry, Slots};
+use crate::slot::{MemoryRegion, MemoryRegionFlags};
+use crate::stats::Stats;
+use crate::sync::{Locking, full_fence};
+use crate::table::Tree;
+use crate::table::retire::Record;
+use crate::vcpu::Vcpu;
+
+/// How a VM's memory is managed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub struct Config {
+    /// The lock around sections that change the tables.
+    pub locking: Locking,
+}
+
+impl Config {
+    /// The default configuration with another locking.
+    pub fn with_locking(locking: Locking) -> Config {
+        Config { locking }
+    }
+}
+
+/// The guest-physical memory of a virtual machine: its slots, and the second-stage tables that translate it.
+///
+/// All methods may be called from several threads at once, beside the faults of its vCPUs.
+pub struct Vm<H: Host, F: Format> {
+    pub(crate) tree: Tree<H, F>,
+    pub(crate) slots: Slots<H::Backing>,
+}
+
+impl<H: Host, F: Format> Vm<H, F> {
+    /// A VM without memory.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn new(host: H, config: Config) -> Result<Vm<H, F>, Error> {
+        let slots = Slots::new()?;
+        Ok(Vm { tree: Tree::new(host, config.locking)?, slots })
+    }
+
+    /// The VM's surroundings.
+    pub fn host(&self) -> &H {
+        &self.tree.host
+    }
+
+    /// Host-physical address of the root table: what goes into nCR3 (AMD APM vol. 2, 15.25.3) or, with its control
+    /// bits, into the EPTP (Intel SDM vol. 3C, "Extended-Page-Table Pointer").
+    pub fn root(&self) -> Hpa {
+        self.tree.root()
+    }
+
+    /// Makes a vCPU's view of this memory.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn create_vcpu(self: &Arc<Self>) -> Result<Vcpu<H, F>, Error> {
+        Vcpu::new(Arc::clone(self))
+    }
+
+    /// Creates, deletes, moves or changes a slot; see [`MemoryRegion`].
+    ///
+    /// When a deletion or a move has returned, no CPU uses the slot's old range any more. Turning on
+    /// [`MemoryRegionFlags::LOG_DIRTY_PAGES`] write-protects the slot's pages: writes from then on are logged.
+    ///
+    /// # Errors
+    /// For a bad description the variant that names its fault; [`Error::SlotBusy`] if another thread is changing the
+    /// same slot; [`Error::OutOfMemory`]. On an error the slot is as it was, but mappings may have been taken away: the
+    /// next access faults.
+    pub fn set_user_memory_region(&self, region: MemoryRegion<H::Backing>) -> Result<(), Error> {
+        let range = region.check(F::GPA_BITS)?;
+        let record = self.tree.epochs.borrow_record()?;
+        let result = match self.slots.claim(&self.tree.epochs, &record, region.slot)? {
+            None if range.is_empty() => Err(Error::NoSuchSlot { slot: region.slot }),
+            None => self.create_slot(&record, region, range.nr_pages()),
+            Some(claim) if range.is_empty() => self.delete_slot(&record, claim),
+            Some(claim) => self.change_slot(&record, claim, &region),
+        };
+        self.reclaim_with(&record);
+        result
+    }
+
+    fn create_slot(&self, record: &Record, region: MemoryRegion<H::Backing>, nr_pages: u64) -> Result<(), Error> {
+        let MemoryRegion { slot: id, flags, guest_phys_addr, backing, .. } = region;
+        let backing = backing.ok_or(Error::NoBacking { slot: id })?;
+        let log = log_for(flags, nr_pages)?;
+        let range = crate::addr::GfnRange::new(guest_phys_addr.gfn(), nr_pages);
+        let entry = SlotEntry::new(id, range, flags, backing, log)?;
+        // Nothing was mapped there, and faults that looked before see no memory: no stamp is needed.
+        match self.slots.publish(&self.tree.epochs, record, &Change::Insert(entry)) {
+            Ok(()) => {
+                entry.claim().release();
+                Ok(())
+            }
+            Err(error) => {
+                entry.discard();
+                Err(error)
+            }
+        }
+    }
+
+    fn delete_slot(&self, record: &Record, claim: Claim<H::Backing>) -> Result<(), Error> {
+        self.withdraw_and_zap(record, &claim);
+        let result = self.slots.publish(&self.tree.epochs, record, &Change::Remove(claim.entry));
+        if result.is_err() {
+            claim.restore();
+            claim.release();
+        }
+        // A deleted slot stays claimed: whoever still finds it in an old set must not change it.
+        result
+    }
+
+    fn change_slot(
+        &self,
+        record: &Record,
+        claim: Claim<H::Backing>,
+        region: &MemoryRegion<H::Backing>,
+    ) -> Result<(), Error> {
+        let result = self.try_change_slot(record, &claim, region);
+        claim.release();
+        result
+    }
+
+    fn try_change_slot(
+        &self,
+        record: &Record,
+        claim: &Claim<H::Backing>,
+        region: &MemoryRegion<H::Backing>,
+    ) -> Result<(), Error> {
+        let before = claim.entry;
+        let &MemoryRegion { slot: id, flags, memory_size, .. } = region;
+        let range = region.check(F::GPA_BITS)?;
+        if region.backing.is_some() {
+            return Err(Error::BackingFixed { slot: id });
+        }
+        if range.nr_pages() != before.range.nr_pages() {
+            return Err(Error::SizeFixed { slot: id, memory_size });
+        }
+        if (flags ^ before.flags).contains(MemoryRegionFlags::READONLY) {
+            return Err(Error::ReadOnlyFixed { slot: id });
+        }
+        let moves = range != before.range;
+        let begins_to_log = !before.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES)
+            && flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
+        if !moves && flags == before.flags {
+            return Ok(());
+        }
+        let log = if begins_to_log { log_for(flags, range.nr_pages())? } else { None };
+        let after = before.changed(range, flags, log);
+        if moves {
+            self.withdraw_and_zap(record, claim);
+        }
+        let published = self.slots.publish(&self.tree.epochs, record, &Change::Replace(after));
+        if moves {
+            claim.restore();
+        }
+        if let Err(error) = published {
+            after.discard_change(&before);
+            return Err(error);
+        }
+        if begins_to_log && !moves {
+            self.begin_to_log(record, after);
+        }
+        Ok(())
+    }
+
+    /// Takes away all that is mapped for a claimed slot, and keeps faults from mapping it again. When it returns, no CPU
+    /// uses the range.
+    fn withdraw_and_zap(&self, record: &Record, claim: &Claim<H::Backing>) {
+        // The order is the protocol: withdraw, stamp, zap, flush (`table/stamp.rs`).
+        claim.withdraw();
+        let stamp = self.tree.next_stamp();
+        let mut token = FlushToken::new();
+        zap::zap_range(&self.tree, record, claim.entry.range, stamp, &mut token);
+        token.pay(&self.tree, record);
+    }
+
+    /// Write-protects a slot whose new flags are published.
+    fn begin_to_log(&self, record: &Record, entry: SlotEntry<H::Backing>) {
+        // A store-load pair (`dirty/log.rs`): the flag is visible before leaves are looked at.
+        full_fence();
+        protect::protect_range(&self.tree, record, entry.range);
+        // Whether or not a leaf changed: one that is protected already may still be cached as writable.
+        self.tree.flush(record, &[entry.range]);
+    }
+
+    /// Takes the dirty log of slot `slot` into `bitmap` and begins a new one: bit n of the slot (bit n % 64 of word
+    /// n / 64) is page n, set if the guest wrote it since the log was last taken. Returns the number of pages set.
+    /// Words behind the slot's are left as they are.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchSlot`], [`Error::NotLogging`], [`Error::BitmapTooShort`], [`Error::OutOfMemory`]. No mark is lost
+    /// by them, unless the slot is deleted or ceases to log while this call runs.
+    pub fn get_dirty_log(&self, slot: u32, bitmap: &mut [u64]) -> Result<u64, Error> {
+        let record = self.tree.epochs.borrow_record()?;
+        log::harvest(&self.tree, &self.slots, &record, slot, bitmap)
+    }
+
+    /// Frees what deletions, moves and changes of slots took away, as far as no vCPU can be using it. They do so
+    /// themselves for what came before; call this when vCPUs have been idle for a while.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn reclaim(&self) -> Result<(), Error> {
+        let record = self.tree.epochs.borrow_record()?;
+        self.reclaim_with(&record);
+        Ok(())
+    }
+
+    fn reclaim_with(&self, record: &Record) {
+        self.tree.reclaim(record);
+        self.slots.reclaim(&self.tree.epochs);
+    }
+
+    /// The counters and histograms of all vCPUs and calls so far.
+    pub fn stats(&self) -> Stats {
+        let mut stats = Stats::default();
+        for record in self.tree.epochs.records() {
+            stats.add(&record.stats);
+        }
+        // The root, which belongs to no recorder.
+        stats.tables_allocated += 1;
+        stats
+    }
+
+    /// Whether `gpa` is an address that the format can translate.
+    pub(crate) fn check_gpa(&self, gpa: Gpa) -> Result<Gfn, Error> {
+        let gfn = gpa.gfn();
+        if self.tree.whole().contains(gfn) {
+            Ok(gfn)
+        } else {
+            Err(Error::AddressTooHigh { gpa, gpa_bits: F::GPA_BITS })
+        }
+    }
+}
+
+/// The log that a slot of these flags needs.
+fn log_for(flags: MemoryRegionFlags, nr_pages: u64) -> Result<Option<alloc::boxed::Box<Bitmap>>, Error> {
+    flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES).then(|| Bitmap::new(nr_pages)).transpose()
+}

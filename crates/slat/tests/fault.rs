@@ -1,0 +1,218 @@
+//! What one fault does: sizes, rights, exits, errors.
+#![cfg(not(any(loom, shuttle)))]
+#![allow(missing_docs)]
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use common::{GIB, MIB, TestHost, change, region, translate};
+use slat::{
+    Access, Config, Entry, Ept, Error, Exit, Format, Gpa, Level, Locking, MemoryRegionFlags, Npt, Outcome, PageSize, Pfn, Vm,
+};
+
+fn vm<F: Format>(locking: Locking) -> Arc<Vm<TestHost, F>> {
+    Arc::new(Vm::new(TestHost::default(), Config::with_locking(locking)).unwrap())
+}
+
+/// Runs a test for each format and locking.
+macro_rules! each {
+    ($name:ident, $test:ident) => {
+        #[test]
+        fn $name() {
+            for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
+                $test::<Npt>(vm(locking));
+                $test::<Ept>(vm(locking));
+            }
+        }
+    };
+}
+
+each!(a_fault_maps_the_page_that_the_backing_names, maps);
+fn maps<F: Format>(vm: Arc<Vm<TestHost, F>>) {
+    vm.set_user_memory_region(region(3, 0x10000, 0x4000, 0x777, PageSize::Size4K)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(translate(&vm, Gpa(0x11000)), None);
+    assert_eq!(vcpu.handle_fault(Gpa(0x11008), Access::Read), Ok(Outcome::Resume));
+    let mapped = translate(&vm, Gpa(0x11000)).unwrap();
+    assert_eq!((mapped.pfn, mapped.level, mapped.writable), (Pfn(0x778), Level::L4K, true));
+    assert_ne!(mapped.entry.0 & F::ACCESSED, 0);
+    assert_eq!(mapped.entry.0 & F::DIRTY, 0);
+    assert_eq!(translate(&vm, Gpa(0x10000)), None);
+    // Again: spurious, and the frame stays.
+    assert_eq!(vcpu.handle_fault(Gpa(0x11008), Access::Write), Ok(Outcome::Resume));
+    assert_eq!(translate(&vm, Gpa(0x11000)), Some(mapped));
+    let stats = vm.stats();
+    assert_eq!((stats.faults, stats.spurious, stats.installed_4k, stats.live_tables()), (2, 1, 1, 4));
+    assert_eq!(vm.host().nr_flushes(), 0);
+}
+
+each!(leaves_are_as_large_as_backing_alignment_and_slot_allow, sizes);
+fn sizes<F: Format>(vm: Arc<Vm<TestHost, F>>) {
+    let one_gib_pages = GIB / 4096;
+    // Aligned alike: 1 GiB. Guest and host differ by 2 MiB: 2 MiB. By 4 KiB: 4 KiB. Slot ends inside: smaller there.
+    vm.set_user_memory_region(region(0, 4 * GIB, GIB, 8 * one_gib_pages, PageSize::Size1G)).unwrap();
+    vm.set_user_memory_region(region(1, 6 * GIB, GIB, 9 * one_gib_pages + 512, PageSize::Size1G)).unwrap();
+    vm.set_user_memory_region(region(2, 8 * GIB, GIB, 11 * one_gib_pages + 1, PageSize::Size1G)).unwrap();
+    vm.set_user_memory_region(region(3, 10 * GIB + 2 * MIB, GIB, 13 * one_gib_pages + 512, PageSize::Size1G)).unwrap();
+    vm.set_user_memory_region(region(4, 14 * GIB + 4096, 4 * MIB, 17 * one_gib_pages + 1, PageSize::Size2M)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    for (gpa, pfn, level) in [
+        (4 * GIB + 0x12345678, 8 * one_gib_pages + 0x12345, Level::L1G),
+        (6 * GIB + 0x12345678, 9 * one_gib_pages + 512 + 0x12345, Level::L2M),
+        (8 * GIB + 0x12345678, 11 * one_gib_pages + 1 + 0x12345, Level::L4K),
+        (10 * GIB + 2 * MIB, 13 * one_gib_pages + 512, Level::L2M),
+        (14 * GIB + 4096, 17 * one_gib_pages + 1, Level::L4K),
+        (14 * GIB + 2 * MIB, 17 * one_gib_pages + 512, Level::L2M),
+        (14 * GIB + 4 * MIB, 17 * one_gib_pages + 1024, Level::L4K),
+    ] {
+        assert_eq!(vcpu.handle_fault(Gpa(gpa), Access::Write), Ok(Outcome::Resume));
+        let mapped = translate(&vm, Gpa(gpa)).unwrap();
+        assert_eq!((mapped.pfn, mapped.level, mapped.writable), (Pfn(pfn), level, true), "{gpa:#x}");
+    }
+    let stats = vm.stats();
+    assert_eq!((stats.installed_1g, stats.installed_2m, stats.installed_4k), (1, 3, 3));
+}
+
+each!(accesses_without_memory_and_writes_to_read_only_slots_exit, exits);
+fn exits<F: Format>(vm: Arc<Vm<TestHost, F>>) {
+    let mut rom = region(0, 0, MIB, 0x100, PageSize::Size4K);
+    rom.flags = MemoryRegionFlags::READONLY;
+    vm.set_user_memory_region(rom).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let mmio = |gpa, access| Ok(Outcome::Exit(Exit::Mmio { gpa: Gpa(gpa), access }));
+    assert_eq!(vcpu.handle_fault(Gpa(MIB), Access::Read), mmio(MIB, Access::Read));
+    assert_eq!(vcpu.handle_fault(Gpa(0x10), Access::Write), mmio(0x10, Access::Write));
+    assert_eq!(vcpu.handle_fault(Gpa(0x10), Access::Read), Ok(Outcome::Resume));
+    assert!(!translate(&vm, Gpa(0)).unwrap().writable);
+    assert_eq!(vcpu.handle_fault(Gpa(0x10), Access::Write), mmio(0x10, Access::Write));
+    let too_high = Gpa(1 << F::GPA_BITS);
+    assert_eq!(
+        vcpu.handle_fault(too_high, Access::Read),
+        Err(Error::AddressTooHigh { gpa: too_high, gpa_bits: F::GPA_BITS })
+    );
+    assert_eq!(vm.stats().exits, 3);
+}
+
+each!(a_backing_that_is_gone_is_an_error_and_changes_nothing, gone);
+fn gone<F: Format>(vm: Arc<Vm<TestHost, F>>) {
+    let memory = region(0, 0, MIB, 0x100, PageSize::Size4K);
+    let backing = memory.backing.clone().unwrap();
+    vm.set_user_memory_region(memory).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    backing.gone.store(true, Ordering::SeqCst);
+    assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Write), Err(Error::BackingGone { gpa: Gpa(0x3000) }));
+    assert_eq!((translate(&vm, Gpa(0x3000)), vm.host().live_tables()), (None, 1));
+    backing.gone.store(false, Ordering::SeqCst);
+    assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Write), Ok(Outcome::Resume));
+}
+
+each!(a_write_to_a_frame_that_was_mapped_for_reading_asks_the_host_again, copy_on_write);
+fn copy_on_write<F: Format>(vm: Arc<Vm<TestHost, F>>) {
+    let memory = region(0, 0, MIB, 0x100, PageSize::Size4K);
+    let backing = memory.backing.clone().unwrap();
+    backing.read_gives_writable.store(false, Ordering::SeqCst);
+    vm.set_user_memory_region(memory).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Read), Ok(Outcome::Resume));
+    assert!(!translate(&vm, Gpa(0x3000)).unwrap().writable);
+    assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Write), Ok(Outcome::Resume));
+    assert!(translate(&vm, Gpa(0x3000)).unwrap().writable);
+    assert_eq!((vm.host().resolves.load(Ordering::SeqCst), vm.host().nr_flushes()), (2, 1));
+}
+
+each!(logging_protects_marks_and_splits, logging);
+fn logging<F: Format>(vm: Arc<Vm<TestHost, F>>) {
+    let log = MemoryRegionFlags::LOG_DIRTY_PAGES;
+    vm.set_user_memory_region(region(0, 0, GIB, GIB / 4096, PageSize::Size1G)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
+    assert_eq!(translate(&vm, Gpa(0)).unwrap().level, Level::L1G);
+    let mut bitmap = vec![u64::MAX; 4096];
+    assert_eq!(vm.get_dirty_log(0, &mut bitmap), Err(Error::NotLogging { slot: 0 }));
+    vm.set_user_memory_region(change(0, log, 0, GIB)).unwrap();
+    let huge = translate(&vm, Gpa(0)).unwrap();
+    assert_eq!((huge.level, huge.writable), (Level::L1G, false));
+    assert_eq!(vm.host().nr_flushes(), 1);
+    // A read is spurious; a write splits down to 4 KiB and marks its page alone.
+    assert_eq!(vcpu.handle_fault(Gpa(0x12345678), Access::Read), Ok(Outcome::Resume));
+    assert_eq!(vcpu.handle_fault(Gpa(0x12345678), Access::Write), Ok(Outcome::Resume));
+    let small = translate(&vm, Gpa(0x12345678)).unwrap();
+    assert_eq!((small.level, small.writable, small.pfn), (Level::L4K, true, Pfn(GIB / 4096 + 0x12345)));
+    let neighbour = translate(&vm, Gpa(0x12346000)).unwrap();
+    assert_eq!((neighbour.level, neighbour.writable, neighbour.pfn), (Level::L4K, false, Pfn(GIB / 4096 + 0x12346)));
+    assert_eq!(neighbour.entry.0 & (F::ACCESSED | F::DIRTY), huge.entry.0 & (F::ACCESSED | F::DIRTY));
+    assert_eq!(vm.stats().splits, 2);
+    assert_eq!(vm.get_dirty_log(0, &mut bitmap), Ok(1));
+    assert!((0..4096).all(|word| bitmap[word] == if word == 0x12345 / 64 { 1 << (0x12345 % 64) } else { 0 }));
+    assert!(!translate(&vm, Gpa(0x12345678)).unwrap().writable);
+    assert_eq!(vm.host().nr_flushes(), 2);
+    // Nothing dirty, nothing flushed.
+    assert_eq!(vm.get_dirty_log(0, &mut bitmap), Ok(0));
+    assert_eq!(vm.host().nr_flushes(), 2);
+    assert_eq!(
+        vm.get_dirty_log(0, &mut bitmap[..4095]),
+        Err(Error::BitmapTooShort { slot: 0, words: 4095, needed: 4096 })
+    );
+    assert_eq!(vm.get_dirty_log(1, &mut bitmap), Err(Error::NoSuchSlot { slot: 1 }));
+    // Logging off: the next write only gives the right back.
+    vm.set_user_memory_region(change(0, MemoryRegionFlags::empty(), 0, GIB)).unwrap();
+    let resolves = vm.host().resolves.load(Ordering::SeqCst);
+    assert_eq!(vcpu.handle_fault(Gpa(0x12345678), Access::Write), Ok(Outcome::Resume));
+    assert_eq!(vm.host().resolves.load(Ordering::SeqCst), resolves);
+    assert!(translate(&vm, Gpa(0x12345678)).unwrap().writable);
+}
+
+each!(protecting_keeps_what_hardware_wrote, hardware_bits);
+fn hardware_bits<F: Format>(vm: Arc<Vm<TestHost, F>>) {
+    vm.set_user_memory_region(region(0, 0, MIB, 0x100, PageSize::Size4K)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.handle_fault(Gpa(0), Access::Read), Ok(Outcome::Resume));
+    let before = translate(&vm, Gpa(0)).unwrap();
+    let (cell, _) = common::lowest_entry::<F>(vm.host(), vm.root(), Gpa(0).gfn());
+    #[allow(unsafe_code)]
+    // SAFETY: a live entry, and nobody else is here.
+    unsafe {
+        cell.write(before.entry.0 | F::DIRTY)
+    };
+    vm.set_user_memory_region(change(0, MemoryRegionFlags::LOG_DIRTY_PAGES, 0, MIB)).unwrap();
+    let after = translate(&vm, Gpa(0)).unwrap();
+    assert_eq!(after.entry, Entry((before.entry.0 | F::DIRTY) & !F::WRITABLE));
+}
+
+each!(deleting_and_moving_take_all_away, delete_and_move);
+fn delete_and_move<F: Format>(vm: Arc<Vm<TestHost, F>>) {
+    let memory = region(5, GIB, 4 * MIB + 0x3000, 0x100, PageSize::Size4K);
+    let size_bytes = memory.memory_size;
+    let dropped = Arc::clone(&memory.backing.as_ref().unwrap().dropped);
+    vm.set_user_memory_region(memory).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    for page in 0..size_bytes / 4096 {
+        assert_eq!(vcpu.handle_fault(Gpa(GIB + page * 4096), Access::Write), Ok(Outcome::Resume));
+    }
+    assert_eq!(vm.host().live_tables(), 6);
+    // Up by one page: the ranges overlap.
+    vm.set_user_memory_region(change(5, MemoryRegionFlags::empty(), GIB + 4096, size_bytes)).unwrap();
+    assert_eq!((translate(&vm, Gpa(GIB)), translate(&vm, Gpa(GIB + 4096))), (None, None));
+    let flushes = vm.host().flushes.lock().unwrap().clone();
+    assert!(flushes.len() == 1 && flushes[0].iter().any(|range| range.contains(Gpa(GIB).gfn())));
+    assert_eq!(vcpu.handle_fault(Gpa(GIB + 4096), Access::Write), Ok(Outcome::Resume));
+    assert_eq!(translate(&vm, Gpa(GIB + 4096)).unwrap().pfn, Pfn(0x100));
+    assert_eq!(
+        vcpu.handle_fault(Gpa(GIB), Access::Write),
+        Ok(Outcome::Exit(Exit::Mmio { gpa: Gpa(GIB), access: Access::Write }))
+    );
+    vm.set_user_memory_region(change(5, MemoryRegionFlags::empty(), 0, 0)).unwrap();
+    assert_eq!(translate(&vm, Gpa(GIB + 4096)), None);
+    assert_eq!(vm.set_user_memory_region(change(5, MemoryRegionFlags::empty(), 0, 0)), Err(Error::NoSuchSlot { slot: 5 }));
+    vm.reclaim().unwrap();
+    assert!(dropped.load(Ordering::SeqCst));
+    drop(vcpu);
+    assert_eq!(vm.stats().live_tables(), vm.host().live_tables() as u64);
+    // Tables that hold parts of the slot's block only stay linked; a slot as large as their blocks takes them away.
+    vm.set_user_memory_region(region(5, 0, 1 << 39, 0, PageSize::Size4K)).unwrap();
+    vm.set_user_memory_region(change(5, MemoryRegionFlags::empty(), 0, 0)).unwrap();
+    vm.reclaim().unwrap();
+    assert_eq!((vm.stats().live_tables(), vm.host().live_tables()), (1, 1));
+}
