@@ -1,6 +1,89 @@
-//! slat: second-level address translation, the memory-virtualization engine of a hypervisor.
+//! slat is the memory-virtualization engine of a hypervisor: it keeps the second-stage page tables that translate a
+//! guest's physical addresses to the host's, and it answers the faults that the guest takes on them.
 //!
-//! (crate docs below)
+//! # The problem
+//! A virtual machine with many vCPUs faults on many pages at once: when it boots, when its memory is populated on demand,
+//! when dirty logging is turned on before a migration. With one lock around the tables all those vCPUs stand in a queue,
+//! and when the one that holds the lock is preempted, all of them wait for the scheduler. Deleting a slot, taking a range
+//! of memory away, reading the dirty log: each wants the same lock.
+//!
+//! slat takes no lock on the VM, and no operation waits for a vCPU that was preempted. Each entry of the tables is
+//! changed by one compare-and-exchange; whoever loses starts over. Ranges are taken away by stamps, tables are freed by
+//! epochs, slots are published by swapping a pointer. For comparison the same code can run inside a reader/writer lock or
+//! a mutex ([`Locking`]).
+//!
+//! # How to use it
+//! Implement [`Host`] (memory for tables, frames for guest pages, a TLB flush), make a [`Vm`] of it for a table
+//! [`Format`] ([`Npt`] or [`Ept`]), give it slots by [`Vm::set_user_memory_region`], point the hardware at [`Vm::root`],
+//! and call [`Vcpu::handle_fault`] for each second-stage fault. Names are KVM's where KVM has one.
+//!
+//! ```
+//! # use std::alloc::{Layout, alloc, dealloc};
+//! # use std::sync::Arc;
+//! use slat::*;
+//!
+//! /// Tables come from the heap; each slot is backed by frames that follow each other.
+//! struct Heap;
+//! struct FirstFrame(Pfn);
+//!
+//! // The default locking is `None`, which never parks.
+//! impl Park for Heap {
+//!     fn park(&self, _word: &sync::AtomicU32, _expected: u32) {}
+//!     fn unpark_one(&self, _word: *const sync::AtomicU32) -> bool { false }
+//!     fn unpark_all(&self, _word: *const sync::AtomicU32) {}
+//! }
+//!
+//! // SAFETY: the heap gives memory that is nobody else's, and no CPU runs on these tables.
+//! unsafe impl Host for Heap {
+//!     type Backing = FirstFrame;
+//!
+//!     fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
+//!         // SAFETY: a table's layout is never empty.
+//!         let table = unsafe { alloc(layout) };
+//!         (!table.is_null()).then_some(Hpa(table as u64))
+//!     }
+//!     unsafe fn free_table(&self, table: Hpa, layout: Layout) {
+//!         // SAFETY: the engine frees what it allocated.
+//!         unsafe { dealloc(self.table_ptr(table), layout) }
+//!     }
+//!     fn table_ptr(&self, table: Hpa) -> *mut u8 {
+//!         table.0 as *mut u8
+//!     }
+//!     fn resolve(&self, first: &FirstFrame, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Gone> {
+//!         Ok(Resolved { pfn: Pfn(first.0.0 + page), max_size: PageSize::Size2M, writable: true })
+//!     }
+//!     fn flush(&self, _ranges: &[GfnRange]) {}
+//!     fn timestamp_ns(&self) -> u64 { 0 }
+//! }
+//!
+//! # fn main() -> Result<(), Error> {
+//! let vm = Arc::new(Vm::<Heap, Npt>::new(Heap, Config::default())?);
+//! vm.set_user_memory_region(MemoryRegion {
+//!     slot: 0,
+//!     flags: MemoryRegionFlags::LOG_DIRTY_PAGES,
+//!     guest_phys_addr: Gpa(0),
+//!     memory_size: 1 << 20,
+//!     backing: Some(FirstFrame(Pfn(0x100))),
+//! })?;
+//! let mut vcpu = vm.create_vcpu()?;
+//!
+//! // The guest wrote to 0x3008, and the hardware found nothing there.
+//! assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Write)?, Outcome::Resume);
+//! // It read where no slot is: a device, which user space emulates.
+//! assert!(matches!(vcpu.handle_fault(Gpa(0xfee0_0000), Access::Read)?, Outcome::Exit(Exit::Mmio { .. })));
+//!
+//! let mut dirty = [0; 4];
+//! assert_eq!(vm.get_dirty_log(0, &mut dirty)?, 1);
+//! assert_eq!(dirty, [1 << 3, 0, 0, 0]);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # What it may block on
+//! Only on what the [`Host`] does in [`allocate_table`](Host::allocate_table), [`resolve`](Host::resolve) and
+//! [`flush`](Host::flush), and, if the [`Locking`] is not `None`, on the VM's lock. DESIGN.md has the protocol, and for
+//! each operation what it may wait for.
+
 #![no_std]
 
 extern crate alloc;

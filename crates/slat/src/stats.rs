@@ -28,11 +28,11 @@ macro_rules! counters {
             $($(#[$doc])* pub $field: u64,)*
             /// Duration of a fault in nanoseconds, resolve included; a sample.
             pub fault_ns: Histogram,
-            /// Duration of [`Host::resolve`](crate::Host::resolve) in nanoseconds; a sample.
+            /// Time in [`Host::resolve`](crate::Host::resolve) in one fault, in nanoseconds, without the time for which the
+            /// scheduler had no CPU for the vCPU ([`Host::run_delay_ns`](crate::Host::run_delay_ns)); a sample.
             pub resolve_ns: Histogram,
             /// Guest stall in nanoseconds: time that a vCPU was held up by the engine in one fault, that is the fault's
-            /// duration without resolve and without the time for which the scheduler had no CPU for it
-            /// ([`Host::run_delay_ns`](crate::Host::run_delay_ns)); a sample.
+            /// duration without resolve and without the time for which the scheduler had no CPU for it; a sample.
             pub guest_stall_ns: Histogram,
             /// Waits for the VM's lock in nanoseconds, where one had to be waited for at all.
             pub lock_wait_ns: Histogram,
@@ -89,14 +89,14 @@ impl Stats {
         self.tables_allocated.saturating_sub(self.tables_freed)
     }
 
-    /// Total time in resolve, in nanoseconds, extrapolated from the sample.
+    /// Total time in resolve, in nanoseconds, without waits for a CPU; extrapolated from the sample.
     pub fn resolve_time_ns(&self) -> u64 {
         self.extrapolate(self.resolve_ns.sum())
     }
 
-    /// Total time in faults without resolve, in nanoseconds, extrapolated from the sample.
+    /// Total time in faults without resolve, in nanoseconds, without waits for a CPU; extrapolated from the sample.
     pub fn engine_time_ns(&self) -> u64 {
-        self.extrapolate(self.fault_ns.sum().saturating_sub(self.resolve_ns.sum()))
+        self.extrapolate(self.guest_stall_ns.sum())
     }
 
     fn extrapolate(&self, sampled_ns: u64) -> u64 {
@@ -185,11 +185,7 @@ pub(crate) struct Recording {
 
 impl Recording {
     fn new() -> Recording {
-        Recording {
-            buckets: array::from_fn(|_| AtomicU64::new(0)),
-            sum: AtomicU64::new(0),
-            max: AtomicU64::new(0),
-        }
+        Recording { buckets: array::from_fn(|_| AtomicU64::new(0)), sum: AtomicU64::new(0), max: AtomicU64::new(0) }
     }
 
     pub(crate) fn record(&self, value_ns: u64) {

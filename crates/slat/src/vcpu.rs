@@ -163,7 +163,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let run_delay_ns = host.run_delay_ns().saturating_sub(start_delay_ns);
         let timing = self.timing.take().unwrap_or_default();
         stats.fault_ns.record(fault_ns);
-        stats.resolve_ns.record(timing.resolve_ns);
+        stats.resolve_ns.record(timing.resolve_ns.saturating_sub(timing.resolve_run_delay_ns));
         let engine_delay_ns = run_delay_ns.saturating_sub(timing.resolve_run_delay_ns);
         stats.guest_stall_ns.record(fault_ns.saturating_sub(timing.resolve_ns).saturating_sub(engine_delay_ns));
         result

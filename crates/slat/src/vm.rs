@@ -184,6 +184,8 @@ impl<H: Host, F: Format> Vm<H, F> {
         let stamp = self.tree.next_stamp();
         let mut token = FlushToken::new();
         zap::zap_range(&self.tree, record, claim.entry.range, stamp, &mut token);
+        // Even if nothing was there: a fault may have taken a leaf away for its own reasons and not have flushed yet.
+        token.owe(claim.entry.range);
         token.pay(&self.tree, record);
     }
 

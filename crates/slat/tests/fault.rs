@@ -9,7 +9,8 @@ use std::sync::atomic::Ordering;
 
 use common::{GIB, MIB, TestHost, change, region, translate};
 use slat::{
-    Access, Config, Entry, Ept, Error, Exit, Format, Gpa, Level, Locking, MemoryRegionFlags, Npt, Outcome, PageSize, Pfn, Vm,
+    Access, Config, Entry, Ept, Error, Exit, Format, Gpa, Level, Locking, MemoryRegionFlags, Npt, Outcome, PageSize,
+    Pfn, Vm,
 };
 
 fn vm<F: Format>(locking: Locking) -> Arc<Vm<TestHost, F>> {
@@ -205,7 +206,10 @@ fn delete_and_move<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     );
     vm.set_user_memory_region(change(5, MemoryRegionFlags::empty(), 0, 0)).unwrap();
     assert_eq!(translate(&vm, Gpa(GIB + 4096)), None);
-    assert_eq!(vm.set_user_memory_region(change(5, MemoryRegionFlags::empty(), 0, 0)), Err(Error::NoSuchSlot { slot: 5 }));
+    assert_eq!(
+        vm.set_user_memory_region(change(5, MemoryRegionFlags::empty(), 0, 0)),
+        Err(Error::NoSuchSlot { slot: 5 })
+    );
     vm.reclaim().unwrap();
     assert!(dropped.load(Ordering::SeqCst));
     drop(vcpu);

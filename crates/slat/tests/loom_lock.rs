@@ -91,7 +91,7 @@ fn use_data(shared: &Shared, side: Side) {
         // SAFETY: loom has checked that no other access is concurrent before it calls the closure.
         Side::Write => shared.data.with_mut(|data| unsafe { *data += 1 }),
         // SAFETY: loom has checked that no write is concurrent before it calls the closure.
-        Side::Read => assert!(shared.data.with(|data| unsafe { *data }) <= 3),
+        Side::Read => assert!(shared.data.with(|data| unsafe { *data }) <= 4),
     }
 }
 
@@ -147,4 +147,14 @@ fn shared_writer_and_two_readers() {
 #[test]
 fn shared_three_writers() {
     model(Locking::Shared, &[&[Write], &[Write], &[Write]]);
+}
+
+#[test]
+fn shared_readers_are_passed_over() {
+    model(Locking::Shared, &[&[Write, Write], &[Write, Write], &[Read]]);
+}
+
+#[test]
+fn shared_writer_loses_to_readers() {
+    model(Locking::Shared, &[&[Read, Read], &[Write, Write], &[Read, Read]]);
 }

@@ -83,7 +83,11 @@ mod tests {
             let taken: Vec<u64> = (0..nr_words(1000)).map(|word| bitmap.take(word)).collect();
             for page in 0..1000 {
                 let expected = (first..first + nr_pages).contains(&page);
-                assert_eq!(taken[page as usize / 64] >> (page % 64) & 1 == 1, expected, "page {page} of {first}+{nr_pages}");
+                assert_eq!(
+                    taken[page as usize / 64] >> (page % 64) & 1 == 1,
+                    expected,
+                    "page {page} of {first}+{nr_pages}"
+                );
             }
             assert!((0..nr_words(1000)).all(|word| bitmap.take(word) == 0));
         }

@@ -3,10 +3,10 @@
 //! Whoever calls has first made visible that the slot logs (or has taken the page's dirty bit), with a full fence
 //! behind: a fault that then gives the right back, or had just given it, sees that and marks the page.
 
+use super::install::Changed;
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::format::{Entry, Format};
 use crate::host::Host;
-use super::install::Changed;
 use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::Tree;

@@ -283,8 +283,7 @@ impl<B> Slots<B> {
     ///
     /// On an error nothing was published, and what the change would have added still belongs to the caller.
     pub(crate) fn publish(&self, epochs: &Epochs, record: &Record, change: &Change<B>) -> Result<(), Error> {
-        let mut node =
-            try_box(Retired { next: ptr::null_mut(), tag: 0, set: None, slot: None, log: None })?;
+        let mut node = try_box(Retired { next: ptr::null_mut(), tag: 0, set: None, slot: None, log: None })?;
         let mut capacity = 16;
         loop {
             // Allocation, outside of the section.

@@ -31,11 +31,15 @@
 //! - *No flag outlives its owner,* or all would wait for nobody. A reader sets `READERS_SLEEP` and enters only after
 //!   it was cleared, because readers do not enter while it is set, and nobody sets it under `READERS_NEXT`; so behind
 //!   `READERS_SLEEP`, and behind a `READERS_NEXT` that replaces it, there is a reader that comes. Whoever enters as a
-//!   writer clears `WRITER_NEXT`, so its setter is still waiting while it is set. `WRITERS_SLEEP` alone may be stale (a
-//!   writer may enter after all instead of sleeping): a waker that finds no writer asleep goes on to the readers.
+//!   writer clears `WRITER_NEXT`, so its setter is still waiting while it is set. `WRITERS_SLEEP` beside
+//!   readers stands for a writer that waits, since a leaving writer always clears it. Beside a writer it may be stale:
+//!   that writer may have set it itself, and come in instead of sleeping, or set it for others that are not there. A
+//!   leaving writer that finds no writer asleep therefore goes on to the readers.
 //! - Writers sleep on a word of their own, which counts their wake-ups, so that a waker can choose between one writer
 //!   and all readers. A writer reads that count, then sees in `state` that its flag stands, then sleeps if the count is
 //!   the same; the waker clears the flag first and counts second, so it is either seen or the sleep does not begin.
+
+use crossbeam_utils::CachePadded;
 
 use super::AtomicU32;
 use super::Ordering::{Acquire, Relaxed, Release};
@@ -84,11 +88,6 @@ pub enum Side {
     Write,
 }
 
-// The word of an exclusive lock.
-const FREE: u32 = 0;
-const HELD: u32 = 1;
-const HELD_WAITED: u32 = 2;
-
 // The word of a shared lock. All flags are above the count, so that one comparison with MAX_READERS tells a reader
 // that it may enter.
 const READER: u32 = 1;
@@ -98,22 +97,36 @@ const READERS_SLEEP: u32 = 1 << 25;
 const WRITERS_SLEEP: u32 = 1 << 26;
 const WRITER_NEXT: u32 = 1 << 27;
 const READERS_NEXT: u32 = 1 << 28;
+
+// The word of an exclusive lock; held, it looks like that of a shared lock with a writer.
+const FREE: u32 = 0;
+const HELD: u32 = WRITER;
+const HELD_WAITED: u32 = WRITER | WRITERS_SLEEP;
+
 /// Bits that say that somebody is inside.
 const INSIDE: u32 = MAX_READERS | WRITER;
 
 /// Turns of [`Park::relax`] before a thread goes to sleep. A section is much shorter than falling asleep and being
-/// woken; a holder that lost its CPU is away for much longer than any sensible spin.
-const SPIN_TURNS: u32 = 100;
+/// woken; a holder that lost its CPU is away for much longer than any sensible spin. None for the model checkers: there
+/// a spinning thread makes the holder go on, and nobody would ever sleep.
+const SPIN_TURNS: u32 = if cfg!(any(loom, shuttle)) { 0 } else { 100 };
 /// After finding readers inside at so many wake-ups, a writer sets [`WRITER_NEXT`].
-const MAX_LOST: u32 = 4;
+const MAX_LOST: u32 = if cfg!(any(loom, shuttle)) { 1 } else { 4 };
 /// At every so many-th release by a writer that finds readers asleep, the readers come next. A handed-over lock is idle
-/// until a sleeper runs, so this must be rare.
-const MAX_PASSED: u32 = 64;
+/// until a sleeper runs, so this must be rare. Small for the model checkers, so that they come by here.
+const MAX_PASSED: u32 = if cfg!(any(loom, shuttle)) { 2 } else { 64 };
 
 /// The optional lock of a VM.
 #[derive(Debug)]
 pub struct Lock {
+    /// Never written, and so not in the cache line of the words: reading it there would fetch the line once more, before
+    /// the exchange that must own it.
     locking: Locking,
+    words: CachePadded<Words>,
+}
+
+#[derive(Debug)]
+struct Words {
     /// See the module's text; readers, and the threads that wait for an exclusive lock, sleep on it.
     state: AtomicU32,
     /// Counts the wake-ups of writers; they sleep on it.
@@ -132,13 +145,13 @@ pub struct LockGuard<'a, P: Park> {
     held: Held,
 }
 
-/// How a lock is held: found out once, so that giving it back need not look at the lock's kind again.
+/// How a lock is held: found out once, so that giving it back need not look at the lock's kind again. The two ways of
+/// holding it alone are one until somebody waits: with more cases the compiler makes a table of jumps, which shows.
 #[derive(Clone, Copy, Debug)]
 enum Held {
     Nothing,
-    Exclusive,
     Read,
-    Write,
+    Alone,
 }
 
 impl Held {
@@ -146,9 +159,8 @@ impl Held {
     fn new(locking: Locking, side: Side) -> Held {
         match (locking, side) {
             (Locking::None, _) => Held::Nothing,
-            (Locking::Exclusive, _) => Held::Exclusive,
             (Locking::Shared, Side::Read) => Held::Read,
-            (Locking::Shared, Side::Write) => Held::Write,
+            (Locking::Shared, Side::Write) | (Locking::Exclusive, _) => Held::Alone,
         }
     }
 }
@@ -175,7 +187,8 @@ fn with_writer(state: u32) -> Option<u32> {
 impl Lock {
     /// A free lock.
     pub fn new(locking: Locking) -> Lock {
-        Lock { locking, state: AtomicU32::new(0), writers: AtomicU32::new(0), passed: AtomicU32::new(0) }
+        let words = Words { state: AtomicU32::new(0), writers: AtomicU32::new(0), passed: AtomicU32::new(0) };
+        Lock { locking, words: CachePadded::new(words) }
     }
 
     /// Which kind it is.
@@ -190,11 +203,12 @@ impl Lock {
         // Acquire here and in `acquire`: what the last holders did comes before what this one does; it pairs with the
         // Release of `drop`. A failed attempt orders nothing.
         let held = Held::new(self.locking, side);
+        let state = &self.words.state;
         let taken = match held {
             Held::Nothing => true,
-            Held::Exclusive => self.state.compare_exchange(FREE, HELD, Acquire, Relaxed).is_ok(),
-            Held::Read => self.state.fetch_update(Acquire, Relaxed, with_reader).is_ok(),
-            Held::Write => self.state.fetch_update(Acquire, Relaxed, with_writer).is_ok(),
+            Held::Read => state.fetch_update(Acquire, Relaxed, with_reader).is_ok(),
+            // An exclusive lock's word has no other free state than a shared lock's without flags.
+            Held::Alone => state.fetch_update(Acquire, Relaxed, with_writer).is_ok(),
         };
         // Not `then_some`: a guard that is not wanted would give back a lock that was not taken.
         taken.then(|| LockGuard { lock: self, park, held })
@@ -206,23 +220,18 @@ impl Lock {
         let held = Held::new(self.locking, side);
         match held {
             Held::Nothing => {}
-            Held::Exclusive => {
-                if self.state.compare_exchange(FREE, HELD, Acquire, Relaxed).is_err() {
-                    self.wait_exclusive(park);
-                }
-            }
             Held::Read => {
                 // Relaxed: only a guess for the exchange, which checks it.
-                let state = self.state.load(Relaxed);
+                let state = self.words.state.load(Relaxed);
                 if state >= MAX_READERS
-                    || self.state.compare_exchange_weak(state, state + READER, Acquire, Relaxed).is_err()
+                    || self.words.state.compare_exchange_weak(state, state + READER, Acquire, Relaxed).is_err()
                 {
                     self.wait_read(park);
                 }
             }
-            Held::Write => {
-                if self.state.compare_exchange(0, WRITER, Acquire, Relaxed).is_err() {
-                    self.wait_write(park);
+            Held::Alone => {
+                if self.words.state.compare_exchange(FREE, HELD, Acquire, Relaxed).is_err() {
+                    self.wait_alone(park);
                 }
             }
         }
@@ -238,8 +247,29 @@ impl Lock {
         // Relaxed: a hint that is asked for again soon; nothing is concluded from it about other memory.
         match self.locking {
             Locking::None => false,
-            Locking::Exclusive => self.state.load(Relaxed) == HELD_WAITED,
-            Locking::Shared => self.state.load(Relaxed) & (READERS_SLEEP | WRITERS_SLEEP | WRITER_NEXT) != 0,
+            Locking::Exclusive => self.words.state.load(Relaxed) == HELD_WAITED,
+            Locking::Shared => self.words.state.load(Relaxed) & (READERS_SLEEP | WRITERS_SLEEP | WRITER_NEXT) != 0,
+        }
+    }
+
+    #[cold]
+    fn wait_alone<P: Park>(&self, park: &P) {
+        match self.locking {
+            Locking::Exclusive => self.wait_exclusive(park),
+            _ => self.wait_write(park),
+        }
+    }
+
+    #[cold]
+    fn release_alone<P: Park>(&self, park: &P) {
+        match self.locking {
+            Locking::Exclusive => {
+                // Release: see `drop`.
+                if self.words.state.swap(FREE, Release) == HELD_WAITED {
+                    park.unpark_one(&self.words.state);
+                }
+            }
+            _ => self.release_write(park),
         }
     }
 
@@ -249,7 +279,7 @@ impl Lock {
         let mut turns = SPIN_TURNS;
         loop {
             // Relaxed: a guess, which the exchange or the sleep checks.
-            let state = self.state.load(Relaxed);
+            let state = self.words.state.load(Relaxed);
             if state != HELD || turns == 0 {
                 return state;
             }
@@ -258,16 +288,16 @@ impl Lock {
         }
     }
 
-    #[cold]
     fn wait_exclusive<P: Park>(&self, park: &P) {
-        if self.spin_exclusive(park) == FREE && self.state.compare_exchange(FREE, HELD, Acquire, Relaxed).is_ok() {
+        if self.spin_exclusive(park) == FREE && self.words.state.compare_exchange(FREE, HELD, Acquire, Relaxed).is_ok()
+        {
             return;
         }
         // From here on this thread may sleep, or may have slept beside others. Acquire for the case that the lock was
         // free; if it was not, the exchange only announces a sleeper.
-        while self.state.swap(HELD_WAITED, Acquire) != FREE {
+        while self.words.state.swap(HELD_WAITED, Acquire) != FREE {
             loop {
-                park.park(&self.state, HELD_WAITED);
+                park.park(&self.words.state, HELD_WAITED);
                 // Test before the next exchange: it would take the cache line away from the holder.
                 if self.spin_exclusive(park) != HELD_WAITED {
                     break;
@@ -280,10 +310,10 @@ impl Lock {
     fn wait_read<P: Park>(&self, park: &P) {
         let mut turns = SPIN_TURNS;
         // Relaxed, here and below: guesses, which an exchange or the sleep checks.
-        let mut state = self.state.load(Relaxed);
+        let mut state = self.words.state.load(Relaxed);
         loop {
             if let Some(new) = with_reader(state) {
-                match self.state.compare_exchange_weak(state, new, Acquire, Relaxed) {
+                match self.words.state.compare_exchange_weak(state, new, Acquire, Relaxed) {
                     Ok(_) => return,
                     Err(seen) => state = seen,
                 }
@@ -294,33 +324,32 @@ impl Lock {
             if state == MAX_READERS || (turns > 0 && !asleep) {
                 turns = turns.saturating_sub(1);
                 park.relax();
-                state = self.state.load(Relaxed);
+                state = self.words.state.load(Relaxed);
                 continue;
             }
             if state & READERS_SLEEP == 0 {
                 // Relaxed: a flag for wakers, which find it in this very word.
-                if let Err(seen) = self.state.compare_exchange(state, state | READERS_SLEEP, Relaxed, Relaxed) {
+                if let Err(seen) = self.words.state.compare_exchange(state, state | READERS_SLEEP, Relaxed, Relaxed) {
                     state = seen;
                     continue;
                 }
             }
-            park.park(&self.state, state | READERS_SLEEP);
+            park.park(&self.words.state, state | READERS_SLEEP);
             turns = SPIN_TURNS;
-            state = self.state.load(Relaxed);
+            state = self.words.state.load(Relaxed);
         }
     }
 
-    #[cold]
     fn wait_write<P: Park>(&self, park: &P) {
         let mut turns = SPIN_TURNS;
         let mut lost = 0;
         // Set once this thread has slept: it may have been woken instead of others, and must announce them.
         let mut others = 0;
         // Relaxed, here and below: guesses, which an exchange or the sleep checks.
-        let mut state = self.state.load(Relaxed);
+        let mut state = self.words.state.load(Relaxed);
         loop {
             if let Some(new) = with_writer(state) {
-                match self.state.compare_exchange_weak(state, new | others, Acquire, Relaxed) {
+                match self.words.state.compare_exchange_weak(state, new | others, Acquire, Relaxed) {
                     Ok(_) => return,
                     Err(seen) => state = seen,
                 }
@@ -329,28 +358,28 @@ impl Lock {
             if turns > 0 && state & WRITERS_SLEEP == 0 && lost < MAX_LOST {
                 turns -= 1;
                 park.relax();
-                state = self.state.load(Relaxed);
+                state = self.words.state.load(Relaxed);
                 continue;
             }
             let flags = if lost < MAX_LOST { WRITERS_SLEEP } else { WRITERS_SLEEP | WRITER_NEXT };
             if state & flags != flags {
                 // Relaxed: a flag for wakers, which find it in this very word.
-                if let Err(seen) = self.state.compare_exchange(state, state | flags, Relaxed, Relaxed) {
+                if let Err(seen) = self.words.state.compare_exchange(state, state | flags, Relaxed, Relaxed) {
                     state = seen;
                     continue;
                 }
             }
             // Acquire: whoever sees a wake-up's count also sees that the flag was cleared for it, and then does not
             // sleep on that count. Pairs with the Release in `wake_writer`.
-            let wakeups = self.writers.load(Acquire);
-            state = self.state.load(Relaxed);
+            let wakeups = self.words.writers.load(Acquire);
+            state = self.words.state.load(Relaxed);
             if with_writer(state).is_some() || state & WRITERS_SLEEP == 0 {
                 continue;
             }
-            park.park(&self.writers, wakeups);
+            park.park(&self.words.writers, wakeups);
             others = WRITERS_SLEEP;
             turns = SPIN_TURNS;
-            state = self.state.load(Relaxed);
+            state = self.words.state.load(Relaxed);
             // Only what was lost to readers counts: that is what the flag helps against.
             lost += u32::from(state & MAX_READERS != 0);
         }
@@ -359,22 +388,17 @@ impl Lock {
     /// Wakes a sleeping writer; the caller has cleared [`WRITERS_SLEEP`]. Says whether there was one.
     fn wake_writer<P: Park>(&self, park: &P) -> bool {
         // Release: the cleared flag comes before the count; pairs with the Acquire in `wait_write`.
-        self.writers.fetch_add(1, Release);
-        park.unpark_one(&self.writers)
+        self.words.writers.fetch_add(1, Release);
+        park.unpark_one(&self.words.writers)
     }
 
     /// Wakes the readers of a lock that was left to writers of whom none was asleep.
     fn wake_readers_instead<P: Park>(&self, park: &P) {
         // Relaxed: no section lies behind it, and the word's earlier releases stay visible through a read-modify-write.
         // On failure a writer has come after all, or is sure to come, and will wake the readers.
-        if self.state.compare_exchange(READERS_SLEEP, 0, Relaxed, Relaxed).is_ok() {
-            park.unpark_all(&self.state);
+        if self.words.state.compare_exchange(READERS_SLEEP, 0, Relaxed, Relaxed).is_ok() {
+            park.unpark_all(&self.words.state);
         }
-    }
-
-    #[cold]
-    fn wake_exclusive<P: Park>(&self, park: &P) {
-        park.unpark_one(&self.state);
     }
 
     /// After the last reader left `state` behind, with a flag in it.
@@ -382,12 +406,12 @@ impl Lock {
     fn wake_after_readers<P: Park>(&self, park: &P, mut state: u32) {
         // If somebody is inside again, that one will wake; if the flag is gone, somebody else has.
         while state & INSIDE == 0 && state & WRITERS_SLEEP != 0 {
-            // Relaxed: as in `wake_readers_instead`.
-            match self.state.compare_exchange_weak(state, state & !WRITERS_SLEEP, Relaxed, Relaxed) {
+            // Relaxed: no section lies behind it; those of the readers were released by their own subtractions, and a
+            // read-modify-write keeps those visible.
+            match self.words.state.compare_exchange_weak(state, state & !WRITERS_SLEEP, Relaxed, Relaxed) {
                 Ok(_) => {
-                    if !self.wake_writer(park) {
-                        self.wake_readers_instead(park);
-                    }
+                    // If no writer was asleep, its setter is awake and comes, see the module's text.
+                    self.wake_writer(park);
                     return;
                 }
                 Err(seen) => state = seen,
@@ -396,13 +420,12 @@ impl Lock {
     }
 
     /// Releases from the write side where somebody waits.
-    #[cold]
     fn release_write<P: Park>(&self, park: &P) {
         // Relaxed, all of them: this thread still holds the lock, so its predecessor's store came before its Acquire.
-        let mut state = self.state.load(Relaxed);
-        let passed = self.passed.load(Relaxed) + u32::from(state & READERS_SLEEP != 0);
+        let mut state = self.words.state.load(Relaxed);
+        let passed = self.words.passed.load(Relaxed) + u32::from(state & READERS_SLEEP != 0);
         let readers_next = passed >= MAX_PASSED;
-        self.passed.store(if readers_next { 0 } else { passed }, Relaxed);
+        self.words.passed.store(if readers_next { 0 } else { passed }, Relaxed);
         loop {
             let readers_sleep = state & READERS_SLEEP != 0;
             let writers_sleep = state & WRITERS_SLEEP != 0;
@@ -416,9 +439,9 @@ impl Lock {
                 (false, _) => state & (READERS_SLEEP | WRITER_NEXT),
             };
             // Release: the section comes before whatever the next holder does.
-            match self.state.compare_exchange_weak(state, new, Release, Relaxed) {
+            match self.words.state.compare_exchange_weak(state, new, Release, Relaxed) {
                 Ok(_) if wake_readers => {
-                    park.unpark_all(&self.state);
+                    park.unpark_all(&self.words.state);
                     if writers_sleep {
                         self.wake_writer(park);
                     }
@@ -445,20 +468,15 @@ impl<P: Park> Drop for LockGuard<'_, P> {
         // release sequence of the one before.
         match self.held {
             Held::Nothing => {}
-            Held::Exclusive => {
-                if lock.state.swap(FREE, Release) == HELD_WAITED {
-                    lock.wake_exclusive(park);
-                }
-            }
             Held::Read => {
-                let state = lock.state.fetch_sub(READER, Release) - READER;
+                let state = lock.words.state.fetch_sub(READER, Release) - READER;
                 if state & INSIDE == 0 && state != 0 {
                     lock.wake_after_readers(park, state);
                 }
             }
-            Held::Write => {
-                if lock.state.compare_exchange(WRITER, 0, Release, Relaxed).is_err() {
-                    lock.release_write(park);
+            Held::Alone => {
+                if lock.words.state.compare_exchange(HELD, FREE, Release, Relaxed).is_err() {
+                    lock.release_alone(park);
                 }
             }
         }

@@ -243,10 +243,10 @@ fn readers_get_their_turn_after_passed_over() {
     // Written to the word, since the scheduler will not do it on demand: a writer inside, both kinds asleep.
     let lock = Lock::new(Locking::Shared);
     let guard = lock.acquire(&PARK, Side::Write);
-    lock.passed.store(super::MAX_PASSED - 1, Ordering::Relaxed);
-    lock.state.fetch_or(super::READERS_SLEEP | super::WRITERS_SLEEP, Ordering::Relaxed);
+    lock.words.passed.store(super::MAX_PASSED - 1, Ordering::Relaxed);
+    lock.words.state.fetch_or(super::READERS_SLEEP | super::WRITERS_SLEEP, Ordering::Relaxed);
     drop(guard);
-    assert_eq!(lock.state.load(Ordering::Relaxed), super::READERS_NEXT);
+    assert_eq!(lock.words.state.load(Ordering::Relaxed), super::READERS_NEXT);
     assert!(lock.try_acquire(&PARK, Side::Write).is_none(), "a writer took the readers' turn");
     drop(lock.try_acquire(&PARK, Side::Read).expect("it is the readers' turn"));
     assert!(lock.try_acquire(&PARK, Side::Write).is_some());
@@ -256,9 +256,9 @@ fn readers_get_their_turn_after_passed_over() {
 fn a_writer_that_lost_too_often_is_next() {
     let lock = Lock::new(Locking::Shared);
     let guard = lock.acquire(&PARK, Side::Read);
-    lock.state.fetch_or(super::WRITERS_SLEEP | super::WRITER_NEXT, Ordering::Relaxed);
+    lock.words.state.fetch_or(super::WRITERS_SLEEP | super::WRITER_NEXT, Ordering::Relaxed);
     drop(guard);
-    assert_eq!(lock.state.load(Ordering::Relaxed), super::WRITER_NEXT);
+    assert_eq!(lock.words.state.load(Ordering::Relaxed), super::WRITER_NEXT);
     assert!(lock.try_acquire(&PARK, Side::Read).is_none(), "a reader took the writer's turn");
     drop(lock.try_acquire(&PARK, Side::Write).expect("it is the writer's turn"));
     assert!(lock.try_acquire(&PARK, Side::Read).is_some());

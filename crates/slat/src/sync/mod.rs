@@ -16,9 +16,9 @@ pub(crate) use core::sync::atomic::{AtomicBool, AtomicPtr};
 pub use core::sync::atomic::{AtomicU32, AtomicU64};
 
 #[cfg(loom)]
-pub use loom::sync::atomic::{AtomicU32, AtomicU64};
-#[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr};
+#[cfg(loom)]
+pub use loom::sync::atomic::{AtomicU32, AtomicU64};
 
 #[cfg(shuttle)]
 mod stepped;

@@ -188,7 +188,8 @@ impl<'s> EntryRef<'s> {
             (State::Empty(_), State::Leaf | State::Table) => true,
             (State::Empty(before), State::Empty(after)) => before < after,
             (State::Leaf, State::Leaf) => {
-                frame::<F>(old, level) == frame::<F>(new, level) && is_host_writable::<F>(old) == is_host_writable::<F>(new)
+                frame::<F>(old, level) == frame::<F>(new, level)
+                    && is_host_writable::<F>(old) == is_host_writable::<F>(new)
             }
             (State::Leaf, State::Table) => level > Level::L4K,
             (State::Leaf | State::Table, State::Empty(_)) => true,

@@ -78,13 +78,17 @@ pub(crate) fn fill<H: Host>(host: &H, table: Hpa, nr_entries: usize, value: Entr
 }
 
 /// Writes each entry of a table that nobody else can reach yet.
+///
+/// By atomic stores: a software CPU that is still in the table's former life may read along, before it finds that its
+/// walk was flushed. Relaxed: the compare-and-exchange that links the table releases them.
 #[inline]
 pub(crate) fn build<H: Host>(host: &H, table: Hpa, nr_entries: usize, entry: impl Fn(usize) -> Entry) {
     let first = host.table_ptr(table).cast::<AtomicU64>();
     for index in 0..nr_entries {
-        // SAFETY: the table has `nr_entries` entries (callers pass the count that it was allocated with) and belongs to
-        // the caller alone, so a plain write is no race; the compare-and-exchange that links it releases these writes.
-        unsafe { first.add(index).write(AtomicU64::new(entry(index).0)) }
+        // SAFETY: the table has `nr_entries` entries (callers pass the count that it was allocated with), aligned; a
+        // store does not look at what was there.
+        let cell = unsafe { &*first.add(index) };
+        cell.store(entry(index).0, Ordering::Relaxed);
     }
 }
 

@@ -1,0 +1,187 @@
+//! The command line. Short options are those of KVM's selftests, each with a long name.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use slat::Locking;
+use slat_machine::memory::BackingKind;
+
+/// Experiments on second-level address translation, on a software machine with real threads and real memory.
+///
+/// Without a command it runs the demonstration: the five phases of a dirty-logging migration with each locking.
+#[derive(Debug, Parser)]
+#[command(name = "slat", version, about)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Option<Command>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Populate, enable dirty logging, dirty, get the log, disable: each phase timed, for each locking.
+    DirtyLog(DirtyLogArgs),
+}
+
+/// What `slat dirty-log` takes.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct DirtyLogArgs {
+    /// Number of vCPUs.
+    #[arg(short = 'v', long = "vcpus", default_value_t = 4, value_parser = positive::<usize>)]
+    pub(crate) vcpus: usize,
+    /// Memory for each vCPU in bytes, with an optional suffix K, M, G or T.
+    #[arg(short = 'b', long = "bytes", default_value = "256M", value_parser = size_bytes)]
+    pub(crate) bytes: u64,
+    /// Rounds of dirtying memory and getting the log.
+    #[arg(short = 'i', long = "iterations", default_value_t = 2, value_parser = positive::<u32>)]
+    pub(crate) iterations: u32,
+    /// All vCPUs access all memory, instead of a part each.
+    #[arg(short = 'o', long = "overlap")]
+    pub(crate) overlap: bool,
+    /// Share of the accesses of the dirty phase that are writes, in percent.
+    #[arg(short = 'w', long = "write-percent", default_value_t = 100, value_parser = clap::value_parser!(u8).range(0..=100))]
+    pub(crate) write_percent: u8,
+    /// Access pages in random order in the dirty phase.
+    #[arg(short = 'a', long = "random-access")]
+    pub(crate) random_access: bool,
+    /// Number of slots that the memory is divided into.
+    #[arg(short = 'x', long = "slots", default_value_t = 1, value_parser = positive::<usize>)]
+    pub(crate) slots: usize,
+    /// Where the memory comes from: anonymous, anonymous_thp, anonymous_hugetlb_2mb, anonymous_hugetlb_1gb, shmem.
+    #[arg(short = 's', long = "backing", default_value = "anonymous")]
+    pub(crate) backing: BackingKind,
+    /// Run the vCPUs while logging is being disabled.
+    #[arg(short = 'e', long = "run-while-disabling")]
+    pub(crate) run_while_disabling: bool,
+    /// Seed of the random choices.
+    #[arg(short = 'r', long = "seed", default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// Pin vCPUs to CPUs: a list with a CPU for each vCPU, and optionally one more for the main thread.
+    #[arg(short = 'c', long = "pin", value_delimiter = ',', value_name = "CPU,...")]
+    pub(crate) pin: Option<Vec<u32>>,
+    /// The lock that the engine takes on the VM; `all` compares the three in one table.
+    #[arg(long, value_enum, default_value_t = LockArg::All)]
+    pub(crate) lock: LockArg,
+    /// Format of the second-stage tables.
+    #[arg(long, value_enum, default_value_t = FormatArg::Npt)]
+    pub(crate) format: FormatArg,
+    /// Whether the guest translates its own addresses too.
+    #[arg(long, value_enum, default_value_t = PagingArg::Flat)]
+    pub(crate) paging: PagingArg,
+    /// Runs of which the mean is taken.
+    #[arg(long, default_value_t = 3, value_parser = positive::<u32>)]
+    pub(crate) runs: u32,
+    /// Hold every harvest of the dirty log against the guest's memory, stopped and running.
+    #[arg(long)]
+    pub(crate) check: bool,
+    /// Write the results to this file as JSON.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum LockArg {
+    Exclusive,
+    Shared,
+    None,
+    All,
+}
+
+impl LockArg {
+    /// The lockings to run, in the order of the table's columns.
+    pub(crate) fn lockings(self) -> &'static [Locking] {
+        match self {
+            LockArg::Exclusive => &[Locking::Exclusive],
+            LockArg::Shared => &[Locking::Shared],
+            LockArg::None => &[Locking::None],
+            LockArg::All => &[Locking::Exclusive, Locking::Shared, Locking::None],
+        }
+    }
+}
+
+/// The name of a locking in options and results.
+pub(crate) fn locking_name(locking: Locking) -> &'static str {
+    match locking {
+        Locking::Exclusive => "exclusive",
+        Locking::Shared => "shared",
+        Locking::None => "none",
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum FormatArg {
+    /// AMD nested page tables.
+    Npt,
+    /// Intel extended page tables.
+    Ept,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum PagingArg {
+    /// Guest addresses are guest-physical.
+    Flat,
+    /// The guest has 4-level tables of its own.
+    #[value(name = "2d")]
+    TwoDimensional,
+}
+
+/// A whole number above zero.
+fn positive<N: std::str::FromStr + Default + PartialEq>(text: &str) -> Result<N, String>
+where
+    N::Err: std::fmt::Display,
+{
+    match text.parse::<N>() {
+        Ok(number) if number == N::default() => Err("must be at least 1".to_owned()),
+        Ok(number) => Ok(number),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// A number of bytes with an optional binary suffix, a multiple of the page size.
+fn size_bytes(text: &str) -> Result<u64, String> {
+    let (digits, shift) = match text.chars().last() {
+        Some('k' | 'K') => (&text[..text.len() - 1], 10),
+        Some('m' | 'M') => (&text[..text.len() - 1], 20),
+        Some('g' | 'G') => (&text[..text.len() - 1], 30),
+        Some('t' | 'T') => (&text[..text.len() - 1], 40),
+        _ => (text, 0),
+    };
+    let number = digits.parse::<u64>().map_err(|error| format!("{error} (a number, optionally with K, M, G or T)"))?;
+    let bytes = number.checked_mul(1 << shift).ok_or("too large")?;
+    if bytes == 0 {
+        return Err("must not be zero".to_owned());
+    }
+    if !bytes.is_multiple_of(slat::PAGE_SIZE) {
+        return Err(format!("must be a multiple of the page size, {}", slat::PAGE_SIZE));
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_definitions_are_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn sizes_have_suffixes_and_are_page_multiples() {
+        assert_eq!(size_bytes("4096"), Ok(4096));
+        assert_eq!(size_bytes("4K"), Ok(4096));
+        assert_eq!(size_bytes("3m"), Ok(3 << 20));
+        assert_eq!(size_bytes("2G"), Ok(2 << 30));
+        assert_eq!(size_bytes("1T"), Ok(1 << 40));
+        for bad in ["", "0", "0G", "K", "4095", "1", "-4K", "4 K", "4KiB", "99999999999999999999", "99999999999T", "é"]
+        {
+            assert!(size_bytes(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn counts_are_positive() {
+        assert_eq!(positive::<usize>("3"), Ok(3));
+        assert!(positive::<usize>("0").is_err() && positive::<u32>("-1").is_err() && positive::<u32>("").is_err());
+    }
+}

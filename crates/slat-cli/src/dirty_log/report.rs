@@ -1,0 +1,296 @@
+//! What `slat dirty-log` prints and writes.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use serde_json::json;
+use slat::{Histogram, PAGE_SIZE};
+use slat_machine::topology::HostDescription;
+
+use super::{Run, Series};
+use crate::args::{DirtyLogArgs, FormatArg, PagingArg, locking_name};
+use crate::results::{Figure, Results, Samples};
+use crate::table;
+
+/// A phase: its name in results, its name in the table, and its durations in one run.
+struct Phase {
+    name: &'static str,
+    title: &'static str,
+    times: fn(&Run) -> Vec<Duration>,
+}
+
+/// The five phases, in their order. Dirtying and getting are of one round.
+const PHASES: [Phase; 5] = [
+    Phase { name: "populate_memory", title: "Populate memory time", times: |run| vec![run.populate] },
+    Phase { name: "enable_dirty_logging", title: "Enabling dirty logging time", times: |run| vec![run.enable] },
+    Phase { name: "dirty_memory", title: "Dirty memory time (a round)", times: |run| run.dirty.clone() },
+    Phase { name: "get_dirty_log", title: "Get dirty log time (a round)", times: |run| run.get.clone() },
+    Phase { name: "disable_dirty_logging", title: "Disabling dirty logging time", times: |run| vec![run.disable] },
+];
+
+/// A figure besides the phases, as the mean over runs.
+struct Other {
+    name: &'static str,
+    title: &'static str,
+    unit: &'static str,
+    value: fn(&Run) -> f64,
+}
+
+const OTHERS: [Other; 11] = [
+    Other { name: "faults", title: "Faults", unit: "count", value: |run| run.stats.faults as f64 },
+    Other { name: "spurious", title: "  of them spurious", unit: "count", value: |run| run.stats.spurious as f64 },
+    Other { name: "retries", title: "Retries", unit: "count", value: |run| run.stats.retries as f64 },
+    Other { name: "flushes", title: "Flushes", unit: "count", value: |run| run.stats.flushes as f64 },
+    Other { name: "lock_waits", title: "Waits for the lock", unit: "count", value: |run| run.stats.lock_waits as f64 },
+    Other {
+        name: "lock_wait_time",
+        title: "Time in these waits (all vCPUs)",
+        unit: "s",
+        value: |run| seconds(run.stats.lock_wait_ns.sum()),
+    },
+    Other {
+        name: "resolve_time",
+        title: "Resolve time (all vCPUs)",
+        unit: "s",
+        value: |run| seconds(run.stats.resolve_time_ns()),
+    },
+    Other {
+        name: "engine_time",
+        title: "Engine time (all vCPUs)",
+        unit: "s",
+        value: |run| seconds(run.stats.engine_time_ns()),
+    },
+    Other {
+        name: "tables_bytes",
+        title: "Tables",
+        unit: "bytes",
+        value: |run| (run.stats.live_tables() * PAGE_SIZE) as f64,
+    },
+    Other { name: "leaves_2m", title: "Leaves of 2 MiB", unit: "count", value: |run| run.stats.installed_2m as f64 },
+    Other { name: "verified", title: "Reads verified", unit: "count", value: |run| run.nr_verified as f64 },
+];
+
+/// Quantiles of the guest stall, over the samples of all runs.
+const STALLS: [(&str, &str, u32); 3] = [
+    ("guest_stall_p50", "Guest stall in a fault, p50", 500),
+    ("guest_stall_p99", "Guest stall in a fault, p99", 990),
+    ("guest_stall_max", "Guest stall in a fault, worst", 1000),
+];
+
+fn seconds(ns: u64) -> f64 {
+    Duration::from_nanos(ns).as_secs_f64()
+}
+
+fn samples(series: &Series, times: fn(&Run) -> Vec<Duration>) -> Samples {
+    let mut samples = Samples::default();
+    for time in series.runs.iter().flat_map(times) {
+        samples.push(time.as_secs_f64());
+    }
+    samples
+}
+
+fn guest_stall(series: &Series) -> Histogram {
+    let mut stall = Histogram::default();
+    for run in &series.runs {
+        stall.merge(&run.stats.guest_stall_ns);
+    }
+    stall
+}
+
+fn mean(series: &Series, value: fn(&Run) -> f64) -> f64 {
+    series.runs.iter().map(value).sum::<f64>() / series.runs.len().max(1) as f64
+}
+
+/// A figure as people read it.
+fn humanly(value: f64, unit: &str) -> String {
+    match unit {
+        "s" if value < 1e-6 => format!("{:.0} ns", value * 1e9),
+        "s" if value < 1e-3 => format!("{:.1} us", value * 1e6),
+        "s" if value < 1.0 => format!("{:.2} ms", value * 1e3),
+        "s" => format!("{value:.3} s"),
+        "bytes" => format!("{:.2} MiB", value / f64::from(1 << 20)),
+        _ => format!("{value:.0}"),
+    }
+}
+
+/// Prints the tables, and what has to be said about the figures.
+pub(super) fn print(args: &DirtyLogArgs, all: &[Series]) {
+    let host = HostDescription::read();
+    println!(
+        "{} vCPUs, {} MiB each ({} access), {} slots of {} memory, {} tables, {} paging, {} rounds, {}% writes{}",
+        args.vcpus,
+        args.bytes as f64 / f64::from(1 << 20),
+        if args.overlap { "overlapping" } else { "partitioned" },
+        args.slots,
+        args.backing,
+        format_name(args.format),
+        paging_name(args.paging),
+        args.iterations,
+        args.write_percent,
+        if args.random_access { ", random order" } else { "" },
+    );
+    println!("Test iterations: {}", args.iterations);
+    if let [series] = all {
+        for (index, run) in series.runs.iter().enumerate() {
+            print_run(index, run);
+        }
+    }
+    print_phases(all);
+    print_others(all);
+    print_notes(args, all, &host);
+}
+
+/// One run in the lines of dirty_log_perf_test.
+fn print_run(index: usize, run: &Run) {
+    let line = |what: &str, time: Duration| println!("{what} time: {}.{:09}s", time.as_secs(), time.subsec_nanos());
+    println!("Run {}", index + 1);
+    line("Populate memory", run.populate);
+    line("Enabling dirty logging", run.enable);
+    for (round, (dirty, get)) in run.dirty.iter().zip(&run.get).enumerate() {
+        line(&format!("Iteration {} dirty memory", round + 1), *dirty);
+        line(&format!("Iteration {} get dirty log", round + 1), *get);
+    }
+    line("Disabling dirty logging", run.disable);
+    let total: Duration = run.get.iter().sum();
+    let rounds = run.get.len();
+    let average = total / u32::try_from(rounds).unwrap_or(u32::MAX).max(1);
+    println!(
+        "Get dirty log over {rounds} iterations took {}.{:09}s. (Avg {}.{:09}s/iteration)",
+        total.as_secs(),
+        total.subsec_nanos(),
+        average.as_secs(),
+        average.subsec_nanos()
+    );
+}
+
+fn header(all: &[Series], first: &str) -> Vec<String> {
+    let mut header = vec![first.to_owned()];
+    header.extend(all.iter().map(|series| format!("lock {}", locking_name(series.locking))));
+    header
+}
+
+fn print_phases(all: &[Series]) {
+    let nr_runs = all.first().map_or(0, |series| series.runs.len());
+    let mut phases = table::figures(header(all, &format!("seconds, mean of {nr_runs} runs")));
+    let mut spread = table::figures(header(all, "p50 / p99 / worst, and number of values"));
+    for phase in &PHASES {
+        let columns: Vec<Samples> = all.iter().map(|series| samples(series, phase.times)).collect();
+        let name = || std::iter::once(phase.title.to_owned());
+        let means = columns.iter().map(|samples| format!("{:.9}s", samples.mean()));
+        phases.add_row(table::row(name().chain(means)));
+        let spreads = columns.iter().map(|samples| {
+            let [median, p99, worst] = [500, 990, 1000].map(|rank| humanly(samples.quantile(rank), "s"));
+            format!("{median} / {p99} / {worst} ({})", samples.len())
+        });
+        spread.add_row(table::row(name().chain(spreads)));
+    }
+    println!("{phases}");
+    println!("{spread}");
+}
+
+fn print_others(all: &[Series]) {
+    let mut others = table::figures(header(all, "mean of a run"));
+    for other in &OTHERS {
+        let values = all.iter().map(|series| humanly(mean(series, other.value), other.unit));
+        others.add_row(table::row(std::iter::once(other.title.to_owned()).chain(values)));
+    }
+    let stalls: Vec<Histogram> = all.iter().map(guest_stall).collect();
+    for (_, title, per_mille) in STALLS {
+        let values = stalls.iter().map(|stall| humanly(seconds(stall.quantile(per_mille)), "s"));
+        others.add_row(table::row(std::iter::once(title.to_owned()).chain(values)));
+    }
+    println!("{others}");
+}
+
+fn print_notes(args: &DirtyLogArgs, all: &[Series], host: &HostDescription) {
+    println!(
+        "Measured on software CPUs ({} host CPUs, {}, Linux {}): threads, memory and tables are real, the CPU's address \
+         translation is a program.",
+        host.nr_cpus, host.cpu_model, host.kernel_release
+    );
+    if let Some(run) = all.first().and_then(|series| series.runs.first()) {
+        println!("TLB flush: {}.", run.flush_method);
+    }
+    if args.vcpus > host.nr_cpus {
+        println!("{} vCPUs on {} CPUs: the times measure the scheduler too.", args.vcpus, host.nr_cpus);
+    }
+    println!("Guest stall and the times inside faults are from a sample of the faults.");
+    let verified: u64 = all.iter().flat_map(|series| &series.runs).map(|run| run.nr_verified).sum();
+    print!("Verified: {verified} reads found what was written");
+    if args.check {
+        print!("; every harvest agreed with the guest's memory, stopped and running");
+    }
+    println!(".");
+}
+
+fn format_name(format: FormatArg) -> &'static str {
+    match format {
+        FormatArg::Npt => "npt",
+        FormatArg::Ept => "ept",
+    }
+}
+
+fn paging_name(paging: PagingArg) -> &'static str {
+    match paging {
+        PagingArg::Flat => "flat",
+        PagingArg::TwoDimensional => "2d",
+    }
+}
+
+/// The object of `--json`.
+pub(super) fn results(args: &DirtyLogArgs, all: &[Series]) -> Results {
+    let host = HostDescription::read();
+    let mut results = Vec::new();
+    for series in all {
+        let labels = BTreeMap::from([("lock", locking_name(series.locking).to_owned())]);
+        let mut push = |name: String, value: f64, unit: &'static str| {
+            results.push(Figure { name, value, unit, labels: labels.clone() });
+        };
+        for phase in &PHASES {
+            let samples = samples(series, phase.times);
+            push(phase.name.to_owned(), samples.mean(), "s");
+            push(format!("{}_deviation", phase.name), samples.deviation(), "s");
+            push(format!("{}_p50", phase.name), samples.quantile(500), "s");
+            push(format!("{}_p99", phase.name), samples.quantile(990), "s");
+            push(format!("{}_max", phase.name), samples.quantile(1000), "s");
+        }
+        for other in &OTHERS {
+            push(other.name.to_owned(), mean(series, other.value), other.unit);
+        }
+        let stall = guest_stall(series);
+        for (name, _, per_mille) in STALLS {
+            push(name.to_owned(), seconds(stall.quantile(per_mille)), "s");
+        }
+        push("runs".to_owned(), series.runs.len() as f64, "count");
+    }
+    let flush_method = all.first().and_then(|series| series.runs.first()).map(|run| run.flush_method.to_string());
+    Results {
+        experiment: "dirty-log",
+        config: json!({
+            "vcpus": args.vcpus,
+            "bytes": args.bytes,
+            "iterations": args.iterations,
+            "overlap": args.overlap,
+            "write_percent": args.write_percent,
+            "random_access": args.random_access,
+            "slots": args.slots,
+            "backing": args.backing.to_string(),
+            "run_while_disabling": args.run_while_disabling,
+            "seed": args.seed,
+            "pin": args.pin,
+            "format": format_name(args.format),
+            "paging": paging_name(args.paging),
+            "runs": args.runs,
+            "check": args.check,
+        }),
+        host: json!({
+            "cpu_model": host.cpu_model,
+            "cpus": host.nr_cpus,
+            "kernel": host.kernel_release,
+            "memory_bytes": host.memory_bytes,
+            "measured_on": "software CPUs",
+            "flush_method": flush_method,
+        }),
+        results,
+    }
+}

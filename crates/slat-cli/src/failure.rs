@@ -1,0 +1,78 @@
+//! Why the command failed, and the exit code for it.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use slat_machine::machine::MachineError;
+use thiserror::Error;
+
+/// A failure of the command, as one line.
+#[derive(Debug, Error)]
+pub(crate) enum Failure {
+    /// What the guest, the tables or the log showed is wrong.
+    #[error("check failed: {0}")]
+    Check(String),
+    /// No machine could do what was asked for.
+    #[error("{0}")]
+    Usage(String),
+    /// This machine cannot do what was asked for.
+    #[error("this machine cannot do that: {0}")]
+    CannotServe(String),
+    /// The results could not be written.
+    #[error("cannot write {}: {source}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+}
+
+impl Failure {
+    pub(crate) fn exit_code(&self) -> ExitCode {
+        ExitCode::from(match self {
+            Failure::Check(_) => 1,
+            Failure::Usage(_) => 2,
+            Failure::CannotServe(_) | Failure::Write { .. } => 3,
+        })
+    }
+}
+
+/// An error with its causes, on one line.
+fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut line = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let text = error.to_string();
+        if !line.contains(&text) {
+            line = format!("{line}: {text}");
+        }
+        cause = error.source();
+    }
+    line
+}
+
+impl From<MachineError> for Failure {
+    fn from(error: MachineError) -> Failure {
+        let line = with_causes(&error);
+        match &error {
+            MachineError::Config(_) | MachineError::Program(_) => Failure::Usage(line),
+            MachineError::Engine(slat::Error::SlotTooHigh { .. }) => Failure::Usage(line),
+            MachineError::Memory(memory) if memory.is_bad_usage() => Failure::Usage(line),
+            MachineError::Guest { .. } | MachineError::Panicked { .. } => Failure::Check(line),
+            _ => Failure::CannotServe(line),
+        }
+    }
+}
+
+impl From<slat::Error> for Failure {
+    fn from(error: slat::Error) -> Failure {
+        Failure::from(MachineError::from(error))
+    }
+}
+
+/// A check that failed.
+pub(crate) fn check_failed(what: impl fmt::Display) -> Failure {
+    Failure::Check(what.to_string())
+}

@@ -1,0 +1,319 @@
+//! The flush rule of the software CPUs: when [`FlushDomain::flush`] has returned, no CPU completes an access through a
+//! translation that is older than the flush.
+//!
+//! Hardware keeps that rule with its TLB shootdown. A software CPU is a thread, and a thread can be preempted between
+//! looking a translation up and storing through it; the store would then land whenever the scheduler likes, long after
+//! the flush, in memory that meanwhile belongs to somebody else. Waiting for the thread would be wrong, too: a CPU that
+//! does not run must not delay a flush.
+//!
+//! # The protocol
+//! - A flush domain has a *generation*. A CPU reads it ([`Port::generation`]), then looks its translation up (TLB or
+//!   walk), then does one *checked operation*: it compares the generation again and does its side effect, in one
+//!   indivisible piece. If the generation has moved on, the operation does nothing and answers [`Stale`]: the CPU starts
+//!   the access over. Whoever takes a translation away changes the tables first and flushes then, so a CPU that reads
+//!   the new generation walks the new tables.
+//! - [`FlushDomain::flush`] moves the generation on, then makes sure that no CPU stands between its comparison and its
+//!   side effect any more.
+//! - All that a CPU does to memory it does by checked operations: data, and the accessed and dirty bits of the tables.
+//!   Table entries are read by checked loads, so a walk never follows a pointer out of a table that was freed after a
+//!   flush. TLB entries carry the generation that their walk began with and die with it.
+//!
+//! # Two methods
+//! *Restartable* ([`FlushMethod::Restartable`]): each checked operation is a Linux restartable sequence (rseq(2)) of
+//! which the side effect is the last instruction. The kernel sends a thread that was preempted or interrupted in the
+//! middle of it to its abort handler, and `membarrier(MEMBARRIER_CMD_PRIVATE_EXPEDITED_RSEQ)` does the same to those
+//! that are running now. Nobody waits for a thread that has no CPU.
+//!
+//! *Waiting* ([`FlushMethod::Waiting`]): each CPU says in a word of its own that it is inside a checked operation, and
+//! the flush waits until it has left. It is correct everywhere, but a CPU that is preempted inside delays the flush, and
+//! each operation pays for a full fence.
+
+#![expect(unsafe_code, reason = "checked operations work on raw memory; rseq and membarrier are raw interfaces")]
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux", target_pointer_width = "64", not(miri)))]
+mod restartable;
+#[cfg(not(all(target_arch = "x86_64", target_os = "linux", target_pointer_width = "64", not(miri))))]
+#[path = "commit/restartable_missing.rs"]
+mod restartable;
+#[cfg(test)]
+mod tests;
+mod waiting;
+
+use std::cell::Cell;
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crossbeam_utils::CachePadded;
+use thiserror::Error;
+
+use restartable::Restartable;
+use waiting::{Gate, Gates};
+
+/// How a flush makes sure that no CPU is in the middle of an access.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum FlushMethod {
+    /// Restartable sequences and `membarrier`: the flush never waits for a CPU thread that does not run.
+    Restartable,
+    /// The flush waits for the CPUs that are inside an access, also when their threads were preempted there.
+    Waiting,
+}
+
+impl fmt::Display for FlushMethod {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            FlushMethod::Restartable => "restartable sequences (a flush never waits for a preempted CPU thread)",
+            FlushMethod::Waiting => {
+                "waiting fallback (a flush waits for CPU threads inside an access, even preempted ones)"
+            }
+        })
+    }
+}
+
+/// Why the flush method [`FlushMethod::Restartable`] cannot be had here.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum NotRestartable {
+    /// The critical sections are written for Linux on x86-64.
+    #[error("restartable sequences are implemented for Linux on x86-64 only")]
+    Platform,
+    /// The C library has registered no restartable sequences: glibc before 2.35, another C library, valgrind, or
+    /// `GLIBC_TUNABLES=glibc.pthread.rseq=0`.
+    #[error("the C library has not registered restartable sequences (glibc 2.35 or later does)")]
+    NotRegistered,
+    /// The kernel refused to register the process for `membarrier` on restartable sequences (Linux before 5.10, or a
+    /// system call filter).
+    #[error("membarrier for restartable sequences is refused: {}", std::io::Error::from_raw_os_error(*errno))]
+    NoMembarrier {
+        /// The error number of membarrier(2).
+        errno: i32,
+    },
+}
+
+/// The generation moved on before the operation's side effect: nothing was done, and the access must start over.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[error("the translation was flushed before the access completed")]
+pub struct Stale;
+
+/// The number of flushes that a translation has seen.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Generation(u64);
+
+impl Generation {
+    /// As a number that never repeats within a domain: for tags.
+    #[inline]
+    pub fn get(self) -> u64 {
+        self.0
+    }
+
+    /// From the number: for tests of what is tagged with it.
+    #[cfg(test)]
+    pub(crate) fn from_raw(number: u64) -> Generation {
+        Generation(number)
+    }
+}
+
+/// The CPUs that one flush reaches: one domain per VM.
+#[derive(Debug)]
+pub struct FlushDomain {
+    // On a line of its own: every access of every CPU reads it.
+    generation: CachePadded<AtomicU64>,
+    method: Method,
+    gates: Gates,
+    /// Flushes move the generation on and do nothing else: the tests of the rule must notice.
+    #[cfg(test)]
+    is_broken: bool,
+}
+
+#[derive(Debug)]
+enum Method {
+    Restartable(Restartable),
+    Waiting,
+}
+
+impl FlushDomain {
+    /// A domain with the best method that works here.
+    pub fn new() -> FlushDomain {
+        FlushDomain::restartable().unwrap_or_else(|_| FlushDomain::waiting())
+    }
+
+    /// A domain with the given method.
+    ///
+    /// # Errors
+    /// Says why [`FlushMethod::Restartable`] was asked for and cannot be had. [`FlushMethod::Waiting`] always works.
+    pub fn with_method(method: FlushMethod) -> Result<FlushDomain, NotRestartable> {
+        match method {
+            FlushMethod::Restartable => FlushDomain::restartable(),
+            FlushMethod::Waiting => Ok(FlushDomain::waiting()),
+        }
+    }
+
+    fn restartable() -> Result<FlushDomain, NotRestartable> {
+        Ok(FlushDomain::of(Method::Restartable(Restartable::register()?)))
+    }
+
+    fn waiting() -> FlushDomain {
+        FlushDomain::of(Method::Waiting)
+    }
+
+    fn of(method: Method) -> FlushDomain {
+        // Generation 0 is never current, so a zeroed TLB entry is a dead one.
+        FlushDomain {
+            generation: CachePadded::new(AtomicU64::new(1)),
+            method,
+            gates: Gates::default(),
+            #[cfg(test)]
+            is_broken: false,
+        }
+    }
+
+    /// The method in force.
+    pub fn method(&self) -> FlushMethod {
+        match self.method {
+            Method::Restartable(_) => FlushMethod::Restartable,
+            Method::Waiting => FlushMethod::Waiting,
+        }
+    }
+
+    /// Returns only when no CPU of this domain can complete an access that looked its translation up before this call.
+    pub fn flush(&self) {
+        // SeqCst: the caller's changes to the tables come before it (release), and so CPUs that read the new generation
+        // see them; and in the waiting method it is one half of a store-load pair (see `waiting`).
+        self.generation.fetch_add(1, Ordering::SeqCst);
+        #[cfg(test)]
+        if self.is_broken {
+            return;
+        }
+        match &self.method {
+            Method::Restartable(restartable) => restartable.restart_running_threads(),
+            Method::Waiting => self.gates.wait_until_left(),
+        }
+    }
+}
+
+impl Default for FlushDomain {
+    fn default() -> FlushDomain {
+        FlushDomain::new()
+    }
+}
+
+/// A CPU's way to memory: one per CPU, used by one thread at a time.
+#[derive(Debug)]
+pub struct Port {
+    domain: Arc<FlushDomain>,
+    mode: Mode,
+    // A gate counts one thread's entries: the port may move between threads, but not be shared by them.
+    _not_sync: PhantomData<Cell<()>>,
+}
+
+#[derive(Debug)]
+enum Mode {
+    Restartable(Restartable),
+    Waiting(Arc<Gate>),
+}
+
+impl Port {
+    /// A new CPU in `domain`.
+    pub fn new(domain: &Arc<FlushDomain>) -> Port {
+        let mode = match &domain.method {
+            Method::Restartable(restartable) => Mode::Restartable(*restartable),
+            Method::Waiting => Mode::Waiting(domain.gates.add()),
+        };
+        Port { domain: Arc::clone(domain), mode, _not_sync: PhantomData }
+    }
+
+    /// The domain that the CPU belongs to.
+    pub fn domain(&self) -> &Arc<FlushDomain> {
+        &self.domain
+    }
+
+    /// The current generation. Read it before the translation is looked up.
+    #[inline]
+    pub fn generation(&self) -> Generation {
+        // Acquire: pairs with the flush's increment; the table reads that follow see what was written before the flush.
+        Generation(self.domain.generation.load(Ordering::Acquire))
+    }
+
+    /// Whether no flush has begun since `generation` was read. Only a hint that saves work: it is true of the past.
+    #[inline]
+    pub fn is_current(&self, generation: Generation) -> bool {
+        self.generation() == generation
+    }
+
+    /// Loads the word at `at`, with acquire ordering, if `generation` is still current.
+    ///
+    /// # Errors
+    /// [`Stale`]: a flush has begun.
+    ///
+    /// # Safety
+    /// `at` is aligned to 8 bytes. As long as `generation` is current, it is valid for atomic reads.
+    #[inline]
+    pub unsafe fn load_u64(&self, generation: Generation, at: *const u64) -> Result<u64, Stale> {
+        match &self.mode {
+            // SAFETY: the caller's promise; the port is used by this thread, which the C library registered.
+            Mode::Restartable(restartable) => unsafe { restartable.load(&self.domain.generation, generation.0, at) },
+            Mode::Waiting(gate) => gate.inside(&self.domain.generation, generation.0, || {
+                // SAFETY: the caller's promise. Acquire: as on the other path, where the instruction itself has it.
+                unsafe { AtomicU64::from_ptr(at.cast_mut()) }.load(Ordering::Acquire)
+            }),
+        }
+    }
+
+    /// Stores `value` at `at`, with release ordering, if `generation` is still current.
+    ///
+    /// # Errors
+    /// [`Stale`]: a flush has begun, and nothing was stored.
+    ///
+    /// # Safety
+    /// `at` is aligned to 8 bytes. As long as `generation` is current, it is valid for atomic writes.
+    #[inline]
+    pub unsafe fn store_u64(&self, generation: Generation, at: *mut u64, value: u64) -> Result<(), Stale> {
+        match &self.mode {
+            // SAFETY: the caller's promise; the port is used by this thread, which the C library registered.
+            Mode::Restartable(restartable) => unsafe {
+                restartable.store(&self.domain.generation, generation.0, at, value)
+            },
+            Mode::Waiting(gate) => gate.inside(&self.domain.generation, generation.0, || {
+                // SAFETY: the caller's promise. Release: as on the other path, where the instruction itself has it.
+                unsafe { AtomicU64::from_ptr(at) }.store(value, Ordering::Release);
+            }),
+        }
+    }
+
+    /// Replaces `current` at `at` by `new`, atomically and sequentially consistent, if `generation` is still current.
+    /// The inner result is that of [`AtomicU64::compare_exchange`]: the value that was there.
+    ///
+    /// # Errors
+    /// [`Stale`]: a flush has begun, and nothing was exchanged.
+    ///
+    /// # Safety
+    /// `at` is aligned to 8 bytes. As long as `generation` is current, it is valid for atomic reads and writes.
+    #[inline]
+    pub unsafe fn compare_exchange_u64(
+        &self,
+        generation: Generation,
+        at: *mut u64,
+        current: u64,
+        new: u64,
+    ) -> Result<Result<u64, u64>, Stale> {
+        match &self.mode {
+            // SAFETY: the caller's promise; the port is used by this thread, which the C library registered.
+            Mode::Restartable(restartable) => unsafe {
+                restartable.compare_exchange(&self.domain.generation, generation.0, at, current, new)
+            },
+            Mode::Waiting(gate) => gate.inside(&self.domain.generation, generation.0, || {
+                // SAFETY: the caller's promise. SeqCst: what a locked instruction is on the other path.
+                unsafe { AtomicU64::from_ptr(at) }.compare_exchange(current, new, Ordering::SeqCst, Ordering::SeqCst)
+            }),
+        }
+    }
+}
+
+impl Drop for Port {
+    fn drop(&mut self) {
+        if let Mode::Waiting(gate) = &self.mode {
+            self.domain.gates.remove(gate);
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! The flush rule under fire: CPU threads access a place through a shared "translation" while another thread switches
+//! the translation to a second place, flushes, and then owns the first one.
+
+use std::hint::black_box;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize};
+use std::time::{Duration, Instant};
+
+use super::*;
+
+/// What the owner of a taken-away place writes there; no CPU writes it.
+const OWNED: u64 = 0xdead_0000_0000_beef;
+
+/// The longest that the flips of one test go on.
+const BUDGET: Duration = Duration::from_millis(500);
+
+#[derive(Clone, Copy, Debug)]
+enum Operation {
+    Load,
+    Store,
+    CompareExchange,
+}
+
+const OPERATIONS: [Operation; 3] = [Operation::Load, Operation::Store, Operation::CompareExchange];
+
+/// Does the operation over and over; counts the times that it saw a place which was taken away.
+fn hammer(port: &Port, operation: Operation, translation: &AtomicPtr<u64>, stop: &AtomicBool) -> usize {
+    let mut violations = 0;
+    let mut value = 1;
+    while !stop.load(Ordering::Relaxed) {
+        let generation = port.generation();
+        let at = translation.load(Ordering::Acquire);
+        value += 1;
+        // SAFETY: both places live until the threads are joined.
+        unsafe {
+            match operation {
+                Operation::Load => {
+                    if port.load_u64(generation, at) == Ok(OWNED) {
+                        violations += 1;
+                    }
+                }
+                Operation::Store => {
+                    let _ = port.store_u64(generation, at, value);
+                }
+                // Only the owner of a place that was taken away writes the value it waits for.
+                Operation::CompareExchange => {
+                    if let Ok(Ok(_)) = port.compare_exchange_u64(generation, at, OWNED, value) {
+                        violations += 1;
+                    }
+                }
+            }
+        }
+    }
+    violations
+}
+
+/// Returns how often the rule was broken in at most `nr_flips` flips among `nr_threads` CPUs.
+fn violations(domain: &Arc<FlushDomain>, operation: Operation, nr_threads: usize, nr_flips: usize) -> usize {
+    let places = [CachePadded::new(AtomicU64::new(0)), CachePadded::new(AtomicU64::new(0))];
+    let translation = CachePadded::new(AtomicPtr::new(places[0].as_ptr()));
+    let stop = AtomicBool::new(false);
+    let found = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..nr_threads {
+            let (translation, stop, found) = (&translation, &stop, &found);
+            scope.spawn(move || {
+                let port = Port::new(domain);
+                found.fetch_add(hammer(&port, operation, translation, stop), Ordering::Relaxed);
+            });
+        }
+        let begin = Instant::now();
+        for flip in 0..nr_flips {
+            // With the waiting method and many CPUs, one flush may take as long as the time slices of all of them.
+            if begin.elapsed() > BUDGET {
+                break;
+            }
+            let (old, new) = (&places[flip % 2], &places[(flip + 1) % 2]);
+            new.store(0, Ordering::Release);
+            translation.store(new.as_ptr(), Ordering::Release);
+            domain.flush();
+            old.store(OWNED, Ordering::SeqCst);
+            for _ in 0..200 {
+                black_box(old.load(Ordering::Relaxed));
+            }
+            // Now and then for a whole time slice, so that threads which were preempted come back and try.
+            if flip % 64 == 0 {
+                std::thread::yield_now();
+            }
+            if old.load(Ordering::SeqCst) != OWNED {
+                found.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    found.into_inner()
+}
+
+fn methods() -> Vec<Arc<FlushDomain>> {
+    domains().into_iter().map(Arc::new).collect()
+}
+
+fn domains() -> Vec<FlushDomain> {
+    let mut domains = vec![FlushDomain::with_method(FlushMethod::Waiting).unwrap()];
+    match FlushDomain::with_method(FlushMethod::Restartable) {
+        Ok(domain) => domains.push(domain),
+        Err(why) => eprintln!("only the waiting method is tested: {why}"),
+    }
+    domains
+}
+
+#[test]
+fn nothing_lands_behind_a_flush() {
+    for domain in methods() {
+        for operation in OPERATIONS {
+            let found = violations(&domain, operation, 3, 20_000);
+            assert_eq!(found, 0, "{operation:?} with {}", domain.method());
+        }
+    }
+}
+
+#[test]
+fn nothing_lands_behind_a_flush_with_many_more_cpus_than_processors() {
+    for domain in methods() {
+        for operation in OPERATIONS {
+            let found = violations(&domain, operation, 64, 2_000);
+            assert_eq!(found, 0, "{operation:?} with {}", domain.method());
+        }
+    }
+}
+
+/// The tests above are worth something only if they fail when the rule is broken.
+#[test]
+fn a_broken_flush_is_noticed() {
+    if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
+        eprintln!("skipped: with one processor a broken flush is found by luck only");
+        return;
+    }
+    for domain in domains() {
+        let domain = Arc::new(FlushDomain { is_broken: true, ..domain });
+        for operation in OPERATIONS {
+            // Usually in the first turn; the processors may be busy with something else.
+            let is_noticed = (0..100).any(|_| violations(&domain, operation, 3, 1_000) > 0);
+            assert!(is_noticed, "{operation:?} with {}", domain.method());
+        }
+    }
+}
+
+#[test]
+fn operations_do_what_they_say() {
+    for domain in methods() {
+        let port = Port::new(&domain);
+        let mut word = 5_u64;
+        let at = &raw mut word;
+        let generation = port.generation();
+        // SAFETY: `at` is this thread's word.
+        unsafe {
+            assert_eq!(port.load_u64(generation, at), Ok(5));
+            assert_eq!(port.store_u64(generation, at, u64::MAX), Ok(()));
+            assert_eq!(port.load_u64(generation, at), Ok(u64::MAX));
+            assert_eq!(port.compare_exchange_u64(generation, at, 1, 2), Ok(Err(u64::MAX)));
+            assert_eq!(port.compare_exchange_u64(generation, at, u64::MAX, 2), Ok(Ok(u64::MAX)));
+            assert_eq!(port.load_u64(generation, at), Ok(2));
+            assert!(port.is_current(generation));
+            domain.flush();
+            assert!(!port.is_current(generation));
+            assert_eq!(port.load_u64(generation, at), Err(Stale));
+            assert_eq!(port.store_u64(generation, at, 9), Err(Stale));
+            assert_eq!(port.compare_exchange_u64(generation, at, 2, 9), Err(Stale));
+            assert_eq!(port.load_u64(port.generation(), at), Ok(2));
+        }
+    }
+}
+
+/// Also after a thread's port is gone, and with flushes from several threads.
+#[test]
+fn cpus_come_and_go_while_others_flush() {
+    for domain in methods() {
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    let word = AtomicU64::new(0);
+                    for _ in 0..200 {
+                        let port = Port::new(&domain);
+                        for _ in 0..50 {
+                            // SAFETY: the word is this thread's.
+                            let _ = unsafe { port.store_u64(port.generation(), word.as_ptr(), 1) };
+                        }
+                        domain.flush();
+                    }
+                });
+            }
+        });
+        assert_eq!(domain.generation.load(Ordering::Relaxed), 801);
+    }
+}
+
+#[test]
+fn methods_say_what_they_are() {
+    assert!(FlushMethod::Restartable.to_string().contains("never waits"));
+    assert!(FlushMethod::Waiting.to_string().contains("waits"));
+    assert!(NotRestartable::NoMembarrier { errno: libc::EINVAL }.to_string().contains("Invalid argument"));
+}

@@ -1,0 +1,341 @@
+//! A software CPU: what the hardware of one virtual CPU does with an access, up to the fault that the engine handles.
+//!
+//! # The protocol
+//! One access is a loop: read the generation; look into the TLB, else walk the tables; do the access by a checked
+//! operation. Whatever happens in between (a flush, a lost race for an accessed bit, a fault that the engine has
+//! handled), the access starts over from the top, so that it completes through one translation which was valid all the
+//! way from its lookup to its side effect, or not at all.
+
+#![expect(unsafe_code, reason = "the CPU accesses guest memory through raw pointers")]
+
+#[cfg(test)]
+mod tests;
+
+use std::marker::PhantomData;
+
+use slat::{Access, Exit, Format, Gpa, Gva, Host, Hpa, Outcome, Vcpu};
+use thiserror::Error;
+
+use crate::commit::{Generation, Port, Stale};
+use crate::phys;
+use crate::tlb::{Context, Geometry, Tlb};
+use crate::walk::guest::{self, GuestFault, GuestStop};
+use crate::walk::{GUEST_PHYSICAL_BITS, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop};
+
+/// Faults on one access after which the CPU gives its time slice away at each further one: somebody else is holding
+/// things up.
+const PATIENT_FAULTS: u64 = 64;
+
+/// Faults on one access after which the CPU gives up. They all were answered with "run the guest again".
+const STUCK_FAULTS: u64 = 1 << 22;
+
+/// Who handles second-stage faults: the engine's [`Vcpu`], or a test.
+pub trait FaultHandler {
+    /// Handles a second-stage fault: see [`Vcpu::handle_fault`].
+    ///
+    /// # Errors
+    /// The engine's.
+    fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::Error>;
+}
+
+impl<H: Host, F: Format> FaultHandler for Vcpu<H, F> {
+    fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::Error> {
+        Vcpu::handle_fault(self, gpa, access)
+    }
+}
+
+/// Whether the guest has paging on.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Paging {
+    /// Off: its addresses are guest-physical.
+    #[default]
+    Off,
+    /// On, in two dimensions: its addresses go through its own tables and then through the second stage.
+    TwoDimensional,
+}
+
+/// Why an access did not complete.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum CpuError {
+    /// The address is not a multiple of 8.
+    #[error("address {gva} is not a multiple of 8")]
+    Unaligned {
+        /// The address.
+        gva: Gva,
+    },
+    /// The guest's own tables or address are to blame: an exception for the guest.
+    #[error(transparent)]
+    Guest(#[from] GuestFault),
+    /// The engine wants user space to act.
+    #[error("exit to user space: {0:?}")]
+    Exit(Exit),
+    /// The engine could not handle a fault.
+    #[error("the engine failed: {0}")]
+    Engine(#[from] slat::Error),
+    /// The second-stage tables are broken.
+    #[error("second-stage tables are misconfigured: {0}")]
+    Misconfigured(Misconfiguration),
+    /// The second-stage tables are broken: they lead to where there is no memory.
+    #[error("second-stage tables lead to {hpa} for {gpa}, where there is no memory")]
+    NoMemory {
+        /// The address that was translated.
+        gpa: Gpa,
+        /// Where the tables led.
+        hpa: Hpa,
+    },
+    /// The engine has answered that many faults on one access, and it still faults.
+    #[error("access to {gva} still faults after {nr_faults} faults")]
+    Stuck {
+        /// The address.
+        gva: Gva,
+        /// Faults taken.
+        nr_faults: u64,
+    },
+    /// A value for CR3 with reserved bits (a general-protection fault).
+    #[error("value {value:#x} for CR3 has reserved bits set")]
+    BadCr3 {
+        /// The value.
+        value: u64,
+    },
+}
+
+/// What a CPU has done so far.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Counters {
+    /// Accesses that completed.
+    pub nr_accesses: u64,
+    /// Lookups for which the TLB had no usable entry.
+    pub nr_tlb_misses: u64,
+    /// Walks of the tables (a two-dimensional walk is one).
+    pub nr_walks: u64,
+    /// Second-stage faults given to the engine.
+    pub nr_faults: u64,
+    /// Accesses started over because the translation changed under them.
+    pub nr_restarts: u64,
+}
+
+impl Counters {
+    /// What was done since `earlier`.
+    #[must_use]
+    pub fn since(self, earlier: Counters) -> Counters {
+        Counters {
+            nr_accesses: self.nr_accesses.wrapping_sub(earlier.nr_accesses),
+            nr_tlb_misses: self.nr_tlb_misses.wrapping_sub(earlier.nr_tlb_misses),
+            nr_walks: self.nr_walks.wrapping_sub(earlier.nr_walks),
+            nr_faults: self.nr_faults.wrapping_sub(earlier.nr_faults),
+            nr_restarts: self.nr_restarts.wrapping_sub(earlier.nr_restarts),
+        }
+    }
+}
+
+/// A software CPU whose second-stage tables have format `F` and whose faults `V` handles.
+#[derive(Debug)]
+pub struct Cpu<V, F> {
+    handler: V,
+    port: Port,
+    tlb: Tlb,
+    root: Hpa,
+    context: Context,
+    paging: Paging,
+    cr3: u64,
+    counters: Counters,
+    _format: PhantomData<fn() -> F>,
+}
+
+impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
+    /// A CPU of VM `vm` (a tag for the TLB), paging off, with the second-stage root at `root` (nCR3 or EPTP).
+    pub fn new(handler: V, port: Port, vm: u16, root: Hpa, geometry: Geometry) -> Cpu<V, F> {
+        Cpu {
+            handler,
+            port,
+            tlb: Tlb::new(geometry),
+            root,
+            context: Context { vm, pcid: Context::UNPAGED },
+            paging: Paging::Off,
+            cr3: 0,
+            counters: Counters::default(),
+            _format: PhantomData,
+        }
+    }
+
+    /// What the CPU has done so far.
+    pub fn counters(&self) -> Counters {
+        Counters { nr_tlb_misses: self.tlb.nr_misses(), ..self.counters }
+    }
+
+    /// The handler of second-stage faults.
+    pub fn handler(&mut self) -> &mut V {
+        &mut self.handler
+    }
+
+    /// Whether the guest has paging on.
+    pub fn paging(&self) -> Paging {
+        self.paging
+    }
+
+    /// Turns the guest's paging on or off (CR0.PG); forgets the translations of the current context, as hardware does.
+    pub fn set_paging(&mut self, paging: Paging) {
+        self.tlb.invalidate_context(self.context);
+        self.paging = paging;
+        self.context.pcid = match paging {
+            Paging::Off => Context::UNPAGED,
+            Paging::TwoDimensional => (self.cr3 & CR3_PCID) as u16,
+        };
+    }
+
+    /// Writes CR3 with CR4.PCIDE set: the address of the top table, the PCID in bits 11 to 0, and bit 63 to keep the
+    /// translations of that PCID (Intel SDM vol. 3A, "Operations that invalidate TLBs and paging-structure caches").
+    ///
+    /// # Errors
+    /// [`CpuError::BadCr3`] if address bits beyond the guest's are set.
+    pub fn load_cr3(&mut self, value: u64) -> Result<(), CpuError> {
+        if value & !(CR3_KEEP | CR3_ADDRESS | CR3_PCID) != 0 {
+            return Err(CpuError::BadCr3 { value });
+        }
+        self.cr3 = value & !CR3_KEEP;
+        let pcid = (value & CR3_PCID) as u16;
+        if value & CR3_KEEP == 0 {
+            self.tlb.invalidate_context(Context { pcid, ..self.context });
+        }
+        if self.paging == Paging::TwoDimensional {
+            self.context.pcid = pcid;
+        }
+        Ok(())
+    }
+
+    /// Forgets the current context's translations of `gva` (INVLPG).
+    pub fn invalidate_page(&mut self, gva: Gva) {
+        self.tlb.invalidate_page(self.context, gva.0);
+    }
+
+    /// Reads the 8 bytes at `gva` (a guest-physical address while paging is off).
+    ///
+    /// # Errors
+    /// [`CpuError`]: nothing was read.
+    #[inline]
+    pub fn read(&mut self, gva: Gva) -> Result<u64, CpuError> {
+        self.access(gva, Access::Read, |port, generation, at| {
+            // SAFETY: see `access`.
+            unsafe { port.load_u64(generation, at) }
+        })
+    }
+
+    /// Writes the 8 bytes at `gva` (a guest-physical address while paging is off).
+    ///
+    /// # Errors
+    /// [`CpuError`]: nothing was written.
+    #[inline]
+    pub fn write(&mut self, gva: Gva, value: u64) -> Result<(), CpuError> {
+        self.access(gva, Access::Write, |port, generation, at| {
+            // SAFETY: see `access`.
+            unsafe { port.store_u64(generation, at, value) }
+        })
+    }
+
+    /// Does `operation` at the memory behind `gva`.
+    ///
+    /// It is called with a generation and a pointer that was looked up after the generation was read: aligned, because
+    /// `gva` is and pages are; and valid as long as the generation is current, because the engine maps only frames that
+    /// the host resolved, and takes a frame away by a flush first.
+    #[inline]
+    fn access<T>(
+        &mut self,
+        gva: Gva,
+        access: Access,
+        operation: impl Fn(&Port, Generation, *mut u64) -> Result<T, Stale>,
+    ) -> Result<T, CpuError> {
+        if !gva.0.is_multiple_of(8) {
+            return Err(CpuError::Unaligned { gva });
+        }
+        let mut nr_faults = 0;
+        loop {
+            let generation = self.port.generation();
+            let hit = match access {
+                Access::Write => self.tlb.lookup_write(self.context, gva.0, generation),
+                Access::Read | Access::Execute => self.tlb.lookup_read(self.context, gva.0, generation),
+            };
+            let hpa = match hit {
+                Some(hpa) => hpa,
+                None => match self.miss(gva, access, generation, &mut nr_faults)? {
+                    Some(hpa) => hpa,
+                    None => continue,
+                },
+            };
+            let Some(at) = phys::pointer_to::<u64>(hpa) else {
+                return Err(CpuError::NoMemory { gpa: Gpa(gva.0), hpa });
+            };
+            match operation(&self.port, generation, at) {
+                Ok(value) => {
+                    self.counters.nr_accesses += 1;
+                    return Ok(value);
+                }
+                Err(Stale) => self.counters.nr_restarts += 1,
+            }
+        }
+    }
+
+    /// Walks; fills the TLB, or has the fault handled. `None`: start over.
+    #[inline(never)]
+    fn miss(
+        &mut self,
+        gva: Gva,
+        access: Access,
+        generation: Generation,
+        nr_faults: &mut u64,
+    ) -> Result<Option<Hpa>, CpuError> {
+        self.counters.nr_walks += 1;
+        let stop = match self.walk(gva, access, generation) {
+            Ok(mapping) => {
+                self.tlb.fill(self.context, gva.0, generation, mapping.size, mapping.hpa, mapping.writes);
+                return Ok(Some(mapping.hpa));
+            }
+            Err(stop) => stop,
+        };
+        // What a walk saw that a flush has overtaken may be half of one state and half of another.
+        if !self.port.is_current(generation) || stop == GuestStop::SecondStage(Stop::Restart) {
+            self.counters.nr_restarts += 1;
+            return Ok(None);
+        }
+        match stop {
+            GuestStop::SecondStage(Stop::Fault(fault)) => {
+                *nr_faults += 1;
+                self.counters.nr_faults += 1;
+                if *nr_faults > STUCK_FAULTS {
+                    return Err(CpuError::Stuck { gva, nr_faults: *nr_faults });
+                }
+                if *nr_faults > PATIENT_FAULTS {
+                    std::thread::yield_now();
+                }
+                match self.handler.handle_fault(fault.gpa, fault.access)? {
+                    Outcome::Resume => Ok(None),
+                    Outcome::Exit(exit) => Err(CpuError::Exit(exit)),
+                }
+            }
+            GuestStop::SecondStage(Stop::Misconfigured(misconfiguration)) => {
+                Err(CpuError::Misconfigured(misconfiguration))
+            }
+            GuestStop::SecondStage(Stop::NoMemory { gpa, hpa }) => Err(CpuError::NoMemory { gpa, hpa }),
+            // Dealt with above.
+            GuestStop::SecondStage(Stop::Restart) => Ok(None),
+            GuestStop::Guest(fault) => Err(CpuError::Guest(fault)),
+        }
+    }
+
+    fn walk(&self, gva: Gva, access: Access, generation: Generation) -> Result<Mapping, GuestStop> {
+        match self.paging {
+            Paging::Off => Ok(F::walk(&self.port, generation, self.root, Gpa(gva.0), access, Purpose::Data)?),
+            Paging::TwoDimensional => {
+                let table = Gpa(self.cr3 & CR3_ADDRESS);
+                guest::walk::<F>(&self.port, generation, self.root, table, gva, access)
+            }
+        }
+    }
+}
+
+/// Bits 11 to 0 of CR3: the process-context identifier.
+const CR3_PCID: u64 = 0xfff;
+/// Address bits of CR3.
+const CR3_ADDRESS: u64 = ((1 << GUEST_PHYSICAL_BITS) - 1) & !CR3_PCID;
+/// Bit 63 of a value written to CR3: do not invalidate.
+const CR3_KEEP: u64 = 1 << 63;

@@ -1,0 +1,185 @@
+//! The host: tables are disjoint, limited and reused; sleepers wake; slices of one memory resolve to its parts.
+
+use std::collections::HashSet;
+use std::sync::Mutex;
+use std::thread;
+use std::time::Duration;
+
+use super::*;
+use crate::memory::BackingKind;
+
+fn host(max_tables: Option<u64>) -> MachineHost {
+    MachineHost::new(Arc::default(), max_tables).expect("address space")
+}
+
+fn layout(size_bytes: usize) -> Layout {
+    Layout::from_size_align(size_bytes, size_bytes).expect("powers of two")
+}
+
+#[test]
+fn tables_are_aligned_disjoint_and_writable() {
+    let host = host(None);
+    let mut ranges = Vec::new();
+    for size_bytes in [4096, 16384, 4096, 65536, 8192, 4096] {
+        let table = host.allocate_table(layout(size_bytes)).expect("memory");
+        assert!(table.0.is_multiple_of(size_bytes as u64), "{table} for {size_bytes}");
+        let pointer = host.table_ptr(table);
+        assert_eq!(phys::hpa_of(pointer), table);
+        // SAFETY: a table of this size that nobody else has.
+        unsafe { pointer.write_bytes(0xa5, size_bytes) };
+        ranges.push(table.0..table.0 + size_bytes as u64);
+    }
+    ranges.sort_by_key(|range| range.start);
+    assert!(ranges.windows(2).all(|pair| pair[0].end <= pair[1].start), "{ranges:x?}");
+    assert_eq!(host.live_tables(), 6);
+}
+
+#[test]
+fn freed_tables_are_given_out_again() {
+    let host = host(None);
+    let small = host.allocate_table(layout(4096)).expect("memory");
+    let large = host.allocate_table(layout(16384)).expect("memory");
+    // SAFETY: both came from this host with these layouts, and nobody uses them.
+    unsafe {
+        host.free_table(small, layout(4096));
+        host.free_table(large, layout(16384));
+    }
+    assert_eq!(host.live_tables(), 0);
+    assert_eq!(host.allocate_table(layout(16384)), Some(large));
+    assert_eq!(host.allocate_table(layout(4096)), Some(small));
+}
+
+#[test]
+fn a_limit_holds_and_freeing_makes_room() {
+    let host = host(Some(3));
+    let tables = [(); 3].map(|()| host.allocate_table(layout(4096)).expect("below the limit"));
+    assert_eq!(host.allocate_table(layout(4096)), None);
+    assert_eq!(host.live_tables(), 3);
+    // SAFETY: it came from this host with this layout, and nobody uses it.
+    unsafe { host.free_table(tables[1], layout(4096)) };
+    assert_eq!(host.allocate_table(layout(4096)), Some(tables[1]));
+    assert_eq!(host.allocate_table(layout(4096)), None);
+}
+
+#[test]
+fn an_empty_region_gives_none_and_counts_none() {
+    let tables = Tables::new(3 * PAGE_SIZE, None).expect("address space");
+    let given = (0..5).filter_map(|_| tables.allocate(layout(4096))).collect::<Vec<_>>();
+    assert_eq!(given.len(), 3);
+    assert_eq!(tables.allocate(layout(4096)), None);
+    assert_eq!(tables.nr_live.load(Ordering::Relaxed), 3);
+    tables.free(given[0], layout(4096));
+    assert_eq!(tables.allocate(layout(4096)), Some(given[0]));
+}
+
+#[test]
+fn sizes_that_no_format_has_are_refused() {
+    let host = host(None);
+    assert_eq!(host.allocate_table(layout(1 << 20)), None);
+    assert_eq!(host.live_tables(), 0);
+    let table = host.allocate_table(Layout::from_size_align(64, 8).expect("small")).expect("a page at least");
+    assert!(table.0.is_multiple_of(PAGE_SIZE));
+}
+
+#[test]
+fn no_table_has_two_owners() {
+    let host = host(None);
+    let owned = Mutex::new(HashSet::new());
+    thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                let mut mine = Vec::new();
+                for turn in 0..5_000 {
+                    let table = host.allocate_table(layout(4096)).expect("memory");
+                    assert!(owned.lock().expect("no panic").insert(table), "{table} has an owner");
+                    mine.push(table);
+                    if turn % 3 != 0 {
+                        let table = mine.swap_remove(turn % mine.len());
+                        assert!(owned.lock().expect("no panic").remove(&table));
+                        // SAFETY: it came from this host with this layout, and nobody uses it any more.
+                        unsafe { host.free_table(table, layout(4096)) };
+                    }
+                }
+            });
+        }
+    });
+    assert_eq!(host.live_tables(), owned.into_inner().expect("no panic").len() as u64);
+}
+
+#[test]
+fn a_sleeper_is_woken() {
+    let host = host(None);
+    let word = AtomicU32::new(0);
+    thread::scope(|scope| {
+        let sleeper = scope.spawn(|| {
+            while word.load(Ordering::Acquire) == 0 {
+                host.park(&word, 0);
+            }
+        });
+        thread::sleep(Duration::from_millis(5));
+        assert!(!sleeper.is_finished());
+        word.store(1, Ordering::Release);
+        host.unpark_one(&word);
+    });
+    // Another value: no sleep at all. Nobody asleep: nobody woken.
+    host.park(&word, 0);
+    assert!(!host.unpark_one(&word));
+    host.unpark_all(&word);
+}
+
+#[test]
+fn all_sleepers_are_woken() {
+    let host = host(None);
+    let word = AtomicU32::new(0);
+    thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                while word.load(Ordering::Acquire) == 0 {
+                    host.park(&word, 0);
+                }
+            });
+        }
+        thread::sleep(Duration::from_millis(5));
+        word.store(1, Ordering::Release);
+        host.unpark_all(&word);
+    });
+}
+
+#[test]
+fn who_wakes_is_told_whether_somebody_slept() {
+    let host = host(None);
+    let word = AtomicU32::new(0);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while word.load(Ordering::Acquire) == 0 {
+                host.park(&word, 0);
+            }
+        });
+        // As long as the word is 0 the thread sleeps again and again, so this ends.
+        while !host.unpark_one(&word) {
+            thread::yield_now();
+        }
+        word.store(1, Ordering::Release);
+        host.unpark_all(&word);
+    });
+}
+
+#[test]
+fn slices_resolve_to_their_part_of_the_memory() {
+    let host = host(None);
+    let backing = Backing::new(BackingKind::Anonymous, 8 * PAGE_SIZE).expect("memory");
+    let slice = BackingSlice { backing: backing.clone(), offset_bytes: 3 * PAGE_SIZE };
+    let resolved = host.resolve(&slice, Gfn(77), 2, Access::Write).expect("inside");
+    assert_eq!(phys::ptr_of(resolved.pfn.hpa()), backing.as_ptr().wrapping_add(5 * PAGE_SIZE as usize));
+    assert_eq!(host.resolve(&slice, Gfn(77), 5, Access::Read), Err(Gone));
+    assert_eq!(host.resolve(&slice, Gfn(77), u64::MAX, Access::Read), Err(Gone));
+    assert_eq!(host.resolve(&slice, Gfn(77), u64::MAX >> PAGE_SHIFT, Access::Read), Err(Gone));
+}
+
+#[test]
+fn flushes_are_counted() {
+    let host = host(None);
+    host.flush(&[]);
+    host.flush(&[GfnRange::new(Gfn(0), 1)]);
+    assert_eq!(host.nr_flushes(), 2);
+}

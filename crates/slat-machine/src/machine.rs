@@ -1,0 +1,541 @@
+//! The machine put together: guest memory in slots, a VM of the engine, and one thread for each virtual CPU.
+//!
+//! Its shape is that of KVM's memory stress selftests: a test region of `nr_vcpus * bytes_per_vcpu`, split evenly into
+//! `nr_slots` slots with numbers from 1 on, of which each virtual CPU owns an equal part; and, if the guest has paging
+//! on, its page tables in one more slot. All threads are started before anything is measured, and sleep between runs.
+//!
+//! # The protocol of a run
+//! [`Machine::run`] posts a [`Program`] to all threads and returns when the last has done its pass.
+//! [`Machine::start`] posts it and returns at once: the virtual CPUs do pass after pass until [`Running::stop`]. While
+//! they run, [`Running::advance_round`] lets their writes carry a new round. The first virtual CPU that fails stops the
+//! others. Only one program runs at a time.
+
+#![expect(unsafe_code, reason = "reads guest memory from the host's side")]
+
+mod config;
+mod crew;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use crossbeam_utils::CachePadded;
+use slat::{Config, Gpa, Gva, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, Vcpu, Vm};
+use thiserror::Error;
+
+pub use config::{ConfigError, MachineConfig, Pins};
+use crew::{Busy, Crew, Finished, Work};
+
+use crate::commit::{FlushDomain, FlushMethod, NotRestartable, Port};
+use crate::cpu::{Counters, Cpu, Paging};
+use crate::guest::{self, GuestError, GuestTables, Program, ProgramError, ROUND_END, Touches};
+use crate::host::{BackingSlice, HostError, MachineHost};
+use crate::memory::{Backing, BackingKind, MemoryError};
+use crate::topology::{self, PinError};
+use crate::walk::HardwareFormat;
+
+/// Guest-physical address of the test region: aligned to 1 GiB, so that the backing's alignment decides about large
+/// pages.
+pub const REGION_GPA: Gpa = Gpa(64 << 30);
+
+/// Guest-physical address of the memory for the guest's own page tables.
+pub const TABLES_GPA: Gpa = Gpa(1 << 30);
+
+/// Touches between two looks at whether to stop.
+const TOUCHES_PER_LOOK: usize = 64;
+
+/// What can go wrong with a machine.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum MachineError {
+    /// The configuration makes no sense.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The program makes no sense.
+    #[error(transparent)]
+    Program(#[from] ProgramError),
+    /// There is no memory for the guest.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// The host's side could not be set up.
+    #[error(transparent)]
+    Host(#[from] HostError),
+    /// The flush method that was asked for cannot be had.
+    #[error(transparent)]
+    Flush(#[from] NotRestartable),
+    /// The engine refused something.
+    #[error("engine: {0}")]
+    Engine(#[from] slat::Error),
+    /// A thread could not be pinned.
+    #[error(transparent)]
+    Pin(#[from] PinError),
+    /// A virtual CPU's thread could not be started.
+    #[error("the thread of vCPU {vcpu} could not be started: {source}")]
+    Thread {
+        /// The virtual CPU.
+        vcpu: usize,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A program is running already.
+    #[error("a program is running already")]
+    Busy,
+    /// A virtual CPU failed.
+    #[error("vCPU {vcpu}: {error}")]
+    Guest {
+        /// The virtual CPU; the first of them, if several failed.
+        vcpu: usize,
+        /// How.
+        error: GuestError,
+    },
+    /// A virtual CPU's thread panicked; it is of no use any more.
+    #[error("the thread of vCPU {vcpu} panicked: {message}")]
+    Panicked {
+        /// The virtual CPU.
+        vcpu: usize,
+        /// The panic's message.
+        message: String,
+    },
+}
+
+impl From<Busy> for MachineError {
+    fn from(_: Busy) -> MachineError {
+        MachineError::Busy
+    }
+}
+
+/// A slot of the test region.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Slot {
+    /// The slot's number.
+    pub id: u32,
+    /// Where it begins.
+    pub gpa: Gpa,
+    /// Number of its first page within the region.
+    pub first_page: u64,
+    /// Its size in pages of 4 KiB.
+    pub nr_pages: u64,
+}
+
+/// What one virtual CPU did in a run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct VcpuReport {
+    /// From its first access to its last.
+    pub elapsed: Duration,
+    /// Passes over its pages that it completed.
+    pub nr_passes: u64,
+    /// What its CPU did.
+    pub counters: Counters,
+}
+
+/// What all virtual CPUs did in a run.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct RunReport {
+    /// From the start of the run until the last virtual CPU had finished.
+    pub wall: Duration,
+    /// One for each virtual CPU.
+    pub vcpus: Vec<VcpuReport>,
+}
+
+impl RunReport {
+    /// The sum of the virtual CPUs' counters.
+    pub fn total(&self) -> Counters {
+        self.vcpus.iter().fold(Counters::default(), |sum, vcpu| Counters {
+            nr_accesses: sum.nr_accesses + vcpu.counters.nr_accesses,
+            nr_tlb_misses: sum.nr_tlb_misses + vcpu.counters.nr_tlb_misses,
+            nr_walks: sum.nr_walks + vcpu.counters.nr_walks,
+            nr_faults: sum.nr_faults + vcpu.counters.nr_faults,
+            nr_restarts: sum.nr_restarts + vcpu.counters.nr_restarts,
+        })
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Repeat {
+    Once,
+    UntilStopped,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Job {
+    /// To the thread's processor.
+    Pin,
+    /// The first virtual CPU builds the guest's tables.
+    BuildTables(GuestTables),
+    /// All turn paging on with this value in CR3.
+    TurnPagingOn {
+        cr3: u64,
+    },
+    Run {
+        program: Program,
+        repeat: Repeat,
+    },
+}
+
+#[derive(Debug)]
+enum Answer {
+    Done,
+    Pinned(Result<(), PinError>),
+    Cr3(u64),
+    Ran(VcpuReport),
+}
+
+/// What the virtual CPUs look at while they run.
+#[derive(Debug)]
+struct Signals {
+    stop: CachePadded<AtomicBool>,
+    round: CachePadded<AtomicU64>,
+}
+
+/// A virtual CPU as its thread has it.
+struct Worker<F: HardwareFormat> {
+    cpu: Cpu<Vcpu<MachineHost, F>, F>,
+    index: u64,
+    nr_vcpus: u64,
+    pages_per_vcpu: u64,
+    pin: Option<u32>,
+    signals: Arc<Signals>,
+}
+
+impl<F: HardwareFormat> Worker<F> {
+    fn work(&mut self, job: &Job) -> Result<Answer, GuestError> {
+        let answer = match *job {
+            Job::Pin => Ok(Answer::Pinned(self.pin.map_or(Ok(()), topology::pin_current_thread))),
+            Job::BuildTables(tables) if self.index == 0 => tables.build(&mut self.cpu).map(Answer::Cr3),
+            Job::BuildTables(_) => Ok(Answer::Done),
+            Job::TurnPagingOn { cr3 } => self.cpu.load_cr3(cr3).map_err(GuestError::Start).map(|()| {
+                self.cpu.set_paging(Paging::TwoDimensional);
+                Answer::Done
+            }),
+            Job::Run { program, repeat } => self.run(&program, repeat).map(Answer::Ran),
+        };
+        if answer.is_err() {
+            // Relaxed: the others need not see anything else of it.
+            self.signals.stop.store(true, Ordering::Relaxed);
+        }
+        answer
+    }
+
+    fn run(&mut self, program: &Program, repeat: Repeat) -> Result<VcpuReport, GuestError> {
+        let region = match self.cpu.paging() {
+            Paging::Off => Gva(REGION_GPA.0),
+            Paging::TwoDimensional => guest::REGION_GVA,
+        };
+        let before = self.cpu.counters();
+        let begin = Instant::now();
+        let signals = &*self.signals;
+        // Acquire, and so at `advance_round`: who writes a round has seen it here. The store that carries it is a release
+        // and the load that finds it an acquire, so the reader, who asks afterwards, sees that round or a later one.
+        let newest_round = || signals.round.load(Ordering::Acquire);
+        let mut touches = Touches::new(program, self.index, self.nr_vcpus, self.pages_per_vcpu);
+        let mut nr_passes = 0;
+        'passes: loop {
+            for (nr_touches, touch) in touches.by_ref().enumerate() {
+                // Relaxed: when exactly it is noticed does not matter.
+                if nr_touches.is_multiple_of(TOUCHES_PER_LOOK) && signals.stop.load(Ordering::Relaxed) {
+                    break 'passes;
+                }
+                guest::touch(&mut self.cpu, program, region, touch, newest_round)?;
+            }
+            nr_passes += 1;
+            match repeat {
+                Repeat::Once => break,
+                Repeat::UntilStopped => touches.rewind(),
+            }
+        }
+        Ok(VcpuReport { elapsed: begin.elapsed(), nr_passes, counters: self.cpu.counters().since(before) })
+    }
+}
+
+/// A machine that runs a guest on second-stage tables of format `F`.
+pub struct Machine<F: HardwareFormat> {
+    // First, so that the threads have ended before anything they use goes.
+    crew: Crew<Job, Result<Answer, GuestError>>,
+    signals: Arc<Signals>,
+    vm: Arc<Vm<MachineHost, F>>,
+    region: Backing,
+    slots: Vec<Slot>,
+    flush_domain: Arc<FlushDomain>,
+}
+
+impl<F: HardwareFormat> fmt::Debug for Machine<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Machine")
+            .field("format", &F::NAME)
+            .field("slots", &self.slots)
+            .field("flush_domain", &self.flush_domain)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<F: HardwareFormat> Machine<F> {
+    /// Builds the machine and starts its threads; with paging, the guest builds its tables. If the configuration has a
+    /// pin for the main thread, that is the calling one, and it stays pinned.
+    ///
+    /// # Errors
+    /// [`MachineError`]: what is wrong with the configuration, or what could not be had.
+    pub fn new(config: &MachineConfig) -> Result<Machine<F>, MachineError> {
+        let layout = config.layout()?;
+        let flush_domain = Arc::new(match config.flush_method {
+            Some(method) => FlushDomain::with_method(method)?,
+            None => FlushDomain::new(),
+        });
+        let host = MachineHost::new(Arc::clone(&flush_domain), config.max_tables)?;
+        let vm = Arc::new(Vm::new(host, Config::with_locking(config.locking))?);
+
+        let region = Backing::new(config.backing, layout.nr_pages << PAGE_SHIFT)?;
+        let pages_per_slot = layout.nr_pages / u64::from(config.nr_slots);
+        let mut slots = Vec::with_capacity(config.nr_slots as usize);
+        for index in 0..config.nr_slots {
+            let first_page = u64::from(index) * pages_per_slot;
+            let slot = Slot {
+                id: index + 1,
+                gpa: Gpa(REGION_GPA.0 + (first_page << PAGE_SHIFT)),
+                first_page,
+                nr_pages: pages_per_slot,
+            };
+            vm.set_user_memory_region(MemoryRegion {
+                slot: slot.id,
+                flags: config.region_flags,
+                guest_phys_addr: slot.gpa,
+                memory_size: slot.nr_pages << PAGE_SHIFT,
+                backing: Some(BackingSlice { backing: region.clone(), offset_bytes: first_page << PAGE_SHIFT }),
+            })?;
+            slots.push(slot);
+        }
+
+        let tables = match config.paging {
+            Paging::Off => None,
+            Paging::TwoDimensional => Some(add_tables_slot(&vm, config.nr_slots + 1, layout.nr_pages)?),
+        };
+
+        let signals = Arc::new(Signals {
+            stop: CachePadded::new(AtomicBool::new(false)),
+            round: CachePadded::new(AtomicU64::new(0)),
+        });
+        let mut works: Vec<Work<Job, Result<Answer, GuestError>>> = Vec::with_capacity(config.nr_vcpus);
+        for index in 0..config.nr_vcpus {
+            let cpu = Cpu::new(vm.create_vcpu()?, Port::new(&flush_domain), 1, vm.root(), config.tlb);
+            let mut worker = Worker::<F> {
+                cpu,
+                index: index as u64,
+                nr_vcpus: config.nr_vcpus as u64,
+                pages_per_vcpu: layout.pages_per_vcpu,
+                pin: config.pins.as_ref().map(|pins| pins.vcpus[index]),
+                signals: Arc::clone(&signals),
+            };
+            works.push(Box::new(move |job| worker.work(job)));
+        }
+        let crew = Crew::start(works).map_err(|(vcpu, source)| MachineError::Thread { vcpu, source })?;
+        let machine = Machine { crew, signals, vm, region, slots, flush_domain };
+        machine.boot(config, tables)?;
+        Ok(machine)
+    }
+
+    /// Pins the threads and turns paging on.
+    fn boot(&self, config: &MachineConfig, tables: Option<GuestTables>) -> Result<(), MachineError> {
+        if let Some(pins) = &config.pins {
+            for answer in self.do_job(Job::Pin)?.0 {
+                if let Answer::Pinned(result) = answer {
+                    result?;
+                }
+            }
+            if let Some(cpu) = pins.main {
+                topology::pin_current_thread(cpu)?;
+            }
+        }
+        if let Some(tables) = tables {
+            for answer in self.do_job(Job::BuildTables(tables))?.0 {
+                if let Answer::Cr3(cr3) = answer {
+                    self.do_job(Job::TurnPagingOn { cr3 })?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn do_job(&self, job: Job) -> Result<(Vec<Answer>, Duration), MachineError> {
+        self.crew.post(job)?;
+        answers(self.crew.finish())
+    }
+
+    /// Runs `program` once on all virtual CPUs: each does one pass over its pages.
+    ///
+    /// # Errors
+    /// The program makes no sense, another one is running, or a virtual CPU failed.
+    pub fn run(&self, program: Program) -> Result<RunReport, MachineError> {
+        self.post(program, Repeat::Once)?;
+        report(self.crew.finish())
+    }
+
+    /// Starts `program` on all virtual CPUs: each does pass after pass over its pages until it is told to stop.
+    ///
+    /// # Errors
+    /// The program makes no sense, or another one is running.
+    pub fn start(&self, program: Program) -> Result<Running<'_, F>, MachineError> {
+        self.post(program, Repeat::UntilStopped)?;
+        Ok(Running { machine: self, is_collected: false })
+    }
+
+    fn post(&self, program: Program, repeat: Repeat) -> Result<(), MachineError> {
+        program.check()?;
+        self.crew.post_after(
+            || {
+                // Relaxed: the board's lock, which the threads take to get the job, orders it.
+                self.signals.stop.store(false, Ordering::Relaxed);
+                self.signals.round.store(program.round, Ordering::Relaxed);
+            },
+            Job::Run { program, repeat },
+        )?;
+        Ok(())
+    }
+
+    /// The engine's VM.
+    pub fn vm(&self) -> &Arc<Vm<MachineHost, F>> {
+        &self.vm
+    }
+
+    /// The slots of the test region, in its order.
+    pub fn slots(&self) -> &[Slot] {
+        &self.slots
+    }
+
+    /// Gives all slots of the test region the flags `flags`: switches dirty logging on and off.
+    ///
+    /// # Errors
+    /// The engine's; the slots before the one that failed have the new flags.
+    pub fn set_region_flags(&self, flags: MemoryRegionFlags) -> Result<(), MachineError> {
+        for slot in &self.slots {
+            self.vm.set_user_memory_region(MemoryRegion {
+                slot: slot.id,
+                flags,
+                guest_phys_addr: slot.gpa,
+                memory_size: slot.nr_pages << PAGE_SHIFT,
+                backing: None,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Size of the test region in pages of 4 KiB.
+    pub fn nr_pages(&self) -> u64 {
+        self.region.size_bytes() >> PAGE_SHIFT
+    }
+
+    /// How flushes work here.
+    pub fn flush_method(&self) -> FlushMethod {
+        self.flush_domain.method()
+    }
+
+    /// Reads the first 8 bytes of page number `page` of the test region, from the host's side and behind the engine's
+    /// back; `None` beyond its end.
+    pub fn peek(&self, page: u64) -> Option<u64> {
+        if page >= self.nr_pages() {
+            return None;
+        }
+        let at = self.region.as_ptr().wrapping_add((page << PAGE_SHIFT) as usize).cast::<u64>();
+        // SAFETY: the page is inside the mapping, which lives as long as `self.region`; pages are aligned; guests and
+        // hosts access the word atomically. Acquire: as a CPU's read.
+        Some(unsafe { AtomicU64::from_ptr(at) }.load(Ordering::Acquire))
+    }
+}
+
+/// Adds the slot for the guest's tables, which map the whole region; says where they go.
+fn add_tables_slot<F: HardwareFormat>(
+    vm: &Vm<MachineHost, F>,
+    slot: u32,
+    nr_pages: u64,
+) -> Result<GuestTables, MachineError> {
+    let mut tables =
+        GuestTables { memory: TABLES_GPA, memory_bytes: 0, gva: guest::REGION_GVA, gpa: REGION_GPA, nr_pages };
+    tables.memory_bytes = tables.needed_bytes().next_multiple_of(PAGE_SIZE);
+    let backing = Backing::new(BackingKind::Anonymous, tables.memory_bytes)?;
+    vm.set_user_memory_region(MemoryRegion {
+        slot,
+        flags: MemoryRegionFlags::empty(),
+        guest_phys_addr: TABLES_GPA,
+        memory_size: tables.memory_bytes,
+        backing: Some(BackingSlice { backing, offset_bytes: 0 }),
+    })?;
+    Ok(tables)
+}
+
+/// All answers, or the first failure. A virtual CPU's own error goes before a panic, which may be its consequence.
+fn answers(finished: Finished<Result<Answer, GuestError>>) -> Result<(Vec<Answer>, Duration), MachineError> {
+    let mut answers = Vec::with_capacity(finished.endings.len());
+    let mut panic = None;
+    for (vcpu, ending) in finished.endings.into_iter().enumerate() {
+        match ending {
+            Ok(Ok(answer)) => answers.push(answer),
+            Ok(Err(error)) => return Err(MachineError::Guest { vcpu, error }),
+            Err(message) => {
+                panic.get_or_insert(MachineError::Panicked { vcpu, message });
+            }
+        }
+    }
+    panic.map_or(Ok((answers, finished.wall)), Err)
+}
+
+fn report(finished: Finished<Result<Answer, GuestError>>) -> Result<RunReport, MachineError> {
+    let (answers, wall) = answers(finished)?;
+    let vcpus = answers
+        .into_iter()
+        .map(|answer| match answer {
+            Answer::Ran(report) => report,
+            Answer::Done | Answer::Pinned(_) | Answer::Cr3(_) => VcpuReport::default(),
+        })
+        .collect();
+    Ok(RunReport { wall, vcpus })
+}
+
+/// A program that runs until it is stopped, or until this is dropped.
+#[derive(Debug)]
+#[must_use = "the program stops when this is dropped"]
+pub struct Running<'a, F: HardwareFormat> {
+    machine: &'a Machine<F>,
+    is_collected: bool,
+}
+
+impl<F: HardwareFormat> Running<'_, F> {
+    /// Lets the writes from now on carry the next round; returns it. It stays at the last one that there is.
+    pub fn advance_round(&self) -> u64 {
+        let next = |round: u64| Some((round + 1).min(ROUND_END - 1));
+        // Release: what the caller did before is seen by who writes the round.
+        match self.machine.signals.round.fetch_update(Ordering::AcqRel, Ordering::Acquire, next) {
+            Ok(round) | Err(round) => (round + 1).min(ROUND_END - 1),
+        }
+    }
+
+    /// Stops the virtual CPUs and waits for them. Passes that were under way are left unfinished.
+    ///
+    /// # Errors
+    /// A virtual CPU failed.
+    pub fn stop(mut self) -> Result<RunReport, MachineError> {
+        self.is_collected = true;
+        report(self.collect())
+    }
+
+    fn collect(&self) -> Finished<Result<Answer, GuestError>> {
+        // Relaxed: when exactly they notice does not matter.
+        self.machine.signals.stop.store(true, Ordering::Relaxed);
+        self.machine.crew.finish()
+    }
+}
+
+impl<F: HardwareFormat> Drop for Running<'_, F> {
+    fn drop(&mut self) {
+        if !self.is_collected {
+            self.collect();
+        }
+    }
+}
+
+impl<F: HardwareFormat> Drop for Machine<F> {
+    fn drop(&mut self) {
+        // A `Running` that was forgotten would let the threads run for ever.
+        self.signals.stop.store(true, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,164 @@
+//! What a machine is made of, and whether it makes sense.
+
+use slat::{Locking, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE};
+use thiserror::Error;
+
+use crate::commit::FlushMethod;
+use crate::cpu::Paging;
+use crate::memory::BackingKind;
+use crate::tlb::Geometry;
+
+/// The test region is at most this big, in bytes: it and the guest's tables must fit in the guest's address space.
+const MAX_REGION_BYTES: u64 = 16 << 40;
+
+/// Processors that threads are pinned to.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Pins {
+    /// One for each virtual CPU.
+    pub vcpus: Vec<u32>,
+    /// One for the thread that makes the machine.
+    pub main: Option<u32>,
+}
+
+/// What a machine is made of.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct MachineConfig {
+    /// Number of virtual CPUs, each with a thread of its own.
+    pub nr_vcpus: usize,
+    /// Part of the test region that belongs to each virtual CPU, in bytes; a multiple of 4 KiB.
+    pub bytes_per_vcpu: u64,
+    /// Number of slots that the test region is split into.
+    pub nr_slots: u32,
+    /// What the test region's memory is.
+    pub backing: BackingKind,
+    /// Flags that the test region's slots are created with.
+    pub region_flags: MemoryRegionFlags,
+    /// The lock of the VM.
+    pub locking: Locking,
+    /// Whether the guest has paging on.
+    pub paging: Paging,
+    /// Processors to pin threads to; `None`: wherever the scheduler likes.
+    pub pins: Option<Pins>,
+    /// The flush method; `None`: the best that works here.
+    pub flush_method: Option<FlushMethod>,
+    /// The TLB of each CPU.
+    pub tlb: Geometry,
+    /// Second-stage tables that may be allocated; `None`: as many as memory holds.
+    pub max_tables: Option<u64>,
+}
+
+impl Default for MachineConfig {
+    fn default() -> MachineConfig {
+        MachineConfig {
+            nr_vcpus: 1,
+            bytes_per_vcpu: 64 << 20,
+            nr_slots: 1,
+            backing: BackingKind::Anonymous,
+            region_flags: MemoryRegionFlags::empty(),
+            locking: Locking::None,
+            paging: Paging::Off,
+            pins: None,
+            flush_method: None,
+            tlb: Geometry::default(),
+            max_tables: None,
+        }
+    }
+}
+
+/// A configuration that makes no sense.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// No virtual CPU.
+    #[error("a machine needs at least one vCPU")]
+    NoVcpus,
+    /// A virtual CPU's part is empty or not made of whole pages.
+    #[error("{bytes_per_vcpu} bytes for each vCPU are not a positive multiple of 4096")]
+    BytesPerVcpu {
+        /// What was asked for.
+        bytes_per_vcpu: u64,
+    },
+    /// The test region is too big.
+    #[error("{bytes_per_vcpu} bytes for each of {nr_vcpus} vCPUs are more than {MAX_REGION_BYTES}")]
+    TooBig {
+        /// What was asked for.
+        bytes_per_vcpu: u64,
+        /// The number of virtual CPUs.
+        nr_vcpus: usize,
+    },
+    /// The test region cannot be split evenly.
+    #[error("{nr_pages} pages cannot be split evenly into {nr_slots} slots")]
+    Slots {
+        /// Pages of the test region.
+        nr_pages: u64,
+        /// What was asked for.
+        nr_slots: u32,
+    },
+    /// Not one processor for each virtual CPU.
+    #[error("{nr_pins} processors to pin {nr_vcpus} vCPUs to")]
+    Pins {
+        /// Processors given.
+        nr_pins: usize,
+        /// The number of virtual CPUs.
+        nr_vcpus: usize,
+    },
+}
+
+/// Sizes in pages of 4 KiB.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Layout {
+    pub(super) nr_pages: u64,
+    pub(super) pages_per_vcpu: u64,
+}
+
+impl MachineConfig {
+    pub(super) fn layout(&self) -> Result<Layout, ConfigError> {
+        let MachineConfig { nr_vcpus, bytes_per_vcpu, nr_slots, .. } = *self;
+        if nr_vcpus == 0 {
+            return Err(ConfigError::NoVcpus);
+        }
+        if bytes_per_vcpu == 0 || !bytes_per_vcpu.is_multiple_of(PAGE_SIZE) {
+            return Err(ConfigError::BytesPerVcpu { bytes_per_vcpu });
+        }
+        let nr_pages = bytes_per_vcpu
+            .checked_mul(nr_vcpus as u64)
+            .filter(|bytes| *bytes <= MAX_REGION_BYTES)
+            .ok_or(ConfigError::TooBig { bytes_per_vcpu, nr_vcpus })?
+            >> PAGE_SHIFT;
+        if nr_slots == 0 || !nr_pages.is_multiple_of(nr_slots.into()) {
+            return Err(ConfigError::Slots { nr_pages, nr_slots });
+        }
+        if let Some(pins) = &self.pins
+            && pins.vcpus.len() != nr_vcpus
+        {
+            return Err(ConfigError::Pins { nr_pins: pins.vcpus.len(), nr_vcpus });
+        }
+        Ok(Layout { nr_pages, pages_per_vcpu: bytes_per_vcpu >> PAGE_SHIFT })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nonsense_is_refused() {
+        let good = MachineConfig { nr_vcpus: 3, bytes_per_vcpu: 8192, nr_slots: 2, ..MachineConfig::default() };
+        assert_eq!(good.layout(), Ok(Layout { nr_pages: 6, pages_per_vcpu: 2 }));
+        let layout = |change: fn(&mut MachineConfig)| {
+            let mut config = good.clone();
+            change(&mut config);
+            config.layout()
+        };
+        assert_eq!(layout(|config| config.nr_vcpus = 0), Err(ConfigError::NoVcpus));
+        for bytes_per_vcpu in [0, 1, 4097] {
+            let config = MachineConfig { bytes_per_vcpu, ..good.clone() };
+            assert_eq!(config.layout(), Err(ConfigError::BytesPerVcpu { bytes_per_vcpu }));
+        }
+        assert!(matches!(layout(|config| config.bytes_per_vcpu = 1 << 63), Err(ConfigError::TooBig { .. })));
+        assert_eq!(layout(|config| config.nr_slots = 4), Err(ConfigError::Slots { nr_pages: 6, nr_slots: 4 }));
+        assert_eq!(layout(|config| config.nr_slots = 0), Err(ConfigError::Slots { nr_pages: 6, nr_slots: 0 }));
+        let pins = |config: &mut MachineConfig| config.pins = Some(Pins { vcpus: vec![0, 1], main: None });
+        assert_eq!(layout(pins), Err(ConfigError::Pins { nr_pins: 2, nr_vcpus: 3 }));
+    }
+}

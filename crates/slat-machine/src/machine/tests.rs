@@ -1,0 +1,217 @@
+//! The machine with the engine: guests that verify what they read, and the dirty log against what they wrote.
+
+use slat::{Ept, Format, Locking, Npt};
+
+use super::*;
+use crate::guest::{Order, Sharing, value};
+
+const KIB: u64 = 1 << 10;
+
+fn small() -> MachineConfig {
+    MachineConfig { nr_vcpus: 4, bytes_per_vcpu: 256 * KIB, nr_slots: 2, ..MachineConfig::default() }
+}
+
+fn dirty_pages<F: HardwareFormat>(machine: &Machine<F>) -> Vec<u64> {
+    let mut dirty = Vec::new();
+    for slot in machine.slots() {
+        let mut bitmap = vec![0; slot.nr_pages.div_ceil(64) as usize];
+        machine.vm().get_dirty_log(slot.id, &mut bitmap).unwrap();
+        let is_dirty = |page: &u64| bitmap[(page / 64) as usize] >> (page % 64) & 1 != 0;
+        dirty.extend((0..slot.nr_pages).filter(is_dirty).map(|page| page + slot.first_page));
+    }
+    dirty
+}
+
+fn populate_then_log<F: HardwareFormat + Format>(config: &MachineConfig) {
+    let machine = Machine::<F>::new(config).unwrap();
+    let nr_pages = machine.nr_pages();
+    let report = machine.run(Program::default()).unwrap();
+    assert_eq!(report.vcpus.len(), config.nr_vcpus);
+    assert_eq!(report.total().nr_accesses, nr_pages);
+    assert!((0..nr_pages).all(|page| machine.peek(page) == Some(value(1, page))));
+    assert_eq!(machine.peek(nr_pages), None);
+
+    machine.set_region_flags(MemoryRegionFlags::LOG_DIRTY_PAGES).unwrap();
+    dirty_pages(&machine);
+    // Some write, all are verified; the log says exactly which pages changed.
+    for round in 2..6 {
+        let program = Program {
+            order: if round % 2 == 0 { Order::Sequential } else { Order::Random },
+            sharing: if round < 4 { Sharing::Partitioned } else { Sharing::Overlapping },
+            write_percent: 30,
+            seed: 5,
+            round,
+            oldest_round: 1,
+        };
+        machine.run(program).unwrap();
+        let written: Vec<u64> = (0..nr_pages).filter(|page| machine.peek(*page) == Some(value(round, *page))).collect();
+        assert!(!written.is_empty() && (written.len() as u64) < nr_pages);
+        assert_eq!(dirty_pages(&machine), written, "round {round}");
+    }
+    assert_eq!(dirty_pages(&machine), []);
+}
+
+#[test]
+fn guests_run_and_the_dirty_log_tells_what_they_wrote() {
+    for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
+        for paging in [Paging::Off, Paging::TwoDimensional] {
+            let config = MachineConfig { locking, paging, ..small() };
+            populate_then_log::<Npt>(&config);
+            populate_then_log::<Ept>(&config);
+        }
+    }
+}
+
+#[test]
+fn the_fallback_and_tiny_tlbs_do_the_same() {
+    let flush_method = Some(FlushMethod::Waiting);
+    let tlb = crate::tlb::Geometry { size_4k: (2, 2), size_2m: (1, 1), size_1g: (1, 1) };
+    populate_then_log::<Npt>(&MachineConfig { flush_method, tlb, ..small() });
+    populate_then_log::<Ept>(&MachineConfig { paging: Paging::TwoDimensional, flush_method, tlb, ..small() });
+}
+
+#[test]
+fn large_pages_are_mapped_and_split() {
+    let config = MachineConfig {
+        nr_vcpus: 2,
+        bytes_per_vcpu: 8 << 20,
+        nr_slots: 2,
+        backing: BackingKind::AnonymousThp,
+        ..MachineConfig::default()
+    };
+    populate_then_log::<Npt>(&config);
+    populate_then_log::<Ept>(&MachineConfig { paging: Paging::TwoDimensional, ..config });
+}
+
+/// While CPUs write, logs are taken; no write is lost for longer than one harvest after they have stopped.
+#[test]
+fn harvests_while_guests_write_lose_nothing() {
+    for nr_vcpus in [3, 48] {
+        let config = MachineConfig {
+            nr_vcpus,
+            bytes_per_vcpu: 64 * KIB,
+            region_flags: MemoryRegionFlags::LOG_DIRTY_PAGES,
+            ..MachineConfig::default()
+        };
+        let machine = Machine::<Npt>::new(&config).unwrap();
+        machine.run(Program::default()).unwrap();
+        let mut seen = vec![0; machine.nr_pages() as usize];
+        let program = Program {
+            order: Order::Random,
+            sharing: Sharing::Overlapping,
+            write_percent: 50,
+            oldest_round: 1,
+            ..Program::default()
+        };
+        let running = machine.start(program).unwrap();
+        for turn in 0..200 {
+            running.advance_round();
+            // A harvest is so short that the virtual CPUs might never get a processor in between.
+            if turn % 4 == 0 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            for page in dirty_pages(&machine) {
+                seen[page as usize] = machine.peek(page).unwrap();
+            }
+        }
+        let report = running.stop().unwrap();
+        assert!(report.total().nr_accesses > 0);
+        // Written after the last harvest, all of it, and nothing else.
+        for page in dirty_pages(&machine) {
+            seen[page as usize] = machine.peek(page).unwrap();
+        }
+        for (page, seen) in seen.into_iter().enumerate() {
+            assert_eq!(machine.peek(page as u64), Some(seen), "page {page}");
+        }
+    }
+}
+
+#[test]
+fn many_more_cpus_than_processors_finish() {
+    let config = MachineConfig { nr_vcpus: 64, bytes_per_vcpu: 128 * KIB, ..MachineConfig::default() };
+    let machine = Machine::<Ept>::new(&config).unwrap();
+    for round in 1..20 {
+        let program = Program { sharing: Sharing::Overlapping, write_percent: 50, round, ..Program::default() };
+        assert_eq!(machine.run(program).unwrap().total().nr_accesses, 64 * machine.nr_pages());
+    }
+}
+
+#[test]
+fn one_program_at_a_time() {
+    let machine = Machine::<Npt>::new(&small()).unwrap();
+    let running = machine.start(Program::default()).unwrap();
+    assert!(matches!(machine.run(Program::default()), Err(MachineError::Busy)));
+    assert!(matches!(machine.start(Program::default()), Err(MachineError::Busy)));
+    drop(running);
+    assert!(machine.run(Program::default()).is_ok());
+    let bad = Program { write_percent: 101, ..Program::default() };
+    assert!(matches!(machine.run(bad), Err(MachineError::Program(_))));
+    std::mem::forget(machine.start(Program::default()));
+    drop(machine);
+}
+
+#[test]
+fn a_wrong_value_is_found() {
+    let machine = Machine::<Npt>::new(&small()).unwrap();
+    machine.run(Program { round: 3, ..Program::default() }).unwrap();
+    let reading = Program { write_percent: 0, round: 3, oldest_round: 3, ..Program::default() };
+    machine.run(reading).unwrap();
+    match machine.run(Program { round: 9, oldest_round: 4, ..reading }) {
+        Err(MachineError::Guest { error: GuestError::WrongValue { page, found, .. }, .. }) => {
+            assert_eq!(found, value(3, page));
+        }
+        other => panic!("{other:?}"),
+    }
+    // Nothing is broken by it.
+    machine.run(reading).unwrap();
+}
+
+#[test]
+fn an_exit_comes_back_as_an_error() {
+    let machine = Machine::<Npt>::new(&small()).unwrap();
+    let slot = machine.slots()[1];
+    machine
+        .vm()
+        .set_user_memory_region(MemoryRegion {
+            slot: slot.id,
+            flags: MemoryRegionFlags::empty(),
+            guest_phys_addr: slot.gpa,
+            memory_size: 0,
+            backing: None,
+        })
+        .unwrap();
+    match machine.run(Program::default()) {
+        Err(MachineError::Guest { vcpu, error: GuestError::Access { error: crate::cpu::CpuError::Exit(_), .. } }) => {
+            assert!(vcpu >= 2);
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn pins_are_taken_or_refused() {
+    let Some(&cpu) = topology::usable_cpus().first() else { return };
+    let pins = |cpu| Some(Pins { vcpus: vec![cpu; 4], main: None });
+    assert!(
+        Machine::<Npt>::new(&MachineConfig { pins: pins(cpu), ..small() }).unwrap().run(Program::default()).is_ok()
+    );
+    let refused = Machine::<Npt>::new(&MachineConfig { pins: pins(100_000), ..small() });
+    assert!(matches!(refused, Err(MachineError::Pin(_))), "{refused:?}");
+}
+
+#[test]
+fn too_few_tables_are_an_error_of_the_engine() {
+    let machine = Machine::<Npt>::new(&MachineConfig { max_tables: Some(3), ..small() });
+    let result = machine.and_then(|machine| machine.run(Program::default()));
+    assert!(
+        matches!(
+            result,
+            Err(MachineError::Engine(slat::Error::OutOfMemory)
+                | MachineError::Guest {
+                    error: GuestError::Access { error: crate::cpu::CpuError::Engine(slat::Error::OutOfMemory), .. },
+                    ..
+                })
+        ),
+        "{result:?}"
+    );
+}

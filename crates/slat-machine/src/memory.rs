@@ -1,0 +1,484 @@
+//! Guest memory: mappings of this process that the machine takes for the host's RAM, in the kinds that the KVM selftests
+//! know (`-s` there), and what [`Host::resolve`](slat::Host::resolve) finds in them.
+//!
+//! # Protocol
+//! - A mapping never moves and is never unmapped while a [`Backing`] of it lives, so the frame of a page is the same for
+//!   ever: the pointer to it, with the bias of [`phys`](crate::phys).
+//! - What this machine cannot serve is refused when the backing is made, not by the kernel's OOM killer in the midst of a
+//!   run: memory is compared with what is available, huge pages are reserved by the mapping.
+//! - [`Backing::resolve`] touches the page as the guest will, so that the kernel's own fault happens there, where it is
+//!   accounted for, and not in the CPU's access. Touching for a write when only reading is asked for would give memory
+//!   to pages that nobody writes; reading first where a write follows would cost a second fault.
+//! - Mappings start where the largest leaf that they may hold could start, so that alignment never decides an experiment
+//!   by chance.
+
+#![expect(unsafe_code, reason = "mmap, and access to memory that guests change at any time")]
+
+use std::fmt;
+use std::fs::{self, File};
+use std::hint::black_box;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::ptr;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use slat::{Access, Gone, PAGE_SIZE, PageSize, Resolved};
+use thiserror::Error;
+
+use crate::phys;
+use crate::topology;
+
+const SIZE_2M: u64 = PageSize::Size2M.size_bytes();
+const SIZE_1G: u64 = PageSize::Size1G.size_bytes();
+
+/// What guest memory is made of.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum BackingKind {
+    /// Private memory in 4 KiB pages only.
+    Anonymous,
+    /// Private memory, in transparent huge pages where the kernel has them.
+    AnonymousThp,
+    /// Private memory from the pool of 2 MiB pages.
+    AnonymousHugetlb2M,
+    /// Private memory from the pool of 1 GiB pages.
+    AnonymousHugetlb1G,
+    /// A memory file, mapped shared.
+    Shmem,
+}
+
+impl BackingKind {
+    /// All kinds.
+    pub const ALL: [BackingKind; 5] = [
+        BackingKind::Anonymous,
+        BackingKind::AnonymousThp,
+        BackingKind::AnonymousHugetlb2M,
+        BackingKind::AnonymousHugetlb1G,
+        BackingKind::Shmem,
+    ];
+
+    /// The name that the KVM selftests have for it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            BackingKind::Anonymous => "anonymous",
+            BackingKind::AnonymousThp => "anonymous_thp",
+            BackingKind::AnonymousHugetlb2M => "anonymous_hugetlb_2mb",
+            BackingKind::AnonymousHugetlb1G => "anonymous_hugetlb_1gb",
+            BackingKind::Shmem => "shmem",
+        }
+    }
+
+    /// The page size that the kernel guarantees, of which a mapping must be a multiple.
+    pub const fn page_size(self) -> PageSize {
+        match self {
+            BackingKind::Anonymous | BackingKind::AnonymousThp | BackingKind::Shmem => PageSize::Size4K,
+            BackingKind::AnonymousHugetlb2M => PageSize::Size2M,
+            BackingKind::AnonymousHugetlb1G => PageSize::Size1G,
+        }
+    }
+
+    const fn is_hugetlb(self) -> bool {
+        matches!(self, BackingKind::AnonymousHugetlb2M | BackingKind::AnonymousHugetlb1G)
+    }
+}
+
+impl fmt::Display for BackingKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for BackingKind {
+    type Err = MemoryError;
+
+    fn from_str(name: &str) -> Result<BackingKind, MemoryError> {
+        // The selftests' name for huge pages of the default size, which is 2 MiB on the machines meant here.
+        let wanted = if name == "anonymous_hugetlb" { BackingKind::AnonymousHugetlb2M.name() } else { name };
+        BackingKind::ALL
+            .into_iter()
+            .find(|kind| kind.name() == wanted)
+            .ok_or_else(|| MemoryError::UnknownKind { name: name.to_owned() })
+    }
+}
+
+/// Guest memory that cannot be had.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum MemoryError {
+    /// No kind of memory has this name.
+    #[error("unknown memory backing '{name}'; there are {}", BackingKind::ALL.map(BackingKind::name).join(", "))]
+    UnknownKind {
+        /// The name.
+        name: String,
+    },
+    /// Memory of no size.
+    #[error("guest memory of 0 bytes")]
+    ZeroSize,
+    /// The size is not a multiple of the kind's page size.
+    #[error("{size_bytes} bytes of {kind} memory are not a multiple of its page size of {} bytes", kind.page_size().size_bytes())]
+    UnalignedSize {
+        /// The kind.
+        kind: BackingKind,
+        /// The size.
+        size_bytes: u64,
+    },
+    /// The machine, or the control group that this process is in, has not that much memory.
+    #[error("guest memory needs {} MiB, but only {} MiB are available", needed_bytes >> 20, available_bytes >> 20)]
+    NotEnoughMemory {
+        /// What this memory needs, and other guest memory of this process that was not touched yet.
+        needed_bytes: u64,
+        /// What is available.
+        available_bytes: u64,
+    },
+    /// The kernel's pool of huge pages has not enough free ones.
+    #[error(
+        "{kind} memory needs {needed} huge pages, but only {free} are free; to reserve them, as root: \
+         echo {needed} > {pool}/nr_hugepages"
+    )]
+    NotEnoughHugePages {
+        /// The kind.
+        kind: BackingKind,
+        /// Huge pages that are needed.
+        needed: u64,
+        /// Huge pages that are free and not promised to others.
+        free: u64,
+        /// The directory of the pool in sysfs.
+        pool: String,
+    },
+    /// The kernel refused a call.
+    #[error("{call} for {size_bytes} bytes of {kind} memory failed")]
+    System {
+        /// The call.
+        call: &'static str,
+        /// The kind.
+        kind: BackingKind,
+        /// The size that was asked for.
+        size_bytes: u64,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+impl MemoryError {
+    /// Whether no machine could do what was asked for. Otherwise it is this machine that cannot.
+    pub const fn is_bad_usage(&self) -> bool {
+        matches!(self, MemoryError::UnknownKind { .. } | MemoryError::ZeroSize | MemoryError::UnalignedSize { .. })
+    }
+}
+
+/// Bytes of all mappings of this process that come out of its available memory (not the pools of huge pages).
+static MAPPED_BYTES: AtomicU64 = AtomicU64::new(0);
+
+/// Guest memory. Clones are the same memory, which is unmapped with the last of them.
+#[derive(Clone, Debug)]
+pub struct Backing(Arc<Mapping>);
+
+impl Backing {
+    /// Maps `size_bytes` of fresh zeroed memory, at a multiple of 1 GiB if it is as large as that, else of 2 MiB.
+    ///
+    /// # Errors
+    /// Every [`MemoryError`] but `UnknownKind`.
+    pub fn new(kind: BackingKind, size_bytes: u64) -> Result<Backing, MemoryError> {
+        if size_bytes == 0 {
+            return Err(MemoryError::ZeroSize);
+        }
+        if !size_bytes.is_multiple_of(kind.page_size().size_bytes()) {
+            return Err(MemoryError::UnalignedSize { kind, size_bytes });
+        }
+        let reserved = if kind.is_hugetlb() { Reserved(0) } else { Reserved::new(size_bytes)? };
+        let start = match kind {
+            BackingKind::Anonymous | BackingKind::AnonymousThp => map_anonymous(kind, size_bytes)?,
+            BackingKind::AnonymousHugetlb2M | BackingKind::AnonymousHugetlb1G => map_hugetlb(kind, size_bytes)?,
+            BackingKind::Shmem => map_shmem(size_bytes)?,
+        };
+        // Without the file, or on a kernel that cannot scan it (before 6.7), huge pages are mapped as small ones.
+        let pagemap = if kind == BackingKind::AnonymousThp { File::open("/proc/self/pagemap").ok() } else { None };
+        Ok(Backing(Arc::new(Mapping { kind, start, size_bytes, pagemap, _reserved: reserved })))
+    }
+
+    /// The first byte. Guests and other users of the memory change it at any time: access it atomically, or while
+    /// nothing runs.
+    #[inline]
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.0.start
+    }
+
+    /// The size in bytes.
+    #[inline]
+    pub fn size_bytes(&self) -> u64 {
+        self.0.size_bytes
+    }
+
+    /// What it is made of.
+    #[inline]
+    pub fn kind(&self) -> BackingKind {
+        self.0.kind
+    }
+
+    /// Makes the kernel provide the page at `offset_bytes` for `access` and says which frame that is.
+    ///
+    /// The frame may be written also after a read: the mapping allows it, and if the kernel has only lent its page of
+    /// zeros so far, it replaces that under the same pointer, which is what the machine takes for the frame.
+    ///
+    /// # Errors
+    /// [`Gone`]: the memory ends before `offset_bytes`.
+    pub fn resolve(&self, offset_bytes: u64, access: Access) -> Result<Resolved, Gone> {
+        let mapping = &*self.0;
+        if offset_bytes >= mapping.size_bytes {
+            return Err(Gone);
+        }
+        let page_bytes = offset_bytes & !(PAGE_SIZE - 1);
+        // Cannot truncate: the mapping's size fitted into the address space.
+        let page = mapping.start.wrapping_add(page_bytes as usize);
+        match access {
+            Access::Write => {
+                // SAFETY: the page lies in the mapping, which lives as long as `self`, is readable and writable and
+                // aligned; guests access it with machine instructions or atomically, so there is no data race.
+                let word = unsafe { AtomicU64::from_ptr(page.cast()) };
+                // Changes nothing, but is a write to the kernel. The compiler must not know the value, since it
+                // replaces an atomic "or" with a known zero by a load.
+                word.fetch_or(black_box(0), Ordering::Relaxed);
+            }
+            Access::Read | Access::Execute => {
+                // SAFETY: as above; a volatile read is made even though nobody uses what it read.
+                unsafe { page.cast::<u64>().read_volatile() };
+            }
+        }
+        let max_size = match mapping.kind.page_size() {
+            PageSize::Size4K if mapping.is_huge(page_bytes) => PageSize::Size2M,
+            size => size,
+        };
+        Ok(Resolved { pfn: phys::hpa_of(page).pfn(), max_size, writable: true })
+    }
+}
+
+#[derive(Debug)]
+struct Mapping {
+    kind: BackingKind,
+    start: *mut u8,
+    size_bytes: u64,
+    /// For `AnonymousThp`: where the kernel tells what is really huge.
+    pagemap: Option<File>,
+    _reserved: Reserved,
+}
+
+// SAFETY: the pointer is only an address; what is behind it is shared memory, which is accessed atomically here.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: it was mapped with this start and size, nothing else lies in it, and the last user is gone.
+        unsafe { unmap(self.start, self.size_bytes) };
+    }
+}
+
+/// `struct pm_scan_arg` of the kernel (include/uapi/linux/fs.h, Documentation/admin-guide/mm/pagemap.rst).
+#[repr(C)]
+#[derive(Default)]
+struct PagemapScan {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+/// `struct page_region` of the kernel.
+#[repr(C)]
+#[derive(Default)]
+struct PageRegion {
+    start: u64,
+    end: u64,
+    categories: u64,
+}
+
+/// `PAGEMAP_SCAN`, that is `_IOWR('f', 16, struct pm_scan_arg)`.
+const PAGEMAP_SCAN: u64 = (3 << 30) | ((size_of::<PagemapScan>() as u64) << 16) | ((b'f' as u64) << 8) | 16;
+/// Category of pages that one huge entry of the kernel's tables maps.
+const PAGE_IS_HUGE: u64 = 1 << 6;
+
+impl Mapping {
+    /// Whether the 2 MiB block around `offset_bytes` lies in the mapping and in one huge page.
+    fn is_huge(&self, offset_bytes: u64) -> bool {
+        let Some(pagemap) = &self.pagemap else { return false };
+        let block = offset_bytes & !(SIZE_2M - 1);
+        if block + SIZE_2M > self.size_bytes {
+            return false;
+        }
+        let start = self.start.addr() as u64 + block;
+        let mut region = PageRegion::default();
+        let mut scan = PagemapScan {
+            size: size_of::<PagemapScan>() as u64,
+            start,
+            end: start + SIZE_2M,
+            vec: (&raw mut region).expose_provenance() as u64,
+            vec_len: 1,
+            category_mask: PAGE_IS_HUGE,
+            return_mask: PAGE_IS_HUGE,
+            ..PagemapScan::default()
+        };
+        // SAFETY: the argument has the kernel's layout and says its size; the kernel writes to it and to at most one
+        // region, and both outlive the call.
+        let nr_regions = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN as _, &raw mut scan) };
+        nr_regions == 1 && region.start == start && region.end == start + SIZE_2M
+    }
+}
+
+/// A share of the available memory, given back when dropped.
+#[derive(Debug)]
+struct Reserved(u64);
+
+impl Reserved {
+    /// Refuses what the machine does not have. Memory that is mapped but not touched yet counts as used, since nothing
+    /// else would show two guests that are both promised the same memory.
+    fn new(size_bytes: u64) -> Result<Reserved, MemoryError> {
+        let before = MAPPED_BYTES.fetch_add(size_bytes, Ordering::Relaxed);
+        let reserved = Reserved(size_bytes);
+        let Some(available_bytes) = topology::available_memory_bytes() else { return Ok(reserved) };
+        let untouched_bytes = before.saturating_sub(topology::resident_memory_bytes().unwrap_or(0));
+        let needed_bytes = size_bytes.saturating_add(untouched_bytes);
+        if needed_bytes > available_bytes {
+            return Err(MemoryError::NotEnoughMemory { needed_bytes, available_bytes });
+        }
+        Ok(reserved)
+    }
+}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        MAPPED_BYTES.fetch_sub(self.0, Ordering::Relaxed);
+    }
+}
+
+/// # Safety
+/// `size_bytes` from `start` on are mapped, nobody uses them any more, and both are multiples of the page size.
+unsafe fn unmap(start: *mut u8, size_bytes: u64) {
+    if size_bytes != 0 {
+        // SAFETY: the caller's promise.
+        let result = unsafe { libc::munmap(start.cast(), size_bytes as usize) };
+        debug_assert_eq!(result, 0, "munmap of a mapping of our own");
+    }
+}
+
+/// A new mapping anywhere.
+fn map(kind: BackingKind, size_bytes: u64, protection: libc::c_int, flags: libc::c_int) -> Result<*mut u8, io::Error> {
+    let Ok(length) = usize::try_from(size_bytes) else {
+        return Err(io::Error::from_raw_os_error(libc::ENOMEM));
+    };
+    debug_assert!(flags & libc::MAP_FIXED == 0, "{kind}");
+    // SAFETY: without MAP_FIXED the kernel takes addresses that nobody uses.
+    let start = unsafe { libc::mmap(ptr::null_mut(), length, protection, flags, -1, 0) };
+    if start == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(start.cast()) }
+}
+
+/// A new anonymous mapping at an aligned address: more than is needed, less the ends.
+fn map_aligned(
+    kind: BackingKind,
+    size_bytes: u64,
+    protection: libc::c_int,
+    flags: libc::c_int,
+) -> Result<*mut u8, MemoryError> {
+    let align = if size_bytes >= SIZE_1G { SIZE_1G } else { SIZE_2M };
+    let failed = |source| MemoryError::System { call: "mmap", kind, size_bytes, source };
+    let Some(with_ends) = size_bytes.checked_add(align) else {
+        return Err(failed(io::Error::from_raw_os_error(libc::ENOMEM)));
+    };
+    let start = map(kind, with_ends, protection, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | flags).map_err(failed)?;
+    let head = (start.addr() as u64).next_multiple_of(align) - start.addr() as u64;
+    let aligned = start.wrapping_add(head as usize);
+    // SAFETY: both ends are in the mapping just made, outside of the part that is kept.
+    unsafe {
+        unmap(start, head);
+        unmap(aligned.wrapping_add(size_bytes as usize), align - head);
+    }
+    Ok(aligned)
+}
+
+fn map_anonymous(kind: BackingKind, size_bytes: u64) -> Result<*mut u8, MemoryError> {
+    let start = map_aligned(kind, size_bytes, libc::PROT_READ | libc::PROT_WRITE, 0)?;
+    let (advice, needed) = match kind {
+        BackingKind::AnonymousThp => (libc::MADV_HUGEPAGE, true),
+        // A kernel without transparent huge pages refuses, and has no need of it.
+        _ => (libc::MADV_NOHUGEPAGE, false),
+    };
+    // SAFETY: the whole mapping is ours; the advice changes no contents.
+    if unsafe { libc::madvise(start.cast(), size_bytes as usize, advice) } != 0 && needed {
+        let source = io::Error::last_os_error();
+        // SAFETY: mapped just now, and nobody has seen it.
+        unsafe { unmap(start, size_bytes) };
+        return Err(MemoryError::System { call: "madvise(MADV_HUGEPAGE)", kind, size_bytes, source });
+    }
+    Ok(start)
+}
+
+/// The kernel aligns it to its huge pages. It reserves them too: a shortage shows here, not as a signal later.
+fn map_hugetlb(kind: BackingKind, size_bytes: u64) -> Result<*mut u8, MemoryError> {
+    let page_bytes = kind.page_size().size_bytes();
+    let page_shift = page_bytes.trailing_zeros() as libc::c_int;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | (page_shift << libc::MAP_HUGE_SHIFT);
+    map(kind, size_bytes, libc::PROT_READ | libc::PROT_WRITE, flags).map_err(|source| match source.raw_os_error() {
+        // EINVAL and EOPNOTSUPP: there is no pool of this size, so it has no page either.
+        Some(libc::ENOMEM | libc::EINVAL | libc::EOPNOTSUPP) => {
+            let pool = format!("/sys/kernel/mm/hugepages/hugepages-{}kB", page_bytes >> 10);
+            let count = |name: &str| -> u64 {
+                fs::read_to_string(format!("{pool}/{name}")).ok().and_then(|text| text.trim().parse().ok()).unwrap_or(0)
+            };
+            let free = count("free_hugepages").saturating_sub(count("resv_hugepages"));
+            MemoryError::NotEnoughHugePages { kind, needed: size_bytes / page_bytes, free, pool }
+        }
+        _ => MemoryError::System { call: "mmap", kind, size_bytes, source },
+    })
+}
+
+fn map_shmem(size_bytes: u64) -> Result<*mut u8, MemoryError> {
+    let kind = BackingKind::Shmem;
+    let failed = |call| MemoryError::System { call, kind, size_bytes, source: io::Error::last_os_error() };
+    // SAFETY: the name is a C string that outlives the call.
+    let file = unsafe { libc::memfd_create(c"slat-guest-memory".as_ptr(), libc::MFD_CLOEXEC) };
+    if file < 0 {
+        return Err(failed("memfd_create"));
+    }
+    // SAFETY: just opened, and owned by nobody else.
+    let file = unsafe { OwnedFd::from_raw_fd(file) };
+    let length = libc::off_t::try_from(size_bytes).map_err(|_| MemoryError::System {
+        call: "ftruncate",
+        kind,
+        size_bytes,
+        source: io::Error::from_raw_os_error(libc::EFBIG),
+    })?;
+    // SAFETY: only takes numbers.
+    if unsafe { libc::ftruncate(file.as_raw_fd(), length) } != 0 {
+        return Err(failed("ftruncate"));
+    }
+    let place = map_aligned(kind, size_bytes, libc::PROT_NONE, libc::MAP_NORESERVE)?;
+    // SAFETY: replaces exactly the mapping made by the line above, which nobody has seen.
+    let start = unsafe {
+        libc::mmap(
+            place.cast(),
+            size_bytes as usize,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED | libc::MAP_FIXED,
+            file.as_raw_fd(),
+            0,
+        )
+    };
+    if start == libc::MAP_FAILED {
+        // The place stays reserved for ever: after a failure it is not known whether it is still ours to unmap.
+        return Err(failed("mmap"));
+    }
+    Ok(start.cast())
+}
+
+#[cfg(test)]
+#[path = "memory_tests.rs"]
+mod tests;

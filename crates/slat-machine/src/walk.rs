@@ -1,0 +1,209 @@
+//! The page-table walkers of the software CPUs, written from the manuals.
+//!
+//! They share nothing with the engine's own code for the formats, not even a constant: they are the oracle for it. An
+//! entry that hardware would refuse is refused here.
+//!
+//! # The protocol
+//! - A walk belongs to a generation that was read before it began. It reads every entry by a checked load and sets every
+//!   accessed or dirty bit by a checked compare-and-exchange against the value that it walked with
+//!   (see [`commit`](crate::commit)). So it never reads a table that was freed after a flush, and never marks an entry
+//!   that has meanwhile become something else.
+//! - The bits are set only when the whole walk has succeeded, from the root down, as the manuals allow (an entry's
+//!   accessed bit may be set early, but need not).
+//! - A walk that lost a race, against a flush or for an entry, ends with [`Stop::Restart`]; the CPU does the access
+//!   again from its beginning.
+//!
+//! Sources: Intel SDM vol. 3C, chapter "VMX support for address translation", sections "EPT translation mechanism",
+//! "EPT-induced VM exits" and "Accessed and dirty flags for EPT"; AMD APM vol. 2, 5.3 (long-mode translation) and 15.25
+//! (nested paging); Intel SDM vol. 3A, chapter "Paging".
+
+#![expect(unsafe_code, reason = "walkers read and write tables through raw pointers")]
+
+mod ept;
+pub mod guest;
+mod npt;
+#[cfg(test)]
+mod tests;
+#[cfg(test)]
+mod tests_guest;
+
+use slat::{Access, Gpa, Hpa, Level, PageSize};
+use thiserror::Error;
+
+use crate::commit::{Generation, Port, Stale};
+use crate::phys;
+use crate::tlb::Writes;
+
+/// Guest-physical addresses have this many bits at most: what tables of four levels translate.
+pub const GUEST_PHYSICAL_BITS: u32 = 48;
+
+/// A format of second-stage tables, as hardware walks it.
+pub trait HardwareFormat: slat::Format {
+    /// Bits of a guest PML4 entry that are reserved on the vendor's processors besides those of the manual's common part.
+    const GUEST_PML4E_RESERVED: u64;
+
+    /// Translates `gpa` through the tables under `root` and sets accessed and dirty bits.
+    ///
+    /// # Errors
+    /// [`Stop`]: why there is no translation.
+    fn walk(
+        port: &Port,
+        generation: Generation,
+        root: Hpa,
+        gpa: Gpa,
+        access: Access,
+        purpose: Purpose,
+    ) -> Result<Mapping, Stop>;
+}
+
+/// What an access to guest-physical memory is for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Purpose {
+    /// The guest's own access to data or code.
+    Data,
+    /// The processor's access to a guest page-table entry. Counts as a write whatever it does (AMD APM vol. 2, 15.25.5;
+    /// Intel SDM vol. 3C, "Accessed and dirty flags for EPT", which are enabled here).
+    GuestTable,
+}
+
+/// What a walk found.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Mapping {
+    /// Where the address itself lies (not the start of its page).
+    pub hpa: Hpa,
+    /// Size of the page that maps it.
+    pub size: PageSize,
+    /// Whether a TLB entry of this walk serves writes.
+    pub writes: Writes,
+}
+
+/// Why a second-stage walk ended without a translation.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum Stop {
+    /// A flush has begun, or an entry changed while its accessed or dirty bit was about to be set: start the access over.
+    #[error("the translation changed during the walk")]
+    Restart,
+    /// The hypervisor must act.
+    #[error("second-stage fault: {0}")]
+    Fault(Fault),
+    /// An entry has bits set that the format reserves: the tables are broken.
+    #[error("second-stage tables are misconfigured: {0}")]
+    Misconfigured(Misconfiguration),
+    /// A table or page address where this machine has no memory: the tables are broken.
+    #[error("second-stage tables lead to {hpa} for {gpa}, where there is no memory")]
+    NoMemory {
+        /// The address that was translated.
+        gpa: Gpa,
+        /// Where the tables led.
+        hpa: Hpa,
+    },
+}
+
+impl From<Stale> for Stop {
+    fn from(_: Stale) -> Stop {
+        Stop::Restart
+    }
+}
+
+/// An EPT violation or nested page fault.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[error("{access:?} of {gpa} with code {code:#x}")]
+pub struct Fault {
+    /// The guest-physical address.
+    pub gpa: Gpa,
+    /// The access as hardware counts it: [`Access::Write`] for guest page tables.
+    pub access: Access,
+    /// EPT: the exit qualification. NPT: EXITINFO1, the error code.
+    pub code: u64,
+}
+
+/// An EPT misconfiguration, or a nested page fault for reserved bits.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[error("entry {entry:#x} of level {} for {gpa} (code {code:#x})", level.0)]
+pub struct Misconfiguration {
+    /// The guest-physical address that was translated.
+    pub gpa: Gpa,
+    /// Level of the entry.
+    pub level: Level,
+    /// The entry.
+    pub entry: u64,
+    /// NPT: EXITINFO1, the error code. EPT: 0, the exit has no qualification.
+    pub code: u64,
+}
+
+/// An entry that a walk used: where it is and what it was.
+#[derive(Clone, Copy, Debug)]
+struct Used {
+    at: *mut u64,
+    entry: u64,
+}
+
+impl Used {
+    /// Reads entry `index` of the table at `table`; `None` if there is no memory.
+    #[inline]
+    fn read(port: &Port, generation: Generation, table: Hpa, index: u64) -> Result<Option<Used>, Stale> {
+        let Some(table) = phys::pointer_to::<u64>(table) else {
+            return Ok(None);
+        };
+        let at = table.wrapping_add(index as usize);
+        // SAFETY: the address came from the root or from an entry that was read while `generation` was current; a table
+        // is freed only after a flush, so as long as it is current there is a table at `table`, and `index` is in it.
+        // Tables are aligned to their size.
+        let entry = unsafe { port.load_u64(generation, at)? };
+        Ok(Some(Used { at, entry }))
+    }
+
+    /// Sets `bits` in the entry if they are not set; says what the entry is now.
+    #[inline]
+    fn set(self, port: &Port, generation: Generation, bits: u64) -> Result<u64, Stop> {
+        if self.entry & bits == bits {
+            return Ok(self.entry);
+        }
+        let new = self.entry | bits;
+        // SAFETY: as in `read`, and tables are written by compare-and-exchange by all.
+        match unsafe { port.compare_exchange_u64(generation, self.at, self.entry, new)? } {
+            Ok(_) => Ok(new),
+            Err(_) => Err(Stop::Restart),
+        }
+    }
+}
+
+/// Index of the entry of `level` on the way to `address` in tables of 512 entries.
+#[inline]
+fn index(address: u64, level: u8) -> u64 {
+    address >> shift(level) & 0x1ff
+}
+
+/// log2 of the bytes that an entry of `level` maps.
+#[inline]
+fn shift(level: u8) -> u32 {
+    12 + 9 * (u32::from(level) - 1)
+}
+
+/// The bits of a page's address in an entry, `page_bits` (log2 of the page's size) and up to bit 51, hence to the
+/// MAXPHYADDR of this machine.
+#[inline]
+const fn address_mask(page_bits: u32) -> u64 {
+    ((1 << 52) - 1) & !((1 << page_bits) - 1)
+}
+
+#[inline]
+fn page_size(level: u8) -> PageSize {
+    match level {
+        1 => PageSize::Size4K,
+        2 => PageSize::Size2M,
+        _ => PageSize::Size1G,
+    }
+}
+
+/// The translation itself: the page's address from the leaf, the offset from the guest-physical address.
+#[inline]
+fn mapping(gpa: Gpa, leaf: u64, level: u8, writes: Writes) -> Result<Mapping, Stop> {
+    let page = leaf & address_mask(shift(level));
+    let hpa = Hpa(page | (gpa.0 & ((1 << shift(level)) - 1)));
+    match phys::pointer_to::<u64>(hpa) {
+        Some(_) => Ok(Mapping { hpa, size: page_size(level), writes }),
+        None => Err(Stop::NoMemory { gpa, hpa }),
+    }
+}

@@ -1,0 +1,137 @@
+//! The walker for Intel's extended page tables: four levels, accessed and dirty flags enabled (EPTP bit 6),
+//! execute-only translations supported, no mode-based execute control, no sub-page or shadow-stack permissions.
+//!
+//! Source: Intel SDM vol. 3C, chapter "VMX support for address translation": "EPT translation mechanism" (formats of the
+//! entries), "EPT misconfigurations", "EPT violations", "Accessed and dirty flags for EPT"; and chapter "VM exits",
+//! table "Exit qualification for EPT violations".
+
+use slat::{Access, Gpa, Hpa, Level};
+
+use super::{Fault, GUEST_PHYSICAL_BITS, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Used};
+use super::{address_mask, index, mapping, shift};
+use crate::commit::{Generation, Port};
+use crate::tlb::Writes;
+
+const READ: u64 = 1 << 0;
+const WRITE: u64 = 1 << 1;
+const EXECUTE: u64 = 1 << 2;
+const PERMISSIONS: u64 = READ | WRITE | EXECUTE;
+const MEMORY_TYPE_SHIFT: u32 = 3;
+const MEMORY_TYPE: u64 = 0b111 << MEMORY_TYPE_SHIFT;
+const PAGE: u64 = 1 << 7;
+const ACCESSED: u64 = 1 << 8;
+const DIRTY: u64 = 1 << 9;
+
+/// Uncacheable, write combining, write through, write protected, write back; 2, 3 and 7 are reserved.
+const MEMORY_TYPES: [u64; 5] = [0, 1, 4, 5, 6];
+
+// Exit qualification for EPT violations.
+const QUALIFICATION_READ: u64 = 1 << 0;
+const QUALIFICATION_WRITE: u64 = 1 << 1;
+const QUALIFICATION_FETCH: u64 = 1 << 2;
+/// Bits 3 to 5: the permissions of all entries that were used, in the order of the entries' bits 0 to 2.
+const QUALIFICATION_PERMISSIONS_SHIFT: u32 = 3;
+const QUALIFICATION_LINEAR_VALID: u64 = 1 << 7;
+/// The access was to the translation of the linear address, not to a guest paging-structure entry.
+const QUALIFICATION_FINAL: u64 = 1 << 8;
+
+impl HardwareFormat for slat::Ept {
+    const GUEST_PML4E_RESERVED: u64 = 0;
+
+    #[inline]
+    fn walk(
+        port: &Port,
+        generation: Generation,
+        root: Hpa,
+        gpa: Gpa,
+        access: Access,
+        purpose: Purpose,
+    ) -> Result<Mapping, Stop> {
+        let access = match purpose {
+            Purpose::Data => access,
+            Purpose::GuestTable => Access::Write,
+        };
+        // Four levels translate 48 bits; an address beyond them has no translation.
+        if gpa.0 >> GUEST_PHYSICAL_BITS != 0 {
+            return Err(violation(gpa, access, purpose, 0));
+        }
+
+        let mut table = root;
+        let mut permissions = PERMISSIONS;
+        let mut path = [Used { at: std::ptr::null_mut(), entry: 0 }; 4];
+        let mut level = 4;
+        loop {
+            let Some(used) = Used::read(port, generation, table, index(gpa.0, level))? else {
+                return Err(Stop::NoMemory { gpa, hpa: table });
+            };
+            let entry = used.entry;
+            if entry & PERMISSIONS == 0 {
+                return Err(violation(gpa, access, purpose, 0));
+            }
+            if is_misconfigured(entry, level) {
+                return Err(Stop::Misconfigured(Misconfiguration { gpa, level: Level(level), entry, code: 0 }));
+            }
+            permissions &= entry;
+            path[usize::from(level) - 1] = used;
+            if is_leaf(entry, level) {
+                break;
+            }
+            table = Hpa(entry & address_mask(12));
+            level -= 1;
+        }
+
+        let needed = match access {
+            Access::Read => READ,
+            Access::Write => WRITE,
+            Access::Execute => EXECUTE,
+        };
+        if permissions & needed == 0 {
+            return Err(violation(gpa, access, purpose, permissions));
+        }
+
+        for above in (level..4).rev() {
+            path[usize::from(above)].set(port, generation, ACCESSED)?;
+        }
+        let marks = if access == Access::Write { ACCESSED | DIRTY } else { ACCESSED };
+        let leaf = path[usize::from(level) - 1].set(port, generation, marks)?;
+        let writes = if permissions & WRITE != 0 && leaf & DIRTY != 0 { Writes::Allowed } else { Writes::MustWalk };
+        mapping(gpa, leaf, level, writes)
+    }
+}
+
+/// Whether the entry maps a page. Bit 7 is ignored in entries of level 1 and reserved in those of level 4.
+fn is_leaf(entry: u64, level: u8) -> bool {
+    level == 1 || entry & PAGE != 0
+}
+
+/// Whether a present entry is one that the manual calls misconfigured.
+fn is_misconfigured(entry: u64, level: u8) -> bool {
+    // Writable but not readable. (Executable but not readable is fine where execute-only translations are supported.)
+    if entry & (READ | WRITE) == WRITE {
+        return true;
+    }
+    if level == 4 {
+        return entry & (MEMORY_TYPE | 1 << 6 | PAGE) != 0;
+    }
+    if !is_leaf(entry, level) {
+        return entry & (MEMORY_TYPE | 1 << 6) != 0;
+    }
+    // Address bits below the size of a large page.
+    let reserved = address_mask(12) & !address_mask(shift(level));
+    entry & reserved != 0 || !MEMORY_TYPES.contains(&(entry >> MEMORY_TYPE_SHIFT & 0b111))
+}
+
+fn violation(gpa: Gpa, access: Access, purpose: Purpose, permissions: u64) -> Stop {
+    let mut code = QUALIFICATION_LINEAR_VALID | (permissions & PERMISSIONS) << QUALIFICATION_PERMISSIONS_SHIFT;
+    code |= match (purpose, access) {
+        // With accessed and dirty flags enabled, both bits are set for an access to a guest paging-structure entry.
+        (Purpose::GuestTable, _) => QUALIFICATION_READ | QUALIFICATION_WRITE,
+        (Purpose::Data, Access::Read) => QUALIFICATION_READ,
+        (Purpose::Data, Access::Write) => QUALIFICATION_WRITE,
+        (Purpose::Data, Access::Execute) => QUALIFICATION_FETCH,
+    };
+    if purpose == Purpose::Data {
+        code |= QUALIFICATION_FINAL;
+    }
+    Stop::Fault(Fault { gpa, access, code })
+}
