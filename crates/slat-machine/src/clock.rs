@@ -72,7 +72,7 @@ fn kernel_ns() -> u64 {
 fn counter_ns(counter: u64, start: u64, ns_per_tick: u64) -> u64 {
     // Saturating: the counters of two CPUs may differ by less than it takes to move a value between them.
     let ticks = counter.saturating_sub(start);
-    (u128::from(ticks) * u128::from(ns_per_tick) >> 32) as u64
+    ((u128::from(ticks) * u128::from(ns_per_tick)) >> 32) as u64
 }
 
 #[cfg(target_arch = "x86_64")]

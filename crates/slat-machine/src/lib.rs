@@ -1,4 +1,17 @@
-//! Software machine.
+//! A software machine on Linux to run the engine on: a *machine* and not a mock. Threads, memory and concurrency are
+//! real; only the CPU's translation hardware is a program.
+//!
+//! Why: a hypervisor's memory management shows its bugs and its costs under many CPUs, and those are hard to come by.
+//! Here a laptop runs 64 virtual CPUs, each a thread with a TLB and a page-table walker written from the processor
+//! manuals, over real memory; and every missing flush, lost write or wrong frame shows in what the guest reads.
+//!
+//! From the bottom up:
+//! - [`commit`]: the flush rule. When a flush returns, no CPU completes an access through an older translation, and no
+//!   preempted CPU delays a flush.
+//! - [`phys`], [`memory`], [`clock`], [`topology`]: physical addresses, guest memory of several kinds, time, the host.
+//! - [`tlb`], [`walk`], [`cpu`]: what hardware does with an access.
+//! - [`host`]: the engine's [`slat::Host`].
+//! - [`guest`], [`machine`]: guest programs, and the whole put together.
 
 pub mod clock;
 pub mod commit;

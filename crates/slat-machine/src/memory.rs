@@ -3,7 +3,7 @@
 //!
 //! # Protocol
 //! - A mapping never moves and is never unmapped while a [`Backing`] of it lives, so the frame of a page is the same for
-//!   ever: the pointer to it, with the bias of [`phys`](crate::phys).
+//!   ever: the pointer to it, with the bias of [`phys`].
 //! - What this machine cannot serve is refused when the backing is made, not by the kernel's OOM killer in the midst of a
 //!   run: memory is compared with what is available, huge pages are reserved by the mapping.
 //! - [`Backing::resolve`] touches the page as the guest will, so that the kernel's own fault happens there, where it is

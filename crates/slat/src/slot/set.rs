@@ -348,7 +348,7 @@ impl<B> Slots<B> {
             next = node.next;
             if node.tag < oldest && !node.slot.is_some_and(|slot| epochs.is_resolving(slot)) {
                 // SAFETY: no section can have found it, nobody resolves in it, and nothing but this node refers to it.
-                unsafe { node.free() };
+                unsafe { free_parts(node.slot, node.log) };
             } else {
                 self.push_retired(Box::into_raw(node));
             }
@@ -392,7 +392,7 @@ impl<B> SlotEntry<B> {
     /// Frees a slot of [`SlotEntry::new`] that was not published.
     pub(crate) fn discard(self) {
         // SAFETY: both came from boxes in `new`, and were never published.
-        unsafe { free_slot(self.slot, self.log) }
+        unsafe { free_parts(Some(self.slot), self.log) }
     }
 
     /// The claim that a new slot begins with.
@@ -401,26 +401,15 @@ impl<B> SlotEntry<B> {
     }
 }
 
-impl<B> Retired<B> {
-    /// # Safety
-    /// Nobody uses what the node holds.
-    unsafe fn free(self: Box<Self>) {
-        if let Some(slot) = self.slot {
-            // SAFETY: slots come from boxes; as the caller promises.
-            drop(unsafe { Box::from_raw(slot.as_ptr()) });
-        }
-        if let Some(log) = self.log {
-            // SAFETY: logs come from boxes; as the caller promises.
-            drop(unsafe { Box::from_raw(log.as_ptr()) });
-        }
-    }
-}
-
+/// Frees a slot and a log.
+///
 /// # Safety
-/// Both came from boxes and nobody uses them.
-unsafe fn free_slot<B>(slot: NonNull<Slot<B>>, log: Option<NonNull<Bitmap>>) {
-    // SAFETY: as the caller promises.
-    drop(unsafe { Box::from_raw(slot.as_ptr()) });
+/// Both came from boxes, and nobody uses them any more.
+unsafe fn free_parts<B>(slot: Option<NonNull<Slot<B>>>, log: Option<NonNull<Bitmap>>) {
+    if let Some(slot) = slot {
+        // SAFETY: as the caller promises.
+        drop(unsafe { Box::from_raw(slot.as_ptr()) });
+    }
     if let Some(log) = log {
         // SAFETY: as the caller promises.
         drop(unsafe { Box::from_raw(log.as_ptr()) });
@@ -435,13 +424,13 @@ impl<B> Drop for Slots<B> {
             let node = unsafe { Box::from_raw(next) };
             next = node.next;
             // SAFETY: as above.
-            unsafe { node.free() };
+            unsafe { free_parts(node.slot, node.log) };
         }
         // SAFETY: the current set came from a box, and nobody uses it any more.
         let set = unsafe { Box::from_raw(self.current.load(Ordering::Relaxed)) };
         for entry in &set.entries {
             // SAFETY: a slot and its log belong to the set that holds them when the VM ends.
-            unsafe { free_slot(entry.slot, entry.log) }
+            unsafe { free_parts(Some(entry.slot), entry.log) }
         }
     }
 }
