@@ -1,12 +1,12 @@
 //! How tables look.
 
-use comfy_table::presets::UTF8_HORIZONTAL_ONLY;
+use comfy_table::presets::ASCII_MARKDOWN;
 use comfy_table::{Cell, CellAlignment, ContentArrangement, Table};
 
 /// A table with a column of names and right-aligned columns of figures.
 pub(crate) fn figures(header: impl IntoIterator<Item = String>) -> Table {
     let mut table = Table::new();
-    table.load_style(UTF8_HORIZONTAL_ONLY).set_content_arrangement(ContentArrangement::Disabled);
+    table.load_style(ASCII_MARKDOWN).set_content_arrangement(ContentArrangement::Disabled);
     table.set_header(row(header));
     table
 }

@@ -133,11 +133,15 @@ impl<H: Host, F: Format> Drop for Vcpu<H, F> {
     }
 }
 
-/// Time that a fault spent in the host's resolve, kept for a fault that is in the sample.
+/// Where the time of a fault goes that is in the sample.
 #[derive(Default)]
 struct Timing {
+    /// In resolve, waits for a CPU included.
     resolve_ns: u64,
+    /// Waits for a CPU in resolve.
     resolve_run_delay_ns: u64,
+    /// In resolve, and in finding out how long that took.
+    outside_ns: u64,
 }
 
 /// One fault under way.
@@ -157,15 +161,18 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     fn serve_timed(&mut self) -> Result<Outcome, Error> {
         let (host, stats) = (&self.vm.tree.host, &self.record.stats);
         self.timing = Some(Timing::default());
-        let (start_ns, start_delay_ns) = (host.timestamp_ns(), host.run_delay_ns());
+        // The clock is read innermost: asking for the run delay may take longer than the fault.
+        let start_delay_ns = host.run_delay_ns();
+        let start_ns = host.timestamp_ns();
         let result = self.serve();
         let fault_ns = host.timestamp_ns().saturating_sub(start_ns);
         let run_delay_ns = host.run_delay_ns().saturating_sub(start_delay_ns);
         let timing = self.timing.take().unwrap_or_default();
-        stats.fault_ns.record(fault_ns);
-        stats.resolve_ns.record(timing.resolve_ns.saturating_sub(timing.resolve_run_delay_ns));
         let engine_delay_ns = run_delay_ns.saturating_sub(timing.resolve_run_delay_ns);
-        stats.guest_stall_ns.record(fault_ns.saturating_sub(timing.resolve_ns).saturating_sub(engine_delay_ns));
+        let engine_ns = fault_ns.saturating_sub(timing.outside_ns);
+        stats.fault_ns.record(engine_ns + timing.resolve_ns);
+        stats.resolve_ns.record(timing.resolve_ns.saturating_sub(timing.resolve_run_delay_ns));
+        stats.guest_stall_ns.record(engine_ns.saturating_sub(engine_delay_ns));
         result
     }
 
@@ -270,10 +277,13 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let resolved = match &mut self.timing {
             None => resolve(),
             Some(timing) => {
-                let (start_ns, start_delay_ns) = (host.timestamp_ns(), host.run_delay_ns());
+                let outside_start_ns = host.timestamp_ns();
+                let start_delay_ns = host.run_delay_ns();
+                let start_ns = host.timestamp_ns();
                 let resolved = resolve();
                 timing.resolve_ns += host.timestamp_ns().saturating_sub(start_ns);
                 timing.resolve_run_delay_ns += host.run_delay_ns().saturating_sub(start_delay_ns);
+                timing.outside_ns += host.timestamp_ns().saturating_sub(outside_start_ns);
                 resolved
             }
         };
