@@ -111,7 +111,11 @@ impl Stats {
 const SUB_BUCKETS: usize = 8;
 const SUB_BUCKET_BITS: u32 = SUB_BUCKETS.trailing_zeros();
 /// Values from 2^40 ns (18 minutes) on share the last bucket.
+#[cfg(not(loom))]
 const MAX_BITS: u32 = 40;
+/// Few: loom follows each atomic of each record.
+#[cfg(loom)]
+const MAX_BITS: u32 = 4;
 const NR_BUCKETS: usize = (MAX_BITS - SUB_BUCKET_BITS + 1) as usize * SUB_BUCKETS;
 
 fn bucket(value_ns: u64) -> usize {

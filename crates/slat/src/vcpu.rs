@@ -13,7 +13,7 @@
 
 use alloc::sync::Arc;
 
-use crate::addr::{Access, Gfn, GfnRange, Gpa, Level};
+use crate::addr::{Access, Gfn, Gpa, Level};
 use crate::dirty::log;
 use crate::error::Error;
 use crate::format::{Entry, Format};
@@ -21,7 +21,7 @@ use crate::host::{Host, Resolved};
 use crate::second_stage::flush::FlushToken;
 use crate::second_stage::install::{self, Changed, NewLeaf, Rights};
 use crate::slot::MemoryRegionFlags;
-use crate::slot::set::{BackingRef, SlotView};
+use crate::slot::set::{BackingRef, SlotKey, SlotView};
 use crate::stats::{Counter, SAMPLE_PERIOD};
 use crate::sync::{Locking, Side};
 use crate::table::entry::{self, Stamp, State};
@@ -84,7 +84,7 @@ enum Plan<'r, B> {
 /// How to fill an empty entry.
 struct InstallPlan<'r, B> {
     backing: BackingRef<'r, B>,
-    slot: GfnRange,
+    key: SlotKey<B>,
     flags: MemoryRegionFlags,
     /// Level of the empty entry.
     level: Level,
@@ -119,7 +119,15 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         let nr_faults = record.stats.get(Counter::Faults);
         record.stats.count(Counter::Faults);
         // Not the first of a period: a vCPU's very first fault, with all its cold caches, stands for none but itself.
-        if nr_faults % SAMPLE_PERIOD == SAMPLE_PERIOD / 2 { fault.serve_timed() } else { fault.serve() }
+        if nr_faults % SAMPLE_PERIOD == SAMPLE_PERIOD / 2 {
+            fault.start_timing();
+        }
+        // The one call of it, so that it needs no frame of its own.
+        let result = fault.serve();
+        if fault.timing.is_some() {
+            fault.stop_timing();
+        }
+        result
     }
 }
 
@@ -137,6 +145,10 @@ impl<H: Host, F: Format> Drop for Vcpu<H, F> {
 /// Where the time of a fault goes that is in the sample.
 #[derive(Default)]
 struct Timing {
+    /// When the fault began.
+    start_ns: u64,
+    /// The run delay by then.
+    start_delay_ns: u64,
     /// In resolve, waits for a CPU included.
     resolve_ns: u64,
     /// Waits for a CPU in resolve.
@@ -157,26 +169,29 @@ struct Fault<'v, H: Host, F: Format> {
 }
 
 impl<'v, H: Host, F: Format> Fault<'v, H, F> {
-    /// Serves a fault that is in the sample.
+    /// Puts this fault into the sample.
     #[cold]
-    fn serve_timed(&mut self) -> Result<Outcome, Error> {
-        let (host, stats) = (&self.vm.tree.host, &self.record.stats);
-        self.timing = Some(Timing::default());
-        // The clock is read innermost: asking for the run delay may take longer than the fault.
+    fn start_timing(&mut self) {
+        let host = &self.vm.tree.host;
+        // The clock is read innermost, here and below: asking for the run delay may take longer than the fault.
         let start_delay_ns = host.run_delay_ns();
-        let start_ns = host.timestamp_ns();
-        let result = self.serve();
-        let fault_ns = host.timestamp_ns().saturating_sub(start_ns);
-        let run_delay_ns = host.run_delay_ns().saturating_sub(start_delay_ns);
-        let timing = self.timing.take().unwrap_or_default();
+        self.timing = Some(Timing { start_ns: host.timestamp_ns(), start_delay_ns, ..Timing::default() });
+    }
+
+    #[cold]
+    fn stop_timing(&mut self) {
+        let Some(timing) = self.timing.take() else { return };
+        let (host, stats) = (&self.vm.tree.host, &self.record.stats);
+        let fault_ns = host.timestamp_ns().saturating_sub(timing.start_ns);
+        let run_delay_ns = host.run_delay_ns().saturating_sub(timing.start_delay_ns);
         let engine_delay_ns = run_delay_ns.saturating_sub(timing.resolve_run_delay_ns);
         let engine_ns = fault_ns.saturating_sub(timing.outside_ns);
         stats.fault_ns.record(engine_ns + timing.resolve_ns);
         stats.resolve_ns.record(timing.resolve_ns.saturating_sub(timing.resolve_run_delay_ns));
         stats.guest_stall_ns.record(engine_ns.saturating_sub(engine_delay_ns));
-        result
     }
 
+    #[inline]
     fn serve(&mut self) -> Result<Outcome, Error> {
         loop {
             let changed = match self.look() {
@@ -248,7 +263,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             None if !entry::is_host_writable::<F>(value) => Plan::TakeAway(value),
             None if cursor.level() > Level::L4K && slot.log().is_some() => Plan::Split(value),
             None if tree.locking() != Locking::None => Plan::GiveWrite(value),
-            None => match self.give_write_at(&cursor, &section, value) {
+            None => match self.give_write_at(&cursor, &section, Some(&slot.key()), value) {
                 Ok(()) => Plan::Fixed,
                 Err(Changed) => Plan::StartOver,
             },
@@ -263,7 +278,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     ) -> Plan<'v, H::Backing> {
         Plan::Install(InstallPlan {
             backing: slot.keep_for_resolve(self.record),
-            slot: slot.range(),
+            key: slot.key(),
             flags: slot.flags(),
             level: cursor.level(),
             stamp,
@@ -273,7 +288,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// Step 2: the frame, and what to map of it.
     fn resolve(&mut self, plan: &InstallPlan<'_, H::Backing>) -> Result<NewLeaf, Error> {
         let host = &self.vm.tree.host;
-        let page = self.gfn.0 - plan.slot.start.0;
+        let page = self.gfn.0 - plan.key.range.start.0;
         let resolve = || host.resolve(plan.backing.get(), self.gfn, page, self.access);
         let resolved = match &mut self.timing {
             None => resolve(),
@@ -302,7 +317,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let logs = plan.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
         let fits = |level: Level| {
             let same_offset = (pfn.0 ^ self.gfn.0) & (level.nr_pages() - 1) == 0;
-            same_offset && plan.slot.covers(self.gfn.block(level))
+            same_offset && plan.key.range.covers(self.gfn.block(level))
         };
         let mut level = if logs { Level::L4K } else { max_size.level().min(plan.level) };
         while level > Level::L4K && !fits(level) {
@@ -348,7 +363,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             _ => Counter::Installed1G,
         });
         if leaf.rights == Rights::Writable {
-            log::mark_if_logging(slots, section, self.gfn, self.gfn.block(leaf.level));
+            log::mark_if_logging(slots, section, Some(&plan.key), self.gfn, self.gfn.block(leaf.level));
         }
         Ok(())
     }
@@ -361,14 +376,20 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         if cursor.descend_to_lowest().0 != value {
             return Err(Changed);
         }
-        self.give_write_at(&cursor, &locked.section, value)
+        self.give_write_at(&cursor, &locked.section, None, value)
     }
 
     #[inline]
-    fn give_write_at(&self, cursor: &Cursor<'_, H, F>, section: &Section<'_>, value: Entry) -> Result<(), Changed> {
+    fn give_write_at(
+        &self,
+        cursor: &Cursor<'_, H, F>,
+        section: &Section<'_>,
+        key: Option<&SlotKey<H::Backing>>,
+        value: Entry,
+    ) -> Result<(), Changed> {
         install::give_write(cursor, value)?;
         self.count(Counter::WritesRestored);
-        log::mark_if_logging(&self.vm.slots, section, self.gfn, cursor.block());
+        log::mark_if_logging(&self.vm.slots, section, key, self.gfn, cursor.block());
         Ok(())
     }
 

@@ -115,7 +115,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         self.withdraw_and_zap(record, &claim);
         let result = self.slots.publish(&self.tree.epochs, record, &Change::Remove(claim.entry));
         if result.is_err() {
-            claim.restore();
+            claim.restore(&claim.entry);
             claim.release();
         }
         // A deleted slot stays claimed: whoever still finds it in an old set must not change it.
@@ -157,6 +157,10 @@ impl<H: Host, F: Format> Vm<H, F> {
         if !moves && flags == before.flags {
             return Ok(());
         }
+        if moves {
+            // Before anything is taken away: a description that is refused changes nothing. `publish` asks again.
+            self.slots.check_vacant(&self.tree.epochs, record, id, range)?;
+        }
         let log = if begins_to_log { log_for(flags, range.nr_pages())? } else { None };
         let after = before.changed(range, flags, log);
         if moves {
@@ -164,7 +168,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         }
         let published = self.slots.publish(&self.tree.epochs, record, &Change::Replace(after));
         if moves {
-            claim.restore();
+            claim.restore(if published.is_ok() { &after } else { &before });
         }
         if let Err(error) = published {
             after.discard_change(&before);

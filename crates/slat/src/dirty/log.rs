@@ -25,7 +25,7 @@ use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::flush::FlushToken;
 use crate::second_stage::protect;
-use crate::slot::set::Slots;
+use crate::slot::set::{SlotKey, Slots};
 use crate::stats::Counter;
 use crate::sync::{Side, fence_after_rmw};
 use crate::table::Tree;
@@ -39,14 +39,35 @@ const GROUPS_PER_SECTION: usize = 32;
 
 /// Marks the pages of `block`, for which the caller has just made a leaf writable by compare-and-exchange in `section`,
 /// if their slot logs.
+///
+/// `key` is the slot that the leaf was made for. It may have been moved since, and then `gfn` is another of its pages or
+/// another slot's, while the page that could be written for a moment is still its. (`None`: the VM's lock has kept the
+/// leaf from being taken away since the exchange.)
 #[inline]
-pub(crate) fn mark_if_logging<B>(slots: &Slots<B>, section: &Section<'_>, gfn: Gfn, block: GfnRange) {
+pub(crate) fn mark_if_logging<B>(
+    slots: &Slots<B>,
+    section: &Section<'_>,
+    key: Option<&SlotKey<B>>,
+    gfn: Gfn,
+    block: GfnRange,
+) {
     // The store-load pairs of the module: the leaf is writable before flags and bits are read.
     fence_after_rmw();
-    let Some(slot) = slots.find(section, gfn) else { return };
+    let (slot, range) = match (slots.find(section, gfn), key) {
+        (Some(slot), Some(key)) if slot.is_at(key) => (slot, key.range),
+        (_, Some(key)) => match slots.find_moved(section, key) {
+            Some(slot) => (slot, key.range),
+            None => return,
+        },
+        (Some(slot), None) => {
+            let range = slot.range();
+            (slot, range)
+        }
+        (None, None) => return,
+    };
     if let Some(log) = slot.log() {
-        let pages = block.intersection(slot.range());
-        log.mark(pages.start.0 - slot.range().start.0, pages.nr_pages());
+        let pages = block.intersection(range);
+        log.mark(pages.start.0 - range.start.0, pages.nr_pages());
     }
 }
 
@@ -129,6 +150,9 @@ fn harvest_turn<H: Host, F: Format>(
         if any != 0 {
             // The store-load pair: bits are taken before leaves are looked at.
             fence_after_rmw();
+            // Where the slot is, only now: if it was moved since this section began, the pages whose bits were taken may
+            // be writable at its new place.
+            let range = slots.by_id(section, id).map_or(range, |slot| slot.range());
             let mut cursor = Cursor::new(tree, section, range.start);
             for (index, &mask) in group.iter().enumerate().filter(|(_, mask)| **mask != 0) {
                 let first = Gfn(range.start.0 + (first_word + done + index) as u64 * PAGES_PER_WORD);
@@ -144,3 +168,7 @@ fn harvest_turn<H: Host, F: Format>(
     }
     Ok(done)
 }
+
+#[cfg(all(test, loom))]
+#[path = "log_loom.rs"]
+mod loom_tests;

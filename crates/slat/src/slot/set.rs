@@ -22,7 +22,7 @@ use crate::addr::{Gfn, GfnRange};
 use crate::boxed::try_box;
 use crate::dirty::bitmap::Bitmap;
 use crate::error::Error;
-use crate::sync::{AtomicBool, AtomicPtr, Ordering};
+use crate::sync::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use crate::table::retire::{Epochs, Record, Section};
 
 /// What stays the same during a slot's life.
@@ -30,15 +30,21 @@ pub(crate) struct Slot<B> {
     backing: B,
     /// A change of this slot is under way.
     claimed: AtomicBool,
-    /// Nothing may be mapped for this slot now.
-    withdrawn: AtomicBool,
+    /// Which entry for this slot may be mapped: the one whose `place` this is; or [`WITHDRAWN`].
+    valid_place: AtomicU32,
 }
+
+/// The value of [`Slot::valid_place`] while nothing may be mapped for the slot.
+const WITHDRAWN: u32 = u32::MAX;
 
 /// A slot in a set.
 pub(crate) struct SlotEntry<B> {
     pub(crate) range: GfnRange,
     pub(crate) id: u32,
     pub(crate) flags: MemoryRegionFlags,
+    /// How often the slot has been moved. An entry of an old set must not pass for valid when the move that replaced it
+    /// is over: so validity is a matter of the place, and not a flag that is set and cleared again.
+    place: u32,
     slot: NonNull<Slot<B>>,
     /// The dirty log, exactly if `flags` has `LOG_DIRTY_PAGES`.
     log: Option<NonNull<Bitmap>>,
@@ -86,7 +92,26 @@ pub(crate) struct SlotView<'s, B> {
     section: &'s Section<'s>,
 }
 
+/// A slot at its place: what a fault remembers of the slot that it maps a page of.
+pub(crate) struct SlotKey<B> {
+    id: u32,
+    pub(crate) range: GfnRange,
+    /// Only compared. The slot is kept alive by the section in which the key was made, or by a [`BackingRef`].
+    slot: NonNull<Slot<B>>,
+}
+
 impl<'s, B> SlotView<'s, B> {
+    pub(crate) fn key(&self) -> SlotKey<B> {
+        let SlotEntry { id, range, slot, .. } = self.entry;
+        SlotKey { id, range, slot }
+    }
+
+    /// Whether this is the slot of `key`, and where it was then.
+    #[inline]
+    pub(crate) fn is_at(&self, key: &SlotKey<B>) -> bool {
+        self.entry.slot == key.slot && self.entry.range == key.range
+    }
+
     pub(crate) fn range(&self) -> GfnRange {
         self.entry.range
     }
@@ -95,14 +120,14 @@ impl<'s, B> SlotView<'s, B> {
         self.entry.flags
     }
 
-    /// Whether the slot is being deleted or moved.
+    /// Whether the slot is being deleted or moved, or has been moved since this entry of it was published.
     #[inline]
     pub(crate) fn is_withdrawn(&self) -> bool {
         // SAFETY: found in an open section.
         let slot = unsafe { self.entry.slot.as_ref() };
         // Acquire: not after what the fault does because of the answer. That it comes after the read of the entry is
         // that read's acquire.
-        slot.withdrawn.load(Ordering::Acquire)
+        slot.valid_place.load(Ordering::Acquire) != self.entry.place
     }
 
     #[inline]
@@ -153,12 +178,12 @@ impl<B> Claim<B> {
     /// Makes faults in the slot start over, until [`Claim::restore`] or until the slot is out of the set.
     pub(crate) fn withdraw(&self) {
         // Release would do: the stamp that is taken next hands it on.
-        self.slot().withdrawn.store(true, Ordering::SeqCst);
+        self.slot().valid_place.store(WITHDRAWN, Ordering::SeqCst);
     }
 
-    /// Takes [`Claim::withdraw`] back.
-    pub(crate) fn restore(&self) {
-        self.slot().withdrawn.store(false, Ordering::Release);
+    /// Takes [`Claim::withdraw`] back, for the entry of the slot that is published now.
+    pub(crate) fn restore(&self, published: &SlotEntry<B>) {
+        self.slot().valid_place.store(published.place, Ordering::Release);
     }
 
     /// Lets others change the slot.
@@ -207,6 +232,12 @@ impl<B> SlotSet<B> {
         let behind = self.entries.partition_point(|entry| entry.range.start <= gfn);
         let entry = &self.entries[behind.checked_sub(1)?];
         entry.range.contains(gfn).then_some(entry)
+    }
+
+    /// The first slot other than `id` that shares a frame with `range`.
+    fn overlapping(&self, id: u32, range: GfnRange) -> Option<&SlotEntry<B>> {
+        let first = self.entries.partition_point(|entry| entry.range.end <= range.start);
+        self.entries[first..].iter().take_while(|entry| entry.range.start < range.end).find(|entry| entry.id != id)
     }
 
     /// Fills this empty set, which has room for it, with `old` as changed. Allocates nothing.
@@ -261,6 +292,11 @@ impl<B> Slots<B> {
         self.current(section).by_id(id).map(|&entry| SlotView { entry, section })
     }
 
+    /// The slot of `key`, wherever it is now.
+    pub(crate) fn find_moved<'s>(&self, section: &'s Section<'s>, key: &SlotKey<B>) -> Option<SlotView<'s, B>> {
+        self.by_id(section, key.id).filter(|view| view.entry.slot == key.slot)
+    }
+
     /// Claims slot `id` for a change. `Ok(None)`: there is no such slot.
     pub(crate) fn claim(&self, epochs: &Epochs, record: &Record, id: u32) -> Result<Option<Claim<B>>, Error> {
         let section = epochs.enter(record);
@@ -276,6 +312,15 @@ impl<B> Slots<B> {
             Some(now) if now.entry.slot == view.entry.slot => Ok(Some(Claim { entry: now.entry })),
             // Deleted in between: the claim was on a dead slot.
             _ => Err(Error::SlotBusy { slot: id }),
+        }
+    }
+
+    /// Whether slot `id` could have `range` now.
+    pub(crate) fn check_vacant(&self, epochs: &Epochs, record: &Record, id: u32, range: GfnRange) -> Result<(), Error> {
+        let section = epochs.enter(record);
+        match self.current(&section).overlapping(id, range) {
+            Some(other) => Err(Error::Overlap { slot: id, gpa: range.start.gpa(), other: other.id }),
+            None => Ok(()),
         }
     }
 
@@ -365,9 +410,9 @@ impl<B> SlotEntry<B> {
         backing: B,
         log: Option<Box<Bitmap>>,
     ) -> Result<SlotEntry<B>, Error> {
-        let slot = try_box(Slot { backing, claimed: AtomicBool::new(true), withdrawn: AtomicBool::new(false) })?;
+        let slot = try_box(Slot { backing, claimed: AtomicBool::new(true), valid_place: AtomicU32::new(0) })?;
         let slot = NonNull::from(Box::leak(slot));
-        Ok(SlotEntry { range, id, flags, slot, log: log.map(|log| NonNull::from(Box::leak(log))) })
+        Ok(SlotEntry { range, id, flags, place: 0, slot, log: log.map(|log| NonNull::from(Box::leak(log))) })
     }
 
     /// The same slot elsewhere, with other flags, and with `log` if it begins to log.
@@ -376,7 +421,8 @@ impl<B> SlotEntry<B> {
             Some(log) => Some(NonNull::from(Box::leak(log))),
             None => self.log.filter(|_| flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES)),
         };
-        SlotEntry { range, flags, log, ..self }
+        let place = if range == self.range { self.place } else { (self.place + 1) % WITHDRAWN };
+        SlotEntry { range, flags, place, log, ..self }
     }
 
     /// Frees the log that `changed` added to `before`, because this entry was not published.

@@ -81,7 +81,7 @@ impl<H: Host, F: Format> Tree<H, F> {
     }
 
     /// Enters a section that changes the tree, after waiting for the VM's lock if there is one.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn enter<'a>(&'a self, record: &'a Record, side: Side) -> LockedSection<'a, H> {
         let guard = match self.lock.locking() {
             Locking::None => None,
@@ -90,10 +90,16 @@ impl<H: Host, F: Format> Tree<H, F> {
         LockedSection { section: self.epochs.enter(record), _guard: guard }
     }
 
+    #[inline]
     fn acquire<'a>(&'a self, record: &'a Record, side: Side) -> LockGuard<'a, H> {
-        if let Some(guard) = self.lock.try_acquire(&self.host, side) {
-            return guard;
+        match self.lock.try_acquire(&self.host, side) {
+            Some(guard) => guard,
+            None => self.wait_for_lock(record, side),
         }
+    }
+
+    #[cold]
+    fn wait_for_lock<'a>(&'a self, record: &'a Record, side: Side) -> LockGuard<'a, H> {
         let start_ns = self.host.timestamp_ns();
         let guard = self.lock.acquire(&self.host, side);
         record.stats.count(Counter::LockWaits);

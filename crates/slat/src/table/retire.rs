@@ -363,3 +363,7 @@ impl TableChain {
         });
     }
 }
+
+#[cfg(all(test, loom))]
+#[path = "retire_loom.rs"]
+mod loom_tests;

@@ -1,10 +1,12 @@
 //! The cursor: where a walk stands in the tree. It goes down to the lowest entry for a frame, and onwards to the next.
 //!
-//! It remembers the tables on its way, so that the next frame of the same table costs one index. What it remembers may
-//! have been unlinked meanwhile; such a table's entries are frozen sooner or later, and who meets a frozen entry starts
-//! over at the root ([`Cursor::restart`]). Until then a change in such a table is lost with it, which is why
-//! an operation whose "there is nothing to do here" must be up to date walks from the root after its fence (see
-//! `dirty/log.rs`). A cursor lives inside one section.
+//! It remembers the table that it is in, so that the next frame of the same table costs one index; the way to any other
+//! begins at the root. The table may have been unlinked meanwhile; its entries are then frozen sooner or later, and who
+//! meets a frozen entry starts over at the root ([`Cursor::restart`]). Until then a change in such a table is lost with
+//! it, which is why an operation whose "there is nothing to do here" must be up to date walks from the root after its
+//! fence (see `dirty/log.rs`). A cursor lives inside one section.
+//!
+//! A fault makes two of them, so all of it must fit into registers: no array of the tables on the way.
 
 use super::Tree;
 use super::entry::{self, EntryRef, State};
@@ -15,15 +17,12 @@ use crate::format::{Entry, Format};
 use crate::host::Host;
 use crate::sync::AtomicU64;
 
-/// Levels are 1 to 5.
-const PATH_LEN: usize = 6;
-
 /// A position in the tree: the entry of `level` for `gfn`.
 pub(crate) struct Cursor<'s, H: Host, F: Format> {
     tree: &'s Tree<H, F>,
     section: &'s Section<'s>,
-    /// The tables on the way; index `l` holds the one whose entries have level `l`, from `level` up to the root.
-    path: [&'s [AtomicU64]; PATH_LEN],
+    /// The table that the current entry is in.
+    table: &'s [AtomicU64],
     level: Level,
     gfn: Gfn,
 }
@@ -32,10 +31,8 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// At the root's entry for `gfn`.
     #[inline]
     pub(crate) fn new(tree: &'s Tree<H, F>, section: &'s Section<'s>, gfn: Gfn) -> Cursor<'s, H, F> {
-        let root = frames::linked_entries::<H, F>(&tree.host, section, tree.root(), F::ROOT_LEVEL);
-        let mut path: [&[AtomicU64]; PATH_LEN] = [&[]; PATH_LEN];
-        path[F::ROOT_LEVEL.0 as usize] = root;
-        Cursor { tree, section, path, level: F::ROOT_LEVEL, gfn }
+        let table = frames::linked_entries::<H, F>(&tree.host, section, tree.root(), F::ROOT_LEVEL);
+        Cursor { tree, section, table, level: F::ROOT_LEVEL, gfn }
     }
 
     #[inline]
@@ -57,14 +54,13 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// The current entry.
     #[inline]
     pub(crate) fn entry(&self) -> EntryRef<'s> {
-        let table = self.path[self.level.0 as usize];
-        EntryRef::new(&table[index_of::<F>(self.gfn, self.level)], self.level)
+        EntryRef::new(&self.table[index_of::<F>(self.gfn, self.level)], self.level)
     }
 
     /// Back to the root, for the same frame.
     #[inline]
     pub(crate) fn restart(&mut self) {
-        self.level = F::ROOT_LEVEL;
+        *self = Cursor::new(self.tree, self.section, self.gfn);
     }
 
     /// Into the table that `value`, read from the current entry, points to.
@@ -73,8 +69,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         debug_assert!(entry::state::<F>(value, self.level) == State::Table);
         let table = F::address(value, self.level);
         self.level = self.level.down();
-        self.path[self.level.0 as usize] =
-            frames::linked_entries::<H, F>(&self.tree.host, self.section, table, self.level);
+        self.table = frames::linked_entries::<H, F>(&self.tree.host, self.section, table, self.level);
     }
 
     /// Goes down to the lowest entry for the current frame and says what it holds and is; never a table, and never
@@ -95,14 +90,13 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         }
     }
 
-    /// To the entry for `gfn`, of the current level if that is in the same table, else of the lowest level whose table
-    /// on the remembered path covers it.
+    /// To the entry for `gfn`: of the current level if that is in the same table, else of the root's.
     #[inline]
     pub(crate) fn move_to(&mut self, gfn: Gfn) {
         let moved = self.gfn.0 ^ gfn.0;
         self.gfn = gfn;
-        while self.level < F::ROOT_LEVEL && moved >= self.level.up().nr_pages() {
-            self.level = self.level.up();
+        if self.level < F::ROOT_LEVEL && moved >= self.level.up().nr_pages() {
+            self.restart();
         }
     }
 

@@ -1,12 +1,17 @@
 //! A host for tests: table memory whose physical addresses are not its pointers, an allocation that fails when told to,
-//! a record of flushes, frames that are numbers without memory behind them; and a reference walk.
+//! a record of flushes, frames that are numbers without memory behind them; and a reference walk. `guest` has threads
+//! that walk the tables as CPUs do, beside everybody else.
 
 #![allow(dead_code, reason = "each test binary uses a part")]
 #![allow(missing_docs)]
 #![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
 
+pub mod guest;
+
 use std::alloc::{Layout, alloc, dealloc};
-use std::collections::HashMap;
+use std::cell::Cell;
+use std::collections::{HashMap, VecDeque};
+use std::mem::take;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Instant;
@@ -18,6 +23,33 @@ use slat::{
 
 /// Host-physical address less pointer.
 pub const BIAS: u64 = 1 << 50;
+
+/// What a freed table is filled with. Not a value that any entry has.
+const POISON: u64 = 0x5a5a_5a5a_5a5a_5a5a;
+
+/// Freed tables whose memory is kept for so long, so that a walk that comes too late meets [`POISON`].
+const GRAVEYARD_CAPACITY: usize = 4096;
+
+thread_local! {
+    /// How many methods of the host this thread is in: its memory is not the engine's, for a test that counts.
+    pub static INSIDE_HOST: Cell<u32> = const { Cell::new(0) };
+}
+
+/// Says that this thread is inside the host.
+struct InsideHost;
+
+impl InsideHost {
+    fn enter() -> InsideHost {
+        INSIDE_HOST.set(INSIDE_HOST.get() + 1);
+        InsideHost
+    }
+}
+
+impl Drop for InsideHost {
+    fn drop(&mut self) {
+        INSIDE_HOST.set(INSIDE_HOST.get() - 1);
+    }
+}
 
 /// Frames are given out by number: page n of a backing is frame `first_pfn + n`.
 #[derive(Debug)]
@@ -57,8 +89,12 @@ pub struct TestHost {
     tables: Mutex<HashMap<u64, usize>>,
     /// Allocations that still succeed; negative: all do.
     allocations_left: AtomicI64,
+    graveyard: Mutex<VecDeque<(u64, Layout)>>,
     pub flushes: Mutex<Vec<Vec<GfnRange>>>,
-    parked: Mutex<()>,
+    /// Accesses of guests, which a flush waits for.
+    pub gate: guest::Gate,
+    /// Who sleeps on which word, by ticket, and the next ticket.
+    parked: Mutex<(Vec<(usize, u64)>, u64)>,
     wakeup: Condvar,
     start: Instant,
     pub resolves: AtomicU64,
@@ -66,11 +102,14 @@ pub struct TestHost {
 
 impl Default for TestHost {
     fn default() -> TestHost {
+        let _inside = InsideHost::enter();
         TestHost {
             tables: Mutex::default(),
             allocations_left: AtomicI64::new(-1),
+            graveyard: Mutex::default(),
             flushes: Mutex::default(),
-            parked: Mutex::new(()),
+            gate: guest::Gate::default(),
+            parked: Mutex::default(),
             wakeup: Condvar::new(),
             start: Instant::now(),
             resolves: AtomicU64::new(0),
@@ -95,40 +134,67 @@ impl TestHost {
     pub fn nr_flushes(&self) -> usize {
         self.flushes.lock().unwrap().len()
     }
+
+    fn unpark(&self, word: *const AtomicU32, most: usize) -> bool {
+        let mut parked = self.parked.lock().unwrap();
+        let mut woken = 0;
+        parked.0.retain(|(asleep_on, _)| {
+            let wake = *asleep_on == word.addr() && woken < most;
+            woken += usize::from(wake);
+            !wake
+        });
+        if woken != 0 {
+            self.wakeup.notify_all();
+        }
+        woken != 0
+    }
 }
 
 impl Drop for TestHost {
     fn drop(&mut self) {
+        let _inside = InsideHost::enter();
         assert!(std::thread::panicking() || self.live_tables() == 0, "tables leaked");
+        for (table, layout) in self.graveyard.get_mut().unwrap().drain(..) {
+            // SAFETY: it was allocated with this layout, and the VM and its guests are gone.
+            unsafe { dealloc((table - BIAS) as *mut u8, layout) }
+        }
+        // Here, where it counts as the host's.
+        drop((take(&mut self.tables), take(&mut self.graveyard), take(&mut self.flushes)));
+        drop((take(&mut self.gate.words), take(&mut self.parked)));
     }
 }
 
 impl Park for TestHost {
     fn park(&self, word: &AtomicU32, expected: u32) {
-        let guard = self.parked.lock().unwrap();
-        if word.load(Ordering::SeqCst) == expected {
-            drop(self.wakeup.wait(guard).unwrap());
+        let _inside = InsideHost::enter();
+        let mut parked = self.parked.lock().unwrap();
+        if word.load(Ordering::SeqCst) != expected {
+            return;
+        }
+        let ticket = parked.1;
+        parked.1 += 1;
+        parked.0.push((std::ptr::from_ref(word).addr(), ticket));
+        while parked.0.iter().any(|(_, sleeper)| *sleeper == ticket) {
+            parked = self.wakeup.wait(parked).unwrap();
         }
     }
 
     fn unpark_one(&self, word: *const AtomicU32) -> bool {
-        // All sleep on one condition variable: waking all is waking the right one.
-        self.unpark_all(word);
-        true
+        self.unpark(word, 1)
     }
 
-    fn unpark_all(&self, _word: *const AtomicU32) {
-        drop(self.parked.lock().unwrap());
-        self.wakeup.notify_all();
+    fn unpark_all(&self, word: *const AtomicU32) {
+        self.unpark(word, usize::MAX);
     }
 }
 
-// SAFETY: tables come from the global allocator and stay until freed; flushes are recorded, and no CPU caches anything,
-// because the tests walk the tables at each access; frames are numbers.
+// SAFETY: tables come from the global allocator and stay until freed; no CPU caches anything, because the tests walk the
+// tables at each access, and a flush waits for the accesses that have begun before it; frames are numbers.
 unsafe impl Host for TestHost {
     type Backing = Arc<TestBacking>;
 
     fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
+        let _inside = InsideHost::enter();
         let left = self.allocations_left.load(Ordering::SeqCst);
         if left == 0 {
             return None;
@@ -147,13 +213,21 @@ unsafe impl Host for TestHost {
     }
 
     unsafe fn free_table(&self, table: Hpa, layout: Layout) {
+        let _inside = InsideHost::enter();
         let size = self.tables.lock().unwrap().remove(&table.0);
         assert_eq!(size, Some(layout.size()), "free of {table}, which is not a live table of this size");
         let pointer = self.table_ptr(table);
-        // SAFETY: it was allocated with this layout and freed by nobody else (checked above). Garbage, to be noticed.
-        unsafe {
-            pointer.write_bytes(0x5a, layout.size());
-            dealloc(pointer, layout);
+        for word in 0..layout.size() / 8 {
+            // SAFETY: inside the table. Garbage, to be noticed by a walk that should not be here any more.
+            unsafe { AtomicU64::from_ptr(pointer.cast::<u64>().add(word)) }.store(POISON, Ordering::SeqCst);
+        }
+        let mut graveyard = self.graveyard.lock().unwrap();
+        graveyard.push_back((table.0, layout));
+        if graveyard.len() > GRAVEYARD_CAPACITY
+            && let Some((oldest, layout)) = graveyard.pop_front()
+        {
+            // SAFETY: it was allocated with this layout and freed by nobody else (checked when it came here).
+            unsafe { dealloc((oldest - BIAS) as *mut u8, layout) }
         }
     }
 
@@ -172,7 +246,14 @@ unsafe impl Host for TestHost {
     }
 
     fn flush(&self, ranges: &[GfnRange]) {
+        let _inside = InsideHost::enter();
+        assert!(ranges.iter().all(|range| !range.is_empty()), "a flush of nothing: {ranges:?}");
+        self.gate.wait_for_accesses();
         self.flushes.lock().unwrap().push(ranges.to_vec());
+    }
+
+    fn yield_now(&self) {
+        std::thread::yield_now();
     }
 
     fn timestamp_ns(&self) -> u64 {
@@ -190,8 +271,8 @@ pub struct Translation {
     pub entry: Entry,
 }
 
-/// Address of the lowest entry for `gfn`, and its level.
-pub fn lowest_entry<F: Format>(host: &TestHost, root: Hpa, gfn: Gfn) -> (*mut u64, Level) {
+/// The lowest entry for `gfn`: where it is, what it holds, its level.
+pub fn walk<F: Format>(host: &TestHost, root: Hpa, gfn: Gfn) -> (*mut u64, Entry, Level) {
     let (mut table, mut level) = (root, F::ROOT_LEVEL);
     loop {
         let nr_entries = if level == F::ROOT_LEVEL { F::ROOT_ENTRIES } else { F::TABLE_ENTRIES };
@@ -200,19 +281,24 @@ pub fn lowest_entry<F: Format>(host: &TestHost, root: Hpa, gfn: Gfn) -> (*mut u6
         let cell = unsafe { host.table_ptr(table).cast::<u64>().add(index) };
         // SAFETY: as above; atomic, because others may write.
         let entry = Entry(unsafe { AtomicU64::from_ptr(cell) }.load(Ordering::SeqCst));
+        assert_ne!(entry.0, POISON, "a walk for {gfn} in a table that was freed");
         if !F::is_present(entry) || F::is_leaf(entry, level) {
-            return (cell, level);
+            return (cell, entry, level);
         }
         table = F::address(entry, level);
         level = Level(level.0 - 1);
     }
 }
 
-/// Walks as hardware does, for tests in which no table is freed meanwhile.
+/// Address of the lowest entry for `gfn`, and its level.
+pub fn lowest_entry<F: Format>(host: &TestHost, root: Hpa, gfn: Gfn) -> (*mut u64, Level) {
+    let (cell, _, level) = walk::<F>(host, root, gfn);
+    (cell, level)
+}
+
+/// Walks as hardware does. Only for a moment in which no table is freed; else see `guest`.
 pub fn translate<F: Format>(vm: &Vm<TestHost, F>, gpa: Gpa) -> Option<Translation> {
-    let (cell, level) = lowest_entry::<F>(vm.host(), vm.root(), gpa.gfn());
-    // SAFETY: inside a live table.
-    let entry = Entry(unsafe { AtomicU64::from_ptr(cell) }.load(Ordering::SeqCst));
+    let (_, entry, level) = walk::<F>(vm.host(), vm.root(), gpa.gfn());
     F::is_present(entry).then(|| Translation {
         pfn: Pfn(F::address(entry, level).pfn().0 + gpa.gfn().0 % level.nr_pages()),
         level,
@@ -244,4 +330,14 @@ pub fn region(
 /// What changes an existing slot.
 pub fn change(slot: u32, flags: MemoryRegionFlags, gpa: u64, size_bytes: u64) -> MemoryRegion<Arc<TestBacking>> {
     MemoryRegion { slot, flags, guest_phys_addr: Gpa(gpa), memory_size: size_bytes, backing: None }
+}
+
+/// Takes everything away from a VM without slots that others are done with, and checks that no table is left but the
+/// root. Tables that were only partly covered by a slot stay linked, so slots go over them that cover the space wholly.
+pub fn assert_no_table_is_left<F: Format>(vm: &Vm<TestHost, F>) {
+    let whole = 1 << F::GPA_BITS;
+    vm.set_user_memory_region(region(0, 0, whole, 0, PageSize::Size4K)).unwrap();
+    vm.set_user_memory_region(change(0, MemoryRegionFlags::empty(), 0, 0)).unwrap();
+    vm.reclaim().unwrap();
+    assert_eq!((vm.stats().live_tables(), vm.host().live_tables()), (1, 1));
 }

@@ -1,0 +1,142 @@
+//! What is measured: the engine with each locking, with each format, behind std's locks, and the peer.
+
+use std::sync::{Arc, Mutex, RwLock};
+
+use slat::sync::{Lock, Side};
+use slat::{Ept, Format, Locking, Npt, Stats, Vm};
+
+use super::arena::Memory;
+use super::futex_park::FutexPark;
+use super::host::{self, BenchHost};
+use super::peer::{Peer, Remap};
+use super::run::{self, Shape, Subject, Times};
+
+/// What serves the faults, and which faults.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Kind {
+    /// The engine with AMD's tables.
+    Slat(Locking),
+    /// The engine without a lock, with Intel's tables.
+    SlatEpt,
+    /// The engine without a lock, inside a `std::sync::Mutex`.
+    StdMutex,
+    /// The engine without a lock, inside the read side of a `std::sync::RwLock`.
+    StdRwLock,
+    /// The engine without a lock, inside the engine's own lock of this kind (its read side, if it has one).
+    OwnLock(Locking),
+    /// Leaves that are write-protected because the slot logs.
+    DirtyLog,
+    /// `axaddrspace` inside a `std::sync::Mutex`.
+    Peer,
+    /// The same, replacing a mapping as its own hypervisor does.
+    PeerAsAxvm,
+}
+
+/// What a run took, and what the engine counted meanwhile.
+pub(crate) struct Measured {
+    pub(crate) times: Times,
+    pub(crate) stats: Stats,
+}
+
+impl<F: Format> Subject for Arc<Vm<BenchHost, F>> {
+    fn cpu(&self) -> impl FnMut(u64) {
+        let mut vcpu = self.create_vcpu().unwrap();
+        move |page| host::write_fault(&mut vcpu, page)
+    }
+}
+
+struct InMutex(Arc<Vm<BenchHost, Npt>>, Mutex<()>);
+
+impl Subject for InMutex {
+    fn cpu(&self) -> impl FnMut(u64) {
+        let mut vcpu = self.0.create_vcpu().unwrap();
+        move |page| {
+            let _guard = self.1.lock();
+            host::write_fault(&mut vcpu, page);
+        }
+    }
+}
+
+struct InRwLock(Arc<Vm<BenchHost, Npt>>, RwLock<()>);
+
+impl Subject for InRwLock {
+    fn cpu(&self) -> impl FnMut(u64) {
+        let mut vcpu = self.0.create_vcpu().unwrap();
+        move |page| {
+            let _guard = self.1.read();
+            host::write_fault(&mut vcpu, page);
+        }
+    }
+}
+
+struct InOwnLock(Arc<Vm<BenchHost, Npt>>, Lock);
+
+impl Subject for InOwnLock {
+    fn cpu(&self) -> impl FnMut(u64) {
+        let mut vcpu = self.0.create_vcpu().unwrap();
+        move |page| {
+            let _guard = self.1.acquire(&FutexPark, Side::Read);
+            host::write_fault(&mut vcpu, page);
+        }
+    }
+}
+
+impl Subject for Peer {
+    fn cpu(&self) -> impl FnMut(u64) {
+        |page| self.write_fault(page)
+    }
+}
+
+/// Runs faults of `shape` on a new VM, and sees that they did what they are for.
+pub(crate) fn measure(memory: Memory, kind: Kind, shape: Shape) -> Measured {
+    memory.reset();
+    let measured = match kind {
+        Kind::Slat(locking) => installs(&host::new_vm::<Npt>(memory, locking, shape.memory_pages()), shape),
+        Kind::SlatEpt => installs(&host::new_vm::<Ept>(memory, Locking::None, shape.memory_pages()), shape),
+        Kind::StdMutex => {
+            let vm = host::new_vm::<Npt>(memory, Locking::None, shape.memory_pages());
+            let times = run::run(&InMutex(Arc::clone(&vm), Mutex::new(())), shape);
+            Measured { times, stats: vm.stats() }
+        }
+        Kind::StdRwLock => {
+            let vm = host::new_vm::<Npt>(memory, Locking::None, shape.memory_pages());
+            let times = run::run(&InRwLock(Arc::clone(&vm), RwLock::new(())), shape);
+            Measured { times, stats: vm.stats() }
+        }
+        Kind::OwnLock(locking) => {
+            let vm = host::new_vm::<Npt>(memory, Locking::None, shape.memory_pages());
+            let times = run::run(&InOwnLock(Arc::clone(&vm), Lock::new(locking)), shape);
+            Measured { times, stats: vm.stats() }
+        }
+        Kind::DirtyLog => gives_write_back(&host::new_vm::<Npt>(memory, Locking::None, shape.memory_pages()), shape),
+        Kind::Peer | Kind::PeerAsAxvm => {
+            let remap = if kind == Kind::Peer { Remap::MapFirst } else { Remap::UnmapFirst };
+            let peer = Peer::new(memory, remap, shape.memory_pages());
+            let times = run::run(&peer, shape);
+            // It takes a frame for each call, also where one is mapped.
+            assert_eq!(peer.nr_frames(), shape.nr_faults());
+            return Measured { times, stats: Stats::default() };
+        }
+    };
+    if kind != Kind::DirtyLog {
+        assert_eq!((measured.stats.faults, measured.stats.installed_4k), (shape.nr_faults(), shape.nr_pages()));
+    }
+    measured
+}
+
+fn installs<F: Format>(vm: &Arc<Vm<BenchHost, F>>, shape: Shape) -> Measured {
+    let times = run::run(vm, shape);
+    Measured { times, stats: vm.stats() }
+}
+
+fn gives_write_back(vm: &Arc<Vm<BenchHost, Npt>>, shape: Shape) -> Measured {
+    let mut fault = vm.cpu();
+    for index in 0..shape.nr_pages() {
+        fault(shape.page(index));
+    }
+    host::log_dirty_pages(vm, shape.memory_pages());
+    let times = run::run(vm, shape);
+    let stats = vm.stats();
+    assert_eq!(stats.writes_restored, shape.nr_pages());
+    Measured { times, stats }
+}

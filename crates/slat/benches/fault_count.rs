@@ -1,0 +1,63 @@
+//! A number of faults on one thread, for tools that count instructions:
+//!
+//! ```text
+//! cargo bench -p slat --bench fault_count --no-run
+//! valgrind --tool=callgrind --toggle-collect='*::touch*' target/release/deps/fault_count-* 65536
+//! ```
+//!
+//! The count divided by the number printed is instructions per fault. `65536 log`: faults that give the right to write
+//! back while the slot logs.
+
+#[cfg(not(any(loom, shuttle)))]
+#[path = "fault/arena.rs"]
+mod arena;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "../tests/support/futex_park.rs"]
+mod futex_park;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "fault/host.rs"]
+mod host;
+
+#[cfg(not(any(loom, shuttle)))]
+use slat::Park;
+
+#[cfg(not(any(loom, shuttle)))]
+mod count {
+    use slat::{Locking, Npt};
+
+    use super::arena::Memory;
+    use super::host;
+
+    /// The loop that is looked at.
+    #[inline(never)]
+    fn touch(mut fault: impl FnMut(u64), nr_pages: u64) {
+        for page in 0..nr_pages {
+            fault(page);
+        }
+    }
+
+    pub(super) fn main() {
+        let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| !argument.starts_with('-')).collect();
+        let nr_pages: u64 = arguments.first().map_or(1024, |count| count.parse().expect("a number of faults"));
+        let logs = arguments.get(1).is_some_and(|kind| kind == "log");
+        let memory = Memory::new(nr_pages as usize / 256 + 16);
+        let vm = host::new_vm::<Npt>(memory, Locking::None, nr_pages);
+        let mut vcpu = vm.create_vcpu().unwrap();
+        if logs {
+            for page in 0..nr_pages {
+                host::write_fault(&mut vcpu, page);
+            }
+            host::log_dirty_pages(&vm, nr_pages);
+        }
+        touch(|page| host::write_fault(&mut vcpu, page), nr_pages);
+        drop((vcpu, vm));
+        // Sees that all tables were given back.
+        memory.reset();
+        println!("{nr_pages}");
+    }
+}
+
+fn main() {
+    #[cfg(not(any(loom, shuttle)))]
+    count::main();
+}

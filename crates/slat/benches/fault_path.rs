@@ -1,0 +1,41 @@
+//! One fault on memory that is there already, beside the only published Rust fault path (`axaddrspace` behind a mutex),
+//! and beside the same engine behind std's locks.
+//!
+//! Each measurement has a fresh VM and its own threads, started beforehand, pinned where there are CPUs enough, and let
+//! go together; it takes the time from the first fault to the last. All faults are writes; table memory is touched
+//! beforehand, and resolving a page is an addition.
+//!
+//! First criterion's report, then a table of medians over interleaved repetitions, because figures of two separate
+//! minutes cannot be compared on a machine with other users; ratios are taken within each repetition.
+//! `cargo bench -p slat --bench fault_path -- table` prints only the table, `-- table 101` with so many repetitions,
+//! `-- table 101 lock` of the lines that have this in their names.
+
+#[cfg(not(any(loom, shuttle)))]
+#[path = "fault/arena.rs"]
+mod arena;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "../tests/support/futex_park.rs"]
+mod futex_park;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "fault/host.rs"]
+mod host;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "fault/peer.rs"]
+mod peer;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "fault/report.rs"]
+mod report;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "fault/run.rs"]
+mod run;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "fault/subjects.rs"]
+mod subjects;
+
+#[cfg(not(any(loom, shuttle)))]
+use slat::Park;
+
+fn main() {
+    #[cfg(not(any(loom, shuttle)))]
+    report::main();
+}

@@ -1,0 +1,195 @@
+//! The store-load pairs of the dirty log under loom: when all are done, no leaf is writable whose page is not marked.
+//! Schedules of a few threads with at most [`PREEMPTIONS`] preemptions, with the memory orders as they are written (loom
+//! takes sequentially consistent accesses for acquire and release; only fences are more).
+//!
+//! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
+
+extern crate std;
+
+use std::vec::Vec;
+
+use loom::sync::Arc;
+use loom::thread;
+
+use super::mark_if_logging;
+use crate::addr::{Gfn, GfnRange, Level, Pfn};
+use crate::dirty::bitmap::Bitmap;
+use crate::format::{Entry, Format, Npt};
+use crate::slot::MemoryRegionFlags;
+use crate::slot::set::{Change, SlotEntry, Slots};
+use crate::sync::{AtomicU64, fence_after_rmw, full_fence};
+use crate::table::entry::{self, EntryRef};
+use crate::table::retire::Epochs;
+
+const PREEMPTIONS: usize = 3;
+
+fn check(model: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound.get_or_insert(PREEMPTIONS);
+    builder.check(model);
+}
+
+/// A leaf that the host allows to be written, and that is not writable.
+fn protected_leaf() -> Entry {
+    Entry(Npt::leaf(Pfn(5), Level::L4K).0 | Npt::HOST_WRITABLE)
+}
+
+/// A leaf in memory.
+struct Leaf(AtomicU64);
+
+impl Leaf {
+    fn new() -> Leaf {
+        Leaf(AtomicU64::new(protected_leaf().0))
+    }
+
+    fn entry(&self) -> EntryRef<'_> {
+        EntryRef::new(&self.0, Level::L4K)
+    }
+
+    fn is_writable(&self) -> bool {
+        entry::is_writable::<Npt>(self.entry().load())
+    }
+
+    /// Gives the right to write, if it is not there. Says whether it did.
+    fn give_write(&self) -> bool {
+        let value = self.entry().load();
+        !entry::is_writable::<Npt>(value)
+            && self.entry().compare_exchange::<Npt>(value, Entry(value.0 | Npt::WRITABLE)).is_ok()
+    }
+
+    fn protect(&self) {
+        if self.is_writable() {
+            self.entry().clear_writable::<Npt>();
+        }
+    }
+}
+
+/// A leaf and the word with its bit.
+struct Page {
+    leaf: Leaf,
+    log: std::boxed::Box<Bitmap>,
+}
+
+/// What a thread does with the page.
+#[derive(Clone, Copy)]
+enum Step {
+    Fault,
+    Harvest,
+}
+
+impl Page {
+    fn run(&self, step: Step) {
+        match step {
+            Step::Fault => {
+                if self.leaf.give_write() {
+                    fence_after_rmw();
+                    self.log.mark(0, 1);
+                }
+            }
+            Step::Harvest => {
+                if self.log.take(0) != 0 {
+                    fence_after_rmw();
+                    self.leaf.protect();
+                }
+            }
+        }
+    }
+}
+
+/// Runs each of `threads` beside the others, on a page that is marked already or not.
+fn page_model(is_marked: Option<()>, threads: &'static [&'static [Step]]) {
+    check(move || {
+        let page = Arc::new(Page { leaf: Leaf::new(), log: Bitmap::new(64).expect("memory for a bitmap") });
+        if is_marked.is_some() {
+            page.log.mark(0, 1);
+        }
+        let (first, others) = threads.split_first().expect("a model has a thread");
+        let others = others.iter().map(|&steps| {
+            let page = Arc::clone(&page);
+            thread::spawn(move || steps.iter().for_each(|&step| page.run(step)))
+        });
+        let others = others.collect::<Vec<_>>();
+        first.iter().for_each(|&step| page.run(step));
+        others.into_iter().for_each(|thread| thread.join().expect("no check fails"));
+        assert!(!page.leaf.is_writable() || page.log.take(0) != 0, "the page can be written unseen");
+    });
+}
+
+use Step::{Fault, Harvest};
+
+#[test]
+fn a_fault_and_a_harvest() {
+    page_model(None, &[&[Fault], &[Harvest]]);
+    page_model(Some(()), &[&[Fault], &[Harvest]]);
+}
+
+#[test]
+fn two_faults_and_a_harvest() {
+    page_model(None, &[&[Fault], &[Fault], &[Harvest]]);
+    page_model(Some(()), &[&[Fault], &[Fault], &[Harvest]]);
+}
+
+#[test]
+fn faults_and_two_harvests() {
+    page_model(Some(()), &[&[Fault], &[Harvest], &[Harvest]]);
+    page_model(None, &[&[Fault, Fault], &[Harvest, Harvest]]);
+}
+
+/// A slot of one page, which does not log yet, and the page's leaf.
+struct World {
+    epochs: Epochs,
+    slots: Slots<()>,
+    leaf: Leaf,
+}
+
+const RANGE: GfnRange = GfnRange { start: Gfn(0), end: Gfn(1) };
+
+impl World {
+    fn new() -> World {
+        let world = World { epochs: Epochs::new(), slots: Slots::new().expect("memory for a set"), leaf: Leaf::new() };
+        let slot = SlotEntry::new(0, RANGE, MemoryRegionFlags::empty(), (), None).expect("memory for a slot");
+        let record = world.epochs.borrow_record().expect("memory for a record");
+        world.slots.publish(&world.epochs, &record, &Change::Insert(slot)).expect("memory for a set");
+        slot.claim().release();
+        drop(record);
+        world
+    }
+
+    fn fault(&self) {
+        let record = self.epochs.borrow_record().expect("memory for a record");
+        let section = self.epochs.enter(&record);
+        let key = self.slots.find(&section, RANGE.start).expect("the slot stays").key();
+        if self.leaf.give_write() {
+            mark_if_logging(&self.slots, &section, Some(&key), RANGE.start, RANGE);
+        }
+    }
+
+    fn enable(&self) {
+        let record = self.epochs.borrow_record().expect("memory for a record");
+        let claim = self.slots.claim(&self.epochs, &record, 0).expect("nobody else has it").expect("the slot stays");
+        let log = Bitmap::new(1).expect("memory for a bitmap");
+        let after = claim.entry.changed(RANGE, MemoryRegionFlags::LOG_DIRTY_PAGES, Some(log));
+        self.slots.publish(&self.epochs, &record, &Change::Replace(after)).expect("memory for a set");
+        full_fence();
+        self.leaf.protect();
+        claim.release();
+    }
+}
+
+#[test]
+fn a_fault_beside_the_enabling_of_the_log() {
+    check(|| {
+        let world = Arc::new(World::new());
+        let fault = thread::spawn({
+            let world = Arc::clone(&world);
+            move || world.fault()
+        });
+        world.enable();
+        fault.join().expect("no check fails");
+        let record = world.epochs.borrow_record().expect("memory for a record");
+        let section = world.epochs.enter(&record);
+        let slot = world.slots.find(&section, RANGE.start).expect("the slot stays");
+        let is_marked = slot.log().expect("the log is on").take(0) != 0;
+        assert!(!world.leaf.is_writable() || is_marked, "the page can be written unseen");
+    });
+}

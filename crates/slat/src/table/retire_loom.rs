@@ -1,0 +1,173 @@
+//! Epochs under loom: whoever can reach a thing inside a section never sees it freed. Schedules of a few threads with at
+//! most [`PREEMPTIONS`] preemptions, with the memory orders as they are written.
+//!
+//! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
+
+extern crate std;
+
+use core::ptr::NonNull;
+
+use loom::cell::UnsafeCell;
+use loom::sync::Arc;
+use loom::thread;
+
+use super::{Epochs, Record};
+use crate::sync::{AtomicU64, Ordering};
+
+/// Enough for a reader that is overtaken by a retirement and its reclaim, and comes back.
+const PREEMPTIONS: usize = 3;
+
+fn check(model: fn()) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound.get_or_insert(PREEMPTIONS);
+    builder.check(model);
+}
+
+/// A thing behind a pointer, as a table behind an entry.
+struct Thing {
+    /// 1 while it can be found.
+    linked: AtomicU64,
+    /// Loom fails the test if the free is concurrent with a use.
+    memory: UnsafeCell<u64>,
+}
+
+impl Thing {
+    fn new() -> Thing {
+        Thing { linked: AtomicU64::new(1), memory: UnsafeCell::new(7) }
+    }
+
+    fn is_linked(&self) -> bool {
+        self.linked.load(Ordering::Acquire) == 1
+    }
+
+    fn use_memory(&self) {
+        // SAFETY: loom has checked that no free is concurrent before it calls the closure.
+        assert_eq!(self.memory.with(|memory| unsafe { *memory }), 7, "used after it was freed");
+    }
+
+    fn unlink(&self) {
+        self.linked.compare_exchange(1, 0, Ordering::SeqCst, Ordering::Acquire).expect("unlinked once");
+    }
+
+    fn free(&self) {
+        // SAFETY: loom has checked that no other access is concurrent before it calls the closure.
+        self.memory.with_mut(|memory| unsafe { *memory = 0 });
+    }
+}
+
+struct World {
+    epochs: Epochs,
+    things: [Thing; 2],
+}
+
+impl World {
+    fn new() -> Arc<World> {
+        Arc::new(World { epochs: Epochs::new(), things: [Thing::new(), Thing::new()] })
+    }
+
+    fn read(&self, record: &Record, thing: usize) {
+        let _section = self.epochs.enter(record);
+        if self.things[thing].is_linked() {
+            self.things[thing].use_memory();
+        }
+    }
+
+    fn read_in_a_call(&self, thing: usize) {
+        let record = self.epochs.borrow_record().expect("memory for a record");
+        self.read(&record, thing);
+    }
+
+    /// Takes a thing away and frees it if that is allowed at once. Returns its tag.
+    fn retire(&self, thing: usize) -> u64 {
+        self.things[thing].unlink();
+        let tag = self.epochs.retire_era();
+        if tag < self.epochs.oldest_open() {
+            self.things[thing].free();
+        }
+        tag
+    }
+}
+
+#[test]
+fn what_a_section_finds_is_not_freed_in_it() {
+    check(|| {
+        let world = World::new();
+        let reader = thread::spawn({
+            let world = Arc::clone(&world);
+            move || world.read_in_a_call(0)
+        });
+        world.retire(0);
+        reader.join().expect("no check fails");
+    });
+}
+
+#[test]
+fn of_two_things_each_is_kept_for_its_own_sections() {
+    check(|| {
+        let world = World::new();
+        let reader = thread::spawn({
+            let world = Arc::clone(&world);
+            move || {
+                let record = world.epochs.borrow_record().expect("memory for a record");
+                world.read(&record, 0);
+                world.read(&record, 1);
+            }
+        });
+        world.retire(0);
+        world.retire(1);
+        reader.join().expect("no check fails");
+    });
+}
+
+#[test]
+fn another_thread_may_reclaim_what_one_has_retired() {
+    check(|| {
+        let world = World::new();
+        let reader = thread::spawn({
+            let world = Arc::clone(&world);
+            move || world.read_in_a_call(0)
+        });
+        // The list of retired things: the tag, or 0 for an empty list.
+        let list = Arc::new(AtomicU64::new(0));
+        let reclaimer = thread::spawn({
+            let (world, list) = (Arc::clone(&world), Arc::clone(&list));
+            move || {
+                let tag = list.swap(0, Ordering::Acquire);
+                if tag != 0 && tag < world.epochs.oldest_open() {
+                    world.things[0].free();
+                }
+            }
+        });
+        world.things[0].unlink();
+        list.store(world.epochs.retire_era(), Ordering::Release);
+        reader.join().expect("no check fails");
+        reclaimer.join().expect("no check fails");
+    });
+}
+
+#[test]
+fn what_is_announced_as_being_resolved_in_is_not_freed() {
+    check(|| {
+        let world = World::new();
+        let resolver = thread::spawn({
+            let world = Arc::clone(&world);
+            move || {
+                let record = world.epochs.borrow_record().expect("memory for a record");
+                let section = world.epochs.enter(&record);
+                if world.things[0].is_linked() {
+                    record.resolving(NonNull::from(&world.things[0]));
+                    drop(section);
+                    world.things[0].use_memory();
+                    record.resolved();
+                }
+            }
+        });
+        world.things[0].unlink();
+        let tag = world.epochs.retire_era();
+        // The order of the questions matters.
+        if tag < world.epochs.oldest_open() && !world.epochs.is_resolving(NonNull::from(&world.things[0])) {
+            world.things[0].free();
+        }
+        resolver.join().expect("no check fails");
+    });
+}

@@ -1,0 +1,337 @@
+//! Memory that runs out, of both kinds: the k-th table that is asked of the host, and the k-th allocation from the heap,
+//! for every k and every operation. The error is typed, nothing has changed, nothing is leaked, and the same operation
+//! succeeds when there is memory again.
+//!
+//! The heap is this binary's global allocator: it counts the live bytes of the current thread's allocations outside of
+//! the host, and fails when that thread's countdown runs out. Each test runs its VM on its own thread from beginning to end.
+#![cfg(not(any(loom, shuttle)))]
+#![allow(missing_docs)]
+#![allow(unsafe_code, reason = "a global allocator")]
+
+mod common;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::sync::Arc;
+
+use common::{
+    GIB, INSIDE_HOST, MIB, TestBacking, TestHost, Translation, assert_no_table_is_left, change, region, translate,
+};
+use slat::{
+    Access, Config, Ept, Error, Format, Gpa, Level, Locking, MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE,
+    PageSize, Vcpu, Vm,
+};
+
+const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
+const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
+
+thread_local! {
+    /// Allocations of this thread that still succeed; `None`: all do.
+    static ALLOCATIONS_LEFT: Cell<Option<u64>> = const { Cell::new(None) };
+    /// Bytes that this thread has allocated and not freed.
+    static LIVE_BYTES: Cell<isize> = const { Cell::new(0) };
+}
+
+struct CountingAllocator;
+
+#[global_allocator]
+static ALLOCATOR: CountingAllocator = CountingAllocator;
+
+// SAFETY: memory comes from and goes to the system's allocator, with the layouts as they are given.
+unsafe impl GlobalAlloc for CountingAllocator {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if INSIDE_HOST.get() == 0 {
+            match ALLOCATIONS_LEFT.get() {
+                Some(0) => return std::ptr::null_mut(),
+                Some(left) => ALLOCATIONS_LEFT.set(Some(left - 1)),
+                None => {}
+            }
+            LIVE_BYTES.set(LIVE_BYTES.get() + layout.size() as isize);
+        }
+        // SAFETY: as the caller promises.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        if INSIDE_HOST.get() == 0 {
+            LIVE_BYTES.set(LIVE_BYTES.get() - layout.size() as isize);
+        }
+        // SAFETY: as the caller promises.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+/// Runs `operation` with `k` allocations from the heap, and says whether it asked for more.
+fn with_heap_allocations<R>(k: u64, operation: impl FnOnce() -> R) -> (R, bool) {
+    ALLOCATIONS_LEFT.set(Some(k));
+    let result = operation();
+    let ran_out = ALLOCATIONS_LEFT.replace(None) == Some(0);
+    (result, ran_out)
+}
+
+/// Runs `operation` with 0, 1, 2, .. heap allocations until it succeeds. Every failure must be `OutOfMemory`, and
+/// `unchanged` is called after each. Returns the number of failures.
+fn until_it_succeeds<R>(mut operation: impl FnMut() -> Result<R, Error>, mut unchanged: impl FnMut()) -> (R, u64) {
+    for k in 0.. {
+        let (result, _) = with_heap_allocations(k, &mut operation);
+        match result {
+            Ok(result) => return (result, k),
+            Err(error) => assert_eq!(error, Error::OutOfMemory, "with {k} allocations"),
+        }
+        unchanged();
+    }
+    unreachable!("an operation needs a finite number of allocations");
+}
+
+/// Runs a test for each format and locking.
+macro_rules! each {
+    ($name:ident, $test:ident) => {
+        #[test]
+        fn $name() {
+            for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
+                $test::<Npt>(locking);
+                $test::<Ept>(locking);
+            }
+        }
+    };
+}
+
+fn vm<F: Format>(locking: Locking) -> Arc<Vm<TestHost, F>> {
+    Arc::new(Vm::new(TestHost::default(), Config::with_locking(locking)).unwrap())
+}
+
+fn assert_tables_are_counted<F: Format>(vm: &Vm<TestHost, F>) {
+    assert_eq!(vm.stats().live_tables(), vm.host().live_tables() as u64);
+}
+
+/// The same fault with 0, 1, 2, .. tables to be had, until it is served. Returns how often it failed.
+fn fault_until_served<F: Format>(vm: &Vm<TestHost, F>, vcpu: &mut Vcpu<TestHost, F>, gpa: Gpa, access: Access) -> i64 {
+    let before = translate(vm, gpa);
+    for k in 0..8 {
+        vm.host().fail_after(k);
+        let result = vcpu.handle_fault(gpa, access);
+        vm.host().never_fail();
+        assert_tables_are_counted(vm);
+        match result {
+            Ok(outcome) => {
+                assert_eq!(outcome, Outcome::Resume);
+                return k;
+            }
+            Err(error) => assert_eq!(error, Error::OutOfMemory),
+        }
+        // A split that failed half way has allowed nothing; what is below 1 GiB may have been split to 2 MiB.
+        let after = translate(vm, gpa);
+        assert_eq!(before.map(rights), after.map(rights), "after a failure with {k} tables");
+    }
+    unreachable!("a fault links no more tables than there are levels");
+}
+
+/// What the guest sees of a translation.
+fn rights(translation: Translation) -> (u64, bool) {
+    (translation.pfn.0, translation.writable)
+}
+
+each!(a_fault_for_which_there_is_no_table_changes_nothing_and_succeeds_later, faults);
+fn faults<F: Format>(locking: Locking) {
+    let gib_pages = GIB / PAGE_SIZE;
+    for (size, level) in
+        [(PageSize::Size4K, Level::L4K), (PageSize::Size2M, Level::L2M), (PageSize::Size1G, Level::L1G)]
+    {
+        let vm = vm::<F>(locking);
+        vm.set_user_memory_region(region(0, 0, 512 * GIB, 512 * gib_pages, size)).unwrap();
+        let mut vcpu = vm.create_vcpu().unwrap();
+        let gpa = Gpa(5 * GIB + 7 * MIB);
+        // Each failure leaves what it got in the vCPU's cache, so that each next try needs one less.
+        let failures = fault_until_served(&vm, &mut vcpu, gpa, Access::Write);
+        assert!(failures >= 1);
+        let mapped = translate(&vm, gpa).unwrap();
+        assert_eq!((mapped.level, mapped.writable), (level, true));
+        // Beside it, with the upper tables linked.
+        let near = Gpa(gpa.0 + 4 * MIB);
+        if level == Level::L4K {
+            assert!(fault_until_served(&vm, &mut vcpu, near, Access::Read) >= 1);
+        }
+        assert_eq!(vcpu.handle_fault(near, Access::Read), Ok(Outcome::Resume));
+        vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
+        drop(vcpu);
+        vm.reclaim().unwrap();
+        assert_eq!((vm.stats().live_tables(), vm.host().live_tables()), (1, 1));
+    }
+}
+
+each!(a_split_for_which_there_is_no_table_changes_nothing_and_succeeds_later, splits);
+fn splits<F: Format>(locking: Locking) {
+    let vm = vm::<F>(locking);
+    vm.set_user_memory_region(region(0, 0, 512 * GIB, 512 * (GIB / PAGE_SIZE), PageSize::Size1G)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let gpa = Gpa(3 * GIB + 5 * MIB);
+    assert_eq!(vcpu.handle_fault(gpa, Access::Write), Ok(Outcome::Resume));
+    vm.set_user_memory_region(change(0, LOG, 0, 512 * GIB)).unwrap();
+    let pages = 512 * (GIB / PAGE_SIZE);
+    let mut bitmap = vec![0; pages as usize / 64];
+    for k in 0..2 {
+        // A new vCPU each time: its cache is empty.
+        let mut other = vm.create_vcpu().unwrap();
+        vm.host().fail_after(k);
+        assert_eq!(other.handle_fault(gpa, Access::Write), Err(Error::OutOfMemory));
+        vm.host().never_fail();
+        drop(other);
+        assert_tables_are_counted(&vm);
+        let still = translate(&vm, gpa).unwrap();
+        assert_eq!((still.writable, still.level), (false, Level(3 - k as u8)));
+        assert_eq!(vm.get_dirty_log(0, &mut bitmap), Ok(0), "a page was marked that was not opened");
+    }
+    assert_eq!(vcpu.handle_fault(gpa, Access::Write), Ok(Outcome::Resume));
+    let split = translate(&vm, gpa).unwrap();
+    assert_eq!((split.writable, split.level), (true, Level::L4K));
+    assert_eq!(vm.get_dirty_log(0, &mut bitmap), Ok(1));
+    vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
+    drop(vcpu);
+    vm.reclaim().unwrap();
+    assert_eq!((vm.stats().live_tables(), vm.host().live_tables()), (1, 1));
+}
+
+each!(a_write_that_asks_the_host_again_may_fail_for_want_of_memory_and_succeeds_later, refault);
+fn refault<F: Format>(locking: Locking) {
+    let vm = vm::<F>(locking);
+    let memory = region(0, 0, GIB, 0, PageSize::Size2M);
+    memory.backing.as_ref().unwrap().read_gives_writable.store(false, std::sync::atomic::Ordering::SeqCst);
+    vm.set_user_memory_region(memory).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.handle_fault(Gpa(0), Access::Read), Ok(Outcome::Resume));
+    assert_eq!(translate(&vm, Gpa(0)).unwrap().level, Level::L2M);
+    // No table is needed where a leaf of the same size takes the place.
+    vm.host().fail_after(0);
+    let result = vcpu.handle_fault(Gpa(0), Access::Write);
+    vm.host().never_fail();
+    assert_eq!(result, Ok(Outcome::Resume));
+    assert!(translate(&vm, Gpa(0)).unwrap().writable);
+    drop(vcpu);
+    vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
+    assert_no_table_is_left(&vm);
+}
+
+each!(a_vm_without_a_root_is_an_error, no_root);
+fn no_root<F: Format>(locking: Locking) {
+    let host = TestHost::default();
+    host.fail_after(0);
+    assert!(matches!(Vm::<_, F>::new(host, Config::with_locking(locking)), Err(Error::OutOfMemory)));
+}
+
+/// What must be unchanged after a failure.
+#[derive(PartialEq, Eq, Debug)]
+struct Seen {
+    translations: Vec<Option<(u64, bool)>>,
+    live_tables: u64,
+    host_tables: usize,
+}
+
+const PAGES: [u64; 6] = [0, 1, 511, 512, 700, GIB / PAGE_SIZE];
+
+fn seen<F: Format>(vm: &Vm<TestHost, F>) -> Seen {
+    Seen {
+        translations: PAGES.iter().map(|page| translate(vm, Gpa(page * PAGE_SIZE)).map(rights)).collect(),
+        live_tables: vm.stats().live_tables(),
+        host_tables: vm.host().live_tables(),
+    }
+}
+
+/// A region whose backing is shared with the caller, so that it can be asked for again and again.
+fn with_backing(slot: u32, gpa: u64, size: u64, backing: &Arc<TestBacking>) -> MemoryRegion<Arc<TestBacking>> {
+    MemoryRegion { backing: Some(Arc::clone(backing)), ..change(slot, NO_FLAGS, gpa, size) }
+}
+
+/// Everything that a VM can be asked for, each thing with every number of heap allocations.
+fn life_of_a_vm<F: Format>(locking: Locking) {
+    const SIZE: u64 = 4 * MIB;
+    let (vm, failures) =
+        until_it_succeeds(|| Vm::<_, F>::new(TestHost::default(), Config::with_locking(locking)), || {});
+    assert!(failures >= 1);
+    let vm = Arc::new(vm);
+    let (mut vcpu, _) = until_it_succeeds(|| vm.create_vcpu(), || {});
+    let (other, failures) = until_it_succeeds(|| vm.create_vcpu(), || {});
+    assert!(failures >= 1, "a second vCPU needs a record of its own");
+    drop(other);
+
+    let backing = Arc::new(TestBacking::new(0x4000, SIZE / PAGE_SIZE, PageSize::Size4K));
+    let before = seen(&vm);
+    let ((), failures) = until_it_succeeds(
+        || vm.set_user_memory_region(with_backing(0, 0, SIZE, &backing)),
+        || assert_eq!(seen(&vm), before),
+    );
+    assert!(failures >= 3, "{failures}: a slot, a set and its arrays");
+    assert_eq!(Arc::strong_count(&backing), 2, "a backing that was refused was kept");
+
+    // Faults take nothing from the heap.
+    for page in [0, 1, 511, 512] {
+        let gpa = Gpa(page * PAGE_SIZE);
+        let (result, _) = with_heap_allocations(u64::MAX, || vcpu.handle_fault(gpa, Access::Write));
+        assert_eq!(result, Ok(Outcome::Resume));
+    }
+    let (result, _) = with_heap_allocations(0, || vcpu.handle_fault(Gpa(2 * PAGE_SIZE), Access::Write));
+    assert_eq!(result, Ok(Outcome::Resume), "a fault whose tables exist allocated from the heap");
+
+    let before = seen(&vm);
+    assert_eq!(before.translations[0], Some((0x4000, true)));
+    until_it_succeeds(|| vm.set_user_memory_region(change(0, LOG, 0, SIZE)), || assert_eq!(seen(&vm), before, "flags"));
+    assert_eq!(vcpu.handle_fault(Gpa(PAGE_SIZE), Access::Write), Ok(Outcome::Resume));
+    let before = seen(&vm);
+    assert_eq!((before.translations[0], before.translations[1]), (Some((0x4000, false)), Some((0x4001, true))));
+    let mut bitmap = [0; (SIZE / PAGE_SIZE / 64) as usize];
+    let (nr_pages, _) = until_it_succeeds(|| vm.get_dirty_log(0, &mut bitmap), || assert_eq!(seen(&vm), before, "log"));
+    assert_eq!((nr_pages, bitmap[0]), (1, 2));
+    assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
+
+    // A move or a deletion that fails may have taken mappings away; but the slot is as it was, its log too.
+    let as_it_was = || {
+        let mut vcpu = vm.create_vcpu().unwrap();
+        assert_eq!(vcpu.handle_fault(Gpa(511 * PAGE_SIZE), Access::Read), Ok(Outcome::Resume));
+        assert_eq!(translate(&vm, Gpa(511 * PAGE_SIZE)).unwrap().pfn.0, 0x4000 + 511);
+        assert_eq!(translate(&vm, Gpa(GIB)), None);
+        drop(vcpu);
+        assert_tables_are_counted(&vm);
+    };
+    let ((), failures) = until_it_succeeds(|| vm.set_user_memory_region(change(0, LOG, GIB, SIZE)), as_it_was);
+    assert!(failures >= 2);
+    assert_eq!(translate(&vm, Gpa(0)), None);
+    assert_eq!(vm.get_dirty_log(0, &mut bitmap), Ok(1));
+    assert_eq!(bitmap[0], 1, "the mark of before the move");
+
+    let ((), failures) = until_it_succeeds(
+        || vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)),
+        || {
+            assert_eq!(vm.get_dirty_log(0, &mut [0; 16]), Ok(0), "the slot still exists");
+            assert_eq!(Arc::strong_count(&backing), 2);
+        },
+    );
+    assert!(failures >= 2);
+    until_it_succeeds(|| vm.reclaim(), || {});
+    assert_eq!(Arc::strong_count(&backing), 1);
+    drop(vcpu);
+    assert_no_table_is_left(&vm);
+}
+
+each!(a_heap_that_runs_out_anywhere_is_an_error_and_leaks_nothing, heap);
+fn heap<F: Format>(locking: Locking) {
+    // Once before counting: what the test harness and the standard library keep for good.
+    life_of_a_vm::<F>(locking);
+    let before = LIVE_BYTES.get();
+    life_of_a_vm::<F>(locking);
+    assert_eq!(LIVE_BYTES.get(), before, "bytes of the heap are leaked");
+}
+
+each!(many_slots_need_more_room_and_running_out_of_it_changes_nothing, many_slots);
+fn many_slots<F: Format>(locking: Locking) {
+    // Beyond what a first guess at the number of slots holds.
+    let vm = vm::<F>(locking);
+    let backing = Arc::new(TestBacking::new(0x4000, 1, PageSize::Size4K));
+    for slot in 0..40 {
+        let gpa = u64::from(slot) * PAGE_SIZE;
+        until_it_succeeds(|| vm.set_user_memory_region(with_backing(slot, gpa, PAGE_SIZE, &backing)), || {});
+    }
+    for slot in 0..40 {
+        until_it_succeeds(|| vm.set_user_memory_region(change(slot, NO_FLAGS, 0, 0)), || {});
+    }
+    vm.reclaim().unwrap();
+    assert_eq!(Arc::strong_count(&backing), 1);
+}

@@ -1,0 +1,137 @@
+//! Guests: threads that access memory as a CPU does, by walking the tables themselves, and fault where they may not.
+//!
+//! An access is a walk and then one effect (a check, a write that is counted). A CPU's flush has no access half done
+//! when it returns; here an access announces itself in a word of its own, odd while it is under way, and the host's
+//! flush waits until each access that it found under way is over. So an access that walked before a flush has had its
+//! effect before the flush returns, which is all that the engine relies on.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
+use std::time::Duration;
+
+use slat::{Access, Exit, Format, Gpa, Outcome, Vcpu, Vm};
+
+use super::{TestHost, Translation, translate};
+
+/// Most guests of one host.
+const MAX_GUESTS: usize = 128;
+
+/// A guest's words, on a line of its own.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub(super) struct Words {
+    /// Odd during an access.
+    access: AtomicU64,
+    /// Odd during a fault.
+    fault: AtomicU64,
+}
+
+/// The accesses of all guests of a host.
+#[derive(Debug)]
+pub struct Gate {
+    pub(super) words: Box<[Words]>,
+    nr_guests: AtomicUsize,
+}
+
+impl Default for Gate {
+    fn default() -> Gate {
+        let _inside = super::InsideHost::enter();
+        Gate { words: (0..MAX_GUESTS).map(|_| Words::default()).collect(), nr_guests: AtomicUsize::new(0) }
+    }
+}
+
+impl Gate {
+    /// Returns when every access that is under way now is over.
+    pub fn wait_for_accesses(&self) {
+        self.wait_for(|words| &words.access);
+    }
+
+    /// Returns when every fault that is under way now has returned.
+    pub fn wait_for_faults(&self) {
+        self.wait_for(|words| &words.fault);
+    }
+
+    /// Returns when each word that is odd now has changed.
+    fn wait_for(&self, word: fn(&Words) -> &AtomicU64) {
+        // Pairs with the fence in `announce`.
+        fence(Ordering::SeqCst);
+        for words in &self.words[..self.nr_guests.load(Ordering::SeqCst)] {
+            let word = word(words);
+            let seen = word.load(Ordering::SeqCst);
+            while seen % 2 == 1 && word.load(Ordering::SeqCst) == seen {
+                // Sleeping, not yielding: who has slept is soon back on a crowded core.
+                std::thread::sleep(Duration::from_micros(20));
+            }
+        }
+    }
+}
+
+/// Ends an access or a fault, also one whose check has failed: others must not wait for it for ever.
+struct Over<'a> {
+    word: &'a AtomicU64,
+    after: u64,
+}
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.word.store(self.after, Ordering::SeqCst);
+    }
+}
+
+/// Makes `word` odd until the answer is dropped. It is announced before the caller reads an entry.
+fn announce(word: &AtomicU64) -> Over<'_> {
+    let seen = word.load(Ordering::Relaxed);
+    word.store(seen + 1, Ordering::SeqCst);
+    fence(Ordering::SeqCst);
+    Over { word, after: seen + 2 }
+}
+
+/// One guest CPU, with the vCPU that serves its faults.
+pub struct Guest<F: Format> {
+    pub vm: Arc<Vm<TestHost, F>>,
+    pub vcpu: Vcpu<TestHost, F>,
+    index: usize,
+}
+
+impl<F: Format> Guest<F> {
+    pub fn new(vm: &Arc<Vm<TestHost, F>>) -> Guest<F> {
+        let index = vm.host().gate.nr_guests.fetch_add(1, Ordering::SeqCst);
+        assert!(index < MAX_GUESTS);
+        Guest { vm: Arc::clone(vm), vcpu: vm.create_vcpu().unwrap(), index }
+    }
+
+    /// Runs `effect` on what the tables say about `gpa`, as one access that a flush waits for. `effect` must not block.
+    pub fn during_access<R>(&self, gpa: Gpa, effect: impl FnOnce(Option<Translation>) -> R) -> R {
+        let _over = announce(&self.vm.host().gate.words[self.index].access);
+        effect(translate(&self.vm, gpa))
+    }
+
+    /// Tries one access: `Ok` with what `effect` made of the translation, or, if the tables do not allow it, serves the
+    /// fault and answers `Err` with its outcome. An error of the engine is a failure of the test.
+    pub fn try_access<R>(
+        &mut self,
+        gpa: Gpa,
+        access: Access,
+        effect: impl FnOnce(Translation) -> R,
+    ) -> Result<R, Option<Exit>> {
+        let done = self.during_access(gpa, |found| match found {
+            Some(translation) if access != Access::Write || translation.writable => Some(effect(translation)),
+            _ => None,
+        });
+        match done {
+            Some(result) => Ok(result),
+            None => {
+                let over = announce(&self.vm.host().gate.words[self.index].fault);
+                let outcome = self.vcpu.handle_fault(gpa, access);
+                drop(over);
+                // More guests than cores: let one run that can go on.
+                std::thread::yield_now();
+                match outcome {
+                    Ok(Outcome::Resume) => Err(None),
+                    Ok(Outcome::Exit(exit)) => Err(Some(exit)),
+                    Err(error) => panic!("fault at {gpa} failed: {error}"),
+                }
+            }
+        }
+    }
+}

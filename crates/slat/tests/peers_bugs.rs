@@ -1,0 +1,375 @@
+//! Bugs that were found in other page-table libraries, each as a test of this one.
+//!
+//! Not here, because the interface cannot express it yet: taking a single page out of a mapped range (there is no
+//! invalidation of less than a slot); the release order with which a filled table is published (needs a machine with
+//! weak memory, or a model checker over raw tables).
+#![cfg(not(any(loom, shuttle)))]
+#![allow(missing_docs)]
+#![allow(unsafe_code, reason = "passes a host's contract on")]
+
+mod common;
+
+use std::alloc::Layout;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+
+use common::{GIB, MIB, TestBacking, TestHost, change, lowest_entry, region, translate};
+use slat::{
+    Access, Config, Entry, Ept, Error, Exit, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking,
+    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, Vm,
+};
+
+const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
+const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
+
+/// Runs a test for each format and locking.
+macro_rules! each {
+    ($name:ident, $test:ident) => {
+        #[test]
+        fn $name() {
+            for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
+                $test::<Npt>(locking);
+                $test::<Ept>(locking);
+            }
+        }
+    };
+}
+
+fn vm<F: Format>(locking: Locking) -> Arc<Vm<TestHost, F>> {
+    Arc::new(Vm::new(TestHost::default(), Config::with_locking(locking)).unwrap())
+}
+
+each!(a_duplicate_fault_keeps_the_frame, duplicate);
+fn duplicate<F: Format>(locking: Locking) {
+    for size in [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G] {
+        let vm = vm::<F>(locking);
+        vm.set_user_memory_region(region(0, 0, GIB, GIB / PAGE_SIZE, size)).unwrap();
+        let mut vcpu = vm.create_vcpu().unwrap();
+        assert_eq!(vcpu.handle_fault(Gpa(0x5000), Access::Write), Ok(Outcome::Resume));
+        let first = translate(&vm, Gpa(0x5000));
+        let resolves = vm.host().resolves.load(Ordering::SeqCst);
+        for access in [Access::Write, Access::Read, Access::Execute] {
+            assert_eq!(vcpu.handle_fault(Gpa(0x5000), access), Ok(Outcome::Resume));
+            assert_eq!(translate(&vm, Gpa(0x5000)), first);
+        }
+        assert_eq!(vm.host().resolves.load(Ordering::SeqCst), resolves, "a mapped page was resolved again");
+    }
+}
+
+each!(protecting_keeps_accessed_and_dirty_at_every_level, keeps_bits);
+fn keeps_bits<F: Format>(locking: Locking) {
+    for size in [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G] {
+        for bits in [0, F::ACCESSED, F::DIRTY, F::ACCESSED | F::DIRTY] {
+            let vm = vm::<F>(locking);
+            vm.set_user_memory_region(region(0, 0, GIB, GIB / PAGE_SIZE, size)).unwrap();
+            let mut vcpu = vm.create_vcpu().unwrap();
+            assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
+            let (cell, level) = lowest_entry::<F>(vm.host(), vm.root(), Gfn(0));
+            assert_eq!(level, size.level());
+            // SAFETY: a live entry, and nobody else is here.
+            let entry = unsafe { AtomicU64::from_ptr(cell) };
+            let before = entry.load(Ordering::SeqCst) & !(F::ACCESSED | F::DIRTY) | bits;
+            entry.store(before, Ordering::SeqCst);
+            vm.set_user_memory_region(change(0, LOG, 0, GIB)).unwrap();
+            assert_eq!(entry.load(Ordering::SeqCst), before & !F::WRITABLE);
+            // Split, for a huge leaf: the parts have them, too.
+            assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
+            let neighbour = translate(&vm, Gpa(PAGE_SIZE)).map(|found| found.entry.0 & (F::ACCESSED | F::DIRTY));
+            assert_eq!(neighbour, (level > Level::L4K).then_some(bits));
+        }
+    }
+}
+
+each!(what_is_done_to_a_page_of_a_block_is_done_to_that_page_only, one_page_of_a_block);
+fn one_page_of_a_block<F: Format>(locking: Locking) {
+    let vm = vm::<F>(locking);
+    vm.set_user_memory_region(region(0, 0, 4 * MIB, 0x8000, PageSize::Size2M)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    for gpa in [0, 2 * MIB] {
+        assert_eq!(vcpu.handle_fault(Gpa(gpa), Access::Write), Ok(Outcome::Resume));
+    }
+    vm.set_user_memory_region(change(0, LOG, 0, 4 * MIB)).unwrap();
+    // Two pages of one block are opened; the harvest of the second finds the first one protected already.
+    let mut bitmap = [0; 16];
+    assert_eq!(vcpu.handle_fault(Gpa(3 * PAGE_SIZE), Access::Write), Ok(Outcome::Resume));
+    assert_eq!(vm.get_dirty_log(0, &mut bitmap), Ok(1));
+    assert_eq!(vcpu.handle_fault(Gpa(4 * PAGE_SIZE), Access::Write), Ok(Outcome::Resume));
+    for page in 0..512 {
+        let found = translate(&vm, Gpa(page * PAGE_SIZE)).unwrap();
+        assert_eq!((found.pfn.0, found.level, found.writable), (0x8000 + page, Level::L4K, page == 4));
+    }
+    assert_eq!(translate(&vm, Gpa(2 * MIB)).unwrap().level, Level::L2M, "the block beside it was split, too");
+    // Deleting a slot that shares a block with another leaves the other's pages.
+    vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
+    vm.set_user_memory_region(region(1, 0, MIB, 0x100, PageSize::Size2M)).unwrap();
+    vm.set_user_memory_region(region(2, MIB, MIB, 0x200, PageSize::Size2M)).unwrap();
+    for gpa in [0, MIB - PAGE_SIZE, MIB, 2 * MIB - PAGE_SIZE] {
+        assert_eq!(vcpu.handle_fault(Gpa(gpa), Access::Write), Ok(Outcome::Resume));
+    }
+    vm.set_user_memory_region(change(1, NO_FLAGS, 0, 0)).unwrap();
+    let left =
+        [0, MIB - PAGE_SIZE, MIB, 2 * MIB - PAGE_SIZE].map(|gpa| translate(&vm, Gpa(gpa)).map(|found| found.pfn.0));
+    assert_eq!(left, [None, None, Some(0x200), Some(0x2ff)]);
+}
+
+each!(an_allocation_that_fails_half_way_leaves_the_tables_as_they_were, half_way);
+fn half_way<F: Format>(locking: Locking) {
+    for tables in 0..3 {
+        let vm = vm::<F>(locking);
+        vm.set_user_memory_region(region(0, 0, MIB, 0x100, PageSize::Size4K)).unwrap();
+        let mut vcpu = vm.create_vcpu().unwrap();
+        vm.host().fail_after(tables);
+        assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), Err(Error::OutOfMemory));
+        let (_, level) = lowest_entry::<F>(vm.host(), vm.root(), Gfn(0));
+        assert_eq!((translate(&vm, Gpa(0)), level), (None, F::ROOT_LEVEL), "a table was linked");
+        drop(vcpu);
+        assert_eq!((vm.stats().live_tables(), vm.host().live_tables()), (1, 1));
+    }
+}
+
+each!(the_count_of_live_tables_returns_to_1, back_to_one);
+fn back_to_one<F: Format>(locking: Locking) {
+    let vm = vm::<F>(locking);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    for _ in 0..3 {
+        vm.set_user_memory_region(region(0, 0, 1 << 40, 0, PageSize::Size4K)).unwrap();
+        for gpa in (0..1u64 << 40).step_by(100 * GIB as usize) {
+            assert_eq!(vcpu.handle_fault(Gpa(gpa + 0x3000), Access::Write), Ok(Outcome::Resume));
+        }
+        assert!(vm.host().live_tables() > 20);
+        vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
+        vm.reclaim().unwrap();
+        assert_eq!((vm.stats().live_tables(), vm.host().live_tables()), (1, 1));
+    }
+}
+
+each!(a_flush_is_of_the_vm_that_changed_and_no_other, flush_of_one_vm);
+fn flush_of_one_vm<F: Format>(locking: Locking) {
+    let (first, second) = (vm::<F>(locking), vm::<F>(locking));
+    for vm in [&first, &second] {
+        vm.set_user_memory_region(region(0, 0, MIB, 0x100, PageSize::Size4K)).unwrap();
+        assert_eq!(vm.create_vcpu().unwrap().handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
+    }
+    first.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
+    assert_eq!((first.host().nr_flushes(), second.host().nr_flushes()), (1, 0));
+    assert!(first.host().flushes.lock().unwrap()[0].iter().any(|range| range.contains(Gfn(0))));
+    assert!(translate(&second, Gpa(0)).is_some());
+}
+
+/// Stage-2 translation for guests with 50 bits of physical address: a root of 2048 entries in 16 KiB, as four tables of
+/// the usual size side by side.
+#[derive(Debug)]
+struct WideRoot;
+
+impl Format for WideRoot {
+    const NAME: &'static str = "wide root";
+    const ROOT_LEVEL: Level = Level(4);
+    const GPA_BITS: u32 = 50;
+    const HPA_BITS: u32 = Npt::HPA_BITS;
+    const ROOT_ENTRIES: usize = 2048;
+    const TABLE_ENTRIES: usize = 512;
+    const WRITABLE: u64 = Npt::WRITABLE;
+    const ACCESSED: u64 = Npt::ACCESSED;
+    const DIRTY: u64 = Npt::DIRTY;
+    const HOST_WRITABLE: u64 = Npt::HOST_WRITABLE;
+
+    fn is_present(entry: Entry) -> bool {
+        Npt::is_present(entry)
+    }
+
+    fn is_leaf(entry: Entry, level: Level) -> bool {
+        Npt::is_leaf(entry, level)
+    }
+
+    fn leaf(pfn: Pfn, level: Level) -> Entry {
+        Npt::leaf(pfn, level)
+    }
+
+    fn table(table: Hpa) -> Entry {
+        Npt::table(table)
+    }
+
+    fn address(entry: Entry, level: Level) -> Hpa {
+        Npt::address(entry, level)
+    }
+}
+
+#[test]
+fn the_high_part_of_a_wide_root_does_not_alias_the_low_part() {
+    let vm = vm::<WideRoot>(Locking::None);
+    let quarter = 1 << 48;
+    let mut vcpu = vm.create_vcpu().unwrap();
+    for part in 0..4u32 {
+        let memory = region(part, u64::from(part) * quarter, GIB, 0x1000 * u64::from(part + 1), PageSize::Size4K);
+        vm.set_user_memory_region(memory).unwrap();
+    }
+    for part in [2, 0, 3, 1] {
+        assert_eq!(translate(&vm, Gpa(part * quarter)), None);
+        assert_eq!(vcpu.handle_fault(Gpa(part * quarter), Access::Write), Ok(Outcome::Resume));
+    }
+    vm.set_user_memory_region(change(2, NO_FLAGS, 0, 0)).unwrap();
+    let found = [0, 1, 2, 3].map(|part| translate(&vm, Gpa(part * quarter)).map(|found| found.pfn.0));
+    assert_eq!(found, [Some(0x1000), Some(0x2000), None, Some(0x4000)]);
+    let above = Gpa(4 * quarter);
+    assert_eq!(vcpu.handle_fault(above, Access::Read), Err(Error::AddressTooHigh { gpa: above, gpa_bits: 50 }));
+}
+
+/// A place in the host at which a thread stops once, when the trap was set, until it is let go.
+#[derive(Debug, Default)]
+struct Trap(Mutex<Option<(Sender<()>, Receiver<()>)>>);
+
+/// The other side of a trap: learns that a thread is in it, and lets it go.
+struct Keeper {
+    arrived: Receiver<()>,
+    go: Sender<()>,
+}
+
+impl Trap {
+    fn set(&self) -> Keeper {
+        let ((here, arrived), (go, released)) = (channel(), channel());
+        *self.0.lock().unwrap() = Some((here, released));
+        Keeper { arrived, go }
+    }
+
+    fn pass(&self) {
+        let set = self.0.lock().unwrap().take();
+        if let Some((here, released)) = set {
+            here.send(()).unwrap();
+            released.recv().unwrap();
+        }
+    }
+}
+
+/// [`TestHost`] with a trap in `resolve`, one in `table_ptr` (so inside a section), and the order of what is told to it.
+#[derive(Debug, Default)]
+struct TrapHost {
+    host: TestHost,
+    in_resolve: Trap,
+    in_section: Trap,
+    /// Frees that came before any flush.
+    freed_unflushed: AtomicU32,
+}
+
+impl Park for TrapHost {
+    fn park(&self, word: &AtomicU32, expected: u32) {
+        self.host.park(word, expected);
+    }
+
+    fn unpark_one(&self, word: *const AtomicU32) -> bool {
+        self.host.unpark_one(word)
+    }
+
+    fn unpark_all(&self, word: *const AtomicU32) {
+        self.host.unpark_all(word);
+    }
+}
+
+// SAFETY: all is passed on to a host that keeps the contract.
+unsafe impl Host for TrapHost {
+    type Backing = Arc<TestBacking>;
+
+    fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
+        self.host.allocate_table(layout)
+    }
+
+    unsafe fn free_table(&self, table: Hpa, layout: Layout) {
+        self.freed_unflushed.fetch_add(u32::from(self.host.nr_flushes() == 0), Ordering::SeqCst);
+        // SAFETY: as the caller promises.
+        unsafe { self.host.free_table(table, layout) }
+    }
+
+    fn table_ptr(&self, table: Hpa) -> *mut u8 {
+        self.in_section.pass();
+        self.host.table_ptr(table)
+    }
+
+    fn resolve(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+        let resolved = self.host.resolve(backing, gfn, page, access);
+        self.in_resolve.pass();
+        assert!(!backing.dropped.load(Ordering::SeqCst), "the backing was dropped under a resolve");
+        resolved
+    }
+
+    fn flush(&self, ranges: &[GfnRange]) {
+        self.host.flush(ranges);
+    }
+
+    fn timestamp_ns(&self) -> u64 {
+        self.host.timestamp_ns()
+    }
+}
+
+fn trap_vm<F: Format>(locking: Locking) -> Arc<Vm<TrapHost, F>> {
+    Arc::new(Vm::new(TrapHost::default(), Config::with_locking(locking)).unwrap())
+}
+
+each!(of_two_vcpus_that_fault_on_one_page_the_slower_one_does_not_fail, slower);
+fn slower<F: Format>(locking: Locking) {
+    let vm = trap_vm::<F>(locking);
+    vm.set_user_memory_region(region(0, 0, MIB, 0x100, PageSize::Size4K)).unwrap();
+    let (mut slow, mut fast) = (vm.create_vcpu().unwrap(), vm.create_vcpu().unwrap());
+    let keeper = vm.host().in_resolve.set();
+    let slow = std::thread::spawn(move || slow.handle_fault(Gpa(0), Access::Write));
+    keeper.arrived.recv().unwrap();
+    assert_eq!(fast.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
+    keeper.go.send(()).unwrap();
+    assert_eq!(slow.join().unwrap(), Ok(Outcome::Resume));
+    let stats = vm.stats();
+    assert_eq!((stats.installed_4k, stats.spurious, stats.retries, stats.zapped), (1, 1, 1, 0));
+}
+
+each!(a_detached_table_is_freed_after_its_flush_and_when_nobody_can_be_in_it, detached);
+fn detached<F: Format>(locking: Locking) {
+    let vm = trap_vm::<F>(locking);
+    // Two slots: the one that goes has all of a table of the lowest level; the other keeps those above.
+    vm.set_user_memory_region(region(0, 0, 2 * MIB, 0x1000, PageSize::Size4K)).unwrap();
+    vm.set_user_memory_region(region(1, 4 * MIB, 2 * MIB, 0x2000, PageSize::Size4K)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    for gpa in [0, 4 * MIB] {
+        assert_eq!(vcpu.handle_fault(Gpa(gpa), Access::Write), Ok(Outcome::Resume));
+    }
+    let live = vm.host().host.live_tables();
+    // A look at a page is stopped inside its section; looks take no lock in any configuration.
+    let keeper = vm.host().in_section.set();
+    let inside = std::thread::spawn(move || (vcpu.handle_fault(Gpa(0), Access::Read), vcpu));
+    keeper.arrived.recv().unwrap();
+    vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
+    vm.reclaim().unwrap();
+    assert_eq!(vm.host().host.live_tables(), live, "a table was freed under a section");
+    keeper.go.send(()).unwrap();
+    let (result, vcpu) = inside.join().unwrap();
+    let mmio = Outcome::Exit(Exit::Mmio { gpa: Gpa(0), access: Access::Read });
+    assert_eq!(result, Ok(mmio));
+    vm.reclaim().unwrap();
+    assert_eq!(vm.host().host.live_tables(), live - 1);
+    assert_eq!(vm.host().freed_unflushed.load(Ordering::SeqCst), 0);
+    drop(vcpu);
+}
+
+each!(a_slot_that_is_deleted_under_a_resolve_keeps_its_backing_until_that_is_over, deleted_under_resolve);
+fn deleted_under_resolve<F: Format>(locking: Locking) {
+    let vm = trap_vm::<F>(locking);
+    let memory = region(0, 0, MIB, 0x100, PageSize::Size4K);
+    let dropped = Arc::clone(&memory.backing.as_ref().unwrap().dropped);
+    vm.set_user_memory_region(memory).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let keeper = vm.host().in_resolve.set();
+    let resolving = std::thread::spawn(move || vcpu.handle_fault(Gpa(0x3000), Access::Write));
+    keeper.arrived.recv().unwrap();
+    // Nobody waits for the resolve: neither the deletion, nor a new slot at the same place.
+    vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
+    vm.reclaim().unwrap();
+    assert!(!dropped.load(Ordering::SeqCst));
+    vm.set_user_memory_region(region(0, 0, MIB, 0x900, PageSize::Size4K)).unwrap();
+    keeper.go.send(()).unwrap();
+    assert_eq!(resolving.join().unwrap(), Ok(Outcome::Resume));
+    let (_, level) = lowest_entry::<F>(&vm.host().host, vm.root(), Gfn(3));
+    assert_eq!(level, Level::L4K);
+    let (cell, _) = lowest_entry::<F>(&vm.host().host, vm.root(), Gfn(3));
+    // SAFETY: a live entry.
+    let entry = Entry(unsafe { AtomicU64::from_ptr(cell) }.load(Ordering::SeqCst));
+    assert_eq!(F::address(entry, level).pfn(), Pfn(0x903), "the frame that was resolved before the deletion");
+    vm.reclaim().unwrap();
+    assert!(dropped.load(Ordering::SeqCst));
+}

@@ -1,0 +1,318 @@
+//! The surroundings of the engine under shuttle: a format with tables of four entries, a host without anything that
+//! blocks but shuttle's own primitives, and guests whose accesses can be stopped at every step.
+#![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
+
+use std::alloc::{Layout, alloc, dealloc};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use slat::sync::{AtomicU32, AtomicU64};
+use slat::{
+    Access, Config, Entry, Exit, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking, MemoryRegion,
+    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, Vcpu, Vm,
+};
+
+/// Tables of four entries, so that unlinking one is a few steps. A level is nine bits of the address all the same: frames
+/// 4 to 511 of a block share entries with frames 0 to 3, so guests only use those.
+#[derive(Debug)]
+pub struct Tiny<const LEVELS: u8>;
+
+impl<const LEVELS: u8> Format for Tiny<LEVELS> {
+    const NAME: &'static str = "tiny";
+    const ROOT_LEVEL: Level = Level(LEVELS);
+    const GPA_BITS: u32 = 12 + 9 * (LEVELS as u32 - 1) + 1;
+    const HPA_BITS: u32 = Npt::HPA_BITS;
+    const ROOT_ENTRIES: usize = 2;
+    const TABLE_ENTRIES: usize = 4;
+    const WRITABLE: u64 = Npt::WRITABLE;
+    const ACCESSED: u64 = Npt::ACCESSED;
+    const DIRTY: u64 = Npt::DIRTY;
+    const HOST_WRITABLE: u64 = Npt::HOST_WRITABLE;
+
+    fn is_present(entry: Entry) -> bool {
+        // The engine asks this of every entry that it reads, too.
+        assert_ne!(entry.0, POISON, "an entry of a table that was freed");
+        Npt::is_present(entry)
+    }
+
+    fn is_leaf(entry: Entry, level: Level) -> bool {
+        Npt::is_leaf(entry, level)
+    }
+
+    fn leaf(pfn: Pfn, level: Level) -> Entry {
+        Npt::leaf(pfn, level)
+    }
+
+    fn table(table: Hpa) -> Entry {
+        Npt::table(table)
+    }
+
+    fn address(entry: Entry, level: Level) -> Hpa {
+        Npt::address(entry, level)
+    }
+}
+
+const POISON: u64 = 0x5a5a_5a5a_5a5a_5a5a;
+/// Table addresses are page-aligned, whatever the size of a table.
+const TABLE_LAYOUT: Layout = match Layout::from_size_align(4096, 4096) {
+    Ok(layout) => layout,
+    Err(_) => unreachable!(),
+};
+
+#[derive(Debug)]
+pub struct Backing {
+    pub first_pfn: u64,
+    pub max_size: PageSize,
+    pub read_gives_writable: bool,
+    pub dropped: Arc<AtomicBool>,
+}
+
+impl Drop for Backing {
+    fn drop(&mut self) {
+        self.dropped.store(true, Ordering::SeqCst);
+    }
+}
+
+/// Memory of tables; a freed one is poisoned and kept until the host goes. Locked for no longer than a step.
+#[derive(Debug, Default)]
+struct Tables {
+    live: HashMap<u64, usize>,
+    freed: Vec<u64>,
+}
+
+#[derive(Debug)]
+pub struct ShuttleHost {
+    tables: std::sync::Mutex<Tables>,
+    /// For each guest a word that is odd during an access.
+    accesses: Vec<AtomicU64>,
+    /// For each guest a word that is odd during a fault.
+    faults: Vec<AtomicU64>,
+    /// Who sleeps on which word, by ticket, and the next ticket.
+    sleepers: shuttle::sync::Mutex<(Vec<(usize, u64)>, u64)>,
+    wakeup: shuttle::sync::Condvar,
+    /// A step of the host.
+    step: AtomicU64,
+}
+
+impl ShuttleHost {
+    pub fn new(nr_guests: usize) -> ShuttleHost {
+        ShuttleHost {
+            tables: std::sync::Mutex::default(),
+            accesses: (0..nr_guests).map(|_| AtomicU64::new(0)).collect(),
+            faults: (0..nr_guests).map(|_| AtomicU64::new(0)).collect(),
+            sleepers: shuttle::sync::Mutex::new((Vec::new(), 0)),
+            wakeup: shuttle::sync::Condvar::new(),
+            step: AtomicU64::new(0),
+        }
+    }
+
+    pub fn live_tables(&self) -> usize {
+        self.tables.lock().unwrap().live.len()
+    }
+
+    /// Returns when every fault that is under way now has returned.
+    pub fn wait_for_faults(&self) {
+        wait_while_odd(&self.faults);
+    }
+
+    fn unpark(&self, word: usize, most: usize) -> bool {
+        let mut sleepers = self.sleepers.lock().unwrap();
+        let mut woken = 0;
+        sleepers.0.retain(|sleeper| {
+            let wake = sleeper.0 == word && woken < most;
+            woken += usize::from(wake);
+            !wake
+        });
+        drop(sleepers);
+        if woken != 0 {
+            self.wakeup.notify_all();
+        }
+        woken != 0
+    }
+}
+
+/// Returns when each of `words` that is odd now has changed.
+fn wait_while_odd(words: &[AtomicU64]) {
+    for word in words {
+        let seen = word.load(Ordering::SeqCst);
+        while seen % 2 == 1 && word.load(Ordering::SeqCst) == seen {
+            shuttle::thread::yield_now();
+        }
+    }
+}
+
+impl Drop for ShuttleHost {
+    fn drop(&mut self) {
+        let tables = self.tables.get_mut().unwrap();
+        assert!(std::thread::panicking() || tables.live.is_empty(), "tables leaked");
+        for table in tables.freed.drain(..) {
+            // SAFETY: allocated with this layout; nobody is left to look at it.
+            unsafe { dealloc(table as *mut u8, TABLE_LAYOUT) }
+        }
+    }
+}
+
+impl Park for ShuttleHost {
+    fn park(&self, word: &AtomicU32, expected: u32) {
+        let mut sleepers = self.sleepers.lock().unwrap();
+        if word.load(Ordering::SeqCst) != expected {
+            return;
+        }
+        let ticket = sleepers.1;
+        sleepers.1 += 1;
+        sleepers.0.push((std::ptr::from_ref(word).addr(), ticket));
+        while sleepers.0.iter().any(|sleeper| sleeper.1 == ticket) {
+            sleepers = self.wakeup.wait(sleepers).unwrap();
+        }
+    }
+
+    fn unpark_one(&self, word: *const AtomicU32) -> bool {
+        self.unpark(word.addr(), 1)
+    }
+
+    fn unpark_all(&self, word: *const AtomicU32) {
+        self.unpark(word.addr(), usize::MAX);
+    }
+}
+
+// SAFETY: tables come from the global allocator and stay until the host goes; a flush waits for the accesses that were
+// under way; frames are numbers.
+unsafe impl Host for ShuttleHost {
+    type Backing = Backing;
+
+    fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
+        // SAFETY: not of size zero.
+        let pointer = unsafe { alloc(TABLE_LAYOUT) };
+        assert!(!pointer.is_null());
+        self.tables.lock().unwrap().live.insert(pointer as u64, layout.size());
+        Some(Hpa(pointer as u64))
+    }
+
+    unsafe fn free_table(&self, table: Hpa, layout: Layout) {
+        let mut tables = self.tables.lock().unwrap();
+        assert_eq!(tables.live.remove(&table.0), Some(layout.size()), "free of {table}, which is no live table");
+        for word in 0..layout.size() / 8 {
+            // SAFETY: inside the table, which is nobody's any more.
+            unsafe { self.table_ptr(table).cast::<u64>().add(word).write(POISON) }
+        }
+        tables.freed.push(table.0);
+    }
+
+    fn table_ptr(&self, table: Hpa) -> *mut u8 {
+        table.0 as *mut u8
+    }
+
+    fn resolve(&self, backing: &Backing, _gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+        assert!(!backing.dropped.load(Ordering::SeqCst), "resolve in a backing that was dropped");
+        let dropped = Arc::clone(&backing.dropped);
+        self.step.load(Ordering::SeqCst);
+        assert!(!dropped.load(Ordering::SeqCst), "a backing was dropped under a resolve");
+        let writable = access == Access::Write || backing.read_gives_writable;
+        Ok(Resolved { pfn: Pfn(backing.first_pfn + page), max_size: backing.max_size, writable })
+    }
+
+    fn flush(&self, _ranges: &[GfnRange]) {
+        wait_while_odd(&self.accesses);
+    }
+
+    fn yield_now(&self) {
+        shuttle::thread::yield_now();
+    }
+
+    fn timestamp_ns(&self) -> u64 {
+        0
+    }
+}
+
+/// The entry that a CPU would use for `gfn`: its frame, and whether it may be written.
+pub fn walk<F: Format>(vm: &Vm<ShuttleHost, F>, gfn: u64) -> Option<(u64, bool)> {
+    let (mut table, mut level) = (vm.root(), F::ROOT_LEVEL);
+    loop {
+        let nr_entries = if level == F::ROOT_LEVEL { F::ROOT_ENTRIES } else { F::TABLE_ENTRIES };
+        let index = (gfn / level.nr_pages()) as usize % nr_entries;
+        // SAFETY: inside a table, whose memory stays until the host goes.
+        let cell = unsafe { &*vm.host().table_ptr(table).cast::<AtomicU64>().add(index) };
+        let entry = Entry(cell.load(Ordering::SeqCst));
+        if !F::is_present(entry) {
+            return None;
+        }
+        if F::is_leaf(entry, level) {
+            let pfn = F::address(entry, level).pfn().0 + gfn % level.nr_pages();
+            return Some((pfn, entry.0 & F::WRITABLE == F::WRITABLE));
+        }
+        table = F::address(entry, level);
+        level = Level(level.0 - 1);
+    }
+}
+
+pub type TestVm<F> = Arc<Vm<ShuttleHost, F>>;
+
+pub fn new_vm<F: Format>(locking: Locking, nr_guests: usize) -> TestVm<F> {
+    Arc::new(Vm::new(ShuttleHost::new(nr_guests), Config::with_locking(locking)).unwrap())
+}
+
+pub struct Guest<F: Format> {
+    pub vm: TestVm<F>,
+    pub vcpu: Vcpu<ShuttleHost, F>,
+    pub index: usize,
+}
+
+impl<F: Format> Guest<F> {
+    pub fn new(vm: &TestVm<F>, index: usize) -> Guest<F> {
+        Guest { vm: Arc::clone(vm), vcpu: vm.create_vcpu().unwrap(), index }
+    }
+
+    /// One access that a flush waits for, with a moment between its walk and its effect. `Ok` with the effect's result;
+    /// else the fault was served: `Err` with the exit, if there was one.
+    pub fn access<R>(&mut self, gfn: u64, access: Access, effect: impl FnOnce(u64) -> R) -> Result<R, Option<Exit>> {
+        let word = &self.vm.host().accesses[self.index];
+        word.fetch_add(1, Ordering::SeqCst);
+        let found = walk(&self.vm, gfn);
+        self.vm.host().step.load(Ordering::SeqCst);
+        let result = match found {
+            Some((pfn, writable)) if access != Access::Write || writable => Some(effect(pfn)),
+            _ => None,
+        };
+        word.fetch_add(1, Ordering::SeqCst);
+        match result {
+            Some(result) => Ok(result),
+            None => {
+                let word = &self.vm.host().faults[self.index];
+                word.fetch_add(1, Ordering::SeqCst);
+                let outcome = self.vcpu.handle_fault(Gpa(gfn * PAGE_SIZE), access);
+                word.fetch_add(1, Ordering::SeqCst);
+                match outcome {
+                    Ok(Outcome::Resume) => Err(None),
+                    Ok(Outcome::Exit(exit)) => Err(Some(exit)),
+                    Err(error) => panic!("fault at frame {gfn:#x} failed: {error}"),
+                }
+            }
+        }
+    }
+}
+
+/// A region of `nr_pages` from frame `start` on, made anew if there is a backing.
+pub fn region(
+    slot: u32,
+    flags: MemoryRegionFlags,
+    start: u64,
+    nr_pages: u64,
+    backing: Option<Backing>,
+) -> MemoryRegion<Backing> {
+    MemoryRegion { slot, flags, guest_phys_addr: Gpa(start * PAGE_SIZE), memory_size: nr_pages * PAGE_SIZE, backing }
+}
+
+pub fn backing(first_pfn: u64, max_size: PageSize) -> Backing {
+    Backing { first_pfn, max_size, read_gives_writable: true, dropped: Arc::default() }
+}
+
+/// When all are done and no slot is left: no table is left but the root.
+pub fn assert_no_table_is_left<F: Format>(vm: &TestVm<F>) {
+    let all = 1 << (F::GPA_BITS - 12);
+    let none = MemoryRegionFlags::empty();
+    vm.set_user_memory_region(region(0, none, 0, all, Some(backing(0, PageSize::Size4K)))).unwrap();
+    vm.set_user_memory_region(region(0, none, 0, 0, None)).unwrap();
+    vm.reclaim().unwrap();
+    assert_eq!((vm.stats().live_tables(), vm.host().live_tables()), (1, 1));
+}
