@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde_json::json;
-use slat::{Histogram, PAGE_SIZE};
+use slat::{Histogram, Locking, PAGE_SIZE};
 use slat_machine::topology::HostDescription;
 
 use super::{Run, Series};
@@ -97,6 +97,22 @@ fn guest_stall(series: &Series) -> Histogram {
     stall
 }
 
+/// How many times as fast as `base` each phase of `series` is: the median over the runs, each against the run of `base`
+/// beside it, so that it holds when the machine's speed drifts.
+fn speed(phase: &Phase, series: &Series, base: &Series) -> f64 {
+    let mut ratios = Samples::default();
+    for (run, base) in series.runs.iter().zip(&base.runs) {
+        let total = |run| (phase.times)(run).iter().sum::<Duration>().as_secs_f64();
+        ratios.push(total(base) / total(run).max(f64::MIN_POSITIVE));
+    }
+    ratios.quantile(500)
+}
+
+/// The series that others are compared with.
+fn baseline(all: &[Series]) -> Option<&Series> {
+    all.iter().find(|series| series.locking == Locking::Exclusive && all.len() > 1)
+}
+
 fn mean(series: &Series, value: fn(&Run) -> f64) -> f64 {
     series.runs.iter().map(value).sum::<f64>() / series.runs.len().max(1) as f64
 }
@@ -184,8 +200,16 @@ fn print_phases(all: &[Series]) {
         });
         spread.add_row(table::row(name().chain(spreads)));
     }
-    println!("{phases}");
-    println!("{spread}");
+    println!("\n{phases}");
+    if let Some(base) = baseline(all) {
+        let mut speeds = table::figures(header(all, "speed against exclusive, median of paired runs"));
+        for phase in &PHASES {
+            let ratios = all.iter().map(|series| format!("{:.2}", speed(phase, series, base)));
+            speeds.add_row(table::row(std::iter::once(phase.title.to_owned()).chain(ratios)));
+        }
+        println!("\n{speeds}");
+    }
+    println!("\n{spread}");
 }
 
 fn print_others(all: &[Series]) {
@@ -199,7 +223,7 @@ fn print_others(all: &[Series]) {
         let values = stalls.iter().map(|stall| humanly(seconds(stall.quantile(per_mille)), "s"));
         others.add_row(table::row(std::iter::once(title.to_owned()).chain(values)));
     }
-    println!("{others}");
+    println!("\n{others}\n");
 }
 
 fn print_notes(args: &DirtyLogArgs, all: &[Series], host: &HostDescription) {
@@ -253,6 +277,9 @@ pub(super) fn results(args: &DirtyLogArgs, all: &[Series]) -> Results {
             push(format!("{}_p50", phase.name), samples.quantile(500), "s");
             push(format!("{}_p99", phase.name), samples.quantile(990), "s");
             push(format!("{}_max", phase.name), samples.quantile(1000), "s");
+            if let Some(base) = baseline(all) {
+                push(format!("{}_speed_vs_exclusive", phase.name), speed(phase, series, base), "ratio");
+            }
         }
         for other in &OTHERS {
             push(other.name.to_owned(), mean(series, other.value), other.unit);
