@@ -183,7 +183,7 @@ impl Epochs {
         self.acquire().map(RecordGuard)
     }
 
-    /// A record for a vCPU, to be given back by [`Epochs::return_record`].
+    /// A record for a vCPU, to be given back by [`OwnedRecord::give_back`].
     pub(crate) fn take_record(&self) -> Result<OwnedRecord, Error> {
         self.acquire().map(|record| OwnedRecord(NonNull::from(record)))
     }
