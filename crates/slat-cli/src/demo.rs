@@ -8,7 +8,7 @@ use crate::failure::Failure;
 
 /// What is run, as a command line that the reader can type.
 const COMMANDS: [&str; 2] =
-    ["slat dirty-log -v 4 -b 256M -i 2 --runs 3", "slat dirty-log -v 4 -b 64M -i 2 --runs 3 -o"];
+    ["slat dirty-log -v 4 -b 256M -i 5 --runs 3", "slat dirty-log -v 4 -b 64M -i 5 --runs 3 -o"];
 
 /// Runs the demonstration.
 pub(crate) fn run() -> Result<(), Failure> {
