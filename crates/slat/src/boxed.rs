@@ -1,11 +1,15 @@
-//! Boxes that report a failed allocation instead of aborting: `Box::try_new` is not stable yet.
+//! Heap memory whose allocation may fail: an error instead of an abort. (`Box::try_new` is not stable yet.)
 
 #![expect(unsafe_code, reason = "allocates by hand")]
 
-use alloc::alloc::{Layout, alloc};
+use alloc::alloc::{Layout, alloc, alloc_zeroed, dealloc};
 use alloc::boxed::Box;
+use core::ops::Deref;
+use core::ptr::NonNull;
+use core::slice;
 
 use crate::error::Error;
+use crate::sync::AtomicU64;
 
 /// A box with `value` in it.
 pub(crate) fn try_box<T>(value: T) -> Result<Box<T>, Error> {
@@ -19,5 +23,58 @@ pub(crate) fn try_box<T>(value: T) -> Result<Box<T>, Error> {
     unsafe {
         memory.write(value);
         Ok(Box::from_raw(memory))
+    }
+}
+
+/// Size of a cache line in bytes.
+const LINE_BYTES: usize = 64;
+
+/// Atomic words on cache lines of their own, zero at first. Where the allocator takes zeroed pages from the operating
+/// system, words that were never touched take no memory.
+pub(crate) struct ZeroedWords {
+    first: NonNull<AtomicU64>,
+    len: usize,
+    layout: Layout,
+}
+
+// SAFETY: owns its memory, as a boxed slice of atomics does.
+unsafe impl Send for ZeroedWords {}
+// SAFETY: as above.
+unsafe impl Sync for ZeroedWords {}
+
+impl ZeroedWords {
+    pub(crate) fn new(len: usize) -> Result<ZeroedWords, Error> {
+        // At least a line: an allocation of no size is not allowed.
+        let layout = Layout::array::<AtomicU64>(len.max(1))
+            .and_then(|layout| layout.align_to(LINE_BYTES))
+            .map_err(|_| Error::OutOfMemory)?
+            .pad_to_align();
+        // SAFETY: the layout's size is not zero.
+        let memory = unsafe { alloc_zeroed(layout) }.cast::<AtomicU64>();
+        let first = NonNull::new(memory).ok_or(Error::OutOfMemory)?;
+        // loom's atomics are more than their value.
+        #[cfg(loom)]
+        for index in 0..len {
+            // SAFETY: inside the allocation, which is nobody else's.
+            unsafe { first.add(index).write(AtomicU64::new(0)) };
+        }
+        Ok(ZeroedWords { first, len, layout })
+    }
+}
+
+impl Deref for ZeroedWords {
+    type Target = [AtomicU64];
+
+    #[inline]
+    fn deref(&self) -> &[AtomicU64] {
+        // SAFETY: `len` words were allocated, and all bits zero is an atomic zero (loom's were written).
+        unsafe { slice::from_raw_parts(self.first.as_ptr(), self.len) }
+    }
+}
+
+impl Drop for ZeroedWords {
+    fn drop(&mut self) {
+        // SAFETY: it was allocated with this layout.
+        unsafe { dealloc(self.first.as_ptr().cast(), self.layout) }
     }
 }

@@ -97,7 +97,7 @@ fn different_orders<F: Format>(locking: Locking) {
             let mut guest = Guest::new(&vm);
             scope.spawn(move || {
                 // Odd strides visit every page once.
-                let stride = seed(index) % nr_pages | 1;
+                let stride = (seed(index) % nr_pages) | 1;
                 let stride = if stride.is_multiple_of(5) { stride + 2 } else { stride };
                 for turn in 0..nr_pages {
                     let page = (index * 37 + turn * stride) % nr_pages;
@@ -200,7 +200,8 @@ fn live_in_changing_memory<F: Format>(mut guest: Guest<F>, thread: u64, versions
         let from = versions.made.load(Ordering::SeqCst);
         let result = guest.try_access(gpa, access, |found| {
             let pfn = found.pfn.0;
-            // Again: what counts is when the access walked. `made` may have moved on before the walk only.
+            // Made by now, not when the access began: a change returns when no access uses what it took away.
+            let from = versions.made.load(Ordering::SeqCst);
             let allowed = |version| life::pfn(version, gfn) == Some(pfn);
             assert!(versions.any_since(from, allowed), "frame {pfn:#x} at {gfn:#x} is not of a version since {from}");
         });

@@ -241,12 +241,14 @@ impl Trap {
     }
 }
 
-/// [`TestHost`] with a trap in `resolve`, one in `table_ptr` (so inside a section), and the order of what is told to it.
+/// [`TestHost`] with a trap in `resolve`, one in `table_ptr` (so inside a section) and one in `flush`, and the order of
+/// what is told to it.
 #[derive(Debug, Default)]
 struct TrapHost {
     host: TestHost,
     in_resolve: Trap,
     in_section: Trap,
+    in_flush: Trap,
     /// Frees that came before any flush.
     freed_unflushed: AtomicU32,
 }
@@ -292,6 +294,7 @@ unsafe impl Host for TrapHost {
     }
 
     fn flush(&self, ranges: &[GfnRange]) {
+        self.in_flush.pass();
         self.host.flush(ranges);
     }
 
@@ -372,4 +375,25 @@ fn deleted_under_resolve<F: Format>(locking: Locking) {
     assert_eq!(F::address(entry, level).pfn(), Pfn(0x903), "the frame that was resolved before the deletion");
     vm.reclaim().unwrap();
     assert!(dropped.load(Ordering::SeqCst));
+}
+
+each!(a_deletion_flushes_what_a_fault_took_away_and_has_not_flushed_yet, unpaid_flush);
+fn unpaid_flush<F: Format>(locking: Locking) {
+    let vm = trap_vm::<F>(locking);
+    let memory = region(0, 0, MIB, 0x100, PageSize::Size4K);
+    memory.backing.as_ref().unwrap().read_gives_writable.store(false, Ordering::SeqCst);
+    vm.set_user_memory_region(memory).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Read), Ok(Outcome::Resume));
+    // A write takes the leaf away, for the host must be asked again, and is stopped before the flush: another CPU may
+    // still use the translation.
+    let keeper = vm.host().in_flush.set();
+    let writer = std::thread::spawn(move || vcpu.handle_fault(Gpa(0x3000), Access::Write));
+    keeper.arrived.recv().unwrap();
+    vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
+    let flushed = vm.host().host.flushes.lock().unwrap().iter().flatten().any(|range| range.contains(Gfn(3)));
+    keeper.go.send(()).unwrap();
+    let mmio = Outcome::Exit(Exit::Mmio { gpa: Gpa(0x3000), access: Access::Write });
+    assert_eq!(writer.join().unwrap(), Ok(mmio));
+    assert!(flushed, "the slot is gone, and a CPU may still use a translation of it");
 }

@@ -4,22 +4,17 @@
 //! 2 MiB blocks (of a slot that begins at a multiple of 2 MiB) share no line.
 
 use alloc::boxed::Box;
-use alloc::vec::Vec;
 
-use crate::boxed::try_box;
+use crate::boxed::{ZeroedWords, try_box};
 use crate::error::Error;
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::Ordering;
 
 /// Pages in a word.
 pub(crate) const PAGES_PER_WORD: u64 = u64::BITS as u64;
-const WORDS_PER_LINE: usize = 8;
-
-#[repr(align(64))]
-struct Line([AtomicU64; WORDS_PER_LINE]);
 
 /// The log of one slot.
 pub(crate) struct Bitmap {
-    lines: Vec<Line>,
+    words: ZeroedWords,
 }
 
 /// Words that `nr_pages` bits need.
@@ -30,16 +25,7 @@ pub(crate) fn nr_words(nr_pages: u64) -> usize {
 impl Bitmap {
     /// A bitmap of `nr_pages` clear bits.
     pub(crate) fn new(nr_pages: u64) -> Result<Box<Bitmap>, Error> {
-        let nr_lines = nr_words(nr_pages).div_ceil(WORDS_PER_LINE);
-        let mut lines = Vec::new();
-        lines.try_reserve_exact(nr_lines).map_err(|_| Error::OutOfMemory)?;
-        lines.extend((0..nr_lines).map(|_| Line(core::array::from_fn(|_| AtomicU64::new(0)))));
-        try_box(Bitmap { lines })
-    }
-
-    #[inline]
-    fn word(&self, index: usize) -> &AtomicU64 {
-        &self.lines[index / WORDS_PER_LINE].0[index % WORDS_PER_LINE]
+        try_box(Bitmap { words: ZeroedWords::new(nr_words(nr_pages))? })
     }
 
     /// Sets the bits of `nr_pages` pages from `first` on. A full fence stands between what the marks are for (a leaf
@@ -51,7 +37,7 @@ impl Bitmap {
             let in_word = page % PAGES_PER_WORD;
             let count = (PAGES_PER_WORD - in_word).min(end - page);
             let mask = (u64::MAX >> (PAGES_PER_WORD - count)) << in_word;
-            let word = self.word((page / PAGES_PER_WORD) as usize);
+            let word = &self.words[(page / PAGES_PER_WORD) as usize];
             // SeqCst: "marked already" is a load after a store, in a pair with the harvest (see `log`).
             if word.load(Ordering::SeqCst) & mask != mask {
                 word.fetch_or(mask, Ordering::SeqCst);
@@ -63,7 +49,7 @@ impl Bitmap {
     /// Takes the bits of word `index`.
     #[inline]
     pub(crate) fn take(&self, index: usize) -> u64 {
-        let word = self.word(index);
+        let word = &self.words[index];
         // Relaxed look first: most words of most harvests are zero, and a load leaves the line shared. A mark that is
         // missed here is reported by the next harvest, as one that comes a moment later.
         if word.load(Ordering::Relaxed) == 0 { 0 } else { word.swap(0, Ordering::SeqCst) }
@@ -72,6 +58,8 @@ impl Bitmap {
 
 #[cfg(all(test, not(any(loom, shuttle))))]
 mod tests {
+    use alloc::vec::Vec;
+
     use super::*;
 
     #[test]

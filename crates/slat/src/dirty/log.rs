@@ -12,8 +12,12 @@
 //! set, the harvest has not taken it yet, so its look at the leaf comes later and finds W. *Does not log* against *no
 //! leaf there*: if the fault finds the flag unset, its leaf was there before the enabling looked at it.
 //!
-//! What is promised: a write before harvest k is reported by k, or by k+1 if the fault that opened the page was still in
-//! flight then. When all vCPU calls have returned, one harvest is exact.
+//! What is promised: a write before harvest k is reported by k, or, if the fault that opened its page is still in flight
+//! then (it has given W and not marked yet, and another vCPU writes through the leaf), by the first harvest that begins
+//! after that fault has returned. When all vCPU calls have returned, one harvest is exact.
+//!
+//! A slot may be moved meanwhile, and its log moves along. So a fault marks by the slot that it made the leaf for and not
+//! by the address, and a harvest looks up where the slot is after it has taken the bits.
 //!
 //! The flush is owed because bits were taken and not because a leaf changed: a leaf that another harvest has just
 //! protected may still be cached as writable, and this one must not hand its bit out before that is flushed.
@@ -152,13 +156,14 @@ fn harvest_turn<H: Host, F: Format>(
             fence_after_rmw();
             // Where the slot is, only now: if it was moved since this section began, the pages whose bits were taken may
             // be writable at its new place.
-            let range = slots.by_id(section, id).map_or(range, |slot| slot.range());
+            let now = slots.by_id(section, id).map(|slot| slot.range());
+            let range = now.filter(|now| now.nr_pages() == range.nr_pages()).unwrap_or(range);
             let mut cursor = Cursor::new(tree, section, range.start);
             for (index, &mask) in group.iter().enumerate().filter(|(_, mask)| **mask != 0) {
                 let first = Gfn(range.start.0 + (first_word + done + index) as u64 * PAGES_PER_WORD);
                 harvested.pages += u64::from(mask.count_ones());
                 harvested.protected += protect::protect_mask(&mut cursor, first, mask);
-                token.owe(GfnRange::new(first, PAGES_PER_WORD));
+                token.owe(GfnRange::new(first, PAGES_PER_WORD).intersection(range));
             }
         }
         done += group.len();

@@ -70,7 +70,7 @@ pub(crate) struct SlotSet<B> {
 struct Retired<B> {
     next: *mut Retired<B>,
     tag: u64,
-    set: Option<Box<SlotSet<B>>>,
+    set: Option<NonNull<SlotSet<B>>>,
     slot: Option<NonNull<Slot<B>>>,
     log: Option<NonNull<Bitmap>>,
 }
@@ -355,8 +355,7 @@ impl<B> Slots<B> {
             match self.current.compare_exchange(old, new, Ordering::SeqCst, Ordering::Relaxed) {
                 Ok(_) => {
                     drop(section);
-                    // SAFETY: the set was published, is not any more, and only the change that took it out owns it.
-                    node.set = Some(unsafe { Box::from_raw(old) });
+                    node.set = NonNull::new(old);
                     node.tag = epochs.retire_era();
                     self.push_retired(Box::into_raw(node));
                     return Ok(());
@@ -393,7 +392,7 @@ impl<B> Slots<B> {
             next = node.next;
             if node.tag < oldest && !node.slot.is_some_and(|slot| epochs.is_resolving(slot)) {
                 // SAFETY: no section can have found it, nobody resolves in it, and nothing but this node refers to it.
-                unsafe { free_parts(node.slot, node.log) };
+                unsafe { node.free_all() };
             } else {
                 self.push_retired(Box::into_raw(node));
             }
@@ -438,7 +437,10 @@ impl<B> SlotEntry<B> {
     /// Frees a slot of [`SlotEntry::new`] that was not published.
     pub(crate) fn discard(self) {
         // SAFETY: both came from boxes in `new`, and were never published.
-        unsafe { free_parts(Some(self.slot), self.log) }
+        unsafe {
+            free(Some(self.slot));
+            free(self.log);
+        }
     }
 
     /// The claim that a new slot begins with.
@@ -447,18 +449,27 @@ impl<B> SlotEntry<B> {
     }
 }
 
-/// Frees a slot and a log.
+/// Frees what comes from a box.
 ///
 /// # Safety
-/// Both came from boxes, and nobody uses them any more.
-unsafe fn free_parts<B>(slot: Option<NonNull<Slot<B>>>, log: Option<NonNull<Bitmap>>) {
-    if let Some(slot) = slot {
+/// It came from a box, and nobody uses it any more.
+unsafe fn free<T>(thing: Option<NonNull<T>>) {
+    if let Some(thing) = thing {
         // SAFETY: as the caller promises.
-        drop(unsafe { Box::from_raw(slot.as_ptr()) });
+        drop(unsafe { Box::from_raw(thing.as_ptr()) });
     }
-    if let Some(log) = log {
-        // SAFETY: as the caller promises.
-        drop(unsafe { Box::from_raw(log.as_ptr()) });
+}
+
+impl<B> Retired<B> {
+    /// # Safety
+    /// Nobody uses what the node holds.
+    unsafe fn free_all(&self) {
+        // SAFETY: sets, slots and logs come from boxes; as the caller promises.
+        unsafe {
+            free(self.set);
+            free(self.slot);
+            free(self.log);
+        }
     }
 }
 
@@ -470,13 +481,16 @@ impl<B> Drop for Slots<B> {
             let node = unsafe { Box::from_raw(next) };
             next = node.next;
             // SAFETY: as above.
-            unsafe { free_parts(node.slot, node.log) };
+            unsafe { node.free_all() };
         }
         // SAFETY: the current set came from a box, and nobody uses it any more.
         let set = unsafe { Box::from_raw(self.current.load(Ordering::Relaxed)) };
         for entry in &set.entries {
             // SAFETY: a slot and its log belong to the set that holds them when the VM ends.
-            unsafe { free_parts(Some(entry.slot), entry.log) }
+            unsafe {
+                free(Some(entry.slot));
+                free(entry.log);
+            }
         }
     }
 }

@@ -307,6 +307,11 @@ pub fn backing(first_pfn: u64, max_size: PageSize) -> Backing {
     Backing { first_pfn, max_size, read_gives_writable: true, dropped: Arc::default() }
 }
 
+/// A backing whose frames may not be written by who has only read them: as after a fork, or in a fresh file.
+pub fn backing_that_is_asked_again(first_pfn: u64, max_size: PageSize) -> Backing {
+    Backing { first_pfn, max_size, read_gives_writable: false, dropped: Arc::default() }
+}
+
 /// When all are done and no slot is left: no table is left but the root.
 pub fn assert_no_table_is_left<F: Format>(vm: &TestVm<F>) {
     let all = 1 << (F::GPA_BITS - 12);
