@@ -85,7 +85,7 @@ impl Gfn {
     #[inline]
     pub const fn block(self, level: Level) -> GfnRange {
         let start = self.align_down(level);
-        GfnRange { start, end: Gfn(start.0 + level.nr_pages()) }
+        GfnRange::new(start, level.nr_pages())
     }
 }
 
@@ -106,7 +106,7 @@ impl Pfn {
 }
 
 /// Level of an entry in the table tree, counted as KVM counts: an entry of level 1 maps 4 KiB, of level 2 2 MiB, of
-/// level 3 1 GiB; the root's entries have the highest level.
+/// level 3 1 GiB; the root's entries have the highest level, 5 at most. The methods are for levels 1 to 5.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 #[repr(transparent)]
 pub struct Level(pub u8);
@@ -194,10 +194,10 @@ pub struct GfnRange {
 }
 
 impl GfnRange {
-    /// The range of `nr_pages` frames from `start` on.
+    /// The range of `nr_pages` frames from `start` on, or as many as there are numbers for.
     #[inline]
     pub const fn new(start: Gfn, nr_pages: u64) -> GfnRange {
-        GfnRange { start, end: Gfn(start.0 + nr_pages) }
+        GfnRange { start, end: Gfn(start.0.saturating_add(nr_pages)) }
     }
 
     /// Number of frames in the range.

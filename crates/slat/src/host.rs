@@ -20,7 +20,9 @@ pub struct Resolved {
     /// The largest naturally aligned block around the page that is contiguous in host-physical memory and may be
     /// mapped by one leaf. The engine maps less where the slot's ends, alignment or dirty logging ask for it.
     pub max_size: PageSize,
-    /// Whether the guest may write the frame. Must be `true` if the access was a write.
+    /// Whether the guest may write the frame. Must be `true` if the access was a write. A read may be answered with
+    /// `false`: the first write then asks again, and must be answered with the same frame. (A host that copies on write
+    /// must give the page its own frame before it answers the first read.)
     pub writable: bool,
 }
 
@@ -34,8 +36,9 @@ pub struct Gone;
 /// # Safety
 /// The engine builds page tables that hardware (or a software CPU) walks, and trusts this trait for it:
 /// - [`allocate_table`](Host::allocate_table) returns memory of the layout asked for that nobody else uses until it is
-///   given to [`free_table`](Host::free_table), and [`table_ptr`](Host::table_ptr) returns a pointer to that memory,
-///   valid for reads and writes and the same at each call.
+///   given to [`free_table`](Host::free_table); its host-physical address is aligned alike and fits the format;
+///   [`table_ptr`](Host::table_ptr) returns a pointer to that memory, valid for reads and writes and the same at each
+///   call.
 /// - [`flush`](Host::flush) returns only when no CPU can use a translation older than the call.
 /// - a frame answered by [`resolve`](Host::resolve) stays the page's frame as long as the backing lives.
 /// - no method unwinds.
@@ -71,7 +74,7 @@ pub unsafe trait Host: Park + Send + Sync {
     fn flush(&self, ranges: &[GfnRange]);
 
     /// Whether the caller's CPU is wanted by somebody else, so that a long operation should leave its section and call
-    /// [`yield_now`](Host::yield_now). Asked once in a few hundred entries.
+    /// [`yield_now`](Host::yield_now). Asked every few thousand entries, inside the section and the lock: a mere look.
     #[inline]
     fn should_yield(&self) -> bool {
         false

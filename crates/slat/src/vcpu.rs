@@ -13,7 +13,7 @@
 
 use alloc::sync::Arc;
 
-use crate::addr::{Access, Gfn, Gpa, Level};
+use crate::addr::{Access, Gfn, GfnRange, Gpa, Level};
 use crate::dirty::log;
 use crate::error::Error;
 use crate::format::{Entry, Format};
@@ -21,7 +21,7 @@ use crate::host::{Host, Resolved};
 use crate::second_stage::flush::FlushToken;
 use crate::second_stage::install::{self, Changed, NewLeaf, Rights};
 use crate::slot::MemoryRegionFlags;
-use crate::slot::set::{BackingRef, SlotKey, SlotView};
+use crate::slot::set::{BackingRef, SlotView};
 use crate::stats::{Counter, SAMPLE_PERIOD};
 use crate::sync::{Locking, Side};
 use crate::table::entry::{self, Stamp, State};
@@ -76,19 +76,27 @@ enum Plan<'r, B> {
     GiveWrite(Entry),
     /// Split this huge leaf, for logging is by 4 KiB.
     Split(Entry),
-    /// Take this leaf away, for the host must be asked whether it may be written.
-    TakeAway(Entry),
+    /// Ask the host for the frame and install a leaf.
     Install(InstallPlan<'r, B>),
 }
 
-/// How to fill an empty entry.
+/// What to install a leaf for, and instead of what.
 struct InstallPlan<'r, B> {
     backing: BackingRef<'r, B>,
-    key: SlotKey<B>,
+    slot: GfnRange,
     flags: MemoryRegionFlags,
-    /// Level of the empty entry.
+    /// Level of the entry that was found.
     level: Level,
-    stamp: Stamp,
+    found: Found,
+}
+
+/// The entry that a leaf is to be installed in, as the look found it.
+#[derive(Clone, Copy)]
+enum Found {
+    /// Empty, with this stamp.
+    Empty(Stamp),
+    /// This leaf, which the host did not allow to be written when it was installed.
+    ReadOnly(Entry),
 }
 
 impl<H: Host, F: Format> Vcpu<H, F> {
@@ -216,7 +224,6 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                     self.top_up(1)?;
                     self.split(value).map(|()| false)
                 }
-                Plan::TakeAway(value) => self.take_away(value).map(|()| false),
                 Plan::Install(plan) => {
                     let leaf = self.resolve(&plan)?;
                     self.top_up(usize::from(plan.level.0 - leaf.level.0))?;
@@ -244,29 +251,33 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let mut cursor = Cursor::new(tree, &section, self.gfn);
         // The entry first, the slot after: see `table/stamp.rs`.
         let (value, state) = cursor.descend_to_lowest();
-        let stamp = match state {
+        let found = match state {
             State::Leaf if self.access != Access::Write || entry::is_writable::<F>(value) => return Plan::Spurious,
-            State::Leaf => None,
-            State::Empty(stamp) => Some(stamp),
+            State::Leaf => Found::ReadOnly(value),
+            State::Empty(stamp) => Found::Empty(stamp),
             State::Table | State::Frozen => unreachable!("descend_to_lowest passes them"),
         };
         let Some(slot) = slots.find(&section, self.gfn) else { return Plan::Exit };
         if slot.is_withdrawn() {
             return Plan::Withdrawn;
         }
-        let writes = self.access == Access::Write;
-        if writes && slot.flags().contains(MemoryRegionFlags::READONLY) {
+        if self.access == Access::Write && slot.flags().contains(MemoryRegionFlags::READONLY) {
             return Plan::Exit;
         }
-        match stamp {
-            Some(stamp) => self.plan_install(&cursor, &slot, stamp),
-            None if !entry::is_host_writable::<F>(value) => Plan::TakeAway(value),
-            None if cursor.level() > Level::L4K && slot.log().is_some() => Plan::Split(value),
-            None if tree.locking() != Locking::None => Plan::GiveWrite(value),
-            None => match self.give_write_at(&cursor, &section, Some(&slot.key()), value) {
-                Ok(()) => Plan::Fixed,
-                Err(Changed) => Plan::StartOver,
-            },
+        match found {
+            Found::ReadOnly(value) if entry::is_host_writable::<F>(value) => {
+                if cursor.level() > Level::L4K && slot.log().is_some() {
+                    Plan::Split(value)
+                } else if tree.locking() != Locking::None {
+                    Plan::GiveWrite(value)
+                } else {
+                    match self.give_write_at(&cursor, &section, value) {
+                        Ok(()) => Plan::Fixed,
+                        Err(Changed) => Plan::StartOver,
+                    }
+                }
+            }
+            found => self.plan_install(&cursor, &slot, found),
         }
     }
 
@@ -274,21 +285,21 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         &self,
         cursor: &Cursor<'_, H, F>,
         slot: &SlotView<'_, H::Backing>,
-        stamp: Stamp,
+        found: Found,
     ) -> Plan<'v, H::Backing> {
         Plan::Install(InstallPlan {
             backing: slot.keep_for_resolve(self.record),
-            key: slot.key(),
+            slot: slot.range(),
             flags: slot.flags(),
             level: cursor.level(),
-            stamp,
+            found,
         })
     }
 
     /// Step 2: the frame, and what to map of it.
     fn resolve(&mut self, plan: &InstallPlan<'_, H::Backing>) -> Result<NewLeaf, Error> {
         let host = &self.vm.tree.host;
-        let page = self.gfn.0 - plan.key.range.start.0;
+        let page = self.gfn.0 - plan.slot.start.0;
         let resolve = || host.resolve(plan.backing.get(), self.gfn, page, self.access);
         let resolved = match &mut self.timing {
             None => resolve(),
@@ -317,7 +328,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let logs = plan.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
         let fits = |level: Level| {
             let same_offset = (pfn.0 ^ self.gfn.0) & (level.nr_pages() - 1) == 0;
-            same_offset && plan.key.range.covers(self.gfn.block(level))
+            same_offset && plan.slot.covers(self.gfn.block(level))
         };
         let mut level = if logs { Level::L4K } else { max_size.level().min(plan.level) };
         while level > Level::L4K && !fits(level) {
@@ -344,26 +355,82 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         result.map(|_| ()).map_err(|_| Error::OutOfMemory)
     }
 
-    /// Step 3 for an empty entry.
+    /// Step 3 for an entry that is empty, or a leaf that the host has now allowed to be written.
     fn install(&mut self, plan: &InstallPlan<'_, H::Backing>, leaf: NewLeaf) -> Result<(), Changed> {
-        let Vm { tree, slots } = self.vm;
+        match plan.found {
+            Found::Empty(stamp) => self.install_on_empty(plan, stamp, leaf),
+            Found::ReadOnly(value) => self.install_instead(plan, value, leaf),
+        }
+    }
+
+    fn install_on_empty(
+        &mut self,
+        plan: &InstallPlan<'_, H::Backing>,
+        seen: Stamp,
+        leaf: NewLeaf,
+    ) -> Result<(), Changed> {
+        let tree = &self.vm.tree;
         let locked = tree.enter(self.record, Side::Read);
-        let section = &locked.section;
-        let mut cursor = Cursor::new(tree, section, self.gfn);
+        let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
         let (value, State::Empty(stamp)) = cursor.descend_to_lowest() else { return Err(Changed) };
         // Above: the range was taken away since the look. A higher or lower entry than then: the leaf may not fit, or
         // need more tables than were taken.
-        if stamp > plan.stamp || cursor.level() > plan.level || cursor.level() < leaf.level {
+        if stamp > seen || cursor.level() > plan.level || cursor.level() < leaf.level {
             return Err(Changed);
         }
-        install::install(&cursor, &tree.host, self.tables, value, stamp, leaf, self.access)?;
+        self.install_at(&cursor, &locked.section, value, stamp, leaf)
+    }
+
+    /// Takes the leaf `value` away and installs `leaf` in its place, in one section: between the two, and before the host
+    /// has answered, a reader would put the read-only leaf back, again and again.
+    #[cold]
+    fn install_instead(
+        &mut self,
+        plan: &InstallPlan<'_, H::Backing>,
+        value: Entry,
+        leaf: NewLeaf,
+    ) -> Result<(), Changed> {
+        let Vm { tree, slots } = self.vm;
+        let mut token = FlushToken::new();
+        let locked = tree.enter(self.record, Side::Read);
+        let section = &locked.section;
+        let mut cursor = Cursor::new(tree, section, self.gfn);
+        if cursor.descend_to_lowest().0 != value || cursor.level() > plan.level || cursor.level() < leaf.level {
+            return Err(Changed);
+        }
+        let stamp = tree.next_stamp();
+        let empty = install::take_away(&cursor, value, stamp)?;
+        token.owe(cursor.block());
+        // The entry first, the slot after, once more: whoever withdrew the slot before this stamp was taken is seen here,
+        // and whoever does so later stamps or zaps what is installed.
+        let still_there = slots
+            .find(section, self.gfn)
+            .is_some_and(|slot| slot.is_kept_by(&plan.backing) && slot.range() == plan.slot && !slot.is_withdrawn());
+        let result = if still_there { self.install_at(&cursor, section, empty, stamp, leaf) } else { Err(Changed) };
+        drop(locked);
+        token.pay(tree, self.record);
+        result
+    }
+
+    /// Installs `leaf` in the entry at the cursor, which is `value`, empty with `stamp`.
+    #[inline]
+    fn install_at(
+        &mut self,
+        cursor: &Cursor<'_, H, F>,
+        section: &Section<'_>,
+        value: Entry,
+        stamp: Stamp,
+        leaf: NewLeaf,
+    ) -> Result<(), Changed> {
+        let Vm { tree, slots } = self.vm;
+        install::install(cursor, &tree.host, self.tables, value, stamp, leaf, self.access)?;
         self.count(match leaf.level {
             Level::L4K => Counter::Installed4K,
             Level::L2M => Counter::Installed2M,
             _ => Counter::Installed1G,
         });
         if leaf.rights == Rights::Writable {
-            log::mark_if_logging(slots, section, Some(&plan.key), self.gfn, self.gfn.block(leaf.level));
+            log::mark_if_logging(slots, section, self.gfn, self.gfn.block(leaf.level));
         }
         Ok(())
     }
@@ -376,20 +443,14 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         if cursor.descend_to_lowest().0 != value {
             return Err(Changed);
         }
-        self.give_write_at(&cursor, &locked.section, None, value)
+        self.give_write_at(&cursor, &locked.section, value)
     }
 
     #[inline]
-    fn give_write_at(
-        &self,
-        cursor: &Cursor<'_, H, F>,
-        section: &Section<'_>,
-        key: Option<&SlotKey<H::Backing>>,
-        value: Entry,
-    ) -> Result<(), Changed> {
+    fn give_write_at(&self, cursor: &Cursor<'_, H, F>, section: &Section<'_>, value: Entry) -> Result<(), Changed> {
         install::give_write(cursor, value)?;
         self.count(Counter::WritesRestored);
-        log::mark_if_logging(&self.vm.slots, section, key, self.gfn, cursor.block());
+        log::mark_if_logging(&self.vm.slots, section, self.gfn, cursor.block());
         Ok(())
     }
 
@@ -403,22 +464,6 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         }
         install::split(&cursor, &tree.host, self.tables, value)?;
         self.count(Counter::Splits);
-        Ok(())
-    }
-
-    /// Step 3 for a leaf that the host did not allow to be written when it was installed.
-    fn take_away(&self, value: Entry) -> Result<(), Changed> {
-        let tree = &self.vm.tree;
-        let mut token = FlushToken::new();
-        let locked = tree.enter(self.record, Side::Read);
-        let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
-        if cursor.descend_to_lowest().0 != value {
-            return Err(Changed);
-        }
-        install::take_away(tree, &cursor, value)?;
-        token.owe(cursor.block());
-        drop(locked);
-        token.pay(tree, self.record);
         Ok(())
     }
 }

@@ -2,7 +2,7 @@
 
 use alloc::sync::Arc;
 
-use crate::addr::{Gfn, Gpa, Hpa};
+use crate::addr::{Gfn, GfnRange, Gpa, Hpa};
 use crate::dirty::bitmap::Bitmap;
 use crate::dirty::log;
 use crate::error::Error;
@@ -36,6 +36,9 @@ impl Config {
 /// The guest-physical memory of a virtual machine: its slots, and the second-stage tables that translate it.
 ///
 /// All methods may be called from several threads at once, beside the faults of its vCPUs.
+///
+/// Dropping it frees all tables at once: stop the CPUs that walk them, and flush their translations, before the last
+/// reference goes.
 pub struct Vm<H: Host, F: Format> {
     pub(crate) tree: Tree<H, F>,
     pub(crate) slots: Slots<H::Backing>,
@@ -72,31 +75,32 @@ impl<H: Host, F: Format> Vm<H, F> {
 
     /// Creates, deletes, moves or changes a slot; see [`MemoryRegion`].
     ///
-    /// When a deletion or a move has returned, no CPU uses the slot's old range any more. Turning on
+    /// When a deletion or a move has returned, no CPU uses the slot's old range any more. A slot that is moved while it
+    /// logs is dirty as a whole: all of its pages have another address. Turning on
     /// [`MemoryRegionFlags::LOG_DIRTY_PAGES`] write-protects the slot's pages: writes from then on are logged.
     ///
     /// # Errors
-    /// For a bad description the variant that names its fault; [`Error::SlotBusy`] if another thread is changing the
-    /// same slot; [`Error::OutOfMemory`]. On an error the slot is as it was, but mappings may have been taken away: the
-    /// next access faults.
+    /// For a bad description the variant that names its fault; [`Error::OutOfMemory`]. [`Error::SlotBusy`] if another
+    /// thread is changing the same slot, in whatever way, at this moment: KVM would wait for it, here nobody waits. On an
+    /// error the slot is as it was; if memory ran out, mappings may have been taken away, and the next access faults.
     pub fn set_user_memory_region(&self, region: MemoryRegion<H::Backing>) -> Result<(), Error> {
         let range = region.check(F::GPA_BITS)?;
         let record = self.tree.epochs.borrow_record()?;
         let result = match self.slots.claim(&self.tree.epochs, &record, region.slot)? {
             None if range.is_empty() => Err(Error::NoSuchSlot { slot: region.slot }),
-            None => self.create_slot(&record, region, range.nr_pages()),
+            None => self.create_slot(&record, region, range),
             Some(claim) if range.is_empty() => self.delete_slot(&record, claim),
-            Some(claim) => self.change_slot(&record, claim, &region),
+            Some(claim) => self.change_slot(&record, claim, &region, range),
         };
-        self.reclaim_with(&record);
+        drop(record);
+        self.reclaim();
         result
     }
 
-    fn create_slot(&self, record: &Record, region: MemoryRegion<H::Backing>, nr_pages: u64) -> Result<(), Error> {
-        let MemoryRegion { slot: id, flags, guest_phys_addr, backing, .. } = region;
+    fn create_slot(&self, record: &Record, region: MemoryRegion<H::Backing>, range: GfnRange) -> Result<(), Error> {
+        let MemoryRegion { slot: id, flags, backing, .. } = region;
         let backing = backing.ok_or(Error::NoBacking { slot: id })?;
-        let log = log_for(flags, nr_pages)?;
-        let range = crate::addr::GfnRange::new(guest_phys_addr.gfn(), nr_pages);
+        let log = log_for(flags, range.nr_pages())?;
         let entry = SlotEntry::new(id, range, flags, backing, log)?;
         // Nothing was mapped there, and faults that looked before see no memory: no stamp is needed.
         match self.slots.publish(&self.tree.epochs, record, &Change::Insert(entry)) {
@@ -127,8 +131,9 @@ impl<H: Host, F: Format> Vm<H, F> {
         record: &Record,
         claim: Claim<H::Backing>,
         region: &MemoryRegion<H::Backing>,
+        range: GfnRange,
     ) -> Result<(), Error> {
-        let result = self.try_change_slot(record, &claim, region);
+        let result = self.try_change_slot(record, &claim, region, range);
         claim.release();
         result
     }
@@ -138,10 +143,10 @@ impl<H: Host, F: Format> Vm<H, F> {
         record: &Record,
         claim: &Claim<H::Backing>,
         region: &MemoryRegion<H::Backing>,
+        range: GfnRange,
     ) -> Result<(), Error> {
         let before = claim.entry;
         let &MemoryRegion { slot: id, flags, memory_size, .. } = region;
-        let range = region.check(F::GPA_BITS)?;
         if region.backing.is_some() {
             return Err(Error::BackingFixed { slot: id });
         }
@@ -176,6 +181,12 @@ impl<H: Host, F: Format> Vm<H, F> {
         }
         if begins_to_log && !moves {
             self.begin_to_log(record, after);
+        } else if moves
+            && !begins_to_log
+            && let Some(log) = claim.log_of(&after)
+        {
+            // See `dirty/log.rs`.
+            log.mark(0, range.nr_pages());
         }
         Ok(())
     }
@@ -216,17 +227,8 @@ impl<H: Host, F: Format> Vm<H, F> {
 
     /// Frees what deletions, moves and changes of slots took away, as far as no vCPU can be using it. They do so
     /// themselves for what came before; call this when vCPUs have been idle for a while.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`].
-    pub fn reclaim(&self) -> Result<(), Error> {
-        let record = self.tree.epochs.borrow_record()?;
-        self.reclaim_with(&record);
-        Ok(())
-    }
-
-    fn reclaim_with(&self, record: &Record) {
-        self.tree.reclaim(record);
+    pub fn reclaim(&self) {
+        self.tree.reclaim();
         self.slots.reclaim(&self.tree.epochs);
     }
 
@@ -236,8 +238,9 @@ impl<H: Host, F: Format> Vm<H, F> {
         for record in self.tree.epochs.records() {
             stats.add(&record.stats);
         }
-        // The root, which belongs to no recorder.
+        // Those that belong to no recorder: the root, and tables whose freeing was put off.
         stats.tables_allocated += 1;
+        stats.tables_freed += self.tree.nr_reclaimed();
         stats
     }
 

@@ -259,6 +259,9 @@ impl Model {
         (slot.range, slot.flags) = (range, flags);
         if !flags.contains(LOG) {
             slot.dirty.clear();
+        } else if range != old_range && !begins {
+            // All pages of a slot that logs have another address now.
+            slot.dirty = (0..range.nr_pages()).collect();
         }
         Ok(())
     }
@@ -443,7 +446,7 @@ impl<F: Format> Pair<F> {
         }
         self.compare();
         drop(self.vcpu);
-        self.vm.reclaim().unwrap();
+        self.vm.reclaim();
         assert_eq!(self.vm.host().live_tables(), self.model.tables.len() + 1);
         assert_no_table_is_left(&self.vm);
     }

@@ -16,8 +16,10 @@
 //! then (it has given W and not marked yet, and another vCPU writes through the leaf), by the first harvest that begins
 //! after that fault has returned. When all vCPU calls have returned, one harvest is exact.
 //!
-//! A slot may be moved meanwhile, and its log moves along. So a fault marks by the slot that it made the leaf for and not
-//! by the address, and a harvest looks up where the slot is after it has taken the bits.
+//! A slot that logs may be moved, and its log moves along. The move marks all of its pages, once the mappings at the old
+//! place are gone and flushed: a fault that was about to mark a page there would not find the slot any more. (All pages
+//! have another address now, so a migration has to send them again anyway.) A harvest looks up where the slot is after it
+//! has taken the bits, so that it protects the leaves that matter.
 //!
 //! The flush is owed because bits were taken and not because a leaf changed: a leaf that another harvest has just
 //! protected may still be cached as writable, and this one must not hand its bit out before that is flushed.
@@ -29,7 +31,7 @@ use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::flush::FlushToken;
 use crate::second_stage::protect;
-use crate::slot::set::{SlotKey, Slots};
+use crate::slot::set::Slots;
 use crate::stats::Counter;
 use crate::sync::{Side, fence_after_rmw};
 use crate::table::Tree;
@@ -42,36 +44,18 @@ const GROUP_WORDS: usize = 8;
 const GROUPS_PER_SECTION: usize = 32;
 
 /// Marks the pages of `block`, for which the caller has just made a leaf writable by compare-and-exchange in `section`,
-/// if their slot logs.
+/// if the slot that has them now logs.
 ///
-/// `key` is the slot that the leaf was made for. It may have been moved since, and then `gfn` is another of its pages or
-/// another slot's, while the page that could be written for a moment is still its. (`None`: the VM's lock has kept the
-/// leaf from being taken away since the exchange.)
+/// That is not always the slot that the fault looked at. A slot that took its place over the same frames may have had the
+/// very same leaf there. And if the slot was moved away meanwhile, the move has marked all of its pages.
 #[inline]
-pub(crate) fn mark_if_logging<B>(
-    slots: &Slots<B>,
-    section: &Section<'_>,
-    key: Option<&SlotKey<B>>,
-    gfn: Gfn,
-    block: GfnRange,
-) {
+pub(crate) fn mark_if_logging<B>(slots: &Slots<B>, section: &Section<'_>, gfn: Gfn, block: GfnRange) {
     // The store-load pairs of the module: the leaf is writable before flags and bits are read.
     fence_after_rmw();
-    let (slot, range) = match (slots.find(section, gfn), key) {
-        (Some(slot), Some(key)) if slot.is_at(key) => (slot, key.range),
-        (_, Some(key)) => match slots.find_moved(section, key) {
-            Some(slot) => (slot, key.range),
-            None => return,
-        },
-        (Some(slot), None) => {
-            let range = slot.range();
-            (slot, range)
-        }
-        (None, None) => return,
-    };
+    let Some(slot) = slots.find(section, gfn) else { return };
     if let Some(log) = slot.log() {
-        let pages = block.intersection(range);
-        log.mark(pages.start.0 - range.start.0, pages.nr_pages());
+        let pages = block.intersection(slot.range());
+        log.mark(pages.start.0 - slot.range().start.0, pages.nr_pages());
     }
 }
 
@@ -156,8 +140,8 @@ fn harvest_turn<H: Host, F: Format>(
             fence_after_rmw();
             // Where the slot is, only now: if it was moved since this section began, the pages whose bits were taken may
             // be writable at its new place.
-            let now = slots.by_id(section, id).map(|slot| slot.range());
-            let range = now.filter(|now| now.nr_pages() == range.nr_pages()).unwrap_or(range);
+            let now = slots.by_id(section, id).filter(|now| now.is_same_slot(&slot));
+            let range = now.map_or(range, |now| now.range());
             let mut cursor = Cursor::new(tree, section, range.start);
             for (index, &mask) in group.iter().enumerate().filter(|(_, mask)| **mask != 0) {
                 let first = Gfn(range.start.0 + (first_word + done + index) as u64 * PAGES_PER_WORD);

@@ -158,9 +158,8 @@ impl World {
     fn fault(&self) {
         let record = self.epochs.borrow_record().expect("memory for a record");
         let section = self.epochs.enter(&record);
-        let key = self.slots.find(&section, RANGE.start).expect("the slot stays").key();
         if self.leaf.give_write() {
-            mark_if_logging(&self.slots, &section, Some(&key), RANGE.start, RANGE);
+            mark_if_logging(&self.slots, &section, RANGE.start, RANGE);
         }
     }
 

@@ -1,6 +1,8 @@
 //! Intel extended page tables (Intel SDM vol. 3C, chapter "VMX Support for Address Translation", section "EPT
 //! Translation Mechanism", tables "Format of an EPT ... Entry"), with accessed and dirty flags enabled in the EPTP.
 
+#![expect(unsafe_code, reason = "implements Format")]
+
 use super::{Entry, Format};
 use crate::addr::{Hpa, Level, Pfn};
 
@@ -27,7 +29,9 @@ const SOFTWARE_52: u64 = 1 << 52;
 /// Physical address, bits 12 to 51.
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
-impl Format for Ept {
+// SAFETY: address bits 12 to 51 are apart from all flag bits; present and leaf are read from bits that `leaf` and `table`
+// set as they must, and that none of the flag bits is; no state is kept.
+unsafe impl Format for Ept {
     const NAME: &'static str = "ept";
     const ROOT_LEVEL: Level = Level(4);
     const GPA_BITS: u32 = 48;

@@ -5,6 +5,8 @@
 //! Every format leaves alone an entry whose lowest three bits are clear: it is not present in long-mode tables (bit 0),
 //! in EPT (bits 0 to 2), in Arm's stage 2 and in RISC-V's G-stage (bit 0), and all other bits are then software's.
 
+#![expect(unsafe_code, reason = "the trait is a promise that tables rely on")]
+
 mod ept;
 mod npt;
 
@@ -25,7 +27,17 @@ impl core::fmt::Debug for Entry {
 }
 
 /// A second-stage table format.
-pub trait Format: Send + Sync + 'static {
+///
+/// # Safety
+/// The engine follows the addresses that it reads out of entries. So:
+/// - [`address`](Format::address) of an entry made by [`table`](Format::table) or [`leaf`](Format::leaf) is the address
+///   that it was made with, and setting or clearing [`WRITABLE`](Format::WRITABLE), [`ACCESSED`](Format::ACCESSED),
+///   [`DIRTY`](Format::DIRTY) and [`HOST_WRITABLE`](Format::HOST_WRITABLE) does not change it;
+/// - an entry made by `table` is present and no leaf, one made by `leaf` is present and a leaf of its level, with any
+///   combination of those bits;
+/// - an entry whose lowest three bits are clear is not present;
+/// - all functions depend on their arguments alone.
+pub unsafe trait Format: Send + Sync + 'static {
     /// The name that the command and the reports use.
     const NAME: &'static str;
     /// Level of the root's entries.

@@ -1,6 +1,8 @@
 //! AMD nested paging: entries are long-mode entries (AMD APM vol. 2, 15.25 "Nested Paging" and 5.3 "Long-Mode Page
 //! Translation"). Guest accesses count as user accesses in the nested tables (15.25.5), so U/S is set everywhere.
 
+#![expect(unsafe_code, reason = "implements Format")]
+
 use super::{Entry, Format};
 use crate::addr::{Hpa, Level, Pfn};
 
@@ -25,7 +27,9 @@ const SOFTWARE_52: u64 = 1 << 52;
 /// Physical address, bits 12 to 51 (5.3.3).
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
-impl Format for Npt {
+// SAFETY: address bits 12 to 51 are apart from all flag bits; present and leaf are read from bits that `leaf` and `table`
+// set as they must, and that none of the flag bits is; no state is kept.
+unsafe impl Format for Npt {
     const NAME: &'static str = "npt";
     const ROOT_LEVEL: Level = Level(4);
     const GPA_BITS: u32 = 48;

@@ -7,9 +7,8 @@
 use crate::addr::{Access, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::host::Host;
-use crate::table::Tree;
 use crate::table::entry::{self, Stamp};
-use crate::table::frames::{self, TableCache};
+use crate::table::frames::TableCache;
 use crate::table::walk::{self, Cursor};
 
 /// The entry is no longer what the fault's decision was made on.
@@ -67,28 +66,17 @@ pub(crate) fn install<H: Host, F: Format>(
     leaf: NewLeaf,
     access: Access,
 ) -> Result<(), Changed> {
-    let top = cursor.level();
-    debug_assert!(leaf.level <= top && cache.len() >= usize::from(top.0 - leaf.level.0));
     let mut new = leaf.entry::<F>(access);
     let mut level = leaf.level;
-    while level < top {
-        let Some(table) = cache.take() else { unreachable!("the cache was topped up for this") };
-        frames::fill(host, table, frames::nr_entries::<F>(level), entry::empty(stamp));
-        frames::set(host, table, walk::index_of::<F>(cursor.gfn(), level), new);
-        new = F::table(table);
+    let mut nr_tables = 0;
+    while level < cursor.level() {
+        let inside = walk::index_of::<F>(cursor.gfn(), level);
+        new = cache.prepare::<H, F>(host, nr_tables, |index| if index == inside { new } else { entry::empty(stamp) });
+        nr_tables += 1;
         level = level.up();
     }
-    let result = cursor.entry().compare_exchange::<F>(value, new);
-    if result.is_err() {
-        // Nobody has seen the tables; they hang on each other from `new` down.
-        while level > leaf.level {
-            let table = F::address(new, level);
-            level = level.down();
-            new = frames::get(host, table, walk::index_of::<F>(cursor.gfn(), level));
-            cache.put(table);
-        }
-        return Err(Changed);
-    }
+    cursor.entry().compare_exchange::<F>(value, new).map_err(|_| Changed)?;
+    cache.linked(nr_tables);
     Ok(())
 }
 
@@ -111,23 +99,20 @@ pub(crate) fn split<H: Host, F: Format>(
     value: Entry,
 ) -> Result<(), Changed> {
     let level = cursor.level();
-    let Some(table) = cache.take() else { unreachable!("the cache was topped up for this") };
-    frames::build(host, table, frames::nr_entries::<F>(level.down()), |index| {
-        entry::part_of_huge::<F>(value, level, index)
-    });
+    let table = cache.prepare::<H, F>(host, 0, |index| entry::part_of_huge::<F>(value, level, index));
     // Hardware may set A or D of the huge leaf meanwhile: then the exchange fails, and the next try copies them.
-    cursor.entry().compare_exchange::<F>(value, F::table(table)).map_err(|_| {
-        cache.put(table);
-        Changed
-    })
+    cursor.entry().compare_exchange::<F>(value, table).map_err(|_| Changed)?;
+    cache.linked(1);
+    Ok(())
 }
 
-/// Takes the leaf `value` at the cursor away, so that the next fault asks the host anew. A flush of its block is owed.
+/// Takes the leaf `value` at the cursor away, and leaves `stamp`. A flush of its block is owed. Returns the empty entry.
 pub(crate) fn take_away<H: Host, F: Format>(
-    tree: &Tree<H, F>,
     cursor: &Cursor<'_, H, F>,
     value: Entry,
-) -> Result<(), Changed> {
-    let empty = entry::empty(tree.next_stamp());
-    cursor.entry().compare_exchange::<F>(value, empty).map_err(|_| Changed)
+    stamp: Stamp,
+) -> Result<Entry, Changed> {
+    let empty = entry::empty(stamp);
+    cursor.entry().compare_exchange::<F>(value, empty).map_err(|_| Changed)?;
+    Ok(empty)
 }

@@ -92,24 +92,16 @@ pub(crate) struct SlotView<'s, B> {
     section: &'s Section<'s>,
 }
 
-/// A slot at its place: what a fault remembers of the slot that it maps a page of.
-pub(crate) struct SlotKey<B> {
-    id: u32,
-    pub(crate) range: GfnRange,
-    /// Only compared. The slot is kept alive by the section in which the key was made, or by a [`BackingRef`].
-    slot: NonNull<Slot<B>>,
-}
-
 impl<'s, B> SlotView<'s, B> {
-    pub(crate) fn key(&self) -> SlotKey<B> {
-        let SlotEntry { id, range, slot, .. } = self.entry;
-        SlotKey { id, range, slot }
+    /// Whether `other`, found in the same section, is the same slot, wherever it is.
+    pub(crate) fn is_same_slot(&self, other: &SlotView<'_, B>) -> bool {
+        self.entry.slot == other.entry.slot
     }
 
-    /// Whether this is the slot of `key`, and where it was then.
-    #[inline]
-    pub(crate) fn is_at(&self, key: &SlotKey<B>) -> bool {
-        self.entry.slot == key.slot && self.entry.range == key.range
+    /// Whether this is the slot that `kept` keeps.
+    pub(crate) fn is_kept_by(&self, kept: &BackingRef<'_, B>) -> bool {
+        // What is kept is not freed, so equal addresses are equal slots.
+        self.entry.slot == kept.slot
     }
 
     pub(crate) fn range(&self) -> GfnRange {
@@ -173,6 +165,13 @@ impl<B> Claim<B> {
     fn slot(&self) -> &Slot<B> {
         // SAFETY: only the claim's owner can retire a slot.
         unsafe { self.entry.slot.as_ref() }
+    }
+
+    /// The log that the slot's published entry `entry` has.
+    pub(crate) fn log_of<'c>(&'c self, entry: &'c SlotEntry<B>) -> Option<&'c Bitmap> {
+        debug_assert!(entry.slot == self.entry.slot);
+        // SAFETY: only the claim's owner takes a log out of the set, and so can retire it.
+        entry.log.map(|log| unsafe { log.as_ref() })
     }
 
     /// Makes faults in the slot start over, until [`Claim::restore`] or until the slot is out of the set.
@@ -292,11 +291,6 @@ impl<B> Slots<B> {
         self.current(section).by_id(id).map(|&entry| SlotView { entry, section })
     }
 
-    /// The slot of `key`, wherever it is now.
-    pub(crate) fn find_moved<'s>(&self, section: &'s Section<'s>, key: &SlotKey<B>) -> Option<SlotView<'s, B>> {
-        self.by_id(section, key.id).filter(|view| view.entry.slot == key.slot)
-    }
-
     /// Claims slot `id` for a change. `Ok(None)`: there is no such slot.
     pub(crate) fn claim(&self, epochs: &Epochs, record: &Record, id: u32) -> Result<Option<Claim<B>>, Error> {
         let section = epochs.enter(record);
@@ -308,11 +302,8 @@ impl<B> Slots<B> {
             return Err(Error::SlotBusy { slot: id });
         }
         // The set may have changed since it was read, this slot's entry included: read it again, now that it is fixed.
-        match self.by_id(&section, id) {
-            Some(now) if now.entry.slot == view.entry.slot => Ok(Some(Claim { entry: now.entry })),
-            // Deleted in between: the claim was on a dead slot.
-            _ => Err(Error::SlotBusy { slot: id }),
-        }
+        // It is there: a slot that was deleted stays claimed, so the exchange would have failed.
+        Ok(self.by_id(&section, id).map(|now| Claim { entry: now.entry }))
     }
 
     /// Whether slot `id` could have `range` now.
@@ -329,15 +320,17 @@ impl<B> Slots<B> {
     /// On an error nothing was published, and what the change would have added still belongs to the caller.
     pub(crate) fn publish(&self, epochs: &Epochs, record: &Record, change: &Change<B>) -> Result<(), Error> {
         let mut node = try_box(Retired { next: ptr::null_mut(), tag: 0, set: None, slot: None, log: None })?;
-        let mut capacity = 16;
+        let mut capacity = self.current(&epochs.enter(record)).entries.len() + 1;
         loop {
             // Allocation, outside of the section.
             let mut new = try_box(SlotSet::with_capacity(capacity)?)?;
             let section = epochs.enter(record);
-            let old = self.current(&section);
+            let old_pointer = self.current.load(Ordering::SeqCst);
+            // SAFETY: as for `current`.
+            let old = unsafe { &*old_pointer };
             let needed = old.entries.len() + 1;
             if needed > capacity {
-                capacity = needed + needed / 8;
+                capacity = needed;
                 continue;
             }
             new.fill(old, change)?;
@@ -348,21 +341,20 @@ impl<B> Slots<B> {
                 node.log = before.and_then(|before| before.log).filter(|&log| Some(log) != after);
                 node.slot = matches!(change, Change::Remove(_)).then_some(removed.slot);
             }
-            let old = ptr::from_ref(old).cast_mut();
             let new = Box::into_raw(new);
             // SeqCst: release for the set's contents; and the store of the store-load pairs with `mark_if_logging`.
             // The section keeps `old` from being freed and its address used again, so equal pointers are equal sets.
-            match self.current.compare_exchange(old, new, Ordering::SeqCst, Ordering::Relaxed) {
-                Ok(_) => {
-                    drop(section);
-                    node.set = NonNull::new(old);
-                    node.tag = epochs.retire_era();
-                    self.push_retired(Box::into_raw(node));
-                    return Ok(());
-                }
-                // SAFETY: the exchange failed, so nobody else has seen the new set. It frees no slot.
-                Err(_) => drop(unsafe { Box::from_raw(new) }),
+            let published = self.current.compare_exchange(old_pointer, new, Ordering::SeqCst, Ordering::Relaxed);
+            drop(section);
+            if published.is_ok() {
+                // Not as a box: sections that are open still look at it.
+                node.set = NonNull::new(old_pointer);
+                node.tag = epochs.retire_era();
+                self.push_retired(Box::into_raw(node));
+                return Ok(());
             }
+            // SAFETY: the exchange failed, so nobody else has seen the new set. It frees no slot.
+            drop(unsafe { Box::from_raw(new) });
         }
     }
 

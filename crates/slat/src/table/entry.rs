@@ -21,8 +21,8 @@
 //! why nothing but a compare-and-exchange (or the one AND) ever changes a linked entry. A leaf that is writable for the
 //! guest has both `F::WRITABLE` and `F::HOST_WRITABLE`; a leaf with `HOST_WRITABLE` alone is write-protected for
 //! logging, and whoever finds the page's slot may give W back without asking the host; a leaf with neither needs the
-//! host's word, and is taken away for it (a compare-and-exchange on such a leaf could not tell that the host withdrew the
-//! right to write in between).
+//! host's word, and with that it is taken away and installed anew (an exchange of the one leaf for the other could not
+//! tell that the slot was replaced meanwhile by one over the same frames that may not be written).
 //!
 //! Non-present entries have the lowest three bits clear, which no format reads as present, and bit 3 says frozen. The
 //! rest from bit 12 on is a stamp (empty) or a link of the list of retired tables (frozen, see `retire`).
@@ -70,7 +70,7 @@ pub(crate) fn empty(stamp: Stamp) -> Entry {
     Entry(stamp.0 << PAYLOAD_SHIFT)
 }
 
-/// A frozen entry that carries `payload`, a page-aligned address or a number shifted into its place.
+/// A frozen entry that carries `next`, a page-aligned address.
 #[inline]
 pub(crate) fn frozen_link(next: Hpa) -> Entry {
     debug_assert!(next.0 & ((1 << PAYLOAD_SHIFT) - 1) == 0);

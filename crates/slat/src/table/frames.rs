@@ -9,7 +9,8 @@
 use core::alloc::Layout;
 use core::slice;
 
-use super::entry::{self, State};
+use super::Tree;
+use super::entry::{self, Stamp, State};
 use super::retire::Section;
 use crate::addr::{Hpa, Level};
 use crate::format::{Entry, Format};
@@ -26,16 +27,33 @@ pub(crate) fn nr_entries<F: Format>(level: Level) -> usize {
 fn layout<F: Format>(level: Level) -> Layout {
     const {
         assert!(F::ROOT_ENTRIES.is_power_of_two() && F::TABLE_ENTRIES.is_power_of_two());
-        assert!(F::ROOT_ENTRIES >= 2 && F::TABLE_ENTRIES >= 2);
+        // Two for the links of retired tables; not so many that a size could overflow.
+        assert!(F::ROOT_ENTRIES >= 2 && F::ROOT_ENTRIES <= 1 << 20);
+        assert!(F::TABLE_ENTRIES >= 2 && F::TABLE_ENTRIES <= 512);
+        assert!(F::ROOT_LEVEL.0 >= 2 && F::ROOT_LEVEL.0 as usize <= TableCache::CAPACITY + 1);
     }
     let size_bytes = nr_entries::<F>(level) * size_of::<AtomicU64>();
-    // SAFETY: the size is a power of two (checked above), not zero, and far below isize::MAX.
+    // SAFETY: the size is a power of two, not zero, and far below isize::MAX (all checked above).
     unsafe { Layout::from_size_align_unchecked(size_bytes, size_bytes) }
 }
 
 /// Allocates a table whose entries have `level`. Its contents are arbitrary.
-pub(crate) fn allocate<H: Host, F: Format>(host: &H, level: Level) -> Option<Hpa> {
-    host.allocate_table(layout::<F>(level))
+fn allocate<H: Host, F: Format>(host: &H, level: Level) -> Option<Hpa> {
+    let layout = layout::<F>(level);
+    let table = host.allocate_table(layout)?;
+    debug_assert!(
+        table.0.is_multiple_of(layout.align() as u64) && table.0 >> F::HPA_BITS == 0,
+        "the host allocated a table at {table}, which is not aligned to its size or beyond the format's addresses"
+    );
+    Some(table)
+}
+
+/// Allocates a root, all of whose entries are empty.
+pub(crate) fn new_root<H: Host, F: Format>(host: &H) -> Option<Hpa> {
+    let root = allocate::<H, F>(host, F::ROOT_LEVEL)?;
+    // SAFETY: just allocated, with so many entries.
+    unsafe { build(host, root, F::ROOT_ENTRIES, |_| entry::empty(Stamp::FIRST)) }
+    Some(root)
 }
 
 /// Frees a table whose entries have `level`.
@@ -72,48 +90,41 @@ pub(crate) fn linked_entries<'s, H: Host, F: Format>(
     unsafe { entries(host, table, nr_entries::<F>(level)) }
 }
 
-/// Fills a table that nobody else can reach yet.
-pub(crate) fn fill<H: Host>(host: &H, table: Hpa, nr_entries: usize, value: Entry) {
-    build(host, table, nr_entries, |_| value);
-}
-
 /// Writes each entry of a table that nobody else can reach yet.
 ///
 /// By atomic stores: a software CPU that is still in the table's former life may read along, before it finds that its
 /// walk was flushed. Relaxed: the compare-and-exchange that links the table releases them.
+///
+/// # Safety
+/// The table has `nr_entries` entries and is the caller's alone.
 #[inline]
-pub(crate) fn build<H: Host>(host: &H, table: Hpa, nr_entries: usize, entry: impl Fn(usize) -> Entry) {
+unsafe fn build<H: Host>(host: &H, table: Hpa, nr_entries: usize, entry: impl Fn(usize) -> Entry) {
     let first = host.table_ptr(table).cast::<AtomicU64>();
     for index in 0..nr_entries {
-        // SAFETY: the table has `nr_entries` entries (callers pass the count that it was allocated with), aligned; a
-        // store does not look at what was there.
+        // SAFETY: inside the table, as the caller promises, and aligned; a store does not look at what was there.
         let cell = unsafe { &*first.add(index) };
         cell.store(entry(index).0, Ordering::Relaxed);
     }
 }
 
-/// Writes one entry of a table that was filled and that nobody else can reach yet.
-pub(crate) fn set<H: Host>(host: &H, table: Hpa, index: usize, value: Entry) {
-    // SAFETY: the table was filled up to beyond `index` and belongs to the caller alone.
-    let cells = unsafe { entries(host, table, index + 1) };
-    cells[index].store(value.0, Ordering::Relaxed);
+/// Frees all tables of a tree.
+pub(crate) fn free_tree<H: Host, F: Format>(tree: &mut Tree<H, F>) {
+    // SAFETY: the tree is the caller's alone.
+    unsafe { free_subtree::<H, F>(&tree.host, tree.root(), F::ROOT_LEVEL) }
 }
 
-/// Reads one entry of a table that was filled and that nobody else can reach yet.
-pub(crate) fn get<H: Host>(host: &H, table: Hpa, index: usize) -> Entry {
-    // SAFETY: as for `set`.
-    let cells = unsafe { entries(host, table, index + 1) };
-    Entry(cells[index].load(Ordering::Relaxed))
-}
-
-/// Frees a table with all below it. Only for a tree that nobody uses any more.
-pub(crate) fn free_subtree<H: Host, F: Format>(host: &H, table: Hpa, level: Level) {
+/// Frees a table with all below it.
+///
+/// # Safety
+/// The table belongs to a tree of which the caller is the only user.
+unsafe fn free_subtree<H: Host, F: Format>(host: &H, table: Hpa, level: Level) {
     if level > Level::L4K {
         // SAFETY: the table is linked in a tree of which the caller is the only user, so it stays for this loop.
         for cell in unsafe { entries(host, table, nr_entries::<F>(level)) } {
             let value = Entry(cell.load(Ordering::Relaxed));
             if entry::state::<F>(value, level) == State::Table {
-                free_subtree::<H, F>(host, F::address(value, level), level.down());
+                // SAFETY: the caller's promise, and linked once only.
+                unsafe { free_subtree::<H, F>(host, F::address(value, level), level.down()) }
             }
         }
     }
@@ -146,31 +157,41 @@ impl TableCache {
         let mut allocated = 0;
         while self.len < count {
             let Some(table) = allocate::<H, F>(host, Level::L4K) else { return Err(allocated) };
-            self.put(table);
+            self.tables[self.len] = table;
+            self.len += 1;
             allocated += 1;
         }
         Ok(allocated)
     }
 
-    pub(crate) fn take(&mut self) -> Option<Hpa> {
-        self.len = self.len.checked_sub(1)?;
-        Some(self.tables[self.len])
+    /// Writes each entry of the `nth` table, and returns the entry that links it. It stays in the cache until
+    /// [`TableCache::linked`] says that it was linked.
+    #[inline]
+    pub(crate) fn prepare<H: Host, F: Format>(
+        &mut self,
+        host: &H,
+        nth: usize,
+        entry: impl Fn(usize) -> Entry,
+    ) -> Entry {
+        let table = self.tables[..self.len][self.len - 1 - nth];
+        // SAFETY: tables in the cache were allocated for this size, and are the cache's alone.
+        unsafe { build(host, table, F::TABLE_ENTRIES, entry) }
+        F::table(table)
     }
 
-    /// Puts back a table that was taken and not linked.
-    pub(crate) fn put(&mut self, table: Hpa) {
-        self.tables[self.len] = table;
-        self.len += 1;
+    /// The first `count` prepared tables belong to the tree now.
+    #[inline]
+    pub(crate) fn linked(&mut self, count: usize) {
+        self.len -= count;
     }
 
     /// Gives all tables back to the host. Returns how many.
     pub(crate) fn drain<H: Host, F: Format>(&mut self, host: &H) -> u64 {
-        let mut freed = 0;
-        while let Some(table) = self.take() {
-            // SAFETY: it came from `top_up` and was never linked, or was taken back before anybody could see it.
+        let tables = &self.tables[..core::mem::take(&mut self.len)];
+        for &table in tables {
+            // SAFETY: it came from `top_up`, and was never linked.
             unsafe { free::<H, F>(host, table, Level::L4K) }
-            freed += 1;
         }
-        freed
+        tables.len() as u64
     }
 }

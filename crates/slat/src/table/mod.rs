@@ -19,7 +19,7 @@ use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
 use crate::stats::Counter;
-use crate::sync::{Lock, LockGuard, Locking, Side};
+use crate::sync::{AtomicU64, Lock, LockGuard, Locking, Ordering, Side};
 use entry::Stamp;
 use retire::{Epochs, Record, Section};
 use stamp::StampCounter;
@@ -31,11 +31,12 @@ pub(crate) struct Tree<H: Host, F: Format> {
     lock: CachePadded<Lock>,
     stamps: CachePadded<StampCounter>,
     pub(crate) epochs: Epochs,
+    nr_reclaimed: AtomicU64,
     format: PhantomData<F>,
 }
 
 /// A section that may change the tree: a read section of the epochs inside the VM's lock, if there is one. The order of
-/// the fields is the order of leaving: the section must be over before the lock's next holder frees what it unlinked.
+/// the fields is the order of leaving: section, lock.
 pub(crate) struct LockedSection<'a, H: Host> {
     pub(crate) section: Section<'a>,
     _guard: Option<LockGuard<'a, H>>,
@@ -44,14 +45,14 @@ pub(crate) struct LockedSection<'a, H: Host> {
 impl<H: Host, F: Format> Tree<H, F> {
     /// A tree with an empty root.
     pub(crate) fn new(host: H, locking: Locking) -> Result<Tree<H, F>, Error> {
-        let root = frames::allocate::<H, F>(&host, F::ROOT_LEVEL).ok_or(Error::OutOfMemory)?;
-        frames::fill(&host, root, frames::nr_entries::<F>(F::ROOT_LEVEL), entry::empty(Stamp::FIRST));
+        let root = frames::new_root::<H, F>(&host).ok_or(Error::OutOfMemory)?;
         Ok(Tree {
             host,
             root,
             lock: CachePadded::new(Lock::new(locking)),
             stamps: CachePadded::new(StampCounter::new()),
             epochs: Epochs::new(),
+            nr_reclaimed: AtomicU64::new(0),
             format: PhantomData,
         })
     }
@@ -114,15 +115,21 @@ impl<H: Host, F: Format> Tree<H, F> {
     }
 
     /// Frees the tables whose grace period is over.
-    pub(crate) fn reclaim(&self, record: &Record) {
+    pub(crate) fn reclaim(&self) {
         let freed = self.epochs.reclaim_tables::<H, F>(&self.host);
-        record.stats.add(Counter::TablesFreed, freed);
+        // Relaxed: a count.
+        self.nr_reclaimed.fetch_add(freed, Ordering::Relaxed);
+    }
+
+    /// Tables that [`Tree::reclaim`] has freed.
+    pub(crate) fn nr_reclaimed(&self) -> u64 {
+        self.nr_reclaimed.load(Ordering::Relaxed)
     }
 }
 
 impl<H: Host, F: Format> Drop for Tree<H, F> {
     fn drop(&mut self) {
         self.epochs.free_all_tables::<H, F>(&self.host);
-        frames::free_subtree::<H, F>(&self.host, self.root, F::ROOT_LEVEL);
+        frames::free_tree(self);
     }
 }

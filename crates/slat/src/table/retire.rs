@@ -25,7 +25,7 @@ use crossbeam_utils::CachePadded;
 
 use super::entry;
 use super::frames;
-use crate::addr::{Hpa, Level};
+use crate::addr::{Hpa, Level, PAGE_SHIFT};
 use crate::boxed::try_box;
 use crate::error::Error;
 use crate::format::{Entry, Format};
@@ -35,6 +35,9 @@ use crate::sync::{AtomicBool, AtomicPtr, AtomicU64, Ordering, fence_after_rmw, f
 
 /// Announcement of a record whose owner is in no section.
 const IDLE: u64 = 0;
+
+/// The end of a list of tables. An address that no table has: the first page of memory may be one.
+const NO_TABLE: Hpa = Hpa(u64::MAX << PAGE_SHIFT);
 
 /// What one thread at a time (a vCPU, or a thread inside a VM call) shows to the others. On lines of its own: the owner
 /// writes it at every fault.
@@ -119,7 +122,7 @@ pub(crate) struct Epochs {
     /// Starts above [`IDLE`]. Written when something is retired, read at the beginning of each section.
     era: CachePadded<AtomicU64>,
     records: AtomicPtr<Record>,
-    /// Head of the list of retired tables: a host-physical address, 0 for none.
+    /// Head of the list of retired tables: a host-physical address, or [`NO_TABLE`].
     retired_tables: CachePadded<AtomicU64>,
 }
 
@@ -128,7 +131,7 @@ impl Epochs {
         Epochs {
             era: CachePadded::new(AtomicU64::new(IDLE + 1)),
             records: AtomicPtr::new(ptr::null_mut()),
-            retired_tables: CachePadded::new(AtomicU64::new(0)),
+            retired_tables: CachePadded::new(AtomicU64::new(NO_TABLE.0)),
         }
     }
 
@@ -236,8 +239,9 @@ impl Epochs {
         let mut table = first;
         loop {
             let cells = chain_cells(host, table);
-            // Relaxed, here and below: the release of the push publishes them to whoever takes the list.
-            cells[1].store(tag.0, Ordering::Relaxed);
+            // Release, here and where a link is stored: a walk that meets a frozen entry starts over at the root, and must
+            // see the unlinking there, whichever payload it has read.
+            cells[1].store(tag.0, Ordering::Release);
             if table == last {
                 break;
             }
@@ -249,14 +253,14 @@ impl Epochs {
     /// Frees the retired tables that no open section can reach. Returns how many.
     pub(crate) fn reclaim_tables<H: Host, F: Format>(&self, host: &H) -> u64 {
         // Acquire: sees the links and tags of the list.
-        let mut next = Hpa(self.retired_tables.swap(0, Ordering::Acquire));
-        if next.0 == 0 {
+        let mut next = Hpa(self.retired_tables.swap(NO_TABLE.0, Ordering::Acquire));
+        if next == NO_TABLE {
             return 0;
         }
         let oldest = self.oldest_open();
         let mut freed = 0;
         let mut kept = TableChain::new();
-        while next.0 != 0 {
+        while next != NO_TABLE {
             let table = next;
             let cells = chain_cells(host, table);
             next = entry::link_of(Entry(cells[0].load(Ordering::Relaxed)));
@@ -278,7 +282,7 @@ impl Epochs {
         let Some((first, last)) = chain.ends else { return };
         let mut head = self.retired_tables.load(Ordering::Relaxed);
         loop {
-            chain_cells(host, last)[0].store(entry::frozen_link(Hpa(head)).0, Ordering::Relaxed);
+            chain_cells(host, last)[0].store(entry::frozen_link(Hpa(head)).0, Ordering::Release);
             match self.retired_tables.compare_exchange(head, first.0, Ordering::Release, Ordering::Relaxed) {
                 Ok(_) => return,
                 Err(found) => head = found,
@@ -356,8 +360,7 @@ impl TableChain {
         self.ends = Some(match self.ends {
             None => (table, table),
             Some((first, last)) => {
-                // Relaxed: whoever still looks at a frozen table starts over and does not read the payload.
-                cells[0].store(entry::frozen_link(first).0, Ordering::Relaxed);
+                cells[0].store(entry::frozen_link(first).0, Ordering::Release);
                 (table, last)
             }
         });

@@ -1,0 +1,257 @@
+//! A fault that is overtaken at a point where it matters, made deterministic: the slot is replaced between a fault's look
+//! and its exchange; other vCPUs get in between a write's resolve and its install.
+#![cfg(not(any(loom, shuttle)))]
+#![allow(missing_docs)]
+#![allow(unsafe_code, reason = "a format and a host that stop faults where the test wants it")]
+
+mod common;
+
+use std::alloc::Layout;
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use common::{GIB, TestHost, change, region, translate};
+use slat::{
+    Access, Config, Entry, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, MemoryRegion, MemoryRegionFlags, Npt,
+    Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, Vcpu, Vm,
+};
+
+const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
+
+type Hook = Box<dyn FnOnce()>;
+
+thread_local! {
+    /// What to do at the n-th look at an entry of the lowest level from now.
+    static HOOK: RefCell<Option<(u32, Hook)>> = const { RefCell::new(None) };
+}
+
+/// [`Npt`], with a hook where entries are looked at: in a walk, and in the check of a transition right before its
+/// exchange.
+struct Hooked;
+
+// SAFETY: entries are Npt's.
+unsafe impl Format for Hooked {
+    const NAME: &'static str = "hooked";
+    const ROOT_LEVEL: Level = Npt::ROOT_LEVEL;
+    const GPA_BITS: u32 = Npt::GPA_BITS;
+    const HPA_BITS: u32 = Npt::HPA_BITS;
+    const ROOT_ENTRIES: usize = Npt::ROOT_ENTRIES;
+    const TABLE_ENTRIES: usize = Npt::TABLE_ENTRIES;
+    const WRITABLE: u64 = Npt::WRITABLE;
+    const ACCESSED: u64 = Npt::ACCESSED;
+    const DIRTY: u64 = Npt::DIRTY;
+    const HOST_WRITABLE: u64 = Npt::HOST_WRITABLE;
+
+    fn is_present(entry: Entry) -> bool {
+        Npt::is_present(entry)
+    }
+
+    fn is_leaf(entry: Entry, level: Level) -> bool {
+        if level == Level::L4K {
+            let due = HOOK.with_borrow_mut(|hook| match hook {
+                Some((1, _)) => hook.take(),
+                Some((n, _)) => {
+                    *n -= 1;
+                    None
+                }
+                None => None,
+            });
+            if let Some((_, hook)) = due {
+                hook();
+            }
+        }
+        Npt::is_leaf(entry, level)
+    }
+
+    fn leaf(pfn: Pfn, level: Level) -> Entry {
+        Npt::leaf(pfn, level)
+    }
+
+    fn table(table: Hpa) -> Entry {
+        Npt::table(table)
+    }
+
+    fn address(entry: Entry, level: Level) -> Hpa {
+        Npt::address(entry, level)
+    }
+}
+
+/// A write fault stops before its exchange; its slot is deleted, slot `second` is made over the same frames, and its page
+/// is read: the leaf is the very same again, but another slot's.
+#[cfg(debug_assertions)]
+fn a_slot_is_replaced_under_a_write(second: u32) {
+    let vm: Arc<Vm<TestHost, Hooked>> = Arc::new(Vm::new(TestHost::default(), Config::default()).unwrap());
+    // Not a whole block, so that the table stays.
+    let new = |slot| MemoryRegion { flags: LOG, ..region(slot, 0x5000, 0x4000, 0x1000, PageSize::Size4K) };
+    vm.set_user_memory_region(new(1)).unwrap();
+    let (mut writer, mut reader) = (vm.create_vcpu().unwrap(), vm.create_vcpu().unwrap());
+    assert_eq!(writer.handle_fault(Gpa(0x6000), Access::Read), Ok(Outcome::Resume));
+    let meanwhile = {
+        let vm = Arc::clone(&vm);
+        move || {
+            let replacing = std::thread::spawn(move || {
+                vm.set_user_memory_region(change(1, LOG, 0x5000, 0)).unwrap();
+                vm.set_user_memory_region(new(second)).unwrap();
+                assert_eq!(reader.handle_fault(Gpa(0x6000), Access::Read), Ok(Outcome::Resume));
+            });
+            replacing.join().unwrap();
+        }
+    };
+    // The first look is the walk's; the second the check right before the exchange.
+    HOOK.set(Some((2, Box::new(meanwhile))));
+    assert_eq!(writer.handle_fault(Gpa(0x6000), Access::Write), Ok(Outcome::Resume));
+    assert!(HOOK.take().is_none(), "the hook was not reached");
+    let mapped = translate(&vm, Gpa(0x6000)).unwrap();
+    let nr_dirty = vm.get_dirty_log(second, &mut [0]).unwrap();
+    assert!(!mapped.writable || nr_dirty == 1, "writable, and not marked: {mapped:x?}");
+}
+
+// The hook before the exchange is in the check of transitions, which release builds do not have.
+#[cfg(debug_assertions)]
+#[test]
+fn a_write_marks_the_slot_that_took_the_place_of_its_own() {
+    a_slot_is_replaced_under_a_write(1);
+    a_slot_is_replaced_under_a_write(2);
+}
+
+/// Tables at host-physical addresses from 0 on; and while a write is resolved, another vCPU reads the page.
+struct Beside {
+    arena: *mut u8,
+    free: Mutex<Vec<u64>>,
+    reader: Mutex<Option<Vcpu<Beside, Npt>>>,
+    nr_write_resolves: AtomicUsize,
+}
+
+// SAFETY: the arena is only reached through tables that were given out.
+unsafe impl Send for Beside {}
+// SAFETY: as above.
+unsafe impl Sync for Beside {}
+
+const ARENA: Layout = match Layout::from_size_align(64 * PAGE_SIZE as usize, PAGE_SIZE as usize) {
+    Ok(layout) => layout,
+    Err(_) => panic!("a good layout"),
+};
+
+impl Beside {
+    fn new() -> Beside {
+        // SAFETY: the layout is not empty.
+        let arena = unsafe { std::alloc::alloc(ARENA) };
+        // The root at 7 pages, then 0, 1 ...
+        let free = (0..64).rev().filter(|page| *page != 7).chain([7]).map(|page| page * PAGE_SIZE).collect();
+        Beside { arena, free: Mutex::new(free), reader: Mutex::new(None), nr_write_resolves: AtomicUsize::new(0) }
+    }
+}
+
+impl Drop for Beside {
+    fn drop(&mut self) {
+        // SAFETY: it was allocated with this layout.
+        unsafe { std::alloc::dealloc(self.arena, ARENA) }
+    }
+}
+
+impl Park for Beside {
+    fn park(&self, _word: &AtomicU32, _expected: u32) {}
+
+    fn unpark_one(&self, _word: *const AtomicU32) -> bool {
+        false
+    }
+
+    fn unpark_all(&self, _word: *const AtomicU32) {}
+}
+
+// SAFETY: tables are distinct pages of the arena; no CPU runs on them; frames are numbers.
+unsafe impl Host for Beside {
+    type Backing = ();
+
+    fn allocate_table(&self, _layout: Layout) -> Option<Hpa> {
+        self.free.lock().unwrap().pop().map(Hpa)
+    }
+
+    unsafe fn free_table(&self, table: Hpa, _layout: Layout) {
+        self.free.lock().unwrap().push(table.0);
+    }
+
+    fn table_ptr(&self, table: Hpa) -> *mut u8 {
+        self.arena.wrapping_add(table.0 as usize)
+    }
+
+    fn resolve(&self, _backing: &(), gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+        if access == Access::Write {
+            let nr_before = self.nr_write_resolves.fetch_add(1, Ordering::SeqCst);
+            // Bounded, so that a fault which never ends fails the test instead of hanging it.
+            if nr_before < 1000
+                && let Some(reader) = self.reader.lock().unwrap().as_mut()
+            {
+                assert_eq!(reader.handle_fault(gfn.gpa(), Access::Read), Ok(Outcome::Resume));
+            }
+        }
+        Ok(Resolved { pfn: Pfn(0x1000 + page), max_size: PageSize::Size4K, writable: access == Access::Write })
+    }
+
+    fn flush(&self, _ranges: &[GfnRange]) {}
+
+    fn timestamp_ns(&self) -> u64 {
+        0
+    }
+}
+
+fn vm_beside() -> Arc<Vm<Beside, Npt>> {
+    let vm = Arc::new(Vm::<Beside, Npt>::new(Beside::new(), Config::default()).unwrap());
+    vm.set_user_memory_region(MemoryRegion {
+        slot: 0,
+        flags: MemoryRegionFlags::empty(),
+        guest_phys_addr: Gpa(0),
+        memory_size: 1 << 39,
+        backing: Some(()),
+    })
+    .unwrap();
+    vm
+}
+
+#[test]
+fn a_writer_gets_through_beside_a_reader_of_the_same_page() {
+    let vm = vm_beside();
+    *vm.host().reader.lock().unwrap() = Some(vm.create_vcpu().unwrap());
+    let mut writer = vm.create_vcpu().unwrap();
+    assert_eq!(writer.handle_fault(Gpa(0), Access::Read), Ok(Outcome::Resume));
+    assert_eq!(writer.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
+    let nr_resolves = vm.host().nr_write_resolves.load(Ordering::SeqCst);
+    // The vCPU holds the VM, and the VM's host the vCPU.
+    drop(vm.host().reader.lock().unwrap().take());
+    assert_eq!(nr_resolves, 1, "resolves for one write");
+}
+
+#[test]
+fn a_table_at_host_physical_address_zero_is_freed_as_any_other() {
+    let vm = vm_beside();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.handle_fault(Gpa(0), Access::Read), Ok(Outcome::Resume));
+    assert_eq!(vcpu.handle_fault(Gpa(GIB), Access::Read), Ok(Outcome::Resume));
+    assert!(!vm.host().free.lock().unwrap().contains(&0), "the table at address 0 is in use");
+    vm.set_user_memory_region(MemoryRegion {
+        slot: 0,
+        flags: MemoryRegionFlags::empty(),
+        guest_phys_addr: Gpa(0),
+        memory_size: 0,
+        backing: None,
+    })
+    .unwrap();
+    drop(vcpu);
+    vm.reclaim();
+    assert_eq!(vm.stats().live_tables(), 1);
+}
+
+#[test]
+fn a_harvest_flushes_nothing_beyond_its_slot() {
+    let vm: Arc<Vm<TestHost, Npt>> = Arc::new(Vm::new(TestHost::default(), Config::default()).unwrap());
+    let end = 1_u64 << Npt::GPA_BITS;
+    vm.set_user_memory_region(MemoryRegion { flags: LOG, ..region(0, end - 0x3000, 0x3000, 0x1000, PageSize::Size4K) })
+        .unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.handle_fault(Gpa(end - 1), Access::Write), Ok(Outcome::Resume));
+    assert_eq!(vm.get_dirty_log(0, &mut [0]), Ok(1));
+    let flushes = vm.host().flushes.lock().unwrap();
+    assert!(!flushes.is_empty());
+    assert!(flushes.iter().flatten().all(|range| range.end.gpa().0 <= end), "{flushes:x?}");
+}
