@@ -10,3 +10,9 @@ for rule in no-stamp-empty stamp-before-publish check-before-read no-inherit rec
     fi
     echo "stamps.py notices $rule"
 done
+# Lazy protection, a later way to log, is modelled already: with both of its rules no page is lost; without either one is.
+python3 lazy.py | awk '
+    { kept = /flush by bits +bump always/; lost = / lost: / }
+    kept && lost { print "models: lazy.py loses a page with both rules: " $0; bad = 1 }
+    !kept && lost { missed++ }
+    END { if (bad || !missed) exit 1; print "lazy.py: nothing lost with both rules, " missed " losses without" }'

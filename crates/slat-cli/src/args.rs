@@ -24,6 +24,7 @@ pub(crate) enum Command {
 
 /// What `slat dirty-log` takes.
 #[derive(Clone, Debug, Args)]
+#[command(allow_negative_numbers = true)]
 pub(crate) struct DirtyLogArgs {
     /// Number of vCPUs.
     #[arg(short = 'v', long = "vcpus", default_value_t = 4, value_parser = positive::<usize>)]
@@ -32,7 +33,7 @@ pub(crate) struct DirtyLogArgs {
     #[arg(short = 'b', long = "bytes", default_value = "256M", value_parser = size_bytes)]
     pub(crate) bytes: u64,
     /// Rounds of dirtying memory and getting the log.
-    #[arg(short = 'i', long = "iterations", default_value_t = 2, value_parser = positive::<u32>)]
+    #[arg(short = 'i', long = "iterations", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) iterations: u32,
     /// All vCPUs access all memory, instead of a part each.
     #[arg(short = 'o', long = "overlap")]

@@ -48,21 +48,21 @@ pub(crate) struct Series {
 
 /// Runs the experiment and prints it.
 pub(crate) fn run(args: &DirtyLogArgs) -> Result<(), Failure> {
-    let file = args.json.as_deref().map(ResultsFile::create).transpose()?;
-    let series = measure(args)?;
-    report::print(args, &series);
-    match file {
-        Some(file) => file.write(&report::results(args, &series)),
-        None => Ok(()),
+    let config = machine_config(args)?;
+    let file = args.json.as_deref().map(ResultsFile::open).transpose()?;
+    let series = measure(args, &config)?;
+    // The file first: it must not depend on who reads what is printed.
+    if let Some(file) = file {
+        file.write(&report::results(args, &series))?;
     }
+    report::print(&mut std::io::stdout().lock(), args, &series)?;
+    Ok(())
 }
 
 /// All runs, interleaved, in the order of the lockings.
-fn measure(args: &DirtyLogArgs) -> Result<Vec<Series>, Failure> {
-    let config = machine_config(args)?;
+fn measure(args: &DirtyLogArgs, config: &MachineConfig) -> Result<Vec<Series>, Failure> {
     let lockings = args.lock.lockings();
-    let mut series: Vec<Series> =
-        lockings.iter().map(|&locking| Series { locking, runs: Vec::with_capacity(args.runs as usize) }).collect();
+    let mut series: Vec<Series> = lockings.iter().map(|&locking| Series { locking, runs: Vec::new() }).collect();
     let progress = ProgressBar::new(u64::from(args.runs) * lockings.len() as u64);
     if let Ok(style) = ProgressStyle::with_template("{bar:30} run {pos}/{len}  {msg}  {elapsed}") {
         progress.set_style(style);
@@ -142,7 +142,7 @@ fn run_once<F: HardwareFormat>(args: &DirtyLogArgs, config: &MachineConfig) -> R
         dirty.round += 1;
         let report = machine.run(dirty)?;
         dirty_times.push(report.wall);
-        nr_verified += report.total().nr_accesses * u64::from(100 - args.write_percent) / 100;
+        nr_verified += report.total().nr_reads;
         get_times.push(timed(|| get_dirty_logs(&machine, &mut bitmaps))?);
         if args.check {
             oracle::check_stopped(&machine, &bitmaps, dirty.round)?;
@@ -154,7 +154,7 @@ fn run_once<F: HardwareFormat>(args: &DirtyLogArgs, config: &MachineConfig) -> R
     let running = if args.run_while_disabling { Some(machine.start(dirty)?) } else { None };
     let disable = timed(|| machine.set_region_flags(MemoryRegionFlags::empty()))?;
     if let Some(running) = running {
-        running.stop()?;
+        nr_verified += running.stop()?.total().nr_reads;
     }
     let stats = machine.vm().stats();
 
@@ -162,7 +162,7 @@ fn run_once<F: HardwareFormat>(args: &DirtyLogArgs, config: &MachineConfig) -> R
     let wrote_all = args.write_percent == 100 && !args.random_access && !args.check;
     let oldest_round = if wrote_all { dirty.round } else { POPULATE_ROUND };
     let verify = Program { order: Order::Sequential, write_percent: 0, oldest_round, ..dirty };
-    nr_verified += machine.run(verify)?.total().nr_accesses;
+    nr_verified += machine.run(verify)?.total().nr_reads;
     Ok(Run {
         populate,
         enable,

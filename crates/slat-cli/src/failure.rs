@@ -27,6 +27,9 @@ pub(crate) enum Failure {
         /// Why.
         source: std::io::Error,
     },
+    /// Nobody takes what is printed.
+    #[error("cannot print: {0}")]
+    Print(#[from] std::io::Error),
 }
 
 impl Failure {
@@ -34,7 +37,7 @@ impl Failure {
         ExitCode::from(match self {
             Failure::Check(_) => 1,
             Failure::Usage(_) => 2,
-            Failure::CannotServe(_) | Failure::Write { .. } => 3,
+            Failure::CannotServe(_) | Failure::Write { .. } | Failure::Print(_) => 3,
         })
     }
 }

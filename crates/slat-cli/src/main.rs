@@ -9,6 +9,7 @@ mod failure;
 mod results;
 mod table;
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -16,15 +17,34 @@ use clap::Parser;
 use args::{Cli, Command};
 
 fn main() -> ExitCode {
-    let result = match Cli::parse().command {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return usage(&error),
+    };
+    let result = match cli.command {
         None => demo::run(),
         Some(Command::DirtyLog(args)) => dirty_log::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            eprintln!("slat: {failure}");
+            // Where the line cannot be written, the exit code still says it.
+            let _ = writeln!(std::io::stderr(), "slat: {failure}");
             failure.exit_code()
         }
     }
+}
+
+/// What clap has to say: help as it is; a mistake in one line.
+fn usage(error: &clap::Error) -> ExitCode {
+    if !error.use_stderr() {
+        return if error.print().is_ok() { ExitCode::SUCCESS } else { ExitCode::from(3) };
+    }
+    let text = error.to_string();
+    let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+    let what = lines.next().unwrap_or_default().trim_start_matches("error: ");
+    // The line behind it, if it belongs to it: the values that there are.
+    let more = lines.next().filter(|line| line.starts_with('[')).unwrap_or_default();
+    let _ = writeln!(std::io::stderr(), "slat: {what} {more}{}(try --help)", if more.is_empty() { "" } else { " " });
+    ExitCode::from(2)
 }

@@ -2,7 +2,7 @@
 //! small statistics over runs.
 
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
@@ -29,7 +29,8 @@ pub(crate) struct Results {
     pub(crate) results: Vec<Figure>,
 }
 
-/// The file of `--json`, opened before the work begins: a path that cannot be written is found out then.
+/// The file of `--json`, opened before the work begins: a path that cannot be written is found out then. What it held
+/// stays until there are results.
 #[derive(Debug)]
 pub(crate) struct ResultsFile {
     path: PathBuf,
@@ -37,8 +38,8 @@ pub(crate) struct ResultsFile {
 }
 
 impl ResultsFile {
-    pub(crate) fn create(path: &Path) -> Result<ResultsFile, Failure> {
-        match File::create(path) {
+    pub(crate) fn open(path: &Path) -> Result<ResultsFile, Failure> {
+        match OpenOptions::new().write(true).create(true).truncate(false).open(path) {
             Ok(file) => Ok(ResultsFile { path: path.to_owned(), file: BufWriter::new(file) }),
             Err(source) => Err(Failure::Write { path: path.to_owned(), source }),
         }
@@ -46,8 +47,10 @@ impl ResultsFile {
 
     /// Writes the object.
     pub(crate) fn write(mut self, results: &Results) -> Result<(), Failure> {
-        serde_json::to_writer_pretty(&mut self.file, results)
-            .map_err(io::Error::from)
+        // Only a regular file has a length to cut.
+        let is_regular = self.file.get_ref().metadata().is_ok_and(|metadata| metadata.is_file());
+        let cut = if is_regular { self.file.get_ref().set_len(0) } else { Ok(()) };
+        cut.and_then(|()| serde_json::to_writer_pretty(&mut self.file, results).map_err(io::Error::from))
             .and_then(|()| writeln!(self.file))
             .and_then(|()| self.file.flush())
             .map_err(|source| Failure::Write { path: self.path, source })

@@ -105,6 +105,8 @@ pub enum CpuError {
 pub struct Counters {
     /// Accesses that completed.
     pub nr_accesses: u64,
+    /// Those of them that were reads.
+    pub nr_reads: u64,
     /// Lookups for which the TLB had no usable entry.
     pub nr_tlb_misses: u64,
     /// Walks of the tables (a two-dimensional walk is one).
@@ -121,6 +123,7 @@ impl Counters {
     pub fn since(self, earlier: Counters) -> Counters {
         Counters {
             nr_accesses: self.nr_accesses.wrapping_sub(earlier.nr_accesses),
+            nr_reads: self.nr_reads.wrapping_sub(earlier.nr_reads),
             nr_tlb_misses: self.nr_tlb_misses.wrapping_sub(earlier.nr_tlb_misses),
             nr_walks: self.nr_walks.wrapping_sub(earlier.nr_walks),
             nr_faults: self.nr_faults.wrapping_sub(earlier.nr_faults),
@@ -268,6 +271,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
             match operation(&self.port, generation, at) {
                 Ok(value) => {
                     self.counters.nr_accesses += 1;
+                    self.counters.nr_reads += u64::from(access == Access::Read);
                     return Ok(value);
                 }
                 Err(Stale) => self.counters.nr_restarts += 1,

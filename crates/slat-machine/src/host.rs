@@ -27,9 +27,8 @@ use crate::commit::FlushDomain;
 use crate::memory::Backing;
 use crate::phys;
 
-/// Address space for tables, in bytes. With tables of 4 KiB it is enough to map 32 TiB of guest memory by 4 KiB leaves;
-/// only what is touched takes memory.
-const TABLE_REGION_BYTES: u64 = 64 << 30;
+/// Address space kept for tables larger than 4 KiB, and for the gaps in front of them: one root or two.
+const ROOTS_BYTES: u64 = 256 << 10;
 /// Tables of 4 KiB (2^12) up to 64 KiB (2^16): x86's and Arm's, RISC-V's roots, and Arm's concatenated roots.
 const MIN_TABLE_SHIFT: u32 = PAGE_SHIFT;
 const NR_TABLE_SIZES: usize = 5;
@@ -67,16 +66,16 @@ pub struct MachineHost {
 }
 
 impl MachineHost {
-    /// A host whose flushes reach the CPUs of `flush_domain`, with memory for at most `max_tables` tables at a time
-    /// (`None`: as many as there is memory for).
+    /// A host whose flushes reach the CPUs of `flush_domain`, with address space for `max_tables` tables at a time. (They
+    /// take memory as they are touched.)
     ///
     /// # Errors
     /// [`HostError`].
-    pub fn new(flush_domain: Arc<FlushDomain>, max_tables: Option<u64>) -> Result<MachineHost, HostError> {
+    pub fn new(flush_domain: Arc<FlushDomain>, max_tables: u64) -> Result<MachineHost, HostError> {
         // The clock takes its time to start, which should not fall into the first measurement.
         clock::timestamp_ns();
         Ok(MachineHost {
-            tables: Tables::new(TABLE_REGION_BYTES, max_tables)?,
+            tables: Tables::new(max_tables.saturating_mul(PAGE_SIZE).saturating_add(ROOTS_BYTES), max_tables)?,
             flush_domain,
             nr_flushes: CachePadded::new(AtomicU64::new(0)),
         })
@@ -193,7 +192,7 @@ fn size_class(layout: Layout) -> Option<(usize, u64)> {
 }
 
 impl Tables {
-    fn new(size_bytes: u64, max_tables: Option<u64>) -> Result<Tables, HostError> {
+    fn new(size_bytes: u64, max_tables: u64) -> Result<Tables, HostError> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: without MAP_FIXED the kernel takes addresses that nobody uses.
@@ -206,7 +205,7 @@ impl Tables {
             size_bytes,
             used_bytes: CachePadded::default(),
             nr_live: CachePadded::default(),
-            max_live: max_tables.unwrap_or(u64::MAX),
+            max_live: max_tables,
             free: Default::default(),
         })
     }

@@ -9,7 +9,7 @@ use super::*;
 use crate::memory::BackingKind;
 
 fn host(max_tables: Option<u64>) -> MachineHost {
-    MachineHost::new(Arc::default(), max_tables).expect("address space")
+    MachineHost::new(Arc::default(), max_tables.unwrap_or(1 << 20)).expect("address space")
 }
 
 fn layout(size_bytes: usize) -> Layout {
@@ -63,7 +63,7 @@ fn a_limit_holds_and_freeing_makes_room() {
 
 #[test]
 fn an_empty_region_gives_none_and_counts_none() {
-    let tables = Tables::new(3 * PAGE_SIZE, None).expect("address space");
+    let tables = Tables::new(3 * PAGE_SIZE, u64::MAX).expect("address space");
     let given = (0..5).filter_map(|_| tables.allocate(layout(4096))).collect::<Vec<_>>();
     assert_eq!(given.len(), 3);
     assert_eq!(tables.allocate(layout(4096)), None);

@@ -33,7 +33,7 @@ use crate::commit::{FlushDomain, FlushMethod, NotRestartable, Port};
 use crate::cpu::{Counters, Cpu, Paging};
 use crate::guest::{self, GuestError, GuestTables, Program, ProgramError, ROUND_END, Touches};
 use crate::host::{BackingSlice, HostError, MachineHost};
-use crate::memory::{Backing, BackingKind, MemoryError};
+use crate::memory::{Backing, BackingKind, MemoryError, Reserved};
 use crate::topology::{self, PinError};
 use crate::walk::HardwareFormat;
 
@@ -145,6 +145,7 @@ impl RunReport {
     pub fn total(&self) -> Counters {
         self.vcpus.iter().fold(Counters::default(), |sum, vcpu| Counters {
             nr_accesses: sum.nr_accesses + vcpu.counters.nr_accesses,
+            nr_reads: sum.nr_reads + vcpu.counters.nr_reads,
             nr_tlb_misses: sum.nr_tlb_misses + vcpu.counters.nr_tlb_misses,
             nr_walks: sum.nr_walks + vcpu.counters.nr_walks,
             nr_faults: sum.nr_faults + vcpu.counters.nr_faults,
@@ -259,6 +260,7 @@ pub struct Machine<F: HardwareFormat> {
     region: Backing,
     slots: Vec<Slot>,
     flush_domain: Arc<FlushDomain>,
+    _overhead: Reserved,
 }
 
 impl<F: HardwareFormat> fmt::Debug for Machine<F> {
@@ -283,9 +285,11 @@ impl<F: HardwareFormat> Machine<F> {
             Some(method) => FlushDomain::with_method(method)?,
             None => FlushDomain::new(),
         });
-        let host = MachineHost::new(Arc::clone(&flush_domain), config.max_tables)?;
+        let max_tables = config.max_tables.unwrap_or_else(|| enough_tables(config.nr_vcpus, layout.nr_pages));
+        let host = MachineHost::new(Arc::clone(&flush_domain), max_tables)?;
         let vm = Arc::new(Vm::new(host, Config::with_locking(config.locking))?);
 
+        let overhead = Reserved::new(overhead_bytes(config.nr_vcpus, layout.nr_pages))?;
         let region = Backing::new(config.backing, layout.nr_pages << PAGE_SHIFT)?;
         let pages_per_slot = layout.nr_pages / u64::from(config.nr_slots);
         let mut slots = Vec::with_capacity(config.nr_slots as usize);
@@ -330,7 +334,7 @@ impl<F: HardwareFormat> Machine<F> {
             works.push(Box::new(move |job| worker.work(job)));
         }
         let crew = Crew::start(works).map_err(|(vcpu, source)| MachineError::Thread { vcpu, source })?;
-        let machine = Machine { crew, signals, vm, region, slots, flush_domain };
+        let machine = Machine { crew, signals, vm, region, slots, flush_domain, _overhead: overhead };
         machine.boot(config, tables)?;
         Ok(machine)
     }
@@ -441,6 +445,19 @@ impl<F: HardwareFormat> Machine<F> {
         // hosts access the word atomically. Acquire: as a CPU's read.
         Some(unsafe { AtomicU64::from_ptr(at) }.load(Ordering::Acquire))
     }
+}
+
+/// Tables that a machine may have at a time: twice what maps its memory by 4 KiB, for those whose freeing is put off, and
+/// some to spare. It only costs address space.
+fn enough_tables(nr_vcpus: usize, nr_pages: u64) -> u64 {
+    const TO_SPARE: u64 = 1 << 16;
+    2 * (nr_pages >> 9) + 8 * nr_vcpus as u64 + TO_SPARE
+}
+
+/// Memory beside the guest's, rounded up: a thread's stack, TLB and record (about 75 KiB), page tables (0.2% of what
+/// they map by 4 KiB), bitmaps and a checker's copy of the pages (0.5%), the program itself.
+fn overhead_bytes(nr_vcpus: usize, nr_pages: u64) -> u64 {
+    (8 << 20) + nr_vcpus as u64 * (128 << 10) + (nr_pages << PAGE_SHIFT) / 128
 }
 
 /// Adds the slot for the guest's tables, which map the whole region; says where they go.

@@ -336,12 +336,12 @@ impl Mapping {
 
 /// A share of the available memory, given back when dropped.
 #[derive(Debug)]
-struct Reserved(u64);
+pub(crate) struct Reserved(u64);
 
 impl Reserved {
     /// Refuses what the machine does not have. Memory that is mapped but not touched yet counts as used, since nothing
     /// else would show two guests that are both promised the same memory.
-    fn new(size_bytes: u64) -> Result<Reserved, MemoryError> {
+    pub(crate) fn new(size_bytes: u64) -> Result<Reserved, MemoryError> {
         let before = MAPPED_BYTES.fetch_add(size_bytes, Ordering::Relaxed);
         let reserved = Reserved(size_bytes);
         let Some(available_bytes) = topology::available_memory_bytes() else { return Ok(reserved) };

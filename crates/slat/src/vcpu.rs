@@ -126,8 +126,9 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         let mut fault = Fault { vm: &self.vm, record, tables: &mut self.tables, gfn, gpa, access, timing: None };
         let nr_faults = record.stats.get(Counter::Faults);
         record.stats.count(Counter::Faults);
-        // Not the first of a period: a vCPU's very first fault, with all its cold caches, stands for none but itself.
-        if nr_faults % SAMPLE_PERIOD == SAMPLE_PERIOD / 2 {
+        // Not the first of a period: a vCPU's very first fault, with all its cold caches, stands for none but itself. But
+        // early, so that a short run has a sample.
+        if nr_faults % SAMPLE_PERIOD == 8 {
             fault.start_timing();
         }
         // The one call of it, so that it needs no frame of its own.

@@ -1,10 +1,11 @@
 //! What `slat dirty-log` prints and writes.
 
 use std::collections::BTreeMap;
+use std::io::{self, Write};
 use std::time::Duration;
 
 use serde_json::json;
-use slat::{Histogram, Locking, PAGE_SIZE};
+use slat::{Histogram, Locking, PAGE_SIZE, Stats};
 use slat_machine::topology::HostDescription;
 
 use super::{Run, Series};
@@ -70,12 +71,30 @@ const OTHERS: [Other; 11] = [
     Other { name: "verified", title: "Reads verified", unit: "count", value: |run| run.nr_verified as f64 },
 ];
 
-/// Quantiles of the guest stall, over the samples of all runs.
-const STALLS: [(&str, &str, u32); 3] = [
-    ("guest_stall_p50", "Guest stall in a fault, p50", 500),
-    ("guest_stall_p99", "Guest stall in a fault, p99", 990),
-    ("guest_stall_max", "Guest stall in a fault, worst", 1000),
+/// A quantile of a histogram, over all runs.
+struct Quantile {
+    name: &'static str,
+    title: &'static str,
+    per_mille: u32,
+    histogram: fn(&Stats) -> &Histogram,
+}
+
+const QUANTILES: [Quantile; 6] = [
+    Quantile { name: "guest_stall_p50", title: "Guest stall in a fault, p50", per_mille: 500, histogram: stall },
+    Quantile { name: "guest_stall_p99", title: "Guest stall in a fault, p99", per_mille: 990, histogram: stall },
+    Quantile { name: "guest_stall_max", title: "Guest stall in a fault, worst", per_mille: 1000, histogram: stall },
+    Quantile { name: "lock_wait_p50", title: "Wait for the lock, p50", per_mille: 500, histogram: lock_wait },
+    Quantile { name: "lock_wait_p99", title: "Wait for the lock, p99", per_mille: 990, histogram: lock_wait },
+    Quantile { name: "lock_wait_max", title: "Wait for the lock, worst", per_mille: 1000, histogram: lock_wait },
 ];
+
+fn stall(stats: &Stats) -> &Histogram {
+    &stats.guest_stall_ns
+}
+
+fn lock_wait(stats: &Stats) -> &Histogram {
+    &stats.lock_wait_ns
+}
 
 fn seconds(ns: u64) -> f64 {
     Duration::from_nanos(ns).as_secs_f64()
@@ -89,12 +108,13 @@ fn samples(series: &Series, times: fn(&Run) -> Vec<Duration>) -> Samples {
     samples
 }
 
-fn guest_stall(series: &Series) -> Histogram {
-    let mut stall = Histogram::default();
+/// The quantile in seconds, over all runs; `None` if nothing was recorded.
+fn quantile(series: &Series, quantile: &Quantile) -> Option<f64> {
+    let mut sum = Histogram::default();
     for run in &series.runs {
-        stall.merge(&run.stats.guest_stall_ns);
+        sum.merge((quantile.histogram)(&run.stats));
     }
-    stall
+    (sum.count() != 0).then(|| seconds(sum.quantile(quantile.per_mille)))
 }
 
 /// How many times as fast as `base` each phase of `series` is: the median over the runs, each against the run of `base`
@@ -130,12 +150,13 @@ fn humanly(value: f64, unit: &str) -> String {
 }
 
 /// Prints the tables, and what has to be said about the figures.
-pub(super) fn print(args: &DirtyLogArgs, all: &[Series]) {
+pub(super) fn print(out: &mut impl Write, args: &DirtyLogArgs, all: &[Series]) -> io::Result<()> {
     let host = HostDescription::read();
-    println!(
-        "{} vCPUs, {} MiB each ({} access), {} slots of {} memory, {} tables, {} paging, {} rounds, {}% writes{}",
+    writeln!(
+        out,
+        "{} vCPUs, {} each ({} access), slots: {}, memory: {}, tables: {}, paging: {}, rounds: {}, writes: {}%{}",
         args.vcpus,
-        args.bytes as f64 / f64::from(1 << 20),
+        humanly(args.bytes as f64, "bytes"),
         if args.overlap { "overlapping" } else { "partitioned" },
         args.slots,
         args.backing,
@@ -144,39 +165,44 @@ pub(super) fn print(args: &DirtyLogArgs, all: &[Series]) {
         args.iterations,
         args.write_percent,
         if args.random_access { ", random order" } else { "" },
-    );
-    println!("Test iterations: {}", args.iterations);
+    )?;
+    writeln!(out, "Test iterations: {}", args.iterations)?;
     if let [series] = all {
         for (index, run) in series.runs.iter().enumerate() {
-            print_run(index, run);
+            print_run(out, index, run)?;
         }
     }
-    print_phases(all);
-    print_others(all);
-    print_notes(args, all, &host);
+    print_phases(out, all)?;
+    print_others(out, all)?;
+    print_notes(out, args, all, &host)
+}
+
+/// A time as dirty_log_perf_test prints it.
+fn line(out: &mut impl Write, what: &str, time: Duration) -> io::Result<()> {
+    writeln!(out, "{what} time: {}.{:09}s", time.as_secs(), time.subsec_nanos())
 }
 
 /// One run in the lines of dirty_log_perf_test.
-fn print_run(index: usize, run: &Run) {
-    let line = |what: &str, time: Duration| println!("{what} time: {}.{:09}s", time.as_secs(), time.subsec_nanos());
-    println!("Run {}", index + 1);
-    line("Populate memory", run.populate);
-    line("Enabling dirty logging", run.enable);
+fn print_run(out: &mut impl Write, index: usize, run: &Run) -> io::Result<()> {
+    writeln!(out, "Run {}", index + 1)?;
+    line(out, "Populate memory", run.populate)?;
+    line(out, "Enabling dirty logging", run.enable)?;
     for (round, (dirty, get)) in run.dirty.iter().zip(&run.get).enumerate() {
-        line(&format!("Iteration {} dirty memory", round + 1), *dirty);
-        line(&format!("Iteration {} get dirty log", round + 1), *get);
+        line(out, &format!("Iteration {} dirty memory", round + 1), *dirty)?;
+        line(out, &format!("Iteration {} get dirty log", round + 1), *get)?;
     }
-    line("Disabling dirty logging", run.disable);
+    line(out, "Disabling dirty logging", run.disable)?;
     let total: Duration = run.get.iter().sum();
     let rounds = run.get.len();
     let average = total / u32::try_from(rounds).unwrap_or(u32::MAX).max(1);
-    println!(
+    writeln!(
+        out,
         "Get dirty log over {rounds} iterations took {}.{:09}s. (Avg {}.{:09}s/iteration)",
         total.as_secs(),
         total.subsec_nanos(),
         average.as_secs(),
         average.subsec_nanos()
-    );
+    )
 }
 
 fn header(all: &[Series], first: &str) -> Vec<String> {
@@ -185,9 +211,9 @@ fn header(all: &[Series], first: &str) -> Vec<String> {
     header
 }
 
-fn print_phases(all: &[Series]) {
+fn print_phases(out: &mut impl Write, all: &[Series]) -> io::Result<()> {
     let nr_runs = all.first().map_or(0, |series| series.runs.len());
-    let mut phases = table::figures(header(all, &format!("seconds, mean of {nr_runs} runs")));
+    let mut phases = table::figures(header(all, &format!("seconds, mean ({nr_runs} runs)")));
     let mut spread = table::figures(header(all, "p50 / p99 / worst, and number of values"));
     for phase in &PHASES {
         let columns: Vec<Samples> = all.iter().map(|series| samples(series, phase.times)).collect();
@@ -200,51 +226,56 @@ fn print_phases(all: &[Series]) {
         });
         spread.add_row(table::row(name().chain(spreads)));
     }
-    println!("\n{phases}");
+    writeln!(out, "\n{phases}")?;
     if let Some(base) = baseline(all) {
         let mut speeds = table::figures(header(all, "speed against exclusive, median of paired runs"));
         for phase in &PHASES {
             let ratios = all.iter().map(|series| format!("{:.2}", speed(phase, series, base)));
             speeds.add_row(table::row(std::iter::once(phase.title.to_owned()).chain(ratios)));
         }
-        println!("\n{speeds}");
+        writeln!(out, "\n{speeds}")?;
     }
-    println!("\n{spread}");
+    writeln!(out, "\n{spread}")
 }
 
-fn print_others(all: &[Series]) {
+fn print_others(out: &mut impl Write, all: &[Series]) -> io::Result<()> {
     let mut others = table::figures(header(all, "mean of a run"));
     for other in &OTHERS {
         let values = all.iter().map(|series| humanly(mean(series, other.value), other.unit));
         others.add_row(table::row(std::iter::once(other.title.to_owned()).chain(values)));
     }
-    let stalls: Vec<Histogram> = all.iter().map(guest_stall).collect();
-    for (_, title, per_mille) in STALLS {
-        let values = stalls.iter().map(|stall| humanly(seconds(stall.quantile(per_mille)), "s"));
-        others.add_row(table::row(std::iter::once(title.to_owned()).chain(values)));
+    for which in &QUANTILES {
+        let values = all.iter().map(|series| quantile(series, which).map_or("-".to_owned(), |time| humanly(time, "s")));
+        others.add_row(table::row(std::iter::once(which.title.to_owned()).chain(values)));
     }
-    println!("\n{others}\n");
+    writeln!(out, "\n{others}\n")
 }
 
-fn print_notes(args: &DirtyLogArgs, all: &[Series], host: &HostDescription) {
-    println!(
+fn print_notes(out: &mut impl Write, args: &DirtyLogArgs, all: &[Series], host: &HostDescription) -> io::Result<()> {
+    writeln!(
+        out,
         "Measured on software CPUs ({} host CPUs, {}, Linux {}): threads, memory and tables are real, the CPU's address \
          translation is a program.",
         host.nr_cpus, host.cpu_model, host.kernel_release
-    );
+    )?;
     if let Some(run) = all.first().and_then(|series| series.runs.first()) {
-        println!("TLB flush: {}.", run.flush_method);
+        writeln!(out, "TLB flush: {}.", run.flush_method)?;
     }
     if args.vcpus > host.nr_cpus {
-        println!("{} vCPUs on {} CPUs: the times measure the scheduler too.", args.vcpus, host.nr_cpus);
+        writeln!(out, "{} vCPUs on {} CPUs: the times measure the scheduler too.", args.vcpus, host.nr_cpus)?;
     }
-    println!("Guest stall and the times inside faults are from a sample of the faults.");
+    let nr_samples: u64 = all.iter().flat_map(|series| &series.runs).map(|run| run.stats.guest_stall_ns.count()).sum();
+    writeln!(
+        out,
+        "Guest stall, resolve and engine time are from a sample of the faults ({nr_samples} of them), without waits for a \
+         CPU; waits for the lock are all of them, and include waits for a CPU."
+    )?;
     let verified: u64 = all.iter().flat_map(|series| &series.runs).map(|run| run.nr_verified).sum();
-    print!("Verified: {verified} reads found what was written");
+    write!(out, "Verified: {verified} reads found what was written")?;
     if args.check {
-        print!("; every harvest agreed with the guest's memory, stopped and running");
+        write!(out, "; every harvest agreed with the guest's memory, stopped and running")?;
     }
-    println!(".");
+    writeln!(out, ".")
 }
 
 fn format_name(format: FormatArg) -> &'static str {
@@ -284,9 +315,10 @@ pub(super) fn results(args: &DirtyLogArgs, all: &[Series]) -> Results {
         for other in &OTHERS {
             push(other.name.to_owned(), mean(series, other.value), other.unit);
         }
-        let stall = guest_stall(series);
-        for (name, _, per_mille) in STALLS {
-            push(name.to_owned(), seconds(stall.quantile(per_mille)), "s");
+        for which in &QUANTILES {
+            if let Some(time) = quantile(series, which) {
+                push(which.name.to_owned(), time, "s");
+            }
         }
         push("runs".to_owned(), series.runs.len() as f64, "count");
     }

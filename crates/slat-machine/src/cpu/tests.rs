@@ -83,7 +83,7 @@ fn reads_and_writes_through_faults_and_the_tlb() {
     assert_eq!(cpu.read(Gva(0x1008)), Ok(0));
     assert_eq!(
         cpu.counters(),
-        Counters { nr_accesses: 1, nr_tlb_misses: 2, nr_walks: 2, nr_faults: 1, nr_restarts: 0 }
+        Counters { nr_accesses: 1, nr_reads: 1, nr_tlb_misses: 2, nr_walks: 2, nr_faults: 1, nr_restarts: 0 }
     );
     assert_eq!(cpu.read(Gva(0x1010)), Ok(0));
     assert_eq!(cpu.counters().nr_walks, 2, "from the TLB");

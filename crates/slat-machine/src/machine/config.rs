@@ -1,6 +1,6 @@
 //! What a machine is made of, and whether it makes sense.
 
-use slat::{Locking, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE};
+use slat::{Locking, MAX_SLOTS, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE};
 use thiserror::Error;
 
 use crate::commit::FlushMethod;
@@ -10,6 +10,10 @@ use crate::tlb::Geometry;
 
 /// The test region is at most this big, in bytes: it and the guest's tables must fit in the guest's address space.
 const MAX_REGION_BYTES: u64 = 16 << 40;
+
+/// Virtual CPUs at most: as in KVM on x86 (`KVM_MAX_VCPUS`). Each is a thread with a stack and a signal stack, and Linux
+/// allows a process 65530 mappings by default.
+pub const MAX_VCPUS: usize = 4096;
 
 /// Processors that threads are pinned to.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -43,7 +47,7 @@ pub struct MachineConfig {
     pub flush_method: Option<FlushMethod>,
     /// The TLB of each CPU.
     pub tlb: Geometry,
-    /// Second-stage tables that may be allocated; `None`: as many as memory holds.
+    /// Second-stage tables that may be allocated at a time; `None`: more than are needed.
     pub max_tables: Option<u64>,
 }
 
@@ -72,6 +76,20 @@ pub enum ConfigError {
     /// No virtual CPU.
     #[error("a machine needs at least one vCPU")]
     NoVcpus,
+    /// More virtual CPUs than a process can have threads for.
+    #[error("{nr_vcpus} vCPUs are more than {MAX_VCPUS}")]
+    TooManyVcpus {
+        /// What was asked for.
+        nr_vcpus: usize,
+    },
+    /// More slots than the engine has.
+    #[error("{nr_slots} slots are more than {max_slots}")]
+    TooManySlots {
+        /// What was asked for.
+        nr_slots: u32,
+        /// The engine's limit, less slot 0 and the slot of the guest's tables.
+        max_slots: u32,
+    },
     /// A virtual CPU's part is empty or not made of whole pages.
     #[error("{bytes_per_vcpu} bytes for each vCPU are not a positive multiple of 4096")]
     BytesPerVcpu {
@@ -117,6 +135,9 @@ impl MachineConfig {
         if nr_vcpus == 0 {
             return Err(ConfigError::NoVcpus);
         }
+        if nr_vcpus > MAX_VCPUS {
+            return Err(ConfigError::TooManyVcpus { nr_vcpus });
+        }
         if bytes_per_vcpu == 0 || !bytes_per_vcpu.is_multiple_of(PAGE_SIZE) {
             return Err(ConfigError::BytesPerVcpu { bytes_per_vcpu });
         }
@@ -127,6 +148,13 @@ impl MachineConfig {
             >> PAGE_SHIFT;
         if nr_slots == 0 || !nr_pages.is_multiple_of(nr_slots.into()) {
             return Err(ConfigError::Slots { nr_pages, nr_slots });
+        }
+        let max_slots = match self.paging {
+            Paging::Off => MAX_SLOTS - 1,
+            Paging::TwoDimensional => MAX_SLOTS - 2,
+        };
+        if nr_slots > max_slots {
+            return Err(ConfigError::TooManySlots { nr_slots, max_slots });
         }
         if let Some(pins) = &self.pins
             && pins.vcpus.len() != nr_vcpus
@@ -151,6 +179,17 @@ mod tests {
             config.layout()
         };
         assert_eq!(layout(|config| config.nr_vcpus = 0), Err(ConfigError::NoVcpus));
+        assert_eq!(layout(|config| config.nr_vcpus = 4097), Err(ConfigError::TooManyVcpus { nr_vcpus: 4097 }));
+        let slots = |nr_slots, paging| {
+            MachineConfig { nr_vcpus: 1, bytes_per_vcpu: u64::from(nr_slots) << 12, nr_slots, paging, ..good.clone() }
+                .layout()
+        };
+        assert!(slots(32763, Paging::Off).is_ok() && slots(32762, Paging::TwoDimensional).is_ok());
+        assert!(matches!(slots(32764, Paging::Off), Err(ConfigError::TooManySlots { max_slots: 32763, .. })));
+        assert!(matches!(
+            slots(32763, Paging::TwoDimensional),
+            Err(ConfigError::TooManySlots { max_slots: 32762, .. })
+        ));
         for bytes_per_vcpu in [0, 1, 4097] {
             let config = MachineConfig { bytes_per_vcpu, ..good.clone() };
             assert_eq!(config.layout(), Err(ConfigError::BytesPerVcpu { bytes_per_vcpu }));

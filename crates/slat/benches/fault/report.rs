@@ -288,6 +288,8 @@ pub(crate) fn main() {
         table(memory, &[], 1, 64);
         return;
     }
+    // Cargo puts its own `--bench` behind what the user gave.
+    let arguments: Vec<String> = arguments.into_iter().filter(|argument| argument != "--bench").collect();
     let table_at = arguments.iter().position(|argument| argument == "table");
     if table_at.is_none() {
         let mut criterion = Criterion::default()
