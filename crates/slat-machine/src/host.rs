@@ -24,6 +24,7 @@ use thiserror::Error;
 
 use crate::clock;
 use crate::commit::FlushDomain;
+use crate::membarrier;
 use crate::memory::Backing;
 use crate::phys;
 
@@ -130,6 +131,14 @@ unsafe impl Host for MachineHost {
 
     fn yield_now(&self) {
         std::thread::yield_now();
+    }
+
+    fn has_barrier_on_all_cpus(&self) -> bool {
+        membarrier::is_available()
+    }
+
+    fn barrier_on_all_cpus(&self) {
+        membarrier::on_all_cpus();
     }
 
     #[inline]

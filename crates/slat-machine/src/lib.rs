@@ -19,6 +19,7 @@ pub mod cpu;
 pub mod guest;
 pub mod host;
 pub mod machine;
+mod membarrier;
 pub mod memory;
 pub mod phys;
 pub mod tlb;

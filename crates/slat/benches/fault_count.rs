@@ -19,6 +19,10 @@ mod futex_park;
 mod host;
 
 #[cfg(not(any(loom, shuttle)))]
+#[path = "../tests/support/membarrier.rs"]
+mod membarrier;
+
+#[cfg(not(any(loom, shuttle)))]
 use slat::Park;
 
 #[cfg(not(any(loom, shuttle)))]

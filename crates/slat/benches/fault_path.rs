@@ -20,6 +20,9 @@ mod futex_park;
 #[path = "fault/host.rs"]
 mod host;
 #[cfg(not(any(loom, shuttle)))]
+#[path = "../tests/support/membarrier.rs"]
+mod membarrier;
+
 #[path = "fault/peer.rs"]
 mod peer;
 #[cfg(not(any(loom, shuttle)))]

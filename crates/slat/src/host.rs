@@ -40,6 +40,8 @@ pub struct Gone;
 ///   [`table_ptr`](Host::table_ptr) returns a pointer to that memory, valid for reads and writes and the same at each
 ///   call.
 /// - [`flush`](Host::flush) returns only when no CPU can use a translation older than the call.
+/// - [`barrier_on_all_cpus`](Host::barrier_on_all_cpus) is one, if
+///   [`has_barrier_on_all_cpus`](Host::has_barrier_on_all_cpus) says so.
 /// - a frame answered by [`resolve`](Host::resolve) stays the page's frame as long as the backing lives.
 /// - no method unwinds.
 pub unsafe trait Host: Park + Send + Sync {
@@ -72,6 +74,19 @@ pub unsafe trait Host: Park + Send + Sync {
     /// Makes sure that no CPU of this VM uses a translation of `ranges` that it got before this call. Returns only when
     /// that is so; it must not wait for a CPU that is not running. May block.
     fn flush(&self, ranges: &[GfnRange]);
+
+    /// Whether [`barrier_on_all_cpus`](Host::barrier_on_all_cpus) does what it says. Asked once, when the VM is made.
+    #[inline]
+    fn has_barrier_on_all_cpus(&self) -> bool {
+        false
+    }
+
+    /// Makes a full memory barrier on every CPU that may run a thread of this VM, like an interrupt whose handler has one
+    /// (Linux: `membarrier` with `MEMBARRIER_CMD_PRIVATE_EXPEDITED`; bare metal: an IPI). A thread that is not running
+    /// needs none, since a switch of threads is a barrier: it must not be waited for. With it, faults are spared two full
+    /// fences each; without it they make them. Called when memory is reclaimed.
+    #[inline]
+    fn barrier_on_all_cpus(&self) {}
 
     /// Whether the caller's CPU is wanted by somebody else, so that a long operation should leave its section and call
     /// [`yield_now`](Host::yield_now). Asked every few thousand entries, inside the section and the lock: a mere look.

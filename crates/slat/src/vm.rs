@@ -229,7 +229,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// themselves for what came before; call this when vCPUs have been idle for a while.
     pub fn reclaim(&self) {
         self.tree.reclaim();
-        self.slots.reclaim(&self.tree.epochs);
+        self.slots.reclaim(&self.tree.epochs, || self.tree.host.barrier_on_all_cpus());
     }
 
     /// The counters and histograms of all vCPUs and calls so far.

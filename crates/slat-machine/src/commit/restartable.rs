@@ -16,6 +16,7 @@ use std::ffi::CStr;
 use std::sync::atomic::AtomicU64;
 
 use super::{NotRestartable, Stale};
+use crate::membarrier;
 
 // membarrier(2), `include/uapi/linux/membarrier.h`.
 const MEMBARRIER_CMD_PRIVATE_EXPEDITED_RSEQ: libc::c_int = 1 << 7;
@@ -95,7 +96,7 @@ impl Restartable {
         if cpu_id < 0 {
             return Err(NotRestartable::NotRegistered);
         }
-        membarrier(MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED_RSEQ)
+        membarrier::membarrier(MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED_RSEQ)
             .map_err(|errno| NotRestartable::NoMembarrier { errno })?;
         Ok(Restartable { rseq_offset_bytes: offset })
     }
@@ -103,16 +104,7 @@ impl Restartable {
     /// When this returns, every thread of the process that was inside a sequence at the call has left it or will be
     /// aborted, and sees what this thread wrote before.
     pub(super) fn restart_running_threads(self) {
-        while let Err(errno) = membarrier(MEMBARRIER_CMD_PRIVATE_EXPEDITED_RSEQ) {
-            // The kernel could not allocate a processor mask: it is a matter of time.
-            if errno != libc::ENOMEM {
-                // A registered process is never refused. Going on would break the promise that frames are not written
-                // behind their owner's back, and the caller may not unwind.
-                eprintln!("membarrier failed: {}", std::io::Error::from_raw_os_error(errno));
-                std::process::abort();
-            }
-            std::thread::yield_now();
-        }
+        membarrier::repeat(MEMBARRIER_CMD_PRIVATE_EXPEDITED_RSEQ);
     }
 
     /// # Safety
@@ -204,11 +196,4 @@ impl Restartable {
 fn symbol(name: &CStr) -> *mut libc::c_void {
     // SAFETY: dlsym only reads the name.
     unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) }
-}
-
-/// membarrier(2) without flags; the error is the error number.
-fn membarrier(command: libc::c_int) -> Result<(), i32> {
-    // SAFETY: membarrier takes plain numbers and touches no memory of ours.
-    let result = unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) };
-    if result < 0 { Err(std::io::Error::last_os_error().raw_os_error().unwrap_or(0)) } else { Ok(()) }
 }

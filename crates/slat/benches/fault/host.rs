@@ -14,6 +14,7 @@ use slat::{
 
 use super::arena::{FRAME_BYTES, Memory};
 use super::futex_park::FutexPark;
+use super::membarrier;
 
 /// Frame of the slot's first page.
 const FIRST_FRAME: u64 = 1 << 24;
@@ -63,6 +64,14 @@ unsafe impl Host for BenchHost {
     }
 
     fn flush(&self, _ranges: &[GfnRange]) {}
+
+    fn has_barrier_on_all_cpus(&self) -> bool {
+        membarrier::is_available()
+    }
+
+    fn barrier_on_all_cpus(&self) {
+        membarrier::on_all_cpus();
+    }
 
     fn timestamp_ns(&self) -> u64 {
         self.start.elapsed().as_nanos() as u64

@@ -19,7 +19,7 @@ use crate::slot::MemoryRegionFlags;
 use crate::slot::set::{Change, SlotEntry, Slots};
 use crate::sync::{AtomicU64, fence_after_rmw, full_fence};
 use crate::table::entry::{self, EntryRef};
-use crate::table::retire::Epochs;
+use crate::table::retire::{Epochs, Fences};
 
 const PREEMPTIONS: usize = 3;
 
@@ -146,7 +146,11 @@ const RANGE: GfnRange = GfnRange { start: Gfn(0), end: Gfn(1) };
 
 impl World {
     fn new() -> World {
-        let world = World { epochs: Epochs::new(), slots: Slots::new().expect("memory for a set"), leaf: Leaf::new() };
+        let world = World {
+            epochs: Epochs::new(Fences::Both),
+            slots: Slots::new().expect("memory for a set"),
+            leaf: Leaf::new(),
+        };
         let slot = SlotEntry::new(0, RANGE, MemoryRegionFlags::empty(), (), None).expect("memory for a slot");
         let record = world.epochs.borrow_record().expect("memory for a record");
         world.slots.publish(&world.epochs, &record, &Change::Insert(slot)).expect("memory for a set");

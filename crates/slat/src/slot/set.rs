@@ -371,13 +371,13 @@ impl<B> Slots<B> {
     }
 
     /// Frees the retired sets, slots and logs that nobody can use any more.
-    pub(crate) fn reclaim(&self, epochs: &Epochs) {
+    pub(crate) fn reclaim(&self, epochs: &Epochs, barrier_on_all_cpus: impl FnOnce()) {
         // Acquire: sees the nodes.
         let mut next = self.retired.swap(ptr::null_mut(), Ordering::Acquire);
         if next.is_null() {
             return;
         }
-        let oldest = epochs.oldest_open();
+        let oldest = epochs.oldest_open(barrier_on_all_cpus);
         while !next.is_null() {
             // SAFETY: nodes come from boxes, and the swap made the list this thread's.
             let node = unsafe { Box::from_raw(next) };

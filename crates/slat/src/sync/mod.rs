@@ -53,6 +53,17 @@ pub fn full_fence() {
     // shuttle runs one thread at a time: every operation is sequentially consistent there.
 }
 
+/// The near side of a fence that another thread makes on all CPUs
+/// ([`Host::barrier_on_all_cpus`](crate::Host::barrier_on_all_cpus)): holds back the compiler alone.
+#[inline]
+pub(crate) fn fence_against_remote_barrier() {
+    #[cfg(not(any(loom, shuttle)))]
+    core::sync::atomic::compiler_fence(Ordering::SeqCst);
+    // The model checkers know no such barrier.
+    #[cfg(any(loom, shuttle))]
+    full_fence();
+}
+
 /// [`full_fence`] for a place that stands directly behind an atomic read-modify-write of this thread.
 ///
 /// On x86 a locked instruction is a full fence itself (Intel SDM vol. 3A, 10.2.2; AMD APM vol. 2, 7.4.2), so only the

@@ -21,7 +21,7 @@ use crate::host::Host;
 use crate::stats::Counter;
 use crate::sync::{AtomicU64, Lock, LockGuard, Locking, Ordering, Side};
 use entry::Stamp;
-use retire::{Epochs, Record, Section};
+use retire::{Epochs, Fences, Record, Section};
 use stamp::StampCounter;
 
 /// The tables of one VM, with all that their protocol needs.
@@ -46,12 +46,13 @@ impl<H: Host, F: Format> Tree<H, F> {
     /// A tree with an empty root.
     pub(crate) fn new(host: H, locking: Locking) -> Result<Tree<H, F>, Error> {
         let root = frames::new_root::<H, F>(&host).ok_or(Error::OutOfMemory)?;
+        let fences = if host.has_barrier_on_all_cpus() { Fences::Remote } else { Fences::Both };
         Ok(Tree {
             host,
             root,
             lock: CachePadded::new(Lock::new(locking)),
             stamps: CachePadded::new(StampCounter::new()),
-            epochs: Epochs::new(),
+            epochs: Epochs::new(fences),
             nr_reclaimed: AtomicU64::new(0),
             format: PhantomData,
         })

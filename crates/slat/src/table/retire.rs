@@ -8,7 +8,8 @@
 //!
 //! The pair that makes it right is a store-load one. A section stores its announcement, then reads pointers. A reclaimer
 //! has stored the unlinking, then reads announcements. A full fence stands between the two steps on both sides, so if
-//! the reclaimer misses the announcement, the section sees the unlinking.
+//! the reclaimer misses the announcement, the section sees the unlinking. Sections are many and reclaims are few: where
+//! the host can make a barrier on all CPUs at once, the reclaimer makes it for both sides, and a section pays nothing.
 //!
 //! Retired tables need no memory of their own: their entries are frozen, and a frozen entry has room for a payload. The
 //! first carries the link to the next table of the list, the second the tag.
@@ -31,7 +32,9 @@ use crate::error::Error;
 use crate::format::{Entry, Format};
 use crate::host::Host;
 use crate::stats::Recorder;
-use crate::sync::{AtomicBool, AtomicPtr, AtomicU64, Ordering, fence_after_rmw, full_fence};
+use crate::sync::{
+    AtomicBool, AtomicPtr, AtomicU64, Ordering, fence_after_rmw, fence_against_remote_barrier, full_fence,
+};
 
 /// Announcement of a record whose owner is in no section.
 const IDLE: u64 = 0;
@@ -117,8 +120,19 @@ fn release_record(record: &Record) {
     record.in_use.store(false, Ordering::Release);
 }
 
+/// Which fence stands between an announcement and the reads of its section, and between an unlinking and the reads of
+/// the announcements.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fences {
+    /// A full fence on both sides.
+    Both,
+    /// None in the section, and [`Host::barrier_on_all_cpus`] on the other side.
+    Remote,
+}
+
 /// The list of records and the list of retired tables of one VM.
 pub(crate) struct Epochs {
+    fences: Fences,
     /// Starts above [`IDLE`]. Written when something is retired, read at the beginning of each section.
     era: CachePadded<AtomicU64>,
     records: AtomicPtr<Record>,
@@ -127,8 +141,9 @@ pub(crate) struct Epochs {
 }
 
 impl Epochs {
-    pub(crate) fn new() -> Epochs {
+    pub(crate) fn new(fences: Fences) -> Epochs {
         Epochs {
+            fences,
             era: CachePadded::new(AtomicU64::new(IDLE + 1)),
             records: AtomicPtr::new(ptr::null_mut()),
             retired_tables: CachePadded::new(AtomicU64::new(NO_TABLE.0)),
@@ -141,9 +156,20 @@ impl Epochs {
         debug_assert!(record.announced.load(Ordering::Relaxed) == IDLE, "sections do not nest");
         // Acquire: if this reads an era that a retirement began, it sees what was unlinked before.
         let era = self.era.load(Ordering::Acquire);
-        // The exchange and the fence: the announcement comes before every read of the section (pairs with `oldest_open`).
-        record.announced.swap(era, Ordering::SeqCst);
-        fence_after_rmw();
+        // The announcement comes before every read of the section (pairs with `oldest_open`).
+        match self.fences {
+            Fences::Both => {
+                record.announced.swap(era, Ordering::SeqCst);
+                fence_after_rmw();
+            }
+            // The barrier that `oldest_open` makes on this CPU falls somewhere between two instructions here: before the
+            // store, and then the reads come after it too and see what was unlinked; or after it, and then the store is
+            // seen. Only the compiler has to be held back.
+            Fences::Remote => {
+                record.announced.store(era, Ordering::Relaxed);
+                fence_against_remote_barrier();
+            }
+        }
         Section { record }
     }
 
@@ -211,10 +237,13 @@ impl Epochs {
     }
 
     /// The lowest era that an open section announces; `u64::MAX` if none is open. Things taken off their lists before
-    /// this call and tagged below the answer can be freed.
-    pub(crate) fn oldest_open(&self) -> u64 {
+    /// this call and tagged below the answer can be freed. The barrier is the host's.
+    pub(crate) fn oldest_open(&self, barrier_on_all_cpus: impl FnOnce()) -> u64 {
         // Pairs with `enter`: the unlinking of what is to be freed comes before the reads of the announcements.
         full_fence();
+        if self.fences == Fences::Remote {
+            barrier_on_all_cpus();
+        }
         let mut oldest = u64::MAX;
         for record in self.records() {
             // Acquire: what a section did that is seen to be over comes before the free.
@@ -257,7 +286,7 @@ impl Epochs {
         if next == NO_TABLE {
             return 0;
         }
-        let oldest = self.oldest_open();
+        let oldest = self.oldest_open(|| host.barrier_on_all_cpus());
         let mut freed = 0;
         let mut kept = TableChain::new();
         while next != NO_TABLE {
@@ -292,7 +321,7 @@ impl Epochs {
 
     /// Frees all retired tables, at the end of the VM.
     pub(crate) fn free_all_tables<H: Host, F: Format>(&mut self, host: &H) {
-        debug_assert!(self.oldest_open() == u64::MAX);
+        debug_assert!(self.oldest_open(|| host.barrier_on_all_cpus()) == u64::MAX);
         self.reclaim_tables::<H, F>(host);
     }
 }

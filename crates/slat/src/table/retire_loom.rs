@@ -11,7 +11,7 @@ use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::thread;
 
-use super::{Epochs, Record};
+use super::{Epochs, Fences, Record};
 use crate::sync::{AtomicU64, Ordering};
 
 /// Enough for a reader that is overtaken by a retirement and its reclaim, and comes back.
@@ -62,7 +62,7 @@ struct World {
 
 impl World {
     fn new() -> Arc<World> {
-        Arc::new(World { epochs: Epochs::new(), things: [Thing::new(), Thing::new()] })
+        Arc::new(World { epochs: Epochs::new(Fences::Both), things: [Thing::new(), Thing::new()] })
     }
 
     fn read(&self, record: &Record, thing: usize) {
@@ -81,7 +81,7 @@ impl World {
     fn retire(&self, thing: usize) -> u64 {
         self.things[thing].unlink();
         let tag = self.epochs.retire_era();
-        if tag < self.epochs.oldest_open() {
+        if tag < self.epochs.oldest_open(|| ()) {
             self.things[thing].free();
         }
         tag
@@ -133,7 +133,7 @@ fn another_thread_may_reclaim_what_one_has_retired() {
             let (world, list) = (Arc::clone(&world), Arc::clone(&list));
             move || {
                 let tag = list.swap(0, Ordering::Acquire);
-                if tag != 0 && tag < world.epochs.oldest_open() {
+                if tag != 0 && tag < world.epochs.oldest_open(|| ()) {
                     world.things[0].free();
                 }
             }
@@ -165,7 +165,7 @@ fn what_is_announced_as_being_resolved_in_is_not_freed() {
         world.things[0].unlink();
         let tag = world.epochs.retire_era();
         // The order of the questions matters.
-        if tag < world.epochs.oldest_open() && !world.epochs.is_resolving(NonNull::from(&world.things[0])) {
+        if tag < world.epochs.oldest_open(|| ()) && !world.epochs.is_resolving(NonNull::from(&world.things[0])) {
             world.things[0].free();
         }
         resolver.join().expect("no check fails");

@@ -8,6 +8,10 @@
 
 pub mod guest;
 
+#[cfg(target_os = "linux")]
+#[path = "../support/membarrier.rs"]
+mod membarrier;
+
 use std::alloc::{Layout, alloc, dealloc};
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
@@ -254,6 +258,18 @@ unsafe impl Host for TestHost {
 
     fn yield_now(&self) {
         std::thread::yield_now();
+    }
+
+    #[cfg(target_os = "linux")]
+    fn has_barrier_on_all_cpus(&self) -> bool {
+        // Every other host, so that both ways are tested.
+        static HOSTS: AtomicU64 = AtomicU64::new(0);
+        HOSTS.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) && membarrier::is_available()
+    }
+
+    #[cfg(target_os = "linux")]
+    fn barrier_on_all_cpus(&self) {
+        membarrier::on_all_cpus();
     }
 
     fn timestamp_ns(&self) -> u64 {
