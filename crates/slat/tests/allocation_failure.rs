@@ -15,11 +15,12 @@ use std::cell::Cell;
 use std::sync::Arc;
 
 use common::{
-    GIB, INSIDE_HOST, MIB, TestBacking, TestHost, Translation, assert_no_table_is_left, change, region, translate,
+    GIB, INSIDE_HOST, MIB, TestBacking, TestHost, Translation, assert_no_table_is_left, change, each, region,
+    translate, vm,
 };
 use slat::{
-    Access, Config, Ept, Error, Format, Gpa, Level, Locking, MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE,
-    PageSize, Vcpu, Vm,
+    Access, Config, Error, Format, Gpa, Level, Locking, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize,
+    Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -81,23 +82,6 @@ fn until_it_succeeds<R>(mut operation: impl FnMut() -> Result<R, Error>, mut unc
         unchanged();
     }
     unreachable!("an operation needs a finite number of allocations");
-}
-
-/// Runs a test for each format and locking.
-macro_rules! each {
-    ($name:ident, $test:ident) => {
-        #[test]
-        fn $name() {
-            for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
-                $test::<Npt>(locking);
-                $test::<Ept>(locking);
-            }
-        }
-    };
-}
-
-fn vm<F: Format>(locking: Locking) -> Arc<Vm<TestHost, F>> {
-    Arc::new(Vm::new(TestHost::default(), Config::with_locking(locking)).unwrap())
 }
 
 fn assert_tables_are_counted<F: Format>(vm: &Vm<TestHost, F>) {

@@ -12,33 +12,14 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use common::guest::Guest;
-use common::{GIB, MIB, TestHost, assert_no_table_is_left, change, region, translate};
-use slat::{
-    Access, Config, Ept, Error, Exit, Format, Gpa, Locking, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Vm,
-};
+use common::{GIB, MIB, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
+use slat::{Access, Error, Exit, Format, Gpa, Locking, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 
 /// How long each test runs for one locking and format, where it does not count rounds.
 const RUN: Duration = Duration::from_millis(300);
-
-/// Runs a test for each format and locking.
-macro_rules! each {
-    ($name:ident, $test:ident) => {
-        #[test]
-        fn $name() {
-            for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
-                $test::<Npt>(locking);
-                $test::<Ept>(locking);
-            }
-        }
-    };
-}
-
-fn vm<F: Format>(locking: Locking) -> Arc<Vm<TestHost, F>> {
-    Arc::new(Vm::new(TestHost::default(), Config::with_locking(locking)).unwrap())
-}
 
 /// A step of a cheap random sequence; `state` is not 0.
 fn random(state: &mut u64) -> u64 {

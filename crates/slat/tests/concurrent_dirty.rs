@@ -18,8 +18,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use common::guest::Guest;
-use common::{MIB, TestHost, assert_no_table_is_left, change, region, translate};
-use slat::{Access, Config, Ept, Error, Exit, Format, Gpa, Locking, MemoryRegionFlags, Npt, PAGE_SIZE, PageSize, Vm};
+use common::{MIB, TestHost, assert_no_table_is_left, change, each, region, translate};
+use slat::{Access, Config, Error, Exit, Format, Gpa, Locking, MemoryRegionFlags, PAGE_SIZE, PageSize, Vm};
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
@@ -33,19 +33,6 @@ const SIZE: u64 = NR_PAGES as u64 * PAGE_SIZE;
 const NR_WORDS: usize = NR_PAGES.div_ceil(64);
 /// Congruent to the slot's first page, so that a block can be mapped by 2 MiB.
 const FIRST_PFN: u64 = (1 << 30) + 512 - 100;
-
-/// Runs a test for each format and locking.
-macro_rules! each {
-    ($name:ident, $test:ident) => {
-        #[test]
-        fn $name() {
-            for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
-                $test::<Npt>(locking);
-                $test::<Ept>(locking);
-            }
-        }
-    };
-}
 
 /// A VM with a slot that logs, and what is in its memory.
 struct World<F: Format> {

@@ -7,15 +7,10 @@ mod common;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use common::{GIB, MIB, TestHost, change, region, translate};
+use common::{GIB, MIB, TestHost, change, region, translate, vm};
 use slat::{
-    Access, Config, Entry, Ept, Error, Exit, Format, Gpa, Level, Locking, MemoryRegionFlags, Npt, Outcome, PageSize,
-    Pfn, Vm,
+    Access, Entry, Ept, Error, Exit, Format, Gpa, Level, Locking, MemoryRegionFlags, Npt, Outcome, PageSize, Pfn, Vm,
 };
-
-fn vm<F: Format>(locking: Locking) -> Arc<Vm<TestHost, F>> {
-    Arc::new(Vm::new(TestHost::default(), Config::with_locking(locking)).unwrap())
-}
 
 /// Runs a test for each format and locking.
 macro_rules! each {

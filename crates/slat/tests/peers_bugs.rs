@@ -14,31 +14,14 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 
-use common::{GIB, MIB, TestBacking, TestHost, change, lowest_entry, region, translate};
+use common::{GIB, MIB, TestBacking, TestHost, change, each, lowest_entry, region, translate, vm};
 use slat::{
-    Access, Config, Entry, Ept, Error, Exit, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking,
-    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, Vm,
+    Access, Config, Entry, Error, Exit, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking, MemoryRegionFlags,
+    Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
-
-/// Runs a test for each format and locking.
-macro_rules! each {
-    ($name:ident, $test:ident) => {
-        #[test]
-        fn $name() {
-            for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
-                $test::<Npt>(locking);
-                $test::<Ept>(locking);
-            }
-        }
-    };
-}
-
-fn vm<F: Format>(locking: Locking) -> Arc<Vm<TestHost, F>> {
-    Arc::new(Vm::new(TestHost::default(), Config::with_locking(locking)).unwrap())
-}
 
 each!(a_duplicate_fault_keeps_the_frame, duplicate);
 fn duplicate<F: Format>(locking: Locking) {

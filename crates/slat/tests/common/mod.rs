@@ -21,9 +21,30 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Instant;
 
 use slat::{
-    Access, Entry, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, MemoryRegion, MemoryRegionFlags, PageSize, Park,
-    Pfn, Resolved, Vm,
+    Access, Config, Entry, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking, MemoryRegion,
+    MemoryRegionFlags, PageSize, Park, Pfn, Resolved, Vm,
 };
+
+/// A test for each format and locking: `$test::<Format>(locking)`.
+#[allow(unused_macros, reason = "each test binary uses a part")]
+macro_rules! each {
+    ($name:ident, $test:ident) => {
+        #[test]
+        fn $name() {
+            for locking in [slat::Locking::None, slat::Locking::Shared, slat::Locking::Exclusive] {
+                $test::<slat::Npt>(locking);
+                $test::<slat::Ept>(locking);
+            }
+        }
+    };
+}
+#[allow(unused_imports, reason = "each test binary uses a part")]
+pub(crate) use each;
+
+/// An empty VM.
+pub fn vm<F: Format>(locking: Locking) -> Arc<Vm<TestHost, F>> {
+    Arc::new(Vm::new(TestHost::default(), Config::with_locking(locking)).unwrap())
+}
 
 /// Host-physical address less pointer.
 pub const BIAS: u64 = 1 << 50;
