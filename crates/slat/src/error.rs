@@ -3,7 +3,7 @@
 
 use thiserror::Error;
 
-use crate::addr::Gpa;
+use crate::addr::{Gfn, Gpa};
 
 /// An operation that could not be done.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
@@ -23,7 +23,15 @@ pub enum Error {
         /// Its size in bytes.
         memory_size: u64,
     },
-    /// A region or an address ends beyond what the format can translate.
+    /// A range of frames has none.
+    #[error("range of guest frames from {start} to {end} is empty")]
+    EmptyRange {
+        /// Its first frame.
+        start: Gfn,
+        /// The frame behind its last.
+        end: Gfn,
+    },
+    /// A region, a range or an address ends beyond what the format can translate.
     #[error("address {gpa} is beyond the {gpa_bits} guest-physical bits of the format")]
     AddressTooHigh {
         /// The first byte of the region, or the address.

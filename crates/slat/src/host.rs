@@ -21,9 +21,22 @@ pub struct Resolved {
     /// mapped by one leaf. The engine maps less where the slot's ends, alignment or dirty logging ask for it.
     pub max_size: PageSize,
     /// Whether the guest may write the frame. Must be `true` if the access was a write. A read may be answered with
-    /// `false`: the first write then asks again, and must be answered with the same frame. (A host that copies on write
-    /// must give the page its own frame before it answers the first read.)
+    /// `false`: the first write then asks again. A host that copies on write answers that with another frame, and
+    /// invalidates the page before it does (see [`resolve`](Host::resolve)).
     pub writable: bool,
+}
+
+/// A leaf that was taken away, and what the guest did through it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ZappedLeaf {
+    /// The guest frames that it mapped.
+    pub range: GfnRange,
+    /// The first host frame.
+    pub pfn: Pfn,
+    /// Whether the guest used it since it was installed or last aged ([`Vm::age_range`](crate::Vm::age_range)).
+    pub accessed: bool,
+    /// Whether the guest wrote through it since it was installed.
+    pub dirty: bool,
 }
 
 /// The backing has no frame for the page and will not have one: the file is too short, the memory was poisoned or
@@ -42,7 +55,8 @@ pub struct Gone;
 /// - [`flush`](Host::flush) returns only when no CPU can use a translation older than the call.
 /// - [`barrier_on_all_cpus`](Host::barrier_on_all_cpus) is one, if
 ///   [`has_barrier_on_all_cpus`](Host::has_barrier_on_all_cpus) says so.
-/// - a frame answered by [`resolve`](Host::resolve) stays the page's frame as long as the backing lives.
+/// - what [`resolve`](Host::resolve) answered stays true until the host invalidates the page
+///   ([`Vm::invalidate_range`](crate::Vm::invalidate_range)), or the backing is dropped.
 /// - no method unwinds.
 pub unsafe trait Host: Park + Send + Sync {
     /// What a slot's memory comes from: the engine keeps it with the slot, passes it to [`resolve`](Host::resolve) and
@@ -67,6 +81,12 @@ pub unsafe trait Host: Park + Send + Sync {
     /// Finds the frame behind page number `page` (4 KiB pages from the slot's start) of `backing` for `access`.
     /// `gfn` is the guest frame that faulted. May block (to swap in, to fetch, to zero).
     ///
+    /// The answer must be what is true once all earlier invalidations of the page are over, and the host must not take it
+    /// back (give the frame to another use, give the page another frame, forbid writing it) but between the return of
+    /// [`Vm::invalidate_range`](crate::Vm::invalidate_range) for the page and the drop of what that returned. A fault that
+    /// got the old answer then does not install it, however late it comes. This method may itself call
+    /// `invalidate_range`, for instance to copy a page that is written for the first time.
+    ///
     /// # Errors
     /// [`Gone`]: the fault returns [`Error::BackingGone`](crate::Error::BackingGone).
     fn resolve(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone>;
@@ -74,6 +94,12 @@ pub unsafe trait Host: Park + Send + Sync {
     /// Makes sure that no CPU of this VM uses a translation of `ranges` that it got before this call. Returns only when
     /// that is so; it must not wait for a CPU that is not running. May block.
     fn flush(&self, ranges: &[GfnRange]);
+
+    /// A leaf was taken away: whoever manages the memory may want to know that the page was used or written. A leaf that
+    /// the guest has still cached can be written until the flush, but only if it is `dirty` already. Called for each leaf,
+    /// inside a section and the lock: note it, do not block, and do not call the VM.
+    #[inline]
+    fn leaf_zapped(&self, _leaf: ZappedLeaf) {}
 
     /// Whether [`barrier_on_all_cpus`](Host::barrier_on_all_cpus) does what it says. Asked once, when the VM is made.
     #[inline]

@@ -65,6 +65,10 @@ counters! {
     Installed1G installed_1g,
     /// Leaves to which a fault gave back the right to write, without asking the host.
     WritesRestored writes_restored,
+    /// Leaves that a fault gave back for reading, because the access was to be seen ([`AccessTracking::Faults`]).
+    ///
+    /// [`AccessTracking::Faults`]: crate::AccessTracking::Faults
+    AccessesRestored accesses_restored,
     /// Huge leaves split by faults.
     Splits splits,
     /// Exits to user space.

@@ -1,13 +1,14 @@
 //! One vCPU's way through a fault: look, resolve, act.
 //!
 //! 1. *Look*, inside a read section: walk to the lowest entry, read it, and only then read what the answer depends on
-//!    (the slot, its flags). The result is a plan.
+//!    (the published ranges, the slot, its flags). The result is a plan.
 //! 2. *Resolve*, outside: allocate the tables that the plan may need; ask the host for the frame, if it needs one.
 //! 3. *Act*, inside a section (and the VM's lock, if there is one): walk again, and carry the plan out by one
 //!    compare-and-exchange if the entry still allows it; else start over. If the leaf may now be written, mark the page
 //!    if its slot logs.
 //!
-//! Without a lock, a write fault that only lacks the right to write is fixed within the first section.
+//! Without a lock, a fault that needs nothing but a leaf's right to write, or a tracked leaf itself, given back is fixed
+//! within the first section.
 
 #![expect(unsafe_code, reason = "the vCPU's record is kept alive by its VM")]
 
@@ -20,8 +21,9 @@ use crate::format::{Entry, Format};
 use crate::host::{Host, Resolved};
 use crate::second_stage::flush::FlushToken;
 use crate::second_stage::install::{self, Changed, NewLeaf, Rights};
+use crate::second_stage::zap;
 use crate::slot::MemoryRegionFlags;
-use crate::slot::set::{BackingRef, SlotView};
+use crate::slot::set::BackingRef;
 use crate::stats::{Counter, SAMPLE_PERIOD};
 use crate::sync::{Locking, Side};
 use crate::table::entry::{self, Stamp, State};
@@ -68,12 +70,12 @@ enum Plan<'r, B> {
     /// Done within the look.
     Fixed,
     Exit,
-    /// The slot is being deleted or moved.
-    Withdrawn,
+    /// The slot is being deleted or moved, or the page is in a published range.
+    TakenAway,
     /// The look itself was overtaken.
     StartOver,
-    /// Give the right to write back to this leaf.
-    GiveWrite(Entry),
+    /// Give access back to this leaf.
+    GiveBack(Entry),
     /// Split this huge leaf, for logging is by 4 KiB.
     Split(Entry),
     /// Ask the host for the frame and install a leaf.
@@ -87,16 +89,20 @@ struct InstallPlan<'r, B> {
     flags: MemoryRegionFlags,
     /// Level of the entry that was found.
     level: Level,
+    /// The largest leaf that reaches into no published range.
+    max_level: Level,
     found: Found,
 }
 
-/// The entry that a leaf is to be installed in, as the look found it.
+/// The entry that has no leaf for the access, as the look found it.
 #[derive(Clone, Copy)]
 enum Found {
     /// Empty, with this stamp.
     Empty(Stamp),
-    /// This leaf, which the host did not allow to be written when it was installed.
-    ReadOnly(Entry),
+    /// This leaf, which may be given back.
+    Lacking(Entry),
+    /// This leaf, which the host did not allow to be written when it was installed; and the greatest stamp at that time.
+    ReadOnly(Entry, Stamp),
 }
 
 impl<H: Host, F: Format> Vcpu<H, F> {
@@ -213,14 +219,14 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                     self.count(Counter::Exits);
                     return Ok(Outcome::Exit(Exit::Mmio { gpa: self.gpa, access: self.access }));
                 }
-                Plan::Withdrawn => {
-                    // The guest comes back. Whoever withdraws the slot is no vCPU; it gets the CPU if it wants it.
+                Plan::TakenAway => {
+                    // The guest comes back. Whoever takes it away is no vCPU; it gets the CPU if it wants it.
                     self.count(Counter::Retries);
                     self.vm.tree.host.yield_now();
                     return Ok(Outcome::Resume);
                 }
                 Plan::StartOver => Err(Changed),
-                Plan::GiveWrite(value) => self.give_write(value).map(|()| true),
+                Plan::GiveBack(value) => self.give_back(value).map(|()| true),
                 Plan::Split(value) => {
                     self.top_up(1)?;
                     self.split(value).map(|()| false)
@@ -250,51 +256,45 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let Vm { tree, slots } = self.vm;
         let section = tree.epochs.enter(self.record);
         let mut cursor = Cursor::new(tree, &section, self.gfn);
-        // The entry first, the slot after: see `table/stamp.rs`.
+        // The entry first, the ranges and the slot after: see `table/stamp.rs`.
         let (value, state) = cursor.descend_to_lowest();
+        let writes = self.access == Access::Write;
         let found = match state {
-            State::Leaf if self.access != Access::Write || entry::is_writable::<F>(value) => return Plan::Spurious,
-            State::Leaf => Found::ReadOnly(value),
+            State::Leaf if !writes || entry::is_writable::<F>(value) => return Plan::Spurious,
+            State::Leaf | State::Tracked if !writes || entry::is_host_writable::<F>(value) => Found::Lacking(value),
+            // A leaf has no stamp; see `install_instead`.
+            State::Leaf | State::Tracked => Found::ReadOnly(value, tree.current_stamp()),
             State::Empty(stamp) => Found::Empty(stamp),
             State::Table | State::Frozen => unreachable!("descend_to_lowest passes them"),
         };
+        let Some(max_level) = tree.published.free_level(self.gfn, cursor.level()) else { return Plan::TakenAway };
         let Some(slot) = slots.find(&section, self.gfn) else { return Plan::Exit };
         if slot.is_withdrawn() {
-            return Plan::Withdrawn;
+            return Plan::TakenAway;
         }
-        if self.access == Access::Write && slot.flags().contains(MemoryRegionFlags::READONLY) {
+        if writes && slot.flags().contains(MemoryRegionFlags::READONLY) {
             return Plan::Exit;
         }
-        match found {
-            Found::ReadOnly(value) if entry::is_host_writable::<F>(value) => {
-                if cursor.level() > Level::L4K && slot.log().is_some() {
-                    Plan::Split(value)
-                } else if tree.locking() != Locking::None {
-                    Plan::GiveWrite(value)
-                } else {
-                    match self.give_write_at(&cursor, &section, value) {
-                        Ok(()) => Plan::Fixed,
-                        Err(Changed) => Plan::StartOver,
-                    }
-                }
+        let Found::Lacking(leaf) = found else {
+            return Plan::Install(InstallPlan {
+                backing: slot.keep_for_resolve(self.record),
+                slot: slot.range(),
+                flags: slot.flags(),
+                level: cursor.level(),
+                max_level,
+                found,
+            });
+        };
+        if writes && cursor.level() > Level::L4K && slot.log().is_some() {
+            Plan::Split(leaf)
+        } else if tree.locking() != Locking::None {
+            Plan::GiveBack(leaf)
+        } else {
+            match self.give_back_at(&cursor, &section, leaf) {
+                Ok(()) => Plan::Fixed,
+                Err(Changed) => Plan::StartOver,
             }
-            found => self.plan_install(&cursor, &slot, found),
         }
-    }
-
-    fn plan_install(
-        &self,
-        cursor: &Cursor<'_, H, F>,
-        slot: &SlotView<'_, H::Backing>,
-        found: Found,
-    ) -> Plan<'v, H::Backing> {
-        Plan::Install(InstallPlan {
-            backing: slot.keep_for_resolve(self.record),
-            slot: slot.range(),
-            flags: slot.flags(),
-            level: cursor.level(),
-            found,
-        })
     }
 
     /// Step 2: the frame, and what to map of it.
@@ -319,7 +319,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         self.new_leaf(plan, resolved)
     }
 
-    /// The largest leaf that slot, backing, alignment and logging allow.
+    /// The largest leaf that slot, backing, alignment, logging and published ranges allow.
     fn new_leaf(&self, plan: &InstallPlan<'_, H::Backing>, resolved: Resolved) -> Result<NewLeaf, Error> {
         let writes = self.access == Access::Write;
         let Resolved { pfn, max_size, writable } = resolved;
@@ -331,7 +331,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             let same_offset = (pfn.0 ^ self.gfn.0) & (level.nr_pages() - 1) == 0;
             same_offset && plan.slot.covers(self.gfn.block(level))
         };
-        let mut level = if logs { Level::L4K } else { max_size.level().min(plan.level) };
+        let mut level = if logs { Level::L4K } else { max_size.level().min(plan.max_level) };
         while level > Level::L4K && !fits(level) {
             level = level.down();
         }
@@ -360,7 +360,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     fn install(&mut self, plan: &InstallPlan<'_, H::Backing>, leaf: NewLeaf) -> Result<(), Changed> {
         match plan.found {
             Found::Empty(stamp) => self.install_on_empty(plan, stamp, leaf),
-            Found::ReadOnly(value) => self.install_instead(plan, value, leaf),
+            Found::ReadOnly(value, seen) => self.install_instead(plan, value, seen, leaf),
+            Found::Lacking(_) => unreachable!("no frame is asked for"),
         }
     }
 
@@ -384,11 +385,17 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
 
     /// Takes the leaf `value` away and installs `leaf` in its place, in one section: between the two, and before the host
     /// has answered, a reader would put the read-only leaf back, again and again.
+    ///
+    /// A leaf has no stamp that would tell whether the page was taken away since the look, and the very same leaf put back
+    /// by another fault after the host has forbidden what it answered here. The counter tells: if this fault takes the stamp
+    /// that follows `seen`, nobody has taken anything away in between. If somebody has, wherever, the entry is left empty,
+    /// with a stamp, and the fault asks again.
     #[cold]
     fn install_instead(
         &mut self,
         plan: &InstallPlan<'_, H::Backing>,
         value: Entry,
+        seen: Stamp,
         leaf: NewLeaf,
     ) -> Result<(), Changed> {
         let Vm { tree, slots } = self.vm;
@@ -402,11 +409,13 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let stamp = tree.next_stamp();
         let empty = install::take_away(&cursor, value, stamp)?;
         token.owe(cursor.block());
+        zap::report::<H, F>(&tree.host, value, cursor.level(), cursor.block().start);
         // The entry first, the slot after, once more: whoever withdrew the slot before this stamp was taken is seen here,
         // and whoever does so later stamps or zaps what is installed.
-        let still_there = slots
-            .find(section, self.gfn)
-            .is_some_and(|slot| slot.is_kept_by(&plan.backing) && slot.range() == plan.slot && !slot.is_withdrawn());
+        let still_there = stamp.follows(seen)
+            && slots.find(section, self.gfn).is_some_and(|slot| {
+                slot.is_kept_by(&plan.backing) && slot.range() == plan.slot && !slot.is_withdrawn()
+            });
         let result = if still_there { self.install_at(&cursor, section, empty, stamp, leaf) } else { Err(Changed) };
         drop(locked);
         token.pay(tree, self.record);
@@ -436,22 +445,26 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         Ok(())
     }
 
-    /// Step 3 for a leaf that only lacks the right to write, where there is a lock to take.
-    fn give_write(&self, value: Entry) -> Result<(), Changed> {
+    /// Step 3 for a leaf that only needs to be given back, where there is a lock to take.
+    fn give_back(&self, value: Entry) -> Result<(), Changed> {
         let tree = &self.vm.tree;
         let locked = tree.enter(self.record, Side::Read);
         let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
         if cursor.descend_to_lowest().0 != value {
             return Err(Changed);
         }
-        self.give_write_at(&cursor, &locked.section, value)
+        self.give_back_at(&cursor, &locked.section, value)
     }
 
     #[inline]
-    fn give_write_at(&self, cursor: &Cursor<'_, H, F>, section: &Section<'_>, value: Entry) -> Result<(), Changed> {
-        install::give_write(cursor, value)?;
-        self.count(Counter::WritesRestored);
-        log::mark_if_logging(&self.vm.slots, section, self.gfn, cursor.block());
+    fn give_back_at(&self, cursor: &Cursor<'_, H, F>, section: &Section<'_>, value: Entry) -> Result<(), Changed> {
+        install::give_back(cursor, value, self.access)?;
+        if self.access == Access::Write {
+            self.count(Counter::WritesRestored);
+            log::mark_if_logging(&self.vm.slots, section, self.gfn, cursor.block());
+        } else {
+            self.count(Counter::AccessesRestored);
+        }
         Ok(())
     }
 

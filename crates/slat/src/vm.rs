@@ -1,4 +1,4 @@
-//! The face of a VM's memory: slots, their dirty logs, statistics. Names and rules are KVM's.
+//! The face of a VM's memory: slots, their dirty logs, invalidation, aging, statistics. Names and rules are KVM's.
 
 use alloc::sync::Arc;
 
@@ -8,8 +8,9 @@ use crate::dirty::log;
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
-use crate::second_stage::flush::FlushToken;
-use crate::second_stage::{protect, zap};
+use crate::second_stage::age::{self, AccessTracking, Aging};
+use crate::second_stage::invalidate::{self, Invalidation};
+use crate::second_stage::protect;
 use crate::slot::set::{Change, Claim, SlotEntry, Slots};
 use crate::slot::{MemoryRegion, MemoryRegionFlags};
 use crate::stats::Stats;
@@ -24,12 +25,19 @@ use crate::vcpu::Vcpu;
 pub struct Config {
     /// The lock around sections that change the tables.
     pub locking: Locking,
+    /// How [`Vm::age_range`] finds out what the guest has used.
+    pub access_tracking: AccessTracking,
 }
 
 impl Config {
     /// The default configuration with another locking.
     pub fn with_locking(locking: Locking) -> Config {
-        Config { locking }
+        Config { locking, ..Config::default() }
+    }
+
+    /// This configuration with another way to find out accesses.
+    pub fn with_access_tracking(self, access_tracking: AccessTracking) -> Config {
+        Config { access_tracking, ..self }
     }
 }
 
@@ -51,7 +59,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// [`Error::OutOfMemory`].
     pub fn new(host: H, config: Config) -> Result<Vm<H, F>, Error> {
         let slots = Slots::new()?;
-        Ok(Vm { tree: Tree::new(host, config.locking)?, slots })
+        Ok(Vm { tree: Tree::new(host, config)?, slots })
     }
 
     /// The VM's surroundings.
@@ -196,12 +204,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     fn withdraw_and_zap(&self, record: &Record, claim: &Claim<H::Backing>) {
         // The order is the protocol: withdraw, stamp, zap, flush (`table/stamp.rs`).
         claim.withdraw();
-        let stamp = self.tree.next_stamp();
-        let mut token = FlushToken::new();
-        zap::zap_range(&self.tree, record, claim.entry.range, stamp, &mut token);
-        // Even if nothing was there: a fault may have taken a leaf away for its own reasons and not have flushed yet.
-        token.owe(claim.entry.range);
-        token.pay(&self.tree, record);
+        invalidate::zap_and_flush(&self.tree, record, claim.entry.range);
     }
 
     /// Write-protects a slot whose new flags are published.
@@ -225,7 +228,54 @@ impl<H: Host, F: Format> Vm<H, F> {
         log::harvest(&self.tree, &self.slots, &record, slot, bitmap)
     }
 
-    /// Frees what deletions, moves and changes of slots took away, as far as no vCPU can be using it. They do so
+    /// Takes the guest frames of `range` away from the guest until the answer is dropped: the host is going to give the
+    /// pages other frames, to free them, or to forbid writing them. It need not know which of them are mapped, nor in
+    /// which slots, if any. What KVM's MMU notifier does from `invalidate_range_start` to `invalidate_range_end`.
+    ///
+    /// When this returns, no CPU uses a frame of the range any more, and [`Host::leaf_zapped`] was told what the guest did
+    /// through each leaf. Faults inside the range make the guest try again, those outside do not notice. Any number of
+    /// invalidations may run at once, also of the same pages.
+    ///
+    /// It blocks on nothing but [`Host::allocate_table`] (where the range covers a part of a large entry) and
+    /// [`Host::flush`], and on the VM's lock if there is one.
+    ///
+    /// # Errors
+    /// [`Error::EmptyRange`], [`Error::AddressTooHigh`]; [`Error::OutOfMemory`]: there is no room to publish the range.
+    /// Nothing has changed then.
+    pub fn invalidate_range(&self, range: GfnRange) -> Result<Invalidation<'_>, Error> {
+        self.check_range(range)?;
+        let record = self.tree.epochs.borrow_record()?;
+        let result = invalidate::invalidate_range(&self.tree, &record, range);
+        drop(record);
+        self.reclaim();
+        result
+    }
+
+    /// Returns how many pages of `range` the guest has used since they were mapped or last aged, and begins anew: from now
+    /// on they count as not used. A huge leaf counts with all of its pages in the range, and is aged as a whole. Nothing is
+    /// flushed: accesses through translations that a CPU has cached may stay unseen until it replaces them.
+    ///
+    /// # Errors
+    /// [`Error::EmptyRange`], [`Error::AddressTooHigh`], [`Error::OutOfMemory`].
+    pub fn age_range(&self, range: GfnRange) -> Result<u64, Error> {
+        self.age_or_test(range, Aging::Age)
+    }
+
+    /// As [`age_range`](Vm::age_range), but changes nothing.
+    ///
+    /// # Errors
+    /// As for [`age_range`](Vm::age_range).
+    pub fn test_age_range(&self, range: GfnRange) -> Result<u64, Error> {
+        self.age_or_test(range, Aging::Test)
+    }
+
+    fn age_or_test(&self, range: GfnRange, aging: Aging) -> Result<u64, Error> {
+        self.check_range(range)?;
+        let record = self.tree.epochs.borrow_record()?;
+        Ok(age::age_range(&self.tree, &record, range, aging))
+    }
+
+    /// Frees what deletions, moves and changes of slots and invalidations took away, as far as no vCPU can be using it. They do so
     /// themselves for what came before; call this when vCPUs have been idle for a while.
     pub fn reclaim(&self) {
         self.tree.reclaim();
@@ -242,6 +292,17 @@ impl<H: Host, F: Format> Vm<H, F> {
         stats.tables_allocated += 1;
         stats.tables_freed += self.tree.nr_reclaimed();
         stats
+    }
+
+    /// Whether `range` has frames, and none that the format cannot translate.
+    fn check_range(&self, range: GfnRange) -> Result<(), Error> {
+        if range.is_empty() {
+            return Err(Error::EmptyRange { start: range.start, end: range.end });
+        }
+        if !self.tree.whole().covers(range) {
+            return Err(Error::AddressTooHigh { gpa: range.start.gpa(), gpa_bits: F::GPA_BITS });
+        }
+        Ok(())
     }
 
     /// Whether `gpa` is an address that the format can translate.

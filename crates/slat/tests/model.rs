@@ -169,7 +169,32 @@ impl Model {
         others.min_by_key(|(_, slot)| slot.range.start).map(|(other, _)| *other)
     }
 
+    /// Replaces the huge leaf that begins at frame `first` by its parts.
+    fn split(&mut self, first: u64) {
+        let Some(leaf) = self.leaves.remove(&first) else { return };
+        let level = leaf.level.down();
+        for part in 0..512 {
+            let offset = part * level.nr_pages();
+            self.leaves.insert(first + offset, Leaf { pfn: leaf.pfn + offset, level, ..leaf });
+        }
+    }
+
+    /// Makes tables of the entries that `range` covers in part: what lies beside it stays.
+    fn refine(&mut self, range: GfnRange) {
+        for edge in [range.start, Gfn(range.end.0 - 1)] {
+            let mut level = Level(self.root_level);
+            while !range.covers(edge.block(level)) {
+                let first = edge.align_down(level).0;
+                if self.tables.insert((level, first)) {
+                    self.split(first);
+                }
+                level = level.down();
+            }
+        }
+    }
+
     fn take_away(&mut self, range: GfnRange) {
+        self.refine(range);
         self.leaves.retain(|&first, _| !range.contains(Gfn(first)));
         self.tables.retain(|&(level, first)| !range.covers(Gfn(first).block(level)));
     }
@@ -216,13 +241,8 @@ impl Model {
             if !leaf.host_writable {
                 self.leaves.remove(&first);
             } else if logs && leaf.level > Level::L4K {
-                let level = leaf.level.down();
-                self.leaves.remove(&first);
                 self.tables.insert((leaf.level, first));
-                for part in 0..512 {
-                    let offset = part * level.nr_pages();
-                    self.leaves.insert(first + offset, Leaf { pfn: leaf.pfn + offset, level, ..leaf });
-                }
+                self.split(first);
             } else {
                 if logs {
                     slot.dirty.insert(gfn.0 - slot.range.start.0);

@@ -59,7 +59,7 @@ impl Leaf {
 
     fn protect(&self) {
         if self.is_writable() {
-            self.entry().clear_writable::<Npt>();
+            self.entry().clear::<Npt>(Npt::WRITABLE);
         }
     }
 }

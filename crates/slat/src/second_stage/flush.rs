@@ -57,6 +57,6 @@ impl FlushToken {
 
 impl Drop for FlushToken {
     fn drop(&mut self) {
-        debug_assert!(self.len == 0 && self.tables.is_empty(), "a flush is still owed");
+        debug_assert!(self.len == 0 && self.tables.len() == 0, "a flush is still owed");
     }
 }

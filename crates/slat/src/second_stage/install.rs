@@ -1,7 +1,8 @@
-//! What a fault does to the tree: install a leaf, give the right to write back, split a huge leaf, take a leaf away.
+//! The single steps that faults and zaps do to the tree: install a leaf, give access back, split a huge leaf, refine an
+//! empty entry, take away what is there.
 //!
 //! All run inside a section, on what a cursor found there, and neither allocate nor wait: the tables that they link come
-//! from the vCPU's cache. Each is one compare-and-exchange; `Err(Changed)` means that somebody was faster and that the
+//! from the caller's cache. Each is one compare-and-exchange; `Err(Changed)` means that somebody was faster and that the
 //! fault starts over.
 
 use crate::addr::{Access, Level, Pfn};
@@ -80,15 +81,43 @@ pub(crate) fn install<H: Host, F: Format>(
     Ok(())
 }
 
-/// Gives the right to write back to the leaf `value` at the cursor, which the host allows to be written.
+/// Gives the guest access back to the leaf `value` at the cursor, which is tracked or lacks the right to write: the host
+/// allows `access`, and tells nothing new.
 #[inline]
-pub(crate) fn give_write<H: Host, F: Format>(cursor: &Cursor<'_, H, F>, value: Entry) -> Result<(), Changed> {
-    debug_assert!(entry::is_host_writable::<F>(value));
-    let new = used_leaf::<F>(Entry(value.0 | F::WRITABLE), Access::Write);
-    cursor.entry().compare_exchange::<F>(value, new).map_err(|_| Changed)
+pub(crate) fn give_back<H: Host, F: Format>(
+    cursor: &Cursor<'_, H, F>,
+    value: Entry,
+    access: Access,
+) -> Result<(), Changed> {
+    let leaf = entry::untracked::<F>(value, cursor.level());
+    let new = match access {
+        Access::Write => {
+            debug_assert!(entry::is_host_writable::<F>(value));
+            Entry(leaf.0 | F::WRITABLE)
+        }
+        Access::Read | Access::Execute => leaf,
+    };
+    cursor.entry().compare_exchange::<F>(value, used_leaf::<F>(new, access)).map_err(|_| Changed)
 }
 
-/// Replaces the huge leaf `value` at the cursor by a table of leaves one level lower that allow the same. No flush is
+/// Replaces the empty entry `value` at the cursor, which has `stamp`, by a table whose entries are all empty with that
+/// stamp. It says the same, piece by piece.
+///
+/// The cache must hold a table.
+pub(crate) fn refine<H: Host, F: Format>(
+    cursor: &Cursor<'_, H, F>,
+    host: &H,
+    cache: &mut TableCache,
+    value: Entry,
+    stamp: Stamp,
+) -> Result<(), Changed> {
+    let table = cache.prepare::<H, F>(host, 0, |_| entry::empty(stamp));
+    cursor.entry().compare_exchange::<F>(value, table).map_err(|_| Changed)?;
+    cache.linked(1);
+    Ok(())
+}
+
+/// Replaces the huge leaf `value` at the cursor, tracked or not, by a table of leaves one level lower that allow the same. No flush is
 /// owed: whatever a CPU has cached of the huge leaf is still true.
 ///
 /// The cache must hold a table.
@@ -106,7 +135,8 @@ pub(crate) fn split<H: Host, F: Format>(
     Ok(())
 }
 
-/// Takes the leaf `value` at the cursor away, and leaves `stamp`. A flush of its block is owed. Returns the empty entry.
+/// Takes away what is at the cursor, `value`, and leaves `stamp`, or renews the stamp of an empty entry. If hardware could
+/// use it, a flush of its block is owed. Returns the empty entry.
 pub(crate) fn take_away<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
     value: Entry,

@@ -24,7 +24,7 @@ fn protect_leaf<H: Host, F: Format>(cursor: &Cursor<'_, H, F>, mut value: Entry)
     let entry = cursor.entry();
     while entry::is_writable::<F>(value) {
         if entry.level() == Level::L4K {
-            return Ok(entry::is_writable::<F>(entry.clear_writable::<F>()));
+            return Ok(entry::is_writable::<F>(entry.clear::<F>(F::WRITABLE)));
         }
         match entry.compare_exchange::<F>(value, Entry(value.0 & !F::WRITABLE)) {
             Ok(()) => return Ok(true),
@@ -45,6 +45,8 @@ fn protect_frame<H: Host, F: Format>(cursor: &mut Cursor<'_, H, F>) -> bool {
                     return protected;
                 }
             }
+            // A tracked leaf has lost W already. If it is still cached as writable, its bit was set when it got W and not
+            // taken since, so whoever takes it now flushes.
             _ => return false,
         }
     }

@@ -1,24 +1,38 @@
 //! Taking mappings away: every leaf of a range goes, every empty entry gets the stamp, tables wholly inside are unlinked.
 //!
-//! The caller has withdrawn the range (nobody who looks from now on may map there) and taken `stamp` after that; see
-//! `table/stamp.rs`. It works in passes from the lowest level up: the first visits every entry and unlinks the lowest
-//! tables, each further pass finds the tables of the next level empty and unlinks them. So no single step is longer than
-//! one table, and the walk can yield between any two.
+//! The caller has withdrawn or published the range (nobody who looks from now on may map there) and taken `stamp` after
+//! that; see `table/stamp.rs`. It works in passes from the lowest level up: the first visits every entry and unlinks the
+//! lowest tables, each further pass finds the tables of the next level empty and unlinks them. So no single step is longer
+//! than one table, and the walk can yield between any two.
+//!
+//! What lies beside the range stays as it is. An entry that the range covers in part is refined first: a huge leaf is
+//! split, an empty entry gets a table whose entries inherit its stamp, so that faults beside the range go on undisturbed.
+//! Only where there is no memory for the table, the entry goes as a whole: its neighbours fault again, or once more.
+//!
+//! Unlinked tables wait for open sections. So that they never pile up, not even behind a section that was suspended, no
+//! more are unlinked while [`MAX_PUT_OFF_TABLES`] wait: tables then stay linked, and their entries are emptied in place.
 
 use super::flush::FlushToken;
+use super::install::{self, Changed};
 use crate::addr::{Gfn, GfnRange, Hpa, Level};
 use crate::format::{Entry, Format};
-use crate::host::Host;
+use crate::host::{Host, ZappedLeaf};
 use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::Tree;
 use crate::table::entry::{self, EntryRef, Stamp, State};
-use crate::table::frames;
+use crate::table::frames::{self, TableCache};
 use crate::table::retire::{Record, Section};
 use crate::table::walk::Cursor;
 
 /// Entries visited before a walk asks whether it should yield (a table that is unlinked counts as many).
 const ENTRIES_PER_TURN: u64 = 4096;
+
+/// Tables unlinked before the flush for them is paid and they are retired.
+const TABLES_PER_FLUSH: u64 = 512;
+
+/// Unlinked tables that may wait for their grace period; about as many again may be in the hands of zaps.
+const MAX_PUT_OFF_TABLES: u64 = 1024;
 
 /// Zaps `range`. `token` owes the flush, and owns the tables.
 pub(crate) fn zap_range<H: Host, F: Format>(
@@ -28,104 +42,168 @@ pub(crate) fn zap_range<H: Host, F: Format>(
     stamp: Stamp,
     token: &mut FlushToken,
 ) {
+    let mut zap = Zap { tree, range, stamp, token, tables: TableCache::new(), is_out_of_memory: false };
     let mut pass = Level::L2M.min(F::ROOT_LEVEL);
     while pass <= F::ROOT_LEVEL {
         let mut next = range.start;
         while next < range.end {
             let locked = tree.enter(record, Side::Write);
-            let rest = GfnRange { start: next, end: range.end };
-            next = zap_turn(tree, &locked.section, rest, pass, stamp, token);
+            let end = zap.turn(&locked.section, next, pass);
             drop(locked);
-            if next < range.end {
-                tree.host.yield_now();
-            }
+            next = match end {
+                TurnEnd::At(gfn) => gfn,
+                TurnEnd::Yield(gfn) => {
+                    // Whoever runs now finds nothing owed, and the tables are retired that much sooner.
+                    zap.token.pay(tree, record);
+                    tree.reclaim();
+                    tree.host.yield_now();
+                    gfn
+                }
+                TurnEnd::NeedsTable(gfn) => {
+                    zap.take_table(record);
+                    gfn
+                }
+            };
         }
         pass = pass.up();
     }
+    record.stats.add(Counter::TablesFreed, zap.tables.drain::<H, F>(&tree.host));
 }
 
-/// One section's worth of a pass, in which tables hanging on entries of level `pass` are unlinked. Returns the first
-/// frame that it did not reach.
-fn zap_turn<H: Host, F: Format>(
-    tree: &Tree<H, F>,
-    section: &Section<'_>,
+/// Why a turn ended, and the first frame that it did not reach.
+enum TurnEnd {
+    /// The range's end, or a good place to go on from.
+    At(Gfn),
+    /// Somebody else should run.
+    Yield(Gfn),
+    /// An entry that is covered in part needs a table.
+    NeedsTable(Gfn),
+}
+
+/// A zap under way.
+struct Zap<'z, H: Host, F: Format> {
+    tree: &'z Tree<H, F>,
     range: GfnRange,
-    pass: Level,
     stamp: Stamp,
-    token: &mut FlushToken,
-) -> Gfn {
-    let mut cursor = Cursor::new(tree, section, range.start);
-    let mut visited = 0;
-    let mut zapped = 0;
-    while cursor.gfn() < range.end {
-        let entry = cursor.entry();
-        let value = entry.load();
-        let done = match entry::state::<F>(value, cursor.level()) {
-            State::Frozen => {
-                cursor.restart();
-                continue;
+    token: &'z mut FlushToken,
+    tables: TableCache,
+    is_out_of_memory: bool,
+}
+
+impl<H: Host, F: Format> Zap<'_, H, F> {
+    /// Takes a table from the host.
+    fn take_table(&mut self, record: &Record) {
+        let result = self.tables.top_up::<H, F>(&self.tree.host, 1);
+        let (Ok(allocated) | Err(allocated)) = result;
+        record.stats.add(Counter::TablesAllocated, allocated);
+        self.is_out_of_memory = result.is_err();
+    }
+
+    /// One section's worth of a pass, in which tables hanging on entries of level `pass` are unlinked.
+    fn turn(&mut self, section: &Section<'_>, start: Gfn, pass: Level) -> TurnEnd {
+        let (range, stamp) = (self.range, self.stamp);
+        let mut cursor = Cursor::new(self.tree, section, start);
+        let mut visited = 0;
+        let mut zapped = 0;
+        let end = loop {
+            if cursor.gfn() >= range.end {
+                break TurnEnd::At(cursor.gfn());
             }
-            State::Empty(found) => found >= stamp || replace::<F>(entry, value, stamp),
-            State::Leaf => {
-                let done = replace::<F>(entry, value, stamp);
-                if done {
-                    token.owe(cursor.block());
-                    zapped += 1;
+            let (entry, level, block) = (cursor.entry(), cursor.level(), cursor.block());
+            let value = entry.load();
+            let is_whole = range.covers(block) || self.is_out_of_memory;
+            let done = match entry::state::<F>(value, level) {
+                State::Frozen => {
+                    cursor.restart();
+                    continue;
                 }
-                done
-            }
-            State::Table if cursor.level() == pass && range.covers(cursor.block()) => {
-                let done = replace::<F>(entry, value, stamp);
-                if done {
-                    // Not earlier: a table that is still linked must not have frozen entries, or walks would spin.
-                    let level = cursor.level();
-                    freeze_subtree(tree, section, F::address(value, level), level.down(), token);
-                    token.owe(cursor.block());
-                    zapped += 1;
-                    visited += frames::nr_entries::<F>(level.down()) as u64;
+                State::Empty(found) if found >= stamp => Ok(()),
+                State::Empty(_) if is_whole => install::take_away(&cursor, value, stamp).map(drop),
+                State::Leaf | State::Tracked if is_whole => {
+                    let done = install::take_away(&cursor, value, stamp).map(drop);
+                    if done.is_ok() {
+                        self.token.owe(block);
+                        report::<H, F>(&self.tree.host, value, level, block.start);
+                        zapped += 1;
+                    }
+                    done
                 }
-                done
-            }
-            // Below the pass's level is nothing left to do: earlier passes were there.
-            State::Table if cursor.level() <= pass && pass > Level::L2M && range.covers(cursor.block()) => true,
-            State::Table => {
-                cursor.descend(value);
-                continue;
+                state @ (State::Empty(_) | State::Leaf | State::Tracked) => {
+                    if self.tables.len() == 0 {
+                        break TurnEnd::NeedsTable(cursor.gfn());
+                    }
+                    // Whether it worked or the entry has changed meanwhile: look again.
+                    let host = &self.tree.host;
+                    let _: Result<(), Changed> = match state {
+                        State::Empty(found) => install::refine(&cursor, host, &mut self.tables, value, found),
+                        _ => install::split(&cursor, host, &mut self.tables, value),
+                    };
+                    continue;
+                }
+                State::Table if level == pass && range.covers(block) && self.may_unlink() => {
+                    let done = install::take_away(&cursor, value, stamp).map(drop);
+                    if done.is_ok() {
+                        // Not earlier: a table that is still linked must not have frozen entries, or walks would spin.
+                        self.freeze_subtree(section, F::address(value, level), level.down(), block.start);
+                        self.token.owe(block);
+                        zapped += 1;
+                        visited += frames::nr_entries::<F>(level.down()) as u64;
+                    }
+                    done
+                }
+                // At and below the pass's level, earlier passes have left nothing.
+                State::Table if level <= pass && pass > Level::L2M && range.covers(block) => Ok(()),
+                State::Table => {
+                    cursor.descend(value);
+                    continue;
+                }
+            };
+            if done.is_ok() {
+                cursor.advance();
+                visited += 1;
+                if self.token.tables.len() >= TABLES_PER_FLUSH {
+                    break TurnEnd::Yield(cursor.gfn());
+                }
+                if visited >= ENTRIES_PER_TURN {
+                    visited = 0;
+                    if self.tree.should_yield() {
+                        break TurnEnd::Yield(cursor.gfn());
+                    }
+                }
             }
         };
-        if done {
-            cursor.advance();
-            visited += 1;
-            if visited >= ENTRIES_PER_TURN {
-                visited = 0;
-                if tree.should_yield() {
-                    break;
-                }
+        section.record().stats.add(Counter::Zapped, zapped);
+        end
+    }
+
+    fn may_unlink(&self) -> bool {
+        self.tree.epochs.nr_put_off_tables() < MAX_PUT_OFF_TABLES
+    }
+
+    /// Freezes a subtree that this thread unlinked inside `section`, and gives its tables to the token. The table's first
+    /// entry was for `first`.
+    fn freeze_subtree(&mut self, section: &Section<'_>, table: Hpa, level: Level, first: Gfn) {
+        let mut gfn = first;
+        for cell in frames::linked_entries::<H, F>(&self.tree.host, section, table, level) {
+            let old = EntryRef::new(cell, level).freeze();
+            match entry::state::<F>(old, level) {
+                State::Table => self.freeze_subtree(section, F::address(old, level), level.down(), gfn),
+                State::Leaf | State::Tracked => report::<H, F>(&self.tree.host, old, level, gfn),
+                State::Empty(_) | State::Frozen => {}
             }
+            gfn = Gfn(gfn.0 + level.nr_pages());
         }
+        self.token.tables.push(&self.tree.host, table);
     }
-    section.record().stats.add(Counter::Zapped, zapped);
-    cursor.gfn()
 }
 
-/// Makes `entry` empty with `stamp`, if it still holds `value`.
-fn replace<F: Format>(entry: EntryRef<'_>, value: Entry, stamp: Stamp) -> bool {
-    entry.compare_exchange::<F>(value, entry::empty(stamp)).is_ok()
-}
-
-/// Freezes a subtree that this thread unlinked inside `section`, and gives its tables to the token.
-fn freeze_subtree<H: Host, F: Format>(
-    tree: &Tree<H, F>,
-    section: &Section<'_>,
-    table: Hpa,
-    level: Level,
-    token: &mut FlushToken,
-) {
-    for cell in frames::linked_entries::<H, F>(&tree.host, section, table, level) {
-        let old = EntryRef::new(cell, level).freeze();
-        if entry::state::<F>(old, level) == State::Table {
-            freeze_subtree(tree, section, F::address(old, level), level.down(), token);
-        }
-    }
-    token.tables.push(&tree.host, table);
+/// Tells the host what the guest did through `leaf` of `level`, which mapped the block at `first` and was taken away.
+#[inline]
+pub(crate) fn report<H: Host, F: Format>(host: &H, leaf: Entry, level: Level, first: Gfn) {
+    host.leaf_zapped(ZappedLeaf {
+        range: first.block(level),
+        pfn: entry::frame::<F>(leaf, level),
+        accessed: entry::is_accessed::<F>(leaf),
+        dirty: entry::is_dirty::<F>(leaf),
+    });
 }

@@ -4,16 +4,19 @@
 //! |---|---|---|
 //! | *empty(stamp)* | no | nothing is mapped; the stamp says when a fault may have looked to still install here |
 //! | *leaf* | yes | maps memory |
+//! | *tracked* | no | a leaf whose next access is to be seen: it maps memory, but hardware faults on it |
 //! | *table* | yes | points to the table below |
 //! | *frozen* | no | the table that this entry is in was unlinked; final |
 //!
 //! | from -> to | who | how |
 //! |---|---|---|
-//! | empty -> leaf, table | fault | compare-and-exchange on the very value read, if the stamp allows it; the entries of a new table inherit the stamp of the entry that it hangs on |
+//! | empty -> leaf, table | fault, prefault; a zap of a part (table) | compare-and-exchange on the very value read, if the stamp allows it; the entries of a new table inherit the stamp of the entry that it hangs on |
 //! | empty -> empty, greater stamp | zap | compare-and-exchange |
-//! | leaf -> leaf, same frame | fault (gives W back), protect | compare-and-exchange; a single AND at the lowest level, to clear only; never an OR |
-//! | leaf -> table | split | compare-and-exchange; permissions, A and D are copied exactly, so no flush is owed |
-//! | leaf, table -> empty | zap | compare-and-exchange from the value read; a table: then its entries are frozen, level by level |
+//! | leaf -> leaf, same frame | fault (gives W back), protect, age | compare-and-exchange; a single AND at the lowest level, to clear only; never an OR |
+//! | leaf -> tracked, same frame | age, where there is no A bit | compare-and-exchange; W is dropped, D is kept |
+//! | tracked -> leaf, same frame | fault | compare-and-exchange |
+//! | leaf, tracked -> table | split | compare-and-exchange; permissions, A and D are copied exactly, so no flush is owed |
+//! | leaf, tracked, table -> empty | zap | compare-and-exchange from the value read; a table: then its entries are frozen, level by level |
 //! | any -> frozen | who unlinked the table | exchange |
 //! | leaf A -> leaf B, another frame | nobody | the range is taken away first |
 //!
@@ -24,15 +27,22 @@
 //! host's word, and with that it is taken away and installed anew (an exchange of the one leaf for the other could not
 //! tell that the slot was replaced meanwhile by one over the same frames that may not be written).
 //!
-//! Non-present entries have the lowest three bits clear, which no format reads as present, and bit 3 says frozen. The
-//! rest from bit 12 on is a stamp (empty) or a link of the list of retired tables (frozen, see `retire`).
+//! Non-present entries have the lowest three bits clear, which no format reads as present. Bit 3 says frozen, bit 4
+//! tracked. The rest from bit 12 on is a stamp (empty), a link of the list of retired tables (frozen, see `retire`), or the
+//! frame (tracked, with bits 5 and 6 for what the leaf was). CPUs may still have a tracked leaf cached, as it was before:
+//! that only hides accesses until the translation is replaced, and whoever takes the leaf away flushes.
 
 use crate::addr::{Hpa, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::sync::{AtomicU64, Ordering};
 
 const FROZEN_BIT: u64 = 1 << 3;
+const TRACKED_BIT: u64 = 1 << 4;
+const TRACKED_HOST_WRITABLE: u64 = 1 << 5;
+const TRACKED_DIRTY: u64 = 1 << 6;
 const PAYLOAD_SHIFT: u32 = 12;
+/// Bits 12 to 51: no format has wider host-physical addresses.
+const TRACKED_ADDRESS: u64 = (1 << 52) - (1 << PAYLOAD_SHIFT);
 
 /// A moment in the life of the VM's tables: the value of the stamp counter when a range was taken away.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -41,6 +51,11 @@ pub(crate) struct Stamp(pub(crate) u64);
 impl Stamp {
     /// The stamp of tables that nothing was ever taken from.
     pub(crate) const FIRST: Stamp = Stamp(0);
+
+    /// Whether nobody has taken a stamp between `earlier` and this one.
+    pub(crate) fn follows(self, earlier: Stamp) -> bool {
+        self.0 == earlier.0 + 1
+    }
 }
 
 /// What an entry is; see the module's table.
@@ -48,6 +63,7 @@ impl Stamp {
 pub(crate) enum State {
     Empty(Stamp),
     Leaf,
+    Tracked,
     Table,
     Frozen,
 }
@@ -55,7 +71,13 @@ pub(crate) enum State {
 #[inline]
 pub(crate) fn state<F: Format>(entry: Entry, level: Level) -> State {
     if !F::is_present(entry) {
-        if entry.0 & FROZEN_BIT != 0 { State::Frozen } else { State::Empty(Stamp(entry.0 >> PAYLOAD_SHIFT)) }
+        if entry.0 & FROZEN_BIT != 0 {
+            State::Frozen
+        } else if entry.0 & TRACKED_BIT != 0 {
+            State::Tracked
+        } else {
+            State::Empty(Stamp(entry.0 >> PAYLOAD_SHIFT))
+        }
     } else if F::is_leaf(entry, level) {
         State::Leaf
     } else {
@@ -96,33 +118,65 @@ pub(crate) fn number_of(entry: Entry) -> u64 {
     entry.0 >> PAYLOAD_SHIFT
 }
 
-/// Whether the guest may write through a leaf.
+/// Whether the guest may write through a leaf. Never, through a tracked one.
 #[inline]
-pub(crate) fn is_writable<F: Format>(entry: Entry) -> bool {
-    entry.0 & F::WRITABLE == F::WRITABLE
+pub(crate) fn is_writable<F: Format>(leaf: Entry) -> bool {
+    F::is_present(leaf) && leaf.0 & F::WRITABLE == F::WRITABLE
 }
 
-/// Whether the host allows writing the frame of a leaf.
+/// Whether the host allows writing the frame of a leaf, tracked or not.
 #[inline]
-pub(crate) fn is_host_writable<F: Format>(entry: Entry) -> bool {
-    entry.0 & F::HOST_WRITABLE != 0
+pub(crate) fn is_host_writable<F: Format>(leaf: Entry) -> bool {
+    let bit = if F::is_present(leaf) { F::HOST_WRITABLE } else { TRACKED_HOST_WRITABLE };
+    leaf.0 & bit != 0
 }
 
-/// The frame of a leaf.
+/// Whether the guest has used a leaf since it was installed or last aged. (A tracked one: certainly not.)
+pub(crate) fn is_accessed<F: Format>(leaf: Entry) -> bool {
+    F::is_present(leaf) && leaf.0 & F::ACCESSED != 0
+}
+
+/// Whether the guest has written through a leaf, tracked or not.
+pub(crate) fn is_dirty<F: Format>(leaf: Entry) -> bool {
+    leaf.0 & if F::is_present(leaf) { F::DIRTY } else { TRACKED_DIRTY } != 0
+}
+
+/// The frame of a leaf, tracked or not.
 #[inline]
-pub(crate) fn frame<F: Format>(entry: Entry, level: Level) -> Pfn {
-    F::address(entry, level).pfn()
+pub(crate) fn frame<F: Format>(leaf: Entry, level: Level) -> Pfn {
+    if F::is_present(leaf) { F::address(leaf, level).pfn() } else { Hpa(leaf.0 & TRACKED_ADDRESS).pfn() }
 }
 
 /// The bits of a leaf that belong to software and to hardware's use of it, and are copied when it is split.
-fn attributes<F: Format>(entry: Entry) -> u64 {
-    entry.0 & (F::WRITABLE | F::HOST_WRITABLE | F::ACCESSED | F::DIRTY)
+fn attributes<F: Format>(leaf: Entry) -> u64 {
+    leaf.0 & (F::WRITABLE | F::HOST_WRITABLE | F::ACCESSED | F::DIRTY)
 }
 
-/// The leaf for part number `index` of the huge leaf `huge` of `level`, one level lower, with the same attributes.
+/// The tracked form of `leaf`: not to be used by hardware, and not accessed since.
+pub(crate) fn tracked<F: Format>(leaf: Entry, level: Level) -> Entry {
+    debug_assert!(frame::<F>(leaf, level).hpa().0 & !TRACKED_ADDRESS == 0);
+    let host_writable = if is_host_writable::<F>(leaf) { TRACKED_HOST_WRITABLE } else { 0 };
+    let dirty = if is_dirty::<F>(leaf) { TRACKED_DIRTY } else { 0 };
+    Entry(frame::<F>(leaf, level).hpa().0 | TRACKED_BIT | host_writable | dirty)
+}
+
+/// The leaf that `leaf` is or, if it is tracked, was: then without the right to write, and not accessed.
+#[inline]
+pub(crate) fn untracked<F: Format>(leaf: Entry, level: Level) -> Entry {
+    if F::is_present(leaf) {
+        return leaf;
+    }
+    let host_writable = if is_host_writable::<F>(leaf) { F::HOST_WRITABLE } else { 0 };
+    let dirty = if is_dirty::<F>(leaf) { F::DIRTY } else { 0 };
+    Entry(F::leaf(frame::<F>(leaf, level), level).0 | host_writable | dirty)
+}
+
+/// The leaf for part number `index` of the huge leaf `huge` of `level`, one level lower, with the same attributes; tracked
+/// if that is.
 pub(crate) fn part_of_huge<F: Format>(huge: Entry, level: Level, index: usize) -> Entry {
     let pfn = Pfn(frame::<F>(huge, level).0 + index as u64 * level.down().nr_pages());
-    Entry(F::leaf(pfn, level.down()).0 | attributes::<F>(huge))
+    let part = Entry(F::leaf(pfn, level.down()).0 | attributes::<F>(untracked::<F>(huge, level)));
+    if F::is_present(huge) { part } else { tracked::<F>(part, level.down()) }
 }
 
 /// A linked or once linked entry in its table: the only way to change one.
@@ -165,12 +219,14 @@ impl<'s> EntryRef<'s> {
         }
     }
 
-    /// Clears the writable bits of an entry of the lowest level with one AND, and says what it was before. Harmless for
-    /// an entry that is not a leaf by now: those bits are clear in it.
+    /// Clears `bits` of an entry of the lowest level with one AND, and says what it was before. The entry may be no leaf
+    /// by now: W and A are clear in all that it can be then. (A is cleared so only where no leaf is ever tracked.)
     #[inline]
-    pub(crate) fn clear_writable<F: Format>(&self) -> Entry {
+    pub(crate) fn clear<F: Format>(&self, bits: u64) -> Entry {
         debug_assert!(self.level == Level::L4K, "an AND above the lowest level could hit a table entry");
-        Entry(self.cell.fetch_and(!F::WRITABLE, Ordering::SeqCst))
+        debug_assert!(bits & !(F::WRITABLE | F::ACCESSED) == 0, "not for {bits:#x}");
+        // SeqCst: stands in the store-load pairs of the dirty log.
+        Entry(self.cell.fetch_and(!bits, Ordering::SeqCst))
     }
 
     /// Freezes an entry of a table that the caller has unlinked, and says what it was before.
@@ -187,12 +243,13 @@ impl<'s> EntryRef<'s> {
         let allowed = match (state::<F>(old, level), state::<F>(new, level)) {
             (State::Empty(_), State::Leaf | State::Table) => true,
             (State::Empty(before), State::Empty(after)) => before < after,
-            (State::Leaf, State::Leaf) => {
+            (State::Leaf, State::Leaf | State::Tracked) | (State::Tracked, State::Leaf) => {
                 frame::<F>(old, level) == frame::<F>(new, level)
                     && is_host_writable::<F>(old) == is_host_writable::<F>(new)
+                    && (is_dirty::<F>(new) || !is_dirty::<F>(old))
             }
-            (State::Leaf, State::Table) => level > Level::L4K,
-            (State::Leaf | State::Table, State::Empty(_)) => true,
+            (State::Leaf | State::Tracked, State::Table) => level > Level::L4K,
+            (State::Leaf | State::Tracked | State::Table, State::Empty(_)) => true,
             _ => false,
         };
         assert!(allowed, "forbidden change of an entry of level {}: {old:?} to {new:?}", level.0);

@@ -1,11 +1,12 @@
 //! The tree of tables, and who may change what in it.
 //!
 //! `entry` has the states of an entry and the transitions between them; read it first. `stamp` says how a range is taken
-//! away from under faults that are on their way. `frames` turns host memory into tables, `walk` moves through them,
+//! away from under faults that are on their way, `published` has the ranges that are being taken away. `frames` turns host memory into tables, `walk` moves through them,
 //! `retire` says when a table that was unlinked may be freed.
 
 pub(crate) mod entry;
 pub(crate) mod frames;
+pub(crate) mod published;
 pub(crate) mod retire;
 pub(crate) mod stamp;
 pub(crate) mod walk;
@@ -18,9 +19,12 @@ use crate::addr::{Gfn, GfnRange, Hpa};
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
+use crate::second_stage::age::AccessTracking;
 use crate::stats::Counter;
 use crate::sync::{AtomicU64, Lock, LockGuard, Locking, Ordering, Side};
+use crate::vm::Config;
 use entry::Stamp;
+use published::PublishedRanges;
 use retire::{Epochs, Fences, Record, Section};
 use stamp::StampCounter;
 
@@ -29,7 +33,9 @@ pub(crate) struct Tree<H: Host, F: Format> {
     pub(crate) host: H,
     root: Hpa,
     lock: CachePadded<Lock>,
+    access_tracking: AccessTracking,
     stamps: CachePadded<StampCounter>,
+    pub(crate) published: PublishedRanges,
     pub(crate) epochs: Epochs,
     nr_reclaimed: AtomicU64,
     format: PhantomData<F>,
@@ -44,14 +50,17 @@ pub(crate) struct LockedSection<'a, H: Host> {
 
 impl<H: Host, F: Format> Tree<H, F> {
     /// A tree with an empty root.
-    pub(crate) fn new(host: H, locking: Locking) -> Result<Tree<H, F>, Error> {
+    pub(crate) fn new(host: H, config: Config) -> Result<Tree<H, F>, Error> {
         let root = frames::new_root::<H, F>(&host).ok_or(Error::OutOfMemory)?;
         let fences = if host.has_barrier_on_all_cpus() { Fences::Remote } else { Fences::Both };
         Ok(Tree {
             host,
             root,
-            lock: CachePadded::new(Lock::new(locking)),
+            lock: CachePadded::new(Lock::new(config.locking)),
+            // Without an accessed bit there is no choice.
+            access_tracking: if F::ACCESSED == 0 { AccessTracking::Faults } else { config.access_tracking },
             stamps: CachePadded::new(StampCounter::new()),
+            published: PublishedRanges::default(),
             epochs: Epochs::new(fences),
             nr_reclaimed: AtomicU64::new(0),
             format: PhantomData,
@@ -73,8 +82,17 @@ impl<H: Host, F: Format> Tree<H, F> {
         self.stamps.next()
     }
 
+    /// The greatest stamp so far; see `stamp`.
+    pub(crate) fn current_stamp(&self) -> Stamp {
+        self.stamps.current()
+    }
+
     pub(crate) fn locking(&self) -> Locking {
         self.lock.locking()
+    }
+
+    pub(crate) fn access_tracking(&self) -> AccessTracking {
+        self.access_tracking
     }
 
     /// Whether a long operation that holds a section should leave it for a while.

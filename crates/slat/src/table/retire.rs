@@ -138,6 +138,8 @@ pub(crate) struct Epochs {
     records: AtomicPtr<Record>,
     /// Head of the list of retired tables: a host-physical address, or [`NO_TABLE`].
     retired_tables: CachePadded<AtomicU64>,
+    /// Tables that were retired and not freed yet. Only a count: it bounds, and does not protect.
+    nr_put_off_tables: AtomicU64,
 }
 
 impl Epochs {
@@ -147,6 +149,7 @@ impl Epochs {
             era: CachePadded::new(AtomicU64::new(IDLE + 1)),
             records: AtomicPtr::new(ptr::null_mut()),
             retired_tables: CachePadded::new(AtomicU64::new(NO_TABLE.0)),
+            nr_put_off_tables: AtomicU64::new(0),
         }
     }
 
@@ -264,6 +267,8 @@ impl Epochs {
     /// Takes over a chain of unlinked, frozen, flushed tables.
     pub(crate) fn retire_tables<H: Host>(&self, host: &H, chain: TableChain) {
         let Some((first, last)) = chain.ends else { return };
+        // Before the tables are on the list, so that it never counts one that is not here yet as freed.
+        self.nr_put_off_tables.fetch_add(chain.len, Ordering::Relaxed);
         let tag = entry::frozen_number(self.retire_era());
         let mut table = first;
         loop {
@@ -303,7 +308,13 @@ impl Epochs {
             }
         }
         self.push_tables(host, kept);
+        self.nr_put_off_tables.fetch_sub(freed, Ordering::Relaxed);
         freed
+    }
+
+    /// Tables that were retired and not freed yet.
+    pub(crate) fn nr_put_off_tables(&self) -> u64 {
+        self.nr_put_off_tables.load(Ordering::Relaxed)
     }
 
     /// Puts tables whose tags are set on the list.
@@ -372,20 +383,22 @@ fn chain_cells<'a, H: Host>(host: &H, table: Hpa) -> &'a [AtomicU64] {
 /// Tables that were unlinked and frozen, linked through their first entries. Belongs to one thread.
 pub(crate) struct TableChain {
     ends: Option<(Hpa, Hpa)>,
+    len: u64,
 }
 
 impl TableChain {
     pub(crate) fn new() -> TableChain {
-        TableChain { ends: None }
+        TableChain { ends: None, len: 0 }
     }
 
-    pub(crate) fn is_empty(&self) -> bool {
-        self.ends.is_none()
+    pub(crate) fn len(&self) -> u64 {
+        self.len
     }
 
     /// Adds a table all of whose entries are frozen.
     pub(crate) fn push<H: Host>(&mut self, host: &H, table: Hpa) {
         let cells = chain_cells(host, table);
+        self.len += 1;
         self.ends = Some(match self.ends {
             None => (table, table),
             Some((first, last)) => {

@@ -1,7 +1,7 @@
 //! Stamps: how a range is taken away from under faults that are on their way, without waiting for them.
 //!
-//! Whoever changes the ground under a fault (withdraws a slot, for now) does three things in this order:
-//! 1. it makes the new state visible;
+//! Whoever changes the ground under a fault (withdraws a slot, invalidates a range) does three things in this order:
+//! 1. it makes the new state visible (the slot's place, the published range);
 //! 2. it takes a stamp from the counter here;
 //! 3. it gives that stamp, or leaves a greater one, to every empty entry of the range, and zaps its leaves.
 //!
@@ -30,5 +30,13 @@ impl StampCounter {
     pub(crate) fn next(&self) -> Stamp {
         // AcqRel: release hands on what the caller published, acquire takes over what earlier takers published.
         Stamp(self.0.fetch_add(1, Ordering::AcqRel) + 1)
+    }
+
+    /// The greatest stamp so far. Whoever took it, or one before, has published what it stands for, and the caller will
+    /// see that.
+    pub(crate) fn current(&self) -> Stamp {
+        // Acquire: pairs with the release of every taker so far (they form one release sequence), and comes before the
+        // caller's reads of what they published.
+        Stamp(self.0.load(Ordering::Acquire))
     }
 }

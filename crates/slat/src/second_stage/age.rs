@@ -1,0 +1,114 @@
+//! Aging: finding out, page by page, what the guest has used, and beginning anew. No flush, no lock, no wait.
+//!
+//! Where leaves have an accessed bit, it is read and cleared. A CPU that has the leaf cached does not set it again until
+//! its translation is replaced: pages may look older than they are, which is what aging puts up with everywhere.
+//!
+//! Where they have none, the leaf itself is the bit: aging makes it *tracked* (`table/entry.rs`), the next access faults,
+//! and the fault makes it a leaf again. Its right to write is dropped on the way and given back by the first write, as
+//! after a harvest of the dirty log; so nothing in the log's protocol needs to know of tracked leaves.
+
+use super::install::Changed;
+use crate::addr::{Gfn, GfnRange, Level};
+use crate::format::{Entry, Format};
+use crate::host::Host;
+use crate::table::Tree;
+use crate::table::entry::{self, State};
+use crate::table::retire::{Record, Section};
+use crate::table::walk::Cursor;
+
+/// How accesses of the guest are found out.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum AccessTracking {
+    /// By the accessed bit of the leaves.
+    #[default]
+    AccessedBit,
+    /// By faults: for CPUs that do not set accessed bits (EPT with the EPTP's bit 6 clear, Intel SDM vol. 3C, "Accessed and
+    /// Dirty Flags for EPT"), and for formats that have none.
+    Faults,
+}
+
+/// What becomes of the pages that were used.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Aging {
+    /// They count as not used from now on.
+    Age,
+    /// They stay as they are.
+    Test,
+}
+
+/// Entries visited before a walk asks whether it should yield.
+const ENTRIES_PER_TURN: u32 = 4096;
+
+/// Ages or tests `range`. Returns the number of its pages that the guest has used.
+pub(crate) fn age_range<H: Host, F: Format>(tree: &Tree<H, F>, record: &Record, range: GfnRange, aging: Aging) -> u64 {
+    let mut nr_used = 0;
+    let mut next = range.start;
+    while next < range.end {
+        let section = tree.epochs.enter(record);
+        next = age_turn(tree, &section, GfnRange { start: next, end: range.end }, aging, &mut nr_used);
+        drop(section);
+        if next < range.end {
+            tree.host.yield_now();
+        }
+    }
+    nr_used
+}
+
+/// One section's worth of [`age_range`]: returns the first frame that it did not reach.
+fn age_turn<H: Host, F: Format>(
+    tree: &Tree<H, F>,
+    section: &Section<'_>,
+    range: GfnRange,
+    aging: Aging,
+    nr_used: &mut u64,
+) -> Gfn {
+    let mut cursor = Cursor::new(tree, section, range.start);
+    let mut visited = 0;
+    while cursor.gfn() < range.end {
+        match cursor.descend_to_lowest() {
+            (leaf, State::Leaf) => match age_leaf(tree.access_tracking(), &cursor, leaf, aging) {
+                Ok(Used::Yes) => *nr_used += cursor.block().intersection(range).nr_pages(),
+                Ok(Used::No) => {}
+                Err(Changed) => continue,
+            },
+            // A tracked leaf has not been used since it was aged.
+            _ => {}
+        }
+        cursor.advance();
+        visited += 1;
+        if visited % ENTRIES_PER_TURN == 0 && tree.host.should_yield() {
+            break;
+        }
+    }
+    cursor.gfn()
+}
+
+enum Used {
+    Yes,
+    No,
+}
+
+/// Whether `leaf` at the cursor was used; ages it if so.
+fn age_leaf<H: Host, F: Format>(
+    tracking: AccessTracking,
+    cursor: &Cursor<'_, H, F>,
+    leaf: Entry,
+    aging: Aging,
+) -> Result<Used, Changed> {
+    let entry = cursor.entry();
+    let aged = match tracking {
+        AccessTracking::AccessedBit if !entry::is_accessed::<F>(leaf) => return Ok(Used::No),
+        AccessTracking::AccessedBit => Entry(leaf.0 & !F::ACCESSED),
+        // A leaf is there because somebody used the page, or is about to.
+        AccessTracking::Faults => entry::tracked::<F>(leaf, entry.level()),
+    };
+    if aging == Aging::Test {
+        return Ok(Used::Yes);
+    }
+    if tracking == AccessTracking::AccessedBit && entry.level() == Level::L4K {
+        entry.clear::<F>(F::ACCESSED);
+        return Ok(Used::Yes);
+    }
+    entry.compare_exchange::<F>(leaf, aged).map_err(|_| Changed)?;
+    Ok(Used::Yes)
+}
