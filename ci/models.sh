@@ -2,6 +2,7 @@
 # The explicit-state models of the protocol: the rules must hold, and each rule that is left out must be missed.
 set -euo pipefail
 cd "$(dirname "$0")/../models"
+export PYTHONDONTWRITEBYTECODE=1
 python3 stamps.py
 for rule in no-stamp-empty stamp-before-publish check-before-read no-inherit recover-no-freeze; do
     if python3 stamps.py "$rule" >/dev/null; then
@@ -9,6 +10,23 @@ for rule in no-stamp-empty stamp-before-publish check-before-read no-inherit rec
         exit 1
     fi
     echo "stamps.py notices $rule"
+done
+python3 upgrade.py
+for rule in no-counter counter-before-exchange counter-after-published at-most; do
+    if python3 upgrade.py "$rule" >/dev/null; then
+        echo "models: upgrade.py did not notice $rule" >&2
+        exit 1
+    fi
+    echo "upgrade.py notices $rule"
+done
+python3 slots.py
+python3 slots.py slots-publish-ranges >/dev/null
+for rule in no-stamp stamp-before-publish no-place old-stamp; do
+    if python3 slots.py "$rule" >/dev/null; then
+        echo "models: slots.py did not notice $rule" >&2
+        exit 1
+    fi
+    echo "slots.py notices $rule"
 done
 # Lazy protection, a later way to log, is modelled already: with both of its rules no page is lost; without either one is.
 python3 lazy.py | awk '

@@ -144,6 +144,17 @@ impl Level {
     }
 }
 
+impl Level {
+    /// The size of a leaf of this level; of the largest, for a level that has none.
+    pub(crate) const fn page_size(self) -> PageSize {
+        match self {
+            Level::L4K => PageSize::Size4K,
+            Level::L2M => PageSize::Size2M,
+            _ => PageSize::Size1G,
+        }
+    }
+}
+
 /// Sizes that a leaf can have.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum PageSize {

@@ -117,6 +117,25 @@ pub enum Error {
         /// 64-bit words that are needed.
         needed: usize,
     },
+    /// The size of what is to be mapped is zero, or not a multiple of 4 KiB.
+    #[error("size {size_bytes:#x} is not a positive multiple of the page size")]
+    BadSize {
+        /// The size in bytes.
+        size_bytes: u64,
+    },
+    /// No slot has the page, or the one that has it may not be written.
+    #[error("no slot has memory for {gpa} that allows the access")]
+    NoMemory {
+        /// The address of the page.
+        gpa: Gpa,
+    },
+    /// The page is being taken away at this moment: it is in a range that is being invalidated, or its slot is being
+    /// deleted or moved.
+    #[error("{gpa} is being taken away by another call")]
+    Busy {
+        /// The address of the page.
+        gpa: Gpa,
+    },
     /// There is no memory for tables or bookkeeping.
     #[error("out of memory")]
     OutOfMemory,

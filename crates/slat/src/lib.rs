@@ -108,6 +108,7 @@ pub use format::{Entry, Ept, Format, Npt};
 pub use host::{Gone, Host, Resolved, ZappedLeaf};
 pub use second_stage::age::AccessTracking;
 pub use second_stage::invalidate::Invalidation;
+pub use second_stage::query::{TableCursor, TableReader, Translation};
 pub use slot::{MAX_SLOTS, MemoryRegion, MemoryRegionFlags};
 pub use stats::{Histogram, Stats};
 pub use sync::{Locking, Park};

@@ -12,6 +12,8 @@
 
 #![expect(unsafe_code, reason = "the vCPU's record is kept alive by its VM")]
 
+mod prefault;
+
 use alloc::sync::Arc;
 
 use crate::addr::{Access, Gfn, GfnRange, Gpa, Level};
@@ -65,21 +67,34 @@ pub struct Vcpu<H: Host, F: Format> {
 
 /// What a fault is to do, as decided by its look.
 enum Plan<'r, B> {
-    /// Nothing: the entry allows the access.
-    Spurious,
+    /// Nothing: the entry, of this level, allows the access.
+    Spurious(Level),
+    Exit,
+    /// The page is in a published range.
+    TakenAway,
+    /// Ask the host for the frame and install a leaf.
+    Install(InstallPlan<'r, B>),
+    /// There is a leaf, and the host need not be asked.
+    OnLeaf(LeafPlan),
+}
+
+/// What is to be done about a leaf that does not allow the access.
+enum LeafPlan {
     /// Done within the look.
     Fixed,
-    Exit,
-    /// The slot is being deleted or moved, or the page is in a published range.
-    TakenAway,
     /// The look itself was overtaken.
     StartOver,
     /// Give access back to this leaf.
     GiveBack(Entry),
     /// Split this huge leaf, for logging is by 4 KiB.
     Split(Entry),
-    /// Ask the host for the frame and install a leaf.
-    Install(InstallPlan<'r, B>),
+}
+
+/// How far a fault has come.
+enum Step {
+    Done,
+    /// Another look is needed.
+    Nearer,
 }
 
 /// What to install a leaf for, and instead of what.
@@ -92,6 +107,41 @@ struct InstallPlan<'r, B> {
     /// The largest leaf that reaches into no published range.
     max_level: Level,
     found: Found,
+}
+
+impl<B> InstallPlan<'_, B> {
+    /// Number of a page within the slot.
+    #[inline]
+    fn page(&self, gfn: Gfn) -> u64 {
+        gfn.0 - self.slot.start.0
+    }
+
+    /// The largest leaf for `gfn` that slot, backing, alignment, logging and published ranges allow.
+    #[inline]
+    fn leaf<F: Format>(&self, gfn: Gfn, access: Access, resolved: Resolved) -> Result<NewLeaf, Error> {
+        let writes = access == Access::Write;
+        let Resolved { pfn, max_size, writable } = resolved;
+        if pfn.hpa().0 >> F::HPA_BITS != 0 || pfn.hpa().pfn() != pfn || (writes && !writable) {
+            return Err(Error::BadResolve { gpa: gfn.gpa() });
+        }
+        let logs = self.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
+        let fits = |level: Level| {
+            let same_offset = (pfn.0 ^ gfn.0) & (level.nr_pages() - 1) == 0;
+            same_offset && self.slot.covers(gfn.block(level))
+        };
+        let mut level = if logs { Level::L4K } else { max_size.level().min(self.max_level) };
+        while level > Level::L4K && !fits(level) {
+            level = level.down();
+        }
+        let rights = if !writable || self.flags.contains(MemoryRegionFlags::READONLY) {
+            Rights::ReadOnly
+        } else if logs && !writes {
+            Rights::WriteProtected
+        } else {
+            Rights::Writable
+        };
+        Ok(NewLeaf { pfn, level, rights, used: Some(access) })
+    }
 }
 
 /// The entry that has no leaf for the access, as the look found it.
@@ -125,11 +175,8 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// [`Error::AddressTooHigh`], [`Error::BackingGone`], [`Error::BadResolve`], [`Error::OutOfMemory`]; nothing has
     /// changed then for the guest, and the same fault may be tried again.
     pub fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, Error> {
-        let gfn = self.vm.check_gpa(gpa)?;
-        let Some(record) = &self.record else { unreachable!("taken only by drop") };
-        // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the record came from.
-        let record = unsafe { record.get() };
-        let mut fault = Fault { vm: &self.vm, record, tables: &mut self.tables, gfn, gpa, access, timing: None };
+        let mut fault = self.fault(gpa, access)?;
+        let record = fault.record;
         let nr_faults = record.stats.get(Counter::Faults);
         record.stats.count(Counter::Faults);
         // Not the first of a period: a vCPU's very first fault, with all its cold caches, stands for none but itself. But
@@ -143,6 +190,15 @@ impl<H: Host, F: Format> Vcpu<H, F> {
             fault.stop_timing();
         }
         result
+    }
+
+    #[inline]
+    fn fault(&mut self, gpa: Gpa, access: Access) -> Result<Fault<'_, H, F>, Error> {
+        let gfn = self.vm.check_gpa(gpa)?;
+        let Some(record) = &self.record else { unreachable!("taken only by drop") };
+        // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the record came from.
+        let record = unsafe { record.get() };
+        Ok(Fault { vm: &self.vm, record, tables: &mut self.tables, gfn, gpa, access, timing: None })
     }
 }
 
@@ -210,11 +266,10 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     fn serve(&mut self) -> Result<Outcome, Error> {
         loop {
             let changed = match self.look() {
-                Plan::Spurious => {
+                Plan::Spurious(_) => {
                     self.count(Counter::Spurious);
                     return Ok(Outcome::Resume);
                 }
-                Plan::Fixed => return Ok(Outcome::Resume),
                 Plan::Exit => {
                     self.count(Counter::Exits);
                     return Ok(Outcome::Exit(Exit::Mmio { gpa: self.gpa, access: self.access }));
@@ -225,22 +280,32 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                     self.vm.tree.host.yield_now();
                     return Ok(Outcome::Resume);
                 }
-                Plan::StartOver => Err(Changed),
-                Plan::GiveBack(value) => self.give_back(value).map(|()| true),
-                Plan::Split(value) => {
-                    self.top_up(1)?;
-                    self.split(value).map(|()| false)
-                }
                 Plan::Install(plan) => {
-                    let leaf = self.resolve(&plan)?;
+                    let resolved = self.resolve(&plan)?;
+                    let leaf = plan.leaf::<F>(self.gfn, self.access, resolved)?;
                     self.top_up(usize::from(plan.level.0 - leaf.level.0))?;
-                    self.install(&plan, leaf).map(|()| true)
+                    self.install(&plan, leaf).map(|()| Step::Done)
                 }
+                Plan::OnLeaf(plan) => self.act_on_leaf(plan)?,
             };
             match changed {
-                Ok(true) => return Ok(Outcome::Resume),
-                Ok(false) => {}
+                Ok(Step::Done) => return Ok(Outcome::Resume),
+                Ok(Step::Nearer) => {}
                 Err(Changed) => self.count(Counter::Retries),
+            }
+        }
+    }
+
+    /// Carries out what needs no frame.
+    #[inline]
+    fn act_on_leaf(&mut self, plan: LeafPlan) -> Result<Result<Step, Changed>, Error> {
+        match plan {
+            LeafPlan::Fixed => Ok(Ok(Step::Done)),
+            LeafPlan::StartOver => Ok(Err(Changed)),
+            LeafPlan::GiveBack(value) => Ok(self.give_back(value).map(|()| Step::Done)),
+            LeafPlan::Split(value) => {
+                self.top_up(1)?;
+                Ok(self.split(value).map(|()| Step::Nearer))
             }
         }
     }
@@ -260,7 +325,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let (value, state) = cursor.descend_to_lowest();
         let writes = self.access == Access::Write;
         let found = match state {
-            State::Leaf if !writes || entry::is_writable::<F>(value) => return Plan::Spurious,
+            State::Leaf if !writes || entry::is_writable::<F>(value) => return Plan::Spurious(cursor.level()),
             State::Leaf | State::Tracked if !writes || entry::is_host_writable::<F>(value) => Found::Lacking(value),
             // A leaf has no stamp; see `install_instead`.
             State::Leaf | State::Tracked => Found::ReadOnly(value, tree.current_stamp()),
@@ -269,9 +334,6 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         };
         let Some(max_level) = tree.published.free_level(self.gfn, cursor.level()) else { return Plan::TakenAway };
         let Some(slot) = slots.find(&section, self.gfn) else { return Plan::Exit };
-        if slot.is_withdrawn() {
-            return Plan::TakenAway;
-        }
         if writes && slot.flags().contains(MemoryRegionFlags::READONLY) {
             return Plan::Exit;
         }
@@ -286,22 +348,21 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             });
         };
         if writes && cursor.level() > Level::L4K && slot.log().is_some() {
-            Plan::Split(leaf)
+            Plan::OnLeaf(LeafPlan::Split(leaf))
         } else if tree.locking() != Locking::None {
-            Plan::GiveBack(leaf)
+            Plan::OnLeaf(LeafPlan::GiveBack(leaf))
         } else {
-            match self.give_back_at(&cursor, &section, leaf) {
-                Ok(()) => Plan::Fixed,
-                Err(Changed) => Plan::StartOver,
-            }
+            Plan::OnLeaf(match self.give_back_at(&cursor, &section, leaf) {
+                Ok(()) => LeafPlan::Fixed,
+                Err(Changed) => LeafPlan::StartOver,
+            })
         }
     }
 
-    /// Step 2: the frame, and what to map of it.
-    fn resolve(&mut self, plan: &InstallPlan<'_, H::Backing>) -> Result<NewLeaf, Error> {
+    /// Step 2: the frame.
+    fn resolve(&mut self, plan: &InstallPlan<'_, H::Backing>) -> Result<Resolved, Error> {
         let host = &self.vm.tree.host;
-        let page = self.gfn.0 - plan.slot.start.0;
-        let resolve = || host.resolve(plan.backing.get(), self.gfn, page, self.access);
+        let resolve = || host.resolve(plan.backing.get(), self.gfn, plan.page(self.gfn), self.access);
         let resolved = match &mut self.timing {
             None => resolve(),
             Some(timing) => {
@@ -315,34 +376,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 resolved
             }
         };
-        let resolved = resolved.map_err(|_| Error::BackingGone { gpa: self.gpa })?;
-        self.new_leaf(plan, resolved)
-    }
-
-    /// The largest leaf that slot, backing, alignment, logging and published ranges allow.
-    fn new_leaf(&self, plan: &InstallPlan<'_, H::Backing>, resolved: Resolved) -> Result<NewLeaf, Error> {
-        let writes = self.access == Access::Write;
-        let Resolved { pfn, max_size, writable } = resolved;
-        if pfn.hpa().0 >> F::HPA_BITS != 0 || pfn.hpa().pfn() != pfn || (writes && !writable) {
-            return Err(Error::BadResolve { gpa: self.gpa });
-        }
-        let logs = plan.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
-        let fits = |level: Level| {
-            let same_offset = (pfn.0 ^ self.gfn.0) & (level.nr_pages() - 1) == 0;
-            same_offset && plan.slot.covers(self.gfn.block(level))
-        };
-        let mut level = if logs { Level::L4K } else { max_size.level().min(plan.max_level) };
-        while level > Level::L4K && !fits(level) {
-            level = level.down();
-        }
-        let rights = if !writable || plan.flags.contains(MemoryRegionFlags::READONLY) {
-            Rights::ReadOnly
-        } else if logs && !writes {
-            Rights::WriteProtected
-        } else {
-            Rights::Writable
-        };
-        Ok(NewLeaf { pfn, level, rights })
+        resolved.map_err(|_| Error::BackingGone { gpa: self.gpa })
     }
 
     /// Takes from the host what step 3 may link.
@@ -375,9 +409,9 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let locked = tree.enter(self.record, Side::Read);
         let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
         let (value, State::Empty(stamp)) = cursor.descend_to_lowest() else { return Err(Changed) };
-        // Above: the range was taken away since the look. A higher or lower entry than then: the leaf may not fit, or
-        // need more tables than were taken.
-        if stamp > seen || cursor.level() > plan.level || cursor.level() < leaf.level {
+        // Another stamp: the range was taken away since the look. A higher or lower entry than then: the leaf may not fit,
+        // or need more tables than were taken.
+        if stamp != seen || cursor.level() > plan.level || cursor.level() < leaf.level {
             return Err(Changed);
         }
         self.install_at(&cursor, &locked.section, value, stamp, leaf)
@@ -387,9 +421,9 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// has answered, a reader would put the read-only leaf back, again and again.
     ///
     /// A leaf has no stamp that would tell whether the page was taken away since the look, and the very same leaf put back
-    /// by another fault after the host has forbidden what it answered here. The counter tells: if this fault takes the stamp
-    /// that follows `seen`, nobody has taken anything away in between. If somebody has, wherever, the entry is left empty,
-    /// with a stamp, and the fault asks again.
+    /// by another fault after the host has forbidden what it answered here. The counter tells, read once more when the leaf
+    /// is gone: if this fault's stamp is the only one since the look, nobody has. If somebody has taken a stamp, wherever,
+    /// the entry is left empty, and the fault asks again. Who takes one later finds what is installed here, and zaps it.
     #[cold]
     fn install_instead(
         &mut self,
@@ -398,7 +432,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         seen: Stamp,
         leaf: NewLeaf,
     ) -> Result<(), Changed> {
-        let Vm { tree, slots } = self.vm;
+        let tree = &self.vm.tree;
         let mut token = FlushToken::new();
         let locked = tree.enter(self.record, Side::Read);
         let section = &locked.section;
@@ -410,13 +444,11 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let empty = install::take_away(&cursor, value, stamp)?;
         token.owe(cursor.block());
         zap::report::<H, F>(&tree.host, value, cursor.level(), cursor.block().start);
-        // The entry first, the slot after, once more: whoever withdrew the slot before this stamp was taken is seen here,
-        // and whoever does so later stamps or zaps what is installed.
-        let still_there = stamp.follows(seen)
-            && slots.find(section, self.gfn).is_some_and(|slot| {
-                slot.is_kept_by(&plan.backing) && slot.range() == plan.slot && !slot.is_withdrawn()
-            });
-        let result = if still_there { self.install_at(&cursor, section, empty, stamp, leaf) } else { Err(Changed) };
+        let result = if tree.current_stamp().follows(seen) {
+            self.install_at(&cursor, section, empty, stamp, leaf)
+        } else {
+            Err(Changed)
+        };
         drop(locked);
         token.pay(tree, self.record);
         result
@@ -433,7 +465,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         leaf: NewLeaf,
     ) -> Result<(), Changed> {
         let Vm { tree, slots } = self.vm;
-        install::install(cursor, &tree.host, self.tables, value, stamp, leaf, self.access)?;
+        install::install(cursor, &tree.host, self.tables, value, stamp, leaf)?;
         self.count(match leaf.level {
             Level::L4K => Counter::Installed4K,
             Level::L2M => Counter::Installed2M,

@@ -9,8 +9,9 @@ use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::age::{self, AccessTracking, Aging};
-use crate::second_stage::invalidate::{self, Invalidation};
+use crate::second_stage::invalidate::Invalidation;
 use crate::second_stage::protect;
+use crate::second_stage::query::TableReader;
 use crate::slot::set::{Change, Claim, SlotEntry, Slots};
 use crate::slot::{MemoryRegion, MemoryRegionFlags};
 use crate::stats::Stats;
@@ -124,10 +125,10 @@ impl<H: Host, F: Format> Vm<H, F> {
     }
 
     fn delete_slot(&self, record: &Record, claim: Claim<H::Backing>) -> Result<(), Error> {
-        self.withdraw_and_zap(record, &claim);
-        let result = self.slots.publish(&self.tree.epochs, record, &Change::Remove(claim.entry));
+        // Until the set without the slot is published: no fault maps it again, and nothing takes its place.
+        let result = Invalidation::new(&self.tree, record, claim.entry.range)
+            .and_then(|_taken_away| self.slots.publish(&self.tree.epochs, record, &Change::Remove(claim.entry)));
         if result.is_err() {
-            claim.restore(&claim.entry);
             claim.release();
         }
         // A deleted slot stays claimed: whoever still finds it in an old set must not change it.
@@ -176,13 +177,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         }
         let log = if begins_to_log { log_for(flags, range.nr_pages())? } else { None };
         let after = before.changed(range, flags, log);
-        if moves {
-            self.withdraw_and_zap(record, claim);
-        }
-        let published = self.slots.publish(&self.tree.epochs, record, &Change::Replace(after));
-        if moves {
-            claim.restore(if published.is_ok() { &after } else { &before });
-        }
+        let published = self.publish_change(record, &before, after);
         if let Err(error) = published {
             after.discard_change(&before);
             return Err(error);
@@ -199,12 +194,16 @@ impl<H: Host, F: Format> Vm<H, F> {
         Ok(())
     }
 
-    /// Takes away all that is mapped for a claimed slot, and keeps faults from mapping it again. When it returns, no CPU
-    /// uses the range.
-    fn withdraw_and_zap(&self, record: &Record, claim: &Claim<H::Backing>) {
-        // The order is the protocol: withdraw, stamp, zap, flush (`table/stamp.rs`).
-        claim.withdraw();
-        invalidate::zap_and_flush(&self.tree, record, claim.entry.range);
+    /// Publishes the entry `after` of a claimed slot instead of `before`, and takes the old range away if it moves.
+    fn publish_change(
+        &self,
+        record: &Record,
+        before: &SlotEntry<H::Backing>,
+        after: SlotEntry<H::Backing>,
+    ) -> Result<(), Error> {
+        let moves = before.range != after.range;
+        let _taken_away = if moves { Some(Invalidation::new(&self.tree, record, before.range)?) } else { None };
+        self.slots.publish(&self.tree.epochs, record, &Change::Replace(after))
     }
 
     /// Write-protects a slot whose new flags are published.
@@ -245,7 +244,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     pub fn invalidate_range(&self, range: GfnRange) -> Result<Invalidation<'_>, Error> {
         self.check_range(range)?;
         let record = self.tree.epochs.borrow_record()?;
-        let result = invalidate::invalidate_range(&self.tree, &record, range);
+        let result = Invalidation::new(&self.tree, &record, range);
         drop(record);
         self.reclaim();
         result
@@ -273,6 +272,14 @@ impl<H: Host, F: Format> Vm<H, F> {
         self.check_range(range)?;
         let record = self.tree.epochs.borrow_record()?;
         Ok(age::age_range(&self.tree, &record, range, aging))
+    }
+
+    /// Opens a look at the tables: what is mapped, and how it was used.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn read_tables(&self) -> Result<TableReader<'_, H, F>, Error> {
+        TableReader::new(&self.tree)
     }
 
     /// Frees what deletions, moves and changes of slots and invalidations took away, as far as no vCPU can be using it. They do so

@@ -65,14 +65,13 @@ fn age_turn<H: Host, F: Format>(
     let mut cursor = Cursor::new(tree, section, range.start);
     let mut visited = 0;
     while cursor.gfn() < range.end {
-        match cursor.descend_to_lowest() {
-            (leaf, State::Leaf) => match age_leaf(tree.access_tracking(), &cursor, leaf, aging) {
+        // A tracked leaf has not been used since it was aged.
+        if let (leaf, State::Leaf) = cursor.descend_to_lowest() {
+            match age_leaf(tree.access_tracking(), &cursor, leaf, aging) {
                 Ok(Used::Yes) => *nr_used += cursor.block().intersection(range).nr_pages(),
                 Ok(Used::No) => {}
                 Err(Changed) => continue,
-            },
-            // A tracked leaf has not been used since it was aged.
-            _ => {}
+            }
         }
         cursor.advance();
         visited += 1;

@@ -23,6 +23,8 @@ pub(crate) struct NewLeaf {
     /// Level of the leaf.
     pub(crate) level: Level,
     pub(crate) rights: Rights,
+    /// The access for which it is installed; `None` if the guest has not used the page.
+    pub(crate) used: Option<Access>,
 }
 
 /// What the guest may do through a leaf.
@@ -43,14 +45,18 @@ fn used_leaf<F: Format>(leaf: Entry, access: Access) -> Entry {
 }
 
 impl NewLeaf {
-    fn entry<F: Format>(self, access: Access) -> Entry {
+    pub(crate) fn entry<F: Format>(self) -> Entry {
         let first = Pfn(self.pfn.0 & !(self.level.nr_pages() - 1));
         let rights = match self.rights {
             Rights::ReadOnly => 0,
             Rights::WriteProtected => F::HOST_WRITABLE,
             Rights::Writable => F::HOST_WRITABLE | F::WRITABLE,
         };
-        used_leaf::<F>(Entry(F::leaf(first, self.level).0 | rights), access)
+        let leaf = Entry(F::leaf(first, self.level).0 | rights);
+        match self.used {
+            Some(access) => used_leaf::<F>(leaf, access),
+            None => leaf,
+        }
     }
 }
 
@@ -65,11 +71,28 @@ pub(crate) fn install<H: Host, F: Format>(
     value: Entry,
     stamp: Stamp,
     leaf: NewLeaf,
-    access: Access,
 ) -> Result<(), Changed> {
-    let mut new = leaf.entry::<F>(access);
-    let mut level = leaf.level;
-    let mut nr_tables = 0;
+    link(cursor, host, cache, value, stamp, Prepared { entry: leaf.entry::<F>(), level: leaf.level, nr_tables: 0 })
+}
+
+/// What is to hang on an entry of `level`, and how many tables of the cache it takes with it.
+pub(crate) struct Prepared {
+    pub(crate) entry: Entry,
+    pub(crate) level: Level,
+    pub(crate) nr_tables: usize,
+}
+
+/// Puts `prepared` where it belongs below the cursor's entry `value`, as [`install`] does with a leaf.
+#[inline]
+pub(crate) fn link<H: Host, F: Format>(
+    cursor: &Cursor<'_, H, F>,
+    host: &H,
+    cache: &mut TableCache,
+    value: Entry,
+    stamp: Stamp,
+    prepared: Prepared,
+) -> Result<(), Changed> {
+    let Prepared { entry: mut new, mut level, mut nr_tables } = prepared;
     while level < cursor.level() {
         let inside = walk::index_of::<F>(cursor.gfn(), level);
         new = cache.prepare::<H, F>(host, nr_tables, |index| if index == inside { new } else { entry::empty(stamp) });

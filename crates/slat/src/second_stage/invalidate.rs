@@ -1,7 +1,8 @@
-//! Taking a range away for the host, which is going to move, free or protect its frames: what KVM's MMU notifier is for.
+//! Taking a range away: for the host, which is going to move, free or protect its frames (what KVM's MMU notifier is for),
+//! and for a slot that is deleted or moved.
 //!
-//! The order is that of `table/stamp.rs`: publish the range, take a stamp, zap, flush; then the host does its work; then
-//! withdraw the range. Faults inside come back later as long as it is published. Nobody waits, and faults cannot hold it
+//! The order is that of `table/stamp.rs`: publish the range, take a stamp, zap, flush; then the host does its work, or the
+//! set without the slot is published; then withdraw the range. Faults inside come back later as long as it is published. Nobody waits, and faults cannot hold it
 //! up: whoever looks after the publishing does not touch the range, and whoever looked before loses one exchange at most.
 
 use super::flush::FlushToken;
@@ -10,6 +11,7 @@ use crate::addr::GfnRange;
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
+use crate::sync::fence_after_rmw;
 use crate::table::Tree;
 use crate::table::published::Published;
 use crate::table::retire::Record;
@@ -37,24 +39,22 @@ impl core::fmt::Debug for Invalidation<'_> {
     }
 }
 
-/// Takes `range` away.
-pub(crate) fn invalidate_range<'v, H: Host, F: Format>(
-    tree: &'v Tree<H, F>,
-    record: &Record,
-    range: GfnRange,
-) -> Result<Invalidation<'v>, Error> {
-    let published = tree.published.publish(range)?;
-    zap_and_flush(tree, record, range);
-    Ok(Invalidation { range, _published: published })
-}
-
-/// Takes away all that is mapped in `range`, which the caller has published or withdrawn. When it returns, no CPU uses
-/// the range, and no fault that looked before will map it.
-pub(crate) fn zap_and_flush<H: Host, F: Format>(tree: &Tree<H, F>, record: &Record, range: GfnRange) {
-    let stamp = tree.next_stamp();
-    let mut token = FlushToken::new();
-    zap::zap_range(tree, record, range, stamp, &mut token);
-    // Even if nothing was there: a fault or another invalidation may have taken a leaf away and not have flushed yet.
-    token.owe(range);
-    token.pay(tree, record);
+impl<'v> Invalidation<'v> {
+    /// Takes `range` away.
+    pub(crate) fn new<H: Host, F: Format>(
+        tree: &'v Tree<H, F>,
+        record: &Record,
+        range: GfnRange,
+    ) -> Result<Invalidation<'v>, Error> {
+        let published = tree.published.publish(range)?;
+        let stamp = tree.next_stamp();
+        // The range is visible before the walk finds any table linked; see "Stamps do not only rise" in `table/stamp.rs`.
+        fence_after_rmw();
+        let mut token = FlushToken::new();
+        zap::zap_range(tree, record, range, stamp, &mut token);
+        // Even if nothing was there: a fault or another change may have taken a leaf away and not have flushed yet.
+        token.owe(range);
+        token.pay(tree, record);
+        Ok(Invalidation { range, _published: published })
+    }
 }

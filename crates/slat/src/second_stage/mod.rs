@@ -1,10 +1,11 @@
 //! What is done to the tree of a second stage: `install` has the single steps, which faults take; `protect` takes the
 //! right to write away for logging, `zap` takes mappings away, `invalidate` does so for the host, `age` finds out what was
-//! used, and `flush` is what they owe the CPUs afterwards.
+//! used, `query` changes nothing, and `flush` is what they owe the CPUs afterwards.
 
 pub(crate) mod age;
 pub(crate) mod flush;
 pub(crate) mod install;
 pub(crate) mod invalidate;
 pub(crate) mod protect;
+pub(crate) mod query;
 pub(crate) mod zap;

@@ -1,7 +1,7 @@
 //! Taking mappings away: every leaf of a range goes, every empty entry gets the stamp, tables wholly inside are unlinked.
 //!
-//! The caller has withdrawn or published the range (nobody who looks from now on may map there) and taken `stamp` after
-//! that; see `table/stamp.rs`. It works in passes from the lowest level up: the first visits every entry and unlinks the
+//! The caller has published the range (nobody who looks from now on may map there) and taken `stamp` after that; see
+//! `table/stamp.rs`. It works in passes from the lowest level up: the first visits every entry and unlinks the
 //! lowest tables, each further pass finds the tables of the next level empty and unlinks them. So no single step is longer
 //! than one table, and the walk can yield between any two.
 //!
@@ -141,7 +141,8 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
                     continue;
                 }
                 State::Table if level == pass && range.covers(block) && self.may_unlink() => {
-                    let done = install::take_away(&cursor, value, stamp).map(drop);
+                    // A stamp of its own: greater ones may have been left inside (`table/stamp.rs`).
+                    let done = install::take_away(&cursor, value, self.tree.next_stamp()).map(drop);
                     if done.is_ok() {
                         // Not earlier: a table that is still linked must not have frozen entries, or walks would spin.
                         self.freeze_subtree(section, F::address(value, level), level.down(), block.start);

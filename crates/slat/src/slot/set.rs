@@ -6,10 +6,9 @@
 //! change that takes them out owns them: it puts them on the list of retired things, for which it has allocated the node
 //! before. So reading takes no reference count, and no line is shared by faults.
 //!
-//! One change of a slot at a time: it *claims* the slot, and another that comes meanwhile gets [`Error::SlotBusy`].
-//! While a slot is being deleted or moved it is also *withdrawn*: faults find it and start over. That is what the zap's
-//! stamp stands behind (`table/stamp.rs`): withdraw, take the stamp, zap, flush, and only then publish the set without
-//! it. Until then nothing else can be put in its place.
+//! One change of a slot at a time: it *claims* the slot, and another that comes meanwhile gets [`Error::SlotBusy`]. While
+//! a slot is being deleted or moved its range is published as taken away (`table/stamp.rs`), and the slot stays in the set
+//! until nothing of it is mapped: nothing else can be put in its place.
 
 #![expect(unsafe_code, reason = "published sets are reached by raw pointers and freed by epochs")]
 
@@ -22,7 +21,7 @@ use crate::addr::{Gfn, GfnRange};
 use crate::boxed::try_box;
 use crate::dirty::bitmap::Bitmap;
 use crate::error::Error;
-use crate::sync::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
+use crate::sync::{AtomicBool, AtomicPtr, Ordering};
 use crate::table::retire::{Epochs, Record, Section};
 
 /// What stays the same during a slot's life.
@@ -30,21 +29,13 @@ pub(crate) struct Slot<B> {
     backing: B,
     /// A change of this slot is under way.
     claimed: AtomicBool,
-    /// Which entry for this slot may be mapped: the one whose `place` this is; or [`WITHDRAWN`].
-    valid_place: AtomicU32,
 }
-
-/// The value of [`Slot::valid_place`] while nothing may be mapped for the slot.
-const WITHDRAWN: u32 = u32::MAX;
 
 /// A slot in a set.
 pub(crate) struct SlotEntry<B> {
     pub(crate) range: GfnRange,
     pub(crate) id: u32,
     pub(crate) flags: MemoryRegionFlags,
-    /// How often the slot has been moved. An entry of an old set must not pass for valid when the move that replaced it
-    /// is over: so validity is a matter of the place, and not a flag that is set and cleared again.
-    place: u32,
     slot: NonNull<Slot<B>>,
     /// The dirty log, exactly if `flags` has `LOG_DIRTY_PAGES`.
     log: Option<NonNull<Bitmap>>,
@@ -98,28 +89,12 @@ impl<'s, B> SlotView<'s, B> {
         self.entry.slot == other.entry.slot
     }
 
-    /// Whether this is the slot that `kept` keeps.
-    pub(crate) fn is_kept_by(&self, kept: &BackingRef<'_, B>) -> bool {
-        // What is kept is not freed, so equal addresses are equal slots.
-        self.entry.slot == kept.slot
-    }
-
     pub(crate) fn range(&self) -> GfnRange {
         self.entry.range
     }
 
     pub(crate) fn flags(&self) -> MemoryRegionFlags {
         self.entry.flags
-    }
-
-    /// Whether the slot is being deleted or moved, or has been moved since this entry of it was published.
-    #[inline]
-    pub(crate) fn is_withdrawn(&self) -> bool {
-        // SAFETY: found in an open section.
-        let slot = unsafe { self.entry.slot.as_ref() };
-        // Acquire: not after what the fault does because of the answer. That it comes after the read of the entry is
-        // that read's acquire.
-        slot.valid_place.load(Ordering::Acquire) != self.entry.place
     }
 
     #[inline]
@@ -172,17 +147,6 @@ impl<B> Claim<B> {
         debug_assert!(entry.slot == self.entry.slot);
         // SAFETY: only the claim's owner takes a log out of the set, and so can retire it.
         entry.log.map(|log| unsafe { log.as_ref() })
-    }
-
-    /// Makes faults in the slot start over, until [`Claim::restore`] or until the slot is out of the set.
-    pub(crate) fn withdraw(&self) {
-        // Release would do: the stamp that is taken next hands it on.
-        self.slot().valid_place.store(WITHDRAWN, Ordering::SeqCst);
-    }
-
-    /// Takes [`Claim::withdraw`] back, for the entry of the slot that is published now.
-    pub(crate) fn restore(&self, published: &SlotEntry<B>) {
-        self.slot().valid_place.store(published.place, Ordering::Release);
     }
 
     /// Lets others change the slot.
@@ -401,9 +365,9 @@ impl<B> SlotEntry<B> {
         backing: B,
         log: Option<Box<Bitmap>>,
     ) -> Result<SlotEntry<B>, Error> {
-        let slot = try_box(Slot { backing, claimed: AtomicBool::new(true), valid_place: AtomicU32::new(0) })?;
+        let slot = try_box(Slot { backing, claimed: AtomicBool::new(true) })?;
         let slot = NonNull::from(Box::leak(slot));
-        Ok(SlotEntry { range, id, flags, place: 0, slot, log: log.map(|log| NonNull::from(Box::leak(log))) })
+        Ok(SlotEntry { range, id, flags, slot, log: log.map(|log| NonNull::from(Box::leak(log))) })
     }
 
     /// The same slot elsewhere, with other flags, and with `log` if it begins to log.
@@ -412,8 +376,7 @@ impl<B> SlotEntry<B> {
             Some(log) => Some(NonNull::from(Box::leak(log))),
             None => self.log.filter(|_| flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES)),
         };
-        let place = if range == self.range { self.place } else { (self.place + 1) % WITHDRAWN };
-        SlotEntry { range, flags, place, log, ..self }
+        SlotEntry { range, flags, log, ..self }
     }
 
     /// Frees the log that `changed` added to `before`, because this entry was not published.

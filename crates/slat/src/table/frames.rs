@@ -98,7 +98,7 @@ pub(crate) fn linked_entries<'s, H: Host, F: Format>(
 /// # Safety
 /// The table has `nr_entries` entries and is the caller's alone.
 #[inline]
-unsafe fn build<H: Host>(host: &H, table: Hpa, nr_entries: usize, entry: impl Fn(usize) -> Entry) {
+unsafe fn build<H: Host>(host: &H, table: Hpa, nr_entries: usize, mut entry: impl FnMut(usize) -> Entry) {
     let first = host.table_ptr(table).cast::<AtomicU64>();
     for index in 0..nr_entries {
         // SAFETY: inside the table, as the caller promises, and aligned; a store does not look at what was there.
@@ -171,7 +171,7 @@ impl TableCache {
         &mut self,
         host: &H,
         nth: usize,
-        entry: impl Fn(usize) -> Entry,
+        entry: impl FnMut(usize) -> Entry,
     ) -> Entry {
         let table = self.tables[..self.len][self.len - 1 - nth];
         // SAFETY: tables in the cache were allocated for this size, and are the cache's alone.

@@ -100,6 +100,13 @@ impl Drop for Section<'_> {
 /// Use of a record for one call of the VM.
 pub(crate) struct RecordGuard<'a>(&'a Record);
 
+impl<'a> RecordGuard<'a> {
+    /// The record, for as long as the list of records lives; to be used while the guard does.
+    pub(crate) fn get(&self) -> &'a Record {
+        self.0
+    }
+}
+
 impl core::ops::Deref for RecordGuard<'_> {
     type Target = Record;
 

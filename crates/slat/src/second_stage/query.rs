@@ -1,0 +1,72 @@
+//! Asking the tables what they say, without changing them: for instruction emulation, device models, debuggers, tests.
+
+use crate::addr::{Gfn, Gpa, PageSize, Pfn};
+use crate::error::Error;
+use crate::format::Format;
+use crate::host::Host;
+use crate::table::Tree;
+use crate::table::entry::{self, State};
+use crate::table::retire::{RecordGuard, Section};
+use crate::table::walk::Cursor;
+
+/// What the tables say about a page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Translation {
+    /// The frame of the 4 KiB page.
+    pub pfn: Pfn,
+    /// The size of the leaf that maps it.
+    pub size: PageSize,
+    /// Whether the guest may write it without a fault.
+    pub writable: bool,
+    /// Whether the guest has used the leaf since it was installed or last aged.
+    pub accessed: bool,
+    /// Whether the guest has written through the leaf since it was installed.
+    pub dirty: bool,
+}
+
+/// A look at a VM's tables, as they are while it is open. Nothing that is unlinked meanwhile is freed: keep it short.
+#[must_use]
+pub struct TableReader<'v, H: Host, F: Format> {
+    tree: &'v Tree<H, F>,
+    // The order of the fields is that of leaving.
+    section: Section<'v>,
+    _record: RecordGuard<'v>,
+}
+
+impl<'v, H: Host, F: Format> TableReader<'v, H, F> {
+    pub(crate) fn new(tree: &'v Tree<H, F>) -> Result<TableReader<'v, H, F>, Error> {
+        let record = tree.epochs.borrow_record()?;
+        Ok(TableReader { tree, section: tree.epochs.enter(record.get()), _record: record })
+    }
+
+    /// A position in the tables: pages of one table after each other cost no walk.
+    pub fn cursor(&self) -> TableCursor<'_, H, F> {
+        TableCursor { cursor: Cursor::new(self.tree, &self.section, Gfn(0)) }
+    }
+}
+
+/// A position in a VM's tables; see [`TableReader::cursor`].
+pub struct TableCursor<'r, H: Host, F: Format> {
+    cursor: Cursor<'r, H, F>,
+}
+
+impl<H: Host, F: Format> TableCursor<'_, H, F> {
+    /// What the tables say about the page at `gpa`; `None` if nothing is mapped, or the format has no such address.
+    #[inline]
+    pub fn query(&mut self, gpa: Gpa) -> Option<Translation> {
+        if gpa.0 >> F::GPA_BITS != 0 {
+            return None;
+        }
+        let gfn = gpa.gfn();
+        self.cursor.move_to(gfn);
+        let (leaf, State::Leaf | State::Tracked) = self.cursor.descend_to_lowest() else { return None };
+        let level = self.cursor.level();
+        Some(Translation {
+            pfn: Pfn(entry::frame::<F>(leaf, level).0 + (gfn.0 & (level.nr_pages() - 1))),
+            size: level.page_size(),
+            writable: entry::is_writable::<F>(leaf),
+            accessed: entry::is_accessed::<F>(leaf),
+            dirty: entry::is_dirty::<F>(leaf),
+        })
+    }
+}

@@ -1,0 +1,149 @@
+//! Mapping a range before the guest asks for it: KVM's `KVM_PRE_FAULT_MEMORY`.
+//!
+//! It goes the way of a fault: entry first, then what the answer depends on, resolve, one compare-and-exchange if the
+//! stamp allows it. Where a whole block of 2 MiB is missing, its table is filled before it is linked, so that the block
+//! costs one exchange instead of 512. What is mapped has not been used: A and D stay clear.
+
+use super::{Fault, Found, InstallPlan, Plan, Vcpu};
+use crate::addr::{Access, Gfn, GfnRange, Gpa, Level, PAGE_SHIFT, PAGE_SIZE, Pfn};
+use crate::dirty::log;
+use crate::error::Error;
+use crate::format::Format;
+use crate::host::{Host, Resolved};
+use crate::second_stage::install::{self, Changed, NewLeaf, Prepared, Rights};
+use crate::stats::Counter;
+use crate::sync::Side;
+use crate::table::entry::{self, Stamp, State};
+use crate::table::walk::Cursor;
+
+impl<H: Host, F: Format> Vcpu<H, F> {
+    /// Maps the `size_bytes` from `gpa` on, so that `access` to them does not fault: for a write, the pages count as
+    /// written in a slot that logs. What is mapped already stays. Several vCPUs may do parts of a range at once.
+    ///
+    /// Returns how many bytes from `gpa` on are mapped by now; if not all, a second call with the rest says why.
+    ///
+    /// # Errors
+    /// For the first page: [`Error::NoMemory`] if no slot has it, or not for writing; [`Error::Busy`] if it is being taken
+    /// away at this moment, by an invalidation or a change of its slot: try again; and those of
+    /// [`handle_fault`](Vcpu::handle_fault). [`Error::UnalignedAddress`], [`Error::BadSize`].
+    pub fn pre_fault_memory(&mut self, gpa: Gpa, size_bytes: u64, access: Access) -> Result<u64, Error> {
+        if !gpa.is_page_aligned() {
+            return Err(Error::UnalignedAddress { gpa });
+        }
+        if size_bytes == 0 || !size_bytes.is_multiple_of(PAGE_SIZE) {
+            return Err(Error::BadSize { size_bytes });
+        }
+        let range = GfnRange::new(gpa.gfn(), size_bytes >> PAGE_SHIFT);
+        let mut next = range.start;
+        while next < range.end {
+            let result = self.fault(next.gpa(), access).and_then(|mut fault| fault.pre_fault(range.end));
+            next = match result {
+                Ok(next) => next,
+                Err(error) if next == range.start => return Err(error),
+                Err(_) => break,
+            };
+            if self.vm.tree.host.should_yield() {
+                self.vm.tree.host.yield_now();
+            }
+        }
+        Ok((next.0.min(range.end.0) - range.start.0) << PAGE_SHIFT)
+    }
+}
+
+impl<H: Host, F: Format> Fault<'_, H, F> {
+    /// Maps the page of this fault, and as many behind it below `end` as go with it. Returns the first that is not done.
+    fn pre_fault(&mut self, end: Gfn) -> Result<Gfn, Error> {
+        loop {
+            let changed = match self.look() {
+                Plan::Spurious(level) => return Ok(self.gfn.block(level).end),
+                Plan::Exit => return Err(Error::NoMemory { gpa: self.gpa }),
+                Plan::TakenAway => return Err(Error::Busy { gpa: self.gpa }),
+                Plan::Install(plan) => {
+                    let resolved = self.resolve(&plan)?;
+                    let leaf = NewLeaf { used: None, ..plan.leaf::<F>(self.gfn, self.access, resolved)? };
+                    self.top_up(usize::from(plan.level.0 - leaf.level.0))?;
+                    match plan.found {
+                        Found::Empty(seen) if leaf.level == Level::L4K && self.may_fill(&plan, end) => {
+                            self.fill_block(&plan, seen, leaf, resolved)
+                        }
+                        _ => self.install(&plan, leaf).map(|()| self.gfn.block(leaf.level).end),
+                    }
+                }
+                // Done, or one step nearer: the next look tells.
+                Plan::OnLeaf(plan) => self.act_on_leaf(plan)?.map(|_| self.gfn),
+            };
+            match changed {
+                Ok(next) if next != self.gfn => return Ok(next),
+                Ok(_) => {}
+                Err(Changed) => self.count(Counter::Retries),
+            }
+        }
+    }
+
+    /// Whether the whole table for the 2 MiB around the page is missing, and all of it is wanted and may be mapped.
+    fn may_fill(&self, plan: &InstallPlan<'_, H::Backing>, end: Gfn) -> bool {
+        let block = self.gfn.block(Level::L2M);
+        plan.level >= Level::L2M
+            && plan.max_level >= Level::L2M
+            && block.start == self.gfn
+            && block.end <= end
+            && plan.slot.covers(block)
+    }
+
+    /// Maps the pages of the 2 MiB block that begins with this page by a table that is filled before it is linked. `leaf`
+    /// and `resolved` are those of the first page. Returns the first page that has none.
+    fn fill_block(
+        &mut self,
+        plan: &InstallPlan<'_, H::Backing>,
+        seen: Stamp,
+        leaf: NewLeaf,
+        resolved: Resolved,
+    ) -> Result<Gfn, Changed> {
+        let tree = &self.vm.tree;
+        let (host, access, start) = (&tree.host, self.access, self.gfn);
+        // Leaves that can be told without asking the host, this one included.
+        let mut nr_known = contiguous_pages(resolved);
+        let mut next = Some(leaf);
+        let mut nr_filled = 0;
+        let mut any_writable = false;
+        // All entries have the stamp of the look, which is that of the entry that they will hang on.
+        let table = self.tables.prepare::<H, F>(host, 0, |index| {
+            let Some(leaf) = next else { return entry::empty(seen) };
+            nr_filled += 1;
+            nr_known -= 1;
+            any_writable |= leaf.rights == Rights::Writable;
+            let gfn = Gfn(start.0 + nr_filled);
+            next = if nr_known > 0 {
+                Some(NewLeaf { pfn: Pfn(leaf.pfn.0 + 1), ..leaf })
+            } else if index + 1 < F::TABLE_ENTRIES {
+                let resolved = host.resolve(plan.backing.get(), gfn, plan.page(gfn), access).ok();
+                nr_known = resolved.map_or(0, contiguous_pages);
+                let leaf = resolved.and_then(|resolved| plan.leaf::<F>(gfn, access, resolved).ok());
+                leaf.map(|leaf| NewLeaf { level: Level::L4K, used: None, ..leaf })
+            } else {
+                None
+            };
+            leaf.entry::<F>()
+        });
+        let locked = tree.enter(self.record, Side::Read);
+        let mut cursor = Cursor::new(tree, &locked.section, start);
+        let (value, State::Empty(stamp)) = cursor.descend_to_lowest() else { return Err(Changed) };
+        if stamp != seen || cursor.level() > plan.level || cursor.level() < Level::L2M {
+            return Err(Changed);
+        }
+        let prepared = Prepared { entry: table, level: Level::L2M, nr_tables: 1 };
+        install::link(&cursor, host, self.tables, value, stamp, prepared)?;
+        self.record.stats.add(Counter::Installed4K, nr_filled);
+        let filled = GfnRange::new(start, nr_filled);
+        if any_writable {
+            log::mark_if_logging(&self.vm.slots, &locked.section, start, filled);
+        }
+        Ok(filled.end)
+    }
+}
+
+/// Pages from the resolved one on whose frames are known to follow each other.
+fn contiguous_pages(resolved: Resolved) -> u64 {
+    let nr_pages = resolved.max_size.level().nr_pages();
+    nr_pages - resolved.pfn.0 % nr_pages
+}

@@ -1,0 +1,203 @@
+//! Mapping before the guest asks, and asking the tables: one thread, then beside a slot that comes and goes, as KVM's
+//! pre_fault_memory_test does.
+#![cfg(not(any(loom, shuttle)))]
+#![allow(missing_docs)]
+
+mod common;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use common::{GIB, MIB, assert_no_table_is_left, change, each, region, vm};
+use slat::{
+    Access, Error, Exit, Format, Gfn, GfnRange, Gpa, Locking, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn,
+    Translation,
+};
+
+const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
+const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
+
+/// What is mapped of each page from `gpa` on.
+fn mapped<F: Format>(vm: &slat::Vm<common::TestHost, F>, gpa: u64, nr_pages: u64) -> Vec<Option<Translation>> {
+    let reader = vm.read_tables().unwrap();
+    let mut cursor = reader.cursor();
+    (0..nr_pages).map(|page| cursor.query(Gpa(gpa + page * PAGE_SIZE))).collect()
+}
+
+fn maps_all_sizes<F: Format>(locking: Locking) {
+    for (size, nr_resolves) in [(PageSize::Size4K, 2048), (PageSize::Size2M, 4), (PageSize::Size1G, 4)] {
+        let vm = vm::<F>(locking);
+        // The frames lie like the guest's pages.
+        vm.set_user_memory_region(region(0, 4 * MIB, 8 * MIB, 4 * MIB / PAGE_SIZE, size)).unwrap();
+        let mut vcpu = vm.create_vcpu().unwrap();
+        assert_eq!(vcpu.pre_fault_memory(Gpa(4 * MIB), 8 * MIB, Access::Read), Ok(8 * MIB));
+        assert_eq!(vm.host().resolves.load(Ordering::SeqCst), nr_resolves, "{size:?}");
+        let leaf = if size == PageSize::Size4K { size } else { PageSize::Size2M };
+        for (page, found) in mapped(&vm, 4 * MIB, 2048).into_iter().enumerate() {
+            let expected = Translation {
+                pfn: Pfn(4 * MIB / PAGE_SIZE + page as u64),
+                size: leaf,
+                writable: true,
+                accessed: false,
+                dirty: false,
+            };
+            assert_eq!(found, Some(expected), "page {page}");
+        }
+        assert_eq!(mapped(&vm, 4 * MIB - PAGE_SIZE, 1), [None]);
+        assert_eq!(mapped(&vm, 12 * MIB, 1), [None]);
+        // What is there stays, and the host is not asked again.
+        assert_eq!(vcpu.pre_fault_memory(Gpa(4 * MIB), 8 * MIB, Access::Write), Ok(8 * MIB));
+        assert_eq!(vm.host().resolves.load(Ordering::SeqCst), nr_resolves);
+        assert_eq!(vcpu.handle_fault(Gpa(5 * MIB), Access::Write), Ok(Outcome::Resume));
+        assert_eq!(vm.stats().spurious, 1);
+    }
+}
+each!(a_range_is_mapped_with_the_largest_leaves, maps_all_sizes);
+
+/// Frames that follow each other, but not as the guest's pages do: small leaves, and yet few questions.
+fn asks_once_for_contiguous_frames<F: Format>(locking: Locking) {
+    let vm = vm::<F>(locking);
+    vm.set_user_memory_region(region(0, 0, 8 * MIB, 0x1_0003, PageSize::Size2M)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.pre_fault_memory(Gpa(0), 8 * MIB, Access::Read), Ok(8 * MIB));
+    // Each block of frames ends in the midst of a block of pages.
+    assert_eq!(vm.host().resolves.load(Ordering::SeqCst), 8);
+    for (page, found) in mapped(&vm, 0, 2048).into_iter().enumerate() {
+        assert_eq!(found.map(|t| (t.pfn, t.size)), Some((Pfn(0x1_0003 + page as u64), PageSize::Size4K)));
+    }
+}
+each!(contiguous_frames_are_asked_for_once, asks_once_for_contiguous_frames);
+
+fn stops_where_memory_ends<F: Format>(locking: Locking) {
+    let vm = vm::<F>(locking);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    // 2 MiB and a page, as in KVM's test; one page more than the slot has.
+    let size_bytes = 2 * MIB + PAGE_SIZE;
+    vm.set_user_memory_region(region(0, 2 * MIB, size_bytes, 7, PageSize::Size4K)).unwrap();
+    assert_eq!(vcpu.pre_fault_memory(Gpa(2 * MIB), size_bytes + PAGE_SIZE, Access::Read), Ok(size_bytes));
+    let behind = Gpa(2 * MIB + size_bytes);
+    assert_eq!(vcpu.pre_fault_memory(behind, PAGE_SIZE, Access::Read), Err(Error::NoMemory { gpa: behind }));
+    assert_eq!(vcpu.pre_fault_memory(Gpa(0), PAGE_SIZE, Access::Read), Err(Error::NoMemory { gpa: Gpa(0) }));
+
+    // A backing that is shorter than its slot, in the midst of a block.
+    let mut short = region(1, GIB, 4 * MIB, 0, PageSize::Size4K);
+    short.backing = Some(std::sync::Arc::new(common::TestBacking::new(0x5000, 700, PageSize::Size4K)));
+    vm.set_user_memory_region(short).unwrap();
+    assert_eq!(vcpu.pre_fault_memory(Gpa(GIB), 4 * MIB, Access::Read), Ok(700 * PAGE_SIZE));
+    let gone = Gpa(GIB + 700 * PAGE_SIZE);
+    assert_eq!(vcpu.pre_fault_memory(gone, PAGE_SIZE, Access::Read), Err(Error::BackingGone { gpa: gone }));
+    assert_eq!(mapped(&vm, GIB, 1024).iter().flatten().count(), 700);
+}
+each!(it_stops_where_memory_ends, stops_where_memory_ends);
+
+fn refuses<F: Format>(locking: Locking) {
+    let vm = vm::<F>(locking);
+    let mut read_only = region(0, 0, MIB, 7, PageSize::Size4K);
+    read_only.flags = MemoryRegionFlags::READONLY;
+    vm.set_user_memory_region(read_only).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let mut pre_fault = |gpa, size_bytes, access| vcpu.pre_fault_memory(Gpa(gpa), size_bytes, access);
+    assert_eq!(pre_fault(1, PAGE_SIZE, Access::Read), Err(Error::UnalignedAddress { gpa: Gpa(1) }));
+    assert_eq!(pre_fault(0, 0, Access::Read), Err(Error::BadSize { size_bytes: 0 }));
+    assert_eq!(pre_fault(0, 4095, Access::Read), Err(Error::BadSize { size_bytes: 4095 }));
+    assert_eq!(pre_fault(0, PAGE_SIZE, Access::Write), Err(Error::NoMemory { gpa: Gpa(0) }));
+    assert_eq!(pre_fault(0, u64::MAX - 4095, Access::Read), Ok(MIB));
+    let too_high = Gpa(1 << F::GPA_BITS);
+    let expected = Err(Error::AddressTooHigh { gpa: too_high, gpa_bits: F::GPA_BITS });
+    assert_eq!(pre_fault(too_high.0, PAGE_SIZE, Access::Read), expected);
+    let held = vm.invalidate_range(GfnRange::new(Gfn(5), 1)).unwrap();
+    assert_eq!(pre_fault(4 * PAGE_SIZE, 3 * PAGE_SIZE, Access::Read), Ok(PAGE_SIZE));
+    assert_eq!(pre_fault(5 * PAGE_SIZE, PAGE_SIZE, Access::Read), Err(Error::Busy { gpa: Gpa(5 * PAGE_SIZE) }));
+    drop(held);
+    assert_eq!(pre_fault(5 * PAGE_SIZE, PAGE_SIZE, Access::Read), Ok(PAGE_SIZE));
+    vm.host().fail_after(0);
+    let reader = vm.read_tables().unwrap();
+    assert_eq!(reader.cursor().query(too_high), None);
+    assert_eq!(reader.cursor().query(Gpa(u64::MAX)), None);
+}
+each!(bad_input_is_refused, refuses);
+
+/// Without memory for tables nothing changes, and each table that there is memory for is of use.
+fn survives_without_memory<F: Format>(locking: Locking) {
+    for nr_tables in 0..8 {
+        let vm = vm::<F>(locking);
+        vm.set_user_memory_region(region(0, 0, 8 * MIB, 0, PageSize::Size4K)).unwrap();
+        let mut vcpu = vm.create_vcpu().unwrap();
+        vm.host().fail_after(nr_tables);
+        // Two above, and one for each block.
+        let expected = match (nr_tables as u64).saturating_sub(2) * 2 * MIB {
+            0 => Err(Error::OutOfMemory),
+            size_bytes => Ok(size_bytes.min(8 * MIB)),
+        };
+        assert_eq!(vcpu.pre_fault_memory(Gpa(0), 8 * MIB, Access::Read), expected, "{nr_tables} tables");
+        vm.host().never_fail();
+        assert_eq!(vcpu.pre_fault_memory(Gpa(0), 8 * MIB, Access::Read), Ok(8 * MIB));
+        drop(vcpu);
+        vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
+        assert_no_table_is_left(&vm);
+    }
+}
+each!(it_survives_without_memory, survives_without_memory);
+
+fn logs_what_it_opens<F: Format>(locking: Locking) {
+    let vm = vm::<F>(locking);
+    let mut logging = region(0, 0, 4 * MIB, 0, PageSize::Size2M);
+    logging.flags = LOG;
+    vm.set_user_memory_region(logging).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let mut bitmap = [0; 16];
+    assert_eq!(vcpu.pre_fault_memory(Gpa(0), 2 * MIB, Access::Read), Ok(2 * MIB));
+    assert!(mapped(&vm, 0, 512).iter().all(|found| found.is_some_and(|t| !t.writable && t.size == PageSize::Size4K)));
+    assert_eq!(vm.get_dirty_log(0, &mut bitmap), Ok(0));
+    assert_eq!(vcpu.pre_fault_memory(Gpa(PAGE_SIZE), 4 * MIB - PAGE_SIZE, Access::Write), Ok(4 * MIB - PAGE_SIZE));
+    assert_eq!(vm.get_dirty_log(0, &mut bitmap), Ok(1023));
+    assert_eq!(bitmap[0], !1);
+    assert!(mapped(&vm, 0, 1024).iter().all(|found| found.is_some_and(|t| !t.writable)));
+}
+each!(what_it_opens_for_writing_is_logged, logs_what_it_opens);
+
+/// KVM's pre_fault_memory_test: the slot is deleted and made again beside it. Sizes add up, errors are those that may be.
+fn beside_a_slot_that_comes_and_goes<F: Format>(locking: Locking) {
+    let vm = vm::<F>(locking);
+    let size_bytes = 2 * MIB + PAGE_SIZE;
+    let make = |first_pfn| {
+        vm.set_user_memory_region(region(3, GIB, size_bytes, first_pfn, PageSize::Size4K)).unwrap();
+    };
+    make(0);
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let mut vcpu = vm.create_vcpu().unwrap();
+                let mut done = 0;
+                while !is_over.load(Ordering::SeqCst) {
+                    match vcpu.pre_fault_memory(Gpa(GIB + done), size_bytes - done, Access::Read) {
+                        Ok(more) => {
+                            assert!(more > 0 && more <= size_bytes - done && more.is_multiple_of(PAGE_SIZE));
+                            done = (done + more) % size_bytes;
+                        }
+                        Err(Error::Busy { gpa } | Error::NoMemory { gpa }) => assert_eq!(gpa, Gpa(GIB + done)),
+                        Err(error) => panic!("{error}"),
+                    }
+                }
+            });
+        }
+        for life in 1..200 {
+            vm.set_user_memory_region(change(3, NO_FLAGS, 0, 0)).unwrap();
+            assert!(mapped(&vm, GIB, 513).iter().all(Option::is_none), "left over");
+            make(life << 20);
+            thread::yield_now();
+            let of_this_life = life << 20..(life << 20) + 513;
+            assert!(mapped(&vm, GIB, 513).iter().flatten().all(|found| of_this_life.contains(&found.pfn.0)));
+        }
+        is_over.store(true, Ordering::SeqCst);
+    });
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.pre_fault_memory(Gpa(GIB), size_bytes, Access::Read), Ok(size_bytes));
+    vm.set_user_memory_region(change(3, NO_FLAGS, 0, 0)).unwrap();
+    let exit = Outcome::Exit(Exit::Mmio { gpa: Gpa(GIB), access: Access::Read });
+    assert_eq!(vcpu.handle_fault(Gpa(GIB), Access::Read), Ok(exit));
+    drop(vcpu);
+    assert_no_table_is_left(&vm);
+}
+each!(it_runs_beside_a_slot_that_comes_and_goes, beside_a_slot_that_comes_and_goes);
