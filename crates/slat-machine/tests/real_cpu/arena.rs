@@ -1,0 +1,216 @@
+//! The memory of the real CPU's machine, and the engine's [`Host`] over it.
+//!
+//! One sparse mapping, the *arena*, is all of the machine's physical memory. It begins at [`BASE`], so neither an offset
+//! nor a pointer is taken for a physical address by luck. Its first part holds the tables; [`FRAMES`] and up is the
+//! tests' to hand out as frames.
+
+#![expect(unsafe_code, reason = "a mapping of its own, and the promise of the trait Host")]
+
+use core::alloc::Layout;
+use std::io;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use slat::sync::AtomicU32;
+use slat::{Access, Gfn, GfnRange, Gone, Host, Hpa, PAGE_SHIFT, PAGE_SIZE, PageSize, Park, Pfn, Resolved};
+
+/// Physical address of the arena's first byte: a multiple of 1 GiB, so that blocks of each page size fit.
+pub const BASE: u64 = 4 << 30;
+/// Size of the arena in bytes: 1 GiB for tables and small frames, then a frame of 1 GiB.
+pub const SIZE_BYTES: u64 = 2 << 30;
+/// First physical address that the tests may use for frames; below are the tables.
+pub const FRAMES: u64 = BASE + TABLES_BYTES;
+/// Room for tables.
+const TABLES_BYTES: u64 = 16 << 20;
+
+/// What freed tables are filled with: no entry that is present.
+const POISON: u64 = 0x5a5a_5a5a_5a5a_5a5a;
+
+/// The machine's physical memory.
+#[derive(Debug)]
+pub struct Arena {
+    start: *mut u8,
+}
+
+// SAFETY: the mapping belongs to no thread, and is accessed by atomic operations.
+unsafe impl Send for Arena {}
+// SAFETY: as above.
+unsafe impl Sync for Arena {}
+
+impl Arena {
+    /// Maps it; memory is taken page by page as it is touched.
+    pub fn new() -> io::Result<Arena> {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a new mapping, wherever the kernel likes.
+        let start = unsafe { libc::mmap(ptr::null_mut(), SIZE_BYTES as usize, protection, flags, -1, 0) };
+        if start == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        // Else each page that is touched could take 2 MiB. It is advice only: a kernel without huge pages refuses it.
+        // SAFETY: the mapping just made.
+        unsafe { libc::madvise(start, SIZE_BYTES as usize, libc::MADV_NOHUGEPAGE) };
+        Ok(Arena { start: start.cast() })
+    }
+
+    /// The pointer to physical address `hpa`.
+    pub fn pointer(&self, hpa: Hpa) -> *mut u8 {
+        let offset = hpa.0.wrapping_sub(BASE);
+        assert!(offset < SIZE_BYTES, "{hpa} is not in the arena");
+        self.start.wrapping_add(offset as usize)
+    }
+
+    /// The 8 bytes at `hpa`, a multiple of 8.
+    pub fn word(&self, hpa: Hpa) -> &AtomicU64 {
+        assert!(hpa.0.is_multiple_of(8), "{hpa} is not aligned");
+        // SAFETY: in the mapping, which lives as long as the arena, and aligned; all access is by atomics.
+        unsafe { AtomicU64::from_ptr(self.pointer(hpa).cast()) }
+    }
+
+    /// Reads the word at `hpa`. The CPU is not running, or was this thread: no order is needed.
+    pub fn get(&self, hpa: Hpa) -> u64 {
+        self.word(hpa).load(Ordering::Relaxed)
+    }
+
+    /// Writes the word at `hpa`.
+    pub fn set(&self, hpa: Hpa, value: u64) {
+        self.word(hpa).store(value, Ordering::Relaxed);
+    }
+
+    /// Copies `bytes` to `hpa`, a multiple of 8; the last word is filled up with zeroes.
+    pub fn copy(&self, hpa: Hpa, bytes: &[u8]) {
+        for (index, chunk) in bytes.chunks(8).enumerate() {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            self.set(Hpa(hpa.0 + 8 * index as u64), u64::from_le_bytes(word));
+        }
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new` with this size; the VMs that used it hold a reference.
+        let result = unsafe { libc::munmap(self.start.cast(), SIZE_BYTES as usize) };
+        debug_assert_eq!(result, 0, "munmap of a mapping of our own");
+    }
+}
+
+/// The memory of a slot: frames that follow each other in the arena.
+#[derive(Debug)]
+pub struct Frames {
+    pub first: Pfn,
+    pub nr_pages: u64,
+    pub max_size: PageSize,
+    /// Whether a read is answered with a frame that may be written.
+    pub read_gives_writable: AtomicBool,
+}
+
+impl Frames {
+    /// Frames from the physical address `first` on.
+    pub fn new(first: Hpa, nr_pages: u64, max_size: PageSize) -> Arc<Frames> {
+        assert!(first.0 >= FRAMES && first.0 + (nr_pages << PAGE_SHIFT) <= BASE + SIZE_BYTES);
+        Arc::new(Frames { first: first.pfn(), nr_pages, max_size, read_gives_writable: AtomicBool::new(true) })
+    }
+
+    /// Physical address of page `page`.
+    pub fn page(&self, page: u64) -> Hpa {
+        Pfn(self.first.0 + page).hpa()
+    }
+}
+
+/// The engine's surroundings.
+#[derive(Debug)]
+pub struct ArenaHost {
+    arena: Arc<Arena>,
+    tables: Mutex<Tables>,
+    /// The engine asked for a flush, and the CPU has not entered the guest since: it flushes before it does.
+    flush_owed: AtomicBool,
+    start: Instant,
+}
+
+#[derive(Debug, Default)]
+struct Tables {
+    nr_used: u64,
+    free: Vec<Hpa>,
+}
+
+impl ArenaHost {
+    pub fn new(arena: &Arc<Arena>) -> ArenaHost {
+        ArenaHost {
+            arena: Arc::clone(arena),
+            tables: Mutex::default(),
+            flush_owed: AtomicBool::new(false),
+            start: Instant::now(),
+        }
+    }
+
+    /// Whether the engine has asked for a flush since this was last asked.
+    pub fn take_flush_owed(&self) -> bool {
+        self.flush_owed.swap(false, Ordering::Relaxed)
+    }
+}
+
+// The default locking is `None`, which never parks.
+impl Park for ArenaHost {
+    fn park(&self, _word: &AtomicU32, _expected: u32) {}
+
+    fn unpark_one(&self, _word: *const AtomicU32) -> bool {
+        false
+    }
+
+    fn unpark_all(&self, _word: *const AtomicU32) {}
+}
+
+// SAFETY: tables are disjoint pages of the arena, which lives as long as the host, at the pointer of their address; a
+// frame is its page's for ever. The one CPU does not run during a flush, for it is run by the thread that calls the
+// engine, and it flushes before it enters the guest again (`World::access`). Nothing unwinds but on a test's own mistake.
+unsafe impl Host for ArenaHost {
+    type Backing = Arc<Frames>;
+
+    fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
+        if layout.size() as u64 != PAGE_SIZE || layout.align() as u64 > PAGE_SIZE {
+            return None;
+        }
+        let mut tables = self.tables.lock().ok()?;
+        if let Some(table) = tables.free.pop() {
+            return Some(table);
+        }
+        if (tables.nr_used + 1) << PAGE_SHIFT > TABLES_BYTES {
+            return None;
+        }
+        tables.nr_used += 1;
+        Some(Hpa(BASE + ((tables.nr_used - 1) << PAGE_SHIFT)))
+    }
+
+    unsafe fn free_table(&self, table: Hpa, layout: Layout) {
+        // A CPU that still walks it is noticed: it faults where the walker in software does not.
+        for offset in (0..layout.size() as u64).step_by(8) {
+            self.arena.set(Hpa(table.0 + offset), POISON);
+        }
+        if let Ok(mut tables) = self.tables.lock() {
+            tables.free.push(table);
+        }
+    }
+
+    fn table_ptr(&self, table: Hpa) -> *mut u8 {
+        self.arena.pointer(table)
+    }
+
+    fn resolve(&self, frames: &Arc<Frames>, _gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+        if page >= frames.nr_pages {
+            return Err(Gone);
+        }
+        let writable = access == Access::Write || frames.read_gives_writable.load(Ordering::Relaxed);
+        Ok(Resolved { pfn: Pfn(frames.first.0 + page), max_size: frames.max_size, writable })
+    }
+
+    fn flush(&self, _ranges: &[GfnRange]) {
+        self.flush_owed.store(true, Ordering::Relaxed);
+    }
+
+    fn timestamp_ns(&self) -> u64 {
+        self.start.elapsed().as_nanos() as u64
+    }
+}

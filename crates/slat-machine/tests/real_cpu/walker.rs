@@ -1,0 +1,125 @@
+//! What the software machine's walker says about tables that lie in the arena.
+//!
+//! The walker wants tables at the software machine's physical addresses, which are pointers plus a bias; the real CPU
+//! wants them in the arena. So the four entries on the way to an address are copied into tables of the software
+//! machine, the links between them rewritten, and the walker walks the copy. The leaf's address only gets the bias: the
+//! walker does not look behind it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use slat::{Access, Gpa, Hpa, Npt};
+use slat_machine::commit::{FlushDomain, Port};
+use slat_machine::phys;
+use slat_machine::walk::{HardwareFormat, Purpose, Stop};
+
+use crate::arena::Arena;
+
+/// P, bit 0 of an entry (AMD APM vol. 2, 5.4.1).
+pub const PRESENT: u64 = 1 << 0;
+/// R/W.
+pub const WRITABLE: u64 = 1 << 1;
+/// U/S.
+pub const USER: u64 = 1 << 2;
+/// A.
+pub const ACCESSED: u64 = 1 << 5;
+/// D, in leaves.
+pub const DIRTY: u64 = 1 << 6;
+/// PS, in entries of levels 2 and 3.
+pub const PAGE: u64 = 1 << 7;
+/// NX.
+pub const NO_EXECUTE: u64 = 1 << 63;
+/// Bits 12 to 51.
+const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
+/// The error-code bits of #PF that both kinds of fault have: P, W, U, RSVD, I/D (AMD APM vol. 2, 8.4.2 and 15.25.6).
+const PAGE_FAULT_CODE: u64 = 0x1f;
+
+/// An entry on the way to an address.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Step {
+    pub level: u8,
+    pub at: Hpa,
+    pub entry: u64,
+}
+
+/// The entries on the way to `gpa` in the tables under `root`, as far as they are present: the root's first.
+pub fn path(arena: &Arena, root: Hpa, gpa: Gpa) -> Vec<Step> {
+    let mut steps = Vec::with_capacity(4);
+    let mut table = root.0;
+    for level in (1..=4).rev() {
+        let at = Hpa(table + 8 * (gpa.0 >> (12 + 9 * (level - 1)) & 0x1ff));
+        let entry = arena.get(at);
+        steps.push(Step { level: level as u8, at, entry });
+        if entry & PRESENT == 0 || is_leaf(level as u8, entry) {
+            break;
+        }
+        table = entry & ADDRESS;
+    }
+    steps
+}
+
+/// Whether a present entry ends the way. One of level 4 with bit 7 set does not: it is broken.
+fn is_leaf(level: u8, entry: u64) -> bool {
+    level == 1 || level < 4 && entry & PAGE != 0
+}
+
+/// What the walker says: where the access goes and the entries afterwards, or the error code of the fault.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Walked {
+    pub result: Result<Hpa, u64>,
+    pub path: Vec<Step>,
+}
+
+/// A table of the software machine.
+#[repr(align(4096))]
+struct Table([AtomicU64; 512]);
+
+/// The software machine's walker, and the tables that ways are copied to.
+pub struct Walker {
+    port: Port,
+    /// Of levels 4 to 1.
+    tables: [Box<Table>; 4],
+}
+
+impl Walker {
+    pub fn new() -> Walker {
+        let tables = std::array::from_fn(|_| Box::new(Table([const { AtomicU64::new(0) }; 512])));
+        Walker { port: Port::new(&Arc::new(FlushDomain::new())), tables }
+    }
+
+    /// Walks to `gpa` for `access`. The tables in the arena stay as they are.
+    pub fn walk(&self, arena: &Arena, root: Hpa, gpa: Gpa, access: Access) -> Walked {
+        let mut path = path(arena, root, gpa);
+        let mut copies = Vec::with_capacity(4);
+        for (index, step) in path.iter().enumerate() {
+            let copy = &self.tables[index].0[(step.at.0 >> 3 & 0x1ff) as usize];
+            let entry = if step.entry & PRESENT == 0 {
+                step.entry
+            } else if is_leaf(step.level, step.entry) {
+                step.entry + phys::BIAS
+            } else {
+                step.entry & !ADDRESS | self.hpa_of(index + 1).0
+            };
+            copy.store(entry, Ordering::Relaxed);
+            copies.push((copy, entry));
+        }
+
+        let purpose = Purpose::Data;
+        let result = match Npt::walk(&self.port, self.port.generation(), self.hpa_of(0), gpa, access, purpose) {
+            Ok(mapping) => Ok(Hpa(mapping.hpa.0 - phys::BIAS)),
+            Err(Stop::Fault(fault)) => Err(fault.code & PAGE_FAULT_CODE),
+            Err(Stop::Misconfigured(misconfiguration)) => Err(misconfiguration.code & PAGE_FAULT_CODE),
+            Err(stop) => panic!("{access:?} of {gpa}: nobody else uses these tables, yet: {stop}"),
+        };
+
+        for (step, (copy, before)) in path.iter_mut().zip(copies) {
+            // Only bits that the walker has changed: the copy's address is another.
+            step.entry ^= copy.swap(0, Ordering::Relaxed) ^ before;
+        }
+        Walked { result, path }
+    }
+
+    fn hpa_of(&self, index: usize) -> Hpa {
+        phys::hpa_of(self.tables[index].0.as_ptr())
+    }
+}
