@@ -156,6 +156,55 @@ fn logs_what_it_opens<F: Format>(locking: Locking) {
 }
 each!(what_it_opens_for_writing_is_logged, logs_what_it_opens);
 
+fn maps_a_list<F: Format>(locking: Locking) {
+    let vm = vm::<F>(locking);
+    vm.set_user_memory_region(region(0, 0, 8 * MIB, 0x1000, PageSize::Size4K)).unwrap();
+    vm.set_user_memory_region(region(1, 8 * MIB, MIB, 0x8000, PageSize::Size4K)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    // Every third page of both slots, one of them twice, not in order, and not at the pages' starts.
+    let mut pages: Vec<Gpa> = (0..9 * MIB).step_by(3 * PAGE_SIZE as usize).map(|gpa| Gpa(gpa + 8)).collect();
+    pages.insert(40, pages[39]);
+    pages.swap(100, 700);
+    assert_eq!(vcpu.pre_fault_pages(&pages, Access::Read), Ok(pages.len()));
+    for (page, found) in mapped(&vm, 0, 9 * 256).into_iter().enumerate() {
+        let first_pfn = if page < 2048 { 0x1000 } else { 0x8000 - 2048 };
+        let expected = page.is_multiple_of(3).then_some((Pfn(first_pfn + page as u64), true, false));
+        assert_eq!(found.map(|t| (t.pfn, t.writable, t.accessed)), expected, "page {page}");
+    }
+    assert_eq!(vcpu.pre_fault_pages(&[], Access::Read), Ok(0));
+    // What cannot be mapped ends the list, and is an error when it comes first.
+    let list = [Gpa(PAGE_SIZE), Gpa(2 * PAGE_SIZE), Gpa(9 * MIB), Gpa(4 * PAGE_SIZE)];
+    assert_eq!(vcpu.pre_fault_pages(&list, Access::Write), Ok(2));
+    assert_eq!(vcpu.pre_fault_pages(&list[2..], Access::Write), Err(Error::NoMemory { gpa: Gpa(9 * MIB) }));
+    assert_eq!(mapped(&vm, 4 * PAGE_SIZE, 1), [None]);
+    let too_high = Gpa(u64::MAX);
+    let expected = Err(Error::AddressTooHigh { gpa: too_high, gpa_bits: F::GPA_BITS });
+    assert_eq!(vcpu.pre_fault_pages(&[too_high], Access::Read), expected);
+    assert_eq!(vcpu.pre_fault_pages(&[Gpa(0), too_high], Access::Read), Ok(1));
+    let held = vm.invalidate_range(GfnRange::new(Gfn(4), 1)).unwrap();
+    assert_eq!(vcpu.pre_fault_pages(&[Gpa(5 * PAGE_SIZE), Gpa(4 * PAGE_SIZE)], Access::Read), Ok(1));
+    assert_eq!(vcpu.pre_fault_pages(&[Gpa(4 * PAGE_SIZE)], Access::Read), Err(Error::Busy { gpa: Gpa(4 * PAGE_SIZE) }));
+    drop(held);
+    assert_eq!(vcpu.pre_fault_pages(&[Gpa(4 * PAGE_SIZE)], Access::Read), Ok(1));
+}
+each!(a_list_of_pages_is_mapped, maps_a_list);
+
+fn logs_a_list<F: Format>(locking: Locking) {
+    let vm = vm::<F>(locking);
+    let mut logging = region(0, 0, 2 * MIB, 0, PageSize::Size4K);
+    logging.flags = LOG;
+    vm.set_user_memory_region(logging).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let pages: Vec<Gpa> = (0..64).map(|page| Gpa(page * 2 * PAGE_SIZE)).collect();
+    assert_eq!(vcpu.pre_fault_pages(&pages[..32], Access::Read), Ok(32));
+    let mut bitmap = [0; 8];
+    assert_eq!(vm.get_dirty_log(0, &mut bitmap), Ok(0));
+    assert_eq!(vcpu.pre_fault_pages(&pages, Access::Write), Ok(64));
+    assert_eq!(vm.get_dirty_log(0, &mut bitmap), Ok(64));
+    assert_eq!(bitmap, [0x5555_5555_5555_5555, 0x5555_5555_5555_5555, 0, 0, 0, 0, 0, 0]);
+}
+each!(a_list_that_is_opened_for_writing_is_logged, logs_a_list);
+
 /// KVM's pre_fault_memory_test: the slot is deleted and made again beside it. Sizes add up, errors are those that may be.
 fn beside_a_slot_that_comes_and_goes<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
