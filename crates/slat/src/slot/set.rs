@@ -206,25 +206,38 @@ impl<B> SlotSet<B> {
     /// Fills this empty set, which has room for it, with `old` as changed. Allocates nothing.
     fn fill(&mut self, old: &SlotSet<B>, change: &Change<B>) -> Result<(), Error> {
         let id = change.id();
+        let removed = old.position(id).ok().map(|position| old.by_id[position] as usize);
         let added = match change {
+            Change::Insert(_) if removed.is_some() => return Err(Error::SlotBusy { slot: id }),
             Change::Insert(entry) | Change::Replace(entry) => Some(entry),
             Change::Remove(_) => None,
         };
-        self.entries.extend(old.entries.iter().filter(|entry| entry.id != id));
+        let (below, above) = old.entries.split_at(removed.unwrap_or(old.entries.len()));
+        self.entries.extend_from_slice(below);
+        self.entries.extend_from_slice(above.get(1..).unwrap_or_default());
+        let mut at = None;
         if let Some(&added) = added {
-            if matches!(change, Change::Insert(_)) && old.by_id(id).is_some() {
-                return Err(Error::SlotBusy { slot: id });
-            }
-            let at = self.entries.partition_point(|entry| entry.range.start < added.range.start);
-            let neighbours = at.saturating_sub(1)..(at + 1).min(self.entries.len());
+            let index = self.entries.partition_point(|entry| entry.range.start < added.range.start);
+            let neighbours = index.saturating_sub(1)..(index + 1).min(self.entries.len());
             if let Some(other) = self.entries[neighbours].iter().find(|other| other.range.overlaps(added.range)) {
                 return Err(Error::Overlap { slot: id, gpa: added.range.start.gpa(), other: other.id });
             }
-            self.entries.insert(at, added);
+            self.entries.insert(index, added);
+            at = Some(index);
         }
-        self.by_id.extend(0..self.entries.len() as u32);
-        let entries = &self.entries;
-        self.by_id.sort_unstable_by_key(|&index| entries[index as usize].id);
+        // The others keep their order; only their indices move.
+        self.by_id.extend(old.by_id.iter().map(|&index| index as usize).filter(|&index| Some(index) != removed).map(
+            |index| {
+                let without = index - usize::from(removed.is_some_and(|removed| removed < index));
+                (without + usize::from(at.is_some_and(|at| at <= without))) as u32
+            },
+        ));
+        if let Some(at) = at {
+            let position = self.by_id.partition_point(|&index| self.entries[index as usize].id < id);
+            self.by_id.insert(position, at as u32);
+        }
+        debug_assert!(self.by_id.is_sorted_by_key(|&index| self.entries[index as usize].id));
+        debug_assert!(self.entries.is_sorted_by_key(|entry| entry.range.start));
         Ok(())
     }
 }
