@@ -6,10 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
+use slat::{Gfn, GfnRange};
 use slat_machine::commit::{FlushDomain, FlushMethod, Port};
 
 const NR_OPERATIONS: u32 = 50_000_000;
 const NR_FLUSHES: u32 = 20_000;
+const PAGE: [GfnRange; 1] = [GfnRange::new(Gfn(0), 1)];
 
 fn ns_each(count: u32, work: impl FnOnce()) -> f64 {
     let begin = Instant::now();
@@ -58,7 +60,7 @@ fn main() {
         println!(
             "  plain store {plain:.2} ns; checked store {store:.2} ns, load {load:.2} ns, cmpxchg {exchange:.2} ns"
         );
-        let alone = ns_each(NR_FLUSHES, || (0..NR_FLUSHES).for_each(|_| domain.flush()));
+        let alone = ns_each(NR_FLUSHES, || (0..NR_FLUSHES).for_each(|_| domain.flush(&PAGE)));
         let stop = AtomicBool::new(false);
         let peer = std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -70,7 +72,7 @@ fn main() {
                 }
             });
             std::thread::sleep(std::time::Duration::from_millis(20));
-            let peer = ns_each(NR_FLUSHES, || (0..NR_FLUSHES).for_each(|_| domain.flush()));
+            let peer = ns_each(NR_FLUSHES, || (0..NR_FLUSHES).for_each(|_| domain.flush(&PAGE)));
             stop.store(true, Ordering::Relaxed);
             peer
         });

@@ -1,5 +1,5 @@
 //! The flush rule of the software CPUs: when [`FlushDomain::flush`] has returned, no CPU completes an access through a
-//! translation that is older than the flush.
+//! translation of the ranges it names that is older than the flush.
 //!
 //! Hardware keeps that rule with its TLB shootdown. A software CPU is a thread, and a thread can be preempted between
 //! looking a translation up and storing through it; the store would then land whenever the scheduler likes, long after
@@ -12,11 +12,33 @@
 //!   indivisible piece. If the generation has moved on, the operation does nothing and answers [`Stale`]: the CPU starts
 //!   the access over. Whoever takes a translation away changes the tables first and flushes then, so a CPU that reads
 //!   the new generation walks the new tables.
-//! - [`FlushDomain::flush`] moves the generation on, then makes sure that no CPU stands between its comparison and its
-//!   side effect any more.
+//! - [`FlushDomain::flush`] takes the next number, leaves a record of its ranges, lets the generation be that number at
+//!   least, then makes sure that no CPU stands between its comparison and its side effect any more. The number is taken
+//!   after the tables were changed, so generation n means: flushes 1 to n have changed their tables.
+//! - A CPU keeps translations from one generation to the next. Before it looks one up, it catches up: it asks which
+//!   ranges were flushed behind the generation that it knows ([`Port::flushed_since`]) and drops its translations of
+//!   them. If it lags too far behind for that, or a record is missing, the answer is: everything.
 //! - All that a CPU does to memory it does by checked operations: data, and the accessed and dirty bits of the tables.
 //!   Table entries are read by checked loads, so a walk never follows a pointer out of a table that was freed after a
-//!   flush. TLB entries carry the generation that their walk began with and die with it.
+//!   flush.
+//!
+//! The comparison asks for *any* flush, also of ranges that the access has nothing to do with: an access that a flush
+//! overtakes is done over, which is cheap, and the rule needs no more words than that. Only what is kept *between*
+//! accesses goes by ranges.
+//!
+//! # Why a CPU that catches up misses nothing
+//! Flushers take numbers by one counter and move the generation on by a maximum, so the generation may pass a flush
+//! whose flusher has lost its processor between the two steps. Three things can then be asked of a CPU that reads
+//! generation m, of each flush n up to m:
+//! - Does it see the tables as flush n left them? Yes: they were changed before number n was taken. The flusher that
+//!   moved the generation to m took its number from the same counter later, and so has seen what was before n; the CPU
+//!   has read its generation.
+//! - Does it drop what flush n names? Yes: if the record of n is there, by it; if it is not there yet, everything.
+//! - Does flush n, when its flusher goes on, still restart or wait for the CPUs that have an older generation than n?
+//!   Yes: it does so after the generation is n or more, whoever made it so.
+//!
+//! The record is written before the generation moves on and not after: the CPUs of a busy machine look at the
+//! generation every few nanoseconds, and would often be faster than the record.
 //!
 //! # Two methods
 //! *Restartable* ([`FlushMethod::Restartable`]): each checked operation is a Linux restartable sequence (rseq(2)) of
@@ -30,6 +52,7 @@
 
 #![expect(unsafe_code, reason = "checked operations work on raw memory; rseq and membarrier are raw interfaces")]
 
+mod records;
 #[cfg(all(target_arch = "x86_64", target_os = "linux", target_pointer_width = "64", not(miri)))]
 mod restartable;
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux", target_pointer_width = "64", not(miri))))]
@@ -37,6 +60,8 @@ mod restartable;
 mod restartable;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_records;
 mod waiting;
 
 use std::cell::Cell;
@@ -46,8 +71,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crossbeam_utils::CachePadded;
+use slat::{Gfn, GfnRange};
 use thiserror::Error;
 
+use records::Records;
 use restartable::Restartable;
 use waiting::{Gate, Gates};
 
@@ -96,21 +123,57 @@ pub enum NotRestartable {
 #[error("the translation was flushed before the access completed")]
 pub struct Stale;
 
-/// The number of flushes that a translation has seen.
+/// The number of the newest flush at some time: a translation that was looked up under it has seen that flush and all
+/// before.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Generation(u64);
 
 impl Generation {
-    /// As a number that never repeats within a domain: for tags.
+    /// How many flushes there were between `earlier` and this one.
     #[inline]
-    pub fn get(self) -> u64 {
-        self.0
+    pub fn nr_flushes_since(self, earlier: Generation) -> u64 {
+        self.0.wrapping_sub(earlier.0)
+    }
+}
+
+/// Ranges that a CPU catches up with at a time. With more, filling the TLB anew costs no more than looking for them.
+const MAX_LIST: usize = 32;
+
+/// Some ranges of guest-physical memory. Those that touch each other are put together.
+#[derive(Clone, Debug)]
+pub struct RangeList {
+    ranges: [GfnRange; MAX_LIST],
+    len: usize,
+}
+
+impl RangeList {
+    fn new() -> RangeList {
+        RangeList { ranges: [GfnRange::new(Gfn(0), 0); MAX_LIST], len: 0 }
     }
 
-    /// From the number: for tests of what is tagged with it.
-    #[cfg(test)]
-    pub(crate) fn from_raw(number: u64) -> Generation {
-        Generation(number)
+    /// Adds `range`; `false` if there is no room.
+    fn add(&mut self, range: GfnRange) -> bool {
+        if range.is_empty() {
+            return true;
+        }
+        // The same page, or a page and its neighbour, again and again: the ordinary case.
+        let touching = |other: &&mut GfnRange| range.start <= other.end && other.start <= range.end;
+        if let Some(other) = self.ranges[..self.len].iter_mut().find(touching) {
+            other.start = other.start.min(range.start);
+            other.end = other.end.max(range.end);
+            return true;
+        }
+        let Some(free) = self.ranges.get_mut(self.len) else {
+            return false;
+        };
+        *free = range;
+        self.len += 1;
+        true
+    }
+
+    /// The ranges, none of them empty.
+    pub fn as_slice(&self) -> &[GfnRange] {
+        &self.ranges[..self.len]
     }
 }
 
@@ -119,11 +182,24 @@ impl Generation {
 pub struct FlushDomain {
     // On a line of its own: every access of every CPU reads it.
     generation: CachePadded<AtomicU64>,
+    /// The number of the last flush that has begun: never less than the generation.
+    last_number: CachePadded<AtomicU64>,
+    records: Records,
     method: Method,
     gates: Gates,
-    /// Flushes move the generation on and do nothing else: the tests of the rule must notice.
     #[cfg(test)]
-    is_broken: bool,
+    defect: Defect,
+}
+
+/// What flushes leave out: the tests of the rule must notice.
+#[cfg(test)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Defect {
+    None,
+    /// They do not mind CPUs that stand between their comparison and their side effect.
+    NoBarrier,
+    /// They name nothing.
+    NoRanges,
 }
 
 #[derive(Debug)]
@@ -158,14 +234,21 @@ impl FlushDomain {
     }
 
     fn of(method: Method) -> FlushDomain {
-        // Generation 0 is never current, so a zeroed TLB entry is a dead one.
         FlushDomain {
-            generation: CachePadded::new(AtomicU64::new(1)),
+            generation: CachePadded::default(),
+            last_number: CachePadded::default(),
+            records: Records::new(),
             method,
             gates: Gates::default(),
             #[cfg(test)]
-            is_broken: false,
+            defect: Defect::None,
         }
+    }
+
+    /// The domain with a defect.
+    #[cfg(test)]
+    pub(crate) fn with_defect(self, defect: Defect) -> FlushDomain {
+        FlushDomain { defect, ..self }
     }
 
     /// The method in force.
@@ -176,13 +259,31 @@ impl FlushDomain {
         }
     }
 
-    /// Returns only when no CPU of this domain can complete an access that looked its translation up before this call.
-    pub fn flush(&self) {
-        // SeqCst: the caller's changes to the tables come before it (release), and so CPUs that read the new generation
-        // see them; and in the waiting method it is one half of a store-load pair (see `waiting`).
-        self.generation.fetch_add(1, Ordering::SeqCst);
+    /// Returns only when no CPU of this domain can complete an access to a page of `ranges` that looked its translation
+    /// up before this call. CPUs keep their translations of other pages, if `ranges` are few.
+    pub fn flush(&self, ranges: &[GfnRange]) {
+        self.complete_flush(self.begin_flush(), ranges);
+    }
+
+    /// Takes the number of a flush. A thread may lose its processor, for any time, between this and the rest.
+    pub(crate) fn begin_flush(&self) -> u64 {
+        // AcqRel: the caller's changes to the tables come before it, and so do those of all flushes with lower numbers;
+        // all of them are released together by the rest.
+        self.last_number.fetch_add(1, Ordering::AcqRel) + 1
+    }
+
+    fn complete_flush(&self, number: u64, ranges: &[GfnRange]) {
         #[cfg(test)]
-        if self.is_broken {
+        let ranges = if self.defect == Defect::NoRanges { &[] } else { ranges };
+        self.records.write(number, ranges);
+        // SeqCst: releases the changes to the tables to the CPUs that read the new generation, and the record with them;
+        // and in the waiting method it is one half of a store-load pair (see `waiting`). It is that also when a flush
+        // with a higher number was faster: then it reads what that one wrote, and a CPU whose fence comes later reads no
+        // less. The maximum: the generation must not go back, or an access that was overtaken could take itself for one
+        // that was not.
+        self.generation.fetch_max(number, Ordering::SeqCst);
+        #[cfg(test)]
+        if self.defect == Defect::NoBarrier {
             return;
         }
         match &self.method {
@@ -233,6 +334,12 @@ impl Port {
     pub fn generation(&self) -> Generation {
         // Acquire: pairs with the flush's increment; the table reads that follow see what was written before the flush.
         Generation(self.domain.generation.load(Ordering::Acquire))
+    }
+
+    /// What was flushed after `earlier` and up to `now`, two generations that this CPU has read. `None`: it cannot be told
+    /// any more, or not yet, or it is too many ranges; it must be taken for everything.
+    pub fn flushed_since(&self, earlier: Generation, now: Generation) -> Option<RangeList> {
+        self.domain.records.between(earlier.0, now.0)
     }
 
     /// Whether no flush has begun since `generation` was read. Only a hint that saves work: it is true of the past.

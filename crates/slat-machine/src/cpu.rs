@@ -1,10 +1,15 @@
 //! A software CPU: what the hardware of one virtual CPU does with an access, up to the fault that the engine handles.
 //!
 //! # The protocol
-//! One access is a loop: read the generation; look into the TLB, else walk the tables; do the access by a checked
-//! operation. Whatever happens in between (a flush, a lost race for an accessed bit, a fault that the engine has
-//! handled), the access starts over from the top, so that it completes through one translation which was valid all the
-//! way from its lookup to its side effect, or not at all.
+//! One access is a loop: read the generation; if it is a new one, catch up with the flushes; look into the TLB, else walk
+//! the tables; do the access by a checked operation. Whatever happens in between (a flush, a lost race for an accessed
+//! bit, a fault that the engine has handled), the access starts over from the top, so that it completes through one
+//! translation which was valid all the way from its lookup to its side effect, or not at all.
+//!
+//! The TLB always is that of one generation, the one that the CPU has caught up with: nothing in it is of pages that were
+//! flushed up to then and of a walk before that. A walk under that generation adds to it what holds for that generation.
+//! If a flush overtakes the walk, what it found may be stale already when it is filled in; but nothing uses it: the
+//! checked operation fails, and the next turn of the loop catches up with that flush, and drops it if it is named.
 
 #![expect(unsafe_code, reason = "the CPU accesses guest memory through raw pointers")]
 
@@ -115,6 +120,12 @@ pub struct Counters {
     pub nr_faults: u64,
     /// Accesses started over because the translation changed under them.
     pub nr_restarts: u64,
+    /// Flushes that the CPU has caught up with.
+    pub nr_flushes_seen: u64,
+    /// Times that it dropped its whole TLB because it could not learn what was flushed, or it was too many ranges.
+    pub nr_full_drops: u64,
+    /// Translations that it dropped from its TLB for flushes.
+    pub nr_translations_dropped: u64,
 }
 
 impl Counters {
@@ -128,6 +139,9 @@ impl Counters {
             nr_walks: self.nr_walks.wrapping_sub(earlier.nr_walks),
             nr_faults: self.nr_faults.wrapping_sub(earlier.nr_faults),
             nr_restarts: self.nr_restarts.wrapping_sub(earlier.nr_restarts),
+            nr_flushes_seen: self.nr_flushes_seen.wrapping_sub(earlier.nr_flushes_seen),
+            nr_full_drops: self.nr_full_drops.wrapping_sub(earlier.nr_full_drops),
+            nr_translations_dropped: self.nr_translations_dropped.wrapping_sub(earlier.nr_translations_dropped),
         }
     }
 }
@@ -138,6 +152,8 @@ pub struct Cpu<V, F> {
     handler: V,
     port: Port,
     tlb: Tlb,
+    /// The generation that the TLB is of.
+    caught_up: Generation,
     root: Hpa,
     context: Context,
     paging: Paging,
@@ -151,6 +167,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
     pub fn new(handler: V, port: Port, vm: u16, root: Hpa, geometry: Geometry) -> Cpu<V, F> {
         Cpu {
             handler,
+            caught_up: port.generation(),
             port,
             tlb: Tlb::new(geometry),
             root,
@@ -254,9 +271,12 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         let mut nr_faults = 0;
         loop {
             let generation = self.port.generation();
+            if generation != self.caught_up {
+                self.catch_up(generation);
+            }
             let hit = match access {
-                Access::Write => self.tlb.lookup_write(self.context, gva.0, generation),
-                Access::Read | Access::Execute => self.tlb.lookup_read(self.context, gva.0, generation),
+                Access::Write => self.tlb.lookup_write(self.context, gva.0),
+                Access::Read | Access::Execute => self.tlb.lookup_read(self.context, gva.0),
             };
             let hpa = match hit {
                 Some(hpa) => hpa,
@@ -279,6 +299,21 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         }
     }
 
+    /// Drops what was flushed since the CPU last looked, up to `generation`.
+    #[cold]
+    #[inline(never)]
+    fn catch_up(&mut self, generation: Generation) {
+        self.counters.nr_flushes_seen += generation.nr_flushes_since(self.caught_up);
+        self.counters.nr_translations_dropped += match self.port.flushed_since(self.caught_up, generation) {
+            Some(ranges) => ranges.as_slice().iter().map(|&range| self.tlb.drop_range(range)).sum(),
+            None => {
+                self.counters.nr_full_drops += 1;
+                self.tlb.clear()
+            }
+        };
+        self.caught_up = generation;
+    }
+
     /// Walks; fills the TLB, or has the fault handled. `None`: start over.
     #[inline(never)]
     fn miss(
@@ -291,7 +326,8 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         self.counters.nr_walks += 1;
         let stop = match self.walk(gva, access, generation) {
             Ok(mapping) => {
-                self.tlb.fill(self.context, gva.0, generation, mapping.size, mapping.hpa, mapping.writes);
+                debug_assert_eq!(generation, self.caught_up, "a fill is of the TLB's generation");
+                self.tlb.fill(self.context, gva.0, mapping.gpa, mapping.size, mapping.hpa, mapping.writes);
                 return Ok(Some(mapping.hpa));
             }
             Err(stop) => stop,

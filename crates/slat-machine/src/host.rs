@@ -121,10 +121,10 @@ unsafe impl Host for MachineHost {
         backing.backing.resolve(offset_bytes.ok_or(Gone)?, access)
     }
 
-    fn flush(&self, _ranges: &[GfnRange]) {
+    fn flush(&self, ranges: &[GfnRange]) {
         // Relaxed: a statistic.
         self.nr_flushes.fetch_add(1, Ordering::Relaxed);
-        self.flush_domain.flush();
+        self.flush_domain.flush(ranges);
     }
 
     // `should_yield` stays false: Linux takes the CPU away from a thread by itself.

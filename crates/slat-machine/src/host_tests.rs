@@ -6,6 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use super::*;
+use crate::commit::Port;
 use crate::memory::BackingKind;
 
 fn host(max_tables: Option<u64>) -> MachineHost {
@@ -182,4 +183,16 @@ fn flushes_are_counted() {
     host.flush(&[]);
     host.flush(&[GfnRange::new(Gfn(0), 1)]);
     assert_eq!(host.nr_flushes(), 2);
+}
+
+#[test]
+fn a_flush_names_its_ranges_to_the_cpus() {
+    let host = host(None);
+    let port = Port::new(host.flush_domain());
+    let before = port.generation();
+    let ranges = [GfnRange::new(Gfn(7), 2), GfnRange::new(Gfn(1 << 30), 1)];
+    host.flush(&ranges);
+    let flushed = port.flushed_since(before, port.generation()).expect("two ranges");
+    assert_eq!(flushed.as_slice(), ranges);
+    assert_eq!(host.nr_flushes(), 1);
 }

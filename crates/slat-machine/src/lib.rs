@@ -6,8 +6,8 @@
 //! manuals, over real memory; and every missing flush, lost write or wrong frame shows in what the guest reads.
 //!
 //! From the bottom up:
-//! - [`commit`]: the flush rule. When a flush returns, no CPU completes an access through an older translation, and no
-//!   preempted CPU delays a flush.
+//! - [`commit`]: the flush rule. When a flush returns, no CPU completes an access through an older translation of what it
+//!   named, and no preempted CPU delays a flush. CPUs drop what was named and keep the rest.
 //! - [`phys`], [`memory`], [`clock`], [`topology`]: physical addresses, guest memory of several kinds, time, the host.
 //! - [`tlb`], [`walk`], [`cpu`]: what hardware does with an access.
 //! - [`host`]: the engine's [`slat::Host`].

@@ -150,6 +150,9 @@ impl RunReport {
             nr_walks: sum.nr_walks + vcpu.counters.nr_walks,
             nr_faults: sum.nr_faults + vcpu.counters.nr_faults,
             nr_restarts: sum.nr_restarts + vcpu.counters.nr_restarts,
+            nr_flushes_seen: sum.nr_flushes_seen + vcpu.counters.nr_flushes_seen,
+            nr_full_drops: sum.nr_full_drops + vcpu.counters.nr_full_drops,
+            nr_translations_dropped: sum.nr_translations_dropped + vcpu.counters.nr_translations_dropped,
         })
     }
 }

@@ -1,20 +1,27 @@
 //! The TLB of a software CPU: set-associative, one array for each page size.
 //!
 //! It is the machine's oracle for missing flushes: it keeps a translation as long as it may, so an engine that changes a
-//! table and does not flush sees the guest go on through the old translation.
+//! table and does not flush, or flushes another range, sees the guest go on through the old translation.
 //!
 //! # The protocol
-//! - An entry belongs to a *context* (VM and PCID) and to the *generation* (see [`commit`](crate::commit)) that was read
-//!   before its walk began. A lookup with a newer generation does not find it: a full flush costs the CPU nothing.
+//! - An entry belongs to a *context* (VM and PCID). It is found by the address that the guest uses and dropped by the
+//!   guest-physical page behind it; while the guest has paging off the two are the same.
+//! - The CPU drops what was flushed ([`Tlb::drop_range`], [`Tlb::clear`]) before its next lookup, and fills only with
+//!   what a walk found that began after that (see [`cpu`](crate::cpu)). An entry knows nothing of generations.
 //! - An entry serves writes only if the walk that filled it found both that writing is permitted and that the dirty bit
 //!   was set; otherwise a write would go by without setting it (Intel SDM vol. 3C, 29.3.5; AMD APM vol. 2, 5.4.2). The
 //!   write walks anew and replaces the entry.
-//! - An entry is one CPU's own and not shared, so filling needs no checked operation: a fill that a flush has overtaken
-//!   is born dead.
+//!
+//! # What a flush drops
+//! An entry goes if its guest-physical page shares a 4 KiB page with a range, however large the entry's page is. While
+//! the guest has paging on, an entry also came from the guest's own tables, which lie in guest-physical pages, too; a
+//! flush of those does not drop it. It need not: the entry leads to no frame but that of its own page, and what it says
+//! of the guest's tables are their contents, which a CPU may keep until the guest invalidates them (Intel SDM vol. 3A,
+//! "Invalidation of TLBs and paging-structure caches"), wherever the host keeps those pages meanwhile. There is no cache
+//! of the walk itself that could lead into their old frames. (The flushes that hypervisors use, INVEPT and those by VPID
+//! or ASID, drop more because they do not go by ranges.)
 
-use slat::{Hpa, PageSize};
-
-use crate::commit::Generation;
+use slat::{Gfn, GfnRange, Gpa, Hpa, PAGE_SHIFT, PageSize};
 
 /// Whose translations: the VM and, within it, the process-context identifier.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -65,16 +72,20 @@ impl Default for Geometry {
 struct Entry {
     /// Page number, in units of the array's page size.
     page: u64,
-    /// 0: never filled (no generation is 0).
-    generation: u64,
+    /// The array's era and the context's tag. Dead in any other era; 0 is none.
+    tag: u64,
     /// Host-physical address of the page, with [`Entry::WRITES_ALLOWED`].
     frame: u64,
-    context: u32,
+    /// First guest-physical frame of the page.
+    gfn: Gfn,
 }
 
 impl Entry {
     const WRITES_ALLOWED: u64 = 1;
 }
+
+/// The first era; in an entry's tag it stands above the context.
+const FIRST_ERA: u64 = 1 << 32;
 
 /// The translations of one page size.
 #[derive(Clone, Debug)]
@@ -85,9 +96,14 @@ struct Array {
     next_way: Box<[u8]>,
     ways: usize,
     set_mask: u64,
-    /// Whether anything was filled since the last [`Tlb::clear`]: most guests use one or two page sizes, and the other
-    /// arrays need no look.
-    used: bool,
+    /// Entries of older eras are dead: dropping everything takes one addition.
+    era: u64,
+    /// Most guests use one or two page sizes: an array without live entries needs no look.
+    nr_live: u64,
+    /// All guest-physical frames behind live entries lie in here; empty before the first fill.
+    span: GfnRange,
+    /// Whether all live entries have guest-physical addresses for addresses: then sets can be found by frame.
+    is_identity: bool,
 }
 
 impl Array {
@@ -101,7 +117,10 @@ impl Array {
             next_way: vec![0; sets].into_boxed_slice(),
             ways,
             set_mask: sets as u64 - 1,
-            used: false,
+            era: FIRST_ERA,
+            nr_live: 0,
+            span: GfnRange::new(Gfn(0), 0),
+            is_identity: true,
         }
     }
 
@@ -111,38 +130,101 @@ impl Array {
     }
 
     #[inline]
-    fn find(&self, context: u32, address: u64, generation: u64) -> Option<&Entry> {
+    fn tag(&self, context: Context) -> u64 {
+        self.era | u64::from(context.tag())
+    }
+
+    #[inline]
+    fn find(&self, context: Context, address: u64) -> Option<&Entry> {
         let page = address >> self.page_shift;
+        let tag = self.tag(context);
         let first = self.set(page) * self.ways;
-        self.entries[first..first + self.ways]
-            .iter()
-            .find(|entry| entry.page == page && entry.generation == generation && entry.context == context)
+        self.entries[first..first + self.ways].iter().find(|entry| entry.page == page && entry.tag == tag)
+    }
+
+    /// log2 of the 4 KiB frames of a page.
+    fn frames_shift(&self) -> u32 {
+        self.page_shift - PAGE_SHIFT
     }
 
     fn fill(&mut self, new: Entry) {
-        self.used = true;
+        let block = GfnRange::new(new.gfn, 1 << self.frames_shift());
+        let is_identity = new.page << self.frames_shift() == new.gfn.0;
+        if self.nr_live == 0 {
+            self.span = block;
+            self.is_identity = is_identity;
+        } else {
+            self.span = GfnRange { start: self.span.start.min(block.start), end: self.span.end.max(block.end) };
+            self.is_identity &= is_identity;
+        }
         let set = self.set(new.page);
         let first = set * self.ways;
+        let era = self.era;
         let ways = &mut self.entries[first..first + self.ways];
         // The same page again (a read filled it, now a write did), else a dead entry, else the next in turn.
-        let same = ways.iter().position(|entry| entry.page == new.page && entry.context == new.context);
-        let way =
-            same.or_else(|| ways.iter().position(|entry| entry.generation != new.generation)).unwrap_or_else(|| {
-                let way = usize::from(self.next_way[set]) % self.ways;
-                self.next_way[set] = (way + 1) as u8;
-                way
-            });
+        let same = ways.iter().position(|entry| entry.page == new.page && entry.tag == new.tag);
+        let way = same.or_else(|| ways.iter().position(|entry| !is_live(entry, era))).unwrap_or_else(|| {
+            let way = usize::from(self.next_way[set]) % self.ways;
+            self.next_way[set] = (way + 1) as u8;
+            way
+        });
+        self.nr_live += u64::from(!is_live(&ways[way], era));
         ways[way] = new;
     }
 
-    fn remove(&mut self, wanted: impl Fn(&Entry, u32) -> bool) {
-        let page_shift = self.page_shift;
-        for entry in &mut self.entries {
-            if wanted(entry, page_shift) {
-                *entry = Entry::default();
+    /// Removes the wanted ones of the live entries in `places`; says how many.
+    fn remove_in(&mut self, places: std::ops::Range<usize>, wanted: impl Fn(&Entry) -> bool) -> u64 {
+        let mut nr_removed = 0;
+        for entry in &mut self.entries[places] {
+            if is_live(entry, self.era) && wanted(entry) {
+                entry.tag = 0;
+                nr_removed += 1;
             }
         }
+        self.nr_live -= nr_removed;
+        nr_removed
     }
+
+    fn remove(&mut self, wanted: impl Fn(&Entry) -> bool) -> u64 {
+        if self.nr_live == 0 { 0 } else { self.remove_in(0..self.entries.len(), wanted) }
+    }
+
+    fn drop_range(&mut self, range: GfnRange) -> u64 {
+        // Slots, and the parts of them that CPUs work in, are far apart: most ranges miss all entries or hit all.
+        if self.nr_live == 0 || range.is_empty() || !range.overlaps(self.span) {
+            return 0;
+        }
+        if range.covers(self.span) {
+            return self.clear();
+        }
+        let shift = self.frames_shift();
+        let (first, last) = (range.start.0 >> shift, (range.end.0 - 1) >> shift);
+        if self.is_identity && last - first < self.set_mask {
+            // Fewer sets than there are.
+            let ways = self.ways;
+            (first..=last)
+                .map(|page| {
+                    let first = self.set(page) * ways;
+                    self.remove_in(first..first + ways, |entry| entry.page == page)
+                })
+                .sum()
+        } else {
+            self.remove(|entry| range.overlaps(GfnRange::new(entry.gfn, 1 << shift)))
+        }
+    }
+
+    fn clear(&mut self) -> u64 {
+        // After four thousand million times the old entries would come to life again.
+        self.era = self.era.checked_add(FIRST_ERA).unwrap_or_else(|| {
+            self.entries.fill(Entry::default());
+            FIRST_ERA
+        });
+        std::mem::take(&mut self.nr_live)
+    }
+}
+
+fn is_live(entry: &Entry, era: u64) -> bool {
+    entry.tag & !(FIRST_ERA - 1) == era
 }
 
 /// A translation lookaside buffer.
@@ -169,23 +251,23 @@ impl Tlb {
 
     /// The host-physical address behind `address` for a read.
     #[inline]
-    pub fn lookup_read(&mut self, context: Context, address: u64, generation: Generation) -> Option<Hpa> {
-        self.lookup(context, address, generation, 0)
+    pub fn lookup_read(&mut self, context: Context, address: u64) -> Option<Hpa> {
+        self.lookup(context, address, 0)
     }
 
     /// The host-physical address behind `address` for a write: found only if the entry allows writes.
     #[inline]
-    pub fn lookup_write(&mut self, context: Context, address: u64, generation: Generation) -> Option<Hpa> {
-        self.lookup(context, address, generation, Entry::WRITES_ALLOWED)
+    pub fn lookup_write(&mut self, context: Context, address: u64) -> Option<Hpa> {
+        self.lookup(context, address, Entry::WRITES_ALLOWED)
     }
 
     #[inline]
-    fn lookup(&mut self, context: Context, address: u64, generation: Generation, needed: u64) -> Option<Hpa> {
+    fn lookup(&mut self, context: Context, address: u64, needed: u64) -> Option<Hpa> {
         for array in &self.arrays {
-            if !array.used {
+            if array.nr_live == 0 {
                 continue;
             }
-            if let Some(entry) = array.find(context.tag(), address, generation.get())
+            if let Some(entry) = array.find(context, address)
                 && entry.frame & needed == needed
             {
                 self.nr_hits += 1;
@@ -197,17 +279,9 @@ impl Tlb {
         None
     }
 
-    /// Keeps the translation of the page around `address`: `hpa` is what `address` itself translates to, and
-    /// `generation` was read before the walk began.
-    pub fn fill(
-        &mut self,
-        context: Context,
-        address: u64,
-        generation: Generation,
-        size: PageSize,
-        hpa: Hpa,
-        writes: Writes,
-    ) {
+    /// Keeps the translation of the page of `size` around `address`: `gpa` and `hpa` are what `address` itself translates
+    /// to in the two stages.
+    pub fn fill(&mut self, context: Context, address: u64, gpa: Gpa, size: PageSize, hpa: Hpa, writes: Writes) {
         let array = &mut self.arrays[match size {
             PageSize::Size4K => 0,
             PageSize::Size2M => 1,
@@ -219,34 +293,36 @@ impl Tlb {
         }
         array.fill(Entry {
             page: address >> array.page_shift,
-            generation: generation.get(),
+            tag: array.tag(context),
             frame,
-            context: context.tag(),
+            gfn: gpa.gfn().align_down(size.level()),
         });
+    }
+
+    /// Drops the translations, in all contexts, of pages that have a part in `range`. Returns their number.
+    pub fn drop_range(&mut self, range: GfnRange) -> u64 {
+        self.arrays.iter_mut().map(|array| array.drop_range(range)).sum()
     }
 
     /// Forgets the translations of `address` in `context` (INVLPG).
     pub fn invalidate_page(&mut self, context: Context, address: u64) {
-        let tag = context.tag();
         for array in &mut self.arrays {
-            array.remove(|entry, page_shift| entry.context == tag && entry.page == address >> page_shift);
+            let (tag, page) = (array.tag(context), address >> array.page_shift);
+            array.remove(|entry| entry.tag == tag && entry.page == page);
         }
     }
 
     /// Forgets all translations of `context`.
     pub fn invalidate_context(&mut self, context: Context) {
-        let tag = context.tag();
         for array in &mut self.arrays {
-            array.remove(|entry, _| entry.context == tag);
+            let tag = array.tag(context);
+            array.remove(|entry| entry.tag == tag);
         }
     }
 
-    /// Forgets everything; the counters stay.
-    pub fn clear(&mut self) {
-        for array in &mut self.arrays {
-            array.remove(|_, _| true);
-            array.used = false;
-        }
+    /// Forgets everything; the counters stay. Returns the number of translations that there were.
+    pub fn clear(&mut self) -> u64 {
+        self.arrays.iter_mut().map(Array::clear).sum()
     }
 
     /// Lookups that found a usable entry.
@@ -261,107 +337,4 @@ impl Tlb {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const CONTEXT: Context = Context { vm: 1, pcid: 2 };
-
-    fn generation(number: u64) -> Generation {
-        Generation::from_raw(number)
-    }
-
-    fn tlb() -> Tlb {
-        Tlb::new(Geometry { size_4k: (2, 2), size_2m: (2, 1), size_1g: (1, 1) })
-    }
-
-    #[test]
-    fn finds_what_was_filled_in_each_size() {
-        for (size, offset) in
-            [(PageSize::Size4K, 0xff8), (PageSize::Size2M, 0x12_3458), (PageSize::Size1G, 0x1234_5678)]
-        {
-            let mut tlb = tlb();
-            let base = 5 << 30;
-            let hpa = 1 << 50 | 3 << 30;
-            tlb.fill(CONTEXT, base + 8, generation(1), size, Hpa(hpa + 8), Writes::MustWalk);
-            assert_eq!(tlb.lookup_read(CONTEXT, base + offset, generation(1)), Some(Hpa(hpa + offset)));
-            assert_eq!(tlb.lookup_read(CONTEXT, base + size.size_bytes(), generation(1)), None);
-            assert_eq!((tlb.nr_hits(), tlb.nr_misses()), (1, 1));
-        }
-    }
-
-    #[test]
-    fn an_older_generation_is_dead() {
-        let mut tlb = tlb();
-        tlb.fill(CONTEXT, 0x1000, generation(1), PageSize::Size4K, Hpa(0x9000), Writes::Allowed);
-        assert_eq!(tlb.lookup_read(CONTEXT, 0x1000, generation(2)), None);
-        // Filled late by a walk that a flush has overtaken.
-        tlb.fill(CONTEXT, 0x1000, generation(1), PageSize::Size4K, Hpa(0x9000), Writes::Allowed);
-        assert_eq!(tlb.lookup_read(CONTEXT, 0x1000, generation(2)), None);
-    }
-
-    #[test]
-    fn contexts_are_apart() {
-        let mut tlb = tlb();
-        tlb.fill(CONTEXT, 0, generation(1), PageSize::Size4K, Hpa(0x9000), Writes::Allowed);
-        for other in [Context { vm: 2, ..CONTEXT }, Context { pcid: 3, ..CONTEXT }] {
-            assert_eq!(tlb.lookup_read(other, 0, generation(1)), None);
-            tlb.invalidate_context(other);
-        }
-        assert_eq!(tlb.lookup_read(CONTEXT, 0, generation(1)), Some(Hpa(0x9000)));
-        tlb.invalidate_context(CONTEXT);
-        assert_eq!(tlb.lookup_read(CONTEXT, 0, generation(1)), None);
-    }
-
-    #[test]
-    fn a_read_filled_entry_does_not_serve_writes_until_a_write_fills_it() {
-        let mut tlb = tlb();
-        tlb.fill(CONTEXT, 0x1000, generation(1), PageSize::Size4K, Hpa(0x9000), Writes::MustWalk);
-        assert_eq!(tlb.lookup_write(CONTEXT, 0x1000, generation(1)), None);
-        tlb.fill(CONTEXT, 0x1000, generation(1), PageSize::Size4K, Hpa(0x9000), Writes::Allowed);
-        assert_eq!(tlb.lookup_write(CONTEXT, 0x1008, generation(1)), Some(Hpa(0x9008)));
-        assert_eq!(tlb.lookup_read(CONTEXT, 0x1008, generation(1)), Some(Hpa(0x9008)));
-    }
-
-    #[test]
-    fn a_small_page_serves_writes_beside_a_read_filled_large_one() {
-        let mut tlb = tlb();
-        tlb.fill(CONTEXT, 0, generation(1), PageSize::Size2M, Hpa(0x20_0000), Writes::MustWalk);
-        tlb.fill(CONTEXT, 0x1000, generation(1), PageSize::Size4K, Hpa(0x20_1000), Writes::Allowed);
-        assert_eq!(tlb.lookup_write(CONTEXT, 0x1000, generation(1)), Some(Hpa(0x20_1000)));
-    }
-
-    #[test]
-    fn replaces_dead_entries_before_live_ones() {
-        let mut tlb = tlb();
-        // Pages 0 and 2 share a set of two ways; page 0 dies.
-        tlb.fill(CONTEXT, 0, generation(1), PageSize::Size4K, Hpa(0xa000), Writes::Allowed);
-        tlb.fill(CONTEXT, 0x2000, generation(2), PageSize::Size4K, Hpa(0xb000), Writes::Allowed);
-        tlb.fill(CONTEXT, 0x4000, generation(2), PageSize::Size4K, Hpa(0xc000), Writes::Allowed);
-        assert!(tlb.lookup_read(CONTEXT, 0x2000, generation(2)).is_some());
-        assert!(tlb.lookup_read(CONTEXT, 0x4000, generation(2)).is_some());
-        // No dead one left: one of the two goes.
-        tlb.fill(CONTEXT, 0x6000, generation(2), PageSize::Size4K, Hpa(0xd000), Writes::Allowed);
-        let live = [0x2000, 0x4000, 0x6000].map(|address| tlb.lookup_read(CONTEXT, address, generation(2)).is_some());
-        assert_eq!(live.iter().filter(|live| **live).count(), 2);
-        assert!(live[2]);
-    }
-
-    #[test]
-    fn forgets_a_page_and_everything() {
-        let mut tlb = tlb();
-        tlb.fill(CONTEXT, 0, generation(1), PageSize::Size2M, Hpa(0x20_0000), Writes::Allowed);
-        tlb.fill(CONTEXT, 0x20_0000, generation(1), PageSize::Size2M, Hpa(0x40_0000), Writes::Allowed);
-        tlb.invalidate_page(CONTEXT, 0x1000);
-        assert_eq!(tlb.lookup_read(CONTEXT, 0, generation(1)), None);
-        assert!(tlb.lookup_read(CONTEXT, 0x20_0000, generation(1)).is_some());
-        tlb.clear();
-        assert_eq!(tlb.lookup_read(CONTEXT, 0x20_0000, generation(1)), None);
-    }
-
-    #[test]
-    fn odd_geometries_are_made_to_fit() {
-        let mut tlb = Tlb::new(Geometry { size_4k: (0, 0), size_2m: (3, 1000), size_1g: (1, 1) });
-        tlb.fill(CONTEXT, 0, generation(1), PageSize::Size4K, Hpa(0x1000), Writes::Allowed);
-        assert!(tlb.lookup_write(CONTEXT, 0, generation(1)).is_some());
-    }
-}
+mod tests;

@@ -69,6 +69,8 @@ pub enum Purpose {
 /// What a walk found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Mapping {
+    /// The guest-physical address that the second stage translated.
+    pub gpa: Gpa,
     /// Where the address itself lies (not the start of its page).
     pub hpa: Hpa,
     /// Size of the page that maps it.
@@ -203,7 +205,7 @@ fn mapping(gpa: Gpa, leaf: u64, level: u8, writes: Writes) -> Result<Mapping, St
     let page = leaf & address_mask(shift(level));
     let hpa = Hpa(page | (gpa.0 & ((1 << shift(level)) - 1)));
     match phys::pointer_to::<u64>(hpa) {
-        Some(_) => Ok(Mapping { hpa, size: page_size(level), writes }),
+        Some(_) => Ok(Mapping { gpa, hpa, size: page_size(level), writes }),
         None => Err(Stop::NoMemory { gpa, hpa }),
     }
 }

@@ -139,7 +139,7 @@ pub fn walk<F: HardwareFormat>(
     let gpa = Gpa(page | (gva.0 & ((1 << shift(level)) - 1)));
     let second = F::walk(port, generation, root, gpa, access, Purpose::Data)?;
     let writes = if writable != 0 && leaf & DIRTY != 0 { second.writes } else { Writes::MustWalk };
-    Ok(Mapping { hpa: second.hpa, size: smaller(page_size(level), second.size), writes })
+    Ok(Mapping { gpa, hpa: second.hpa, size: smaller(page_size(level), second.size), writes })
 }
 
 fn smaller(left: PageSize, right: PageSize) -> PageSize {

@@ -122,12 +122,13 @@ mod ept {
         {
             let mask = size.size_bytes() - 1;
             let way = Way::new(LINK, level, FRAME & !mask | bits);
-            let expected = Hpa(FRAME & !mask | ADDRESS & mask);
-            assert_eq!(way.walk::<Ept>(Access::Read), Ok(Mapping { hpa: expected, size, writes: Writes::MustWalk }));
+            let hpa = Hpa(FRAME & !mask | ADDRESS & mask);
+            let expected = |writes| Ok(Mapping { gpa: Gpa(ADDRESS), hpa, size, writes });
+            assert_eq!(way.walk::<Ept>(Access::Read), expected(Writes::MustWalk));
             for above in level..=4 {
                 assert_eq!(way.get(above) & (A | D), A, "level {above}");
             }
-            assert_eq!(way.walk::<Ept>(Access::Write), Ok(Mapping { hpa: expected, size, writes: Writes::Allowed }));
+            assert_eq!(way.walk::<Ept>(Access::Write), expected(Writes::Allowed));
             assert_eq!(way.get(level) & (A | D), A | D);
             for above in level + 1..=4 {
                 assert_eq!(way.get(above) & D, 0, "only leaves are dirty");
@@ -251,12 +252,13 @@ mod npt {
         {
             let mask = size.size_bytes() - 1;
             let way = Way::new(LINK, level, FRAME & !mask | bits);
-            let expected = Hpa(FRAME & !mask | ADDRESS & mask);
-            assert_eq!(way.walk::<Npt>(Access::Read), Ok(Mapping { hpa: expected, size, writes: Writes::MustWalk }));
+            let hpa = Hpa(FRAME & !mask | ADDRESS & mask);
+            let expected = |writes| Ok(Mapping { gpa: Gpa(ADDRESS), hpa, size, writes });
+            assert_eq!(way.walk::<Npt>(Access::Read), expected(Writes::MustWalk));
             for above in level..=4 {
                 assert_eq!(way.get(above) & (A | D), A, "level {above}");
             }
-            assert_eq!(way.walk::<Npt>(Access::Write), Ok(Mapping { hpa: expected, size, writes: Writes::Allowed }));
+            assert_eq!(way.walk::<Npt>(Access::Write), expected(Writes::Allowed));
             assert_eq!(way.get(level) & (A | D), A | D);
             for above in level + 1..=4 {
                 assert_eq!(way.get(above) & D, 0, "only leaves are dirty");
@@ -358,7 +360,7 @@ fn ends_beyond_the_address_bits<F: HardwareFormat>(link: u64, leaf: u64) {
 fn a_flushed_generation_stops_the_walk<F: HardwareFormat>(link: u64, leaf: u64) {
     let way = Way::new(link, 1, FRAME | leaf);
     let old = way.port.generation();
-    way.port.domain().flush();
+    way.port.domain().flush(&[]);
     let got = F::walk(&way.port, old, way.tables[0].hpa(), way.gpa, Access::Write, Purpose::Data);
     assert_eq!(got, Err(Stop::Restart));
     assert_eq!(way.get(1), FRAME | leaf, "and marks nothing");

@@ -77,7 +77,7 @@ fn all<F: HardwareFormat>(leaf: u64, writable_bit: u64, marks: Marks) {
     // A read sets A in all guest entries, D in none; guest table pages are dirty in the second stage, data is not.
     let guest = Guest::new(leaf);
     let hpa = Hpa(guest.pages[4].hpa().0 | 0x18);
-    let expected = |writes| Ok(Mapping { hpa, size: PageSize::Size4K, writes });
+    let expected = |writes| Ok(Mapping { gpa: Gpa(0x4018), hpa, size: PageSize::Size4K, writes });
     assert_eq!(guest.walk::<F>(Access::Read), expected(Writes::MustWalk));
     for level in 1..=4 {
         assert_eq!(guest.entry(level) & (A | D), A);
@@ -153,7 +153,8 @@ fn all<F: HardwareFormat>(leaf: u64, writable_bit: u64, marks: Marks) {
 }
 
 fn expected_small(guest: &Guest) -> Result<Mapping, GuestStop> {
-    Ok(Mapping { hpa: Hpa(guest.pages[4].hpa().0 | 0x18), size: PageSize::Size4K, writes: Writes::Allowed })
+    let hpa = Hpa(guest.pages[4].hpa().0 | 0x18);
+    Ok(Mapping { gpa: Gpa(0x5018), hpa, size: PageSize::Size4K, writes: Writes::Allowed })
 }
 
 #[test]
