@@ -6,6 +6,9 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use slat::Locking;
 use slat_machine::memory::BackingKind;
 
+use crate::aging::AgingArgs;
+use crate::memslots::MemslotsArgs;
+
 /// Experiments on second-level address translation, on a software machine with real threads and real memory.
 ///
 /// Without a command it runs the demonstration: the five phases of a dirty-logging migration with each locking.
@@ -20,6 +23,10 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Populate, enable dirty logging, dirty, get the log, disable: each phase timed, for each locking.
     DirtyLog(DirtyLogArgs),
+    /// Map, unmap and move memory beside a running vCPU, over many slots: iterations per second of each.
+    Memslots(MemslotsArgs),
+    /// Find out which pages a guest uses: populate, write, read, mark idle, write, mark idle, read; each phase timed.
+    Aging(AgingArgs),
 }
 
 /// What `slat dirty-log` takes.
@@ -116,6 +123,16 @@ pub(crate) enum FormatArg {
     Ept,
 }
 
+impl FormatArg {
+    /// The name of a format in options and results.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            FormatArg::Npt => "npt",
+            FormatArg::Ept => "ept",
+        }
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum PagingArg {
     /// Guest addresses are guest-physical.
@@ -126,7 +143,7 @@ pub(crate) enum PagingArg {
 }
 
 /// A whole number above zero.
-fn positive<N: std::str::FromStr + Default + PartialEq>(text: &str) -> Result<N, String>
+pub(crate) fn positive<N: std::str::FromStr + Default + PartialEq>(text: &str) -> Result<N, String>
 where
     N::Err: std::fmt::Display,
 {
@@ -138,7 +155,7 @@ where
 }
 
 /// A number of bytes with an optional binary suffix, a multiple of the page size.
-fn size_bytes(text: &str) -> Result<u64, String> {
+pub(crate) fn size_bytes(text: &str) -> Result<u64, String> {
     let (digits, shift) = match text.chars().last() {
         Some('k' | 'K') => (&text[..text.len() - 1], 10),
         Some('m' | 'M') => (&text[..text.len() - 1], 20),

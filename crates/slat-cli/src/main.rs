@@ -2,10 +2,12 @@
 //!
 //! Exit codes: 0 done and verified; 1 a check failed; 2 bad usage; 3 this machine cannot serve an option.
 
+mod aging;
 mod args;
 mod demo;
 mod dirty_log;
 mod failure;
+mod memslots;
 mod results;
 mod table;
 
@@ -24,6 +26,8 @@ fn main() -> ExitCode {
     let result = match cli.command {
         None => demo::run(),
         Some(Command::DirtyLog(args)) => dirty_log::run(&args),
+        Some(Command::Memslots(args)) => memslots::run(&args),
+        Some(Command::Aging(args)) => aging::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

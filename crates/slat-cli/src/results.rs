@@ -7,7 +7,9 @@ use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
+use slat_machine::commit::FlushMethod;
+use slat_machine::topology::HostDescription;
 
 use crate::failure::Failure;
 
@@ -27,6 +29,27 @@ pub(crate) struct Results {
     pub(crate) config: Value,
     pub(crate) host: Value,
     pub(crate) results: Vec<Figure>,
+}
+
+/// What all figures were measured on, for `--json`.
+pub(crate) fn host_json(host: &HostDescription, flush_method: Option<FlushMethod>) -> Value {
+    json!({
+        "cpu_model": host.cpu_model,
+        "cpus": host.nr_cpus,
+        "kernel": host.kernel_release,
+        "memory_bytes": host.memory_bytes,
+        "measured_on": "software CPUs",
+        "flush_method": flush_method.map(|method| method.to_string()),
+    })
+}
+
+/// The same for people, in two lines.
+pub(crate) fn measured_on(host: &HostDescription, flush_method: FlushMethod) -> String {
+    format!(
+        "Measured on software CPUs ({} host CPUs, {}, Linux {}): threads, memory and tables are real, the CPU's address \
+         translation is a program.\nTLB flush: {flush_method}.",
+        host.nr_cpus, host.cpu_model, host.kernel_release
+    )
 }
 
 /// The file of `--json`, opened before the work begins: a path that cannot be written is found out then. What it held

@@ -22,3 +22,15 @@ pub(crate) fn row(cells: impl IntoIterator<Item = String>) -> Vec<Cell> {
         })
         .collect()
 }
+
+/// A figure as people read it.
+pub(crate) fn humanly(value: f64, unit: &str) -> String {
+    match unit {
+        "s" if value < 1e-6 => format!("{:.0} ns", value * 1e9),
+        "s" if value < 1e-3 => format!("{:.1} us", value * 1e6),
+        "s" if value < 1.0 => format!("{:.2} ms", value * 1e3),
+        "s" => format!("{value:.3} s"),
+        "bytes" => format!("{:.2} MiB", value / f64::from(1 << 20)),
+        _ => format!("{value:.0}"),
+    }
+}

@@ -290,7 +290,8 @@ impl<F: HardwareFormat> Machine<F> {
         });
         let max_tables = config.max_tables.unwrap_or_else(|| enough_tables(config.nr_vcpus, layout.nr_pages));
         let host = MachineHost::new(Arc::clone(&flush_domain), max_tables)?;
-        let vm = Arc::new(Vm::new(host, Config::with_locking(config.locking))?);
+        let engine_config = Config::with_locking(config.locking).with_access_tracking(config.access_tracking);
+        let vm = Arc::new(Vm::new(host, engine_config)?);
 
         let overhead = Reserved::new(overhead_bytes(config.nr_vcpus, layout.nr_pages))?;
         let region = Backing::new(config.backing, layout.nr_pages << PAGE_SHIFT)?;

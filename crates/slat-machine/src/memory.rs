@@ -14,6 +14,8 @@
 
 #![expect(unsafe_code, reason = "mmap, and access to memory that guests change at any time")]
 
+mod host_access;
+
 use std::fmt;
 use std::fs::{self, File};
 use std::hint::black_box;
@@ -26,6 +28,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use slat::{Access, Gone, PAGE_SIZE, PageSize, Resolved};
 use thiserror::Error;
+
+pub use host_access::DiscardError;
 
 use crate::phys;
 use crate::topology;

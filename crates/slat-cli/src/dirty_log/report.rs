@@ -9,9 +9,9 @@ use slat::{Histogram, Locking, PAGE_SIZE, Stats};
 use slat_machine::topology::HostDescription;
 
 use super::{Run, Series};
-use crate::args::{DirtyLogArgs, FormatArg, PagingArg, locking_name};
-use crate::results::{Figure, Results, Samples};
-use crate::table;
+use crate::args::{DirtyLogArgs, PagingArg, locking_name};
+use crate::results::{Figure, Results, Samples, host_json, measured_on};
+use crate::table::{self, humanly};
 
 /// A phase: its name in results, its name in the table, and its durations in one run.
 struct Phase {
@@ -137,18 +137,6 @@ fn mean(series: &Series, value: fn(&Run) -> f64) -> f64 {
     series.runs.iter().map(value).sum::<f64>() / series.runs.len().max(1) as f64
 }
 
-/// A figure as people read it.
-fn humanly(value: f64, unit: &str) -> String {
-    match unit {
-        "s" if value < 1e-6 => format!("{:.0} ns", value * 1e9),
-        "s" if value < 1e-3 => format!("{:.1} us", value * 1e6),
-        "s" if value < 1.0 => format!("{:.2} ms", value * 1e3),
-        "s" => format!("{value:.3} s"),
-        "bytes" => format!("{:.2} MiB", value / f64::from(1 << 20)),
-        _ => format!("{value:.0}"),
-    }
-}
-
 /// Prints the tables, and what has to be said about the figures.
 pub(super) fn print(out: &mut impl Write, args: &DirtyLogArgs, all: &[Series]) -> io::Result<()> {
     let host = HostDescription::read();
@@ -160,7 +148,7 @@ pub(super) fn print(out: &mut impl Write, args: &DirtyLogArgs, all: &[Series]) -
         if args.overlap { "overlapping" } else { "partitioned" },
         args.slots,
         args.backing,
-        format_name(args.format),
+        args.format.name(),
         paging_name(args.paging),
         args.iterations,
         args.write_percent,
@@ -252,14 +240,8 @@ fn print_others(out: &mut impl Write, all: &[Series]) -> io::Result<()> {
 }
 
 fn print_notes(out: &mut impl Write, args: &DirtyLogArgs, all: &[Series], host: &HostDescription) -> io::Result<()> {
-    writeln!(
-        out,
-        "Measured on software CPUs ({} host CPUs, {}, Linux {}): threads, memory and tables are real, the CPU's address \
-         translation is a program.",
-        host.nr_cpus, host.cpu_model, host.kernel_release
-    )?;
     if let Some(run) = all.first().and_then(|series| series.runs.first()) {
-        writeln!(out, "TLB flush: {}.", run.flush_method)?;
+        writeln!(out, "{}", measured_on(host, run.flush_method))?;
     }
     if args.vcpus > host.nr_cpus {
         writeln!(out, "{} vCPUs on {} CPUs: the times measure the scheduler too.", args.vcpus, host.nr_cpus)?;
@@ -276,13 +258,6 @@ fn print_notes(out: &mut impl Write, args: &DirtyLogArgs, all: &[Series], host: 
         write!(out, "; every harvest agreed with the guest's memory, stopped and running")?;
     }
     writeln!(out, ".")
-}
-
-fn format_name(format: FormatArg) -> &'static str {
-    match format {
-        FormatArg::Npt => "npt",
-        FormatArg::Ept => "ept",
-    }
 }
 
 fn paging_name(paging: PagingArg) -> &'static str {
@@ -322,7 +297,7 @@ pub(super) fn results(args: &DirtyLogArgs, all: &[Series]) -> Results {
         }
         push("runs".to_owned(), series.runs.len() as f64, "count");
     }
-    let flush_method = all.first().and_then(|series| series.runs.first()).map(|run| run.flush_method.to_string());
+    let flush_method = all.first().and_then(|series| series.runs.first()).map(|run| run.flush_method);
     Results {
         experiment: "dirty-log",
         config: json!({
@@ -337,19 +312,12 @@ pub(super) fn results(args: &DirtyLogArgs, all: &[Series]) -> Results {
             "run_while_disabling": args.run_while_disabling,
             "seed": args.seed,
             "pin": args.pin,
-            "format": format_name(args.format),
+            "format": args.format.name(),
             "paging": paging_name(args.paging),
             "runs": args.runs,
             "check": args.check,
         }),
-        host: json!({
-            "cpu_model": host.cpu_model,
-            "cpus": host.nr_cpus,
-            "kernel": host.kernel_release,
-            "memory_bytes": host.memory_bytes,
-            "measured_on": "software CPUs",
-            "flush_method": flush_method,
-        }),
+        host: host_json(&host, flush_method),
         results,
     }
 }

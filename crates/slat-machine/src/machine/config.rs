@@ -1,6 +1,6 @@
 //! What a machine is made of, and whether it makes sense.
 
-use slat::{Locking, MAX_SLOTS, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE};
+use slat::{AccessTracking, Locking, MAX_SLOTS, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE};
 use thiserror::Error;
 
 use crate::commit::FlushMethod;
@@ -39,6 +39,8 @@ pub struct MachineConfig {
     pub region_flags: MemoryRegionFlags,
     /// The lock of the VM.
     pub locking: Locking,
+    /// How the VM finds out what the guest has used.
+    pub access_tracking: AccessTracking,
     /// Whether the guest has paging on.
     pub paging: Paging,
     /// Processors to pin threads to; `None`: wherever the scheduler likes.
@@ -60,6 +62,7 @@ impl Default for MachineConfig {
             backing: BackingKind::Anonymous,
             region_flags: MemoryRegionFlags::empty(),
             locking: Locking::None,
+            access_tracking: AccessTracking::default(),
             paging: Paging::Off,
             pins: None,
             flush_method: None,

@@ -1,0 +1,151 @@
+//! `slat memslots`: how fast memory is mapped, taken away and moved beside a running vCPU when there are many slots, as
+//! KVM's memslot_perf_test measures it.
+//!
+//! Each run of a test has a machine of its own: an area of 512 MiB and 64 KiB, split evenly into slots, and one vCPU. A
+//! test repeats its iteration until its time is over; whatever guest or host wrote in it is read back by the other.
+
+mod area;
+mod experiments;
+mod guest;
+mod report;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+use slat::{Ept, Locking, Npt};
+
+use crate::args::{FormatArg, LockArg, locking_name, positive};
+use crate::failure::Failure;
+use crate::results::ResultsFile;
+use area::MAX_AREA_SLOTS;
+use experiments::{Run, Test};
+
+/// What `slat memslots` takes.
+#[derive(Clone, Debug, Args)]
+#[command(
+    allow_negative_numbers = true,
+    after_help = "Tests: 0 map, 1 unmap, 2 unmap chunked, 3 move active area, 4 move inactive area, 5 RW.\n\
+                  KVM's test has an option -q, to turn off the quirk that deleting or moving one slot takes away the \
+                  pages of all. slat has no such quirk, and so no -q."
+)]
+pub(crate) struct MemslotsArgs {
+    /// First test to run.
+    #[arg(short = 'f', long = "first-test", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=5))]
+    pub(crate) first_test: u8,
+    /// Last test to run.
+    #[arg(short = 'e', long = "last-test", default_value_t = 5, value_parser = clap::value_parser!(u8).range(0..=5))]
+    pub(crate) last_test: u8,
+    /// Seconds for which a test repeats its iteration.
+    #[arg(short = 'l', long = "seconds", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=86400))]
+    pub(crate) seconds: u32,
+    /// Runs of each test, of which the best counts.
+    #[arg(short = 'r', long = "runs", default_value_t = 1, value_parser = positive::<u32>)]
+    pub(crate) runs: u32,
+    /// Number of slots that the area is divided into; -1: as many as there can be, 32763.
+    #[arg(short = 's', long = "slots", default_value = "1024", value_parser = slots)]
+    pub(crate) slots: u32,
+    /// Seconds to wait for the guest in one step of a test.
+    #[arg(short = 't', long = "timeout", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=86400))]
+    pub(crate) timeout: u32,
+    /// Extra checks, for which tests take longer: every page instead of the first and the last; that what was discarded is
+    /// gone; and a slot that is moved stays until the guest has looked.
+    #[arg(short = 'd', long = "extra-checks")]
+    pub(crate) extra_checks: bool,
+    /// Say more about each run.
+    #[arg(short = 'v', long = "verbose")]
+    pub(crate) verbose: bool,
+    /// The lock that the engine takes on the VM; `all` compares the three.
+    #[arg(long, value_enum, default_value_t = LockArg::None)]
+    pub(crate) lock: LockArg,
+    /// Format of the second-stage tables.
+    #[arg(long, value_enum, default_value_t = FormatArg::Npt)]
+    pub(crate) format: FormatArg,
+    /// Write the results to this file as JSON.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+/// A number of slots, or -1 for the most.
+fn slots(text: &str) -> Result<u32, String> {
+    match text.parse::<i64>() {
+        Ok(-1) => Ok(MAX_AREA_SLOTS),
+        Ok(number) => match u32::try_from(number) {
+            Ok(slots) if (1..=MAX_AREA_SLOTS).contains(&slots) => Ok(slots),
+            _ => Err(format!("must be -1 or from 1 to {MAX_AREA_SLOTS}")),
+        },
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// The runs of one test with one locking.
+struct Series {
+    test: Test,
+    locking: Locking,
+    /// At least one.
+    runs: Vec<Run>,
+}
+
+impl Series {
+    /// The run with the shortest iterations.
+    fn best(&self) -> Option<&Run> {
+        self.runs.iter().min_by(|one, other| one.iteration_s().total_cmp(&other.iteration_s()))
+    }
+
+    /// The shortest setup of the slots.
+    fn best_setup(&self) -> Duration {
+        self.runs.iter().map(|run| run.setup).min().unwrap_or_default()
+    }
+}
+
+/// Runs the experiment and prints it.
+pub(crate) fn run(args: &MemslotsArgs) -> Result<(), Failure> {
+    let tests = selected_tests(args)?;
+    let file = args.json.as_deref().map(ResultsFile::open).transpose()?;
+    let series = measure(args, tests)?;
+    if let Some(file) = file {
+        file.write(&report::results(args, &series))?;
+    }
+    report::print(&mut std::io::stdout().lock(), args, &series)?;
+    Ok(())
+}
+
+fn selected_tests(args: &MemslotsArgs) -> Result<&'static [Test], Failure> {
+    let (first, last) = (usize::from(args.first_test), usize::from(args.last_test));
+    let Some(tests) = Test::ALL.get(first..=last).filter(|tests| !tests.is_empty()) else {
+        return Err(Failure::Usage(format!("the first test, {first}, comes after the last, {last}")));
+    };
+    if tests.contains(&Test::MoveInactive) && args.slots < 2 {
+        return Err(Failure::Usage("test 4, move inactive area, needs at least 2 slots".to_owned()));
+    }
+    Ok(tests)
+}
+
+fn measure(args: &MemslotsArgs, tests: &[Test]) -> Result<Vec<Series>, Failure> {
+    let lockings = args.lock.lockings();
+    let progress = ProgressBar::new(tests.len() as u64 * u64::from(args.runs) * lockings.len() as u64);
+    if let Ok(style) = ProgressStyle::with_template("{bar:30} run {pos}/{len}  {msg}  {elapsed}") {
+        progress.set_style(style);
+    }
+    let mut all = Vec::new();
+    for &test in tests {
+        let mut of_test: Vec<Series> =
+            lockings.iter().map(|&locking| Series { test, locking, runs: Vec::new() }).collect();
+        for run in 0..args.runs as usize {
+            for turn in 0..lockings.len() {
+                // Each run begins with another locking: whoever comes first or last has no advantage.
+                let series = &mut of_test[(run + turn) % lockings.len()];
+                progress.set_message(format!("{}, lock {}", test.name(), locking_name(series.locking)));
+                series.runs.push(match args.format {
+                    FormatArg::Npt => experiments::run::<Npt>(args, test, series.locking)?,
+                    FormatArg::Ept => experiments::run::<Ept>(args, test, series.locking)?,
+                });
+                progress.inc(1);
+            }
+        }
+        all.append(&mut of_test);
+    }
+    progress.finish_and_clear();
+    Ok(all)
+}

@@ -1,0 +1,122 @@
+//! The memory that the tests work on: an area split evenly into slots, what the host does with it, and the vCPU.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use slat::{Config, GfnRange, Gpa, Locking, MAX_SLOTS, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, Vcpu, Vm};
+use slat_machine::commit::{FlushDomain, FlushMethod, Port};
+use slat_machine::cpu::Cpu;
+use slat_machine::host::{BackingSlice, MachineHost};
+use slat_machine::machine::{MachineError, REGION_GPA};
+use slat_machine::memory::{Backing, BackingKind};
+use slat_machine::tlb::Geometry;
+use slat_machine::walk::HardwareFormat;
+
+use crate::failure::Failure;
+
+/// Pages of the area: 512 MiB, and 64 KiB so that its end is aligned to no large page.
+pub(super) const AREA_PAGES: u64 = ((512 << 20) + (64 << 10)) >> PAGE_SHIFT;
+
+/// Slots that the area can have: all but slot 0, which a VMM has for the guest's program.
+pub(super) const MAX_AREA_SLOTS: u32 = MAX_SLOTS - 1;
+
+/// Tables that the VM may have at a time: many times what maps the area.
+const MAX_TABLES: u64 = 1 << 16;
+
+/// A vCPU of the area.
+pub(super) type AreaCpu<F> = Cpu<Vcpu<MachineHost, F>, F>;
+
+/// Guest-physical address of page number `page` of the area, with all slots in their places.
+pub(super) fn gpa(page: u64) -> Gpa {
+    Gpa(REGION_GPA.0 + (page << PAGE_SHIFT))
+}
+
+/// A slot of the area.
+#[derive(Clone, Debug)]
+pub(super) struct AreaSlot {
+    pub(super) id: u32,
+    /// Its pages, counted from the area's start.
+    pub(super) pages: Range<u64>,
+}
+
+/// The area and its VM.
+pub(super) struct Area<F: HardwareFormat> {
+    vm: Arc<Vm<MachineHost, F>>,
+    backing: Backing,
+    flush_domain: Arc<FlushDomain>,
+    nr_slots: u32,
+}
+
+impl<F: HardwareFormat> Area<F> {
+    /// Makes the area with `nr_slots` slots (1 to [`MAX_AREA_SLOTS`]); says how long it took to set them all.
+    pub(super) fn new(nr_slots: u32, locking: Locking) -> Result<(Area<F>, Duration), Failure> {
+        let flush_domain = Arc::new(FlushDomain::new());
+        let host = MachineHost::new(Arc::clone(&flush_domain), MAX_TABLES).map_err(MachineError::from)?;
+        let vm = Arc::new(Vm::new(host, Config::with_locking(locking))?);
+        let backing = Backing::new(BackingKind::Anonymous, AREA_PAGES << PAGE_SHIFT).map_err(MachineError::from)?;
+        let area = Area { vm, backing, flush_domain, nr_slots };
+        let begin = Instant::now();
+        for index in 0..nr_slots {
+            area.set_slot(&area.slot(index), 0, Some(&area.backing))?;
+        }
+        Ok((area, begin.elapsed()))
+    }
+
+    /// Slot number `index` of the area: an equal part, and the last one has the rest too.
+    fn slot(&self, index: u32) -> AreaSlot {
+        let pages_per_slot = AREA_PAGES / u64::from(self.nr_slots);
+        let first = u64::from(index) * pages_per_slot;
+        let end = if index + 1 == self.nr_slots { AREA_PAGES } else { first + pages_per_slot };
+        AreaSlot { id: index + 1, pages: first..end }
+    }
+
+    /// The slot at the area's end.
+    pub(super) fn last_slot(&self) -> AreaSlot {
+        self.slot(self.nr_slots - 1)
+    }
+
+    fn set_slot(&self, slot: &AreaSlot, up_pages: u64, backing: Option<&Backing>) -> Result<(), slat::Error> {
+        let offset_bytes = slot.pages.start << PAGE_SHIFT;
+        self.vm.set_user_memory_region(MemoryRegion {
+            slot: slot.id,
+            flags: MemoryRegionFlags::empty(),
+            guest_phys_addr: gpa(slot.pages.start + up_pages),
+            memory_size: (slot.pages.end - slot.pages.start) << PAGE_SHIFT,
+            backing: backing.map(|backing| BackingSlice { backing: backing.clone(), offset_bytes }),
+        })
+    }
+
+    /// Moves the slot to `up_pages` above its place.
+    pub(super) fn move_slot(&self, slot: &AreaSlot, up_pages: u64) -> Result<(), Failure> {
+        Ok(self.set_slot(slot, up_pages, None)?)
+    }
+
+    /// Gives `pages` of the area back to the kernel, having taken them from the guest.
+    pub(super) fn discard(&self, pages: &Range<u64>) -> Result<(), Failure> {
+        let nr_pages = pages.end - pages.start;
+        let taken_away = self.vm.invalidate_range(GfnRange::new(gpa(pages.start).gfn(), nr_pages))?;
+        let result = self.backing.discard(pages.start << PAGE_SHIFT, nr_pages << PAGE_SHIFT);
+        drop(taken_away);
+        result.map_err(|error| Failure::CannotServe(error.to_string()))
+    }
+
+    /// The area's memory as the host has it: page n begins at n times the page size.
+    pub(super) fn backing(&self) -> &Backing {
+        &self.backing
+    }
+
+    /// A vCPU that sees the area.
+    pub(super) fn create_cpu(&self) -> Result<AreaCpu<F>, Failure> {
+        let port = Port::new(&self.flush_domain);
+        Ok(Cpu::new(self.vm.create_vcpu()?, port, 1, self.vm.root(), Geometry::default()))
+    }
+
+    pub(super) fn stats(&self) -> slat::Stats {
+        self.vm.stats()
+    }
+
+    pub(super) fn flush_method(&self) -> FlushMethod {
+        self.flush_domain.method()
+    }
+}

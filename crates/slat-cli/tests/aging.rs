@@ -1,0 +1,141 @@
+//! `slat aging` as its user sees it: exit codes, one clear line for each mistake, the lines of KVM's test, the JSON.
+#![allow(missing_docs)]
+
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn slat(args: &str) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_slat")).args(args.split_whitespace()).output().unwrap()
+}
+
+/// Runs with `args`; expects exit code `code` and one line that has `what`.
+#[track_caller]
+fn assert_refused(args: &str, code: i32, what: &str) {
+    let output = slat(args);
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(code), "slat {args}: {message}");
+    assert!(message.contains(what), "slat {args}: {message}");
+    assert_eq!(message.lines().count(), 1, "slat {args}: {message}");
+    assert!(output.stdout.is_empty(), "slat {args}");
+}
+
+#[track_caller]
+fn assert_ok(args: &str) -> String {
+    let output = slat(args);
+    assert_eq!(output.status.code(), Some(0), "slat {args}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn mistakes_are_one_line() {
+    for (args, what) in [
+        ("aging -v 0", "at least 1"),
+        ("aging -v 5000 -b 4K", "5000 vCPUs are more than 4096"),
+        ("aging -b 0", "must not be zero"),
+        ("aging -b 4095", "multiple of the page size"),
+        ("aging -b 16T -v 2", "are more than"),
+        ("aging -s tape", "anonymous_thp"),
+        ("aging -v 1 -b 3M -s anonymous_hugetlb_2mb", "page size"),
+        ("aging -w x", "invalid digit"),
+        ("aging --tracking none", "accessed-bit"),
+        ("aging --pass some", "range"),
+        ("aging --runs 0", "at least 1"),
+        ("aging --lock some", "exclusive"),
+        ("aging --format pae", "npt"),
+    ] {
+        assert_refused(args, 2, what);
+    }
+    assert_refused("aging -v 8 -b 1T", 3, "MiB are available");
+    assert_refused("aging --json /no/such/folder/results.json", 3, "/no/such/folder");
+}
+
+#[test]
+fn one_series_prints_the_lines_of_the_selftest() {
+    let output = assert_ok("aging -v 2 -b 48M --runs 1 --tracking faults");
+    for line in [
+        "Using one call for each slot for aging",
+        "Populating memory             : ",
+        "Writing to populated memory   : ",
+        "Reading from populated memory : ",
+        "Mark memory idle              : ",
+        "Writing to idle memory        : ",
+        "Reading from idle memory      : ",
+        "software CPUs",
+        "Verified: 49152 reads found what was written; marking idle flushed nothing and left no page young.",
+    ] {
+        assert!(output.contains(line), "no '{line}' in:\n{output}");
+    }
+    assert_eq!(output.lines().filter(|line| line.starts_with("Mark memory idle  ")).count(), 2);
+    assert!(!output.contains("WARNING"), "{output}");
+}
+
+#[test]
+fn nearly_all_pages_are_found_young_for_shapes_of_machines() {
+    for args in [
+        "-v 2 -b 48M --pass page",
+        "-v 2 -b 24M -o --format ept --lock all",
+        "-v 8 -b 44M --format ept --lock shared -s shmem",
+    ] {
+        let output = assert_ok(&format!("aging -w 0 --runs 1 {args}"));
+        assert!(!output.contains("WARNING"), "{args}:\n{output}");
+    }
+}
+
+#[test]
+fn what_a_tlb_hides_is_a_warning_unless_it_must_not_be() {
+    // 256 pages, all of which stay in the vCPU's TLB.
+    let output = assert_ok("aging -v 1 -b 1M --runs 1");
+    let warning = "after \"Writing to idle memory\": Too many pages still idle (256 out of 256)";
+    assert!(output.contains(warning) && output.contains("Give the vCPUs more memory"), "{output}");
+    assert!(assert_ok("aging -v 1 -b 1M --runs 1 -w 1").contains("WARNING"));
+    assert_refused("aging -v 1 -b 1M --runs 1 -w 0", 1, "too many pages still idle");
+}
+
+#[test]
+fn json_has_every_phase_for_both_trackings() {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("aging.json");
+    assert_ok(&format!("aging -v 1 -b 48M --runs 2 --json {}", path.display()));
+    let object: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    assert_eq!(object["experiment"], "aging");
+    assert_eq!(object["config"]["pass"], "range");
+    assert!(object["host"]["kernel"].is_string());
+    let figures = object["results"].as_array().unwrap();
+    let figure = |name: &str, tracking: &str| {
+        let found: Vec<&Value> = figures
+            .iter()
+            .filter(|figure| {
+                figure["name"] == name && figure["labels"]["tracking"] == tracking && figure["labels"]["lock"] == "none"
+            })
+            .collect();
+        assert_eq!(found.len(), 1, "{name} for {tracking}");
+        (found[0]["value"].as_f64().unwrap(), found[0]["unit"].as_str().unwrap().to_owned())
+    };
+    let pages = 48.0 * 256.0;
+    for tracking in ["accessed-bit", "faults"] {
+        for phase in [
+            "populate_memory",
+            "write_populated_memory",
+            "read_populated_memory",
+            "mark_populated_idle",
+            "write_idle_memory",
+            "mark_written_idle",
+            "read_idle_memory",
+        ] {
+            let (value, unit) = figure(phase, tracking);
+            assert!(value > 0.0 && unit == "s", "{phase} by {tracking}: {value} {unit}");
+            let (page, unit) = figure(&format!("{phase}_page"), tracking);
+            assert!((page - value * 1e9 / pages).abs() < 1e-3 && unit == "ns", "{phase} by {tracking}: {page} {unit}");
+            assert_eq!(figure(&format!("{phase}_flushes"), tracking).0, 0.0);
+        }
+        assert_eq!(figure("populate_memory_faults", tracking).0, pages);
+        assert_eq!(figure("mark_written_idle_faults", tracking).0, 0.0);
+        assert!(figure("still_idle", tracking).0 <= pages / 10.0);
+        assert_eq!(figure("pages", tracking).0, pages);
+    }
+    // What each costs: nothing, or a fault for nearly every page.
+    assert_eq!(figure("write_idle_memory_faults", "accessed-bit").0, 0.0);
+    let faults = figure("write_idle_memory_faults", "faults").0;
+    assert!((pages * 0.9..=pages).contains(&faults), "{faults} faults");
+}

@@ -1,0 +1,125 @@
+//! `slat memslots` as its user sees it: exit codes, one clear line for each mistake, the lines of KVM's test, the JSON.
+#![allow(missing_docs)]
+
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+const TESTS: [&str; 6] = ["map", "unmap", "unmap chunked", "move active area", "move inactive area", "RW"];
+
+fn slat(args: &str) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_slat")).args(args.split_whitespace()).output().unwrap()
+}
+
+#[track_caller]
+fn assert_ok(args: &str) -> String {
+    let output = slat(args);
+    assert_eq!(output.status.code(), Some(0), "slat {args}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn bad_usage_exits_with_2() {
+    for (args, what) in [
+        ("-f 6", "6 is not in 0..=5"),
+        ("-e -1", "-1 is not in 0..=5"),
+        ("-f 3 -e 2", "the first test, 3, comes after the last, 2"),
+        ("-l 0", "0 is not in 1.."),
+        ("-r 0", "at least 1"),
+        ("-s 0", "from 1 to 32763"),
+        ("-s -2", "from 1 to 32763"),
+        ("-s 32764", "from 1 to 32763"),
+        ("-s x", "invalid digit"),
+        ("-s 1", "test 4, move inactive area, needs at least 2 slots"),
+        ("-t 0", "0 is not in 1.."),
+        ("-q", "unexpected argument"),
+        ("--lock some", "exclusive"),
+        ("--format pae", "npt"),
+    ] {
+        let output = slat(&format!("memslots {args}"));
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{args}: {message}");
+        assert!(message.contains(what), "{args}: {message}");
+        assert_eq!(message.lines().count(), 1, "{args}: {message}");
+        assert!(output.stdout.is_empty(), "{args}");
+    }
+}
+
+#[test]
+fn a_file_that_cannot_be_written_is_found_out_first() {
+    let output = slat("memslots -l 1000 --json /no/such/folder/results.json");
+    assert_eq!(output.status.code(), Some(3));
+}
+
+#[test]
+fn every_test_runs_with_all_checks_and_prints_the_lines_of_the_selftest() {
+    let output = assert_ok("memslots -l 1 -s 700 -d -v --format ept -t 60");
+    for test in TESTS {
+        let line = format!("Testing {test} performance with 1 runs, 1 seconds each\nTest took 0.");
+        assert!(output.contains(&line), "no '{line}' in:\n{output}");
+    }
+    for line in [
+        "131088 pages in 700 slots of 187 pages",
+        "s for slot setup + ",
+        "s all iterations\nDone ",
+        " iterations, avg ",
+        "Best runtime result was ",
+        "s per iteration (with ",
+        "Best slot setup time for the whole test area was 0.",
+        "words verified",
+        "software CPUs",
+        "Verified: ",
+    ] {
+        assert!(output.contains(line), "no '{line}' in:\n{output}");
+    }
+}
+
+#[test]
+fn slots_of_any_number_can_be_moved() {
+    // Wholly in the only slot; a slot smaller than the window; as many slots as there can be.
+    for args in ["-f 3 -e 3 -s 1", "-f 3 -e 4 -s 16386", "-f 3 -e 3 -s -1"] {
+        let output = assert_ok(&format!("memslots -l 1 -t 60 {args}"));
+        assert!(output.contains("Testing move active area performance"), "{args}:\n{output}");
+    }
+}
+
+#[test]
+fn json_has_every_figure_for_every_test_and_locking() {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("memslots.json");
+    assert_ok(&format!("memslots -f 2 -e 3 -l 1 -s 64 -t 60 --lock all --json {}", path.display()));
+    let object: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    assert_eq!(object["experiment"], "memslots");
+    assert_eq!(object["config"]["slots"], 64);
+    assert!(object["host"]["flush_method"].is_string());
+    let figures = object["results"].as_array().unwrap();
+    let figure = |name: &str, test: &str, lock: &str| {
+        let is_it = |figure: &&Value| {
+            figure["name"] == name && figure["labels"]["test"] == test && figure["labels"]["lock"] == lock
+        };
+        let found: Vec<&Value> = figures.iter().filter(is_it).collect();
+        assert_eq!(found.len(), 1, "{name} of {test} for {lock}");
+        (found[0]["value"].as_f64().unwrap(), found[0]["unit"].as_str().unwrap().to_owned())
+    };
+    for lock in ["exclusive", "shared", "none"] {
+        for test in ["unmap chunked", "move active area"] {
+            let (rate, unit) = figure("iterations_per_second", test, lock);
+            let (iteration, _) = figure("iteration", test, lock);
+            assert!(unit == "1/s" && (rate * iteration - 1.0).abs() < 1e-6, "{test}, {lock}: {rate}, {iteration}");
+            let (setup, unit) = figure("slot_setup", test, lock);
+            assert!(setup > 0.0 && unit == "s");
+            assert!(figure("host_call", test, lock).0 > 0.0);
+            assert!(figure("verified", test, lock).0 > 0.0);
+            assert_eq!(figure("runs", test, lock).0, 1.0);
+            assert!(figure("retries", test, lock).0 >= 0.0);
+        }
+        // Each half of 128 MiB is filled anew, and given back in chunks of 2 MiB, each with a flush.
+        assert!(figure("faults", "unmap chunked", lock).0 >= 32768.0);
+        assert_eq!(figure("host_calls", "unmap chunked", lock).0, 64.0);
+        assert!(figure("flushes", "unmap chunked", lock).0 >= 64.0);
+        assert_eq!(figure("mmio_exits", "unmap chunked", lock).0, 0.0);
+        // There and back.
+        assert_eq!(figure("host_calls", "move active area", lock).0, 2.0);
+        assert!(figure("flushes", "move active area", lock).0 >= 2.0);
+    }
+}

@@ -1,0 +1,145 @@
+//! What the host does to guest memory behind the guest's back: it reads and writes words, and discards pages.
+//!
+//! Words are accessed atomically, because guests change them at any time. A discarded page loses its frame and reads as
+//! zero when it is touched next. The pointer stays the same, and to the machine that is the frame, so the machine's memory
+//! is safe whatever happens; but a guest that has not let go of the page writes into the new frame, where nobody expects
+//! it. Discard only what the engine has taken away ([`Vm::invalidate_range`](slat::Vm::invalidate_range)).
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use slat::PAGE_SIZE;
+use thiserror::Error;
+
+use super::{Backing, BackingKind};
+
+/// Pages that could not be discarded: nothing was.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum DiscardError {
+    /// Not a part of the memory.
+    #[error("cannot discard {len_bytes} bytes at {offset_bytes}: there are {size_bytes}")]
+    OutOfRange {
+        /// Where to begin.
+        offset_bytes: u64,
+        /// How much.
+        len_bytes: u64,
+        /// The size of the memory.
+        size_bytes: u64,
+    },
+    /// Not whole pages of the memory's kind.
+    #[error("cannot discard {len_bytes} bytes at {offset_bytes}: {kind} memory has pages of {}", kind.page_size().size_bytes())]
+    Unaligned {
+        /// Where to begin.
+        offset_bytes: u64,
+        /// How much.
+        len_bytes: u64,
+        /// What the memory is made of.
+        kind: BackingKind,
+    },
+    /// The kernel refused.
+    #[error("discarding {len_bytes} bytes of {kind} memory at {offset_bytes} failed")]
+    System {
+        /// Where to begin.
+        offset_bytes: u64,
+        /// How much.
+        len_bytes: u64,
+        /// What the memory is made of.
+        kind: BackingKind,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+impl Backing {
+    /// Gives the `len_bytes` from `offset_bytes` on back to the kernel: they read as zero from now on. See the module for
+    /// who may call this when.
+    ///
+    /// # Errors
+    /// [`DiscardError`].
+    pub fn discard(&self, offset_bytes: u64, len_bytes: u64) -> Result<(), DiscardError> {
+        let (size_bytes, kind) = (self.size_bytes(), self.kind());
+        if offset_bytes.checked_add(len_bytes).is_none_or(|end| end > size_bytes) {
+            return Err(DiscardError::OutOfRange { offset_bytes, len_bytes, size_bytes });
+        }
+        if !(offset_bytes | len_bytes).is_multiple_of(kind.page_size().size_bytes()) {
+            return Err(DiscardError::Unaligned { offset_bytes, len_bytes, kind });
+        }
+        // MADV_DONTNEED of a shared file would leave the contents to be mapped again.
+        let advice = if kind == BackingKind::Shmem { libc::MADV_REMOVE } else { libc::MADV_DONTNEED };
+        let start = self.as_ptr().wrapping_add(offset_bytes as usize);
+        // SAFETY: the range lies in the mapping, which lives as long as `self`; its contents are only ever accessed
+        // atomically or by machine instructions of guests, for which a page that becomes zero is one more write.
+        if unsafe { libc::madvise(start.cast(), len_bytes as usize, advice) } != 0 {
+            return Err(DiscardError::System { offset_bytes, len_bytes, kind, source: io::Error::last_os_error() });
+        }
+        Ok(())
+    }
+
+    /// Reads the aligned 8 bytes at `offset_bytes`; `None` if it is no multiple of 8 or they are not in the memory.
+    #[inline]
+    pub fn load(&self, offset_bytes: u64) -> Option<u64> {
+        // Acquire: as a CPU's read.
+        self.word(offset_bytes).map(|word| word.load(Ordering::Acquire))
+    }
+
+    /// Writes the aligned 8 bytes at `offset_bytes`; `None`, and nothing is written, as for [`load`](Backing::load).
+    #[inline]
+    pub fn store(&self, offset_bytes: u64, value: u64) -> Option<()> {
+        // Release: as a CPU's write.
+        self.word(offset_bytes).map(|word| word.store(value, Ordering::Release))
+    }
+
+    #[inline]
+    fn word(&self, offset_bytes: u64) -> Option<&AtomicU64> {
+        // Mappings are whole pages, so an aligned word that begins inside ends inside.
+        if offset_bytes >= self.size_bytes() || !offset_bytes.is_multiple_of(8) {
+            return None;
+        }
+        debug_assert!(self.size_bytes().is_multiple_of(PAGE_SIZE), "a mapping of whole pages");
+        let at = self.as_ptr().wrapping_add(offset_bytes as usize).cast::<u64>();
+        // SAFETY: inside the mapping, which lives as long as `self`, and aligned, since the mapping starts at a page;
+        // others access it atomically or by machine instructions.
+        Some(unsafe { AtomicU64::from_ptr(at) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn discarded_pages_read_as_zero_and_others_stay() {
+        for kind in [BackingKind::Anonymous, BackingKind::AnonymousThp, BackingKind::Shmem] {
+            let memory = Backing::new(kind, 4 << 20).unwrap();
+            for page in 0..1024 {
+                memory.store(page * PAGE_SIZE + 8, page + 1).unwrap();
+            }
+            memory.discard(3 * PAGE_SIZE, 2 * PAGE_SIZE).unwrap();
+            memory.discard(2 << 20, 2 << 20).unwrap();
+            memory.discard(4 << 20, 0).unwrap();
+            for page in 0..1024 {
+                let expected = if (3..5).contains(&page) || page >= 512 { 0 } else { page + 1 };
+                assert_eq!(memory.load(page * PAGE_SIZE + 8), Some(expected), "{kind}, page {page}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_there_is_refused() {
+        let memory = Backing::new(BackingKind::Anonymous, 2 * PAGE_SIZE).unwrap();
+        for (offset, len) in
+            [(0, 3 * PAGE_SIZE), (3 * PAGE_SIZE, 0), (u64::MAX - 4095, PAGE_SIZE), (PAGE_SIZE, u64::MAX)]
+        {
+            assert!(matches!(memory.discard(offset, len), Err(DiscardError::OutOfRange { .. })), "{offset}, {len}");
+        }
+        for (offset, len) in [(8, PAGE_SIZE), (0, 100)] {
+            assert!(matches!(memory.discard(offset, len), Err(DiscardError::Unaligned { .. })), "{offset}, {len}");
+        }
+        assert_eq!(memory.store(2 * PAGE_SIZE - 8, 7), Some(()));
+        assert_eq!(memory.load(2 * PAGE_SIZE - 8), Some(7));
+        for offset in [2 * PAGE_SIZE, 4, u64::MAX] {
+            assert_eq!((memory.load(offset), memory.store(offset, 1)), (None, None), "{offset}");
+        }
+    }
+}
