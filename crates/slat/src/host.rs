@@ -17,8 +17,9 @@ use crate::sync::Park;
 pub struct Resolved {
     /// The frame that backs the page which was asked for (not of the start of the huge page around it).
     pub pfn: Pfn,
-    /// The largest naturally aligned block around the page that is contiguous in host-physical memory and may be
-    /// mapped by one leaf. The engine maps less where the slot's ends, alignment or dirty logging ask for it.
+    /// The largest block around the frame, naturally aligned in host-physical memory, whose frames back the pages around
+    /// this one in their order, and which may be mapped by one leaf, with `writable` as here. The engine maps less where
+    /// the slot's ends, alignment or dirty logging ask for it.
     pub max_size: PageSize,
     /// Whether the guest may write the frame. Must be `true` if the access was a write. A read may be answered with
     /// `false`: the first write then asks again. A host that copies on write answers that with another frame, and

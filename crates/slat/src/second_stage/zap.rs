@@ -42,7 +42,8 @@ pub(crate) fn zap_range<H: Host, F: Format>(
     stamp: Stamp,
     token: &mut FlushToken,
 ) {
-    let mut zap = Zap { tree, range, stamp, token, tables: TableCache::new(), is_out_of_memory: false };
+    let mut zap =
+        Zap { tree, range, stamp, token, tables: TableCache::new(), is_out_of_memory: false, leaves_tables: false };
     let mut pass = Level::L2M.min(F::ROOT_LEVEL);
     while pass <= F::ROOT_LEVEL {
         let mut next = range.start;
@@ -64,6 +65,10 @@ pub(crate) fn zap_range<H: Host, F: Format>(
                     gfn
                 }
             };
+        }
+        if zap.leaves_tables {
+            // A table above would take them with it in one long step.
+            break;
         }
         pass = pass.up();
     }
@@ -88,6 +93,8 @@ struct Zap<'z, H: Host, F: Format> {
     token: &'z mut FlushToken,
     tables: TableCache,
     is_out_of_memory: bool,
+    /// Too many unlinked tables are waiting: some were left linked.
+    leaves_tables: bool,
 }
 
 impl<H: Host, F: Format> Zap<'_, H, F> {
@@ -177,8 +184,10 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
         end
     }
 
-    fn may_unlink(&self) -> bool {
-        self.tree.epochs.nr_put_off_tables() < MAX_PUT_OFF_TABLES
+    fn may_unlink(&mut self) -> bool {
+        let may_unlink = self.tree.epochs.nr_put_off_tables() < MAX_PUT_OFF_TABLES;
+        self.leaves_tables |= !may_unlink;
+        may_unlink
     }
 
     /// Freezes a subtree that this thread unlinked inside `section`, and gives its tables to the token. The table's first
