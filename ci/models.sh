@@ -28,6 +28,16 @@ for rule in no-stamp stamp-before-publish no-place old-stamp; do
     fi
     echo "slots.py notices $rule"
 done
+python3 zap.py
+python3 zap.py no-freeze >/dev/null
+for rule in no-stamp stamp-before-publish check-before-read no-inherit refine-no-inherit huge-ignores-published no-flush \
+    flush-if-changed free-before-flush table-before-flush split-no-dirty tracked-clean blind-exchange report-late unlink-full; do
+    if python3 zap.py "$rule" >/dev/null; then
+        echo "models: zap.py did not notice $rule" >&2
+        exit 1
+    fi
+    echo "zap.py notices $rule"
+done
 # Lazy protection, a later way to log, is modelled already: with both of its rules no page is lost; without either one is.
 python3 lazy.py | awk '
     { kept = /flush by bits +bump always/; lost = / lost: / }

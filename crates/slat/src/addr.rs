@@ -235,6 +235,12 @@ impl GfnRange {
         self.start.0 <= other.start.0 && other.end.0 <= self.end.0
     }
 
+    /// Whether a whole, naturally aligned block of `level` is in the range.
+    pub(crate) const fn has_block(self, level: Level) -> bool {
+        let nr_pages = level.nr_pages();
+        self.start.0.div_ceil(nr_pages) < self.end.0 / nr_pages
+    }
+
     /// Whether the two ranges share a frame.
     #[inline]
     pub const fn overlaps(self, other: GfnRange) -> bool {

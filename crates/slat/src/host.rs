@@ -27,7 +27,7 @@ pub struct Resolved {
     pub writable: bool,
 }
 
-/// A leaf that was taken away, and what the guest did through it.
+/// A leaf that is taken away, and what the guest did through it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ZappedLeaf {
     /// The guest frames that it mapped.
@@ -96,9 +96,13 @@ pub unsafe trait Host: Park + Send + Sync {
     /// that is so; it must not wait for a CPU that is not running. May block.
     fn flush(&self, ranges: &[GfnRange]);
 
-    /// A leaf was taken away: whoever manages the memory may want to know that the page was used or written. A leaf that
-    /// the guest has still cached can be written until the flush, but only if it is `dirty` already. Called for each leaf,
-    /// inside a section and the lock: note it, do not block, and do not call the VM.
+    /// A leaf is taken away: whoever manages the memory may want to know that the page was used or written. When
+    /// [`Vm::invalidate_range`](crate::Vm::invalidate_range) returns, all that the guest did in the range has been told. (A
+    /// CPU that has the leaf cached may write until the flush, but only through one that is `dirty` already.)
+    ///
+    /// It may be told more than once, also for a page that another call has invalidated meanwhile: take it as news of the
+    /// guest's pages, and do not touch the frame for it. Called inside a section and the lock: note it, do not block, and do
+    /// not call the VM.
     #[inline]
     fn leaf_zapped(&self, _leaf: ZappedLeaf) {}
 

@@ -441,9 +441,9 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             return Err(Changed);
         }
         let stamp = tree.next_stamp();
+        zap::report::<H, F>(&tree.host, value, cursor.level(), cursor.block().start);
         let empty = install::take_away(&cursor, value, stamp)?;
         token.owe(cursor.block());
-        zap::report::<H, F>(&tree.host, value, cursor.level(), cursor.block().start);
         let result = if tree.current_stamp().follows(seen) {
             self.install_at(&cursor, section, empty, stamp, leaf)
         } else {

@@ -1,9 +1,13 @@
 //! Taking mappings away: every leaf of a range goes, every empty entry gets the stamp, tables wholly inside are unlinked.
 //!
 //! The caller has published the range (nobody who looks from now on may map there) and taken `stamp` after that; see
-//! `table/stamp.rs`. It works in passes from the lowest level up: the first visits every entry and unlinks the
-//! lowest tables, each further pass finds the tables of the next level empty and unlinks them. So no single step is longer
-//! than one table, and the walk can yield between any two.
+//! `table/stamp.rs`. It works in passes from the lowest level up. The first visits every entry and takes tables away
+//! nowhere; each further pass unlinks the tables of one level, which are empty by then. So no single step is longer than
+//! one table, and the walk can yield between any two.
+//!
+//! Whatever the guest did through a leaf is reported to the host before the leaf goes, and leaves go one by one, before
+//! their table. For another zap of the same page may find it empty already, and its caller then frees the frame: by then
+//! all must have been told, whoever was to tell it and was preempted (`models/zap.py`).
 //!
 //! What lies beside the range stays as it is. An entry that the range covers in part is refined first: a huge leaf is
 //! split, an empty entry gets a table whose entries inherit its stamp, so that faults beside the range go on undisturbed.
@@ -44,8 +48,9 @@ pub(crate) fn zap_range<H: Host, F: Format>(
 ) {
     let mut zap =
         Zap { tree, range, stamp, token, tables: TableCache::new(), is_out_of_memory: false, leaves_tables: false };
-    let mut pass = Level::L2M.min(F::ROOT_LEVEL);
-    while pass <= F::ROOT_LEVEL {
+    let mut pass = Level::L4K;
+    // From the second pass on there is work only if a whole block of the level is in the range.
+    while pass == Level::L4K || (pass <= F::ROOT_LEVEL && range.has_block(pass)) {
         let mut next = range.start;
         while next < range.end {
             let locked = tree.enter(record, Side::Write);
@@ -106,7 +111,8 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
         self.is_out_of_memory = result.is_err();
     }
 
-    /// One section's worth of a pass, in which tables hanging on entries of level `pass` are unlinked.
+    /// One section's worth of a pass: the lowest empties entries, a higher one unlinks the tables that hang on entries of
+    /// its level.
     fn turn(&mut self, section: &Section<'_>, start: Gfn, pass: Level) -> TurnEnd {
         let (range, stamp) = (self.range, self.stamp);
         let mut cursor = Cursor::new(self.tree, section, start);
@@ -127,10 +133,11 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
                 State::Empty(found) if found >= stamp => Ok(()),
                 State::Empty(_) if is_whole => install::take_away(&cursor, value, stamp).map(drop),
                 State::Leaf | State::Tracked if is_whole => {
+                    // First: see the module. If hardware sets A or D meanwhile, the exchange fails, and is told anew.
+                    report::<H, F>(&self.tree.host, value, level, block.start);
                     let done = install::take_away(&cursor, value, stamp).map(drop);
                     if done.is_ok() {
                         self.token.owe(block);
-                        report::<H, F>(&self.tree.host, value, level, block.start);
                         zapped += 1;
                     }
                     done
@@ -152,15 +159,15 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
                     let done = install::take_away(&cursor, value, self.tree.next_stamp()).map(drop);
                     if done.is_ok() {
                         // Not earlier: a table that is still linked must not have frozen entries, or walks would spin.
-                        self.freeze_subtree(section, F::address(value, level), level.down(), block.start);
+                        self.take_over(section, F::address(value, level), level.down());
                         self.token.owe(block);
                         zapped += 1;
                         visited += frames::nr_entries::<F>(level.down()) as u64;
                     }
                     done
                 }
-                // At and below the pass's level, earlier passes have left nothing.
-                State::Table if level <= pass && pass > Level::L2M && range.covers(block) => Ok(()),
+                // Earlier passes have left nothing below.
+                State::Table if level <= pass && pass > Level::L4K => Ok(()),
                 State::Table => {
                     cursor.descend(value);
                     continue;
@@ -190,24 +197,34 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
         may_unlink
     }
 
-    /// Freezes a subtree that this thread unlinked inside `section`, and gives its tables to the token. The table's first
-    /// entry was for `first`.
-    fn freeze_subtree(&mut self, section: &Section<'_>, table: Hpa, level: Level, first: Gfn) {
-        let mut gfn = first;
+    /// Gives a table that this thread unlinked inside `section`, and whose entries have `level`, to the token.
+    ///
+    /// The entries of the lowest level are empty, each with a stamp of this zap or of one after it, so that no fault
+    /// installs anything there any more: they may stay as they are. In a table above, another zap could still hang a table
+    /// on an entry to refine it: those are frozen, and what was hung there is taken along.
+    fn take_over(&mut self, section: &Section<'_>, table: Hpa, level: Level) {
         for cell in frames::linked_entries::<H, F>(&self.tree.host, section, table, level) {
+            if level == Level::L4K {
+                debug_assert!(
+                    matches!(entry::state::<F>(EntryRef::new(cell, level).load(), level), State::Empty(_)),
+                    "a table is unlinked that is not empty"
+                );
+                if !cfg!(debug_assertions) {
+                    break;
+                }
+                continue;
+            }
             let old = EntryRef::new(cell, level).freeze();
             match entry::state::<F>(old, level) {
-                State::Table => self.freeze_subtree(section, F::address(old, level), level.down(), gfn),
-                State::Leaf | State::Tracked => report::<H, F>(&self.tree.host, old, level, gfn),
-                State::Empty(_) | State::Frozen => {}
+                State::Table => self.take_over(section, F::address(old, level), level.down()),
+                state => debug_assert!(matches!(state, State::Empty(_)), "a table is unlinked with a leaf in it"),
             }
-            gfn = Gfn(gfn.0 + level.nr_pages());
         }
         self.token.tables.push(&self.tree.host, table);
     }
 }
 
-/// Tells the host what the guest did through `leaf` of `level`, which mapped the block at `first` and was taken away.
+/// Tells the host what the guest did through `leaf` of `level`, which maps the block at `first` and is about to go.
 #[inline]
 pub(crate) fn report<H: Host, F: Format>(host: &H, leaf: Entry, level: Level, first: Gfn) {
     host.leaf_zapped(ZappedLeaf {
