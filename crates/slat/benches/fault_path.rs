@@ -14,6 +14,9 @@
 #[path = "fault/arena.rs"]
 mod arena;
 #[cfg(not(any(loom, shuttle)))]
+#[path = "fault/cpus.rs"]
+mod cpus;
+#[cfg(not(any(loom, shuttle)))]
 #[path = "../tests/support/futex_park.rs"]
 mod futex_park;
 #[cfg(not(any(loom, shuttle)))]

@@ -4,22 +4,61 @@
 #![expect(unsafe_code, reason = "maps memory and hands out pointers into it")]
 
 use std::ptr;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 /// Bytes in a frame.
 pub(crate) const FRAME_BYTES: usize = 4096;
 /// Physical address of the mapping's first byte.
 const BIAS: usize = 1 << 40;
 
-/// The mapping, and which of its frames are in use.
+/// Which frames of the mapping are in use.
+///
+/// The free ones are a list without a lock: a thread that is preempted while it frees a table must not hold up those whose
+/// time is taken.
 struct Arena {
-    nr_frames: usize,
     /// Frames below were handed out since the last reset.
     next: AtomicUsize,
-    freed: Mutex<Vec<usize>>,
-    /// Length of `freed`, to be looked at without the mutex.
-    nr_freed: AtomicUsize,
+    /// The first of the frames that came back since then, as in `links`; from bit 32 on the number of changes, so that an
+    /// exchange fails if the list has changed and has the same first frame again.
+    freed: AtomicU64,
+    /// For each frame on the list the number of the next plus 1; 0: the end.
+    links: Box<[AtomicU32]>,
+}
+
+impl Arena {
+    /// Replaces the list's first frame `first` by `new`. Says what it is by now if it is another.
+    fn change_first(&self, found: u64, new: u32) -> Result<(), u64> {
+        let changed = ((found >> 32) + 1) << 32 | u64::from(new);
+        // AcqRel: the list's links, and what was done to the frame, are seen by who takes it.
+        match self.freed.compare_exchange_weak(found, changed, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => Ok(()),
+            Err(found) => Err(found),
+        }
+    }
+
+    /// Takes a frame from the list.
+    fn pop(&self) -> Option<usize> {
+        let mut found = self.freed.load(Ordering::Acquire);
+        loop {
+            let index = (found as u32).checked_sub(1)? as usize;
+            let next = self.links[index].load(Ordering::Relaxed);
+            match self.change_first(found, next) {
+                Ok(()) => return Some(index),
+                Err(changed) => found = changed,
+            }
+        }
+    }
+
+    fn push(&self, index: usize) {
+        let mut found = self.freed.load(Ordering::Acquire);
+        loop {
+            self.links[index].store(found as u32, Ordering::Relaxed);
+            match self.change_first(found, index as u32 + 1) {
+                Ok(()) => return,
+                Err(changed) => found = changed,
+            }
+        }
+    }
 }
 
 /// A handle on an arena, as cheap to copy as what a kernel would use: a pointer's distance from its physical address.
@@ -46,8 +85,8 @@ impl Memory {
         let base: *mut u8 = base.cast();
         // SAFETY: the mapping is that long, writable and nobody else's. Not zeroes: those would not have to be written.
         unsafe { base.write_bytes(0xff, nr_bytes) };
-        let (next, nr_freed) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        let arena = Arena { nr_frames, next, freed: Mutex::new(Vec::with_capacity(nr_frames)), nr_freed };
+        let links = (0..nr_frames).map(|_| AtomicU32::new(0)).collect();
+        let arena = Arena { next: AtomicUsize::new(0), freed: AtomicU64::new(0), links };
         Memory { origin: base.wrapping_sub(BIAS), arena: Box::leak(Box::new(arena)) }
     }
 
@@ -55,33 +94,20 @@ impl Memory {
     #[inline]
     pub(crate) fn allocate(&self) -> Option<usize> {
         let arena = self.arena;
-        // Only a guess: a frame that is freed at this moment is found by the next call.
-        if arena.nr_freed.load(Ordering::Relaxed) != 0 {
-            let mut freed = arena.freed.lock().unwrap();
-            let frame = freed.pop();
-            arena.nr_freed.store(freed.len(), Ordering::Relaxed);
-            if frame.is_some() {
-                return frame;
-            }
-        }
-        let index = arena.next.fetch_add(1, Ordering::Relaxed);
-        (index < arena.nr_frames).then_some(BIAS + index * FRAME_BYTES)
+        let index = arena.pop().unwrap_or_else(|| arena.next.fetch_add(1, Ordering::Relaxed));
+        (index < arena.links.len()).then_some(BIAS + index * FRAME_BYTES)
     }
 
     pub(crate) fn free(&self, frame: usize) {
-        let mut freed = self.arena.freed.lock().unwrap();
-        freed.push(frame);
-        self.arena.nr_freed.store(freed.len(), Ordering::Relaxed);
+        self.arena.push((frame - BIAS) / FRAME_BYTES);
     }
 
     /// Makes all frames free, to be handed out in order. None may be in use.
     pub(crate) fn reset(&self) {
-        let mut freed = self.arena.freed.lock().unwrap();
-        let nr_taken = self.arena.next.load(Ordering::Relaxed);
-        assert_eq!(freed.len(), nr_taken, "frames leaked, or there were too few");
-        freed.clear();
-        self.arena.nr_freed.store(0, Ordering::Relaxed);
-        self.arena.next.store(0, Ordering::Relaxed);
+        let arena = self.arena;
+        let nr_freed = std::iter::from_fn(|| arena.pop()).count();
+        let nr_taken = arena.next.swap(0, Ordering::Relaxed);
+        assert_eq!(nr_freed, nr_taken, "frames leaked, or there were too few");
     }
 
     #[inline]

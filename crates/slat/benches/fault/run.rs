@@ -1,10 +1,10 @@
 //! Runs faults on several threads at once and takes the time.
 
-#![expect(unsafe_code, reason = "CPU affinity, and the clock of a thread")]
-
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use super::cpus::{cpu_time, cpus, pin};
 
 /// Pages between the first pages of two threads in [`Order::Partitioned`]: 1 GiB.
 pub(crate) const PARTITION_PAGES: u64 = 1 << 18;
@@ -84,27 +84,6 @@ pub(crate) trait Subject: Sync {
     fn cpu(&self) -> impl FnMut(u64);
 }
 
-/// The CPUs that this process may use.
-fn cpus() -> Vec<usize> {
-    // SAFETY: a set of CPUs is a plain array of bits.
-    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    // SAFETY: the set is writable and of the size told.
-    let failed = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set) } != 0;
-    // SAFETY: the numbers are below the size of the set.
-    (0..libc::CPU_SETSIZE as usize).filter(|&cpu| !failed && unsafe { libc::CPU_ISSET(cpu, &set) }).collect()
-}
-
-/// Keeps the calling thread on `cpu`. If the kernel refuses, it runs where it runs.
-fn pin(cpu: usize) {
-    // SAFETY: as in `cpus`.
-    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    // SAFETY: the number came from `cpus`; the set is readable and of the size told.
-    unsafe {
-        libc::CPU_SET(cpu, &mut set);
-        libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set);
-    }
-}
-
 /// Waits until all `nr_threads` threads are here.
 fn wait_for_all(arrived: &AtomicUsize, nr_threads: usize) {
     arrived.fetch_add(1, Ordering::AcqRel);
@@ -122,15 +101,6 @@ fn touch(mut fault: impl FnMut(u64), first: u64, step: u64, pages: u64) {
         fault(page);
         page = page.wrapping_add(step);
     }
-}
-
-/// CPU time that the calling thread has used.
-fn cpu_time() -> Duration {
-    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the time is writable.
-    let failed = unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut now) } != 0;
-    assert!(!failed, "no clock of the thread");
-    Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
 }
 
 /// Runs all faults of `shape`.

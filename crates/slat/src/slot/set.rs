@@ -17,6 +17,8 @@ use alloc::vec::Vec;
 use core::ptr::{self, NonNull};
 
 use super::region::MemoryRegionFlags;
+use crossbeam_utils::CachePadded;
+
 use crate::addr::{Gfn, GfnRange};
 use crate::boxed::try_box;
 use crate::dirty::bitmap::Bitmap;
@@ -24,7 +26,9 @@ use crate::error::Error;
 use crate::sync::{AtomicBool, AtomicPtr, Ordering};
 use crate::table::retire::{Epochs, Record, Section};
 
-/// What stays the same during a slot's life.
+/// What stays the same during a slot's life. On lines of its own: each fault reads its slot's, and must not notice that
+/// another slot is claimed.
+#[repr(align(128))]
 pub(crate) struct Slot<B> {
     backing: B,
     /// A change of this slot is under way.
@@ -69,7 +73,8 @@ struct Retired<B> {
 /// The slots of one VM.
 pub(crate) struct Slots<B> {
     current: AtomicPtr<SlotSet<B>>,
-    retired: AtomicPtr<Retired<B>>,
+    /// Away from `current`, which each fault reads.
+    retired: CachePadded<AtomicPtr<Retired<B>>>,
 }
 
 // SAFETY: the raw pointers own what they point to, or share it by the rules of the module; backings are Send and Sync.
@@ -245,7 +250,7 @@ impl<B> SlotSet<B> {
 impl<B> Slots<B> {
     pub(crate) fn new() -> Result<Slots<B>, Error> {
         let empty = Box::into_raw(try_box(SlotSet { entries: Vec::new(), by_id: Vec::new() })?);
-        Ok(Slots { current: AtomicPtr::new(empty), retired: AtomicPtr::new(ptr::null_mut()) })
+        Ok(Slots { current: AtomicPtr::new(empty), retired: CachePadded::new(AtomicPtr::new(ptr::null_mut())) })
     }
 
     /// The published set. SeqCst: stands in store-load pairs with `protect` (see `dirty/log.rs`); as an acquire load it
@@ -349,11 +354,12 @@ impl<B> Slots<B> {
 
     /// Frees the retired sets, slots and logs that nobody can use any more.
     pub(crate) fn reclaim(&self, epochs: &Epochs, barrier_on_all_cpus: impl FnOnce()) {
-        // Acquire: sees the nodes.
-        let mut next = self.retired.swap(ptr::null_mut(), Ordering::Acquire);
-        if next.is_null() {
+        // A look first: mostly there is nothing, and then the line stays where it is.
+        if self.retired.load(Ordering::Relaxed).is_null() {
             return;
         }
+        // Acquire: sees the nodes.
+        let mut next = self.retired.swap(ptr::null_mut(), Ordering::Acquire);
         let oldest = epochs.oldest_open(barrier_on_all_cpus);
         while !next.is_null() {
             // SAFETY: nodes come from boxes, and the swap made the list this thread's.

@@ -37,7 +37,8 @@ pub(crate) struct Tree<H: Host, F: Format> {
     stamps: CachePadded<StampCounter>,
     pub(crate) published: PublishedRanges,
     pub(crate) epochs: Epochs,
-    nr_reclaimed: AtomicU64,
+    /// Away from what faults read.
+    nr_reclaimed: CachePadded<AtomicU64>,
     format: PhantomData<F>,
 }
 
@@ -62,7 +63,7 @@ impl<H: Host, F: Format> Tree<H, F> {
             stamps: CachePadded::new(StampCounter::new()),
             published: PublishedRanges::default(),
             epochs: Epochs::new(fences),
-            nr_reclaimed: AtomicU64::new(0),
+            nr_reclaimed: CachePadded::new(AtomicU64::new(0)),
             format: PhantomData,
         })
     }
@@ -136,8 +137,10 @@ impl<H: Host, F: Format> Tree<H, F> {
     /// Frees the tables whose grace period is over.
     pub(crate) fn reclaim(&self) {
         let freed = self.epochs.reclaim_tables::<H, F>(&self.host);
-        // Relaxed: a count.
-        self.nr_reclaimed.fetch_add(freed, Ordering::Relaxed);
+        if freed != 0 {
+            // Relaxed: a count.
+            self.nr_reclaimed.fetch_add(freed, Ordering::Relaxed);
+        }
     }
 
     /// Tables that [`Tree::reclaim`] has freed.

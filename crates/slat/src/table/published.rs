@@ -6,7 +6,8 @@
 //! withdraw. They lie in chunks of one line each: a word with a *claimed* and an *active* bit for each place, and the
 //! places. Publishing claims a place, fills it, then sets its active bit; withdrawing clears both bits. When all places
 //! are claimed, another chunk is linked behind, which stays for the VM's life: their number is that of the invalidations
-//! that ever ran at once.
+//! that ever ran at once. The first chunk's word also counts the ranges in those behind it, from before they are active
+//! until after they are not: so one load tells a fault that there is none at all.
 //!
 //! A place may be withdrawn and claimed by another while it is read, and then its start may be of one range and its end
 //! of the other. That is harmless. The first range is over then, and since the reads are acquire, its host's work is seen
@@ -41,7 +42,10 @@ const fn active_bit(place: usize) -> u64 {
     1 << (ACTIVE_SHIFT + place)
 }
 
-const ACTIVE_SHIFT: usize = 32;
+const ACTIVE_SHIFT: usize = 16;
+/// From this bit on the first chunk's word counts the ranges of all other chunks.
+const BEHIND_SHIFT: usize = 32;
+const ONE_BEHIND: u64 = 1 << BEHIND_SHIFT;
 
 #[derive(Default)]
 struct Place {
@@ -60,8 +64,8 @@ struct Chunk {
 }
 
 impl Chunk {
-    /// Claims a place and publishes `range` there.
-    fn publish(&self, range: GfnRange) -> Option<Published<'_>> {
+    /// Claims a place and publishes `range` there. Returns the place.
+    fn publish(&self, range: GfnRange) -> Option<usize> {
         let mut word = self.word.load(Ordering::Relaxed);
         loop {
             let place = (0..NR_PLACES).find(|&place| word & claimed_bit(place) == 0)?;
@@ -75,7 +79,7 @@ impl Chunk {
                     // Release: to who sees the bit. That the bit is seen by who finds the stamp that is taken next, is
                     // that stamp's release.
                     self.word.fetch_or(active_bit(place), Ordering::Release);
-                    return Some(Published { chunk: self, place });
+                    return Some(place);
                 }
                 Err(found) => word = found,
             }
@@ -92,20 +96,22 @@ impl Chunk {
     }
 
     /// The greatest level up to `level` of a block around `gfn` that shares no frame with a range of this chunk.
-    #[cold]
+    #[inline]
     fn free_level(&self, word: u64, gfn: Gfn, mut level: Level) -> Option<Level> {
-        for (number, place) in self.places.iter().enumerate() {
-            if word & active_bit(number) == 0 {
-                continue;
-            }
+        let mut block = gfn.block(level);
+        let mut active = word >> ACTIVE_SHIFT & ((1 << NR_PLACES) - 1);
+        while active != 0 {
+            let place = &self.places[active.trailing_zeros() as usize];
+            active &= active - 1;
             // Acquire: see the module.
             let start = Gfn(place.start.load(Ordering::Acquire));
             let end = Gfn(place.end.load(Ordering::Acquire));
-            while gfn.block(level).overlaps(GfnRange { start, end }) {
+            while block.overlaps(GfnRange { start, end }) {
                 if level == Level::L4K {
                     return None;
                 }
                 level = level.down();
+                block = gfn.block(level);
             }
         }
         Some(level)
@@ -121,15 +127,29 @@ pub(crate) struct PublishedRanges {
 impl PublishedRanges {
     /// Publishes `range` until the answer is dropped. Takes memory only if more ranges are published than ever before.
     pub(crate) fn publish(&self, range: GfnRange) -> Result<Published<'_>, Error> {
+        if let Some(place) = self.first.publish(range) {
+            return Ok(Published { ranges: self, chunk: &self.first, place });
+        }
+        // As for the active bit: who finds the stamp that is taken next sees this.
+        self.first.word.fetch_add(ONE_BEHIND, Ordering::Release);
+        let published = self.publish_behind(range);
+        if published.is_err() {
+            self.first.word.fetch_sub(ONE_BEHIND, Ordering::Release);
+        }
+        published
+    }
+
+    #[cold]
+    fn publish_behind(&self, range: GfnRange) -> Result<Published<'_>, Error> {
         let mut chunk = &self.first;
         loop {
-            if let Some(published) = chunk.publish(range) {
-                return Ok(published);
-            }
             chunk = match chunk.next() {
                 Some(next) => next,
                 None => Self::link_another(chunk)?,
             };
+            if let Some(place) = chunk.publish(range) {
+                return Ok(Published { ranges: self, chunk, place });
+            }
         }
     }
 
@@ -153,15 +173,23 @@ impl PublishedRanges {
     /// `gfn` itself is in one. The caller has read its entry with acquire before.
     #[inline]
     pub(crate) fn free_level(&self, gfn: Gfn, level: Level) -> Option<Level> {
-        let mut free = level;
-        let mut chunk = Some(&self.first);
-        while let Some(here) = chunk {
-            // Acquire: sees the ranges whose bits are set; and, of those that were withdrawn, what the host did.
-            let word = here.word.load(Ordering::Acquire);
-            if word >> ACTIVE_SHIFT != 0 {
-                free = here.free_level(word, gfn, free)?;
+        // Acquire: sees the ranges whose bits are set or that are counted; and, of those that were withdrawn, what the host
+        // did.
+        let word = self.first.word.load(Ordering::Acquire);
+        if word >> ACTIVE_SHIFT == 0 { Some(level) } else { self.free_level_beside(word, gfn, level) }
+    }
+
+    /// As [`free_level`](PublishedRanges::free_level), where there are ranges.
+    #[cold]
+    fn free_level_beside(&self, word: u64, gfn: Gfn, level: Level) -> Option<Level> {
+        let mut free = self.first.free_level(word, gfn, level)?;
+        if word >> BEHIND_SHIFT != 0 {
+            let mut chunk = self.first.next();
+            while let Some(here) = chunk {
+                // Acquire: as for the first.
+                free = here.free_level(here.word.load(Ordering::Acquire), gfn, free)?;
+                chunk = here.next();
             }
-            chunk = here.next();
         }
         Some(free)
     }
@@ -181,6 +209,7 @@ impl Drop for PublishedRanges {
 /// A published range. Dropping it withdraws the range.
 #[must_use]
 pub(crate) struct Published<'p> {
+    ranges: &'p PublishedRanges,
     chunk: &'p Chunk,
     place: usize,
 }
@@ -190,9 +219,17 @@ impl Drop for Published<'_> {
         // Release: what the host did comes before, for the fault that does not see the range any more and for the place's
         // next owner.
         self.chunk.word.fetch_and(!(claimed_bit(self.place) | active_bit(self.place)), Ordering::Release);
+        if !ptr::eq(self.chunk, &self.ranges.first) {
+            // Release: as above, for the fault that does not look behind the first chunk any more.
+            self.ranges.first.word.fetch_sub(ONE_BEHIND, Ordering::Release);
+        }
     }
 }
 
 #[cfg(all(test, not(any(loom, shuttle))))]
 #[path = "published_tests.rs"]
 mod tests;
+
+#[cfg(all(test, loom))]
+#[path = "published_loom.rs"]
+mod loom_tests;

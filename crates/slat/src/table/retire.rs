@@ -50,13 +50,18 @@ pub(crate) struct Record {
     announced: AtomicU64,
     /// Address of the slot whose backing the owner is resolving in, or null: it must not be freed.
     resolving: AtomicPtr<()>,
-    in_use: AtomicBool,
-    /// The record that was pushed before this one; never changes once this one is pushed.
-    next: *const Record,
+    listed: CachePadded<Listed>,
     pub(crate) stats: Recorder,
 }
 
-// SAFETY: all fields but `next` are atomics; `next` is written before the record is published and only read since.
+/// What is read to find a record that is free. On lines of its own: whoever passes by must not take the owner's from it.
+struct Listed {
+    in_use: AtomicBool,
+    /// The record that was pushed before this one; never changes once this one is pushed.
+    next: *const Record,
+}
+
+// SAFETY: all fields but `listed.next` are atomics; `next` is written before the record is published and only read since.
 unsafe impl Send for Record {}
 // SAFETY: as above.
 unsafe impl Sync for Record {}
@@ -124,7 +129,7 @@ impl Drop for RecordGuard<'_> {
 fn release_record(record: &Record) {
     debug_assert!(record.announced.load(Ordering::Relaxed) == IDLE);
     // Release: the next user takes the statistics over with acquire.
-    record.in_use.store(false, Ordering::Release);
+    record.listed.in_use.store(false, Ordering::Release);
 }
 
 /// Which fence stands between an announcement and the reads of its section, and between an unlinking and the reads of
@@ -143,10 +148,15 @@ pub(crate) struct Epochs {
     /// Starts above [`IDLE`]. Written when something is retired, read at the beginning of each section.
     era: CachePadded<AtomicU64>,
     records: AtomicPtr<Record>,
-    /// Head of the list of retired tables: a host-physical address, or [`NO_TABLE`].
-    retired_tables: CachePadded<AtomicU64>,
+    /// Away from what sections read.
+    retired_tables: CachePadded<RetiredTables>,
+}
+
+struct RetiredTables {
+    /// Head of the list: a host-physical address, or [`NO_TABLE`].
+    first: AtomicU64,
     /// Tables that were retired and not freed yet. Only a count: it bounds, and does not protect.
-    nr_put_off_tables: AtomicU64,
+    nr_put_off: AtomicU64,
 }
 
 impl Epochs {
@@ -155,8 +165,10 @@ impl Epochs {
             fences,
             era: CachePadded::new(AtomicU64::new(IDLE + 1)),
             records: AtomicPtr::new(ptr::null_mut()),
-            retired_tables: CachePadded::new(AtomicU64::new(NO_TABLE.0)),
-            nr_put_off_tables: AtomicU64::new(0),
+            retired_tables: CachePadded::new(RetiredTables {
+                first: AtomicU64::new(NO_TABLE.0),
+                nr_put_off: AtomicU64::new(0),
+            }),
         }
     }
 
@@ -187,8 +199,9 @@ impl Epochs {
     fn acquire(&self) -> Result<&Record, Error> {
         for record in self.records() {
             // Relaxed look first: no need to take the line for a record that is in use.
-            if !record.in_use.load(Ordering::Relaxed)
-                && record.in_use.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
+            let in_use = &record.listed.in_use;
+            if !in_use.load(Ordering::Relaxed)
+                && in_use.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
             {
                 return Ok(record);
             }
@@ -196,13 +209,12 @@ impl Epochs {
         let mut new = try_box(Record {
             announced: AtomicU64::new(IDLE),
             resolving: AtomicPtr::new(ptr::null_mut()),
-            in_use: AtomicBool::new(true),
-            next: ptr::null(),
+            listed: CachePadded::new(Listed { in_use: AtomicBool::new(true), next: ptr::null() }),
             stats: Recorder::new(),
         })?;
         let mut head = self.records.load(Ordering::Acquire);
         loop {
-            new.next = head;
+            new.listed.next = head;
             let pointer: *mut Record = Box::into_raw(new);
             // Release: who walks the list sees the record's contents.
             match self.records.compare_exchange(head, pointer, Ordering::AcqRel, Ordering::Acquire) {
@@ -233,7 +245,7 @@ impl Epochs {
         core::iter::from_fn(move || {
             // SAFETY: the pointer is null or a record of the list; records are freed only with the `Epochs`.
             let record = unsafe { next.as_ref() }?;
-            next = record.next;
+            next = record.listed.next;
             Some(record)
         })
     }
@@ -275,7 +287,7 @@ impl Epochs {
     pub(crate) fn retire_tables<H: Host>(&self, host: &H, chain: TableChain) {
         let Some((first, last)) = chain.ends else { return };
         // Before the tables are on the list, so that it never counts one that is not here yet as freed.
-        self.nr_put_off_tables.fetch_add(chain.len, Ordering::Relaxed);
+        self.retired_tables.nr_put_off.fetch_add(chain.len, Ordering::Relaxed);
         let tag = entry::frozen_number(self.retire_era());
         let mut table = first;
         loop {
@@ -293,11 +305,12 @@ impl Epochs {
 
     /// Frees the retired tables that no open section can reach. Returns how many.
     pub(crate) fn reclaim_tables<H: Host, F: Format>(&self, host: &H) -> u64 {
-        // Acquire: sees the links and tags of the list.
-        let mut next = Hpa(self.retired_tables.swap(NO_TABLE.0, Ordering::Acquire));
-        if next == NO_TABLE {
+        // A look first: mostly there is nothing, and then the line stays where it is.
+        if self.retired_tables.first.load(Ordering::Relaxed) == NO_TABLE.0 {
             return 0;
         }
+        // Acquire: sees the links and tags of the list.
+        let mut next = Hpa(self.retired_tables.first.swap(NO_TABLE.0, Ordering::Acquire));
         let oldest = self.oldest_open(|| host.barrier_on_all_cpus());
         let mut freed = 0;
         let mut kept = TableChain::new();
@@ -315,22 +328,22 @@ impl Epochs {
             }
         }
         self.push_tables(host, kept);
-        self.nr_put_off_tables.fetch_sub(freed, Ordering::Relaxed);
+        self.retired_tables.nr_put_off.fetch_sub(freed, Ordering::Relaxed);
         freed
     }
 
     /// Tables that were retired and not freed yet.
     pub(crate) fn nr_put_off_tables(&self) -> u64 {
-        self.nr_put_off_tables.load(Ordering::Relaxed)
+        self.retired_tables.nr_put_off.load(Ordering::Relaxed)
     }
 
     /// Puts tables whose tags are set on the list.
     fn push_tables<H: Host>(&self, host: &H, chain: TableChain) {
         let Some((first, last)) = chain.ends else { return };
-        let mut head = self.retired_tables.load(Ordering::Relaxed);
+        let mut head = self.retired_tables.first.load(Ordering::Relaxed);
         loop {
             chain_cells(host, last)[0].store(entry::frozen_link(Hpa(head)).0, Ordering::Release);
-            match self.retired_tables.compare_exchange(head, first.0, Ordering::Release, Ordering::Relaxed) {
+            match self.retired_tables.first.compare_exchange(head, first.0, Ordering::Release, Ordering::Relaxed) {
                 Ok(_) => return,
                 Err(found) => head = found,
             }
@@ -351,7 +364,7 @@ impl Drop for Epochs {
             // SAFETY: every record of the list came from a box, and with `&mut self` nobody uses one any more: guards
             // borrow the `Epochs`, and vCPUs keep the VM that holds it alive.
             let record = unsafe { Box::from_raw(next.cast_mut()) };
-            next = record.next;
+            next = record.listed.next;
         }
     }
 }

@@ -1,0 +1,112 @@
+//! What goes on beside what: faults beside invalidations and beside changes of flags, invalidations beside a storm of
+//! faults; and what an invalidation costs.
+//!
+//! 1. *Faults beside*: one vCPU writes to 4 GiB page by page, as in `fault_path`, while another thread does its work
+//!    elsewhere again and again: takes 1 GiB away (empty; or with leaves that it faults in again each time), or changes the
+//!    flags of another slot. In the control the same thread does the same work on another VM. So CPUs, caches and
+//!    scheduler are loaded alike, and what is left is what the one does to the other within one VM. The two runs of a
+//!    pair follow each other, in changing order; the ratio is taken within the pair. How often the work was done, and
+//!    flushed, is shown for both. `ratio` compares faults in a second, `CPU ratio` faults in a second of the vCPU's CPU
+//!    time, which does not fall when others take the CPU away. `retries` are those of the VM of the vCPU in all runs: the
+//!    ranges are apart, so each is a defect.
+//! 2. *Flips*: the time of one call that turns dirty logging on or off, or of the deletion and creation that make a slot
+//!    read-only in KVM's way; and back. Each time all pages of the slot are mapped writable first ("written"), or none is
+//!    ("empty"). A vCPU works in another slot meanwhile. Others measured 720 us for such a flip in KVM 6.8 with 4 vCPUs,
+//!    whose other work ran 2.2 to 9.1 times slower during flips (to read-only and back is 4 ioctls there).
+//! 3. *Storm*: 64 vCPUs on all CPUs write to memory that each takes away again when it is through; one more thread of the
+//!    same priority takes single pages of theirs away. Its time of a call holds waits for a CPU, which are the
+//!    scheduler's: so CPU time and run delay (`/proc/thread-self/schedstat`) are shown with it. What is neither was spent
+//!    sleeping. Waiting there for open sections, as an engine without stamps has to, takes 360 to 520 ms in the mean.
+//! 4. *Cost*: an invalidation with nothing beside it.
+//!
+//! The host's flush does nothing: what is shown of a call is what comes on top of its flush. Where it says "IPI", the
+//! thread makes a barrier on all CPUs after each invalidation, before it gives the range back: about what a flush is to
+//! the others.
+//!
+//! `cargo bench -p slat --bench beside -- table` prints all of it, `-- table 31` with 31 pairs, `-- table 31 storm` of
+//! the parts with this in their names (faults, flips, storm, cost). Two CPUs are few for this, and where they belong to
+//! virtual machines themselves their time comes and goes: look at the quartiles too, and at several runs.
+
+#[cfg(not(any(loom, shuttle)))]
+#[path = "fault/arena.rs"]
+mod arena;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "beside/cost.rs"]
+mod cost;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "fault/cpus.rs"]
+mod cpus;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "beside/faults.rs"]
+mod faults;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "beside/flips.rs"]
+mod flips;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "../tests/support/futex_park.rs"]
+mod futex_park;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "fault/host.rs"]
+mod host;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "../tests/support/membarrier.rs"]
+mod membarrier;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "beside/storm.rs"]
+mod storm;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "beside/timing.rs"]
+mod timing;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "beside/world.rs"]
+mod world;
+
+#[cfg(not(any(loom, shuttle)))]
+use slat::Park;
+
+#[cfg(not(any(loom, shuttle)))]
+mod table {
+    use std::env;
+
+    use super::arena::Memory;
+    use super::{cost, cpus, faults, flips, storm};
+
+    /// For the tables of two VMs with 5 GiB each, and for as many again that wait to be freed.
+    const NR_TABLES: usize = 8192;
+    const DEFAULT_PAIRS: usize = 31;
+
+    pub(super) fn main() {
+        let arguments: Vec<String> = env::args().skip(1).collect();
+        let memory = Memory::new(NR_TABLES);
+        // `cargo test --benches` passes no `--bench`: only see that it runs.
+        let is_test = !arguments.iter().any(|argument| argument == "--bench");
+        let options = arguments.iter().filter(|argument| !argument.starts_with("--") && *argument != "table");
+        let (numbers, names): (Vec<&String>, Vec<&String>) =
+            options.partition(|option| option.parse::<usize>().is_ok());
+        let (nr_pairs, divisor) = match numbers.first() {
+            _ if is_test => (1, 64),
+            Some(number) => (number.parse().expect("a number of pairs"), 1),
+            None => (DEFAULT_PAIRS, 1),
+        };
+        let is_asked =
+            |part: &str| is_test || names.is_empty() || names.iter().any(|name| part.contains(name.as_str()));
+        println!("{} CPUs.", cpus::cpus().len());
+        if is_asked("faults") {
+            faults::table(memory, nr_pairs, divisor);
+        }
+        if is_asked("flips") {
+            flips::table(memory, nr_pairs, divisor);
+        }
+        if is_asked("storm") {
+            storm::table(memory, divisor);
+        }
+        if is_asked("cost") {
+            cost::table(memory, nr_pairs);
+        }
+    }
+}
+
+fn main() {
+    #[cfg(not(any(loom, shuttle)))]
+    table::main();
+}

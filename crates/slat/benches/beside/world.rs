@@ -1,0 +1,63 @@
+//! The VMs that are measured, and the vCPU that works for ever.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use slat::{Gfn, GfnRange, Gpa, Invalidation, Locking, MemoryRegion, MemoryRegionFlags, Npt, Vm};
+
+use super::arena::{FRAME_BYTES, Memory};
+use super::host::{self, BenchHost};
+
+pub(crate) type BenchVm = Vm<BenchHost, Npt>;
+
+/// Pages in 1 GiB.
+pub(crate) const GIB: u64 = 1 << 18;
+/// The vCPUs' memory, in pages: where it begins and how long it is. What is done beside them is done elsewhere.
+pub(crate) const VCPU_MEMORY: u64 = 16 * GIB;
+pub(crate) const VCPU_MEMORY_PAGES: u64 = 4 * GIB;
+/// First host frame of slots that are created here.
+const FIRST_FRAME: u64 = 1 << 28;
+
+/// A VM with slot 0 of `nr_pages` from address 0 on, and the vCPUs' memory, which slot 0 has if it reaches there and slot 1 if not.
+pub(crate) fn new_vm(memory: Memory, locking: Locking, nr_pages: u64) -> Arc<BenchVm> {
+    let vm = host::new_vm(memory, locking, nr_pages);
+    if nr_pages <= VCPU_MEMORY {
+        set_slot(&vm, 1, VCPU_MEMORY, VCPU_MEMORY_PAGES, MemoryRegionFlags::empty(), Some(FIRST_FRAME));
+    }
+    vm
+}
+
+fn set_slot(vm: &BenchVm, slot: u32, first: u64, nr_pages: u64, flags: MemoryRegionFlags, backing: Option<u64>) {
+    let memory_size = nr_pages * FRAME_BYTES as u64;
+    let region = MemoryRegion { slot, flags, guest_phys_addr: Gpa(first * FRAME_BYTES as u64), memory_size, backing };
+    vm.set_user_memory_region(region).unwrap();
+}
+
+/// Turns dirty logging of slot 0 off, which has `nr_pages`.
+pub(crate) fn cease_to_log(vm: &BenchVm, nr_pages: u64) {
+    set_slot(vm, 0, 0, nr_pages, MemoryRegionFlags::empty(), None);
+}
+
+/// Deletes slot 0 and creates it with `flags`: what KVM asks of who changes whether it is read-only.
+pub(crate) fn create_anew(vm: &BenchVm, nr_pages: u64, flags: MemoryRegionFlags) {
+    set_slot(vm, 0, 0, 0, MemoryRegionFlags::empty(), None);
+    set_slot(vm, 0, 0, nr_pages, flags, Some(FIRST_FRAME));
+}
+
+pub(crate) fn invalidate(vm: &BenchVm, first: u64, nr_pages: u64) -> Invalidation<'_> {
+    vm.invalidate_range(GfnRange::new(Gfn(first), nr_pages)).unwrap()
+}
+
+/// A vCPU that writes to its pages one after the other, takes them all away, and begins anew. Returns the number of faults.
+pub(crate) fn fault_until(stop: &AtomicBool, vm: &Arc<BenchVm>, first: u64, nr_pages: u64) -> u64 {
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let mut nr_faults = 0;
+    while !stop.load(Ordering::Relaxed) {
+        for page in first..first + nr_pages {
+            host::write_fault(&mut vcpu, page);
+        }
+        nr_faults += nr_pages;
+        drop(invalidate(vm, first, nr_pages));
+    }
+    nr_faults
+}

@@ -1,0 +1,75 @@
+//! Every interleaving of a fault with an invalidation that is published behind the first chunk (here a chunk has one
+//! place): a fault that has found its stamp, and does not see its range, sees what the host did.
+
+#![expect(unsafe_code, reason = "a cell that loom watches stands for the frame")]
+
+use loom::cell::UnsafeCell;
+use loom::sync::Arc;
+use loom::thread;
+
+use super::*;
+use crate::table::stamp::StampCounter;
+
+struct World {
+    set: PublishedRanges,
+    stamps: StampCounter,
+    /// Whether the host is through with the frame.
+    is_moved: UnsafeCell<bool>,
+}
+
+// SAFETY: loom checks the accesses to the cell.
+unsafe impl Sync for World {}
+
+fn range(start: u64) -> GfnRange {
+    GfnRange::new(Gfn(start), 1)
+}
+
+/// Runs `invalidate`, which moves the frame of page 1, beside a fault there.
+fn check(invalidate: fn(&World)) {
+    loom::model(move || {
+        let (set, stamps) = (PublishedRanges::default(), StampCounter::new());
+        let world = Arc::new(World { set, stamps, is_moved: UnsafeCell::new(false) });
+        let before = world.stamps.current();
+        let fault = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || {
+                let found = world.stamps.current();
+                if world.set.free_level(Gfn(1), Level::L4K).is_some() && found > before {
+                    // SAFETY: loom checks that nobody writes meanwhile.
+                    assert!(world.is_moved.with(|cell| unsafe { *cell }));
+                }
+            })
+        };
+        invalidate(&world);
+        fault.join().unwrap();
+        assert_eq!(world.set.free_level(Gfn(1), Level(2)), Some(Level(2)));
+    });
+}
+
+fn move_frame(world: &World) {
+    world.stamps.next();
+    // SAFETY: loom checks that nobody reads meanwhile.
+    world.is_moved.with_mut(|cell| unsafe { *cell = true });
+}
+
+#[test]
+fn a_range_behind_the_first_chunk_is_seen_until_the_host_is_done() {
+    check(|world| {
+        let first = world.set.publish(range(0)).unwrap();
+        let second = world.set.publish(range(1)).unwrap();
+        move_frame(world);
+        drop(second);
+        drop(first);
+    });
+}
+
+#[test]
+fn a_range_behind_the_first_chunk_outlives_the_one_before_it() {
+    check(|world| {
+        let first = world.set.publish(range(0)).unwrap();
+        let second = world.set.publish(range(1)).unwrap();
+        drop(first);
+        move_frame(world);
+        drop(second);
+    });
+}
