@@ -1,10 +1,15 @@
 #!/usr/bin/env bash
-# What the checks need beyond Rust itself: its formatter and linter, and Python for the protocol's models.
+# What the checks need beyond Rust itself: its formatter and linter, the fuzzer with a C++ compiler for its runtime, and
+# Python for the protocol's models.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo fmt --version >/dev/null 2>&1 || rustup component add rustfmt
 cargo clippy --version >/dev/null 2>&1 || rustup component add clippy
-if ! command -v python3 >/dev/null; then
+cargo fuzz --version >/dev/null 2>&1 || cargo install cargo-fuzz --locked
+missing=()
+command -v python3 >/dev/null || missing+=(python3)
+command -v c++ >/dev/null || missing+=(g++)
+if ((${#missing[@]})); then
     apt-get update -qq
-    apt-get install -y -qq python3
+    apt-get install -y -qq "${missing[@]}"
 fi

@@ -2,80 +2,22 @@
 //! and its exchange; other vCPUs get in between a write's resolve and its install.
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
-#![allow(unsafe_code, reason = "a format and a host that stop faults where the test wants it")]
+#![allow(unsafe_code, reason = "a host of its own")]
 
 mod common;
 
 use std::alloc::Layout;
-use std::cell::RefCell;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
+use common::hooked::{Hooked, at_look, was_called};
 use common::{GIB, TestHost, change, region, translate};
 use slat::{
-    Access, Config, Entry, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, MemoryRegion, MemoryRegionFlags, Npt,
-    Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, Vcpu, Vm,
+    Access, Config, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, MemoryRegion, MemoryRegionFlags, Npt, Outcome,
+    PAGE_SIZE, PageSize, Park, Pfn, Resolved, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
-
-type Hook = Box<dyn FnOnce()>;
-
-thread_local! {
-    /// What to do at the n-th look at an entry of the lowest level from now.
-    static HOOK: RefCell<Option<(u32, Hook)>> = const { RefCell::new(None) };
-}
-
-/// [`Npt`], with a hook where entries are looked at: in a walk, and in the check of a transition right before its
-/// exchange.
-struct Hooked;
-
-// SAFETY: entries are Npt's.
-unsafe impl Format for Hooked {
-    const NAME: &'static str = "hooked";
-    const ROOT_LEVEL: Level = Npt::ROOT_LEVEL;
-    const GPA_BITS: u32 = Npt::GPA_BITS;
-    const HPA_BITS: u32 = Npt::HPA_BITS;
-    const ROOT_ENTRIES: usize = Npt::ROOT_ENTRIES;
-    const TABLE_ENTRIES: usize = Npt::TABLE_ENTRIES;
-    const WRITABLE: u64 = Npt::WRITABLE;
-    const ACCESSED: u64 = Npt::ACCESSED;
-    const DIRTY: u64 = Npt::DIRTY;
-    const HOST_WRITABLE: u64 = Npt::HOST_WRITABLE;
-
-    fn is_present(entry: Entry) -> bool {
-        Npt::is_present(entry)
-    }
-
-    fn is_leaf(entry: Entry, level: Level) -> bool {
-        if level == Level::L4K {
-            let due = HOOK.with_borrow_mut(|hook| match hook {
-                Some((1, _)) => hook.take(),
-                Some((n, _)) => {
-                    *n -= 1;
-                    None
-                }
-                None => None,
-            });
-            if let Some((_, hook)) = due {
-                hook();
-            }
-        }
-        Npt::is_leaf(entry, level)
-    }
-
-    fn leaf(pfn: Pfn, level: Level) -> Entry {
-        Npt::leaf(pfn, level)
-    }
-
-    fn table(table: Hpa) -> Entry {
-        Npt::table(table)
-    }
-
-    fn address(entry: Entry, level: Level) -> Hpa {
-        Npt::address(entry, level)
-    }
-}
 
 /// A write fault stops before its exchange; its slot is deleted, slot `second` is made over the same frames, and its page
 /// is read: the leaf is the very same again, but another slot's.
@@ -99,9 +41,9 @@ fn a_slot_is_replaced_under_a_write(second: u32) {
         }
     };
     // The first look is the walk's; the second the check right before the exchange.
-    HOOK.set(Some((2, Box::new(meanwhile))));
+    at_look(Level::L4K, 2, meanwhile);
     assert_eq!(writer.handle_fault(Gpa(0x6000), Access::Write), Ok(Outcome::Resume));
-    assert!(HOOK.take().is_none(), "the hook was not reached");
+    assert!(was_called(), "the hook was not reached");
     let mapped = translate(&vm, Gpa(0x6000)).unwrap();
     let nr_dirty = vm.get_dirty_log(second, &mut [0]).unwrap();
     assert!(!mapped.writable || nr_dirty == 1, "writable, and not marked: {mapped:x?}");

@@ -1,23 +1,21 @@
 //! Bugs that were found in other page-table libraries, each as a test of this one.
 //!
-//! Not here, because the interface cannot express it yet: taking a single page out of a mapped range (there is no
-//! invalidation of less than a slot); the release order with which a filled table is published (needs a machine with
-//! weak memory, or a model checker over raw tables).
+//! Not here: the release order with which a filled table is published (needs a machine with weak memory, or a model
+//! checker over raw tables).
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
-#![allow(unsafe_code, reason = "passes a host's contract on")]
+#![allow(unsafe_code, reason = "reads and writes entries as hardware does")]
 
 mod common;
 
-use std::alloc::Layout;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use common::{GIB, MIB, TestBacking, TestHost, change, each, lowest_entry, region, translate, vm};
+use common::trap::trap_vm;
+use common::{GIB, MIB, change, each, lowest_entry, region, translate, vm};
 use slat::{
-    Access, Config, Entry, Error, Exit, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking, MemoryRegionFlags,
-    Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, Vm,
+    Access, Entry, Error, Exit, Format, Gfn, GfnRange, Gpa, Hpa, Level, Locking, MemoryRegionFlags, Npt, Outcome,
+    PAGE_SIZE, PageSize, Pfn,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -96,6 +94,25 @@ fn one_page_of_a_block<F: Format>(locking: Locking) {
     assert_eq!(left, [None, None, Some(0x200), Some(0x2ff)]);
 }
 
+each!(taking_a_page_out_of_a_block_takes_that_page_only, one_page_taken);
+fn one_page_taken<F: Format>(locking: Locking) {
+    for (size, block_pages) in [(PageSize::Size2M, 512), (PageSize::Size1G, 512 * 512)] {
+        let vm = vm::<F>(locking);
+        vm.set_user_memory_region(region(0, 0, GIB, GIB / PAGE_SIZE, size)).unwrap();
+        let mut vcpu = vm.create_vcpu().unwrap();
+        assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
+        assert_eq!(translate(&vm, Gpa(0)).map(|found| found.level), Some(size.level()));
+        let resolves = vm.host().resolves.load(Ordering::SeqCst);
+        let taken = block_pages / 2 + 3;
+        drop(vm.invalidate_range(GfnRange::new(Gfn(taken), 1)).unwrap());
+        for page in 0..block_pages {
+            let found = translate(&vm, Gfn(page).gpa()).map(|found| (found.pfn.0, found.writable));
+            assert_eq!(found, (page != taken).then_some((GIB / PAGE_SIZE + page, true)), "page {page}");
+        }
+        assert_eq!(vm.host().resolves.load(Ordering::SeqCst), resolves, "a neighbour was resolved again");
+    }
+}
+
 each!(an_allocation_that_fails_half_way_leaves_the_tables_as_they_were, half_way);
 fn half_way<F: Format>(locking: Locking) {
     for tables in 0..3 {
@@ -123,6 +140,16 @@ fn back_to_one<F: Format>(locking: Locking) {
         assert!(vm.host().live_tables() > 20);
         vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
         vm.reclaim();
+        assert_eq!((vm.stats().live_tables(), vm.host().live_tables()), (1, 1));
+    }
+    // The same by an invalidation, with the slot in place.
+    vm.set_user_memory_region(region(0, 0, 1 << 40, 0, PageSize::Size4K)).unwrap();
+    for _ in 0..3 {
+        for gpa in (0..1u64 << 40).step_by(100 * GIB as usize) {
+            assert_eq!(vcpu.handle_fault(Gpa(gpa + 0x3000), Access::Write), Ok(Outcome::Resume));
+        }
+        assert!(vm.host().live_tables() > 20);
+        drop(vm.invalidate_range(GfnRange::new(Gfn(0), 1 << 28)).unwrap());
         assert_eq!((vm.stats().live_tables(), vm.host().live_tables()), (1, 1));
     }
 }
@@ -197,98 +224,6 @@ fn the_high_part_of_a_wide_root_does_not_alias_the_low_part() {
     assert_eq!(found, [Some(0x1000), Some(0x2000), None, Some(0x4000)]);
     let above = Gpa(4 * quarter);
     assert_eq!(vcpu.handle_fault(above, Access::Read), Err(Error::AddressTooHigh { gpa: above, gpa_bits: 50 }));
-}
-
-/// A place in the host at which a thread stops once, when the trap was set, until it is let go.
-#[derive(Debug, Default)]
-struct Trap(Mutex<Option<(Sender<()>, Receiver<()>)>>);
-
-/// The other side of a trap: learns that a thread is in it, and lets it go.
-struct Keeper {
-    arrived: Receiver<()>,
-    go: Sender<()>,
-}
-
-impl Trap {
-    fn set(&self) -> Keeper {
-        let ((here, arrived), (go, released)) = (channel(), channel());
-        *self.0.lock().unwrap() = Some((here, released));
-        Keeper { arrived, go }
-    }
-
-    fn pass(&self) {
-        let set = self.0.lock().unwrap().take();
-        if let Some((here, released)) = set {
-            here.send(()).unwrap();
-            released.recv().unwrap();
-        }
-    }
-}
-
-/// [`TestHost`] with a trap in `resolve`, one in `table_ptr` (so inside a section) and one in `flush`, and the order of
-/// what is told to it.
-#[derive(Debug, Default)]
-struct TrapHost {
-    host: TestHost,
-    in_resolve: Trap,
-    in_section: Trap,
-    in_flush: Trap,
-    /// Frees that came before any flush.
-    freed_unflushed: AtomicU32,
-}
-
-impl Park for TrapHost {
-    fn park(&self, word: &AtomicU32, expected: u32) {
-        self.host.park(word, expected);
-    }
-
-    fn unpark_one(&self, word: *const AtomicU32) -> bool {
-        self.host.unpark_one(word)
-    }
-
-    fn unpark_all(&self, word: *const AtomicU32) {
-        self.host.unpark_all(word);
-    }
-}
-
-// SAFETY: all is passed on to a host that keeps the contract.
-unsafe impl Host for TrapHost {
-    type Backing = Arc<TestBacking>;
-
-    fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
-        self.host.allocate_table(layout)
-    }
-
-    unsafe fn free_table(&self, table: Hpa, layout: Layout) {
-        self.freed_unflushed.fetch_add(u32::from(self.host.nr_flushes() == 0), Ordering::SeqCst);
-        // SAFETY: as the caller promises.
-        unsafe { self.host.free_table(table, layout) }
-    }
-
-    fn table_ptr(&self, table: Hpa) -> *mut u8 {
-        self.in_section.pass();
-        self.host.table_ptr(table)
-    }
-
-    fn resolve(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
-        let resolved = self.host.resolve(backing, gfn, page, access);
-        self.in_resolve.pass();
-        assert!(!backing.dropped.load(Ordering::SeqCst), "the backing was dropped under a resolve");
-        resolved
-    }
-
-    fn flush(&self, ranges: &[GfnRange]) {
-        self.in_flush.pass();
-        self.host.flush(ranges);
-    }
-
-    fn timestamp_ns(&self) -> u64 {
-        self.host.timestamp_ns()
-    }
-}
-
-fn trap_vm<F: Format>(locking: Locking) -> Arc<Vm<TrapHost, F>> {
-    Arc::new(Vm::new(TrapHost::default(), Config::with_locking(locking)).unwrap())
 }
 
 each!(of_two_vcpus_that_fault_on_one_page_the_slower_one_does_not_fail, slower);

@@ -46,6 +46,10 @@ pub(crate) fn zap_range<H: Host, F: Format>(
     stamp: Stamp,
     token: &mut FlushToken,
 ) {
+    if tree.epochs.nr_put_off_tables() >= MAX_PUT_OFF_TABLES {
+        // The section that they waited for may be over by now.
+        tree.reclaim();
+    }
     let mut zap =
         Zap { tree, range, stamp, token, tables: TableCache::new(), is_out_of_memory: false, leaves_tables: false };
     let mut pass = Level::L4K;

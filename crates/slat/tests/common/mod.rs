@@ -1,12 +1,14 @@
 //! A host for tests: table memory whose physical addresses are not its pointers, an allocation that fails when told to,
-//! a record of flushes, frames that are numbers without memory behind them; and a reference walk. `guest` has threads
-//! that walk the tables as CPUs do, beside everybody else.
+//! a record of flushes and of leaves taken away, frames that are numbers without memory behind them; and a reference walk.
+//! `guest` has threads that walk the tables as CPUs do, beside everybody else; `trap` and `hooked` stop or overtake a thread where it matters.
 
 #![allow(dead_code, reason = "each test binary uses a part")]
 #![allow(missing_docs)]
 #![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
 
 pub mod guest;
+pub mod hooked;
+pub mod trap;
 
 #[cfg(target_os = "linux")]
 #[path = "../support/membarrier.rs"]
@@ -14,15 +16,15 @@ mod membarrier;
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::cell::Cell;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::mem::take;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, RwLock};
 use std::time::Instant;
 
 use slat::{
     Access, Config, Entry, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking, MemoryRegion,
-    MemoryRegionFlags, PageSize, Park, Pfn, Resolved, Vm,
+    MemoryRegionFlags, PageSize, Park, Pfn, Resolved, Vm, ZappedLeaf,
 };
 
 /// A test for each format and locking: `$test::<Format>(locking)`.
@@ -76,7 +78,25 @@ impl Drop for InsideHost {
     }
 }
 
-/// Frames are given out by number: page n of a backing is frame `first_pfn + n`.
+/// What a backing says about writes to a page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Writes {
+    /// Also a read is answered with a frame that may be written.
+    Allowed,
+    /// A write is; a read is answered with a frame that may not be written.
+    IfAskedFor,
+    /// A write finds that the page is gone.
+    Refused,
+}
+
+/// What a page has instead of the frame of its number.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Frame {
+    pub pfn: u64,
+    pub writes: Writes,
+}
+
+/// Frames are given out by number: page n of a backing is frame `first_pfn + n`, unless it was given another.
 #[derive(Debug)]
 pub struct TestBacking {
     pub first_pfn: u64,
@@ -84,7 +104,11 @@ pub struct TestBacking {
     pub max_size: PageSize,
     /// Whether a read is answered with a frame that may be written.
     pub read_gives_writable: AtomicBool,
+    /// Whether a write finds that any page is gone. To be set only while the pages are invalidated.
+    pub writes_are_refused: AtomicBool,
     pub gone: AtomicBool,
+    /// Pages with another frame, each a block of its own. To be changed only while the page is invalidated.
+    pub frames: RwLock<BTreeMap<u64, Frame>>,
     /// Set by drop.
     pub dropped: Arc<AtomicBool>,
 }
@@ -96,9 +120,35 @@ impl TestBacking {
             nr_pages,
             max_size,
             read_gives_writable: AtomicBool::new(true),
+            writes_are_refused: AtomicBool::new(false),
             gone: AtomicBool::new(false),
+            frames: RwLock::default(),
             dropped: Arc::default(),
         }
+    }
+}
+
+impl TestBacking {
+    /// The frame of page `page`, which is guest frame `gfn`, and the largest block around it that is contiguous.
+    fn frame(&self, gfn: Gfn, page: u64) -> (Frame, PageSize) {
+        let writes = if self.writes_are_refused.load(Ordering::SeqCst) {
+            Writes::Refused
+        } else if self.read_gives_writable.load(Ordering::SeqCst) {
+            Writes::Allowed
+        } else {
+            Writes::IfAskedFor
+        };
+        let frames = self.frames.read().unwrap();
+        if let Some(&frame) = frames.get(&page) {
+            return (frame, PageSize::Size4K);
+        }
+        let is_contiguous = |size: &PageSize| {
+            let first = page.saturating_sub(gfn.0 % size.level().nr_pages());
+            *size <= self.max_size && frames.range(first..first + size.level().nr_pages()).next().is_none()
+        };
+        let sizes = [PageSize::Size1G, PageSize::Size2M];
+        let size = sizes.into_iter().find(is_contiguous).unwrap_or(PageSize::Size4K);
+        (Frame { pfn: self.first_pfn + page, writes }, size)
     }
 }
 
@@ -116,6 +166,12 @@ pub struct TestHost {
     allocations_left: AtomicI64,
     graveyard: Mutex<VecDeque<(u64, Layout)>>,
     pub flushes: Mutex<Vec<Vec<GfnRange>>>,
+    /// Leaves that were taken away, if they are to be recorded.
+    pub zapped: Mutex<Option<Vec<ZappedLeaf>>>,
+    /// Whether everybody who asks is to yield.
+    pub always_yields: AtomicBool,
+    /// Whether others run between a resolve and its use.
+    pub is_slow: AtomicBool,
     /// Accesses of guests, which a flush waits for.
     pub gate: guest::Gate,
     /// Who sleeps on which word, by ticket, and the next ticket.
@@ -133,6 +189,9 @@ impl Default for TestHost {
             allocations_left: AtomicI64::new(-1),
             graveyard: Mutex::default(),
             flushes: Mutex::default(),
+            zapped: Mutex::default(),
+            always_yields: AtomicBool::new(false),
+            is_slow: AtomicBool::new(false),
             gate: guest::Gate::default(),
             parked: Mutex::default(),
             wakeup: Condvar::new(),
@@ -150,6 +209,18 @@ impl TestHost {
 
     pub fn never_fail(&self) {
         self.allocations_left.store(-1, Ordering::SeqCst);
+    }
+
+    /// Records leaves that are taken away from now on.
+    pub fn record_zapped(&self) {
+        *self.zapped.lock().unwrap() = Some(Vec::new());
+    }
+
+    /// The leaves that were taken away since they were last asked for, by their guest frames.
+    pub fn take_zapped(&self) -> Vec<ZappedLeaf> {
+        let mut zapped = self.zapped.lock().unwrap().as_mut().map(take).expect("leaves are recorded");
+        zapped.sort_by_key(|leaf| leaf.range.start);
+        zapped
     }
 
     pub fn live_tables(&self) -> usize {
@@ -184,7 +255,7 @@ impl Drop for TestHost {
             unsafe { dealloc((table - BIAS) as *mut u8, layout) }
         }
         // Here, where it counts as the host's.
-        drop((take(&mut self.tables), take(&mut self.graveyard), take(&mut self.flushes)));
+        drop((take(&mut self.tables), take(&mut self.graveyard), take(&mut self.flushes), take(&mut self.zapped)));
         drop((take(&mut self.gate.words), take(&mut self.parked)));
     }
 }
@@ -260,14 +331,22 @@ unsafe impl Host for TestHost {
         (table.0 - BIAS) as *mut u8
     }
 
-    fn resolve(&self, backing: &Self::Backing, _gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
         self.resolves.fetch_add(1, Ordering::Relaxed);
         assert!(!backing.dropped.load(Ordering::SeqCst), "resolve in a backing that was dropped");
         if page >= backing.nr_pages || backing.gone.load(Ordering::SeqCst) {
             return Err(Gone);
         }
-        let writable = access == Access::Write || backing.read_gives_writable.load(Ordering::SeqCst);
-        Ok(Resolved { pfn: Pfn(backing.first_pfn + page), max_size: backing.max_size, writable })
+        let (Frame { pfn, writes }, max_size) = backing.frame(gfn, page);
+        let writable = match (writes, access) {
+            (Writes::Refused, Access::Write) => return Err(Gone),
+            (Writes::Allowed, _) | (_, Access::Write) => true,
+            _ => false,
+        };
+        if self.is_slow.load(Ordering::Relaxed) {
+            std::thread::yield_now();
+        }
+        Ok(Resolved { pfn: Pfn(pfn), max_size, writable })
     }
 
     fn flush(&self, ranges: &[GfnRange]) {
@@ -275,6 +354,17 @@ unsafe impl Host for TestHost {
         assert!(ranges.iter().all(|range| !range.is_empty()), "a flush of nothing: {ranges:?}");
         self.gate.wait_for_accesses();
         self.flushes.lock().unwrap().push(ranges.to_vec());
+    }
+
+    fn leaf_zapped(&self, leaf: ZappedLeaf) {
+        let _inside = InsideHost::enter();
+        if let Some(zapped) = self.zapped.lock().unwrap().as_mut() {
+            zapped.push(leaf);
+        }
+    }
+
+    fn should_yield(&self) -> bool {
+        self.always_yields.load(Ordering::Relaxed)
     }
 
     fn yield_now(&self) {
@@ -342,6 +432,19 @@ pub fn translate<F: Format>(vm: &Vm<TestHost, F>, gpa: Gpa) -> Option<Translatio
         writable: entry.0 & F::WRITABLE == F::WRITABLE,
         entry,
     })
+}
+
+/// What hardware does at an access that the leaf `found` at `gpa` allows: sets A, and D for a write. Says whether the leaf
+/// was still there and allowed it. For who keeps its table from being freed.
+pub fn set_accessed_and_dirty<F: Format>(vm: &Vm<TestHost, F>, gpa: Gpa, found: Translation, access: Access) -> bool {
+    let (cell, entry, level) = walk::<F>(vm.host(), vm.root(), gpa.gfn());
+    if entry != found.entry || level != found.level || (access == Access::Write && !found.writable) {
+        return false;
+    }
+    let bits = F::ACCESSED | if access == Access::Write { F::DIRTY } else { 0 };
+    // SAFETY: an entry of a live table, as the caller promises; by compare-and-exchange, as hardware does it.
+    let cell = unsafe { AtomicU64::from_ptr(cell) };
+    cell.compare_exchange(entry.0, entry.0 | bits, Ordering::SeqCst, Ordering::SeqCst).is_ok()
 }
 
 pub const MIB: u64 = 1 << 20;

@@ -1,0 +1,126 @@
+//! A host in which a thread can be stopped at a place that matters, while others go on.
+
+use std::alloc::Layout;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+
+use slat::{Access, Config, Format, Gfn, GfnRange, Gone, Host, Hpa, Locking, Park, Resolved, Vm, ZappedLeaf};
+
+use super::{TestBacking, TestHost};
+
+/// A place in the host at which a thread stops once, when the trap was set, until it is let go.
+#[derive(Debug, Default)]
+pub struct Trap(Mutex<Option<(Sender<()>, Receiver<()>)>>);
+
+/// The other side of a trap: learns that a thread is in it, and lets it go.
+pub struct Keeper {
+    pub arrived: Receiver<()>,
+    pub go: Sender<()>,
+}
+
+impl Trap {
+    pub fn set(&self) -> Keeper {
+        let ((here, arrived), (go, released)) = (channel(), channel());
+        *self.0.lock().unwrap() = Some((here, released));
+        Keeper { arrived, go }
+    }
+
+    fn pass(&self) {
+        let set = self.0.lock().unwrap().take();
+        if let Some((here, released)) = set {
+            here.send(()).unwrap();
+            released.recv().unwrap();
+        }
+    }
+}
+
+/// [`TestHost`] with a trap in `resolve`, one in `table_ptr` (so inside a section) and one in `flush`, and the order of
+/// what is told to it.
+#[derive(Debug, Default)]
+pub struct TrapHost {
+    pub host: TestHost,
+    pub in_resolve: Trap,
+    pub in_section: Trap,
+    pub in_flush: Trap,
+    /// Looks at tables since somebody last asked whether to yield, or flushed; and the most that ever were.
+    step: AtomicU64,
+    pub longest_step: AtomicU64,
+    /// Frees that came before any flush.
+    pub freed_unflushed: AtomicU32,
+}
+
+impl TrapHost {
+    /// Counts steps anew.
+    pub fn forget_steps(&self) {
+        self.step.store(0, Ordering::SeqCst);
+        self.longest_step.store(0, Ordering::SeqCst);
+    }
+}
+
+impl Park for TrapHost {
+    fn park(&self, word: &AtomicU32, expected: u32) {
+        self.host.park(word, expected);
+    }
+
+    fn unpark_one(&self, word: *const AtomicU32) -> bool {
+        self.host.unpark_one(word)
+    }
+
+    fn unpark_all(&self, word: *const AtomicU32) {
+        self.host.unpark_all(word);
+    }
+}
+
+// SAFETY: all is passed on to a host that keeps the contract.
+unsafe impl Host for TrapHost {
+    type Backing = Arc<TestBacking>;
+
+    fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
+        self.host.allocate_table(layout)
+    }
+
+    unsafe fn free_table(&self, table: Hpa, layout: Layout) {
+        self.freed_unflushed.fetch_add(u32::from(self.host.nr_flushes() == 0), Ordering::SeqCst);
+        // SAFETY: as the caller promises.
+        unsafe { self.host.free_table(table, layout) }
+    }
+
+    fn table_ptr(&self, table: Hpa) -> *mut u8 {
+        self.in_section.pass();
+        let step = self.step.fetch_add(1, Ordering::SeqCst) + 1;
+        self.longest_step.fetch_max(step, Ordering::SeqCst);
+        self.host.table_ptr(table)
+    }
+
+    fn resolve(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+        let resolved = self.host.resolve(backing, gfn, page, access);
+        self.in_resolve.pass();
+        assert!(!backing.dropped.load(Ordering::SeqCst), "the backing was dropped under a resolve");
+        resolved
+    }
+
+    fn flush(&self, ranges: &[GfnRange]) {
+        self.step.store(0, Ordering::SeqCst);
+        self.in_flush.pass();
+        self.host.flush(ranges);
+    }
+
+    fn leaf_zapped(&self, leaf: ZappedLeaf) {
+        self.host.leaf_zapped(leaf);
+    }
+
+    fn should_yield(&self) -> bool {
+        self.step.store(0, Ordering::SeqCst);
+        self.host.should_yield()
+    }
+
+    fn timestamp_ns(&self) -> u64 {
+        self.host.timestamp_ns()
+    }
+}
+
+/// An empty VM with such a host.
+pub fn trap_vm<F: Format>(locking: Locking) -> Arc<Vm<TrapHost, F>> {
+    Arc::new(Vm::new(TrapHost::default(), Config::with_locking(locking)).unwrap())
+}

@@ -1,0 +1,121 @@
+//! The operations, and the few places and sizes that they choose from: so few that slots, leaves and ranges meet.
+
+use slat::{Access, MemoryRegionFlags, PageSize};
+
+use crate::common::{GIB, MIB, Writes};
+
+pub const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
+pub const READONLY: MemoryRegionFlags = MemoryRegionFlags::READONLY;
+
+pub const NR_SLOTS: u32 = 5;
+/// Where slots and ranges begin: together, apart, across the ends of blocks of each size, and next to the end of the
+/// space.
+pub const PLACES: [u64; 14] = [
+    0,
+    0x1000,
+    2 * MIB - 0x1000,
+    2 * MIB,
+    3 * MIB,
+    4 * MIB,
+    6 * MIB,
+    GIB - 0x1000,
+    GIB,
+    GIB + 2 * MIB,
+    2 * GIB,
+    512 * GIB - 2 * MIB,
+    (1 << 48) - 2 * MIB,
+    (1 << 48) - 0x1000,
+];
+pub const NR_PAGES: [u64; 8] = [1, 3, 63, 512, 515, 1024, 1536, 1 << 18];
+/// Pages of ranges that are not a slot's: also of whole entries of each level, and of the whole space.
+pub const RANGE_PAGES: [u64; 8] = [1, 2, 511, 512, 1025, 1 << 18, 1 << 27, 1 << 36];
+pub const SIZES: [PageSize; 3] = [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G];
+pub const WRITES: [Writes; 3] = [Writes::Allowed, Writes::IfAskedFor, Writes::Refused];
+
+/// How the frames of a backing lie, compared with the guest's.
+#[derive(Clone, Copy, Debug)]
+pub enum Alignment {
+    Like1G,
+    Like2M,
+    Odd,
+}
+
+/// A page: `page` (modulo the size; `u64::MAX` for the last one) of a slot, or a place if there is no such slot.
+#[derive(Clone, Copy, Debug)]
+pub enum At {
+    Slot { slot: u32, page: u64 },
+    Place(usize),
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum By {
+    /// A vCPU's fault.
+    Fault,
+    /// Hardware, where a leaf allows it; else a fault.
+    Hardware,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Aging {
+    Age,
+    Test,
+}
+
+#[derive(Clone, Debug)]
+pub enum Op {
+    Create {
+        slot: u32,
+        place: usize,
+        pages: usize,
+        flags: u32,
+        size: usize,
+        alignment: Alignment,
+        writes: usize,
+    },
+    Delete {
+        slot: u32,
+    },
+    Move {
+        slot: u32,
+        place: usize,
+    },
+    SetFlags {
+        slot: u32,
+        flags: u32,
+    },
+    Resize {
+        slot: u32,
+    },
+    Touch {
+        at: At,
+        access: Access,
+        by: By,
+    },
+    Harvest {
+        slot: u32,
+    },
+    /// An invalidation that is held until it is ended.
+    Begin {
+        at: At,
+        pages: usize,
+    },
+    /// Ends one of those that are held.
+    End {
+        index: usize,
+    },
+    /// An invalidation during which a page of a slot gets another frame.
+    Replace {
+        slot: u32,
+        page: u64,
+        writes: usize,
+    },
+    Age {
+        at: At,
+        pages: usize,
+        aging: Aging,
+    },
+    /// The host wants to run at every look, or never.
+    Yield {
+        always: u32,
+    },
+}

@@ -1,0 +1,309 @@
+//! The engine and its model, side by side: each operation is done to both, and then they are compared.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use slat::{
+    Access, AccessTracking, Config, Error, Format, Gfn, GfnRange, Gpa, Invalidation, Locking, MemoryRegion,
+    MemoryRegionFlags, Outcome, PAGE_SIZE, Vcpu, Vm,
+};
+use std::sync::atomic::Ordering;
+
+use super::ops::{Aging, Alignment, At, By, LOG, NR_PAGES, NR_SLOTS, Op, PLACES, RANGE_PAGES, READONLY, SIZES, WRITES};
+use super::plain::{Model, Slot};
+use crate::common::{
+    Frame, TestBacking, TestHost, Writes, assert_no_table_is_left, change, set_accessed_and_dirty, translate,
+};
+
+/// Invalidations held at once, at most: more than fit into one chunk of published ranges.
+const MAX_HELD: usize = 9;
+
+struct Pair<'v, F: Format> {
+    vm: &'v Arc<Vm<TestHost, F>>,
+    vcpu: Vcpu<TestHost, F>,
+    held: Vec<Invalidation<'v>>,
+    backings: BTreeMap<u32, Arc<TestBacking>>,
+    model: Model,
+    /// Pages to be compared after each operation.
+    watched: BTreeSet<u64>,
+}
+
+/// Does `ops` to a new engine and its model.
+pub fn check<F: Format>(locking: Locking, access_tracking: AccessTracking, ops: &[Op]) {
+    let config = Config::with_locking(locking).with_access_tracking(access_tracking);
+    let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
+    vm.host().record_zapped();
+    let mut pair = Pair {
+        vm: &vm,
+        vcpu: vm.create_vcpu().unwrap(),
+        held: Vec::new(),
+        backings: BTreeMap::new(),
+        model: Model::new(F::ROOT_LEVEL, access_tracking),
+        watched: PLACES.iter().map(|place| place / PAGE_SIZE).collect(),
+    };
+    for op in ops {
+        pair.apply(op);
+        pair.compare();
+    }
+    pair.finish();
+}
+
+impl<F: Format> Pair<'_, F> {
+    const SPACE: u64 = 1 << (F::GPA_BITS - 12);
+
+    fn watch(&mut self, gfn: u64) {
+        self.watched.extend((gfn.saturating_sub(1)..gfn + 2).filter(|gfn| *gfn < Self::SPACE));
+    }
+
+    fn watch_range(&mut self, range: GfnRange) {
+        self.watch(range.start.0);
+        self.watch(range.end.0);
+    }
+
+    fn gfn(&self, at: At) -> Gfn {
+        match at {
+            At::Place(place) => Gpa(PLACES[place]).gfn(),
+            At::Slot { slot, page } => {
+                let range = self.model.slots.get(&slot).map_or(GfnRange::new(Gfn(0), 1), |slot| slot.range);
+                let page = if page == u64::MAX { range.nr_pages() - 1 } else { page % range.nr_pages() };
+                Gfn(range.start.0 + page)
+            }
+        }
+    }
+
+    /// `RANGE_PAGES[pages]` pages from `at` on, as far as there are so many; whole blocks begin where blocks begin.
+    fn range(&self, at: At, pages: usize) -> GfnRange {
+        let nr_pages = RANGE_PAGES[pages];
+        let start = self.gfn(at).0;
+        let start = if nr_pages >= 512 && nr_pages.is_power_of_two() { start & !(nr_pages - 1) } else { start };
+        GfnRange { start: Gfn(start), end: Gfn(Self::SPACE.min(start + nr_pages)) }
+    }
+
+    fn new_frames(&mut self) -> u64 {
+        self.model.nr_created += 1;
+        self.model.nr_created << 20
+    }
+
+    fn create(&mut self, op: &Op) {
+        let &Op::Create { slot: id, place, pages, flags, size, alignment, writes } = op else { return };
+        let (gpa, nr_pages) = (PLACES[place], NR_PAGES[pages]);
+        let flags = MemoryRegionFlags::from_bits_truncate(flags);
+        let start = gpa / PAGE_SIZE;
+        let base = self.new_frames();
+        let first_pfn = match alignment {
+            Alignment::Like1G => base + start % (1 << 18),
+            Alignment::Like2M => base + 512 + start % 512,
+            Alignment::Odd => base + start % 512 + 1,
+        };
+        let writes = if WRITES[writes] == Writes::Allowed { Writes::Allowed } else { Writes::IfAskedFor };
+        let backing = Arc::new(TestBacking::new(first_pfn, nr_pages, SIZES[size]));
+        backing.read_gives_writable.store(writes == Writes::Allowed, Ordering::SeqCst);
+        let region = MemoryRegion {
+            slot: id,
+            flags,
+            guest_phys_addr: Gpa(gpa),
+            memory_size: nr_pages * PAGE_SIZE,
+            backing: Some(Arc::clone(&backing)),
+        };
+        let expected = if gpa + nr_pages * PAGE_SIZE > 1 << F::GPA_BITS {
+            Err(Error::AddressTooHigh { gpa: Gpa(gpa), gpa_bits: F::GPA_BITS })
+        } else if self.model.slots.contains_key(&id) {
+            Err(Error::BackingFixed { slot: id })
+        } else if let Some(other) = self.model.overlapping(id, GfnRange::new(Gfn(start), nr_pages)) {
+            Err(Error::Overlap { slot: id, gpa: Gpa(gpa), other })
+        } else {
+            let range = GfnRange::new(Gfn(start), nr_pages);
+            self.watch_range(range);
+            let (max_size, frames, dirty) = (SIZES[size], BTreeMap::new(), BTreeSet::new());
+            self.model.slots.insert(id, Slot { range, flags, first_pfn, max_size, writes, frames, dirty });
+            self.backings.insert(id, backing);
+            Ok(())
+        };
+        assert_eq!(self.vm.set_user_memory_region(region), expected);
+    }
+
+    fn change(&mut self, id: u32, start: Gfn, flags: MemoryRegionFlags) {
+        let nr_pages = self.model.slots.get(&id).map_or(1, |slot| slot.range.nr_pages());
+        let result = self.vm.set_user_memory_region(change(id, flags, start.gpa().0, nr_pages * PAGE_SIZE));
+        let expected = if start.gpa().0 + nr_pages * PAGE_SIZE > 1 << F::GPA_BITS {
+            Err(Error::AddressTooHigh { gpa: start.gpa(), gpa_bits: F::GPA_BITS })
+        } else {
+            self.model.change(id, start, flags)
+        };
+        assert_eq!(result, expected);
+        if let Some(slot) = self.model.slots.get(&id) {
+            self.watch_range(slot.range);
+        }
+    }
+
+    fn touch(&mut self, gfn: Gfn, access: Access, by: By) {
+        let gpa = gfn.gpa();
+        self.watch(gfn.0);
+        if by == By::Hardware {
+            let done = translate(self.vm, gpa).is_some_and(|found| set_accessed_and_dirty(self.vm, gpa, found, access));
+            assert_eq!(done, self.model.access(gfn, access), "{access:?} at {gpa} by hardware");
+            if done {
+                return;
+            }
+        }
+        assert_eq!(self.vcpu.handle_fault(gpa, access), self.model.fault(gfn, access), "{access:?} at {gpa}");
+    }
+
+    fn harvest(&mut self, id: u32) {
+        let Some(slot) = self.model.slots.get(&id) else {
+            assert_eq!(self.vm.get_dirty_log(id, &mut [0; 64]), Err(Error::NoSuchSlot { slot: id }));
+            return;
+        };
+        let nr_words = slot.range.nr_pages().div_ceil(64) as usize;
+        let mut bitmap = vec![u64::MAX; nr_words + 1];
+        if !slot.flags.contains(LOG) {
+            assert_eq!(self.vm.get_dirty_log(id, &mut bitmap), Err(Error::NotLogging { slot: id }));
+            return;
+        }
+        let dirty = self.model.harvest(id);
+        let mut expected = vec![0; nr_words];
+        for &page in &dirty {
+            expected[page as usize / 64] |= 1 << (page % 64);
+        }
+        assert_eq!(self.vm.get_dirty_log(id, &mut bitmap), Ok(dirty.len() as u64));
+        assert!(bitmap[..nr_words] == expected[..], "the log of slot {id} is not that of {dirty:?}");
+        assert_eq!(bitmap[nr_words], u64::MAX, "a word behind the slot's was written");
+    }
+
+    /// Begins to hold an invalidation of `range`, and looks around: nothing is mapped inside, and nothing can be.
+    fn begin(&mut self, range: GfnRange) {
+        self.watch_range(range);
+        let guard = self.vm.invalidate_range(range).unwrap();
+        assert_eq!(guard.range(), range);
+        let is_flushed = |flush: &GfnRange| flush.covers(range);
+        assert!(self.vm.host().flushes.lock().unwrap().iter().flatten().any(is_flushed), "{range:?} is not flushed");
+        self.vm.host().flushes.lock().unwrap().clear();
+        self.held.push(guard);
+        self.model.take_away(range);
+        self.model.held.push(range);
+        for gfn in [range.start.0, range.end.0 - 1, range.start.0 + range.nr_pages() / 2] {
+            for access in [Access::Read, Access::Write] {
+                assert_eq!(self.vcpu.handle_fault(Gfn(gfn).gpa(), access), Ok(Outcome::Resume));
+                assert_eq!(translate(self.vm, Gfn(gfn).gpa()), None);
+            }
+        }
+    }
+
+    fn end(&mut self, index: usize) {
+        if !self.held.is_empty() {
+            let index = index % self.held.len();
+            drop(self.held.swap_remove(index));
+            self.model.held.swap_remove(index);
+        }
+    }
+
+    fn replace(&mut self, id: u32, page: u64, writes: Writes) {
+        let Some(backing) = self.backings.get(&id).cloned() else { return };
+        let gfn = self.gfn(At::Slot { slot: id, page });
+        self.begin(GfnRange::new(gfn, 1));
+        let frame = Frame { pfn: self.new_frames(), writes };
+        let Some(slot) = self.model.slots.get_mut(&id) else { return };
+        let page = gfn.0 - slot.range.start.0;
+        slot.frames.insert(page, frame);
+        backing.frames.write().unwrap().insert(page, frame);
+        self.end(self.held.len() - 1);
+    }
+
+    fn apply(&mut self, op: &Op) {
+        let range_of = |model: &Model, id: u32| model.slots.get(&id).map(|slot| (slot.range, slot.flags));
+        match *op {
+            Op::Create { .. } => self.create(op),
+            Op::Delete { slot: id } => {
+                self.backings.remove(&id);
+                let expected = match self.model.slots.remove(&id) {
+                    Some(slot) => {
+                        self.model.take_away(slot.range);
+                        Ok(())
+                    }
+                    None => Err(Error::NoSuchSlot { slot: id }),
+                };
+                assert_eq!(self.vm.set_user_memory_region(change(id, LOG, 0, 0)), expected);
+            }
+            Op::Move { slot, place } => {
+                let flags = range_of(&self.model, slot).map_or(LOG, |(_, flags)| flags);
+                self.change(slot, Gpa(PLACES[place]).gfn(), flags);
+            }
+            Op::SetFlags { slot, flags } => {
+                let (range, old) = range_of(&self.model, slot).unwrap_or((GfnRange::new(Gfn(0), 1), LOG));
+                // Mostly without asking for what is refused.
+                let flags = if flags == 2 {
+                    READONLY
+                } else {
+                    old & READONLY | MemoryRegionFlags::from_bits_truncate(flags & 1)
+                };
+                self.change(slot, range.start, flags);
+            }
+            Op::Resize { slot } => {
+                let Some((range, flags)) = range_of(&self.model, slot) else { return };
+                let memory_size = (range.nr_pages() + 1) * PAGE_SIZE;
+                let gpa = range.start.gpa().0;
+                let expected = if gpa + memory_size > 1 << F::GPA_BITS {
+                    Error::AddressTooHigh { gpa: Gpa(gpa), gpa_bits: F::GPA_BITS }
+                } else {
+                    Error::SizeFixed { slot, memory_size }
+                };
+                assert_eq!(self.vm.set_user_memory_region(change(slot, flags, gpa, memory_size)), Err(expected));
+            }
+            Op::Touch { at, access, by } => self.touch(self.gfn(at), access, by),
+            Op::Harvest { slot } => self.harvest(slot),
+            Op::Begin { at, pages } => {
+                if self.held.len() == MAX_HELD {
+                    self.end(0);
+                }
+                self.begin(self.range(at, pages));
+            }
+            Op::End { index } => self.end(index),
+            Op::Replace { slot, page, writes } => self.replace(slot, page, WRITES[writes]),
+            Op::Age { at, pages, aging } => {
+                let range = self.range(at, pages);
+                let expected = Ok(self.model.age(range, aging));
+                let nr_used = match aging {
+                    Aging::Age => self.vm.age_range(range),
+                    Aging::Test => self.vm.test_age_range(range),
+                };
+                assert_eq!(nr_used, expected, "pages of {range:?} that were used");
+            }
+            Op::Yield { always } => self.vm.host().always_yields.store(always != 0, Ordering::Relaxed),
+        }
+    }
+
+    fn compare(&mut self) {
+        for &gfn in &self.watched {
+            let found = translate(self.vm, Gfn(gfn).gpa()).map(|found| {
+                let has = |bit| found.entry.0 & bit != 0;
+                (found.pfn.0, found.level, found.writable, has(F::ACCESSED), has(F::DIRTY))
+            });
+            let leaf = self.model.leaf_at(Gfn(gfn)).filter(|(_, leaf)| !leaf.tracked);
+            let expected = leaf
+                .map(|(first, leaf)| (leaf.pfn + (gfn - first), leaf.level, leaf.writable, leaf.accessed, leaf.dirty));
+            assert_eq!(found, expected, "translation of frame {gfn:#x}");
+        }
+        self.model.zapped.sort_by_key(|leaf| leaf.range.start);
+        assert_eq!(self.vm.host().take_zapped(), std::mem::take(&mut self.model.zapped), "leaves taken away");
+        assert_eq!(self.vm.stats().live_tables(), self.vm.host().live_tables() as u64);
+    }
+
+    /// All dirty logs, then the tables: those that the model knows, then none.
+    fn finish(mut self) {
+        for id in 0..NR_SLOTS {
+            self.harvest(id);
+            self.compare();
+        }
+        for id in 0..NR_SLOTS {
+            self.apply(&Op::Delete { slot: id });
+        }
+        self.compare();
+        drop((self.vcpu, self.held));
+        self.vm.reclaim();
+        assert_eq!(self.vm.host().live_tables(), self.model.tables.len() + 1);
+        let space = GfnRange::new(Gfn(0), Self::SPACE);
+        drop(self.vm.invalidate_range(space).unwrap());
+        assert_eq!(self.vm.host().live_tables(), 1, "an invalidation of the space leaves the root");
+        assert_no_table_is_left(self.vm);
+    }
+}

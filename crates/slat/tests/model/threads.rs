@@ -1,0 +1,365 @@
+//! Random operations on two or three threads at once. What may be found at a moment is not known; what may never be found
+//! is: a frame that was taken back, a write where the host has forbidden it, anything in a range that is held. And at the
+//! end: every write of the guest was reported to the host, and no table is left.
+//!
+//! Frames are given out once, and a byte for each says what has become of it.
+
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Barrier, Mutex};
+
+use proptest::prelude::*;
+use slat::{
+    Access, AccessTracking, Config, Ept, Error, Format, Gfn, GfnRange, Gpa, Locking, MemoryRegion, MemoryRegionFlags,
+    Npt, Outcome, PAGE_SIZE, PageSize, Vm,
+};
+
+use super::ops::{Aging, LOG, SIZES};
+use super::{access, tracking};
+use crate::common::guest::Guest;
+use crate::common::{
+    Frame, GIB, MIB, TestBacking, TestHost, Translation, Writes, assert_no_table_is_left, change,
+    set_accessed_and_dirty,
+};
+
+/// First byte and pages: two slots that share a block, and one over the end of a table. A block of 2 MiB is in each.
+const SLOTS: [(u64, u64); 3] = [(MIB, 868), (MIB + 868 * PAGE_SIZE, 1024), (GIB - MIB, 900)];
+/// Pages from one new backing's frames to the next's: aligned to each other and to the guest's as their sizes ask for.
+const FRAMES_APART: u64 = 1 << 18;
+const MAX_BACKINGS: u64 = 32;
+
+/// The frame was taken back from the guest.
+const DEAD: u8 = 1;
+/// It may not be written.
+const FORBIDDEN: u8 = 2;
+/// The guest has written it.
+const WRITTEN: u8 = 4;
+/// The host was told so.
+const REPORTED: u8 = 8;
+
+#[derive(Clone, Copy, Debug)]
+pub enum During {
+    Nothing,
+    Replace,
+    Forbid,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Step {
+    Access {
+        slot: usize,
+        page: u64,
+        nr_pages: u64,
+        access: Access,
+    },
+    Invalidate {
+        slot: usize,
+        page: u64,
+        nr_pages: u64,
+        during: During,
+    },
+    InvalidateAll,
+    /// Lets pages be written again.
+    Allow {
+        slot: usize,
+    },
+    Create {
+        slot: usize,
+        size: usize,
+        flags: u32,
+    },
+    Delete {
+        slot: usize,
+    },
+    SetLog {
+        slot: usize,
+        flags: u32,
+    },
+    Harvest {
+        slot: usize,
+    },
+    Age {
+        slot: usize,
+        page: u64,
+        nr_pages: u64,
+        aging: Aging,
+    },
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let slot = || 0..SLOTS.len();
+    let page = || prop_oneof![0u64..8, 250u64..262, 500u64..520];
+    let nr_pages = || prop_oneof![4 => Just(1u64), 2 => 2u64..20, 1 => Just(512u64)];
+    let during = prop_oneof![Just(During::Nothing), Just(During::Replace), Just(During::Forbid)];
+    let aging = prop_oneof![Just(Aging::Age), Just(Aging::Test)];
+    prop_oneof![
+        12 => (slot(), page(), nr_pages(), access())
+            .prop_map(|(slot, page, nr_pages, access)| Step::Access { slot, page, nr_pages, access }),
+        5 => (slot(), page(), nr_pages(), during)
+            .prop_map(|(slot, page, nr_pages, during)| Step::Invalidate { slot, page, nr_pages, during }),
+        1 => Just(Step::InvalidateAll),
+        1 => slot().prop_map(|slot| Step::Allow { slot }),
+        2 => (slot(), 0..SIZES.len(), 0u32..2).prop_map(|(slot, size, flags)| Step::Create { slot, size, flags }),
+        1 => slot().prop_map(|slot| Step::Delete { slot }),
+        2 => (slot(), 0u32..2).prop_map(|(slot, flags)| Step::SetLog { slot, flags }),
+        2 => slot().prop_map(|slot| Step::Harvest { slot }),
+        2 => (slot(), page(), nr_pages(), aging)
+            .prop_map(|(slot, page, nr_pages, aging)| Step::Age { slot, page, nr_pages, aging }),
+    ]
+}
+
+/// What the threads share.
+struct World<F: Format> {
+    vm: Arc<Vm<TestHost, F>>,
+    /// The slots' backings, as far as they exist. Locked while a slot is created, deleted or changed.
+    slots: [Mutex<Option<Arc<TestBacking>>>; SLOTS.len()],
+    /// By [`index_of`].
+    frames: Box<[AtomicU8]>,
+    nr_backings: AtomicU64,
+    nr_overrides: AtomicU64,
+}
+
+/// Of a frame's byte: backings use a few thousand frames each, at the beginning of what is theirs.
+fn index_of(pfn: u64) -> usize {
+    const USED: u64 = 4096;
+    let (backing, offset) = (pfn / FRAMES_APART, pfn % FRAMES_APART % USED);
+    (backing * USED + offset) as usize
+}
+
+fn range_of(slot: usize, page: u64, nr_pages: u64) -> GfnRange {
+    GfnRange::new(Gfn(SLOTS[slot].0 / PAGE_SIZE + page), nr_pages)
+}
+
+impl<F: Format> World<F> {
+    fn new(locking: Locking, tracking: AccessTracking) -> World<F> {
+        let config = Config::with_locking(locking).with_access_tracking(tracking);
+        let vm = Arc::new(Vm::new(TestHost::default(), config).unwrap());
+        vm.host().record_zapped();
+        vm.host().is_slow.store(true, Ordering::Relaxed);
+        let nr_frames = index_of((MAX_BACKINGS + 2) * FRAMES_APART);
+        World {
+            vm,
+            slots: Default::default(),
+            frames: (0..nr_frames).map(|_| AtomicU8::new(0)).collect(),
+            nr_backings: AtomicU64::new(1),
+            nr_overrides: AtomicU64::new(0),
+        }
+    }
+
+    fn frame(&self, pfn: u64) -> &AtomicU8 {
+        &self.frames[index_of(pfn)]
+    }
+
+    /// Checks what a guest's access has found, and does what hardware does then.
+    fn look(&self, gpa: Gpa, access: Access, found: Translation) -> bool {
+        let frame = self.frame(found.pfn.0);
+        let state = frame.load(Ordering::SeqCst);
+        assert_eq!(state & DEAD, 0, "{access:?} at {gpa} reached a frame that was taken back: {found:x?}");
+        if !set_accessed_and_dirty(&self.vm, gpa, found, access) {
+            return false;
+        }
+        if access == Access::Write {
+            // Looked at once more: the access is not over, so whoever forbids it has not returned from the flush.
+            let state = frame.fetch_or(WRITTEN, Ordering::SeqCst);
+            assert_eq!(state & FORBIDDEN, 0, "write at {gpa} to a frame that may not be written: {found:x?}");
+        }
+        true
+    }
+
+    fn access(&self, guest: &mut Guest<F>, gpa: Gpa, access: Access) {
+        // A few times: the page may be held, or gone.
+        for _ in 0..4 {
+            let done = guest.during_access(gpa, |found| {
+                let found = found.filter(|found| access != Access::Write || found.writable);
+                found.is_some_and(|found| self.look(gpa, access, found))
+            });
+            if done {
+                return;
+            }
+            match guest.vcpu.handle_fault(gpa, access) {
+                Ok(Outcome::Resume) => {}
+                Ok(Outcome::Exit(_)) => return,
+                Err(error) => return assert_eq!(error, Error::BackingGone { gpa }),
+            }
+        }
+    }
+
+    fn invalidate(&self, guest: &mut Guest<F>, slot: usize, pages: (u64, u64), during: During) {
+        let range = range_of(slot, pages.0, pages.1);
+        let backing = self.slots[slot].lock().unwrap().clone();
+        let held = self.vm.invalidate_range(range).unwrap();
+        for gfn in [range.start, Gfn(range.end.0 - 1)] {
+            for access in [Access::Read, Access::Write] {
+                assert_eq!(guest.vcpu.handle_fault(gfn.gpa(), access), Ok(Outcome::Resume));
+                guest.during_access(gfn.gpa(), |found| assert_eq!(found, None, "in a range that is held"));
+            }
+        }
+        let Some(backing) = backing else { return };
+        let mut frames = backing.frames.write().unwrap();
+        // Not behind the slot, and not all of a large range: one page is as good.
+        if pages.0 >= backing.nr_pages {
+            return;
+        }
+        let page = pages.0;
+        let before = frames.get(&page).map_or(backing.first_pfn + page, |frame| frame.pfn);
+        match during {
+            During::Nothing => {}
+            During::Replace => {
+                let pfn = (MAX_BACKINGS + 1) * FRAMES_APART + self.nr_overrides.fetch_add(1, Ordering::SeqCst);
+                frames.insert(page, Frame { pfn, writes: Writes::IfAskedFor });
+                self.frame(before).fetch_or(DEAD, Ordering::SeqCst);
+            }
+            During::Forbid => {
+                frames.insert(page, Frame { pfn: before, writes: Writes::Refused });
+                self.frame(before).fetch_or(FORBIDDEN, Ordering::SeqCst);
+            }
+        }
+        drop((frames, held));
+    }
+
+    fn allow(&self, slot: usize) {
+        let Some(backing) = self.slots[slot].lock().unwrap().clone() else { return };
+        for frame in backing.frames.write().unwrap().values_mut() {
+            self.frame(frame.pfn).fetch_and(!FORBIDDEN, Ordering::SeqCst);
+            frame.writes = Writes::IfAskedFor;
+        }
+    }
+
+    fn create(&self, slot: usize, size: PageSize, flags: MemoryRegionFlags) {
+        let mut backing = self.slots[slot].lock().unwrap();
+        let number = self.nr_backings.load(Ordering::SeqCst);
+        if backing.is_some() || number > MAX_BACKINGS {
+            return;
+        }
+        let number = self.nr_backings.fetch_add(1, Ordering::SeqCst);
+        if number > MAX_BACKINGS {
+            return;
+        }
+        let (gpa, nr_pages) = SLOTS[slot];
+        // Aligned like the guest's frames, by 2 MiB.
+        let first_pfn = number * FRAMES_APART + gpa / PAGE_SIZE % 512;
+        let new = Arc::new(TestBacking::new(first_pfn, nr_pages, size));
+        new.read_gives_writable.store(number.is_multiple_of(2), Ordering::SeqCst);
+        self.vm
+            .set_user_memory_region(MemoryRegion {
+                slot: slot as u32,
+                flags,
+                guest_phys_addr: Gpa(gpa),
+                memory_size: nr_pages * PAGE_SIZE,
+                backing: Some(Arc::clone(&new)),
+            })
+            .unwrap();
+        *backing = Some(new);
+    }
+
+    fn delete(&self, slot: usize) {
+        let mut backing = self.slots[slot].lock().unwrap();
+        let Some(gone) = backing.take() else { return };
+        self.vm.set_user_memory_region(change(slot as u32, LOG, 0, 0)).unwrap();
+        let frames = gone.frames.read().unwrap();
+        for pfn in (gone.first_pfn..gone.first_pfn + gone.nr_pages).chain(frames.values().map(|frame| frame.pfn)) {
+            self.frame(pfn).fetch_or(DEAD, Ordering::SeqCst);
+        }
+    }
+
+    fn set_log(&self, slot: usize, flags: MemoryRegionFlags) {
+        let backing = self.slots[slot].lock().unwrap();
+        if backing.is_some() {
+            let (gpa, nr_pages) = SLOTS[slot];
+            self.vm.set_user_memory_region(change(slot as u32, flags, gpa, nr_pages * PAGE_SIZE)).unwrap();
+        }
+    }
+
+    fn run(&self, guest: &mut Guest<F>, step: Step) {
+        match step {
+            Step::Access { slot, page, nr_pages, access } => {
+                let range = range_of(slot, page, nr_pages);
+                for gfn in (range.start.0..range.end.0).step_by(1 + nr_pages as usize / 32) {
+                    self.access(guest, Gfn(gfn).gpa(), access);
+                }
+            }
+            Step::Invalidate { slot, page, nr_pages, during } => self.invalidate(guest, slot, (page, nr_pages), during),
+            Step::InvalidateAll => {
+                drop(self.vm.invalidate_range(GfnRange::new(Gfn(0), 1 << (F::GPA_BITS - 12))).unwrap());
+            }
+            Step::Allow { slot } => self.allow(slot),
+            Step::Create { slot, size, flags } => {
+                self.create(slot, SIZES[size], MemoryRegionFlags::from_bits_truncate(flags))
+            }
+            Step::Delete { slot } => self.delete(slot),
+            Step::SetLog { slot, flags } => self.set_log(slot, MemoryRegionFlags::from_bits_truncate(flags)),
+            Step::Harvest { slot } => {
+                let result = self.vm.get_dirty_log(slot as u32, &mut [0; 16]);
+                let slot = slot as u32;
+                let refused = [Err(Error::NoSuchSlot { slot }), Err(Error::NotLogging { slot })];
+                assert!(result.is_ok() || refused.contains(&result), "{result:?}");
+            }
+            Step::Age { slot, page, nr_pages, aging } => {
+                let range = range_of(slot, page, nr_pages);
+                let nr_used = match aging {
+                    Aging::Age => self.vm.age_range(range),
+                    Aging::Test => self.vm.test_age_range(range),
+                };
+                assert!(nr_used.is_ok_and(|nr_used| nr_used <= nr_pages), "{nr_used:?} of {nr_pages}");
+            }
+        }
+    }
+
+    fn finish(self) {
+        // What is still there is reported now.
+        drop(self.vm.invalidate_range(GfnRange::new(Gfn(0), 1 << (F::GPA_BITS - 12))).unwrap());
+        for leaf in self.vm.host().take_zapped().into_iter().filter(|leaf| leaf.dirty) {
+            for pfn in leaf.pfn.0..leaf.pfn.0 + leaf.range.nr_pages() {
+                self.frame(pfn).fetch_or(REPORTED, Ordering::SeqCst);
+            }
+        }
+        for (index, frame) in self.frames.iter().enumerate() {
+            let state = frame.load(Ordering::SeqCst);
+            assert_ne!(state & (WRITTEN | REPORTED), WRITTEN, "frame {index:#x} was written, and nobody was told");
+        }
+        for slot in 0..SLOTS.len() {
+            self.delete(slot);
+        }
+        assert_no_table_is_left(&self.vm);
+    }
+}
+
+fn run<F: Format>(locking: Locking, tracking: AccessTracking, plan: &[Vec<Step>]) {
+    let world = World::<F>::new(locking, tracking);
+    for slot in 0..SLOTS.len() {
+        world.create(slot, PageSize::Size2M, MemoryRegionFlags::empty());
+    }
+    let start = Barrier::new(plan.len());
+    std::thread::scope(|scope| {
+        for steps in plan {
+            let (mut guest, world, start) = (Guest::new(&world.vm), &world, &start);
+            scope.spawn(move || {
+                start.wait();
+                for &step in steps {
+                    world.run(&mut guest, step);
+                }
+            });
+        }
+    });
+    world.finish();
+}
+
+proptest! {
+    // Not shrunk: what fails once need not fail twice.
+    #![proptest_config(ProptestConfig {
+        cases: 200, max_shrink_iters: 0, failure_persistence: None, ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn threads_at_once_see_nothing_that_was_taken_away(
+        tracking in tracking(),
+        locking in prop_oneof![2 => Just(Locking::None), 1 => Just(Locking::Shared), 1 => Just(Locking::Exclusive)],
+        format in 0..2,
+        plan in prop::collection::vec(prop::collection::vec(step(), 20..60), 2..4),
+    ) {
+        if format == 0 {
+            run::<Npt>(locking, tracking, &plan);
+        } else {
+            run::<Ept>(locking, tracking, &plan);
+        }
+    }
+}

@@ -1,0 +1,194 @@
+//! Faults that an invalidation overtakes at each point where they look at an entry: nothing old is mapped.
+//!
+//! The looks right before exchanges are in the check of transitions, which release builds do not have.
+#![cfg(all(debug_assertions, not(any(loom, shuttle))))]
+#![allow(missing_docs)]
+#![allow(unsafe_code, reason = "the common host and format")]
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use common::hooked::{Hooked, at_look, was_called};
+use common::trap::trap_vm;
+use common::{Frame, MIB, TestHost, Writes, change, region, translate, walk};
+use slat::{
+    Access, AccessTracking, Config, Error, Format, Gfn, GfnRange, Level, Locking, MemoryRegion, MemoryRegionFlags,
+    Outcome, PageSize, Vm,
+};
+
+const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
+const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
+
+fn pages(start: u64, nr_pages: u64) -> GfnRange {
+    GfnRange::new(Gfn(start), nr_pages)
+}
+
+/// How the page of a fault is before it is overtaken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Before {
+    Empty,
+    /// With a table for it.
+    EmptyInTable,
+    ReadOnly,
+    Protected,
+    Tracked,
+    Huge,
+    HugeReadOnly,
+}
+
+/// What overtakes the fault.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Overtaking {
+    /// The page gets another frame.
+    Replace,
+    /// The page stays, but may not be written any more; and is read.
+    Forbid,
+    /// The page gets another frame while the whole space is taken away, so that no table stays; and is read.
+    ReplaceAll,
+}
+
+/// A fault is overtaken at its `nth` look at an entry. Says whether it has so many.
+fn overtaken(before: Before, overtaking: Overtaking, access: Access, nth: u32) -> bool {
+    let config = Config::default().with_access_tracking(AccessTracking::Faults);
+    let vm = Arc::new(Vm::<TestHost, Hooked>::new(TestHost::default(), config).unwrap());
+    let is_huge = matches!(before, Before::Huge | Before::HugeReadOnly);
+    let size = if is_huge { PageSize::Size2M } else { PageSize::Size4K };
+    let memory = region(0, 0, 4 * MIB, 0x1000, size);
+    let backing = Arc::clone(memory.backing.as_ref().unwrap());
+    let read_only = matches!(before, Before::ReadOnly | Before::HugeReadOnly);
+    backing.read_gives_writable.store(!read_only, Ordering::SeqCst);
+    let flags = if before == Before::Protected { LOG } else { NO_FLAGS };
+    vm.set_user_memory_region(MemoryRegion { flags, ..memory }).unwrap();
+    let (mut vcpu, mut other) = (vm.create_vcpu().unwrap(), vm.create_vcpu().unwrap());
+    let gpa = Gfn(3).gpa();
+    if before == Before::EmptyInTable {
+        assert_eq!(vcpu.handle_fault(Gfn(4).gpa(), Access::Read), Ok(Outcome::Resume));
+    } else if before != Before::Empty {
+        assert_eq!(vcpu.handle_fault(gpa, Access::Read), Ok(Outcome::Resume));
+    }
+    if before == Before::Huge {
+        vm.set_user_memory_region(change(0, LOG, 0, 4 * MIB)).unwrap();
+    }
+    if before == Before::Tracked {
+        assert_eq!(vm.age_range(pages(0, 512)), Ok(1));
+    }
+    let meanwhile = {
+        let vm = Arc::clone(&vm);
+        move || {
+            let overtakes = move || {
+                let range = if overtaking == Overtaking::ReplaceAll { pages(0, 1 << 36) } else { pages(3, 1) };
+                let guard = vm.invalidate_range(range).unwrap();
+                let (pfn, writes) = match overtaking {
+                    Overtaking::Forbid => (0x1003, Writes::Refused),
+                    Overtaking::Replace | Overtaking::ReplaceAll => (0x9999, Writes::Allowed),
+                };
+                backing.frames.write().unwrap().insert(3, Frame { pfn, writes });
+                drop(guard);
+                if overtaking != Overtaking::Replace {
+                    assert_eq!(other.handle_fault(gpa, Access::Read), Ok(Outcome::Resume));
+                }
+            };
+            std::thread::spawn(overtakes).join().unwrap();
+        }
+    };
+    at_look(Level(4), nth, meanwhile);
+    let result = vcpu.handle_fault(gpa, access);
+    let was_overtaken = was_called();
+    let found = translate(&vm, gpa);
+    if was_overtaken {
+        let case = format!("{before:?} {overtaking:?} {access:?} {nth}: {result:?} {found:x?}");
+        match overtaking {
+            Overtaking::Forbid => assert!(found.is_none_or(|found| found.pfn.0 == 0x1003 && !found.writable), "{case}"),
+            _ => assert!(found.is_none_or(|found| found.pfn.0 == 0x9999), "{case}"),
+        }
+        let gone = overtaking == Overtaking::Forbid && access == Access::Write;
+        assert!(result == Ok(Outcome::Resume) || (gone && result == Err(Error::BackingGone { gpa })), "{case}");
+        // The guest tries again, and must get through. (The fault may have been fixed before it was overtaken.)
+        let again = vcpu.handle_fault(gpa, access);
+        assert_eq!(again, if gone { Err(Error::BackingGone { gpa }) } else { Ok(Outcome::Resume) }, "{case}");
+        let written = access == Access::Write && !gone;
+        assert!(gone || translate(&vm, gpa).is_some_and(|found| found.writable || !written), "{case}");
+        if written && flags.contains(LOG) {
+            assert_eq!(vm.get_dirty_log(0, &mut [0; 16]), Ok(1), "{case}");
+        }
+    }
+    was_overtaken
+}
+
+#[test]
+fn a_fault_that_is_overtaken_at_any_look_maps_nothing_old() {
+    let mut nr_overtaken = 0;
+    for before in [
+        Before::Empty,
+        Before::EmptyInTable,
+        Before::ReadOnly,
+        Before::Protected,
+        Before::Tracked,
+        Before::Huge,
+        Before::HugeReadOnly,
+    ] {
+        for overtaking in [Overtaking::Replace, Overtaking::Forbid, Overtaking::ReplaceAll] {
+            for access in [Access::Read, Access::Write] {
+                nr_overtaken += (1..).take_while(|nth| overtaken(before, overtaking, access, *nth)).count();
+            }
+        }
+    }
+    // A fault on an empty root does not look at a present entry before its exchange; all others look thrice at least.
+    assert!(nr_overtaken > 36 * 3, "{nr_overtaken}");
+}
+
+/// A write that replaces a read-only leaf has taken its stamp; at its `nth` look the page is taken away, another write gets
+/// an answer from the host and is slow with it, the page is taken away once more, writing it is forbidden, and the
+/// read-only leaf is put back. Then the first write goes on, and then the slow one. Says whether there are so many looks.
+fn a_slow_answer(nth: u32) -> bool {
+    let vm = trap_vm::<Hooked>(Locking::None);
+    let memory = region(0, 0, MIB, 0x1000, PageSize::Size4K);
+    let backing = Arc::clone(memory.backing.as_ref().unwrap());
+    backing.read_gives_writable.store(false, Ordering::SeqCst);
+    vm.set_user_memory_region(memory).unwrap();
+    let (mut vcpu, mut slow, mut reader) =
+        (vm.create_vcpu().unwrap(), vm.create_vcpu().unwrap(), vm.create_vcpu().unwrap());
+    let gpa = Gfn(3).gpa();
+    assert_eq!(vcpu.handle_fault(gpa, Access::Read), Ok(Outcome::Resume));
+    let (send, receive) = std::sync::mpsc::channel();
+    let meanwhile = {
+        let vm = Arc::clone(&vm);
+        move || {
+            let overtakes = move || {
+                drop(vm.invalidate_range(pages(3, 1)).unwrap());
+                let keeper = vm.host().in_resolve.set();
+                let writing = std::thread::spawn(move || slow.handle_fault(gpa, Access::Write));
+                keeper.arrived.recv().unwrap();
+                let guard = vm.invalidate_range(pages(3, 1)).unwrap();
+                backing.writes_are_refused.store(true, Ordering::SeqCst);
+                drop(guard);
+                assert_eq!(reader.handle_fault(gpa, Access::Read), Ok(Outcome::Resume));
+                send.send((keeper, writing)).unwrap();
+            };
+            std::thread::spawn(overtakes).join().unwrap();
+        }
+    };
+    at_look(Level(4), nth, meanwhile);
+    let result = vcpu.handle_fault(gpa, Access::Write);
+    let was_overtaken = was_called();
+    if was_overtaken {
+        let (keeper, writing) = receive.recv().unwrap();
+        keeper.go.send(()).unwrap();
+        let slow_result = writing.join().unwrap();
+        let entry = walk::<Hooked>(&vm.host().host, vm.root(), Gfn(3)).1;
+        assert!(
+            entry.0 & Hooked::WRITABLE == 0 || !Hooked::is_present(entry),
+            "{nth}: {result:?} {slow_result:?} {entry:x?}"
+        );
+        assert_eq!(slow_result, Err(Error::BackingGone { gpa }), "{nth}");
+    }
+    was_overtaken
+}
+
+#[test]
+fn an_answer_is_not_used_when_a_stamp_that_was_taken_earlier_comes_later() {
+    let nr_looks = (1..).take_while(|nth| a_slow_answer(*nth)).count();
+    assert!(nr_looks > 10, "{nr_looks}");
+}
