@@ -192,3 +192,41 @@ fn an_answer_is_not_used_when_a_stamp_that_was_taken_earlier_comes_later() {
     let nr_looks = (1..).take_while(|nth| a_slow_answer(*nth)).count();
     assert!(nr_looks > 10, "{nr_looks}");
 }
+
+/// An invalidation of `range` is overtaken, at its `nth` look at an entry, by one of a single page that the guest has
+/// written. When that one returns, its host frees the frame: it must know by then that the page is dirty.
+fn overtaken_by_another(range: GfnRange, nth: u32) -> bool {
+    let vm = Arc::new(Vm::<TestHost, Hooked>::new(TestHost::default(), Config::default()).unwrap());
+    vm.set_user_memory_region(region(0, 0, 8 * MIB, 0x1000, PageSize::Size4K)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    for gfn in [2, 3, 600] {
+        assert_eq!(vcpu.handle_fault(Gfn(gfn).gpa(), Access::Write), Ok(Outcome::Resume));
+    }
+    let overtakes = {
+        let vm = Arc::clone(&vm);
+        move || {
+            let guard = vm.invalidate_range(pages(3, 1)).unwrap();
+            let told = vm.host().zapped.lock().unwrap();
+            assert!(
+                told.iter().flatten().any(|leaf| leaf.range == pages(3, 1) && leaf.dirty),
+                "the host was not told: {told:?}"
+            );
+            drop(told);
+            drop(guard);
+        }
+    };
+    vm.host().record_zapped();
+    at_look(Level::L1G, nth, overtakes);
+    drop(vm.invalidate_range(range).unwrap());
+    let was_called = was_called();
+    assert!([2, 3, 600].into_iter().all(|gfn| !range.contains(Gfn(gfn)) || translate(&vm, Gfn(gfn).gpa()).is_none()));
+    was_called
+}
+
+#[test]
+fn what_the_guest_wrote_is_told_before_any_invalidation_of_the_page_returns() {
+    for range in [pages(3, 1), pages(2, 2), pages(0, 512), pages(0, 2048)] {
+        let nr_looks = (1..).take_while(|&nth| overtaken_by_another(range, nth)).count();
+        assert!(nr_looks >= 5, "{nr_looks} looks in {range:?}");
+    }
+}

@@ -1,5 +1,5 @@
-//! A format with a hook where entries are looked at: in a walk, and in the check of a transition right before its
-//! exchange (in builds that have `debug_assertions`). So a fault can be overtaken at each point where it matters.
+//! A format with a hook where entries are looked at: in a walk, in the check of a transition right before its exchange
+//! (in builds that have `debug_assertions`), and when a leaf's frame is told. So a fault can be overtaken at each point where it matters.
 
 use std::cell::RefCell;
 
@@ -19,6 +19,22 @@ pub fn at_look(highest: Level, nth: u32, hook: impl FnOnce() + 'static) {
 /// Takes the hook off again; says whether it was called.
 pub fn was_called() -> bool {
     HOOK.take().is_none()
+}
+
+/// A look at an entry of `level`.
+fn look(level: Level) {
+    let due = HOOK.with_borrow_mut(|hook| match hook {
+        Some((highest, _, _)) if level > *highest => None,
+        Some((_, 1, _)) => hook.take(),
+        Some((_, n, _)) => {
+            *n -= 1;
+            None
+        }
+        None => None,
+    });
+    if let Some((_, _, hook)) = due {
+        hook();
+    }
 }
 
 /// [`Npt`] with the hook.
@@ -43,18 +59,7 @@ unsafe impl Format for Hooked {
     }
 
     fn is_leaf(entry: Entry, level: Level) -> bool {
-        let due = HOOK.with_borrow_mut(|hook| match hook {
-            Some((highest, _, _)) if level > *highest => None,
-            Some((_, 1, _)) => hook.take(),
-            Some((_, n, _)) => {
-                *n -= 1;
-                None
-            }
-            None => None,
-        });
-        if let Some((_, _, hook)) = due {
-            hook();
-        }
+        look(level);
         Npt::is_leaf(entry, level)
     }
 
@@ -67,6 +72,7 @@ unsafe impl Format for Hooked {
     }
 
     fn address(entry: Entry, level: Level) -> Hpa {
+        look(level);
         Npt::address(entry, level)
     }
 }
