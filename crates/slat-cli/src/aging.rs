@@ -20,7 +20,7 @@ use slat_machine::memory::BackingKind;
 use slat_machine::tlb::Geometry;
 use slat_machine::walk::HardwareFormat;
 
-use crate::args::{FormatArg, LockArg, locking_name, positive, size_bytes};
+use crate::args::{FormatArg, LockArg, TrackingArg, locking_name, positive, size_bytes, tracking_name};
 use crate::failure::{Failure, check_failed};
 use crate::results::ResultsFile;
 
@@ -62,33 +62,6 @@ pub(crate) struct AgingArgs {
     /// Write the results to this file as JSON.
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub(crate) enum TrackingArg {
-    /// By the accessed bits of the leaves.
-    AccessedBit,
-    /// By faults.
-    Faults,
-    /// Both, in one table.
-    Both,
-}
-
-impl TrackingArg {
-    fn trackings(self) -> &'static [AccessTracking] {
-        match self {
-            TrackingArg::AccessedBit => &[AccessTracking::AccessedBit],
-            TrackingArg::Faults => &[AccessTracking::Faults],
-            TrackingArg::Both => &[AccessTracking::AccessedBit, AccessTracking::Faults],
-        }
-    }
-}
-
-fn tracking_name(tracking: AccessTracking) -> &'static str {
-    match tracking {
-        AccessTracking::AccessedBit => "accessed-bit",
-        AccessTracking::Faults => "faults",
-    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]

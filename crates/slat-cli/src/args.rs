@@ -3,11 +3,12 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use slat::Locking;
+use slat::{AccessTracking, Locking};
 use slat_machine::memory::BackingKind;
 
 use crate::aging::AgingArgs;
 use crate::memslots::MemslotsArgs;
+use crate::stress::StressArgs;
 
 /// Experiments on second-level address translation, on a software machine with real threads and real memory.
 ///
@@ -27,6 +28,8 @@ pub(crate) enum Command {
     Memslots(MemslotsArgs),
     /// Find out which pages a guest uses: populate, write, read, mark idle, write, mark idle, read; each phase timed.
     Aging(AgingArgs),
+    /// All operations at once beside running guests, on overcommitted CPUs, with everything verified.
+    Stress(StressArgs),
 }
 
 /// What `slat dirty-log` takes.
@@ -112,6 +115,35 @@ pub(crate) fn locking_name(locking: Locking) -> &'static str {
         Locking::Exclusive => "exclusive",
         Locking::Shared => "shared",
         Locking::None => "none",
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum TrackingArg {
+    /// By the accessed bits of the leaves.
+    AccessedBit,
+    /// By faults.
+    Faults,
+    /// Both.
+    Both,
+}
+
+impl TrackingArg {
+    /// The ways to run, in the order of the table's columns.
+    pub(crate) fn trackings(self) -> &'static [AccessTracking] {
+        match self {
+            TrackingArg::AccessedBit => &[AccessTracking::AccessedBit],
+            TrackingArg::Faults => &[AccessTracking::Faults],
+            TrackingArg::Both => &[AccessTracking::AccessedBit, AccessTracking::Faults],
+        }
+    }
+}
+
+/// The name of an access tracking in options and results.
+pub(crate) fn tracking_name(tracking: AccessTracking) -> &'static str {
+    match tracking {
+        AccessTracking::AccessedBit => "accessed-bit",
+        AccessTracking::Faults => "faults",
     }
 }
 

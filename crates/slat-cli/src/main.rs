@@ -9,6 +9,7 @@ mod dirty_log;
 mod failure;
 mod memslots;
 mod results;
+mod stress;
 mod table;
 
 use std::io::Write;
@@ -28,6 +29,7 @@ fn main() -> ExitCode {
         Some(Command::DirtyLog(args)) => dirty_log::run(&args),
         Some(Command::Memslots(args)) => memslots::run(&args),
         Some(Command::Aging(args)) => aging::run(&args),
+        Some(Command::Stress(args)) => stress::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

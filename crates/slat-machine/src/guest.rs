@@ -3,6 +3,10 @@
 //!
 //! Guests verify what they read. A written value carries the round and the page's number ([`value`]), so that a page
 //! which is mapped to another's frame, a lost write and a write from the future all show as a [`GuestError::WrongValue`].
+//! Where the host changes memory while the guest runs, each virtual CPU keeps a [`Ledger`] of its pages besides, and a
+//! wrong value of a page that is its own shows as [`GuestError::NotAsWritten`].
+
+mod ledger;
 
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
@@ -12,6 +16,8 @@ use thiserror::Error;
 use crate::cpu::{Cpu, CpuError, FaultHandler};
 use crate::walk::HardwareFormat;
 use crate::walk::guest::{PRESENT, WRITABLE};
+
+pub use ledger::{Ledger, touch as touch_changing};
 
 /// Guest-virtual address of the test region in a guest with paging on.
 pub const REGION_GVA: Gva = Gva(0xc000_0000);
@@ -230,6 +236,18 @@ pub enum GuestError {
         /// The newest.
         newest_round: u64,
     },
+    /// A read of a page that no other virtual CPU writes found neither what was written nor, after a discard, zeros.
+    #[error("read {found:#x} at {gva}: page {page:#x} holds {expected:#x}, or zeros if it was discarded since")]
+    NotAsWritten {
+        /// The address.
+        gva: Gva,
+        /// Number of the page in the region.
+        page: u64,
+        /// The value read.
+        found: u64,
+        /// The value that was written, or was found before; see [`value`].
+        expected: u64,
+    },
     /// The memory for guest tables is too small.
     #[error("guest tables need {needed_bytes} bytes of memory, there are {size_bytes}")]
     TablesTooBig {
@@ -241,6 +259,12 @@ pub enum GuestError {
     /// The CR3 value was refused, or another step of the start failed.
     #[error("guest start: {0}")]
     Start(CpuError),
+}
+
+/// Where page number `page` of the region at `region` is.
+#[inline]
+fn page_gva(region: Gva, page: u64) -> Gva {
+    Gva(region.0 + (page << PAGE_SHIFT))
 }
 
 /// Does one touch of the region at `region` (guest-virtual or guest-physical, whatever the CPU's mode). `newest_round`
@@ -257,7 +281,7 @@ pub fn touch<V: FaultHandler, F: HardwareFormat>(
     newest_round: impl Fn() -> u64,
 ) -> Result<(), GuestError> {
     let Touch { page, action } = touch;
-    let gva = Gva(region.0 + (page << PAGE_SHIFT));
+    let gva = page_gva(region, page);
     match action {
         Action::Write => {
             cpu.write(gva, value(newest_round(), page)).map_err(|error| GuestError::Access { gva, action, error })

@@ -7,25 +7,28 @@
 //!   [`commit`](crate::commit)). So a freed table is only put on a list, from where it is given out again.
 //! - Allocating and freeing take no lock: a thread that loses its CPU between them must not hold up a fault.
 //! - Nothing is kept about guest memory: [`Host::resolve`] asks the [`Backing`] each time, as a hypervisor must.
+//! - A host whose memory has movable pages knows its VM ([`MachineHost::attach`]): it takes pages away from the guest
+//!   before it changes them, sometimes in the midst of a resolve, and hears what the guest did through the leaves that go.
 
 #![expect(unsafe_code, reason = "the region of tables, futex, and the promise of the trait Host")]
 
 use core::alloc::Layout;
+use std::fmt;
 use std::io;
 use std::ptr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 
 use crossbeam_queue::SegQueue;
 use crossbeam_utils::CachePadded;
 use slat::sync::AtomicU32;
-use slat::{Access, Gfn, GfnRange, Gone, Host, Hpa, PAGE_SHIFT, PAGE_SIZE, Park, Resolved};
+use slat::{Access, Format, Gfn, GfnRange, Gone, Host, Hpa, PAGE_SHIFT, PAGE_SIZE, Park, Resolved, Vm, ZappedLeaf};
 use thiserror::Error;
 
 use crate::clock;
 use crate::commit::FlushDomain;
 use crate::membarrier;
-use crate::memory::Backing;
+use crate::memory::{Backing, Pages};
 use crate::phys;
 
 /// Address space kept for tables larger than 4 KiB, and for the gaps in front of them: one root or two.
@@ -58,12 +61,31 @@ pub struct BackingSlice {
     pub offset_bytes: u64,
 }
 
+/// The VM of any format, as its host needs it.
+trait Guest: fmt::Debug + Send + Sync {
+    /// Makes `change` while `range` is taken away from the guest.
+    fn while_invalid(&self, range: GfnRange, change: &mut dyn FnMut()) -> Result<(), slat::Error>;
+}
+
+impl<F: Format + 'static> Guest for Weak<Vm<MachineHost, F>> {
+    fn while_invalid(&self, range: GfnRange, change: &mut dyn FnMut()) -> Result<(), slat::Error> {
+        // Without a VM there is no guest that could use the range.
+        let vm = self.upgrade();
+        let invalidation = vm.as_ref().map(|vm| vm.invalidate_range(range)).transpose()?;
+        change();
+        drop(invalidation);
+        Ok(())
+    }
+}
+
 /// The software machine, as the engine sees it.
 #[derive(Debug)]
 pub struct MachineHost {
     tables: Tables,
     flush_domain: Arc<FlushDomain>,
     nr_flushes: CachePadded<AtomicU64>,
+    /// The VM, and the memory that its host changes while it runs.
+    guest: OnceLock<(Box<dyn Guest>, Arc<Pages>)>,
 }
 
 impl MachineHost {
@@ -79,7 +101,27 @@ impl MachineHost {
             tables: Tables::new(max_tables.saturating_mul(PAGE_SIZE).saturating_add(ROOTS_BYTES), max_tables)?,
             flush_domain,
             nr_flushes: CachePadded::new(AtomicU64::new(0)),
+            guest: OnceLock::new(),
         })
+    }
+
+    /// Tells the host of `vm` that `pages` are the memory which it changes while the guest runs; only the first time.
+    pub fn attach<F: Format + 'static>(vm: &Arc<Vm<MachineHost, F>>, pages: &Arc<Pages>) {
+        let guest: Box<dyn Guest> = Box::new(Arc::downgrade(vm));
+        // The first stays.
+        let _ = vm.host().guest.set((guest, Arc::clone(pages)));
+    }
+
+    /// Makes `change` while `range` is taken away from the guest.
+    ///
+    /// # Errors
+    /// The engine's: nothing was changed.
+    pub(crate) fn while_invalid(&self, range: GfnRange, change: &mut dyn FnMut()) -> Result<(), slat::Error> {
+        if let Some((guest, _)) = self.guest.get() {
+            return guest.while_invalid(range, change);
+        }
+        change();
+        Ok(())
     }
 
     /// Tables that the engine holds now. Exact while nobody allocates or frees.
@@ -99,7 +141,8 @@ impl MachineHost {
 }
 
 // SAFETY: tables are disjoint parts of one region that stays mapped, at the pointer that `phys` computes from their
-// address; `FlushDomain::flush` promises what `flush` must; a backing keeps its frames; and none of it unwinds.
+// address; `FlushDomain::flush` promises what `flush` must; a backing keeps its frames, or changes them while they are
+// invalidated; and none of it unwinds.
 unsafe impl Host for MachineHost {
     type Backing = BackingSlice;
 
@@ -116,9 +159,17 @@ unsafe impl Host for MachineHost {
         phys::ptr_of(table)
     }
 
-    fn resolve(&self, backing: &BackingSlice, _gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, backing: &BackingSlice, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
         let offset_bytes = page.checked_mul(PAGE_SIZE).and_then(|bytes| bytes.checked_add(backing.offset_bytes));
-        backing.backing.resolve(offset_bytes.ok_or(Gone)?, access)
+        backing
+            .backing
+            .resolve(offset_bytes.ok_or(Gone)?, access, &|change| self.while_invalid(GfnRange::new(gfn, 1), change))
+    }
+
+    fn leaf_zapped(&self, leaf: ZappedLeaf) {
+        if let Some((_, pages)) = self.guest.get() {
+            pages.note_zapped(leaf);
+        }
     }
 
     fn flush(&self, ranges: &[GfnRange]) {

@@ -9,11 +9,15 @@
 //! [`Machine::start`] posts it and returns at once: the virtual CPUs do pass after pass until [`Running::stop`]. While
 //! they run, [`Running::advance_round`] lets their writes carry a new round. The first virtual CPU that fails stops the
 //! others. Only one program runs at a time.
-
-#![expect(unsafe_code, reason = "reads guest memory from the host's side")]
+//!
+//! If the configuration allows it ([`HostEvents`]), the host changes the region's memory meanwhile, by the methods in
+//! `events`.
 
 mod config;
 mod crew;
+mod events;
+#[cfg(test)]
+mod events_tests;
 #[cfg(test)]
 mod tests;
 
@@ -26,14 +30,14 @@ use crossbeam_utils::CachePadded;
 use slat::{Config, Gpa, Gva, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, Vcpu, Vm};
 use thiserror::Error;
 
-pub use config::{ConfigError, MachineConfig, Pins};
+pub use config::{ConfigError, HostEvents, MachineConfig, Pins};
 use crew::{Busy, Crew, Finished, Work};
 
 use crate::commit::{FlushDomain, FlushMethod, NotRestartable, Port};
 use crate::cpu::{Counters, Cpu, Paging};
-use crate::guest::{self, GuestError, GuestTables, Program, ProgramError, ROUND_END, Touches};
+use crate::guest::{self, GuestError, GuestTables, Ledger, Program, ProgramError, ROUND_END, Touches};
 use crate::host::{BackingSlice, HostError, MachineHost};
-use crate::memory::{Backing, BackingKind, MemoryError, Reserved};
+use crate::memory::{Backing, BackingKind, MemoryError, Pages, Reserved};
 use crate::topology::{self, PinError};
 use crate::walk::HardwareFormat;
 
@@ -79,6 +83,19 @@ pub enum MachineError {
         vcpu: usize,
         /// Why.
         source: std::io::Error,
+    },
+    /// The host must not change this machine's memory.
+    #[error("the machine was made without host events")]
+    NoHostEvents,
+    /// Pages that the test region has not.
+    #[error("pages {start} to {end} are not in a region of {nr_pages}")]
+    NoSuchPages {
+        /// The first page.
+        start: u64,
+        /// The page behind the last.
+        end: u64,
+        /// Pages of the region.
+        nr_pages: u64,
     },
     /// A program is running already.
     #[error("a program is running already")]
@@ -192,6 +209,8 @@ enum Answer {
 struct Signals {
     stop: CachePadded<AtomicBool>,
     round: CachePadded<AtomicU64>,
+    /// Touches done so far, about: one for each virtual CPU.
+    progress: Box<[CachePadded<AtomicU64>]>,
 }
 
 /// A virtual CPU as its thread has it.
@@ -202,6 +221,8 @@ struct Worker<F: HardwareFormat> {
     pages_per_vcpu: u64,
     pin: Option<u32>,
     signals: Arc<Signals>,
+    /// For memory that the host changes.
+    ledger: Option<(Ledger, Arc<Pages>)>,
 }
 
 impl<F: HardwareFormat> Worker<F> {
@@ -235,14 +256,25 @@ impl<F: HardwareFormat> Worker<F> {
         // and the load that finds it an acquire, so the reader, who asks afterwards, sees that round or a later one.
         let newest_round = || signals.round.load(Ordering::Acquire);
         let mut touches = Touches::new(program, self.index, self.nr_vcpus, self.pages_per_vcpu);
+        if let Some((ledger, _)) = &mut self.ledger {
+            ledger.begin(program.sharing);
+        }
         let mut nr_passes = 0;
         'passes: loop {
             for (nr_touches, touch) in touches.by_ref().enumerate() {
-                // Relaxed: when exactly it is noticed does not matter.
-                if nr_touches.is_multiple_of(TOUCHES_PER_LOOK) && signals.stop.load(Ordering::Relaxed) {
-                    break 'passes;
+                if nr_touches.is_multiple_of(TOUCHES_PER_LOOK) {
+                    // Relaxed, both: when exactly it is noticed does not matter.
+                    signals.progress[self.index as usize].fetch_add(TOUCHES_PER_LOOK as u64, Ordering::Relaxed);
+                    if signals.stop.load(Ordering::Relaxed) {
+                        break 'passes;
+                    }
                 }
-                guest::touch(&mut self.cpu, program, region, touch, newest_round)?;
+                match &mut self.ledger {
+                    None => guest::touch(&mut self.cpu, program, region, touch, newest_round)?,
+                    Some((ledger, pages)) => {
+                        guest::touch_changing(&mut self.cpu, program, region, touch, newest_round, (ledger, pages))?;
+                    }
+                }
             }
             nr_passes += 1;
             match repeat {
@@ -294,7 +326,14 @@ impl<F: HardwareFormat> Machine<F> {
         let vm = Arc::new(Vm::new(host, engine_config)?);
 
         let overhead = Reserved::new(overhead_bytes(config.nr_vcpus, layout.nr_pages))?;
-        let region = Backing::new(config.backing, layout.nr_pages << PAGE_SHIFT)?;
+        let size_bytes = layout.nr_pages << PAGE_SHIFT;
+        let region = match config.host_events {
+            HostEvents::None => Backing::new(config.backing, size_bytes)?,
+            HostEvents::Allowed { nr_spare_frames } => Backing::with_movable_pages(size_bytes, nr_spare_frames)?,
+        };
+        if let Some(pages) = region.pages() {
+            MachineHost::attach(&vm, pages);
+        }
         let pages_per_slot = layout.nr_pages / u64::from(config.nr_slots);
         let mut slots = Vec::with_capacity(config.nr_slots as usize);
         for index in 0..config.nr_slots {
@@ -323,6 +362,7 @@ impl<F: HardwareFormat> Machine<F> {
         let signals = Arc::new(Signals {
             stop: CachePadded::new(AtomicBool::new(false)),
             round: CachePadded::new(AtomicU64::new(0)),
+            progress: (0..config.nr_vcpus).map(|_| CachePadded::default()).collect(),
         });
         let mut works: Vec<Work<Job, Result<Answer, GuestError>>> = Vec::with_capacity(config.nr_vcpus);
         for index in 0..config.nr_vcpus {
@@ -334,6 +374,10 @@ impl<F: HardwareFormat> Machine<F> {
                 pages_per_vcpu: layout.pages_per_vcpu,
                 pin: config.pins.as_ref().map(|pins| pins.vcpus[index]),
                 signals: Arc::clone(&signals),
+                ledger: region.pages().map(|pages| {
+                    let first_page = index as u64 * layout.pages_per_vcpu;
+                    (Ledger::new(first_page, layout.pages_per_vcpu), Arc::clone(pages))
+                }),
             };
             works.push(Box::new(move |job| worker.work(job)));
         }
@@ -441,13 +485,35 @@ impl<F: HardwareFormat> Machine<F> {
     /// Reads the first 8 bytes of page number `page` of the test region, from the host's side and behind the engine's
     /// back; `None` beyond its end.
     pub fn peek(&self, page: u64) -> Option<u64> {
-        if page >= self.nr_pages() {
-            return None;
-        }
-        let at = self.region.as_ptr().wrapping_add((page << PAGE_SHIFT) as usize).cast::<u64>();
-        // SAFETY: the page is inside the mapping, which lives as long as `self.region`; pages are aligned; guests and
-        // hosts access the word atomically. Acquire: as a CPU's read.
-        Some(unsafe { AtomicU64::from_ptr(at) }.load(Ordering::Acquire))
+        self.region.peek(page)
+    }
+
+    /// Whether the virtual CPUs were told to stop, or one of them has failed and stopped all.
+    pub fn has_stopped(&self) -> bool {
+        // Relaxed: when exactly it is noticed does not matter.
+        self.signals.stop.load(Ordering::Relaxed)
+    }
+
+    /// How far the virtual CPUs are, for whoever watches them, also after the machine is gone.
+    pub fn progress(&self) -> Progress {
+        Progress(Arc::clone(&self.signals))
+    }
+}
+
+/// How far the virtual CPUs of a machine are: whether they get on.
+#[derive(Clone, Debug)]
+pub struct Progress(Arc<Signals>);
+
+impl Progress {
+    /// About how many touches virtual CPU `vcpu` has done so far; 0 if there is none.
+    pub fn nr_touches(&self, vcpu: usize) -> u64 {
+        // Relaxed: when exactly it is seen does not matter.
+        self.0.progress.get(vcpu).map_or(0, |nr_touches| nr_touches.load(Ordering::Relaxed))
+    }
+
+    /// About how many touches all have done so far.
+    pub fn total(&self) -> u64 {
+        (0..self.0.progress.len()).map(|vcpu| self.nr_touches(vcpu)).sum()
     }
 }
 

@@ -2,11 +2,11 @@
 //! know (`-s` there), and what [`Host::resolve`](slat::Host::resolve) finds in them.
 //!
 //! # Protocol
-//! - A mapping never moves and is never unmapped while a [`Backing`] of it lives, so the frame of a page is the same for
-//!   ever: the pointer to it, with the bias of [`phys`].
+//! - A mapping never moves and is never unmapped while a [`Backing`] of it lives. A frame is the pointer to it, with the
+//!   bias of [`phys`]; and a page has the same frame for ever, unless the memory was made with movable pages ([`Pages`]).
 //! - What this machine cannot serve is refused when the backing is made, not by the kernel's OOM killer in the midst of a
 //!   run: memory is compared with what is available, huge pages are reserved by the mapping.
-//! - [`Backing::resolve`] touches the page as the guest will, so that the kernel's own fault happens there, where it is
+//! - [`resolve`](slat::Host::resolve) touches the page as the guest will, so that the kernel's own fault happens there, where it is
 //!   accounted for, and not in the CPU's access. Touching for a write when only reading is asked for would give memory
 //!   to pages that nobody writes; reading first where a write follows would cost a second fault.
 //! - Mappings start where the largest leaf that they may hold could start, so that alignment never decides an experiment
@@ -14,7 +14,9 @@
 
 #![expect(unsafe_code, reason = "mmap, and access to memory that guests change at any time")]
 
+mod frames;
 mod host_access;
+mod pages;
 
 use std::fmt;
 use std::fs::{self, File};
@@ -26,10 +28,13 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::{Access, Gone, PAGE_SIZE, PageSize, Resolved};
+use slat::{Access, Gone, PAGE_SHIFT, PAGE_SIZE, PageSize, Resolved};
 use thiserror::Error;
 
+pub use frames::{Corruption, POISON};
 pub use host_access::DiscardError;
+pub(crate) use pages::Invalidate;
+pub use pages::{Discards, Effect, EventCounts, FrameUse, Pages, Snapshot};
 
 use crate::phys;
 use crate::topology;
@@ -176,7 +181,14 @@ static MAPPED_BYTES: AtomicU64 = AtomicU64::new(0);
 
 /// Guest memory. Clones are the same memory, which is unmapped with the last of them.
 #[derive(Clone, Debug)]
-pub struct Backing(Arc<Mapping>);
+pub struct Backing(Memory);
+
+#[derive(Clone, Debug)]
+enum Memory {
+    /// Each page has its frame, at its place in the mapping.
+    Fixed(Arc<Mapping>),
+    Movable(Arc<Pages>),
+}
 
 impl Backing {
     /// Maps `size_bytes` of fresh zeroed memory, at a multiple of 1 GiB if it is as large as that, else of 2 MiB.
@@ -184,76 +196,95 @@ impl Backing {
     /// # Errors
     /// Every [`MemoryError`] but `UnknownKind`.
     pub fn new(kind: BackingKind, size_bytes: u64) -> Result<Backing, MemoryError> {
+        Ok(Backing(Memory::Fixed(Arc::new(Mapping::new(kind, size_bytes)?))))
+    }
+
+    /// Zeroed memory of kind [`BackingKind::Anonymous`] whose pages may change frames while guests run: see [`Pages`]. It
+    /// takes as many frames as there are pages, and `nr_spare_frames` more, all at once.
+    ///
+    /// # Errors
+    /// As for [`new`](Backing::new).
+    pub fn with_movable_pages(size_bytes: u64, nr_spare_frames: u64) -> Result<Backing, MemoryError> {
+        let kind = BackingKind::Anonymous;
         if size_bytes == 0 {
             return Err(MemoryError::ZeroSize);
         }
-        if !size_bytes.is_multiple_of(kind.page_size().size_bytes()) {
+        if !size_bytes.is_multiple_of(PAGE_SIZE) {
             return Err(MemoryError::UnalignedSize { kind, size_bytes });
         }
-        let reserved = if kind.is_hugetlb() { Reserved(0) } else { Reserved::new(size_bytes)? };
-        let start = match kind {
-            BackingKind::Anonymous | BackingKind::AnonymousThp => map_anonymous(kind, size_bytes)?,
-            BackingKind::AnonymousHugetlb2M | BackingKind::AnonymousHugetlb1G => map_hugetlb(kind, size_bytes)?,
-            BackingKind::Shmem => map_shmem(size_bytes)?,
-        };
-        // Without the file, or on a kernel that cannot scan it (before 6.7), huge pages are mapped as small ones.
-        let pagemap = if kind == BackingKind::AnonymousThp { File::open("/proc/self/pagemap").ok() } else { None };
-        Ok(Backing(Arc::new(Mapping { kind, start, size_bytes, pagemap, _reserved: reserved })))
+        Ok(Backing(Memory::Movable(Arc::new(Pages::new(size_bytes, nr_spare_frames)?))))
     }
 
-    /// The first byte. Guests and other users of the memory change it at any time: access it atomically, or while
-    /// nothing runs.
+    /// The pages, if they may change frames.
+    #[inline]
+    pub fn pages(&self) -> Option<&Arc<Pages>> {
+        match &self.0 {
+            Memory::Fixed(_) => None,
+            Memory::Movable(pages) => Some(pages),
+        }
+    }
+
+    /// The first byte, unless pages are movable: then no place is a page's own, and this is null. Guests and other users
+    /// of the memory change it at any time: access it atomically, or while nothing runs.
     #[inline]
     pub fn as_ptr(&self) -> *mut u8 {
-        self.0.start
+        match &self.0 {
+            Memory::Fixed(mapping) => mapping.start,
+            Memory::Movable(_) => ptr::null_mut(),
+        }
     }
 
     /// The size in bytes.
     #[inline]
     pub fn size_bytes(&self) -> u64 {
-        self.0.size_bytes
+        match &self.0 {
+            Memory::Fixed(mapping) => mapping.size_bytes,
+            Memory::Movable(pages) => pages.nr_pages() << PAGE_SHIFT,
+        }
     }
 
     /// What it is made of.
     #[inline]
     pub fn kind(&self) -> BackingKind {
-        self.0.kind
+        match &self.0 {
+            Memory::Fixed(mapping) => mapping.kind,
+            Memory::Movable(_) => BackingKind::Anonymous,
+        }
+    }
+
+    /// The first 8 bytes of page number `page`, as they are now; `None` beyond the end.
+    pub fn peek(&self, page: u64) -> Option<u64> {
+        let mapping = match &self.0 {
+            Memory::Movable(pages) => return pages.peek(page),
+            Memory::Fixed(mapping) => mapping,
+        };
+        if page >= mapping.size_bytes >> PAGE_SHIFT {
+            return None;
+        }
+        let at = mapping.start.wrapping_add((page << PAGE_SHIFT) as usize).cast::<u64>();
+        // SAFETY: the page is inside the mapping, which lives as long as `self`; pages are aligned; guests and hosts
+        // access the word atomically. Acquire: as a CPU's read.
+        Some(unsafe { AtomicU64::from_ptr(at) }.load(Ordering::Acquire))
     }
 
     /// Makes the kernel provide the page at `offset_bytes` for `access` and says which frame that is.
     ///
-    /// The frame may be written also after a read: the mapping allows it, and if the kernel has only lent its page of
-    /// zeros so far, it replaces that under the same pointer, which is what the machine takes for the frame.
+    /// Memory with fixed frames may be written also after a read: the mapping allows it, and if the kernel has only lent
+    /// its page of zeros so far, it replaces that under the same pointer, which is what the machine takes for the frame.
+    /// A movable page may have to be taken away from the guest first: that is what `invalidate` is for.
     ///
     /// # Errors
-    /// [`Gone`]: the memory ends before `offset_bytes`.
-    pub fn resolve(&self, offset_bytes: u64, access: Access) -> Result<Resolved, Gone> {
-        let mapping = &*self.0;
-        if offset_bytes >= mapping.size_bytes {
-            return Err(Gone);
+    /// [`Gone`]: the memory ends before `offset_bytes`, or a page could not be taken away.
+    pub(crate) fn resolve(
+        &self,
+        offset_bytes: u64,
+        access: Access,
+        invalidate: &Invalidate<'_>,
+    ) -> Result<Resolved, Gone> {
+        match &self.0 {
+            Memory::Fixed(mapping) => mapping.resolve(offset_bytes, access),
+            Memory::Movable(pages) => pages.resolve(offset_bytes >> PAGE_SHIFT, access, invalidate),
         }
-        let page_bytes = offset_bytes & !(PAGE_SIZE - 1);
-        // Cannot truncate: the mapping's size fitted into the address space.
-        let page = mapping.start.wrapping_add(page_bytes as usize);
-        match access {
-            Access::Write => {
-                // SAFETY: the page lies in the mapping, which lives as long as `self`, is readable and writable and
-                // aligned; guests access it with machine instructions or atomically, so there is no data race.
-                let word = unsafe { AtomicU64::from_ptr(page.cast()) };
-                // Changes nothing, but is a write to the kernel. The compiler must not know the value, since it
-                // replaces an atomic "or" with a known zero by a load.
-                word.fetch_or(black_box(0), Ordering::Relaxed);
-            }
-            Access::Read | Access::Execute => {
-                // SAFETY: as above; a volatile read is made even though nobody uses what it read.
-                unsafe { page.cast::<u64>().read_volatile() };
-            }
-        }
-        let max_size = match mapping.kind.page_size() {
-            PageSize::Size4K if mapping.is_huge(page_bytes) => PageSize::Size2M,
-            size => size,
-        };
-        Ok(Resolved { pfn: phys::hpa_of(page).pfn(), max_size, writable: true })
     }
 }
 
@@ -312,6 +343,53 @@ const PAGEMAP_SCAN: u64 = (3 << 30) | ((size_of::<PagemapScan>() as u64) << 16) 
 const PAGE_IS_HUGE: u64 = 1 << 6;
 
 impl Mapping {
+    /// Maps `size_bytes` of fresh zeroed memory: see [`Backing::new`].
+    fn new(kind: BackingKind, size_bytes: u64) -> Result<Mapping, MemoryError> {
+        if size_bytes == 0 {
+            return Err(MemoryError::ZeroSize);
+        }
+        if !size_bytes.is_multiple_of(kind.page_size().size_bytes()) {
+            return Err(MemoryError::UnalignedSize { kind, size_bytes });
+        }
+        let reserved = if kind.is_hugetlb() { Reserved(0) } else { Reserved::new(size_bytes)? };
+        let start = match kind {
+            BackingKind::Anonymous | BackingKind::AnonymousThp => map_anonymous(kind, size_bytes)?,
+            BackingKind::AnonymousHugetlb2M | BackingKind::AnonymousHugetlb1G => map_hugetlb(kind, size_bytes)?,
+            BackingKind::Shmem => map_shmem(size_bytes)?,
+        };
+        // Without the file, or on a kernel that cannot scan it (before 6.7), huge pages are mapped as small ones.
+        let pagemap = if kind == BackingKind::AnonymousThp { File::open("/proc/self/pagemap").ok() } else { None };
+        Ok(Mapping { kind, start, size_bytes, pagemap, _reserved: reserved })
+    }
+
+    fn resolve(&self, offset_bytes: u64, access: Access) -> Result<Resolved, Gone> {
+        if offset_bytes >= self.size_bytes {
+            return Err(Gone);
+        }
+        let page_bytes = offset_bytes & !(PAGE_SIZE - 1);
+        // Cannot truncate: the mapping's size fitted into the address space.
+        let page = self.start.wrapping_add(page_bytes as usize);
+        match access {
+            Access::Write => {
+                // SAFETY: the page lies in the mapping, which lives as long as `self`, is readable and writable and
+                // aligned; guests access it with machine instructions or atomically, so there is no data race.
+                let word = unsafe { AtomicU64::from_ptr(page.cast()) };
+                // Changes nothing, but is a write to the kernel. The compiler must not know the value, since it
+                // replaces an atomic "or" with a known zero by a load.
+                word.fetch_or(black_box(0), Ordering::Relaxed);
+            }
+            Access::Read | Access::Execute => {
+                // SAFETY: as above; a volatile read is made even though nobody uses what it read.
+                unsafe { page.cast::<u64>().read_volatile() };
+            }
+        }
+        let max_size = match self.kind.page_size() {
+            PageSize::Size4K if self.is_huge(page_bytes) => PageSize::Size2M,
+            size => size,
+        };
+        Ok(Resolved { pfn: phys::hpa_of(page).pfn(), max_size, writable: true })
+    }
+
     /// Whether the 2 MiB block around `offset_bytes` lies in the mapping and in one huge page.
     fn is_huge(&self, offset_bytes: u64) -> bool {
         let Some(pagemap) = &self.pagemap else { return false };

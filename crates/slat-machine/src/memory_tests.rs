@@ -9,6 +9,10 @@ use super::*;
 /// Tests that ask for nearly all memory would see each other's mappings.
 static MUCH_MEMORY: Mutex<()> = Mutex::new(());
 
+fn resolve(backing: &Backing, offset_bytes: u64, access: Access) -> Result<Resolved, Gone> {
+    backing.resolve(offset_bytes, access, &|_| panic!("its frames are fixed"))
+}
+
 #[test]
 fn names_are_those_of_the_selftests() {
     for kind in BackingKind::ALL {
@@ -76,7 +80,7 @@ fn huge_pages_are_resolved_whole_where_there_are_any() {
     // Only on machines with a pool.
     let Ok(backing) = Backing::new(BackingKind::AnonymousHugetlb2M, SIZE_2M) else { return };
     assert!((backing.as_ptr().addr() as u64).is_multiple_of(SIZE_2M));
-    assert_eq!(backing.resolve(SIZE_2M - 1, Access::Write).expect("inside").max_size, PageSize::Size2M);
+    assert_eq!(resolve(&backing, SIZE_2M - 1, Access::Write).expect("inside").max_size, PageSize::Size2M);
 }
 
 #[test]
@@ -96,7 +100,7 @@ fn resolve_gives_the_frame_under_the_pointer() {
         let backing = Backing::new(kind, 8 * PAGE_SIZE).expect("memory");
         for access in [Access::Read, Access::Execute, Access::Write] {
             for offset_bytes in [0, 1, PAGE_SIZE, 7 * PAGE_SIZE, 8 * PAGE_SIZE - 1] {
-                let resolved = backing.resolve(offset_bytes, access).expect("inside");
+                let resolved = resolve(&backing, offset_bytes, access).expect("inside");
                 let page = backing.as_ptr().wrapping_add((offset_bytes & !(PAGE_SIZE - 1)) as usize);
                 assert_eq!(phys::ptr_of(resolved.pfn.hpa()), page);
                 assert_eq!(resolved.max_size, PageSize::Size4K);
@@ -104,7 +108,7 @@ fn resolve_gives_the_frame_under_the_pointer() {
             }
         }
         for offset_bytes in [8 * PAGE_SIZE, 9 * PAGE_SIZE, u64::MAX] {
-            assert_eq!(backing.resolve(offset_bytes, Access::Write), Err(Gone));
+            assert_eq!(resolve(&backing, offset_bytes, Access::Write), Err(Gone));
         }
     }
 }
@@ -124,13 +128,13 @@ fn resident_pages(backing: &Backing) -> usize {
 fn resolve_really_touches() {
     let backing = Backing::new(BackingKind::Anonymous, 8 * PAGE_SIZE).expect("memory");
     assert_eq!(resident_pages(&backing), 0);
-    backing.resolve(0, Access::Write).expect("inside");
-    backing.resolve(5 * PAGE_SIZE, Access::Write).expect("inside");
+    resolve(&backing, 0, Access::Write).expect("inside");
+    resolve(&backing, 5 * PAGE_SIZE, Access::Write).expect("inside");
     assert_eq!(resident_pages(&backing), 2);
     // The write touch leaves what is there.
     // SAFETY: in the mapping, and no other thread uses it.
     unsafe { backing.as_ptr().cast::<u64>().write(0x1234) };
-    backing.resolve(0, Access::Write).expect("inside");
+    resolve(&backing, 0, Access::Write).expect("inside");
     // SAFETY: as above.
     assert_eq!(unsafe { backing.as_ptr().cast::<u64>().read() }, 0x1234);
 }
@@ -146,7 +150,7 @@ fn a_write_touch_gives_a_page_of_its_own() {
             usage.ru_minflt
         }
     };
-    backing.resolve(0, Access::Write).expect("inside");
+    resolve(&backing, 0, Access::Write).expect("inside");
     let before = minor_faults();
     // SAFETY: in the mapping, and no other thread uses it.
     unsafe { backing.as_ptr().write_volatile(1) };
@@ -165,7 +169,7 @@ fn transparent_huge_pages_are_told_where_they_are() {
     // Memory may be in pieces at one moment; of eight blocks one is huge.
     let backing = Backing::new(BackingKind::AnonymousThp, 8 * SIZE_2M).expect("memory");
     let sizes =
-        (0..8).map(|block| backing.resolve(block * SIZE_2M + 3 * PAGE_SIZE, Access::Write).expect("inside").max_size);
+        (0..8).map(|block| resolve(&backing, block * SIZE_2M + 3 * PAGE_SIZE, Access::Write).expect("inside").max_size);
     let nr_huge = sizes.filter(|&size| size == PageSize::Size2M).count();
     assert!(nr_huge > 0, "the kernel gave no huge page, or did not tell");
 }
@@ -176,9 +180,9 @@ fn a_tail_shorter_than_a_huge_page_is_small() {
         return;
     }
     let backing = Backing::new(BackingKind::AnonymousThp, SIZE_2M + 5 * PAGE_SIZE).expect("memory");
-    let tail = backing.resolve(SIZE_2M + PAGE_SIZE, Access::Write).expect("inside");
+    let tail = resolve(&backing, SIZE_2M + PAGE_SIZE, Access::Write).expect("inside");
     assert_eq!(tail.max_size, PageSize::Size4K);
-    assert_eq!(backing.resolve(SIZE_2M + 5 * PAGE_SIZE, Access::Write), Err(Gone));
+    assert_eq!(resolve(&backing, SIZE_2M + 5 * PAGE_SIZE, Access::Write), Err(Gone));
 }
 
 #[test]
@@ -187,13 +191,13 @@ fn a_huge_page_that_was_broken_up_is_small() {
         return;
     }
     let backing = Backing::new(BackingKind::AnonymousThp, SIZE_2M).expect("memory");
-    backing.resolve(0, Access::Write).expect("inside");
+    resolve(&backing, 0, Access::Write).expect("inside");
     // SAFETY: one page of the mapping, which no other thread uses, loses its contents.
     let result = unsafe {
         libc::madvise(backing.as_ptr().wrapping_add(PAGE_SIZE as usize).cast(), PAGE_SIZE as usize, libc::MADV_DONTNEED)
     };
     assert_eq!(result, 0);
-    assert_eq!(backing.resolve(0, Access::Write).expect("inside").max_size, PageSize::Size4K);
+    assert_eq!(resolve(&backing, 0, Access::Write).expect("inside").max_size, PageSize::Size4K);
 }
 
 #[test]
@@ -203,5 +207,5 @@ fn clones_are_the_same_memory() {
     let address = backing.as_ptr();
     drop(backing);
     assert_eq!(clone.as_ptr(), address);
-    clone.resolve(0, Access::Write).expect("still mapped");
+    resolve(&clone, 0, Access::Write).expect("still mapped");
 }

@@ -7,8 +7,8 @@ use serde_json::json;
 use slat::PageSize;
 use slat_machine::topology::HostDescription;
 
-use super::{AgingArgs, Measured, PHASES, PassArg, Run, Series, can_tlb_hide, is_too_many, leaf_size, tracking_name};
-use crate::args::locking_name;
+use super::{AgingArgs, Measured, PHASES, PassArg, Run, Series, can_tlb_hide, is_too_many, leaf_size};
+use crate::args::{locking_name, tracking_name};
 use crate::results::{Figure, Results, Samples, host_json, measured_on};
 use crate::table::{self, humanly};
 

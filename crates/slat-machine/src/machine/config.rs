@@ -24,6 +24,20 @@ pub struct Pins {
     pub main: Option<u32>,
 }
 
+/// Whether the host may change the test region's memory while guests run.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum HostEvents {
+    /// No: each page has its frame for ever.
+    #[default]
+    None,
+    /// It may ([`Machine::discard`](super::Machine::discard) and its neighbours). The backing is
+    /// [`BackingKind::Anonymous`].
+    Allowed {
+        /// Frames beyond one for each page: one for each event at a time, and as many again for snapshots.
+        nr_spare_frames: u64,
+    },
+}
+
 /// What a machine is made of.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct MachineConfig {
@@ -35,6 +49,8 @@ pub struct MachineConfig {
     pub nr_slots: u32,
     /// What the test region's memory is.
     pub backing: BackingKind,
+    /// Whether the host may change that memory while guests run.
+    pub host_events: HostEvents,
     /// Flags that the test region's slots are created with.
     pub region_flags: MemoryRegionFlags,
     /// The lock of the VM.
@@ -60,6 +76,7 @@ impl Default for MachineConfig {
             bytes_per_vcpu: 64 << 20,
             nr_slots: 1,
             backing: BackingKind::Anonymous,
+            host_events: HostEvents::None,
             region_flags: MemoryRegionFlags::empty(),
             locking: Locking::None,
             access_tracking: AccessTracking::default(),
@@ -115,6 +132,12 @@ pub enum ConfigError {
         /// What was asked for.
         nr_slots: u32,
     },
+    /// Host events are for memory in small pages.
+    #[error("the host can change memory of kind anonymous while guests run, but not {backing}")]
+    HostEvents {
+        /// What was asked for.
+        backing: BackingKind,
+    },
     /// Not one processor for each virtual CPU.
     #[error("{nr_pins} processors to pin {nr_vcpus} vCPUs to")]
     Pins {
@@ -159,6 +182,9 @@ impl MachineConfig {
         if nr_slots > max_slots {
             return Err(ConfigError::TooManySlots { nr_slots, max_slots });
         }
+        if self.host_events != HostEvents::None && self.backing != BackingKind::Anonymous {
+            return Err(ConfigError::HostEvents { backing: self.backing });
+        }
         if let Some(pins) = &self.pins
             && pins.vcpus.len() != nr_vcpus
         {
@@ -200,6 +226,10 @@ mod tests {
         assert!(matches!(layout(|config| config.bytes_per_vcpu = 1 << 63), Err(ConfigError::TooBig { .. })));
         assert_eq!(layout(|config| config.nr_slots = 4), Err(ConfigError::Slots { nr_pages: 6, nr_slots: 4 }));
         assert_eq!(layout(|config| config.nr_slots = 0), Err(ConfigError::Slots { nr_pages: 6, nr_slots: 0 }));
+        let events = |config: &mut MachineConfig| {
+            (config.host_events, config.backing) = (HostEvents::Allowed { nr_spare_frames: 1 }, BackingKind::Shmem);
+        };
+        assert_eq!(layout(events), Err(ConfigError::HostEvents { backing: BackingKind::Shmem }));
         let pins = |config: &mut MachineConfig| config.pins = Some(Pins { vcpus: vec![0, 1], main: None });
         assert_eq!(layout(pins), Err(ConfigError::Pins { nr_pins: 2, nr_vcpus: 3 }));
     }

@@ -1,0 +1,212 @@
+//! `slat stress`: all operations at once, on overcommitted CPUs, with everything verified.
+//!
+//! # Protocol
+//! - The time is cut into *turns*. Each has a machine of its own, of another locking, format and access tracking, so that
+//!   one run covers all. In a turn, guests run and verify in bursts (`turn`); threads beside them change all that may be
+//!   changed (`operators`); between two bursts the dirty logs are held against memory (`logs`).
+//! - Each thread draws from a generator of its own, seeded from the seed, the turn and its number: the same seed gives
+//!   each thread the same sequence of operations. How they interleave is the scheduler's.
+//! - The main thread does none of it. It looks whether all threads get on (`watch`), and reports one that does not: so the
+//!   command ends, whatever hangs.
+
+mod logs;
+mod operators;
+mod report;
+mod tally;
+mod turn;
+mod watch;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use rand::rngs::SmallRng;
+use rand::{RngExt, SeedableRng};
+use slat::{AccessTracking, Ept, Locking, Npt};
+use slat_machine::commit::FlushMethod;
+use slat_machine::cpu::Paging;
+
+use crate::args::{FormatArg, LockArg, TrackingArg, locking_name, positive, tracking_name};
+use crate::failure::{Failure, check_failed};
+use crate::results::ResultsFile;
+use tally::Tally;
+use watch::Watch;
+
+/// What `slat stress` takes. What is not chosen is taken in turns.
+#[derive(Clone, Debug, Args)]
+#[command(allow_negative_numbers = true)]
+pub(crate) struct StressArgs {
+    /// For how long, in seconds.
+    #[arg(long, default_value_t = 10, value_parser = positive::<u32>)]
+    pub(crate) seconds: u32,
+    /// Number of vCPUs.
+    #[arg(short = 'v', long = "vcpus", default_value_t = 8, value_parser = positive::<usize>)]
+    pub(crate) vcpus: usize,
+    /// Seed of the random choices: of the machines, and of the order in which each thread does what.
+    #[arg(short = 'r', long, default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// The lock that the engine takes on the VM.
+    #[arg(long, value_enum, default_value_t = LockArg::All)]
+    pub(crate) lock: LockArg,
+    /// Format of the second-stage tables; both in turns if none is chosen.
+    #[arg(long, value_enum)]
+    pub(crate) format: Option<FormatArg>,
+    /// How the engine finds out what the guest has used.
+    #[arg(long, value_enum, default_value_t = TrackingArg::Both)]
+    pub(crate) tracking: TrackingArg,
+    /// Write the results to this file as JSON.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+/// A turn is not shorter, unless time is up: a machine must be made for each.
+const MIN_TURN: Duration = Duration::from_millis(100);
+const MAX_TURN: Duration = Duration::from_secs(3);
+
+/// How often the main thread looks whether all get on.
+const WATCH_PERIOD: Duration = Duration::from_millis(500);
+
+/// What a turn runs on.
+#[derive(Clone, Copy, Debug)]
+struct Plan {
+    number: u64,
+    seed: u64,
+    format: FormatArg,
+    locking: Locking,
+    tracking: AccessTracking,
+    paging: Paging,
+    nr_vcpus: usize,
+    pages_per_vcpu: u64,
+    nr_slots: u32,
+}
+
+impl Plan {
+    /// The generator of thread `thread`.
+    fn rng(&self, thread: u64) -> SmallRng {
+        // The generator mixes its seed well; this only has to tell all threads of all turns apart.
+        SmallRng::seed_from_u64(self.seed ^ self.number.rotate_left(32) ^ thread.rotate_left(48))
+    }
+
+    fn describe(&self) -> String {
+        format!(
+            "turn {}: {}, lock {}, tracking {}, {}, {} vCPUs, {} slots",
+            self.number,
+            self.format.name(),
+            locking_name(self.locking),
+            tracking_name(self.tracking),
+            if self.paging == Paging::Off { "flat" } else { "2d" },
+            self.nr_vcpus,
+            self.nr_slots
+        )
+    }
+}
+
+/// What a run did.
+struct Summary {
+    tally: Arc<Tally>,
+    wall: Duration,
+    nr_turns: u64,
+    nr_combinations: usize,
+    flush_method: Option<FlushMethod>,
+}
+
+/// Runs the stress and prints what was done.
+pub(crate) fn run(args: &StressArgs) -> Result<(), Failure> {
+    let file = args.json.as_deref().map(ResultsFile::open).transpose()?;
+    let summary = supervise(args)?;
+    // The file first: it must not depend on who reads what is printed.
+    if let Some(file) = file {
+        file.write(&report::results(args, &summary))?;
+    }
+    report::print(&mut std::io::stdout().lock(), args, &summary)?;
+    Ok(())
+}
+
+/// Has all turns done by another thread, and watches.
+fn supervise(args: &StressArgs) -> Result<Summary, Failure> {
+    let watch = Arc::new(Watch::default());
+    let (sender, receiver) = mpsc::channel();
+    let turns = {
+        let (args, watch) = (args.clone(), Arc::clone(&watch));
+        // Nobody may wait for it any more.
+        move || drop(sender.send(all_turns(&args, &watch)))
+    };
+    thread::Builder::new()
+        .name("turns".to_owned())
+        .spawn(turns)
+        .map_err(|error| Failure::CannotServe(format!("no thread: {error}")))?;
+    loop {
+        match receiver.recv_timeout(WATCH_PERIOD) {
+            Ok(result) => return result,
+            Err(RecvTimeoutError::Timeout) => {
+                watch
+                    .look(Instant::now())
+                    .map_err(|stuck| check_failed(format_args!("{stuck}, seed {}", args.seed)))?;
+            }
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(check_failed(format_args!("the thread of the turns panicked, seed {}", args.seed)));
+            }
+        }
+    }
+}
+
+/// All that is chosen or taken in turns.
+fn combinations(args: &StressArgs) -> Vec<(Locking, FormatArg, AccessTracking)> {
+    let formats = args.format.map_or(vec![FormatArg::Npt, FormatArg::Ept], |format| vec![format]);
+    let trackings = args.tracking.trackings();
+    let mut combinations = Vec::new();
+    for &tracking in trackings {
+        for &format in &formats {
+            combinations.extend(args.lock.lockings().iter().map(|&locking| (locking, format, tracking)));
+        }
+    }
+    combinations
+}
+
+fn all_turns(args: &StressArgs, watch: &Watch) -> Result<Summary, Failure> {
+    let begin = Instant::now();
+    let deadline = begin + Duration::from_secs(args.seconds.into());
+    let combinations = combinations(args);
+    let turn = ((deadline - begin) / combinations.len() as u32).clamp(MIN_TURN, MAX_TURN);
+    let mut summary =
+        Summary { tally: Arc::default(), wall: Duration::ZERO, nr_turns: 0, nr_combinations: 0, flush_method: None };
+    let mut rng = SmallRng::seed_from_u64(args.seed);
+    for (number, &(locking, format, tracking)) in combinations.iter().cycle().enumerate() {
+        if Instant::now() >= deadline {
+            break;
+        }
+        let plan = Plan {
+            number: number as u64,
+            seed: args.seed,
+            format,
+            locking,
+            tracking,
+            paging: if rng.random_range(0..3) == 0 { Paging::TwoDimensional } else { Paging::Off },
+            nr_vcpus: args.vcpus,
+            // From few pages, where all happens to the same ones, to as many as leave the TLB time to be wrong.
+            pages_per_vcpu: 4 << rng.random_range(0..5),
+            nr_slots: 1 << rng.random_range(0..3),
+        };
+        let end = deadline.min(Instant::now() + turn);
+        let result = match format {
+            FormatArg::Npt => turn::run::<Npt>(&plan, end, &summary.tally, watch),
+            FormatArg::Ept => turn::run::<Ept>(&plan, end, &summary.tally, watch),
+        };
+        summary.flush_method = Some(result.map_err(|failure| in_turn(failure, &plan))?);
+        summary.nr_turns += 1;
+    }
+    summary.nr_combinations = combinations.len().min(summary.nr_turns as usize);
+    summary.wall = begin.elapsed();
+    Ok(summary)
+}
+
+/// A failed check, with what it takes to see it again.
+fn in_turn(failure: Failure, plan: &Plan) -> Failure {
+    match failure {
+        Failure::Check(what) => Failure::Check(format!("{what} ({}, seed {})", plan.describe(), plan.seed)),
+        other => other,
+    }
+}

@@ -1,0 +1,117 @@
+//! The dirty logs of the test region, held against memory: a migration in small.
+//!
+//! While a slot logs, a copy of its pages is kept as a migration would: all pages when logging has begun, then those that
+//! harvests report. When the guests stand still, one more harvest makes the copy exact: a page that differs was written
+//! and never reported. Only zeros of a page that was discarded since it was copied have another reason.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use slat::{MemoryRegion, MemoryRegionFlags, PAGE_SHIFT};
+use slat_machine::machine::{Machine, Slot};
+use slat_machine::memory::Pages;
+use slat_machine::walk::HardwareFormat;
+
+use super::tally::{Figure, Tally};
+use crate::failure::{Failure, check_failed};
+
+/// A page as it was copied.
+#[derive(Clone, Copy, Default)]
+struct Copied {
+    value: u64,
+    /// Discards of the page that were over before it was copied.
+    nr_discards_done: u32,
+}
+
+/// What is kept of a slot that logs.
+#[derive(Default)]
+struct Migration {
+    copies: Vec<Copied>,
+    bitmap: Vec<u64>,
+}
+
+impl Migration {
+    fn copy(&mut self, pages: &Pages, slot: Slot, page: u64) {
+        let nr_discards_done = pages.discards(slot.first_page + page).done;
+        let value = pages.peek(slot.first_page + page).unwrap_or_default();
+        self.copies[page as usize] = Copied { value, nr_discards_done };
+    }
+
+    fn harvest<F: HardwareFormat>(&mut self, machine: &Machine<F>, slot: Slot, tally: &Tally) -> Result<(), Failure> {
+        machine.vm().get_dirty_log(slot.id, &mut self.bitmap)?;
+        tally.add(Figure::Harvests, 1);
+        for page in 0..slot.nr_pages {
+            if self.bitmap[(page / 64) as usize] >> (page % 64) & 1 == 1 {
+                self.copy(machine.pages()?, slot, page);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The log of one slot of the test region.
+pub(super) struct Log {
+    slot: Slot,
+    /// `None`: it does not log.
+    migration: Mutex<Option<Migration>>,
+}
+
+impl Log {
+    pub(super) fn new(slot: Slot) -> Log {
+        Log { slot, migration: Mutex::new(None) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Migration>> {
+        self.migration.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Turns logging on if it is off, and off if it is on.
+    pub(super) fn toggle<F: HardwareFormat>(&self, machine: &Machine<F>, tally: &Tally) -> Result<(), Failure> {
+        let mut migration = self.lock();
+        let enable = migration.is_none();
+        machine.vm().set_user_memory_region(MemoryRegion {
+            slot: self.slot.id,
+            flags: if enable { MemoryRegionFlags::LOG_DIRTY_PAGES } else { MemoryRegionFlags::empty() },
+            guest_phys_addr: self.slot.gpa,
+            memory_size: self.slot.nr_pages << PAGE_SHIFT,
+            backing: None,
+        })?;
+        *migration = enable.then(|| Migration {
+            copies: vec![Copied::default(); self.slot.nr_pages as usize],
+            bitmap: vec![0; self.slot.nr_pages.div_ceil(64) as usize],
+        });
+        if let Some(migration) = &mut *migration {
+            // Writes from now on are logged.
+            for page in 0..self.slot.nr_pages {
+                migration.copy(machine.pages()?, self.slot, page);
+            }
+        }
+        tally.add(if enable { Figure::LogsEnabled } else { Figure::LogsDisabled }, 1);
+        Ok(())
+    }
+
+    /// Harvests the log, if there is one, while guests run.
+    pub(super) fn harvest<F: HardwareFormat>(&self, machine: &Machine<F>, tally: &Tally) -> Result<(), Failure> {
+        self.lock().as_mut().map_or(Ok(()), |migration| migration.harvest(machine, self.slot, tally))
+    }
+
+    /// Harvests the log, if there is one, and holds the copy against memory. No guest runs; hosts may change memory.
+    pub(super) fn check_stopped<F: HardwareFormat>(&self, machine: &Machine<F>, tally: &Tally) -> Result<(), Failure> {
+        let mut migration = self.lock();
+        let Some(migration) = &mut *migration else { return Ok(()) };
+        migration.harvest(machine, self.slot, tally)?;
+        let pages = machine.pages()?;
+        for (page, copied) in (self.slot.first_page..).zip(&migration.copies) {
+            let found = pages.peek(page).unwrap_or_default();
+            // Counted before a discard begins: so the look after the page says whether one had.
+            let discarded = pages.discards(page).begun != copied.nr_discards_done;
+            if found != copied.value && !(found == 0 && discarded) {
+                return Err(check_failed(format_args!(
+                    "dirty log of slot {}: page {page:#x} holds {found:#x}, its copy {:#x}: written and never reported",
+                    self.slot.id, copied.value
+                )));
+            }
+        }
+        tally.add(Figure::Migrated, self.slot.nr_pages);
+        Ok(())
+    }
+}

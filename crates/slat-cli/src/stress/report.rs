@@ -1,0 +1,70 @@
+//! What `slat stress` prints and writes.
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+
+use serde_json::json;
+use slat_machine::topology::HostDescription;
+
+use super::tally::{FIGURES, Part};
+use super::{StressArgs, Summary};
+use crate::args::{FormatArg, LockArg, TrackingArg, locking_name, tracking_name};
+use crate::results::{Figure, Results};
+use crate::table;
+
+/// Prints the table.
+pub(super) fn print(out: &mut impl Write, args: &StressArgs, summary: &Summary) -> io::Result<()> {
+    let host = HostDescription::read();
+    writeln!(
+        out,
+        "Stress of {} vCPUs on {} CPUs for {:.1} s, seed {}: {} turns, {} combinations of lock, format and tracking.",
+        args.vcpus,
+        host.nr_cpus,
+        summary.wall.as_secs_f64(),
+        args.seed,
+        summary.nr_turns,
+        summary.nr_combinations
+    )?;
+    for (part, title) in [(Part::Done, "done"), (Part::Verified, "verified"), (Part::Engine, "engine")] {
+        let mut table = table::figures([title.to_owned(), "count".to_owned()]);
+        for (figure, _, _, title) in FIGURES.iter().filter(|figure| figure.1 == part) {
+            table.add_row(table::row([(*title).to_owned(), summary.tally.get(*figure).to_string()]));
+        }
+        writeln!(out, "\n{table}")?;
+    }
+    if let Some(method) = summary.flush_method {
+        writeln!(out, "\nTLB flush: {method}.")?;
+    }
+    writeln!(out, "Verified: all that was checked is as it should be.")
+}
+
+/// The object of `--json`.
+pub(super) fn results(args: &StressArgs, summary: &Summary) -> Results {
+    let host = HostDescription::read();
+    let figure = |name: &str, value: f64, unit| Figure { name: name.to_owned(), value, unit, labels: BTreeMap::new() };
+    let mut results: Vec<Figure> =
+        FIGURES.iter().map(|&(which, _, name, _)| figure(name, summary.tally.get(which) as f64, "count")).collect();
+    results.push(figure("turns", summary.nr_turns as f64, "count"));
+    results.push(figure("combinations", summary.nr_combinations as f64, "count"));
+    results.push(figure("wall", summary.wall.as_secs_f64(), "s"));
+    Results {
+        experiment: "stress",
+        config: json!({
+            "seconds": args.seconds,
+            "vcpus": args.vcpus,
+            "seed": args.seed,
+            "lock": if args.lock == LockArg::All { "all" } else { locking_name(args.lock.lockings()[0]) },
+            "format": args.format.map_or("all", FormatArg::name),
+            "tracking": if args.tracking == TrackingArg::Both { "both" } else { tracking_name(args.tracking.trackings()[0]) },
+        }),
+        host: json!({
+            "cpu_model": host.cpu_model,
+            "cpus": host.nr_cpus,
+            "kernel": host.kernel_release,
+            "memory_bytes": host.memory_bytes,
+            "measured_on": "software CPUs",
+            "flush_method": summary.flush_method.map(|method| method.to_string()),
+        }),
+        results,
+    }
+}

@@ -1,0 +1,244 @@
+//! One turn: a machine, its guests in bursts, and the threads beside them.
+//!
+//! # Protocol
+//! - The guests run for a burst, while their round advances every few milliseconds; then they stand still, the dirty logs
+//!   are held against memory, and the next burst begins. The threads beside them never pause.
+//! - Most bursts give each vCPU pages of its own, for which it knows exactly what it must read; some let all write all.
+//! - Whoever finds something wrong ends the turn. In the end all memory is read once more, and then thrown away: every
+//!   frame must come back.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use rand::RngExt;
+use rand::rngs::SmallRng;
+use slat::{GfnRange, PAGE_SIZE};
+use slat_machine::commit::FlushMethod;
+use slat_machine::guest::{Order, Program, Sharing};
+use slat_machine::machine::{HostEvents, Machine, MachineConfig, RunReport};
+use slat_machine::memory::FrameUse;
+use slat_machine::walk::HardwareFormat;
+
+use super::Plan;
+use super::logs::Log;
+use super::operators::{self, Operator};
+use super::tally::{Figure, Tally};
+use super::watch::{Beat, Counter, Watch, counter_of};
+use crate::failure::{Failure, check_failed};
+
+/// Time between two rounds of the guests: writes of one round look alike.
+const ROUND: Duration = Duration::from_millis(2);
+
+/// Bursts last so many rounds.
+const BURST_ROUNDS: std::ops::Range<u32> = 10..60;
+
+/// Frames for events and snapshots.
+const NR_SPARE_FRAMES: u64 = 64;
+
+/// What all threads of a turn share.
+pub(super) struct World<F: HardwareFormat> {
+    pub(super) machine: Machine<F>,
+    pub(super) logs: Vec<Log>,
+    /// Where slots that have visitors were a moment ago.
+    pub(super) visited: Mutex<Vec<GfnRange>>,
+    pub(super) tally: Arc<Tally>,
+    stop: AtomicBool,
+}
+
+impl<F: HardwareFormat> World<F> {
+    pub(super) fn is_over(&self) -> bool {
+        // Relaxed, here and below: when exactly it is seen does not matter.
+        self.stop.load(Ordering::Relaxed)
+    }
+
+    fn end(&self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Threads beside the guests; each ends when the turn is over, or ends it by a failure.
+struct Crew<F: HardwareFormat> {
+    world: Arc<World<F>>,
+    threads: Vec<(String, JoinHandle<Result<(), Failure>>)>,
+}
+
+impl<F: HardwareFormat> Crew<F> {
+    /// Waits for all; the first failure.
+    fn end(&mut self) -> Result<(), Failure> {
+        self.world.end();
+        let mut result = Ok(());
+        for (name, thread) in self.threads.drain(..) {
+            let ending = thread.join().unwrap_or_else(|_| Err(check_failed(format_args!("{name} panicked"))));
+            if result.is_ok() {
+                result = ending;
+            }
+        }
+        result
+    }
+}
+
+impl<F: HardwareFormat> Drop for Crew<F> {
+    fn drop(&mut self) {
+        // After an error that matters more.
+        let _ = self.end();
+    }
+}
+
+/// Does the turn `plan` until `end`.
+pub(super) fn run<F: HardwareFormat>(
+    plan: &Plan,
+    end: Instant,
+    tally: &Arc<Tally>,
+    watch: &Watch,
+) -> Result<FlushMethod, Failure> {
+    let main = Beat::default();
+    // Making a machine may take its time, too.
+    watch.set(vec![("the thread of the turns".to_owned(), counter_of(&main))]);
+    let machine = Machine::<F>::new(&MachineConfig {
+        nr_vcpus: plan.nr_vcpus,
+        bytes_per_vcpu: plan.pages_per_vcpu * PAGE_SIZE,
+        nr_slots: plan.nr_slots,
+        host_events: HostEvents::Allowed { nr_spare_frames: NR_SPARE_FRAMES },
+        locking: plan.locking,
+        access_tracking: plan.tracking,
+        paging: plan.paging,
+        ..MachineConfig::default()
+    })?;
+    let logs = machine.slots().iter().map(|&slot| Log::new(slot)).collect();
+    let world = Arc::new(World {
+        machine,
+        logs,
+        visited: Mutex::default(),
+        tally: Arc::clone(tally),
+        stop: AtomicBool::new(false),
+    });
+    let mut crew = Crew { world: Arc::clone(&world), threads: Vec::new() };
+    let mut counters: Vec<(String, Counter)> = Vec::new();
+    for (index, operator) in operators::ALL.into_iter().enumerate() {
+        let (name, beat) = (operator.name(), Beat::default());
+        counters.push((name.clone(), counter_of(&beat)));
+        crew.threads.push((name.clone(), start(name, operator, &world, plan.rng(2 + index as u64), beat)?));
+    }
+    for vcpu in 0..plan.nr_vcpus {
+        let progress = world.machine.progress();
+        counters.push((format!("vCPU {vcpu}"), Arc::new(move || progress.nr_touches(vcpu))));
+    }
+    counters.push(("the thread of the turns".to_owned(), counter_of(&main)));
+    watch.set(counters);
+    let result = guests(plan, end, &world, &main);
+    // A failure beside the guests is why they stopped early, and a guest's failure comes from its own doing.
+    let beside = crew.end();
+    drop(crew);
+    let round = result.and_then(|round| beside.map(|()| round))?;
+    conclude(&world, round, &main)?;
+    Ok(world.machine.flush_method())
+}
+
+fn start<F: HardwareFormat>(
+    name: String,
+    operator: Operator,
+    world: &Arc<World<F>>,
+    mut rng: SmallRng,
+    beat: Beat,
+) -> Result<JoinHandle<Result<(), Failure>>, Failure> {
+    let world = Arc::clone(world);
+    let work = move || {
+        let result = operator.run(&world, &mut rng, &beat);
+        if result.is_err() {
+            world.end();
+        }
+        beat.end();
+        result
+    };
+    let no_thread = |error| Failure::CannotServe(format!("no thread: {error}"));
+    thread::Builder::new().name(name).spawn(work).map_err(no_thread)
+}
+
+/// The guests' bursts until `end`. Returns the last round.
+fn guests<F: HardwareFormat>(plan: &Plan, end: Instant, world: &World<F>, main: &Beat) -> Result<u64, Failure> {
+    let mut rng = plan.rng(1);
+    let machine = &world.machine;
+    note(world, &machine.run(Program { seed: plan.seed, ..Program::default() })?);
+    let mut round = 1;
+    while Instant::now() < end && !world.is_over() {
+        main.beat();
+        let program = Program {
+            order: if rng.random_range(0..4) == 0 { Order::Sequential } else { Order::Random },
+            sharing: if rng.random_range(0..4) == 0 { Sharing::Overlapping } else { Sharing::Partitioned },
+            write_percent: [5, 30, 50, 90][rng.random_range(0..4)],
+            seed: rng.random(),
+            round: round + 1,
+            oldest_round: 1,
+        };
+        let nr_rounds = rng.random_range(BURST_ROUNDS);
+        let running = machine.start(program)?;
+        for _ in 0..nr_rounds {
+            if Instant::now() >= end || machine.has_stopped() || world.is_over() {
+                break;
+            }
+            thread::sleep(ROUND);
+            round = running.advance_round();
+            main.beat();
+        }
+        note(world, &running.stop()?);
+        world.tally.add(Figure::Bursts, 1);
+        for log in &world.logs {
+            log.check_stopped(machine, &world.tally)?;
+        }
+    }
+    Ok(round)
+}
+
+fn note<F: HardwareFormat>(world: &World<F>, report: &RunReport) {
+    let total = report.total();
+    world.tally.add(Figure::Accesses, total.nr_accesses);
+    world.tally.add(Figure::Reads, total.nr_reads);
+}
+
+/// Reads all once more and gives all back.
+fn conclude<F: HardwareFormat>(world: &World<F>, round: u64, main: &Beat) -> Result<(), Failure> {
+    let World { machine, tally, .. } = world;
+    main.beat();
+    note(world, &machine.run(Program { write_percent: 0, round, oldest_round: 1, ..Program::default() })?);
+    let pages = machine.pages()?;
+    let frame_use = pages.frame_use();
+    if frame_use != (FrameUse { nr_frames: frame_use.nr_pages, nr_snapshots: 0, ..frame_use }) {
+        return Err(check_failed(format_args!("frames that nobody has: {frame_use:?}")));
+    }
+    machine.discard(0..machine.nr_pages())?;
+    if pages.frame_use() != FrameUse::default() {
+        return Err(check_failed(format_args!("frames of pages that were discarded: {:?}", pages.frame_use())));
+    }
+    pages.check_free_frames().map_err(check_failed)?;
+    tally.add(Figure::FrameUses, 1);
+
+    let counts = pages.counts();
+    for (figure, count) in [
+        (Figure::Discarded, counts.nr_discarded),
+        (Figure::Moved, counts.nr_moved),
+        (Figure::Protected, counts.nr_protected),
+        (Figure::CopiedOnWrite, counts.nr_copied_on_write),
+        (Figure::Unprotected, counts.nr_unprotected),
+        (Figure::SwappedOut, counts.nr_swapped_out),
+        (Figure::DroppedClean, counts.nr_dropped_clean),
+        (Figure::SwappedIn, counts.nr_swapped_in),
+        (Figure::Snapshots, counts.nr_snapshots_verified),
+        (Figure::PoisonIntact, counts.nr_poison_intact),
+    ] {
+        tally.add(figure, count);
+    }
+    let stats = machine.vm().stats();
+    for (figure, count) in [
+        (Figure::Faults, stats.faults),
+        (Figure::Spurious, stats.spurious),
+        (Figure::Retries, stats.retries),
+        (Figure::Flushes, stats.flushes),
+        (Figure::Zapped, stats.zapped),
+        (Figure::LockWaits, stats.lock_waits),
+    ] {
+        tally.add(figure, count);
+    }
+    Ok(())
+}

@@ -1,0 +1,112 @@
+//! Whether all threads get on: each has a counter that it moves on, and one that stands still for too long is stuck.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// A thread that has not moved its counter for so long is stuck, however few CPUs there are.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The counter of a thread that has ended.
+const ENDED: u64 = u64::MAX;
+
+/// Reads a thread's counter.
+pub(super) type Counter = Arc<dyn Fn() -> u64 + Send + Sync>;
+
+/// A counter that a thread moves on.
+#[derive(Clone, Default)]
+pub(super) struct Beat(Arc<AtomicU64>);
+
+impl Beat {
+    pub(super) fn beat(&self) {
+        // Relaxed: when exactly it is seen does not matter.
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The thread has ended: nothing is expected of it any more.
+    pub(super) fn end(&self) {
+        self.0.store(ENDED, Ordering::Relaxed);
+    }
+}
+
+#[derive(Default)]
+struct State {
+    counters: Vec<(String, Counter)>,
+    /// What was seen, and when it was seen first.
+    seen: HashMap<String, (u64, Instant)>,
+}
+
+/// The threads that are watched.
+#[derive(Default)]
+pub(super) struct Watch(Mutex<State>);
+
+impl Watch {
+    /// Watches these threads from now on, and no others.
+    pub(super) fn set(&self, counters: Vec<(String, Counter)>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = State { counters, seen: HashMap::new() };
+    }
+
+    /// Looks at all at the time `now`; says which thread is stuck, and has been for longest.
+    pub(super) fn look(&self, now: Instant) -> Result<(), String> {
+        let State { counters, seen } = &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // Who waits for a stuck one gets stuck later, or comes later in the list.
+        let mut stuck: Option<(&str, Instant)> = None;
+        for (name, counter) in counters {
+            let count = counter();
+            if count == ENDED {
+                continue;
+            }
+            let (last, since) = seen.entry(name.clone()).or_insert((count, now));
+            if *last != count {
+                (*last, *since) = (count, now);
+            } else if now.duration_since(*since) >= PATIENCE && stuck.is_none_or(|(_, earliest)| *since < earliest) {
+                stuck = Some((name, *since));
+            }
+        }
+        match stuck {
+            Some((name, _)) => Err(format!("{name} has made no progress for {} s", PATIENCE.as_secs())),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The counter of `beat`.
+pub(super) fn counter_of(beat: &Beat) -> Counter {
+    let beat = beat.clone();
+    Arc::new(move || beat.0.load(Ordering::Relaxed))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_stands_still_is_named() {
+        let (watch, busy, stuck) = (Watch::default(), Beat::default(), Beat::default());
+        let waits = Beat::default();
+        watch.set(vec![
+            ("one".to_owned(), counter_of(&busy)),
+            ("three".to_owned(), counter_of(&waits)),
+            ("two".to_owned(), counter_of(&stuck)),
+        ]);
+        let begin = Instant::now();
+        assert_eq!(watch.look(begin), Ok(()));
+        stuck.beat();
+        assert_eq!(watch.look(begin + PATIENCE / 2), Ok(()));
+        waits.beat();
+        busy.beat();
+        assert_eq!(watch.look(begin + PATIENCE), Ok(()));
+        busy.beat();
+        // Three came to wait for two.
+        assert_eq!(watch.look(begin + PATIENCE * 5 / 4), Ok(()));
+        assert_eq!(watch.look(begin + PATIENCE * 5 / 2), Err("two has made no progress for 60 s".to_owned()));
+        stuck.end();
+        waits.end();
+        busy.beat();
+        assert_eq!(watch.look(begin + PATIENCE * 3), Ok(()));
+        // Another turn begins anew.
+        watch.set(vec![("two".to_owned(), counter_of(&stuck))]);
+        assert_eq!(watch.look(begin + PATIENCE * 4), Ok(()));
+    }
+}

@@ -1,0 +1,113 @@
+//! `slat stress` as its user sees it: exit codes, what it prints and writes, and that it ends in time.
+#![allow(missing_docs)]
+
+use std::path::PathBuf;
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+fn slat(args: &str) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_slat")).args(args.split_whitespace()).output().unwrap()
+}
+
+/// Runs with `args`; expects success within a generous time, and returns what was printed.
+#[track_caller]
+fn assert_ok(args: &str, limit: Duration) -> String {
+    let begin = Instant::now();
+    let output = slat(args);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "slat {args}: {stderr}");
+    // It ends when it should; what is added is for a machine that is busy with other tests.
+    assert!(begin.elapsed() < limit + Duration::from_secs(30), "{:?}", begin.elapsed());
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn two_seconds_do_and_verify_everything() {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("stress.json");
+    let output = assert_ok(&format!("stress --seconds 2 --seed 7 --json {}", path.display()), Duration::from_secs(2));
+    for line in ["Stress of 8 vCPUs", "seed 7", "Pages discarded", "Reads of the guests", "Faults", "Verified: "] {
+        assert!(output.contains(line), "no '{line}' in:\n{output}");
+    }
+    let object: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    assert_eq!(object["experiment"], "stress");
+    assert_eq!(object["config"]["seed"], 7);
+    assert_eq!(object["config"]["lock"], "all");
+    let results = object["results"].as_array().unwrap();
+    let figure = |name: &str| {
+        let found: Vec<f64> = results
+            .iter()
+            .filter(|figure| figure["name"] == name)
+            .map(|figure| figure["value"].as_f64().unwrap())
+            .collect();
+        assert_eq!(found.len(), 1, "{name}");
+        found[0]
+    };
+    for name in [
+        "pages_discarded",
+        "pages_moved",
+        "pages_protected",
+        "pages_swapped_out",
+        "pages_swapped_in",
+        "invalidations_without_change",
+        "slots_created",
+        "slots_moved",
+        "slots_deleted",
+        "harvests",
+        "reads_verified",
+        "reads_beside_verified",
+        "exits_verified",
+        "poison_intact",
+        "snapshots_verified",
+        "harvests_exact",
+        "agings_exact",
+        "faults",
+        "flushes",
+    ] {
+        assert!(figure(name) > 0.0, "{name}");
+    }
+    // Each turn has a machine, and in the end all its frames are free.
+    assert!(figure("turns") >= 1.0);
+    assert_eq!(figure("frame_accounts_zero"), figure("turns"));
+}
+
+#[test]
+fn choices_narrow_the_turns() {
+    let output = assert_ok(
+        "stress --seconds 1 -v 1 --lock none --format ept --tracking faults --seed 18446744073709551615",
+        Duration::from_secs(1),
+    );
+    assert!(output.contains("1 turns, 1 combinations"), "{output}");
+    let output = assert_ok("stress --seconds 1 -v 40 --lock shared --format npt", Duration::from_secs(1));
+    assert!(output.contains("Stress of 40 vCPUs"), "{output}");
+}
+
+#[test]
+fn bad_usage_exits_with_2_and_one_line() {
+    for (args, what) in [
+        ("stress --seconds 0", "at least 1"),
+        ("stress --seconds -1", "invalid digit"),
+        ("stress --seconds 1 -v 0", "at least 1"),
+        ("stress --seconds 1 -v 5000", "5000 vCPUs are more than 4096"),
+        ("stress --lock some", "exclusive"),
+        ("stress --format pae", "npt"),
+        ("stress --tracking guess", "faults"),
+        ("stress --seed x", "invalid digit"),
+        ("stress 3", "unexpected argument"),
+    ] {
+        let output = slat(args);
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "slat {args}: {message}");
+        assert!(message.contains(what), "slat {args}: {message}");
+        assert_eq!(message.lines().count(), 1, "slat {args}: {message}");
+        assert!(output.stdout.is_empty(), "slat {args}");
+    }
+}
+
+#[test]
+fn a_file_that_cannot_be_written_exits_with_3() {
+    let output = slat("stress --seconds 1 --json /no/such/folder/results.json");
+    assert_eq!(output.status.code(), Some(3));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("/no/such/folder"));
+}

@@ -1,0 +1,91 @@
+//! What the host does to the test region's memory while guests run: it throws pages away, moves them, forbids writing
+//! them, swaps them out. Each takes the pages away from the guest by [`Vm::invalidate_range`](slat::Vm::invalidate_range),
+//! makes its change, and gives them back. See [`Pages`] for what is then found out, and how.
+//!
+//! A page of the region is mapped at its place in the region's slots only. Swapping out relies on the engine's reports, so
+//! the slots must stay where they are; their flags may change.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use slat::GfnRange;
+
+use super::{Machine, MachineError, REGION_GPA};
+use crate::memory::{Effect, Pages, Snapshot};
+use crate::walk::HardwareFormat;
+
+impl<F: HardwareFormat> Machine<F> {
+    /// The test region's pages.
+    ///
+    /// # Errors
+    /// [`MachineError::NoHostEvents`].
+    pub fn pages(&self) -> Result<&Arc<Pages>, MachineError> {
+        self.region.pages().ok_or(MachineError::NoHostEvents)
+    }
+
+    /// Throws away what is in the pages `pages` of the test region: the next access finds zeros.
+    ///
+    /// # Errors
+    /// [`MachineError::NoHostEvents`], [`MachineError::NoSuchPages`], or the engine's: nothing has changed.
+    pub fn discard(&self, pages: Range<u64>) -> Result<(), MachineError> {
+        self.event(pages.clone(), |memory, invalidate| memory.discard(pages, invalidate))
+    }
+
+    /// Copies page `page` of the test region to another frame.
+    ///
+    /// # Errors
+    /// As for [`discard`](Self::discard).
+    pub fn move_page(&self, page: u64) -> Result<Effect, MachineError> {
+        self.event(one(page), |memory, invalidate| memory.relocate(page, invalidate))
+    }
+
+    /// Forbids writing page `page` of the test region where it is, as if another process shared it: that is the snapshot.
+    /// The next write copies the page. If there was nothing to share, says why.
+    ///
+    /// # Errors
+    /// As for [`discard`](Self::discard).
+    pub fn protect(&self, page: u64) -> Result<Result<Snapshot, Effect>, MachineError> {
+        self.event(one(page), |memory, invalidate| memory.protect(page, invalidate))
+    }
+
+    /// Saves page `page` of the test region and takes its frame; the next access brings it back.
+    ///
+    /// # Errors
+    /// As for [`discard`](Self::discard).
+    pub fn swap_out(&self, page: u64) -> Result<Effect, MachineError> {
+        self.event(one(page), |memory, invalidate| memory.swap_out(page, invalidate))
+    }
+
+    /// Takes the pages `pages` of the test region away from the guest for a moment, and changes nothing.
+    ///
+    /// # Errors
+    /// As for [`discard`](Self::discard).
+    pub fn invalidate(&self, pages: Range<u64>) -> Result<(), MachineError> {
+        self.event(pages.clone(), |memory, invalidate| memory.invalidate(pages, invalidate))
+    }
+
+    fn event<T>(
+        &self,
+        pages: Range<u64>,
+        event: impl FnOnce(&Arc<Pages>, &crate::memory::Invalidate<'_>) -> Result<T, slat::Error>,
+    ) -> Result<T, MachineError> {
+        let memory = self.pages()?;
+        let nr_pages = self.nr_pages();
+        if pages.end > nr_pages || pages.start > pages.end {
+            return Err(MachineError::NoSuchPages { start: pages.start, end: pages.end, nr_pages });
+        }
+        let range = self.gfns(pages);
+        Ok(event(memory, &|change| self.vm.host().while_invalid(range, change))?)
+    }
+
+    /// Where the pages `pages` of the test region are for the guest.
+    pub fn gfns(&self, pages: Range<u64>) -> GfnRange {
+        let first = REGION_GPA.gfn();
+        GfnRange { start: slat::Gfn(first.0 + pages.start), end: slat::Gfn(first.0 + pages.end) }
+    }
+}
+
+/// The range of one page, which may be beyond all.
+fn one(page: u64) -> Range<u64> {
+    page..page.saturating_add(1)
+}
