@@ -22,8 +22,8 @@ pub struct Resolved {
     /// the slot's ends, alignment or dirty logging ask for it.
     pub max_size: PageSize,
     /// Whether the guest may write the frame. Must be `true` if the access was a write. A read may be answered with
-    /// `false`: the first write then asks again. A host that copies on write answers that with another frame, and
-    /// invalidates the page before it does (see [`resolve`](Host::resolve)).
+    /// `false`: the first write then asks again. It may be answered with another frame (a copy); the page is taken away and
+    /// flushed then before that is mapped.
     pub writable: bool,
 }
 
@@ -57,7 +57,8 @@ pub struct Gone;
 /// - [`barrier_on_all_cpus`](Host::barrier_on_all_cpus) is one, if
 ///   [`has_barrier_on_all_cpus`](Host::has_barrier_on_all_cpus) says so.
 /// - what [`resolve`](Host::resolve) answered stays true until the host invalidates the page
-///   ([`Vm::invalidate_range`](crate::Vm::invalidate_range)), or the backing is dropped.
+///   ([`Vm::invalidate_range`](crate::Vm::invalidate_range)), or the backing is dropped. (A frame that may not be written
+///   may be replaced by a copy when the page is written, if nobody changes it.)
 /// - no method unwinds.
 pub unsafe trait Host: Park + Send + Sync {
     /// What a slot's memory comes from: the engine keeps it with the slot, passes it to [`resolve`](Host::resolve) and

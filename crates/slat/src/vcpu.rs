@@ -21,9 +21,7 @@ use crate::dirty::log;
 use crate::error::Error;
 use crate::format::{Entry, Format};
 use crate::host::{Host, Resolved};
-use crate::second_stage::flush::FlushToken;
 use crate::second_stage::install::{self, Changed, NewLeaf, Rights};
-use crate::second_stage::zap;
 use crate::slot::MemoryRegionFlags;
 use crate::slot::set::BackingRef;
 use crate::stats::{Counter, SAMPLE_PERIOD};
@@ -424,6 +422,12 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// by another fault after the host has forbidden what it answered here. The counter tells, read once more when the leaf
     /// is gone: if this fault's stamp is the only one since the look, nobody has. If somebody has taken a stamp, wherever,
     /// the entry is left empty, and the fault asks again. Who takes one later finds what is installed here, and zaps it.
+    ///
+    /// If the frame is the same, no flush is owed: it may be used until an invalidation, which flushes; and a CPU that has
+    /// the leaf cached faults on the write and walks anew (Intel SDM vol. 3C, "Operations that Invalidate Cached Mappings":
+    /// an EPT violation drops the translation that caused it; so it is wherever a right is given). If the host has made a
+    /// copy, the old frame is flushed before the fault asks for the new one. There is nothing to tell the host: through
+    /// such a leaf nothing was written, and the page is in use.
     #[cold]
     fn install_instead(
         &mut self,
@@ -433,25 +437,26 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         leaf: NewLeaf,
     ) -> Result<(), Changed> {
         let tree = &self.vm.tree;
-        let mut token = FlushToken::new();
         let locked = tree.enter(self.record, Side::Read);
         let section = &locked.section;
         let mut cursor = Cursor::new(tree, section, self.gfn);
         if cursor.descend_to_lowest().0 != value || cursor.level() > plan.level || cursor.level() < leaf.level {
             return Err(Changed);
         }
+        let old = entry::frame::<F>(value, cursor.level()).0 + (self.gfn.0 & (cursor.level().nr_pages() - 1));
         let stamp = tree.next_stamp();
-        zap::report::<H, F>(&tree.host, value, cursor.level(), cursor.block().start);
         let empty = install::take_away(&cursor, value, stamp)?;
-        token.owe(cursor.block());
-        let result = if tree.current_stamp().follows(seen) {
+        if old != leaf.pfn.0 {
+            let block = cursor.block();
+            drop(locked);
+            tree.flush(self.record, &[block]);
+            return Err(Changed);
+        }
+        if tree.current_stamp().follows(seen) {
             self.install_at(&cursor, section, empty, stamp, leaf)
         } else {
             Err(Changed)
-        };
-        drop(locked);
-        token.pay(tree, self.record);
-        result
+        }
     }
 
     /// Installs `leaf` in the entry at the cursor, which is `value`, empty with `stamp`.

@@ -5,6 +5,7 @@
 //! from the caller's cache. Each is one compare-and-exchange; `Err(Changed)` means that somebody was faster and that the
 //! fault starts over.
 
+use super::age::AccessTracking;
 use crate::addr::{Access, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::host::Host;
@@ -38,25 +39,24 @@ pub(crate) enum Rights {
     Writable,
 }
 
-/// The leaf with A set (the fault is an access), and D if it writes, so that no CPU has to set them.
-fn used_leaf<F: Format>(leaf: Entry, access: Access) -> Entry {
-    let dirty = if access == Access::Write { F::DIRTY } else { 0 };
-    Entry(leaf.0 | F::ACCESSED | dirty)
+/// The leaf with A set if it is used (a fault is an access), and D if it is written, so that no CPU has to set them. Where
+/// CPUs set neither, a leaf is dirty as soon as it can be written: nothing else would tell.
+fn used_leaf<F: Format>(leaf: Entry, used: Option<Access>, tracking: AccessTracking) -> Entry {
+    let accessed = if used.is_some() { F::ACCESSED } else { 0 };
+    let is_unseen = tracking == AccessTracking::Faults && entry::is_writable::<F>(leaf);
+    let dirty = if used == Some(Access::Write) || is_unseen { F::DIRTY } else { 0 };
+    Entry(leaf.0 | accessed | dirty)
 }
 
 impl NewLeaf {
-    pub(crate) fn entry<F: Format>(self) -> Entry {
+    pub(crate) fn entry<F: Format>(self, tracking: AccessTracking) -> Entry {
         let first = Pfn(self.pfn.0 & !(self.level.nr_pages() - 1));
         let rights = match self.rights {
             Rights::ReadOnly => 0,
             Rights::WriteProtected => F::HOST_WRITABLE,
             Rights::Writable => F::HOST_WRITABLE | F::WRITABLE,
         };
-        let leaf = Entry(F::leaf(first, self.level).0 | rights);
-        match self.used {
-            Some(access) => used_leaf::<F>(leaf, access),
-            None => leaf,
-        }
+        used_leaf::<F>(Entry(F::leaf(first, self.level).0 | rights), self.used, tracking)
     }
 }
 
@@ -72,7 +72,14 @@ pub(crate) fn install<H: Host, F: Format>(
     stamp: Stamp,
     leaf: NewLeaf,
 ) -> Result<(), Changed> {
-    link(cursor, host, cache, value, stamp, Prepared { entry: leaf.entry::<F>(), level: leaf.level, nr_tables: 0 })
+    link(
+        cursor,
+        host,
+        cache,
+        value,
+        stamp,
+        Prepared { entry: leaf.entry::<F>(cursor.tree().access_tracking()), level: leaf.level, nr_tables: 0 },
+    )
 }
 
 /// What is to hang on an entry of `level`, and how many tables of the cache it takes with it.
@@ -120,7 +127,8 @@ pub(crate) fn give_back<H: Host, F: Format>(
         }
         Access::Read | Access::Execute => leaf,
     };
-    cursor.entry().compare_exchange::<F>(value, used_leaf::<F>(new, access)).map_err(|_| Changed)
+    let new = used_leaf::<F>(new, Some(access), cursor.tree().access_tracking());
+    cursor.entry().compare_exchange::<F>(value, new).map_err(|_| Changed)
 }
 
 /// Replaces the empty entry `value` at the cursor, which has `stamp`, by a table whose entries are all empty with that

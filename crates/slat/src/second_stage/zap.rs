@@ -230,7 +230,7 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
 
 /// Tells the host what the guest did through `leaf` of `level`, which maps the block at `first` and is about to go.
 #[inline]
-pub(crate) fn report<H: Host, F: Format>(host: &H, leaf: Entry, level: Level, first: Gfn) {
+fn report<H: Host, F: Format>(host: &H, leaf: Entry, level: Level, first: Gfn) {
     host.leaf_zapped(ZappedLeaf {
         range: first.block(level),
         pfn: entry::frame::<F>(leaf, level),

@@ -54,3 +54,7 @@ impl StampCounter {
         Stamp(self.0.load(Ordering::Acquire))
     }
 }
+
+#[cfg(all(test, loom))]
+#[path = "stamp_loom.rs"]
+mod loom_tests;

@@ -36,6 +36,11 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     }
 
     #[inline]
+    pub(crate) fn tree(&self) -> &'s Tree<H, F> {
+        self.tree
+    }
+
+    #[inline]
     pub(crate) fn level(&self) -> Level {
         self.level
     }

@@ -157,7 +157,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 if stamp != seen || cursor.level() != Level::L4K {
                     break;
                 }
-                if cursor.entry().compare_exchange::<F>(value, leaf.entry::<F>()).is_err() {
+                if cursor.entry().compare_exchange::<F>(value, leaf.entry::<F>(tree.access_tracking())).is_err() {
                     break;
                 }
                 nr_installed += 1;
@@ -253,7 +253,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             } else {
                 None
             };
-            leaf.entry::<F>()
+            leaf.entry::<F>(tree.access_tracking())
         });
         let locked = tree.enter(self.record, Side::Read);
         let mut cursor = Cursor::new(tree, &locked.section, start);

@@ -112,6 +112,26 @@ impl ShuttleHost {
         self.tables.lock().unwrap().live.len()
     }
 
+    /// Here others may run.
+    pub fn step(&self) {
+        self.step.load(Ordering::SeqCst);
+    }
+
+    /// Returns when every access that is under way now is over.
+    pub fn wait_for_accesses(&self) {
+        wait_while_odd(&self.accesses);
+    }
+
+    /// Runs `access` of guest number `guest`: until it is over, [`ShuttleHost::wait_for_accesses`] waits.
+    pub fn during_access<R>(&self, guest: usize, access: impl FnOnce() -> R) -> R {
+        during(&self.accesses[guest], access)
+    }
+
+    /// Runs `fault` of guest number `guest`: until it is over, [`ShuttleHost::wait_for_faults`] waits.
+    pub fn during_fault<R>(&self, guest: usize, fault: impl FnOnce() -> R) -> R {
+        during(&self.faults[guest], fault)
+    }
+
     /// Returns when every fault that is under way now has returned.
     pub fn wait_for_faults(&self) {
         wait_while_odd(&self.faults);
@@ -131,6 +151,14 @@ impl ShuttleHost {
         }
         woken != 0
     }
+}
+
+/// Makes `word` odd while `action` runs.
+fn during<R>(word: &AtomicU64, action: impl FnOnce() -> R) -> R {
+    word.fetch_add(1, Ordering::SeqCst);
+    let result = action();
+    word.fetch_add(1, Ordering::SeqCst);
+    result
 }
 
 /// Returns when each of `words` that is odd now has changed.
@@ -207,14 +235,14 @@ unsafe impl Host for ShuttleHost {
     fn resolve(&self, backing: &Backing, _gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
         assert!(!backing.dropped.load(Ordering::SeqCst), "resolve in a backing that was dropped");
         let dropped = Arc::clone(&backing.dropped);
-        self.step.load(Ordering::SeqCst);
+        self.step();
         assert!(!dropped.load(Ordering::SeqCst), "a backing was dropped under a resolve");
         let writable = access == Access::Write || backing.read_gives_writable;
         Ok(Resolved { pfn: Pfn(backing.first_pfn + page), max_size: backing.max_size, writable })
     }
 
     fn flush(&self, _ranges: &[GfnRange]) {
-        wait_while_odd(&self.accesses);
+        self.wait_for_accesses();
     }
 
     fn yield_now(&self) {
@@ -267,23 +295,20 @@ impl<F: Format> Guest<F> {
     /// One access that a flush waits for, with a moment between its walk and its effect. `Ok` with the effect's result;
     /// else the fault was served: `Err` with the exit, if there was one.
     pub fn access<R>(&mut self, gfn: u64, access: Access, effect: impl FnOnce(u64) -> R) -> Result<R, Option<Exit>> {
-        let word = &self.vm.host().accesses[self.index];
-        word.fetch_add(1, Ordering::SeqCst);
-        let found = walk(&self.vm, gfn);
-        self.vm.host().step.load(Ordering::SeqCst);
-        let result = match found {
-            Some((pfn, writable)) if access != Access::Write || writable => Some(effect(pfn)),
-            _ => None,
-        };
-        word.fetch_add(1, Ordering::SeqCst);
+        let host = self.vm.host();
+        let result = host.during_access(self.index, || {
+            let found = walk(&self.vm, gfn);
+            host.step();
+            match found {
+                Some((pfn, writable)) if access != Access::Write || writable => Some(effect(pfn)),
+                _ => None,
+            }
+        });
         match result {
             Some(result) => Ok(result),
             None => {
-                let word = &self.vm.host().faults[self.index];
-                word.fetch_add(1, Ordering::SeqCst);
-                let outcome = self.vcpu.handle_fault(Gpa(gfn * PAGE_SIZE), access);
-                word.fetch_add(1, Ordering::SeqCst);
-                match outcome {
+                let vcpu = &mut self.vcpu;
+                match host.during_fault(self.index, || vcpu.handle_fault(Gpa(gfn * PAGE_SIZE), access)) {
                     Ok(Outcome::Resume) => Err(None),
                     Ok(Outcome::Exit(exit)) => Err(Some(exit)),
                     Err(error) => panic!("fault at frame {gfn:#x} failed: {error}"),

@@ -1,0 +1,234 @@
+//! Stamps and published ranges under loom: a fault beside whoever takes its page away, with the memory orders as they are
+//! written. Schedules of a few threads with at most [`PREEMPTIONS`] preemptions. One entry stands for the tree; under loom a
+//! chunk of published ranges has one place, so a second range goes to a second chunk.
+//!
+//! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
+
+extern crate std;
+
+use loom::sync::Arc;
+use loom::thread;
+
+use super::StampCounter;
+use crate::addr::{Gfn, GfnRange, Level, Pfn};
+use crate::format::{Entry, Format, Npt};
+use crate::sync::{AtomicU64, Ordering};
+use crate::table::entry::{self, EntryRef, Stamp, State};
+use crate::table::published::PublishedRanges;
+
+const PREEMPTIONS: usize = 3;
+/// For three threads: with one more, a model takes minutes.
+const PREEMPTIONS_OF_THREE: usize = 2;
+
+const PAGE: Gfn = Gfn(5);
+
+/// A page: its entry, and the frame that the host has for it. No order but that of the protocol: the host's word is read and
+/// written relaxed.
+struct World {
+    stamps: StampCounter,
+    published: PublishedRanges,
+    entry: AtomicU64,
+    /// The frame, and in bit 0 of it whether the guest may write: the host's word.
+    host: AtomicU64,
+}
+
+/// What the host says of frame `frame`.
+const fn word(frame: u64, may_write: bool) -> u64 {
+    frame << 1 | may_write as u64
+}
+
+impl World {
+    fn new(host: u64) -> World {
+        World {
+            stamps: StampCounter::new(),
+            published: PublishedRanges::default(),
+            entry: AtomicU64::new(entry::empty(Stamp::FIRST).0),
+            host: AtomicU64::new(host),
+        }
+    }
+
+    fn entry(&self) -> EntryRef<'_> {
+        EntryRef::new(&self.entry, Level::L4K)
+    }
+
+    fn leaf(host: u64) -> Entry {
+        let rights = if host & 1 != 0 { Npt::WRITABLE | Npt::HOST_WRITABLE } else { 0 };
+        Entry(Npt::leaf(Pfn(host >> 1), Level::L4K).0 | rights)
+    }
+
+    /// A fault: look, resolve, install. Gives up where the engine starts over.
+    fn fault(&self) {
+        let value = self.entry().load();
+        let State::Empty(seen) = entry::state::<Npt>(value, Level::L4K) else { return };
+        if self.published.free_level(PAGE, Level::L4K).is_none() {
+            return;
+        }
+        let resolved = self.host.load(Ordering::Relaxed);
+        let value = self.entry().load();
+        let State::Empty(stamp) = entry::state::<Npt>(value, Level::L4K) else { return };
+        if stamp == seen {
+            let _: Result<(), Entry> = self.entry().compare_exchange::<Npt>(value, World::leaf(resolved));
+        }
+    }
+
+    /// As `install_instead` of `vcpu.rs`, for a host that allows to write the frame when it is asked.
+    fn upgrade(&self) {
+        let found = self.entry().load();
+        if entry::state::<Npt>(found, Level::L4K) != State::Leaf || entry::is_host_writable::<Npt>(found) {
+            return;
+        }
+        let seen = self.stamps.current();
+        if self.published.free_level(PAGE, Level::L4K).is_none() {
+            return;
+        }
+        let resolved = self.host.fetch_or(1, Ordering::Relaxed) | 1;
+        let empty = entry::empty(self.stamps.next());
+        if self.entry().compare_exchange::<Npt>(found, empty).is_err() {
+            return;
+        }
+        if self.stamps.current().follows(seen) {
+            let _: Result<(), Entry> = self.entry().compare_exchange::<Npt>(empty, World::leaf(resolved));
+        }
+    }
+
+    /// Takes the page away, and has `change` of the host's word done.
+    fn invalidate(&self, range: GfnRange, change: impl FnOnce(&AtomicU64)) {
+        let published = self.published.publish(range).expect("memory for a chunk");
+        let stamp = self.stamps.next();
+        loop {
+            let value = self.entry().load();
+            match entry::state::<Npt>(value, Level::L4K) {
+                State::Empty(found) if found >= stamp => break,
+                _ if self.entry().compare_exchange::<Npt>(value, entry::empty(stamp)).is_ok() => break,
+                _ => {}
+            }
+        }
+        change(&self.host);
+        drop(published);
+    }
+
+    /// The leaf, if there is one, is what the host says at the end.
+    fn assert_true(&self) {
+        let value = self.entry().load();
+        if entry::state::<Npt>(value, Level::L4K) == State::Leaf {
+            let host = self.host.load(Ordering::Relaxed);
+            assert_eq!(entry::frame::<Npt>(value, Level::L4K), Pfn(host >> 1), "a frame that was taken away");
+            assert!(!entry::is_writable::<Npt>(value) || host & 1 != 0, "writable, and the host forbids it");
+        }
+    }
+}
+
+/// Runs `threads` beside each other, in a world that `prepare` has made.
+fn model<const N: usize>(prepare: fn() -> World, threads: [fn(&World); N]) {
+    let mut builder = loom::model::Builder::new();
+    let bound = builder.preemption_bound.get_or_insert(PREEMPTIONS);
+    if N > 2 {
+        *bound = (*bound).min(PREEMPTIONS_OF_THREE);
+    }
+    builder.check(move || {
+        let world = Arc::new(prepare());
+        let [first, others @ ..] = &threads[..] else { unreachable!("a model has a thread") };
+        let others = others.iter().map(|&run| {
+            let world = Arc::clone(&world);
+            thread::spawn(move || run(&world))
+        });
+        let others = others.collect::<std::vec::Vec<_>>();
+        first(&world);
+        others.into_iter().for_each(|thread| thread.join().expect("no check fails"));
+        world.assert_true();
+    });
+}
+
+fn one_page() -> GfnRange {
+    GfnRange::new(PAGE, 1)
+}
+
+fn new_frame(host: &AtomicU64) {
+    host.fetch_add(word(1, false), Ordering::Relaxed);
+}
+
+fn writable() -> World {
+    World::new(word(10, true))
+}
+
+#[test]
+fn a_fault_and_an_invalidation() {
+    model(writable, [|world| world.invalidate(one_page(), new_frame), World::fault]);
+}
+
+#[test]
+fn a_fault_and_two_invalidations_beside_each_other() {
+    model(
+        writable,
+        [
+            |world| world.invalidate(one_page(), new_frame),
+            |world| world.invalidate(GfnRange::new(Gfn(0), 512), new_frame),
+            World::fault,
+        ],
+    );
+}
+
+/// The second one has the place of the first: a fault may read the start of one and the end of the other.
+#[test]
+fn a_fault_and_a_place_that_is_used_again() {
+    model(
+        writable,
+        [
+            |world| {
+                world.invalidate(GfnRange::new(Gfn(6), 3), |_| ());
+                world.invalidate(GfnRange::new(Gfn(2), 4), new_frame);
+            },
+            World::fault,
+        ],
+    );
+    model(
+        writable,
+        [
+            |world| {
+                world.invalidate(GfnRange::new(Gfn(2), 4), new_frame);
+                world.invalidate(GfnRange::new(Gfn(6), 3), |_| ());
+            },
+            World::fault,
+        ],
+    );
+}
+
+#[test]
+fn two_faults_and_an_invalidation() {
+    model(
+        writable,
+        [
+            |world| world.invalidate(one_page(), new_frame),
+            |world| {
+                world.fault();
+                world.fault();
+            },
+        ],
+    );
+}
+
+fn read_only() -> World {
+    let world = World::new(word(10, false));
+    world.fault();
+    world
+}
+
+fn forbid(host: &AtomicU64) {
+    host.fetch_and(!1, Ordering::Relaxed);
+}
+
+#[test]
+fn a_leaf_that_is_replaced_and_one_that_has_come_back() {
+    model(
+        read_only,
+        [World::upgrade, |world| {
+            world.invalidate(one_page(), forbid);
+            world.fault();
+        }],
+    );
+}
+
+#[test]
+fn two_that_replace_a_leaf_and_an_invalidation() {
+    model(read_only, [World::upgrade, World::upgrade, |world| world.invalidate(one_page(), forbid)]);
+}

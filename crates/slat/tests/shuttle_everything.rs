@@ -1,0 +1,317 @@
+//! The whole engine with every operation at once, under shuttle: vCPUs with software TLBs, a thread that changes a slot,
+//! and threads that invalidate, age, harvest and reclaim. The TLBs are the oracle for missing flushes, and the host's view
+//! of its frames is the one for everything that is mapped too long: see `support/tlb_world.rs`.
+//!
+//! `RUSTFLAGS="--cfg shuttle" cargo test -p slat --release --test 'shuttle_*'`
+#![cfg(shuttle)]
+#![allow(missing_docs)]
+
+#[path = "support/tlb_world.rs"]
+mod tlb_world;
+#[path = "support/stepped_world.rs"]
+#[allow(dead_code, reason = "the guests here are others")]
+mod world;
+
+use std::sync::Arc;
+
+use shuttle::scheduler::{PctScheduler, RandomScheduler};
+use shuttle::{Runner, thread};
+use slat::{Access, AccessTracking, Gfn, GfnRange, Locking, MemoryRegionFlags};
+use tlb_world::{
+    AreaBacking, BLOCK, Choices, Guest, MOVING, Memory, PAGES, PLACES, STAYING, TestVm, new_vm, random, slot,
+    take_away, zapping,
+};
+
+const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
+const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
+
+/// Schedules of each kind for each test; `SHUTTLE_SCHEDULES` in the environment sets another number.
+const SCHEDULES: usize = 10_000;
+/// Switches at which a priority schedule may strike.
+const PCT_DEPTH: usize = 4;
+
+fn check(scenario: fn()) {
+    let schedules = std::env::var("SHUTTLE_SCHEDULES").map_or(SCHEDULES, |number| number.parse().unwrap());
+    let mut config = shuttle::Config::new();
+    // The statistics of a record are built on the stack.
+    config.stack_size = 1 << 18;
+    config.max_steps = shuttle::MaxSteps::FailAfter(2_000_000);
+    Runner::new(RandomScheduler::new(schedules), config.clone()).run(scenario);
+    Runner::new(PctScheduler::new(PCT_DEPTH, schedules), config).run(scenario);
+}
+
+fn pick<T: Copy>(from: &[T]) -> T {
+    from[random(from.len() as u64) as usize]
+}
+
+/// A range of `area` at `place`: a page, some pages, or all.
+fn random_range(place: u64) -> GfnRange {
+    let first = random(PAGES as u64);
+    match random(4) {
+        0 => GfnRange::new(Gfn(place), BLOCK),
+        1 => GfnRange::new(Gfn(place + first), random(PAGES as u64 - first) + 1),
+        _ => GfnRange::new(Gfn(place + first), 1),
+    }
+}
+
+/// Changes pages of `area`, whose slot is at `place`, as hosts do.
+fn change_pages(vm: &TestVm, area: usize, place: u64) {
+    let range = random_range(place);
+    let action = random(4);
+    let pages = (0..PAGES).filter(|&page| range.contains(Gfn(place + page as u64)));
+    take_away(vm, &[range], |memory: &mut Memory| match action {
+        0 if range.nr_pages() == BLOCK => memory.renew(area),
+        0 | 1 => pages.for_each(|page| memory.move_page(area, page)),
+        2 => pages.for_each(|page| memory.protect(area, page)),
+        // It has thought better of it.
+        _ => {}
+    });
+}
+
+fn age(vm: &TestVm, area: usize) {
+    let range = random_range(pick(PLACES[area]));
+    let used = if random(4) == 0 { vm.test_age_range(range) } else { vm.age_range(range) };
+    assert!(used.unwrap() <= range.nr_pages());
+}
+
+/// Changes the slot of the moving area, and what it has.
+fn change_slot(vm: &Arc<TestVm>, nr_turns: u64) {
+    let (area, host) = (MOVING, vm.host());
+    let (mut place, mut flags) = (None, NO_FLAGS);
+    for _ in 0..nr_turns {
+        let Some(start) = place else {
+            let start = pick(PLACES[area]);
+            flags = pick(&[NO_FLAGS, NO_FLAGS, LOG]);
+            host.with_memory(|memory| memory.place(area, &[start]));
+            let backing = AreaBacking { area, vm: Arc::downgrade(vm) };
+            vm.set_user_memory_region(slot(area, flags, Some(start), Some(backing))).unwrap();
+            place = Some(start);
+            continue;
+        };
+        match random(8) {
+            0 => {
+                delete(vm, area);
+                place = None;
+            }
+            1 => {
+                let to = pick(PLACES[area]);
+                host.with_memory(|memory| memory.place(area, &[start, to]));
+                let change = || vm.set_user_memory_region(slot(area, flags, Some(to), None)).unwrap();
+                zapping(host, &[GfnRange::new(Gfn(start), BLOCK)], change);
+                host.with_memory(|memory| memory.place(area, &[to]));
+                place = Some(to);
+            }
+            2 => {
+                flags ^= LOG;
+                vm.set_user_memory_region(slot(area, flags, Some(start), None)).unwrap();
+            }
+            3 => age(vm, area),
+            4 if flags == LOG => {
+                vm.get_dirty_log(area as u32, &mut [0; BLOCK as usize / 64]).unwrap();
+            }
+            _ => change_pages(vm, area, start),
+        }
+    }
+    if place.is_some() {
+        delete(vm, area);
+    }
+}
+
+/// Deletes the slot of `area`, and frees all that it had.
+fn delete(vm: &TestVm, area: usize) {
+    let ranges: Vec<_> = PLACES[area].iter().map(|&place| GfnRange::new(Gfn(place), BLOCK)).collect();
+    zapping(vm.host(), &ranges, || vm.set_user_memory_region(slot(area, NO_FLAGS, None, None)).unwrap());
+    vm.host().with_memory(|memory| {
+        memory.place(area, &[]);
+        memory.renew(area);
+    });
+}
+
+/// What a host has copied of the staying area.
+struct Copied {
+    nr_writes: [u64; PAGES],
+}
+
+impl Copied {
+    fn harvest(&mut self, vm: &TestVm) -> u64 {
+        let mut bitmap = [0; BLOCK as usize / 64];
+        let nr_pages = vm.get_dirty_log(STAYING as u32, &mut bitmap).unwrap();
+        let now = vm.host().with_memory(|memory| memory.nr_writes(STAYING));
+        for page in (0..PAGES).filter(|page| bitmap[0] >> page & 1 == 1) {
+            self.nr_writes[page] = now[page];
+        }
+        nr_pages
+    }
+
+    /// What was written before one harvest is in that or in the next, if the fault that opened the page has returned by
+    /// then.
+    fn harvest_twice(&mut self, vm: &TestVm) {
+        self.harvest(vm);
+        let before = vm.host().with_memory(|memory| memory.nr_writes(STAYING));
+        vm.host().wait_for_faults();
+        self.harvest(vm);
+        self.assert_has(before);
+    }
+
+    fn assert_has(&self, nr_writes: [u64; PAGES]) {
+        for (page, (copied, written)) in self.nr_writes.iter().zip(nr_writes).enumerate() {
+            assert!(*copied >= written, "page {page}: {written} writes long ago, {copied} copied");
+        }
+    }
+}
+
+/// Changes what the staying area has, and follows its log.
+fn change_staying(vm: &Arc<TestVm>, nr_turns: u64) {
+    let (area, place) = (STAYING, PLACES[STAYING][0]);
+    let mut copy = None;
+    for _ in 0..nr_turns {
+        match random(8) {
+            0 => {
+                // Turned on, everything is copied.
+                let flags = if copy.is_some() { NO_FLAGS } else { LOG };
+                vm.set_user_memory_region(slot(area, flags, Some(place), None)).unwrap();
+                copy = match copy {
+                    None => Some(Copied { nr_writes: vm.host().with_memory(|memory| memory.nr_writes(area)) }),
+                    Some(_) => None,
+                };
+            }
+            1 | 2 => {
+                if let Some(copy) = &mut copy {
+                    copy.harvest_twice(vm);
+                }
+            }
+            3 => age(vm, area),
+            4 => take_away(vm, &[random_range(pick(PLACES[MOVING]))], |_| {}),
+            5 => vm.reclaim(),
+            _ => change_pages(vm, area, place),
+        }
+    }
+    if let Some(copy) = &mut copy {
+        vm.host().wait_for_faults();
+        copy.harvest_twice(vm);
+    }
+}
+
+fn everything() {
+    let choices = Choices {
+        // Mostly without: that is what is to be tried.
+        locking: pick(&[Locking::None, Locking::None, Locking::None, Locking::Shared, Locking::Exclusive]),
+        tracking: pick(&[AccessTracking::AccessedBit, AccessTracking::Faults]),
+        fails_one_in: pick(&[None, None, Some(4)]),
+    };
+    run(&choices, [5, 5], 10);
+}
+
+/// Three guests, and an operator for each area.
+fn run(choices: &Choices, nr_turns: [u64; 2], nr_accesses: u64) {
+    const GUESTS: usize = 3;
+    let vm = new_staying_vm(choices, GUESTS);
+    let mut threads = Vec::new();
+    // What the guests and the operators are after: one area or both.
+    let areas: &'static [usize] = pick(&[&[MOVING] as &[usize], &[STAYING], &[MOVING, STAYING]]);
+    let nr_pages = pick(&[1, 2, PAGES as u64]);
+    for index in 0..GUESTS {
+        let mut guest = Guest::new(&vm, index);
+        threads.push(thread::spawn(move || {
+            for _ in 0..nr_accesses {
+                let gfn = pick(PLACES[pick(areas)]) + random(nr_pages);
+                guest.access(gfn, pick(&[Access::Write, Access::Read]));
+            }
+        }));
+    }
+    if areas.contains(&MOVING) {
+        let vm = Arc::clone(&vm);
+        threads.push(thread::spawn(move || change_slot(&vm, nr_turns[MOVING])));
+    }
+    if areas.contains(&STAYING) {
+        change_staying(&vm, nr_turns[STAYING]);
+    } else {
+        (0..nr_turns[STAYING]).for_each(|_| take_away(&vm, &[random_range(pick(PLACES[MOVING]))], |_| {}));
+    }
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    finish(&vm);
+}
+
+/// A VM with the staying area's slot in it.
+fn new_staying_vm(choices: &Choices, nr_guests: usize) -> Arc<TestVm> {
+    let (vm, place) = (new_vm(choices, nr_guests), PLACES[STAYING][0]);
+    let backing = AreaBacking { area: STAYING, vm: Arc::downgrade(&vm) };
+    vm.host().with_memory(|memory| memory.place(STAYING, &[place]));
+    vm.set_user_memory_region(slot(STAYING, NO_FLAGS, Some(place), Some(backing))).unwrap();
+    vm
+}
+
+/// No guest runs any more: no table is left but the root.
+fn finish(vm: &Arc<TestVm>) {
+    delete(vm, STAYING);
+    drop(vm.invalidate_range(GfnRange::new(Gfn(0), BLOCK * BLOCK)).unwrap());
+    vm.reclaim();
+    assert_eq!((vm.stats().live_tables(), vm.host().live_tables()), (1, 1));
+}
+
+#[test]
+fn guests_beside_everything_see_only_what_the_host_allows() {
+    check(everything);
+}
+
+/// A page that the host forbids to be written, again and again, and allows to be written as soon as it is asked, in the same
+/// frame: the leaf that a reader has brought back is the very same one that a writer is about to replace.
+fn allowed_and_forbidden() {
+    let choices = Choices {
+        locking: pick(&[Locking::None, Locking::None, Locking::None, Locking::Shared]),
+        tracking: AccessTracking::AccessedBit,
+        fails_one_in: None,
+    };
+    let (vm, place) = (new_staying_vm(&choices, 2), PLACES[STAYING][0]);
+    vm.host().copies_never();
+    vm.host().with_memory(|memory| {
+        (0..PAGES).for_each(|page| {
+            // So that the leaf is one of 4 KiB, which is not split.
+            memory.move_page(STAYING, page);
+            memory.protect(STAYING, page);
+        });
+    });
+    // Few steps, so that a schedule that strikes between the right two is likely.
+    let [mut reader, mut writer] = [0, 1].map(|index| Guest::new(&vm, index));
+    (0..2).for_each(|_| reader.access(place, Access::Read));
+    let writer = thread::spawn(move || (0..2).for_each(|_| writer.access(place, Access::Write)));
+    take_away(&vm, &[GfnRange::new(Gfn(place), 1)], |memory| memory.protect(STAYING, 0));
+    reader.access(place, Access::Read);
+    writer.join().unwrap();
+    drop(reader);
+    finish(&vm);
+}
+
+#[test]
+fn no_write_goes_through_a_leaf_that_was_forbidden_meanwhile() {
+    check(allowed_and_forbidden);
+}
+
+/// A table is unlinked while one of its pages is taken away by somebody else, and a fault that is late comes in between.
+fn unlinked_beside_an_invalidation() {
+    let choices = Choices { locking: Locking::None, tracking: AccessTracking::AccessedBit, fails_one_in: None };
+    let (vm, place) = (new_staying_vm(&choices, 3), PLACES[STAYING][0]);
+    let page = GfnRange::new(Gfn(place), 1);
+    vm.host().with_memory(|memory| (0..PAGES).for_each(|page| memory.move_page(STAYING, page)));
+    let mut guests = [0, 1].map(|index| Guest::new(&vm, index));
+    // So that there is a table.
+    (0..2).for_each(|_| guests[0].access(place + 1, Access::Write));
+    if random(2) == 0 {
+        (0..2).for_each(|_| guests[0].access(place, Access::Read));
+    }
+    let threads = guests
+        .map(|mut guest| thread::spawn(move || (0..3).for_each(|_| guest.access(place + random(2), Access::Write))));
+    let other = {
+        let vm = Arc::clone(&vm);
+        thread::spawn(move || take_away(&vm, &[GfnRange::new(Gfn(place), BLOCK)], |_| {}))
+    };
+    take_away(&vm, &[page], |memory| memory.move_page(STAYING, 0));
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    other.join().unwrap();
+    finish(&vm);
+}
+
+#[test]
+fn what_was_done_through_an_unlinked_table_is_reported() {
+    check(unlinked_beside_an_invalidation);
+}

@@ -1,0 +1,468 @@
+//! A host that moves, frees and protects the frames of its guests, and guests with a software TLB each: a translation
+//! that a walk found is used until a flush names it. What a guest may do is checked at each access, against what the host
+//! allows at that moment.
+//!
+//! There are two areas of memory, each the backing of a slot. Four pages of each are used (see `Tiny`). Frames are numbers,
+//! and a number is never used twice.
+#![allow(unsafe_code, reason = "implements the host's contract over another host")]
+
+use std::alloc::Layout;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, Weak};
+
+use shuttle::rand::{Rng, thread_rng};
+use slat::sync::{AtomicU32, AtomicU64};
+use slat::{
+    Access, AccessTracking, Config, Entry, Error, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking,
+    MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, Vcpu, Vm, ZappedLeaf,
+};
+
+use crate::world::{ShuttleHost, Tiny};
+
+pub type Shape = Tiny<3>;
+pub type TestVm = Vm<TlbHost, Shape>;
+
+/// Pages of a block, and of an area.
+pub const BLOCK: u64 = 512;
+/// Pages of an area that are used.
+pub const PAGES: usize = 4;
+/// The areas. The first one's slot comes, goes and moves between two places; the other's stays.
+pub const MOVING: usize = 0;
+pub const STAYING: usize = 1;
+/// Where the areas' slots may begin.
+pub const PLACES: [&[u64]; 2] = [&[0, BLOCK], &[2 * BLOCK]];
+
+pub fn random(below: u64) -> u64 {
+    thread_rng().gen_range(0..below)
+}
+
+/// A page of an area.
+#[derive(Debug, Default)]
+struct Page {
+    pfn: u64,
+    /// Whether the host allows the guest to write the frame.
+    may_write: bool,
+    /// Writes of the guest so far.
+    nr_writes: u64,
+    /// Written by the guest since the host last asked.
+    written: bool,
+    /// Reported as dirty since the host last asked.
+    reported: bool,
+}
+
+#[derive(Debug, Default)]
+struct Area {
+    pages: [Page; PAGES],
+    /// Where its slot may be now.
+    places: Vec<u64>,
+}
+
+impl Area {
+    /// Whether the pages' frames follow each other from the beginning of a block of them.
+    fn is_contiguous(&self) -> bool {
+        let first = self.pages[0].pfn;
+        first.is_multiple_of(BLOCK) && self.pages.iter().zip(first..).all(|(page, pfn)| page.pfn == pfn)
+    }
+}
+
+/// What the host knows. Never locked across a step.
+#[derive(Debug, Default)]
+pub struct Memory {
+    areas: [Area; 2],
+    next_pfn: u64,
+    /// A page that is written for the first time is never copied.
+    copies_never: bool,
+    /// How many invalidations have each guest frame.
+    taken: HashMap<u64, u32>,
+    /// When calls began that are taking pages away, and which.
+    zaps: BTreeMap<u64, Vec<GfnRange>>,
+    /// When frames were freed.
+    freed: HashMap<u64, u64>,
+    /// Counts beginnings of zaps and freeings of frames.
+    now: u64,
+}
+
+impl Memory {
+    fn tick(&mut self) -> u64 {
+        self.now += 1;
+        self.now
+    }
+
+    /// Whether a call that began before `time` is still taking any of `frames` away.
+    fn is_zapped(&self, frames: &[u64], time: u64) -> bool {
+        let overlaps = |range: &GfnRange| frames.iter().any(|gfn| range.contains(Gfn(*gfn)));
+        self.zaps.range(..time).any(|(_, ranges)| ranges.iter().any(overlaps))
+    }
+
+    /// The host looks whether a page was written, while no CPU can use it, and gives it `pfn` if that is another frame.
+    /// Whoever has taken the page away, all that was done through its leaf has been told.
+    fn ask(&mut self, area: usize, index: usize, pfn: u64, may_write: bool) {
+        let time = self.tick();
+        let page = &mut self.areas[area].pages[index];
+        assert!(!page.written || page.reported, "frame {:#x} was written, and no zapped leaf said so", page.pfn);
+        if page.pfn != pfn {
+            self.freed.insert(page.pfn, time);
+        }
+        *page = Page { pfn, may_write, nr_writes: page.nr_writes, written: false, reported: false };
+    }
+
+    fn fresh_frame(&mut self) -> u64 {
+        // Never the first of a block, nor behind its predecessor.
+        self.next_pfn += BLOCK;
+        self.next_pfn + 77
+    }
+
+    /// Gives an area frames that follow each other.
+    pub fn renew(&mut self, area: usize) {
+        self.next_pfn += BLOCK;
+        let first = self.next_pfn;
+        (0..PAGES).for_each(|page| self.ask(area, page, first + page as u64, true));
+    }
+
+    /// Says where an area's slot may be.
+    pub fn place(&mut self, area: usize, places: &[u64]) {
+        self.areas[area].places = places.to_vec();
+    }
+
+    /// Gives a page another frame, and frees the one it had.
+    pub fn move_page(&mut self, area: usize, page: usize) {
+        let pfn = self.fresh_frame();
+        self.ask(area, page, pfn, true);
+    }
+
+    /// Forbids writing a page.
+    pub fn protect(&mut self, area: usize, page: usize) {
+        self.ask(area, page, self.areas[area].pages[page].pfn, false);
+    }
+
+    pub fn nr_writes(&self, area: usize) -> [u64; PAGES] {
+        std::array::from_fn(|page| self.areas[area].pages[page].nr_writes)
+    }
+
+    /// A CPU uses `pfn` for `gfn`.
+    fn use_frame(&mut self, gfn: u64, pfn: u64, access: Access) {
+        assert_eq!(self.taken.get(&gfn).copied().unwrap_or(0), 0, "{gfn:#x} is used while it is taken away");
+        let index = (gfn % BLOCK) as usize;
+        let area = self.areas.iter_mut().find(|area| area.pages[index].pfn == pfn);
+        let area = area.unwrap_or_else(|| panic!("{gfn:#x} goes to frame {pfn:#x}, which was freed"));
+        assert!(area.places.contains(&(gfn - index as u64)), "{gfn:#x} goes to {pfn:#x}: {:x?}", area.places);
+        let page = &mut area.pages[index];
+        if access == Access::Write {
+            assert!(page.may_write, "{gfn:#x} is written in frame {pfn:#x}, which the host forbids");
+            page.nr_writes += 1;
+            page.written = true;
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Translation {
+    pfn: u64,
+    writable: bool,
+    /// The leaf has D, as this CPU knows.
+    dirty: bool,
+}
+
+/// The translations of one CPU. Never locked across a step.
+#[derive(Debug, Default)]
+struct Tlb {
+    entries: HashMap<u64, Translation>,
+    /// The frame for which a walk is under way, if no flush has named it since.
+    filling: Option<u64>,
+}
+
+pub struct AreaBacking {
+    pub area: usize,
+    pub vm: Weak<TestVm>,
+}
+
+pub struct TlbHost {
+    base: ShuttleHost,
+    memory: Mutex<Memory>,
+    tlbs: Vec<Mutex<Tlb>>,
+    /// One allocation out of so many fails.
+    fails_one_in: Option<u64>,
+    /// Whether CPUs set A and D.
+    sets_bits: bool,
+}
+
+impl TlbHost {
+    pub fn with_memory<R>(&self, action: impl FnOnce(&mut Memory) -> R) -> R {
+        action(&mut self.memory.lock().unwrap())
+    }
+
+    /// From now on, a page that is written although that was forbidden is never copied.
+    pub fn copies_never(&self) {
+        self.with_memory(|memory| memory.copies_never = true);
+    }
+
+    pub fn wait_for_faults(&self) {
+        self.base.wait_for_faults();
+    }
+
+    pub fn live_tables(&self) -> usize {
+        self.base.live_tables()
+    }
+}
+
+/// Runs `zap`, which takes `ranges` away.
+pub fn zapping<R>(host: &TlbHost, ranges: &[GfnRange], zap: impl FnOnce() -> R) -> R {
+    let began = host.with_memory(|memory| {
+        let now = memory.tick();
+        memory.zaps.insert(now, ranges.to_vec());
+        now
+    });
+    let result = zap();
+    host.with_memory(|memory| memory.zaps.remove(&began));
+    result
+}
+
+/// Takes `ranges` away, changes memory, and gives them back.
+pub fn take_away(vm: &TestVm, ranges: &[GfnRange], change: impl FnOnce(&mut Memory)) {
+    let host = vm.host();
+    let invalidate = || ranges.iter().map(|&range| vm.invalidate_range(range).unwrap()).collect::<Vec<_>>();
+    let guards = zapping(host, ranges, invalidate);
+    let is_taken = |gfn: &u64| ranges.iter().any(|range| range.contains(Gfn(*gfn)));
+    let frames: Vec<u64> = (0..3 * BLOCK).filter(|gfn| gfn % BLOCK < PAGES as u64).filter(is_taken).collect();
+    host.with_memory(|memory| frames.iter().for_each(|&gfn| *memory.taken.entry(gfn).or_default() += 1));
+    host.base.step();
+    host.with_memory(change);
+    host.base.step();
+    host.with_memory(|memory| frames.iter().for_each(|gfn| *memory.taken.get_mut(gfn).unwrap() -= 1));
+    drop(guards);
+}
+
+impl Park for TlbHost {
+    fn park(&self, word: &AtomicU32, expected: u32) {
+        self.base.park(word, expected);
+    }
+
+    fn unpark_one(&self, word: *const AtomicU32) -> bool {
+        self.base.unpark_one(word)
+    }
+
+    fn unpark_all(&self, word: *const AtomicU32) {
+        self.base.unpark_all(word);
+    }
+}
+
+// SAFETY: tables are the other host's; a flush drops translations, and waits for accesses under way; frames are numbers.
+unsafe impl Host for TlbHost {
+    type Backing = AreaBacking;
+
+    fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
+        // Not the root.
+        let fails = self.fails_one_in.is_some_and(|period| self.live_tables() != 0 && random(period) == 0);
+        if fails { None } else { self.base.allocate_table(layout) }
+    }
+
+    unsafe fn free_table(&self, table: Hpa, layout: Layout) {
+        // SAFETY: as the caller promises.
+        unsafe { self.base.free_table(table, layout) }
+    }
+
+    fn table_ptr(&self, table: Hpa) -> *mut u8 {
+        self.base.table_ptr(table)
+    }
+
+    fn resolve(&self, backing: &AreaBacking, _gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+        let (area, index) = (backing.area, page as usize);
+        self.base.step();
+        // The frame, if it is shared, so that it may not be written.
+        let shared = |memory: &Memory| {
+            let page = &memory.areas[area].pages[index];
+            (!page.may_write && !memory.copies_never).then_some(page.pfn)
+        };
+        if access == Access::Write
+            && let Some(pfn) = self.with_memory(|memory| shared(memory))
+            && random(2) == 0
+            && let Some(vm) = backing.vm.upgrade()
+        {
+            // A copy is made of it. Wherever the slot is by now.
+            let places: Vec<_> = PLACES[area].iter().map(|place| GfnRange::new(Gfn(place + page), 1)).collect();
+            take_away(&vm, &places, |memory| {
+                if shared(memory) == Some(pfn) {
+                    memory.move_page(area, index);
+                }
+            });
+        }
+        self.base.step();
+        let read_gives_writable = random(2) == 0;
+        let answer = self.with_memory(|memory| {
+            let area = &mut memory.areas[area];
+            // Else nobody shares it any more: more is allowed than before, and nothing has to be taken away.
+            area.pages[index].may_write |= access == Access::Write;
+            let writable = area.pages[index].may_write && (access == Access::Write || read_gives_writable);
+            let is_block = area.is_contiguous() && (!writable || area.pages.iter().all(|page| page.may_write));
+            let max_size = if is_block { PageSize::Size2M } else { PageSize::Size4K };
+            Resolved { pfn: Pfn(area.pages[index].pfn), max_size, writable }
+        });
+        self.base.step();
+        Ok(answer)
+    }
+
+    fn leaf_zapped(&self, leaf: ZappedLeaf) {
+        let nr_pages = leaf.range.nr_pages().min(PAGES as u64);
+        self.with_memory(|memory| {
+            for (pfn, gfn) in (leaf.pfn.0..leaf.pfn.0 + nr_pages).zip(leaf.range.start.0..) {
+                if let Some(page) =
+                    memory.areas.iter_mut().flat_map(|area| &mut area.pages).find(|page| page.pfn == pfn)
+                {
+                    page.reported |= leaf.dirty;
+                } else {
+                    // Who says it once more began before the frame was freed by somebody else.
+                    let freed = memory.freed[&pfn];
+                    assert!(memory.is_zapped(&[gfn], freed), "a report of a leaf to a freed frame: {leaf:x?}");
+                }
+            }
+        });
+    }
+
+    fn flush(&self, ranges: &[GfnRange]) {
+        self.base.step();
+        let named = |gfn| ranges.iter().any(|range| range.contains(Gfn(gfn)));
+        for tlb in &self.tlbs {
+            let mut tlb = tlb.lock().unwrap();
+            tlb.entries.retain(|&gfn, _| !named(gfn));
+            tlb.filling.take_if(|gfn| named(*gfn));
+        }
+        self.base.wait_for_accesses();
+    }
+
+    fn yield_now(&self) {
+        shuttle::thread::yield_now();
+    }
+
+    fn timestamp_ns(&self) -> u64 {
+        0
+    }
+}
+
+/// What a VM of this world may be.
+pub struct Choices {
+    pub locking: Locking,
+    pub tracking: AccessTracking,
+    pub fails_one_in: Option<u64>,
+}
+
+pub fn new_vm(choices: &Choices, nr_guests: usize) -> Arc<TestVm> {
+    let host = TlbHost {
+        base: ShuttleHost::new(nr_guests),
+        memory: Mutex::default(),
+        tlbs: (0..nr_guests).map(|_| Mutex::default()).collect(),
+        fails_one_in: choices.fails_one_in,
+        sets_bits: choices.tracking == AccessTracking::AccessedBit,
+    };
+    host.with_memory(|memory| [MOVING, STAYING].map(|area| memory.renew(area)));
+    let config = Config::with_locking(choices.locking).with_access_tracking(choices.tracking);
+    Arc::new(Vm::new(host, config).unwrap())
+}
+
+/// The region of an area's slot, whose number is the area's. With `start`: from that frame on; without: a deletion.
+pub fn slot(
+    area: usize,
+    flags: MemoryRegionFlags,
+    start: Option<u64>,
+    new: Option<AreaBacking>,
+) -> MemoryRegion<AreaBacking> {
+    let memory_size = start.map_or(0, |_| BLOCK * PAGE_SIZE);
+    let guest_phys_addr = Gpa(start.unwrap_or(0) * PAGE_SIZE);
+    MemoryRegion { slot: area as u32, flags, guest_phys_addr, memory_size, backing: new }
+}
+
+pub struct Guest {
+    pub vm: Arc<TestVm>,
+    vcpu: Vcpu<TlbHost, Shape>,
+    index: usize,
+}
+
+impl Guest {
+    pub fn new(vm: &Arc<TestVm>, index: usize) -> Guest {
+        Guest { vm: Arc::clone(vm), vcpu: vm.create_vcpu().unwrap(), index }
+    }
+
+    /// One try of an access: its effect, or a fault.
+    pub fn access(&mut self, gfn: u64, access: Access) {
+        let host = self.vm.host();
+        let is_done = host.base.during_access(self.index, || {
+            let Some(translation) = self.translate(gfn, access) else { return false };
+            host.base.step();
+            host.with_memory(|memory| memory.use_frame(gfn, translation.pfn, access));
+            true
+        });
+        if is_done {
+            return;
+        }
+        let vcpu = &mut self.vcpu;
+        match host.base.during_fault(self.index, || vcpu.handle_fault(Gpa(gfn * PAGE_SIZE), access)) {
+            Ok(Outcome::Resume | Outcome::Exit(_)) => {}
+            Err(Error::OutOfMemory) if host.fails_one_in.is_some() => {}
+            Err(error) => panic!("fault at frame {gfn:#x} failed: {error}"),
+        }
+    }
+
+    /// The translation for an access, from the TLB or, if that has none that will do, from a walk.
+    fn translate(&self, gfn: u64, access: Access) -> Option<Translation> {
+        let (host, tlb) = (self.vm.host(), &self.vm.host().tlbs[self.index]);
+        let cached = tlb.lock().unwrap().entries.get(&gfn).copied();
+        if let Some(cached) = cached
+            && (access != Access::Write || (cached.writable && cached.dirty))
+        {
+            return Some(cached);
+        }
+        {
+            let mut tlb = tlb.lock().unwrap();
+            tlb.entries.remove(&gfn);
+            tlb.filling = Some(gfn);
+        }
+        host.base.step();
+        let found = self.walk(gfn, access);
+        host.base.step();
+        let mut tlb = tlb.lock().unwrap();
+        if let Some(found) = found
+            && tlb.filling.take() == Some(gfn)
+        {
+            tlb.entries.insert(gfn, found);
+        }
+        found
+    }
+
+    /// What hardware finds for an access. Sets A and D, if these CPUs do.
+    fn walk(&self, gfn: u64, access: Access) -> Option<Translation> {
+        let host = self.vm.host();
+        let (mut table, mut level) = (self.vm.root(), Shape::ROOT_LEVEL);
+        loop {
+            let nr_entries = if level == Shape::ROOT_LEVEL { Shape::ROOT_ENTRIES } else { Shape::TABLE_ENTRIES };
+            let index = (gfn / level.nr_pages()) as usize % nr_entries;
+            // SAFETY: inside a table, whose memory stays until the host goes.
+            let cell = unsafe { &*host.table_ptr(table).cast::<AtomicU64>().add(index) };
+            let entry = Entry(cell.load(Ordering::SeqCst));
+            if !Shape::is_present(entry) {
+                return None;
+            }
+            if !Shape::is_leaf(entry, level) {
+                table = Shape::address(entry, level);
+                level = Level(level.0 - 1);
+                continue;
+            }
+            let writable = entry.0 & Shape::WRITABLE == Shape::WRITABLE;
+            let writes = access == Access::Write;
+            if writes && !writable {
+                return None;
+            }
+            let used = entry.0 | Shape::ACCESSED | if writes { Shape::DIRTY } else { 0 };
+            if host.sets_bits
+                && used != entry.0
+                && cell.compare_exchange(entry.0, used, Ordering::SeqCst, Ordering::SeqCst).is_err()
+            {
+                // It begins anew, at the root.
+                (table, level) = (self.vm.root(), Shape::ROOT_LEVEL);
+                continue;
+            }
+            let pfn = Shape::address(entry, level).pfn().0 + gfn % level.nr_pages();
+            let dirty = !host.sets_bits || used & Shape::DIRTY != 0;
+            return Some(Translation { pfn, writable, dirty });
+        }
+    }
+}
