@@ -1,45 +1,58 @@
-"""Explicit-state check of slots that are deleted or replaced, and of tables that are unlinked, beside faults.
+"""Explicit-state check of slots that are deleted, moved or replaced, and of tables that are unlinked, beside faults.
 
-One guest page under a two-level tree. P is the parent entry: ('E', stamp) or ('T', i); T[i] is the entry in table i:
-('E', stamp), ('L', frame) or 'F' frozen. A frame is (backing, version): an invalidation moves the backing's page to the
-next version. The set has one slot ('a'; 'a2' is another of the same backing, 'b' of another backing) or None.
-Invalidator: publish the range -> stamp -> stamp or zap the entry -> flush -> the host moves the page -> withdraw.
-Change:      mark the slot as withdrawn -> stamp -> stamp or zap -> flush -> publish the set without it -> create.
-Unlinking:   (of both, where a whole table is covered) take a stamp for the unlinking alone -> exchange the table for an
-             empty entry of that stamp -> freeze. A zap of several levels works so: entries first, tables above last.
-Fault:       read the lowest entry -> published ranges, place by place -> slot -> is it the valid one -> resolve ->
-             walk again, exchange if the entry is empty with the very stamp seen.
-Kinds: 'delete', 'replace' (by a slot of another backing), 'recreate' (of the same) and 'fail' (the set could not be
-published, the slot stays) are changes; 'small' replaces a slot that is smaller than the table, and unlinks nothing;
-'inval' invalidates a part of the table, 'unlink' all of it.
+Two places, 0 and 1, each one guest page under a two-level tree. P[x] is the parent entry: ('E', stamp) or ('T', i); T[i]
+is the entry in the lowest table i: ('E', stamp) or ('L', frame). A frame is (slot, version of the backing's page).
+slots[x] is the slot at place x, or None; at first 'a' is at place 0 ('a2': another slot of the same backing).
+Invalidator: publish the range -> stamp -> first pass: stamp or zap each lowest entry -> second pass: unlink what table it
+             finds, for an empty entry with a stamp of its own -> flush -> the host moves the page -> withdraw.
+Change:      claim the slot -> the same, of its old place -> publish the set (without it, or with it at the other place) ->
+             withdraw -> create. Nothing is frozen: an unlinked lowest table has nothing to lose.
+Fault:       read the lowest entry -> published ranges, one by one -> slot -> resolve -> walk again, exchange if the entry
+             is empty with the very stamp seen.
+Kinds (0, 1: of that place): 'inval' stays below the table, 'unlink' takes all of it; 'move' to the other place; 'delete';
+'replace' (then a slot of another backing is made), 'recreate' (of the same); 'fail' (the set could not be published, the
+slot stays); 'small' replaces a slot that is smaller than the table, and unlinks nothing; 'create1'; 'host' invalidates
+both places, for the host that moves the page of a backing has to name every place that the backing may be at.
+Wrong: a leaf of a slot that is not at its place, or of a frame that the host took away; a leaf in an unlinked table.
 The unlinked table takes a greater stamp of its entries, left by a later change, with it. A fault reads ranges and slot
 at several moments: it may miss the change that unlinks, as it is over, and the later one, as it was not yet there.
 So the stamp left must be one that nobody can have seen before: then whoever looked earlier fails, and whoever looked
 later came after the later change had published (it walked into the table before it was unlinked).
-Run: python3 slots.py [BUG]; BUG in {no-stamp, stamp-before-publish, no-place (whatever slot was found passes
-for valid when none is withdrawn), old-stamp (unlinks with the stamp of its entries)} break it; slots-publish-ranges
-(no mark: a change publishes the slot's range as an invalidator does) is right too.
+Run: python3 slots.py [BUG]; BUG in {no-stamp, stamp-before-publish, old-stamp (unlinks with the stamp of its entries),
+withdraw-before-set, check-before-read (ranges before the entry), slots-before-ranges (a deletion that ends between the
+two reads is missed by both)}: each breaks it.
 """
 from collections import namedtuple
 from explore import BUG, main
 
-Shared = namedtuple('Shared', 'P T counter published marked slots version freed gone')
-MARK = BUG != 'slots-publish-ranges'
-ORDER = 'rsv' if MARK else 'rs'                         # what a fault reads after the entry: ranges, slot, validity
+Shared = namedtuple('Shared', 'P T counter published slots claimed versions freed')
+ORDER = {'check-before-read': 'res', 'slots-before-ranges': 'esr'}.get(BUG, 'ers')
+CHANGES = ('delete', 'replace', 'recreate', 'small', 'fail', 'move')
+TOUCHES = {'inval': (0,), 'inval0': (0,), 'inval1': (1,), 'unlink': (0,), 'unlink1': (1,), 'host': (0, 1)}
 
 
 def make(kinds):
-    first = {'fault': 'look'}
-    return Shared(('T', 0), (('E', 0),), 0, frozenset(), False, 'a', 0, frozenset(), False), tuple(
-        (kind, first.get(kind, 'publish'), ()) for kind in kinds)
+    first = lambda kind: 'look' if kind.startswith('fault') else 'create' if kind == 'create1' else \
+        'claim' if kind in CHANGES else 'publish'
+    threads = tuple((kind, first(kind), (0, 0, None, None) if kind.startswith('fault') else
+                     TOUCHES.get(kind, ())) for kind in kinds)
+    return Shared((('T', 0), ('E', 0)), (('E', 0),), 0, frozenset(), ('a', None), False, (0, 0), frozenset()), threads
+
+
+def backing(slot):
+    return 1 if slot in ('b', 'c') else 0
 
 
 def wrong(state):
     s = state[0]
-    leaf = s.T[s.P[1]] if s.P[0] == 'T' else s.P
-    if leaf[0] == 'L':
-        if leaf[1] in s.freed: return 'leaf of a frame that was taken away'
-        if s.gone and leaf[1][0] == 'a': return 'leaf of a backing that is deleted'
+    for x, p in enumerate(s.P):
+        leaf = s.T[p[1]] if p[0] == 'T' else p
+        if leaf[0] == 'L':
+            if leaf[1][0] != s.slots[x]: return 'leaf of a slot that is not there'
+            if (backing(leaf[1][0]), leaf[1][1]) in s.freed: return 'leaf of a frame that was taken away'
+    linked = {p[1] for p in s.P if p[0] == 'T'}
+    for i, e in enumerate(s.T):
+        if e[0] == 'L' and i not in linked: return 'leaf in an unlinked table'
 
 
 def put(T, i, v):
@@ -54,85 +67,110 @@ def step(state, i):
         return s._replace(**changes), threads[:i] + ((kind, pc, loc),) + threads[i + 1:]
 
     P, T = s.P, s.T
-    if pc == 'look':
-        if P[0] == 'E': yield go('read', (P[1], None, 0, 0))
-        else: yield go('look-below', (P[1],))
-    elif pc == 'look-below':
-        c = T[loc[0]]
-        if c == 'F': yield go('look')
-        elif c[0] == 'L': yield go('end')
-        else: yield go('read', (c[1], None, 0, 0))
-    elif pc == 'read':                                  # ranges are read place by place, not at one moment
-        seen, slot, n, place = loc
-        what, refused = ORDER[n], False
-        if what == 'r':
-            refused = place in s.published
-            place += 1
-        elif what == 's': slot = s.slots; refused = slot is None
-        else: refused = s.marked or BUG != 'no-place' and s.slots != slot
-        if refused: yield go('end')
-        elif what == 'r' and place < len(threads): yield go('read', (seen, slot, n, place))
-        elif n + 1 < len(ORDER): yield go('read', (seen, slot, n + 1, 0))
-        else: yield go('resolve', (seen, slot))
-    elif pc == 'resolve':
-        backing = 'b' if loc[1] == 'b' else 'a'
-        yield go('act', (loc[0], (backing, s.version if backing == 'a' else 0)))
-    elif pc == 'act':
-        if P[0] == 'E': yield go('link', loc + (P,)) if P[1] == loc[0] else go('end')
-        else: yield go('act-below', loc + (P[1],))
-    elif pc == 'link':
-        if P == loc[2]: yield go('end', P=('T', len(T)), T=T + (('L', loc[1]),))
-        else: yield go('act', loc[:2])
-    elif pc == 'act-below':
-        c = T[loc[2]]
-        if c == 'F': yield go('act', loc[:2])
-        elif c[0] == 'L' or c[1] != loc[0]: yield go('end')
-        else: yield go('install', loc + (c,))
-    elif pc == 'install':
-        if T[loc[2]] == loc[3]: yield go('end', T=put(T, loc[2], ('L', loc[1])))
-        else: yield go('act-below', loc[:3])
+    if kind.startswith('fault'): yield from fault(s, threads, i, go, 1 if kind == 'fault1' else 0)
 
-    elif pc == 'publish' and BUG == 'stamp-before-publish' and not loc:
-        yield go('publish', (s.counter + 1,), counter=s.counter + 1)
+    # Changes and invalidations. loc: their places, all the time; then the stamp. (Taken too early, it is a string.)
+    elif pc == 'claim':
+        if s.claimed or 'a' not in s.slots: yield go('end')
+        else: yield go('publish', (s.slots.index('a'),), claimed=True)
+    elif pc == 'publish' and BUG == 'stamp-before-publish' and not isinstance(loc[-1], str):
+        yield go('publish', loc + (str(s.counter + 1),), counter=s.counter + 1)
     elif pc == 'publish':
-        to = 'walk' if loc else 'stamp'
-        if kind not in ('inval', 'unlink') and MARK: yield go(to, loc, marked=True)
-        else: yield go(to, loc, published=s.published | {i})
-    elif pc == 'stamp': yield go('walk', (s.counter + 1,), counter=s.counter + 1)
-    elif pc == 'walk':
-        if P[0] == 'E': yield go('flush', loc) if P[1] >= loc[0] else go('stamp-above', loc + (P,))
-        else: yield go('below', loc + (P[1],))
-    elif pc == 'stamp-above': yield go('flush', loc[:1], P=('E', loc[0])) if P == loc[1] else go('walk', loc[:1])
+        early = isinstance(loc[-1], str)
+        places = loc[:-1] if early else loc
+        to = ('visit', (places, int(loc[-1]), 0, 1)) if early else ('stamp', (places,))
+        yield go(*to, published=s.published | {(i, places)})
+    elif pc == 'stamp': yield go('visit', loc + (s.counter + 1, 0, 1), counter=s.counter + 1)
+    elif pc == 'visit':                                 # loc: places, stamp, which of the places, pass
+        places, stamp, n, number = loc
+        if n == len(places): yield go('flush', loc[:1]) if number == 2 or kind in ('inval', 'inval0', 'inval1', 'small') \
+            else go('visit', (places, stamp, 0, 2))
+        else:
+            p = P[places[n]]
+            done = (places, stamp, n + 1, number)
+            if p[0] == 'E': yield go('visit', done) if p[1] >= stamp else go('stamp-above', loc + (p,))
+            elif number == 1: yield go('below', loc + (p[1],))
+            elif BUG == 'old-stamp': yield go('unlink', loc + (p, stamp))
+            else: yield go('unlink', loc + (p, s.counter + 1), counter=s.counter + 1)
+    elif pc == 'stamp-above':
+        x = loc[0][loc[2]]
+        yield go('visit', loc[:4], P=put(P, x, ('E', loc[1])) if P[x] == loc[4] else P)
+    elif pc == 'unlink':
+        x = loc[0][loc[2]]
+        yield go('visit', loc[:4], P=put(P, x, ('E', loc[5])) if P[x] == loc[4] else P)
     elif pc == 'below':
-        c = T[loc[1]]
-        if c == 'F': yield go('walk', loc[:1])
-        elif c[0] == 'E' and (c[1] >= loc[0] or BUG == 'no-stamp'): yield go('walked', loc)
-        else: yield go('zap', loc + (c,))
+        places, stamp, n, number, table = loc
+        e, done = T[table], (places, stamp, n + 1, number)
+        if e[0] == 'E' and (e[1] >= stamp or BUG == 'no-stamp'): yield go('visit', done)
+        else: yield go('zap', loc + (e,))
     elif pc == 'zap':
-        if T[loc[1]] == loc[2]: yield go('walked', loc[:2], T=put(T, loc[1], ('E', loc[0])))
-        else: yield go('below', loc[:2])
-    elif pc == 'walked':
-        if kind in ('inval', 'small'): yield go('flush', loc)
-        elif BUG == 'old-stamp': yield go('unlink', loc[:1] + (loc[0], loc[1]))
-        else: yield go('unlink', loc[:1] + (s.counter + 1, loc[1]), counter=s.counter + 1)
-    elif pc == 'unlink': yield go('freeze', loc[::2], P=('E', loc[1])) if P == ('T', loc[2]) else go('walk', loc[:1])
-    elif pc == 'freeze': yield go('flush', loc, T=put(T, loc[1], 'F'))
+        places, stamp, n, number, table, old = loc
+        if T[table] == old: yield go('visit', (places, stamp, n + 1, number), T=put(T, table, ('E', stamp)))
+        else: yield go('below', loc[:5])
     elif pc == 'flush':
-        if kind in ('inval', 'unlink'): yield go('withdraw', version=s.version + 1, freed=s.freed | {('a', s.version)})
-        elif kind == 'fail': yield go('withdraw')
-        else: yield go('withdraw', slots=None)
+        if kind in CHANGES: yield go('withdraw' if BUG == 'withdraw-before-set' else 'set', loc)
+        elif s.slots[loc[0][0]] is None and len(loc[0]) == 1: yield go('withdraw', loc)
+        else:
+            b = 0 if len(loc[0]) == 2 else backing(s.slots[loc[0][0]])
+            yield go('withdraw', loc, versions=put(s.versions, b, s.versions[b] + 1),
+                     freed=s.freed | {(b, s.versions[b])})
+    elif pc == 'set':
+        to = 'set-done' if BUG == 'withdraw-before-set' else 'withdraw'
+        x = loc[0][0]
+        if kind == 'fail': yield go(to, loc)
+        elif kind != 'move': yield go(to, loc, slots=put(s.slots, x, None))
+        elif s.slots[1 - x] is not None: yield go(to, loc)                      # refused: overlap
+        else: yield go(to, loc, slots=put(put(s.slots, x, None), 1 - x, 'a'))
     elif pc == 'withdraw':
-        if kind not in ('inval', 'unlink') and MARK: changes = {'marked': False}
-        else: changes = {'published': s.published - {i}}
-        if kind in ('inval', 'unlink', 'fail'): yield go('end', **changes)
-        elif kind == 'delete': yield go('end', gone=True, **changes)
-        else: yield go('create', gone=kind in ('replace', 'small'), **changes)
-    elif pc == 'create': yield go('end', slots='a2' if kind == 'recreate' else 'b')
+        to = 'set' if BUG == 'withdraw-before-set' and kind in CHANGES else 'set-done'
+        yield go(to, loc, published=s.published - {(i, loc[0])})
+    elif pc == 'set-done':
+        if kind in ('replace', 'recreate', 'small'): yield go('create', loc)
+        elif kind in ('fail', 'move'): yield go('end', claimed=False)
+        else: yield go('end')
+    elif pc == 'create':
+        x = 1 if kind == 'create1' else loc[0][0]
+        new = {'create1': 'c', 'recreate': 'a2'}.get(kind, 'b')
+        yield go('end', slots=put(s.slots, x, new) if s.slots[x] is None else s.slots)
 
+
+def fault(s, threads, i, go, x):
+    kind, pc, loc = threads[i]
+    P, T = s.P, s.T
+    if pc == 'look':
+        n, number, seen, slot = loc
+        what = ORDER[n:n + 1]
+        if not what: yield go('resolve', (seen, slot))
+        elif what == 'e' and P[x][0] == 'T': yield go('look-below', loc + (P[x][1],))
+        elif what == 'e': yield go('look', (n + 1, 0, P[x][1], slot))
+        elif what == 's': yield go('look', (n + 1, 0, seen, s.slots[x])) if s.slots[x] else go('end')
+        else:
+            while number < len(threads) and (threads[number][0].startswith('fault') or threads[number][0] == 'create1'):
+                number += 1
+            if number == len(threads): yield go('look', (n + 1, 0, seen, slot))
+            elif any(owner == number and x in places for owner, places in s.published): yield go('end')
+            else: yield go('look', (n, number + 1, seen, slot))
+    elif pc == 'look-below':
+        n, _, _, slot, table = loc
+        yield go('end') if T[table][0] == 'L' else go('look', (n + 1, 0, T[table][1], slot))
+    elif pc == 'resolve': yield go('act', (loc[0], (loc[1], s.versions[backing(loc[1])])))
+    elif pc == 'act':
+        if P[x][0] == 'T': yield go('act-below', loc + (P[x][1],))
+        else: yield go('link', loc + (P[x],)) if P[x][1] == loc[0] else go('end')
+    elif pc == 'link':
+        if P[x] == loc[2]: yield go('end', P=put(P, x, ('T', len(T))), T=T + (('L', loc[1]),))
+        else: yield go('end')
+    elif pc == 'act-below':
+        e = T[loc[2]]
+        yield go('install', loc + (e,)) if e == ('E', loc[0]) else go('end')
+    elif pc == 'install': yield go('end', T=put(T, loc[2], ('L', loc[1])) if T[loc[2]] == loc[3] else T)
+
+
+CONFIGURATIONS = '''
+fault+delete fault+fault+replace fault+fail+inval fault+recreate+inval fault+inval+unlink fault+unlink+unlink
+fault+recreate+unlink fault+small+unlink fault+unlink+small
+fault0+fault1+move fault0+fault1+move+move fault1+move+delete fault0+fault1+move+replace fault1+move+create1
+fault0+move+host fault1+move+host fault0+move+unlink'''
 
 if __name__ == "__main__":
-    main((('fault', 'delete'), ('fault', 'replace'), ('fault', 'fail', 'inval'), ('fault', 'recreate', 'inval'),
-          ('fault', 'inval', 'unlink'), ('fault', 'unlink', 'inval'), ('fault', 'unlink', 'unlink'),
-          ('fault', 'recreate', 'unlink'), ('fault', 'replace', 'unlink'), ('fault', 'small', 'unlink'),
-          ('fault', 'unlink', 'small'), ('fault', 'fault', 'replace'), ('fault', 'fault', 'inval', 'unlink'),
-          ('fault', 'fault', 'small', 'unlink')), make, step, wrong)
+    main([tuple(c.split('+')) for c in CONFIGURATIONS.split()], make, step, wrong)

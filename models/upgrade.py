@@ -1,14 +1,18 @@
 """Explicit-state check of the replacement of a leaf that the host did not allow to be written, beside invalidations.
 
-One page, one entry: ('E', stamp) empty, ('L', frame, writable). The host has the page in one frame and lets it be
-written or not; a write that it resolves makes it writable, an invalidation moves it to the other frame or makes it
-read-only. So the same leaf can come back (A-B-A), and an old answer can be wrong for it.
-Fault:       look (entry; counter; published ranges) -> resolve -> on an empty entry: exchange it for the leaf if it
-             still has the stamp of the look.
+One page under a two-level tree: P is ('E', stamp) or ('T', i), T[i] the page's entry in table i: ('E', stamp) empty,
+('L', frame, writable). The host has the page in one frame and lets it be written or not; a write that it resolves makes
+it writable, an invalidation moves it to the other frame or makes it read-only. So the same leaf can come back (A-B-A),
+and an old answer can be wrong for it.
+Fault:       look (entry; counter; published ranges) -> resolve -> walk again; on an empty entry: exchange it for the leaf
+             if it still has the stamp of the look.
              On a read-only leaf v, for a write: take a stamp s -> exchange v for ('E', s) -> read the counter: only if
              it is one above that of the look, nobody else took a stamp since -> exchange ('E', s) for the new leaf.
 Invalidator: publish -> stamp -> zap or stamp the entry -> flush -> the host changes the page -> withdraw.
-Wrong: a leaf of a frame that the page is not in, or a writable one where the host allows no writing.
+             'protect' makes it read-only, 'move' moves it; 'unlink' moves it and unlinks the table before the flush, with a
+             stamp of its own. The table is not frozen: the fault that stands in it finds another entry than it left.
+Wrong: a leaf of a frame that the page is not in, or a writable one where the host allows no writing; a leaf in an unlinked
+table.
 Run: python3 upgrade.py [BUG]; BUG in {no-counter, counter-before-exchange, counter-after-published, at-most}:
 each breaks it. counter-before-exchange: only s is compared, and the counter is not read again behind the exchange.
 at-most: a fault installs if the entry's stamp is not above its own. Here a stamp can fall, so it must be equal.
@@ -16,18 +20,22 @@ at-most: a fault installs if the entry's stamp is not above its own. Here a stam
 from collections import namedtuple
 from explore import BUG, main
 
-Shared = namedtuple('Shared', 'entry counter published frame writable')
+Shared = namedtuple('Shared', 'P T counter published frame writable')
 
 
 def make(kinds):
     first = {'read': 'look', 'write': 'look'}
-    return Shared(('L', 0, 0), 0, frozenset(), 0, 0), tuple((kind, first.get(kind, 'publish'), ()) for kind in kinds)
+    return Shared(('T', 0), (('L', 0, 0),), 0, frozenset(), 0, 0), tuple(
+        (kind, first.get(kind, 'publish'), ()) for kind in kinds)
 
 
 def wrong(state):
     s = state[0]
-    if s.entry[0] == 'L' and s.entry[1] != s.frame: return 'leaf of a frame that was taken away'
-    if s.entry[0] == 'L' and s.entry[2] > s.writable: return 'writable leaf of a page that the host has made read-only'
+    for i, e in enumerate(s.T):
+        if e[0] == 'L':
+            if s.P != ('T', i): return 'leaf in an unlinked table'
+            if e[1] != s.frame: return 'leaf of a frame that was taken away'
+            if e[2] > s.writable: return 'writable leaf of a page that the host has made read-only'
 
 
 def step(state, i):
@@ -37,13 +45,16 @@ def step(state, i):
     def go(pc, loc=(), **changes):
         return s._replace(**changes), threads[:i] + ((kind, pc, loc),) + threads[i + 1:]
 
-    e = s.entry
-    if pc == 'look':
-        if BUG == 'counter-after-published': yield go('published', (e, None))
-        elif e[0] == 'E': yield go('published', (e, None))
+    def at(table, value): return s.T[:table] + (value,) + s.T[table + 1:]
+
+    P, T = s.P, s.T
+    if pc == 'look': yield go('published', (P, None)) if P[0] == 'E' else go('look-below', (P[1],))
+    elif pc == 'look-below':
+        e = T[loc[0]]
+        if e[0] == 'E': yield go('published', (e, None))
         elif kind == 'read' or e[2]: yield go('end')
-        else: yield go('counter', (e,))
-    elif pc == 'counter': yield go('published', loc + (s.counter,))
+        else: yield go('published' if BUG == 'counter-after-published' else 'counter', (e, None))
+    elif pc == 'counter': yield go('published', (loc[0], s.counter))
     elif pc == 'published':
         if s.published: yield go('end')
         elif BUG == 'counter-after-published' and loc[0][0] == 'L': yield go('late-counter', loc)
@@ -54,36 +65,59 @@ def step(state, i):
         yield go('act', loc + (('L', s.frame, writable),), writable=writable)
     elif pc == 'act':
         found, seen, leaf = loc
-        if found[0] == 'E':
-            same = e == found or BUG == 'at-most' and e[0] == 'E' and e[1] <= found[1]
-            if same: yield go('install', (e, leaf))
-            else: yield go('end')
-        elif e == found: yield go('replace', (found, seen, leaf, s.counter + 1), counter=s.counter + 1)
+        if P[0] == 'T': yield go('act-below', loc + (P[1],))
+        elif is_same(P, found): yield go('link', (P, leaf))
+        else: yield go('end')
+    elif pc == 'link': yield go('end', P=('T', len(T)), T=T + (loc[1],)) if P == loc[0] else go('end')
+    elif pc == 'act-below':
+        found, seen, leaf, table = loc
+        e = T[table]
+        if found[0] == 'E' and is_same(e, found): yield go('install', (e, leaf, table))
+        elif found[0] == 'L' and e == found:
+            yield go('replace', (found, seen, leaf, table, s.counter + 1), counter=s.counter + 1)
         else: yield go('end')
     elif pc == 'replace':
-        found, seen, leaf, stamp = loc
-        if e != found: yield go('end')
+        found, seen, leaf, table, stamp = loc
+        if T[table] != found: yield go('end')
         elif BUG == 'no-counter' or BUG == 'counter-before-exchange' and stamp == seen + 1:
-            yield go('install', (('E', stamp), leaf), entry=('E', stamp))
-        elif BUG == 'counter-before-exchange': yield go('end', entry=('E', stamp))
-        else: yield go('recount', loc, entry=('E', stamp))
+            yield go('install', (('E', stamp), leaf, table), T=at(table, ('E', stamp)))
+        elif BUG == 'counter-before-exchange': yield go('end', T=at(table, ('E', stamp)))
+        else: yield go('recount', loc, T=at(table, ('E', stamp)))
     elif pc == 'recount':
-        found, seen, leaf, stamp = loc
-        if s.counter == seen + 1: yield go('install', (('E', stamp), leaf))
+        found, seen, leaf, table, stamp = loc
+        if s.counter == seen + 1: yield go('install', (('E', stamp), leaf, table))
         else: yield go('end')
-    elif pc == 'install': yield go('end', entry=loc[1]) if e == loc[0] else go('end')
+    elif pc == 'install': yield go('end', T=at(loc[2], loc[1]) if T[loc[2]] == loc[0] else T)
+
     elif pc == 'publish': yield go('stamp', published=s.published | {i})
-    elif pc == 'stamp': yield go('visit', (s.counter + 1,), counter=s.counter + 1)
+    elif pc == 'stamp': yield go('walk', (s.counter + 1, 1), counter=s.counter + 1)
+    elif pc == 'walk':                                              # loc: stamp, pass
+        stamp, number = loc
+        if P[0] == 'E': yield go('walked', loc) if P[1] >= stamp else go('zap-above', loc + (P, stamp))
+        elif number == 1: yield go('visit', loc + (P[1],))
+        else: yield go('zap-above', loc + (P, s.counter + 1), counter=s.counter + 1)
+    elif pc == 'zap-above':
+        stamp, number, old, new = loc
+        yield go('walked', (stamp, number), P=('E', new)) if P == old else go('walk', (stamp, number))
     elif pc == 'visit':
-        if e[0] == 'E' and e[1] >= loc[0]: yield go('host')
+        e = T[loc[2]]
+        if e[0] == 'E' and e[1] >= loc[0]: yield go('walked', loc[:2])
         else: yield go('zap', loc + (e,))
-    elif pc == 'zap': yield go('host', entry=('E', loc[0])) if e == loc[1] else go('visit', loc[:1])
+    elif pc == 'zap':
+        stamp, number, table, old = loc
+        yield go('walked', (stamp, number), T=at(table, ('E', stamp))) if T[table] == old else go('visit', loc[:3])
+    elif pc == 'walked': yield go('walk', (loc[0], 2)) if kind == 'unlink' and loc[1] == 1 else go('host')
     elif pc == 'host':
-        if kind == 'move': yield go('withdraw', frame=1 - s.frame, writable=0)
-        else: yield go('withdraw', writable=0)
+        if kind == 'protect': yield go('withdraw', writable=0)
+        else: yield go('withdraw', frame=1 - s.frame, writable=0)
     elif pc == 'withdraw': yield go('end', published=s.published - {i})
 
 
+def is_same(entry, found):
+    return entry == found or BUG == 'at-most' and entry[0] == found[0] == 'E' and entry[1] <= found[1]
+
+
 if __name__ == "__main__":
-    main((('write', 'read', 'protect'), ('write', 'write', 'read', 'protect'),
-          ('write', 'read', 'read', 'protect', 'move'), ('write', 'read', 'read', 'move', 'move')), make, step, wrong)
+    main((('write', 'read', 'protect'), ('write', 'unlink'), ('write', 'read', 'unlink'), ('write', 'write', 'protect'),
+          ('write', 'read', 'move', 'move'), ('write', 'read', 'read', 'move', 'move'), ('write', 'read', 'move', 'unlink'),
+          ('write', 'write', 'unlink'), ('write', 'protect', 'unlink')), make, step, wrong)

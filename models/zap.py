@@ -4,19 +4,25 @@ P is the parent entry: ('E', stamp), ('L', (frame of page 0, of page 1), D) a hu
 entry of table i: ('E', stamp), ('L', frame, D), ('K', frame, D) tracked, or 'F' frozen. A frame is a version of the
 page; an invalidation moves the page to the next one, and the old frame is gone.
 Fault (fault0, fault1: of that page; huge0: the host would have a huge leaf):
-             look: entry -> published ranges: the page is in one, or the leaf is no larger than what they leave ->
-             resolve -> walk again, exchange if the entry is empty with the very stamp seen, and not lower than the leaf.
-             A tracked leaf is given back.
-Age (age0):  leaf -> tracked.
+             look: entry -> published ranges, one by one: the page is in one, or the leaf is no larger than what they
+             leave -> resolve -> walk again, exchange if the entry is empty with the very stamp seen, and not lower than
+             the leaf. A tracked leaf is given back.
+Age (age0, age1): leaf -> tracked.
 Invalidator (zap0, zap1: of that page; zap: of both; oom0, oom1: of that page, with no memory for tables; keep0, keep: the
              host takes no frame away): publish -> stamp -> what it covers in part is refined (empty entry -> table with
-             that stamp; huge leaf -> table of leaves) -> each entry: a leaf is reported to the host, then exchanged for
-             empty from the value reported; an empty one is stamped -> the table, if all of it is covered: take a stamp,
-             unlink, freeze -> flush, retire the table -> the host frees the frames -> withdraw.
+             that stamp; huge leaf -> table of leaves) -> first pass: each entry; a leaf is reported to the host, then
+             exchanged for empty from the value reported; an empty one is stamped -> second pass, if it covers all of the
+             table: what is linked now is unlinked, for an empty entry with a stamp of its own -> the table goes on the
+             list of retired ones -> flush, retire -> the host frees the frames -> withdraw.
+             The list uses the entry of page 0, which is frozen then. That of page 1 stays as it is.
 CPU:         at any moment fills its cache of tables from P, or a translation from a cached table or from P; a write sets D
              in the entry. A flush of a page drops what it has cached of the page, and of the tables above it.
 Wrong: a leaf, or a CPU's translation, of a frame that is gone; a CPU in a table that was freed; a frame that is gone
-whose D was set and not reported; a frozen entry in a linked table; a leaf in a table that is being frozen.
+whose D was set and not reported; a frozen entry in a linked table; a leaf in an unlinked table, at any time.
+Not frozen: all entries of a table are empty when it is unlinked, and no fault may install there any more, as the range is
+published. An age has no leaf to change there; another invalidator that stands there leaves its stamp in vain, and what it
+relies on is the fresh stamp above (see slots.py). A fault that replaces a read-only leaf: upgrade.py. Tables above the
+lowest: levels.py.
 Reports: an invalidator that finds the page empty returns, and its host frees the frame. So whoever took the leaf away must
 have reported it before, and no leaf may go out of sight with its table. A report may be made twice, and the second one may
 come when the frame is gone: nobody waits, so that cannot be helped, and a host must bear it.
@@ -24,34 +30,36 @@ Run: python3 zap.py [BUG]. Each of these breaks it: no-stamp, stamp-before-publi
 refine-no-inherit, huge-ignores-published (only where an entry that is covered in part is stamped as a whole), no-flush,
 flush-if-changed (not by one that found nothing mapped), free-before-flush, table-before-flush, split-no-dirty, tracked-clean
 (tracking forgets D), blind-exchange (a leaf is taken away whatever its D is by now), report-late (after the exchange),
-unlink-full (a table goes as it is, its leaves are reported when it is frozen). no-freeze is right too: an unlinked table has
-nothing to lose here. Freezing is for tables that hang in it, and for who stands in it.
+unlink-full (a table goes as it is, without the first pass).
 """
 from collections import namedtuple
 from explore import BUG, main
 
-Shared = namedtuple('Shared', 'P T counter published frames gone tables psc tlb pending found')
+Shared = namedtuple('Shared', 'P T counter published frames gone tables psc tlb pending')
 NR_FILLS = 3
+INVALIDATORS = ('zap', 'oom', 'keep')
 LAST = {'free-before-flush': ('host', 'flush', 'retire', 'withdrawn'),
         'table-before-flush': ('retire', 'flush', 'host', 'withdrawn')}.get(BUG, ('flush', 'retire', 'host', 'withdrawn'))
 CONFIGURATIONS = '''
 fault0+fault1+zap0 fault0+fault1+zap fault0+zap0+zap huge0+zap1 huge0+fault1+zap1 fault0+huge0+zap1+cpu
-huge0+oom0+cpu huge0+oom1+cpu huge0+zap1+zap
+huge0+oom0+cpu huge0+oom1+cpu huge0+zap1+zap huge0+oom1+zap0 huge0+fault1+oom1+zap0
 from-leaf+zap0+zap+cpu from-leaf+zap0+zap1+cpu from-leaf+oom0+zap+cpu from-table+zap0+zap+cpu from-table+zap+zap+cpu
-from-table+age0+zap0+cpu from-table+age0+fault0+zap+cpu fault0+fault1+zap0+zap from-table+fault0+zap0+zap+cpu
+from-table+age0+zap0+cpu from-table+age0+fault0+zap+cpu fault0+fault1+zap1+zap fault1+zap+zap from-page1+fault1+zap1+zap+cpu
+from-page1+age1+fault1+zap1+zap from-table+fault0+zap0+zap+cpu
 from-leaf+fault0+zap0+zap+cpu from-table+fault0+keep0+zap0+cpu from-table+fault0+keep+keep0+cpu
 from-leaf+fault0+oom0+keep+cpu from-leaf+huge0+oom1+keep0+cpu'''
 PAGES = {'zap': (0, 1), 'zap0': (0,), 'zap1': (1,), 'oom0': (0,), 'oom1': (1,),
-         'keep': (0, 1), 'keep0': (0,), 'fault0': (0,), 'fault1': (1,), 'huge0': (0,), 'age0': (0,)}
+         'keep': (0, 1), 'keep0': (0,), 'fault0': (0,), 'fault1': (1,), 'huge0': (0,), 'age0': (0,), 'age1': (1,)}
 
 
 def make(kinds):
     P, T = ('E', 0), ()
     if 'from-leaf' in kinds: P = ('L', (0, 0), 0)
     if 'from-table' in kinds: P, T = ('T', 0), ((('L', 0, 0), ('E', 0)),)
+    if 'from-page1' in kinds: P, T = ('T', 0), ((('E', 0), ('L', 0, 0)),)
     first = {'fault': 'look', 'huge': 'look', 'age': 'look', 'cpu': NR_FILLS}
     threads = tuple((k, first.get(k.rstrip('01'), 'publish'), ()) for k in kinds if not k.startswith('from'))
-    return Shared(P, T, 0, frozenset(), (0, 0), frozenset(), frozenset(), None, (None, None), frozenset(), False), threads
+    return Shared(P, T, 0, frozenset(), (0, 0), frozenset(), frozenset(), None, (None, None), frozenset()), threads
 
 
 def leaf_of(s, p):
@@ -67,8 +75,10 @@ def wrong(state):
         if (p, s.tlb[p]) in s.gone: return 'CPU uses a frame that is gone'
     if s.psc in s.tables: return 'CPU walks a freed table'
     if s.pending & s.gone: return 'dirty frame is gone and was not reported'
-    if s.found: return 'leaf in a table that is being frozen'
-    if s.P[0] == 'T' and 'F' in s.T[s.P[1]]: return 'frozen entry in a linked table'
+    for i, table in enumerate(s.T):
+        if s.P == ('T', i):
+            if 'F' in table: return 'frozen entry in a linked table'
+        elif table[0][0] in 'LK' or table[1][0] in 'LK': return 'leaf in an unlinked table'
 
 
 def put(t, i, v):
@@ -109,7 +119,7 @@ def step(state, i):
 
     pages = PAGES[kind]
     p = pages[0]
-    if kind == 'age0':
+    if kind in ('age0', 'age1'):
         if pc == 'look': yield go('look-below', (P[1],)) if P[0] == 'T' else go('end')
         elif pc == 'look-below':
             e = T[loc[0]][p]
@@ -134,12 +144,17 @@ def step(state, i):
         elif e[0] == 'L': yield go('end')
         elif e[0] == 'K': yield go('give-back', (loc[-1], e))
         else: yield go('ranges', loc[:-1] + (e[1], 0))
-    elif pc == 'give-back':
-        yield go('end', T=entry(loc[0], p, ('L',) + loc[1][1:]) if T[loc[0]][p] == loc[1] and p not in published else T)
-    elif pc == 'ranges':
+    elif pc == 'give-back': yield go('end') if p in published else go('restore', loc)
+    elif pc == 'restore': yield go('end', T=entry(loc[0], p, ('L',) + loc[1][1:]) if T[loc[0]][p] == loc[1] else T)
+    elif pc == 'ranges':                                        # one by one; loc: stamp, whether huge, which is next
         if BUG == 'check-before-read': yield go('resolve', (loc[1], loc[0] and loc[2]))
-        elif p in published: yield go('end')
-        else: yield go('resolve', (loc[0], loc[1] and (not published or BUG == 'huge-ignores-published')))
+        else:
+            seen, huge, n = loc + (0,) * (3 - len(loc))
+            while n < len(threads) and not threads[n][0].startswith(INVALIDATORS): n += 1
+            covered = [pages for owner, pages in s.published if owner == n]
+            if n == len(threads): yield go('resolve', (seen, huge))
+            elif covered and p in covered[0]: yield go('end')
+            else: yield go('ranges', (seen, huge and (not covered or BUG == 'huge-ignores-published'), n + 1))
     elif pc == 'resolve': yield go('act', loc + (s.frames,))
     elif pc == 'act':
         seen, huge, frames = loc
@@ -162,7 +177,7 @@ def step(state, i):
     elif pc == 'install':
         yield go('end', T=entry(loc[0], p, ('L', loc[2], 0)) if T[loc[0]][p] == loc[1] else T)
 
-    # Invalidators. loc: (stamp, changed, tables to retire, next page, ...)
+    # Invalidators. loc: (stamp, changed, tables to retire, next page, ...); next page 2: the second pass.
     elif pc == 'publish':
         if BUG == 'stamp-before-publish' and not loc: yield go('publish', (s.counter + 1,), counter=s.counter + 1)
         else: yield go('walk' if loc else 'stamp', loc and loc + (False, (), 0), published=s.published | {(i, pages)})
@@ -170,8 +185,10 @@ def step(state, i):
     elif pc == 'walk':
         stamp, changed, tables, n = loc[:4]
         whole = kind in ('zap', 'keep', 'oom0', 'oom1')
-        if P[0] == 'E' and P[1] >= stamp: yield go(LAST[0], loc[:4])
-        elif P[0] == 'T': yield go('unlink?' if kind in ('zap', 'keep') and (n == 2 or BUG == 'unlink-full') else 'below', loc[:4] + (P[1],))
+        if P[0] == 'E' and P[1] >= stamp: yield after_parent(go, kind, loc[:4])
+        elif P[0] == 'T' and kind in ('zap', 'keep') and (n == 2 or BUG == 'unlink-full'):
+            yield go('unlink', (stamp, changed, tables, 2, P[1], s.counter + 1), counter=s.counter + 1)
+        elif P[0] == 'T': yield go('below', loc[:4] + (P[1],))
         elif P[0] == 'L' and whole and BUG != 'report-late': yield go('tell-above', loc[:4] + (P,))
         else: yield go('zap-above' if whole else 'refine', loc[:4] + (P,))
     elif pc == 'tell-above': yield go('zap-above', loc, **report(loc[4], (0, 1)))
@@ -188,13 +205,13 @@ def step(state, i):
         old = loc[4]
         if P[:2] != old[:2] or P != old and BUG != 'blind-exchange': yield go('walk', loc[:4])
         elif old[0] == 'L' and BUG == 'report-late':
-            yield go('report', (loc[0], True, loc[2], 2, P), P=('E', loc[0]))
-        else: yield go(LAST[0], (loc[0], loc[1] or old[0] == 'L', loc[2], 2), P=('E', loc[0]))
+            yield go('report', (loc[0], True) + loc[2:4] + (None, P), P=('E', loc[0]))
+        else: yield after_parent(go, kind, (loc[0], loc[1] or old[0] == 'L') + loc[2:4], P=('E', loc[0]))
     elif pc == 'below':
         stamp, changed, tables, n, table = loc
         e = T[table][pages[n]]
         if e == 'F': yield go('walk', loc[:4])
-        elif e[0] == 'E' and (e[1] >= stamp or BUG == 'no-stamp'): yield after_entry(go, kind, loc[:4])
+        elif e[0] == 'E' and (e[1] >= stamp or BUG == 'no-stamp'): yield after_entry(go, kind, loc[:5])
         else: yield go('zap-below' if e[0] == 'E' or BUG == 'report-late' else 'tell-below', loc + (e,))
     elif pc == 'tell-below': yield go('zap-below', loc, **report(loc[5], (pages[loc[3]],)))
     elif pc == 'zap-below':
@@ -202,22 +219,16 @@ def step(state, i):
         e, q = T[table][pages[n]], pages[n]
         if e[:2] != old[:2] or e != old and BUG != 'blind-exchange': yield go('below', loc[:5])
         elif e[0] != 'E' and BUG == 'report-late':
-            yield go('report', (stamp, True, tables, n, e), T=entry(table, q, ('E', stamp)))
-        else: yield after_entry(go, kind, (stamp, changed or e[0] != 'E', tables, n), T=entry(table, q, ('E', stamp)))
+            yield go('report', (stamp, True, tables, n, table, e), T=entry(table, q, ('E', stamp)))
+        else: yield after_entry(go, kind, (stamp, changed or e[0] != 'E', tables, n, table), T=entry(table, q, ('E', stamp)))
     elif pc == 'report':
-        told = report(loc[4], (0, 1) if isinstance(loc[4][1], tuple) else (pages[loc[3]],))
-        yield go(LAST[0], loc[:4], **told) if loc[3] == 2 else after_entry(go, kind, loc[:4], **told)
-    elif pc == 'unlink?': yield go('unlink', loc + (s.counter + 1,), counter=s.counter + 1)
+        told = report(loc[5], (0, 1) if loc[4] is None else (pages[loc[3]],))
+        yield after_parent(go, kind, loc[:4], **told) if loc[4] is None else after_entry(go, kind, loc[:5], **told)
     elif pc == 'unlink':
-        stamp, changed, tables, n, table, fresh = loc
+        stamp, _, tables, n, table, fresh = loc
         if P != ('T', table): yield go('walk', loc[:4])
-        else: yield go(LAST[0] if BUG == 'no-freeze' else 'freeze', (stamp, True, tables + (table,), 0, table), P=('E', fresh))
-    elif pc == 'freeze':
-        stamp, changed, tables, n, table = loc
-        e = T[table][n]
-        told = {} if e[0] not in 'LK' else report(e, (n,)) if BUG == 'unlink-full' else {'found': True}
-        yield go('freeze' if n == 0 else LAST[0], (stamp, changed, tables, n + 1) + ((table,) if n == 0 else ()),
-                 T=entry(table, n, 'F'), **told)
+        else: yield go('push', (stamp, True, tables + (table,), n), P=('E', fresh))
+    elif pc == 'push': yield go('walk', loc, T=entry(loc[2][-1], 0, 'F'))
 
     elif pc in LAST[:3]:                                     # loc[2]: the tables that were unlinked
         to = LAST[LAST.index(pc) + 1]
@@ -235,9 +246,16 @@ def next_fill(go, n, **changes):
 
 
 def after_entry(go, kind, loc, **changes):
-    """Where an invalidator goes on after an entry of a table."""
-    if kind in ('zap', 'keep'): return go('walk', loc[:3] + (loc[3] + 1,), **changes)
-    return go(LAST[0], loc, **changes)
+    """Where an invalidator goes on after an entry of the table loc[4]."""
+    if kind not in ('zap', 'keep'): return go(LAST[0], loc[:4], **changes)
+    n = loc[3] + 1
+    return go('walk' if n == 2 else 'below', loc[:3] + (n,) + (loc[4:] if n < 2 else ()), **changes)
+
+
+def after_parent(go, kind, loc, **changes):
+    """Where an invalidator goes on after P."""
+    again = kind in ('zap', 'keep') and loc[3] < 2
+    return go('walk' if again else LAST[0], loc[:3] + (2,), **changes)
 
 
 if __name__ == "__main__":

@@ -211,6 +211,16 @@ impl<H: Host, F: Format> Drop for Vcpu<H, F> {
     }
 }
 
+/// What counts leaves of `level` that faults install.
+#[inline]
+fn installed(level: Level) -> Counter {
+    match level {
+        Level::L4K => Counter::Installed4K,
+        Level::L2M => Counter::Installed2M,
+        _ => Counter::Installed1G,
+    }
+}
+
 /// Where the time of a fault goes that is in the sample.
 #[derive(Default)]
 struct Timing {
@@ -471,11 +481,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     ) -> Result<(), Changed> {
         let Vm { tree, slots } = self.vm;
         install::install(cursor, &tree.host, self.tables, value, stamp, leaf)?;
-        self.count(match leaf.level {
-            Level::L4K => Counter::Installed4K,
-            Level::L2M => Counter::Installed2M,
-            _ => Counter::Installed1G,
-        });
+        self.count(installed(leaf.level));
         if leaf.rights == Rights::Writable {
             log::mark_if_logging(slots, section, self.gfn, self.gfn.block(leaf.level));
         }

@@ -68,6 +68,34 @@ fn asks_once_for_contiguous_frames<F: Format>(locking: Locking) {
 }
 each!(contiguous_frames_are_asked_for_once, asks_once_for_contiguous_frames);
 
+/// Huge pages fill a table as small ones do; where one is missing, it ends there.
+fn fills_a_table_of_huge_pages<F: Format>(locking: Locking) {
+    for (size, nr_backed, nr_resolves) in
+        [(PageSize::Size2M, 1024, 1024), (PageSize::Size1G, 1024, 4), (PageSize::Size2M, 700, 702)]
+    {
+        let vm = vm::<F>(locking);
+        // Shifted by 2 MiB against the guest's: no larger leaf fits.
+        let mut huge = region(0, 0, 2 * GIB, 0, size);
+        huge.backing = Some(std::sync::Arc::new(common::TestBacking::new(512, nr_backed * 512, size)));
+        vm.set_user_memory_region(huge).unwrap();
+        let mut vcpu = vm.create_vcpu().unwrap();
+        assert_eq!(vcpu.pre_fault_memory(Gpa(0), 2 * GIB, Access::Write), Ok(nr_backed * 2 * MIB));
+        let stats = vm.stats();
+        // The root, one for each GiB, and one between.
+        assert_eq!((stats.installed_2m, stats.installed_4k, stats.live_tables()), (nr_backed, 0, 4));
+        // Once by the filling that found nothing, once by the fault that came to say so.
+        assert_eq!(vm.host().resolves.load(Ordering::SeqCst), nr_resolves, "{size:?}, {nr_backed}");
+        let reader = vm.read_tables().unwrap();
+        let mut cursor = reader.cursor();
+        for page in (0..1024 * 512).step_by(511) {
+            let found = cursor.query(Gfn(page).gpa()).map(|found| (found.pfn, found.size, found.writable));
+            let expected = (page < nr_backed * 512).then_some((Pfn(512 + page), PageSize::Size2M, true));
+            assert_eq!(found, expected, "page {page}");
+        }
+    }
+}
+each!(a_table_of_huge_pages_is_filled_at_once, fills_a_table_of_huge_pages);
+
 fn stops_where_memory_ends<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let mut vcpu = vm.create_vcpu().unwrap();

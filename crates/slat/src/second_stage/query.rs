@@ -1,8 +1,8 @@
 //! Asking the tables what they say, without changing them: for instruction emulation, device models, debuggers, tests.
 
-use crate::addr::{Gfn, Gpa, PageSize, Pfn};
+use crate::addr::{Gfn, Gpa, Level, PageSize, Pfn};
 use crate::error::Error;
-use crate::format::Format;
+use crate::format::{Entry, Format};
 use crate::host::Host;
 use crate::table::Tree;
 use crate::table::entry::{self, State};
@@ -58,15 +58,32 @@ impl<H: Host, F: Format> TableCursor<'_, H, F> {
             return None;
         }
         let gfn = gpa.gfn();
+        // Not from a table between root and pages: there the last page was huge, and its neighbours may be.
+        let level = self.cursor.level();
+        if (level == Level::L4K || level == F::ROOT_LEVEL)
+            && let Some(entry) = self.cursor.move_to_page(gfn)
+        {
+            let value = entry.load();
+            match entry::state::<F>(value, Level::L4K) {
+                State::Leaf | State::Tracked => return Some(translation::<F>(value, Level::L4K, gfn)),
+                State::Empty(_) => return None,
+                State::Table | State::Frozen => {}
+            }
+        }
         self.cursor.move_to(gfn);
         let (leaf, State::Leaf | State::Tracked) = self.cursor.descend_to_lowest() else { return None };
-        let level = self.cursor.level();
-        Some(Translation {
-            pfn: Pfn(entry::frame::<F>(leaf, level).0 + (gfn.0 & (level.nr_pages() - 1))),
-            size: level.page_size(),
-            writable: entry::is_writable::<F>(leaf),
-            accessed: entry::is_accessed::<F>(leaf),
-            dirty: entry::is_dirty::<F>(leaf),
-        })
+        Some(translation::<F>(leaf, self.cursor.level(), gfn))
+    }
+}
+
+/// What the leaf `leaf` of `level`, tracked or not, says about `gfn`.
+#[inline]
+fn translation<F: Format>(leaf: Entry, level: Level, gfn: Gfn) -> Translation {
+    Translation {
+        pfn: Pfn(entry::frame::<F>(leaf, level).0 + (gfn.0 & (level.nr_pages() - 1))),
+        size: level.page_size(),
+        writable: entry::is_writable::<F>(leaf),
+        accessed: entry::is_accessed::<F>(leaf),
+        dirty: entry::is_dirty::<F>(leaf),
     }
 }

@@ -105,6 +105,28 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         }
     }
 
+    /// To the entry of 4 KiB for `gfn`, or as low as there are tables: then `None`, as in a table that was unlinked.
+    ///
+    /// For who looks at many pages: levels are constants here, on the way down and in the table.
+    #[inline]
+    pub(crate) fn move_to_page(&mut self, gfn: Gfn) -> Option<EntryRef<'s>> {
+        let moved = self.gfn.0 ^ gfn.0;
+        self.gfn = gfn;
+        if self.level != Level::L4K || moved >= Level::L2M.nr_pages() {
+            self.restart();
+            let mut level = F::ROOT_LEVEL;
+            while level > Level::L4K {
+                let value = self.entry().load();
+                if entry::state::<F>(value, level) != State::Table {
+                    return None;
+                }
+                self.descend(value);
+                level = level.down();
+            }
+        }
+        Some(EntryRef::new(&self.table[index_of::<F>(gfn, Level::L4K)], Level::L4K))
+    }
+
     /// To the first frame behind the current entry's block.
     #[inline]
     pub(crate) fn advance(&mut self) {

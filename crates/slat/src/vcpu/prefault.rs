@@ -2,15 +2,15 @@
 //! a guest used before it was put into a snapshot.
 //!
 //! Both go the way of a fault: entry first, then what the answer depends on, resolve, one compare-and-exchange if the
-//! stamp allows it. Where a whole block of 2 MiB is missing, its table is filled before it is linked, so that the block
-//! costs one exchange instead of 512. Pages of a list go the way together, so that they share sections and walks. What is
+//! stamp allows it. Where a whole table is missing, for 2 MiB or for 1 GiB of huge pages, it is filled before it is linked,
+//! so that the block costs one exchange instead of 512. Pages of a list go the way together, so that they share sections and walks. What is
 //! mapped has not been used: A and D stay clear.
 
 use super::{Fault, Found, InstallPlan, Plan, Vcpu};
-use crate::addr::{Access, Gfn, GfnRange, Gpa, Level, PAGE_SHIFT, PAGE_SIZE, Pfn};
+use crate::addr::{Access, Gfn, GfnRange, Gpa, Level, PAGE_SHIFT, PAGE_SIZE};
 use crate::dirty::log;
 use crate::error::Error;
-use crate::format::Format;
+use crate::format::{Entry, Format};
 use crate::host::{Host, Resolved};
 use crate::second_stage::install::{self, Changed, NewLeaf, Prepared, Rights};
 use crate::slot::MemoryRegionFlags;
@@ -84,7 +84,10 @@ impl<H: Host, F: Format> Vcpu<H, F> {
 }
 
 /// Pages of a list that go the way together.
-const TOGETHER: usize = 32;
+const TOGETHER: usize = 64;
+
+/// Stands for the entry of a page that is mapped already: a value that no empty entry has.
+const MAPPED: Entry = Entry(u64::MAX);
 
 impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Maps as many of `pages`, of which the first is this fault's, as need nothing but leaves of 4 KiB in tables that are
@@ -95,28 +98,30 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let section = tree.epochs.enter(self.record);
         let mut cursor = Cursor::new(tree, &section, self.gfn);
         let mut nr_pages = 0;
-        // `None`: mapped already.
-        let mut seen: [Option<Stamp>; TOGETHER] = [None; TOGETHER];
+        let mut seen = [MAPPED; TOGETHER];
         for (page, seen) in pages.iter().zip(&mut seen) {
             if !tree.whole().contains(page.gfn()) {
                 break;
             }
-            cursor.move_to(page.gfn());
-            *seen = match cursor.descend_to_lowest() {
-                (_, State::Empty(stamp)) if cursor.level() == Level::L4K => Some(stamp),
-                (leaf, State::Leaf) if access != Access::Write || entry::is_writable::<F>(leaf) => None,
+            let Some(entry) = cursor.move_to_page(page.gfn()) else { break };
+            let value = entry.load();
+            match entry::state::<F>(value, Level::L4K) {
+                State::Empty(_) => *seen = value,
+                State::Leaf if access != Access::Write || entry::is_writable::<F>(value) => {}
                 _ => break,
-            };
+            }
             nr_pages += 1;
         }
         // The order is that of `table/stamp.rs`: all entries, then the ranges, then the slot.
-        let is_free = |page: &&Gpa| tree.published.free_level(page.gfn(), Level::L4K).is_some();
-        nr_pages = pages[..nr_pages].iter().take_while(is_free).count();
+        let Some(free_level) = tree.published.free_level(self.gfn, F::ROOT_LEVEL) else { return 0 };
+        // Mostly all there is; then the pages around the first are not asked for one by one.
+        let free = self.gfn.block(free_level);
+        let is_free = |gfn| free.contains(gfn) || tree.published.free_level(gfn, Level::L4K).is_some();
+        nr_pages = pages[..nr_pages].iter().take_while(|page| is_free(page.gfn())).count();
         let Some(slot) = slots.find(&section, self.gfn) else { return 0 };
         if access == Access::Write && slot.flags().contains(MemoryRegionFlags::READONLY) {
             return 0;
         }
-        nr_pages = pages[..nr_pages].iter().take_while(|page| slot.range().contains(page.gfn())).count();
         let plan = InstallPlan {
             backing: slot.keep_for_resolve(self.record),
             slot: slot.range(),
@@ -127,55 +132,63 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         };
         drop(section);
 
-        let mut leaves: [Option<(Stamp, NewLeaf)>; TOGETHER] = [None; TOGETHER];
+        let mut leaves = [MAPPED; TOGETHER];
         for (index, page) in pages[..nr_pages].iter().enumerate() {
-            let Some(stamp) = seen[index] else { continue };
             let gfn = page.gfn();
+            if !plan.slot.contains(gfn) {
+                nr_pages = index;
+                break;
+            }
+            if seen[index] == MAPPED {
+                continue;
+            }
             let resolved = tree.host.resolve(plan.backing.get(), gfn, plan.page(gfn), access).ok();
             let leaf = resolved.and_then(|resolved| plan.leaf::<F>(gfn, access, resolved).ok());
             let Some(leaf) = leaf else {
                 nr_pages = index;
                 break;
             };
-            leaves[index] = Some((stamp, NewLeaf { used: None, ..leaf }));
+            leaves[index] = NewLeaf { level: Level::L4K, used: None, ..leaf }.entry::<F>(tree.access_tracking());
         }
-        self.install_together(&pages[..nr_pages], &leaves)
+        self.install_together(&pages[..nr_pages], plan.slot, &seen, &leaves)
     }
 
-    /// Installs those of `leaves` that there are, one for each of `pages`. Returns the number of pages up to the first that
-    /// was changed meanwhile.
-    fn install_together(&self, pages: &[Gpa], leaves: &[Option<(Stamp, NewLeaf)>; TOGETHER]) -> usize {
+    /// Installs `leaves` instead of the empty entries `seen`, one for each of `pages`, but where the page is mapped. All
+    /// pages are in `slot_range`. Returns the number of pages up to the first that was changed meanwhile.
+    fn install_together(&self, pages: &[Gpa], slot_range: GfnRange, seen: &[Entry], leaves: &[Entry]) -> usize {
         let Vm { tree, slots } = self.vm;
         let locked = tree.enter(self.record, Side::Read);
         let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
         let mut nr_pages = 0;
         let mut nr_installed = 0;
-        for (page, leaf) in pages.iter().zip(leaves) {
-            if let &Some((seen, leaf)) = leaf {
-                cursor.move_to(page.gfn());
-                let (value, State::Empty(stamp)) = cursor.descend_to_lowest() else { break };
-                if stamp != seen || cursor.level() != Level::L4K {
+        let mut any_writable = false;
+        for ((page, &seen), &leaf) in pages.iter().zip(seen).zip(leaves) {
+            if seen != MAPPED {
+                let Some(entry) = cursor.move_to_page(page.gfn()) else { break };
+                // An empty entry is its stamp: where the entry is the one that was seen, so is the stamp.
+                if entry.compare_exchange::<F>(seen, leaf).is_err() {
                     break;
                 }
-                if cursor.entry().compare_exchange::<F>(value, leaf.entry::<F>(tree.access_tracking())).is_err() {
-                    break;
-                }
+                any_writable |= entry::is_writable::<F>(leaf);
                 nr_installed += 1;
             }
             nr_pages += 1;
         }
         self.record.stats.add(Counter::Installed4K, nr_installed);
-        let pages = &pages[..nr_pages];
+        if !any_writable {
+            return nr_pages;
+        }
         // As `mark_if_logging` would for each: the leaves are writable before the flags are read.
         fence_after_rmw();
-        let may_log = slots
-            .find(&locked.section, self.gfn)
-            .is_none_or(|slot| slot.log().is_some() || !pages.iter().all(|page| slot.range().contains(page.gfn())));
+        let may_log =
+            slots.find(&locked.section, self.gfn).is_none_or(|slot| slot.log().is_some() || slot.range() != slot_range);
         if may_log {
-            let installed =
-                pages.iter().zip(leaves).filter_map(|(page, leaf)| leaf.map(|(_, leaf)| (page.gfn(), leaf)));
-            for (gfn, _) in installed.filter(|(_, leaf)| leaf.rights == Rights::Writable) {
-                log::mark_if_logging(slots, &locked.section, gfn, gfn.block(Level::L4K));
+            let installed = pages[..nr_pages]
+                .iter()
+                .zip(leaves)
+                .filter(|&(_, &leaf)| leaf != MAPPED && entry::is_writable::<F>(leaf));
+            for (page, _) in installed {
+                log::mark_if_logging(slots, &locked.section, page.gfn(), page.gfn().block(Level::L4K));
             }
         }
         nr_pages
@@ -193,9 +206,11 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                     let leaf = NewLeaf { used: None, ..plan.leaf::<F>(self.gfn, self.access, resolved)? };
                     self.top_up(usize::from(plan.level.0 - leaf.level.0))?;
                     match plan.found {
-                        Found::Empty(seen) if leaf.level == Level::L4K && self.may_fill(&plan, end) => {
-                            self.fill_block(&plan, seen, leaf, resolved)
-                        }
+                        Found::Empty(seen) if self.may_fill(&plan, leaf.level.up(), end) => match leaf.level {
+                            Level::L4K => self.fill_block::<1>(&plan, seen, leaf, resolved),
+                            Level::L2M => self.fill_block::<2>(&plan, seen, leaf, resolved),
+                            _ => self.install(&plan, leaf).map(|()| self.gfn.block(leaf.level).end),
+                        },
                         _ => self.install(&plan, leaf).map(|()| self.gfn.block(leaf.level).end),
                     }
                 }
@@ -210,61 +225,70 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         }
     }
 
-    /// Whether the whole table for the 2 MiB around the page is missing, and all of it is wanted and may be mapped.
-    fn may_fill(&self, plan: &InstallPlan<'_, H::Backing>, end: Gfn) -> bool {
-        let block = self.gfn.block(Level::L2M);
-        plan.level >= Level::L2M
-            && plan.max_level >= Level::L2M
+    /// Whether the whole table below the entry of `level` for the page is missing, and all of it is wanted and may be
+    /// mapped.
+    fn may_fill(&self, plan: &InstallPlan<'_, H::Backing>, level: Level, end: Gfn) -> bool {
+        let block = self.gfn.block(level);
+        plan.level >= level
+            && plan.max_level >= level
             && block.start == self.gfn
             && block.end <= end
             && plan.slot.covers(block)
     }
 
-    /// Maps the pages of the 2 MiB block that begins with this page by a table that is filled before it is linked. `leaf`
-    /// and `resolved` are those of the first page. Returns the first page that has none.
-    fn fill_block(
+    /// Maps the block that begins with this page by a table that is filled before it is linked, with leaves of `LEVEL`: a
+    /// constant, for it is used 512 times. `first` and `resolved` are those of the first page. Returns the first page that
+    /// has none.
+    fn fill_block<const LEVEL: u8>(
         &mut self,
         plan: &InstallPlan<'_, H::Backing>,
         seen: Stamp,
-        leaf: NewLeaf,
+        first: NewLeaf,
         resolved: Resolved,
     ) -> Result<Gfn, Changed> {
         let tree = &self.vm.tree;
         let (host, access, start) = (&tree.host, self.access, self.gfn);
-        // Leaves that can be told without asking the host, this one included.
-        let mut nr_known = contiguous_pages(resolved);
-        let mut next = Some(leaf);
+        let leaf_level = Level(LEVEL);
+        let leaf_pages = leaf_level.nr_pages();
+        // The next leaf, and how many can be told from it on without asking the host: none, once there are no more.
+        let mut leaf = first;
+        let mut nr_known = contiguous_pages(resolved) / leaf_pages;
         let mut nr_filled = 0;
-        let mut any_writable = false;
+        let mut any_writable = leaf.rights == Rights::Writable;
         // All entries have the stamp of the look, which is that of the entry that they will hang on.
         let table = self.tables.prepare::<H, F>(host, 0, |index| {
-            let Some(leaf) = next else { return entry::empty(seen) };
-            nr_filled += 1;
+            if nr_known == 0 {
+                return entry::empty(seen);
+            }
+            let value = NewLeaf { level: leaf_level, used: None, ..leaf }.entry::<F>(tree.access_tracking());
+            leaf.pfn.0 += leaf_pages;
             nr_known -= 1;
-            any_writable |= leaf.rights == Rights::Writable;
-            let gfn = Gfn(start.0 + nr_filled);
-            next = if nr_known > 0 {
-                Some(NewLeaf { pfn: Pfn(leaf.pfn.0 + 1), ..leaf })
-            } else if index + 1 < F::TABLE_ENTRIES {
-                let resolved = host.resolve(plan.backing.get(), gfn, plan.page(gfn), access).ok();
-                nr_known = resolved.map_or(0, contiguous_pages);
-                let leaf = resolved.and_then(|resolved| plan.leaf::<F>(gfn, access, resolved).ok());
-                leaf.map(|leaf| NewLeaf { level: Level::L4K, used: None, ..leaf })
-            } else {
-                None
-            };
-            leaf.entry::<F>(tree.access_tracking())
+            nr_filled += 1;
+            if nr_known == 0 && index + 1 < F::TABLE_ENTRIES {
+                let gfn = Gfn(start.0 + nr_filled * leaf_pages);
+                if let Ok(resolved) = host.resolve(plan.backing.get(), gfn, plan.page(gfn), access)
+                    && let Ok(next) = plan.leaf::<F>(gfn, access, resolved)
+                    // A smaller one ends it: it needs a table of its own.
+                    && next.level >= leaf_level
+                {
+                    leaf = next;
+                    nr_known = contiguous_pages(resolved) / leaf_pages;
+                    any_writable |= leaf.rights == Rights::Writable;
+                }
+            }
+            value
         });
+        let level = leaf_level.up();
         let locked = tree.enter(self.record, Side::Read);
         let mut cursor = Cursor::new(tree, &locked.section, start);
         let (value, State::Empty(stamp)) = cursor.descend_to_lowest() else { return Err(Changed) };
-        if stamp != seen || cursor.level() > plan.level || cursor.level() < Level::L2M {
+        if stamp != seen || cursor.level() > plan.level || cursor.level() < level {
             return Err(Changed);
         }
-        let prepared = Prepared { entry: table, level: Level::L2M, nr_tables: 1 };
+        let prepared = Prepared { entry: table, level, nr_tables: 1 };
         install::link(&cursor, host, self.tables, value, stamp, prepared)?;
-        self.record.stats.add(Counter::Installed4K, nr_filled);
-        let filled = GfnRange::new(start, nr_filled);
+        self.record.stats.add(super::installed(leaf_level), nr_filled);
+        let filled = GfnRange::new(start, nr_filled * leaf_pages);
         if any_writable {
             log::mark_if_logging(&self.vm.slots, &locked.section, start, filled);
         }

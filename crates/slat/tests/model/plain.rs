@@ -225,10 +225,12 @@ impl Model {
             }
             if let Some((first, _)) = found {
                 // It may not be written: it is replaced.
-                self.zap_leaf(first);
+                self.leaves.remove(&first);
             }
             let pfn = frame.pfn & !(level.nr_pages() - 1);
-            let leaf = Leaf { pfn, level, writable, host_writable, accessed: true, dirty: writes, tracked: false };
+            // Where CPUs set no D, what can be written counts as written.
+            let dirty = writes || (writable && self.access_tracking == AccessTracking::Faults);
+            let leaf = Leaf { pfn, level, writable, host_writable, accessed: true, dirty, tracked: false };
             self.leaves.insert(gfn.align_down(level).0, leaf);
             let mut above = level;
             while above < self.root_level {

@@ -1,0 +1,202 @@
+//! `page-table-generic`, with long-mode entries: its user supplies them.
+//!
+//! A page is taken away by its plan-and-apply pair, which leaves empty tables to it: its other way looks through the 512
+//! entries of the table each time.
+
+use ax_memory_addr::{PhysAddr, VirtAddr};
+use page_table_generic::{FrameAllocator, MapConfig, PageTable, PageTableEntry, TableMeta};
+
+use super::arena::{FRAME_BYTES, Memory};
+use super::operation::{Frames, Leaf, Pages, Table, address};
+
+const PRESENT: usize = 1 << 0;
+const READ_WRITE: usize = 1 << 1;
+const USER: usize = 1 << 2;
+const ACCESSED: usize = 1 << 5;
+const DIRTY: usize = 1 << 6;
+const PAGE_SIZE_BIT: usize = 1 << 7;
+const ADDRESS: usize = 0x000f_ffff_ffff_f000;
+
+/// A long-mode entry (AMD APM vol. 2, 5.4.1). Its configuration is its low bits.
+#[derive(Clone, Copy, Debug)]
+#[repr(transparent)]
+struct LongModeEntry(usize);
+
+impl PageTableEntry for LongModeEntry {
+    type PteConfig = usize;
+
+    #[inline]
+    fn new_page(paddr: PhysAddr, config: usize, is_huge: bool) -> LongModeEntry {
+        LongModeEntry(paddr.as_usize() & ADDRESS | config | if is_huge { PAGE_SIZE_BIT } else { 0 })
+    }
+
+    #[inline]
+    fn new_table(paddr: PhysAddr) -> LongModeEntry {
+        LongModeEntry(paddr.as_usize() & ADDRESS | PRESENT | READ_WRITE | USER | ACCESSED)
+    }
+
+    #[inline]
+    fn paddr(&self, _is_dir: bool) -> PhysAddr {
+        PhysAddr::from_usize(self.0 & ADDRESS)
+    }
+
+    #[inline]
+    fn config(&self, _is_dir: bool) -> usize {
+        self.0 & !ADDRESS & !PAGE_SIZE_BIT
+    }
+
+    #[inline]
+    fn present(&self) -> bool {
+        self.0 & PRESENT != 0
+    }
+
+    #[inline]
+    fn huge(&self, is_dir: bool) -> bool {
+        is_dir && self.0 & PAGE_SIZE_BIT != 0
+    }
+
+    #[inline]
+    fn unused(&self) -> bool {
+        self.0 == 0
+    }
+
+    #[inline]
+    fn clear(&mut self) {
+        self.0 = 0;
+    }
+}
+
+/// Four levels of long-mode tables.
+#[derive(Clone, Copy)]
+struct LongMode;
+
+impl TableMeta for LongMode {
+    type P = LongModeEntry;
+
+    const PAGE_SIZE: usize = FRAME_BYTES;
+    const LEVEL_BITS: &[usize] = &[9, 9, 9, 9];
+    const MAX_BLOCK_LEVEL: usize = 3;
+
+    #[inline]
+    fn flush(_vaddr: Option<VirtAddr>) {}
+}
+
+#[derive(Clone, Copy)]
+struct Tables(Memory);
+
+impl FrameAllocator for Tables {
+    fn alloc_frame(&self) -> Option<PhysAddr> {
+        self.0.allocate().map(PhysAddr::from_usize)
+    }
+
+    fn dealloc_frame(&self, frame: PhysAddr) {
+        self.0.free(frame.as_usize());
+    }
+
+    #[inline]
+    fn phys_to_virt(&self, paddr: PhysAddr) -> *mut u8 {
+        self.0.pointer(paddr.as_usize())
+    }
+}
+
+const READ_ONLY: usize = PRESENT | USER | ACCESSED;
+const WRITABLE: usize = READ_ONLY | READ_WRITE | DIRTY;
+
+pub(crate) struct Generic(PageTable<LongMode, Tables>);
+
+#[inline]
+fn virtual_address(page: u64) -> VirtAddr {
+    VirtAddr::from_usize(address(page))
+}
+
+#[inline]
+fn frame_address(frames: Frames, page: u64) -> PhysAddr {
+    PhysAddr::from_usize(address(frames.frame(page)))
+}
+
+impl Generic {
+    pub(crate) fn new(memory: Memory) -> Generic {
+        Generic(PageTable::new(Tables(memory)).unwrap())
+    }
+}
+
+impl Table for Generic {
+    #[inline]
+    fn map(&mut self, pages: Pages) {
+        for page in pages.iter() {
+            // An error: it is mapped already.
+            let _ = self.0.map(&MapConfig {
+                vaddr: virtual_address(page),
+                paddr: frame_address(Frames::Shifted, page),
+                size: FRAME_BYTES,
+                pte: WRITABLE,
+                allow_huge: false,
+                flush: false,
+            });
+        }
+    }
+
+    fn map_range(&mut self, first: u64, nr_pages: u64, frames: Frames) {
+        let (start, size) = (virtual_address(first), address(nr_pages));
+        match frames {
+            Frames::Shifted | Frames::Aligned => {
+                let config = MapConfig {
+                    vaddr: start,
+                    paddr: frame_address(frames, first),
+                    size,
+                    pte: WRITABLE,
+                    allow_huge: frames == Frames::Aligned,
+                    flush: false,
+                };
+                self.0.map(&config).unwrap();
+            }
+            Frames::ShiftedUnknown => {
+                let frame = |address: VirtAddr| frame_address(frames, (address.as_usize() >> 12) as u64);
+                self.0.map_region(start, frame, size, WRITABLE).unwrap();
+            }
+        }
+    }
+
+    #[inline]
+    fn query(&mut self, start: u64, mask: u64, pages: Pages) -> u64 {
+        let frame = |page: u64| {
+            let (frame, ..) = self.0.query(virtual_address(start + (page & mask))).unwrap();
+            frame.as_usize() as u64 >> 12
+        };
+        pages.iter().map(frame).sum()
+    }
+
+    fn protect(&mut self, pages: Pages) {
+        for page in pages.iter() {
+            self.0.protect_page(virtual_address(page), READ_ONLY).unwrap();
+        }
+    }
+
+    fn protect_range(&mut self, first: u64, nr_pages: u64) {
+        self.0.protect_region(virtual_address(first), address(nr_pages), READ_ONLY).unwrap();
+    }
+
+    #[inline]
+    fn unmap_single(&mut self, page: u64) {
+        // An error: it is unmapped already.
+        if let Ok(plan) = self.0.plan_unmap_page(virtual_address(page)) {
+            self.0.try_unmap_page_with(plan).unwrap();
+        }
+    }
+
+    fn unmap_range(&mut self, first: u64, nr_pages: u64) {
+        self.0.unmap(virtual_address(first), address(nr_pages)).unwrap();
+    }
+
+    #[inline]
+    fn split(&mut self, page: u64) {
+        // An error: it is split already.
+        let _ = self.0.split_huge_page(virtual_address(page));
+    }
+
+    fn look(&mut self, page: u64) -> Option<Leaf> {
+        let (frame, config, size) = self.0.query(virtual_address(page)).ok()?;
+        let frame = frame.as_usize() as u64 >> 12;
+        Some(Leaf { frame, writable: config & READ_WRITE != 0, huge: size > FRAME_BYTES })
+    }
+}

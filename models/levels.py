@@ -1,0 +1,161 @@
+"""Explicit-state check of tables above the lowest: they are unlinked too, while others may hang tables in them.
+
+Three levels, one entry each, for one page: R is the root's entry, ('E', stamp) or ('T', i); U[i] the entry in the upper
+table i: ('E', stamp), ('T', i) or 'F' frozen; V[i] the page's entry in the lowest table i: ('E', stamp) or ('L', frame).
+Invalidators: publish -> stamp -> first pass: down to the page, refine an empty entry that is covered in part (hang a table
+             with the same stamp on it), stamp one that is covered as a whole, zap a leaf -> further passes, a level
+             each: unlink a table for an empty entry with a stamp of its own; from an upper one, freeze its entry and take
+             along what hangs there -> flush, retire -> the host moves the page -> withdraw.
+             'part' covers the page, 'mid' the lowest table, 'whole' the upper table, and 'stay' too, but it leaves tables
+             linked. 'edge' covers the page, and others whose tables it unlinks: its second pass leaves alone what it finds
+             here. 'beside' covers a part of the lowest table, but not the page: faults go on.
+Fault:       look (lowest entry; published ranges, one by one) -> resolve -> walk again, link all that is missing by one
+             exchange, if the entry is empty with the very stamp seen.
+Who meets a frozen entry starts over at the root.
+Wrong: a leaf of a frame that is gone; a leaf in an unlinked table; a table that is linked and retired, or retired twice; a
+table that is neither linked nor retired in the end (leaked); a walk that goes round for ever.
+Run: python3 levels.py [BUG]; each of these breaks it: no-freeze-upper (another may hang a table in the unlinked one, which
+leaks), freeze-early (before the unlinking: walks go round), leave-hung (what was hung there meanwhile is not taken along),
+old-stamp (unlinks with the stamp of the invalidation).
+"""
+from collections import namedtuple
+from explore import BUG, main
+
+Shared = namedtuple('Shared', 'R U V counter published frame retired')
+LAST_PASS = {'part': 1, 'beside': 1, 'stay': 1, 'edge': 2, 'mid': 2, 'whole': 3}
+
+
+def make(kinds):
+    R, U, V = ('E', 0), (), ()
+    if 'full' in kinds: R, U, V = ('T', 0), (('T', 0),), (('L', 0),)
+    if 'tables' in kinds: R, U, V = ('T', 0), (('T', 0),), (('E', 0),)
+    threads = tuple((k, 'R' if k == 'fault' else 'publish', ('look',) if k == 'fault' else ())
+                    for k in kinds if k not in ('full', 'tables'))
+    return Shared(R, U, V, 0, frozenset(), 0, ()), threads
+
+
+def wrong(state):
+    s, threads = state
+    u = s.R[1] if s.R[0] == 'T' else None
+    v = s.U[u][1] if u is not None and s.U[u][0] == 'T' else None
+    if u is not None and s.U[u] == 'F' and BUG != 'freeze-early': return 'frozen entry in a linked table'
+    for i, e in enumerate(s.V):
+        if e[0] == 'L':
+            if i != v: return 'leaf in an unlinked table'
+            if e[1] != s.frame: return 'leaf of a frame that is gone'
+    if len(set(s.retired)) < len(s.retired): return 'table retired twice'
+    if ('U', u) in s.retired or ('V', v) in s.retired: return 'linked table retired'
+    if all(t[1] == 'end' for t in threads):
+        linked = 1 + (v is not None) if u is not None else 0
+        if linked + len(s.retired) != len(s.U) + len(s.V): return 'table leaked'
+
+
+def put(t, i, v):
+    return t[:i] + (v,) + t[i + 1:]
+
+
+def step(state, i):
+    s, threads = state
+    kind, pc, loc = threads[i]
+
+    def go(pc, loc=(), **changes):
+        return s._replace(**changes), threads[:i] + ((kind, pc, loc),) + threads[i + 1:]
+
+    R, U, V = s.R, s.U, s.V
+    if kind == 'fault':                                 # loc: 'look', or ('act', stamp, leaf)
+        if pc in 'RUV':
+            e = R if pc == 'R' else U[loc[-1]] if pc == 'U' else V[loc[-1]]
+            at = loc if pc == 'R' else loc[:-1]
+            if e == 'F': yield go('R', at)
+            elif e[0] == 'T': yield go('U' if pc == 'R' else 'V', at + (e[1],))
+            elif e[0] == 'L': yield go('end')
+            elif at[0] == 'look': yield go('ranges', (e[1], 0))
+            elif e[1] != at[1]: yield go('end')
+            else: yield go('link', (pc, None if pc == 'R' else loc[-1], e, at[2]))
+        elif pc == 'ranges':                            # one by one
+            seen, n = loc
+            while n < len(threads) and threads[n][0] in ('fault', 'beside'): n += 1
+            if n == len(threads): yield go('resolve', (seen,))
+            else: yield go('end') if n in s.published else go('ranges', (seen, n + 1))
+        elif pc == 'resolve': yield go('R', ('act', loc[0], ('L', s.frame)))
+        else:
+            level, table, old, leaf = loc
+            new = ('T', len(V))
+            if level == 'R': yield go('end', **dict(R=('T', len(U)), U=U + (new,), V=V + (leaf,)) if R == old else {})
+            elif level == 'U': yield go('end', **dict(U=put(U, table, new), V=V + (leaf,)) if U[table] == old else {})
+            else: yield go('end', V=put(V, table, leaf) if V[table] == old else V)
+        return
+
+    # loc: stamp, tables to retire, pass, ...
+    if pc == 'publish': yield go('stamp', published=s.published | {i})
+    elif pc == 'stamp': yield go('R', (s.counter + 1, (), 1), counter=s.counter + 1)
+    elif pc in 'RUV':
+        table = None if pc == 'R' else loc[-1]
+        e = R if pc == 'R' else U[table] if pc == 'U' else V[table]
+        stamp, tables, number = loc[:3]
+        covers = kind in ('whole', 'stay') or pc == 'U' and kind == 'mid' or pc == 'V'
+        if e == 'F': yield go('R', loc[:3])
+        elif pc == 'V' and kind == 'beside': yield next_pass(go, kind, loc)
+        elif e[0] == 'E' and e[1] >= stamp: yield next_pass(go, kind, loc)
+        elif e[0] == 'T' and number == {'U': 2, 'R': 3}[pc] and covers:
+            yield go('unlink', (stamp, tables, number, pc, table, e, stamp if BUG == 'old-stamp' else s.counter + 1),
+                     counter=s.counter + 1)
+        elif e[0] == 'T' and pc == 'U' and number == 2: yield next_pass(go, kind, loc)
+        elif e[0] == 'T': yield go('U' if pc == 'R' else 'V', loc[:3] + (e[1],))
+        else: yield go('put' if covers else 'refine', loc[:3] + (pc, table, e))
+    elif pc == 'put':
+        level, table, old = loc[3:]
+        if value(s, level, table) == old: yield next_pass(go, kind, loc, **changed(s, level, table, ('E', loc[0])))
+        else: yield go(level, loc[:3] + (() if table is None else (table,)))
+    elif pc == 'refine':
+        level, table, old = loc[3:]
+        back = go(level, loc[:3] + (() if table is None else (table,)))
+        if value(s, level, table) != old: yield back
+        elif level == 'R': yield go('R', loc[:3], R=('T', len(U)), U=U + (old,))
+        else: yield go('U', loc[:3] + (table,), U=put(U, table, ('T', len(V))), V=V + (old,))
+    elif pc == 'unlink':
+        stamp, tables, number, level, table, old, fresh = loc
+        if BUG == 'freeze-early' and level == 'R' and R == old and U[old[1]] != 'F':
+            below = U[old[1]]
+            more = (('V', below[1]),) if below[0] == 'T' else ()
+            yield go('unlink', (stamp, tables + more) + loc[2:], U=put(U, old[1], 'F'))
+        elif value(s, level, table) != old: yield go(level, loc[:3] + (() if table is None else (table,)))
+        elif level == 'U':
+            yield next_pass(go, kind, (stamp, tables + (('V', old[1]),), number), U=put(U, table, ('E', fresh)))
+        else: yield go('take-over', (stamp, tables + (('U', old[1]),), number, old[1]), R=('E', fresh))
+    elif pc == 'take-over':
+        stamp, tables, number, table = loc
+        below = U[table]
+        more = (('V', below[1]),) if below[0] == 'T' and BUG != 'leave-hung' else ()
+        yield next_pass(go, kind, (stamp, tables + more, number), U=U if BUG == 'no-freeze-upper' else put(U, table, 'F'))
+    elif pc == 'retire': yield go('host', retired=s.retired + loc[1])
+    elif pc == 'host': yield go('withdraw', frame=s.frame if kind == 'beside' else s.frame + 1)
+    elif pc == 'withdraw': yield go('end', published=s.published - {i})
+
+
+def value(s, level, table):
+    return s.R if level == 'R' else s.U[table] if level == 'U' else s.V[table]
+
+
+def changed(s, level, table, new):
+    """What changes when `new` is put in the entry of a level."""
+    if level == 'R': return {'R': new}
+    return {'U': put(s.U, table, new)} if level == 'U' else {'V': put(s.V, table, new)}
+
+
+def next_pass(go, kind, loc, **changes):
+    """Where an invalidator goes on when it has done what there is in a pass."""
+    stamp, tables, number = loc[:3]
+    if number == LAST_PASS[kind]: return go('retire', (stamp, tables), **changes)
+    return go('R', (stamp, tables, number + 1), **changes)
+
+
+CONFIGURATIONS = '''
+fault+part fault+whole fault+mid full+whole+part full+whole+mid full+whole+beside full+whole+whole
+fault+part+whole fault+mid+part full+fault+part+whole full+fault+whole+beside full+fault+mid+whole full+fault+part+mid
+full+fault+whole+stay tables+fault+part+whole tables+fault+part+mid tables+fault+mid+whole
+fault+edge+mid tables+fault+edge+mid tables+fault+edge+whole full+whole+edge
+full+whole+mid+part'''
+
+if __name__ == "__main__":
+    main([tuple(c.split('+')) for c in CONFIGURATIONS.split()], make, step, wrong)
