@@ -229,7 +229,8 @@ impl<H: Host, F: Format> Vm<H, F> {
 
     /// Takes the guest frames of `range` away from the guest until the answer is dropped: the host is going to give the
     /// pages other frames, to free them, or to forbid writing them. It need not know which of them are mapped, nor in
-    /// which slots, if any. What KVM's MMU notifier does from `invalidate_range_start` to `invalidate_range_end`.
+    /// which slots, if any; but it must name every guest frame that has the page, and if a slot is being moved, both places
+    /// that the page may have. What KVM's MMU notifier does from `invalidate_range_start` to `invalidate_range_end`.
     ///
     /// When this returns, no CPU uses a frame of the range any more, and [`Host::leaf_zapped`] was told what the guest did
     /// through each leaf. Faults inside the range make the guest try again, those outside do not notice. Any number of

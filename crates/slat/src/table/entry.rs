@@ -16,8 +16,9 @@
 //! | leaf -> tracked, same frame | age, where there is no A bit | compare-and-exchange; W is dropped, D is kept |
 //! | tracked -> leaf, same frame | fault | compare-and-exchange |
 //! | leaf, tracked -> table | split | compare-and-exchange; permissions, A and D are copied exactly, so no flush is owed |
-//! | leaf, tracked, table -> empty | zap | compare-and-exchange from the value read; a table: then its entries are frozen, level by level |
-//! | any -> frozen | who unlinked the table | exchange |
+//! | leaf, tracked -> empty | zap; a fault that replaces a read-only leaf | compare-and-exchange from the value read, which the zap has reported to the host |
+//! | table -> empty | zap | compare-and-exchange from the value read, with a stamp of its own, once all entries below are empty; then those on which a table could still be hung are frozen |
+//! | empty, table -> frozen | who unlinked the table | exchange |
 //! | leaf A -> leaf B, another frame | nobody | the range is taken away first |
 //!
 //! Whoever meets a frozen entry starts over at the root. Hardware may set A and D of a linked leaf at any time; that is

@@ -11,8 +11,8 @@
 //! the reclaimer misses the announcement, the section sees the unlinking. Sections are many and reclaims are few: where
 //! the host can make a barrier on all CPUs at once, the reclaimer makes it for both sides, and a section pays nothing.
 //!
-//! Retired tables need no memory of their own: their entries are frozen, and a frozen entry has room for a payload. The
-//! first carries the link to the next table of the list, the second the tag.
+//! Retired tables need no memory of their own: their entries are empty or frozen, nobody makes anything else of them, and
+//! a frozen entry has room for a payload. The first carries the link to the next table of the list, the second the tag.
 //!
 //! A section is short: no flush, no allocation, no resolve, no yield inside. What must outlive a section while the host
 //! resolves a page (the slot's backing) is protected by [`Record::resolving`] instead.
@@ -283,7 +283,7 @@ impl Epochs {
         self.records().any(|record| record.resolving.load(Ordering::Acquire) == slot.as_ptr().cast())
     }
 
-    /// Takes over a chain of unlinked, frozen, flushed tables.
+    /// Takes over a chain of unlinked, emptied, flushed tables.
     pub(crate) fn retire_tables<H: Host>(&self, host: &H, chain: TableChain) {
         let Some((first, last)) = chain.ends else { return };
         // Before the tables are on the list, so that it never counts one that is not here yet as freed.
@@ -393,14 +393,14 @@ impl OwnedRecord {
     }
 }
 
-/// The first entries of a table that is unlinked and frozen, which hold the links of the lists here.
+/// The first entries of a table that is unlinked and has no leaf, which hold the links of the lists here.
 fn chain_cells<'a, H: Host>(host: &H, table: Hpa) -> &'a [AtomicU64] {
     // SAFETY: a table of a chain is allocated until `reclaim_tables` frees it, which does not touch it afterwards; every
     // table has at least two entries (`frames`).
     unsafe { frames::entries(host, table, 2) }
 }
 
-/// Tables that were unlinked and frozen, linked through their first entries. Belongs to one thread.
+/// Tables that were unlinked and emptied, linked through their first entries. Belongs to one thread.
 pub(crate) struct TableChain {
     ends: Option<(Hpa, Hpa)>,
     len: u64,
@@ -415,7 +415,7 @@ impl TableChain {
         self.len
     }
 
-    /// Adds a table all of whose entries are frozen.
+    /// Adds a table whose entries are all empty or frozen.
     pub(crate) fn push<H: Host>(&mut self, host: &H, table: Hpa) {
         let cells = chain_cells(host, table);
         self.len += 1;

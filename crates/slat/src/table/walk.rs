@@ -1,10 +1,10 @@
 //! The cursor: where a walk stands in the tree. It goes down to the lowest entry for a frame, and onwards to the next.
 //!
 //! It remembers the table that it is in, so that the next frame of the same table costs one index; the way to any other
-//! begins at the root. The table may have been unlinked meanwhile; its entries are then frozen sooner or later, and who
-//! meets a frozen entry starts over at the root ([`Cursor::restart`]). Until then a change in such a table is lost with
-//! it, which is why an operation whose "there is nothing to do here" must be up to date walks from the root after its
-//! fence (see `dirty/log.rs`). A cursor lives inside one section.
+//! begins at the root. The table may have been unlinked meanwhile; its entries are then empty, with stamps that nobody
+//! installs on, or frozen, and who meets a frozen entry starts over at the root ([`Cursor::restart`]). A change in such a
+//! table is lost with it, which is why an operation whose "there is nothing to do here" must be up to date walks from the
+//! root after its fence (see `dirty/log.rs`). A cursor lives inside one section.
 //!
 //! A fault makes two of them, so all of it must fit into registers: no array of the tables on the way.
 
