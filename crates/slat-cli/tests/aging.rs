@@ -1,32 +1,12 @@
 //! `slat aging` as its user sees it: exit codes, one clear line for each mistake, the lines of KVM's test, the JSON.
 #![allow(missing_docs)]
 
+mod common;
+
 use std::path::PathBuf;
-use std::process::{Command, Output};
 
+use common::{assert_ok, assert_refused};
 use serde_json::Value;
-
-fn slat(args: &str) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_slat")).args(args.split_whitespace()).output().unwrap()
-}
-
-/// Runs with `args`; expects exit code `code` and one line that has `what`.
-#[track_caller]
-fn assert_refused(args: &str, code: i32, what: &str) {
-    let output = slat(args);
-    let message = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(code), "slat {args}: {message}");
-    assert!(message.contains(what), "slat {args}: {message}");
-    assert_eq!(message.lines().count(), 1, "slat {args}: {message}");
-    assert!(output.stdout.is_empty(), "slat {args}");
-}
-
-#[track_caller]
-fn assert_ok(args: &str) -> String {
-    let output = slat(args);
-    assert_eq!(output.status.code(), Some(0), "slat {args}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
-}
 
 #[test]
 fn mistakes_are_one_line() {

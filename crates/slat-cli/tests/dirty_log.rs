@@ -2,36 +2,12 @@
 //! oracle over shapes of machines.
 #![allow(missing_docs)]
 
+mod common;
+
 use std::path::PathBuf;
-use std::process::{Command, Output};
 
+use common::{assert_ok, assert_refused};
 use serde_json::Value;
-
-fn slat(args: &str) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_slat")).args(args.split_whitespace()).output().unwrap()
-}
-
-fn stderr(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
-#[track_caller]
-fn assert_ok(args: &str) -> String {
-    let output = slat(args);
-    assert_eq!(output.status.code(), Some(0), "slat {args}: {}", stderr(&output));
-    String::from_utf8(output.stdout).unwrap()
-}
-
-/// Runs with `args`; expects exit code `code` and one line that has `what`.
-#[track_caller]
-fn assert_refused(args: &str, code: i32, what: &str) {
-    let output = slat(args);
-    let message = stderr(&output);
-    assert_eq!(output.status.code(), Some(code), "slat {args}: {message}");
-    assert!(message.contains(what), "slat {args}: {message}");
-    assert_eq!(message.lines().count(), 1, "slat {args}: {message}");
-    assert!(output.stdout.is_empty(), "slat {args}");
-}
 
 #[test]
 fn bad_usage_exits_with_2() {

@@ -1,23 +1,14 @@
 //! `slat memslots` as its user sees it: exit codes, one clear line for each mistake, the lines of KVM's test, the JSON.
 #![allow(missing_docs)]
 
-use std::path::PathBuf;
-use std::process::{Command, Output};
+mod common;
 
+use std::path::PathBuf;
+
+use common::{assert_ok, slat};
 use serde_json::Value;
 
 const TESTS: [&str; 6] = ["map", "unmap", "unmap chunked", "move active area", "move inactive area", "RW"];
-
-fn slat(args: &str) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_slat")).args(args.split_whitespace()).output().unwrap()
-}
-
-#[track_caller]
-fn assert_ok(args: &str) -> String {
-    let output = slat(args);
-    assert_eq!(output.status.code(), Some(0), "slat {args}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
-}
 
 #[test]
 fn bad_usage_exits_with_2() {

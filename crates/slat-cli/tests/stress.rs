@@ -1,15 +1,13 @@
 //! `slat stress` as its user sees it: exit codes, what it prints and writes, and that it ends in time.
 #![allow(missing_docs)]
 
+mod common;
+
 use std::path::PathBuf;
-use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
+use common::slat;
 use serde_json::Value;
-
-fn slat(args: &str) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_slat")).args(args.split_whitespace()).output().unwrap()
-}
 
 /// Runs with `args`; expects success within a generous time, and returns what was printed.
 #[track_caller]

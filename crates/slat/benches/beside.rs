@@ -31,6 +31,9 @@
 #[path = "fault/arena.rs"]
 mod arena;
 #[cfg(not(any(loom, shuttle)))]
+#[path = "fault/bench_host.rs"]
+mod bench_host;
+#[cfg(not(any(loom, shuttle)))]
 #[path = "beside/cost.rs"]
 mod cost;
 #[cfg(not(any(loom, shuttle)))]

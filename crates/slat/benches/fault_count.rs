@@ -12,6 +12,9 @@
 #[path = "fault/arena.rs"]
 mod arena;
 #[cfg(not(any(loom, shuttle)))]
+#[path = "fault/bench_host.rs"]
+mod bench_host;
+#[cfg(not(any(loom, shuttle)))]
 #[path = "../tests/support/futex_park.rs"]
 mod futex_park;
 #[cfg(not(any(loom, shuttle)))]

@@ -14,6 +14,9 @@
 #[path = "fault/arena.rs"]
 mod arena;
 #[cfg(not(any(loom, shuttle)))]
+#[path = "fault/bench_host.rs"]
+mod bench_host;
+#[cfg(not(any(loom, shuttle)))]
 #[path = "fault/cpus.rs"]
 mod cpus;
 #[cfg(not(any(loom, shuttle)))]
@@ -26,6 +29,7 @@ mod host;
 #[path = "../tests/support/membarrier.rs"]
 mod membarrier;
 
+#[cfg(not(any(loom, shuttle)))]
 #[path = "fault/peer.rs"]
 mod peer;
 #[cfg(not(any(loom, shuttle)))]

@@ -17,6 +17,12 @@ mod aarch64;
 #[path = "fault/arena.rs"]
 mod arena;
 #[cfg(not(any(loom, shuttle)))]
+#[path = "fault/bench_host.rs"]
+mod bench_host;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "fault/cpus.rs"]
+mod cpus;
+#[cfg(not(any(loom, shuttle)))]
 #[path = "peers/engine.rs"]
 mod engine;
 #[cfg(not(any(loom, shuttle)))]

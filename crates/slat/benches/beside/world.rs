@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use slat::{Gfn, GfnRange, Gpa, Invalidation, Locking, MemoryRegion, MemoryRegionFlags, Npt, Vm};
 
 use super::arena::{FRAME_BYTES, Memory};
-use super::host::{self, BenchHost};
+use super::host::{self, FaultHost, FirstFrame};
 
-pub(crate) type BenchVm = Vm<BenchHost, Npt>;
+pub(crate) type BenchVm = Vm<FaultHost, Npt>;
 
 /// Pages in 1 GiB.
 pub(crate) const GIB: u64 = 1 << 18;
@@ -22,12 +22,12 @@ const FIRST_FRAME: u64 = 1 << 28;
 pub(crate) fn new_vm(memory: Memory, locking: Locking, nr_pages: u64) -> Arc<BenchVm> {
     let vm = host::new_vm(memory, locking, nr_pages);
     if nr_pages <= VCPU_MEMORY {
-        set_slot(&vm, 1, VCPU_MEMORY, VCPU_MEMORY_PAGES, MemoryRegionFlags::empty(), Some(FIRST_FRAME));
+        set_slot(&vm, 1, VCPU_MEMORY, VCPU_MEMORY_PAGES, MemoryRegionFlags::empty(), Some(FirstFrame(FIRST_FRAME)));
     }
     vm
 }
 
-fn set_slot(vm: &BenchVm, slot: u32, first: u64, nr_pages: u64, flags: MemoryRegionFlags, backing: Option<u64>) {
+fn set_slot(vm: &BenchVm, slot: u32, first: u64, nr_pages: u64, flags: MemoryRegionFlags, backing: Option<FirstFrame>) {
     let memory_size = nr_pages * FRAME_BYTES as u64;
     let region = MemoryRegion { slot, flags, guest_phys_addr: Gpa(first * FRAME_BYTES as u64), memory_size, backing };
     vm.set_user_memory_region(region).unwrap();
@@ -41,7 +41,7 @@ pub(crate) fn cease_to_log(vm: &BenchVm, nr_pages: u64) {
 /// Deletes slot 0 and creates it with `flags`: what KVM asks of who changes whether it is read-only.
 pub(crate) fn create_anew(vm: &BenchVm, nr_pages: u64, flags: MemoryRegionFlags) {
     set_slot(vm, 0, 0, 0, MemoryRegionFlags::empty(), None);
-    set_slot(vm, 0, 0, nr_pages, flags, Some(FIRST_FRAME));
+    set_slot(vm, 0, 0, nr_pages, flags, Some(FirstFrame(FIRST_FRAME)));
 }
 
 pub(crate) fn invalidate(vm: &BenchVm, first: u64, nr_pages: u64) -> Invalidation<'_> {

@@ -7,7 +7,7 @@ use slat::{Ept, Format, Locking, Npt, Stats, Vm};
 
 use super::arena::Memory;
 use super::futex_park::FutexPark;
-use super::host::{self, BenchHost};
+use super::host::{self, FaultHost};
 use super::peer::{Peer, Remap};
 use super::run::{self, Shape, Subject, Times};
 
@@ -38,14 +38,14 @@ pub(crate) struct Measured {
     pub(crate) stats: Stats,
 }
 
-impl<F: Format> Subject for Arc<Vm<BenchHost, F>> {
+impl<F: Format> Subject for Arc<Vm<FaultHost, F>> {
     fn cpu(&self) -> impl FnMut(u64) {
         let mut vcpu = self.create_vcpu().unwrap();
         move |page| host::write_fault(&mut vcpu, page)
     }
 }
 
-struct InMutex(Arc<Vm<BenchHost, Npt>>, Mutex<()>);
+struct InMutex(Arc<Vm<FaultHost, Npt>>, Mutex<()>);
 
 impl Subject for InMutex {
     fn cpu(&self) -> impl FnMut(u64) {
@@ -57,7 +57,7 @@ impl Subject for InMutex {
     }
 }
 
-struct InRwLock(Arc<Vm<BenchHost, Npt>>, RwLock<()>);
+struct InRwLock(Arc<Vm<FaultHost, Npt>>, RwLock<()>);
 
 impl Subject for InRwLock {
     fn cpu(&self) -> impl FnMut(u64) {
@@ -69,7 +69,7 @@ impl Subject for InRwLock {
     }
 }
 
-struct InOwnLock(Arc<Vm<BenchHost, Npt>>, Lock);
+struct InOwnLock(Arc<Vm<FaultHost, Npt>>, Lock);
 
 impl Subject for InOwnLock {
     fn cpu(&self) -> impl FnMut(u64) {
@@ -124,12 +124,12 @@ pub(crate) fn measure(memory: Memory, kind: Kind, shape: Shape) -> Measured {
     measured
 }
 
-fn installs<F: Format>(vm: &Arc<Vm<BenchHost, F>>, shape: Shape) -> Measured {
+fn installs<F: Format>(vm: &Arc<Vm<FaultHost, F>>, shape: Shape) -> Measured {
     let times = run::run(vm, shape);
     Measured { times, stats: vm.stats() }
 }
 
-fn gives_write_back(vm: &Arc<Vm<BenchHost, Npt>>, shape: Shape) -> Measured {
+fn gives_write_back(vm: &Arc<Vm<FaultHost, Npt>>, shape: Shape) -> Measured {
     let mut fault = vm.cpu();
     for index in 0..shape.nr_pages() {
         fault(shape.page(index));

@@ -2,90 +2,35 @@
 //! a mapping is a fault that is served before it happens, a protection begins a dirty log or takes it, an unmapping is an
 //! invalidation that faults respect until it is over, and a split is a guest's write.
 
-#![expect(unsafe_code, reason = "implements the host's contract over the arena")]
-
-use std::alloc::Layout;
 use std::array;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
-use std::time::Instant;
 
 use slat::{
-    Access, Config, Gfn, GfnRange, Gone, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Npt, Outcome, PageSize, Park,
-    Pfn, Resolved, Vcpu, Vm,
+    Access, Config, Gfn, GfnRange, Gpa, MemoryRegion, MemoryRegionFlags, Npt, Outcome, PageSize, Pfn, Resolved, Vcpu,
+    Vm,
 };
 
-use super::arena::{FRAME_BYTES, Memory};
-use super::futex_park::FutexPark;
-use super::membarrier;
+use super::arena::Memory;
+use super::bench_host::{Answer, BenchHost};
 use super::operation::{BATCH, Frames, Job, Leaf, Operation, PART_PAGES, Pages, Shared, Table, address};
 
-pub(crate) struct BenchHost {
-    memory: Memory,
-    start: Instant,
-}
-
-impl Park for BenchHost {
-    fn park(&self, word: &AtomicU32, expected: u32) {
-        FutexPark.park(word, expected);
-    }
-
-    fn unpark_one(&self, word: *const AtomicU32) -> bool {
-        FutexPark.unpark_one(word)
-    }
-
-    fn unpark_all(&self, word: *const AtomicU32) {
-        FutexPark.unpark_all(word);
-    }
-}
-
-// SAFETY: the arena hands a frame out once and keeps it mapped for ever; no CPU walks the tables, so there is nothing to
-// flush; a page's frame is a fixed number.
-unsafe impl Host for BenchHost {
-    type Backing = Frames;
-
-    fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
-        assert!(layout.size() <= FRAME_BYTES);
-        self.memory.allocate().map(|frame| Hpa(frame as u64))
-    }
-
-    unsafe fn free_table(&self, table: Hpa, _layout: Layout) {
-        self.memory.free(table.0 as usize);
-    }
-
+impl Answer for Frames {
     #[inline]
-    fn table_ptr(&self, table: Hpa) -> *mut u8 {
-        self.memory.pointer(table.0 as usize)
-    }
-
-    #[inline]
-    fn resolve(&self, frames: &Frames, gfn: Gfn, _page: u64, _access: Access) -> Result<Resolved, Gone> {
-        let max_size = if *frames == Frames::ShiftedUnknown { PageSize::Size4K } else { PageSize::Size2M };
-        Ok(Resolved { pfn: Pfn(frames.frame(gfn.0)), max_size, writable: true })
-    }
-
-    fn flush(&self, _ranges: &[GfnRange]) {}
-
-    fn has_barrier_on_all_cpus(&self) -> bool {
-        membarrier::is_available()
-    }
-
-    fn barrier_on_all_cpus(&self) {
-        membarrier::on_all_cpus();
-    }
-
-    fn timestamp_ns(&self) -> u64 {
-        self.start.elapsed().as_nanos() as u64
+    fn resolved(&self, gfn: Gfn, _page: u64) -> Resolved {
+        let max_size = if *self == Frames::ShiftedUnknown { PageSize::Size4K } else { PageSize::Size2M };
+        Resolved { pfn: Pfn(self.frame(gfn.0)), max_size, writable: true }
     }
 }
+
+type PeerHost = BenchHost<Frames>;
 
 /// A VM with a slot for each part of the memory.
 pub(crate) struct Engine {
-    vm: Arc<Vm<BenchHost, Npt>>,
+    vm: Arc<Vm<PeerHost, Npt>>,
     job: Job,
 }
 
-fn set_slot(vm: &Vm<BenchHost, Npt>, part: u64, nr_pages: u64, flags: MemoryRegionFlags, backing: Option<Frames>) {
+fn set_slot(vm: &Vm<PeerHost, Npt>, part: u64, nr_pages: u64, flags: MemoryRegionFlags, backing: Option<Frames>) {
     let (guest_phys_addr, memory_size) = (Gpa(address(part * PART_PAGES) as u64), address(nr_pages) as u64);
     vm.set_user_memory_region(MemoryRegion { slot: part as u32, flags, guest_phys_addr, memory_size, backing })
         .unwrap();
@@ -93,7 +38,7 @@ fn set_slot(vm: &Vm<BenchHost, Npt>, part: u64, nr_pages: u64, flags: MemoryRegi
 
 impl Engine {
     pub(crate) fn new(memory: Memory, job: Job) -> Engine {
-        let vm = Arc::new(Vm::new(BenchHost { memory, start: Instant::now() }, Config::default()).unwrap());
+        let vm = Arc::new(Vm::new(BenchHost::new(memory), Config::default()).unwrap());
         for part in 0..job.nr_parts() {
             // Pages that are mapped for writing then are dirty: there is something to take and to protect.
             let logs = job.operation == Operation::ProtectPages;
@@ -143,7 +88,7 @@ impl Shared for Engine {
 
 /// One vCPU, and what its thread does with the VM.
 pub(crate) struct Hands {
-    vcpu: Vcpu<BenchHost, Npt>,
+    vcpu: Vcpu<PeerHost, Npt>,
     bitmap: Vec<u64>,
 }
 

@@ -1,0 +1,32 @@
+//! Running the command as its user does.
+#![allow(dead_code, reason = "each test binary uses a part")]
+#![allow(missing_docs)]
+
+use std::process::{Command, Output};
+
+pub fn slat(args: &str) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_slat")).args(args.split_whitespace()).output().unwrap()
+}
+
+pub fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Runs with `args`; expects exit code 0, and returns what was printed.
+#[track_caller]
+pub fn assert_ok(args: &str) -> String {
+    let output = slat(args);
+    assert_eq!(output.status.code(), Some(0), "slat {args}: {}", stderr(&output));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Runs with `args`; expects exit code `code` and one line that has `what`.
+#[track_caller]
+pub fn assert_refused(args: &str, code: i32, what: &str) {
+    let output = slat(args);
+    let message = stderr(&output);
+    assert_eq!(output.status.code(), Some(code), "slat {args}: {message}");
+    assert!(message.contains(what), "slat {args}: {message}");
+    assert_eq!(message.lines().count(), 1, "slat {args}: {message}");
+    assert!(output.stdout.is_empty(), "slat {args}");
+}

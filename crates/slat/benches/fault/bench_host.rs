@@ -1,0 +1,86 @@
+//! The host of the benches: as little as there can be, so that the engine is what is measured.
+
+#![expect(unsafe_code, reason = "implements the host's contract over the arena")]
+
+use std::alloc::Layout;
+use std::marker::PhantomData;
+use std::sync::atomic::AtomicU32;
+use std::time::Instant;
+
+use slat::{Access, Gfn, GfnRange, Gone, Host, Hpa, Park, Resolved};
+
+use super::arena::{FRAME_BYTES, Memory};
+use super::futex_park::FutexPark;
+use super::membarrier;
+
+/// What a slot of a bench is backed by.
+pub(crate) trait Answer: Send + Sync {
+    /// The frame of guest frame `gfn`, which is page number `page` of the slot.
+    fn resolved(&self, gfn: Gfn, page: u64) -> Resolved;
+}
+
+/// Tables come from the arena, frames from `B`, and there are no CPUs.
+pub(crate) struct BenchHost<B> {
+    memory: Memory,
+    start: Instant,
+    backing: PhantomData<fn() -> B>,
+}
+
+impl<B> BenchHost<B> {
+    pub(crate) fn new(memory: Memory) -> BenchHost<B> {
+        BenchHost { memory, start: Instant::now(), backing: PhantomData }
+    }
+}
+
+impl<B> Park for BenchHost<B> {
+    fn park(&self, word: &AtomicU32, expected: u32) {
+        FutexPark.park(word, expected);
+    }
+
+    fn unpark_one(&self, word: *const AtomicU32) -> bool {
+        FutexPark.unpark_one(word)
+    }
+
+    fn unpark_all(&self, word: *const AtomicU32) {
+        FutexPark.unpark_all(word);
+    }
+}
+
+// SAFETY: the arena hands a frame out once and keeps it mapped for ever; no CPU walks the tables, so there is nothing to
+// flush; a page's frame is a fixed number.
+unsafe impl<B: Answer> Host for BenchHost<B> {
+    type Backing = B;
+
+    fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
+        assert!(layout.size() <= FRAME_BYTES);
+        self.memory.allocate().map(|frame| Hpa(frame as u64))
+    }
+
+    unsafe fn free_table(&self, table: Hpa, _layout: Layout) {
+        self.memory.free(table.0 as usize);
+    }
+
+    #[inline]
+    fn table_ptr(&self, table: Hpa) -> *mut u8 {
+        self.memory.pointer(table.0 as usize)
+    }
+
+    #[inline]
+    fn resolve(&self, backing: &B, gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Gone> {
+        Ok(backing.resolved(gfn, page))
+    }
+
+    fn flush(&self, _ranges: &[GfnRange]) {}
+
+    fn has_barrier_on_all_cpus(&self) -> bool {
+        membarrier::is_available()
+    }
+
+    fn barrier_on_all_cpus(&self) {
+        membarrier::on_all_cpus();
+    }
+
+    fn timestamp_ns(&self) -> u64 {
+        self.start.elapsed().as_nanos() as u64
+    }
+}
