@@ -145,8 +145,8 @@ pub enum Error {
         /// The address of the fault.
         gpa: Gpa,
     },
-    /// [`Host::resolve`](crate::Host::resolve) broke its contract: a frame beyond the format's bits, or one that may
-    /// not be written for a write.
+    /// [`Host::resolve`](crate::Host::resolve) broke its contract: a frame beyond the format's bits, one that may
+    /// not be written for a write, or another frame than before without an invalidation.
     #[error("the host resolved {gpa} to a frame that cannot be used")]
     BadResolve {
         /// The address of the fault.

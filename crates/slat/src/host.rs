@@ -22,8 +22,8 @@ pub struct Resolved {
     /// the slot's ends, alignment or dirty logging ask for it.
     pub max_size: PageSize,
     /// Whether the guest may write the frame. Must be `true` if the access was a write. A read may be answered with
-    /// `false`: the first write then asks again. It may be answered with another frame (a copy); the page is taken away and
-    /// flushed then before that is mapped.
+    /// `false`: the first write then asks again. A host that copies on write invalidates the page before it answers that with
+    /// another frame (see [`resolve`](Host::resolve)).
     pub writable: bool,
 }
 
@@ -57,8 +57,7 @@ pub struct Gone;
 /// - [`barrier_on_all_cpus`](Host::barrier_on_all_cpus) is one, if
 ///   [`has_barrier_on_all_cpus`](Host::has_barrier_on_all_cpus) says so.
 /// - what [`resolve`](Host::resolve) answered stays true until the host invalidates the page
-///   ([`Vm::invalidate_range`](crate::Vm::invalidate_range)), or the backing is dropped. (A frame that may not be written
-///   may be replaced by a copy when the page is written, if nobody changes it.)
+///   ([`Vm::invalidate_range`](crate::Vm::invalidate_range)), or the backing is dropped.
 /// - no method unwinds.
 pub unsafe trait Host: Park + Send + Sync {
     /// What a slot's memory comes from: the engine keeps it with the slot, passes it to [`resolve`](Host::resolve) and
@@ -66,8 +65,9 @@ pub unsafe trait Host: Park + Send + Sync {
     type Backing: Send + Sync;
 
     /// Allocates host-physical memory for a table of `layout` (size and alignment in bytes, both powers of two).
-    /// The contents do not matter. `None`: there is no memory; the operation then fails with
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) and has changed nothing. May block.
+    /// The contents do not matter. `None`: there is no memory; a fault then fails with
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) and has changed nothing, an invalidation takes more away than it
+    /// was asked to. May block.
     fn allocate_table(&self, layout: Layout) -> Option<Hpa>;
 
     /// Takes back a table that [`allocate_table`](Host::allocate_table) gave out. No CPU walks it any more.

@@ -16,7 +16,7 @@ mod prefault;
 
 use alloc::sync::Arc;
 
-use crate::addr::{Access, Gfn, GfnRange, Gpa, Level};
+use crate::addr::{Access, Gfn, GfnRange, Gpa, Level, Pfn};
 use crate::dirty::log;
 use crate::error::Error;
 use crate::format::{Entry, Format};
@@ -36,7 +36,7 @@ use crate::vm::Vm;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Outcome {
-    /// Run the guest again: the fault is fixed, or was spurious.
+    /// Run the guest again: the fault is fixed, or was spurious, or the page is being taken away at this moment.
     Resume,
     /// User space must act before the guest can go on.
     Exit(Exit),
@@ -291,6 +291,9 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 Plan::Install(plan) => {
                     let resolved = self.resolve(&plan)?;
                     let leaf = plan.leaf::<F>(self.gfn, self.access, resolved)?;
+                    if self.is_another_frame(&plan, &leaf) {
+                        return Err(Error::BadResolve { gpa: self.gpa });
+                    }
                     self.top_up(usize::from(plan.level.0 - leaf.level.0))?;
                     self.install(&plan, leaf).map(|()| Step::Done)
                 }
@@ -433,11 +436,11 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// is gone: if this fault's stamp is the only one since the look, nobody has. If somebody has taken a stamp, wherever,
     /// the entry is left empty, and the fault asks again. Who takes one later finds what is installed here, and zaps it.
     ///
-    /// If the frame is the same, no flush is owed: it may be used until an invalidation, which flushes; and a CPU that has
+    /// No flush is owed: the frame is the same, and CPUs may use it until an invalidation, which flushes; and one that has
     /// the leaf cached faults on the write and walks anew (Intel SDM vol. 3C, "Operations that Invalidate Cached Mappings":
-    /// an EPT violation drops the translation that caused it; so it is wherever a right is given). If the host has made a
-    /// copy, the old frame is flushed before the fault asks for the new one. There is nothing to tell the host: through
-    /// such a leaf nothing was written, and the page is in use.
+    /// an EPT violation drops the translation that caused it; so it is wherever a right is given). There is nothing to tell
+    /// the host: through such a leaf nothing was written, and the page is in use. A huge leaf of which the host gives a part
+    /// is split before, so that its other pages stay.
     #[cold]
     fn install_instead(
         &mut self,
@@ -450,23 +453,45 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let locked = tree.enter(self.record, Side::Read);
         let section = &locked.section;
         let mut cursor = Cursor::new(tree, section, self.gfn);
-        if cursor.descend_to_lowest().0 != value || cursor.level() > plan.level || cursor.level() < leaf.level {
+        let (found, _) = cursor.descend_to_lowest();
+        let level = cursor.level();
+        if found != value || level > plan.level || level < leaf.level {
             return Err(Changed);
         }
-        let old = entry::frame::<F>(value, cursor.level()).0 + (self.gfn.0 & (cursor.level().nr_pages() - 1));
+        if level > leaf.level {
+            install::split(&cursor, &tree.host, self.tables, value)?;
+            self.count(Counter::Splits);
+            return Err(Changed);
+        }
+        if self.frame_in(value, level) != leaf.pfn {
+            return Err(Changed);
+        }
         let stamp = tree.next_stamp();
         let empty = install::take_away(&cursor, value, stamp)?;
-        if old != leaf.pfn.0 {
-            let block = cursor.block();
-            drop(locked);
-            tree.flush(self.record, &[block]);
-            return Err(Changed);
-        }
         if tree.current_stamp().follows(seen) {
             self.install_at(&cursor, section, empty, stamp, leaf)
         } else {
             Err(Changed)
         }
+    }
+
+    /// The frame of this fault's page in the leaf `leaf` of `level`.
+    fn frame_in(&self, leaf: Entry, level: Level) -> Pfn {
+        Pfn(entry::frame::<F>(leaf, level).0 + (self.gfn.0 & (level.nr_pages() - 1)))
+    }
+
+    /// Whether the host has given a page that is mapped read-only another frame, and not invalidated it: then the leaf is
+    /// still there, and nobody has taken a stamp since the look.
+    #[inline]
+    fn is_another_frame(&self, plan: &InstallPlan<'_, H::Backing>, leaf: &NewLeaf) -> bool {
+        let Found::ReadOnly(value, seen) = plan.found else { return false };
+        if self.frame_in(value, plan.level) == leaf.pfn {
+            return false;
+        }
+        let tree = &self.vm.tree;
+        let section = tree.epochs.enter(self.record);
+        let mut cursor = Cursor::new(tree, &section, self.gfn);
+        cursor.descend_to_lowest().0 == value && tree.current_stamp() == seen
     }
 
     /// Installs `leaf` in the entry at the cursor, which is `value`, empty with `stamp`.

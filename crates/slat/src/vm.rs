@@ -307,8 +307,10 @@ impl<H: Host, F: Format> Vm<H, F> {
         if range.is_empty() {
             return Err(Error::EmptyRange { start: range.start, end: range.end });
         }
-        if !self.tree.whole().covers(range) {
-            return Err(Error::AddressTooHigh { gpa: range.start.gpa(), gpa_bits: F::GPA_BITS });
+        let whole = self.tree.whole();
+        if !whole.covers(range) {
+            let beyond = if whole.contains(range.start) { whole.end } else { range.start };
+            return Err(Error::AddressTooHigh { gpa: beyond.gpa(), gpa_bits: F::GPA_BITS });
         }
         Ok(())
     }

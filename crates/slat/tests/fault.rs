@@ -120,7 +120,7 @@ fn copy_on_write<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     assert_eq!((vm.host().resolves.load(Ordering::SeqCst), vm.host().nr_flushes()), (2, 0));
 }
 
-each!(a_copy_that_is_made_for_a_write_is_mapped_after_a_flush, copied);
+each!(a_copy_without_an_invalidation_is_refused, copied);
 fn copied<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     let memory = region(0, 0, MIB, 0x100, PageSize::Size4K);
     let backing = memory.backing.clone().unwrap();
@@ -128,12 +128,41 @@ fn copied<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     vm.set_user_memory_region(memory).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Read), Ok(Outcome::Resume));
-    assert_eq!(translate(&vm, Gpa(0x3000)).unwrap().pfn, Pfn(0x103));
-    backing.frames.write().unwrap().insert(3, Frame { pfn: 0x777, writes: Writes::Allowed });
+    let frame = Frame { pfn: 0x777, writes: Writes::Allowed };
+    backing.frames.write().unwrap().insert(3, frame);
+    let refused = Err(Error::BadResolve { gpa: Gpa(0x3000) });
+    assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Write), refused);
+    assert_eq!(vcpu.pre_fault_memory(Gpa(0x3000), 4096, Access::Write).map(|_| Outcome::Resume), refused);
+    assert_eq!(translate(&vm, Gpa(0x3000)).map(|found| (found.pfn, found.writable)), Some((Pfn(0x103), false)));
+    // As it should be.
+    backing.frames.write().unwrap().clear();
+    let guard = vm.invalidate_range(GfnRange::new(Gfn(3), 1)).unwrap();
+    backing.frames.write().unwrap().insert(3, frame);
+    drop(guard);
     assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Write), Ok(Outcome::Resume));
-    let mapped = translate(&vm, Gpa(0x3000)).unwrap();
-    assert_eq!((mapped.pfn, mapped.writable), (Pfn(0x777), true));
-    assert_eq!(*vm.host().flushes.lock().unwrap(), [[GfnRange::new(Gfn(3), 1)]]);
+    assert_eq!(translate(&vm, Gpa(0x3000)).map(|found| (found.pfn, found.writable)), Some((Pfn(0x777), true)));
+}
+
+each!(a_part_of_a_read_only_block_that_may_be_written_is_split_off, part_of_read_only);
+fn part_of_read_only<F: Format>(vm: Arc<Vm<TestHost, F>>) {
+    let memory = region(0, 0, 2 * MIB, 0x1000, PageSize::Size2M);
+    let backing = memory.backing.clone().unwrap();
+    backing.read_gives_writable.store(false, Ordering::SeqCst);
+    vm.set_user_memory_region(memory).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Read), Ok(Outcome::Resume));
+    // The same frame, but not those around it.
+    backing.frames.write().unwrap().insert(3, Frame { pfn: 0x1003, writes: Writes::Allowed });
+    assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Write), Ok(Outcome::Resume));
+    for page in 0..512 {
+        let found = translate(&vm, Gpa(page << 12)).unwrap();
+        assert_eq!(
+            (found.pfn, found.level, found.writable),
+            (Pfn(0x1000 + page), Level::L4K, page == 3),
+            "page {page}"
+        );
+    }
+    assert_eq!(vm.host().nr_flushes(), 0);
 }
 
 each!(logging_protects_marks_and_splits, logging);

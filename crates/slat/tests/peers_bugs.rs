@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::trap::trap_vm;
-use common::{Frame, GIB, MIB, Writes, change, each, lowest_entry, region, translate, vm};
+use common::{GIB, MIB, change, each, lowest_entry, region, translate, vm};
 use slat::{
     Access, Entry, Error, Exit, Format, Gfn, GfnRange, Gpa, Hpa, Level, Locking, MemoryRegionFlags, Npt, Outcome,
     PAGE_SIZE, PageSize, Pfn,
@@ -296,25 +296,21 @@ fn deleted_under_resolve<F: Format>(locking: Locking) {
     assert!(dropped.load(Ordering::SeqCst));
 }
 
-each!(a_deletion_flushes_what_a_fault_took_away_and_has_not_flushed_yet, unpaid_flush);
+each!(a_deletion_flushes_what_another_call_took_away_and_has_not_flushed_yet, unpaid_flush);
 fn unpaid_flush<F: Format>(locking: Locking) {
     let vm = trap_vm::<F>(locking);
-    let memory = region(0, 0, MIB, 0x100, PageSize::Size4K);
-    let backing = memory.backing.clone().unwrap();
-    backing.read_gives_writable.store(false, Ordering::SeqCst);
-    vm.set_user_memory_region(memory).unwrap();
+    vm.set_user_memory_region(region(0, 0, MIB, 0x100, PageSize::Size4K)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Read), Ok(Outcome::Resume));
-    // A write, for which the host has made a copy, takes the leaf away and is stopped before the flush: another CPU may
-    // still use the old translation.
-    backing.frames.write().unwrap().insert(3, Frame { pfn: 0x777, writes: Writes::Allowed });
+    // An invalidation takes the leaf away and is stopped before its flush: a CPU may still use the translation.
     let keeper = vm.host().in_flush.set();
-    let writer = std::thread::spawn(move || vcpu.handle_fault(Gpa(0x3000), Access::Write));
-    keeper.arrived.recv().unwrap();
-    vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
-    let flushed = vm.host().host.flushes.lock().unwrap().iter().flatten().any(|range| range.contains(Gfn(3)));
-    keeper.go.send(()).unwrap();
-    let exit = Exit::Mmio { gpa: Gpa(0x3000), access: Access::Write };
-    assert_eq!(writer.join().unwrap(), Ok(Outcome::Exit(exit)), "the slot is gone when it looks again");
-    assert!(flushed, "the slot is gone, and a CPU may still use a translation of it");
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| drop(vm.invalidate_range(GfnRange::new(Gfn(3), 1)).unwrap()));
+        keeper.arrived.recv().unwrap();
+        vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
+        let flushed = vm.host().host.flushes.lock().unwrap().iter().flatten().any(|range| range.contains(Gfn(3)));
+        keeper.go.send(()).unwrap();
+        other.join().unwrap();
+        assert!(flushed, "the slot is gone, and a CPU may still use a translation of it");
+    });
 }

@@ -217,6 +217,22 @@ fn maps_a_list<F: Format>(locking: Locking) {
 }
 each!(a_list_of_pages_is_mapped, maps_a_list);
 
+/// A cursor that stands in a table sees what is mapped after the table was unlinked.
+fn reader_goes_on<F: Format>(locking: Locking) {
+    let vm = vm::<F>(locking);
+    vm.set_user_memory_region(region(0, 0, 4 * MIB, 0x1000, PageSize::Size4K)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.pre_fault_memory(Gpa(0), 2 * MIB, Access::Read), Ok(2 * MIB));
+    let reader = vm.read_tables().unwrap();
+    let mut cursor = reader.cursor();
+    assert!(cursor.query(Gpa(5 * PAGE_SIZE)).is_some());
+    drop(vm.invalidate_range(GfnRange::new(Gfn(0), 512)).unwrap());
+    assert_eq!(cursor.query(Gpa(6 * PAGE_SIZE)), None);
+    assert_eq!(vcpu.pre_fault_memory(Gpa(0), 2 * MIB, Access::Read), Ok(2 * MIB));
+    assert_eq!(cursor.query(Gpa(7 * PAGE_SIZE)).map(|found| found.pfn), Some(Pfn(0x1007)));
+}
+each!(a_reader_sees_what_is_mapped_after_its_table_was_unlinked, reader_goes_on);
+
 fn logs_a_list<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let mut logging = region(0, 0, 2 * MIB, 0, PageSize::Size4K);

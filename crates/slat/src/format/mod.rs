@@ -53,9 +53,10 @@ pub unsafe trait Format: Send + Sync + 'static {
 
     /// Set in a leaf that the guest may write.
     const WRITABLE: u64;
-    /// Set by hardware in a leaf that was used.
+    /// Set by hardware in a leaf that was used. Where hardware sets none, a bit that it ignores; such VMs need
+    /// [`AccessTracking::Faults`](crate::AccessTracking::Faults).
     const ACCESSED: u64;
-    /// Set by hardware in a leaf through which the guest wrote.
+    /// Set by hardware in a leaf through which the guest wrote; else as for [`ACCESSED`](Format::ACCESSED).
     const DIRTY: u64;
     /// A bit that hardware ignores in a leaf: the host allows the guest to write the frame. A leaf with this bit and
     /// without [`WRITABLE`](Format::WRITABLE) is write-protected for logging only.

@@ -37,7 +37,7 @@ pub(crate) enum Aging {
 }
 
 /// Entries visited before a walk asks whether it should yield.
-const ENTRIES_PER_TURN: u32 = 4096;
+const ENTRIES_PER_TURN: u64 = 4096;
 
 /// Ages or tests `range`. Returns the number of its pages that the guest has used.
 pub(crate) fn age_range<H: Host, F: Format>(tree: &Tree<H, F>, record: &Record, range: GfnRange, aging: Aging) -> u64 {

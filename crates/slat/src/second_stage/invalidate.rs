@@ -49,6 +49,8 @@ impl<'v> Invalidation<'v> {
         let published = tree.published.publish(range)?;
         let stamp = tree.next_stamp();
         // The range is visible before the walk finds any table linked; see "Stamps do not only rise" in `table/stamp.rs`.
+        // A third thread has to agree (who unlinks the table), and a fault makes no fence: what is relied on beside this
+        // one is that a store is seen by all other CPUs at once (multi-copy atomicity), as x86, Armv8 and RISC-V have it.
         fence_after_rmw();
         let mut token = FlushToken::new();
         zap::zap_range(tree, record, range, stamp, &mut token);

@@ -15,7 +15,7 @@ use crate::table::retire::{Record, Section};
 use crate::table::walk::Cursor;
 
 /// Entries visited before a long walk asks whether it should yield.
-const ENTRIES_PER_TURN: u32 = 4096;
+const ENTRIES_PER_TURN: u64 = 4096;
 
 /// Takes the right to write from the leaf `value` at the cursor. Returns whether it had it; `Err` if the entry is a leaf
 /// no longer, so that the walk must look again.

@@ -66,9 +66,10 @@ impl<H: Host, F: Format> TableCursor<'_, H, F> {
             let value = entry.load();
             match entry::state::<F>(value, Level::L4K) {
                 State::Leaf | State::Tracked => return Some(translation::<F>(value, Level::L4K, gfn)),
-                State::Empty(_) => return None,
-                State::Table | State::Frozen => {}
+                State::Empty(_) | State::Table | State::Frozen => {}
             }
+            // Nothing there, as in a table that was unlinked since: the root knows.
+            self.cursor.restart();
         }
         self.cursor.move_to(gfn);
         let (leaf, State::Leaf | State::Tracked) = self.cursor.descend_to_lowest() else { return None };

@@ -35,7 +35,7 @@ const ENTRIES_PER_TURN: u64 = 4096;
 /// Tables unlinked before the flush for them is paid and they are retired.
 const TABLES_PER_FLUSH: u64 = 512;
 
-/// Unlinked tables that may wait for their grace period; about as many again may be in the hands of zaps.
+/// Unlinked tables that may wait for their grace period; each zap may have [`TABLES_PER_FLUSH`] more in its hands.
 const MAX_PUT_OFF_TABLES: u64 = 1024;
 
 /// Zaps `range`. `token` owes the flush, and owns the tables.

@@ -58,8 +58,7 @@ impl<H: Host, F: Format> Tree<H, F> {
             host,
             root,
             lock: CachePadded::new(Lock::new(config.locking)),
-            // Without an accessed bit there is no choice.
-            access_tracking: if F::ACCESSED == 0 { AccessTracking::Faults } else { config.access_tracking },
+            access_tracking: config.access_tracking,
             stamps: CachePadded::new(StampCounter::new()),
             published: PublishedRanges::default(),
             epochs: Epochs::new(fences),

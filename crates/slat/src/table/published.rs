@@ -1,6 +1,6 @@
-//! The ranges that the host is taking away at this moment: step 1 of `stamp` for [`Vm::invalidate_range`]. A fault reads
-//! them after its entry and before it asks for a slot; inside a range it comes back later, beside one it maps no block
-//! that reaches into it.
+//! The ranges that are being taken away at this moment, for the host ([`Vm::invalidate_range`]) or with a slot that goes:
+//! step 1 of `stamp`. A fault reads them after its entry and before it asks for a slot; inside a range it comes back later,
+//! beside one it maps no block that reaches into it.
 //!
 //! Ranges stay apart, so that a fault outside of all of them never notices, and nobody waits for anybody to publish or to
 //! withdraw. They lie in chunks of one line each: a word with a *claimed* and an *active* bit for each place, and the

@@ -4,7 +4,8 @@
 //! Both go the way of a fault: entry first, then what the answer depends on, resolve, one compare-and-exchange if the
 //! stamp allows it. Where a whole table is missing, for 2 MiB or for 1 GiB of huge pages, it is filled before it is linked,
 //! so that the block costs one exchange instead of 512. Pages of a list go the way together, so that they share sections and walks. What is
-//! mapped has not been used: A and D stay clear.
+//! mapped anew has not been used: A and D stay clear (where CPUs set them). A leaf that was there and is given back counts
+//! as used.
 
 use super::{Fault, Found, InstallPlan, Plan, Vcpu};
 use crate::addr::{Access, Gfn, GfnRange, Gpa, Level, PAGE_SHIFT, PAGE_SIZE};
@@ -204,6 +205,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 Plan::Install(plan) => {
                     let resolved = self.resolve(&plan)?;
                     let leaf = NewLeaf { used: None, ..plan.leaf::<F>(self.gfn, self.access, resolved)? };
+                    if self.is_another_frame(&plan, &leaf) {
+                        return Err(Error::BadResolve { gpa: self.gpa });
+                    }
                     self.top_up(usize::from(plan.level.0 - leaf.level.0))?;
                     match plan.found {
                         Found::Empty(seen) if self.may_fill(&plan, leaf.level.up(), end) => match leaf.level {

@@ -218,6 +218,14 @@ impl Model {
                 return Err(Error::BackingGone { gpa: gfn.gpa() });
             }
             let level = slot.level(gfn, free_level);
+            if let Some((first, leaf)) = found
+                && leaf.level > level
+            {
+                // A part of it may be written now: the others stay.
+                self.tables.insert((leaf.level, first));
+                self.split(first);
+                continue;
+            }
             let host_writable = (writes || frame.writes == Writes::Allowed) && !slot.flags.contains(READONLY);
             let writable = host_writable && (writes || !logs);
             if logs && writable {

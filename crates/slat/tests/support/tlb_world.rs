@@ -7,7 +7,7 @@
 #![allow(unsafe_code, reason = "implements the host's contract over another host")]
 
 use std::alloc::Layout;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, Weak};
 
