@@ -22,7 +22,7 @@ use slat_machine::walk::HardwareFormat;
 
 use crate::args::{FormatArg, LockArg, TrackingArg, locking_name, positive, size_bytes, tracking_name};
 use crate::failure::{Failure, check_failed};
-use crate::results::ResultsFile;
+use crate::results::{self, ResultsFile};
 
 /// What `slat aging` takes.
 #[derive(Clone, Debug, Args)]
@@ -148,11 +148,7 @@ struct Series {
 pub(crate) fn run(args: &AgingArgs) -> Result<(), Failure> {
     let file = args.json.as_deref().map(ResultsFile::open).transpose()?;
     let series = measure(args)?;
-    if let Some(file) = file {
-        file.write(&report::results(args, &series))?;
-    }
-    report::print(&mut std::io::stdout().lock(), args, &series)?;
-    Ok(())
+    results::deliver(file, || report::results(args, &series), |out| report::print(out, args, &series))
 }
 
 /// All runs, interleaved.

@@ -19,7 +19,7 @@ use slat_machine::walk::HardwareFormat;
 
 use crate::args::{DirtyLogArgs, FormatArg, PagingArg, locking_name};
 use crate::failure::Failure;
-use crate::results::ResultsFile;
+use crate::results::{self, ResultsFile};
 
 /// The round that populating writes; dirty rounds follow.
 const POPULATE_ROUND: u64 = 1;
@@ -51,12 +51,7 @@ pub(crate) fn run(args: &DirtyLogArgs) -> Result<(), Failure> {
     let config = machine_config(args)?;
     let file = args.json.as_deref().map(ResultsFile::open).transpose()?;
     let series = measure(args, &config)?;
-    // The file first: it must not depend on who reads what is printed.
-    if let Some(file) = file {
-        file.write(&report::results(args, &series))?;
-    }
-    report::print(&mut std::io::stdout().lock(), args, &series)?;
-    Ok(())
+    results::deliver(file, || report::results(args, &series), |out| report::print(out, args, &series))
 }
 
 /// All runs, interleaved, in the order of the lockings.

@@ -18,7 +18,7 @@ use slat::{Ept, Locking, Npt};
 
 use crate::args::{FormatArg, LockArg, locking_name, positive};
 use crate::failure::Failure;
-use crate::results::ResultsFile;
+use crate::results::{self, ResultsFile};
 use area::MAX_AREA_SLOTS;
 use experiments::{Run, Test};
 
@@ -104,11 +104,7 @@ pub(crate) fn run(args: &MemslotsArgs) -> Result<(), Failure> {
     let tests = selected_tests(args)?;
     let file = args.json.as_deref().map(ResultsFile::open).transpose()?;
     let series = measure(args, tests)?;
-    if let Some(file) = file {
-        file.write(&report::results(args, &series))?;
-    }
-    report::print(&mut std::io::stdout().lock(), args, &series)?;
-    Ok(())
+    results::deliver(file, || report::results(args, &series), |out| report::print(out, args, &series))
 }
 
 fn selected_tests(args: &MemslotsArgs) -> Result<&'static [Test], Failure> {

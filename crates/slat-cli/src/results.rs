@@ -80,6 +80,17 @@ impl ResultsFile {
     }
 }
 
+/// Writes the results to `file`, if there is one, and prints them: each also if the other cannot be done.
+pub(crate) fn deliver(
+    file: Option<ResultsFile>,
+    results: impl FnOnce() -> Results,
+    print: impl FnOnce(&mut io::StdoutLock<'_>) -> io::Result<()>,
+) -> Result<(), Failure> {
+    let written = file.map_or(Ok(()), |file| file.write(&results()));
+    print(&mut io::stdout().lock())?;
+    written
+}
+
 /// Figures of several runs.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Samples(Vec<f64>);

@@ -31,7 +31,7 @@ use slat_machine::cpu::Paging;
 
 use crate::args::{FormatArg, LockArg, TrackingArg, locking_name, positive, tracking_name};
 use crate::failure::{Failure, check_failed};
-use crate::results::ResultsFile;
+use crate::results::{self, ResultsFile};
 use tally::Tally;
 use watch::Watch;
 
@@ -57,6 +57,9 @@ pub(crate) struct StressArgs {
     /// How the engine finds out what the guest has used.
     #[arg(long, value_enum, default_value_t = TrackingArg::Both)]
     pub(crate) tracking: TrackingArg,
+    /// Print what each turn ran on: the plan that the seed makes.
+    #[arg(long)]
+    pub(crate) verbose: bool,
     /// Write the results to this file as JSON.
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
@@ -92,13 +95,14 @@ impl Plan {
 
     fn describe(&self) -> String {
         format!(
-            "turn {}: {}, lock {}, tracking {}, {}, {} vCPUs, {} slots",
+            "turn {}: {}, lock {}, tracking {}, {}, {} vCPUs of {} pages, {} slots",
             self.number,
             self.format.name(),
             locking_name(self.locking),
             tracking_name(self.tracking),
             if self.paging == Paging::Off { "flat" } else { "2d" },
             self.nr_vcpus,
+            self.pages_per_vcpu,
             self.nr_slots
         )
     }
@@ -108,7 +112,8 @@ impl Plan {
 struct Summary {
     tally: Arc<Tally>,
     wall: Duration,
-    nr_turns: u64,
+    /// What each turn ran on.
+    plans: Vec<String>,
     nr_combinations: usize,
     flush_method: Option<FlushMethod>,
 }
@@ -117,12 +122,7 @@ struct Summary {
 pub(crate) fn run(args: &StressArgs) -> Result<(), Failure> {
     let file = args.json.as_deref().map(ResultsFile::open).transpose()?;
     let summary = supervise(args)?;
-    // The file first: it must not depend on who reads what is printed.
-    if let Some(file) = file {
-        file.write(&report::results(args, &summary))?;
-    }
-    report::print(&mut std::io::stdout().lock(), args, &summary)?;
-    Ok(())
+    results::deliver(file, || report::results(args, &summary), |out| report::print(out, args, &summary))
 }
 
 /// Has all turns done by another thread, and watches.
@@ -171,8 +171,13 @@ fn all_turns(args: &StressArgs, watch: &Watch) -> Result<Summary, Failure> {
     let deadline = begin + Duration::from_secs(args.seconds.into());
     let combinations = combinations(args);
     let turn = ((deadline - begin) / combinations.len() as u32).clamp(MIN_TURN, MAX_TURN);
-    let mut summary =
-        Summary { tally: Arc::default(), wall: Duration::ZERO, nr_turns: 0, nr_combinations: 0, flush_method: None };
+    let mut summary = Summary {
+        tally: Arc::default(),
+        wall: Duration::ZERO,
+        plans: Vec::new(),
+        nr_combinations: 0,
+        flush_method: None,
+    };
     let mut rng = SmallRng::seed_from_u64(args.seed);
     for (number, &(locking, format, tracking)) in combinations.iter().cycle().enumerate() {
         if Instant::now() >= deadline {
@@ -196,9 +201,9 @@ fn all_turns(args: &StressArgs, watch: &Watch) -> Result<Summary, Failure> {
             FormatArg::Ept => turn::run::<Ept>(&plan, end, &summary.tally, watch),
         };
         summary.flush_method = Some(result.map_err(|failure| in_turn(failure, &plan))?);
-        summary.nr_turns += 1;
+        summary.plans.push(plan.describe());
     }
-    summary.nr_combinations = combinations.len().min(summary.nr_turns as usize);
+    summary.nr_combinations = combinations.len().min(summary.plans.len());
     summary.wall = begin.elapsed();
     Ok(summary)
 }

@@ -22,9 +22,14 @@ pub(super) fn print(out: &mut impl Write, args: &StressArgs, summary: &Summary) 
         host.nr_cpus,
         summary.wall.as_secs_f64(),
         args.seed,
-        summary.nr_turns,
+        summary.plans.len(),
         summary.nr_combinations
     )?;
+    if args.verbose {
+        for plan in &summary.plans {
+            writeln!(out, "{plan}")?;
+        }
+    }
     for (part, title) in [(Part::Done, "done"), (Part::Verified, "verified"), (Part::Engine, "engine")] {
         let mut table = table::figures([title.to_owned(), "count".to_owned()]);
         for (figure, _, _, title) in FIGURES.iter().filter(|figure| figure.1 == part) {
@@ -44,7 +49,7 @@ pub(super) fn results(args: &StressArgs, summary: &Summary) -> Results {
     let figure = |name: &str, value: f64, unit| Figure { name: name.to_owned(), value, unit, labels: BTreeMap::new() };
     let mut results: Vec<Figure> =
         FIGURES.iter().map(|&(which, _, name, _)| figure(name, summary.tally.get(which) as f64, "count")).collect();
-    results.push(figure("turns", summary.nr_turns as f64, "count"));
+    results.push(figure("turns", summary.plans.len() as f64, "count"));
     results.push(figure("combinations", summary.nr_combinations as f64, "count"));
     results.push(figure("wall", summary.wall.as_secs_f64(), "s"));
     Results {
