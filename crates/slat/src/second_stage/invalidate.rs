@@ -54,7 +54,7 @@ impl<'v> Invalidation<'v> {
         fence_after_rmw();
         let mut token = FlushToken::new();
         zap::zap_range(tree, record, range, stamp, &mut token);
-        // Even if nothing was there: a fault or another change may have taken a leaf away and not have flushed yet.
+        // Even if nothing was there: another change may have taken a leaf away and not have flushed yet.
         token.owe(range);
         token.pay(tree, record);
         Ok(Invalidation { range, _published: published })
