@@ -512,3 +512,46 @@ fn steps<F: Format>(locking: Locking) {
     let longest = vm.host().longest_step.load(Ordering::SeqCst);
     assert!((1..200).contains(&longest), "{longest} looks at tables in one step");
 }
+
+each!(no_table_is_freed_before_a_flush_and_a_zap_holds_few, tables_of_a_zap);
+fn tables_of_a_zap<F: Format>(locking: Locking) {
+    // Tables without a leaf in them: nothing but their unlinking owes a flush. More than a zap may hold, or, if it always
+    // yields, more than it unlinks in one turn.
+    for (nr_blocks, yields, least) in [(1100, false, 3), (20, true, 2)] {
+        let vm = trap_vm::<F>(locking);
+        vm.set_user_memory_region(region(0, 0, 4 * GIB, 4 * BLOCK_1G, PageSize::Size4K)).unwrap();
+        let mut vcpu = vm.create_vcpu().unwrap();
+        for block in 0..nr_blocks {
+            let gfn = Gfn(block * BLOCK_2M);
+            assert_eq!(vcpu.handle_fault(gfn.gpa(), Access::Read), Ok(Outcome::Resume));
+            drop(vm.invalidate_range(pages(gfn.0, 1)).unwrap());
+        }
+        vm.host().host.flushes.lock().unwrap().clear();
+        vm.host().freed_unflushed.store(0, Ordering::SeqCst);
+        vm.host().host.always_yields.store(yields, Ordering::Relaxed);
+        drop(vm.invalidate_range(pages(0, 4 * BLOCK_1G)).unwrap());
+        assert_eq!(vm.host().freed_unflushed.load(Ordering::SeqCst), 0, "tables freed before any flush");
+        let nr_flushes = vm.host().host.nr_flushes();
+        assert!(nr_flushes >= least, "{nr_flushes} flushes for {nr_blocks} tables");
+    }
+}
+
+each!(nothing_takes_the_place_of_a_slot_before_nothing_of_it_is_mapped, place_of_a_slot);
+fn place_of_a_slot<F: Format>(locking: Locking) {
+    // Deleted, and moved.
+    for change in [change(0, NO_FLAGS, 0, 0), change(0, NO_FLAGS, GIB, MIB)] {
+        let vm = trap_vm::<F>(locking);
+        vm.set_user_memory_region(region(0, 0, MIB, 0x1000, PageSize::Size4K)).unwrap();
+        assert_eq!(vm.create_vcpu().unwrap().handle_fault(Gpa(0), Access::Read), Ok(Outcome::Resume));
+        let new = || vm.set_user_memory_region(region(1, 0, MIB, 0x9000, PageSize::Size4K));
+        std::thread::scope(|scope| {
+            let flush = vm.host().in_flush.set();
+            let changing = scope.spawn(|| vm.set_user_memory_region(change));
+            flush.arrived.recv().unwrap();
+            assert_eq!(new(), Err(Error::Overlap { slot: 1, gpa: Gpa(0), other: 0 }));
+            flush.go.send(()).unwrap();
+            assert_eq!(changing.join().unwrap(), Ok(()));
+        });
+        assert_eq!(new(), Ok(()));
+    }
+}

@@ -197,3 +197,21 @@ fn a_harvest_flushes_nothing_beyond_its_slot() {
     assert!(!flushes.is_empty());
     assert!(flushes.iter().flatten().all(|range| range.end.gpa().0 <= end), "{flushes:x?}");
 }
+
+#[test]
+fn a_harvest_flushes_all_that_it_has_protected() {
+    let vm: Arc<Vm<TestHost, Npt>> = Arc::new(Vm::new(TestHost::default(), Config::default()).unwrap());
+    vm.set_user_memory_region(MemoryRegion { flags: LOG, ..region(0, 0, GIB, 0x1000, PageSize::Size4K) }).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    // Words apart, and more of them than a token keeps apart.
+    let written: Vec<_> = (0..20).map(|n| Gfn(n * 1000)).collect();
+    for gfn in &written {
+        assert_eq!(vcpu.handle_fault(gfn.gpa(), Access::Write), Ok(Outcome::Resume));
+    }
+    vm.host().flushes.lock().unwrap().clear();
+    assert_eq!(vm.get_dirty_log(0, &mut [0; 4096]), Ok(20));
+    let flushes = vm.host().flushes.lock().unwrap();
+    for gfn in written {
+        assert!(flushes.iter().flatten().any(|range| range.contains(gfn)), "{gfn:?} in {flushes:x?}");
+    }
+}

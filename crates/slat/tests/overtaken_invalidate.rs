@@ -8,11 +8,12 @@
 mod common;
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvError, channel};
 
 use common::hooked::{Hooked, at_look, was_called};
 use common::trap::trap_vm;
-use common::{Frame, MIB, TestHost, Writes, change, region, translate, walk};
+use common::{Frame, MIB, TestHost, Writes, change, region, set_accessed_and_dirty, translate, walk};
 use slat::{
     Access, AccessTracking, Config, Error, Format, Gfn, GfnRange, Level, Locking, MemoryRegion, MemoryRegionFlags,
     Outcome, PageSize, Vm,
@@ -152,7 +153,7 @@ fn a_slow_answer(nth: u32) -> bool {
         (vm.create_vcpu().unwrap(), vm.create_vcpu().unwrap(), vm.create_vcpu().unwrap());
     let gpa = Gfn(3).gpa();
     assert_eq!(vcpu.handle_fault(gpa, Access::Read), Ok(Outcome::Resume));
-    let (send, receive) = std::sync::mpsc::channel();
+    let (send, receive) = channel();
     let meanwhile = {
         let vm = Arc::clone(&vm);
         move || {
@@ -228,5 +229,167 @@ fn what_the_guest_wrote_is_told_before_any_invalidation_of_the_page_returns() {
     for range in [pages(3, 1), pages(2, 2), pages(0, 512), pages(0, 2048)] {
         let nr_looks = (1..).take_while(|&nth| overtaken_by_another(range, nth)).count();
         assert!(nr_looks >= 5, "{nr_looks} looks in {range:?}");
+    }
+}
+
+/// What happens to a page while a fault on it, which found all empty, holds an answer of the host.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Younger {
+    /// All is taken away; then the page beside it is read: its tables inherit the stamp.
+    Linked,
+    /// All is taken away; then the page beside it: its tables inherit the stamp.
+    Refined,
+    /// The page is taken away, and there is no memory for a table: all gets the stamp.
+    OutOfMemory,
+}
+
+fn an_answer_is_held_beside(younger: Younger) {
+    let vm = trap_vm::<Hooked>(Locking::None);
+    let memory = region(0, 0, MIB, 0x1000, PageSize::Size4K);
+    let backing = Arc::clone(memory.backing.as_ref().unwrap());
+    vm.set_user_memory_region(memory).unwrap();
+    let (mut slow, mut other) = (vm.create_vcpu().unwrap(), vm.create_vcpu().unwrap());
+    let keeper = vm.host().in_resolve.set();
+    let reading = std::thread::spawn(move || slow.handle_fault(Gfn(3).gpa(), Access::Read));
+    keeper.arrived.recv().unwrap();
+    if younger == Younger::OutOfMemory {
+        vm.host().host.fail_after(0);
+    }
+    let range = if younger == Younger::OutOfMemory { pages(3, 1) } else { pages(0, 1 << 36) };
+    let guard = vm.invalidate_range(range).unwrap();
+    backing.frames.write().unwrap().insert(3, Frame { pfn: 0x9999, writes: Writes::Allowed });
+    drop(guard);
+    vm.host().host.never_fail();
+    match younger {
+        Younger::Linked => assert_eq!(other.handle_fault(Gfn(4).gpa(), Access::Read), Ok(Outcome::Resume)),
+        Younger::Refined => drop(vm.invalidate_range(pages(4, 1)).unwrap()),
+        Younger::OutOfMemory => {}
+    }
+    keeper.go.send(()).unwrap();
+    assert_eq!(reading.join().unwrap(), Ok(Outcome::Resume));
+    let (_, entry, level) = walk::<Hooked>(&vm.host().host, vm.root(), Gfn(3));
+    assert_eq!(Hooked::address(entry, level).pfn().0, 0x9999, "{younger:?}");
+}
+
+#[test]
+fn an_answer_from_before_is_not_used_in_what_inherits_the_stamp() {
+    for younger in [Younger::Linked, Younger::Refined, Younger::OutOfMemory] {
+        an_answer_is_held_beside(younger);
+    }
+}
+
+/// An invalidation of a block stops at its `nth` look, until one of a page inside has come to its `mth`; then the first goes
+/// on, and unlinks the table that the second is in. What that hangs there is not lost. Says which looks there are.
+fn unlinked_under_another(nth: u32, mth: u32) -> (bool, bool) {
+    let vm = Arc::new(Vm::<TestHost, Hooked>::new(TestHost::default(), Config::default()).unwrap());
+    vm.set_user_memory_region(region(0, 0, 8 * MIB, 0x1000, PageSize::Size4K)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    // So that there are tables down to the empty entry that page 3 is in.
+    assert_eq!(vcpu.handle_fault(Gfn(600).gpa(), Access::Write), Ok(Outcome::Resume));
+    let ((here, arrived), (go, released), (send, receive)) = (channel(), channel::<()>(), channel());
+    let part = {
+        let vm = Arc::clone(&vm);
+        move || {
+            let part = std::thread::spawn(move || {
+                at_look(Level(4), mth, move || {
+                    here.send(()).unwrap();
+                    released.recv().unwrap();
+                });
+                drop(vm.invalidate_range(pages(3, 1)).unwrap());
+                was_called()
+            });
+            // An error: it has no such look.
+            let _: Result<(), RecvError> = arrived.recv();
+            send.send(part).unwrap();
+        }
+    };
+    at_look(Level(4), nth, part);
+    drop(vm.invalidate_range(pages(0, 1 << 18)).unwrap());
+    let was_called = was_called();
+    let has_stopped = was_called && go.send(()).is_ok() && receive.recv().unwrap().join().unwrap();
+    drop(vm.invalidate_range(pages(0, 1 << 36)).unwrap());
+    vm.reclaim();
+    drop(vcpu);
+    assert_eq!((vm.stats().live_tables(), vm.host().live_tables()), (1, 1), "{nth} {mth}");
+    (was_called, has_stopped)
+}
+
+#[test]
+fn no_table_is_lost_in_one_that_is_unlinked() {
+    let mut nr_stopped = 0;
+    let nr_looks = (1..).take_while(|&nth| {
+        nr_stopped += (1..).take_while(|&mth| unlinked_under_another(nth, mth).1).count();
+        unlinked_under_another(nth, 1).0
+    });
+    assert!(nr_looks.count() >= 5 && nr_stopped >= 20, "{nr_stopped}");
+}
+
+/// A CPU writes through a leaf at the `nth` look of an invalidation. If it could, the host is told that the page is dirty.
+fn written_under_an_invalidation(size: PageSize, range: GfnRange, nth: u32) -> bool {
+    let vm = Arc::new(Vm::<TestHost, Hooked>::new(TestHost::default(), Config::default()).unwrap());
+    vm.set_user_memory_region(region(0, 0, 4 * MIB, 0x1000, size)).unwrap();
+    let gpa = Gfn(3).gpa();
+    assert_eq!(vm.create_vcpu().unwrap().handle_fault(gpa, Access::Read), Ok(Outcome::Resume));
+    let is_written = Arc::new(AtomicBool::new(false));
+    let write = {
+        let (vm, is_written) = (Arc::clone(&vm), Arc::clone(&is_written));
+        move || {
+            let found = translate(&vm, gpa);
+            let written = found.is_some_and(|found| set_accessed_and_dirty(&vm, gpa, found, Access::Write));
+            is_written.store(written, Ordering::SeqCst);
+        }
+    };
+    vm.host().record_zapped();
+    at_look(Level(4), nth, write);
+    drop(vm.invalidate_range(range).unwrap());
+    let was_called = was_called();
+    let is_told = vm.host().take_zapped().iter().any(|leaf| leaf.range.contains(Gfn(3)) && leaf.dirty);
+    assert_eq!(is_told, is_written.load(Ordering::SeqCst), "{size:?} {range:?} {nth}");
+    was_called
+}
+
+#[test]
+fn what_a_cpu_writes_until_a_leaf_goes_is_told() {
+    for size in [PageSize::Size4K, PageSize::Size2M] {
+        for range in [pages(3, 1), pages(0, 512)] {
+            let nr_looks = (1..).take_while(|&nth| written_under_an_invalidation(size, range, nth)).count();
+            assert!(nr_looks >= 4, "{nr_looks}");
+        }
+    }
+}
+
+/// An aging is overtaken at its `nth` look by an invalidation that gives the page another frame.
+fn aging_is_overtaken(tracking: AccessTracking, size: PageSize, nth: u32) -> bool {
+    let config = Config::default().with_access_tracking(tracking);
+    let vm = Arc::new(Vm::<TestHost, Hooked>::new(TestHost::default(), config).unwrap());
+    let memory = region(0, 0, 4 * MIB, 0x1000, size);
+    let backing = Arc::clone(memory.backing.as_ref().unwrap());
+    vm.set_user_memory_region(memory).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.handle_fault(Gfn(3).gpa(), Access::Write), Ok(Outcome::Resume));
+    let overtakes = {
+        let vm = Arc::clone(&vm);
+        move || {
+            let guard = vm.invalidate_range(pages(0, 512)).unwrap();
+            backing.frames.write().unwrap().insert(3, Frame { pfn: 0x9999, writes: Writes::Allowed });
+            drop(guard);
+        }
+    };
+    at_look(Level(4), nth, overtakes);
+    vm.age_range(pages(0, 512)).unwrap();
+    let was_called = was_called();
+    assert_eq!(vcpu.handle_fault(Gfn(3).gpa(), Access::Write), Ok(Outcome::Resume));
+    let expected = if was_called { 0x9999 } else { 0x1003 };
+    assert_eq!(translate(&vm, Gfn(3).gpa()).map(|found| found.pfn.0), Some(expected), "{tracking:?} {size:?} {nth}");
+    was_called
+}
+
+#[test]
+fn aging_brings_nothing_back_that_was_taken_away() {
+    for tracking in [AccessTracking::AccessedBit, AccessTracking::Faults] {
+        for size in [PageSize::Size4K, PageSize::Size2M] {
+            let nr_looks = (1..).take_while(|&nth| aging_is_overtaken(tracking, size, nth)).count();
+            assert!(nr_looks >= 3, "{nr_looks}");
+        }
     }
 }

@@ -8,7 +8,7 @@ mod common;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use common::{GIB, MIB, assert_no_table_is_left, change, each, region, vm};
+use common::{GIB, MIB, assert_no_table_is_left, change, each, region, translate, vm};
 use slat::{
     Access, Error, Exit, Format, Gfn, GfnRange, Gpa, Locking, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn,
     Translation,
@@ -294,3 +294,28 @@ fn beside_a_slot_that_comes_and_goes<F: Format>(locking: Locking) {
     assert_no_table_is_left(&vm);
 }
 each!(it_runs_beside_a_slot_that_comes_and_goes, beside_a_slot_that_comes_and_goes);
+
+each!(it_maps_no_page_behind_its_slot, nothing_behind_the_slot);
+fn nothing_behind_the_slot<F: Format>(locking: Locking) {
+    // The host has a block of 2 MiB of which the slot has half.
+    let vm = vm::<F>(locking);
+    vm.set_user_memory_region(region(0, 0, MIB, 512, PageSize::Size2M)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.pre_fault_memory(Gpa(0), 2 * MIB, Access::Read), Ok(MIB));
+    assert!(translate(&vm, Gpa(MIB)).is_none());
+}
+
+each!(it_fills_no_table_over_a_range_that_is_taken_away, nothing_in_a_held_range);
+fn nothing_in_a_held_range<F: Format>(locking: Locking) {
+    let vm = vm::<F>(locking);
+    vm.set_user_memory_region(region(0, 0, 4 * MIB, 512, PageSize::Size4K)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    // Without a table that would keep the page apart.
+    vm.host().fail_after(0);
+    let guard = vm.invalidate_range(GfnRange::new(Gfn(3), 1)).unwrap();
+    vm.host().never_fail();
+    assert_eq!(vcpu.pre_fault_memory(Gpa(0), 2 * MIB, Access::Read), Ok(3 * PAGE_SIZE));
+    assert!(translate(&vm, Gfn(3).gpa()).is_none());
+    drop(guard);
+    assert_eq!(vcpu.pre_fault_memory(Gpa(0), 2 * MIB, Access::Read), Ok(2 * MIB));
+}

@@ -23,19 +23,20 @@ use world::{Guest, TestVm, Tiny, assert_no_table_is_left, backing, backing_that_
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 
-/// Schedules of each kind for each test.
+/// Schedules of each kind for each test; `SHUTTLE_SCHEDULES` in the environment sets another number.
 const SCHEDULES: usize = 10_000;
 /// Switches at which a priority schedule may strike.
 const PCT_DEPTH: usize = 4;
 
 /// Runs `scenario` in many schedules.
 fn check(scenario: fn()) {
+    let schedules = std::env::var("SHUTTLE_SCHEDULES").map_or(SCHEDULES, |number| number.parse().unwrap());
     let mut config = shuttle::Config::new();
     // The statistics of a record are built on the stack.
     config.stack_size = 1 << 18;
     config.max_steps = shuttle::MaxSteps::FailAfter(2_000_000);
-    Runner::new(RandomScheduler::new(SCHEDULES), config.clone()).run(scenario);
-    Runner::new(PctScheduler::new(PCT_DEPTH, SCHEDULES), config).run(scenario);
+    Runner::new(RandomScheduler::new(schedules), config.clone()).run(scenario);
+    Runner::new(PctScheduler::new(PCT_DEPTH, schedules), config).run(scenario);
 }
 
 fn random(below: u64) -> u64 {
@@ -399,4 +400,56 @@ fn no_write_is_lost_when_the_slot_moves() {
 #[test]
 fn no_write_is_lost_when_the_slot_moves_to_another_block() {
     check(|| dirty_log(Meanwhile::Move, BLOCK));
+}
+
+/// A slot is made and deleted again and again, while somebody else changes it if he can.
+fn changed_by_two() {
+    let vm = new_vm::<Tiny<2>>(Locking::None, 0);
+    let other = {
+        let vm = Arc::clone(&vm);
+        thread::spawn(move || {
+            for flags in [LOG, NO_FLAGS, LOG] {
+                let result = vm.set_user_memory_region(region(SLOT, flags, 0, 2, None));
+                let gone =
+                    matches!(result, Err(Error::NoSuchSlot { .. } | Error::SlotBusy { .. } | Error::NoBacking { .. }));
+                assert!(result.is_ok() || gone, "{result:?}");
+            }
+        })
+    };
+    for _ in 0..2 {
+        vm.set_user_memory_region(region(SLOT, NO_FLAGS, 0, 2, Some(backing(FIRST_PFN, PageSize::Size4K)))).unwrap();
+        while let Err(error) = vm.set_user_memory_region(region(SLOT, NO_FLAGS, 0, 0, None)) {
+            assert_eq!(error, Error::SlotBusy { slot: SLOT });
+            thread::yield_now();
+        }
+    }
+    other.join().unwrap();
+    assert_eq!(vm.get_dirty_log(SLOT, &mut [0]), Err(Error::NoSuchSlot { slot: SLOT }), "a deleted slot has come back");
+    assert_no_table_is_left(&vm);
+}
+
+#[test]
+fn of_two_that_change_a_slot_one_has_it() {
+    check(changed_by_two);
+}
+
+/// A slot is deleted beside a single fault: nothing of it is mapped afterwards. Few steps, so that a schedule that strikes
+/// between the right two is likely.
+fn deleted_beside_a_fault() {
+    let vm = new_vm::<Tiny<2>>(Locking::None, 1);
+    let slot = backing(FIRST_PFN, PageSize::Size4K);
+    vm.set_user_memory_region(region(SLOT, NO_FLAGS, 0, 2, Some(slot))).unwrap();
+    let mut guest = Guest::new(&vm, 0);
+    let guest = thread::spawn(move || {
+        let _ = guest.access(0, Access::Read, |_| ());
+    });
+    vm.set_user_memory_region(region(SLOT, NO_FLAGS, 0, 0, None)).unwrap();
+    guest.join().unwrap();
+    assert_eq!(walk(&vm, 0), None);
+    assert_no_table_is_left(&vm);
+}
+
+#[test]
+fn nothing_is_mapped_of_a_slot_that_was_deleted() {
+    check(deleted_beside_a_fault);
 }
