@@ -20,6 +20,9 @@ use crate::table::Tree;
 use crate::table::retire::Record;
 use crate::vcpu::Vcpu;
 
+/// Old slot sets that may wait for the next reclaim.
+const MAX_WAITING_SETS: u64 = 8;
+
 /// How a VM's memory is managed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
@@ -94,6 +97,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// error the slot is as it was; if memory ran out, mappings may have been taken away, and the next access faults.
     pub fn set_user_memory_region(&self, region: MemoryRegion<H::Backing>) -> Result<(), Error> {
         let range = region.check(F::GPA_BITS)?;
+        let deletes = range.is_empty();
         let record = self.tree.epochs.borrow_record()?;
         let result = match self.slots.claim(&self.tree.epochs, &record, region.slot)? {
             None if range.is_empty() => Err(Error::NoSuchSlot { slot: region.slot }),
@@ -102,7 +106,11 @@ impl<H: Host, F: Format> Vm<H, F> {
             Some(claim) => self.change_slot(&record, claim, &region, range),
         };
         drop(record);
-        self.reclaim();
+        self.tree.reclaim();
+        // Freeing makes a barrier on all CPUs. A backing should go at once; a few old sets and logs may wait.
+        if deletes || self.slots.nr_retired() >= MAX_WAITING_SETS {
+            self.slots.reclaim(&self.tree.epochs, || self.tree.host.barrier_on_all_cpus());
+        }
         result
     }
 

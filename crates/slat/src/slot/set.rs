@@ -23,7 +23,7 @@ use crate::addr::{Gfn, GfnRange};
 use crate::boxed::try_box;
 use crate::dirty::bitmap::Bitmap;
 use crate::error::Error;
-use crate::sync::{AtomicBool, AtomicPtr, Ordering};
+use crate::sync::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use crate::table::retire::{Epochs, Record, Section};
 
 /// What stays the same during a slot's life. On lines of its own: each fault reads its slot's, and must not notice that
@@ -74,7 +74,13 @@ struct Retired<B> {
 pub(crate) struct Slots<B> {
     current: AtomicPtr<SlotSet<B>>,
     /// Away from `current`, which each fault reads.
-    retired: CachePadded<AtomicPtr<Retired<B>>>,
+    retired: CachePadded<RetiredList<B>>,
+}
+
+struct RetiredList<B> {
+    first: AtomicPtr<Retired<B>>,
+    /// Only a count.
+    len: AtomicU64,
 }
 
 // SAFETY: the raw pointers own what they point to, or share it by the rules of the module; backings are Send and Sync.
@@ -250,7 +256,8 @@ impl<B> SlotSet<B> {
 impl<B> Slots<B> {
     pub(crate) fn new() -> Result<Slots<B>, Error> {
         let empty = Box::into_raw(try_box(SlotSet { entries: Vec::new(), by_id: Vec::new() })?);
-        Ok(Slots { current: AtomicPtr::new(empty), retired: CachePadded::new(AtomicPtr::new(ptr::null_mut())) })
+        let retired = RetiredList { first: AtomicPtr::new(ptr::null_mut()), len: AtomicU64::new(0) };
+        Ok(Slots { current: AtomicPtr::new(empty), retired: CachePadded::new(retired) })
     }
 
     /// The published set. SeqCst: stands in store-load pairs with `protect` (see `dirty/log.rs`); as an acquire load it
@@ -341,30 +348,37 @@ impl<B> Slots<B> {
     }
 
     fn push_retired(&self, node: *mut Retired<B>) {
-        let mut head = self.retired.load(Ordering::Relaxed);
+        self.retired.len.fetch_add(1, Ordering::Relaxed);
+        let mut head = self.retired.first.load(Ordering::Relaxed);
         loop {
             // SAFETY: the node belongs to this thread until the exchange succeeds.
             unsafe { (*node).next = head };
-            match self.retired.compare_exchange(head, node, Ordering::Release, Ordering::Relaxed) {
+            match self.retired.first.compare_exchange(head, node, Ordering::Release, Ordering::Relaxed) {
                 Ok(_) => return,
                 Err(found) => head = found,
             }
         }
     }
 
+    /// How many changes have left something that is not freed yet.
+    pub(crate) fn nr_retired(&self) -> u64 {
+        self.retired.len.load(Ordering::Relaxed)
+    }
+
     /// Frees the retired sets, slots and logs that nobody can use any more.
     pub(crate) fn reclaim(&self, epochs: &Epochs, barrier_on_all_cpus: impl FnOnce()) {
         // A look first: mostly there is nothing, and then the line stays where it is.
-        if self.retired.load(Ordering::Relaxed).is_null() {
+        if self.retired.first.load(Ordering::Relaxed).is_null() {
             return;
         }
         // Acquire: sees the nodes.
-        let mut next = self.retired.swap(ptr::null_mut(), Ordering::Acquire);
+        let mut next = self.retired.first.swap(ptr::null_mut(), Ordering::Acquire);
         let oldest = epochs.oldest_open(barrier_on_all_cpus);
         while !next.is_null() {
             // SAFETY: nodes come from boxes, and the swap made the list this thread's.
             let node = unsafe { Box::from_raw(next) };
             next = node.next;
+            self.retired.len.fetch_sub(1, Ordering::Relaxed);
             if node.tag < oldest && !node.slot.is_some_and(|slot| epochs.is_resolving(slot)) {
                 // SAFETY: no section can have found it, nobody resolves in it, and nothing but this node refers to it.
                 unsafe { node.free_all() };
@@ -449,7 +463,7 @@ impl<B> Retired<B> {
 
 impl<B> Drop for Slots<B> {
     fn drop(&mut self) {
-        let mut next = self.retired.load(Ordering::Relaxed);
+        let mut next = self.retired.first.load(Ordering::Relaxed);
         while !next.is_null() {
             // SAFETY: nodes come from boxes, and with `&mut self` nobody uses what they hold.
             let node = unsafe { Box::from_raw(next) };

@@ -176,7 +176,22 @@ impl PublishedRanges {
         // Acquire: sees the ranges whose bits are set or that are counted; and, of those that were withdrawn, what the host
         // did.
         let word = self.first.word.load(Ordering::Acquire);
-        if word >> ACTIVE_SHIFT == 0 { Some(level) } else { self.free_level_beside(word, gfn, level) }
+        if word >> ACTIVE_SHIFT == 0 || self.is_apart(word, gfn, level) {
+            return Some(level);
+        }
+        self.free_level_beside(word, gfn, level)
+    }
+
+    /// Whether there is one range only, in the first chunk, and it shares no frame with the block of `level` around `gfn`:
+    /// the ordinary case while something is taken away, and worth no call.
+    #[inline]
+    fn is_apart(&self, word: u64, gfn: Gfn, level: Level) -> bool {
+        let active = word >> ACTIVE_SHIFT;
+        let Some(place) = self.first.places.get(active.trailing_zeros() as usize) else { return false };
+        // Acquire: see the module.
+        let start = Gfn(place.start.load(Ordering::Acquire));
+        let end = Gfn(place.end.load(Ordering::Acquire));
+        active.is_power_of_two() && !gfn.block(level).overlaps(GfnRange { start, end })
     }
 
     /// As [`free_level`](PublishedRanges::free_level), where there are ranges.
