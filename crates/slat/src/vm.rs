@@ -291,8 +291,8 @@ impl<H: Host, F: Format> Vm<H, F> {
         TableReader::new(&self.tree)
     }
 
-    /// Frees what deletions, moves and changes of slots and invalidations took away, as far as no vCPU can be using it. They do so
-    /// themselves for what came before; call this when vCPUs have been idle for a while.
+    /// Frees what deletions, moves and changes of slots and invalidations took away, as far as no vCPU can be using it. They
+    /// do so themselves for most of what came before; call this when vCPUs have been idle for a while.
     pub fn reclaim(&self) {
         self.tree.reclaim();
         self.slots.reclaim(&self.tree.epochs, || self.tree.host.barrier_on_all_cpus());

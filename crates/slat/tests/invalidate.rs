@@ -555,3 +555,33 @@ fn place_of_a_slot<F: Format>(locking: Locking) {
         assert_eq!(new(), Ok(()));
     }
 }
+
+each!(vcpus_that_fault_inside_for_ever_hold_nothing_up, not_starved);
+fn not_starved<F: Format>(locking: Locking) {
+    const NR_VCPUS: u64 = 8;
+    let vm = vm::<F>(locking);
+    vm.set_user_memory_region(region(0, 0, GIB, BLOCK_1G, PageSize::Size4K)).unwrap();
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for index in 0..NR_VCPUS {
+            let mut vcpu = vm.create_vcpu().unwrap();
+            let is_over = &is_over;
+            scope.spawn(move || {
+                // All in one table, and each its own pages: whatever they install is in the way of the next invalidation.
+                for page in (0..BLOCK_2M).filter(|page| page % NR_VCPUS == index).cycle() {
+                    if is_over.load(Ordering::Relaxed) {
+                        break;
+                    }
+                    assert_eq!(vcpu.handle_fault(Gfn(page).gpa(), Access::Write), Ok(Outcome::Resume));
+                }
+            });
+        }
+        for _ in 0..60 {
+            let guard = vm.invalidate_range(pages(0, BLOCK_2M)).unwrap();
+            assert!((0..BLOCK_2M).all(|gfn| mapped(&vm, gfn).is_none()), "mapped while it is taken away");
+            drop(guard);
+            std::thread::yield_now();
+        }
+        is_over.store(true, Ordering::Relaxed);
+    });
+}
