@@ -117,6 +117,41 @@ pub enum Error {
         /// 64-bit words that are needed.
         needed: usize,
     },
+    /// A range of a slot's log does not begin at a multiple of 64 pages, or neither has a multiple of 64 pages nor ends
+    /// with the slot.
+    #[error("log range of slot {slot}, pages {first_page} and {nr_pages} on, is not a multiple of 64 pages")]
+    UnalignedLogRange {
+        /// The slot.
+        slot: u32,
+        /// The first page.
+        first_page: u64,
+        /// The number of pages.
+        nr_pages: u64,
+    },
+    /// A range of a slot's pages reaches behind its end.
+    #[error("slot {slot} has {slot_pages} pages, and not {nr_pages} from page {first_page} on")]
+    LogRangePastEnd {
+        /// The slot.
+        slot: u32,
+        /// The first page.
+        first_page: u64,
+        /// The number of pages.
+        nr_pages: u64,
+        /// Pages of the slot.
+        slot_pages: u64,
+    },
+    /// Dirty tracking by the CPUs' dirty bits was asked for together with access tracking by faults, which is for CPUs that
+    /// have none.
+    #[error(
+        "dirty tracking by dirty bits needs CPUs that set them, and access tracking by faults is for those that do not"
+    )]
+    NoDirtyBit,
+    /// Page-modification logging was asked for, and CPUs have none for tables of this format.
+    #[error("there is no page-modification logging with {format} tables")]
+    NoModificationLog {
+        /// The format's name.
+        format: &'static str,
+    },
     /// The size of what is to be mapped is zero, or not a multiple of 4 KiB.
     #[error("size {size_bytes:#x} is not a positive multiple of the page size")]
     BadSize {

@@ -9,7 +9,7 @@
 
 use core::alloc::Layout;
 
-use crate::addr::{Access, Gfn, GfnRange, Hpa, PageSize, Pfn};
+use crate::addr::{Access, Gfn, GfnRange, Gpa, Hpa, PageSize, Pfn};
 use crate::sync::Park;
 
 /// What [`Host::resolve`] found behind a page of a slot.
@@ -96,6 +96,16 @@ pub unsafe trait Host: Park + Send + Sync {
     /// Makes sure that no CPU of this VM uses a translation of `ranges` that it got before this call. Returns only when
     /// that is so; it must not wait for a CPU that is not running. May block.
     fn flush(&self, ranges: &[GfnRange]);
+
+    /// Hands the guest-physical addresses in the page-modification logs of all CPUs of this VM to `log`, as many at a time as
+    /// is convenient, and empties those logs: for [`DirtyTracking::PageModificationLog`](crate::DirtyTracking). When this
+    /// returns, every write that was completed before the call has been handed over, by this call or an earlier one (or is
+    /// being handed over by one under way on another thread). It must not wait for a CPU that is not running: what such a one
+    /// has logged lies in memory, or was handed over when it stopped
+    /// ([`Vcpu::log_modifications`](crate::Vcpu::log_modifications)). May block. (Intel SDM vol. 3C, "Page-Modification
+    /// Logging".)
+    #[inline]
+    fn drain_modification_logs(&self, _log: &mut dyn FnMut(&[Gpa])) {}
 
     /// A leaf is taken away: whoever manages the memory may want to know that the page was used or written. When
     /// [`Vm::invalidate_range`](crate::Vm::invalidate_range) returns, all that the guest did in the range has been told. (A

@@ -90,6 +90,7 @@ extern crate alloc;
 
 mod addr;
 mod boxed;
+mod config;
 mod dirty;
 mod error;
 mod format;
@@ -103,6 +104,7 @@ mod vcpu;
 mod vm;
 
 pub use addr::{Access, Gfn, GfnRange, Gpa, Gva, Hpa, Level, PAGE_SHIFT, PAGE_SIZE, PageSize, Pfn};
+pub use config::{Config, DirtyTracking, HugePageLogging, ManualProtect, WriteProtection};
 pub use error::Error;
 pub use format::{Entry, Ept, Format, Npt};
 pub use host::{Gone, Host, Resolved, ZappedLeaf};
@@ -113,4 +115,4 @@ pub use slot::{MAX_SLOTS, MemoryRegion, MemoryRegionFlags};
 pub use stats::{Histogram, Stats};
 pub use sync::{Locking, Park};
 pub use vcpu::{Exit, Outcome, Vcpu};
-pub use vm::{Config, Vm};
+pub use vm::Vm;

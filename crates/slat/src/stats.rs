@@ -75,8 +75,12 @@ counters! {
     Exits exits,
     /// Calls of [`Host::flush`](crate::Host::flush).
     Flushes flushes,
-    /// Leaves from which the right to write was taken for logging.
+    /// Leaves from which the right to write (or hardware's dirty bit) was taken for logging, one by one.
     Protected protected,
+    /// Table entries that were closed, each taking the right to write from all leaves below.
+    TablesClosed tables_closed,
+    /// Closed table entries that faults opened again.
+    TablesOpened tables_opened,
     /// Entries (leaves and tables) taken away by zaps.
     Zapped zapped,
     /// Tables allocated from the host.

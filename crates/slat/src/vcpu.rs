@@ -17,11 +17,13 @@ mod prefault;
 use alloc::sync::Arc;
 
 use crate::addr::{Access, Gfn, GfnRange, Gpa, Level, Pfn};
+use crate::config::Config;
 use crate::dirty::log;
 use crate::error::Error;
 use crate::format::{Entry, Format};
 use crate::host::{Host, Resolved};
 use crate::second_stage::install::{self, Changed, NewLeaf, Rights};
+use crate::second_stage::push_down::{self, Others, Pushed};
 use crate::slot::MemoryRegionFlags;
 use crate::slot::set::BackingRef;
 use crate::stats::{Counter, SAMPLE_PERIOD};
@@ -84,8 +86,10 @@ enum LeafPlan {
     StartOver,
     /// Give access back to this leaf.
     GiveBack(Entry),
-    /// Split this huge leaf, for logging is by 4 KiB.
+    /// Split this huge leaf, for logging is by smaller pages.
     Split(Entry),
+    /// The leaf is below a closed entry: push down.
+    PushDown,
 }
 
 /// How far a fault has come.
@@ -116,7 +120,7 @@ impl<B> InstallPlan<'_, B> {
 
     /// The largest leaf for `gfn` that slot, backing, alignment, logging and published ranges allow.
     #[inline]
-    fn leaf<F: Format>(&self, gfn: Gfn, access: Access, resolved: Resolved) -> Result<NewLeaf, Error> {
+    fn leaf<F: Format>(&self, config: &Config, gfn: Gfn, access: Access, resolved: Resolved) -> Result<NewLeaf, Error> {
         let writes = access == Access::Write;
         let Resolved { pfn, max_size, writable } = resolved;
         if pfn.hpa().0 >> F::HPA_BITS != 0 || pfn.hpa().pfn() != pfn || (writes && !writable) {
@@ -127,13 +131,14 @@ impl<B> InstallPlan<'_, B> {
             let same_offset = (pfn.0 ^ gfn.0) & (level.nr_pages() - 1) == 0;
             same_offset && self.slot.covers(gfn.block(level))
         };
-        let mut level = if logs { Level::L4K } else { max_size.level().min(self.max_level) };
+        let largest = if logs && writes { config.largest_logged_write() } else { F::ROOT_LEVEL };
+        let mut level = max_size.level().min(self.max_level).min(largest);
         while level > Level::L4K && !fits(level) {
             level = level.down();
         }
         let rights = if !writable || self.flags.contains(MemoryRegionFlags::READONLY) {
             Rights::ReadOnly
-        } else if logs && !writes {
+        } else if logs && !writes && config.first_write_faults(level) {
             Rights::WriteProtected
         } else {
             Rights::Writable
@@ -162,6 +167,16 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// The VM.
     pub fn vm(&self) -> &Arc<Vm<H, F>> {
         &self.vm
+    }
+
+    /// Hands over what this vCPU's CPU has put into its page-modification log: the addresses that it wrote, of which the
+    /// pages count as written from now on, if their slots log. To be called when the log is full, before it is reset; see
+    /// [`Host::drain_modification_logs`] for the logs of other CPUs.
+    pub fn log_modifications(&mut self, written: &[Gpa]) {
+        let Some(record) = &self.record else { unreachable!("taken only by drop") };
+        // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the record came from.
+        let record = unsafe { record.get() };
+        log::mark_written(&self.vm.slots, &self.vm.tree.epochs.enter(record), written);
     }
 
     /// Serves a second-stage fault: the guest did `access` at `gpa`, and the tables did not allow it.
@@ -290,12 +305,12 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 }
                 Plan::Install(plan) => {
                     let resolved = self.resolve(&plan)?;
-                    let leaf = plan.leaf::<F>(self.gfn, self.access, resolved)?;
+                    let leaf = plan.leaf::<F>(&self.vm.tree.config, self.gfn, self.access, resolved)?;
                     if self.is_another_frame(&plan, &leaf) {
                         return Err(Error::BadResolve { gpa: self.gpa });
                     }
                     self.top_up(usize::from(plan.level.0 - leaf.level.0))?;
-                    self.install(&plan, leaf).map(|()| Step::Done)
+                    self.install(&plan, leaf)
                 }
                 Plan::OnLeaf(plan) => self.act_on_leaf(plan)?,
             };
@@ -318,6 +333,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 self.top_up(1)?;
                 Ok(self.split(value).map(|()| Step::Nearer))
             }
+            LeafPlan::PushDown => Ok(self.push_down()),
         }
     }
 
@@ -329,14 +345,17 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// Step 1: what there is, and what to do about it.
     #[inline]
     fn look(&self) -> Plan<'v, H::Backing> {
-        let Vm { tree, slots } = self.vm;
+        let Vm { tree, slots, .. } = self.vm;
         let section = tree.epochs.enter(self.record);
         let mut cursor = Cursor::new(tree, &section, self.gfn);
         // The entry first, the ranges and the slot after: see `table/stamp.rs`.
         let (value, state) = cursor.descend_to_lowest();
         let writes = self.access == Access::Write;
+        let is_closed = writes && cursor.is_closed();
         let found = match state {
-            State::Leaf if !writes || entry::is_writable::<F>(value) => return Plan::Spurious(cursor.level()),
+            State::Leaf if !writes || (entry::is_writable::<F>(value) && !is_closed) => {
+                return Plan::Spurious(cursor.level());
+            }
             State::Leaf | State::Tracked if !writes || entry::is_host_writable::<F>(value) => Found::Lacking(value),
             // A leaf has no stamp; see `install_instead`.
             State::Leaf | State::Tracked => Found::ReadOnly(value, tree.current_stamp()),
@@ -358,7 +377,16 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 found,
             });
         };
-        if writes && cursor.level() > Level::L4K && slot.log().is_some() {
+        if is_closed {
+            Plan::OnLeaf(if tree.locking() != Locking::None {
+                LeafPlan::PushDown
+            } else {
+                match self.push_down_in(&section) {
+                    Ok(_) => LeafPlan::Fixed,
+                    Err(Changed) => LeafPlan::StartOver,
+                }
+            })
+        } else if writes && slot.logs() && cursor.level() > tree.config.largest_logged_write() {
             Plan::OnLeaf(LeafPlan::Split(leaf))
         } else if tree.locking() != Locking::None {
             Plan::OnLeaf(LeafPlan::GiveBack(leaf))
@@ -402,7 +430,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     }
 
     /// Step 3 for an entry that is empty, or a leaf that the host has now allowed to be written.
-    fn install(&mut self, plan: &InstallPlan<'_, H::Backing>, leaf: NewLeaf) -> Result<(), Changed> {
+    fn install(&mut self, plan: &InstallPlan<'_, H::Backing>, leaf: NewLeaf) -> Result<Step, Changed> {
         match plan.found {
             Found::Empty(stamp) => self.install_on_empty(plan, stamp, leaf),
             Found::ReadOnly(value, seen) => self.install_instead(plan, value, seen, leaf),
@@ -415,7 +443,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         plan: &InstallPlan<'_, H::Backing>,
         seen: Stamp,
         leaf: NewLeaf,
-    ) -> Result<(), Changed> {
+    ) -> Result<Step, Changed> {
         let tree = &self.vm.tree;
         let locked = tree.enter(self.record, Side::Read);
         let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
@@ -448,7 +476,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         value: Entry,
         seen: Stamp,
         leaf: NewLeaf,
-    ) -> Result<(), Changed> {
+    ) -> Result<Step, Changed> {
         let tree = &self.vm.tree;
         let locked = tree.enter(self.record, Side::Read);
         let section = &locked.section;
@@ -503,14 +531,48 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         value: Entry,
         stamp: Stamp,
         leaf: NewLeaf,
-    ) -> Result<(), Changed> {
-        let Vm { tree, slots } = self.vm;
+    ) -> Result<Step, Changed> {
+        let Vm { tree, slots, .. } = self.vm;
         install::install(cursor, &tree.host, self.tables, value, stamp, leaf)?;
         self.count(installed(leaf.level));
-        if leaf.rights == Rights::Writable {
+        if leaf.rights == Rights::Writable && self.marks(leaf.level) {
             log::mark_if_logging(slots, section, self.gfn, self.gfn.block(leaf.level));
         }
-        Ok(())
+        // Below a closed entry the leaf is of no use to a write yet.
+        Ok(if self.access == Access::Write && cursor.is_closed() { Step::Nearer } else { Step::Done })
+    }
+
+    /// Whether this fault is to mark the pages of a leaf of `level` that it makes writable. Where CPUs' dirty bits are the
+    /// log, they tell of leaves of 4 KiB; what is written at once has its dirty bit set here, so that no CPU will tell.
+    #[inline]
+    fn marks(&self, level: Level) -> bool {
+        self.access == Access::Write || self.vm.tree.config.first_write_faults(level)
+    }
+
+    /// Step 3 for a leaf below a closed entry, where there is a lock to take.
+    fn push_down(&self) -> Result<Step, Changed> {
+        let locked = self.vm.tree.enter(self.record, Side::Read);
+        self.push_down_in(&locked.section)
+    }
+
+    #[cold]
+    fn push_down_in(&self, section: &Section<'_>) -> Result<Step, Changed> {
+        let slots = &self.vm.slots;
+        let others = || {
+            let logs = slots.find(section, self.gfn).is_none_or(|slot| slot.logs());
+            if logs { Others::Protect } else { Others::Leave }
+        };
+        let pushed = push_down::push_down(&self.vm.tree, section, self.gfn, others)?;
+        self.count(Counter::WritesRestored);
+        // Also if the entry could not be opened: see `push_down`.
+        log::mark_if_logging(slots, section, self.gfn, self.gfn.block(Level::L4K));
+        match pushed {
+            Pushed::Open => {
+                self.count(Counter::TablesOpened);
+                Ok(Step::Done)
+            }
+            Pushed::LeafOnly => Err(Changed),
+        }
     }
 
     /// Step 3 for a leaf that only needs to be given back, where there is a lock to take.
@@ -544,7 +606,10 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         if cursor.descend_to_lowest().0 != value || cursor.level() == Level::L4K {
             return Err(Changed);
         }
-        install::split(&cursor, &tree.host, self.tables, value)?;
+        // Where the first writes of the parts need not fault, they are seen otherwise.
+        let right = if tree.config.first_write_faults(cursor.level().down()) { 0 } else { F::WRITABLE };
+        let whole = Entry(value.0 | right);
+        install::split_into(&cursor, &tree.host, self.tables, value, whole)?;
         self.count(Counter::Splits);
         Ok(())
     }

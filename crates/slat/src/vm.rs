@@ -1,49 +1,29 @@
 //! The face of a VM's memory: slots, their dirty logs, invalidation, aging, statistics. Names and rules are KVM's.
 
+use alloc::boxed::Box;
 use alloc::sync::Arc;
 
 use crate::addr::{Gfn, GfnRange, Gpa, Hpa};
+use crate::config::{Config, ManualProtect};
 use crate::dirty::bitmap::Bitmap;
-use crate::dirty::log;
+use crate::dirty::log::{self, LogCall};
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
-use crate::second_stage::age::{self, AccessTracking, Aging};
+use crate::second_stage::age::{self, Aging};
 use crate::second_stage::invalidate::Invalidation;
 use crate::second_stage::protect;
 use crate::second_stage::query::TableReader;
 use crate::slot::set::{Change, Claim, SlotEntry, Slots};
 use crate::slot::{MemoryRegion, MemoryRegionFlags};
 use crate::stats::Stats;
-use crate::sync::{Locking, full_fence};
+use crate::sync::full_fence;
 use crate::table::Tree;
 use crate::table::retire::Record;
 use crate::vcpu::Vcpu;
 
 /// Old slot sets that may wait for the next reclaim.
 const MAX_WAITING_SETS: u64 = 8;
-
-/// How a VM's memory is managed.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-#[non_exhaustive]
-pub struct Config {
-    /// The lock around sections that change the tables.
-    pub locking: Locking,
-    /// How [`Vm::age_range`] finds out what the guest has used.
-    pub access_tracking: AccessTracking,
-}
-
-impl Config {
-    /// The default configuration with another locking.
-    pub fn with_locking(locking: Locking) -> Config {
-        Config { locking, ..Config::default() }
-    }
-
-    /// This configuration with another way to find out accesses.
-    pub fn with_access_tracking(self, access_tracking: AccessTracking) -> Config {
-        Config { access_tracking, ..self }
-    }
-}
 
 /// The guest-physical memory of a virtual machine: its slots, and the second-stage tables that translate it.
 ///
@@ -60,8 +40,9 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// A VM without memory.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`].
+    /// [`Error::NoDirtyBit`], [`Error::NoModificationLog`]: this configuration cannot be had. [`Error::OutOfMemory`].
     pub fn new(host: H, config: Config) -> Result<Vm<H, F>, Error> {
+        config.check::<F>()?;
         let slots = Slots::new()?;
         Ok(Vm { tree: Tree::new(host, config)?, slots })
     }
@@ -117,7 +98,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     fn create_slot(&self, record: &Record, region: MemoryRegion<H::Backing>, range: GfnRange) -> Result<(), Error> {
         let MemoryRegion { slot: id, flags, backing, .. } = region;
         let backing = backing.ok_or(Error::NoBacking { slot: id })?;
-        let log = log_for(flags, range.nr_pages())?;
+        let log = self.log_for(flags, range.nr_pages())?;
         let entry = SlotEntry::new(id, range, flags, backing, log)?;
         // Nothing was mapped there, and faults that looked before see no memory: no stamp is needed.
         match self.slots.publish(&self.tree.epochs, record, &Change::Insert(entry)) {
@@ -134,7 +115,7 @@ impl<H: Host, F: Format> Vm<H, F> {
 
     fn delete_slot(&self, record: &Record, claim: Claim<H::Backing>) -> Result<(), Error> {
         // Until the set without the slot is published: no fault maps it again, and nothing takes its place.
-        let result = Invalidation::new(&self.tree, record, claim.entry.range)
+        let result = Invalidation::new(&self.tree, &self.slots, record, claim.entry.range)
             .and_then(|_taken_away| self.slots.publish(&self.tree.epochs, record, &Change::Remove(claim.entry)));
         if result.is_err() {
             claim.release();
@@ -183,7 +164,7 @@ impl<H: Host, F: Format> Vm<H, F> {
             // Before anything is taken away: a description that is refused changes nothing. `publish` asks again.
             self.slots.check_vacant(&self.tree.epochs, record, id, range)?;
         }
-        let log = if begins_to_log { log_for(flags, range.nr_pages())? } else { None };
+        let log = if begins_to_log { self.log_for(flags, range.nr_pages())? } else { None };
         let after = before.changed(range, flags, log);
         let published = self.publish_change(record, &before, after);
         if let Err(error) = published {
@@ -210,29 +191,103 @@ impl<H: Host, F: Format> Vm<H, F> {
         after: SlotEntry<H::Backing>,
     ) -> Result<(), Error> {
         let moves = before.range != after.range;
-        let _taken_away = if moves { Some(Invalidation::new(&self.tree, record, before.range)?) } else { None };
+        let _taken_away =
+            if moves { Some(Invalidation::new(&self.tree, &self.slots, record, before.range)?) } else { None };
         self.slots.publish(&self.tree.epochs, record, &Change::Replace(after))
     }
 
     /// Write-protects a slot whose new flags are published.
     fn begin_to_log(&self, record: &Record, entry: SlotEntry<H::Backing>) {
+        if self.tree.config.manual_protect == ManualProtect::InitiallySet {
+            // All pages are marked, and each is protected when its mark is taken.
+            return;
+        }
         // A store-load pair (`dirty/log.rs`): the flag is visible before leaves are looked at.
         full_fence();
-        protect::protect_range(&self.tree, record, entry.range);
+        protect::protect_slot(&self.tree, record, entry.range);
         // Whether or not a leaf changed: one that is protected already may still be cached as writable.
         self.tree.flush(record, &[entry.range]);
     }
 
+    /// The log that a slot of these flags needs.
+    fn log_for(&self, flags: MemoryRegionFlags, nr_pages: u64) -> Result<Option<Box<Bitmap>>, Error> {
+        let new = match self.tree.config.manual_protect {
+            ManualProtect::Disabled | ManualProtect::Enabled => Bitmap::new,
+            ManualProtect::InitiallySet => Bitmap::new_marked,
+        };
+        flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES).then(|| new(nr_pages)).transpose()
+    }
+
     /// Takes the dirty log of slot `slot` into `bitmap` and begins a new one: bit n of the slot (bit n % 64 of word
     /// n / 64) is page n, set if the guest wrote it since the log was last taken. Returns the number of pages set.
-    /// Words behind the slot's are left as they are.
+    /// Words behind the slot's are left as they are. With [`ManualProtect`], the log is copied only.
+    ///
+    /// Several threads may get, and clear, the log of one slot at once: each page is then reported to one of them at least.
     ///
     /// # Errors
     /// [`Error::NoSuchSlot`], [`Error::NotLogging`], [`Error::BitmapTooShort`], [`Error::OutOfMemory`]. No mark is lost
     /// by them, unless the slot is deleted or ceases to log while this call runs.
     pub fn get_dirty_log(&self, slot: u32, bitmap: &mut [u64]) -> Result<u64, Error> {
+        self.get_or_copy(slot, None, bitmap)
+    }
+
+    /// As [`get_dirty_log`](Vm::get_dirty_log), for `nr_pages` pages from `first_page` on: bit 0 is `first_page`, a multiple
+    /// of 64. `nr_pages` is one too, or the range ends with the slot.
+    ///
+    /// # Errors
+    /// As there, and [`Error::UnalignedLogRange`], [`Error::LogRangePastEnd`].
+    pub fn get_dirty_log_range(
+        &self,
+        slot: u32,
+        first_page: u64,
+        nr_pages: u64,
+        bitmap: &mut [u64],
+    ) -> Result<u64, Error> {
+        self.get_or_copy(slot, Some((first_page, nr_pages)), bitmap)
+    }
+
+    fn get_or_copy(&self, slot: u32, pages: Option<(u64, u64)>, bitmap: &mut [u64]) -> Result<u64, Error> {
         let record = self.tree.epochs.borrow_record()?;
-        log::harvest(&self.tree, &self.slots, &record, slot, bitmap)
+        let call = self.log_call(slot, &record);
+        match self.tree.config.manual_protect {
+            ManualProtect::Disabled => call.get(pages, bitmap),
+            ManualProtect::Enabled | ManualProtect::InitiallySet => call.copy(pages, bitmap),
+        }
+    }
+
+    /// Takes those marks of `nr_pages` pages from `first_page` on that `bitmap` names (bit 0 is `first_page`), and begins to
+    /// log these pages anew. Returns how many of them were marked. What the guest writes from then on is marked again: so
+    /// call it before the pages' contents are read. KVM's `KVM_CLEAR_DIRTY_LOG`; it goes with any [`ManualProtect`].
+    /// The alignment is that of [`get_dirty_log_range`](Vm::get_dirty_log_range).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn clear_dirty_log(&self, slot: u32, first_page: u64, nr_pages: u64, bitmap: &[u64]) -> Result<u64, Error> {
+        let record = self.tree.epochs.borrow_record()?;
+        self.log_call(slot, &record).clear((first_page, nr_pages), bitmap)
+    }
+
+    fn log_call<'c>(&'c self, id: u32, record: &'c Record) -> LogCall<'c, H, F> {
+        LogCall { tree: &self.tree, slots: &self.slots, record, id }
+    }
+
+    /// Marks `nr_pages` pages from `first_page` on of slot `slot` in its dirty log, if it has one: for what others than its
+    /// vCPUs have written, the emulation of a device for instance. To be called when it is written.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchSlot`], [`Error::LogRangePastEnd`], [`Error::OutOfMemory`].
+    pub fn mark_dirty(&self, slot: u32, first_page: u64, nr_pages: u64) -> Result<(), Error> {
+        let record = self.tree.epochs.borrow_record()?;
+        log::mark_pages(&self.slots, &self.tree.epochs.enter(&record), slot, first_page, nr_pages)
+    }
+
+    /// Whether page `page` of slot `slot` is marked in its dirty log at this moment.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchSlot`], [`Error::NotLogging`], [`Error::LogRangePastEnd`], [`Error::OutOfMemory`].
+    pub fn is_marked_dirty(&self, slot: u32, page: u64) -> Result<bool, Error> {
+        let record = self.tree.epochs.borrow_record()?;
+        log::is_marked(&self.slots, &self.tree.epochs.enter(&record), slot, page)
     }
 
     /// Takes the guest frames of `range` away from the guest until the answer is dropped: the host is going to give the
@@ -253,7 +308,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     pub fn invalidate_range(&self, range: GfnRange) -> Result<Invalidation<'_>, Error> {
         self.check_range(range)?;
         let record = self.tree.epochs.borrow_record()?;
-        let result = Invalidation::new(&self.tree, &record, range);
+        let result = Invalidation::new(&self.tree, &self.slots, &record, range);
         drop(record);
         self.reclaim();
         result
@@ -332,9 +387,4 @@ impl<H: Host, F: Format> Vm<H, F> {
             Err(Error::AddressTooHigh { gpa, gpa_bits: F::GPA_BITS })
         }
     }
-}
-
-/// The log that a slot of these flags needs.
-fn log_for(flags: MemoryRegionFlags, nr_pages: u64) -> Result<Option<alloc::boxed::Box<Bitmap>>, Error> {
-    flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES).then(|| Bitmap::new(nr_pages)).transpose()
 }

@@ -5,7 +5,7 @@
 //! `common::guest`) that finds a writable translation and then counts; so it may come long after the walk, but not after
 //! a flush that began later than the walk has returned. The host copies the counts of the pages that a harvest reports,
 //! after the harvest has returned. A count that was there before harvest k, and is not in the copy when harvest k+1 has
-//! been copied, is lost, if the faults that were under way at harvest k have returned before harvest k+1: a vCPU that was
+//! been copied, is lost, if the faults (and moves) that were under way at harvest k have returned before harvest k+1: a vCPU that was
 //! stopped between giving the right to write and marking delays the mark for as long as it is stopped, and another vCPU
 //! may have written meanwhile.
 #![cfg(not(any(loom, shuttle)))]
@@ -216,11 +216,13 @@ fn moved<F: Format>(locking: Locking) {
         world.beside_guests(nr_guests, || {
             std::thread::scope(|scope| {
                 scope.spawn(|| {
+                    // A move marks pages, as a fault does.
+                    let mut mover = Guest::new(&world.vm);
                     let start = Instant::now();
                     while start.elapsed() < RUN {
-                        world.set(LOG, START + PAGE_SIZE);
+                        mover.during_fault(|_| world.set(LOG, START + PAGE_SIZE));
                         std::thread::yield_now();
-                        world.set(LOG, START);
+                        mover.during_fault(|_| world.set(LOG, START));
                         std::thread::yield_now();
                     }
                 });

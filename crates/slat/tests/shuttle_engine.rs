@@ -310,7 +310,8 @@ enum Meanwhile {
 
 fn dirty_log(meanwhile: Meanwhile, nr_pages: u64) {
     const GUESTS: usize = 2;
-    let (vm, memory) = (new_vm::<Tiny<2>>(random_locking(), GUESTS), Arc::new(Memory::default()));
+    // One more: the call that moves the slot marks pages as a fault does.
+    let (vm, memory) = (new_vm::<Tiny<2>>(random_locking(), GUESTS + 1), Arc::new(Memory::default()));
     let size = [PageSize::Size4K, PageSize::Size2M][random(2) as usize];
     let flags = if random(2) == 0 { LOG } else { NO_FLAGS };
     vm.set_user_memory_region(region(SLOT, flags, 0, nr_pages, Some(backing(FIRST_PFN, size)))).unwrap();
@@ -341,7 +342,8 @@ fn dirty_log(meanwhile: Meanwhile, nr_pages: u64) {
                     memory.harvest(&vm).unwrap();
                 } else {
                     let start = if nr_pages == BLOCK { [BLOCK, 0][turn % 2] } else { [1, 0][turn % 2] };
-                    vm.set_user_memory_region(region(SLOT, LOG, start, nr_pages, None)).unwrap();
+                    let move_it = || vm.set_user_memory_region(region(SLOT, LOG, start, nr_pages, None)).unwrap();
+                    vm.host().during_fault(GUESTS, move_it);
                 }
             }
         }));
@@ -356,7 +358,7 @@ fn dirty_log(meanwhile: Meanwhile, nr_pages: u64) {
         }
         memory.harvest(&vm).unwrap();
         if meanwhile != Meanwhile::Harvest && random(2) == 0 {
-            // What was written before one harvest is in that or in the next, if the fault that opened the page has
+            // What was written before one harvest is in that or in the next, if the call that was to mark the page has
             // returned by then.
             let before = memory.contents_now();
             vm.host().wait_for_faults();

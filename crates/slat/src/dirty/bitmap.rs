@@ -1,20 +1,32 @@
-//! One bit for each 4 KiB page of a slot, least significant bit first, as KVM lays it out.
+//! One bit for each 4 KiB page of a slot, least significant bit first, as KVM lays it out; and above it a summary, one bit
+//! for each word, so that a harvest costs its dirty pages and not its slot's size.
+//!
+//! Whoever marks sets the word first and then the summary, unless that is set; a page whose bit is set already costs one
+//! load. Whoever takes clears the summary first and then the word. So a mark is never left in a word whose summary bit is
+//! clear, but by somebody who has not finished marking yet (`models/summary.py`). A summary bit over a word of zero is
+//! harmless.
 //!
 //! Lines of the bitmap are aligned to cache lines, so that one line serves 512 pages: the marks of faults in different
-//! 2 MiB blocks (of a slot that begins at a multiple of 2 MiB) share no line.
+//! 2 MiB blocks (of a slot that begins at a multiple of 2 MiB) share no line. A line of the summary serves 128 MiB, and is
+//! written once for each word between two harvests.
 
 use alloc::boxed::Box;
+use core::ops::Range;
 
 use crate::boxed::{ZeroedWords, try_box};
 use crate::error::Error;
-use crate::sync::Ordering;
+use crate::sync::{Ordering, fence_after_rmw};
 
 /// Pages in a word.
 pub(crate) const PAGES_PER_WORD: u64 = u64::BITS as u64;
 
+/// Words that a word of the summary stands for.
+const GROUP_WORDS: usize = u64::BITS as usize;
+
 /// The log of one slot.
 pub(crate) struct Bitmap {
     words: ZeroedWords,
+    summary: ZeroedWords,
 }
 
 /// Words that `nr_pages` bits need.
@@ -22,69 +34,224 @@ pub(crate) fn nr_words(nr_pages: u64) -> usize {
     nr_pages.div_ceil(PAGES_PER_WORD) as usize
 }
 
+/// A word with the `count` bits from `first` on.
+#[inline]
+fn bits(first: u64, count: u64) -> u64 {
+    debug_assert!(count != 0 && first + count <= PAGES_PER_WORD);
+    (u64::MAX >> (PAGES_PER_WORD - count)) << first
+}
+
+/// Words that were taken, in their order: a turn's worth.
+pub(crate) struct TakenWords {
+    indices: [u32; TakenWords::CAPACITY],
+    bits: [u64; TakenWords::CAPACITY],
+    len: usize,
+}
+
+impl TakenWords {
+    /// The pages of 32 MiB, if all are dirty.
+    const CAPACITY: usize = 2 * GROUP_WORDS;
+
+    pub(crate) fn new() -> TakenWords {
+        TakenWords { indices: [0; Self::CAPACITY], bits: [0; Self::CAPACITY], len: 0 }
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.len = 0;
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Index and bits of each word.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (usize, u64)> {
+        let indices = self.indices[..self.len].iter().map(|&index| index as usize);
+        indices.zip(self.bits[..self.len].iter().copied())
+    }
+
+    /// The number of pages.
+    pub(crate) fn nr_pages(&self) -> u64 {
+        // A full word is the case that must not be slow: not every CPU that this is built for counts bits by itself.
+        self.iter().map(|(_, bits)| if bits == u64::MAX { PAGES_PER_WORD } else { u64::from(bits.count_ones()) }).sum()
+    }
+
+    fn has_room_for_group(&self) -> bool {
+        Self::CAPACITY - self.len >= GROUP_WORDS
+    }
+
+    #[inline]
+    fn push(&mut self, index: usize, bits: u64) {
+        if bits != 0 {
+            // Bitmaps have less than 2^32 words: guest-physical addresses have at most 48 bits.
+            self.indices[self.len] = index as u32;
+            self.bits[self.len] = bits;
+            self.len += 1;
+        }
+    }
+}
+
 impl Bitmap {
     /// A bitmap of `nr_pages` clear bits.
     pub(crate) fn new(nr_pages: u64) -> Result<Box<Bitmap>, Error> {
-        try_box(Bitmap { words: ZeroedWords::new(nr_words(nr_pages))? })
+        let words = ZeroedWords::new(nr_words(nr_pages))?;
+        let summary = ZeroedWords::new(words.len().div_ceil(GROUP_WORDS))?;
+        try_box(Bitmap { words, summary })
+    }
+
+    /// A bitmap of `nr_pages` set bits.
+    pub(crate) fn new_marked(nr_pages: u64) -> Result<Box<Bitmap>, Error> {
+        let bitmap = Bitmap::new(nr_pages)?;
+        fill(&bitmap.words, nr_pages);
+        fill(&bitmap.summary, bitmap.words.len() as u64);
+        Ok(bitmap)
     }
 
     /// Sets the bits of `nr_pages` pages from `first` on. A full fence stands between what the marks are for (a leaf
-    /// became writable) and this call; see `log`.
+    /// became writable, or the page was written) and this call; see `log`.
     #[inline]
     pub(crate) fn mark(&self, first: u64, nr_pages: u64) {
         let (mut page, end) = (first, first + nr_pages);
         while page < end {
-            let in_word = page % PAGES_PER_WORD;
-            let count = (PAGES_PER_WORD - in_word).min(end - page);
-            let mask = (u64::MAX >> (PAGES_PER_WORD - count)) << in_word;
-            let word = &self.words[(page / PAGES_PER_WORD) as usize];
-            // SeqCst: "marked already" is a load after a store, in a pair with the harvest (see `log`).
-            if word.load(Ordering::SeqCst) & mask != mask {
-                word.fetch_or(mask, Ordering::SeqCst);
+            let group = (page / PAGES_PER_WORD) as usize / GROUP_WORDS;
+            let group_end = end.min((group + 1) as u64 * (GROUP_WORDS as u64 * PAGES_PER_WORD));
+            let mut changed = 0;
+            while page < group_end {
+                let index = (page / PAGES_PER_WORD) as usize;
+                let count = (PAGES_PER_WORD - page % PAGES_PER_WORD).min(group_end - page);
+                let mask = bits(page % PAGES_PER_WORD, count);
+                let word = &self.words[index];
+                // SeqCst: "marked already" is a load after a store, in a pair with the harvest (see `log`).
+                if word.load(Ordering::SeqCst) & mask != mask {
+                    word.fetch_or(mask, Ordering::SeqCst);
+                    changed |= 1 << (index % GROUP_WORDS);
+                }
+                page += count;
             }
-            page += count;
+            if changed != 0 {
+                self.summarize(group, changed);
+            }
         }
     }
 
-    /// Takes the bits of word `index`.
+    /// Sets bits of the summary's word `group`, whose words have just been set.
     #[inline]
-    pub(crate) fn take(&self, index: usize) -> u64 {
-        let word = &self.words[index];
-        // Relaxed look first: most words of most harvests are zero, and a load leaves the line shared. A mark that is
-        // missed here is reported by the next harvest, as one that comes a moment later.
-        if word.load(Ordering::Relaxed) == 0 { 0 } else { word.swap(0, Ordering::SeqCst) }
+    fn summarize(&self, group: usize, changed: u64) {
+        // A store-load pair: the word is set before the summary is looked at; who takes clears the summary before it
+        // looks at the word.
+        fence_after_rmw();
+        let summary = &self.summary[group];
+        if summary.load(Ordering::SeqCst) & changed != changed {
+            summary.fetch_or(changed, Ordering::SeqCst);
+        }
     }
+
+    /// Takes the bits of the words `range`, as many as `taken` has room for. Returns the first word not reached.
+    pub(crate) fn take(&self, range: Range<usize>, taken: &mut TakenWords) -> usize {
+        let mut next = range.start;
+        while next < range.end && taken.has_room_for_group() {
+            let (group, in_range, end) = group_of(next, range.end);
+            let summary = &self.summary[group];
+            // Relaxed look first: most of most summaries is zero, and a load leaves the line shared. A mark that is missed
+            // here is reported by the next harvest, as one that comes a moment later.
+            if summary.load(Ordering::Relaxed) & in_range != 0 {
+                // Only the words in the range: another harvest may be at the others.
+                let mut rest = summary.fetch_and(!in_range, Ordering::SeqCst) & in_range;
+                // The other side of the pair in `summarize`.
+                fence_after_rmw();
+                while rest != 0 {
+                    let index = group * GROUP_WORDS + rest.trailing_zeros() as usize;
+                    rest &= rest - 1;
+                    taken.push(index, self.words[index].swap(0, Ordering::SeqCst));
+                }
+            }
+            next = end;
+        }
+        next
+    }
+
+    /// Takes those bits of the words from `range.start` on that `masks` names, one mask for each word of `range`, as many
+    /// as `taken` has room for. Returns the first word not reached.
+    pub(crate) fn take_masked(&self, range: Range<usize>, masks: &[u64], taken: &mut TakenWords) -> usize {
+        let mut next = range.start;
+        while next < range.end && taken.has_room_for_group() {
+            let (group, in_range, end) = group_of(next, range.end);
+            // Words of which nothing will be left, as far as one can see: their summary is cleared, and set again if a mark
+            // comes meanwhile. Another harvest may miss that mark at this moment, and the one after it reports it.
+            let mut emptied = 0;
+            for index in next..end {
+                let (word, mask) = (self.words[index].load(Ordering::Relaxed), masks[index - range.start]);
+                if word & mask != 0 && word & !mask == 0 {
+                    emptied |= 1 << (index % GROUP_WORDS);
+                }
+            }
+            debug_assert!(emptied & !in_range == 0);
+            if emptied != 0 {
+                self.summary[group].fetch_and(!emptied, Ordering::SeqCst);
+                // The other side of the pair in `summarize`.
+                fence_after_rmw();
+            }
+            let mut left = 0;
+            for index in next..end {
+                let (word, mask) = (&self.words[index], masks[index - range.start]);
+                if word.load(Ordering::Relaxed) & mask != 0 {
+                    let before = word.fetch_and(!mask, Ordering::SeqCst);
+                    taken.push(index, before & mask);
+                    if before & !mask != 0 {
+                        left |= 1 << (index % GROUP_WORDS);
+                    }
+                }
+            }
+            if left & emptied != 0 {
+                self.summarize(group, left & emptied);
+            }
+            next = end;
+        }
+        next
+    }
+
+    /// Copies the words `range` to `out`, which is zero. Returns the number of pages set. Changes nothing.
+    pub(crate) fn copy(&self, range: Range<usize>, out: &mut [u64]) -> u64 {
+        let mut nr_pages = 0;
+        let mut next = range.start;
+        while next < range.end {
+            let (group, in_range, end) = group_of(next, range.end);
+            // Acquire, both: what was written before a mark that is seen here is seen by the caller.
+            let mut rest = self.summary[group].load(Ordering::Acquire) & in_range;
+            while rest != 0 {
+                let index = group * GROUP_WORDS + rest.trailing_zeros() as usize;
+                rest &= rest - 1;
+                let word = self.words[index].load(Ordering::Acquire);
+                out[index - range.start] = word;
+                nr_pages += u64::from(word.count_ones());
+            }
+            next = end;
+        }
+        nr_pages
+    }
+
+    /// Whether page `page` is marked.
+    pub(crate) fn is_marked(&self, page: u64) -> bool {
+        self.words[(page / PAGES_PER_WORD) as usize].load(Ordering::Acquire) >> (page % PAGES_PER_WORD) & 1 != 0
+    }
+}
+
+/// Sets the first `nr_bits` bits of `words`, which nobody else has. Relaxed: publishing the bitmap releases them.
+fn fill(words: &ZeroedWords, nr_bits: u64) {
+    for (index, word) in words.iter().enumerate() {
+        let count = (nr_bits - index as u64 * PAGES_PER_WORD).min(PAGES_PER_WORD);
+        word.store(bits(0, count), Ordering::Relaxed);
+    }
+}
+
+/// The summary word of word `next`, its bits for the words from `next` on and below `range_end`, and the word behind them.
+#[inline]
+fn group_of(next: usize, range_end: usize) -> (usize, u64, usize) {
+    let group = next / GROUP_WORDS;
+    let end = range_end.min((group + 1) * GROUP_WORDS);
+    (group, bits((next % GROUP_WORDS) as u64, (end - next) as u64), end)
 }
 
 #[cfg(all(test, not(any(loom, shuttle))))]
-mod tests {
-    use alloc::vec::Vec;
-
-    use super::*;
-
-    #[test]
-    fn marks_are_taken_once_and_only_where_they_were_set() {
-        for (first, nr_pages) in [(0, 1), (63, 1), (63, 2), (64, 64), (1, 200), (0, 1000), (999, 1), (130, 0)] {
-            let bitmap = Bitmap::new(1000).unwrap();
-            bitmap.mark(first, nr_pages);
-            bitmap.mark(first, nr_pages);
-            let taken: Vec<u64> = (0..nr_words(1000)).map(|word| bitmap.take(word)).collect();
-            for page in 0..1000 {
-                let expected = (first..first + nr_pages).contains(&page);
-                assert_eq!(
-                    taken[page as usize / 64] >> (page % 64) & 1 == 1,
-                    expected,
-                    "page {page} of {first}+{nr_pages}"
-                );
-            }
-            assert!((0..nr_words(1000)).all(|word| bitmap.take(word) == 0));
-        }
-    }
-
-    #[test]
-    fn a_bitmap_that_cannot_be_allocated_is_an_error() {
-        assert_eq!(Bitmap::new(u64::MAX).err(), Some(Error::OutOfMemory));
-        assert_eq!(nr_words(0), 0);
-        assert!(Bitmap::new(0).is_ok());
-    }
-}
+#[path = "bitmap_tests.rs"]
+mod tests;

@@ -1,21 +1,32 @@
-//! The protocol of write-protect dirty logging, between faults that mark and a harvest that takes.
+//! The protocol of the dirty log, between faults that mark and a harvest that takes.
 //!
 //! A fault that made a leaf writable does, in this order: (1) the compare-and-exchange that gives W, (2) a full fence,
 //! (3) reads the slot's flags, (4) if the slot logs: marks every page of the leaf, unless marked already.
 //!
-//! A harvest does: (1) takes the bits of a group of words, (2) a full fence, (3) from the root, clears W in the leaves of
-//! the pages taken, where it is set, (4) flushes if it took any bit, (5) hands the bits out.
+//! A harvest does, turn by turn: (1) takes the bits of some words, (2) a full fence, (3) from the root, clears W in the
+//! leaves of the pages taken, where it is set, or closes the entry above them (`second_stage/protect.rs`), (4) flushes if it
+//! took any bit, (5) hands the bits out. It takes all bits ([`get`]) or those that the caller names ([`clear`]).
 //!
-//! Enabling does: (1) publishes the flag, (2) a full fence, (3) clears W in all leaves of the slot, (4) flushes.
+//! Enabling does: (1) publishes the flag, (2) a full fence, (3) clears W of all leaves of the slot, (4) flushes. Where all
+//! bits are set from the beginning, that is left to the harvests.
 //!
 //! So there are two store-load pairs. *Marked already* against *nothing to protect*: if the fault finds the bit still
 //! set, the harvest has not taken it yet, so its look at the leaf comes later and finds W. *Does not log* against *no
 //! leaf there*: if the fault finds the flag unset, its leaf was there before the enabling looked at it.
 //!
-//! What is promised: a write before harvest k is reported by k, or, if the fault that opened its page is still in flight
-//! then (it has given W and not marked yet, and another vCPU writes through the leaf), by the first harvest that begins
-//! after that fault has returned. When all vCPU calls have returned, one harvest is exact.
+//! What is promised: a write before harvest k is reported by k, or, if a call that is about to mark its page is still in
+//! flight then, by the first harvest that begins after that call has returned. (A fault that has given W and not marked yet,
+//! while another vCPU writes through the leaf; or who has marked the page and not the summary above it yet.) Of harvests of
+//! the same pages that run at once, each page is reported by one at least. When all calls have returned, one harvest is
+//! exact.
 //!
+//! # Dirty bits of the CPUs
+//! With [`DirtyTracking::DirtyBit`] and [`DirtyTracking::PageModificationLog`] leaves of 4 KiB keep W, and above read "D" for
+//! "W". The bitmap is brought up to date before it is read ([`collect`]): from the leaves whose D is set, or from what the
+//! CPUs have logged when they set it. D itself is cleared only after the page's bit was taken. A zap marks the page before
+//! it takes a dirty leaf away, so whoever misses the leaf finds the mark: leaves are visited before words are taken.
+//!
+//! # Slots that move
 //! A slot that logs may be moved, and its log moves along. The move marks all of its pages, once the mappings at the old
 //! place are gone and flushed: a fault that was about to mark a page there would not find the slot any more. (All pages
 //! have another address now, so a migration has to send them again anyway.) A harvest looks up where the slot is after it
@@ -24,24 +35,28 @@
 //! The flush is owed because bits were taken and not because a leaf changed: a leaf that another harvest has just
 //! protected may still be cached as writable, and this one must not hand its bit out before that is flushed.
 
-use super::bitmap::{self, PAGES_PER_WORD};
-use crate::addr::{Gfn, GfnRange};
+use core::ops::Range;
+
+use super::bitmap::{self, Bitmap, PAGES_PER_WORD, TakenWords};
+use crate::addr::{Gfn, GfnRange, Gpa, Level};
+use crate::config::DirtyTracking;
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::flush::FlushToken;
-use crate::second_stage::protect;
-use crate::slot::set::Slots;
-use crate::stats::Counter;
-use crate::sync::{Side, fence_after_rmw};
+use crate::second_stage::protect::Protector;
+use crate::slot::set::{SlotView, Slots};
+use crate::sync::{Side, fence_after_rmw, full_fence};
 use crate::table::Tree;
+use crate::table::entry::{self, EntryRef, State};
 use crate::table::retire::{Record, Section};
-use crate::table::walk::Cursor;
+use crate::table::walk::{self, Cursor};
 
-/// Words whose bits are taken before one fence and one walk: as many as the pages of a 2 MiB block fill.
-const GROUP_WORDS: usize = 8;
-/// Groups harvested in one section, so that a section stays short (16384 pages).
-const GROUPS_PER_SECTION: usize = 32;
+/// Words that are copied in one section: those of 4 GiB.
+const WORDS_PER_COPY: usize = 1 << 14;
+
+/// Pages whose dirty bits are looked at before a walk asks whether it should yield.
+const PAGES_PER_TURN: u64 = 1 << 15;
 
 /// Marks the pages of `block`, for which the caller has just made a leaf writable by compare-and-exchange in `section`,
 /// if the slot that has them now logs.
@@ -59,103 +74,285 @@ pub(crate) fn mark_if_logging<B>(slots: &Slots<B>, section: &Section<'_>, gfn: G
     }
 }
 
-/// Takes the log of slot `id` into `bitmap`. Returns the number of dirty pages.
-pub(crate) fn harvest<H: Host, F: Format>(
-    tree: &Tree<H, F>,
-    slots: &Slots<H::Backing>,
-    record: &Record,
+/// The words of a slot's log that belong to `pages` (first and number), all if `None`, and whether a bitmap of
+/// `bitmap_len` words can hold them.
+fn words_of<B>(
+    slot: &SlotView<'_, B>,
+    pages: Option<(u64, u64)>,
     id: u32,
-    bitmap: &mut [u64],
-) -> Result<u64, Error> {
-    let nr_words = {
-        let section = tree.epochs.enter(record);
-        let slot = slots.by_id(&section, id).ok_or(Error::NoSuchSlot { slot: id })?;
-        if slot.log().is_none() {
-            return Err(Error::NotLogging { slot: id });
+    bitmap_len: usize,
+) -> Result<Range<usize>, Error> {
+    if slot.log().is_none() {
+        return Err(Error::NotLogging { slot: id });
+    }
+    let slot_pages = slot.range().nr_pages();
+    let (first_page, nr_pages) = pages.unwrap_or((0, slot_pages));
+    check_pages(id, slot_pages, first_page, nr_pages)?;
+    let is_end = first_page + nr_pages == slot_pages;
+    if !first_page.is_multiple_of(PAGES_PER_WORD) || !(is_end || nr_pages.is_multiple_of(PAGES_PER_WORD)) {
+        return Err(Error::UnalignedLogRange { slot: id, first_page, nr_pages });
+    }
+    let needed = bitmap::nr_words(nr_pages);
+    if bitmap_len < needed {
+        return Err(Error::BitmapTooShort { slot: id, words: bitmap_len, needed });
+    }
+    let first = (first_page / PAGES_PER_WORD) as usize;
+    Ok(first..first + needed)
+}
+
+fn check_pages(id: u32, slot_pages: u64, first_page: u64, nr_pages: u64) -> Result<(), Error> {
+    match first_page.checked_add(nr_pages) {
+        Some(end) if end <= slot_pages => Ok(()),
+        _ => Err(Error::LogRangePastEnd { slot: id, first_page, nr_pages, slot_pages }),
+    }
+}
+
+/// The log of one slot, as one call uses it.
+pub(crate) struct LogCall<'c, H: Host, F: Format> {
+    pub(crate) tree: &'c Tree<H, F>,
+    pub(crate) slots: &'c Slots<H::Backing>,
+    pub(crate) record: &'c Record,
+    pub(crate) id: u32,
+}
+
+impl<H: Host, F: Format> LogCall<'_, H, F> {
+    fn slot<'s>(&self, section: &'s Section<'s>) -> Result<SlotView<'s, H::Backing>, Error> {
+        self.slots.by_id(section, self.id).ok_or(Error::NoSuchSlot { slot: self.id })
+    }
+
+    /// The slot and its log, if it has one of at least `words`. It is looked up anew in each section: it may have been
+    /// moved, or have ceased to log, or be another by the same number, since the last.
+    fn log_of_words<'s>(
+        &self,
+        section: &'s Section<'s>,
+        words: &Range<usize>,
+    ) -> Result<(SlotView<'s, H::Backing>, &'s Bitmap), Error> {
+        let slot = self.slot(section)?;
+        let log = slot.log().ok_or(Error::NotLogging { slot: self.id })?;
+        if bitmap::nr_words(slot.range().nr_pages()) < words.end {
+            return Err(Error::NoSuchSlot { slot: self.id });
         }
-        bitmap::nr_words(slot.range().nr_pages())
-    };
-    let words = bitmap.len();
-    let Some(bitmap) = bitmap.get_mut(..nr_words) else {
-        return Err(Error::BitmapTooShort { slot: id, words, needed: nr_words });
-    };
-    let mut token = FlushToken::new();
-    let mut harvested = Harvested::default();
-    let mut result = Ok(());
-    let mut done = 0;
-    while done < nr_words {
-        let locked = tree.enter(record, Side::Write);
-        match harvest_turn(tree, slots, &locked.section, id, &mut bitmap[done..], done, &mut token, &mut harvested) {
-            Ok(words) => done += words,
-            Err(error) => {
-                result = Err(error);
-                break;
+        Ok((slot, log))
+    }
+
+    fn check(&self, pages: Option<(u64, u64)>, bitmap_len: usize) -> Result<Range<usize>, Error> {
+        let section = self.tree.epochs.enter(self.record);
+        words_of(&self.slot(&section)?, pages, self.id, bitmap_len)
+    }
+
+    /// Takes the log of `pages` (first and number; all if `None`) into `out`, and re-arms it. Returns the number of pages.
+    pub(crate) fn get(&self, pages: Option<(u64, u64)>, out: &mut [u64]) -> Result<u64, Error> {
+        let words = self.check(pages, out.len())?;
+        let out = &mut out[..words.len()];
+        out.fill(0);
+        self.collect(&words)?;
+        let mut nr_pages = 0;
+        self.harvest(
+            &words,
+            |log, next, taken| log.take(next..words.end, taken),
+            |taken| {
+                for (index, bits) in taken.iter() {
+                    out[index - words.start] = bits;
+                }
+                nr_pages += taken.nr_pages();
+            },
+        )?;
+        Ok(nr_pages)
+    }
+
+    /// Copies the log of `pages` into `out`, and changes nothing. Returns the number of pages.
+    pub(crate) fn copy(&self, pages: Option<(u64, u64)>, out: &mut [u64]) -> Result<u64, Error> {
+        let words = self.check(pages, out.len())?;
+        let out = &mut out[..words.len()];
+        out.fill(0);
+        self.collect(&words)?;
+        let mut nr_pages = 0;
+        let mut next = words.start;
+        while next < words.end {
+            let end = words.end.min(next + WORDS_PER_COPY);
+            let section = self.tree.epochs.enter(self.record);
+            let (_, log) = self.log_of_words(&section, &words)?;
+            nr_pages += log.copy(next..end, &mut out[next - words.start..]);
+            next = end;
+        }
+        Ok(nr_pages)
+    }
+
+    /// Takes those marks of `pages` that `mask` names, and re-arms them. Returns how many there were.
+    pub(crate) fn clear(&self, pages: (u64, u64), mask: &[u64]) -> Result<u64, Error> {
+        let words = self.check(Some(pages), mask.len())?;
+        let mut nr_pages = 0;
+        self.harvest(
+            &words,
+            |log, next, taken| log.take_masked(next..words.end, &mask[next - words.start..], taken),
+            |taken| nr_pages += taken.nr_pages(),
+        )?;
+        Ok(nr_pages)
+    }
+
+    /// Takes marks of `words` by `take` (from a word on; returns the first that it did not reach), re-arms their pages, and
+    /// hands them to `hand_out`, turn by turn.
+    fn harvest(
+        &self,
+        words: &Range<usize>,
+        take: impl Fn(&Bitmap, usize, &mut TakenWords) -> usize,
+        mut hand_out: impl FnMut(&TakenWords),
+    ) -> Result<(), Error> {
+        let tree = self.tree;
+        let mut token = FlushToken::new();
+        let mut taken = TakenWords::new();
+        let mut result = Ok(());
+        let mut next = words.start;
+        while next < words.end {
+            tree.generations.renew_if_low(&tree.epochs, || tree.host.barrier_on_all_cpus());
+            let locked = tree.enter(self.record, Side::Write);
+            let (slot, log) = match self.log_of_words(&locked.section, words) {
+                Ok(found) => found,
+                Err(error) => {
+                    result = Err(error);
+                    break;
+                }
+            };
+            taken.clear();
+            next = take(log, next, &mut taken);
+            if !taken.is_empty() {
+                self.rearm(&locked.section, &slot, &taken, &mut token);
+                hand_out(&taken);
+            }
+            drop(locked);
+            if next < words.end && tree.should_yield() {
+                tree.host.yield_now();
             }
         }
-        drop(locked);
-        if done < nr_words && tree.should_yield() {
-            tree.host.yield_now();
+        token.pay(tree, self.record);
+        result
+    }
+
+    /// Protects the pages of the words just taken.
+    fn rearm(
+        &self,
+        section: &Section<'_>,
+        slot: &SlotView<'_, H::Backing>,
+        taken: &TakenWords,
+        token: &mut FlushToken,
+    ) {
+        // The store-load pair: bits are taken before leaves are looked at.
+        fence_after_rmw();
+        // Where the slot is, only now: if it was moved since this section began, the pages whose bits were taken may be
+        // writable at its new place.
+        let now = self.slots.by_id(section, self.id).filter(|now| now.is_same_slot(slot));
+        let range = now.map_or(slot.range(), |now| now.range());
+        let mut protector = Protector::new(self.tree, section, range);
+        let first_of = |index: usize| Gfn(range.start.0 + index as u64 * PAGES_PER_WORD);
+        protector.protect_words(taken.iter().map(|(index, bits)| (first_of(index), bits)), token);
+        protector.finish(self.record);
+    }
+
+    /// Brings the bitmap up to date with what the CPUs know of the pages of `words`.
+    fn collect(&self, words: &Range<usize>) -> Result<(), Error> {
+        match self.tree.config.dirty_tracking {
+            DirtyTracking::WriteProtect(_) => Ok(()),
+            DirtyTracking::DirtyBit => self.mark_dirty_leaves(words),
+            DirtyTracking::PageModificationLog => {
+                self.tree.host.drain_modification_logs(&mut |written| {
+                    mark_written(self.slots, &self.tree.epochs.enter(self.record), written);
+                });
+                Ok(())
+            }
         }
     }
-    record.stats.add(Counter::Protected, harvested.protected);
-    token.pay(tree, record);
-    result.map(|()| harvested.pages)
+
+    /// Marks the pages of `words` whose leaves of 4 KiB are dirty.
+    fn mark_dirty_leaves(&self, words: &Range<usize>) -> Result<(), Error> {
+        let mut next = words.start as u64 * PAGES_PER_WORD;
+        loop {
+            let section = self.tree.epochs.enter(self.record);
+            let (slot, log) = self.log_of_words(&section, words)?;
+            let end = slot.range().nr_pages().min(words.end as u64 * PAGES_PER_WORD);
+            if next >= end {
+                return Ok(());
+            }
+            let mut cursor = Cursor::new(self.tree, &section, slot.range().start);
+            let turn_end = end.min(next + PAGES_PER_TURN);
+            while next < turn_end {
+                next = mark_dirty_in_table(&mut cursor, log, slot.range(), next, end);
+            }
+            drop(section);
+            if self.tree.host.should_yield() {
+                self.tree.host.yield_now();
+            }
+        }
+    }
 }
 
-#[derive(Default)]
-struct Harvested {
-    pages: u64,
-    protected: u64,
+/// Marks the dirty leaves of 4 KiB in one table: the one of page `first` of the slot at `slot`, up to page `end`. Returns the
+/// first page behind them.
+fn mark_dirty_in_table<H: Host, F: Format>(
+    cursor: &mut Cursor<'_, H, F>,
+    log: &Bitmap,
+    slot: GfnRange,
+    first: u64,
+    end: u64,
+) -> u64 {
+    let page_of = |gfn: Gfn| gfn.0 - slot.start.0;
+    let gfn = Gfn(slot.start.0 + first);
+    cursor.move_to(gfn);
+    let (value, state) = cursor.descend_to(Level::L2M);
+    let behind = page_of(cursor.block().end).min(end);
+    if state == State::Table {
+        let leaves = cursor.table_below(value);
+        let is_dirty = |page: u64| {
+            let index = walk::index_of::<F>(Gfn(slot.start.0 + page), Level::L4K);
+            entry::is_dirty_for_log::<F>(EntryRef::new(&leaves[index], Level::L4K).load())
+        };
+        let mut page = first;
+        while page < behind {
+            let clean_from = (page..behind).find(|&page| !is_dirty(page)).unwrap_or(behind);
+            if clean_from > page {
+                // No fence: the leaves were read with acquire. If a page was written anew since a harvest took its bit, its
+                // leaf says so only since that harvest cleared it, and the bit is read as clear here.
+                log.mark(page, clean_from - page);
+            }
+            page = clean_from + 1;
+        }
+    }
+    behind
 }
 
-/// Harvests words from `first_word` on into `out` in one section, at least one group. Returns how many words.
-#[expect(clippy::too_many_arguments, reason = "the state of one loop, passed once")]
-fn harvest_turn<H: Host, F: Format>(
-    tree: &Tree<H, F>,
-    slots: &Slots<H::Backing>,
+/// Marks the pages that hold the addresses `written`, as far as their slots log.
+pub(crate) fn mark_written<B>(slots: &Slots<B>, section: &Section<'_>, written: &[Gpa]) {
+    // The store-load pairs of the module: it was a CPU that set D, before it or another handed the address over.
+    full_fence();
+    for gpa in written {
+        mark_if_logging(slots, section, gpa.gfn(), gpa.gfn().block(Level::L4K));
+    }
+}
+
+/// Marks `nr_pages` pages from `first_page` on of slot `id`, which the caller has written, if it logs.
+pub(crate) fn mark_pages<B>(
+    slots: &Slots<B>,
     section: &Section<'_>,
     id: u32,
-    out: &mut [u64],
-    first_word: usize,
-    token: &mut FlushToken,
-    harvested: &mut Harvested,
-) -> Result<usize, Error> {
-    // The slot is looked up anew in each section: it may have been moved, or have ceased to log, since the last.
+    first_page: u64,
+    nr_pages: u64,
+) -> Result<(), Error> {
+    // A store-load pair: the pages are written before "marked already" is read, so that a harvest which takes the bit later
+    // hands it to somebody who then sees the writes.
+    full_fence();
     let slot = slots.by_id(section, id).ok_or(Error::NoSuchSlot { slot: id })?;
-    let Some(log) = slot.log() else { return Err(Error::NotLogging { slot: id }) };
-    let range = slot.range();
-    if bitmap::nr_words(range.nr_pages()) != first_word + out.len() {
-        // Another slot by the same number.
-        return Err(Error::NoSuchSlot { slot: id });
+    check_pages(id, slot.range().nr_pages(), first_page, nr_pages)?;
+    if let Some(log) = slot.log() {
+        log.mark(first_page, nr_pages);
     }
-    let mut done = 0;
-    for group in out.chunks_mut(GROUP_WORDS).take(GROUPS_PER_SECTION) {
-        let mut any = 0;
-        for (index, word) in group.iter_mut().enumerate() {
-            *word = log.take(first_word + done + index);
-            any |= *word;
-        }
-        if any != 0 {
-            // The store-load pair: bits are taken before leaves are looked at.
-            fence_after_rmw();
-            // Where the slot is, only now: if it was moved since this section began, the pages whose bits were taken may
-            // be writable at its new place.
-            let now = slots.by_id(section, id).filter(|now| now.is_same_slot(&slot));
-            let range = now.map_or(range, |now| now.range());
-            let mut cursor = Cursor::new(tree, section, range.start);
-            for (index, &mask) in group.iter().enumerate().filter(|(_, mask)| **mask != 0) {
-                let first = Gfn(range.start.0 + (first_word + done + index) as u64 * PAGES_PER_WORD);
-                harvested.pages += u64::from(mask.count_ones());
-                harvested.protected += protect::protect_mask(&mut cursor, first, mask);
-                token.owe(GfnRange::new(first, PAGES_PER_WORD).intersection(range));
-            }
-        }
-        done += group.len();
-        if tree.should_yield() {
-            break;
-        }
-    }
-    Ok(done)
+    Ok(())
+}
+
+/// Whether page `page` of slot `id` is marked.
+pub(crate) fn is_marked<B>(slots: &Slots<B>, section: &Section<'_>, id: u32, page: u64) -> Result<bool, Error> {
+    let slot = slots.by_id(section, id).ok_or(Error::NoSuchSlot { slot: id })?;
+    let log = slot.log().ok_or(Error::NotLogging { slot: id })?;
+    check_pages(id, slot.range().nr_pages(), page, 1)?;
+    Ok(log.is_marked(page))
 }
 
 #[cfg(all(test, loom))]

@@ -26,6 +26,10 @@ const ACCESSED: u64 = 1 << 8;
 const DIRTY: u64 = 1 << 9;
 /// Bit 52, ignored by hardware in every entry.
 const SOFTWARE_52: u64 = 1 << 52;
+/// Bit 53, likewise.
+const SOFTWARE_53: u64 = 1 << 53;
+/// Bits 52 to 62 of an entry that points to a table, all ignored there.
+const TABLE_SOFTWARE: u64 = 0x7ff << 52;
 /// Physical address, bits 12 to 51.
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
@@ -43,6 +47,9 @@ unsafe impl Format for Ept {
     const ACCESSED: u64 = ACCESSED;
     const DIRTY: u64 = DIRTY;
     const HOST_WRITABLE: u64 = SOFTWARE_52;
+    const WAS_DIRTY: u64 = SOFTWARE_53;
+    const GENERATION: u64 = TABLE_SOFTWARE;
+    const HAS_MODIFICATION_LOG: bool = true;
 
     #[inline]
     fn is_present(entry: Entry) -> bool {

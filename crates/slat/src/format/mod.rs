@@ -32,7 +32,8 @@ impl core::fmt::Debug for Entry {
 /// The engine follows the addresses that it reads out of entries. So:
 /// - [`address`](Format::address) of an entry made by [`table`](Format::table) or [`leaf`](Format::leaf) is the address
 ///   that it was made with, and setting or clearing [`WRITABLE`](Format::WRITABLE), [`ACCESSED`](Format::ACCESSED),
-///   [`DIRTY`](Format::DIRTY) and [`HOST_WRITABLE`](Format::HOST_WRITABLE) does not change it;
+///   [`DIRTY`](Format::DIRTY), [`HOST_WRITABLE`](Format::HOST_WRITABLE) and [`WAS_DIRTY`](Format::WAS_DIRTY) in a leaf,
+///   or `WRITABLE` and [`GENERATION`](Format::GENERATION) in a table entry, does not change it;
 /// - an entry made by `table` is present and no leaf, one made by `leaf` is present and a leaf of its level, with any
 ///   combination of those bits;
 /// - an entry whose lowest three bits are clear is not present;
@@ -51,7 +52,7 @@ pub unsafe trait Format: Send + Sync + 'static {
     /// Entries of a table below the root.
     const TABLE_ENTRIES: usize;
 
-    /// Set in a leaf that the guest may write.
+    /// Set in a leaf that the guest may write. Clear in a table entry, it takes that right from all below.
     const WRITABLE: u64;
     /// Set by hardware in a leaf that was used. Where hardware sets none, a bit that it ignores; such VMs need
     /// [`AccessTracking::Faults`](crate::AccessTracking::Faults).
@@ -61,6 +62,13 @@ pub unsafe trait Format: Send + Sync + 'static {
     /// A bit that hardware ignores in a leaf: the host allows the guest to write the frame. A leaf with this bit and
     /// without [`WRITABLE`](Format::WRITABLE) is write-protected for logging only.
     const HOST_WRITABLE: u64;
+    /// A bit that hardware ignores in a leaf: the guest wrote through it before [`DIRTY`](Format::DIRTY) was last cleared
+    /// for the dirty log.
+    const WAS_DIRTY: u64;
+    /// At least 11 bits next to each other that hardware ignores in a table entry.
+    const GENERATION: u64;
+    /// Whether CPUs that walk such tables can log which pages they set dirty (page-modification logging).
+    const HAS_MODIFICATION_LOG: bool;
 
     /// Whether hardware would use the entry.
     fn is_present(entry: Entry) -> bool;

@@ -24,6 +24,11 @@ const DIRTY: u64 = 1 << 6;
 const PAGE_SIZE_BIT: u64 = 1 << 7;
 /// Bit 52, one of the bits 52 to 58 that are available to software (5.4, figure 5-21 and following).
 const SOFTWARE_52: u64 = 1 << 52;
+/// Bit 53, likewise.
+const SOFTWARE_53: u64 = 1 << 53;
+/// Bits 52 to 62 of an entry that points to a table, all available to software there (5.3.3, figures of the PDE, PDPE and
+/// PML4E).
+const TABLE_SOFTWARE: u64 = 0x7ff << 52;
 /// Physical address, bits 12 to 51 (5.3.3).
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
@@ -41,6 +46,9 @@ unsafe impl Format for Npt {
     const ACCESSED: u64 = ACCESSED;
     const DIRTY: u64 = DIRTY;
     const HOST_WRITABLE: u64 = SOFTWARE_52;
+    const WAS_DIRTY: u64 = SOFTWARE_53;
+    const GENERATION: u64 = TABLE_SOFTWARE;
+    const HAS_MODIFICATION_LOG: bool = false;
 
     #[inline]
     fn is_present(entry: Entry) -> bool {

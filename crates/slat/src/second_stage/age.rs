@@ -67,7 +67,7 @@ fn age_turn<H: Host, F: Format>(
     while cursor.gfn() < range.end {
         // A tracked leaf has not been used since it was aged.
         if let (leaf, State::Leaf) = cursor.descend_to_lowest() {
-            match age_leaf(tree.access_tracking(), &cursor, leaf, aging) {
+            match age_leaf(tree.config.access_tracking, &cursor, leaf, aging) {
                 Ok(Used::Yes) => *nr_used += cursor.block().intersection(range).nr_pages(),
                 Ok(Used::No) => {}
                 Err(Changed) => continue,

@@ -9,7 +9,8 @@ use super::age::AccessTracking;
 use crate::addr::{Access, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::host::Host;
-use crate::table::entry::{self, Stamp};
+use crate::table::Tree;
+use crate::table::entry::{self, EntryRef, Stamp};
 use crate::table::frames::TableCache;
 use crate::table::walk::{self, Cursor};
 
@@ -79,7 +80,7 @@ pub(crate) fn install<H: Host, F: Format>(
         cache,
         value,
         stamp,
-        Prepared { entry: leaf.entry::<F>(cursor.tree().access_tracking()), level: leaf.level, nr_tables: 0 },
+        Prepared { entry: leaf.entry::<F>(cursor.tree().config.access_tracking), level: leaf.level, nr_tables: 0 },
     )
 }
 
@@ -120,7 +121,18 @@ pub(crate) fn give_back<H: Host, F: Format>(
     value: Entry,
     access: Access,
 ) -> Result<(), Changed> {
-    let leaf = entry::untracked::<F>(value, cursor.level());
+    give_back_to::<H, F>(cursor.tree(), cursor.entry(), value, access)
+}
+
+/// [`give_back`] for the entry `entry`.
+#[inline]
+pub(crate) fn give_back_to<H: Host, F: Format>(
+    tree: &Tree<H, F>,
+    entry: EntryRef<'_>,
+    value: Entry,
+    access: Access,
+) -> Result<(), Changed> {
+    let leaf = entry::untracked::<F>(value, entry.level());
     let new = match access {
         Access::Write => {
             debug_assert!(entry::is_host_writable::<F>(value));
@@ -128,8 +140,8 @@ pub(crate) fn give_back<H: Host, F: Format>(
         }
         Access::Read | Access::Execute => leaf,
     };
-    let new = used_leaf::<F>(new, Some(access), cursor.tree().access_tracking());
-    cursor.entry().compare_exchange::<F>(value, new).map_err(|_| Changed)
+    let new = used_leaf::<F>(new, Some(access), tree.config.access_tracking);
+    entry.compare_exchange::<F>(value, new).map_err(|_| Changed)
 }
 
 /// Replaces the empty entry `value` at the cursor, which has `stamp`, by a table whose entries are all empty with that
@@ -149,8 +161,8 @@ pub(crate) fn refine<H: Host, F: Format>(
     Ok(())
 }
 
-/// Replaces the huge leaf `value` at the cursor, tracked or not, by a table of leaves one level lower that allow the same. No flush is
-/// owed: whatever a CPU has cached of the huge leaf is still true.
+/// Replaces the huge leaf `value` at the cursor, tracked or not, by a table of leaves one level lower that allow the same. No
+/// flush is owed: whatever a CPU has cached of the huge leaf is still true.
 ///
 /// The cache must hold a table.
 pub(crate) fn split<H: Host, F: Format>(
@@ -159,8 +171,20 @@ pub(crate) fn split<H: Host, F: Format>(
     cache: &mut TableCache,
     value: Entry,
 ) -> Result<(), Changed> {
+    split_into(cursor, host, cache, value, value)
+}
+
+/// As [`split`], but the parts allow what `whole` does, which is `value` but perhaps writable: for who has read that, and
+/// writes are seen otherwise.
+pub(crate) fn split_into<H: Host, F: Format>(
+    cursor: &Cursor<'_, H, F>,
+    host: &H,
+    cache: &mut TableCache,
+    value: Entry,
+    whole: Entry,
+) -> Result<(), Changed> {
     let level = cursor.level();
-    let table = cache.prepare::<H, F>(host, 0, |index| entry::part_of_huge::<F>(value, level, index));
+    let table = cache.prepare::<H, F>(host, 0, |index| entry::part_of_huge::<F>(whole, level, index));
     // Hardware may set A or D of the huge leaf meanwhile: then the exchange fails, and the next try copies them.
     cursor.entry().compare_exchange::<F>(value, table).map_err(|_| Changed)?;
     cache.linked(1);

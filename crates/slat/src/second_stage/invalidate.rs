@@ -11,6 +11,7 @@ use crate::addr::GfnRange;
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
+use crate::slot::set::Slots;
 use crate::sync::fence_after_rmw;
 use crate::table::Tree;
 use crate::table::published::Published;
@@ -43,6 +44,7 @@ impl<'v> Invalidation<'v> {
     /// Takes `range` away.
     pub(crate) fn new<H: Host, F: Format>(
         tree: &'v Tree<H, F>,
+        slots: &Slots<H::Backing>,
         record: &Record,
         range: GfnRange,
     ) -> Result<Invalidation<'v>, Error> {
@@ -53,7 +55,7 @@ impl<'v> Invalidation<'v> {
         // one is that a store is seen by all other CPUs at once (multi-copy atomicity), as x86, Armv8 and RISC-V have it.
         fence_after_rmw();
         let mut token = FlushToken::new();
-        zap::zap_range(tree, record, range, stamp, &mut token);
+        zap::zap_range(tree, slots, record, range, stamp, &mut token);
         // Even if nothing was there: another change may have taken a leaf away and not have flushed yet.
         token.owe(range);
         token.pay(tree, record);

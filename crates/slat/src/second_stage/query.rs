@@ -65,7 +65,7 @@ impl<H: Host, F: Format> TableCursor<'_, H, F> {
         {
             let value = entry.load();
             match entry::state::<F>(value, Level::L4K) {
-                State::Leaf | State::Tracked => return Some(translation::<F>(value, Level::L4K, gfn)),
+                State::Leaf | State::Tracked => return Some(self.translation(value, Level::L4K, gfn)),
                 State::Empty(_) | State::Table | State::Frozen => {}
             }
             // Nothing there, as in a table that was unlinked since: the root knows.
@@ -73,18 +73,18 @@ impl<H: Host, F: Format> TableCursor<'_, H, F> {
         }
         self.cursor.move_to(gfn);
         let (leaf, State::Leaf | State::Tracked) = self.cursor.descend_to_lowest() else { return None };
-        Some(translation::<F>(leaf, self.cursor.level(), gfn))
+        Some(self.translation(leaf, self.cursor.level(), gfn))
     }
-}
 
-/// What the leaf `leaf` of `level`, tracked or not, says about `gfn`.
-#[inline]
-fn translation<F: Format>(leaf: Entry, level: Level, gfn: Gfn) -> Translation {
-    Translation {
-        pfn: Pfn(entry::frame::<F>(leaf, level).0 + (gfn.0 & (level.nr_pages() - 1))),
-        size: level.page_size(),
-        writable: entry::is_writable::<F>(leaf),
-        accessed: entry::is_accessed::<F>(leaf),
-        dirty: entry::is_dirty::<F>(leaf),
+    /// What the leaf `leaf` of `level`, tracked or not, says about `gfn`.
+    #[inline]
+    fn translation(&self, leaf: Entry, level: Level, gfn: Gfn) -> Translation {
+        Translation {
+            pfn: Pfn(entry::frame::<F>(leaf, level).0 + (gfn.0 & (level.nr_pages() - 1))),
+            size: level.page_size(),
+            writable: entry::is_writable::<F>(leaf) && !self.cursor.is_closed(),
+            accessed: entry::is_accessed::<F>(leaf),
+            dirty: entry::is_dirty::<F>(leaf),
+        }
     }
 }

@@ -19,8 +19,10 @@
 use super::flush::FlushToken;
 use super::install::{self, Changed};
 use crate::addr::{Gfn, GfnRange, Hpa, Level};
+use crate::dirty::log;
 use crate::format::{Entry, Format};
 use crate::host::{Host, ZappedLeaf};
+use crate::slot::set::Slots;
 use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::Tree;
@@ -41,6 +43,7 @@ const MAX_PUT_OFF_TABLES: u64 = 1024;
 /// Zaps `range`. `token` owes the flush, and owns the tables.
 pub(crate) fn zap_range<H: Host, F: Format>(
     tree: &Tree<H, F>,
+    slots: &Slots<H::Backing>,
     record: &Record,
     range: GfnRange,
     stamp: Stamp,
@@ -50,8 +53,16 @@ pub(crate) fn zap_range<H: Host, F: Format>(
         // The section that they waited for may be over by now.
         tree.reclaim();
     }
-    let mut zap =
-        Zap { tree, range, stamp, token, tables: TableCache::new(), is_out_of_memory: false, leaves_tables: false };
+    let mut zap = Zap {
+        tree,
+        slots,
+        range,
+        stamp,
+        token,
+        tables: TableCache::new(),
+        is_out_of_memory: false,
+        leaves_tables: false,
+    };
     let mut pass = Level::L4K;
     // From the second pass on there is work only if a whole block of the level is in the range.
     while pass == Level::L4K || (pass <= F::ROOT_LEVEL && range.has_block(pass)) {
@@ -97,6 +108,7 @@ enum TurnEnd {
 /// A zap under way.
 struct Zap<'z, H: Host, F: Format> {
     tree: &'z Tree<H, F>,
+    slots: &'z Slots<H::Backing>,
     range: GfnRange,
     stamp: Stamp,
     token: &'z mut FlushToken,
@@ -138,7 +150,7 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
                 State::Empty(_) if is_whole => install::take_away(&cursor, value, stamp).map(drop),
                 State::Leaf | State::Tracked if is_whole => {
                     // First: see the module. If hardware sets A or D meanwhile, the exchange fails, and is told anew.
-                    report::<H, F>(&self.tree.host, value, level, block.start);
+                    self.report(section, value, level, block);
                     let done = install::take_away(&cursor, value, stamp).map(drop);
                     if done.is_ok() {
                         self.token.owe(block);
@@ -226,15 +238,20 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
         }
         self.token.tables.push(&self.tree.host, table);
     }
-}
 
-/// Tells the host what the guest did through `leaf` of `level`, which maps the block at `first` and is about to go.
-#[inline]
-fn report<H: Host, F: Format>(host: &H, leaf: Entry, level: Level, first: Gfn) {
-    host.leaf_zapped(ZappedLeaf {
-        range: first.block(level),
-        pfn: entry::frame::<F>(leaf, level),
-        accessed: entry::is_accessed::<F>(leaf),
-        dirty: entry::is_dirty::<F>(leaf),
-    });
+    /// Tells the host, and where it has to know the dirty log, what the guest did through `leaf` of `level`, which maps
+    /// `range` and is about to go.
+    #[inline]
+    fn report(&self, section: &Section<'_>, leaf: Entry, level: Level, range: GfnRange) {
+        let config = &self.tree.config;
+        if level == Level::L4K && !config.first_write_faults(level) && entry::is_dirty_for_log::<F>(leaf) {
+            log::mark_if_logging(self.slots, section, range.start, range);
+        }
+        self.tree.host.leaf_zapped(ZappedLeaf {
+            range,
+            pfn: entry::frame::<F>(leaf, level),
+            accessed: entry::is_accessed::<F>(leaf),
+            dirty: entry::is_dirty::<F>(leaf),
+        });
+    }
 }

@@ -108,6 +108,12 @@ impl<'s, B> SlotView<'s, B> {
         self.entry.flags
     }
 
+    /// Whether writes are logged.
+    #[inline]
+    pub(crate) fn logs(&self) -> bool {
+        self.entry.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES)
+    }
+
     #[inline]
     pub(crate) fn log(&self) -> Option<&'s Bitmap> {
         // SAFETY: found in an open section, which is borrowed for 's.

@@ -17,6 +17,8 @@
 //! | tracked -> leaf, same frame | fault | compare-and-exchange |
 //! | leaf, tracked -> table | split | compare-and-exchange; permissions, A and D are copied exactly, so no flush is owed |
 //! | leaf, tracked -> empty | zap; a fault that replaces a read-only leaf | compare-and-exchange from the value read, which the zap has reported to the host |
+//! | table -> table, closed | protect (lazily) | compare-and-exchange; W is cleared, and the generation moves on even if it was clear |
+//! | table, closed -> table | fault that pushes down | compare-and-exchange from the value that it began with; W is set |
 //! | table -> empty | zap | compare-and-exchange from the value read, with a stamp of its own, once all entries below are empty; then those on which a table could still be hung are frozen |
 //! | empty, table -> frozen | who unlinked the table | exchange |
 //! | leaf A -> leaf B, another frame | nobody | the range is taken away first |
@@ -27,6 +29,10 @@
 //! logging, and whoever finds the page's slot may give W back without asking the host; a leaf with neither needs the
 //! host's word, and with that it is taken away and installed anew (an exchange of the one leaf for the other could not
 //! tell that the slot was replaced meanwhile by one over the same frames that may not be written).
+//!
+//! A table entry above leaves of 4 KiB may be *closed*: without W it protects all 512 leaves at once, and what their own W
+//! says does not count. The next writer *pushes down* (`second_stage/push_down.rs`). Each closing moves the entry's
+//! generation on, so that a push-down that began before it fails; `generation` keeps generations from coming back.
 //!
 //! Non-present entries have the lowest three bits clear, which no format reads as present. Bit 3 says frozen, bit 4
 //! tracked. The rest from bit 12 on is a stamp (empty), a link of the list of retired tables (frozen, see `retire`), or the
@@ -120,7 +126,27 @@ pub(crate) fn number_of(entry: Entry) -> u64 {
     entry.0 >> PAYLOAD_SHIFT
 }
 
-/// Whether the guest may write through a leaf. Never, through a tracked one.
+/// Whether a table entry takes the right to write from all leaves below.
+#[inline]
+pub(crate) fn is_closed<F: Format>(table: Entry) -> bool {
+    table.0 & F::WRITABLE == 0
+}
+
+/// The table entry `table` closed, whether it was before or not: of the next generation.
+#[inline]
+pub(crate) fn closed<F: Format>(table: Entry) -> Entry {
+    let one = F::GENERATION & F::GENERATION.wrapping_neg();
+    let generation = table.0.wrapping_add(one) & F::GENERATION;
+    Entry(table.0 & !(F::GENERATION | F::WRITABLE) | generation)
+}
+
+/// The closed table entry `table` opened.
+#[inline]
+pub(crate) fn opened<F: Format>(table: Entry) -> Entry {
+    Entry(table.0 | F::WRITABLE)
+}
+
+/// Whether the guest may write through a leaf, if the entry above is not closed. Never, through a tracked one.
 #[inline]
 pub(crate) fn is_writable<F: Format>(leaf: Entry) -> bool {
     F::is_present(leaf) && leaf.0 & F::WRITABLE == F::WRITABLE
@@ -138,9 +164,23 @@ pub(crate) fn is_accessed<F: Format>(leaf: Entry) -> bool {
     F::is_present(leaf) && leaf.0 & F::ACCESSED != 0
 }
 
-/// Whether the guest has written through a leaf, tracked or not.
+/// Whether the guest has written through a leaf, tracked or not, since it was installed.
 pub(crate) fn is_dirty<F: Format>(leaf: Entry) -> bool {
-    leaf.0 & if F::is_present(leaf) { F::DIRTY } else { TRACKED_DIRTY } != 0
+    leaf.0 & if F::is_present(leaf) { F::DIRTY | F::WAS_DIRTY } else { TRACKED_DIRTY } != 0
+}
+
+/// Whether the guest has written through a leaf since hardware's dirty bit was last cleared for the log. Not asked of
+/// tracked leaves: where there are any, that bit is not the log's.
+#[inline]
+pub(crate) fn is_dirty_for_log<F: Format>(leaf: Entry) -> bool {
+    F::is_present(leaf) && leaf.0 & F::DIRTY != 0
+}
+
+/// `leaf` with hardware's dirty bit clear; it still says that it was written.
+#[inline]
+pub(crate) fn cleaned_for_log<F: Format>(leaf: Entry) -> Entry {
+    let was_dirty = if leaf.0 & F::DIRTY != 0 { F::WAS_DIRTY } else { 0 };
+    Entry(leaf.0 & !F::DIRTY | was_dirty)
 }
 
 /// The frame of a leaf, tracked or not.
@@ -151,7 +191,7 @@ pub(crate) fn frame<F: Format>(leaf: Entry, level: Level) -> Pfn {
 
 /// The bits of a leaf that belong to software and to hardware's use of it, and are copied when it is split.
 fn attributes<F: Format>(leaf: Entry) -> u64 {
-    leaf.0 & (F::WRITABLE | F::HOST_WRITABLE | F::ACCESSED | F::DIRTY)
+    leaf.0 & (F::WRITABLE | F::HOST_WRITABLE | F::ACCESSED | F::DIRTY | F::WAS_DIRTY)
 }
 
 /// The tracked form of `leaf`: not to be used by hardware, and not accessed since.
@@ -251,6 +291,9 @@ impl<'s> EntryRef<'s> {
                     && (is_dirty::<F>(new) || !is_dirty::<F>(old))
             }
             (State::Leaf | State::Tracked, State::Table) => level > Level::L4K,
+            (State::Table, State::Table) => {
+                level == Level::L2M && (new == closed::<F>(old) || (is_closed::<F>(old) && new == opened::<F>(old)))
+            }
             (State::Leaf | State::Tracked | State::Table, State::Empty(_)) => true,
             _ => false,
         };

@@ -1,11 +1,12 @@
 //! The tree of tables, and who may change what in it.
 //!
 //! `entry` has the states of an entry and the transitions between them; read it first. `stamp` says how a range is taken
-//! away from under faults that are on their way, `published` has the ranges that are being taken away. `frames` turns host memory into tables, `walk` moves through them,
+//! away from under faults that are on their way, `published` has the ranges that are being taken away, `generation` bounds how often an entry is closed. `frames` turns host memory into tables, `walk` moves through them,
 //! `retire` says when a table that was unlinked may be freed.
 
 pub(crate) mod entry;
 pub(crate) mod frames;
+pub(crate) mod generation;
 pub(crate) mod published;
 pub(crate) mod retire;
 pub(crate) mod stamp;
@@ -16,14 +17,14 @@ use core::marker::PhantomData;
 use crossbeam_utils::CachePadded;
 
 use crate::addr::{Gfn, GfnRange, Hpa};
+use crate::config::Config;
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
-use crate::second_stage::age::AccessTracking;
 use crate::stats::Counter;
 use crate::sync::{AtomicU64, Lock, LockGuard, Locking, Ordering, Side};
-use crate::vm::Config;
 use entry::Stamp;
+use generation::Generations;
 use published::PublishedRanges;
 use retire::{Epochs, Fences, Record, Section};
 use stamp::StampCounter;
@@ -33,7 +34,8 @@ pub(crate) struct Tree<H: Host, F: Format> {
     pub(crate) host: H,
     root: Hpa,
     lock: CachePadded<Lock>,
-    access_tracking: AccessTracking,
+    pub(crate) config: Config,
+    pub(crate) generations: CachePadded<Generations>,
     stamps: CachePadded<StampCounter>,
     pub(crate) published: PublishedRanges,
     pub(crate) epochs: Epochs,
@@ -58,7 +60,8 @@ impl<H: Host, F: Format> Tree<H, F> {
             host,
             root,
             lock: CachePadded::new(Lock::new(config.locking)),
-            access_tracking: config.access_tracking,
+            config,
+            generations: CachePadded::new(Generations::new()),
             stamps: CachePadded::new(StampCounter::new()),
             published: PublishedRanges::default(),
             epochs: Epochs::new(fences),
@@ -89,10 +92,6 @@ impl<H: Host, F: Format> Tree<H, F> {
 
     pub(crate) fn locking(&self) -> Locking {
         self.lock.locking()
-    }
-
-    pub(crate) fn access_tracking(&self) -> AccessTracking {
-        self.access_tracking
     }
 
     /// Whether a long operation that holds a section should leave it for a while.

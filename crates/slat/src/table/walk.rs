@@ -23,6 +23,8 @@ pub(crate) struct Cursor<'s, H: Host, F: Format> {
     section: &'s Section<'s>,
     /// The table that the current entry is in.
     table: &'s [AtomicU64],
+    /// The entry through which the walk came here, as it was read then; not below the root.
+    above: Entry,
     level: Level,
     gfn: Gfn,
 }
@@ -32,7 +34,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     #[inline]
     pub(crate) fn new(tree: &'s Tree<H, F>, section: &'s Section<'s>, gfn: Gfn) -> Cursor<'s, H, F> {
         let table = frames::linked_entries::<H, F>(&tree.host, section, tree.root(), F::ROOT_LEVEL);
-        Cursor { tree, section, table, level: F::ROOT_LEVEL, gfn }
+        Cursor { tree, section, table, above: Entry(F::WRITABLE), level: F::ROOT_LEVEL, gfn }
     }
 
     #[inline]
@@ -62,6 +64,21 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         EntryRef::new(&self.table[index_of::<F>(self.gfn, self.level)], self.level)
     }
 
+    /// Whether the entry above was closed when the walk came through it: then no page of this table may be written, whatever
+    /// the leaves say.
+    #[inline]
+    pub(crate) fn is_closed(&self) -> bool {
+        entry::is_closed::<F>(self.above)
+    }
+
+    /// The entries of the table that `value`, read from the current entry, points to. The cursor stays.
+    #[inline]
+    pub(crate) fn table_below(&self, value: Entry) -> &'s [AtomicU64] {
+        debug_assert!(entry::state::<F>(value, self.level) == State::Table);
+        let table = F::address(value, self.level);
+        frames::linked_entries::<H, F>(&self.tree.host, self.section, table, self.level.down())
+    }
+
     /// Back to the root, for the same frame.
     #[inline]
     pub(crate) fn restart(&mut self) {
@@ -71,20 +88,25 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// Into the table that `value`, read from the current entry, points to.
     #[inline]
     pub(crate) fn descend(&mut self, value: Entry) {
-        debug_assert!(entry::state::<F>(value, self.level) == State::Table);
-        let table = F::address(value, self.level);
+        self.table = self.table_below(value);
+        self.above = value;
         self.level = self.level.down();
-        self.table = frames::linked_entries::<H, F>(&self.tree.host, self.section, table, self.level);
     }
 
     /// Goes down to the lowest entry for the current frame and says what it holds and is; never a table, and never
     /// frozen: a frozen entry is met only on a path that was unlinked, and then the walk starts over.
     #[inline]
     pub(crate) fn descend_to_lowest(&mut self) -> (Entry, State) {
+        self.descend_to(Level::L4K)
+    }
+
+    /// As [`descend_to_lowest`](Self::descend_to_lowest), but not below `level`: there it may be a table.
+    #[inline]
+    pub(crate) fn descend_to(&mut self, level: Level) -> (Entry, State) {
         loop {
             let value = self.entry().load();
             match entry::state::<F>(value, self.level) {
-                State::Table => self.descend(value),
+                State::Table if self.level > level => self.descend(value),
                 State::Frozen => {
                     // The table was unlinked from its parent before its entries were frozen, and this thread has read
                     // the frozen value with acquire: the root's path does not lead here again. No waiting.

@@ -7,7 +7,7 @@
 //! mapped anew has not been used: A and D stay clear (where CPUs set them). A leaf that was there and is given back counts
 //! as used.
 
-use super::{Fault, Found, InstallPlan, Plan, Vcpu};
+use super::{Fault, Found, InstallPlan, Plan, Step, Vcpu};
 use crate::addr::{Access, Gfn, GfnRange, Gpa, Level, PAGE_SHIFT, PAGE_SIZE};
 use crate::dirty::log;
 use crate::error::Error;
@@ -94,7 +94,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Maps as many of `pages`, of which the first is this fault's, as need nothing but leaves of 4 KiB in tables that are
     /// there, and lie in one slot. Returns how many from the first on are mapped by now.
     fn pre_fault_together(&mut self, pages: &[Gpa]) -> usize {
-        let Vm { tree, slots } = self.vm;
+        let Vm { tree, slots, .. } = self.vm;
         let access = self.access;
         let section = tree.epochs.enter(self.record);
         let mut cursor = Cursor::new(tree, &section, self.gfn);
@@ -105,6 +105,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 break;
             }
             let Some(entry) = cursor.move_to_page(page.gfn()) else { break };
+            if access == Access::Write && cursor.is_closed() {
+                break;
+            }
             let value = entry.load();
             match entry::state::<F>(value, Level::L4K) {
                 State::Empty(_) => *seen = value,
@@ -144,12 +147,12 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 continue;
             }
             let resolved = tree.host.resolve(plan.backing.get(), gfn, plan.page(gfn), access).ok();
-            let leaf = resolved.and_then(|resolved| plan.leaf::<F>(gfn, access, resolved).ok());
+            let leaf = resolved.and_then(|resolved| plan.leaf::<F>(&tree.config, gfn, access, resolved).ok());
             let Some(leaf) = leaf else {
                 nr_pages = index;
                 break;
             };
-            leaves[index] = NewLeaf { level: Level::L4K, used: None, ..leaf }.entry::<F>(tree.access_tracking());
+            leaves[index] = NewLeaf { level: Level::L4K, used: None, ..leaf }.entry::<F>(tree.config.access_tracking);
         }
         self.install_together(&pages[..nr_pages], plan.slot, &seen, &leaves)
     }
@@ -157,7 +160,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Installs `leaves` instead of the empty entries `seen`, one for each of `pages`, but where the page is mapped. All
     /// pages are in `slot_range`. Returns the number of pages up to the first that was changed meanwhile.
     fn install_together(&self, pages: &[Gpa], slot_range: GfnRange, seen: &[Entry], leaves: &[Entry]) -> usize {
-        let Vm { tree, slots } = self.vm;
+        let Vm { tree, slots, .. } = self.vm;
         let locked = tree.enter(self.record, Side::Read);
         let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
         let mut nr_pages = 0;
@@ -176,7 +179,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             nr_pages += 1;
         }
         self.record.stats.add(Counter::Installed4K, nr_installed);
-        if !any_writable {
+        if !any_writable || !self.marks(Level::L4K) {
             return nr_pages;
         }
         // As `mark_if_logging` would for each: the leaves are writable before the flags are read.
@@ -204,7 +207,10 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 Plan::TakenAway => return Err(Error::Busy { gpa: self.gpa }),
                 Plan::Install(plan) => {
                     let resolved = self.resolve(&plan)?;
-                    let leaf = NewLeaf { used: None, ..plan.leaf::<F>(self.gfn, self.access, resolved)? };
+                    let leaf = NewLeaf {
+                        used: None,
+                        ..plan.leaf::<F>(&self.vm.tree.config, self.gfn, self.access, resolved)?
+                    };
                     if self.is_another_frame(&plan, &leaf) {
                         return Err(Error::BadResolve { gpa: self.gpa });
                     }
@@ -213,9 +219,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                         Found::Empty(seen) if self.may_fill(&plan, leaf.level.up(), end) => match leaf.level {
                             Level::L4K => self.fill_block::<1>(&plan, seen, leaf, resolved),
                             Level::L2M => self.fill_block::<2>(&plan, seen, leaf, resolved),
-                            _ => self.install(&plan, leaf).map(|()| self.gfn.block(leaf.level).end),
+                            _ => self.install_next(&plan, leaf),
                         },
-                        _ => self.install(&plan, leaf).map(|()| self.gfn.block(leaf.level).end),
+                        _ => self.install_next(&plan, leaf),
                     }
                 }
                 // Done, or one step nearer: the next look tells.
@@ -227,6 +233,14 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 Err(Changed) => self.count(Counter::Retries),
             }
         }
+    }
+
+    /// Installs `leaf`. Returns the first page that is not done.
+    fn install_next(&mut self, plan: &InstallPlan<'_, H::Backing>, leaf: NewLeaf) -> Result<Gfn, Changed> {
+        Ok(match self.install(plan, leaf)? {
+            Step::Done => self.gfn.block(leaf.level).end,
+            Step::Nearer => self.gfn,
+        })
     }
 
     /// Whether the whole table below the entry of `level` for the page is missing, and all of it is wanted and may be
@@ -264,14 +278,14 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             if nr_known == 0 {
                 return entry::empty(seen);
             }
-            let value = NewLeaf { level: leaf_level, used: None, ..leaf }.entry::<F>(tree.access_tracking());
+            let value = NewLeaf { level: leaf_level, used: None, ..leaf }.entry::<F>(tree.config.access_tracking);
             leaf.pfn.0 += leaf_pages;
             nr_known -= 1;
             nr_filled += 1;
             if nr_known == 0 && index + 1 < F::TABLE_ENTRIES {
                 let gfn = Gfn(start.0 + nr_filled * leaf_pages);
                 if let Ok(resolved) = host.resolve(plan.backing.get(), gfn, plan.page(gfn), access)
-                    && let Ok(next) = plan.leaf::<F>(gfn, access, resolved)
+                    && let Ok(next) = plan.leaf::<F>(&tree.config, gfn, access, resolved)
                     // A smaller one ends it: it needs a table of its own.
                     && next.level >= leaf_level
                 {
@@ -293,7 +307,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         install::link(&cursor, host, self.tables, value, stamp, prepared)?;
         self.record.stats.add(super::installed(leaf_level), nr_filled);
         let filled = GfnRange::new(start, nr_filled * leaf_pages);
-        if any_writable {
+        if any_writable && self.marks(leaf_level) {
             log::mark_if_logging(&self.vm.slots, &locked.section, start, filled);
         }
         Ok(filled.end)

@@ -106,6 +106,13 @@ impl<F: Format> Guest<F> {
         effect(translate(&self.vm, gpa))
     }
 
+    /// Runs `fault`, or another call that marks pages, as one that [`Gate::wait_for_faults`] waits for.
+    pub fn during_fault<R>(&mut self, fault: impl FnOnce(&mut Guest<F>) -> R) -> R {
+        let vm = Arc::clone(&self.vm);
+        let _over = announce(&vm.host().gate.words[self.index].fault);
+        fault(self)
+    }
+
     /// Tries one access: `Ok` with what `effect` made of the translation, or, if the tables do not allow it, serves the
     /// fault and answers `Err` with its outcome. An error of the engine is a failure of the test.
     pub fn try_access<R>(
@@ -121,9 +128,7 @@ impl<F: Format> Guest<F> {
         match done {
             Some(result) => Ok(result),
             None => {
-                let over = announce(&self.vm.host().gate.words[self.index].fault);
-                let outcome = self.vcpu.handle_fault(gpa, access);
-                drop(over);
+                let outcome = self.during_fault(|guest| guest.vcpu.handle_fault(gpa, access));
                 // More guests than cores: let one run that can go on.
                 std::thread::yield_now();
                 match outcome {

@@ -53,6 +53,9 @@ unsafe impl Format for Hooked {
     const ACCESSED: u64 = Npt::ACCESSED;
     const DIRTY: u64 = Npt::DIRTY;
     const HOST_WRITABLE: u64 = Npt::HOST_WRITABLE;
+    const WAS_DIRTY: u64 = Npt::WAS_DIRTY;
+    const GENERATION: u64 = Npt::GENERATION;
+    const HAS_MODIFICATION_LOG: bool = Npt::HAS_MODIFICATION_LOG;
 
     fn is_present(entry: Entry) -> bool {
         Npt::is_present(entry)

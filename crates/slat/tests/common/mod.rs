@@ -400,6 +400,16 @@ pub struct Translation {
 
 /// The lowest entry for `gfn`: where it is, what it holds, its level.
 pub fn walk<F: Format>(host: &TestHost, root: Hpa, gfn: Gfn) -> (*mut u64, Entry, Level) {
+    walk_with::<F>(host, root, gfn, |_| ())
+}
+
+/// [`walk`] that shows each table entry on the way.
+fn walk_with<F: Format>(
+    host: &TestHost,
+    root: Hpa,
+    gfn: Gfn,
+    mut through: impl FnMut(Entry),
+) -> (*mut u64, Entry, Level) {
     let (mut table, mut level) = (root, F::ROOT_LEVEL);
     loop {
         let nr_entries = if level == F::ROOT_LEVEL { F::ROOT_ENTRIES } else { F::TABLE_ENTRIES };
@@ -412,6 +422,7 @@ pub fn walk<F: Format>(host: &TestHost, root: Hpa, gfn: Gfn) -> (*mut u64, Entry
         if !F::is_present(entry) || F::is_leaf(entry, level) {
             return (cell, entry, level);
         }
+        through(entry);
         table = F::address(entry, level);
         level = Level(level.0 - 1);
     }
@@ -425,11 +436,15 @@ pub fn lowest_entry<F: Format>(host: &TestHost, root: Hpa, gfn: Gfn) -> (*mut u6
 
 /// Walks as hardware does. Only for a moment in which no table is freed; else see `guest`.
 pub fn translate<F: Format>(vm: &Vm<TestHost, F>, gpa: Gpa) -> Option<Translation> {
-    let (_, entry, level) = walk::<F>(vm.host(), vm.root(), gpa.gfn());
+    let mut writable = true;
+    let (_, entry, level) = walk_with::<F>(vm.host(), vm.root(), gpa.gfn(), |entry| {
+        // Each entry on the way must allow it.
+        writable &= entry.0 & F::WRITABLE == F::WRITABLE;
+    });
     F::is_present(entry).then(|| Translation {
         pfn: Pfn(F::address(entry, level).pfn().0 + gpa.gfn().0 % level.nr_pages()),
         level,
-        writable: entry.0 & F::WRITABLE == F::WRITABLE,
+        writable: writable && entry.0 & F::WRITABLE == F::WRITABLE,
         entry,
     })
 }

@@ -279,8 +279,10 @@ impl<F: Format> Pair<'_, F> {
                 (found.pfn.0, found.level, found.writable, has(F::ACCESSED), has(F::DIRTY))
             });
             let leaf = self.model.leaf_at(Gfn(gfn)).filter(|(_, leaf)| !leaf.tracked);
-            let expected = leaf
-                .map(|(first, leaf)| (leaf.pfn + (gfn - first), leaf.level, leaf.writable, leaf.accessed, leaf.dirty));
+            let expected = leaf.map(|(first, leaf)| {
+                let writable = self.model.is_writable(Gfn(gfn), leaf);
+                (leaf.pfn + (gfn - first), leaf.level, writable, leaf.accessed, leaf.dirty)
+            });
             assert_eq!(found, expected, "translation of frame {gfn:#x}");
         }
         self.model.zapped.sort_by_key(|leaf| leaf.range.start);

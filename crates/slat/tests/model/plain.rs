@@ -41,9 +41,10 @@ impl Slot {
         self.frames.get(&page).copied().unwrap_or(first)
     }
 
-    /// The largest leaf for `gfn` up to `most`: all in the slot, none of it with another frame, aligned as the frames are.
-    fn level(&self, gfn: Gfn, most: Level) -> Level {
-        let mut level = if self.flags.contains(LOG) { Level::L4K } else { self.max_size.level().min(most) };
+    /// The largest leaf up to `most` for `access` to `gfn`: all in the slot, none of it with another frame, aligned as the frames are.
+    fn level(&self, gfn: Gfn, most: Level, access: Access) -> Level {
+        let logs_write = self.flags.contains(LOG) && access == Access::Write;
+        let mut level = if logs_write { Level::L4K } else { self.max_size.level().min(most) };
         loop {
             let block = gfn.block(level);
             let fits = level == Level::L4K
@@ -66,6 +67,8 @@ pub struct Model {
     pub leaves: BTreeMap<u64, Leaf>,
     /// Table entries, by level and first frame of what they cover.
     pub tables: BTreeSet<(Level, u64)>,
+    /// First frames of those above leaves of 4 KiB that are closed.
+    pub closed: BTreeSet<u64>,
     /// Invalidations that are held.
     pub held: Vec<GfnRange>,
     /// What was taken away since the host was last asked.
@@ -82,6 +85,7 @@ impl Model {
             slots: BTreeMap::new(),
             leaves: BTreeMap::new(),
             tables: BTreeSet::new(),
+            closed: BTreeSet::new(),
             held: Vec::new(),
             zapped: Vec::new(),
             root_level,
@@ -97,6 +101,25 @@ impl Model {
     pub fn leaf_at(&self, gfn: Gfn) -> Option<(u64, Leaf)> {
         let (&first, &leaf) = self.leaves.range(..=gfn.0).next_back()?;
         (gfn.0 < first + leaf.level.nr_pages()).then_some((first, leaf))
+    }
+
+    /// Whether the guest may write through `leaf`, which is at `gfn`.
+    pub fn is_writable(&self, gfn: Gfn, leaf: Leaf) -> bool {
+        leaf.writable && !self.is_closed(gfn, leaf.level)
+    }
+
+    fn is_closed(&self, gfn: Gfn, level: Level) -> bool {
+        level == Level::L4K && self.closed.contains(&gfn.align_down(Level::L2M).0)
+    }
+
+    /// What the first write below a closed entry does to it and to the other leaves.
+    fn push_down(&mut self, gfn: Gfn) {
+        let block = gfn.block(Level::L2M);
+        let logs = self.slot_at(gfn).is_none_or(|id| self.slots[&id].flags.contains(LOG));
+        for (_, leaf) in self.leaves.range_mut(block.start.0..block.end.0).filter(|(first, _)| **first != gfn.0) {
+            leaf.writable &= !logs;
+        }
+        self.closed.remove(&block.start.0);
     }
 
     /// Level of the empty entry for `gfn`.
@@ -165,13 +188,14 @@ impl Model {
             self.zap_leaf(first);
         }
         self.tables.retain(|&(level, first)| !range.covers(Gfn(first).block(level)));
+        self.closed.retain(|first| self.tables.contains(&(Level::L2M, *first)));
     }
 
     /// What hardware does at an access; says whether the tables allow it.
     pub fn access(&mut self, gfn: Gfn, access: Access) -> bool {
         let Some((first, leaf)) = self.leaf_at(gfn) else { return false };
         let writes = access == Access::Write;
-        if leaf.tracked || (writes && !leaf.writable) {
+        if leaf.tracked || (writes && !self.is_writable(gfn, leaf)) {
             return false;
         }
         self.leaves.insert(first, Leaf { accessed: true, dirty: leaf.dirty || writes, ..leaf });
@@ -185,7 +209,7 @@ impl Model {
             let found = self.leaf_at(gfn);
             if let Some((_, leaf)) = found
                 && !leaf.tracked
-                && (!writes || leaf.writable)
+                && (!writes || self.is_writable(gfn, leaf))
             {
                 return Ok(Outcome::Resume);
             }
@@ -211,13 +235,16 @@ impl Model {
                 }
                 let (writable, dirty) = (leaf.writable || writes, leaf.dirty || writes);
                 self.leaves.insert(first, Leaf { writable, dirty, accessed: true, tracked: false, ..leaf });
+                if writes && self.is_closed(gfn, leaf.level) {
+                    self.push_down(gfn);
+                }
                 return Ok(Outcome::Resume);
             }
             let frame = slot.frame(gfn);
             if writes && frame.writes == Writes::Refused {
                 return Err(Error::BackingGone { gpa: gfn.gpa() });
             }
-            let level = slot.level(gfn, free_level);
+            let level = slot.level(gfn, free_level, access);
             if let Some((first, leaf)) = found
                 && leaf.level > level
             {
@@ -244,6 +271,9 @@ impl Model {
             while above < self.root_level {
                 above = above.up();
                 self.tables.insert((above, gfn.align_down(above).0));
+            }
+            if writes && self.is_closed(gfn, level) {
+                self.push_down(gfn);
             }
             return Ok(Outcome::Resume);
         }
@@ -272,21 +302,31 @@ impl Model {
         nr_used
     }
 
-    fn protect(&mut self, range: GfnRange) {
-        for (_, leaf) in self.leaves.range_mut(range.start.0..range.end.0) {
-            leaf.writable = false;
+    /// Takes the right to write from `pages` of the slot that has `range`: where there are many in a block, from the entry
+    /// above.
+    fn protect(&mut self, range: GfnRange, pages: impl Iterator<Item = Gfn>) {
+        const FEW: usize = 32;
+        let mut blocks = BTreeMap::<u64, Vec<Gfn>>::new();
+        pages.for_each(|gfn| blocks.entry(gfn.align_down(Level::L2M).0).or_default().push(gfn));
+        for (first, pages) in blocks {
+            let may_close = self.tables.contains(&(Level::L2M, first)) && range.covers(Gfn(first).block(Level::L2M));
+            if may_close && pages.len() > FEW {
+                self.closed.insert(first);
+                continue;
+            }
+            for gfn in pages {
+                if let Some((first, leaf)) = self.leaf_at(gfn) {
+                    self.leaves.insert(first, Leaf { writable: false, ..leaf });
+                }
+            }
         }
     }
 
     /// The slot's log; a new one begins.
     pub fn harvest(&mut self, id: u32) -> BTreeSet<u64> {
         let Some(slot) = self.slots.get_mut(&id) else { return BTreeSet::new() };
-        let (start, dirty) = (slot.range.start.0, std::mem::take(&mut slot.dirty));
-        for page in &dirty {
-            if let Some((first, leaf)) = self.leaf_at(Gfn(start + page)) {
-                self.leaves.insert(first, Leaf { writable: false, ..leaf });
-            }
-        }
+        let (range, dirty) = (slot.range, std::mem::take(&mut slot.dirty));
+        self.protect(range, dirty.iter().map(|page| Gfn(range.start.0 + page)));
         dirty
     }
 
@@ -304,7 +344,7 @@ impl Model {
         if range != old_range {
             self.take_away(old_range);
         } else if begins {
-            self.protect(range);
+            self.protect(range, (range.start.0..range.end.0).map(Gfn));
         }
         let slot = self.slots.get_mut(&id).ok_or(Error::NoSuchSlot { slot: id })?;
         (slot.range, slot.flags) = (range, flags);

@@ -30,6 +30,9 @@ unsafe impl<const LEVELS: u8> Format for Tiny<LEVELS> {
     const ACCESSED: u64 = Npt::ACCESSED;
     const DIRTY: u64 = Npt::DIRTY;
     const HOST_WRITABLE: u64 = Npt::HOST_WRITABLE;
+    const WAS_DIRTY: u64 = Npt::WAS_DIRTY;
+    const GENERATION: u64 = Npt::GENERATION;
+    const HAS_MODIFICATION_LOG: bool = Npt::HAS_MODIFICATION_LOG;
 
     fn is_present(entry: Entry) -> bool {
         // The engine asks this of every entry that it reads, too.
@@ -257,6 +260,7 @@ unsafe impl Host for ShuttleHost {
 /// The entry that a CPU would use for `gfn`: its frame, and whether it may be written.
 pub fn walk<F: Format>(vm: &Vm<ShuttleHost, F>, gfn: u64) -> Option<(u64, bool)> {
     let (mut table, mut level) = (vm.root(), F::ROOT_LEVEL);
+    let mut allowed = u64::MAX;
     loop {
         let nr_entries = if level == F::ROOT_LEVEL { F::ROOT_ENTRIES } else { F::TABLE_ENTRIES };
         let index = (gfn / level.nr_pages()) as usize % nr_entries;
@@ -266,9 +270,11 @@ pub fn walk<F: Format>(vm: &Vm<ShuttleHost, F>, gfn: u64) -> Option<(u64, bool)>
         if !F::is_present(entry) {
             return None;
         }
+        // Each entry on the way must allow a write.
+        allowed &= entry.0;
         if F::is_leaf(entry, level) {
             let pfn = F::address(entry, level).pfn().0 + gfn % level.nr_pages();
-            return Some((pfn, entry.0 & F::WRITABLE == F::WRITABLE));
+            return Some((pfn, allowed & F::WRITABLE == F::WRITABLE));
         }
         table = F::address(entry, level);
         level = Level(level.0 - 1);

@@ -432,6 +432,7 @@ impl Guest {
     fn walk(&self, gfn: u64, access: Access) -> Option<Translation> {
         let host = self.vm.host();
         let (mut table, mut level) = (self.vm.root(), Shape::ROOT_LEVEL);
+        let mut allowed = u64::MAX;
         loop {
             let nr_entries = if level == Shape::ROOT_LEVEL { Shape::ROOT_ENTRIES } else { Shape::TABLE_ENTRIES };
             let index = (gfn / level.nr_pages()) as usize % nr_entries;
@@ -441,12 +442,14 @@ impl Guest {
             if !Shape::is_present(entry) {
                 return None;
             }
+            // Each entry on the way must allow a write.
+            allowed &= entry.0;
             if !Shape::is_leaf(entry, level) {
                 table = Shape::address(entry, level);
                 level = Level(level.0 - 1);
                 continue;
             }
-            let writable = entry.0 & Shape::WRITABLE == Shape::WRITABLE;
+            let writable = allowed & Shape::WRITABLE == Shape::WRITABLE;
             let writes = access == Access::Write;
             if writes && !writable {
                 return None;
@@ -457,7 +460,7 @@ impl Guest {
                 && cell.compare_exchange(entry.0, used, Ordering::SeqCst, Ordering::SeqCst).is_err()
             {
                 // It begins anew, at the root.
-                (table, level) = (self.vm.root(), Shape::ROOT_LEVEL);
+                (table, level, allowed) = (self.vm.root(), Shape::ROOT_LEVEL, u64::MAX);
                 continue;
             }
             let pfn = Shape::address(entry, level).pfn().0 + gfn % level.nr_pages();

@@ -1,0 +1,132 @@
+//! How a VM's memory is managed: chosen when it is made, and the same for its life. Any value goes with any other, but for
+//! what [`Config::check`] refuses.
+
+use crate::addr::Level;
+use crate::error::Error;
+use crate::format::Format;
+use crate::second_stage::age::AccessTracking;
+use crate::sync::Locking;
+
+/// How a VM's memory is managed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub struct Config {
+    /// The lock around sections that change the tables.
+    pub locking: Locking,
+    /// How [`Vm::age_range`](crate::Vm::age_range) finds out what the guest has used.
+    pub access_tracking: AccessTracking,
+    /// How the dirty log finds out what the guest has written.
+    pub dirty_tracking: DirtyTracking,
+    /// What getting the dirty log does.
+    pub manual_protect: ManualProtect,
+    /// What the first write to a huge page does in a slot that logs.
+    pub huge_page_logging: HugePageLogging,
+}
+
+/// How the dirty log finds out which pages of 4 KiB the guest has written. Huge pages are write-protected in any case.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum DirtyTracking {
+    /// Pages are write-protected, and the first write of each faults.
+    WriteProtect(WriteProtection),
+    /// By the dirty bits of the leaves, which CPUs set: no write faults, and getting the log looks at each leaf.
+    DirtyBit,
+    /// CPUs log the pages whose dirty bits they set (Intel SDM vol. 3C, "Page-Modification Logging"), and the host hands
+    /// that over ([`Host::drain_modification_logs`](crate::Host::drain_modification_logs)).
+    PageModificationLog,
+}
+
+impl Default for DirtyTracking {
+    fn default() -> DirtyTracking {
+        DirtyTracking::WriteProtect(WriteProtection::default())
+    }
+}
+
+/// How pages are write-protected for the dirty log.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum WriteProtection {
+    /// Where many pages of a 2 MiB block are meant: all 512 at once, by the table entry above them. The first write to the
+    /// block afterwards takes the right to write from each of the others.
+    #[default]
+    Lazy,
+    /// Each page by itself.
+    LeafByLeaf,
+}
+
+/// What [`Vm::get_dirty_log`](crate::Vm::get_dirty_log) does: KVM's `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` and its flags.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum ManualProtect {
+    /// It takes the log, and writes from then on are logged anew.
+    #[default]
+    Disabled,
+    /// It copies the log; [`Vm::clear_dirty_log`](crate::Vm::clear_dirty_log) begins anew, range by range.
+    Enabled,
+    /// As `Enabled`, and a slot that begins to log has all of its pages dirty at first. So nothing is write-protected then,
+    /// but with each range that is cleared.
+    InitiallySet,
+}
+
+/// What the first write to a huge page does in a slot that logs. Until then huge pages stay, and reads map new ones.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum HugePageLogging {
+    /// It splits the huge page, so that pages of 4 KiB are logged.
+    #[default]
+    Split,
+    /// It marks all pages of the 2 MiB as dirty, and leaves them mapped as one. (A page of 1 GiB is split into those.)
+    MarkWhole,
+}
+
+impl Config {
+    /// The default configuration with another locking.
+    pub fn with_locking(locking: Locking) -> Config {
+        Config { locking, ..Config::default() }
+    }
+
+    /// This configuration with another way to find out accesses.
+    pub fn with_access_tracking(self, access_tracking: AccessTracking) -> Config {
+        Config { access_tracking, ..self }
+    }
+
+    /// This configuration with another way to find out writes.
+    pub fn with_dirty_tracking(self, dirty_tracking: DirtyTracking) -> Config {
+        Config { dirty_tracking, ..self }
+    }
+
+    /// This configuration with another way to get the dirty log.
+    pub fn with_manual_protect(self, manual_protect: ManualProtect) -> Config {
+        Config { manual_protect, ..self }
+    }
+
+    /// This configuration with another grain of logging.
+    pub fn with_huge_page_logging(self, huge_page_logging: HugePageLogging) -> Config {
+        Config { huge_page_logging, ..self }
+    }
+
+    /// Whether tables of format `F` can be managed like this.
+    pub(crate) fn check<F: Format>(&self) -> Result<(), Error> {
+        let needs_dirty_bit = match self.dirty_tracking {
+            DirtyTracking::WriteProtect(_) => false,
+            DirtyTracking::DirtyBit => true,
+            DirtyTracking::PageModificationLog if F::HAS_MODIFICATION_LOG => true,
+            DirtyTracking::PageModificationLog => return Err(Error::NoModificationLog { format: F::NAME }),
+        };
+        if needs_dirty_bit && self.access_tracking == AccessTracking::Faults {
+            return Err(Error::NoDirtyBit);
+        }
+        Ok(())
+    }
+
+    /// Whether the first write to a leaf of `level` in a slot that logs is to fault, so that it is seen.
+    #[inline]
+    pub(crate) fn first_write_faults(&self, level: Level) -> bool {
+        level > Level::L4K || matches!(self.dirty_tracking, DirtyTracking::WriteProtect(_))
+    }
+
+    /// The largest leaf that may be written in a slot that logs.
+    #[inline]
+    pub(crate) fn largest_logged_write(&self) -> Level {
+        match self.huge_page_logging {
+            HugePageLogging::Split => Level::L4K,
+            HugePageLogging::MarkWhole => Level::L2M,
+        }
+    }
+}

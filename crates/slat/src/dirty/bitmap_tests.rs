@@ -1,0 +1,114 @@
+//! What the bitmap does on one thread.
+
+extern crate std;
+
+use alloc::vec;
+use alloc::vec::Vec;
+use core::ops::Range;
+
+use super::*;
+
+/// All bits of the words `range`, taken turn by turn.
+fn take_all(bitmap: &Bitmap, range: Range<usize>) -> Vec<u64> {
+    let mut out = vec![0; range.len()];
+    let mut taken = TakenWords::new();
+    let mut next = range.start;
+    while next < range.end {
+        taken.clear();
+        let reached = bitmap.take(next..range.end, &mut taken);
+        assert!(reached > next, "a turn gets on");
+        taken.iter().for_each(|(index, bits)| out[index - range.start] |= bits);
+        next = reached;
+    }
+    out
+}
+
+fn pages(words: &[u64]) -> Vec<u64> {
+    (0..words.len() as u64 * 64).filter(|page| words[*page as usize / 64] >> (page % 64) & 1 == 1).collect()
+}
+
+#[test]
+fn marks_are_taken_once_and_only_where_they_were_set() {
+    for (first, nr_pages) in [
+        (0, 1),
+        (63, 1),
+        (63, 2),
+        (64, 64),
+        (1, 200),
+        (0, 1000),
+        (999, 1),
+        (130, 0),
+        (4095, 2),
+        (4000, 9000),
+        (0, 20_000),
+    ] {
+        let bitmap = Bitmap::new(20_000).unwrap();
+        bitmap.mark(first, nr_pages);
+        bitmap.mark(first, nr_pages);
+        let all = 0..nr_words(20_000);
+        let mut copy = vec![0; all.len()];
+        assert_eq!(bitmap.copy(all.clone(), &mut copy), nr_pages);
+        let taken = take_all(&bitmap, all.clone());
+        assert!(pages(&taken).into_iter().eq(first..first + nr_pages), "{first}+{nr_pages}");
+        assert_eq!(copy, taken);
+        assert!(take_all(&bitmap, all).iter().all(|&word| word == 0));
+    }
+}
+
+#[test]
+fn a_range_takes_its_words_and_leaves_the_others() {
+    for range in [0..1, 1..2, 63..65, 64..128, 10..300, 0..313, 312..313, 5..5] {
+        let bitmap = Bitmap::new_marked(20_000).unwrap();
+        let full = |index: usize| if index == 312 { (1 << 32) - 1 } else { u64::MAX };
+        let taken = take_all(&bitmap, range.clone());
+        assert!(taken.iter().zip(range.clone()).all(|(&word, index)| word == full(index)), "{range:?}");
+        let rest = take_all(&bitmap, 0..313);
+        for (index, &word) in rest.iter().enumerate() {
+            assert_eq!(word, if range.contains(&index) { 0 } else { full(index) }, "word {index} after {range:?}");
+        }
+    }
+}
+
+#[test]
+fn a_mask_takes_its_bits_and_leaves_the_others_to_be_found() {
+    let bitmap = Bitmap::new(20_000).unwrap();
+    bitmap.mark(0, 20_000);
+    let masks: Vec<u64> = (0..313_u64).map(|index| [0, u64::MAX, 1, 0xff00][index as usize % 4]).collect();
+    let mut taken = TakenWords::new();
+    let mut next = 0;
+    while next < 313 {
+        taken.clear();
+        next = bitmap.take_masked(next..313, &masks[next..], &mut taken);
+        for (index, bits) in taken.iter() {
+            let word = if index == 312 { (1 << 32) - 1 } else { u64::MAX };
+            assert_eq!(bits, masks[index] & word);
+        }
+    }
+    assert!(!bitmap.is_marked(64) && !bitmap.is_marked(128) && bitmap.is_marked(129) && bitmap.is_marked(0));
+    // Twice: nothing is left of it.
+    taken.clear();
+    assert_eq!(bitmap.take_masked(0..313, &masks, &mut taken), 313);
+    assert!(taken.is_empty());
+    for (index, word) in take_all(&bitmap, 0..313).into_iter().enumerate() {
+        let full = if index == 312 { (1 << 32) - 1 } else { u64::MAX };
+        assert_eq!(word, full & !masks[index], "word {index}");
+    }
+    // Marks of words that a mask had emptied are found again.
+    bitmap.mark(64, 64);
+    assert_eq!(pages(&take_all(&bitmap, 0..313)), (64..128).collect::<Vec<_>>());
+}
+
+#[test]
+fn pages_are_counted() {
+    let bitmap = Bitmap::new_marked(130).unwrap();
+    let mut taken = TakenWords::new();
+    assert_eq!(bitmap.take(0..3, &mut taken), 3);
+    assert_eq!((taken.nr_pages(), taken.iter().count()), (130, 3));
+}
+
+#[test]
+fn a_bitmap_that_cannot_be_allocated_is_an_error() {
+    assert_eq!(Bitmap::new(u64::MAX).err(), Some(Error::OutOfMemory));
+    assert_eq!(nr_words(0), 0);
+    assert!(Bitmap::new(0).is_ok());
+}

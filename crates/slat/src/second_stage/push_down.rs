@@ -1,0 +1,82 @@
+//! The way back from a closed table entry: the next write below gives the right to write to its own page, and takes it from
+//! the 511 others one by one, before it opens the entry.
+//!
+//! In this order: (1) read the entry, closed and of some generation, and then whether the slot logs; (2) if it does, clear W
+//! of the other leaves; (3) set W of its own; (4) open the entry by a compare-and-exchange from the value of (1); (5) mark
+//! the page, also if (4) failed, for somebody else may have opened the entry since (3). If (4) failed, start over.
+//!
+//! A leaf of the closed table may have W and no bit in the log: the harvest that closed the entry took it. That is why the
+//! others are cleared. If the slot does not log, they need not be: should it begin to, the entry is closed after the flag is
+//! set, so that (4) comes before that closing or fails (or all bits are set, and each is taken before its leaf is looked at).
+//!
+//! Clearing W here owes no flush: what a CPU has cached as writable has a bit that is still set, or was flushed by who took
+//! it. Opening owes none either: a CPU that has the closed entry cached faults and walks anew.
+
+use super::install::{self, Changed};
+use crate::addr::{Access, Gfn, Level};
+use crate::format::Format;
+use crate::host::Host;
+use crate::table::Tree;
+use crate::table::entry::{self, EntryRef, State};
+use crate::table::retire::Section;
+use crate::table::walk::{self, Cursor};
+
+/// What is to become of the other pages of the table.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Others {
+    /// They lose the right to write: their slot logs.
+    Protect,
+    /// They stay as they are: it does not.
+    Leave,
+}
+
+/// How far a push-down came.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Pushed {
+    /// The page may be written.
+    Open,
+    /// Its leaf says so, but the entry above has changed meanwhile.
+    LeafOnly,
+}
+
+/// Gives the right to write to the page `gfn`, which the host allows to be written, below an entry that `section` has found
+/// closed; steps 2 to 4 of the module. The caller marks the page.
+///
+/// # Errors
+/// There is nothing to be done like that any more; nothing has changed.
+pub(crate) fn push_down<H: Host, F: Format>(
+    tree: &Tree<H, F>,
+    section: &Section<'_>,
+    gfn: Gfn,
+    others: impl FnOnce() -> Others,
+) -> Result<Pushed, Changed> {
+    let mut above = Cursor::new(tree, section, gfn);
+    let (table, State::Table) = above.descend_to(Level::L2M) else { return Err(Changed) };
+    if !entry::is_closed::<F>(table) {
+        return Err(Changed);
+    }
+    let leaves = above.table_below(table);
+    let own_index = walk::index_of::<F>(gfn, Level::L4K);
+    let own = EntryRef::new(&leaves[own_index], Level::L4K);
+    let value = own.load();
+    let (State::Leaf | State::Tracked, true) =
+        (entry::state::<F>(value, Level::L4K), entry::is_host_writable::<F>(value))
+    else {
+        return Err(Changed);
+    };
+    if others() == Others::Protect {
+        let (below, from_own) = leaves.split_at(own_index);
+        for cell in below.iter().chain(&from_own[1..]) {
+            let leaf = EntryRef::new(cell, Level::L4K);
+            // A look first: mostly few have it.
+            if entry::is_writable::<F>(leaf.load()) {
+                leaf.clear::<F>(F::WRITABLE);
+            }
+        }
+    }
+    install::give_back_to::<H, F>(tree, own, value, Access::Write)?;
+    match above.entry().compare_exchange::<F>(table, entry::opened::<F>(table)) {
+        Ok(()) => Ok(Pushed::Open),
+        Err(_) => Ok(Pushed::LeafOnly),
+    }
+}
