@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
-use slat::{AccessTracking, Ept, GfnRange, Locking, Npt, PAGE_SHIFT, PageSize};
+use slat::{AccessTracking, Config, Ept, GfnRange, Locking, Npt, PAGE_SHIFT, PageSize};
 use slat_machine::commit::FlushMethod;
 use slat_machine::guest::{Program, Sharing};
 use slat_machine::machine::{Machine, MachineConfig};
@@ -171,8 +171,7 @@ fn measure(args: &AgingArgs) -> Result<Vec<Series>, Failure> {
                 nr_vcpus: args.vcpus,
                 bytes_per_vcpu: args.bytes,
                 backing: args.backing,
-                locking: series.locking,
-                access_tracking: series.tracking,
+                engine: Config::with_locking(series.locking).with_access_tracking(series.tracking),
                 ..MachineConfig::default()
             };
             series.runs.push(match args.format {

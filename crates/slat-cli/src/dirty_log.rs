@@ -10,7 +10,7 @@ mod report;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
-use slat::{Ept, Locking, MemoryRegionFlags, Npt, Stats};
+use slat::{Config, Ept, Locking, MemoryRegionFlags, Npt, Stats};
 use slat_machine::commit::FlushMethod;
 use slat_machine::cpu::Paging;
 use slat_machine::guest::{Order, Program, Sharing};
@@ -66,7 +66,7 @@ fn measure(args: &DirtyLogArgs, config: &MachineConfig) -> Result<Vec<Series>, F
         for turn in 0..lockings.len() {
             // Each run begins with another locking: whoever comes first or last has no advantage.
             let which = (run + turn) % lockings.len();
-            let config = MachineConfig { locking: lockings[which], ..config.clone() };
+            let config = MachineConfig { engine: Config::with_locking(lockings[which]), ..config.clone() };
             progress.set_message(format!("lock {}", locking_name(lockings[which])));
             let figures = match args.format {
                 FormatArg::Npt => run_once::<Npt>(args, &config)?,

@@ -6,6 +6,9 @@
 //! bit, a fault that the engine has handled), the access starts over from the top, so that it completes through one
 //! translation which was valid all the way from its lookup to its side effect, or not at all.
 //!
+//! With page-modification logging ([`Cpu::with_modification_log`]) the walk also fills the CPU's log; when that is full, the
+//! CPU gives all of it to the handler and the access starts over, too.
+//!
 //! The TLB always is that of one generation, the one that the CPU has caught up with: nothing in it is of pages that were
 //! flushed up to then and of a walk before that. A walk under that generation adds to it what holds for that generation.
 //! If a flush overtakes the walk, what it found may be stale already when it is filled in; but nothing uses it: the
@@ -15,6 +18,8 @@
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_log;
 
 use std::marker::PhantomData;
 
@@ -22,10 +27,11 @@ use slat::{Access, Exit, Format, Gpa, Gva, Host, Hpa, Outcome, Vcpu};
 use thiserror::Error;
 
 use crate::commit::{Generation, Port, Stale};
+use crate::modification_log::ModificationLog;
 use crate::phys;
 use crate::tlb::{Context, Geometry, Tlb};
 use crate::walk::guest::{self, GuestFault, GuestStop};
-use crate::walk::{GUEST_PHYSICAL_BITS, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop};
+use crate::walk::{GUEST_PHYSICAL_BITS, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Walker};
 
 /// Faults on one access after which the CPU gives its time slice away at each further one: somebody else is holding
 /// things up.
@@ -41,11 +47,19 @@ pub trait FaultHandler {
     /// # Errors
     /// The engine's.
     fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::Error>;
+
+    /// Takes the pages in the CPU's page-modification log, which is full: see [`Vcpu::log_modifications`]. The CPU has made
+    /// all of them dirty, or may have tried to. One page may be there several times.
+    fn log_modifications(&mut self, written: &[Gpa]);
 }
 
 impl<H: Host, F: Format> FaultHandler for Vcpu<H, F> {
     fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::Error> {
         Vcpu::handle_fault(self, gpa, access)
+    }
+
+    fn log_modifications(&mut self, written: &[Gpa]) {
+        Vcpu::log_modifications(self, written);
     }
 }
 
@@ -126,6 +140,10 @@ pub struct Counters {
     pub nr_full_drops: u64,
     /// Translations that it dropped from its TLB for flushes.
     pub nr_translations_dropped: u64,
+    /// Entries that it wrote into its page-modification log.
+    pub nr_pages_logged: u64,
+    /// Times that the log was full: exits.
+    pub nr_log_full_exits: u64,
 }
 
 impl Counters {
@@ -142,6 +160,8 @@ impl Counters {
             nr_flushes_seen: self.nr_flushes_seen.wrapping_sub(earlier.nr_flushes_seen),
             nr_full_drops: self.nr_full_drops.wrapping_sub(earlier.nr_full_drops),
             nr_translations_dropped: self.nr_translations_dropped.wrapping_sub(earlier.nr_translations_dropped),
+            nr_pages_logged: self.nr_pages_logged.wrapping_sub(earlier.nr_pages_logged),
+            nr_log_full_exits: self.nr_log_full_exits.wrapping_sub(earlier.nr_log_full_exits),
         }
     }
 }
@@ -151,6 +171,7 @@ impl Counters {
 pub struct Cpu<V, F> {
     handler: V,
     port: Port,
+    log: Option<ModificationLog>,
     tlb: Tlb,
     /// The generation that the TLB is of.
     caught_up: Generation,
@@ -169,6 +190,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
             handler,
             caught_up: port.generation(),
             port,
+            log: None,
             tlb: Tlb::new(geometry),
             root,
             context: Context { vm, pcid: Context::UNPAGED },
@@ -179,9 +201,20 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         }
     }
 
+    /// The CPU with page-modification logging on, into `log`. Where the format has no such thing, the log stays empty
+    /// ([`HardwareFormat::LOGS_MODIFICATIONS`]).
+    #[must_use]
+    pub fn with_modification_log(self, log: ModificationLog) -> Cpu<V, F> {
+        Cpu { log: Some(log), ..self }
+    }
+
     /// What the CPU has done so far.
     pub fn counters(&self) -> Counters {
-        Counters { nr_tlb_misses: self.tlb.nr_misses(), ..self.counters }
+        Counters {
+            nr_tlb_misses: self.tlb.nr_misses(),
+            nr_pages_logged: self.log.as_ref().map_or(0, ModificationLog::nr_logged),
+            ..self.counters
+        }
     }
 
     /// The handler of second-stage faults.
@@ -356,6 +389,13 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
                 Err(CpuError::Misconfigured(misconfiguration))
             }
             GuestStop::SecondStage(Stop::NoMemory { gpa, hpa }) => Err(CpuError::NoMemory { gpa, hpa }),
+            GuestStop::SecondStage(Stop::LogFull(_)) => {
+                self.counters.nr_log_full_exits += 1;
+                if let Some(log) = &self.log {
+                    log.empty(&mut |written| self.handler.log_modifications(written));
+                }
+                Ok(None)
+            }
             // Dealt with above.
             GuestStop::SecondStage(Stop::Restart) => Ok(None),
             GuestStop::Guest(fault) => Err(CpuError::Guest(fault)),
@@ -363,11 +403,12 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
     }
 
     fn walk(&self, gva: Gva, access: Access, generation: Generation) -> Result<Mapping, GuestStop> {
+        let walker = Walker { port: &self.port, generation, root: self.root, log: self.log.as_ref() };
         match self.paging {
-            Paging::Off => Ok(F::walk(&self.port, generation, self.root, Gpa(gva.0), access, Purpose::Data)?),
+            Paging::Off => Ok(F::walk(walker, Gpa(gva.0), access, Purpose::Data)?),
             Paging::TwoDimensional => {
                 let table = Gpa(self.cr3 & CR3_ADDRESS);
-                guest::walk::<F>(&self.port, generation, self.root, table, gva, access)
+                guest::walk::<F>(walker, table, gva, access)
             }
         }
     }

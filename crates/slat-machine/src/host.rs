@@ -22,13 +22,16 @@ use std::sync::{Arc, OnceLock, Weak};
 use crossbeam_queue::SegQueue;
 use crossbeam_utils::CachePadded;
 use slat::sync::AtomicU32;
-use slat::{Access, Format, Gfn, GfnRange, Gone, Host, Hpa, PAGE_SHIFT, PAGE_SIZE, Park, Resolved, Vm, ZappedLeaf};
+use slat::{
+    Access, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, PAGE_SHIFT, PAGE_SIZE, Park, Resolved, Vm, ZappedLeaf,
+};
 use thiserror::Error;
 
 use crate::clock;
 use crate::commit::FlushDomain;
 use crate::membarrier;
 use crate::memory::{Backing, Pages};
+use crate::modification_log::ModificationLogs;
 use crate::phys;
 
 /// Address space kept for tables larger than 4 KiB, and for the gaps in front of them: one root or two.
@@ -84,6 +87,7 @@ pub struct MachineHost {
     tables: Tables,
     flush_domain: Arc<FlushDomain>,
     nr_flushes: CachePadded<AtomicU64>,
+    modification_logs: ModificationLogs,
     /// The VM, and the memory that its host changes while it runs.
     guest: OnceLock<(Box<dyn Guest>, Arc<Pages>)>,
 }
@@ -101,6 +105,7 @@ impl MachineHost {
             tables: Tables::new(max_tables.saturating_mul(PAGE_SIZE).saturating_add(ROOTS_BYTES), max_tables)?,
             flush_domain,
             nr_flushes: CachePadded::new(AtomicU64::new(0)),
+            modification_logs: ModificationLogs::default(),
             guest: OnceLock::new(),
         })
     }
@@ -134,6 +139,11 @@ impl MachineHost {
         self.nr_flushes.load(Ordering::Relaxed)
     }
 
+    /// The page-modification logs of the CPUs: a CPU that logs takes one from here.
+    pub fn modification_logs(&self) -> &ModificationLogs {
+        &self.modification_logs
+    }
+
     /// The CPUs that a flush reaches.
     pub fn flush_domain(&self) -> &Arc<FlushDomain> {
         &self.flush_domain
@@ -141,7 +151,8 @@ impl MachineHost {
 }
 
 // SAFETY: tables are disjoint parts of one region that stays mapped, at the pointer that `phys` computes from their
-// address; `FlushDomain::flush` promises what `flush` must; a backing keeps its frames, or changes them while they are
+// address; `FlushDomain::flush` promises what `flush` must, and `ModificationLogs::drain` what
+// `drain_modification_logs` must; a backing keeps its frames, or changes them while they are
 // invalidated; and none of it unwinds.
 unsafe impl Host for MachineHost {
     type Backing = BackingSlice;
@@ -176,6 +187,10 @@ unsafe impl Host for MachineHost {
         // Relaxed: a statistic.
         self.nr_flushes.fetch_add(1, Ordering::Relaxed);
         self.flush_domain.flush(ranges);
+    }
+
+    fn drain_modification_logs(&self, log: &mut dyn FnMut(&[Gpa])) {
+        self.modification_logs.drain(&self.flush_domain, log);
     }
 
     // `should_yield` stays false: Linux takes the CPU away from a thread by itself.

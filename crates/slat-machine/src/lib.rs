@@ -8,6 +8,7 @@
 //! From the bottom up:
 //! - [`commit`]: the flush rule. When a flush returns, no CPU completes an access through an older translation of what it
 //!   named, and no preempted CPU delays a flush. CPUs drop what was named and keep the rest.
+//! - [`modification_log`]: what EPT CPUs write down when they make pages dirty, and how it is read beside them.
 //! - [`phys`], [`memory`], [`clock`], [`topology`]: physical addresses, guest memory of several kinds, time, the host.
 //! - [`tlb`], [`walk`], [`cpu`]: what hardware does with an access.
 //! - [`host`]: the engine's [`slat::Host`].
@@ -21,6 +22,7 @@ pub mod host;
 pub mod machine;
 mod membarrier;
 pub mod memory;
+pub mod modification_log;
 pub mod phys;
 pub mod tlb;
 pub mod topology;

@@ -27,7 +27,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crossbeam_utils::CachePadded;
-use slat::{Config, Gpa, Gva, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, Vcpu, Vm};
+use slat::{DirtyTracking, Gpa, Gva, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, Vcpu, Vm};
 use thiserror::Error;
 
 pub use config::{ConfigError, HostEvents, MachineConfig, Pins};
@@ -170,6 +170,8 @@ impl RunReport {
             nr_flushes_seen: sum.nr_flushes_seen + vcpu.counters.nr_flushes_seen,
             nr_full_drops: sum.nr_full_drops + vcpu.counters.nr_full_drops,
             nr_translations_dropped: sum.nr_translations_dropped + vcpu.counters.nr_translations_dropped,
+            nr_pages_logged: sum.nr_pages_logged + vcpu.counters.nr_pages_logged,
+            nr_log_full_exits: sum.nr_log_full_exits + vcpu.counters.nr_log_full_exits,
         })
     }
 }
@@ -322,8 +324,7 @@ impl<F: HardwareFormat> Machine<F> {
         });
         let max_tables = config.max_tables.unwrap_or_else(|| enough_tables(config.nr_vcpus, layout.nr_pages));
         let host = MachineHost::new(Arc::clone(&flush_domain), max_tables)?;
-        let engine_config = Config::with_locking(config.locking).with_access_tracking(config.access_tracking);
-        let vm = Arc::new(Vm::new(host, engine_config)?);
+        let vm = Arc::new(Vm::new(host, config.engine)?);
 
         let overhead = Reserved::new(overhead_bytes(config.nr_vcpus, layout.nr_pages))?;
         let size_bytes = layout.nr_pages << PAGE_SHIFT;
@@ -367,6 +368,10 @@ impl<F: HardwareFormat> Machine<F> {
         let mut works: Vec<Work<Job, Result<Answer, GuestError>>> = Vec::with_capacity(config.nr_vcpus);
         for index in 0..config.nr_vcpus {
             let cpu = Cpu::new(vm.create_vcpu()?, Port::new(&flush_domain), 1, vm.root(), config.tlb);
+            let cpu = match config.engine.dirty_tracking {
+                DirtyTracking::PageModificationLog => cpu.with_modification_log(vm.host().modification_logs().add()),
+                DirtyTracking::WriteProtect(_) | DirtyTracking::DirtyBit => cpu,
+            };
             let mut worker = Worker::<F> {
                 cpu,
                 index: index as u64,

@@ -10,6 +10,8 @@
 //!   that has meanwhile become something else.
 //! - The bits are set only when the whole walk has succeeded, from the root down, as the manuals allow (an entry's
 //!   accessed bit may be set early, but need not).
+//! - A CPU with page-modification logging writes a page into its log before it sets the dirty bit of the page's leaf, by an
+//!   exchange that is checked against a generation read before; see [`modification_log`](crate::modification_log).
 //! - A walk that lost a race, against a flush or for an entry, ends with [`Stop::Restart`]; the CPU does the access
 //!   again from its beginning.
 //!
@@ -26,34 +28,47 @@ mod npt;
 mod tests;
 #[cfg(test)]
 mod tests_guest;
+#[cfg(test)]
+mod tests_log;
 
 use slat::{Access, Gpa, Hpa, Level, PageSize};
 use thiserror::Error;
 
 use crate::commit::{Generation, Port, Stale};
+use crate::modification_log::{LogFull, ModificationLog};
 use crate::phys;
 use crate::tlb::Writes;
 
 /// Guest-physical addresses have this many bits at most: what tables of four levels translate.
 pub const GUEST_PHYSICAL_BITS: u32 = 48;
 
+/// What the walks of one access have in common.
+#[derive(Clone, Copy, Debug)]
+pub struct Walker<'a> {
+    /// The CPU's way to memory.
+    pub port: &'a Port,
+    /// Read before the access began.
+    pub generation: Generation,
+    /// The top table (nCR3, or the address in EPTP).
+    pub root: Hpa,
+    /// The CPU's page-modification log, if it has one and that is on. Only EPT has it.
+    pub log: Option<&'a ModificationLog>,
+}
+
 /// A format of second-stage tables, as hardware walks it.
 pub trait HardwareFormat: slat::Format {
     /// Bits of a guest PML4 entry that are reserved on the vendor's processors besides those of the manual's common part.
     const GUEST_PML4E_RESERVED: u64;
 
-    /// Translates `gpa` through the tables under `root` and sets accessed and dirty bits.
+    /// Whether the vendor's processors have page-modification logging. (The engine's format may know it as well; this is
+    /// what hardware says.)
+    const LOGS_MODIFICATIONS: bool;
+
+    /// Translates `gpa` through the tables under the walker's root and sets accessed and dirty bits.
     ///
     /// # Errors
     /// [`Stop`]: why there is no translation.
-    fn walk(
-        port: &Port,
-        generation: Generation,
-        root: Hpa,
-        gpa: Gpa,
-        access: Access,
-        purpose: Purpose,
-    ) -> Result<Mapping, Stop>;
+    fn walk(walker: Walker<'_>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop>;
 }
 
 /// What an access to guest-physical memory is for.
@@ -89,6 +104,9 @@ pub enum Stop {
     /// The hypervisor must act.
     #[error("second-stage fault: {0}")]
     Fault(Fault),
+    /// An accessed or dirty bit is to be set, and the page-modification log is full: an exit. The bit is not set.
+    #[error(transparent)]
+    LogFull(#[from] LogFull),
     /// An entry has bits set that the format reserves: the tables are broken.
     #[error("second-stage tables are misconfigured: {0}")]
     Misconfigured(Misconfiguration),
@@ -144,27 +162,27 @@ struct Used {
 impl Used {
     /// Reads entry `index` of the table at `table`; `None` if there is no memory.
     #[inline]
-    fn read(port: &Port, generation: Generation, table: Hpa, index: u64) -> Result<Option<Used>, Stale> {
+    fn read(walker: Walker<'_>, table: Hpa, index: u64) -> Result<Option<Used>, Stale> {
         let Some(table) = phys::pointer_to::<u64>(table) else {
             return Ok(None);
         };
         let at = table.wrapping_add(index as usize);
-        // SAFETY: the address came from the root or from an entry that was read while `generation` was current; a table
+        // SAFETY: the address came from the root or from an entry that was read while the generation was current; a table
         // is freed only after a flush, so as long as it is current there is a table at `table`, and `index` is in it.
         // Tables are aligned to their size.
-        let entry = unsafe { port.load_u64(generation, at)? };
+        let entry = unsafe { walker.port.load_u64(walker.generation, at)? };
         Ok(Some(Used { at, entry }))
     }
 
     /// Sets `bits` in the entry if they are not set; says what the entry is now.
     #[inline]
-    fn set(self, port: &Port, generation: Generation, bits: u64) -> Result<u64, Stop> {
+    fn set(self, walker: Walker<'_>, bits: u64) -> Result<u64, Stop> {
         if self.entry & bits == bits {
             return Ok(self.entry);
         }
         let new = self.entry | bits;
         // SAFETY: as in `read`, and tables are written by compare-and-exchange by all.
-        match unsafe { port.compare_exchange_u64(generation, self.at, self.entry, new)? } {
+        match unsafe { walker.port.compare_exchange_u64(walker.generation, self.at, self.entry, new)? } {
             Ok(_) => Ok(new),
             Err(_) => Err(Stop::Restart),
         }

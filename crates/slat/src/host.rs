@@ -97,13 +97,14 @@ pub unsafe trait Host: Park + Send + Sync {
     /// that is so; it must not wait for a CPU that is not running. May block.
     fn flush(&self, ranges: &[GfnRange]);
 
-    /// Hands the guest-physical addresses in the page-modification logs of all CPUs of this VM to `log`, as many at a time as
-    /// is convenient, and empties those logs: for [`DirtyTracking::PageModificationLog`](crate::DirtyTracking). When this
-    /// returns, every write that was completed before the call has been handed over, by this call or an earlier one (or is
-    /// being handed over by one under way on another thread). It must not wait for a CPU that is not running: what such a one
-    /// has logged lies in memory, or was handed over when it stopped
-    /// ([`Vcpu::log_modifications`](crate::Vcpu::log_modifications)). May block. (Intel SDM vol. 3C, "Page-Modification
-    /// Logging".)
+    /// Gives `log` the pages that CPUs of this VM have written down in their page-modification logs (Intel SDM vol. 3C,
+    /// "Page-Modification Logging"), a part at a time; what was given need not be kept. A page may be given twice, and one may
+    /// be given that no CPU has made dirty in the end. For [`DirtyTracking::PageModificationLog`](crate::DirtyTracking).
+    ///
+    /// Of each dirty bit that a CPU has set before this call, it returns only when the page was given, after the bit was set,
+    /// to this `log`, to that of another call, or to [`Vcpu::log_modifications`](crate::Vcpu::log_modifications), and that
+    /// one has returned. Must not wait for a CPU that is not running. Called outside of sections and of the lock; `log` does
+    /// not block.
     #[inline]
     fn drain_modification_logs(&self, _log: &mut dyn FnMut(&[Gpa])) {}
 

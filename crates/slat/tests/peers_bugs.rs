@@ -12,10 +12,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::trap::trap_vm;
-use common::{GIB, MIB, change, each, lowest_entry, region, translate, vm};
+use common::{GIB, MIB, TestHost, change, each, lowest_entry, region, translate, vm};
 use slat::{
-    Access, Entry, Error, Exit, Format, Gfn, GfnRange, Gpa, Hpa, Level, Locking, MemoryRegionFlags, Npt, Outcome,
-    PAGE_SIZE, PageSize, Pfn,
+    Access, Config, DirtyTracking, Entry, Error, Exit, Format, Gfn, GfnRange, Gpa, Hpa, Level, Locking,
+    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Pfn, Vm, WriteProtection,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -40,26 +40,37 @@ fn duplicate<F: Format>(locking: Locking) {
 
 each!(protecting_keeps_accessed_and_dirty_at_every_level, keeps_bits);
 fn keeps_bits<F: Format>(locking: Locking) {
-    for size in [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G] {
-        for bits in [0, F::ACCESSED, F::DIRTY, F::ACCESSED | F::DIRTY] {
-            let vm = vm::<F>(locking);
-            vm.set_user_memory_region(region(0, 0, GIB, GIB / PAGE_SIZE, size)).unwrap();
-            let mut vcpu = vm.create_vcpu().unwrap();
-            assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
-            let (cell, level) = lowest_entry::<F>(vm.host(), vm.root(), Gfn(0));
-            assert_eq!(level, size.level());
-            // SAFETY: a live entry, and nobody else is here.
-            let entry = unsafe { AtomicU64::from_ptr(cell) };
-            let before = entry.load(Ordering::SeqCst) & !(F::ACCESSED | F::DIRTY) | bits;
-            entry.store(before, Ordering::SeqCst);
-            vm.set_user_memory_region(change(0, LOG, 0, GIB)).unwrap();
-            assert_eq!(entry.load(Ordering::SeqCst), before & !F::WRITABLE);
-            // Split, for a huge leaf: the parts have them, too.
-            assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
-            let neighbour = translate(&vm, Gpa(PAGE_SIZE)).map(|found| found.entry.0 & (F::ACCESSED | F::DIRTY));
-            assert_eq!(neighbour, (level > Level::L4K).then_some(bits));
+    for protection in [WriteProtection::LeafByLeaf, WriteProtection::Lazy] {
+        for size in [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G] {
+            for bits in [0, F::ACCESSED, F::DIRTY, F::ACCESSED | F::DIRTY] {
+                keeps_bits_of::<F>(locking, protection, size, bits);
+            }
         }
     }
+}
+
+fn keeps_bits_of<F: Format>(locking: Locking, protection: WriteProtection, size: PageSize, bits: u64) {
+    let config = Config::with_locking(locking).with_dirty_tracking(DirtyTracking::WriteProtect(protection));
+    let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
+    vm.set_user_memory_region(region(0, 0, GIB, GIB / PAGE_SIZE, size)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
+    let (cell, level) = lowest_entry::<F>(vm.host(), vm.root(), Gfn(0));
+    assert_eq!(level, size.level());
+    // SAFETY: a live entry, and nobody else is here.
+    let entry = unsafe { AtomicU64::from_ptr(cell) };
+    let before = entry.load(Ordering::SeqCst) & !(F::ACCESSED | F::DIRTY) | bits;
+    entry.store(before, Ordering::SeqCst);
+    vm.set_user_memory_region(change(0, LOG, 0, GIB)).unwrap();
+    assert!(!translate(&vm, Gpa(0)).unwrap().writable);
+    // Lazily, it is the entry above that has lost the right.
+    let is_above = protection == WriteProtection::Lazy && level == Level::L4K;
+    assert_eq!(entry.load(Ordering::SeqCst), if is_above { before } else { before & !F::WRITABLE });
+    // Split, for a huge leaf: the parts have them, too.
+    assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
+    assert!(translate(&vm, Gpa(0)).unwrap().writable);
+    let neighbour = translate(&vm, Gpa(PAGE_SIZE)).map(|found| found.entry.0 & (F::ACCESSED | F::DIRTY));
+    assert_eq!(neighbour, (level > Level::L4K).then_some(bits));
 }
 
 each!(what_is_done_to_a_page_of_a_block_is_done_to_that_page_only, one_page_of_a_block);

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use rand::RngExt;
 use rand::rngs::SmallRng;
-use slat::{GfnRange, PAGE_SIZE};
+use slat::{Config, GfnRange, PAGE_SIZE};
 use slat_machine::commit::FlushMethod;
 use slat_machine::guest::{Order, Program, Sharing};
 use slat_machine::machine::{HostEvents, Machine, MachineConfig, RunReport};
@@ -101,8 +101,7 @@ pub(super) fn run<F: HardwareFormat>(
         bytes_per_vcpu: plan.pages_per_vcpu * PAGE_SIZE,
         nr_slots: plan.nr_slots,
         host_events: HostEvents::Allowed { nr_spare_frames: NR_SPARE_FRAMES },
-        locking: plan.locking,
-        access_tracking: plan.tracking,
+        engine: Config::with_locking(plan.locking).with_access_tracking(plan.tracking),
         paging: plan.paging,
         ..MachineConfig::default()
     })?;

@@ -11,26 +11,26 @@ use crate::commit::{Defect, FlushDomain, FlushMethod};
 use crate::memory::{Backing, BackingKind};
 
 /// Guest memory and tables, shared by CPUs. The first 512 pages of guest-physical memory can be mapped.
-struct Memory {
-    tables: [Table; 4],
-    pages: Vec<Table>,
+pub(super) struct Memory {
+    pub(super) tables: [Table; 4],
+    pub(super) pages: Vec<Table>,
 }
 
 #[repr(align(4096))]
-struct Table([AtomicU64; 512]);
+pub(super) struct Table([AtomicU64; 512]);
 
 impl Table {
     fn new() -> Table {
         Table([const { AtomicU64::new(0) }; 512])
     }
 
-    fn hpa(&self) -> Hpa {
+    pub(super) fn hpa(&self) -> Hpa {
         phys::hpa_of(self.0.as_ptr())
     }
 }
 
 impl Memory {
-    fn new(nr_pages: usize) -> Arc<Memory> {
+    pub(super) fn new(nr_pages: usize) -> Arc<Memory> {
         let memory = Arc::new(Memory {
             tables: std::array::from_fn(|_| Table::new()),
             pages: (0..nr_pages).map(|_| Table::new()).collect(),
@@ -41,11 +41,11 @@ impl Memory {
         memory
     }
 
-    fn leaf(&self, gfn: u64) -> &AtomicU64 {
+    pub(super) fn leaf(&self, gfn: u64) -> &AtomicU64 {
         &self.tables[3].0[gfn as usize]
     }
 
-    fn word(&self, page: usize, word: usize) -> u64 {
+    pub(super) fn word(&self, page: usize, word: usize) -> u64 {
         self.pages[page].0[word].load(Ordering::Relaxed)
     }
 }
@@ -63,6 +63,10 @@ impl FaultHandler for Flat {
         self.0.leaf(gfn).store(page.hpa().0 | 5 | writable, Ordering::Release);
         Ok(Outcome::Resume)
     }
+
+    fn log_modifications(&mut self, written: &[Gpa]) {
+        unreachable!("no CPU has a log: {written:?}");
+    }
 }
 
 /// Says "resume" and does nothing.
@@ -71,6 +75,10 @@ struct Idle;
 impl FaultHandler for Idle {
     fn handle_fault(&mut self, _: Gpa, _: Access) -> Result<Outcome, slat::Error> {
         Ok(Outcome::Resume)
+    }
+
+    fn log_modifications(&mut self, written: &[Gpa]) {
+        unreachable!("no CPU has a log: {written:?}");
     }
 }
 
@@ -127,7 +135,7 @@ fn a_missing_flush_shows() {
     assert_eq!(cpu.counters().nr_faults, 2);
 }
 
-fn page(gfn: u64) -> GfnRange {
+pub(super) fn page(gfn: u64) -> GfnRange {
     GfnRange::new(Gfn(gfn), 1)
 }
 

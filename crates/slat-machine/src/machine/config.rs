@@ -1,6 +1,6 @@
 //! What a machine is made of, and whether it makes sense.
 
-use slat::{AccessTracking, Locking, MAX_SLOTS, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE};
+use slat::{Config, MAX_SLOTS, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE};
 use thiserror::Error;
 
 use crate::commit::FlushMethod;
@@ -53,10 +53,8 @@ pub struct MachineConfig {
     pub host_events: HostEvents,
     /// Flags that the test region's slots are created with.
     pub region_flags: MemoryRegionFlags,
-    /// The lock of the VM.
-    pub locking: Locking,
-    /// How the VM finds out what the guest has used.
-    pub access_tracking: AccessTracking,
+    /// How the VM's memory is managed. With page-modification logging the CPUs have a log each.
+    pub engine: Config,
     /// Whether the guest has paging on.
     pub paging: Paging,
     /// Processors to pin threads to; `None`: wherever the scheduler likes.
@@ -78,8 +76,7 @@ impl Default for MachineConfig {
             backing: BackingKind::Anonymous,
             host_events: HostEvents::None,
             region_flags: MemoryRegionFlags::empty(),
-            locking: Locking::None,
-            access_tracking: AccessTracking::default(),
+            engine: Config::default(),
             paging: Paging::Off,
             pins: None,
             flush_method: None,

@@ -2,7 +2,7 @@
 
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use slat::{AccessTracking, Ept, Locking, Npt};
+use slat::{AccessTracking, Config, Ept, Locking, Npt};
 
 use super::*;
 use crate::guest::{Order, Sharing, value};
@@ -123,7 +123,8 @@ fn each_event_alone_beside_one_and_many_guests() {
 fn all_events_with_each_locking_format_and_flush_method() {
     for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
         for access_tracking in [AccessTracking::AccessedBit, AccessTracking::Faults] {
-            let config = MachineConfig { locking, access_tracking, ..config(4) };
+            let engine = Config::with_locking(locking).with_access_tracking(access_tracking);
+            let config = MachineConfig { engine, ..config(4) };
             run_beside::<Npt>(&config, &EVENTS, Sharing::Partitioned, 200);
             run_beside::<Ept>(&config, &EVENTS, Sharing::Overlapping, 200);
             let config = MachineConfig { flush_method: Some(FlushMethod::Waiting), ..config };

@@ -1,6 +1,6 @@
 //! The machine with the engine: guests that verify what they read, and the dirty log against what they wrote.
 
-use slat::{Ept, Format, Locking, Npt};
+use slat::{Config, Ept, Format, Host, Locking, Npt};
 
 use super::*;
 use crate::guest::{Order, Sharing, value};
@@ -55,7 +55,7 @@ fn populate_then_log<F: HardwareFormat + Format>(config: &MachineConfig) {
 fn guests_run_and_the_dirty_log_tells_what_they_wrote() {
     for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
         for paging in [Paging::Off, Paging::TwoDimensional] {
-            let config = MachineConfig { locking, paging, ..small() };
+            let config = MachineConfig { engine: Config::with_locking(locking), paging, ..small() };
             populate_then_log::<Npt>(&config);
             populate_then_log::<Ept>(&config);
         }
@@ -217,5 +217,45 @@ fn too_few_tables_are_an_error_of_the_engine() {
                 })
         ),
         "{result:?}"
+    );
+}
+
+#[test]
+fn the_logs_name_the_pages_that_guests_wrote() {
+    for paging in [Paging::Off, Paging::TwoDimensional] {
+        let engine = Config::default().with_dirty_tracking(DirtyTracking::PageModificationLog);
+        let machine = Machine::<Ept>::new(&MachineConfig { engine, paging, ..small() }).unwrap();
+        let drained = || {
+            let mut pages = Vec::new();
+            machine.vm().host().drain_modification_logs(&mut |part| pages.extend_from_slice(part));
+            pages
+        };
+        // Of the guest's own tables, too, if the engine has not made their leaves dirty itself.
+        let is_of_region = |gpa: &&Gpa| gpa.0 >= REGION_GPA.0;
+        // Pages are mapped by reads first, so that the CPUs find leaves that are not dirty.
+        machine.run(Program { write_percent: 0, ..Program::default() }).unwrap();
+        assert_eq!(drained().iter().find(is_of_region), None);
+
+        let report = machine.run(Program { write_percent: 30, order: Order::Random, ..Program::default() }).unwrap();
+        let logged = drained();
+        assert_eq!(report.total().nr_pages_logged, logged.len() as u64);
+        let mut pages: Vec<u64> =
+            logged.iter().filter(is_of_region).map(|gpa| (gpa.0 - REGION_GPA.0) >> PAGE_SHIFT).collect();
+        pages.sort_unstable();
+        let is_written = |page: &u64| machine.peek(*page) == Some(value(1, *page));
+        assert!(pages.iter().copied().eq((0..machine.nr_pages()).filter(is_written)), "{pages:?}");
+        assert!(!pages.is_empty());
+        assert_eq!(machine.vm().host().modification_logs().nr_drains(), 2);
+    }
+}
+
+#[test]
+fn npt_has_no_log() {
+    let engine = Config::default().with_dirty_tracking(DirtyTracking::PageModificationLog);
+    let config = MachineConfig { engine, ..small() };
+    let refused = Machine::<Npt>::new(&config);
+    assert!(
+        matches!(refused, Err(MachineError::Engine(slat::Error::NoModificationLog { format: "npt" }))),
+        "{refused:?}"
     );
 }

@@ -1,15 +1,15 @@
 //! The walker for Intel's extended page tables: four levels, accessed and dirty flags enabled (EPTP bit 6),
-//! execute-only translations supported, no mode-based execute control, no sub-page or shadow-stack permissions.
+//! execute-only translations supported, no mode-based execute control, no sub-page or shadow-stack permissions; with
+//! page-modification logging, if the CPU has a log.
 //!
 //! Source: Intel SDM vol. 3C, chapter "VMX support for address translation": "EPT translation mechanism" (formats of the
-//! entries), "EPT misconfigurations", "EPT violations", "Accessed and dirty flags for EPT"; and chapter "VM exits",
+//! entries), "EPT misconfigurations", "EPT violations", "Accessed and dirty flags for EPT", "Page-Modification Logging"; and chapter "VM exits",
 //! table "Exit qualification for EPT violations".
 
 use slat::{Access, Gpa, Hpa, Level};
 
-use super::{Fault, GUEST_PHYSICAL_BITS, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Used};
+use super::{Fault, GUEST_PHYSICAL_BITS, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Used, Walker};
 use super::{address_mask, index, mapping, shift};
-use crate::commit::{Generation, Port};
 use crate::tlb::Writes;
 
 const READ: u64 = 1 << 0;
@@ -37,16 +37,10 @@ const QUALIFICATION_FINAL: u64 = 1 << 8;
 
 impl HardwareFormat for slat::Ept {
     const GUEST_PML4E_RESERVED: u64 = 0;
+    const LOGS_MODIFICATIONS: bool = true;
 
     #[inline]
-    fn walk(
-        port: &Port,
-        generation: Generation,
-        root: Hpa,
-        gpa: Gpa,
-        access: Access,
-        purpose: Purpose,
-    ) -> Result<Mapping, Stop> {
+    fn walk(walker: Walker<'_>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
         let access = match purpose {
             Purpose::Data => access,
             Purpose::GuestTable => Access::Write,
@@ -56,12 +50,12 @@ impl HardwareFormat for slat::Ept {
             return Err(violation(gpa, access, purpose, 0));
         }
 
-        let mut table = root;
+        let mut table = walker.root;
         let mut permissions = PERMISSIONS;
         let mut path = [Used { at: std::ptr::null_mut(), entry: 0 }; 4];
         let mut level = 4;
         loop {
-            let Some(used) = Used::read(port, generation, table, index(gpa.0, level))? else {
+            let Some(used) = Used::read(walker, table, index(gpa.0, level))? else {
                 return Err(Stop::NoMemory { gpa, hpa: table });
             };
             let entry = used.entry;
@@ -90,13 +84,26 @@ impl HardwareFormat for slat::Ept {
         }
 
         for above in (level..4).rev() {
-            path[usize::from(above)].set(port, generation, ACCESSED)?;
+            set(path[usize::from(above)], walker, gpa, ACCESSED)?;
         }
         let marks = if access == Access::Write { ACCESSED | DIRTY } else { ACCESSED };
-        let leaf = path[usize::from(level) - 1].set(port, generation, marks)?;
+        let leaf = set(path[usize::from(level) - 1], walker, gpa, marks)?;
         let writes = if permissions & WRITE != 0 && leaf & DIRTY != 0 { Writes::Allowed } else { Writes::MustWalk };
         mapping(gpa, leaf, level, writes)
     }
+}
+
+/// Sets `flags` in an entry if they are not set, on the way to `gpa`; says what the entry is now. A CPU that logs looks at
+/// its log before it sets either flag, and logs the page if it is about to set the dirty flag.
+#[inline]
+pub(super) fn set(used: Used, walker: Walker<'_>, gpa: Gpa, flags: u64) -> Result<u64, Stop> {
+    let missing = flags & !used.entry;
+    if missing != 0
+        && let Some(log) = walker.log
+    {
+        if missing & DIRTY == 0 { log.check_room()? } else { log.append(gpa)? }
+    }
+    used.set(walker, flags)
 }
 
 /// Whether the entry maps a page. Bit 7 is ignored in entries of level 1 and reserved in those of level 4.

@@ -8,11 +8,11 @@
 //! Sources: Intel SDM vol. 3A, chapter "Paging" ("4-level paging", "Access rights", "Page-fault exceptions",
 //! "Accessed and dirty flags"); AMD APM vol. 2, 5.3 to 5.6 and 15.25.5.
 
-use slat::{Access, Gpa, Gva, Hpa, PageSize};
+use slat::{Access, Gpa, Gva, PageSize};
 use thiserror::Error;
 
-use super::{GUEST_PHYSICAL_BITS, HardwareFormat, Mapping, Purpose, Stop, Used, address_mask, index, page_size, shift};
-use crate::commit::{Generation, Port};
+use super::{GUEST_PHYSICAL_BITS, HardwareFormat, Mapping, Purpose, Stop, Used, Walker};
+use super::{address_mask, index, page_size, shift};
 use crate::tlb::Writes;
 
 pub(crate) const PRESENT: u64 = 1 << 0;
@@ -65,19 +65,12 @@ pub enum GuestStop {
     Guest(#[from] GuestFault),
 }
 
-/// Translates `gva` through the guest's tables at `table` (the address in CR3) and the second stage under `root`.
+/// Translates `gva` through the guest's tables at `table` (the address in CR3) and the walker's second stage.
 /// The mapping's size is that of the smaller of the two pages.
 ///
 /// # Errors
 /// [`GuestStop`]: why there is no translation.
-pub fn walk<F: HardwareFormat>(
-    port: &Port,
-    generation: Generation,
-    root: Hpa,
-    table: Gpa,
-    gva: Gva,
-    access: Access,
-) -> Result<Mapping, GuestStop> {
+pub fn walk<F: HardwareFormat>(walker: Walker<'_>, table: Gpa, gva: Gva, access: Access) -> Result<Mapping, GuestStop> {
     // Bits 63 to 47 are all alike.
     if !matches!(gva.0 as i64 >> 47, 0 | -1) {
         return Err(GuestFault::NonCanonical { gva }.into());
@@ -99,10 +92,9 @@ pub fn walk<F: HardwareFormat>(
     let mut level = 4;
     loop {
         let entry_gpa = Gpa(table.0 + 8 * index(gva.0, level));
-        let at = F::walk(port, generation, root, entry_gpa, Access::Write, Purpose::GuestTable)?;
-        let used = Used::read(port, generation, at.hpa, 0)
-            .map_err(Stop::from)?
-            .ok_or(Stop::NoMemory { gpa: entry_gpa, hpa: at.hpa })?;
+        let at = F::walk(walker, entry_gpa, Access::Write, Purpose::GuestTable)?;
+        let used =
+            Used::read(walker, at.hpa, 0).map_err(Stop::from)?.ok_or(Stop::NoMemory { gpa: entry_gpa, hpa: at.hpa })?;
         let entry = used.entry;
         if entry & PRESENT == 0 {
             return Err(page_fault(0));
@@ -130,14 +122,14 @@ pub fn walk<F: HardwareFormat>(
     }
 
     for above in (level..4).rev() {
-        path[usize::from(above)].set(port, generation, ACCESSED)?;
+        path[usize::from(above)].set(walker, ACCESSED)?;
     }
     let marks = if access == Access::Write { ACCESSED | DIRTY } else { ACCESSED };
-    let leaf = path[usize::from(level) - 1].set(port, generation, marks)?;
+    let leaf = path[usize::from(level) - 1].set(walker, marks)?;
 
     let page = leaf & address_mask(shift(level));
     let gpa = Gpa(page | (gva.0 & ((1 << shift(level)) - 1)));
-    let second = F::walk(port, generation, root, gpa, access, Purpose::Data)?;
+    let second = F::walk(walker, gpa, access, Purpose::Data)?;
     let writes = if writable != 0 && leaf & DIRTY != 0 { second.writes } else { Writes::MustWalk };
     Ok(Mapping { gpa, hpa: second.hpa, size: smaller(page_size(level), second.size), writes })
 }

@@ -6,9 +6,8 @@
 
 use slat::{Access, Gpa, Hpa, Level};
 
-use super::{Fault, GUEST_PHYSICAL_BITS, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Used};
+use super::{Fault, GUEST_PHYSICAL_BITS, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Used, Walker};
 use super::{address_mask, index, mapping, shift};
-use crate::commit::{Generation, Port};
 use crate::tlb::Writes;
 
 const PRESENT: u64 = 1 << 0;
@@ -34,16 +33,10 @@ const CODE_GUEST_TABLE: u64 = 1 << 33;
 
 impl HardwareFormat for slat::Npt {
     const GUEST_PML4E_RESERVED: u64 = 1 << 8;
+    const LOGS_MODIFICATIONS: bool = false;
 
     #[inline]
-    fn walk(
-        port: &Port,
-        generation: Generation,
-        root: Hpa,
-        gpa: Gpa,
-        access: Access,
-        purpose: Purpose,
-    ) -> Result<Mapping, Stop> {
+    fn walk(walker: Walker<'_>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
         let access = match purpose {
             Purpose::Data => access,
             Purpose::GuestTable => Access::Write,
@@ -54,14 +47,14 @@ impl HardwareFormat for slat::Npt {
             return Err(fault(0));
         }
 
-        let mut table = root;
+        let mut table = walker.root;
         // Writing and user access must be granted at every level, no-execute denies at any.
         let mut granted = WRITABLE | USER;
         let mut denied = 0;
         let mut path = [Used { at: std::ptr::null_mut(), entry: 0 }; 4];
         let mut level = 4;
         loop {
-            let Some(used) = Used::read(port, generation, table, index(gpa.0, level))? else {
+            let Some(used) = Used::read(walker, table, index(gpa.0, level))? else {
                 return Err(Stop::NoMemory { gpa, hpa: table });
             };
             let entry = used.entry;
@@ -93,10 +86,10 @@ impl HardwareFormat for slat::Npt {
         }
 
         for above in (level..4).rev() {
-            path[usize::from(above)].set(port, generation, ACCESSED)?;
+            path[usize::from(above)].set(walker, ACCESSED)?;
         }
         let marks = if access == Access::Write { ACCESSED | DIRTY } else { ACCESSED };
-        let leaf = path[usize::from(level) - 1].set(port, generation, marks)?;
+        let leaf = path[usize::from(level) - 1].set(walker, marks)?;
         let writes = if granted & WRITABLE != 0 && leaf & DIRTY != 0 { Writes::Allowed } else { Writes::MustWalk };
         mapping(gpa, leaf, level, writes)
     }

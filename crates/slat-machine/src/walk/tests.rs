@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use slat::{Access, Ept, Gpa, Hpa, Level, Npt, PageSize};
 
-use super::{Fault, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop};
+use super::{Fault, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Walker};
 use crate::commit::{FlushDomain, Port};
 use crate::phys;
 use crate::tlb::Writes;
@@ -33,20 +33,20 @@ impl Page {
 }
 
 /// The tables on the way to one address, from level 4 down to 1.
-struct Way {
+pub(super) struct Way {
     tables: [Box<Page>; 4],
     indexes: [u64; 4],
-    port: Port,
-    gpa: Gpa,
+    pub(super) port: Port,
+    pub(super) gpa: Gpa,
 }
 
-const FRAME: u64 = 1 << 50 | 0x12_3456_7000;
+pub(super) const FRAME: u64 = 1 << 50 | 0x12_3456_7000;
 /// Indexes 1, 2, 3, 4 and the offset 0x568.
 const ADDRESS: u64 = 1 << 39 | 2 << 30 | 3 << 21 | 4 << 12 | 0x568;
 
 impl Way {
     /// Tables linked by `link` bits, and `leaf` (address and bits) as the entry of `level`.
-    fn new(link: u64, level: u8, leaf: u64) -> Way {
+    pub(super) fn new(link: u64, level: u8, leaf: u64) -> Way {
         let way = Way {
             tables: std::array::from_fn(|_| Page::new()),
             indexes: [1, 2, 3, 4],
@@ -60,12 +60,17 @@ impl Way {
         way
     }
 
+    /// Where the table of level 1 is; the index of its entry is 4.
+    pub(super) fn lowest_table(&self) -> Hpa {
+        self.tables[3].hpa()
+    }
+
     fn set(&self, level: u8, entry: u64) {
         let at = usize::from(4 - level);
         self.tables[at].set(self.indexes[at], entry);
     }
 
-    fn get(&self, level: u8) -> u64 {
+    pub(super) fn get(&self, level: u8) -> u64 {
         let at = usize::from(4 - level);
         self.tables[at].get(self.indexes[at])
     }
@@ -74,12 +79,16 @@ impl Way {
         self.set(level, self.get(level) | bits);
     }
 
-    fn clear(&self, level: u8, bits: u64) {
+    pub(super) fn clear(&self, level: u8, bits: u64) {
         self.set(level, self.get(level) & !bits);
     }
 
+    pub(super) fn walker(&self) -> Walker<'_> {
+        Walker { port: &self.port, generation: self.port.generation(), root: self.tables[0].hpa(), log: None }
+    }
+
     fn walk_for<F: HardwareFormat>(&self, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
-        F::walk(&self.port, self.port.generation(), self.tables[0].hpa(), self.gpa, access, purpose)
+        F::walk(self.walker(), self.gpa, access, purpose)
     }
 
     fn walk<F: HardwareFormat>(&self, access: Access) -> Result<Mapping, Stop> {
@@ -359,9 +368,9 @@ fn ends_beyond_the_address_bits<F: HardwareFormat>(link: u64, leaf: u64) {
 
 fn a_flushed_generation_stops_the_walk<F: HardwareFormat>(link: u64, leaf: u64) {
     let way = Way::new(link, 1, FRAME | leaf);
-    let old = way.port.generation();
+    let walker = way.walker();
     way.port.domain().flush(&[]);
-    let got = F::walk(&way.port, old, way.tables[0].hpa(), way.gpa, Access::Write, Purpose::Data);
+    let got = F::walk(walker, way.gpa, Access::Write, Purpose::Data);
     assert_eq!(got, Err(Stop::Restart));
     assert_eq!(way.get(1), FRAME | leaf, "and marks nothing");
 }

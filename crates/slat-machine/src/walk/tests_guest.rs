@@ -6,7 +6,7 @@ use slat::{Access, Ept, Gpa, Gva, Hpa, Npt, PageSize};
 
 use super::guest::{self, GuestFault, GuestStop};
 use super::tests::Page;
-use super::{HardwareFormat, Mapping, Stop};
+use super::{HardwareFormat, Mapping, Stop, Walker};
 use crate::commit::{FlushDomain, Port};
 use crate::tlb::Writes;
 
@@ -18,19 +18,19 @@ const PS: u64 = 1 << 7;
 const NX: u64 = 1 << 63;
 
 /// Indexes 0, 3, 0, 5 and the offset 0x18.
-const GVA: u64 = 3 << 30 | 5 << 12 | 0x18;
+pub(super) const GVA: u64 = 3 << 30 | 5 << 12 | 0x18;
 
 /// Guest pages 0 to 3 are the guest's tables of levels 4 to 1, page 4 is data. The second stage maps them one by one.
-struct Guest {
+pub(super) struct Guest {
     pages: [Box<Page>; 5],
-    second: [Box<Page>; 4],
-    port: Port,
+    pub(super) second: [Box<Page>; 4],
+    pub(super) port: Port,
     second_leaf: u64,
     indexes: [u64; 4],
 }
 
 impl Guest {
-    fn new(second_leaf: u64) -> Guest {
+    pub(super) fn new(second_leaf: u64) -> Guest {
         let guest = Guest {
             pages: std::array::from_fn(|_| Page::new()),
             second: std::array::from_fn(|_| Page::new()),
@@ -58,8 +58,12 @@ impl Guest {
         self.pages[4 - level].set(self.indexes[4 - level], entry);
     }
 
+    pub(super) fn walker(&self) -> Walker<'_> {
+        Walker { port: &self.port, generation: self.port.generation(), root: self.second[0].hpa(), log: None }
+    }
+
     fn walk<F: HardwareFormat>(&self, access: Access) -> Result<Mapping, GuestStop> {
-        guest::walk::<F>(&self.port, self.port.generation(), self.second[0].hpa(), Gpa(0), Gva(GVA), access)
+        guest::walk::<F>(self.walker(), Gpa(0), Gva(GVA), access)
     }
 }
 
@@ -174,14 +178,7 @@ fn two_dimensional_walk_over_npt() {
 fn addresses_must_be_canonical() {
     let guest = Guest::new(7);
     for gva in [1 << 47, u64::MAX >> 1, !(1 << 47)] {
-        let got = guest::walk::<Npt>(
-            &guest.port,
-            guest.port.generation(),
-            guest.second[0].hpa(),
-            Gpa(0),
-            Gva(gva),
-            Access::Read,
-        );
+        let got = guest::walk::<Npt>(guest.walker(), Gpa(0), Gva(gva), Access::Read);
         assert_eq!(got, Err(GuestStop::Guest(GuestFault::NonCanonical { gva: Gva(gva) })), "{gva:#x}");
     }
 }

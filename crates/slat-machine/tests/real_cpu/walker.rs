@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use slat::{Access, Gpa, Hpa, Npt};
 use slat_machine::commit::{FlushDomain, Port};
 use slat_machine::phys;
-use slat_machine::walk::{HardwareFormat, Purpose, Stop};
+use slat_machine::walk::{self, HardwareFormat, Purpose, Stop};
 
 use crate::arena::Arena;
 
@@ -105,7 +105,9 @@ impl Walker {
         }
 
         let purpose = Purpose::Data;
-        let result = match Npt::walk(&self.port, self.port.generation(), self.hpa_of(0), gpa, access, purpose) {
+        let walker =
+            walk::Walker { port: &self.port, generation: self.port.generation(), root: self.hpa_of(0), log: None };
+        let result = match Npt::walk(walker, gpa, access, purpose) {
             Ok(mapping) => Ok(Hpa(mapping.hpa.0 - phys::BIAS)),
             Err(Stop::Fault(fault)) => Err(fault.code & PAGE_FAULT_CODE),
             Err(Stop::Misconfigured(misconfiguration)) => Err(misconfiguration.code & PAGE_FAULT_CODE),
