@@ -103,7 +103,8 @@ pub unsafe trait Host: Park + Send + Sync {
     ///
     /// Of each dirty bit that a CPU has set before this call, it returns only when the page was given, after the bit was set,
     /// to this `log`, to that of another call, or to [`Vcpu::log_modifications`](crate::Vcpu::log_modifications), and that
-    /// one has returned. Must not wait for a CPU that is not running. Called outside of sections and of the lock; `log` does
+    /// one has returned. And when a page is given, each CPU that had written it down has set its dirty bit already, or will
+    /// write it down again before it does: for the engine may clear the bit then. Must not wait for a CPU that is not running. Called outside of sections and of the lock; `log` does
     /// not block.
     #[inline]
     fn drain_modification_logs(&self, _log: &mut dyn FnMut(&[Gpa])) {}

@@ -194,12 +194,14 @@ impl Bitmap {
             let mut left = 0;
             for index in next..end {
                 let (word, mask) = (&self.words[index], masks[index - range.start]);
-                if word.load(Ordering::Relaxed) & mask != 0 {
-                    let before = word.fetch_and(!mask, Ordering::SeqCst);
+                let mut before = word.load(Ordering::Relaxed);
+                if before & mask != 0 {
+                    before = word.fetch_and(!mask, Ordering::SeqCst);
                     taken.push(index, before & mask);
-                    if before & !mask != 0 {
-                        left |= 1 << (index % GROUP_WORDS);
-                    }
+                }
+                // Also where nothing was to be taken any more: another may have taken it, and marks have come since.
+                if before & !mask != 0 {
+                    left |= 1 << (index % GROUP_WORDS);
                 }
             }
             if left & emptied != 0 {

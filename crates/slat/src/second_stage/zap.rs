@@ -150,9 +150,13 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
                 State::Empty(_) if is_whole => install::take_away(&cursor, value, stamp).map(drop),
                 State::Leaf | State::Tracked if is_whole => {
                     // First: see the module. If hardware sets A or D meanwhile, the exchange fails, and is told anew.
-                    self.report(section, value, level, block);
+                    self.mark_dirty(section, value, level, block);
+                    self.report(value, level, block);
                     let done = install::take_away(&cursor, value, stamp).map(drop);
                     if done.is_ok() {
+                        // And once more: a harvest may have taken the mark and cleared D, and a CPU have set it again, before
+                        // the exchange (`models/dirty_bit.py`).
+                        self.mark_dirty(section, value, level, block);
                         self.token.owe(block);
                         zapped += 1;
                     }
@@ -239,14 +243,17 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
         self.token.tables.push(&self.tree.host, table);
     }
 
-    /// Tells the host, and where it has to know the dirty log, what the guest did through `leaf` of `level`, which maps
-    /// `range` and is about to go.
+    /// Marks the page of `leaf` of `level`, which maps `range`, if its dirty bit is all that tells the dirty log of it.
     #[inline]
-    fn report(&self, section: &Section<'_>, leaf: Entry, level: Level, range: GfnRange) {
-        let config = &self.tree.config;
-        if level == Level::L4K && !config.first_write_faults(level) && entry::is_dirty_for_log::<F>(leaf) {
+    fn mark_dirty(&self, section: &Section<'_>, leaf: Entry, level: Level, range: GfnRange) {
+        if !self.tree.config.first_write_faults(level) && entry::is_dirty_for_log::<F>(leaf) {
             log::mark_if_logging(self.slots, section, range.start, range);
         }
+    }
+
+    /// Tells the host what the guest did through `leaf` of `level`, which maps `range` and is about to go.
+    #[inline]
+    fn report(&self, leaf: Entry, level: Level, range: GfnRange) {
         self.tree.host.leaf_zapped(ZappedLeaf {
             range,
             pfn: entry::frame::<F>(leaf, level),

@@ -11,10 +11,13 @@
 //! [`WINDOW`] admissions, and then the window must be renewed, which takes that all sections are over that were open when it
 //! was renewed before. A turn that is not admitted protects leaf by leaf: nobody waits.
 //!
-//! Why that is enough: let a section S begin between the renewals k and k+1. Then S keeps renewal k+2 from happening, so as
-//! long as it is open at most 2 [`WINDOW`] + [`LOW`] turns are admitted. Beside them only turns can close an entry that were
-//! admitted before S began and are still under way: one for each thread. Generations would have to be used up by more than
-//! 900 of those. (`models/lazy.py`)
+//! Why that is enough: let a section S begin after renewal k and before renewal k+1. Then S keeps renewal k+2 from
+//! happening. So while S is open turns close entries that were admitted before renewal k+2; and none that were admitted
+//! before renewal k-1, for those had their sections open then, and renewal k came after they were over. That is at most
+//! 3 [`WINDOW`] + [`LOW`] = 1600 closings of an entry, fewer than there are generations (`models/generation.py`).
+//!
+//! It takes that a turn is admitted inside the section in which it closes, and that a push-down reads the entry and exchanges
+//! it in one section.
 
 use super::retire::Epochs;
 use crate::sync::{AtomicBool, AtomicU64, Ordering};
