@@ -11,6 +11,7 @@
 //! written once for each word between two harvests.
 
 use alloc::boxed::Box;
+use core::hint::black_box;
 use core::ops::Range;
 
 use crate::boxed::{ZeroedWords, try_box};
@@ -43,7 +44,9 @@ fn bits(first: u64, count: u64) -> u64 {
 
 /// Words that were taken, in their order: a turn's worth.
 pub(crate) struct TakenWords {
-    indices: [u32; TakenWords::CAPACITY],
+    /// Words are counted from this one on.
+    first: usize,
+    offsets: [u16; TakenWords::CAPACITY],
     bits: [u64; TakenWords::CAPACITY],
     len: usize,
 }
@@ -51,44 +54,52 @@ pub(crate) struct TakenWords {
 impl TakenWords {
     /// The pages of 32 MiB, if all are dirty.
     const CAPACITY: usize = 2 * GROUP_WORDS;
+    /// Words from the first on that can be taken.
+    pub(crate) const REACH: usize = 1 << 16;
 
     pub(crate) fn new() -> TakenWords {
-        TakenWords { indices: [0; Self::CAPACITY], bits: [0; Self::CAPACITY], len: 0 }
+        TakenWords { first: 0, offsets: [0; Self::CAPACITY], bits: [0; Self::CAPACITY], len: 0 }
     }
 
-    pub(crate) fn clear(&mut self) {
-        self.len = 0;
+    /// Begins anew, for words from `first` on.
+    pub(crate) fn begin(&mut self, first: usize) {
+        (self.first, self.len) = (first, 0);
+    }
+
+    /// The word from which on the others are counted.
+    pub(crate) fn first(&self) -> usize {
+        self.first
     }
 
     pub(crate) fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Index and bits of each word.
+    /// Offset from the first, and bits, of each word.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (usize, u64)> {
-        let indices = self.indices[..self.len].iter().map(|&index| index as usize);
-        indices.zip(self.bits[..self.len].iter().copied())
+        let offsets = self.offsets[..self.len].iter().map(|&offset| usize::from(offset));
+        offsets.zip(self.bits[..self.len].iter().copied())
     }
 
-    /// The number of pages.
-    pub(crate) fn nr_pages(&self) -> u64 {
-        // A full word is the case that must not be slow: not every CPU that this is built for counts bits by itself.
-        self.iter().map(|(_, bits)| if bits == u64::MAX { PAGES_PER_WORD } else { u64::from(bits.count_ones()) }).sum()
-    }
-
-    fn has_room_for_group(&self) -> bool {
-        Self::CAPACITY - self.len >= GROUP_WORDS
+    fn has_room_for(&self, nr_words: usize) -> bool {
+        Self::CAPACITY - self.len >= nr_words
     }
 
     #[inline]
     fn push(&mut self, index: usize, bits: u64) {
         if bits != 0 {
-            // Bitmaps have less than 2^32 words: guest-physical addresses have at most 48 bits.
-            self.indices[self.len] = index as u32;
+            debug_assert!(index - self.first < Self::REACH);
+            self.offsets[self.len] = (index - self.first) as u16;
             self.bits[self.len] = bits;
             self.len += 1;
         }
     }
+}
+
+/// The number of bits that are set. A full word must not be slow: not every CPU that this is built for counts by itself.
+#[inline]
+pub(crate) fn nr_bits(word: u64) -> u64 {
+    if word == u64::MAX { PAGES_PER_WORD } else { u64::from(word.count_ones()) }
 }
 
 impl Bitmap {
@@ -149,20 +160,27 @@ impl Bitmap {
     /// Takes the bits of the words `range`, as many as `taken` has room for. Returns the first word not reached.
     pub(crate) fn take(&self, range: Range<usize>, taken: &mut TakenWords) -> usize {
         let mut next = range.start;
-        while next < range.end && taken.has_room_for_group() {
+        loop {
+            next = self.skip_clean(next..range.end);
+            if next >= range.end {
+                break;
+            }
             let (group, in_range, end) = group_of(next, range.end);
             let summary = &self.summary[group];
-            // Relaxed look first: most of most summaries is zero, and a load leaves the line shared. A mark that is missed
-            // here is reported by the next harvest, as one that comes a moment later.
-            if summary.load(Ordering::Relaxed) & in_range != 0 {
-                // Only the words in the range: another harvest may be at the others.
-                let mut rest = summary.fetch_and(!in_range, Ordering::SeqCst) & in_range;
+            let seen = summary.load(Ordering::Relaxed) & in_range;
+            if seen != 0 {
+                if !taken.has_room_for(nr_bits(seen) as usize) {
+                    break;
+                }
+                let words = &self.words[group * GROUP_WORDS..];
+                // Words that are not in the cache come all at once for plain loads, and one after the other for exchanges.
+                black_box(SetBits(seen).fold(0, |any, index| any | words[index].load(Ordering::Relaxed)));
+                // Only what was seen: another harvest may be at the others.
+                let seen = summary.fetch_and(!seen, Ordering::SeqCst) & seen;
                 // The other side of the pair in `summarize`.
                 fence_after_rmw();
-                while rest != 0 {
-                    let index = group * GROUP_WORDS + rest.trailing_zeros() as usize;
-                    rest &= rest - 1;
-                    taken.push(index, self.words[index].swap(0, Ordering::SeqCst));
+                for index in SetBits(seen) {
+                    taken.push(group * GROUP_WORDS + index, words[index].swap(0, Ordering::SeqCst));
                 }
             }
             next = end;
@@ -170,11 +188,26 @@ impl Bitmap {
         next
     }
 
+    /// The first word of `range` whose summary is not all zero; its end if there is none.
+    ///
+    /// Relaxed: most of most summaries is zero, and a load leaves the line shared. A mark that is missed here is reported by
+    /// the next harvest, as one that comes a moment later.
+    #[inline]
+    fn skip_clean(&self, range: Range<usize>) -> usize {
+        let first = range.start / GROUP_WORDS;
+        let groups = &self.summary[first..range.end.div_ceil(GROUP_WORDS).max(first)];
+        match groups.iter().position(|summary| summary.load(Ordering::Relaxed) != 0) {
+            Some(0) => range.start,
+            Some(nr_clean) => (first + nr_clean) * GROUP_WORDS,
+            None => range.end.max(range.start),
+        }
+    }
+
     /// Takes those bits of the words from `range.start` on that `masks` names, one mask for each word of `range`, as many
     /// as `taken` has room for. Returns the first word not reached.
     pub(crate) fn take_masked(&self, range: Range<usize>, masks: &[u64], taken: &mut TakenWords) -> usize {
         let mut next = range.start;
-        while next < range.end && taken.has_room_for_group() {
+        while next < range.end && taken.has_room_for(GROUP_WORDS) {
             let (group, in_range, end) = group_of(next, range.end);
             // Words of which nothing will be left, as far as one can see: their summary is cleared, and set again if a mark
             // comes meanwhile. Another harvest may miss that mark at this moment, and the one after it reports it.
@@ -216,16 +249,18 @@ impl Bitmap {
     pub(crate) fn copy(&self, range: Range<usize>, out: &mut [u64]) -> u64 {
         let mut nr_pages = 0;
         let mut next = range.start;
-        while next < range.end {
+        loop {
+            next = self.skip_clean(next..range.end);
+            if next >= range.end {
+                break;
+            }
             let (group, in_range, end) = group_of(next, range.end);
             // Acquire, both: what was written before a mark that is seen here is seen by the caller.
-            let mut rest = self.summary[group].load(Ordering::Acquire) & in_range;
-            while rest != 0 {
-                let index = group * GROUP_WORDS + rest.trailing_zeros() as usize;
-                rest &= rest - 1;
+            for index in SetBits(self.summary[group].load(Ordering::Acquire) & in_range) {
+                let index = group * GROUP_WORDS + index;
                 let word = self.words[index].load(Ordering::Acquire);
                 out[index - range.start] = word;
-                nr_pages += u64::from(word.count_ones());
+                nr_pages += nr_bits(word);
             }
             next = end;
         }
@@ -235,6 +270,20 @@ impl Bitmap {
     /// Whether page `page` is marked.
     pub(crate) fn is_marked(&self, page: u64) -> bool {
         self.words[(page / PAGES_PER_WORD) as usize].load(Ordering::Acquire) >> (page % PAGES_PER_WORD) & 1 != 0
+    }
+}
+
+/// The numbers of the bits that are set, from the least significant on.
+pub(crate) struct SetBits(pub(crate) u64);
+
+impl Iterator for SetBits {
+    type Item = usize;
+
+    #[inline]
+    fn next(&mut self) -> Option<usize> {
+        let lowest = (self.0 != 0).then(|| self.0.trailing_zeros() as usize)?;
+        self.0 &= self.0 - 1;
+        Some(lowest)
     }
 }
 

@@ -52,8 +52,8 @@ use crate::table::entry::{self, EntryRef, State};
 use crate::table::retire::{Record, Section};
 use crate::table::walk::{self, Cursor};
 
-/// Words that are copied in one section: those of 4 GiB.
-const WORDS_PER_COPY: usize = 1 << 14;
+/// Words that one section looks at, at most: those of 4 GiB.
+const WORDS_PER_TURN: usize = 1 << 14;
 
 /// Pages whose dirty bits are looked at before a walk asks whether it should yield.
 const PAGES_PER_TURN: u64 = 1 << 15;
@@ -74,17 +74,14 @@ pub(crate) fn mark_if_logging<B>(slots: &Slots<B>, section: &Section<'_>, gfn: G
     }
 }
 
-/// The words of a slot's log that belong to `pages` (first and number), all if `None`, and whether a bitmap of
-/// `bitmap_len` words can hold them.
+/// The words of a slot's log that belong to `pages` (first and number; all if `None`), if a bitmap of `bitmap_len` words
+/// can hold them.
 fn words_of<B>(
     slot: &SlotView<'_, B>,
     pages: Option<(u64, u64)>,
     id: u32,
     bitmap_len: usize,
 ) -> Result<Range<usize>, Error> {
-    if slot.log().is_none() {
-        return Err(Error::NotLogging { slot: id });
-    }
     let slot_pages = slot.range().nr_pages();
     let (first_page, nr_pages) = pages.unwrap_or((0, slot_pages));
     check_pages(id, slot_pages, first_page, nr_pages)?;
@@ -107,6 +104,16 @@ fn check_pages(id: u32, slot_pages: u64, first_page: u64, nr_pages: u64) -> Resu
     }
 }
 
+/// The slot as a turn finds it.
+struct Found<'s, B> {
+    slot: SlotView<'s, B>,
+    log: &'s Bitmap,
+    /// The words that are meant.
+    words: Range<usize>,
+    /// Those of this turn, behind the ones that are done.
+    turn: Range<usize>,
+}
+
 /// The log of one slot, as one call uses it.
 pub(crate) struct LogCall<'c, H: Host, F: Format> {
     pub(crate) tree: &'c Tree<H, F>,
@@ -116,126 +123,122 @@ pub(crate) struct LogCall<'c, H: Host, F: Format> {
 }
 
 impl<H: Host, F: Format> LogCall<'_, H, F> {
-    fn slot<'s>(&self, section: &'s Section<'s>) -> Result<SlotView<'s, H::Backing>, Error> {
-        self.slots.by_id(section, self.id).ok_or(Error::NoSuchSlot { slot: self.id })
-    }
-
-    /// The slot and its log, if it has one of at least `words`. It is looked up anew in each section: it may have been
-    /// moved, or have ceased to log, or be another by the same number, since the last.
-    fn log_of_words<'s>(
+    /// The slot, its log, and the words of it that are meant. They are looked up anew in each section: the slot may have
+    /// been moved, or have ceased to log, or be another by the same number, since the last.
+    fn find<'s>(
         &self,
         section: &'s Section<'s>,
-        words: &Range<usize>,
-    ) -> Result<(SlotView<'s, H::Backing>, &'s Bitmap), Error> {
-        let slot = self.slot(section)?;
+        pages: Option<(u64, u64)>,
+        bitmap_len: usize,
+        done: usize,
+    ) -> Result<Found<'s, H::Backing>, Error> {
+        let slot = self.slots.by_id(section, self.id).ok_or(Error::NoSuchSlot { slot: self.id })?;
         let log = slot.log().ok_or(Error::NotLogging { slot: self.id })?;
-        if bitmap::nr_words(slot.range().nr_pages()) < words.end {
+        let words = words_of(&slot, pages, self.id, bitmap_len)?;
+        if words.len() < done {
             return Err(Error::NoSuchSlot { slot: self.id });
         }
-        Ok((slot, log))
-    }
-
-    fn check(&self, pages: Option<(u64, u64)>, bitmap_len: usize) -> Result<Range<usize>, Error> {
-        let section = self.tree.epochs.enter(self.record);
-        words_of(&self.slot(&section)?, pages, self.id, bitmap_len)
+        let start = words.start + done;
+        let turn = start..words.end.min(start + WORDS_PER_TURN);
+        Ok(Found { slot, log, words, turn })
     }
 
     /// Takes the log of `pages` (first and number; all if `None`) into `out`, and re-arms it. Returns the number of pages.
     pub(crate) fn get(&self, pages: Option<(u64, u64)>, out: &mut [u64]) -> Result<u64, Error> {
-        let words = self.check(pages, out.len())?;
-        let out = &mut out[..words.len()];
-        out.fill(0);
-        self.collect(&words)?;
-        let mut nr_pages = 0;
+        self.collect(pages, out.len())?;
         self.harvest(
-            &words,
-            |log, next, taken| log.take(next..words.end, taken),
-            |taken| {
-                for (index, bits) in taken.iter() {
-                    out[index - words.start] = bits;
+            pages,
+            out.len(),
+            |log, words, _, taken| log.take(words, taken),
+            |reached, taken| {
+                out[reached.clone()].fill(0);
+                for (offset, bits) in taken.iter() {
+                    out[reached.start + offset] = bits;
                 }
-                nr_pages += taken.nr_pages();
             },
-        )?;
-        Ok(nr_pages)
+        )
     }
 
     /// Copies the log of `pages` into `out`, and changes nothing. Returns the number of pages.
     pub(crate) fn copy(&self, pages: Option<(u64, u64)>, out: &mut [u64]) -> Result<u64, Error> {
-        let words = self.check(pages, out.len())?;
-        let out = &mut out[..words.len()];
-        out.fill(0);
-        self.collect(&words)?;
+        self.collect(pages, out.len())?;
         let mut nr_pages = 0;
-        let mut next = words.start;
-        while next < words.end {
-            let end = words.end.min(next + WORDS_PER_COPY);
+        let mut done = 0;
+        loop {
             let section = self.tree.epochs.enter(self.record);
-            let (_, log) = self.log_of_words(&section, &words)?;
-            nr_pages += log.copy(next..end, &mut out[next - words.start..]);
-            next = end;
+            let Found { log, words, turn, .. } = self.find(&section, pages, out.len(), done)?;
+            let copied = &mut out[done..done + turn.len()];
+            copied.fill(0);
+            nr_pages += log.copy(turn.clone(), copied);
+            done += turn.len();
+            if turn.end == words.end {
+                return Ok(nr_pages);
+            }
         }
-        Ok(nr_pages)
     }
 
     /// Takes those marks of `pages` that `mask` names, and re-arms them. Returns how many there were.
     pub(crate) fn clear(&self, pages: (u64, u64), mask: &[u64]) -> Result<u64, Error> {
-        let words = self.check(Some(pages), mask.len())?;
-        let mut nr_pages = 0;
         self.harvest(
-            &words,
-            |log, next, taken| log.take_masked(next..words.end, &mask[next - words.start..], taken),
-            |taken| nr_pages += taken.nr_pages(),
-        )?;
-        Ok(nr_pages)
+            Some(pages),
+            mask.len(),
+            |log, words, done, taken| log.take_masked(words, &mask[done..], taken),
+            |_, _| (),
+        )
     }
 
-    /// Takes marks of `words` by `take` (from a word on; returns the first that it did not reach), re-arms their pages, and
-    /// hands them to `hand_out`, turn by turn.
+    /// Takes marks of `pages` by `take`, re-arms their pages, and hands them to `hand_out`, turn by turn. Returns the number
+    /// of pages.
+    ///
+    /// `take` is told the words that it may take from, and how many are done already; it returns the first that it did not
+    /// reach. `hand_out` is told which words, counted from the first of `pages`, were reached.
     fn harvest(
         &self,
-        words: &Range<usize>,
-        take: impl Fn(&Bitmap, usize, &mut TakenWords) -> usize,
-        mut hand_out: impl FnMut(&TakenWords),
-    ) -> Result<(), Error> {
+        pages: Option<(u64, u64)>,
+        bitmap_len: usize,
+        take: impl Fn(&Bitmap, Range<usize>, usize, &mut TakenWords) -> usize,
+        mut hand_out: impl FnMut(Range<usize>, &TakenWords),
+    ) -> Result<u64, Error> {
         let tree = self.tree;
+        let mut nr_pages = 0;
         let mut token = FlushToken::new();
         let mut taken = TakenWords::new();
-        let mut result = Ok(());
-        let mut next = words.start;
-        while next < words.end {
+        let mut done = 0;
+        let result = loop {
             tree.generations.renew_if_low(&tree.epochs, || tree.host.barrier_on_all_cpus());
             let locked = tree.enter(self.record, Side::Write);
-            let (slot, log) = match self.log_of_words(&locked.section, words) {
+            let Found { slot, log, words, turn } = match self.find(&locked.section, pages, bitmap_len, done) {
                 Ok(found) => found,
-                Err(error) => {
-                    result = Err(error);
-                    break;
-                }
+                Err(error) => break Err(error),
             };
-            taken.clear();
-            next = take(log, next, &mut taken);
+            taken.begin(turn.start);
+            let reached = take(log, turn.clone(), done, &mut taken);
             if !taken.is_empty() {
-                self.rearm(&locked.section, &slot, &taken, &mut token);
-                hand_out(&taken);
+                nr_pages += self.rearm(&locked.section, &slot, &taken, &mut token);
             }
             drop(locked);
-            if next < words.end && tree.should_yield() {
+            let turn_len = reached - turn.start;
+            hand_out(done..done + turn_len, &taken);
+            done += turn_len;
+            if reached == words.end {
+                break Ok(());
+            }
+            if tree.should_yield() {
                 tree.host.yield_now();
             }
-        }
+        };
         token.pay(tree, self.record);
-        result
+        result.map(|()| nr_pages)
     }
 
-    /// Protects the pages of the words just taken.
+    /// Protects the pages of the words just taken. Returns how many they are.
     fn rearm(
         &self,
         section: &Section<'_>,
         slot: &SlotView<'_, H::Backing>,
         taken: &TakenWords,
         token: &mut FlushToken,
-    ) {
+    ) -> u64 {
         // The store-load pair: bits are taken before leaves are looked at.
         fence_after_rmw();
         // Where the slot is, only now: if it was moved since this section began, the pages whose bits were taken may be
@@ -244,15 +247,15 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         let range = now.map_or(slot.range(), |now| now.range());
         let mut protector = Protector::new(self.tree, section, range);
         let first_of = |index: usize| Gfn(range.start.0 + index as u64 * PAGES_PER_WORD);
-        protector.protect_words(taken.iter().map(|(index, bits)| (first_of(index), bits)), token);
-        protector.finish(self.record);
+        protector.protect_words(taken.iter().map(|(offset, bits)| (first_of(taken.first() + offset), bits)), token);
+        protector.finish(self.record)
     }
 
-    /// Brings the bitmap up to date with what the CPUs know of the pages of `words`.
-    fn collect(&self, words: &Range<usize>) -> Result<(), Error> {
+    /// Brings the bitmap up to date with what the CPUs know of `pages`.
+    fn collect(&self, pages: Option<(u64, u64)>, bitmap_len: usize) -> Result<(), Error> {
         match self.tree.config.dirty_tracking {
             DirtyTracking::WriteProtect(_) => Ok(()),
-            DirtyTracking::DirtyBit => self.mark_dirty_leaves(words),
+            DirtyTracking::DirtyBit => self.mark_dirty_leaves(pages, bitmap_len),
             DirtyTracking::PageModificationLog => {
                 self.tree.host.drain_modification_logs(&mut |written| {
                     mark_written(self.slots, &self.tree.epochs.enter(self.record), written);
@@ -262,21 +265,24 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         }
     }
 
-    /// Marks the pages of `words` whose leaves of 4 KiB are dirty.
-    fn mark_dirty_leaves(&self, words: &Range<usize>) -> Result<(), Error> {
-        let mut next = words.start as u64 * PAGES_PER_WORD;
+    /// Marks those of `pages` whose leaves of 4 KiB are dirty.
+    fn mark_dirty_leaves(&self, pages: Option<(u64, u64)>, bitmap_len: usize) -> Result<(), Error> {
+        let mut done = 0;
         loop {
             let section = self.tree.epochs.enter(self.record);
-            let (slot, log) = self.log_of_words(&section, words)?;
+            let Found { slot, log, words, .. } = self.find(&section, pages, bitmap_len, 0)?;
+            let first = words.start as u64 * PAGES_PER_WORD;
             let end = slot.range().nr_pages().min(words.end as u64 * PAGES_PER_WORD);
-            if next >= end {
-                return Ok(());
-            }
+            let turn_end = end.min(first + done + PAGES_PER_TURN);
             let mut cursor = Cursor::new(self.tree, &section, slot.range().start);
-            let turn_end = end.min(next + PAGES_PER_TURN);
+            let mut next = first + done;
             while next < turn_end {
                 next = mark_dirty_in_table(&mut cursor, log, slot.range(), next, end);
             }
+            if next >= end {
+                return Ok(());
+            }
+            done = next - first;
             drop(section);
             if self.tree.host.should_yield() {
                 self.tree.host.yield_now();

@@ -13,14 +13,17 @@
 //! their pages are meant that it pays ([`PAGES_WORTH_CLOSING`]): closing costs the guest a look at all 512 leaves. Each
 //! entry is closed once at most in a turn (`table/generation.rs`).
 
+use core::hint::black_box;
+
 use super::flush::FlushToken;
 use super::install::Changed;
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::config::{DirtyTracking, WriteProtection};
+use crate::dirty::bitmap::{SetBits, nr_bits};
 use crate::format::{Entry, Format};
 use crate::host::Host;
 use crate::stats::Counter;
-use crate::sync::{AtomicU64, Side};
+use crate::sync::{AtomicU64, Ordering, Side};
 use crate::table::Tree;
 use crate::table::entry::{self, EntryRef, State};
 use crate::table::generation::Admission;
@@ -31,37 +34,41 @@ use crate::table::walk::Cursor;
 const ENTRIES_PER_TURN: u64 = 4096;
 
 /// Pages of a table that are protected leaf by leaf even if it could be closed, when there are no more of them.
-const PAGES_WORTH_CLOSING: u32 = if cfg!(shuttle) { 1 } else { 32 };
+const PAGES_WORTH_CLOSING: u64 = if cfg!(shuttle) { 1 } else { 32 };
+
+/// Leaves that are looked at together.
+const PENDING_LEAVES: usize = 32;
 
 /// Pages in a word of a mask.
 const WORD_PAGES: u64 = u64::BITS as u64;
 /// Words of a mask for the pages of a table.
 const TABLE_WORDS: usize = 8;
 
-/// Some pages of one table of leaves.
+/// Some pages of one table of leaves, 64 by 64: the words that have any, in their order.
 struct TablePages {
     /// The first page of the table.
     first: Gfn,
-    /// Bit n % 64 of word n / 64 is page n.
-    words: [u64; TABLE_WORDS],
+    /// Word n has pages 64 n to 64 n + 63 of the table; and its bits.
+    words: [(u8, u64); TABLE_WORDS],
+    nr_words: usize,
+    nr_pages: u64,
 }
 
 impl TablePages {
     fn none_at(gfn: Gfn) -> TablePages {
-        TablePages { first: gfn.block(Level::L2M).start, words: [0; TABLE_WORDS] }
+        TablePages { first: gfn.block(Level::L2M).start, words: [(0, 0); TABLE_WORDS], nr_words: 0, nr_pages: 0 }
     }
 
     /// The pages of `range`, which has some, in the table of its first.
     fn of_range(range: GfnRange) -> TablePages {
         let mut pages = TablePages::none_at(range.start);
         let range = range.intersection(pages.block());
-        let (from, to) = (range.start.0 - pages.first.0, range.end.0 - pages.first.0);
-        for (index, word) in pages.words.iter_mut().enumerate() {
-            let start = index as u64 * WORD_PAGES;
-            let (from, to) = (from.clamp(start, start + WORD_PAGES), to.clamp(start, start + WORD_PAGES));
-            if from < to {
-                *word = (u64::MAX >> (WORD_PAGES - (to - from))) << (from - start);
-            }
+        let mut next = range.start.0;
+        while next < range.end.0 {
+            let shift = next % WORD_PAGES;
+            let nr_pages = (WORD_PAGES - shift).min(range.end.0 - next);
+            pages.add(Gfn(next - shift), (u64::MAX >> (WORD_PAGES - nr_pages)) << shift);
+            next += nr_pages;
         }
         pages
     }
@@ -70,24 +77,29 @@ impl TablePages {
         self.first.block(Level::L2M)
     }
 
-    /// Whether there are more than `nr_pages`.
-    fn are_more_than(&self, nr_pages: u32) -> bool {
-        let mut rest = nr_pages;
-        self.words.iter().any(|word| match rest.checked_sub(word.count_ones()) {
-            Some(left) => {
-                rest = left;
-                false
+    /// Adds the pages `bits` from `gfn` on, a multiple of 64, which are in the table and behind those added last.
+    #[inline]
+    fn add(&mut self, gfn: Gfn, bits: u64) {
+        let number = ((gfn.0 - self.first.0) / WORD_PAGES) as u8;
+        self.nr_pages += nr_bits(bits);
+        match self.words[..self.nr_words].last_mut() {
+            Some((last, word)) if *last == number => *word |= bits,
+            _ => {
+                self.words[self.nr_words] = (number, bits);
+                self.nr_words += 1;
             }
-            None => true,
-        })
+        }
+    }
+
+    fn words(&self) -> &[(u8, u64)] {
+        &self.words[..self.nr_words]
     }
 
     /// From the first to the last of them; `None` if there is none.
     fn range(&self) -> Option<GfnRange> {
-        let first = self.words.iter().position(|&word| word != 0)?;
-        let last = self.words.iter().rposition(|&word| word != 0)?;
-        let start = first as u64 * WORD_PAGES + u64::from(self.words[first].trailing_zeros());
-        let end = (last as u64 + 1) * WORD_PAGES - u64::from(self.words[last].leading_zeros());
+        let (&(first, low), &(last, high)) = (self.words().first()?, self.words().last()?);
+        let start = u64::from(first) * WORD_PAGES + u64::from(low.trailing_zeros());
+        let end = (u64::from(last) + 1) * WORD_PAGES - u64::from(high.leading_zeros());
         Some(GfnRange { start: Gfn(self.first.0 + start), end: Gfn(self.first.0 + end) })
     }
 }
@@ -106,6 +118,11 @@ pub(crate) struct Protector<'s, H: Host, F: Format> {
     /// The slot: entries that reach beyond it are not closed.
     slot: GfnRange,
     closing: Closing,
+    /// Leaves of 4 KiB that are to be protected yet.
+    pending: [Option<&'s AtomicU64>; PENDING_LEAVES],
+    nr_pending: usize,
+    /// Pages that were to be protected.
+    nr_pages: u64,
     nr_protected: u64,
     nr_closed: u64,
 }
@@ -117,7 +134,16 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
             DirtyTracking::WriteProtect(WriteProtection::Lazy) => Closing::Unasked,
             _ => Closing::No,
         };
-        Protector { cursor: Cursor::new(tree, section, slot.start), slot, closing, nr_protected: 0, nr_closed: 0 }
+        Protector {
+            cursor: Cursor::new(tree, section, slot.start),
+            slot,
+            closing,
+            pending: [None; PENDING_LEAVES],
+            nr_pending: 0,
+            nr_pages: 0,
+            nr_protected: 0,
+            nr_closed: 0,
+        }
     }
 
     /// Protects the pages of `words`: for each, its first page and its bits (bit n: page n from there), in their order.
@@ -127,25 +153,34 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
         for (first, bits) in words {
             // A slot need not begin at a multiple of 64 pages: its words may lie across two of the table's.
             let shift = first.0 % WORD_PAGES;
-            let below = bits << shift;
-            let above = if shift == 0 { 0 } else { bits >> (WORD_PAGES - shift) };
-            for (gfn, bits) in [(first.0 - shift, below), (first.0 - shift + WORD_PAGES, above)] {
-                if bits == 0 {
-                    continue;
-                }
-                let block = Gfn(gfn).block(Level::L2M);
-                if block.start != pages.first {
-                    self.protect_pages(&pages, token);
-                    pages = TablePages::none_at(block.start);
-                }
-                pages.words[((gfn - pages.first.0) / WORD_PAGES) as usize] |= bits;
+            if shift == 0 {
+                self.protect_word(first, bits, &mut pages, token);
+            } else {
+                let aligned = Gfn(first.0 - shift);
+                self.protect_word(aligned, bits << shift, &mut pages, token);
+                self.protect_word(Gfn(aligned.0 + WORD_PAGES), bits >> (WORD_PAGES - shift), &mut pages, token);
             }
         }
         self.protect_pages(&pages, token);
     }
 
+    /// Adds the pages `bits` from `gfn` on to `pages`, or if that is another table, protects these and begins anew.
+    #[inline]
+    fn protect_word(&mut self, gfn: Gfn, bits: u64, pages: &mut TablePages, token: &mut FlushToken) {
+        if bits == 0 {
+            return;
+        }
+        let table = gfn.align_down(Level::L2M);
+        if table != pages.first {
+            self.protect_pages(pages, token);
+            (pages.first, pages.nr_words, pages.nr_pages) = (table, 0, 0);
+        }
+        pages.add(gfn, bits);
+    }
+
     fn protect_pages(&mut self, pages: &TablePages, token: &mut FlushToken) {
         if let Some(range) = pages.range() {
+            self.nr_pages += pages.nr_pages;
             self.protect_table(pages);
             token.owe(range);
         }
@@ -154,9 +189,15 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     /// Protects `pages`. Returns the first page behind the entry at which the way to them ended: of a table of leaves, or
     /// of a greater block that has none.
     fn protect_table(&mut self, pages: &TablePages) -> Gfn {
-        self.cursor.move_to(pages.first);
         loop {
-            let (value, state) = self.cursor.descend_to(Level::L2M);
+            let (value, state) = match self.cursor.move_to_entry(pages.first, Level::L2M).map(|entry| entry.load()) {
+                Some(value) if entry::state::<F>(value, Level::L2M) == State::Table => (value, State::Table),
+                // A huge leaf, or nothing; or the way leads through a table that was unlinked.
+                _ => {
+                    self.cursor.restart();
+                    self.cursor.descend_to(Level::L2M)
+                }
+            };
             let done = match state {
                 State::Table if self.may_close(pages) => self.close(value),
                 State::Table => {
@@ -176,7 +217,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
 
     fn may_close(&mut self, pages: &TablePages) -> bool {
         if matches!(self.closing, Closing::No)
-            || !pages.are_more_than(PAGES_WORTH_CLOSING)
+            || pages.nr_pages <= PAGES_WORTH_CLOSING
             || !self.slot.covers(pages.block())
         {
             return false;
@@ -208,28 +249,47 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
         Ok(())
     }
 
-    fn protect_leaves(&mut self, leaves: &[AtomicU64], pages: &TablePages) {
-        let protect = match self.cursor.tree().config.dirty_tracking {
-            DirtyTracking::WriteProtect(_) => protect_leaf::<F>,
-            DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog => clean_leaf::<F>,
-        };
-        for (cells, &mask) in leaves.chunks(WORD_PAGES as usize).zip(&pages.words) {
-            if mask == u64::MAX {
-                self.nr_protected += cells.iter().map(protect).sum::<u64>();
+    fn protect_leaves(&mut self, leaves: &'s [AtomicU64], pages: &TablePages) {
+        for &(number, bits) in pages.words() {
+            let cells = leaves.get(usize::from(number) * WORD_PAGES as usize..).unwrap_or_default();
+            if bits == u64::MAX {
+                self.nr_protected += protect_all(self.cursor.tree(), cells.iter().take(WORD_PAGES as usize));
                 continue;
             }
-            let mut rest = mask;
-            while rest != 0 {
-                self.nr_protected += cells.get(rest.trailing_zeros() as usize).map_or(0, protect);
-                rest &= rest - 1;
+            for cell in SetBits(bits).filter_map(|page| cells.get(page)) {
+                if self.nr_pending == PENDING_LEAVES {
+                    self.protect_pending();
+                }
+                self.pending[self.nr_pending] = Some(cell);
+                self.nr_pending += 1;
             }
         }
     }
 
-    /// Ends the turn.
-    pub(crate) fn finish(self, record: &Record) {
+    /// Protects the pending leaves.
+    fn protect_pending(&mut self) {
+        let pending = self.pending[..core::mem::take(&mut self.nr_pending)].iter().flatten();
+        // A look at all of them first: those that are not in the cache come all at once for plain loads, and one after the
+        // other for atomic operations.
+        black_box(pending.clone().fold(0, |any, cell| any | cell.load(Ordering::Relaxed)));
+        self.nr_protected += protect_all(self.cursor.tree(), pending.copied());
+    }
+
+    /// Ends the turn. Returns the number of pages that were to be protected.
+    pub(crate) fn finish(mut self, record: &Record) -> u64 {
+        self.protect_pending();
         record.stats.add(Counter::Protected, self.nr_protected);
         record.stats.add(Counter::TablesClosed, self.nr_closed);
+        self.nr_pages
+    }
+}
+
+/// Protects the leaves of 4 KiB in `cells`. Returns how many of them had to be.
+#[inline]
+fn protect_all<'c, H: Host, F: Format>(tree: &Tree<H, F>, cells: impl Iterator<Item = &'c AtomicU64>) -> u64 {
+    match tree.config.dirty_tracking {
+        DirtyTracking::WriteProtect(_) => cells.map(protect_leaf::<F>).sum(),
+        DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog => cells.map(clean_leaf::<F>).sum(),
     }
 }
 
@@ -270,7 +330,7 @@ pub(crate) fn protect_slot<H: Host, F: Format>(tree: &Tree<H, F>, record: &Recor
             let nr_closed = protector.nr_closed;
             next = protector.protect_table(&TablePages::of_range(GfnRange { start: next, end: slot.end }));
             // What was not one step was a table of leaves.
-            visited += if protector.nr_closed > nr_closed { 1 } else { WORD_PAGES * TABLE_WORDS as u64 };
+            visited += if protector.nr_closed > nr_closed { 1 } else { Level::L2M.nr_pages() };
             if visited >= ENTRIES_PER_TURN {
                 visited = 0;
                 if tree.should_yield() {

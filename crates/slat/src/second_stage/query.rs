@@ -61,7 +61,7 @@ impl<H: Host, F: Format> TableCursor<'_, H, F> {
         // Not from a table between root and pages: there the last page was huge, and its neighbours may be.
         let level = self.cursor.level();
         if (level == Level::L4K || level == F::ROOT_LEVEL)
-            && let Some(entry) = self.cursor.move_to_page(gfn)
+            && let Some(entry) = self.cursor.move_to_entry(gfn, Level::L4K)
         {
             let value = entry.load();
             match entry::state::<F>(value, Level::L4K) {

@@ -127,26 +127,34 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         }
     }
 
-    /// To the entry of 4 KiB for `gfn`, or as low as there are tables: then `None`, as in a table that was unlinked.
+    /// To the entry of `level` for `gfn`, or as low as there are tables: then `None`, as in a table that was unlinked.
     ///
-    /// For who looks at many pages: levels are constants here, on the way down and in the table.
-    #[inline]
-    pub(crate) fn move_to_page(&mut self, gfn: Gfn) -> Option<EntryRef<'s>> {
+    /// For who looks at many entries of one level, a constant: so levels are constants here, on the way down and in the
+    /// table.
+    #[inline(always)]
+    pub(crate) fn move_to_entry(&mut self, gfn: Gfn, level: Level) -> Option<EntryRef<'s>> {
         let moved = self.gfn.0 ^ gfn.0;
         self.gfn = gfn;
-        if self.level != Level::L4K || moved >= Level::L2M.nr_pages() {
-            self.restart();
-            let mut level = F::ROOT_LEVEL;
-            while level > Level::L4K {
-                let value = self.entry().load();
-                if entry::state::<F>(value, level) != State::Table {
-                    return None;
-                }
-                self.descend(value);
-                level = level.down();
-            }
+        if self.level != level || (level < F::ROOT_LEVEL && moved >= level.up().nr_pages()) {
+            self.descend_from_root(level)?;
         }
-        Some(EntryRef::new(&self.table[index_of::<F>(gfn, Level::L4K)], Level::L4K))
+        Some(EntryRef::new(&self.table[index_of::<F>(gfn, level)], level))
+    }
+
+    /// From the root to the table whose entries have `level`, or as low as there are tables: then `None`.
+    #[inline(always)]
+    fn descend_from_root(&mut self, level: Level) -> Option<()> {
+        self.restart();
+        let mut above = F::ROOT_LEVEL;
+        while above > level {
+            let value = self.entry().load();
+            if entry::state::<F>(value, above) != State::Table {
+                return None;
+            }
+            self.descend(value);
+            above = above.down();
+        }
+        Some(())
     }
 
     /// To the first frame behind the current entry's block.

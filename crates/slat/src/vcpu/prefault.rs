@@ -104,7 +104,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             if !tree.whole().contains(page.gfn()) {
                 break;
             }
-            let Some(entry) = cursor.move_to_page(page.gfn()) else { break };
+            let Some(entry) = cursor.move_to_entry(page.gfn(), Level::L4K) else { break };
             if access == Access::Write && cursor.is_closed() {
                 break;
             }
@@ -168,7 +168,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let mut any_writable = false;
         for ((page, &seen), &leaf) in pages.iter().zip(seen).zip(leaves) {
             if seen != MAPPED {
-                let Some(entry) = cursor.move_to_page(page.gfn()) else { break };
+                let Some(entry) = cursor.move_to_entry(page.gfn(), Level::L4K) else { break };
                 // An empty entry is its stamp: where the entry is the one that was seen, so is the stamp.
                 if entry.compare_exchange::<F>(seen, leaf).is_err() {
                     break;
