@@ -7,6 +7,7 @@ use slat::{AccessTracking, Locking};
 use slat_machine::memory::BackingKind;
 
 use crate::aging::AgingArgs;
+use crate::get_dirty_log::GetDirtyLogArgs;
 use crate::memslots::MemslotsArgs;
 use crate::stress::StressArgs;
 
@@ -24,6 +25,8 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Populate, enable dirty logging, dirty, get the log, disable: each phase timed, for each locking.
     DirtyLog(DirtyLogArgs),
+    /// What one call costs that takes the dirty log of a slot: the engine, its peers, and the KVM of this machine.
+    GetDirtyLog(GetDirtyLogArgs),
     /// Map, unmap and move memory beside a running vCPU, over many slots: iterations per second of each.
     Memslots(MemslotsArgs),
     /// Find out which pages a guest uses: populate, write, read, mark idle, write, mark idle, read; each phase timed.

@@ -7,6 +7,7 @@ mod args;
 mod demo;
 mod dirty_log;
 mod failure;
+mod get_dirty_log;
 mod memslots;
 mod results;
 mod stress;
@@ -27,6 +28,7 @@ fn main() -> ExitCode {
     let result = match cli.command {
         None => demo::run(),
         Some(Command::DirtyLog(args)) => dirty_log::run(&args),
+        Some(Command::GetDirtyLog(args)) => get_dirty_log::run(&args),
         Some(Command::Memslots(args)) => memslots::run(&args),
         Some(Command::Aging(args)) => aging::run(&args),
         Some(Command::Stress(args)) => stress::run(&args),

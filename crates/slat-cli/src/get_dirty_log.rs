@@ -1,0 +1,313 @@
+//! `slat get-dirty-log`: what one call costs that takes the dirty log of a slot, for the engine, for the ways in which KVM
+//! did it around the year 2012, and for the KVM of this machine.
+//!
+//! - `--workload table`: one slot, N pages of it dirty, nanoseconds for one call that fills the whole bitmap.
+//! - `--workload framebuffer`: a small slot, written in bursts as a screen is, and a call after each burst.
+//! - `--workload migration`: a guest writes at a fixed rate on a thread of its own; the log is taken again and again. What
+//!   each of the engine's two ways costs the caller and the guest.
+//!
+//! Methods are interleaved run by run, on the same pages of the same memory, in an order that is drawn anew for each run.
+//! Every log is held against the pages that were written.
+
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod kvm;
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+#[path = "get_dirty_log/kvm_missing.rs"]
+mod kvm;
+mod measure;
+mod migration;
+mod pattern;
+mod peer;
+mod report;
+mod subject;
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use indicatif::{ProgressBar, ProgressStyle};
+use slat::PAGE_SHIFT;
+use slat_machine::memory::{Backing, BackingKind};
+
+use crate::args::{positive, size_bytes};
+use crate::failure::Failure;
+use crate::results::{self, ResultsFile};
+use kvm::{Facts, KvmPeer};
+use measure::Bench;
+use pattern::Pattern;
+use peer::Peer;
+use subject::{Slat, Subject};
+
+/// The largest slot: that of the real KVM's guest, whose tables have room for no more.
+const MAX_BYTES: u64 = 64 << 30;
+
+/// What `slat get-dirty-log` takes.
+#[derive(Clone, Debug, Args)]
+#[command(
+    allow_negative_numbers = true,
+    after_help = "Methods: srcu-copy copies the set of slots with the other half of the log, and waits for a grace period; \
+                  xchg exchanges each word with zero, and visits its bits by mask, by a search for the next, or from the \
+                  first to the last; xchg16 exchanges two words at a time; slat is the engine as it is by default, which \
+                  protects lazily, slat-leaf the engine when it protects leaf by leaf; kvm is this machine's KVM (--peer)."
+)]
+pub(crate) struct GetDirtyLogArgs {
+    /// What is dirtied, and how.
+    #[arg(long, value_enum, default_value_t = Workload::Table)]
+    pub(crate) workload: Workload,
+    /// Numbers of dirty pages for the table; by default the powers of two up to the whole slot.
+    #[arg(short = 'n', long = "pages", value_delimiter = ',', value_name = "N,...", value_parser = positive::<u32>)]
+    pub(crate) pages: Option<Vec<u32>>,
+    /// How dirty pages lie in the slot, for the table; by default all.
+    #[arg(short = 'p', long = "pattern", value_enum, value_delimiter = ',')]
+    pub(crate) pattern: Option<Vec<Pattern>>,
+    /// Methods to measure, besides KVM; by default all that there are for the workload.
+    #[arg(long, value_enum, value_delimiter = ',')]
+    pub(crate) method: Option<Vec<Method>>,
+    /// Whether to measure the KVM of this machine in the same runs: if it works, always, or never.
+    #[arg(long, value_enum, default_value_t = PeerArg::Auto)]
+    pub(crate) peer: PeerArg,
+    /// Size of the slot in bytes, with an optional suffix K, M, G or T; by default 1G, for the framebuffer 8M.
+    #[arg(short = 'b', long = "bytes", value_parser = slot_bytes)]
+    pub(crate) bytes: Option<u64>,
+    /// Runs at most, of each number and pattern (default 500; fewer where they take long, but 3), bursts (500), or harvests
+    /// of a migration (100).
+    #[arg(long, value_parser = positive::<u32>)]
+    pub(crate) runs: Option<u32>,
+    /// Pages that a migration's guest writes in a second; 0: as many as it can. By default 100000.
+    #[arg(long)]
+    pub(crate) rate: Option<u32>,
+    /// Where the memory comes from: anonymous, anonymous_thp, anonymous_hugetlb_2mb, anonymous_hugetlb_1gb, shmem.
+    #[arg(short = 's', long = "backing", default_value = "anonymous")]
+    pub(crate) backing: BackingKind,
+    /// Seed of the random choices.
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// Write the results to this file as JSON.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+impl GetDirtyLogArgs {
+    /// Size of the slot.
+    fn slot_bytes(&self) -> u64 {
+        self.bytes.unwrap_or(match self.workload {
+            Workload::Table | Workload::Migration => 1 << 30,
+            Workload::Framebuffer => 8 << 20,
+        })
+    }
+
+    /// Pages of the slot.
+    fn nr_pages(&self) -> u32 {
+        (self.slot_bytes() >> PAGE_SHIFT) as u32
+    }
+
+    fn max_runs(&self) -> u32 {
+        self.runs.unwrap_or(match self.workload {
+            Workload::Table | Workload::Framebuffer => 500,
+            Workload::Migration => 100,
+        })
+    }
+
+    fn patterns(&self) -> &[Pattern] {
+        self.pattern.as_deref().unwrap_or(&Pattern::ALL)
+    }
+}
+
+/// A size of the slot.
+fn slot_bytes(text: &str) -> Result<u64, String> {
+    match size_bytes(text)? {
+        bytes if bytes > MAX_BYTES => Err(format!("must be at most {}G", MAX_BYTES >> 30)),
+        bytes => Ok(bytes),
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum Workload {
+    /// N dirty pages of one slot.
+    Table,
+    /// Bursts of updates of a small slot.
+    Framebuffer,
+    /// A guest that writes while the log is taken.
+    Migration,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum PeerArg {
+    /// If this machine's KVM works.
+    Auto,
+    /// Always.
+    Kvm,
+    /// Never.
+    None,
+}
+
+/// A way to take a dirty log.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum Method {
+    SrcuCopy,
+    Xchg,
+    XchgFindNext,
+    XchgFirstToLast,
+    Xchg16,
+    Slat,
+    SlatLeaf,
+    /// Chosen by `--peer`.
+    #[value(skip)]
+    Kvm,
+}
+
+impl Method {
+    /// Those that `--method` chooses from.
+    const SOFTWARE: [Method; 7] = [
+        Method::SrcuCopy,
+        Method::Xchg,
+        Method::XchgFindNext,
+        Method::XchgFirstToLast,
+        Method::Xchg16,
+        Method::Slat,
+        Method::SlatLeaf,
+    ];
+
+    /// The name in options and results.
+    fn name(self) -> &'static str {
+        match self {
+            Method::SrcuCopy => "srcu-copy",
+            Method::Xchg => "xchg",
+            Method::XchgFindNext => "xchg-find-next",
+            Method::XchgFirstToLast => "xchg-first-to-last",
+            Method::Xchg16 => "xchg16",
+            Method::Slat => "slat",
+            Method::SlatLeaf => "slat-leaf",
+            Method::Kvm => "kvm",
+        }
+    }
+
+    fn is_engine(self) -> bool {
+        matches!(self, Method::Slat | Method::SlatLeaf)
+    }
+}
+
+/// What was not measured, and why; or what was.
+struct Notes {
+    /// What KVM this is, if it was measured.
+    kvm: Option<Facts>,
+    /// What is not there.
+    missing: Vec<String>,
+}
+
+/// Runs the experiment and prints it.
+pub(crate) fn run(args: &GetDirtyLogArgs) -> Result<(), Failure> {
+    let methods = check_usage(args)?;
+    let file = args.json.as_deref().map(ResultsFile::open).transpose()?;
+    if args.workload == Workload::Migration {
+        let memory = subject::memory(args.backing, args.slot_bytes())?;
+        let migrations = migration::measure(args, &methods, &memory)?;
+        return results::deliver(
+            file,
+            || report::migration_results(args, &migrations),
+            |out| report::print_migration(out, args, &migrations),
+        );
+    }
+    let memory = subject::memory(args.backing, args.slot_bytes())?;
+    let (subjects, notes) = subjects(args, &methods, &memory)?;
+    let mut bench = Bench::new(subjects, memory);
+    let cells = with_another_thread(|| {
+        bench.populate()?;
+        match args.workload {
+            Workload::Framebuffer => Ok(vec![measure::framebuffer(args, &mut bench)?]),
+            _ => measure::table(args, &mut bench),
+        }
+    })?;
+    results::deliver(file, || report::results(args, &notes, &cells), |out| report::print(out, args, &notes, &cells))
+}
+
+/// The methods to measure, without KVM.
+fn check_usage(args: &GetDirtyLogArgs) -> Result<Vec<Method>, Failure> {
+    let usage = |what: String| Err(Failure::Usage(what));
+    if args.workload != Workload::Table && (args.pages.is_some() || args.pattern.is_some()) {
+        return usage("--pages and --pattern are for the table".to_owned());
+    }
+    if args.workload != Workload::Migration && args.rate.is_some() {
+        return usage("--rate is for the migration".to_owned());
+    }
+    if args.workload == Workload::Migration && args.peer == PeerArg::Kvm {
+        return usage("the migration compares the engine's two ways: there is no peer".to_owned());
+    }
+    let nr_pages = args.nr_pages();
+    if let Some(pages) = args.pages.iter().flatten().find(|&&pages| pages > nr_pages) {
+        return usage(format!("{pages} dirty pages of a slot that has {nr_pages}"));
+    }
+    let of_workload = |method: Method| args.workload != Workload::Migration || method.is_engine();
+    let Some(chosen) = &args.method else {
+        return Ok(Method::SOFTWARE.into_iter().filter(|&method| of_workload(method)).collect());
+    };
+    if let Some(method) = chosen.iter().find(|&&method| !of_workload(method)) {
+        return usage(format!("the migration compares the engine's two ways: there is no {}", method.name()));
+    }
+    if chosen.contains(&Method::Xchg16) && !peer::has_exchange16() {
+        return Err(Failure::CannotServe("its CPUs have no exchange of 16 bytes, for xchg16".to_owned()));
+    }
+    // In the order of the columns, each once.
+    Ok(Method::SOFTWARE.into_iter().filter(|method| chosen.contains(method)).collect())
+}
+
+type Subjects = Vec<(Method, Box<dyn Subject>)>;
+
+/// All that are measured.
+fn subjects(args: &GetDirtyLogArgs, methods: &[Method], memory: &Backing) -> Result<(Subjects, Notes), Failure> {
+    let mut subjects: Subjects = Vec::new();
+    let mut notes = Notes { kvm: None, missing: Vec::new() };
+    for &method in methods {
+        let subject: Box<dyn Subject> = match method {
+            Method::Slat | Method::SlatLeaf => Box::new(Slat::new(method, memory)?),
+            Method::Xchg16 if !peer::has_exchange16() => {
+                notes.missing.push("xchg16 is not measured: the CPUs have no exchange of 16 bytes.".to_owned());
+                continue;
+            }
+            _ => Box::new(Peer::new(method, memory)),
+        };
+        subjects.push((method, subject));
+    }
+    if args.peer != PeerArg::None {
+        match working_kvm(memory) {
+            Ok((kvm, facts)) => {
+                subjects.push((Method::Kvm, Box::new(kvm)));
+                notes.kvm = Some(facts);
+            }
+            Err(why) if args.peer == PeerArg::Kvm => {
+                return Err(Failure::CannotServe(format!("there is no KVM to measure: {why}")));
+            }
+            Err(why) => notes.missing.push(format!("KVM is not measured, it cannot be used here: {why}.")),
+        }
+    }
+    Ok((subjects, notes))
+}
+
+/// A KVM whose guest was seen to write, and whose log was taken.
+fn working_kvm(memory: &Backing) -> Result<(KvmPeer, Facts), String> {
+    let (mut kvm, facts) = KvmPeer::new(memory).map_err(|trouble| trouble.to_string())?;
+    let mut log = vec![0; pattern::nr_words((memory.size_bytes() >> PAGE_SHIFT) as u32)];
+    // Takes the page's bit too: what comes after begins with a clean log.
+    kvm.write(&[0], 1).and_then(|()| kvm.get_dirty_log(&mut log)).map_err(|failure| failure.to_string())?;
+    Ok((kvm, facts))
+}
+
+fn progress(length: u64) -> ProgressBar {
+    let progress = ProgressBar::new(length);
+    if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}  {elapsed}") {
+        progress.set_style(style);
+    }
+    progress
+}
+
+/// Runs `action` beside a thread that sleeps: a process of one thread gets the barriers of a flush for nothing, and no
+/// hypervisor has only one.
+fn with_another_thread<T>(action: impl FnOnce() -> T) -> T {
+    let (alive, end) = std::sync::mpsc::channel::<()>();
+    std::thread::scope(|scope| {
+        // Nothing is ever sent: it ends when the sender goes.
+        scope.spawn(move || end.recv().is_ok());
+        let result = action();
+        drop(alive);
+        result
+    })
+}

@@ -1,0 +1,121 @@
+//! Which pages the guest writes before a call, and whether the call reported them.
+
+use clap::ValueEnum;
+use rand::RngExt;
+use rand::rngs::SmallRng;
+use rand::seq::index;
+
+use super::Method;
+use crate::failure::{Failure, check_failed};
+
+/// How the pages that are written lie in the slot.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum Pattern {
+    /// One behind the other, from a random page on.
+    Run,
+    /// Evenly spread over the slot, from a random page on.
+    Stride,
+    /// Each at random.
+    Random,
+}
+
+impl Pattern {
+    pub(super) const ALL: [Pattern; 3] = [Pattern::Run, Pattern::Stride, Pattern::Random];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Pattern::Run => "run",
+            Pattern::Stride => "stride",
+            Pattern::Random => "random",
+        }
+    }
+
+    /// Chooses `nr_dirty` different pages of `nr_pages`, in the order in which they are written. Both are not 0, and
+    /// the first not more than the second.
+    pub(super) fn choose(self, nr_dirty: u32, nr_pages: u32, rng: &mut SmallRng) -> Vec<u32> {
+        match self {
+            Pattern::Run => {
+                let first = rng.random_range(0..=nr_pages - nr_dirty);
+                (first..first + nr_dirty).collect()
+            }
+            Pattern::Stride => {
+                let stride = nr_pages / nr_dirty;
+                let first = rng.random_range(0..stride);
+                (0..nr_dirty).map(|n| first + n * stride).collect()
+            }
+            Pattern::Random => {
+                index::sample(rng, nr_pages as usize, nr_dirty as usize).into_iter().map(|page| page as u32).collect()
+            }
+        }
+    }
+}
+
+/// Words of a bitmap of `nr_pages` pages.
+pub(super) fn nr_words(nr_pages: u32) -> usize {
+    nr_pages.div_ceil(u64::BITS) as usize
+}
+
+/// Makes `bitmap` that of `pages`.
+pub(super) fn set_bits(bitmap: &mut [u64], pages: &[u32]) {
+    bitmap.fill(0);
+    for &page in pages {
+        bitmap[(page / u64::BITS) as usize] |= 1 << (page % u64::BITS);
+    }
+}
+
+/// Holds the log that a call gave against that of the pages written since the call before.
+pub(super) fn check_log(method: Method, log: &[u64], written: &[u64]) -> Result<(), Failure> {
+    if log == written {
+        return Ok(());
+    }
+    let (mut lost, mut false_alarms, mut example) = (0, 0, None);
+    for (index, (&log, &written)) in log.iter().zip(written).enumerate() {
+        lost += (written & !log).count_ones();
+        false_alarms += (log & !written).count_ones();
+        if log != written {
+            example.get_or_insert(index as u64 * 64 + u64::from((log ^ written).trailing_zeros()));
+        }
+    }
+    Err(check_failed(format_args!(
+        "dirty log of {}: {lost} pages written and not reported, {false_alarms} reported and not written, for example \
+         page {}",
+        method.name(),
+        example.unwrap_or_default()
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::SeedableRng;
+
+    use super::*;
+
+    #[test]
+    fn as_many_different_pages_as_were_asked_for() {
+        let mut rng = SmallRng::seed_from_u64(3);
+        for pattern in Pattern::ALL {
+            for (nr_dirty, nr_pages) in [(1, 1), (1, 1000), (7, 1000), (512, 1000), (999, 1000), (1000, 1000)] {
+                let mut pages = pattern.choose(nr_dirty, nr_pages, &mut rng);
+                assert!(pages.iter().all(|&page| page < nr_pages), "{pattern:?} {nr_dirty}");
+                pages.sort_unstable();
+                pages.dedup();
+                assert_eq!(pages.len(), nr_dirty as usize, "{pattern:?} {nr_dirty}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_lost_page_and_a_false_alarm_are_both_noticed() {
+        let mut written = vec![0; nr_words(200)];
+        assert_eq!(written.len(), 4);
+        set_bits(&mut written, &[0, 63, 64, 199]);
+        assert_eq!(written, [1 | 1 << 63, 1, 0, 1 << 7]);
+        assert!(check_log(Method::Slat, &written.clone(), &written).is_ok());
+        for (page, what) in [(64, "1 pages written and not"), (65, "1 reported and not written")] {
+            let mut log = written.clone();
+            log[page / 64] ^= 1 << (page % 64);
+            let message = check_log(Method::Slat, &log, &written).unwrap_err().to_string();
+            assert!(message.contains(what) && message.ends_with(&format!("page {page}")), "{message}");
+        }
+    }
+}

@@ -1,0 +1,123 @@
+//! Who has a slot with a dirty log, and a guest that writes it.
+//!
+//! The guests of the engine and of its peers are the same software CPU, which walks tables of the same format over the
+//! same memory; only who answers its faults, and who takes the log, differs. All memory was touched before: no write
+//! waits for the kernel.
+
+use std::sync::Arc;
+
+use slat::{
+    Config, DirtyTracking, Gpa, Gva, MemoryRegion, MemoryRegionFlags, Npt, PAGE_SHIFT, Vcpu, Vm, WriteProtection,
+};
+use slat_machine::commit::{FlushDomain, FlushMethod, Port};
+use slat_machine::cpu::{Cpu, FaultHandler};
+use slat_machine::host::{BackingSlice, MachineHost};
+use slat_machine::machine::MachineError;
+use slat_machine::memory::{Backing, BackingKind};
+use slat_machine::tlb::Geometry;
+
+use super::Method;
+use crate::failure::{Failure, check_failed};
+
+/// Where the slot is, in all but the real KVM: at a multiple of 1 GiB.
+const SLOT_GPA: Gpa = Gpa(4 << 30);
+/// Its number.
+const SLOT: u32 = 0;
+
+/// A slot with a dirty log, and a guest that writes it. Guest and log are used in turn, by one thread.
+pub(super) trait Subject {
+    /// The guest writes `value` to the first word of each of `pages`.
+    fn write(&mut self, pages: &[u32], value: u64) -> Result<(), Failure>;
+
+    /// Takes the log into `log`, which has as many words as the slot needs, and begins a new one. This is what is timed.
+    fn get_dirty_log(&mut self, log: &mut [u64]) -> Result<(), Failure>;
+}
+
+/// The memory of the slot, touched.
+pub(super) fn memory(kind: BackingKind, size_bytes: u64) -> Result<Backing, Failure> {
+    let memory = Backing::new(kind, size_bytes).map_err(MachineError::from)?;
+    for page in 0..size_bytes >> PAGE_SHIFT {
+        memory.store(page << PAGE_SHIFT, 0);
+    }
+    Ok(memory)
+}
+
+/// The address of a page of the slot.
+pub(super) fn gpa(page: u32) -> Gpa {
+    Gpa(SLOT_GPA.0 + (u64::from(page) << PAGE_SHIFT))
+}
+
+/// The page of the slot that has an address, which is in the slot.
+pub(super) fn page(gpa: Gpa) -> u32 {
+    ((gpa.0 - SLOT_GPA.0) >> PAGE_SHIFT) as u32
+}
+
+/// Writes `value` to `page` as the guest.
+#[inline]
+pub(super) fn write_page<V: FaultHandler>(cpu: &mut Cpu<V, Npt>, page: u32, value: u64) -> Result<(), Failure> {
+    cpu.write(Gva(gpa(page).0), value)
+        .map_err(|error| check_failed(format_args!("the guest wrote page {page}: {error}")))
+}
+
+/// A vCPU of the engine.
+pub(super) type SlatCpu = Cpu<Vcpu<MachineHost, Npt>, Npt>;
+
+/// The engine: a VM with a slot that logs.
+pub(super) struct Slat {
+    vm: Arc<Vm<MachineHost, Npt>>,
+    cpu: SlatCpu,
+}
+
+impl Slat {
+    /// The engine as `method` has it: [`Method::Slat`] or [`Method::SlatLeaf`].
+    pub(super) fn new(method: Method, memory: &Backing) -> Result<Slat, Failure> {
+        let flush_domain = Arc::new(FlushDomain::new());
+        // Many times what maps the slot.
+        let max_tables = (memory.size_bytes() >> PAGE_SHIFT) / 128 + (1 << 12);
+        let host = MachineHost::new(Arc::clone(&flush_domain), max_tables).map_err(MachineError::from)?;
+        let vm = Arc::new(Vm::new(host, config(method))?);
+        vm.set_user_memory_region(MemoryRegion {
+            slot: SLOT,
+            flags: MemoryRegionFlags::LOG_DIRTY_PAGES,
+            guest_phys_addr: SLOT_GPA,
+            memory_size: memory.size_bytes(),
+            backing: Some(BackingSlice { backing: memory.clone(), offset_bytes: 0 }),
+        })?;
+        let cpu = Cpu::new(vm.create_vcpu()?, Port::new(&flush_domain), 1, vm.root(), Geometry::default());
+        Ok(Slat { vm, cpu })
+    }
+
+    /// VM and vCPU apart, for a guest that runs on a thread of its own.
+    pub(super) fn parts(&mut self) -> (&Vm<MachineHost, Npt>, &mut SlatCpu) {
+        (&self.vm, &mut self.cpu)
+    }
+}
+
+/// How the engine is to protect pages again.
+fn config(method: Method) -> Config {
+    let protection = match method {
+        Method::SlatLeaf => WriteProtection::LeafByLeaf,
+        _ => WriteProtection::Lazy,
+    };
+    Config::default().with_dirty_tracking(DirtyTracking::WriteProtect(protection))
+}
+
+/// Takes the log of the engine's slot.
+pub(super) fn get_dirty_log(vm: &Vm<MachineHost, Npt>, log: &mut [u64]) -> Result<u64, Failure> {
+    Ok(vm.get_dirty_log(SLOT, log)?)
+}
+
+impl Subject for Slat {
+    fn write(&mut self, pages: &[u32], value: u64) -> Result<(), Failure> {
+        pages.iter().try_for_each(|&page| write_page(&mut self.cpu, page, value))
+    }
+
+    fn get_dirty_log(&mut self, log: &mut [u64]) -> Result<(), Failure> {
+        get_dirty_log(&self.vm, log).map(drop)
+    }
+}
+
+/// The flush method of all VMs here.
+pub(super) fn flush_method() -> FlushMethod {
+    FlushDomain::new().method()
+}
