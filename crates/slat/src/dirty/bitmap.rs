@@ -42,59 +42,67 @@ fn bits(first: u64, count: u64) -> u64 {
     (u64::MAX >> (PAGES_PER_WORD - count)) << first
 }
 
-/// Words that were taken, in their order: a turn's worth.
-pub(crate) struct TakenWords {
-    /// Words are counted from this one on.
-    first: usize,
-    offsets: [u16; TakenWords::CAPACITY],
-    bits: [u64; TakenWords::CAPACITY],
+/// Pages in words of 64, in their order: those that a turn has taken.
+pub(crate) struct PageWords<const CAPACITY: usize> {
+    offsets: [u16; CAPACITY],
+    bits: [u64; CAPACITY],
     len: usize,
 }
 
-impl TakenWords {
-    /// The pages of 32 MiB, if all are dirty.
-    const CAPACITY: usize = 2 * GROUP_WORDS;
-    /// Words from the first on that can be taken.
-    pub(crate) const REACH: usize = 1 << 16;
+/// A turn's worth: the pages of 32 MiB, if all are dirty.
+pub(crate) type TakenWords = PageWords<{ 2 * GROUP_WORDS }>;
 
-    pub(crate) fn new() -> TakenWords {
-        TakenWords { first: 0, offsets: [0; Self::CAPACITY], bits: [0; Self::CAPACITY], len: 0 }
+impl<const CAPACITY: usize> PageWords<CAPACITY> {
+    pub(crate) const CAPACITY: usize = CAPACITY;
+
+    pub(crate) fn new() -> PageWords<CAPACITY> {
+        PageWords { offsets: [0; CAPACITY], bits: [0; CAPACITY], len: 0 }
     }
 
-    /// Begins anew, for words from `first` on.
-    pub(crate) fn begin(&mut self, first: usize) {
-        (self.first, self.len) = (first, 0);
-    }
-
-    /// The word from which on the others are counted.
-    pub(crate) fn first(&self) -> usize {
-        self.first
+    pub(crate) fn clear(&mut self) {
+        self.len = 0;
     }
 
     pub(crate) fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Offset from the first, and bits, of each word.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (usize, u64)> {
-        let offsets = self.offsets[..self.len].iter().map(|&offset| usize::from(offset));
-        offsets.zip(self.bits[..self.len].iter().copied())
+    /// For each word, how many words it is behind where the counting began.
+    #[inline]
+    pub(crate) fn offsets(&self) -> &[u16] {
+        &self.offsets[..self.len]
+    }
+
+    /// The bits of each word.
+    #[inline]
+    pub(crate) fn bits(&self) -> &[u64] {
+        &self.bits[..self.len]
     }
 
     fn has_room_for(&self, nr_words: usize) -> bool {
-        Self::CAPACITY - self.len >= nr_words
+        CAPACITY - self.len >= nr_words
     }
 
+    /// Adds word number `offset` behind the last, if it has pages; or more pages to the last.
     #[inline]
-    fn push(&mut self, index: usize, bits: u64) {
-        if bits != 0 {
-            debug_assert!(index - self.first < Self::REACH);
-            self.offsets[self.len] = (index - self.first) as u16;
-            self.bits[self.len] = bits;
-            self.len += 1;
+    pub(crate) fn push(&mut self, offset: usize, bits: u64) {
+        debug_assert!(offset < WORDS_PER_TURN + 1);
+        if bits == 0 {
+            return;
         }
+        let offset = offset as u16;
+        if self.offsets().last() == Some(&offset) {
+            self.bits[self.len - 1] |= bits;
+            return;
+        }
+        self.offsets[self.len] = offset;
+        self.bits[self.len] = bits;
+        self.len += 1;
     }
 }
+
+/// Words that one turn looks at, at most: those of 4 GiB.
+pub(crate) const WORDS_PER_TURN: usize = 1 << 14;
 
 /// The number of bits that are set. A full word must not be slow: not every CPU that this is built for counts by itself.
 #[inline]
@@ -157,7 +165,8 @@ impl Bitmap {
         }
     }
 
-    /// Takes the bits of the words `range`, as many as `taken` has room for. Returns the first word not reached.
+    /// Takes the bits of the words `range`, as many as `taken` has room for; they are counted from `range.start`. Returns the
+    /// first word not reached.
     pub(crate) fn take(&self, range: Range<usize>, taken: &mut TakenWords) -> usize {
         let mut next = range.start;
         loop {
@@ -180,7 +189,7 @@ impl Bitmap {
                 // The other side of the pair in `summarize`.
                 fence_after_rmw();
                 for index in SetBits(seen) {
-                    taken.push(group * GROUP_WORDS + index, words[index].swap(0, Ordering::SeqCst));
+                    taken.push(group * GROUP_WORDS + index - range.start, words[index].swap(0, Ordering::SeqCst));
                 }
             }
             next = end;
@@ -230,7 +239,7 @@ impl Bitmap {
                 let mut before = word.load(Ordering::Relaxed);
                 if before & mask != 0 {
                     before = word.fetch_and(!mask, Ordering::SeqCst);
-                    taken.push(index, before & mask);
+                    taken.push(index - range.start, before & mask);
                 }
                 // Also where nothing was to be taken any more: another may have taken it, and marks have come since.
                 if before & !mask != 0 {

@@ -14,10 +14,12 @@ fn take_all(bitmap: &Bitmap, range: Range<usize>) -> Vec<u64> {
     let mut taken = TakenWords::new();
     let mut next = range.start;
     while next < range.end {
-        taken.begin(next);
+        taken.clear();
         let reached = bitmap.take(next..range.end, &mut taken);
         assert!(reached > next, "a turn gets on");
-        taken.iter().for_each(|(offset, bits)| out[next + offset - range.start] |= bits);
+        for (&offset, &bits) in taken.offsets().iter().zip(taken.bits()) {
+            out[next + usize::from(offset) - range.start] |= bits;
+        }
         next = reached;
     }
     out
@@ -77,17 +79,18 @@ fn a_mask_takes_its_bits_and_leaves_the_others_to_be_found() {
     let mut taken = TakenWords::new();
     let mut next = 0;
     while next < 313 {
-        taken.begin(next);
+        taken.clear();
+        let start = next;
         next = bitmap.take_masked(next..313, &masks[next..], &mut taken);
-        for (offset, bits) in taken.iter() {
-            let index = taken.first() + offset;
+        for (&offset, &bits) in taken.offsets().iter().zip(taken.bits()) {
+            let index = start + usize::from(offset);
             let word = if index == 312 { (1 << 32) - 1 } else { u64::MAX };
             assert_eq!(bits, masks[index] & word);
         }
     }
     assert!(!bitmap.is_marked(64) && !bitmap.is_marked(128) && bitmap.is_marked(129) && bitmap.is_marked(0));
     // Twice: nothing is left of it.
-    taken.begin(0);
+    taken.clear();
     assert_eq!(bitmap.take_masked(0..313, &masks, &mut taken), 313);
     assert!(taken.is_empty());
     for (index, word) in take_all(&bitmap, 0..313).into_iter().enumerate() {

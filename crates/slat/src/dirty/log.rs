@@ -37,7 +37,7 @@
 
 use core::ops::Range;
 
-use super::bitmap::{self, Bitmap, PAGES_PER_WORD, TakenWords};
+use super::bitmap::{self, Bitmap, PAGES_PER_WORD, TakenWords, WORDS_PER_TURN};
 use crate::addr::{Gfn, GfnRange, Gpa, Level};
 use crate::config::DirtyTracking;
 use crate::error::Error;
@@ -51,9 +51,6 @@ use crate::table::Tree;
 use crate::table::entry::{self, EntryRef, State};
 use crate::table::retire::{Record, Section};
 use crate::table::walk::{self, Cursor};
-
-/// Words that one section looks at, at most: those of 4 GiB.
-const WORDS_PER_TURN: usize = 1 << 14;
 
 /// Pages whose dirty bits are looked at before a walk asks whether it should yield.
 const PAGES_PER_TURN: u64 = 1 << 15;
@@ -152,8 +149,8 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
             |log, words, _, taken| log.take(words, taken),
             |reached, taken| {
                 out[reached.clone()].fill(0);
-                for (offset, bits) in taken.iter() {
-                    out[reached.start + offset] = bits;
+                for (&offset, &bits) in taken.offsets().iter().zip(taken.bits()) {
+                    out[reached.start + usize::from(offset)] = bits;
                 }
             },
         )
@@ -211,10 +208,10 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
                 Ok(found) => found,
                 Err(error) => break Err(error),
             };
-            taken.begin(turn.start);
+            taken.clear();
             let reached = take(log, turn.clone(), done, &mut taken);
             if !taken.is_empty() {
-                nr_pages += self.rearm(&locked.section, &slot, &taken, &mut token);
+                nr_pages += self.rearm(&locked.section, &slot, turn.start, &taken, &mut token);
             }
             drop(locked);
             let turn_len = reached - turn.start;
@@ -231,11 +228,12 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         result.map(|()| nr_pages)
     }
 
-    /// Protects the pages of the words just taken. Returns how many they are.
+    /// Protects the pages of the words just taken, from `first_word` of the log on. Returns how many they are.
     fn rearm(
         &self,
         section: &Section<'_>,
         slot: &SlotView<'_, H::Backing>,
+        first_word: usize,
         taken: &TakenWords,
         token: &mut FlushToken,
     ) -> u64 {
@@ -246,8 +244,8 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         let now = self.slots.by_id(section, self.id).filter(|now| now.is_same_slot(slot));
         let range = now.map_or(slot.range(), |now| now.range());
         let mut protector = Protector::new(self.tree, section, range);
-        let first_of = |index: usize| Gfn(range.start.0 + index as u64 * PAGES_PER_WORD);
-        protector.protect_words(taken.iter().map(|(offset, bits)| (first_of(taken.first() + offset), bits)), token);
+        let first = Gfn(range.start.0 + first_word as u64 * PAGES_PER_WORD);
+        protector.protect(first, taken, token);
         protector.finish(self.record)
     }
 

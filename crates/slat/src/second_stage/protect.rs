@@ -19,7 +19,7 @@ use super::flush::FlushToken;
 use super::install::Changed;
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::config::{DirtyTracking, WriteProtection};
-use crate::dirty::bitmap::{SetBits, nr_bits};
+use crate::dirty::bitmap::{PageWords, SetBits, TakenWords, nr_bits};
 use crate::format::{Entry, Format};
 use crate::host::Host;
 use crate::stats::Counter;
@@ -39,69 +39,92 @@ const PAGES_WORTH_CLOSING: u64 = if cfg!(shuttle) { 1 } else { 32 };
 /// Leaves that are looked at together.
 const PENDING_LEAVES: usize = 32;
 
-/// Pages in a word of a mask.
+/// Pages in a word.
 const WORD_PAGES: u64 = u64::BITS as u64;
-/// Words of a mask for the pages of a table.
+/// Words for the pages of a table.
 const TABLE_WORDS: usize = 8;
 
-/// Some pages of one table of leaves, 64 by 64: the words that have any, in their order.
-struct TablePages {
+/// Some pages of one table of leaves, by words of 64 that begin at multiples of 64.
+struct TablePages<'w> {
     /// The first page of the table.
     first: Gfn,
-    /// Word n has pages 64 n to 64 n + 63 of the table; and its bits.
-    words: [(u8, u64); TABLE_WORDS],
-    nr_words: usize,
+    /// The number of the word from which on the others are counted.
+    first_word: u64,
+    offsets: &'w [u16],
+    bits: &'w [u64],
     nr_pages: u64,
 }
 
-impl TablePages {
-    fn none_at(gfn: Gfn) -> TablePages {
-        TablePages { first: gfn.block(Level::L2M).start, words: [(0, 0); TABLE_WORDS], nr_words: 0, nr_pages: 0 }
+impl<'w> TablePages<'w> {
+    /// Those of the first table in `words` from word number `start` on; `None` if there are no more words.
+    #[inline]
+    fn first_of<const CAPACITY: usize>(
+        first_word: u64,
+        words: &'w PageWords<CAPACITY>,
+        start: usize,
+    ) -> Option<TablePages<'w>> {
+        let (offsets, bits) = (&words.offsets()[start..], &words.bits()[start..]);
+        let table_of = |offset: u16| (first_word + u64::from(offset)) / TABLE_WORDS as u64;
+        let table = table_of(*offsets.first()?);
+        let mut nr_words = 0;
+        let mut nr_pages = 0;
+        for (&offset, &bits) in offsets.iter().zip(bits) {
+            if table_of(offset) != table {
+                break;
+            }
+            nr_words += 1;
+            nr_pages += nr_bits(bits);
+        }
+        let (offsets, bits) = (&offsets[..nr_words], &bits[..nr_words]);
+        Some(TablePages { first: Gfn(table * Level::L2M.nr_pages()), first_word, offsets, bits, nr_pages })
     }
 
-    /// The pages of `range`, which has some, in the table of its first.
-    fn of_range(range: GfnRange) -> TablePages {
-        let mut pages = TablePages::none_at(range.start);
-        let range = range.intersection(pages.block());
-        let mut next = range.start.0;
-        while next < range.end.0 {
-            let shift = next % WORD_PAGES;
-            let nr_pages = (WORD_PAGES - shift).min(range.end.0 - next);
-            pages.add(Gfn(next - shift), (u64::MAX >> (WORD_PAGES - nr_pages)) << shift);
-            next += nr_pages;
-        }
-        pages
+    /// For each word, the number of its first page in the table, and its bits.
+    #[inline]
+    fn words(&self) -> impl Iterator<Item = (usize, u64)> {
+        let base = self.first_word % TABLE_WORDS as u64;
+        let page_of = move |offset: u16| ((base + u64::from(offset)) % TABLE_WORDS as u64 * WORD_PAGES) as usize;
+        self.offsets.iter().zip(self.bits).map(move |(&offset, &bits)| (page_of(offset), bits))
     }
 
     fn block(&self) -> GfnRange {
         self.first.block(Level::L2M)
     }
 
-    /// Adds the pages `bits` from `gfn` on, a multiple of 64, which are in the table and behind those added last.
+    /// From the first to the last of them.
     #[inline]
-    fn add(&mut self, gfn: Gfn, bits: u64) {
-        let number = ((gfn.0 - self.first.0) / WORD_PAGES) as u8;
-        self.nr_pages += nr_bits(bits);
-        match self.words[..self.nr_words].last_mut() {
-            Some((last, word)) if *last == number => *word |= bits,
-            _ => {
-                self.words[self.nr_words] = (number, bits);
-                self.nr_words += 1;
-            }
-        }
+    fn range(&self) -> GfnRange {
+        let ends = self.offsets.first().zip(self.bits.first()).zip(self.offsets.last().zip(self.bits.last()));
+        let Some(((&first, low), (&last, high))) = ends else { return GfnRange::new(self.first, 0) };
+        let start = (self.first_word + u64::from(first)) * WORD_PAGES + u64::from(low.trailing_zeros());
+        let end = (self.first_word + u64::from(last) + 1) * WORD_PAGES - u64::from(high.leading_zeros());
+        GfnRange { start: Gfn(start), end: Gfn(end) }
     }
+}
 
-    fn words(&self) -> &[(u8, u64)] {
-        &self.words[..self.nr_words]
+/// The pages of `words`, of which the first word begins `shift` pages behind a multiple of 64, by words that begin there.
+fn shifted(words: &TakenWords, shift: u64) -> PageWords<{ 2 * TakenWords::CAPACITY }> {
+    let mut shifted = PageWords::new();
+    for (&offset, &bits) in words.offsets().iter().zip(words.bits()) {
+        shifted.push(usize::from(offset), bits << shift);
+        shifted.push(usize::from(offset) + 1, bits >> (WORD_PAGES - shift));
     }
+    shifted
+}
 
-    /// From the first to the last of them; `None` if there is none.
-    fn range(&self) -> Option<GfnRange> {
-        let (&(first, low), &(last, high)) = (self.words().first()?, self.words().last()?);
-        let start = u64::from(first) * WORD_PAGES + u64::from(low.trailing_zeros());
-        let end = (u64::from(last) + 1) * WORD_PAGES - u64::from(high.leading_zeros());
-        Some(GfnRange { start: Gfn(self.first.0 + start), end: Gfn(self.first.0 + end) })
+/// The pages of `range`, which has some, in the table of its first: by words, counted from the table's first.
+fn words_of_table(range: GfnRange) -> PageWords<TABLE_WORDS> {
+    let block = range.start.block(Level::L2M);
+    let range = range.intersection(block);
+    let mut words = PageWords::new();
+    let mut next = range.start.0;
+    while next < range.end.0 {
+        let shift = next % WORD_PAGES;
+        let nr_pages = (WORD_PAGES - shift).min(range.end.0 - next);
+        words.push(((next - block.start.0) / WORD_PAGES) as usize, (u64::MAX >> (WORD_PAGES - nr_pages)) << shift);
+        next += nr_pages;
     }
+    words
 }
 
 /// Whether a turn may close entries.
@@ -146,49 +169,33 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
         }
     }
 
-    /// Protects the pages of `words`: for each, its first page and its bits (bit n: page n from there), in their order.
-    /// `token` owes the flush of them all.
-    pub(crate) fn protect_words(&mut self, words: impl Iterator<Item = (Gfn, u64)>, token: &mut FlushToken) {
-        let mut pages = TablePages::none_at(self.slot.start);
-        for (first, bits) in words {
-            // A slot need not begin at a multiple of 64 pages: its words may lie across two of the table's.
-            let shift = first.0 % WORD_PAGES;
-            if shift == 0 {
-                self.protect_word(first, bits, &mut pages, token);
-            } else {
-                let aligned = Gfn(first.0 - shift);
-                self.protect_word(aligned, bits << shift, &mut pages, token);
-                self.protect_word(Gfn(aligned.0 + WORD_PAGES), bits >> (WORD_PAGES - shift), &mut pages, token);
-            }
+    /// Protects the pages of `words`, of which the first (offset 0) begins with page `first`. `token` owes the flush of them.
+    pub(crate) fn protect(&mut self, first: Gfn, words: &TakenWords, token: &mut FlushToken) {
+        match first.0 % WORD_PAGES {
+            0 => self.protect_words(first.0 / WORD_PAGES, words, token),
+            // A slot need not begin at a multiple of 64 pages: its words may lie across two of the tables'.
+            shift => self.protect_words(first.0 / WORD_PAGES, &shifted(words, shift), token),
         }
-        self.protect_pages(&pages, token);
     }
 
-    /// Adds the pages `bits` from `gfn` on to `pages`, or if that is another table, protects these and begins anew.
-    #[inline]
-    fn protect_word(&mut self, gfn: Gfn, bits: u64, pages: &mut TablePages, token: &mut FlushToken) {
-        if bits == 0 {
-            return;
-        }
-        let table = gfn.align_down(Level::L2M);
-        if table != pages.first {
-            self.protect_pages(pages, token);
-            (pages.first, pages.nr_words, pages.nr_pages) = (table, 0, 0);
-        }
-        pages.add(gfn, bits);
-    }
-
-    fn protect_pages(&mut self, pages: &TablePages, token: &mut FlushToken) {
-        if let Some(range) = pages.range() {
+    fn protect_words<const CAPACITY: usize>(
+        &mut self,
+        first_word: u64,
+        words: &PageWords<CAPACITY>,
+        token: &mut FlushToken,
+    ) {
+        let mut done = 0;
+        while let Some(pages) = TablePages::first_of(first_word, words, done) {
             self.nr_pages += pages.nr_pages;
-            self.protect_table(pages);
-            token.owe(range);
+            self.protect_table(&pages);
+            token.owe(pages.range());
+            done += pages.offsets.len();
         }
     }
 
     /// Protects `pages`. Returns the first page behind the entry at which the way to them ended: of a table of leaves, or
     /// of a greater block that has none.
-    fn protect_table(&mut self, pages: &TablePages) -> Gfn {
+    fn protect_table(&mut self, pages: &TablePages<'_>) -> Gfn {
         loop {
             let (value, state) = match self.cursor.move_to_entry(pages.first, Level::L2M).map(|entry| entry.load()) {
                 Some(value) if entry::state::<F>(value, Level::L2M) == State::Table => (value, State::Table),
@@ -215,7 +222,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
         }
     }
 
-    fn may_close(&mut self, pages: &TablePages) -> bool {
+    fn may_close(&mut self, pages: &TablePages<'_>) -> bool {
         if matches!(self.closing, Closing::No)
             || pages.nr_pages <= PAGES_WORTH_CLOSING
             || !self.slot.covers(pages.block())
@@ -249,9 +256,9 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
         Ok(())
     }
 
-    fn protect_leaves(&mut self, leaves: &'s [AtomicU64], pages: &TablePages) {
-        for &(number, bits) in pages.words() {
-            let cells = leaves.get(usize::from(number) * WORD_PAGES as usize..).unwrap_or_default();
+    fn protect_leaves(&mut self, leaves: &'s [AtomicU64], pages: &TablePages<'_>) {
+        for (first, bits) in pages.words() {
+            let cells = leaves.get(first..).unwrap_or_default();
             if bits == u64::MAX {
                 self.nr_protected += protect_all(self.cursor.tree(), cells.iter().take(WORD_PAGES as usize));
                 continue;
@@ -328,7 +335,11 @@ pub(crate) fn protect_slot<H: Host, F: Format>(tree: &Tree<H, F>, record: &Recor
         let mut visited = 0;
         while next < slot.end {
             let nr_closed = protector.nr_closed;
-            next = protector.protect_table(&TablePages::of_range(GfnRange { start: next, end: slot.end }));
+            let words = words_of_table(GfnRange { start: next, end: slot.end });
+            let Some(pages) = TablePages::first_of(next.align_down(Level::L2M).0 / WORD_PAGES, &words, 0) else {
+                break;
+            };
+            next = protector.protect_table(&pages);
             // What was not one step was a table of leaves.
             visited += if protector.nr_closed > nr_closed { 1 } else { Level::L2M.nr_pages() };
             if visited >= ENTRIES_PER_TURN {
