@@ -18,6 +18,7 @@
 //! - A CPU keeps translations from one generation to the next. Before it looks one up, it catches up: it asks which
 //!   ranges were flushed behind the generation that it knows ([`Port::flushed_since`]) and drops its translations of
 //!   them. If it lags too far behind for that, or a record is missing, the answer is: everything.
+//! - A CPU outside of guest mode ([`Port::exit_guest_mode`]) does no operation at all, and a flush need not mind it.
 //! - All that a CPU does to memory it does by checked operations: data, and the accessed and dirty bits of the tables.
 //!   Table entries are read by checked loads, so a walk never follows a pointer out of a table that was freed after a
 //!   flush.
@@ -68,7 +69,7 @@ use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use crossbeam_utils::CachePadded;
 use slat::{Gfn, GfnRange};
@@ -184,6 +185,8 @@ pub struct FlushDomain {
     generation: CachePadded<AtomicU64>,
     /// The number of the last flush that has begun: never less than the generation.
     last_number: CachePadded<AtomicU64>,
+    /// CPUs in guest mode. On a line of its own: they write it when they enter and exit.
+    nr_in_guest_mode: CachePadded<AtomicU64>,
     records: Records,
     method: Method,
     gates: Gates,
@@ -237,6 +240,7 @@ impl FlushDomain {
         FlushDomain {
             generation: CachePadded::default(),
             last_number: CachePadded::default(),
+            nr_in_guest_mode: CachePadded::default(),
             records: Records::new(),
             method,
             gates: Gates::default(),
@@ -286,6 +290,12 @@ impl FlushDomain {
         if self.defect == Defect::NoBarrier {
             return;
         }
+        // A store-load pair with `Port::enter_guest_mode`: the generation is written before the CPUs are counted, so one
+        // that is not counted yet will read it. Acquire: what those did that have exited comes before the flush returns.
+        fence(Ordering::SeqCst);
+        if self.nr_in_guest_mode.load(Ordering::Acquire) == 0 {
+            return;
+        }
         match &self.method {
             Method::Restartable(restartable) => restartable.restart_running_threads(),
             Method::Waiting => self.gates.wait_until_left(),
@@ -304,6 +314,7 @@ impl Default for FlushDomain {
 pub struct Port {
     domain: Arc<FlushDomain>,
     mode: Mode,
+    is_in_guest_mode: Cell<bool>,
     // A gate counts one thread's entries: the port may move between threads, but not be shared by them.
     _not_sync: PhantomData<Cell<()>>,
 }
@@ -321,7 +332,28 @@ impl Port {
             Method::Restartable(restartable) => Mode::Restartable(*restartable),
             Method::Waiting => Mode::Waiting(domain.gates.add()),
         };
-        Port { domain: Arc::clone(domain), mode, _not_sync: PhantomData }
+        let port =
+            Port { domain: Arc::clone(domain), mode, is_in_guest_mode: Cell::new(false), _not_sync: PhantomData };
+        port.enter_guest_mode();
+        port
+    }
+
+    /// Lets the CPU access memory, from a generation on that it reads after this. A new one may.
+    #[inline]
+    pub fn enter_guest_mode(&self) {
+        if !self.is_in_guest_mode.replace(true) {
+            // SeqCst, and a fence: the other half of the store-load pair in `complete_flush`.
+            self.domain.nr_in_guest_mode.fetch_add(1, Ordering::SeqCst);
+            fence(Ordering::SeqCst);
+        }
+    }
+
+    /// Says that the CPU does nothing until it enters guest mode again: flushes need not mind it till then.
+    pub fn exit_guest_mode(&self) {
+        if self.is_in_guest_mode.replace(false) {
+            // Release: what the CPU did comes before whoever does not count it any more.
+            self.domain.nr_in_guest_mode.fetch_sub(1, Ordering::Release);
+        }
     }
 
     /// The domain that the CPU belongs to.
@@ -357,6 +389,7 @@ impl Port {
     /// `at` is aligned to 8 bytes. As long as `generation` is current, it is valid for atomic reads.
     #[inline]
     pub unsafe fn load_u64(&self, generation: Generation, at: *const u64) -> Result<u64, Stale> {
+        debug_assert!(self.is_in_guest_mode.get(), "an access outside of guest mode");
         match &self.mode {
             // SAFETY: the caller's promise; the port is used by this thread, which the C library registered.
             Mode::Restartable(restartable) => unsafe { restartable.load(&self.domain.generation, generation.0, at) },
@@ -376,6 +409,7 @@ impl Port {
     /// `at` is aligned to 8 bytes. As long as `generation` is current, it is valid for atomic writes.
     #[inline]
     pub unsafe fn store_u64(&self, generation: Generation, at: *mut u64, value: u64) -> Result<(), Stale> {
+        debug_assert!(self.is_in_guest_mode.get(), "an access outside of guest mode");
         match &self.mode {
             // SAFETY: the caller's promise; the port is used by this thread, which the C library registered.
             Mode::Restartable(restartable) => unsafe {
@@ -404,6 +438,7 @@ impl Port {
         current: u64,
         new: u64,
     ) -> Result<Result<u64, u64>, Stale> {
+        debug_assert!(self.is_in_guest_mode.get(), "an access outside of guest mode");
         match &self.mode {
             // SAFETY: the caller's promise; the port is used by this thread, which the C library registered.
             Mode::Restartable(restartable) => unsafe {
@@ -419,6 +454,7 @@ impl Port {
 
 impl Drop for Port {
     fn drop(&mut self) {
+        self.exit_guest_mode();
         if let Mode::Waiting(gate) = &self.mode {
             self.domain.gates.remove(gate);
         }

@@ -217,6 +217,12 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         }
     }
 
+    /// Says that the CPU makes no access for a while: until the next one, flushes need not mind it, as a hypervisor sends no
+    /// interrupt to a CPU that does not run its guest.
+    pub fn exit_guest_mode(&self) {
+        self.port.exit_guest_mode();
+    }
+
     /// The handler of second-stage faults.
     pub fn handler(&mut self) -> &mut V {
         &mut self.handler
@@ -301,6 +307,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         if !gva.0.is_multiple_of(8) {
             return Err(CpuError::Unaligned { gva });
         }
+        self.port.enter_guest_mode();
         let mut nr_faults = 0;
         loop {
             let generation = self.port.generation();

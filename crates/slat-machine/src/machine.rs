@@ -229,6 +229,12 @@ struct Worker<F: HardwareFormat> {
 
 impl<F: HardwareFormat> Worker<F> {
     fn work(&mut self, job: &Job) -> Result<Answer, GuestError> {
+        let answer = self.work_in_guest_mode(job);
+        self.cpu.exit_guest_mode();
+        answer
+    }
+
+    fn work_in_guest_mode(&mut self, job: &Job) -> Result<Answer, GuestError> {
         let answer = match *job {
             Job::Pin => Ok(Answer::Pinned(self.pin.map_or(Ok(()), topology::pin_current_thread))),
             Job::BuildTables(tables) if self.index == 0 => tables.build(&mut self.cpu).map(Answer::Cr3),
@@ -372,6 +378,7 @@ impl<F: HardwareFormat> Machine<F> {
                 DirtyTracking::PageModificationLog => cpu.with_modification_log(vm.host().modification_logs().add()),
                 DirtyTracking::WriteProtect(_) | DirtyTracking::DirtyBit => cpu,
             };
+            cpu.exit_guest_mode();
             let mut worker = Worker::<F> {
                 cpu,
                 index: index as u64,

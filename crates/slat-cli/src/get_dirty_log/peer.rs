@@ -31,7 +31,7 @@ use slat_machine::phys;
 use slat_machine::tlb::Geometry;
 
 use super::Method;
-use super::subject::{Subject, gpa, page, write_page};
+use super::subject::{Subject, gpa, page, write_pages};
 use crate::failure::Failure;
 pub(super) use exchange16::is_available as has_exchange16;
 use slots::{Log, Slots};
@@ -289,7 +289,7 @@ impl Peer {
 
 impl Subject for Peer {
     fn write(&mut self, pages: &[u32], value: u64) -> Result<(), Failure> {
-        pages.iter().try_for_each(|&page| write_page(&mut self.cpu, page, value))
+        write_pages(&mut self.cpu, pages, value)
     }
 
     fn get_dirty_log(&mut self, log: &mut [u64]) -> Result<(), Failure> {

@@ -59,6 +59,13 @@ pub(super) fn write_page<V: FaultHandler>(cpu: &mut Cpu<V, Npt>, page: u32, valu
         .map_err(|error| check_failed(format_args!("the guest wrote page {page}: {error}")))
 }
 
+/// Writes `value` to `pages` as the guest, which is back in its VMM afterwards, as a real vCPU would be.
+pub(super) fn write_pages<V: FaultHandler>(cpu: &mut Cpu<V, Npt>, pages: &[u32], value: u64) -> Result<(), Failure> {
+    let written = pages.iter().try_for_each(|&page| write_page(cpu, page, value));
+    cpu.exit_guest_mode();
+    written
+}
+
 /// A vCPU of the engine.
 pub(super) type SlatCpu = Cpu<Vcpu<MachineHost, Npt>, Npt>;
 
@@ -109,7 +116,7 @@ pub(super) fn get_dirty_log(vm: &Vm<MachineHost, Npt>, log: &mut [u64]) -> Resul
 
 impl Subject for Slat {
     fn write(&mut self, pages: &[u32], value: u64) -> Result<(), Failure> {
-        pages.iter().try_for_each(|&page| write_page(&mut self.cpu, page, value))
+        write_pages(&mut self.cpu, pages, value)
     }
 
     fn get_dirty_log(&mut self, log: &mut [u64]) -> Result<(), Failure> {
