@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# The README's test command.
+# The README's test command; then what is behind a feature.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo test --workspace
+cargo test -p slat --features vm-memory --test vm_memory
+cargo test -p slat --features vm-memory --doc

@@ -102,7 +102,11 @@ pub mod sync;
 mod table;
 mod vcpu;
 mod vm;
+#[cfg(feature = "vm-memory")]
+mod vm_memory;
 
+#[cfg(feature = "vm-memory")]
+pub use self::vm_memory::SlotBitmap;
 pub use addr::{Access, Gfn, GfnRange, Gpa, Gva, Hpa, Level, PAGE_SHIFT, PAGE_SIZE, PageSize, Pfn};
 pub use config::{Config, DirtyTracking, HugePageLogging, ManualProtect, WriteProtection};
 pub use error::Error;

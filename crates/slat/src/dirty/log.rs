@@ -5,7 +5,8 @@
 //!
 //! A harvest does, turn by turn: (1) takes the bits of some words, (2) a full fence, (3) from the root, clears W in the
 //! leaves of the pages taken, where it is set, or closes the entry above them (`second_stage/protect.rs`), (4) flushes if it
-//! took any bit, (5) hands the bits out. It takes all bits ([`get`]) or those that the caller names ([`clear`]).
+//! took any bit, (5) hands the bits out. It takes all bits ([`LogCall::get`]) or those that
+//! the caller names ([`LogCall::clear`]).
 //!
 //! Enabling does: (1) publishes the flag, (2) a full fence, (3) clears W of all leaves of the slot, (4) flushes. Where all
 //! bits are set from the beginning, that is left to the harvests.
@@ -22,7 +23,7 @@
 //!
 //! # Dirty bits of the CPUs
 //! With [`DirtyTracking::DirtyBit`] and [`DirtyTracking::PageModificationLog`] leaves of 4 KiB keep W, and above read "D" for
-//! "W". The bitmap is brought up to date before it is read ([`collect`]): from the leaves whose D is set, or from what the
+//! "W". The bitmap is brought up to date before it is read ([`LogCall::collect`]): from the leaves whose D is set, or from what the
 //! CPUs have logged when they set it. D itself is cleared only after the page's bit was taken. A zap marks the page before
 //! it takes a dirty leaf away, so whoever misses the leaf finds the mark: leaves are visited before words are taken.
 //!
