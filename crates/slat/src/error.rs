@@ -187,4 +187,42 @@ pub enum Error {
         /// The address of the fault.
         gpa: Gpa,
     },
+    /// The size of dirty rings is not a power of two, or not from
+    /// [`MIN_DIRTY_RING_ENTRIES`](crate::MIN_DIRTY_RING_ENTRIES) to
+    /// [`MAX_DIRTY_RING_ENTRIES`](crate::MAX_DIRTY_RING_ENTRIES).
+    #[error(
+        "dirty rings of {nr_entries} entries: not a power of two from {} to {}",
+        crate::MIN_DIRTY_RING_ENTRIES,
+        crate::MAX_DIRTY_RING_ENTRIES
+    )]
+    BadRingSize {
+        /// The number of entries that was asked for.
+        nr_entries: u32,
+    },
+    /// Dirty rings are enabled before the VM has its first vCPU, or never.
+    #[error("dirty rings cannot be enabled: the VM has vCPUs already")]
+    VcpusExist,
+    /// Dirty rings were enabled before.
+    #[error("dirty rings are enabled already")]
+    DirtyRingEnabled,
+    /// The VM logs by dirty rings, so its slots have no bitmaps.
+    #[error("slot {slot} has no bitmap: the VM logs by dirty rings")]
+    DirtyRingInUse {
+        /// The slot.
+        slot: u32,
+    },
+    /// The VM has no dirty rings.
+    #[error("the VM has no dirty rings")]
+    NoDirtyRing,
+    /// The vCPU's dirty ring has no room for the page: harvest and reset it.
+    #[error("the dirty ring has no room for {gpa}")]
+    DirtyRingFull {
+        /// The address of the page.
+        gpa: Gpa,
+    },
+    /// Dirty rings are filled by faults on single pages: they need
+    /// [`DirtyTracking::WriteProtect`](crate::DirtyTracking::WriteProtect) and
+    /// [`HugePageLogging::Split`](crate::HugePageLogging::Split).
+    #[error("dirty rings need tracking by write protection, and huge pages that are split")]
+    RingNeedsPageFaults,
 }

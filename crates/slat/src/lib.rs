@@ -109,6 +109,9 @@ mod vm_memory;
 pub use self::vm_memory::SlotBitmap;
 pub use addr::{Access, Gfn, GfnRange, Gpa, Gva, Hpa, Level, PAGE_SHIFT, PAGE_SIZE, PageSize, Pfn};
 pub use config::{Config, DirtyTracking, HugePageLogging, ManualProtect, WriteProtection};
+pub use dirty::ring::{
+    DIRTY_RING_RESERVE, DirtyPage, DirtyRing, DirtyRingEntry, MAX_DIRTY_RING_ENTRIES, MIN_DIRTY_RING_ENTRIES,
+};
 pub use error::Error;
 pub use format::{Entry, Ept, Format, Npt};
 pub use host::{Gone, Host, Resolved, ZappedLeaf};

@@ -19,6 +19,8 @@ use alloc::sync::Arc;
 use crate::addr::{Access, Gfn, GfnRange, Gpa, Level, Pfn};
 use crate::config::Config;
 use crate::dirty::log;
+use crate::dirty::ring::DirtyRing;
+use crate::dirty::rings::OwnedRing;
 use crate::error::Error;
 use crate::format::{Entry, Format};
 use crate::host::{Host, Resolved};
@@ -55,6 +57,9 @@ pub enum Exit {
         /// What the guest did.
         access: Access,
     },
+    /// The vCPU's dirty ring is nearly full: what is in it must be harvested and reset
+    /// ([`Vm::reset_dirty_rings`]) before the vCPU can open more pages. All of its faults exit until there is room.
+    DirtyRingFull,
 }
 
 /// The memory side of one virtual CPU. It belongs to one thread at a time.
@@ -62,6 +67,8 @@ pub struct Vcpu<H: Host, F: Format> {
     vm: Arc<Vm<H, F>>,
     /// Taken only by `drop`.
     record: Option<OwnedRecord>,
+    /// Where the pages go that this vCPU opens, if the VM logs by rings. Taken only by `drop`.
+    ring: Option<OwnedRing>,
     tables: TableCache,
 }
 
@@ -118,9 +125,23 @@ impl<B> InstallPlan<'_, B> {
         gfn.0 - self.slot.start.0
     }
 
-    /// The largest leaf for `gfn` that slot, backing, alignment, logging and published ranges allow.
+    /// Whether a leaf may be writable at once that is installed for `access`, if the host allows it.
     #[inline]
-    fn leaf<F: Format>(&self, config: &Config, gfn: Gfn, access: Access, resolved: Resolved) -> Result<NewLeaf, Error> {
+    fn may_give_write(&self, access: Access) -> bool {
+        access == Access::Write || !self.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES)
+    }
+
+    /// The largest leaf for `gfn` that slot, backing, alignment, logging and published ranges allow. A leaf that may be
+    /// written has no more than `max_opened` pages.
+    #[inline]
+    fn leaf<F: Format>(
+        &self,
+        config: &Config,
+        max_opened: u64,
+        gfn: Gfn,
+        access: Access,
+        resolved: Resolved,
+    ) -> Result<NewLeaf, Error> {
         let writes = access == Access::Write;
         let Resolved { pfn, max_size, writable } = resolved;
         if pfn.hpa().0 >> F::HPA_BITS != 0 || pfn.hpa().pfn() != pfn || (writes && !writable) {
@@ -129,7 +150,9 @@ impl<B> InstallPlan<'_, B> {
         let logs = self.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
         let fits = |level: Level| {
             let same_offset = (pfn.0 ^ gfn.0) & (level.nr_pages() - 1) == 0;
-            same_offset && self.slot.covers(gfn.block(level))
+            same_offset
+                && self.slot.covers(gfn.block(level))
+                && (level.nr_pages() <= max_opened || !self.may_give_write(access))
         };
         let largest = if logs && writes { config.largest_logged_write() } else { F::ROOT_LEVEL };
         let mut level = max_size.level().min(self.max_level).min(largest);
@@ -161,12 +184,26 @@ enum Found {
 impl<H: Host, F: Format> Vcpu<H, F> {
     pub(crate) fn new(vm: Arc<Vm<H, F>>) -> Result<Vcpu<H, F>, Error> {
         let record = vm.tree.epochs.take_record()?;
-        Ok(Vcpu { vm, record: Some(record), tables: TableCache::new() })
+        match vm.rings.take() {
+            Ok(ring) => Ok(Vcpu { vm, record: Some(record), ring, tables: TableCache::new() }),
+            Err(error) => {
+                // SAFETY: `vm` keeps the epochs that it came from.
+                unsafe { record.give_back() }
+                Err(error)
+            }
+        }
     }
 
     /// The VM.
     pub fn vm(&self) -> &Arc<Vm<H, F>> {
         &self.vm
+    }
+
+    /// The dirty ring of this vCPU, if the VM logs by rings ([`Vm::enable_dirty_ring`]). [`Vm::dirty_rings`] has it too, for
+    /// other threads, and when the vCPU is gone.
+    pub fn dirty_ring(&self) -> Option<&DirtyRing> {
+        // SAFETY: `self.vm` keeps the VM alive, and with it its rings.
+        self.ring.as_ref().map(|ring| unsafe { ring.get() })
     }
 
     /// Hands over what this vCPU's CPU has put into its page-modification log: the addresses that it wrote, of which the
@@ -211,7 +248,9 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         let Some(record) = &self.record else { unreachable!("taken only by drop") };
         // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the record came from.
         let record = unsafe { record.get() };
-        Ok(Fault { vm: &self.vm, record, tables: &mut self.tables, gfn, gpa, access, timing: None })
+        // SAFETY: as above, and its rings.
+        let ring = self.ring.as_ref().map(|ring| unsafe { ring.get() });
+        Ok(Fault { vm: &self.vm, record, ring, tables: &mut self.tables, gfn, gpa, access, timing: None })
     }
 }
 
@@ -223,6 +262,10 @@ impl<H: Host, F: Format> Drop for Vcpu<H, F> {
         record.stats.add(Counter::TablesFreed, self.tables.drain::<H, F>(&self.vm.tree.host));
         // SAFETY: as above.
         unsafe { owned.give_back() }
+        if let Some(ring) = self.ring.take() {
+            // SAFETY: as above, and its rings.
+            unsafe { ring.give_back() }
+        }
     }
 }
 
@@ -255,6 +298,7 @@ struct Timing {
 struct Fault<'v, H: Host, F: Format> {
     vm: &'v Vm<H, F>,
     record: &'v Record,
+    ring: Option<&'v DirtyRing>,
     tables: &'v mut TableCache,
     gfn: Gfn,
     gpa: Gpa,
@@ -288,6 +332,11 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[inline]
     fn serve(&mut self) -> Result<Outcome, Error> {
         loop {
+            // Each time: a step that was overtaken has pushed its page all the same.
+            if self.is_ring_full() {
+                self.count(Counter::Exits);
+                return Ok(Outcome::Exit(Exit::DirtyRingFull));
+            }
             let changed = match self.look() {
                 Plan::Spurious(_) => {
                     self.count(Counter::Spurious);
@@ -305,7 +354,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 }
                 Plan::Install(plan) => {
                     let resolved = self.resolve(&plan)?;
-                    let leaf = plan.leaf::<F>(&self.vm.tree.config, self.gfn, self.access, resolved)?;
+                    let leaf = self.leaf(&plan, self.gfn, resolved)?;
                     if self.is_another_frame(&plan, &leaf) {
                         return Err(Error::BadResolve { gpa: self.gpa });
                     }
@@ -340,6 +389,37 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[inline]
     fn count(&self, counter: Counter) {
         self.record.stats.count(counter);
+    }
+
+    #[inline]
+    fn is_ring_full(&self) -> bool {
+        self.ring.is_some_and(DirtyRing::is_soft_full)
+    }
+
+    /// How many pages one step may make writable. With a ring, as many as it has room for: their slot may begin to log
+    /// before they are marked, even if it does not log now.
+    #[inline]
+    fn max_opened(&self) -> u64 {
+        self.ring.map_or(u64::MAX, DirtyRing::room)
+    }
+
+    #[inline]
+    fn leaf(&self, plan: &InstallPlan<'_, H::Backing>, gfn: Gfn, resolved: Resolved) -> Result<NewLeaf, Error> {
+        plan.leaf::<F>(&self.vm.tree.config, self.max_opened(), gfn, self.access, resolved)
+    }
+
+    /// Marks the pages of `block`, which this fault has just made writable, if their slot logs.
+    #[inline]
+    fn mark(&self, section: &Section<'_>, gfn: Gfn, block: GfnRange) {
+        log::mark_if_logging(&self.vm.slots, section, self.ring, gfn, block);
+    }
+
+    /// Whether a huge leaf of `level` must be split before a write: because `slot_logs`, and by smaller pages; or because
+    /// the ring has no room for all of its pages.
+    #[inline]
+    fn splits(&self, level: Level, slot_logs: bool) -> bool {
+        let largest = if slot_logs { self.vm.tree.config.largest_logged_write() } else { F::ROOT_LEVEL };
+        level > Level::L4K && (level > largest || level.nr_pages() > self.max_opened())
     }
 
     /// Step 1: what there is, and what to do about it.
@@ -386,7 +466,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                     Err(Changed) => LeafPlan::StartOver,
                 }
             })
-        } else if writes && slot.logs() && cursor.level() > tree.config.largest_logged_write() {
+        } else if writes && self.splits(cursor.level(), slot.logs()) {
             Plan::OnLeaf(LeafPlan::Split(leaf))
         } else if tree.locking() != Locking::None {
             Plan::OnLeaf(LeafPlan::GiveBack(leaf))
@@ -532,11 +612,10 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         stamp: Stamp,
         leaf: NewLeaf,
     ) -> Result<Step, Changed> {
-        let Vm { tree, slots, .. } = self.vm;
-        install::install(cursor, &tree.host, self.tables, value, stamp, leaf)?;
+        install::install(cursor, &self.vm.tree.host, self.tables, value, stamp, leaf)?;
         self.count(installed(leaf.level));
         if leaf.rights == Rights::Writable && self.marks(leaf.level) {
-            log::mark_if_logging(slots, section, self.gfn, self.gfn.block(leaf.level));
+            self.mark(section, self.gfn, self.gfn.block(leaf.level));
         }
         // Below a closed entry the leaf is of no use to a write yet.
         Ok(if self.access == Access::Write && cursor.is_closed() { Step::Nearer } else { Step::Done })
@@ -565,7 +644,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let pushed = push_down::push_down(&self.vm.tree, section, self.gfn, others)?;
         self.count(Counter::WritesRestored);
         // Also if the entry could not be opened: see `push_down`.
-        log::mark_if_logging(slots, section, self.gfn, self.gfn.block(Level::L4K));
+        self.mark(section, self.gfn, self.gfn.block(Level::L4K));
         match pushed {
             Pushed::Open => {
                 self.count(Counter::TablesOpened);
@@ -580,7 +659,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let tree = &self.vm.tree;
         let locked = tree.enter(self.record, Side::Read);
         let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
-        if cursor.descend_to_lowest().0 != value {
+        // The level too: the very same value may by now be that of a larger leaf.
+        if cursor.descend_to_lowest().0 != value || cursor.level().nr_pages() > self.max_opened() {
             return Err(Changed);
         }
         self.give_back_at(&cursor, &locked.section, value)
@@ -591,14 +671,14 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         install::give_back(cursor, value, self.access)?;
         if self.access == Access::Write {
             self.count(Counter::WritesRestored);
-            log::mark_if_logging(&self.vm.slots, section, self.gfn, cursor.block());
+            self.mark(section, self.gfn, cursor.block());
         } else {
             self.count(Counter::AccessesRestored);
         }
         Ok(())
     }
 
-    /// Step 3 for a huge leaf in a slot that logs.
+    /// Step 3 for a huge leaf of which a part is to be written, in a slot that logs or beside a ring without room.
     fn split(&mut self, value: Entry) -> Result<(), Changed> {
         let tree = &self.vm.tree;
         let locked = tree.enter(self.record, Side::Read);

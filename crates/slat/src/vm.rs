@@ -4,9 +4,11 @@ use alloc::boxed::Box;
 use alloc::sync::Arc;
 
 use crate::addr::{Gfn, GfnRange, Gpa, Hpa};
-use crate::config::{Config, ManualProtect};
+use crate::config::{Config, DirtyTracking, HugePageLogging, ManualProtect};
 use crate::dirty::bitmap::Bitmap;
 use crate::dirty::log::{self, LogCall};
+use crate::dirty::ring::DirtyRing;
+use crate::dirty::rings::{Rings, RingsReset};
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
@@ -34,6 +36,7 @@ const MAX_WAITING_SETS: u64 = 8;
 pub struct Vm<H: Host, F: Format> {
     pub(crate) tree: Tree<H, F>,
     pub(crate) slots: Slots<H::Backing>,
+    pub(crate) rings: Rings,
 }
 
 impl<H: Host, F: Format> Vm<H, F> {
@@ -44,7 +47,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     pub fn new(host: H, config: Config) -> Result<Vm<H, F>, Error> {
         config.check::<F>()?;
         let slots = Slots::new()?;
-        Ok(Vm { tree: Tree::new(host, config)?, slots })
+        Ok(Vm { tree: Tree::new(host, config)?, slots, rings: Rings::new() })
     }
 
     /// The VM's surroundings.
@@ -198,12 +201,13 @@ impl<H: Host, F: Format> Vm<H, F> {
 
     /// Write-protects a slot whose new flags are published.
     fn begin_to_log(&self, record: &Record, entry: SlotEntry<H::Backing>) {
-        if self.tree.config.manual_protect == ManualProtect::InitiallySet {
+        // A store-load pair (`dirty/log.rs`): the flag is visible before leaves are looked at; and before it is asked
+        // whether there are rings. If there are none yet, there is no vCPU either, and so nothing that could be written.
+        full_fence();
+        if self.tree.config.manual_protect == ManualProtect::InitiallySet && !self.rings.are_enabled() {
             // All pages are marked, and each is protected when its mark is taken.
             return;
         }
-        // A store-load pair (`dirty/log.rs`): the flag is visible before leaves are looked at.
-        full_fence();
         protect::protect_slot(&self.tree, record, entry.range);
         // Whether or not a leaf changed: one that is protected already may still be cached as writable.
         self.tree.flush(record, &[entry.range]);
@@ -211,6 +215,9 @@ impl<H: Host, F: Format> Vm<H, F> {
 
     /// The log that a slot of these flags needs.
     fn log_for(&self, flags: MemoryRegionFlags, nr_pages: u64) -> Result<Option<Box<Bitmap>>, Error> {
+        if self.rings.are_enabled() {
+            return Ok(None);
+        }
         let new = match self.tree.config.manual_protect {
             ManualProtect::Disabled | ManualProtect::Enabled => Bitmap::new,
             ManualProtect::InitiallySet => Bitmap::new_marked,
@@ -225,8 +232,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// Several threads may get, and clear, the log of one slot at once: each page is then reported to one of them at least.
     ///
     /// # Errors
-    /// [`Error::NoSuchSlot`], [`Error::NotLogging`], [`Error::BitmapTooShort`], [`Error::OutOfMemory`]. No mark is lost
-    /// by them, unless the slot is deleted or ceases to log while this call runs.
+    /// [`Error::NoSuchSlot`], [`Error::NotLogging`], [`Error::BitmapTooShort`], [`Error::OutOfMemory`],
+    /// [`Error::DirtyRingInUse`]. No mark is lost by them, unless the slot is deleted or ceases to log while this call runs.
     pub fn get_dirty_log(&self, slot: u32, bitmap: &mut [u64]) -> Result<u64, Error> {
         self.get_or_copy(slot, None, bitmap)
     }
@@ -247,6 +254,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     }
 
     fn get_or_copy(&self, slot: u32, pages: Option<(u64, u64)>, bitmap: &mut [u64]) -> Result<u64, Error> {
+        self.check_uses_bitmaps(slot)?;
         let record = self.tree.epochs.borrow_record()?;
         let call = self.log_call(slot, &record);
         match self.tree.config.manual_protect {
@@ -263,6 +271,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # Errors
     /// As there.
     pub fn clear_dirty_log(&self, slot: u32, first_page: u64, nr_pages: u64, bitmap: &[u64]) -> Result<u64, Error> {
+        self.check_uses_bitmaps(slot)?;
         let record = self.tree.epochs.borrow_record()?;
         self.log_call(slot, &record).clear((first_page, nr_pages), bitmap)
     }
@@ -275,8 +284,10 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// vCPUs have written, the emulation of a device for instance. To be called when it is written.
     ///
     /// # Errors
-    /// [`Error::NoSuchSlot`], [`Error::LogRangePastEnd`], [`Error::OutOfMemory`].
+    /// [`Error::NoSuchSlot`], [`Error::LogRangePastEnd`], [`Error::OutOfMemory`]. [`Error::DirtyRingInUse`]: as with KVM,
+    /// rings take the writes of vCPUs alone, and whoever else writes keeps account of it.
     pub fn mark_dirty(&self, slot: u32, first_page: u64, nr_pages: u64) -> Result<(), Error> {
+        self.check_uses_bitmaps(slot)?;
         let record = self.tree.epochs.borrow_record()?;
         log::mark_pages(&self.slots, &self.tree.epochs.enter(&record), slot, first_page, nr_pages)
     }
@@ -284,10 +295,63 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// Whether page `page` of slot `slot` is marked in its dirty log at this moment.
     ///
     /// # Errors
-    /// [`Error::NoSuchSlot`], [`Error::NotLogging`], [`Error::LogRangePastEnd`], [`Error::OutOfMemory`].
+    /// [`Error::NoSuchSlot`], [`Error::NotLogging`], [`Error::LogRangePastEnd`], [`Error::OutOfMemory`],
+    /// [`Error::DirtyRingInUse`].
     pub fn is_marked_dirty(&self, slot: u32, page: u64) -> Result<bool, Error> {
+        self.check_uses_bitmaps(slot)?;
         let record = self.tree.epochs.borrow_record()?;
         log::is_marked(&self.slots, &self.tree.epochs.enter(&record), slot, page)
+    }
+
+    fn check_uses_bitmaps(&self, slot: u32) -> Result<(), Error> {
+        if self.rings.are_enabled() { Err(Error::DirtyRingInUse { slot }) } else { Ok(()) }
+    }
+
+    /// Gives each vCPU a dirty ring of `nr_entries` entries, instead of the bitmaps of the slots. To be called before the
+    /// first vCPU is made: so it is for the VM's life. KVM's `KVM_CAP_DIRTY_LOG_RING`.
+    ///
+    /// In a slot that logs, each fault that opens a page for writing is then an entry in the ring of its vCPU
+    /// ([`Vcpu::dirty_ring`]); a page may be there more than once. When [`DIRTY_RING_RESERVE`](crate::DIRTY_RING_RESERVE) entries are left, the vCPU's faults
+    /// exit with [`Exit::DirtyRingFull`](crate::Exit::DirtyRingFull). To go on: harvest the entries, call
+    /// [`reset_dirty_rings`](Vm::reset_dirty_rings), and only then read the pages. When no vCPU runs, one harvest of all
+    /// rings is exact.
+    ///
+    /// A slot that is moved while it logs is dirty as a whole, and nothing is pushed for that. With
+    /// [`ManualProtect::InitiallySet`], too, a slot that begins to log is write-protected, and nothing pushed.
+    ///
+    /// No step opens more pages than the ring has room for, in slots that do not log as well: no page of 1 GiB is mapped
+    /// as one for writing, and pages of 2 MiB only where 512 entries are free.
+    ///
+    /// # Errors
+    /// [`Error::BadRingSize`], [`Error::RingNeedsPageFaults`], [`Error::VcpusExist`], [`Error::DirtyRingEnabled`].
+    pub fn enable_dirty_ring(&self, nr_entries: u32) -> Result<(), Error> {
+        let Config { dirty_tracking, huge_page_logging, .. } = self.tree.config;
+        match (dirty_tracking, huge_page_logging) {
+            (DirtyTracking::WriteProtect(_), HugePageLogging::Split) => self.rings.enable(nr_entries),
+            _ => Err(Error::RingNeedsPageFaults),
+        }
+    }
+
+    /// The dirty rings of all vCPUs, those that are gone included: a later vCPU takes over one of theirs, with what is in it.
+    pub fn dirty_rings(&self) -> impl Iterator<Item = &DirtyRing> {
+        self.rings.iter()
+    }
+
+    /// Makes room of the entries that were harvested from the dirty rings, and has the pages logged anew: what the guest
+    /// writes to them after this call is pushed again. So call it after harvesting and before the pages are read. Returns
+    /// how many entries were made room of. KVM's `KVM_RESET_DIRTY_RINGS`.
+    ///
+    /// Any number of threads may call it at once, beside harvests and vCPUs: an entry is counted by one of them, but to all
+    /// of them the pages that they have harvested are protected when the call returns.
+    ///
+    /// # Errors
+    /// [`Error::NoDirtyRing`], [`Error::OutOfMemory`].
+    pub fn reset_dirty_rings(&self) -> Result<u64, Error> {
+        if !self.rings.are_enabled() {
+            return Err(Error::NoDirtyRing);
+        }
+        let record = self.tree.epochs.borrow_record()?;
+        Ok(RingsReset { tree: &self.tree, slots: &self.slots, record: &record }.reset(self.rings.iter()))
     }
 
     /// Takes the guest frames of `range` away from the guest until the answer is dropped: the host is going to give the

@@ -19,8 +19,8 @@ use common::{
     translate, vm,
 };
 use slat::{
-    Access, Config, Error, Format, Gpa, Level, Locking, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize,
-    Vcpu, Vm,
+    Access, Config, DirtyRing, Error, Format, Gpa, Level, Locking, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
+    PageSize, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -300,6 +300,42 @@ fn heap<F: Format>(locking: Locking) {
     life_of_a_vm::<F>(locking);
     let before = LIVE_BYTES.get();
     life_of_a_vm::<F>(locking);
+    assert_eq!(LIVE_BYTES.get(), before, "bytes of the heap are leaked");
+}
+
+fn life_with_rings<F: Format>(locking: Locking) {
+    const SIZE: u64 = 4 * MIB;
+    let vm = Arc::new(Vm::<_, F>::new(TestHost::default(), Config::with_locking(locking)).unwrap());
+    let (result, _) = with_heap_allocations(0, || vm.create_vcpu());
+    assert!(matches!(result, Err(Error::OutOfMemory)));
+    // The vCPU that could not be made has decided nothing.
+    assert_eq!(vm.enable_dirty_ring(256), Ok(()));
+    let (mut vcpu, failures) =
+        until_it_succeeds(|| vm.create_vcpu(), || assert_eq!(vm.dirty_rings().count(), 0, "a ring without a vCPU"));
+    assert!(failures >= 2, "{failures}: a record, a ring and its entries");
+    vm.set_user_memory_region(region(0, 0, SIZE, 0x4000, PageSize::Size4K)).unwrap();
+    let ((), failures) = until_it_succeeds(|| vm.set_user_memory_region(change(0, LOG, 0, SIZE)), || {});
+    assert!(failures <= 5, "{failures}: there is no bitmap");
+    assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
+    let fault_and_harvest = || {
+        let result = vcpu.handle_fault(Gpa(PAGE_SIZE), Access::Write);
+        (result, vm.dirty_rings().map(|ring| ring.harvest(|_| {})).sum::<u64>())
+    };
+    let (result, _) = with_heap_allocations(0, fault_and_harvest);
+    assert_eq!(result, (Ok(Outcome::Resume), 2), "a push or a harvest allocated from the heap");
+    let first_index = || vm.dirty_rings().map(DirtyRing::first_index).sum::<u64>();
+    // The list of records, for one more at once than ever before.
+    let _others = [(); 3].map(|()| vm.create_vcpu().unwrap());
+    let (nr_reset, failures) = until_it_succeeds(|| vm.reset_dirty_rings(), || assert_eq!(first_index(), 0));
+    assert_eq!((nr_reset, first_index()), (2, 2));
+    assert!(failures >= 1);
+}
+
+each!(a_vm_with_rings_whose_heap_runs_out_is_as_it_was_and_leaks_nothing, rings);
+fn rings<F: Format>(locking: Locking) {
+    life_with_rings::<F>(locking);
+    let before = LIVE_BYTES.get();
+    life_with_rings::<F>(locking);
     assert_eq!(LIVE_BYTES.get(), before, "bytes of the heap are leaked");
 }
 

@@ -33,12 +33,18 @@
 //! have another address now, so a migration has to send them again anyway.) A harvest looks up where the slot is after it
 //! has taken the bits, so that it protects the leaves that matter.
 //!
+//! # Rings
+//! Where vCPUs have dirty rings (`ring`), slots have no bitmap, and a fault that made a leaf writable pushes its pages
+//! into its vCPU's ring at (4), whatever was pushed before. Enabling is as above.
+//!
+//! # Flushes
 //! The flush is owed because bits were taken and not because a leaf changed: a leaf that another harvest has just
 //! protected may still be cached as writable, and this one must not hand its bit out before that is flushed.
 
 use core::ops::Range;
 
 use super::bitmap::{self, Bitmap, PAGES_PER_WORD, TakenWords, WORDS_PER_TURN};
+use super::ring::{DirtyPage, DirtyRing};
 use crate::addr::{Gfn, GfnRange, Gpa, Level};
 use crate::config::DirtyTracking;
 use crate::error::Error;
@@ -57,18 +63,38 @@ use crate::table::walk::{self, Cursor};
 const PAGES_PER_TURN: u64 = 1 << 15;
 
 /// Marks the pages of `block`, for which the caller has just made a leaf writable by compare-and-exchange in `section`,
-/// if the slot that has them now logs.
+/// if the slot that has them now logs: in `ring` if the caller's vCPU has one, which has room for them, else in the slot's
+/// bitmap.
 ///
 /// That is not always the slot that the fault looked at. A slot that took its place over the same frames may have had the
 /// very same leaf there. And if the slot was moved away meanwhile, the move has marked all of its pages.
 #[inline]
-pub(crate) fn mark_if_logging<B>(slots: &Slots<B>, section: &Section<'_>, gfn: Gfn, block: GfnRange) {
+pub(crate) fn mark_if_logging<B>(
+    slots: &Slots<B>,
+    section: &Section<'_>,
+    ring: Option<&DirtyRing>,
+    gfn: Gfn,
+    block: GfnRange,
+) {
     // The store-load pairs of the module: the leaf is writable before flags and bits are read.
     fence_after_rmw();
     let Some(slot) = slots.find(section, gfn) else { return };
-    if let Some(log) = slot.log() {
-        let pages = block.intersection(slot.range());
-        log.mark(pages.start.0 - slot.range().start.0, pages.nr_pages());
+    if !slot.logs() {
+        return;
+    }
+    let pages = block.intersection(slot.range());
+    let first = pages.start.0 - slot.range().start.0;
+    match (ring, slot.log()) {
+        (Some(ring), _) => push_pages(ring, slot.id(), first, pages.nr_pages()),
+        (None, Some(log)) => log.mark(first, pages.nr_pages()),
+        // Rings came to the VM since this call of somebody who has none began.
+        (None, None) => {}
+    }
+}
+
+fn push_pages(ring: &DirtyRing, slot: u32, first: u64, nr_pages: u64) {
+    for page in first..first + nr_pages {
+        ring.push(DirtyPage { slot, page });
     }
 }
 
@@ -329,7 +355,7 @@ pub(crate) fn mark_written<B>(slots: &Slots<B>, section: &Section<'_>, written: 
     // The store-load pairs of the module: it was a CPU that set D, before it or another handed the address over.
     full_fence();
     for gpa in written {
-        mark_if_logging(slots, section, gpa.gfn(), gpa.gfn().block(Level::L4K));
+        mark_if_logging(slots, section, None, gpa.gfn(), gpa.gfn().block(Level::L4K));
     }
 }
 

@@ -170,7 +170,7 @@ impl World {
         let record = self.epochs.borrow_record().expect("memory for a record");
         let section = self.epochs.enter(&record);
         if self.leaf.give_write() {
-            mark_if_logging(&self.slots, &section, RANGE.start, RANGE);
+            mark_if_logging(&self.slots, &section, None, RANGE.start, RANGE);
         }
     }
 

@@ -247,7 +247,8 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
     #[inline]
     fn mark_dirty(&self, section: &Section<'_>, leaf: Entry, level: Level, range: GfnRange) {
         if !self.tree.config.first_write_faults(level) && entry::is_dirty_for_log::<F>(leaf) {
-            log::mark_if_logging(self.slots, section, range.start, range);
+            // No ring: a VM that has rings logs by faults alone.
+            log::mark_if_logging(self.slots, section, None, range.start, range);
         }
     }
 

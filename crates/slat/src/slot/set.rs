@@ -41,7 +41,7 @@ pub(crate) struct SlotEntry<B> {
     pub(crate) id: u32,
     pub(crate) flags: MemoryRegionFlags,
     slot: NonNull<Slot<B>>,
-    /// The dirty log, exactly if `flags` has `LOG_DIRTY_PAGES`.
+    /// The dirty log, if `flags` has `LOG_DIRTY_PAGES` and the VM does not log by rings.
     log: Option<NonNull<Bitmap>>,
 }
 
@@ -106,6 +106,12 @@ impl<'s, B> SlotView<'s, B> {
 
     pub(crate) fn flags(&self) -> MemoryRegionFlags {
         self.entry.flags
+    }
+
+    /// The slot's number.
+    #[inline]
+    pub(crate) fn id(&self) -> u32 {
+        self.entry.id
     }
 
     /// Whether writes are logged.

@@ -9,7 +9,7 @@
 
 use super::{Fault, Found, InstallPlan, Plan, Step, Vcpu};
 use crate::addr::{Access, Gfn, GfnRange, Gpa, Level, PAGE_SHIFT, PAGE_SIZE};
-use crate::dirty::log;
+use crate::dirty::ring::DIRTY_RING_RESERVE;
 use crate::error::Error;
 use crate::format::{Entry, Format};
 use crate::host::{Host, Resolved};
@@ -29,7 +29,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     ///
     /// # Errors
     /// For the first page: [`Error::NoMemory`] if no slot has it, or not for writing; [`Error::Busy`] if it is being taken
-    /// away at this moment, by an invalidation or a change of its slot: try again; and those of
+    /// away at this moment, by an invalidation or a change of its slot: try again; [`Error::DirtyRingFull`]; and those of
     /// [`handle_fault`](Vcpu::handle_fault). [`Error::UnalignedAddress`], [`Error::BadSize`].
     pub fn pre_fault_memory(&mut self, gpa: Gpa, size_bytes: u64, access: Access) -> Result<u64, Error> {
         if !gpa.is_page_aligned() {
@@ -84,8 +84,9 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     }
 }
 
-/// Pages of a list that go the way together.
+/// Pages of a list that go the way together: no more than a ring that is not soft-full has room for.
 const TOGETHER: usize = 64;
+const _: () = assert!(TOGETHER <= DIRTY_RING_RESERVE as usize);
 
 /// Stands for the entry of a page that is mapped already: a value that no empty entry has.
 const MAPPED: Entry = Entry(u64::MAX);
@@ -96,6 +97,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     fn pre_fault_together(&mut self, pages: &[Gpa]) -> usize {
         let Vm { tree, slots, .. } = self.vm;
         let access = self.access;
+        if self.is_ring_full() {
+            return 0;
+        }
         let section = tree.epochs.enter(self.record);
         let mut cursor = Cursor::new(tree, &section, self.gfn);
         let mut nr_pages = 0;
@@ -147,7 +151,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 continue;
             }
             let resolved = tree.host.resolve(plan.backing.get(), gfn, plan.page(gfn), access).ok();
-            let leaf = resolved.and_then(|resolved| plan.leaf::<F>(&tree.config, gfn, access, resolved).ok());
+            let leaf = resolved.and_then(|resolved| self.leaf(&plan, gfn, resolved).ok());
             let Some(leaf) = leaf else {
                 nr_pages = index;
                 break;
@@ -185,14 +189,14 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         // As `mark_if_logging` would for each: the leaves are writable before the flags are read.
         fence_after_rmw();
         let may_log =
-            slots.find(&locked.section, self.gfn).is_none_or(|slot| slot.log().is_some() || slot.range() != slot_range);
+            slots.find(&locked.section, self.gfn).is_none_or(|slot| slot.logs() || slot.range() != slot_range);
         if may_log {
             let installed = pages[..nr_pages]
                 .iter()
                 .zip(leaves)
                 .filter(|&(_, &leaf)| leaf != MAPPED && entry::is_writable::<F>(leaf));
             for (page, _) in installed {
-                log::mark_if_logging(slots, &locked.section, page.gfn(), page.gfn().block(Level::L4K));
+                self.mark(&locked.section, page.gfn(), page.gfn().block(Level::L4K));
             }
         }
         nr_pages
@@ -201,16 +205,16 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Maps the page of this fault, and as many behind it below `end` as go with it. Returns the first that is not done.
     fn pre_fault(&mut self, end: Gfn) -> Result<Gfn, Error> {
         loop {
+            if self.is_ring_full() {
+                return Err(Error::DirtyRingFull { gpa: self.gpa });
+            }
             let changed = match self.look() {
                 Plan::Spurious(level) => return Ok(self.gfn.block(level).end),
                 Plan::Exit => return Err(Error::NoMemory { gpa: self.gpa }),
                 Plan::TakenAway => return Err(Error::Busy { gpa: self.gpa }),
                 Plan::Install(plan) => {
                     let resolved = self.resolve(&plan)?;
-                    let leaf = NewLeaf {
-                        used: None,
-                        ..plan.leaf::<F>(&self.vm.tree.config, self.gfn, self.access, resolved)?
-                    };
+                    let leaf = NewLeaf { used: None, ..self.leaf(&plan, self.gfn, resolved)? };
                     if self.is_another_frame(&plan, &leaf) {
                         return Err(Error::BadResolve { gpa: self.gpa });
                     }
@@ -247,7 +251,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// mapped.
     fn may_fill(&self, plan: &InstallPlan<'_, H::Backing>, level: Level, end: Gfn) -> bool {
         let block = self.gfn.block(level);
-        plan.level >= level
+        (block.nr_pages() <= self.max_opened() || !plan.may_give_write(self.access))
+            && plan.level >= level
             && plan.max_level >= level
             && block.start == self.gfn
             && block.end <= end
@@ -266,6 +271,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     ) -> Result<Gfn, Changed> {
         let tree = &self.vm.tree;
         let (host, access, start) = (&tree.host, self.access, self.gfn);
+        let max_opened = self.max_opened();
         let leaf_level = Level(LEVEL);
         let leaf_pages = leaf_level.nr_pages();
         // The next leaf, and how many can be told from it on without asking the host: none, once there are no more.
@@ -285,7 +291,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             if nr_known == 0 && index + 1 < F::TABLE_ENTRIES {
                 let gfn = Gfn(start.0 + nr_filled * leaf_pages);
                 if let Ok(resolved) = host.resolve(plan.backing.get(), gfn, plan.page(gfn), access)
-                    && let Ok(next) = plan.leaf::<F>(&tree.config, gfn, access, resolved)
+                    && let Ok(next) = plan.leaf::<F>(&tree.config, max_opened, gfn, access, resolved)
                     // A smaller one ends it: it needs a table of its own.
                     && next.level >= leaf_level
                 {
@@ -308,7 +314,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         self.record.stats.add(super::installed(leaf_level), nr_filled);
         let filled = GfnRange::new(start, nr_filled * leaf_pages);
         if any_writable && self.marks(leaf_level) {
-            log::mark_if_logging(&self.vm.slots, &locked.section, start, filled);
+            self.mark(&locked.section, start, filled);
         }
         Ok(filled.end)
     }

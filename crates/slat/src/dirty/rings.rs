@@ -1,0 +1,300 @@
+//! The dirty rings of one VM: how vCPUs come by them, and how all of them are reset.
+//!
+//! Rings belong to the VM and are freed with it, so that the entries of a vCPU that is gone are harvested like the others. A
+//! new vCPU takes over a ring that nobody has: there are never more than there were vCPUs at once.
+//!
+//! A reset protects the pages of many entries, flushes once, and only then makes room of the entries (`ring` has the
+//! argument). Pages are protected as a harvest of bitmaps does it: in short sections, the pages of a table together, lazily
+//! where there are many (`second_stage/protect.rs`).
+
+#![expect(unsafe_code, reason = "rings are reached by raw pointers, which their VM keeps alive")]
+
+use alloc::boxed::Box;
+use core::array;
+use core::ptr::{self, NonNull};
+
+use super::bitmap::{PAGES_PER_WORD, TakenWords};
+use super::ring::{DIRTY_RING_RESERVE, DirtyPage, DirtyRing, MAX_DIRTY_RING_ENTRIES, MIN_DIRTY_RING_ENTRIES, Reset};
+use crate::addr::{Gfn, GfnRange};
+use crate::boxed::try_box;
+use crate::error::Error;
+use crate::format::Format;
+use crate::host::Host;
+use crate::second_stage::flush::FlushToken;
+use crate::second_stage::protect::Protector;
+use crate::slot::set::Slots;
+use crate::sync::{AtomicPtr, AtomicU32, Ordering, Side};
+use crate::table::Tree;
+use crate::table::retire::{Record, Section};
+
+/// Not decided whether the VM has rings: it has no vCPU yet.
+const UNDECIDED: u32 = 0;
+/// The VM has vCPUs, and no rings.
+const NO_RINGS: u32 = u32::MAX;
+
+/// The rings of one VM, or none.
+pub(crate) struct Rings {
+    /// Size of each ring; or [`UNDECIDED`], or [`NO_RINGS`]. One word, so that of the first vCPU and the call that enables
+    /// rings one comes first.
+    nr_entries: AtomicU32,
+    first: AtomicPtr<DirtyRing>,
+}
+
+impl Rings {
+    pub(crate) fn new() -> Rings {
+        Rings { nr_entries: AtomicU32::new(UNDECIDED), first: AtomicPtr::new(ptr::null_mut()) }
+    }
+
+    /// Gives each vCPU that is made from now on a ring of `nr_entries`.
+    pub(crate) fn enable(&self, nr_entries: u32) -> Result<(), Error> {
+        if !nr_entries.is_power_of_two() || !(MIN_DIRTY_RING_ENTRIES..=MAX_DIRTY_RING_ENTRIES).contains(&nr_entries) {
+            return Err(Error::BadRingSize { nr_entries });
+        }
+        // Relaxed, here and below: the number says it all.
+        match self.nr_entries.compare_exchange(UNDECIDED, nr_entries, Ordering::Relaxed, Ordering::Relaxed) {
+            Ok(_) => Ok(()),
+            Err(NO_RINGS) => Err(Error::VcpusExist),
+            Err(_) => Err(Error::DirtyRingEnabled),
+        }
+    }
+
+    /// Whether pages are logged by rings, and not by bitmaps.
+    pub(crate) fn are_enabled(&self) -> bool {
+        !matches!(self.nr_entries.load(Ordering::Relaxed), UNDECIDED | NO_RINGS)
+    }
+
+    /// The ring for a new vCPU, if vCPUs have rings. The last thing in making one that may fail: from now on they have rings
+    /// or they have not.
+    pub(crate) fn take(&self) -> Result<Option<OwnedRing>, Error> {
+        match self.nr_entries.compare_exchange(UNDECIDED, NO_RINGS, Ordering::Relaxed, Ordering::Relaxed) {
+            Ok(_) | Err(NO_RINGS) => Ok(None),
+            Err(nr_entries) => self.take_ring(nr_entries).map(Some),
+        }
+    }
+
+    fn take_ring(&self, nr_entries: u32) -> Result<OwnedRing, Error> {
+        for ring in self.iter() {
+            // Relaxed look first: no need to take the line for a ring that is in use. Acquire: `pushed` is where the vCPU
+            // before has left it.
+            let in_use = &ring.listed.in_use;
+            if !in_use.load(Ordering::Relaxed)
+                && in_use.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
+            {
+                return Ok(OwnedRing(NonNull::from(ring)));
+            }
+        }
+        let mut new = try_box(DirtyRing::new(nr_entries, DIRTY_RING_RESERVE)?)?;
+        // Relaxed: the exchange shows what is listed by then.
+        let mut head = self.first.load(Ordering::Relaxed);
+        loop {
+            new.listed.next = head;
+            let pointer = NonNull::from(Box::leak(new));
+            // Release: who walks the list sees the ring, and, through the chain of exchanges, those behind it.
+            match self.first.compare_exchange(head, pointer.as_ptr(), Ordering::Release, Ordering::Relaxed) {
+                Ok(_) => return Ok(OwnedRing(pointer)),
+                Err(found) => {
+                    head = found;
+                    // SAFETY: the exchange failed, so nobody else has seen the pointer, which came from a box.
+                    new = unsafe { Box::from_raw(pointer.as_ptr()) };
+                }
+            }
+        }
+    }
+
+    /// All rings, also those that no vCPU has now.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &DirtyRing> {
+        // Acquire: sees the rings.
+        let mut next = self.first.load(Ordering::Acquire).cast_const();
+        core::iter::from_fn(move || {
+            // SAFETY: the pointer is null or a ring of the list; rings are freed only with the `Rings`.
+            let ring = unsafe { next.as_ref() }?;
+            next = ring.listed.next;
+            Some(ring)
+        })
+    }
+}
+
+impl Drop for Rings {
+    fn drop(&mut self) {
+        let mut next = self.first.load(Ordering::Relaxed);
+        while !next.is_null() {
+            // SAFETY: every ring of the list came from a box, and with `&mut self` nobody uses one any more: references
+            // borrow the `Rings`, and vCPUs keep the VM that holds it alive.
+            let ring = unsafe { Box::from_raw(next) };
+            next = ring.listed.next.cast_mut();
+        }
+    }
+}
+
+/// Words of pages that are protected in one section.
+const WORDS_PER_TURN: usize = 128;
+/// Rings whose resets share a flush.
+const RINGS_PER_FLUSH: usize = 32;
+
+/// Some of 64 pages of a slot.
+#[derive(Clone, Copy, Default)]
+struct PageWord {
+    slot: u32,
+    /// The first page is 64 times that.
+    index: u64,
+    /// Bit n: page n from the first on.
+    bits: u64,
+}
+
+impl PageWord {
+    fn of(DirtyPage { slot, page }: DirtyPage) -> PageWord {
+        PageWord { slot, index: page / PAGES_PER_WORD, bits: 1 << (page % PAGES_PER_WORD) }
+    }
+
+    /// Its bits for pages below `nr_pages`.
+    fn bits_below(&self, nr_pages: u64) -> u64 {
+        match nr_pages.saturating_sub(self.index * PAGES_PER_WORD) {
+            0 => 0,
+            left => self.bits & (u64::MAX >> PAGES_PER_WORD.saturating_sub(left)),
+        }
+    }
+}
+
+/// Sorts `words` by slot and page, so that a table's are together, and makes one of those that are the same. Returns them.
+fn in_order(words: &mut [PageWord]) -> &[PageWord] {
+    words.sort_unstable_by_key(|word| (word.slot, word.index));
+    let mut len = words.len().min(1);
+    for index in 1..words.len() {
+        let word = words[index];
+        let last = &mut words[len - 1];
+        if (last.slot, last.index) == (word.slot, word.index) {
+            last.bits |= word.bits;
+        } else {
+            words[len] = word;
+            len += 1;
+        }
+    }
+    &words[..len]
+}
+
+/// The reset of all rings of a VM, as one call does it.
+pub(crate) struct RingsReset<'c, H: Host, F: Format> {
+    pub(crate) tree: &'c Tree<H, F>,
+    pub(crate) slots: &'c Slots<H::Backing>,
+    pub(crate) record: &'c Record,
+}
+
+impl<H: Host, F: Format> RingsReset<'_, H, F> {
+    /// Protects the pages of all harvested entries of `rings`, and makes room of the entries. Returns how many it was that
+    /// no other reset was faster with.
+    pub(crate) fn reset<'r>(&self, mut rings: impl Iterator<Item = &'r DirtyRing>) -> u64 {
+        let mut nr_reset = 0;
+        let mut words = [PageWord::default(); WORDS_PER_TURN];
+        loop {
+            let mut token = FlushToken::new();
+            let resets: [Option<Reset<'r>>; RINGS_PER_FLUSH] = array::from_fn(|_| {
+                let mut reset = rings.next()?.reset();
+                self.protect_entries(&mut reset, &mut words, &mut token);
+                Some(reset)
+            });
+            // Before any entry is empty: who finds it so need not flush.
+            token.pay(self.tree, self.record);
+            let is_last = resets[RINGS_PER_FLUSH - 1].is_none();
+            nr_reset += resets.into_iter().flatten().map(Reset::finish).sum::<u64>();
+            if is_last {
+                return nr_reset;
+            }
+        }
+    }
+
+    /// Protects the pages of the entries that `reset` gives out, turn by turn. `words` is only room.
+    fn protect_entries(&self, reset: &mut Reset<'_>, words: &mut [PageWord; WORDS_PER_TURN], token: &mut FlushToken) {
+        let mut len = 0;
+        for page in reset {
+            let new = PageWord::of(page);
+            match words[..len].last_mut() {
+                // Mostly a guest writes forward, or backward.
+                Some(last) if (last.slot, last.index) == (new.slot, new.index) => last.bits |= new.bits,
+                _ => {
+                    if len == WORDS_PER_TURN {
+                        self.protect(words, token);
+                        len = 0;
+                    }
+                    words[len] = new;
+                    len += 1;
+                }
+            }
+        }
+        if len != 0 {
+            self.protect(&mut words[..len], token);
+        }
+    }
+
+    /// Protects the pages of `words`, in one section.
+    fn protect(&self, words: &mut [PageWord], token: &mut FlushToken) {
+        let tree = self.tree;
+        // A table is closed once at most in a turn, and its pages are taken in their order.
+        let words = in_order(words);
+        tree.generations.renew_if_low(&tree.epochs, || tree.host.barrier_on_all_cpus());
+        let locked = tree.enter(self.record, Side::Write);
+        for words in words.chunk_by(|word, next| word.slot == next.slot) {
+            // A slot that was deleted, or moved, since the pages were pushed had all of them taken away and flushed, before
+            // it was seen to be gone. What is at its new place, or in another slot by the same number, was pushed for itself.
+            if let Some(slot) = self.slots.by_id(&locked.section, words[0].slot) {
+                self.protect_in_slot(&locked.section, slot.range(), words, token);
+            }
+        }
+        drop(locked);
+        if tree.should_yield() {
+            tree.host.yield_now();
+        }
+    }
+}
+
+/// Words from the first on that are protected together.
+const REACH: u64 = 1 << 13;
+
+impl<H: Host, F: Format> RingsReset<'_, H, F> {
+    /// Protects the pages of `words`, which are in their order, of the slot that has `range`.
+    fn protect_in_slot(&self, section: &Section<'_>, range: GfnRange, mut words: &[PageWord], token: &mut FlushToken) {
+        while let Some(first) = words.first().map(|word| word.index) {
+            let (near, far) = words.split_at(words.partition_point(|word| word.index - first < REACH));
+            let mut pages = TakenWords::new();
+            for word in near {
+                pages.push((word.index - first) as usize, word.bits_below(range.nr_pages()));
+            }
+            // Each with an admission of its own: a table may have pages in both.
+            let mut protector = Protector::new(self.tree, section, range);
+            protector.protect(Gfn(range.start.0 + first * PAGES_PER_WORD), &pages, token);
+            protector.finish(self.record);
+            words = far;
+        }
+    }
+}
+
+/// The ring that a vCPU has for its life.
+pub(crate) struct OwnedRing(NonNull<DirtyRing>);
+
+// SAFETY: a `DirtyRing` is `Sync`, and the pointer is only ever read.
+unsafe impl Send for OwnedRing {}
+
+impl OwnedRing {
+    /// # Safety
+    /// The `Rings` that it came from is alive for `'a`.
+    pub(crate) unsafe fn get<'a>(&self) -> &'a DirtyRing {
+        // SAFETY: rings live as long as their `Rings`.
+        unsafe { self.0.as_ref() }
+    }
+
+    /// Gives the ring back, with what is in it, for a later vCPU to use.
+    ///
+    /// # Safety
+    /// The `Rings` that it came from is alive.
+    pub(crate) unsafe fn give_back(self) {
+        // SAFETY: as the caller promises. Release: see `take_ring`.
+        unsafe { self.get() }.listed.in_use.store(false, Ordering::Release);
+    }
+}
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+#[path = "rings_tests.rs"]
+mod tests;
+
+#[cfg(all(test, loom))]
+#[path = "rings_loom.rs"]
+mod loom_tests;

@@ -1,0 +1,663 @@
+//! Dirty rings: what is pushed and when, exits of vCPUs whose rings are full, resets that protect, and that nothing is lost
+//! when guests write, threads harvest and reset, and slots change, all at once. The world with contents is that of
+//! `concurrent_dirty`.
+#![cfg(not(any(loom, shuttle)))]
+#![allow(missing_docs)]
+
+mod common;
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use common::guest::Guest;
+use common::hooked::{Hooked, at_look, was_called};
+use common::{GIB, MIB, TestHost, assert_no_table_is_left, change, each, region, translate};
+use slat::{
+    Access, Config, DIRTY_RING_RESERVE, DirtyPage, DirtyRingEntry, DirtyTracking, Error, Exit, Format, Gpa,
+    HugePageLogging, Level, Locking, ManualProtect, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
+    WriteProtection,
+};
+
+const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
+const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
+const RUN: Duration = Duration::from_millis(250);
+const FULL: Result<Outcome, Error> = Ok(Outcome::Exit(Exit::DirtyRingFull));
+const RESUME: Result<Outcome, Error> = Ok(Outcome::Resume);
+
+fn vm_with<F: Format>(config: Config, nr_entries: u32) -> Arc<Vm<TestHost, F>> {
+    let vm = Arc::new(Vm::new(TestHost::default(), config).unwrap());
+    vm.enable_dirty_ring(nr_entries).unwrap();
+    vm
+}
+
+/// For exact counts: below a table entry that was closed lazily, a page may be pushed twice by one fault.
+fn leaf_by_leaf(locking: Locking) -> Config {
+    Config::with_locking(locking).with_dirty_tracking(DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf))
+}
+
+/// A VM with rings and slot 0 at address 0, that logs.
+fn logging<F: Format>(config: Config, nr_entries: u32, size: u64) -> (Arc<Vm<TestHost, F>>, Vcpu<TestHost, F>) {
+    let vm = vm_with::<F>(config, nr_entries);
+    vm.set_user_memory_region(region(0, 0, size, 1 << 20, PageSize::Size1G)).unwrap();
+    vm.set_user_memory_region(change(0, LOG, 0, size)).unwrap();
+    let vcpu = vm.create_vcpu().unwrap();
+    (vm, vcpu)
+}
+
+/// Takes what is in all rings.
+fn harvest<F: Format>(vm: &Vm<TestHost, F>) -> Vec<DirtyPage> {
+    let mut pages = Vec::new();
+    for ring in vm.dirty_rings() {
+        ring.harvest(|page| pages.push(page));
+    }
+    pages
+}
+
+fn pages_of(slot: u32, pages: impl IntoIterator<Item = u64>) -> Vec<DirtyPage> {
+    pages.into_iter().map(|page| DirtyPage { slot, page }).collect()
+}
+
+fn is_writable<F: Format>(vm: &Vm<TestHost, F>, page: u64) -> bool {
+    translate(vm, Gpa(page * PAGE_SIZE)).is_some_and(|found| found.writable)
+}
+
+fn write<F: Format>(vcpu: &mut Vcpu<TestHost, F>, page: u64) {
+    assert_eq!(vcpu.handle_fault(Gpa(page * PAGE_SIZE), Access::Write), RESUME, "page {page}");
+}
+
+/// Deletes the slots `slots`, and checks that nothing is left of them.
+fn end<F: Format>(vm: &Arc<Vm<TestHost, F>>, slots: &[u32]) {
+    for &slot in slots {
+        vm.set_user_memory_region(change(slot, NO_FLAGS, 0, 0)).unwrap();
+    }
+    assert_no_table_is_left(vm);
+}
+
+each!(a_fault_that_opens_a_page_pushes_it_and_others_push_nothing, pushes);
+fn pushes<F: Format>(locking: Locking) {
+    let (vm, mut vcpu) = logging::<F>(Config::with_locking(locking), 256, 4 * MIB);
+    vm.set_user_memory_region(region(7, GIB, 4 * MIB, 0, PageSize::Size2M)).unwrap();
+    assert_eq!(vcpu.dirty_ring().unwrap().nr_entries(), 256);
+    assert_eq!(vcpu.handle_fault(Gpa(0), Access::Read), RESUME);
+    assert_eq!(vcpu.handle_fault(Gpa(GIB), Access::Write), RESUME);
+    assert_eq!(harvest(&vm), []);
+    // A huge page that is split, a second write, an empty entry.
+    write(&mut vcpu, 0);
+    write(&mut vcpu, 0);
+    write(&mut vcpu, 1023);
+    write(&mut vcpu, 700);
+    assert_eq!(harvest(&vm), pages_of(0, [0, 1023, 700]));
+    assert_eq!(harvest(&vm), []);
+    assert!([0, 700, 1023].iter().all(|&page| is_writable(&vm, page)), "a harvest protects nothing");
+    assert_eq!(vm.reset_dirty_rings(), Ok(3));
+    assert!([0, 700, 1023].iter().all(|&page| !is_writable(&vm, page)));
+    assert!(is_writable(&vm, GIB / PAGE_SIZE), "of another slot");
+    assert_eq!(vm.reset_dirty_rings(), Ok(0));
+    write(&mut vcpu, 700);
+    assert_eq!(vm.reset_dirty_rings(), Ok(0), "it is not harvested");
+    assert!(is_writable(&vm, 700));
+    assert_eq!(harvest(&vm), pages_of(0, [700]));
+    drop(vcpu);
+    end(&vm, &[0, 7]);
+}
+
+each!(a_vcpu_whose_ring_is_full_exits_until_there_is_room, full);
+fn full<F: Format>(locking: Locking) {
+    let (vm, mut vcpu) = logging::<F>(leaf_by_leaf(locking), 256, 4 * MIB);
+    let mut other = vm.create_vcpu().unwrap();
+    let limit = u64::from(256 - DIRTY_RING_RESERVE);
+    for round in 0..5 {
+        let first = round * limit % 512;
+        assert!((first..first + limit).all(|page| vcpu.handle_fault(Gpa(page * PAGE_SIZE), Access::Write) == RESUME));
+        assert!(vcpu.dirty_ring().unwrap().is_soft_full());
+        for access in [Access::Read, Access::Write, Access::Execute] {
+            for page in [first, first + limit, 1 << 20] {
+                assert_eq!(vcpu.handle_fault(Gpa(page * PAGE_SIZE), access), FULL);
+            }
+        }
+        assert_eq!(vcpu.pre_fault_memory(Gpa(0), PAGE_SIZE, Access::Read), Err(Error::DirtyRingFull { gpa: Gpa(0) }));
+        assert!(!is_writable(&vm, first + limit), "an exit changes nothing");
+        // Only this one.
+        write(&mut other, 1000);
+        assert_eq!(harvest(&vm).len() as u64, limit + 1);
+        assert_eq!(vcpu.handle_fault(Gpa(0), Access::Read), FULL, "a harvest makes no room");
+        assert_eq!(vm.reset_dirty_rings(), Ok(limit + 1));
+        assert!((0..1024).all(|page| !is_writable(&vm, page)));
+    }
+    drop((vcpu, other));
+    end(&vm, &[0]);
+}
+
+#[test]
+fn a_reset_goes_to_the_first_entry_that_was_not_harvested() {
+    let (vm, mut vcpu) = logging::<Npt>(Config::default(), 256, 4 * MIB);
+    for page in [5, 6, 900, 7] {
+        write(&mut vcpu, page);
+    }
+    let ring = vcpu.dirty_ring().unwrap();
+    assert_eq!(ring.entry(2), DirtyRingEntry::Dirty(DirtyPage { slot: 0, page: 900 }));
+    assert!(ring.mark_harvested(2) && ring.mark_harvested(0));
+    assert_eq!(vm.reset_dirty_rings(), Ok(1));
+    assert_eq!(ring.first_index(), 1);
+    assert_eq!([5, 6, 900, 7].map(|page| is_writable(&vm, page)), [false, true, true, true]);
+    assert_eq!(harvest(&vm), pages_of(0, [6, 7]));
+    assert_eq!(vm.reset_dirty_rings(), Ok(3));
+    assert_eq!([5, 6, 900, 7].map(|page| is_writable(&vm, page)), [false; 4]);
+}
+
+#[test]
+fn many_pages_in_any_order_are_protected_by_one_reset_and_one_flush() {
+    for protection in [WriteProtection::Lazy, WriteProtection::LeafByLeaf] {
+        let config = Config::default().with_dirty_tracking(DirtyTracking::WriteProtect(protection));
+        let (vm, mut vcpu) = logging::<Npt>(config, 4096, 64 * MIB);
+        vm.set_user_memory_region(region(1, GIB + 3 * PAGE_SIZE, 3 * MIB, 7, PageSize::Size4K)).unwrap();
+        vm.set_user_memory_region(change(1, LOG, GIB + 3 * PAGE_SIZE, 3 * MIB)).unwrap();
+        let mut others: Vec<_> = (0..40).map(|_| vm.create_vcpu().unwrap()).collect();
+        // Backward, all over the place, and in two slots by turns.
+        let backward = (512..1024).rev();
+        let all_over = (0..1500).map(|n| 1024 + n * 7919 % 15000);
+        for page in backward.chain(all_over) {
+            write(&mut vcpu, page);
+        }
+        for page in 0..700 {
+            let outcome = others[page % 40].handle_fault(Gpa(GIB + page as u64 * PAGE_SIZE), Access::Write);
+            assert!(outcome.is_ok_and(|outcome| outcome != Outcome::Exit(Exit::DirtyRingFull)));
+        }
+        let harvested = harvest(&vm);
+        assert_eq!(harvested.len(), 512 + 1500 + 697);
+        assert_eq!(harvested.iter().collect::<BTreeSet<_>>().len(), harvested.len());
+        let nr_flushes = vm.host().nr_flushes();
+        assert_eq!(vm.reset_dirty_rings(), Ok(harvested.len() as u64));
+        assert_eq!(vm.host().nr_flushes() - nr_flushes, 2, "one for each 32 rings");
+        assert!((0..16384).all(|page| !is_writable(&vm, page)));
+        assert!((0..700).all(|page| !is_writable(&vm, GIB / PAGE_SIZE + page)));
+        drop((vcpu, others));
+        end(&vm, &[0, 1]);
+    }
+}
+
+/// Who finds the entry empty need not flush, so it stays until the flush has returned.
+#[test]
+fn an_entry_is_empty_only_after_the_flush() {
+    let (vm, mut vcpu) = logging::<Npt>(Config::default(), 256, 4 * MIB);
+    let guest = Guest::new(&vm);
+    write(&mut vcpu, 5);
+    assert_eq!(harvest(&vm), pages_of(0, [5]));
+    let first_index = || vcpu.dirty_ring().unwrap().first_index();
+    std::thread::scope(|scope| {
+        // The flush waits for this access.
+        let reset = guest.during_access(Gpa(5 * PAGE_SIZE), |found| {
+            assert!(found.unwrap().writable);
+            let reset = scope.spawn(|| vm.reset_dirty_rings());
+            while is_writable(&vm, 5) {
+                std::thread::yield_now();
+            }
+            std::thread::sleep(Duration::from_millis(20));
+            assert_eq!(first_index(), 0);
+            reset
+        });
+        assert_eq!(reset.join().unwrap(), Ok(1));
+    });
+    assert_eq!(first_index(), 1);
+}
+
+/// A slot that does not begin at a multiple of 64 pages, whose pages are in the ring again and again.
+#[test]
+fn pages_that_are_in_the_ring_many_times_are_protected_like_others() {
+    const START: u64 = 2 * MIB - 100 * PAGE_SIZE;
+    const PAGES: u64 = 700;
+    let vm = vm_with::<Npt>(Config::default(), 8192);
+    vm.set_user_memory_region(region(3, START, PAGES * PAGE_SIZE, 5, PageSize::Size4K)).unwrap();
+    let mut vcpus = [(); 2].map(|()| vm.create_vcpu().unwrap());
+    let first = START / PAGE_SIZE;
+    for round in 0..4 {
+        // It is protected when it begins to log.
+        vm.set_user_memory_region(change(3, NO_FLAGS, START, PAGES * PAGE_SIZE)).unwrap();
+        vm.set_user_memory_region(change(3, LOG, START, PAGES * PAGE_SIZE)).unwrap();
+        for step in 0..PAGES {
+            write(&mut vcpus[(step % 2) as usize], first + (step * 89 + round) % PAGES);
+        }
+    }
+    let harvested = harvest(&vm);
+    assert!(harvested.len() as u64 >= 4 * PAGES);
+    assert_eq!(harvested.iter().collect::<BTreeSet<_>>().len() as u64, PAGES);
+    assert_eq!(vm.reset_dirty_rings(), Ok(harvested.len() as u64));
+    assert!((0..PAGES).all(|page| !is_writable(&vm, first + page)));
+    drop(vcpus);
+    end(&vm, &[3]);
+}
+
+#[test]
+fn no_step_opens_more_pages_than_there_is_room_for() {
+    for (nr_entries, level, again) in [(256, Level::L4K, Level::L4K), (1024, Level::L2M, Level::L4K)] {
+        let vm = vm_with::<Npt>(Config::default(), nr_entries);
+        vm.set_user_memory_region(region(0, 0, 4 * GIB, 1 << 20, PageSize::Size1G)).unwrap();
+        vm.set_user_memory_region(region(1, 4 * GIB, GIB, 0, PageSize::Size4K)).unwrap();
+        let mut vcpu = vm.create_vcpu().unwrap();
+        let level_of = |gpa| translate(&vm, Gpa(gpa)).map(|found| (found.level, found.writable));
+        // Installed; and given back, where it was installed for a read while the slot logged.
+        write(&mut vcpu, 0);
+        assert_eq!(level_of(0), Some((level, true)));
+        vm.set_user_memory_region(change(0, LOG, 0, 4 * GIB)).unwrap();
+        assert_eq!(vcpu.handle_fault(Gpa(GIB), Access::Read), RESUME);
+        assert_eq!(level_of(GIB), Some((Level::L1G, false)));
+        vm.set_user_memory_region(change(0, NO_FLAGS, 0, 4 * GIB)).unwrap();
+        assert_eq!(vcpu.handle_fault(Gpa(GIB), Access::Write), RESUME);
+        assert_eq!(level_of(GIB), Some((level, true)));
+        assert_eq!(harvest(&vm), []);
+        // With less than 512 entries left, in a slot that does not log.
+        vm.set_user_memory_region(change(1, LOG, 4 * GIB, GIB)).unwrap();
+        let nr_pages = u64::from(nr_entries) - 512.min(u64::from(nr_entries) / 2) + 1;
+        for page in 0..nr_pages {
+            assert_eq!(vcpu.handle_fault(Gpa(4 * GIB + page * PAGE_SIZE), Access::Write), RESUME);
+        }
+        for (gpa, access) in [(2 * GIB, Access::Write), (2 * GIB + 4 * MIB, Access::Read)] {
+            assert_eq!(vcpu.handle_fault(Gpa(gpa), access), RESUME);
+            assert_eq!(level_of(gpa), Some((again, true)));
+        }
+        drop(vcpu);
+        end(&vm, &[0, 1]);
+    }
+}
+
+/// A slot begins to log while a fault in it is on its way, at each point of the fault: whatever can be written afterwards
+/// is in the ring.
+#[test]
+fn a_slot_that_begins_to_log_beside_a_fault_has_all_its_writable_pages_in_the_ring() {
+    const SIZE: u64 = 4 * MIB;
+    let mut most = 0;
+    for setup in ["empty", "huge", "closed"] {
+        for nth in 1.. {
+            let vm = vm_with::<Hooked>(Config::default(), 1024);
+            vm.set_user_memory_region(region(0, 0, SIZE, 512, PageSize::Size2M)).unwrap();
+            let mut vcpu = vm.create_vcpu().unwrap();
+            match setup {
+                "empty" => {}
+                "huge" => {
+                    vm.set_user_memory_region(change(0, LOG, 0, SIZE)).unwrap();
+                    assert_eq!(vcpu.handle_fault(Gpa(0), Access::Read), RESUME);
+                    vm.set_user_memory_region(change(0, NO_FLAGS, 0, SIZE)).unwrap();
+                }
+                _ => {
+                    vm.set_user_memory_region(change(0, LOG, 0, SIZE)).unwrap();
+                    (0..512).for_each(|page| write(&mut vcpu, page));
+                    harvest(&vm);
+                    assert_eq!(vm.reset_dirty_rings(), Ok(512));
+                    vm.set_user_memory_region(change(0, NO_FLAGS, 0, SIZE)).unwrap();
+                }
+            }
+            assert!(!is_writable(&vm, 3));
+            let begins = Arc::clone(&vm);
+            at_look(Level(4), nth, move || begins.set_user_memory_region(change(0, LOG, 0, SIZE)).unwrap());
+            write(&mut vcpu, 3);
+            let is_over = !was_called();
+            let pages: BTreeSet<u64> = harvest(&vm).iter().map(|page| page.page).collect();
+            if !is_over {
+                most = most.max(pages.len());
+                for page in 0..1024 {
+                    assert!(!is_writable(&vm, page) || pages.contains(&page), "{setup} {nth}: page {page} is unseen");
+                }
+                vm.reset_dirty_rings().unwrap();
+                assert!((0..1024).all(|page| !is_writable(&vm, page)));
+            }
+            drop(vcpu);
+            end(&vm, &[0]);
+            if is_over {
+                assert!(nth > 1, "{setup}: the hook is reached");
+                break;
+            }
+        }
+    }
+    if cfg!(debug_assertions) {
+        assert_eq!(most, 512, "a huge page that was opened too late is pushed whole");
+    }
+}
+
+#[test]
+fn a_prefault_for_writing_pushes_each_page_and_stops_where_the_ring_is_full() {
+    let (vm, mut vcpu) = logging::<Npt>(leaf_by_leaf(Locking::None), 256, 8 * MIB);
+    // Page by page: a whole table has no room.
+    let limit = u64::from(256 - DIRTY_RING_RESERVE);
+    assert_eq!(vcpu.pre_fault_memory(Gpa(0), 8 * MIB, Access::Write), Ok(limit * PAGE_SIZE));
+    let full = Err(Error::DirtyRingFull { gpa: Gpa(limit * PAGE_SIZE) });
+    assert_eq!(vcpu.pre_fault_memory(Gpa(limit * PAGE_SIZE), PAGE_SIZE, Access::Write), full);
+    assert_eq!(harvest(&vm), pages_of(0, 0..limit));
+    assert_eq!(vm.reset_dirty_rings(), Ok(limit));
+    // A list, in tables that are there.
+    let list: Vec<Gpa> = (limit..512).map(|page| Gpa(page * PAGE_SIZE)).collect();
+    let done = vcpu.pre_fault_pages(&list, Access::Write).unwrap() as u64;
+    assert!((limit..=256).contains(&done), "{done} pages");
+    let full = Error::DirtyRingFull { gpa: list[done as usize] };
+    assert_eq!(vcpu.pre_fault_pages(&list[done as usize..], Access::Write), Err(full));
+    assert_eq!(harvest(&vm), pages_of(0, limit..limit + done));
+    assert_eq!(vm.reset_dirty_rings(), Ok(done));
+    // Reads push nothing, and fill tables.
+    assert_eq!(vcpu.pre_fault_memory(Gpa(4 * MIB), 4 * MIB, Access::Read), Ok(4 * MIB));
+    assert_eq!(harvest(&vm), []);
+
+    let (vm, mut vcpu) = logging::<Npt>(Config::default(), 1024, 8 * MIB);
+    // A table at once, then page by page.
+    let done = vcpu.pre_fault_memory(Gpa(0), 8 * MIB, Access::Write).unwrap() / PAGE_SIZE;
+    assert!((960..=1024).contains(&done), "{done} pages");
+    assert_eq!(harvest(&vm), pages_of(0, 0..done));
+    assert!((0..2048).all(|page| is_writable(&vm, page) == (page < done)));
+    assert_eq!(vm.reset_dirty_rings(), Ok(done));
+    assert!((0..2048).all(|page| !is_writable(&vm, page)));
+}
+
+#[test]
+fn entries_of_slots_that_changed_do_no_harm() {
+    let (vm, mut vcpu) = logging::<Npt>(Config::default(), 1024, 4 * MIB);
+    [0, 700, 1023].iter().for_each(|&page| write(&mut vcpu, page));
+    // A move pushes nothing.
+    vm.set_user_memory_region(change(0, LOG, GIB, 4 * MIB)).unwrap();
+    assert_eq!(harvest(&vm), pages_of(0, [0, 700, 1023]));
+    let first = GIB / PAGE_SIZE;
+    write(&mut vcpu, first + 700);
+    write(&mut vcpu, first + 701);
+    assert_eq!(vm.reset_dirty_rings(), Ok(3));
+    // The page at its new place was opened by an entry of its own.
+    assert!(is_writable(&vm, first + 701));
+    assert_eq!(harvest(&vm), pages_of(0, [700, 701]));
+    // Another slot by the same number, smaller than the pages of the entries, at the very end of the space.
+    vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
+    let last = (1 << 48) - 2 * PAGE_SIZE;
+    vm.set_user_memory_region(region(0, last, 2 * PAGE_SIZE, 0, PageSize::Size4K)).unwrap();
+    assert_eq!(vcpu.handle_fault(Gpa(last), Access::Write), RESUME);
+    assert_eq!(vm.reset_dirty_rings(), Ok(2));
+    assert!(translate(&vm, Gpa(last)).unwrap().writable);
+    // Gone.
+    vm.set_user_memory_region(change(0, LOG, last, 2 * PAGE_SIZE)).unwrap();
+    assert_eq!(vcpu.handle_fault(Gpa(last + PAGE_SIZE), Access::Write), RESUME);
+    vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
+    assert_eq!(harvest(&vm), pages_of(0, [1]));
+    assert_eq!(vm.reset_dirty_rings(), Ok(1));
+    drop(vcpu);
+    assert_no_table_is_left(&vm);
+}
+
+#[test]
+fn the_ring_of_a_vcpu_that_is_gone_is_harvested_and_taken_over() {
+    let (vm, mut vcpu) = logging::<Npt>(Config::default(), 256, 4 * MIB);
+    write(&mut vcpu, 3);
+    let ring = std::ptr::from_ref(vcpu.dirty_ring().unwrap());
+    drop(vcpu);
+    assert_eq!(harvest(&vm), pages_of(0, [3]));
+    for _ in 0..10 {
+        let mut vcpu = vm.create_vcpu().unwrap();
+        assert!(std::ptr::eq(ring, vcpu.dirty_ring().unwrap()));
+        write(&mut vcpu, 4);
+    }
+    assert_eq!(vm.dirty_rings().count(), 1);
+    assert_eq!(harvest(&vm), pages_of(0, [4]));
+    assert_eq!(vm.reset_dirty_rings(), Ok(2));
+    assert!(!is_writable(&vm, 3) && !is_writable(&vm, 4));
+}
+
+#[test]
+fn a_slot_that_begins_to_log_is_protected_whatever_is_initially_set() {
+    for manual_protect in [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet] {
+        let vm = vm_with::<Npt>(Config::default().with_manual_protect(manual_protect), 1024);
+        vm.set_user_memory_region(region(0, 0, 4 * MIB, 0, PageSize::Size2M)).unwrap();
+        let mut vcpu = vm.create_vcpu().unwrap();
+        write(&mut vcpu, 5);
+        vm.set_user_memory_region(change(0, LOG, 0, 4 * MIB)).unwrap();
+        assert!(!is_writable(&vm, 5));
+        assert_eq!(harvest(&vm), []);
+        write(&mut vcpu, 5);
+        assert_eq!(harvest(&vm), pages_of(0, [5]));
+    }
+}
+
+#[test]
+fn what_goes_not_together_is_refused_and_changes_nothing() {
+    let new = |config| Arc::new(Vm::<TestHost, Npt>::new(TestHost::default(), config).unwrap());
+    for config in [
+        Config::default().with_dirty_tracking(DirtyTracking::DirtyBit),
+        Config::default().with_huge_page_logging(HugePageLogging::MarkWhole),
+    ] {
+        let vm = new(config);
+        assert_eq!(vm.enable_dirty_ring(1024), Err(Error::RingNeedsPageFaults));
+        assert!(vm.create_vcpu().unwrap().dirty_ring().is_none());
+    }
+    let vm = new(Config::default());
+    for nr_entries in [0, 1, 64, 128, 255, 257, 1000, 65535, 65537, 131_072, u32::MAX] {
+        assert_eq!(vm.enable_dirty_ring(nr_entries), Err(Error::BadRingSize { nr_entries }));
+    }
+    assert_eq!(vm.reset_dirty_rings(), Err(Error::NoDirtyRing));
+    // A slot may log before: its bitmap is not used any more.
+    vm.set_user_memory_region(region(0, 0, 4 * MIB, 0, PageSize::Size2M)).unwrap();
+    vm.set_user_memory_region(change(0, LOG, 0, 4 * MIB)).unwrap();
+    assert_eq!(vm.enable_dirty_ring(65536), Ok(()));
+    assert_eq!(vm.enable_dirty_ring(65536), Err(Error::DirtyRingEnabled));
+    let mut vcpu = vm.create_vcpu().unwrap();
+    write(&mut vcpu, 9);
+    assert_eq!(vm.enable_dirty_ring(256), Err(Error::DirtyRingEnabled));
+    let (mut bitmap, in_use) = ([0; 16], Error::DirtyRingInUse { slot: 0 });
+    assert_eq!(vm.get_dirty_log(0, &mut bitmap), Err(in_use));
+    assert_eq!(vm.get_dirty_log_range(0, 0, 64, &mut bitmap), Err(in_use));
+    assert_eq!(vm.clear_dirty_log(0, 0, 1024, &[u64::MAX; 16]), Err(in_use));
+    assert_eq!(vm.mark_dirty(0, 0, 1), Err(in_use));
+    assert_eq!(vm.is_marked_dirty(0, 9), Err(in_use));
+    assert_eq!(bitmap, [0; 16]);
+    assert_eq!(harvest(&vm), pages_of(0, [9]));
+
+    let vm = new(Config::default());
+    drop(vm.create_vcpu().unwrap());
+    assert_eq!(vm.enable_dirty_ring(256), Err(Error::VcpusExist));
+    assert_eq!(vm.dirty_rings().count(), 0);
+}
+
+#[test]
+fn of_enabling_and_vcpus_made_at_once_one_comes_first() {
+    for _ in 0..200 {
+        let vm = Arc::new(Vm::<TestHost, Npt>::new(TestHost::default(), Config::default()).unwrap());
+        let (enabled, rings) = std::thread::scope(|scope| {
+            let vcpus = [(); 2].map(|()| scope.spawn(|| vm.create_vcpu().unwrap().dirty_ring().is_some()));
+            let enabled = vm.enable_dirty_ring(256);
+            (enabled, vcpus.map(|vcpu| vcpu.join().unwrap()))
+        });
+        assert!(matches!(enabled, Ok(()) | Err(Error::VcpusExist)));
+        assert_eq!(rings, [enabled.is_ok(); 2]);
+    }
+}
+
+const SLOT: u32 = 3;
+/// The slot begins in the middle of a block and ends in the middle of another.
+const START: u64 = 2 * MIB - 100 * PAGE_SIZE;
+const NR_PAGES: usize = 100 + 512 + 61;
+const SIZE: u64 = NR_PAGES as u64 * PAGE_SIZE;
+/// Congruent to the slot's first page, so that a block can be mapped by 2 MiB.
+const FIRST_PFN: u64 = (1 << 30) + 512 - 100;
+
+/// A VM with a slot and rings, and what is in its memory.
+struct World<F: Format> {
+    vm: Arc<Vm<TestHost, F>>,
+    /// Writes to each page.
+    contents: Vec<AtomicU64>,
+    /// What hosts have copied of that.
+    copy: Vec<AtomicU64>,
+    nr_full: AtomicU64,
+    stop: AtomicBool,
+}
+
+impl<F: Format> World<F> {
+    fn new(config: Config, nr_entries: u32) -> World<F> {
+        let vm = vm_with(config, nr_entries);
+        let counts = || (0..NR_PAGES).map(|_| AtomicU64::new(0)).collect();
+        vm.set_user_memory_region(region(SLOT, START, SIZE, FIRST_PFN, PageSize::Size2M)).unwrap();
+        World { vm, contents: counts(), copy: counts(), nr_full: AtomicU64::new(0), stop: AtomicBool::new(false) }
+    }
+
+    fn set(&self, flags: MemoryRegionFlags) {
+        self.vm.set_user_memory_region(change(SLOT, flags, START, SIZE)).unwrap();
+    }
+
+    fn write_until_stopped(&self, mut guest: Guest<F>, seed: u64) {
+        let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        while !self.stop.load(Ordering::Relaxed) {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            let page = (state >> 8) % NR_PAGES as u64;
+            let result = guest.try_access(Gpa(START + page * PAGE_SIZE), Access::Write, |found| {
+                self.contents[(found.pfn.0 - FIRST_PFN) as usize].fetch_add(1, Ordering::SeqCst);
+            });
+            match result {
+                Ok(()) | Err(None) => {}
+                Err(Some(Exit::DirtyRingFull)) => {
+                    self.nr_full.fetch_add(1, Ordering::Relaxed);
+                    std::thread::yield_now();
+                }
+                Err(Some(exit)) => panic!("{exit:?}"),
+            }
+        }
+    }
+
+    fn copy_page(&self, page: u64) {
+        let page = page as usize;
+        self.copy[page].fetch_max(self.contents[page].load(Ordering::SeqCst), Ordering::SeqCst);
+    }
+
+    /// Harvests, resets and copies. Returns the number of pages.
+    fn migrate(&self) -> u64 {
+        let pages = harvest(&self.vm);
+        self.vm.reset_dirty_rings().unwrap();
+        for page in &pages {
+            assert_eq!(page.slot, SLOT);
+            self.copy_page(page.page);
+        }
+        pages.len() as u64
+    }
+
+    fn contents_now(&self) -> Vec<u64> {
+        self.contents.iter().map(|count| count.load(Ordering::SeqCst)).collect()
+    }
+
+    fn assert_copied(&self, counts: &[u64]) {
+        for (page, &count) in counts.iter().enumerate() {
+            let copied = self.copy[page].load(Ordering::SeqCst);
+            assert!(copied >= count, "page {page} was written {count} times long ago, {copied} are copied");
+        }
+    }
+
+    /// What was written by now is copied after the second time, if the faults under way have returned by then.
+    fn migrate_twice(&self) {
+        let before = self.contents_now();
+        self.migrate();
+        self.vm.host().gate.wait_for_faults();
+        self.migrate();
+        self.assert_copied(&before);
+    }
+
+    /// When nobody writes any more: one harvest of all rings brings all.
+    fn assert_final_harvest_is_exact(&self) {
+        self.migrate();
+        self.assert_copied(&self.contents_now());
+        assert_eq!(self.migrate(), 0);
+        for page in 0..NR_PAGES as u64 {
+            let found = translate(&self.vm, Gpa(START + page * PAGE_SIZE));
+            assert!(found.is_none_or(|found| !found.writable), "page {page} is writable, and was not reported");
+        }
+        end(&self.vm, &[SLOT]);
+    }
+
+    fn beside_guests(&self, nr_guests: u64, host: impl FnOnce()) {
+        std::thread::scope(|scope| {
+            for index in 0..nr_guests {
+                let guest = Guest::new(&self.vm);
+                scope.spawn(move || self.write_until_stopped(guest, index));
+            }
+            /// Stops the guests also when a check has failed.
+            struct Stop<'a>(&'a AtomicBool);
+            impl Drop for Stop<'_> {
+                fn drop(&mut self) {
+                    self.0.store(true, Ordering::SeqCst);
+                }
+            }
+            let _stop = Stop(&self.stop);
+            host();
+        });
+    }
+}
+
+fn protections(locking: Locking) -> [Config; 2] {
+    [WriteProtection::Lazy, WriteProtection::LeafByLeaf]
+        .map(|protection| Config::with_locking(locking).with_dirty_tracking(DirtyTracking::WriteProtect(protection)))
+}
+
+each!(a_write_is_in_the_next_harvest_or_the_one_after, one_migration);
+fn one_migration<F: Format>(locking: Locking) {
+    for config in protections(locking) {
+        for nr_entries in [256, 4096] {
+            let world = World::<F>::new(config, nr_entries);
+            world.set(LOG);
+            world.beside_guests(4, || {
+                let start = Instant::now();
+                while start.elapsed() < RUN {
+                    world.migrate_twice();
+                }
+            });
+            world.assert_final_harvest_is_exact();
+        }
+    }
+}
+
+each!(two_threads_that_harvest_and_reset_lose_nothing, two_migrations);
+fn two_migrations<F: Format>(locking: Locking) {
+    for config in protections(locking) {
+        let world = World::<F>::new(config, 256);
+        world.set(LOG);
+        world.beside_guests(4, || {
+            std::thread::scope(|scope| {
+                for _ in 0..3 {
+                    scope.spawn(|| {
+                        let start = Instant::now();
+                        while start.elapsed() < RUN {
+                            world.migrate();
+                        }
+                    });
+                }
+            });
+        });
+        world.assert_final_harvest_is_exact();
+    }
+}
+
+each!(logging_that_is_turned_on_and_off_beside_writers_loses_nothing, turned_on);
+fn turned_on<F: Format>(locking: Locking) {
+    for config in protections(locking) {
+        let world = World::<F>::new(config, 1024);
+        world.beside_guests(4, || {
+            let start = Instant::now();
+            while start.elapsed() < RUN {
+                world.set(NO_FLAGS);
+                std::thread::yield_now();
+                world.set(LOG);
+                // What was written before logging is copied whole, as a migration does.
+                (0..NR_PAGES as u64).for_each(|page| world.copy_page(page));
+                world.migrate_twice();
+            }
+        });
+        world.assert_final_harvest_is_exact();
+    }
+}
+
+#[test]
+fn a_vcpu_whose_ring_nobody_reads_stands_still_and_the_others_go_on() {
+    let world = World::<Npt>::new(Config::default(), 256);
+    world.set(LOG);
+    world.beside_guests(3, || {
+        let start = Instant::now();
+        while world.nr_full.load(Ordering::Relaxed) < 1000 && start.elapsed() < Duration::from_secs(20) {
+            std::thread::yield_now();
+        }
+        assert!(world.nr_full.load(Ordering::Relaxed) >= 1000, "no ring was full");
+        let entries: u64 = world.vm.dirty_rings().map(|ring| u64::from(ring.is_soft_full())).sum();
+        assert!(entries >= 1);
+        world.migrate_twice();
+    });
+    world.assert_final_harvest_is_exact();
+}
