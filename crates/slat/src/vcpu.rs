@@ -12,12 +12,16 @@
 
 #![expect(unsafe_code, reason = "the vCPU's record is kept alive by its VM")]
 
+mod plan;
 mod prefault;
+mod timing;
 
 use alloc::sync::Arc;
 
+use plan::{Found, InstallPlan, LeafPlan, Plan, Step};
+use timing::Timing;
+
 use crate::addr::{Access, Gfn, GfnRange, Gpa, Level, Pfn};
-use crate::config::Config;
 use crate::dirty::log;
 use crate::dirty::ring::DirtyRing;
 use crate::dirty::rings::OwnedRing;
@@ -27,7 +31,6 @@ use crate::host::{Host, Resolved};
 use crate::second_stage::install::{self, Changed, NewLeaf, Rights};
 use crate::second_stage::push_down::{self, Others, Pushed};
 use crate::slot::MemoryRegionFlags;
-use crate::slot::set::BackingRef;
 use crate::stats::{Counter, SAMPLE_PERIOD};
 use crate::sync::{Locking, Side};
 use crate::table::entry::{self, Stamp, State};
@@ -70,115 +73,6 @@ pub struct Vcpu<H: Host, F: Format> {
     /// Where the pages go that this vCPU opens, if the VM logs by rings. Taken only by `drop`.
     ring: Option<OwnedRing>,
     tables: TableCache,
-}
-
-/// What a fault is to do, as decided by its look.
-enum Plan<'r, B> {
-    /// Nothing: the entry, of this level, allows the access.
-    Spurious(Level),
-    Exit,
-    /// The page is in a published range.
-    TakenAway,
-    /// Ask the host for the frame and install a leaf.
-    Install(InstallPlan<'r, B>),
-    /// There is a leaf, and the host need not be asked.
-    OnLeaf(LeafPlan),
-}
-
-/// What is to be done about a leaf that does not allow the access.
-enum LeafPlan {
-    /// Done within the look.
-    Fixed,
-    /// The look itself was overtaken.
-    StartOver,
-    /// Give access back to this leaf.
-    GiveBack(Entry),
-    /// Split this huge leaf, for logging is by smaller pages.
-    Split(Entry),
-    /// The leaf is below a closed entry: push down.
-    PushDown,
-}
-
-/// How far a fault has come.
-enum Step {
-    Done,
-    /// Another look is needed.
-    Nearer,
-}
-
-/// What to install a leaf for, and instead of what.
-struct InstallPlan<'r, B> {
-    backing: BackingRef<'r, B>,
-    slot: GfnRange,
-    flags: MemoryRegionFlags,
-    /// Level of the entry that was found.
-    level: Level,
-    /// The largest leaf that reaches into no published range.
-    max_level: Level,
-    found: Found,
-}
-
-impl<B> InstallPlan<'_, B> {
-    /// Number of a page within the slot.
-    #[inline]
-    fn page(&self, gfn: Gfn) -> u64 {
-        gfn.0 - self.slot.start.0
-    }
-
-    /// Whether a leaf may be writable at once that is installed for `access`, if the host allows it.
-    #[inline]
-    fn may_give_write(&self, access: Access) -> bool {
-        access == Access::Write || !self.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES)
-    }
-
-    /// The largest leaf for `gfn` that slot, backing, alignment, logging and published ranges allow. A leaf that may be
-    /// written has no more than `max_opened` pages.
-    #[inline]
-    fn leaf<F: Format>(
-        &self,
-        config: &Config,
-        max_opened: u64,
-        gfn: Gfn,
-        access: Access,
-        resolved: Resolved,
-    ) -> Result<NewLeaf, Error> {
-        let writes = access == Access::Write;
-        let Resolved { pfn, max_size, writable } = resolved;
-        if pfn.hpa().0 >> F::HPA_BITS != 0 || pfn.hpa().pfn() != pfn || (writes && !writable) {
-            return Err(Error::BadResolve { gpa: gfn.gpa() });
-        }
-        let logs = self.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
-        let fits = |level: Level| {
-            let same_offset = (pfn.0 ^ gfn.0) & (level.nr_pages() - 1) == 0;
-            same_offset
-                && self.slot.covers(gfn.block(level))
-                && (level.nr_pages() <= max_opened || !self.may_give_write(access))
-        };
-        let largest = if logs && writes { config.largest_logged_write() } else { F::ROOT_LEVEL };
-        let mut level = max_size.level().min(self.max_level).min(largest);
-        while level > Level::L4K && !fits(level) {
-            level = level.down();
-        }
-        let rights = if !writable || self.flags.contains(MemoryRegionFlags::READONLY) {
-            Rights::ReadOnly
-        } else if logs && !writes && config.first_write_faults(level) {
-            Rights::WriteProtected
-        } else {
-            Rights::Writable
-        };
-        Ok(NewLeaf { pfn, level, rights, used: Some(access) })
-    }
-}
-
-/// The entry that has no leaf for the access, as the look found it.
-#[derive(Clone, Copy)]
-enum Found {
-    /// Empty, with this stamp.
-    Empty(Stamp),
-    /// This leaf, which may be given back.
-    Lacking(Entry),
-    /// This leaf, which the host did not allow to be written when it was installed; and the greatest stamp at that time.
-    ReadOnly(Entry, Stamp),
 }
 
 impl<H: Host, F: Format> Vcpu<H, F> {
@@ -279,21 +173,6 @@ fn installed(level: Level) -> Counter {
     }
 }
 
-/// Where the time of a fault goes that is in the sample.
-#[derive(Default)]
-struct Timing {
-    /// When the fault began.
-    start_ns: u64,
-    /// The run delay by then.
-    start_delay_ns: u64,
-    /// In resolve, waits for a CPU included.
-    resolve_ns: u64,
-    /// Waits for a CPU in resolve.
-    resolve_run_delay_ns: u64,
-    /// In resolve, and in finding out how long that took.
-    outside_ns: u64,
-}
-
 /// One fault under way.
 struct Fault<'v, H: Host, F: Format> {
     vm: &'v Vm<H, F>,
@@ -307,28 +186,6 @@ struct Fault<'v, H: Host, F: Format> {
 }
 
 impl<'v, H: Host, F: Format> Fault<'v, H, F> {
-    /// Puts this fault into the sample.
-    #[cold]
-    fn start_timing(&mut self) {
-        let host = &self.vm.tree.host;
-        // The clock is read innermost, here and below: asking for the run delay may take longer than the fault.
-        let start_delay_ns = host.run_delay_ns();
-        self.timing = Some(Timing { start_ns: host.timestamp_ns(), start_delay_ns, ..Timing::default() });
-    }
-
-    #[cold]
-    fn stop_timing(&mut self) {
-        let Some(timing) = self.timing.take() else { return };
-        let (host, stats) = (&self.vm.tree.host, &self.record.stats);
-        let fault_ns = host.timestamp_ns().saturating_sub(timing.start_ns);
-        let run_delay_ns = host.run_delay_ns().saturating_sub(timing.start_delay_ns);
-        let engine_delay_ns = run_delay_ns.saturating_sub(timing.resolve_run_delay_ns);
-        let engine_ns = fault_ns.saturating_sub(timing.outside_ns);
-        stats.fault_ns.record(engine_ns + timing.resolve_ns);
-        stats.resolve_ns.record(timing.resolve_ns.saturating_sub(timing.resolve_run_delay_ns));
-        stats.guest_stall_ns.record(engine_ns.saturating_sub(engine_delay_ns));
-    }
-
     #[inline]
     fn serve(&mut self) -> Result<Outcome, Error> {
         loop {

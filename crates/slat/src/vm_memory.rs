@@ -30,7 +30,8 @@ use crate::vm::Vm;
 ///
 /// The slot is meant by its number. It may be created after the bitmap, begin and cease to log, and be moved; a slot that
 /// is made later under the same number is marked like the first. While there is no such slot, or it does not log, nothing
-/// is marked: a VMM that starts to log copies all memory once anyway. Of a write that reaches behind the end of the slot,
+/// is marked: a VMM that starts to log copies all memory once anyway. Nor is anything marked where pages are logged by rings
+/// ([`Vm::enable_dirty_ring`]), which only vCPUs have: there, as with KVM, a VMM tracks its own writes. Of a write that reaches behind the end of the slot,
 /// the pages in the slot are marked.
 ///
 /// Clones mark the same log. For a region that has no slot there is vm-memory's own `Option<SlotBitmap<..>>`.

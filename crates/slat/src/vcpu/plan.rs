@@ -1,0 +1,120 @@
+//! What a fault is to do, as its look decided: the plan that its acting carries out, or finds overtaken.
+
+use crate::addr::{Access, Gfn, GfnRange, Level};
+use crate::config::Config;
+use crate::error::Error;
+use crate::format::{Entry, Format};
+use crate::host::Resolved;
+use crate::second_stage::install::{NewLeaf, Rights};
+use crate::slot::MemoryRegionFlags;
+use crate::slot::set::BackingRef;
+use crate::table::entry::Stamp;
+
+/// What a fault is to do, as decided by its look.
+pub(super) enum Plan<'r, B> {
+    /// Nothing: the entry, of this level, allows the access.
+    Spurious(Level),
+    Exit,
+    /// The page is in a published range.
+    TakenAway,
+    /// Ask the host for the frame and install a leaf.
+    Install(InstallPlan<'r, B>),
+    /// There is a leaf, and the host need not be asked.
+    OnLeaf(LeafPlan),
+}
+
+/// What is to be done about a leaf that does not allow the access.
+pub(super) enum LeafPlan {
+    /// Done within the look.
+    Fixed,
+    /// The look itself was overtaken.
+    StartOver,
+    /// Give access back to this leaf.
+    GiveBack(Entry),
+    /// Split this huge leaf, for logging is by smaller pages.
+    Split(Entry),
+    /// The leaf is below a closed entry: push down.
+    PushDown,
+}
+
+/// How far a fault has come.
+pub(super) enum Step {
+    Done,
+    /// Another look is needed.
+    Nearer,
+}
+
+/// What to install a leaf for, and instead of what.
+pub(super) struct InstallPlan<'r, B> {
+    pub(super) backing: BackingRef<'r, B>,
+    pub(super) slot: GfnRange,
+    pub(super) flags: MemoryRegionFlags,
+    /// Level of the entry that was found.
+    pub(super) level: Level,
+    /// The largest leaf that reaches into no published range.
+    pub(super) max_level: Level,
+    pub(super) found: Found,
+}
+
+impl<B> InstallPlan<'_, B> {
+    /// Number of a page within the slot.
+    #[inline]
+    pub(super) fn page(&self, gfn: Gfn) -> u64 {
+        gfn.0 - self.slot.start.0
+    }
+
+    /// Whether a leaf may be writable at once that is installed for `access`, if the host allows it.
+    #[inline]
+    pub(super) fn may_give_write(&self, access: Access) -> bool {
+        access == Access::Write || !self.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES)
+    }
+
+    /// The largest leaf for `gfn` that slot, backing, alignment, logging and published ranges allow. A leaf that may be
+    /// written has no more than `max_opened` pages.
+    #[inline]
+    pub(super) fn leaf<F: Format>(
+        &self,
+        config: &Config,
+        max_opened: u64,
+        gfn: Gfn,
+        access: Access,
+        resolved: Resolved,
+    ) -> Result<NewLeaf, Error> {
+        let writes = access == Access::Write;
+        let Resolved { pfn, max_size, writable } = resolved;
+        if pfn.hpa().0 >> F::HPA_BITS != 0 || pfn.hpa().pfn() != pfn || (writes && !writable) {
+            return Err(Error::BadResolve { gpa: gfn.gpa() });
+        }
+        let logs = self.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
+        let fits = |level: Level| {
+            let same_offset = (pfn.0 ^ gfn.0) & (level.nr_pages() - 1) == 0;
+            same_offset
+                && self.slot.covers(gfn.block(level))
+                && (level.nr_pages() <= max_opened || !self.may_give_write(access))
+        };
+        let largest = if logs && writes { config.largest_logged_write() } else { F::ROOT_LEVEL };
+        let mut level = max_size.level().min(self.max_level).min(largest);
+        while level > Level::L4K && !fits(level) {
+            level = level.down();
+        }
+        let rights = if !writable || self.flags.contains(MemoryRegionFlags::READONLY) {
+            Rights::ReadOnly
+        } else if logs && !writes && config.first_write_faults(level) {
+            Rights::WriteProtected
+        } else {
+            Rights::Writable
+        };
+        Ok(NewLeaf { pfn, level, rights, used: Some(access) })
+    }
+}
+
+/// The entry that has no leaf for the access, as the look found it.
+#[derive(Clone, Copy)]
+pub(super) enum Found {
+    /// Empty, with this stamp.
+    Empty(Stamp),
+    /// This leaf, which may be given back.
+    Lacking(Entry),
+    /// This leaf, which the host did not allow to be written when it was installed; and the greatest stamp at that time.
+    ReadOnly(Entry, Stamp),
+}

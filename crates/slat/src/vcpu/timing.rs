@@ -1,0 +1,44 @@
+//! Where the time of a fault goes that is in the sample.
+
+use super::Fault;
+use crate::format::Format;
+use crate::host::Host;
+
+/// Where the time of a fault goes that is in the sample.
+#[derive(Default)]
+pub(super) struct Timing {
+    /// When the fault began.
+    pub(super) start_ns: u64,
+    /// The run delay by then.
+    pub(super) start_delay_ns: u64,
+    /// In resolve, waits for a CPU included.
+    pub(super) resolve_ns: u64,
+    /// Waits for a CPU in resolve.
+    pub(super) resolve_run_delay_ns: u64,
+    /// In resolve, and in finding out how long that took.
+    pub(super) outside_ns: u64,
+}
+
+impl<H: Host, F: Format> Fault<'_, H, F> {
+    /// Puts this fault into the sample.
+    #[cold]
+    pub(super) fn start_timing(&mut self) {
+        let host = &self.vm.tree.host;
+        // The clock is read innermost, here and below: asking for the run delay may take longer than the fault.
+        let start_delay_ns = host.run_delay_ns();
+        self.timing = Some(Timing { start_ns: host.timestamp_ns(), start_delay_ns, ..Timing::default() });
+    }
+
+    #[cold]
+    pub(super) fn stop_timing(&mut self) {
+        let Some(timing) = self.timing.take() else { return };
+        let (host, stats) = (&self.vm.tree.host, &self.record.stats);
+        let fault_ns = host.timestamp_ns().saturating_sub(timing.start_ns);
+        let run_delay_ns = host.run_delay_ns().saturating_sub(timing.start_delay_ns);
+        let engine_delay_ns = run_delay_ns.saturating_sub(timing.resolve_run_delay_ns);
+        let engine_ns = fault_ns.saturating_sub(timing.outside_ns);
+        stats.fault_ns.record(engine_ns + timing.resolve_ns);
+        stats.resolve_ns.record(timing.resolve_ns.saturating_sub(timing.resolve_run_delay_ns));
+        stats.guest_stall_ns.record(engine_ns.saturating_sub(engine_delay_ns));
+    }
+}
