@@ -36,13 +36,13 @@ fn an_entry_is_empty_dirty_harvested_and_empty_again() {
     ring.push(largest);
     assert_eq!(ring.entry(0), DirtyRingEntry::Dirty(largest));
     assert_eq!(ring.entry(1), DirtyRingEntry::Empty);
-    assert_eq!(reset(&ring), [], "it is not harvested");
+    assert!(reset(&ring).is_empty(), "it is not harvested");
     assert_eq!(ring.harvest(|page| assert_eq!(page, largest)), 1);
     assert_eq!(ring.entry(0), DirtyRingEntry::Harvested(largest));
-    assert_eq!(harvest(&ring), [], "it is harvested");
+    assert!(harvest(&ring).is_empty(), "it is harvested");
     assert_eq!((ring.first_index(), ring.room()), (0, 7));
     assert_eq!(reset(&ring), [largest.page]);
-    assert_eq!(reset(&ring), [], "it is reset");
+    assert!(reset(&ring).is_empty(), "it is reset");
     assert_eq!(ring.entry(0), DirtyRingEntry::Empty);
     assert_eq!((ring.first_index(), ring.room()), (1, 8));
 }
@@ -88,7 +88,7 @@ fn a_reset_goes_to_the_first_entry_that_is_not_harvested() {
     assert!(ring.mark_harvested(3) && ring.mark_harvested(1));
     assert!(!ring.mark_harvested(1), "by whoever was first");
     assert_eq!(ring.entry(3), DirtyRingEntry::Harvested(page(3)));
-    assert_eq!(reset(&ring), []);
+    assert!(reset(&ring).is_empty());
     assert!(ring.mark_harvested(0));
     assert_eq!(reset(&ring), [0, 1]);
     // The rest in order; number 3 is taken.

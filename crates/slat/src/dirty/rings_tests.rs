@@ -82,7 +82,7 @@ fn words_are_sorted_and_the_same_are_made_one() {
     let mut words =
         [word(2, 0, 1), word(1, 9, 4), word(1, 7, 1), word(2, 0, 8), word(1, 7, 1), word(2, 0, 2), word(1, 8, 1)];
     assert_eq!(plain(in_order(&mut words)), [(1, 7, 1), (1, 8, 1), (1, 9, 4), (2, 0, 11)]);
-    assert_eq!(plain(in_order(&mut [])), []);
+    assert!(plain(in_order(&mut [])).is_empty());
     assert_eq!(plain(in_order(&mut [word(5, 5, 5)])), [(5, 5, 5)]);
     assert_eq!(plain(in_order(&mut [word(5, 5, 1), word(5, 5, 2)])), [(5, 5, 3)]);
 }
