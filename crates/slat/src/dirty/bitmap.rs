@@ -126,6 +126,19 @@ impl Bitmap {
         Ok(bitmap)
     }
 
+    /// As [`mark`](Bitmap::mark), for one page.
+    #[inline]
+    pub(crate) fn mark_page(&self, page: u64) {
+        let index = (page / PAGES_PER_WORD) as usize;
+        let mask = 1 << (page % PAGES_PER_WORD);
+        let word = &self.words[index];
+        // SeqCst: as there.
+        if word.load(Ordering::SeqCst) & mask == 0 {
+            word.fetch_or(mask, Ordering::SeqCst);
+            self.summarize(index / GROUP_WORDS, 1 << (index % GROUP_WORDS));
+        }
+    }
+
     /// Sets the bits of `nr_pages` pages from `first` on. A full fence stands between what the marks are for (a leaf
     /// became writable, or the page was written) and this call; see `log`.
     #[inline]

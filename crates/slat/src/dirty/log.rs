@@ -79,12 +79,17 @@ pub(crate) fn mark_if_logging<B>(
     // The store-load pairs of the module: the leaf is writable before flags and bits are read.
     fence_after_rmw();
     let Some(slot) = slots.find(section, gfn) else { return };
-    if !slot.logs() {
-        return;
+    if slot.logs() {
+        mark_block(&slot, ring, block);
     }
+}
+
+/// Marks the pages of `block`, as far as they are in `slot`, which logs.
+fn mark_block<B>(slot: &SlotView<'_, B>, ring: Option<&DirtyRing>, block: GfnRange) {
     let pages = block.intersection(slot.range());
     let first = pages.start.0 - slot.range().start.0;
     match (ring, slot.log()) {
+        (None, Some(log)) if pages.nr_pages() == 1 => log.mark_page(first),
         (Some(ring), _) => push_pages(ring, slot.id(), first, pages.nr_pages()),
         (None, Some(log)) => log.mark(first, pages.nr_pages()),
         // Rings came to the VM since this call of somebody who has none began.
