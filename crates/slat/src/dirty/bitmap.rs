@@ -104,10 +104,15 @@ impl<const CAPACITY: usize> PageWords<CAPACITY> {
 /// Words that one turn looks at, at most: those of 4 GiB.
 pub(crate) const WORDS_PER_TURN: usize = 1 << 14;
 
-/// The number of bits that are set. A full word must not be slow: not every CPU that this is built for counts by itself.
+/// The number of bits that are set, at least one. One, and all, must not be slow: not every CPU that this is built for counts
+/// by itself.
 #[inline]
 pub(crate) fn nr_bits(word: u64) -> u64 {
-    if word == u64::MAX { PAGES_PER_WORD } else { u64::from(word.count_ones()) }
+    match word {
+        u64::MAX => PAGES_PER_WORD,
+        _ if word & word.wrapping_sub(1) == 0 => u64::from(word != 0),
+        _ => u64::from(word.count_ones()),
+    }
 }
 
 impl Bitmap {

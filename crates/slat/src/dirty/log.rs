@@ -27,6 +27,9 @@
 //! CPUs have logged when they set it. D itself is cleared only after the page's bit was taken. A zap marks the page before
 //! it takes a dirty leaf away, so whoever misses the leaf finds the mark: leaves are visited before words are taken.
 //!
+//! (A log of a CPU may name a page that was written before logging began, or name it twice: with modification logs more may
+//! be reported than was written, never less.)
+//!
 //! # Slots that move
 //! A slot that logs may be moved, and its log moves along. The move marks all of its pages, once the mappings at the old
 //! place are gone and flushed: a fault that was about to mark a page there would not find the slot any more. (All pages

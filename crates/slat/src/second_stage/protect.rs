@@ -187,7 +187,13 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
         let mut done = 0;
         while let Some(pages) = TablePages::first_of(first_word, words, done) {
             self.nr_pages += pages.nr_pages;
-            self.protect_table(&pages);
+            match self.table_of(pages.first) {
+                // The short way for what is not to be closed.
+                Some(leaves) if pages.nr_pages <= PAGES_WORTH_CLOSING => self.protect_leaves(leaves, &pages),
+                _ => {
+                    self.protect_table(&pages);
+                }
+            }
             token.owe(pages.range());
             done += pages.offsets.len();
         }
@@ -256,6 +262,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
         Ok(())
     }
 
+    #[inline]
     fn protect_leaves(&mut self, leaves: &'s [AtomicU64], pages: &TablePages<'_>) {
         for (first, bits) in pages.words() {
             let cells = leaves.get(first..).unwrap_or_default();
@@ -264,13 +271,25 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
                 continue;
             }
             for cell in SetBits(bits).filter_map(|page| cells.get(page)) {
-                if self.nr_pending == PENDING_LEAVES {
-                    self.protect_pending();
-                }
-                self.pending[self.nr_pending] = Some(cell);
-                self.nr_pending += 1;
+                self.protect_later(cell);
             }
         }
+    }
+
+    /// The table of leaves of 4 KiB that has `gfn`, if there is one.
+    #[inline]
+    fn table_of(&mut self, gfn: Gfn) -> Option<&'s [AtomicU64]> {
+        let value = self.cursor.move_to_entry(gfn, Level::L2M)?.load();
+        (entry::state::<F>(value, Level::L2M) == State::Table).then(|| self.cursor.table_below(value))
+    }
+
+    #[inline]
+    fn protect_later(&mut self, cell: &'s AtomicU64) {
+        if self.nr_pending == PENDING_LEAVES {
+            self.protect_pending();
+        }
+        self.pending[self.nr_pending] = Some(cell);
+        self.nr_pending += 1;
     }
 
     /// Protects the pending leaves.
