@@ -3,7 +3,9 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use slat::{AccessTracking, Locking};
+use slat::{
+    AccessTracking, DirtyTracking, HugePageLogging, Locking, MAX_DIRTY_RING_ENTRIES, ManualProtect, WriteProtection,
+};
 use slat_machine::memory::BackingKind;
 
 use crate::aging::AgingArgs;
@@ -13,7 +15,7 @@ use crate::stress::StressArgs;
 
 /// Experiments on second-level address translation, on a software machine with real threads and real memory.
 ///
-/// Without a command it runs the demonstration: the five phases of a dirty-logging migration with each locking.
+/// Without a command it runs the demonstration: the phases of a dirty-logging migration with each locking.
 #[derive(Debug, Parser)]
 #[command(name = "slat", version, about)]
 pub(crate) struct Cli {
@@ -23,7 +25,7 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Populate, enable dirty logging, dirty, get the log, disable: each phase timed, for each locking.
+    /// Populate, enable dirty logging, dirty, get and clear the log, disable: each phase timed, for each locking.
     DirtyLog(DirtyLogArgs),
     /// What one call costs that takes the dirty log of a slot: the engine, its peers, and the KVM of this machine.
     GetDirtyLog(GetDirtyLogArgs),
@@ -45,7 +47,7 @@ pub(crate) struct DirtyLogArgs {
     /// Memory for each vCPU in bytes, with an optional suffix K, M, G or T.
     #[arg(short = 'b', long = "bytes", default_value = "256M", value_parser = size_bytes)]
     pub(crate) bytes: u64,
-    /// Rounds of dirtying memory and getting the log.
+    /// Rounds of dirtying memory, getting the log and clearing it.
     #[arg(short = 'i', long = "iterations", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) iterations: u32,
     /// All vCPUs access all memory, instead of a part each.
@@ -66,6 +68,22 @@ pub(crate) struct DirtyLogArgs {
     /// Run the vCPUs while logging is being disabled.
     #[arg(short = 'e', long = "run-while-disabling")]
     pub(crate) run_while_disabling: bool,
+    /// Getting the log clears it. Else all pages are dirty when logging begins, getting the log copies it, and clearing it
+    /// is a phase of its own (manual protect, initially set). Rings are empty when logging begins.
+    #[arg(short = 'g', long = "get-clears")]
+    pub(crate) get_clears: bool,
+    /// How the dirty log finds out what the guest has written; `pml` needs `--format ept`.
+    #[arg(long, value_enum, default_value_t = DirtyTrackingArg::WriteProtect)]
+    pub(crate) tracking: DirtyTrackingArg,
+    /// Entries of each vCPU's ring, a power of two, with `--tracking ring`.
+    #[arg(long, default_value_t = MAX_DIRTY_RING_ENTRIES, value_name = "ENTRIES")]
+    pub(crate) ring_entries: u32,
+    /// How pages are write-protected, where that is the tracking.
+    #[arg(long, value_enum, default_value_t = ProtectionArg::Lazy)]
+    pub(crate) protection: ProtectionArg,
+    /// What the first write to a huge page does while logging is on.
+    #[arg(long, value_enum, default_value_t = HugePagesArg::Split)]
+    pub(crate) huge_pages: HugePagesArg,
     /// Seed of the random choices.
     #[arg(short = 'r', long = "seed", default_value_t = 1)]
     pub(crate) seed: u64,
@@ -147,6 +165,102 @@ pub(crate) fn tracking_name(tracking: AccessTracking) -> &'static str {
     match tracking {
         AccessTracking::AccessedBit => "accessed-bit",
         AccessTracking::Faults => "faults",
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum DirtyTrackingArg {
+    /// Pages are write-protected, and the first write of each faults.
+    WriteProtect,
+    /// By the dirty bits of the leaves.
+    DirtyBit,
+    /// By page-modification logging: CPUs log what they make dirty.
+    Pml,
+    /// As write-protect, and each vCPU writes its pages into a ring instead of the slots' bitmaps.
+    Ring,
+}
+
+impl DirtyTrackingArg {
+    /// The name in options and results.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            DirtyTrackingArg::Ring => "ring",
+            other => dirty_tracking_name(dirty_tracking(other, ProtectionArg::Lazy)),
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum ProtectionArg {
+    /// Dense blocks of 2 MiB as a whole; the next write to one protects its pages.
+    Lazy,
+    /// Each page by itself.
+    LeafByLeaf,
+}
+
+/// The tracking that the options name.
+pub(crate) fn dirty_tracking(tracking: DirtyTrackingArg, protection: ProtectionArg) -> DirtyTracking {
+    match (tracking, protection) {
+        (DirtyTrackingArg::WriteProtect | DirtyTrackingArg::Ring, ProtectionArg::Lazy) => {
+            DirtyTracking::WriteProtect(WriteProtection::Lazy)
+        }
+        (DirtyTrackingArg::WriteProtect | DirtyTrackingArg::Ring, ProtectionArg::LeafByLeaf) => {
+            DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf)
+        }
+        (DirtyTrackingArg::DirtyBit, _) => DirtyTracking::DirtyBit,
+        (DirtyTrackingArg::Pml, _) => DirtyTracking::PageModificationLog,
+    }
+}
+
+/// The name of a dirty tracking in options and results.
+pub(crate) fn dirty_tracking_name(tracking: DirtyTracking) -> &'static str {
+    match tracking {
+        DirtyTracking::WriteProtect(_) => "write-protect",
+        DirtyTracking::DirtyBit => "dirty-bit",
+        DirtyTracking::PageModificationLog => "pml",
+    }
+}
+
+/// The name of a write protection in options and results, if pages are tracked by one.
+pub(crate) fn protection_name(tracking: DirtyTracking) -> Option<&'static str> {
+    match tracking {
+        DirtyTracking::WriteProtect(WriteProtection::Lazy) => Some("lazy"),
+        DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf) => Some("leaf-by-leaf"),
+        DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog => None,
+    }
+}
+
+/// The name of a manual protect in results.
+pub(crate) fn manual_protect_name(manual_protect: ManualProtect) -> &'static str {
+    match manual_protect {
+        ManualProtect::Disabled => "disabled",
+        ManualProtect::Enabled => "enabled",
+        ManualProtect::InitiallySet => "initially-set",
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum HugePagesArg {
+    /// It splits it, so that pages of 4 KiB are logged.
+    Split,
+    /// It marks all pages of its 2 MiB as dirty, and leaves it huge.
+    MarkWhole,
+}
+
+impl HugePagesArg {
+    pub(crate) fn logging(self) -> HugePageLogging {
+        match self {
+            HugePagesArg::Split => HugePageLogging::Split,
+            HugePagesArg::MarkWhole => HugePageLogging::MarkWhole,
+        }
+    }
+
+    /// The name in results.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            HugePagesArg::Split => "split",
+            HugePagesArg::MarkWhole => "mark-whole",
+        }
     }
 }
 

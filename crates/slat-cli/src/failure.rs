@@ -61,7 +61,9 @@ impl From<MachineError> for Failure {
         let line = with_causes(&error);
         match &error {
             MachineError::Config(_) | MachineError::Program(_) => Failure::Usage(line),
-            MachineError::Engine(slat::Error::SlotTooHigh { .. }) => Failure::Usage(line),
+            MachineError::Engine(slat::Error::SlotTooHigh { .. } | slat::Error::BadRingSize { .. }) => {
+                Failure::Usage(line)
+            }
             MachineError::Memory(memory) if memory.is_bad_usage() => Failure::Usage(line),
             MachineError::Guest { .. } | MachineError::Panicked { .. } => Failure::Check(line),
             _ => Failure::CannotServe(line),

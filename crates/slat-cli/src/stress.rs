@@ -2,7 +2,7 @@
 //!
 //! # Protocol
 //! - The time is cut into *turns*. Each has a machine of its own, of another locking, format and access tracking, so that
-//!   one run covers all. In a turn, guests run and verify in bursts (`turn`); threads beside them change all that may be
+//!   one run covers all; how dirty pages are tracked and logs cleared is drawn for each. In a turn, guests run and verify in bursts (`turn`); threads beside them change all that may be
 //!   changed (`operators`); between two bursts the dirty logs are held against memory (`logs`).
 //! - Each thread draws from a generator of its own, seeded from the seed, the turn and its number: the same seed gives
 //!   each thread the same sequence of operations. How they interleave is the scheduler's.
@@ -25,11 +25,14 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use slat::{AccessTracking, Ept, Locking, Npt};
+use slat::{AccessTracking, DirtyTracking, Ept, Locking, ManualProtect, Npt, WriteProtection};
 use slat_machine::commit::FlushMethod;
 use slat_machine::cpu::Paging;
 
-use crate::args::{FormatArg, LockArg, TrackingArg, locking_name, positive, tracking_name};
+use crate::args::{
+    FormatArg, LockArg, TrackingArg, dirty_tracking_name, locking_name, manual_protect_name, positive, protection_name,
+    tracking_name,
+};
 use crate::failure::{Failure, check_failed};
 use crate::results::{self, ResultsFile};
 use tally::Tally;
@@ -69,6 +72,9 @@ pub(crate) struct StressArgs {
 const MIN_TURN: Duration = Duration::from_millis(100);
 const MAX_TURN: Duration = Duration::from_secs(3);
 
+/// Pages of a turn at most, unless there are very many vCPUs.
+const MANY_PAGES: u64 = 4096;
+
 /// How often the main thread looks whether all get on.
 const WATCH_PERIOD: Duration = Duration::from_millis(500);
 
@@ -80,6 +86,8 @@ struct Plan {
     format: FormatArg,
     locking: Locking,
     tracking: AccessTracking,
+    dirty_tracking: DirtyTracking,
+    manual_protect: ManualProtect,
     paging: Paging,
     nr_vcpus: usize,
     pages_per_vcpu: u64,
@@ -95,11 +103,14 @@ impl Plan {
 
     fn describe(&self) -> String {
         format!(
-            "turn {}: {}, lock {}, tracking {}, {}, {} vCPUs of {} pages, {} slots",
+            "turn {}: {}, lock {}, tracking {}, dirty pages {}{}, manual protect {}, {}, {} vCPUs of {} pages, {} slots",
             self.number,
             self.format.name(),
             locking_name(self.locking),
             tracking_name(self.tracking),
+            dirty_tracking_name(self.dirty_tracking),
+            protection_name(self.dirty_tracking).map(|name| format!(" ({name})")).unwrap_or_default(),
+            manual_protect_name(self.manual_protect),
             if self.paging == Paging::Off { "flat" } else { "2d" },
             self.nr_vcpus,
             self.pages_per_vcpu,
@@ -166,6 +177,17 @@ fn combinations(args: &StressArgs) -> Vec<(Locking, FormatArg, AccessTracking)> 
     combinations
 }
 
+/// A way to track dirty pages that goes with the rest. Half of the time it is write protection, the only one that goes
+/// with all.
+fn some_dirty_tracking(format: FormatArg, tracking: AccessTracking, rng: &mut SmallRng) -> DirtyTracking {
+    match (rng.random_range(0..4), tracking, format) {
+        (0, AccessTracking::AccessedBit, _) => DirtyTracking::DirtyBit,
+        (1, AccessTracking::AccessedBit, FormatArg::Ept) => DirtyTracking::PageModificationLog,
+        (2, ..) => DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf),
+        _ => DirtyTracking::WriteProtect(WriteProtection::Lazy),
+    }
+}
+
 fn all_turns(args: &StressArgs, watch: &Watch) -> Result<Summary, Failure> {
     let begin = Instant::now();
     let deadline = begin + Duration::from_secs(args.seconds.into());
@@ -189,10 +211,14 @@ fn all_turns(args: &StressArgs, watch: &Watch) -> Result<Summary, Failure> {
             format,
             locking,
             tracking,
+            dirty_tracking: some_dirty_tracking(format, tracking, &mut rng),
+            manual_protect: [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet]
+                [rng.random_range(0..3)],
             paging: if rng.random_range(0..3) == 0 { Paging::TwoDimensional } else { Paging::Off },
             nr_vcpus: args.vcpus,
-            // From few pages, where all happens to the same ones, to as many as leave the TLB time to be wrong.
-            pages_per_vcpu: 4 << rng.random_range(0..5),
+            // From few pages, where all happens to the same ones, to as many as leave the TLB time to be wrong and fill
+            // tables, which lazy protection closes.
+            pages_per_vcpu: (4 << rng.random_range(0..8)).min((MANY_PAGES / args.vcpus as u64).max(64)),
             nr_slots: 1 << rng.random_range(0..3),
         };
         let end = deadline.min(Instant::now() + turn);

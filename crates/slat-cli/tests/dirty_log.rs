@@ -34,6 +34,14 @@ fn bad_usage_exits_with_2() {
         ("dirty-log --lock some", "exclusive"),
         ("dirty-log --format pae", "npt"),
         ("dirty-log --paging 3d", "2d"),
+        ("dirty-log --tracking magic", "write-protect, dirty-bit, pml, ring"),
+        ("dirty-log --tracking pml", "--tracking pml needs --format ept"),
+        ("dirty-log --tracking pml --format npt -g", "npt"),
+        ("dirty-log -b 1M --tracking ring --ring-entries 1000", "1000 entries"),
+        ("dirty-log -b 1M --tracking ring --ring-entries 0", "0 entries"),
+        ("dirty-log --tracking ring --huge-pages mark-whole", "--huge-pages split"),
+        ("dirty-log --protection eager", "leaf-by-leaf"),
+        ("dirty-log --huge-pages keep", "mark-whole"),
         ("dirty-log -v 3 -c 0,1", "3 vCPUs need 3"),
         ("dirty-log -v 1 -c 0,1,2", "1 vCPUs need 1"),
         ("dirty-log -c x", "invalid digit"),
@@ -65,14 +73,19 @@ fn one_locking_prints_the_lines_of_the_selftest() {
         "Enabling dirty logging time: 0.",
         "Iteration 1 dirty memory time: 0.",
         "Iteration 3 get dirty log time: 0.",
+        "Iteration 1 clear dirty log time: 0.",
         "Disabling dirty logging time: 0.",
         "Get dirty log over 3 iterations took 0.",
+        "Clear dirty log over 3 iterations took 0.",
+        "dirty pages: write-protect (lazy), manual protect: initially-set, huge pages: split",
         "2 vCPUs",
         "software CPUs",
         "Verified: ",
     ] {
         assert!(output.contains(line), "no '{line}' in:\n{output}");
     }
+    let output = assert_ok("dirty-log -v 2 -b 1M -i 3 --runs 1 --lock none -g");
+    assert!(output.contains("Get dirty log over 3 iterations") && !output.contains("Clear"), "{output}");
 }
 
 #[test]
@@ -83,6 +96,10 @@ fn json_has_every_figure_for_every_locking() {
     assert_eq!(object["experiment"], "dirty-log");
     assert_eq!(object["config"]["vcpus"], 2);
     assert_eq!(object["config"]["bytes"], 4 << 20);
+    assert_eq!(object["config"]["tracking"], "write-protect");
+    assert_eq!(object["config"]["protection"], "lazy");
+    assert_eq!(object["config"]["manual_protect"], "initially-set");
+    assert_eq!(object["config"]["huge_pages"], "split");
     assert!(object["host"]["kernel"].is_string());
     let results = object["results"].as_array().unwrap();
     let figure = |name: &str, lock: &str| {
@@ -92,9 +109,15 @@ fn json_has_every_figure_for_every_locking() {
         (found[0]["value"].as_f64().unwrap(), found[0]["unit"].as_str().unwrap().to_owned())
     };
     for lock in ["exclusive", "shared", "none"] {
-        for name in
-            ["populate_memory", "enable_dirty_logging", "dirty_memory", "get_dirty_log", "disable_dirty_logging"]
-        {
+        for name in [
+            "populate_memory",
+            "enable_dirty_logging",
+            "dirty_memory",
+            "get_dirty_log",
+            "clear_dirty_log",
+            "clear_dirty_log_p99",
+            "disable_dirty_logging",
+        ] {
             let (value, unit) = figure(name, lock);
             assert!(value > 0.0 && unit == "s", "{name} for {lock}: {value} {unit}");
         }
@@ -102,14 +125,73 @@ fn json_has_every_figure_for_every_locking() {
             assert_eq!(figure(name, lock).1, "s");
         }
         let pages = 2.0 * 1024.0;
-        // Each page faults when it is populated, and once in each round.
+        // Each page faults when it is populated, and once in each round but the first: nothing is protected yet then.
         let (faults, unit) = figure("faults", lock);
-        assert!(faults >= 3.0 * pages && unit == "count", "{faults} faults for {lock}");
-        // Enabling, and each harvest.
-        assert!(figure("flushes", lock).0 >= 3.0);
+        assert!(faults >= 2.0 * pages && unit == "count", "{faults} faults for {lock}");
+        // Each clearing.
+        assert!(figure("flushes", lock).0 >= 2.0);
+        assert_eq!(figure("clear_dirty_log_speed_vs_exclusive", lock).1, "ratio");
+        assert!(figure("tables_closed", lock).0 >= 2.0 * 4.0, "each clearing, each table");
         assert_eq!(figure("retries", lock).1, "count");
         let (tables, unit) = figure("tables_bytes", lock);
         assert!(tables >= 4096.0 * 7.0 && unit == "bytes", "{tables} bytes of tables for {lock}");
+    }
+}
+
+#[test]
+fn json_has_no_clearing_where_getting_clears() {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("dirty_log_get_clears.json");
+    let args = "-v 1 -b 4M --runs 1 --lock none -g --tracking dirty-bit --huge-pages mark-whole";
+    assert_ok(&format!("dirty-log {args} --json {}", path.display()));
+    let object: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    assert_eq!(object["config"]["tracking"], "dirty-bit");
+    assert_eq!(object["config"]["protection"], Value::Null);
+    assert_eq!(object["config"]["manual_protect"], "disabled");
+    assert_eq!(object["config"]["huge_pages"], "mark-whole");
+    let names: Vec<&str> =
+        object["results"].as_array().unwrap().iter().map(|figure| figure["name"].as_str().unwrap()).collect();
+    assert!(names.contains(&"get_dirty_log") && !names.iter().any(|name| name.starts_with("clear")), "{names:?}");
+}
+
+#[test]
+fn the_oracle_holds_for_every_way_to_log() {
+    for (format, tracking) in
+        [("npt", "write-protect"), ("npt", "dirty-bit"), ("ept", "write-protect"), ("ept", "dirty-bit"), ("ept", "pml")]
+    {
+        for protection in ["lazy", "leaf-by-leaf"] {
+            for get_clears in ["", "-g"] {
+                for shape in ["-v 2 -b 3M -w 40 -a -x 3", "-v 2 -b 4M -s anonymous_thp --huge-pages mark-whole -o"] {
+                    let args = format!(
+                        "dirty-log -i 2 --runs 1 --lock none --check --format {format} --tracking {tracking} \
+                         --protection {protection} {get_clears} {shape}"
+                    );
+                    let output = assert_ok(&args);
+                    assert!(output.contains("every harvest agreed"), "{args}:\n{output}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_oracle_holds_for_rings_and_full_rings_stop_only_until_they_are_reset() {
+    for format in ["npt", "ept"] {
+        for protection in ["lazy", "leaf-by-leaf"] {
+            for get_clears in ["", "-g"] {
+                for shape in
+                    ["-v 2 -b 3M -w 40 -a -x 3", "-v 1 -b 4M --ring-entries 256", "-v 4 -b 2M -o -e --ring-entries 512"]
+                {
+                    let args = format!(
+                        "dirty-log -i 2 --runs 1 --lock none --check --format {format} --tracking ring \
+                         --protection {protection} {get_clears} {shape}"
+                    );
+                    let output = assert_ok(&args);
+                    assert!(output.contains("every harvest agreed"), "{args}:\n{output}");
+                    let exits = output.lines().find(|line| line.contains("Exits (ring full)")).unwrap();
+                    assert!(!shape.contains(" 256") || !exits.contains(" 0 "), "{args}: {exits}");
+                }
+            }
+        }
     }
 }
 

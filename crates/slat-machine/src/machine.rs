@@ -24,17 +24,18 @@ mod tests;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use crossbeam_utils::CachePadded;
-use slat::{DirtyTracking, Gpa, Gva, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, Vcpu, Vm};
+use slat::{DirtyTracking, Exit, Gpa, Gva, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, Vcpu, Vm};
 use thiserror::Error;
 
 pub use config::{ConfigError, HostEvents, MachineConfig, Pins};
 use crew::{Busy, Crew, Finished, Work};
 
 use crate::commit::{FlushDomain, FlushMethod, NotRestartable, Port};
-use crate::cpu::{Counters, Cpu, Paging};
+use crate::cpu::{Counters, Cpu, CpuError, Paging};
 use crate::guest::{self, GuestError, GuestTables, Ledger, Program, ProgramError, ROUND_END, Touches};
 use crate::host::{BackingSlice, HostError, MachineHost};
 use crate::memory::{Backing, BackingKind, MemoryError, Pages, Reserved};
@@ -50,6 +51,9 @@ pub const TABLES_GPA: Gpa = Gpa(1 << 30);
 
 /// Touches between two looks at whether to stop.
 const TOUCHES_PER_LOOK: usize = 64;
+
+/// How often a CPU whose dirty ring is full looks whether there is room.
+const RING_POLL: Duration = Duration::from_micros(50);
 
 /// What can go wrong with a machine.
 #[derive(Debug, Error)]
@@ -278,7 +282,18 @@ impl<F: HardwareFormat> Worker<F> {
                     }
                 }
                 match &mut self.ledger {
-                    None => guest::touch(&mut self.cpu, program, region, touch, newest_round)?,
+                    None => loop {
+                        match guest::touch(&mut self.cpu, program, region, touch, newest_round) {
+                            Err(GuestError::Access { error: CpuError::Exit(Exit::DirtyRingFull), .. }) => {}
+                            done => break done?,
+                        }
+                        while self.cpu.handler().dirty_ring().is_some_and(|ring| ring.is_soft_full()) {
+                            if signals.stop.load(Ordering::Relaxed) {
+                                break 'passes;
+                            }
+                            thread::sleep(RING_POLL);
+                        }
+                    },
                     Some((ledger, pages)) => {
                         guest::touch_changing(&mut self.cpu, program, region, touch, newest_round, (ledger, pages))?;
                     }
@@ -331,6 +346,9 @@ impl<F: HardwareFormat> Machine<F> {
         let max_tables = config.max_tables.unwrap_or_else(|| enough_tables(config.nr_vcpus, layout.nr_pages));
         let host = MachineHost::new(Arc::clone(&flush_domain), max_tables)?;
         let vm = Arc::new(Vm::new(host, config.engine)?);
+        if let Some(nr_entries) = config.dirty_ring_entries {
+            vm.enable_dirty_ring(nr_entries)?;
+        }
 
         let overhead = Reserved::new(overhead_bytes(config.nr_vcpus, layout.nr_pages))?;
         let size_bytes = layout.nr_pages << PAGE_SHIFT;

@@ -8,8 +8,10 @@ use serde_json::json;
 use slat::{Histogram, Locking, PAGE_SIZE, Stats};
 use slat_machine::topology::HostDescription;
 
-use super::{Run, Series};
-use crate::args::{DirtyLogArgs, PagingArg, locking_name};
+use super::{Run, Series, manual_protect};
+use crate::args::{
+    DirtyLogArgs, DirtyTrackingArg, PagingArg, dirty_tracking, locking_name, manual_protect_name, protection_name,
+};
 use crate::results::{Figure, Results, Samples, host_json, measured_on};
 use crate::table::{self, humanly};
 
@@ -20,14 +22,20 @@ struct Phase {
     times: fn(&Run) -> Vec<Duration>,
 }
 
-/// The five phases, in their order. Dirtying and getting are of one round.
-const PHASES: [Phase; 5] = [
+/// The phases, in their order. Dirtying, getting and clearing are of one round.
+const PHASES: [Phase; 6] = [
     Phase { name: "populate_memory", title: "Populate memory time", times: |run| vec![run.populate] },
     Phase { name: "enable_dirty_logging", title: "Enabling dirty logging time", times: |run| vec![run.enable] },
     Phase { name: "dirty_memory", title: "Dirty memory time (a round)", times: |run| run.dirty.clone() },
     Phase { name: "get_dirty_log", title: "Get dirty log time (a round)", times: |run| run.get.clone() },
+    Phase { name: "clear_dirty_log", title: "Clear dirty log time (a round)", times: |run| run.clear.clone() },
     Phase { name: "disable_dirty_logging", title: "Disabling dirty logging time", times: |run| vec![run.disable] },
 ];
+
+/// The phases that there were: without manual protect, there is no clearing.
+fn phases_of(all: &[Series]) -> impl Iterator<Item = &'static Phase> {
+    PHASES.iter().filter(|phase| all.iter().any(|series| samples(series, phase.times).len() != 0))
+}
 
 /// A figure besides the phases, as the mean over runs.
 struct Other {
@@ -37,11 +45,25 @@ struct Other {
     value: fn(&Run) -> f64,
 }
 
-const OTHERS: [Other; 11] = [
+const OTHERS: [Other; 15] = [
     Other { name: "faults", title: "Faults", unit: "count", value: |run| run.stats.faults as f64 },
     Other { name: "spurious", title: "  of them spurious", unit: "count", value: |run| run.stats.spurious as f64 },
     Other { name: "retries", title: "Retries", unit: "count", value: |run| run.stats.retries as f64 },
+    Other { name: "exits", title: "Exits (ring full)", unit: "count", value: |run| run.stats.exits as f64 },
     Other { name: "flushes", title: "Flushes", unit: "count", value: |run| run.stats.flushes as f64 },
+    Other {
+        name: "pages_protected",
+        title: "Leaves protected or cleaned",
+        unit: "count",
+        value: |run| run.stats.protected as f64,
+    },
+    Other {
+        name: "tables_closed",
+        title: "Tables protected lazily",
+        unit: "count",
+        value: |run| run.stats.tables_closed as f64,
+    },
+    Other { name: "splits", title: "Huge pages split", unit: "count", value: |run| run.stats.splits as f64 },
     Other { name: "lock_waits", title: "Waits for the lock", unit: "count", value: |run| run.stats.lock_waits as f64 },
     Other {
         name: "lock_wait_time",
@@ -154,6 +176,15 @@ pub(super) fn print(out: &mut impl Write, args: &DirtyLogArgs, all: &[Series]) -
         args.write_percent,
         if args.random_access { ", random order" } else { "" },
     )?;
+    let tracking = dirty_tracking(args.tracking, args.protection);
+    writeln!(
+        out,
+        "dirty pages: {}{}, manual protect: {}, huge pages: {}",
+        args.tracking.name(),
+        protection_name(tracking).map(|name| format!(" ({name})")).unwrap_or_default(),
+        manual_protect_name(manual_protect(args)),
+        args.huge_pages.name(),
+    )?;
     writeln!(out, "Test iterations: {}", args.iterations)?;
     if let [series] = all {
         for (index, run) in series.runs.iter().enumerate() {
@@ -178,14 +209,23 @@ fn print_run(out: &mut impl Write, index: usize, run: &Run) -> io::Result<()> {
     for (round, (dirty, get)) in run.dirty.iter().zip(&run.get).enumerate() {
         line(out, &format!("Iteration {} dirty memory", round + 1), *dirty)?;
         line(out, &format!("Iteration {} get dirty log", round + 1), *get)?;
+        if let Some(clear) = run.clear.get(round) {
+            line(out, &format!("Iteration {} clear dirty log", round + 1), *clear)?;
+        }
     }
     line(out, "Disabling dirty logging", run.disable)?;
-    let total: Duration = run.get.iter().sum();
-    let rounds = run.get.len();
+    over_iterations(out, "Get", &run.get)?;
+    if run.clear.is_empty() { Ok(()) } else { over_iterations(out, "Clear", &run.clear) }
+}
+
+/// The sum of a phase's rounds, as dirty_log_perf_test prints it.
+fn over_iterations(out: &mut impl Write, what: &str, times: &[Duration]) -> io::Result<()> {
+    let total: Duration = times.iter().sum();
+    let rounds = times.len();
     let average = total / u32::try_from(rounds).unwrap_or(u32::MAX).max(1);
     writeln!(
         out,
-        "Get dirty log over {rounds} iterations took {}.{:09}s. (Avg {}.{:09}s/iteration)",
+        "{what} dirty log over {rounds} iterations took {}.{:09}s. (Avg {}.{:09}s/iteration)",
         total.as_secs(),
         total.subsec_nanos(),
         average.as_secs(),
@@ -203,7 +243,7 @@ fn print_phases(out: &mut impl Write, all: &[Series]) -> io::Result<()> {
     let nr_runs = all.first().map_or(0, |series| series.runs.len());
     let mut phases = table::figures(header(all, &format!("seconds, mean ({nr_runs} runs)")));
     let mut spread = table::figures(header(all, "p50 / p99 / worst, and number of values"));
-    for phase in &PHASES {
+    for phase in phases_of(all) {
         let columns: Vec<Samples> = all.iter().map(|series| samples(series, phase.times)).collect();
         let name = || std::iter::once(phase.title.to_owned());
         let means = columns.iter().map(|samples| format!("{:.9}s", samples.mean()));
@@ -217,7 +257,7 @@ fn print_phases(out: &mut impl Write, all: &[Series]) -> io::Result<()> {
     writeln!(out, "\n{phases}")?;
     if let Some(base) = baseline(all) {
         let mut speeds = table::figures(header(all, "speed against exclusive, median of paired runs"));
-        for phase in &PHASES {
+        for phase in phases_of(all) {
             let ratios = all.iter().map(|series| format!("{:.2}", speed(phase, series, base)));
             speeds.add_row(table::row(std::iter::once(phase.title.to_owned()).chain(ratios)));
         }
@@ -276,7 +316,7 @@ pub(super) fn results(args: &DirtyLogArgs, all: &[Series]) -> Results {
         let mut push = |name: String, value: f64, unit: &'static str| {
             results.push(Figure { name, value, unit, labels: labels.clone() });
         };
-        for phase in &PHASES {
+        for phase in phases_of(all) {
             let samples = samples(series, phase.times);
             push(phase.name.to_owned(), samples.mean(), "s");
             push(format!("{}_deviation", phase.name), samples.deviation(), "s");
@@ -297,6 +337,7 @@ pub(super) fn results(args: &DirtyLogArgs, all: &[Series]) -> Results {
         }
         push("runs".to_owned(), series.runs.len() as f64, "count");
     }
+    let tracking = dirty_tracking(args.tracking, args.protection);
     let flush_method = all.first().and_then(|series| series.runs.first()).map(|run| run.flush_method);
     Results {
         experiment: "dirty-log",
@@ -310,6 +351,11 @@ pub(super) fn results(args: &DirtyLogArgs, all: &[Series]) -> Results {
             "slots": args.slots,
             "backing": args.backing.to_string(),
             "run_while_disabling": args.run_while_disabling,
+            "tracking": args.tracking.name(),
+            "ring_entries": (args.tracking == DirtyTrackingArg::Ring).then_some(args.ring_entries),
+            "protection": protection_name(tracking),
+            "manual_protect": manual_protect_name(manual_protect(args)),
+            "huge_pages": args.huge_pages.name(),
             "seed": args.seed,
             "pin": args.pin,
             "format": args.format.name(),

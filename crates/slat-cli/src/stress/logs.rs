@@ -1,12 +1,12 @@
 //! The dirty logs of the test region, held against memory: a migration in small.
 //!
 //! While a slot logs, a copy of its pages is kept as a migration would: all pages when logging has begun, then those that
-//! harvests report. When the guests stand still, one more harvest makes the copy exact: a page that differs was written
+//! harvests report; where getting the log does not clear it, they clear it before pages are copied. When the guests stand still, one more harvest makes the copy exact: a page that differs was written
 //! and never reported. Only zeros of a page that was discarded since it was copied have another reason.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use slat::{MemoryRegion, MemoryRegionFlags, PAGE_SHIFT};
+use slat::{ManualProtect, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT};
 use slat_machine::machine::{Machine, Slot};
 use slat_machine::memory::Pages;
 use slat_machine::walk::HardwareFormat;
@@ -27,6 +27,7 @@ struct Copied {
 struct Migration {
     copies: Vec<Copied>,
     bitmap: Vec<u64>,
+    manual_protect: ManualProtect,
 }
 
 impl Migration {
@@ -37,7 +38,16 @@ impl Migration {
     }
 
     fn harvest<F: HardwareFormat>(&mut self, machine: &Machine<F>, slot: Slot, tally: &Tally) -> Result<(), Failure> {
-        machine.vm().get_dirty_log(slot.id, &mut self.bitmap)?;
+        let nr_got = machine.vm().get_dirty_log(slot.id, &mut self.bitmap)?;
+        if self.manual_protect != ManualProtect::Disabled {
+            let nr_cleared = machine.vm().clear_dirty_log(slot.id, 0, slot.nr_pages, &self.bitmap)?;
+            if nr_cleared != nr_got {
+                return Err(check_failed(format_args!(
+                    "dirty log of slot {}: {nr_got} pages got, {nr_cleared} of them cleared",
+                    slot.id
+                )));
+            }
+        }
         tally.add(Figure::Harvests, 1);
         for page in 0..slot.nr_pages {
             if self.bitmap[(page / 64) as usize] >> (page % 64) & 1 == 1 {
@@ -51,13 +61,14 @@ impl Migration {
 /// The log of one slot of the test region.
 pub(super) struct Log {
     slot: Slot,
+    manual_protect: ManualProtect,
     /// `None`: it does not log.
     migration: Mutex<Option<Migration>>,
 }
 
 impl Log {
-    pub(super) fn new(slot: Slot) -> Log {
-        Log { slot, migration: Mutex::new(None) }
+    pub(super) fn new(slot: Slot, manual_protect: ManualProtect) -> Log {
+        Log { slot, manual_protect, migration: Mutex::new(None) }
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Migration>> {
@@ -78,6 +89,7 @@ impl Log {
         *migration = enable.then(|| Migration {
             copies: vec![Copied::default(); self.slot.nr_pages as usize],
             bitmap: vec![0; self.slot.nr_pages.div_ceil(64) as usize],
+            manual_protect: self.manual_protect,
         });
         if let Some(migration) = &mut *migration {
             // Writes from now on are logged.

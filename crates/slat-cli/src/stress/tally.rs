@@ -64,6 +64,7 @@ figures! {
     Spurious Engine "spurious" "  of them spurious";
     Retries Engine "retries" "Retries";
     Flushes Engine "flushes" "Flushes";
+    Closed Engine "tables_closed" "Tables write-protected lazily";
     Zapped Engine "zapped" "Entries taken away";
     LockWaits Engine "lock_waits" "Waits for the lock";
 }

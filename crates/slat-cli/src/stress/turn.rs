@@ -41,6 +41,7 @@ const NR_SPARE_FRAMES: u64 = 64;
 pub(super) struct World<F: HardwareFormat> {
     pub(super) machine: Machine<F>,
     pub(super) logs: Vec<Log>,
+    pub(super) plan: Plan,
     /// Where slots that have visitors were a moment ago.
     pub(super) visited: Mutex<Vec<GfnRange>>,
     pub(super) tally: Arc<Tally>,
@@ -101,14 +102,18 @@ pub(super) fn run<F: HardwareFormat>(
         bytes_per_vcpu: plan.pages_per_vcpu * PAGE_SIZE,
         nr_slots: plan.nr_slots,
         host_events: HostEvents::Allowed { nr_spare_frames: NR_SPARE_FRAMES },
-        engine: Config::with_locking(plan.locking).with_access_tracking(plan.tracking),
+        engine: Config::with_locking(plan.locking)
+            .with_access_tracking(plan.tracking)
+            .with_dirty_tracking(plan.dirty_tracking)
+            .with_manual_protect(plan.manual_protect),
         paging: plan.paging,
         ..MachineConfig::default()
     })?;
-    let logs = machine.slots().iter().map(|&slot| Log::new(slot)).collect();
+    let logs = machine.slots().iter().map(|&slot| Log::new(slot, plan.manual_protect)).collect();
     let world = Arc::new(World {
         machine,
         logs,
+        plan: *plan,
         visited: Mutex::default(),
         tally: Arc::clone(tally),
         stop: AtomicBool::new(false),
@@ -234,6 +239,7 @@ fn conclude<F: HardwareFormat>(world: &World<F>, round: u64, main: &Beat) -> Res
         (Figure::Spurious, stats.spurious),
         (Figure::Retries, stats.retries),
         (Figure::Flushes, stats.flushes),
+        (Figure::Closed, stats.tables_closed),
         (Figure::Zapped, stats.zapped),
         (Figure::LockWaits, stats.lock_waits),
     ] {

@@ -55,6 +55,9 @@ pub struct MachineConfig {
     pub region_flags: MemoryRegionFlags,
     /// How the VM's memory is managed. With page-modification logging the CPUs have a log each.
     pub engine: Config,
+    /// Entries of each CPU's dirty ring; `None`: slots log in bitmaps. A CPU whose ring is full waits until somebody has
+    /// harvested and reset it ([`Vm::reset_dirty_rings`](slat::Vm::reset_dirty_rings)), or stops it.
+    pub dirty_ring_entries: Option<u32>,
     /// Whether the guest has paging on.
     pub paging: Paging,
     /// Processors to pin threads to; `None`: wherever the scheduler likes.
@@ -77,6 +80,7 @@ impl Default for MachineConfig {
             host_events: HostEvents::None,
             region_flags: MemoryRegionFlags::empty(),
             engine: Config::default(),
+            dirty_ring_entries: None,
             paging: Paging::Off,
             pins: None,
             flush_method: None,

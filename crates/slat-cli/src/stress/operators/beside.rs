@@ -3,13 +3,14 @@
 //!
 //! Of some of these slots there are *visitors*: CPUs that read them while they come and go. A fault of theirs that is
 //! overtaken by a deletion or a move must not map anything, or the next access to the old place would not exit. What they
-//! use makes agings inexact, and harvests may name more than was written.
+//! use makes agings inexact, and harvests may name more than was written. So they may with page-modification logs: an entry
+//! may be from before the slot logged, or be given out by two harvests at once, of which one is of another slot.
 
 use std::sync::PoisonError;
 
 use rand::RngExt;
 use rand::rngs::SmallRng;
-use slat::{Gfn, GfnRange, Gpa, Gva, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, Vcpu};
+use slat::{DirtyTracking, Gfn, GfnRange, Gpa, Gva, ManualProtect, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, Vcpu};
 use slat_machine::commit::Port;
 use slat_machine::cpu::{Cpu, CpuError};
 use slat_machine::host::{BackingSlice, MachineHost};
@@ -130,7 +131,7 @@ impl<'w, F: HardwareFormat> Slots<'w, F> {
             0 => self.delete(which),
             1..=2 => self.move_slot(which, rng),
             3..=4 => self.reflag(which),
-            5..=7 => self.harvest(which),
+            5..=7 => self.harvest(which, rng),
             8 => self.age(which, rng),
             9 => self.invalidate(which),
             _ => (0..16).try_for_each(|_| self.touch(which, rng)),
@@ -173,6 +174,12 @@ impl<'w, F: HardwareFormat> Slots<'w, F> {
         Ok(())
     }
 
+    /// Whether all pages are dirty when a slot begins to log.
+    fn is_dirty_at_first(&self, flags: MemoryRegionFlags) -> bool {
+        flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES)
+            && self.world.plan.manual_protect == ManualProtect::InitiallySet
+    }
+
     fn create(&mut self, rng: &mut SmallRng) -> Result<(), Failure> {
         let id = (self.first_id..).find(|id| self.slots.iter().all(|slot| slot.id != *id)).unwrap_or(self.first_id);
         let nr_pages = rng.random_range(1..=MAX_SLOT_PAGES);
@@ -187,7 +194,8 @@ impl<'w, F: HardwareFormat> Slots<'w, F> {
         };
         self.memories[memory].is_taken = true;
         let values = self.memories[memory].values.iter().take(nr_pages as usize);
-        let pages = values.map(|&value| Page { value, ..Page::default() }).collect();
+        let is_dirty = self.is_dirty_at_first(flags);
+        let pages = values.map(|&value| Page { value, is_dirty, ..Page::default() }).collect();
         self.slots.push(Slot { id, memory, place, offset, flags, pages, was_aged: false });
         self.set(self.slots.len() - 1, Some(self.memories[memory].backing.clone()), true)?;
         self.world.tally.add(Figure::SlotsCreated, 1);
@@ -232,38 +240,58 @@ impl<'w, F: HardwareFormat> Slots<'w, F> {
     fn reflag(&mut self, which: usize) -> Result<(), Failure> {
         self.slots[which].flags.toggle(MemoryRegionFlags::LOG_DIRTY_PAGES);
         self.set(which, None, true)?;
+        let is_dirty = self.is_dirty_at_first(self.slots[which].flags);
         for page in &mut self.slots[which].pages {
-            page.is_dirty = false;
+            page.is_dirty = is_dirty;
         }
         self.world.tally.add(Figure::SlotsReflagged, 1);
         Ok(())
     }
 
-    fn harvest(&mut self, which: usize) -> Result<(), Failure> {
+    fn harvest(&mut self, which: usize, rng: &mut SmallRng) -> Result<(), Failure> {
         let slot = &mut self.slots[which];
         if !slot.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES) {
             return Ok(());
         }
+        // A visitor's read that logging overtook has made its page writable, and so marked it.
+        let names_more =
+            self.visitors == Visitors::Come || self.world.plan.dirty_tracking == DirtyTracking::PageModificationLog;
+        let gets_clear = self.world.plan.manual_protect == ManualProtect::Disabled;
         let mut bitmap = vec![0_u64; slot.pages.len().div_ceil(64)];
         let nr_dirty = self.world.machine.vm().get_dirty_log(slot.id, &mut bitmap)?;
         for (number, page) in slot.pages.iter_mut().enumerate() {
             let is_named = bitmap[number / 64] >> (number % 64) & 1 == 1;
-            // A visitor's read that logging overtook has made its page writable, and so marked it.
-            let is_visitors = self.visitors == Visitors::Come && is_named;
-            if is_named != page.is_dirty && !is_visitors {
+            if is_named != page.is_dirty && !(is_named && names_more) {
                 let (is, should) = if is_named { ("named", "not written") } else { ("not named", "written") };
                 return Err(check_failed(format_args!(
                     "harvest of slot {}: page {number} {is}, but {should}",
                     slot.id
                 )));
             }
-            page.is_dirty = false;
+            // With manual protect a page is named until it is cleared.
+            page.is_dirty = is_named && !gets_clear;
         }
         let nr_named: u64 = bitmap.iter().map(|word| u64::from(word.count_ones())).sum();
         if nr_dirty != nr_named {
             return Err(check_failed(format_args!("harvest of slot {}: {nr_dirty} pages, {nr_named} named", slot.id)));
         }
-        let figure = if self.visitors == Visitors::None { Figure::HarvestsExact } else { Figure::Harvests };
+        if !gets_clear {
+            // Some of them, and some that are clean.
+            let mask: Vec<u64> = bitmap.iter().map(|_| rng.random()).collect();
+            let nr_meant: u64 =
+                bitmap.iter().zip(&mask).map(|(word, mask)| u64::from((word & mask).count_ones())).sum();
+            let nr_cleared = self.world.machine.vm().clear_dirty_log(slot.id, 0, slot.pages.len() as u64, &mask)?;
+            for (number, page) in slot.pages.iter_mut().enumerate() {
+                page.is_dirty &= mask[number / 64] >> (number % 64) & 1 == 0;
+            }
+            if nr_cleared != nr_meant && !(nr_cleared > nr_meant && names_more) {
+                return Err(check_failed(format_args!(
+                    "clearing of slot {}: {nr_cleared} pages, {nr_meant} dirty",
+                    slot.id
+                )));
+            }
+        }
+        let figure = if names_more { Figure::Harvests } else { Figure::HarvestsExact };
         self.world.tally.add(figure, 1);
         Ok(())
     }
@@ -380,10 +408,14 @@ pub(super) fn visit<F: HardwareFormat>(
     Ok(())
 }
 
-/// A CPU with paging off.
+/// A CPU with paging off, and a modification log if pages are tracked by those.
 pub(super) fn new_cpu<F: HardwareFormat>(world: &World<F>) -> Result<Cpu<Vcpu<MachineHost, F>, F>, Failure> {
     let vm = world.machine.vm();
-    Ok(Cpu::new(vm.create_vcpu()?, Port::new(vm.host().flush_domain()), 1, vm.root(), Geometry::default()))
+    let cpu = Cpu::new(vm.create_vcpu()?, Port::new(vm.host().flush_domain()), 1, vm.root(), Geometry::default());
+    Ok(match world.plan.dirty_tracking {
+        DirtyTracking::PageModificationLog => cpu.with_modification_log(vm.host().modification_logs().add()),
+        DirtyTracking::WriteProtect(_) | DirtyTracking::DirtyBit => cpu,
+    })
 }
 
 fn gva_of(gfn: Gfn) -> Gva {
