@@ -20,25 +20,26 @@ mod events;
 mod events_tests;
 #[cfg(test)]
 mod tests;
+mod worker;
 
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam_utils::CachePadded;
-use slat::{DirtyTracking, Exit, Gpa, Gva, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, Vcpu, Vm};
+use slat::{DirtyTracking, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, Vm};
 use thiserror::Error;
 
 pub use config::{ConfigError, HostEvents, MachineConfig, Pins};
 use crew::{Busy, Crew, Finished, Work};
+use worker::{Answer, Job, Repeat, Signals, Worker};
 
 use crate::commit::{FlushDomain, FlushMethod, NotRestartable, Port};
-use crate::cpu::{Counters, Cpu, CpuError, Paging};
-use crate::guest::{self, GuestError, GuestTables, Ledger, Program, ProgramError, ROUND_END, Touches};
+use crate::cpu::{Counters, Cpu, Paging};
+use crate::guest::{self, GuestError, GuestTables, Ledger, Program, ProgramError, ROUND_END};
 use crate::host::{BackingSlice, HostError, MachineHost};
-use crate::memory::{Backing, BackingKind, MemoryError, Pages, Reserved};
+use crate::memory::{Backing, BackingKind, MemoryError, Reserved};
 use crate::topology::{self, PinError};
 use crate::walk::HardwareFormat;
 
@@ -48,12 +49,6 @@ pub const REGION_GPA: Gpa = Gpa(64 << 30);
 
 /// Guest-physical address of the memory for the guest's own page tables.
 pub const TABLES_GPA: Gpa = Gpa(1 << 30);
-
-/// Touches between two looks at whether to stop.
-const TOUCHES_PER_LOOK: usize = 64;
-
-/// How often a CPU whose dirty ring is full looks whether there is room.
-const RING_POLL: Duration = Duration::from_micros(50);
 
 /// What can go wrong with a machine.
 #[derive(Debug, Error)]
@@ -177,135 +172,6 @@ impl RunReport {
             nr_pages_logged: sum.nr_pages_logged + vcpu.counters.nr_pages_logged,
             nr_log_full_exits: sum.nr_log_full_exits + vcpu.counters.nr_log_full_exits,
         })
-    }
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Repeat {
-    Once,
-    UntilStopped,
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Job {
-    /// To the thread's processor.
-    Pin,
-    /// The first virtual CPU builds the guest's tables.
-    BuildTables(GuestTables),
-    /// All turn paging on with this value in CR3.
-    TurnPagingOn {
-        cr3: u64,
-    },
-    Run {
-        program: Program,
-        repeat: Repeat,
-    },
-}
-
-#[derive(Debug)]
-enum Answer {
-    Done,
-    Pinned(Result<(), PinError>),
-    Cr3(u64),
-    Ran(VcpuReport),
-}
-
-/// What the virtual CPUs look at while they run.
-#[derive(Debug)]
-struct Signals {
-    stop: CachePadded<AtomicBool>,
-    round: CachePadded<AtomicU64>,
-    /// Touches done so far, about: one for each virtual CPU.
-    progress: Box<[CachePadded<AtomicU64>]>,
-}
-
-/// A virtual CPU as its thread has it.
-struct Worker<F: HardwareFormat> {
-    cpu: Cpu<Vcpu<MachineHost, F>, F>,
-    index: u64,
-    nr_vcpus: u64,
-    pages_per_vcpu: u64,
-    pin: Option<u32>,
-    signals: Arc<Signals>,
-    /// For memory that the host changes.
-    ledger: Option<(Ledger, Arc<Pages>)>,
-}
-
-impl<F: HardwareFormat> Worker<F> {
-    fn work(&mut self, job: &Job) -> Result<Answer, GuestError> {
-        let answer = self.work_in_guest_mode(job);
-        self.cpu.exit_guest_mode();
-        answer
-    }
-
-    fn work_in_guest_mode(&mut self, job: &Job) -> Result<Answer, GuestError> {
-        let answer = match *job {
-            Job::Pin => Ok(Answer::Pinned(self.pin.map_or(Ok(()), topology::pin_current_thread))),
-            Job::BuildTables(tables) if self.index == 0 => tables.build(&mut self.cpu).map(Answer::Cr3),
-            Job::BuildTables(_) => Ok(Answer::Done),
-            Job::TurnPagingOn { cr3 } => self.cpu.load_cr3(cr3).map_err(GuestError::Start).map(|()| {
-                self.cpu.set_paging(Paging::TwoDimensional);
-                Answer::Done
-            }),
-            Job::Run { program, repeat } => self.run(&program, repeat).map(Answer::Ran),
-        };
-        if answer.is_err() {
-            // Relaxed: the others need not see anything else of it.
-            self.signals.stop.store(true, Ordering::Relaxed);
-        }
-        answer
-    }
-
-    fn run(&mut self, program: &Program, repeat: Repeat) -> Result<VcpuReport, GuestError> {
-        let region = match self.cpu.paging() {
-            Paging::Off => Gva(REGION_GPA.0),
-            Paging::TwoDimensional => guest::REGION_GVA,
-        };
-        let before = self.cpu.counters();
-        let begin = Instant::now();
-        let signals = &*self.signals;
-        // Acquire, and so at `advance_round`: who writes a round has seen it here. The store that carries it is a release
-        // and the load that finds it an acquire, so the reader, who asks afterwards, sees that round or a later one.
-        let newest_round = || signals.round.load(Ordering::Acquire);
-        let mut touches = Touches::new(program, self.index, self.nr_vcpus, self.pages_per_vcpu);
-        if let Some((ledger, _)) = &mut self.ledger {
-            ledger.begin(program.sharing);
-        }
-        let mut nr_passes = 0;
-        'passes: loop {
-            for (nr_touches, touch) in touches.by_ref().enumerate() {
-                if nr_touches.is_multiple_of(TOUCHES_PER_LOOK) {
-                    // Relaxed, both: when exactly it is noticed does not matter.
-                    signals.progress[self.index as usize].fetch_add(TOUCHES_PER_LOOK as u64, Ordering::Relaxed);
-                    if signals.stop.load(Ordering::Relaxed) {
-                        break 'passes;
-                    }
-                }
-                match &mut self.ledger {
-                    None => loop {
-                        match guest::touch(&mut self.cpu, program, region, touch, newest_round) {
-                            Err(GuestError::Access { error: CpuError::Exit(Exit::DirtyRingFull), .. }) => {}
-                            done => break done?,
-                        }
-                        while self.cpu.handler().dirty_ring().is_some_and(|ring| ring.is_soft_full()) {
-                            if signals.stop.load(Ordering::Relaxed) {
-                                break 'passes;
-                            }
-                            thread::sleep(RING_POLL);
-                        }
-                    },
-                    Some((ledger, pages)) => {
-                        guest::touch_changing(&mut self.cpu, program, region, touch, newest_round, (ledger, pages))?;
-                    }
-                }
-            }
-            nr_passes += 1;
-            match repeat {
-                Repeat::Once => break,
-                Repeat::UntilStopped => touches.rewind(),
-            }
-        }
-        Ok(VcpuReport { elapsed: begin.elapsed(), nr_passes, counters: self.cpu.counters().since(before) })
     }
 }
 
