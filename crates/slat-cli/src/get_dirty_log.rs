@@ -72,6 +72,10 @@ pub(crate) struct GetDirtyLogArgs {
     /// of a migration (100).
     #[arg(long, value_parser = positive::<u32>)]
     pub(crate) runs: Option<u32>,
+    /// Calls of one method in a row, for the table, each behind writes of its guest to the same pages. With 1 a call finds
+    /// much of its code and data out of the caches; with more the fixed costs, and the pages', are those of warm caches.
+    #[arg(long, default_value_t = 1, value_parser = positive::<u32>)]
+    pub(crate) in_a_row: u32,
     /// Pages that a migration's guest writes in a second; 0: as many as it can. By default 100000.
     #[arg(long)]
     pub(crate) rate: Option<u32>,

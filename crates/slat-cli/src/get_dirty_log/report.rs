@@ -54,6 +54,9 @@ pub(super) fn print(out: &mut impl Write, args: &GetDirtyLogArgs, notes: &Notes,
         args.nr_pages(),
         args.backing
     )?;
+    if args.workload == Workload::Table {
+        writeln!(out, "Methods in turn, each called {} times in a row.", args.in_a_row)?;
+    }
     match args.workload {
         Workload::Framebuffer => print_framebuffer(out, cells)?,
         _ => print_patterns(out, args, notes, cells)?,
@@ -180,6 +183,7 @@ fn object(args: &GetDirtyLogArgs, host: Value, results: Vec<Figure>) -> Results 
             },
             "bytes": args.slot_bytes(),
             "runs": args.max_runs(),
+            "in_a_row": args.in_a_row,
             "rate": (args.workload == Workload::Migration).then(|| args.guest_rate()),
             "backing": args.backing.to_string(),
             "seed": args.seed,

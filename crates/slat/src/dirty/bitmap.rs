@@ -14,6 +14,8 @@ use alloc::boxed::Box;
 use core::hint::black_box;
 use core::ops::Range;
 
+use arrayvec::ArrayVec;
+
 use crate::boxed::{ZeroedWords, try_box};
 use crate::error::Error;
 use crate::sync::{Ordering, fence_after_rmw};
@@ -44,9 +46,8 @@ fn bits(first: u64, count: u64) -> u64 {
 
 /// Pages in words of 64, in their order: those that a turn has taken.
 pub(crate) struct PageWords<const CAPACITY: usize> {
-    offsets: [u16; CAPACITY],
-    bits: [u64; CAPACITY],
-    len: usize,
+    offsets: ArrayVec<u16, CAPACITY>,
+    bits: ArrayVec<u64, CAPACITY>,
 }
 
 /// A turn's worth: the pages of 32 MiB, if all are dirty.
@@ -56,48 +57,48 @@ impl<const CAPACITY: usize> PageWords<CAPACITY> {
     pub(crate) const CAPACITY: usize = CAPACITY;
 
     pub(crate) fn new() -> PageWords<CAPACITY> {
-        PageWords { offsets: [0; CAPACITY], bits: [0; CAPACITY], len: 0 }
+        PageWords { offsets: ArrayVec::new(), bits: ArrayVec::new() }
     }
 
     pub(crate) fn clear(&mut self) {
-        self.len = 0;
+        self.offsets.clear();
+        self.bits.clear();
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.len == 0
+        self.offsets.is_empty()
     }
 
     /// For each word, how many words it is behind where the counting began.
     #[inline]
     pub(crate) fn offsets(&self) -> &[u16] {
-        &self.offsets[..self.len]
+        &self.offsets
     }
 
     /// The bits of each word.
     #[inline]
     pub(crate) fn bits(&self) -> &[u64] {
-        &self.bits[..self.len]
+        &self.bits
     }
 
     fn has_room_for(&self, nr_words: usize) -> bool {
-        CAPACITY - self.len >= nr_words
+        self.offsets.remaining_capacity() >= nr_words
     }
 
-    /// Adds word number `offset` behind the last, if it has pages; or more pages to the last.
+    /// Adds word number `offset` behind the last, if it has pages; or more pages to the last. There is room.
     #[inline]
     pub(crate) fn push(&mut self, offset: usize, bits: u64) {
-        debug_assert!(offset < WORDS_PER_TURN + 1);
+        debug_assert!(offset <= WORDS_PER_TURN);
         if bits == 0 {
             return;
         }
         let offset = offset as u16;
-        if self.offsets().last() == Some(&offset) {
-            self.bits[self.len - 1] |= bits;
+        if self.offsets.last() == Some(&offset) {
+            self.bits[self.offsets.len() - 1] |= bits;
             return;
         }
-        self.offsets[self.len] = offset;
-        self.bits[self.len] = bits;
-        self.len += 1;
+        self.offsets.push(offset);
+        self.bits.push(bits);
     }
 }
 

@@ -3,6 +3,8 @@
 //! An unlinked table belongs to the token that its unlinking made. Paying the token flushes, and only then retires the
 //! tables; so a table is freed after no CPU can be in it (flush) and no thread of the engine (grace period).
 
+use arrayvec::ArrayVec;
+
 use crate::addr::GfnRange;
 use crate::format::Format;
 use crate::host::Host;
@@ -15,41 +17,39 @@ const MAX_RANGES: usize = 8;
 /// A flush that is owed. Must be paid by [`FlushToken::pay`], outside of sections and locks.
 #[must_use]
 pub(crate) struct FlushToken {
-    ranges: [GfnRange; MAX_RANGES],
-    len: usize,
+    ranges: ArrayVec<GfnRange, MAX_RANGES>,
     pub(crate) tables: TableChain,
 }
 
 impl FlushToken {
     pub(crate) fn new() -> FlushToken {
-        FlushToken { ranges: [GfnRange::new(crate::addr::Gfn(0), 0); MAX_RANGES], len: 0, tables: TableChain::new() }
+        FlushToken { ranges: ArrayVec::new(), tables: TableChain::new() }
     }
 
     /// Owes a flush of `range`.
     pub(crate) fn owe(&mut self, range: GfnRange) {
-        let recorded = &mut self.ranges[..self.len];
-        if let Some(last) = recorded.last_mut()
+        if let Some(last) = self.ranges.last_mut()
             && range.start <= last.end
             && last.start <= range.end
         {
             last.start = last.start.min(range.start);
             last.end = last.end.max(range.end);
-        } else if self.len < MAX_RANGES {
-            self.ranges[self.len] = range;
-            self.len += 1;
         } else {
-            let start = recorded.iter().map(|r| r.start).fold(range.start, Ord::min);
-            let end = recorded.iter().map(|r| r.end).fold(range.end, Ord::max);
-            self.ranges[0] = GfnRange { start, end };
-            self.len = 1;
+            let mut range = range;
+            if self.ranges.is_full() {
+                range.start = self.ranges.iter().map(|r| r.start).fold(range.start, Ord::min);
+                range.end = self.ranges.iter().map(|r| r.end).fold(range.end, Ord::max);
+                self.ranges.clear();
+            }
+            self.ranges.push(range);
         }
     }
 
     /// Flushes what is owed, if anything is, then retires the tables.
     pub(crate) fn pay<H: Host, F: Format>(&mut self, tree: &Tree<H, F>, record: &Record) {
-        if self.len != 0 {
-            tree.flush(record, &self.ranges[..self.len]);
-            self.len = 0;
+        if !self.ranges.is_empty() {
+            tree.flush(record, &self.ranges);
+            self.ranges.clear();
         }
         tree.epochs.retire_tables(&tree.host, core::mem::replace(&mut self.tables, TableChain::new()));
     }
@@ -57,6 +57,6 @@ impl FlushToken {
 
 impl Drop for FlushToken {
     fn drop(&mut self) {
-        debug_assert!(self.len == 0 && self.tables.len() == 0, "a flush is still owed");
+        debug_assert!(self.ranges.is_empty() && self.tables.len() == 0, "a flush is still owed");
     }
 }

@@ -15,6 +15,8 @@
 
 use core::hint::black_box;
 
+use arrayvec::ArrayVec;
+
 use super::flush::FlushToken;
 use super::install::Changed;
 use crate::addr::{Gfn, GfnRange, Level};
@@ -34,7 +36,7 @@ use crate::table::walk::Cursor;
 const ENTRIES_PER_TURN: u64 = 4096;
 
 /// Pages of a table that are protected leaf by leaf even if it could be closed, when there are no more of them.
-const PAGES_WORTH_CLOSING: u64 = if cfg!(shuttle) { 1 } else { 32 };
+const PAGES_WORTH_CLOSING: u64 = if cfg!(shuttle) { 1 } else { 16 };
 
 /// Leaves that are looked at together.
 const PENDING_LEAVES: usize = 32;
@@ -142,8 +144,7 @@ pub(crate) struct Protector<'s, H: Host, F: Format> {
     slot: GfnRange,
     closing: Closing,
     /// Leaves of 4 KiB that are to be protected yet.
-    pending: [Option<&'s AtomicU64>; PENDING_LEAVES],
-    nr_pending: usize,
+    pending: ArrayVec<&'s AtomicU64, PENDING_LEAVES>,
     /// Pages that were to be protected.
     nr_pages: u64,
     nr_protected: u64,
@@ -161,8 +162,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
             cursor: Cursor::new(tree, section, slot.start),
             slot,
             closing,
-            pending: [None; PENDING_LEAVES],
-            nr_pending: 0,
+            pending: ArrayVec::new(),
             nr_pages: 0,
             nr_protected: 0,
             nr_closed: 0,
@@ -285,20 +285,18 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
 
     #[inline]
     fn protect_later(&mut self, cell: &'s AtomicU64) {
-        if self.nr_pending == PENDING_LEAVES {
+        if self.pending.is_full() {
             self.protect_pending();
         }
-        self.pending[self.nr_pending] = Some(cell);
-        self.nr_pending += 1;
+        self.pending.push(cell);
     }
 
     /// Protects the pending leaves.
     fn protect_pending(&mut self) {
-        let pending = self.pending[..core::mem::take(&mut self.nr_pending)].iter().flatten();
         // A look at all of them first: those that are not in the cache come all at once for plain loads, and one after the
         // other for atomic operations.
-        black_box(pending.clone().fold(0, |any, cell| any | cell.load(Ordering::Relaxed)));
-        self.nr_protected += protect_all(self.cursor.tree(), pending.copied());
+        black_box(self.pending.iter().fold(0, |any, cell| any | cell.load(Ordering::Relaxed)));
+        self.nr_protected += protect_all(self.cursor.tree(), self.pending.drain(..));
     }
 
     /// Ends the turn. Returns the number of pages that were to be protected.

@@ -16,10 +16,14 @@ use super::install::{self, Changed};
 use crate::addr::{Access, Gfn, Level};
 use crate::format::Format;
 use crate::host::Host;
+use crate::sync::{AtomicU64, Ordering};
 use crate::table::Tree;
 use crate::table::entry::{self, EntryRef, State};
 use crate::table::retire::Section;
 use crate::table::walk::{self, Cursor};
+
+/// Leaves that are looked at together.
+const LEAVES_PER_LOOK: usize = 16;
 
 /// What is to become of the other pages of the table.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -37,6 +41,23 @@ pub(crate) enum Pushed {
     Open,
     /// Its leaf says so, but the entry above has changed meanwhile.
     LeafOnly,
+}
+
+/// Clears W of the leaves of 4 KiB in `cells`.
+fn protect_all<F: Format>(cells: &[AtomicU64]) {
+    for cells in cells.chunks(LEAVES_PER_LOOK) {
+        // A look first: mostly few have it. What is no leaf has the bit clear. Acquire, so that the look is not older than
+        // the one at the entry above.
+        if cells.iter().fold(0, |any, cell| any | cell.load(Ordering::Acquire)) & F::WRITABLE == 0 {
+            continue;
+        }
+        for cell in cells {
+            let leaf = EntryRef::new(cell, Level::L4K);
+            if entry::is_writable::<F>(leaf.load()) {
+                leaf.clear::<F>(F::WRITABLE);
+            }
+        }
+    }
 }
 
 /// Gives the right to write to the page `gfn`, which the host allows to be written, below an entry that `section` has found
@@ -66,13 +87,8 @@ pub(crate) fn push_down<H: Host, F: Format>(
     };
     if others() == Others::Protect {
         let (below, from_own) = leaves.split_at(own_index);
-        for cell in below.iter().chain(&from_own[1..]) {
-            let leaf = EntryRef::new(cell, Level::L4K);
-            // A look first: mostly few have it.
-            if entry::is_writable::<F>(leaf.load()) {
-                leaf.clear::<F>(F::WRITABLE);
-            }
-        }
+        protect_all::<F>(below);
+        protect_all::<F>(&from_own[1..]);
     }
     install::give_back_to::<H, F>(tree, own, value, Access::Write)?;
     match above.entry().compare_exchange::<F>(table, entry::opened::<F>(table)) {

@@ -305,7 +305,7 @@ impl Model {
     /// Takes the right to write from `pages` of the slot that has `range`: where there are many in a block, from the entry
     /// above.
     fn protect(&mut self, range: GfnRange, pages: impl Iterator<Item = Gfn>) {
-        const FEW: usize = 32;
+        const FEW: usize = 16;
         let mut blocks = BTreeMap::<u64, Vec<Gfn>>::new();
         pages.for_each(|gfn| blocks.entry(gfn.align_down(Level::L2M).0).or_default().push(gfn));
         for (first, pages) in blocks {
