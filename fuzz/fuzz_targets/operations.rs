@@ -1,7 +1,7 @@
 //! The engine against the plain model of the model test (`crates/slat/tests/model`), with operations that a fuzzer makes:
 //! it finds by coverage what random sequences meet by chance only.
 //!
-//! The first bytes choose format, locking and how accesses are found out; the rest are operations until the bytes end.
+//! The first bytes choose format and configuration; the rest are operations until the bytes end.
 #![no_main]
 
 #[path = "../../crates/slat/tests/common/mod.rs"]
@@ -14,9 +14,10 @@ mod pair;
 mod plain;
 
 use arbitrary::{Result, Unstructured};
+use common::log::{ACCESS_TRACKINGS, DIRTY_TRACKINGS, HUGE_PAGE_LOGGINGS, LOCKINGS, MANUAL_PROTECTS};
 use libfuzzer_sys::fuzz_target;
-use ops::{Aging, Alignment, At, By, NR_PAGES, NR_SLOTS, Op, PLACES, RANGE_PAGES, SIZES, WRITES};
-use slat::{Access, AccessTracking, Ept, Locking, Npt};
+use ops::{Aging, Alignment, At, By, LogRange, MASKS, NR_PAGES, NR_SLOTS, Op, PLACES, RANGE_PAGES, SIZES, WRITES};
+use slat::{Access, Config, Ept, Format, Npt, Vm};
 
 /// As many as a case of the model test has at most: longer ones only take longer.
 const MAX_OPS: usize = 80;
@@ -49,8 +50,34 @@ fn at(bytes: &mut Unstructured<'_>) -> Result<At> {
     Ok(At::Slot { slot: slot(bytes)?, page: page(bytes)? })
 }
 
+fn log_range(bytes: &mut Unstructured<'_>) -> Result<LogRange> {
+    if bytes.ratio(1, 8)? {
+        return Ok(LogRange::Pages { first: page(bytes)?, nr_pages: page(bytes)? });
+    }
+    Ok(LogRange::Words { first: bytes.int_in_range(0..=5000)?, nr_words: bytes.int_in_range(0..=5000)? })
+}
+
+fn one_of<T: Copy>(bytes: &mut Unstructured<'_>, all: &[T]) -> Result<T> {
+    bytes.choose(all).copied()
+}
+
+fn config(bytes: &mut Unstructured<'_>) -> Result<Config> {
+    Ok(Config::with_locking(one_of(bytes, &LOCKINGS)?)
+        .with_access_tracking(one_of(bytes, &ACCESS_TRACKINGS)?)
+        .with_dirty_tracking(one_of(bytes, &DIRTY_TRACKINGS)?)
+        .with_manual_protect(one_of(bytes, &MANUAL_PROTECTS)?)
+        .with_huge_page_logging(one_of(bytes, &HUGE_PAGE_LOGGINGS)?))
+}
+
+fn check<F: Format>(config: Config, ops: &[Op]) {
+    // Not those that cannot be had.
+    if Vm::<_, F>::new(common::TestHost::default(), config).is_ok() {
+        pair::check::<F>(config, ops);
+    }
+}
+
 fn op(bytes: &mut Unstructured<'_>) -> Result<Op> {
-    Ok(match bytes.int_in_range(0..=15)? {
+    Ok(match bytes.int_in_range(0..=18)? {
         0 | 1 => Op::Create {
             slot: slot(bytes)?,
             place: index(bytes, PLACES.len())?,
@@ -74,23 +101,24 @@ fn op(bytes: &mut Unstructured<'_>) -> Result<Op> {
             aging: *bytes.choose(&[Aging::Age, Aging::Test])?,
         },
         11 => Op::Yield { always: bytes.int_in_range(0..=1)? },
+        12 => Op::GetRange { slot: slot(bytes)?, range: log_range(bytes)? },
+        13 => Op::Clear { slot: slot(bytes)?, range: log_range(bytes)?, mask: index(bytes, MASKS.len())? },
+        14 => Op::MarkDirty { slot: slot(bytes)?, page: page(bytes)?, pages: index(bytes, RANGE_PAGES.len())? },
         _ => Op::Touch { at: at(bytes)?, access: access(bytes)?, by: *bytes.choose(&[By::Fault, By::Hardware])? },
     })
 }
 
 fuzz_target!(|data: &[u8]| {
     let mut bytes = Unstructured::new(data);
-    let Ok(choice) = bytes.arbitrary::<u8>() else { return };
+    let (Ok(is_npt), Ok(config)) = (bytes.arbitrary::<bool>(), config(&mut bytes)) else { return };
     let mut ops = Vec::new();
     while !bytes.is_empty() && ops.len() < MAX_OPS {
         let Ok(op) = op(&mut bytes) else { break };
         ops.push(op);
     }
-    let tracking = [AccessTracking::AccessedBit, AccessTracking::Faults][usize::from(choice & 1)];
-    let locking = [Locking::None, Locking::None, Locking::Shared, Locking::Exclusive][usize::from(choice >> 1 & 3)];
-    if choice & 8 == 0 {
-        pair::check::<Npt>(locking, tracking, &ops);
+    if is_npt {
+        check::<Npt>(config, &ops);
     } else {
-        pair::check::<Ept>(locking, tracking, &ops);
+        check::<Ept>(config, &ops);
     }
 });

@@ -14,13 +14,14 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::Arc;
 
+use common::log::{MANUAL_PROTECTS, dirty_trackings, write_as_hardware};
 use common::{
     GIB, INSIDE_HOST, MIB, TestBacking, TestHost, Translation, assert_no_table_is_left, change, each, region,
     translate, vm,
 };
 use slat::{
-    Access, Config, DirtyRing, Error, Format, Gpa, Level, Locking, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
-    PageSize, Vcpu, Vm,
+    Access, Config, DirtyRing, Error, Format, Gpa, Level, Locking, ManualProtect, MemoryRegion, MemoryRegionFlags,
+    Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -353,4 +354,112 @@ fn many_slots<F: Format>(locking: Locking) {
     }
     vm.reclaim();
     assert_eq!(Arc::strong_count(&backing), 1);
+}
+
+/// Everything that a dirty log can be asked for, each thing with every number of heap allocations.
+fn life_of_a_log<F: Format>(config: Config) {
+    // Whole tables, so that there are some to close, and pages at both ends.
+    const FIRST: u64 = 512 - 3;
+    const NR_PAGES: u64 = 3 + 2 * 512 + 70;
+    const NR_WORDS: usize = NR_PAGES.div_ceil(64) as usize;
+    let vm = Arc::new(Vm::<_, F>::new(TestHost::default(), config).unwrap());
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let gpa = |page: u64| Gpa((FIRST + page) * PAGE_SIZE);
+    // Each keeps a thread's record in use, the free one if there is one: the next call needs a new one.
+    let mut readers = Vec::with_capacity(16);
+    let (start, size) = (gpa(0).0, NR_PAGES * PAGE_SIZE);
+    let backing = Arc::new(TestBacking::new(0x4000, NR_PAGES, PageSize::Size4K));
+    vm.set_user_memory_region(with_backing(1, start, size, &backing)).unwrap();
+    assert_eq!(vcpu.pre_fault_memory(gpa(0), size, Access::Write), Ok(size));
+
+    let all = || (0..NR_PAGES).map(|page| translate(&vm, gpa(page))).collect::<Vec<_>>();
+    let marked = || (0..NR_PAGES).map(|page| vm.is_marked_dirty(1, page)).collect::<Vec<_>>();
+    let counters = || {
+        let stats = vm.stats();
+        [stats.protected, stats.tables_closed, vm.host().nr_flushes() as u64, stats.live_tables()]
+    };
+    let seen = || (all(), marked(), counters());
+    // Enabling: the slot still does not log, or logs and is protected; nothing between.
+    let before = seen();
+    let ((), failures) = until_it_succeeds(
+        || vm.set_user_memory_region(change(1, LOG, start, size)),
+        || assert!(seen() == before, "{config:?}: enabling that failed has changed something"),
+    );
+    assert!(failures >= 4, "{failures}: a bitmap, its summary, and a set");
+    let is_initially_set = config.manual_protect == ManualProtect::InitiallySet;
+    assert!(marked().into_iter().all(|is_marked| is_marked == Ok(is_initially_set)));
+    // The same for a slot that is made so, and is gone with its log when that fails.
+    let other = MemoryRegion { flags: LOG, ..with_backing(2, GIB, size, &backing) };
+    let ((), failures) = until_it_succeeds(
+        || vm.set_user_memory_region(other.clone()),
+        || assert_eq!(vm.get_dirty_log(2, &mut [0; NR_WORDS]), Err(Error::NoSuchSlot { slot: 2 })),
+    );
+    assert!(failures >= 4);
+    let mut bitmap = [0; NR_WORDS];
+    let expected = if is_initially_set { NR_PAGES } else { 0 };
+    assert_eq!(vm.get_dirty_log(2, &mut bitmap), Ok(expected));
+
+    // Calls of the log, one after the other: what fails has taken nothing, protected nothing, flushed nothing.
+    assert_eq!(vm.clear_dirty_log(1, 0, NR_PAGES, &[u64::MAX; NR_WORDS]), Ok(expected));
+    for page in (0..100).chain([NR_PAGES - 1]) {
+        while !translate(&vm, gpa(page))
+            .is_some_and(|found| found.writable && write_as_hardware(&vm, gpa(page).gfn(), found))
+        {
+            assert_eq!(vcpu.handle_fault(gpa(page), Access::Write), Ok(Outcome::Resume));
+        }
+    }
+    let before = seen();
+    let unchanged = || assert!(seen() == before, "{config:?}: a call that failed has changed something");
+    readers.push(vm.read_tables().unwrap());
+    let untouched = [0x55aa; NR_WORDS];
+    let mut bitmap = untouched;
+    let (nr_pages, failures) = until_it_succeeds(|| vm.get_dirty_log_range(1, 0, 64, &mut bitmap), unchanged);
+    assert_eq!((nr_pages, bitmap[0], &bitmap[1..]), (64, u64::MAX, &untouched[1..]));
+    assert!(failures >= 1, "a record");
+    let before = seen();
+    let unchanged = || assert!(seen() == before, "{config:?}: a call that failed has changed something");
+    readers.push(vm.read_tables().unwrap());
+    let (nr_pages, failures) = until_it_succeeds(|| vm.clear_dirty_log(1, 0, NR_PAGES, &[1; NR_WORDS]), unchanged);
+    // Page 64, and where getting does not take, page 0.
+    let is_manual = config.manual_protect != ManualProtect::Disabled;
+    let by_mark = matches!(config.dirty_tracking, slat::DirtyTracking::WriteProtect(_));
+    let left_of = |nr_pages: u64| 101 - nr_pages - if is_manual { 0 } else { 64 };
+    assert!(nr_pages == u64::from(is_manual) + 1 || !by_mark, "{config:?}: {nr_pages}");
+    assert!(failures >= 1);
+    let before = seen();
+    readers.push(vm.read_tables().unwrap());
+    let ((), failures) = until_it_succeeds(|| vm.mark_dirty(1, 500, 1), || assert!(seen() == before, "{config:?}"));
+    assert!(failures >= 1);
+    readers.push(vm.read_tables().unwrap());
+    let (is_marked, failures) = until_it_succeeds(|| vm.is_marked_dirty(1, 500), || {});
+    assert!(is_marked && failures >= 1);
+    let before = marked();
+    readers.push(vm.read_tables().unwrap());
+    let (got, failures) =
+        until_it_succeeds(|| vm.get_dirty_log(1, &mut bitmap), || assert!(marked() == before, "{config:?}"));
+    assert!(failures >= 1);
+    assert_eq!(got, left_of(nr_pages) + 1, "{config:?}");
+    drop(readers);
+    for slot in [1, 2] {
+        until_it_succeeds(|| vm.set_user_memory_region(change(slot, NO_FLAGS, 0, 0)), || {});
+    }
+    drop(other);
+    vm.reclaim();
+    assert_eq!(Arc::strong_count(&backing), 1);
+    drop(vcpu);
+    assert_no_table_is_left(&vm);
+}
+
+each!(a_log_for_which_there_is_no_memory_is_as_it_was_and_leaks_nothing, logs);
+fn logs<F: Format>(locking: Locking) {
+    for tracking in dirty_trackings::<F>() {
+        for manual_protect in MANUAL_PROTECTS {
+            let config =
+                Config::with_locking(locking).with_dirty_tracking(tracking).with_manual_protect(manual_protect);
+            life_of_a_log::<F>(config);
+            let before = LIVE_BYTES.get();
+            life_of_a_log::<F>(config);
+            assert_eq!(LIVE_BYTES.get(), before, "{config:?}: bytes of the heap are leaked");
+        }
+    }
 }

@@ -1,42 +1,73 @@
 //! The promise of the dirty log, with guests that write while a host harvests: nothing is lost for longer than one
-//! harvest, and when all have stopped one harvest is exact.
+//! harvest, and when all have stopped one harvest is exact. In every mode of finding out writes, with every locking.
 //!
 //! The frames have contents here: for each page a count of the writes to it. A guest's write is an access (see
-//! `common::guest`) that finds a writable translation and then counts; so it may come long after the walk, but not after
-//! a flush that began later than the walk has returned. The host copies the counts of the pages that a harvest reports,
-//! after the harvest has returned. A count that was there before harvest k, and is not in the copy when harvest k+1 has
-//! been copied, is lost, if the faults (and moves) that were under way at harvest k have returned before harvest k+1: a vCPU that was
-//! stopped between giving the right to write and marking delays the mark for as long as it is stopped, and another vCPU
-//! may have written meanwhile.
+//! `common::guest`) that finds a writable translation, sets D if it is clear, and then counts; so it may come long after the
+//! walk, but not after a flush that began later than the walk has returned. The host copies the counts of the pages that a
+//! harvest reports, after the harvest has returned. A count that was there before harvest k, and is not in the copy when
+//! harvest k+1 has been copied, is lost, if the faults (and moves, and other calls that mark) that were under way at harvest
+//! k have returned before harvest k+1: a vCPU that was stopped between giving the right to write and marking delays the mark
+//! for as long as it is stopped, and another vCPU may have written meanwhile.
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
 
 mod common;
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use common::guest::Guest;
-use common::{MIB, TestHost, assert_no_table_is_left, change, each, region, translate};
-use slat::{Access, Config, Error, Exit, Format, Gpa, Locking, MemoryRegionFlags, PAGE_SIZE, PageSize, Vm};
+use common::log::{
+    HUGE_PAGE_LOGGINGS, LOCKINGS, LOG, MANUAL_PROTECTS, NO_FLAGS, dirty_trackings, pages_of, write_as_hardware,
+};
+use common::{MIB, TestHost, Translation, assert_no_table_is_left, change, region, translate};
+use slat::{
+    Access, AccessTracking, Config, Error, Exit, Format, Gfn, GfnRange, Gpa, Level, ManualProtect, MemoryRegionFlags,
+    PAGE_SIZE, PageSize, Vm,
+};
 
-const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
-const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
-const RUN: Duration = Duration::from_millis(250);
+/// How long each configuration runs.
+const RUN: Duration = Duration::from_millis(30);
 
 const SLOT: u32 = 3;
 /// The slot begins in the middle of a block and ends in the middle of another.
 const START: u64 = 2 * MIB - 100 * PAGE_SIZE;
-const NR_PAGES: usize = 100 + 512 + 61;
-const SIZE: u64 = NR_PAGES as u64 * PAGE_SIZE;
-const NR_WORDS: usize = NR_PAGES.div_ceil(64);
+const NR_PAGES: u64 = 100 + 512 + 61;
+/// Of a slot whose log has more than one word of its summary.
+const MANY_PAGES: u64 = 2 * 4096 + 200;
 /// Congruent to the slot's first page, so that a block can be mapped by 2 MiB.
 const FIRST_PFN: u64 = (1 << 30) + 512 - 100;
+
+/// Each way to find out writes that format `F` has, with each locking; the other choices go round, beginning with
+/// `first`, so that each test has another mixture.
+fn configs<F: Format>(first: usize) -> impl Iterator<Item = Config> {
+    let all = LOCKINGS.into_iter().flat_map(|locking| dirty_trackings::<F>().map(move |tracking| (locking, tracking)));
+    (first..).zip(all).map(|(index, (locking, tracking))| {
+        Config::with_locking(locking)
+            .with_dirty_tracking(tracking)
+            .with_manual_protect(MANUAL_PROTECTS[index % 3])
+            .with_huge_page_logging(HUGE_PAGE_LOGGINGS[index / 3 % 2])
+    })
+}
+
+/// A test for each format and the configurations that [`configs`] gives, from `$first` on.
+macro_rules! each_tracking {
+    ($name:ident, $test:ident, $first:expr) => {
+        #[test]
+        fn $name() {
+            configs::<slat::Npt>($first).for_each($test::<slat::Npt>);
+            configs::<slat::Ept>($first).for_each($test::<slat::Ept>);
+        }
+    };
+}
 
 /// A VM with a slot that logs, and what is in its memory.
 struct World<F: Format> {
     vm: Arc<Vm<TestHost, F>>,
+    config: Config,
+    nr_pages: u64,
     /// Writes to each page.
     contents: Vec<AtomicU64>,
     /// What the host has copied of that.
@@ -45,48 +76,85 @@ struct World<F: Format> {
 }
 
 impl<F: Format> World<F> {
-    fn new(locking: Locking) -> World<F> {
-        let vm = Arc::new(Vm::new(TestHost::default(), Config::with_locking(locking)).unwrap());
-        let counts = || (0..NR_PAGES).map(|_| AtomicU64::new(0)).collect();
-        vm.set_user_memory_region(region(SLOT, START, SIZE, FIRST_PFN, PageSize::Size2M)).unwrap();
-        World { vm, contents: counts(), copy: counts(), stop: AtomicBool::new(false) }
+    fn new(config: Config, nr_pages: u64) -> World<F> {
+        let vm = Arc::new(Vm::new(TestHost::default(), config).unwrap());
+        let counts = || (0..nr_pages).map(|_| AtomicU64::new(0)).collect();
+        vm.set_user_memory_region(region(SLOT, START, nr_pages * PAGE_SIZE, FIRST_PFN, PageSize::Size2M)).unwrap();
+        World { vm, config, nr_pages, contents: counts(), copy: counts(), stop: AtomicBool::new(false) }
+    }
+
+    /// One of which the slot logs.
+    fn logging(config: Config, nr_pages: u64) -> World<F> {
+        let world = World::new(config, nr_pages);
+        world.set(LOG, START);
+        world
     }
 
     fn set(&self, flags: MemoryRegionFlags, start: u64) {
-        self.vm.set_user_memory_region(change(SLOT, flags, start, SIZE)).unwrap();
+        self.vm.set_user_memory_region(change(SLOT, flags, start, self.nr_pages * PAGE_SIZE)).unwrap();
     }
 
     /// Writes all over the space in which the slot may be, until told to stop.
     fn write_until_stopped(&self, mut guest: Guest<F>, seed: u64) {
-        let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        let mut random = Random::new(seed);
         while !self.stop.load(Ordering::Relaxed) {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
+            let number = random.next();
             // A few pages are written all the time, the others now and then.
-            let page = if state & 3 != 0 { (state >> 8) % 16 * 40 } else { (state >> 8) % (NR_PAGES as u64 + 2) };
+            let page = if number & 3 != 0 { (number >> 8) % 16 * 40 } else { (number >> 8) % (self.nr_pages + 2) };
             let _ = self.write(&mut guest, page);
         }
     }
 
     /// Tries to write page `page` of the space from `START` on. Says whether it was written; a fault does not count.
     fn write(&self, guest: &mut Guest<F>, page: u64) -> Result<(), Option<Exit>> {
+        let gpa = Gpa(START + page * PAGE_SIZE);
+        match guest.try_access(gpa, Access::Write, |found| self.write_through(gpa, found)) {
+            Ok(true) => Ok(()),
+            // The leaf has changed meanwhile.
+            Ok(false) => Err(None),
+            Err(exit) => Err(exit),
+        }
+    }
+
+    /// What a CPU does that has found a writable translation.
+    fn write_through(&self, gpa: Gpa, found: Translation) -> bool {
+        // One that has D cached looks no further. Where CPUs set no D, all are like that.
+        let is_dirty = self.config.access_tracking == AccessTracking::Faults || found.entry.0 & F::DIRTY == F::DIRTY;
+        if !is_dirty && !write_as_hardware(&self.vm, gpa.gfn(), found) {
+            return false;
+        }
         // The frame is what is written, wherever the slot is.
-        guest.try_access(Gpa(START + page * PAGE_SIZE), Access::Write, |found| {
-            self.contents[(found.pfn.0 - FIRST_PFN) as usize].fetch_add(1, Ordering::SeqCst);
-        })
+        self.contents[(found.pfn.0 - FIRST_PFN) as usize].fetch_add(1, Ordering::SeqCst);
+        true
     }
 
     /// Harvests and copies what is reported. Returns the number of pages.
     fn harvest(&self) -> Result<u64, Error> {
-        let mut bitmap = [0; NR_WORDS];
-        let nr_pages = self.vm.get_dirty_log(SLOT, &mut bitmap)?;
-        assert_eq!(nr_pages, bitmap.iter().map(|word| u64::from(word.count_ones())).sum());
-        for page in (0..NR_WORDS * 64).filter(|page| bitmap[page / 64] >> (page % 64) & 1 == 1) {
-            let now = self.contents[page].load(Ordering::SeqCst);
-            self.copy[page].fetch_max(now, Ordering::SeqCst);
+        self.harvest_pages(0..self.nr_pages, |_| true)
+    }
+
+    /// Harvests `pages`, in whatever mode, of them those that `is_mine`, and copies what is reported.
+    fn harvest_pages(&self, pages: Range<u64>, is_mine: impl Fn(u64) -> bool) -> Result<u64, Error> {
+        let nr_pages = pages.end - pages.start;
+        let mut bitmap = vec![0; nr_pages.div_ceil(64) as usize];
+        let nr_set = self.vm.get_dirty_log_range(SLOT, pages.start, nr_pages, &mut bitmap)?;
+        let mut found = pages_of(&bitmap, pages.start);
+        assert_eq!(nr_set, found.len() as u64);
+        if self.config.manual_protect != ManualProtect::Disabled {
+            found.retain(|page| is_mine(*page));
+            let bits: Vec<u64> = found.iter().map(|page| page - pages.start).collect();
+            // Before the pages are copied.
+            self.vm.clear_dirty_log(SLOT, pages.start, nr_pages, &common::log::mask_of(&bits, bitmap.len()))?;
         }
-        Ok(nr_pages)
+        self.copy_pages(found.iter().copied());
+        Ok(found.len() as u64)
+    }
+
+    fn copy_pages(&self, pages: impl Iterator<Item = u64>) {
+        for page in pages {
+            let now = self.contents[page as usize].load(Ordering::SeqCst);
+            self.copy[page as usize].fetch_max(now, Ordering::SeqCst);
+        }
     }
 
     fn contents_now(&self) -> Vec<u64> {
@@ -95,46 +163,59 @@ impl<F: Format> World<F> {
 
     /// Harvests for a while; each count must be copied by the second harvest after it.
     fn harvest_and_check(&self) {
-        let start = Instant::now();
-        while start.elapsed() < RUN {
+        for_a_while(|| {
             self.harvest().unwrap();
-            self.check_two_harvests();
-        }
+            self.check_two_harvests(0..self.nr_pages);
+        });
     }
 
-    fn check_two_harvests(&self) {
+    fn check_two_harvests(&self, pages: Range<u64>) {
         let before = self.contents_now();
-        self.harvest().unwrap();
+        self.harvest_pages(pages.clone(), |_| true).unwrap();
         self.vm.host().gate.wait_for_faults();
-        self.harvest().unwrap();
-        self.assert_copied(&before);
+        self.harvest_pages(pages.clone(), |_| true).unwrap();
+        self.assert_copied(pages, &before);
     }
 
-    fn assert_copied(&self, counts: &[u64]) {
-        for (page, &count) in counts.iter().enumerate() {
-            let copied = self.copy[page].load(Ordering::SeqCst);
-            assert!(copied >= count, "page {page} was written {count} times long ago, {copied} are copied");
+    fn assert_copied(&self, pages: Range<u64>, counts: &[u64]) {
+        for page in pages {
+            let (count, copied) = (counts[page as usize], self.copy[page as usize].load(Ordering::SeqCst));
+            let config = self.config;
+            assert!(copied >= count, "{config:?}: page {page} was written {count} times, {copied} are copied");
         }
     }
 
     /// When nobody writes any more: one harvest brings all, and a second one nothing.
     fn assert_final_harvest_is_exact(&self) {
         self.harvest().unwrap();
-        self.assert_copied(&self.contents_now());
-        assert_eq!(self.harvest(), Ok(0));
-        for page in 0..=NR_PAGES as u64 {
-            let found = translate(&self.vm, Gpa(START + page * PAGE_SIZE));
-            assert!(found.is_none_or(|found| !found.writable), "page {page} is writable, and was not reported");
+        self.assert_copied(0..self.nr_pages, &self.contents_now());
+        assert_eq!(self.harvest(), Ok(0), "{:?}", self.config);
+        let at = |page: u64| translate(&self.vm, Gpa(START + page * PAGE_SIZE));
+        for page in 0..=self.nr_pages {
+            let Some(found) = at(page) else { continue };
+            // Writes fault, or set a bit that is clear.
+            let sets_bit = found.level == Level::L4K && found.entry.0 & F::DIRTY == 0;
+            let by_bits = !matches!(self.config.dirty_tracking, slat::DirtyTracking::WriteProtect(_));
+            assert!(
+                !found.writable || (by_bits && sets_bit),
+                "{:?}: page {page} may be written unseen: {found:x?}",
+                self.config
+            );
         }
         // From here on exactly what is written is reported.
         let mut guest = Guest::new(&self.vm);
-        let written = [0, 1, 63, 64, 99, 100, 101, 611, 612, NR_PAGES - 1];
-        for page in written {
-            while self.write(&mut guest, page as u64).is_err() {}
+        let mut expected: Vec<u64> = Vec::new();
+        for page in [0, 1, 63, 64, 99, 100, 101, 611, 612, self.nr_pages - 1] {
+            while self.write(&mut guest, page).is_err() {}
+            let level = at(page).map_or(Level::L4K, |found| found.level);
+            let block = Gpa(START + page * PAGE_SIZE).gfn().block(level);
+            expected.extend((0..self.nr_pages).filter(|page| block.contains(Gfn(START / PAGE_SIZE + page))));
         }
-        let mut bitmap = [0; NR_WORDS];
-        assert_eq!(self.vm.get_dirty_log(SLOT, &mut bitmap), Ok(written.len() as u64));
-        assert!((0..NR_PAGES).all(|page| (bitmap[page / 64] >> (page % 64) & 1 == 1) == written.contains(&page)));
+        expected.sort_unstable();
+        expected.dedup();
+        let mut bitmap = vec![0; self.nr_pages.div_ceil(64) as usize];
+        assert_eq!(self.vm.get_dirty_log(SLOT, &mut bitmap), Ok(expected.len() as u64));
+        assert_eq!(pages_of(&bitmap, 0), expected, "{:?}", self.config);
         drop(guest);
         self.vm.set_user_memory_region(change(SLOT, NO_FLAGS, 0, 0)).unwrap();
         assert_no_table_is_left(&self.vm);
@@ -160,47 +241,96 @@ impl<F: Format> World<F> {
     }
 }
 
-each!(a_write_is_reported_by_the_next_harvest_or_the_one_after, one_harvester);
-fn one_harvester<F: Format>(locking: Locking) {
-    for nr_guests in [2, 64] {
-        let world = World::<F>::new(locking);
-        world.set(LOG, START);
+fn for_a_while(mut turn: impl FnMut()) {
+    let start = Instant::now();
+    while start.elapsed() < RUN {
+        turn();
+    }
+}
+
+/// Numbers for a guest to choose by.
+struct Random(u64);
+
+impl Random {
+    fn new(seed: u64) -> Random {
+        Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+}
+
+each_tracking!(a_write_is_reported_by_the_next_harvest_or_the_one_after, one_harvester, 0);
+fn one_harvester<F: Format>(config: Config) {
+    for nr_guests in [1, 3] {
+        let world = World::<F>::logging(config, NR_PAGES);
         world.beside_guests(nr_guests, || world.harvest_and_check());
         world.assert_final_harvest_is_exact();
     }
 }
 
-each!(logging_that_is_turned_on_beside_writers_loses_nothing, turned_on);
-fn turned_on<F: Format>(locking: Locking) {
-    let world = World::<F>::new(locking);
+each_tracking!(a_write_of_one_of_64_guests_is_reported_by_the_next_harvest_or_the_one_after, many_guests, 1);
+fn many_guests<F: Format>(config: Config) {
+    let world = World::<F>::logging(config, NR_PAGES);
+    world.beside_guests(64, || world.harvest_and_check());
+    world.assert_final_harvest_is_exact();
+}
+
+each_tracking!(logging_that_is_turned_on_beside_writers_loses_nothing, turned_on, 2);
+fn turned_on<F: Format>(config: Config) {
+    let world = World::<F>::logging(config, NR_PAGES);
     world.beside_guests(8, || {
-        let start = Instant::now();
-        while start.elapsed() < RUN {
+        for_a_while(|| {
             world.set(NO_FLAGS, START);
             std::thread::yield_now();
             world.set(LOG, START);
             // What was written before logging is copied whole, as a migration does.
-            for page in 0..NR_PAGES {
-                world.copy[page].fetch_max(world.contents[page].load(Ordering::SeqCst), Ordering::SeqCst);
-            }
-            world.check_two_harvests();
-        }
+            world.copy_pages(0..NR_PAGES);
+            world.check_two_harvests(0..NR_PAGES);
+        });
     });
     world.assert_final_harvest_is_exact();
 }
 
-each!(of_two_harvesters_each_gets_a_part_and_nothing_is_lost, two_harvesters);
-fn two_harvesters<F: Format>(locking: Locking) {
-    let world = World::<F>::new(locking);
-    world.set(LOG, START);
+each_tracking!(harvests_beside_logging_that_is_turned_off_and_on_are_refused_or_right, flags_change, 3);
+fn flags_change<F: Format>(config: Config) {
+    let world = World::<F>::logging(config, NR_PAGES);
+    world.beside_guests(4, || {
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    for_a_while(|| match world.harvest() {
+                        Ok(_) => {}
+                        Err(error) => assert_eq!(error, Error::NotLogging { slot: SLOT }),
+                    });
+                });
+            }
+            for_a_while(|| {
+                world.set(NO_FLAGS, START);
+                std::thread::yield_now();
+                world.set(LOG, START);
+            });
+        });
+        world.copy_pages(0..NR_PAGES);
+        world.check_two_harvests(0..NR_PAGES);
+    });
+    world.assert_final_harvest_is_exact();
+}
+
+each_tracking!(of_two_harvesters_each_gets_a_part_and_nothing_is_lost, two_harvesters, 4);
+fn two_harvesters<F: Format>(config: Config) {
+    let world = World::<F>::logging(config, NR_PAGES);
     world.beside_guests(8, || {
         std::thread::scope(|scope| {
             for _ in 0..2 {
                 scope.spawn(|| {
-                    let start = Instant::now();
-                    while start.elapsed() < RUN {
+                    for_a_while(|| {
                         world.harvest().unwrap();
-                    }
+                    });
                 });
             }
         });
@@ -208,27 +338,119 @@ fn two_harvesters<F: Format>(locking: Locking) {
     world.assert_final_harvest_is_exact();
 }
 
-each!(a_slot_that_is_moved_beside_writers_and_harvests_loses_no_mark, moved);
-fn moved<F: Format>(locking: Locking) {
-    for nr_guests in [2, 8] {
-        let world = World::<F>::new(locking);
-        world.set(LOG, START);
-        world.beside_guests(nr_guests, || {
-            std::thread::scope(|scope| {
-                scope.spawn(|| {
-                    // A move marks pages, as a fault does.
-                    let mut mover = Guest::new(&world.vm);
-                    let start = Instant::now();
-                    while start.elapsed() < RUN {
-                        mover.during_fault(|_| world.set(LOG, START + PAGE_SIZE));
-                        std::thread::yield_now();
-                        mover.during_fault(|_| world.set(LOG, START));
-                        std::thread::yield_now();
-                    }
-                });
-                world.harvest_and_check();
-            });
+each_tracking!(harvesters_of_ranges_beside_each_other_keep_the_promise_each_for_its_own, ranges, 5);
+fn ranges<F: Format>(config: Config) {
+    let world = World::<F>::logging(config, MANY_PAGES);
+    world.beside_guests(4, || {
+        std::thread::scope(|scope| {
+            // The borders lie within words of the summary (64 words of 64 pages), and within tables.
+            for pages in [0..64, 64..33 * 64, 33 * 64..65 * 64, 65 * 64..MANY_PAGES] {
+                let world = &world;
+                scope.spawn(move || for_a_while(|| world.check_two_harvests(pages.clone())));
+            }
         });
-        world.assert_final_harvest_is_exact();
-    }
+    });
+    world.assert_final_harvest_is_exact();
+}
+
+each_tracking!(two_who_clear_by_masks_lose_nothing_of_each_other, masks, 6);
+fn masks<F: Format>(config: Config) {
+    // Getting must not take: then the masks would find nothing.
+    let manual_protect = match config.manual_protect {
+        ManualProtect::Disabled => ManualProtect::Enabled,
+        manual_protect => manual_protect,
+    };
+    let world = World::<F>::logging(config.with_manual_protect(manual_protect), NR_PAGES);
+    world.beside_guests(8, || {
+        std::thread::scope(|scope| {
+            for parity in 0..2 {
+                let world = &world;
+                scope.spawn(move || {
+                    for_a_while(|| {
+                        world.harvest_pages(0..NR_PAGES, |page| page % 2 == parity).unwrap();
+                    });
+                });
+            }
+        });
+        // One at last, who is alone.
+        world.check_two_harvests(0..NR_PAGES);
+    });
+    world.assert_final_harvest_is_exact();
+}
+
+each_tracking!(what_the_vmm_writes_itself_is_reported_as_a_guests_writes_are, marked, 7);
+fn marked<F: Format>(config: Config) {
+    let world = World::<F>::logging(config, NR_PAGES);
+    world.beside_guests(2, || {
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                // A call that is about to mark.
+                let mut vmm = Guest::new(&world.vm);
+                let mut random = Random::new(77);
+                while !world.stop.load(Ordering::Relaxed) {
+                    let first = random.next() % NR_PAGES;
+                    let nr_pages = (random.next() % 70).min(NR_PAGES - first);
+                    vmm.during_fault(|_| {
+                        for page in first..first + nr_pages {
+                            world.contents[page as usize].fetch_add(1, Ordering::SeqCst);
+                        }
+                        world.vm.mark_dirty(SLOT, first, nr_pages).unwrap();
+                    });
+                }
+            });
+            world.harvest_and_check();
+            world.stop.store(true, Ordering::SeqCst);
+        });
+    });
+    world.assert_final_harvest_is_exact();
+}
+
+each_tracking!(invalidations_and_agings_beside_writers_lose_no_mark, invalidated, 8);
+fn invalidated<F: Format>(config: Config) {
+    let tracking = match config.dirty_tracking {
+        slat::DirtyTracking::WriteProtect(_) => AccessTracking::Faults,
+        _ => AccessTracking::AccessedBit,
+    };
+    let world = World::<F>::logging(config.with_access_tracking(tracking), NR_PAGES);
+    world.beside_guests(3, || {
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                // Taking a dirty leaf away marks its page, as a fault does.
+                let mut host = Guest::new(&world.vm);
+                let mut random = Random::new(99);
+                for_a_while(|| {
+                    let (first, nr_pages) = (random.next() % NR_PAGES, 1 + random.next() % 600);
+                    let range = GfnRange::new(Gfn(START / PAGE_SIZE + first), nr_pages);
+                    host.during_fault(|_| match random.next() % 3 {
+                        0 => drop(world.vm.age_range(range).unwrap()),
+                        _ => drop(world.vm.invalidate_range(range).unwrap()),
+                    });
+                    std::thread::yield_now();
+                });
+            });
+            world.harvest_and_check();
+        });
+    });
+    world.assert_final_harvest_is_exact();
+}
+
+each_tracking!(a_slot_that_is_moved_beside_writers_and_harvests_loses_no_mark, moved, 9);
+fn moved<F: Format>(config: Config) {
+    let world = World::<F>::logging(config, NR_PAGES);
+    world.beside_guests(4, || {
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                // A move marks pages, as a fault does.
+                let mut mover = Guest::new(&world.vm);
+                for_a_while(|| {
+                    mover.during_fault(|_| world.set(LOG, START + PAGE_SIZE));
+                    std::thread::yield_now();
+                    mover.during_fault(|_| world.set(LOG, START));
+                    std::thread::yield_now();
+                });
+            });
+            world.harvest_and_check();
+        });
+    });
+    world.assert_final_harvest_is_exact();
 }

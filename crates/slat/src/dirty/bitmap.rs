@@ -334,3 +334,7 @@ fn group_of(next: usize, range_end: usize) -> (usize, u64, usize) {
 #[cfg(all(test, not(any(loom, shuttle))))]
 #[path = "bitmap_tests.rs"]
 mod tests;
+
+#[cfg(all(test, loom))]
+#[path = "bitmap_loom.rs"]
+mod loom_tests;

@@ -22,8 +22,9 @@ use crate::table::walk::Cursor;
 use crate::vm::Vm;
 
 impl<H: Host, F: Format> Vcpu<H, F> {
-    /// Maps the `size_bytes` from `gpa` on, so that `access` to them does not fault: for a write, the pages count as
-    /// written in a slot that logs. What is mapped already stays. Several vCPUs may do parts of a range at once.
+    /// Maps the `size_bytes` from `gpa` on, so that `access` to them does not fault: for a write, the pages that this makes
+    /// writable count as written in a slot that logs. What is mapped already stays. Several vCPUs may do parts of a range
+    /// at once.
     ///
     /// Returns how many bytes from `gpa` on are mapped by now; if not all, a second call with the rest says why.
     ///

@@ -1,5 +1,6 @@
 //! A host for tests: table memory whose physical addresses are not its pointers, an allocation that fails when told to,
 //! a record of flushes and of leaves taken away, frames that are numbers without memory behind them; and a reference walk.
+//! `log` has a slot's dirty log and a CPU that sets A and D;
 //! `guest` has threads that walk the tables as CPUs do, beside everybody else; `trap` and `hooked` stop or overtake a thread where it matters.
 
 #![allow(dead_code, reason = "each test binary uses a part")]
@@ -8,6 +9,7 @@
 
 pub mod guest;
 pub mod hooked;
+pub mod log;
 pub mod trap;
 
 #[cfg(target_os = "linux")]
@@ -179,6 +181,8 @@ pub struct TestHost {
     wakeup: Condvar,
     start: Instant,
     pub resolves: AtomicU64,
+    /// What the CPUs have put into their page-modification logs; see [`log`].
+    pub modification_log: Mutex<Vec<Gpa>>,
 }
 
 impl Default for TestHost {
@@ -197,6 +201,7 @@ impl Default for TestHost {
             wakeup: Condvar::new(),
             start: Instant::now(),
             resolves: AtomicU64::new(0),
+            modification_log: Mutex::default(),
         }
     }
 }
@@ -256,7 +261,7 @@ impl Drop for TestHost {
         }
         // Here, where it counts as the host's.
         drop((take(&mut self.tables), take(&mut self.graveyard), take(&mut self.flushes), take(&mut self.zapped)));
-        drop((take(&mut self.gate.words), take(&mut self.parked)));
+        drop((take(&mut self.gate.words), take(&mut self.parked), take(&mut self.modification_log)));
     }
 }
 
@@ -354,6 +359,14 @@ unsafe impl Host for TestHost {
         assert!(ranges.iter().all(|range| !range.is_empty()), "a flush of nothing: {ranges:?}");
         self.gate.wait_for_accesses();
         self.flushes.lock().unwrap().push(ranges.to_vec());
+    }
+
+    fn drain_modification_logs(&self, log: &mut dyn FnMut(&[Gpa])) {
+        // Kept while it is handed over: another call returns only when that is done.
+        let mut written = self.modification_log.lock().unwrap();
+        // In parts, as CPUs' logs are.
+        written.chunks(3).for_each(log);
+        written.clear();
     }
 
     fn leaf_zapped(&self, leaf: ZappedLeaf) {

@@ -12,10 +12,12 @@ mod pair;
 mod plain;
 mod threads;
 
-use ops::{Aging, Alignment, At, By, LOG, NR_PAGES, NR_SLOTS, Op, PLACES, RANGE_PAGES, WRITES};
+use ops::{Aging, Alignment, At, By, LOG, LogRange, MASKS, NR_PAGES, NR_SLOTS, Op, PLACES, RANGE_PAGES, WRITES};
 use pair::check;
 use proptest::prelude::*;
-use slat::{Access, AccessTracking, Ept, Locking, Npt};
+use slat::{Access, AccessTracking, Config, DirtyTracking, Ept, Format, HugePageLogging, Locking, ManualProtect, Npt};
+
+use common::log::{ACCESS_TRACKINGS, DIRTY_TRACKINGS, HUGE_PAGE_LOGGINGS, LAZY, MANUAL_PROTECTS};
 
 fn at() -> impl Strategy<Value = At> {
     let page =
@@ -52,6 +54,9 @@ fn op() -> impl Strategy<Value = Op> {
         1 => slot().prop_map(|slot| Op::Resize { slot }),
         36 => (at(), access(), by).prop_map(|(at, access, by)| Op::Touch { at, access, by }),
         6 => slot().prop_map(|slot| Op::Harvest { slot }),
+        4 => (slot(), log_range()).prop_map(|(slot, range)| Op::GetRange { slot, range }),
+        6 => (slot(), log_range(), 0..MASKS.len()).prop_map(|(slot, range, mask)| Op::Clear { slot, range, mask }),
+        4 => (slot(), 0u64..516, pages()).prop_map(|(slot, page, pages)| Op::MarkDirty { slot, page, pages }),
         6 => (at(), pages()).prop_map(|(at, pages)| Op::Begin { at, pages }),
         8 => any::<usize>().prop_map(|index| Op::End { index }),
         6 => (slot(), 0u64..516, writes()).prop_map(|(slot, page, writes)| Op::Replace { slot, page, writes }),
@@ -60,40 +65,78 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-fn tracking() -> impl Strategy<Value = AccessTracking> {
-    prop_oneof![Just(AccessTracking::AccessedBit), Just(AccessTracking::Faults)]
+fn log_range() -> impl Strategy<Value = LogRange> {
+    let any_number = || prop_oneof![0u64..200, Just(u64::MAX), Just(u64::MAX - 63)];
+    prop_oneof![
+        8 => (0u64..5000, prop_oneof![0u64..4, 100u64..200, Just(5000u64)])
+            .prop_map(|(first, nr_words)| LogRange::Words { first, nr_words }),
+        1 => (any_number(), any_number()).prop_map(|(first, nr_pages)| LogRange::Pages { first, nr_pages }),
+    ]
+}
+
+/// How dirty pages are found out and logged: the default half of the time.
+fn logging() -> impl Strategy<Value = (DirtyTracking, ManualProtect, HugePageLogging)> {
+    let tracking =
+        prop_oneof![3 => Just(LAZY), 5 => (0..DIRTY_TRACKINGS.len()).prop_map(|index| DIRTY_TRACKINGS[index])];
+    let manual_protect = (0..MANUAL_PROTECTS.len()).prop_map(|index| MANUAL_PROTECTS[index]);
+    let huge = (0..HUGE_PAGE_LOGGINGS.len()).prop_map(|index| HUGE_PAGE_LOGGINGS[index]);
+    (tracking, manual_protect, huge)
+}
+
+/// Configurations that tables of format `F` can have.
+fn config<F: Format>(locking: Locking) -> impl Strategy<Value = Config> {
+    (0..ACCESS_TRACKINGS.len(), logging())
+        .prop_map(move |(access, logging)| possible::<F>(locking, ACCESS_TRACKINGS[access], logging))
+}
+
+/// The configuration that is meant, or the next one to it that format `F` can have.
+fn possible<F: Format>(
+    locking: Locking,
+    access_tracking: AccessTracking,
+    (dirty_tracking, manual_protect, huge): (DirtyTracking, ManualProtect, HugePageLogging),
+) -> Config {
+    let (dirty_tracking, access_tracking) = match dirty_tracking {
+        DirtyTracking::WriteProtect(_) => (dirty_tracking, access_tracking),
+        DirtyTracking::PageModificationLog if F::HAS_MODIFICATION_LOG => (dirty_tracking, AccessTracking::AccessedBit),
+        _ => (DirtyTracking::DirtyBit, AccessTracking::AccessedBit),
+    };
+    Config::with_locking(locking)
+        .with_access_tracking(access_tracking)
+        .with_dirty_tracking(dirty_tracking)
+        .with_manual_protect(manual_protect)
+        .with_huge_page_logging(huge)
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn npt_without_a_lock_does_what_the_model_does(tracking in tracking(), ops in prop::collection::vec(op(), 1..80)) {
-        check::<Npt>(Locking::None, tracking, &ops);
+    fn npt_without_a_lock_does_what_the_model_does(config in config::<Npt>(Locking::None), ops in prop::collection::vec(op(), 1..80)) {
+        check::<Npt>(config, &ops);
     }
 
     #[test]
-    fn npt_with_a_shared_lock_does_what_the_model_does(tracking in tracking(), ops in prop::collection::vec(op(), 1..80)) {
-        check::<Npt>(Locking::Shared, tracking, &ops);
+    fn npt_with_a_shared_lock_does_what_the_model_does(config in config::<Npt>(Locking::Shared), ops in prop::collection::vec(op(), 1..80)) {
+        check::<Npt>(config, &ops);
     }
 
     #[test]
-    fn npt_with_an_exclusive_lock_does_what_the_model_does(tracking in tracking(), ops in prop::collection::vec(op(), 1..80)) {
-        check::<Npt>(Locking::Exclusive, tracking, &ops);
+    fn npt_with_an_exclusive_lock_does_what_the_model_does(config in config::<Npt>(Locking::Exclusive), ops in prop::collection::vec(op(), 1..80)) {
+        check::<Npt>(config, &ops);
     }
 
     #[test]
-    fn ept_without_a_lock_does_what_the_model_does(tracking in tracking(), ops in prop::collection::vec(op(), 1..80)) {
-        check::<Ept>(Locking::None, tracking, &ops);
+    fn ept_without_a_lock_does_what_the_model_does(config in config::<Ept>(Locking::None), ops in prop::collection::vec(op(), 1..80)) {
+        check::<Ept>(config, &ops);
     }
 
     #[test]
-    fn ept_with_a_shared_lock_does_what_the_model_does(tracking in tracking(), ops in prop::collection::vec(op(), 1..80)) {
-        check::<Ept>(Locking::Shared, tracking, &ops);
+    fn ept_with_a_shared_lock_does_what_the_model_does(config in config::<Ept>(Locking::Shared), ops in prop::collection::vec(op(), 1..80)) {
+        check::<Ept>(config, &ops);
     }
 
     #[test]
-    fn ept_with_an_exclusive_lock_does_what_the_model_does(tracking in tracking(), ops in prop::collection::vec(op(), 1..80)) {
-        check::<Ept>(Locking::Exclusive, tracking, &ops);
+    fn ept_with_an_exclusive_lock_does_what_the_model_does(config in config::<Ept>(Locking::Exclusive), ops in prop::collection::vec(op(), 1..80)) {
+        check::<Ept>(config, &ops);
     }
 }

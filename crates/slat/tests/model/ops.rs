@@ -32,6 +32,31 @@ pub const RANGE_PAGES: [u64; 8] = [1, 2, 511, 512, 1025, 1 << 18, 1 << 27, 1 << 
 pub const SIZES: [PageSize; 3] = [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G];
 pub const WRITES: [Writes; 3] = [Writes::Allowed, Writes::IfAskedFor, Writes::Refused];
 
+/// Masks of a log's words, in turn: all, every other page, few, none and all.
+pub const MASKS: [&[u64]; 4] = [&[u64::MAX], &[0x5555_5555_5555_5555], &[1 << 63 | 1, 0, 1 << 7], &[0, u64::MAX, 0]];
+
+/// A range of a slot's log.
+#[derive(Clone, Copy, Debug)]
+pub enum LogRange {
+    /// From a word on (modulo the slot's) so many words, or to the slot's end if it has no more.
+    Words { first: u64, nr_words: u64 },
+    /// Any pages.
+    Pages { first: u64, nr_pages: u64 },
+}
+
+impl LogRange {
+    /// First page and number of pages, of a slot of `slot_pages`.
+    pub fn of(self, slot_pages: u64) -> (u64, u64) {
+        match self {
+            LogRange::Words { first, nr_words } => {
+                let first = first % slot_pages.div_ceil(64) * 64;
+                (first, (nr_words * 64).min(slot_pages - first))
+            }
+            LogRange::Pages { first, nr_pages } => (first, nr_pages),
+        }
+    }
+}
+
 /// How the frames of a backing lie, compared with the guest's.
 #[derive(Clone, Copy, Debug)]
 pub enum Alignment {
@@ -93,6 +118,23 @@ pub enum Op {
     },
     Harvest {
         slot: u32,
+    },
+    /// Gets the log of some pages; mostly such a range as may be asked for.
+    GetRange {
+        slot: u32,
+        range: LogRange,
+    },
+    /// Clears of some pages the bits of a mask, which repeats every few words.
+    Clear {
+        slot: u32,
+        range: LogRange,
+        mask: usize,
+    },
+    /// The VMM has written pages itself.
+    MarkDirty {
+        slot: u32,
+        page: u64,
+        pages: usize,
     },
     /// An invalidation that is held until it is ended.
     Begin {

@@ -4,13 +4,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use slat::{
-    Access, AccessTracking, Config, Error, Format, Gfn, GfnRange, Gpa, Invalidation, Locking, MemoryRegion,
-    MemoryRegionFlags, Outcome, PAGE_SIZE, Vcpu, Vm,
+    Access, Config, Error, Format, Gfn, GfnRange, Gpa, Invalidation, ManualProtect, MemoryRegion, MemoryRegionFlags,
+    Outcome, PAGE_SIZE, Vcpu, Vm,
 };
 use std::sync::atomic::Ordering;
 
-use super::ops::{Aging, Alignment, At, By, LOG, NR_PAGES, NR_SLOTS, Op, PLACES, RANGE_PAGES, READONLY, SIZES, WRITES};
-use super::plain::{Model, Slot};
+use super::ops::{
+    Aging, Alignment, At, By, LOG, LogRange, MASKS, NR_PAGES, NR_SLOTS, Op, PLACES, RANGE_PAGES, READONLY, SIZES,
+    WRITES,
+};
+use super::plain::{Model, Slot, log_words};
+use crate::common::log::write_as_hardware;
 use crate::common::{
     Frame, TestBacking, TestHost, Writes, assert_no_table_is_left, change, set_accessed_and_dirty, translate,
 };
@@ -29,8 +33,7 @@ struct Pair<'v, F: Format> {
 }
 
 /// Does `ops` to a new engine and its model.
-pub fn check<F: Format>(locking: Locking, access_tracking: AccessTracking, ops: &[Op]) {
-    let config = Config::with_locking(locking).with_access_tracking(access_tracking);
+pub fn check<F: Format>(config: Config, ops: &[Op]) {
     let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
     vm.host().record_zapped();
     let mut pair = Pair {
@@ -38,7 +41,7 @@ pub fn check<F: Format>(locking: Locking, access_tracking: AccessTracking, ops: 
         vcpu: vm.create_vcpu().unwrap(),
         held: Vec::new(),
         backings: BTreeMap::new(),
-        model: Model::new(F::ROOT_LEVEL, access_tracking),
+        model: Model::new(F::ROOT_LEVEL, config),
         watched: PLACES.iter().map(|place| place / PAGE_SIZE).collect(),
     };
     for op in ops {
@@ -114,7 +117,8 @@ impl<F: Format> Pair<'_, F> {
         } else {
             let range = GfnRange::new(Gfn(start), nr_pages);
             self.watch_range(range);
-            let (max_size, frames, dirty) = (SIZES[size], BTreeMap::new(), BTreeSet::new());
+            let are_set = flags.contains(LOG) && self.model.config.manual_protect == ManualProtect::InitiallySet;
+            let (max_size, frames, dirty) = (SIZES[size], BTreeMap::new(), log_words(nr_pages, are_set));
             self.model.slots.insert(id, Slot { range, flags, first_pfn, max_size, writes, frames, dirty });
             self.backings.insert(id, backing);
             Ok(())
@@ -140,7 +144,10 @@ impl<F: Format> Pair<'_, F> {
         let gpa = gfn.gpa();
         self.watch(gfn.0);
         if by == By::Hardware {
-            let done = translate(self.vm, gpa).is_some_and(|found| set_accessed_and_dirty(self.vm, gpa, found, access));
+            let done = translate(self.vm, gpa).is_some_and(|found| match access {
+                Access::Write => write_as_hardware(self.vm, gfn, found),
+                Access::Read | Access::Execute => set_accessed_and_dirty(self.vm, gpa, found, access),
+            });
             assert_eq!(done, self.model.access(gfn, access), "{access:?} at {gpa} by hardware");
             if done {
                 return;
@@ -150,24 +157,41 @@ impl<F: Format> Pair<'_, F> {
     }
 
     fn harvest(&mut self, id: u32) {
-        let Some(slot) = self.model.slots.get(&id) else {
-            assert_eq!(self.vm.get_dirty_log(id, &mut [0; 64]), Err(Error::NoSuchSlot { slot: id }));
-            return;
-        };
-        let nr_words = slot.range.nr_pages().div_ceil(64) as usize;
-        let mut bitmap = vec![u64::MAX; nr_words + 1];
-        if !slot.flags.contains(LOG) {
-            assert_eq!(self.vm.get_dirty_log(id, &mut bitmap), Err(Error::NotLogging { slot: id }));
-            return;
-        }
-        let dirty = self.model.harvest(id);
-        let mut expected = vec![0; nr_words];
-        for &page in &dirty {
-            expected[page as usize / 64] |= 1 << (page % 64);
-        }
-        assert_eq!(self.vm.get_dirty_log(id, &mut bitmap), Ok(dirty.len() as u64));
-        assert!(bitmap[..nr_words] == expected[..], "the log of slot {id} is not that of {dirty:?}");
-        assert_eq!(bitmap[nr_words], u64::MAX, "a word behind the slot's was written");
+        let nr_pages = self.model.slots.get(&id).map_or(64, |slot| slot.range.nr_pages());
+        let mut bitmap = vec![u64::MAX; nr_pages.div_ceil(64) as usize + 1];
+        let result = self.vm.get_dirty_log(id, &mut bitmap);
+        self.compare_log(id, (0, nr_pages), result, &bitmap);
+    }
+
+    fn get_range(&mut self, id: u32, range: LogRange) {
+        let pages = range.of(self.model.slots.get(&id).map_or(64, |slot| slot.range.nr_pages()));
+        let mut bitmap = vec![u64::MAX; Self::bitmap_len(pages)];
+        let result = self.vm.get_dirty_log_range(id, pages.0, pages.1, &mut bitmap);
+        self.compare_log(id, pages, result, &bitmap);
+    }
+
+    /// Words for the log of `pages`, and one more; few, if there are far too many.
+    fn bitmap_len(pages: (u64, u64)) -> usize {
+        pages.1.min(1 << 20).div_ceil(64) as usize + 1
+    }
+
+    /// Compares what was got for `pages` of the log of slot `id` with what the model says: all words that belong to them,
+    /// and no other.
+    fn compare_log(&mut self, id: u32, pages: (u64, u64), result: Result<u64, Error>, bitmap: &[u64]) {
+        let expected = self.model.get(id, pages);
+        let count = |words: &Vec<u64>| words.iter().map(|word| u64::from(word.count_ones())).sum();
+        assert_eq!(result, expected.as_ref().map(count).map_err(|error| *error), "{pages:?} of the log of slot {id}");
+        let expected = expected.unwrap_or_default();
+        let (words, behind) = bitmap.split_at(expected.len());
+        assert!(words == expected, "the log of slot {id}, {pages:?}, is {words:x?} and not {expected:x?}");
+        assert!(behind.iter().all(|word| *word == u64::MAX), "a word behind the log's was written");
+    }
+
+    fn clear(&mut self, id: u32, range: LogRange, mask: usize) {
+        let pages = range.of(self.model.slots.get(&id).map_or(64, |slot| slot.range.nr_pages()));
+        let mask: Vec<u64> = MASKS[mask].iter().copied().cycle().take(Self::bitmap_len(pages)).collect();
+        let result = self.vm.clear_dirty_log(id, pages.0, pages.1, &mask);
+        assert_eq!(result, self.model.clear(id, pages, &mask), "{pages:?} of the log of slot {id}");
     }
 
     /// Begins to hold an invalidation of `range`, and looks around: nothing is mapped inside, and nothing can be.
@@ -251,6 +275,12 @@ impl<F: Format> Pair<'_, F> {
             }
             Op::Touch { at, access, by } => self.touch(self.gfn(at), access, by),
             Op::Harvest { slot } => self.harvest(slot),
+            Op::GetRange { slot, range } => self.get_range(slot, range),
+            Op::Clear { slot, range, mask } => self.clear(slot, range, mask),
+            Op::MarkDirty { slot, page, pages } => {
+                let nr_pages = RANGE_PAGES[pages];
+                assert_eq!(self.vm.mark_dirty(slot, page, nr_pages), self.model.mark_dirty(slot, page, nr_pages));
+            }
             Op::Begin { at, pages } => {
                 if self.held.len() == MAX_HELD {
                     self.end(0);
@@ -276,12 +306,12 @@ impl<F: Format> Pair<'_, F> {
         for &gfn in &self.watched {
             let found = translate(self.vm, Gfn(gfn).gpa()).map(|found| {
                 let has = |bit| found.entry.0 & bit != 0;
-                (found.pfn.0, found.level, found.writable, has(F::ACCESSED), has(F::DIRTY))
+                (found.pfn.0, found.level, found.writable, [F::ACCESSED, F::DIRTY, F::WAS_DIRTY].map(has))
             });
             let leaf = self.model.leaf_at(Gfn(gfn)).filter(|(_, leaf)| !leaf.tracked);
             let expected = leaf.map(|(first, leaf)| {
                 let writable = self.model.is_writable(Gfn(gfn), leaf);
-                (leaf.pfn + (gfn - first), leaf.level, writable, leaf.accessed, leaf.dirty)
+                (leaf.pfn + (gfn - first), leaf.level, writable, [leaf.accessed, leaf.dirty, leaf.was_dirty])
             });
             assert_eq!(found, expected, "translation of frame {gfn:#x}");
         }

@@ -3,7 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use slat::{
-    Access, AccessTracking, Error, Exit, Gfn, GfnRange, Level, MemoryRegionFlags, Outcome, PageSize, Pfn, ZappedLeaf,
+    Access, AccessTracking, Config, DirtyTracking, Error, Exit, Gfn, GfnRange, HugePageLogging, Level, ManualProtect,
+    MemoryRegionFlags, Outcome, PageSize, Pfn, WriteProtection, ZappedLeaf,
 };
 
 use super::ops::{Aging, LOG, READONLY};
@@ -18,6 +19,8 @@ pub struct Leaf {
     pub host_writable: bool,
     pub accessed: bool,
     pub dirty: bool,
+    /// Written before its dirty bit was cleared for the log.
+    pub was_dirty: bool,
     /// Aged where there is no accessed bit: not present for hardware.
     pub tracked: bool,
 }
@@ -31,20 +34,42 @@ pub struct Slot {
     pub writes: Writes,
     /// Pages that were given another frame.
     pub frames: BTreeMap<u64, Frame>,
-    pub dirty: BTreeSet<u64>,
+    /// The log; no bits are behind the slot's end.
+    pub dirty: Vec<u64>,
+}
+
+/// Words for the log of `nr_pages`, all of them set or none.
+pub fn log_words(nr_pages: u64, are_set: bool) -> Vec<u64> {
+    let mut words = vec![if are_set { u64::MAX } else { 0 }; nr_pages.div_ceil(64) as usize];
+    if let Some(last) = words.last_mut()
+        && !nr_pages.is_multiple_of(64)
+    {
+        *last &= (1 << (nr_pages % 64)) - 1;
+    }
+    words
 }
 
 impl Slot {
+    /// Marks those of `pages` that the slot has, if it logs.
+    fn mark(&mut self, pages: GfnRange) {
+        if !self.flags.contains(LOG) {
+            return;
+        }
+        let pages = pages.intersection(self.range);
+        for page in pages.start.0 - self.range.start.0..pages.start.0 - self.range.start.0 + pages.nr_pages() {
+            self.dirty[page as usize / 64] |= 1 << (page % 64);
+        }
+    }
+
     fn frame(&self, gfn: Gfn) -> Frame {
         let page = gfn.0 - self.range.start.0;
         let first = Frame { pfn: self.first_pfn + page, writes: self.writes };
         self.frames.get(&page).copied().unwrap_or(first)
     }
 
-    /// The largest leaf up to `most` for `access` to `gfn`: all in the slot, none of it with another frame, aligned as the frames are.
-    fn level(&self, gfn: Gfn, most: Level, access: Access) -> Level {
-        let logs_write = self.flags.contains(LOG) && access == Access::Write;
-        let mut level = if logs_write { Level::L4K } else { self.max_size.level().min(most) };
+    /// The largest leaf up to `most` for `gfn`: all in the slot, none of it with another frame, aligned as the frames are.
+    fn level(&self, gfn: Gfn, most: Level) -> Level {
+        let mut level = self.max_size.level().min(most);
         loop {
             let block = gfn.block(level);
             let fits = level == Level::L4K
@@ -73,14 +98,16 @@ pub struct Model {
     pub held: Vec<GfnRange>,
     /// What was taken away since the host was last asked.
     pub zapped: Vec<ZappedLeaf>,
+    /// Pages that CPUs have written into their logs since these were drained.
+    pub logged: Vec<Gfn>,
     pub root_level: Level,
-    pub access_tracking: AccessTracking,
+    pub config: Config,
     /// Frames that were given out by the million.
     pub nr_created: u64,
 }
 
 impl Model {
-    pub fn new(root_level: Level, access_tracking: AccessTracking) -> Model {
+    pub fn new(root_level: Level, config: Config) -> Model {
         Model {
             slots: BTreeMap::new(),
             leaves: BTreeMap::new(),
@@ -88,9 +115,33 @@ impl Model {
             closed: BTreeSet::new(),
             held: Vec::new(),
             zapped: Vec::new(),
+            logged: Vec::new(),
             root_level,
-            access_tracking,
+            config,
             nr_created: 0,
+        }
+    }
+
+    /// Whether hardware's dirty bits are the log of leaves of 4 KiB.
+    fn logs_by_dirty_bits(&self) -> bool {
+        !matches!(self.config.dirty_tracking, DirtyTracking::WriteProtect(_))
+    }
+
+    /// Whether the first write to a leaf of `level` in a slot that logs must fault.
+    fn first_write_faults(&self, level: Level) -> bool {
+        level > Level::L4K || !self.logs_by_dirty_bits()
+    }
+
+    fn largest_logged_write(&self) -> Level {
+        match self.config.huge_page_logging {
+            HugePageLogging::Split => Level::L4K,
+            HugePageLogging::MarkWhole => Level::L2M,
+        }
+    }
+
+    fn mark(&mut self, pages: GfnRange) {
+        if let Some(id) = self.slot_at(pages.start) {
+            self.slots.get_mut(&id).expect("it is there").mark(pages);
         }
     }
 
@@ -173,11 +224,14 @@ impl Model {
 
     fn zap_leaf(&mut self, first: u64) {
         let Some(leaf) = self.leaves.remove(&first) else { return };
+        if leaf.level == Level::L4K && self.logs_by_dirty_bits() && leaf.dirty {
+            self.mark(GfnRange::new(Gfn(first), 1));
+        }
         self.zapped.push(ZappedLeaf {
             range: GfnRange::new(Gfn(first), leaf.level.nr_pages()),
             pfn: Pfn(leaf.pfn),
             accessed: leaf.accessed,
-            dirty: leaf.dirty,
+            dirty: leaf.dirty || leaf.was_dirty,
         });
     }
 
@@ -198,6 +252,9 @@ impl Model {
         if leaf.tracked || (writes && !self.is_writable(gfn, leaf)) {
             return false;
         }
+        if writes && !leaf.dirty {
+            self.logged.push(gfn);
+        }
         self.leaves.insert(first, Leaf { accessed: true, dirty: leaf.dirty || writes, ..leaf });
         true
     }
@@ -216,22 +273,24 @@ impl Model {
             let entry_level = found.map_or_else(|| self.empty_level(gfn), |(_, leaf)| leaf.level);
             let Some(free_level) = self.free_level(gfn, entry_level) else { return Ok(Outcome::Resume) };
             let Some(id) = self.slot_at(gfn) else { return exit };
-            let Some(slot) = self.slots.get_mut(&id) else { return exit };
+            let Some(slot) = self.slots.get(&id) else { return exit };
             if writes && slot.flags.contains(READONLY) {
                 return exit;
             }
             let logs = slot.flags.contains(LOG);
-            let page = gfn.0 - slot.range.start.0;
             if let Some((first, leaf)) = found
                 && (!writes || leaf.host_writable)
             {
-                if writes && logs && leaf.level > Level::L4K {
+                if writes && logs && leaf.level > self.largest_logged_write() {
                     self.tables.insert((leaf.level, first));
+                    // Where the parts' first writes are seen without faults, they need not fault.
+                    let writable = !self.first_write_faults(leaf.level.down());
+                    self.leaves.insert(first, Leaf { writable, ..leaf });
                     self.split(first);
                     continue;
                 }
-                if writes && logs {
-                    slot.dirty.insert(page);
+                if writes {
+                    self.mark(GfnRange::new(Gfn(first), leaf.level.nr_pages()));
                 }
                 let (writable, dirty) = (leaf.writable || writes, leaf.dirty || writes);
                 self.leaves.insert(first, Leaf { writable, dirty, accessed: true, tracked: false, ..leaf });
@@ -244,7 +303,8 @@ impl Model {
             if writes && frame.writes == Writes::Refused {
                 return Err(Error::BackingGone { gpa: gfn.gpa() });
             }
-            let level = slot.level(gfn, free_level, access);
+            let most = if writes && logs { self.largest_logged_write() } else { Level::L1G };
+            let level = slot.level(gfn, free_level.min(most));
             if let Some((first, leaf)) = found
                 && leaf.level > level
             {
@@ -254,9 +314,9 @@ impl Model {
                 continue;
             }
             let host_writable = (writes || frame.writes == Writes::Allowed) && !slot.flags.contains(READONLY);
-            let writable = host_writable && (writes || !logs);
-            if logs && writable {
-                slot.dirty.insert(page);
+            let writable = host_writable && (writes || !logs || !self.first_write_faults(level));
+            if writable && (writes || self.first_write_faults(level)) {
+                self.mark(gfn.block(level));
             }
             if let Some((first, _)) = found {
                 // It may not be written: it is replaced.
@@ -264,8 +324,9 @@ impl Model {
             }
             let pfn = frame.pfn & !(level.nr_pages() - 1);
             // Where CPUs set no D, what can be written counts as written.
-            let dirty = writes || (writable && self.access_tracking == AccessTracking::Faults);
-            let leaf = Leaf { pfn, level, writable, host_writable, accessed: true, dirty, tracked: false };
+            let dirty = writes || (writable && self.config.access_tracking == AccessTracking::Faults);
+            let (was_dirty, tracked) = (false, false);
+            let leaf = Leaf { pfn, level, writable, host_writable, accessed: true, dirty, was_dirty, tracked };
             self.leaves.insert(gfn.align_down(level).0, leaf);
             let mut above = level;
             while above < self.root_level {
@@ -284,7 +345,7 @@ impl Model {
         let mut nr_used = 0;
         for (&first, leaf) in self.leaves.range_mut(first..range.end.0) {
             let block = GfnRange::new(Gfn(first), leaf.level.nr_pages());
-            let used = match self.access_tracking {
+            let used = match self.config.access_tracking {
                 AccessTracking::AccessedBit => leaf.accessed,
                 AccessTracking::Faults => !leaf.tracked,
             };
@@ -294,7 +355,7 @@ impl Model {
             nr_used += block.intersection(range).nr_pages();
             if aging == Aging::Age {
                 leaf.accessed = false;
-                if self.access_tracking == AccessTracking::Faults {
+                if self.config.access_tracking == AccessTracking::Faults {
                     (leaf.tracked, leaf.writable) = (true, false);
                 }
             }
@@ -302,32 +363,130 @@ impl Model {
         nr_used
     }
 
-    /// Takes the right to write from `pages` of the slot that has `range`: where there are many in a block, from the entry
-    /// above.
-    fn protect(&mut self, range: GfnRange, pages: impl Iterator<Item = Gfn>) {
-        const FEW: usize = 16;
-        let mut blocks = BTreeMap::<u64, Vec<Gfn>>::new();
-        pages.for_each(|gfn| blocks.entry(gfn.align_down(Level::L2M).0).or_default().push(gfn));
-        for (first, pages) in blocks {
-            let may_close = self.tables.contains(&(Level::L2M, first)) && range.covers(Gfn(first).block(Level::L2M));
-            if may_close && pages.len() > FEW {
+    /// Takes the right to write, or the dirty bits, from the pages `bits` of the slot that has `range`: where there are many
+    /// in a block, from the entry above.
+    fn protect(&mut self, range: GfnRange, bits: &[u64]) {
+        const FEW: u64 = 16;
+        let is_lazy = self.config.dirty_tracking == DirtyTracking::WriteProtect(WriteProtection::Lazy);
+        let by_dirty_bits = self.logs_by_dirty_bits();
+        let has = |gfn: u64| {
+            let page = gfn.wrapping_sub(range.start.0);
+            page < range.nr_pages() && bits[page as usize / 64] >> (page % 64) & 1 != 0
+        };
+        let blocks: Vec<u64> =
+            self.tables.range((Level::L2M, 0)..=(Level::L2M, u64::MAX)).map(|table| table.1).collect();
+        let mut just_closed = BTreeSet::new();
+        for first in blocks.into_iter().filter(|first| is_lazy && range.covers(Gfn(*first).block(Level::L2M))) {
+            if (first..first + 512).filter(|gfn| has(*gfn)).count() as u64 > FEW {
                 self.closed.insert(first);
+                just_closed.insert(first);
+            }
+        }
+        let first = self.leaf_at(range.start).map_or(range.start.0, |(first, _)| first);
+        for (&first, leaf) in self.leaves.range_mut(first..range.end.0) {
+            let block = GfnRange::new(Gfn(first), leaf.level.nr_pages()).intersection(range);
+            if just_closed.contains(&Gfn(first).align_down(Level::L2M).0) || !(block.start.0..block.end.0).any(has) {
                 continue;
             }
-            for gfn in pages {
-                if let Some((first, leaf)) = self.leaf_at(gfn) {
-                    self.leaves.insert(first, Leaf { writable: false, ..leaf });
-                }
+            if by_dirty_bits {
+                (leaf.dirty, leaf.was_dirty) = (false, leaf.dirty || leaf.was_dirty);
+            }
+            if !by_dirty_bits || leaf.level > Level::L4K {
+                leaf.writable = false;
             }
         }
     }
 
-    /// The slot's log; a new one begins.
-    pub fn harvest(&mut self, id: u32) -> BTreeSet<u64> {
-        let Some(slot) = self.slots.get_mut(&id) else { return BTreeSet::new() };
-        let (range, dirty) = (slot.range, std::mem::take(&mut slot.dirty));
-        self.protect(range, dirty.iter().map(|page| Gfn(range.start.0 + page)));
-        dirty
+    /// Whether slot `id` can be asked for the log of `nr_pages` from `first_page` on, with a bitmap that is long enough.
+    pub fn check_range(&self, id: u32, (first_page, nr_pages): (u64, u64)) -> Result<(), Error> {
+        let slot = self.slots.get(&id).ok_or(Error::NoSuchSlot { slot: id })?;
+        let slot_pages = slot.range.nr_pages();
+        if !slot.flags.contains(LOG) {
+            Err(Error::NotLogging { slot: id })
+        } else if u128::from(first_page) + u128::from(nr_pages) > u128::from(slot_pages) {
+            Err(Error::LogRangePastEnd { slot: id, first_page, nr_pages, slot_pages })
+        } else if first_page % 64 != 0 || (nr_pages % 64 != 0 && first_page + nr_pages != slot_pages) {
+            Err(Error::UnalignedLogRange { slot: id, first_page, nr_pages })
+        } else {
+            Ok(())
+        }
+    }
+
+    /// What the log of slot `id` says of some pages; taken, unless that is done by clearing.
+    pub fn get(&mut self, id: u32, pages: (u64, u64)) -> Result<Vec<u64>, Error> {
+        self.check_range(id, pages)?;
+        self.collect(id, pages);
+        let words = words_of(pages);
+        let found = self.slots[&id].dirty[words.clone()].to_vec();
+        if self.config.manual_protect == ManualProtect::Disabled {
+            self.take(id, words.start, &found);
+        }
+        Ok(found)
+    }
+
+    /// Clears what `mask` names of some pages of the log of slot `id`. Returns their number.
+    pub fn clear(&mut self, id: u32, pages: (u64, u64), mask: &[u64]) -> Result<u64, Error> {
+        self.check_range(id, pages)?;
+        let words = words_of(pages);
+        let bits: Vec<u64> =
+            self.slots[&id].dirty[words.clone()].iter().zip(mask).map(|(word, mask)| word & mask).collect();
+        self.take(id, words.start, &bits);
+        Ok(bits.iter().map(|word| u64::from(word.count_ones())).sum())
+    }
+
+    /// Marks what the CPUs know of.
+    fn collect(&mut self, id: u32, pages: (u64, u64)) {
+        match self.config.dirty_tracking {
+            DirtyTracking::WriteProtect(_) => {}
+            DirtyTracking::DirtyBit => {
+                let start = self.slots[&id].range.start.0 + pages.0;
+                let leaves = self.leaves.range(start..start + pages.1);
+                let dirty: Vec<u64> = leaves
+                    .filter(|(_, leaf)| leaf.level == Level::L4K && leaf.dirty)
+                    .map(|(first, _)| *first)
+                    .collect();
+                dirty.into_iter().for_each(|gfn| self.mark(GfnRange::new(Gfn(gfn), 1)));
+            }
+            DirtyTracking::PageModificationLog => {
+                std::mem::take(&mut self.logged).into_iter().for_each(|gfn| self.mark(GfnRange::new(gfn, 1)));
+            }
+        }
+    }
+
+    /// Takes `bits`, all set, from the words from `first` on, and protects their pages, as many words at a time as the
+    /// engine does in a turn: the pages of a block count together only within one.
+    fn take(&mut self, id: u32, first: usize, bits: &[u64]) {
+        const SUMMARY_WORD: usize = 64;
+        let Some(slot) = self.slots.get_mut(&id) else { return };
+        let range = slot.range;
+        let mut turn = vec![0; slot.dirty.len()];
+        let mut nr_words = 0;
+        for (index, &word) in (first..).zip(bits) {
+            if index % SUMMARY_WORD == 0 && nr_words > SUMMARY_WORD {
+                self.protect(range, &turn);
+                turn.fill(0);
+                nr_words = 0;
+            }
+            if let Some(slot) = self.slots.get_mut(&id) {
+                slot.dirty[index] &= !word;
+            }
+            turn[index] = word;
+            nr_words += usize::from(word != 0);
+        }
+        if nr_words != 0 {
+            self.protect(range, &turn);
+        }
+    }
+
+    /// What [`Vm::mark_dirty`](slat::Vm::mark_dirty) does.
+    pub fn mark_dirty(&mut self, id: u32, first_page: u64, nr_pages: u64) -> Result<(), Error> {
+        let slot = self.slots.get_mut(&id).ok_or(Error::NoSuchSlot { slot: id })?;
+        let slot_pages = slot.range.nr_pages();
+        if u128::from(first_page) + u128::from(nr_pages) > u128::from(slot_pages) {
+            return Err(Error::LogRangePastEnd { slot: id, first_page, nr_pages, slot_pages });
+        }
+        slot.mark(GfnRange::new(Gfn(slot.range.start.0 + first_page), nr_pages));
+        Ok(())
     }
 
     /// What a change of an existing slot must answer; done, if that is `Ok`.
@@ -343,17 +502,24 @@ impl Model {
         let (old_range, begins) = (before.range, flags.contains(LOG) && !before.flags.contains(LOG));
         if range != old_range {
             self.take_away(old_range);
-        } else if begins {
-            self.protect(range, (range.start.0..range.end.0).map(Gfn));
+        } else if begins && self.config.manual_protect != ManualProtect::InitiallySet {
+            self.protect(range, &log_words(range.nr_pages(), true));
         }
         let slot = self.slots.get_mut(&id).ok_or(Error::NoSuchSlot { slot: id })?;
         (slot.range, slot.flags) = (range, flags);
-        if !flags.contains(LOG) {
-            slot.dirty.clear();
-        } else if range != old_range && !begins {
+        if begins || !flags.contains(LOG) {
+            let are_set = begins && self.config.manual_protect == ManualProtect::InitiallySet;
+            slot.dirty = log_words(range.nr_pages(), are_set);
+        } else if range != old_range {
             // All pages of a slot that logs have another address now.
-            slot.dirty = (0..range.nr_pages()).collect();
+            slot.dirty = log_words(range.nr_pages(), true);
         }
         Ok(())
     }
+}
+
+/// The words of a log that hold `pages` (first and number).
+fn words_of((first_page, nr_pages): (u64, u64)) -> std::ops::Range<usize> {
+    let first = first_page as usize / 64;
+    first..first + nr_pages.div_ceil(64) as usize
 }

@@ -1,0 +1,183 @@
+//! Which configurations can be had, and that each of those that can gives an exact log: every way of finding out writes, of
+//! getting the log, of logging huge pages and of finding out accesses, for every format and locking.
+#![cfg(not(any(loom, shuttle)))]
+#![allow(missing_docs)]
+
+mod common;
+
+use common::TestHost;
+use common::log::{
+    ACCESS_TRACKINGS, DIRTY_TRACKINGS, HUGE_PAGE_LOGGINGS, LOCKINGS, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World,
+};
+use slat::{
+    AccessTracking, Config, DirtyTracking, Ept, Error, Format, GfnRange, HugePageLogging, ManualProtect, Npt, PageSize,
+    Vm, WriteProtection,
+};
+
+/// What is documented: who has no hardware that could do it is told so.
+fn expected<F: Format>(config: Config) -> Result<(), Error> {
+    match (config.dirty_tracking, config.access_tracking) {
+        (DirtyTracking::PageModificationLog, _) if !F::HAS_MODIFICATION_LOG => {
+            Err(Error::NoModificationLog { format: F::NAME })
+        }
+        (DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog, AccessTracking::Faults) => {
+            Err(Error::NoDirtyBit)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Small pages, then a block of 2 MiB, then small ones again.
+const SLOT: Slot = Slot::huge(1, 512 - 40, 40 + 512 + 30, PageSize::Size2M);
+const BLOCK: std::ops::Range<u64> = 40..552;
+
+/// Writes, gets and clears, writes again, takes away; each time the log is what was written, by the page or, of a huge page
+/// that is marked whole, by the block.
+fn is_exact<F: Format>(config: Config) {
+    let mut world = World::<F>::new(config);
+    world.create(SLOT, NO_FLAGS);
+    world.write_all(SLOT, [1, 2, 39, 100, 552]);
+    world.set_flags(SLOT, LOG);
+    let all: Vec<u64> = (0..SLOT.nr_pages).collect();
+    // What CPUs logged before it began is told, and is no harm: here it is given to nobody.
+    world.vm.host().modification_log.lock().unwrap().clear();
+    let initially = if config.manual_protect == ManualProtect::InitiallySet { all.clone() } else { vec![] };
+    assert_eq!(world.take(SLOT), initially, "{config:?}: at first");
+    assert_eq!(world.take(SLOT), [0; 0], "{config:?}: nothing was written");
+    let marks_whole = config.huge_page_logging == HugePageLogging::MarkWhole;
+    let logged = |written: &[u64]| -> Vec<u64> {
+        let in_block = written.iter().any(|page| BLOCK.contains(page));
+        all.iter()
+            .copied()
+            .filter(|page| written.contains(page) || (marks_whole && in_block && BLOCK.contains(page)))
+            .collect()
+    };
+    for written in [&[0, 2, 38, 100, 551, 552, 581][..], &[2, 3, 100, 101], &[2], &all] {
+        world.write_all(SLOT, written.iter().copied());
+        // Reads beside them are no writes.
+        for page in [5, 200, 570] {
+            world.read(SLOT, page);
+        }
+        assert_eq!(world.take(SLOT), logged(written), "{config:?}");
+        assert_eq!(world.take(SLOT), [0; 0], "{config:?}");
+    }
+    // By range and mask: the first word is taken, the rest stays.
+    world.write_all(SLOT, [3, 4, 70, 580]);
+    let written = logged(&[3, 4, 70, 580]);
+    let (head, tail): (Vec<u64>, Vec<u64>) = written.iter().partition(|page| **page < 64);
+    assert_eq!(world.get_range(SLOT, 0, 64), head, "{config:?}");
+    if config.manual_protect != ManualProtect::Disabled {
+        assert_eq!(world.vm.clear_dirty_log(SLOT.id, 0, 64, &[u64::MAX]), Ok(head.len() as u64), "{config:?}");
+    }
+    assert_eq!(world.get(SLOT), tail, "{config:?}");
+    if config.manual_protect != ManualProtect::Disabled {
+        assert_eq!(world.clear(SLOT, &[tail[0]]), Ok(1), "{config:?}");
+        assert_eq!(world.take(SLOT), tail[1..], "{config:?}");
+    }
+    // What is taken away stays in the log, and the host is told of every page that was ever written.
+    world.write_all(SLOT, [7, 300]);
+    world.vm.host().modification_log.lock().unwrap().clear();
+    world.vm.host().record_zapped();
+    drop(world.vm.invalidate_range(GfnRange::new(SLOT.gfn(0), SLOT.nr_pages)).unwrap());
+    let told: u64 =
+        world.vm.host().take_zapped().iter().filter(|leaf| leaf.dirty).map(|leaf| leaf.range.nr_pages()).sum();
+    assert_eq!(told, SLOT.nr_pages, "{config:?}");
+    assert_eq!(world.take(SLOT), logged(&[7, 300]), "{config:?}");
+    assert_eq!(world.take(SLOT), [0; 0], "{config:?}");
+    world.finish(&[SLOT]);
+}
+
+/// Runs `check` for each configuration.
+fn each_configuration(mut check: impl FnMut(Config)) {
+    for locking in LOCKINGS {
+        for dirty_tracking in DIRTY_TRACKINGS {
+            for manual_protect in MANUAL_PROTECTS {
+                for huge in HUGE_PAGE_LOGGINGS {
+                    for access_tracking in ACCESS_TRACKINGS {
+                        check(
+                            Config::with_locking(locking)
+                                .with_dirty_tracking(dirty_tracking)
+                                .with_manual_protect(manual_protect)
+                                .with_huge_page_logging(huge)
+                                .with_access_tracking(access_tracking),
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Tries them all. Returns how many there are, and how many of them can be had.
+fn tries_all<F: Format>() -> (u32, u32) {
+    let (mut nr_tried, mut nr_had) = (0, 0);
+    each_configuration(|config| {
+        nr_tried += 1;
+        match Vm::<_, F>::new(TestHost::default(), config) {
+            Ok(vm) => {
+                assert_eq!(expected::<F>(config), Ok(()), "{config:?}");
+                drop(vm);
+                nr_had += 1;
+                is_exact::<F>(config);
+            }
+            Err(error) => assert_eq!(Err(error), expected::<F>(config), "{config:?}"),
+        }
+    });
+    (nr_tried, nr_had)
+}
+
+#[test]
+fn every_configuration_of_npt_is_refused_as_documented_or_exact() {
+    assert_eq!(tries_all::<Npt>(), (144, 90));
+}
+
+#[test]
+fn every_configuration_of_ept_is_refused_as_documented_or_exact() {
+    assert_eq!(tries_all::<Ept>(), (144, 108));
+}
+
+/// One line of the table for a way to find out writes: what becomes of it with each format and way to find out accesses.
+/// Nothing else makes a difference.
+fn line(dirty_tracking: DirtyTracking) -> String {
+    fn cell<F: Format>(dirty_tracking: DirtyTracking, access_tracking: AccessTracking) -> &'static str {
+        let config = Config::default().with_dirty_tracking(dirty_tracking).with_access_tracking(access_tracking);
+        match Vm::<_, F>::new(TestHost::default(), config) {
+            Ok(_) => "yes",
+            Err(Error::NoDirtyBit) => "`NoDirtyBit`",
+            Err(Error::NoModificationLog { .. }) => "`NoModificationLog`",
+            Err(error) => panic!("{config:?}: {error}"),
+        }
+    }
+    let name = match dirty_tracking {
+        DirtyTracking::WriteProtect(WriteProtection::Lazy) => "write protection, lazy",
+        DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf) => "write protection, leaf by leaf",
+        DirtyTracking::DirtyBit => "dirty bits",
+        DirtyTracking::PageModificationLog => "page-modification logs",
+    };
+    let [bit, faults] = ACCESS_TRACKINGS;
+    format!(
+        "| {name} | {} | {} | {} | {} |",
+        cell::<Npt>(dirty_tracking, bit),
+        cell::<Npt>(dirty_tracking, faults),
+        cell::<Ept>(dirty_tracking, bit),
+        cell::<Ept>(dirty_tracking, faults),
+    )
+}
+
+/// The table of DESIGN.md: `cargo test --test support_matrix table -- --nocapture` prints it.
+#[test]
+fn the_table_of_what_can_be_had() {
+    let head = "| writes found out by | NPT, accessed bit | NPT, faults | EPT, accessed bit | EPT, faults |\n|---|---|---|---|---|";
+    let lines: Vec<String> = [head.to_string()].into_iter().chain(DIRTY_TRACKINGS.map(line)).collect();
+    let table = lines.join("\n");
+    println!("{table}");
+    assert_eq!(
+        lines[1..],
+        [
+            "| write protection, lazy | yes | yes | yes | yes |",
+            "| write protection, leaf by leaf | yes | yes | yes | yes |",
+            "| dirty bits | yes | `NoDirtyBit` | yes | `NoDirtyBit` |",
+            "| page-modification logs | `NoModificationLog` | `NoModificationLog` | yes | `NoDirtyBit` |",
+        ]
+    );
+}
