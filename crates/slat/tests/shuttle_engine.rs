@@ -17,8 +17,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::{Runner, thread};
-use slat::{Access, Error, Exit, Format, Locking, MemoryRegionFlags, PageSize};
-use world::{Guest, TestVm, Tiny, assert_no_table_is_left, backing, backing_that_is_asked_again, new_vm, region, walk};
+use slat::{
+    Access, Config, DirtyTracking, Error, Exit, Format, Gfn, GfnRange, Gpa, HugePageLogging, Locking, ManualProtect,
+    MemoryRegionFlags, PAGE_SIZE, PageSize, WriteProtection,
+};
+use world::{
+    Guest, TestVm, Tiny, assert_no_table_is_left, backing, backing_that_is_asked_again, find, new_vm, new_vm_with,
+    region, walk,
+};
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
@@ -259,41 +265,111 @@ fn of_faults_on_one_page_one_wins_and_none_fails() {
     check(same_page);
 }
 
-/// What is in the memory of a slot of four pages, and what a host has copied of it.
-#[derive(Default)]
+/// Pages that are used of a slot, which has more: see [`Memory::pages`].
+const PAGES: usize = 3;
+const FIRST_PFN: u64 = 1 << 20;
+
+/// What is in the memory of a slot, and what a host has copied of it.
 struct Memory {
+    config: Config,
+    /// Pages of the slot.
+    nr_pages: u64,
     contents: [AtomicU64; PAGES],
     copy: [AtomicU64; PAGES],
 }
 
-const PAGES: usize = 3;
-const FIRST_PFN: u64 = 1 << 20;
+/// Words of the largest log.
+const LOG_WORDS: usize = 2 * BLOCK as usize / 64;
 
 impl Memory {
+    fn new(config: Config, nr_pages: u64) -> Memory {
+        Memory { config, nr_pages, contents: Default::default(), copy: Default::default() }
+    }
+
+    /// The pages that are used: if the slot has two blocks, one in the second.
+    fn pages(&self) -> [u64; PAGES] {
+        if self.nr_pages > BLOCK { [0, 1, BLOCK] } else { [0, 1, 2] }
+    }
+
     fn write(&self, pfn: u64) {
-        self.contents[(pfn - FIRST_PFN) as usize].fetch_add(1, Ordering::SeqCst);
+        let page = self.pages().iter().position(|page| FIRST_PFN + page == pfn);
+        self.contents[page.expect("guests use these pages only")].fetch_add(1, Ordering::SeqCst);
     }
 
     fn contents_now(&self) -> [u64; PAGES] {
         std::array::from_fn(|page| self.contents[page].load(Ordering::SeqCst))
     }
 
+    fn copy_all(&self) {
+        self.copy_pages(0, &[u64::MAX; LOG_WORDS]);
+    }
+
+    /// Copies the pages of `bitmap`, which begins with page `first`.
+    fn copy_pages(&self, first: u64, bitmap: &[u64]) {
+        for (index, page) in self.pages().into_iter().enumerate() {
+            let word = page.checked_sub(first).and_then(|bit| bitmap.get(bit as usize / 64));
+            if word.is_some_and(|word| word >> (page % 64) & 1 == 1) {
+                self.copy[index].fetch_max(self.contents[index].load(Ordering::SeqCst), Ordering::SeqCst);
+            }
+        }
+    }
+
     /// Harvests the slot, and copies what it says.
     fn harvest<F: Format>(&self, vm: &TestVm<F>) -> Result<u64, Error> {
-        let mut bitmap = [0; 8];
+        let mut bitmap = [0; LOG_WORDS];
         let nr_pages = vm.get_dirty_log(SLOT, &mut bitmap)?;
-        for page in (0..PAGES).filter(|page| bitmap[0] >> page & 1 == 1) {
-            self.copy[page].fetch_max(self.contents[page].load(Ordering::SeqCst), Ordering::SeqCst);
+        if self.config.manual_protect != ManualProtect::Disabled {
+            vm.clear_dirty_log(SLOT, 0, self.nr_pages, &bitmap)?;
         }
+        self.copy_pages(0, &bitmap);
         Ok(nr_pages)
+    }
+
+    /// Harvests a word of the log, or some pages of it whatever it says, and copies these.
+    fn harvest_part<F: Format>(&self, vm: &TestVm<F>) {
+        let first = self.pages()[random(PAGES as u64) as usize] / 64 * 64;
+        let nr_pages = (self.nr_pages - first).min(64);
+        let mut bitmap = [1 + random(7)];
+        if random(2) == 0 {
+            vm.get_dirty_log_range(SLOT, first, nr_pages, &mut bitmap).unwrap();
+            if self.config.manual_protect != ManualProtect::Disabled {
+                vm.clear_dirty_log(SLOT, first, nr_pages, &bitmap).unwrap();
+            }
+        } else {
+            vm.clear_dirty_log(SLOT, first, nr_pages, &bitmap).unwrap();
+        }
+        self.copy_pages(first, &bitmap);
     }
 
     fn assert_copied(&self, counts: [u64; PAGES]) {
         for (page, &count) in counts.iter().enumerate() {
             let copied = self.copy[page].load(Ordering::SeqCst);
-            assert!(copied >= count, "page {page}: {count} writes long ago, {copied} copied");
+            assert!(copied >= count, "page {page}: {count} writes long ago, {copied} copied; {:?}", self.config);
         }
     }
+
+    /// All have stopped: one harvest brings all, and leaves nothing that could be written unseen.
+    fn assert_one_harvest_is_exact<F: Format>(&self, vm: &TestVm<F>) {
+        self.harvest(vm).unwrap();
+        self.assert_copied(self.contents_now());
+        for gfn in (0..4).chain(BLOCK..BLOCK + 4) {
+            let is_unseen = find(vm, gfn).is_some_and(|it| it.is_written_unseen::<F>(self.config.dirty_tracking));
+            assert!(!is_unseen, "frame {gfn:#x} can be written, and was not reported; {:?}", self.config);
+        }
+        assert_eq!(self.harvest(vm), Ok(0));
+    }
+}
+
+/// Any way to keep a dirty log.
+fn random_config() -> Config {
+    let lazy = DirtyTracking::WriteProtect(WriteProtection::Lazy);
+    let leaf_by_leaf = DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf);
+    let trackings = [lazy, lazy, leaf_by_leaf, DirtyTracking::DirtyBit, DirtyTracking::PageModificationLog];
+    let manual = [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet];
+    Config::with_locking(random_locking())
+        .with_dirty_tracking(trackings[random(5) as usize])
+        .with_manual_protect(manual[random(3) as usize])
+        .with_huge_page_logging([HugePageLogging::Split, HugePageLogging::MarkWhole][random(2) as usize])
 }
 
 /// What happens to the slot while guests write and a host harvests.
@@ -306,12 +382,50 @@ enum Meanwhile {
     Move,
     /// Logging is turned off and on, by the harvester itself.
     Toggle,
+    /// Pages are taken away, aged and asked for.
+    Invalidate,
+    /// Pages are mapped before they are used.
+    Prefault,
+}
+
+/// Does the `turn`th thing that `meanwhile` asks of another thread.
+fn disturb(meanwhile: Meanwhile, turn: u64, vm: &TestVm<Tiny<2>>, memory: &Memory) {
+    let page = memory.pages()[random(PAGES as u64) as usize];
+    match meanwhile {
+        Meanwhile::Nothing | Meanwhile::Toggle => {}
+        Meanwhile::Harvest if random(2) == 0 => {
+            memory.harvest(vm).unwrap();
+        }
+        Meanwhile::Harvest => memory.harvest_part(vm),
+        Meanwhile::Move => {
+            let to = if memory.nr_pages == BLOCK { BLOCK } else { 1 };
+            vm.set_user_memory_region(region(SLOT, LOG, to * (1 - turn % 2), memory.nr_pages, None)).unwrap();
+        }
+        Meanwhile::Invalidate => match random(4) {
+            0 => drop(vm.invalidate_range(GfnRange::new(Gfn(page / BLOCK * BLOCK), BLOCK)).unwrap()),
+            1 => drop(vm.invalidate_range(GfnRange::new(Gfn(page), 1)).unwrap()),
+            2 => assert!(vm.age_range(GfnRange::new(Gfn(page), 1)).unwrap() <= 1),
+            _ => {
+                let _ = vm.read_tables().unwrap().cursor().query(Gpa(page * PAGE_SIZE));
+            }
+        },
+        Meanwhile::Prefault => {
+            let mut vcpu = vm.create_vcpu().unwrap();
+            if random(2) == 0 {
+                vcpu.pre_fault_memory(Gpa(page * PAGE_SIZE), PAGE_SIZE, random_access()).unwrap();
+            } else {
+                let pages = memory.pages().map(|page| Gpa(page * PAGE_SIZE));
+                vcpu.pre_fault_pages(&pages, random_access()).unwrap();
+            }
+        }
+    }
 }
 
 fn dirty_log(meanwhile: Meanwhile, nr_pages: u64) {
     const GUESTS: usize = 2;
-    // One more: the call that moves the slot marks pages as a fault does.
-    let (vm, memory) = (new_vm::<Tiny<2>>(random_locking(), GUESTS + 1), Arc::new(Memory::default()));
+    let config = random_config();
+    // One more: others that mark pages as a fault does.
+    let (vm, memory) = (new_vm_with::<Tiny<2>>(config, GUESTS + 1), Arc::new(Memory::new(config, nr_pages)));
     let size = [PageSize::Size4K, PageSize::Size2M][random(2) as usize];
     let flags = if random(2) == 0 { LOG } else { NO_FLAGS };
     vm.set_user_memory_region(region(SLOT, flags, 0, nr_pages, Some(backing(FIRST_PFN, size)))).unwrap();
@@ -319,9 +433,14 @@ fn dirty_log(meanwhile: Meanwhile, nr_pages: u64) {
     for index in 0..GUESTS {
         let (mut guest, memory) = (Guest::new(&vm, index), Arc::clone(&memory));
         guests.push(thread::spawn(move || {
-            for _ in 0..6 {
-                let _ = guest.access(random(PAGES as u64), random_access(), |_| ());
-                let page = random(PAGES as u64);
+            let page = |turn| {
+                // Where the slot is moved to.
+                let moved = if meanwhile == Meanwhile::Move && nr_pages == BLOCK { turn % 2 * BLOCK } else { 0 };
+                memory.pages()[random(PAGES as u64) as usize] + moved
+            };
+            for turn in 0..6_u64 {
+                let _ = guest.access(page(turn), random_access(), |_| ());
+                let page = page(turn);
                 let _ = guest.access(page, Access::Write, |pfn| memory.write(pfn));
                 let _ = guest.access(page, Access::Write, |pfn| memory.write(pfn));
             }
@@ -330,33 +449,24 @@ fn dirty_log(meanwhile: Meanwhile, nr_pages: u64) {
     if flags != LOG {
         vm.set_user_memory_region(region(SLOT, LOG, 0, nr_pages, None)).unwrap();
         // What was written before is copied whole.
-        for page in 0..PAGES {
-            memory.copy[page].fetch_max(memory.contents_now()[page], Ordering::SeqCst);
-        }
+        memory.copy_all();
     }
-    if meanwhile == Meanwhile::Harvest || meanwhile == Meanwhile::Move {
+    if !matches!(meanwhile, Meanwhile::Nothing | Meanwhile::Toggle) {
         let (vm, memory) = (Arc::clone(&vm), Arc::clone(&memory));
         guests.push(thread::spawn(move || {
-            for turn in 0..3 {
-                if meanwhile == Meanwhile::Harvest {
-                    memory.harvest(&vm).unwrap();
-                } else {
-                    let start = if nr_pages == BLOCK { [BLOCK, 0][turn % 2] } else { [1, 0][turn % 2] };
-                    let move_it = || vm.set_user_memory_region(region(SLOT, LOG, start, nr_pages, None)).unwrap();
-                    vm.host().during_fault(GUESTS, move_it);
-                }
-            }
+            (0..3).for_each(|turn| vm.host().during_fault(GUESTS, || disturb(meanwhile, turn, &vm, &memory)));
         }));
     }
     for _ in 0..2 {
         if meanwhile == Meanwhile::Toggle {
             vm.set_user_memory_region(region(SLOT, NO_FLAGS, 0, nr_pages, None)).unwrap();
             vm.set_user_memory_region(region(SLOT, LOG, 0, nr_pages, None)).unwrap();
-            for page in 0..PAGES {
-                memory.copy[page].fetch_max(memory.contents_now()[page], Ordering::SeqCst);
-            }
+            memory.copy_all();
         }
         memory.harvest(&vm).unwrap();
+        if random(4) == 0 {
+            memory.harvest_part(&vm);
+        }
         if meanwhile != Meanwhile::Harvest && random(2) == 0 {
             // What was written before one harvest is in that or in the next, if the call that was to mark the page has
             // returned by then.
@@ -367,31 +477,29 @@ fn dirty_log(meanwhile: Meanwhile, nr_pages: u64) {
         }
     }
     guests.into_iter().for_each(|guest| guest.join().unwrap());
-    // All have stopped: one harvest brings all, and leaves nothing that could be written unseen.
-    memory.harvest(&vm).unwrap();
-    memory.assert_copied(memory.contents_now());
-    for gfn in (0..4).chain(BLOCK..BLOCK + 4) {
-        let found = walk(&vm, gfn);
-        assert!(found.is_none_or(|(_, writable)| !writable), "frame {gfn:#x} is writable, and was not reported");
-    }
-    assert_eq!(memory.harvest(&vm), Ok(0));
+    memory.assert_one_harvest_is_exact(&vm);
     vm.set_user_memory_region(region(SLOT, NO_FLAGS, 0, 0, None)).unwrap();
     assert_no_table_is_left(&vm);
 }
 
+/// Pages of a slot: so few that nothing is closed, a block, or two.
+fn random_size() -> u64 {
+    [PAGES as u64, BLOCK, BLOCK, 2 * BLOCK][random(4) as usize]
+}
+
 #[test]
 fn no_write_is_lost_beside_a_harvest() {
-    check(|| dirty_log(Meanwhile::Nothing, if random(2) == 0 { BLOCK } else { PAGES as u64 }));
+    check(|| dirty_log(Meanwhile::Nothing, random_size()));
 }
 
 #[test]
 fn no_write_is_lost_between_two_harvests() {
-    check(|| dirty_log(Meanwhile::Harvest, if random(2) == 0 { BLOCK } else { PAGES as u64 }));
+    check(|| dirty_log(Meanwhile::Harvest, random_size()));
 }
 
 #[test]
 fn no_write_is_lost_when_logging_is_turned_off_and_on() {
-    check(|| dirty_log(Meanwhile::Toggle, if random(2) == 0 { BLOCK } else { PAGES as u64 }));
+    check(|| dirty_log(Meanwhile::Toggle, random_size()));
 }
 
 #[test]
@@ -402,6 +510,60 @@ fn no_write_is_lost_when_the_slot_moves() {
 #[test]
 fn no_write_is_lost_when_the_slot_moves_to_another_block() {
     check(|| dirty_log(Meanwhile::Move, BLOCK));
+}
+
+#[test]
+fn no_write_is_lost_when_pages_are_taken_away() {
+    check(|| dirty_log(Meanwhile::Invalidate, random_size()));
+}
+
+#[test]
+fn no_write_is_lost_when_pages_are_mapped_before_they_are_used() {
+    check(|| dirty_log(Meanwhile::Prefault, random_size()));
+}
+
+/// How often tables were closed in a schedule, at most; and turns that had to do without.
+static MOST_CLOSED: AtomicU64 = AtomicU64::new(0);
+static REFUSED: AtomicU64 = AtomicU64::new(0);
+
+/// An entry is closed so often that its generations come round, beside writes that push down. Pages that no guest uses are
+/// marked each time, so that it pays to close.
+fn closed_again_and_again() {
+    const TURNS: u64 = 10;
+    let config = Config::default();
+    let (vm, memory) = (new_vm_with::<Tiny<2>>(config, 2), Arc::new(Memory::new(config, BLOCK)));
+    let slot = backing(FIRST_PFN, PageSize::Size4K);
+    vm.set_user_memory_region(region(SLOT, LOG, 0, BLOCK, Some(slot))).unwrap();
+    let guests = [0, 1].map(|index| {
+        let (mut guest, memory) = (Guest::new(&vm, index), Arc::clone(&memory));
+        // So that there is a table. Another page may be mapped when its entry is closed.
+        if index == 0 || random(2) == 0 {
+            while guest.access(index as u64, Access::Write, |pfn| memory.write(pfn)).is_err() {}
+        }
+        thread::spawn(move || {
+            for _ in 0..4 {
+                let _ = guest.access(index as u64, Access::Write, |pfn| memory.write(pfn));
+            }
+        })
+    });
+    for _ in 0..TURNS {
+        vm.mark_dirty(SLOT, 2, 2).unwrap();
+        memory.harvest(&vm).unwrap();
+    }
+    guests.into_iter().for_each(|guest| guest.join().unwrap());
+    let nr_closed = vm.stats().tables_closed;
+    MOST_CLOSED.fetch_max(nr_closed, Ordering::Relaxed);
+    REFUSED.fetch_add(TURNS - nr_closed, Ordering::Relaxed);
+    memory.assert_one_harvest_is_exact(&vm);
+    vm.set_user_memory_region(region(SLOT, NO_FLAGS, 0, 0, None)).unwrap();
+    assert_no_table_is_left(&vm);
+}
+
+#[test]
+fn no_write_is_lost_when_generations_come_round() {
+    check(closed_again_and_again);
+    assert!(MOST_CLOSED.load(Ordering::Relaxed) > 8, "no entry has had all of its generations");
+    assert_ne!(REFUSED.load(Ordering::Relaxed), 0, "no turn was refused");
 }
 
 /// A slot is made and deleted again and again, while somebody else changes it if he can.

@@ -16,10 +16,13 @@ use std::sync::Arc;
 
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::{Runner, thread};
-use slat::{Access, AccessTracking, Gfn, GfnRange, Locking, MemoryRegionFlags};
+use slat::{
+    Access, AccessTracking, Config, DirtyTracking, Gfn, GfnRange, Gpa, HugePageLogging, Locking, ManualProtect,
+    MemoryRegionFlags, PAGE_SIZE, WriteProtection,
+};
 use tlb_world::{
-    AreaBacking, BLOCK, Choices, Guest, MOVING, Memory, PAGES, PLACES, STAYING, TestVm, new_vm, random, slot,
-    take_away, zapping,
+    AreaBacking, BLOCK, Choices, Guest, MOVING, Memory, PAGES, PLACES, STAYING, TestVm, is_written_unseen, new_vm,
+    random, slot, take_away, zapping,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -130,12 +133,22 @@ fn delete(vm: &TestVm, area: usize) {
 /// What a host has copied of the staying area.
 struct Copied {
     nr_writes: [u64; PAGES],
+    manual: ManualProtect,
 }
 
 impl Copied {
     fn harvest(&mut self, vm: &TestVm) -> u64 {
         let mut bitmap = [0; BLOCK as usize / 64];
-        let nr_pages = vm.get_dirty_log(STAYING as u32, &mut bitmap).unwrap();
+        // All, or the word that has the pages which are used.
+        let of_word = random(3) == 0;
+        let nr_pages = if of_word {
+            vm.get_dirty_log_range(STAYING as u32, 0, 64, &mut bitmap).unwrap()
+        } else {
+            vm.get_dirty_log(STAYING as u32, &mut bitmap).unwrap()
+        };
+        if self.manual != ManualProtect::Disabled {
+            vm.clear_dirty_log(STAYING as u32, 0, if of_word { 64 } else { BLOCK }, &bitmap).unwrap();
+        }
         let now = vm.host().with_memory(|memory| memory.nr_writes(STAYING));
         for page in (0..PAGES).filter(|page| bitmap[0] >> page & 1 == 1) {
             self.nr_writes[page] = now[page];
@@ -160,18 +173,28 @@ impl Copied {
     }
 }
 
-/// Changes what the staying area has, and follows its log.
-fn change_staying(vm: &Arc<TestVm>, nr_turns: u64) {
+/// Changes what the staying area has, and follows its log. Returns what was copied, if it logs in the end.
+fn change_staying(vm: &Arc<TestVm>, config: &Config, nr_turns: u64) -> Option<Copied> {
     let (area, place) = (STAYING, PLACES[STAYING][0]);
     let mut copy = None;
     for _ in 0..nr_turns {
-        match random(8) {
+        match random(9) {
+            8 => {
+                let reader = vm.read_tables().unwrap();
+                let mut cursor = reader.cursor();
+                for page in 0..PAGES as u64 {
+                    let _ = cursor.query(Gpa((place + page) * PAGE_SIZE));
+                }
+            }
             0 => {
                 // Turned on, everything is copied.
                 let flags = if copy.is_some() { NO_FLAGS } else { LOG };
                 vm.set_user_memory_region(slot(area, flags, Some(place), None)).unwrap();
                 copy = match copy {
-                    None => Some(Copied { nr_writes: vm.host().with_memory(|memory| memory.nr_writes(area)) }),
+                    None => Some(Copied {
+                        nr_writes: vm.host().with_memory(|memory| memory.nr_writes(area)),
+                        manual: config.manual_protect,
+                    }),
                     Some(_) => None,
                 };
             }
@@ -190,15 +213,29 @@ fn change_staying(vm: &Arc<TestVm>, nr_turns: u64) {
         vm.host().wait_for_faults();
         copy.harvest_twice(vm);
     }
+    copy
+}
+
+/// Any way to manage memory.
+fn random_config() -> Config {
+    // Mostly without: that is what is to be tried.
+    let locking = pick(&[Locking::None, Locking::None, Locking::None, Locking::Shared, Locking::Exclusive]);
+    let access_tracking = pick(&[AccessTracking::AccessedBit, AccessTracking::AccessedBit, AccessTracking::Faults]);
+    let by_writes = [WriteProtection::Lazy, WriteProtection::LeafByLeaf].map(DirtyTracking::WriteProtect);
+    let by_dirty_bits = [DirtyTracking::DirtyBit, DirtyTracking::PageModificationLog];
+    let dirty_tracking = match access_tracking {
+        AccessTracking::Faults => pick(&by_writes),
+        AccessTracking::AccessedBit => pick(&[by_writes, by_dirty_bits].concat()),
+    };
+    Config::with_locking(locking)
+        .with_access_tracking(access_tracking)
+        .with_dirty_tracking(dirty_tracking)
+        .with_manual_protect(pick(&[ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet]))
+        .with_huge_page_logging(pick(&[HugePageLogging::Split, HugePageLogging::MarkWhole]))
 }
 
 fn everything() {
-    let choices = Choices {
-        // Mostly without: that is what is to be tried.
-        locking: pick(&[Locking::None, Locking::None, Locking::None, Locking::Shared, Locking::Exclusive]),
-        tracking: pick(&[AccessTracking::AccessedBit, AccessTracking::Faults]),
-        fails_one_in: pick(&[None, None, Some(4)]),
-    };
+    let choices = Choices { config: random_config(), fails_one_in: pick(&[None, None, Some(4)]) };
     run(&choices, [5, 5], 10);
 }
 
@@ -214,8 +251,13 @@ fn run(choices: &Choices, nr_turns: [u64; 2], nr_accesses: u64) {
         let mut guest = Guest::new(&vm, index);
         threads.push(thread::spawn(move || {
             for _ in 0..nr_accesses {
-                let gfn = pick(PLACES[pick(areas)]) + random(nr_pages);
-                guest.access(gfn, pick(&[Access::Write, Access::Read]));
+                let page = random(nr_pages);
+                let (gfn, access) = (pick(PLACES[pick(areas)]) + page, pick(&[Access::Write, Access::Read]));
+                if random(8) == 0 {
+                    guest.prefault(gfn, random(nr_pages - page) + 1, access);
+                } else {
+                    guest.access(gfn, access);
+                }
             }
         }));
     }
@@ -223,12 +265,21 @@ fn run(choices: &Choices, nr_turns: [u64; 2], nr_accesses: u64) {
         let vm = Arc::clone(&vm);
         threads.push(thread::spawn(move || change_slot(&vm, nr_turns[MOVING])));
     }
+    let mut copy = None;
     if areas.contains(&STAYING) {
-        change_staying(&vm, nr_turns[STAYING]);
+        copy = change_staying(&vm, &choices.config, nr_turns[STAYING]);
     } else {
         (0..nr_turns[STAYING]).for_each(|_| take_away(&vm, &[random_range(pick(PLACES[MOVING]))], |_| {}));
     }
     threads.into_iter().for_each(|thread| thread.join().unwrap());
+    if let Some(mut copy) = copy {
+        // All have stopped: one harvest brings all, and leaves nothing that could be written unseen.
+        copy.harvest(&vm);
+        copy.assert_has(vm.host().with_memory(|memory| memory.nr_writes(STAYING)));
+        for gfn in PLACES[STAYING][0]..PLACES[STAYING][0] + PAGES as u64 {
+            assert!(!is_written_unseen(&vm, &choices.config, gfn), "{gfn:#x} can be written, and was not reported");
+        }
+    }
     finish(&vm);
 }
 
@@ -257,11 +308,8 @@ fn guests_beside_everything_see_only_what_the_host_allows() {
 /// A page that the host forbids to be written, again and again, and allows to be written as soon as it is asked, in the same
 /// frame: the leaf that a reader has brought back is the very same one that a writer is about to replace.
 fn allowed_and_forbidden() {
-    let choices = Choices {
-        locking: pick(&[Locking::None, Locking::None, Locking::None, Locking::Shared]),
-        tracking: AccessTracking::AccessedBit,
-        fails_one_in: None,
-    };
+    let locking = pick(&[Locking::None, Locking::None, Locking::None, Locking::Shared]);
+    let choices = Choices { config: Config::with_locking(locking), fails_one_in: None };
     let (vm, place) = (new_staying_vm(&choices, 2), PLACES[STAYING][0]);
     vm.host().copies_never();
     vm.host().with_memory(|memory| {
@@ -289,7 +337,7 @@ fn no_write_goes_through_a_leaf_that_was_forbidden_meanwhile() {
 
 /// A table is unlinked while one of its pages is taken away by somebody else, and a fault that is late comes in between.
 fn unlinked_beside_an_invalidation() {
-    let choices = Choices { locking: Locking::None, tracking: AccessTracking::AccessedBit, fails_one_in: None };
+    let choices = Choices { config: Config::default(), fails_one_in: None };
     let (vm, place) = (new_staying_vm(&choices, 3), PLACES[STAYING][0]);
     let page = GfnRange::new(Gfn(place), 1);
     vm.host().with_memory(|memory| (0..PAGES).for_each(|page| memory.move_page(STAYING, page)));

@@ -1,109 +1,154 @@
-//! The bitmap and its summary under loom: when all who mark and take are done, each mark was taken or is found.
+//! Words and summary under loom: of what was marked, nothing is left where no harvest finds it. Schedules of a few threads
+//! with at most [`PREEMPTIONS`] preemptions, with the memory orders as they are written.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
 
 extern crate std;
 
+use core::ops::Range;
 use std::vec::Vec;
 
 use loom::sync::Arc;
 use loom::thread;
 
-use super::{Bitmap, TakenWords};
+use super::{Bitmap, PAGES_PER_WORD, TakenWords};
+use crate::sync::{AtomicU64, Ordering, fence_after_rmw, full_fence};
 
-/// Words of the bitmap: one summary word stands for both.
-const NR_WORDS: usize = 2;
+const PREEMPTIONS: usize = 3;
+/// For three threads: with one more, a model takes minutes.
+const PREEMPTIONS_OF_THREE: usize = 3;
+
+/// Two words, which share a word of the summary.
+const NR_PAGES: u64 = 2 * PAGES_PER_WORD;
 
 /// What a thread does.
 #[derive(Clone, Copy)]
 enum Step {
-    /// Marks a page.
     Mark(u64),
-    /// Takes the words from the first number to the second.
-    Take(usize, usize),
-    /// Takes those pages of the first word that the mask names.
+    Take(Range2),
+    /// Takes what the mask names of the first word.
     Clear(u64),
 }
 
+/// The words `.0` to `.1`: `Range` cannot be copied.
+#[derive(Clone, Copy)]
+struct Range2(usize, usize);
+
+const ALL: Step = Take(Range2(0, 2));
+const FIRST: Step = Take(Range2(0, 1));
+const SECOND: Step = Take(Range2(1, 2));
+
 use Step::{Clear, Mark, Take};
 
-/// Does `step`; returns the bits that it took, by word.
-fn run(bitmap: &Bitmap, step: Step) -> [u64; NR_WORDS] {
-    let mut taken = TakenWords::new();
-    let first = if let Take(start, _) = step { start } else { 0 };
+/// The bits that were taken, of both words.
+type Taken = [u64; 2];
+
+fn run(log: &Bitmap, step: Step) -> Taken {
+    let (mut taken, mut words) = (TakenWords::new(), [0; 2]);
     match step {
-        Mark(page) => bitmap.mark(page, 1),
-        Take(start, end) => {
-            bitmap.take(start..end, &mut taken);
-        }
-        Clear(mask) => {
-            bitmap.take_masked(0..1, &[mask], &mut taken);
-        }
+        Mark(page) => log.mark(page, 1),
+        Take(Range2(start, end)) => assert_eq!(log.take(Range { start, end }, &mut taken), end),
+        Clear(mask) => assert_eq!(log.take_masked(0..1, &[mask], &mut taken), 1),
     }
-    let mut bits = [0; NR_WORDS];
-    for (&offset, word) in taken.offsets().iter().zip(taken.bits()) {
-        bits[first + usize::from(offset)] |= word;
+    let first = if let Take(Range2(start, _)) = step { start } else { 0 };
+    for (&offset, bits) in taken.offsets().iter().zip(taken.bits()) {
+        words[first + usize::from(offset)] |= bits;
     }
-    bits
+    words
 }
 
-/// Runs each of `threads` beside the others, on a bitmap in which `marked` are marked. At the end every page of `marked`
-/// or of a mark was taken or is marked, and all that is marked is found.
+fn or(a: Taken, b: Taken) -> Taken {
+    [a[0] | b[0], a[1] | b[1]]
+}
+
+/// Runs each of `threads` beside the others, on a log in which `marked` is marked already. In the end one harvest more, and
+/// all that was ever marked has been taken.
 fn model(marked: &'static [u64], threads: &'static [&'static [Step]]) {
     let mut builder = loom::model::Builder::new();
-    builder.preemption_bound.get_or_insert(3);
+    let bound = builder.preemption_bound.get_or_insert(PREEMPTIONS);
+    if threads.len() > 2 {
+        *bound = (*bound).min(PREEMPTIONS_OF_THREE);
+    }
     builder.check(move || {
-        let bitmap = Arc::new(Bitmap::new(64 * NR_WORDS as u64).expect("memory for a bitmap"));
-        marked.iter().for_each(|&page| bitmap.mark(page, 1));
+        let log = Arc::new(Bitmap::new(NR_PAGES).expect("memory for a bitmap"));
+        marked.iter().for_each(|&page| log.mark(page, 1));
         let (first, others) = threads.split_first().expect("a model has a thread");
         let others = others.iter().map(|&steps| {
-            let bitmap = Arc::clone(&bitmap);
-            thread::spawn(move || steps.iter().map(|&step| run(&bitmap, step)).collect::<Vec<_>>())
+            let log = Arc::clone(&log);
+            thread::spawn(move || steps.iter().fold([0; 2], |taken, &step| or(taken, run(&log, step))))
         });
         let others = others.collect::<Vec<_>>();
-        let mut seen: Vec<_> = first.iter().map(|&step| run(&bitmap, step)).collect();
+        let mut taken = first.iter().fold([0; 2], |taken, &step| or(taken, run(&log, step)));
         for thread in others {
-            seen.extend(thread.join().expect("no check fails"));
+            taken = or(taken, thread.join().expect("no check fails"));
         }
-        let mut left = [0; NR_WORDS];
-        bitmap.copy(0..NR_WORDS, &mut left);
-        for page in 0..64 * NR_WORDS as u64 {
-            let (word, bit) = ((page / 64) as usize, 1 << (page % 64));
-            assert_eq!(left[word] & bit != 0, bitmap.is_marked(page), "page {page} is marked, and is not found");
-            let was_marked = marked.contains(&page)
-                || threads
-                    .iter()
-                    .flat_map(|steps| steps.iter())
-                    .any(|step| matches!(step, Mark(other) if *other == page));
-            let was_seen = seen.iter().any(|bits| bits[word] & bit != 0) || left[word] & bit != 0;
-            assert_eq!(was_seen, was_marked, "page {page}");
+        taken = or(taken, run(&log, ALL));
+        let marks =
+            threads.iter().copied().flatten().filter_map(|&step| if let Mark(page) = step { Some(page) } else { None });
+        for page in marks.chain(marked.iter().copied()) {
+            let is_taken = taken[(page / PAGES_PER_WORD) as usize] >> (page % PAGES_PER_WORD) & 1 == 1;
+            assert!(is_taken, "the mark of page {page} is lost");
         }
+        assert_eq!(run(&log, ALL), [0; 2], "a page is taken twice");
     });
 }
 
 #[test]
-fn a_mark_beside_a_clear_of_another_page_of_its_word() {
+fn marks_beside_a_harvest() {
+    // Of a word, of two, and of a page that is marked already.
+    model(&[], &[&[Mark(0)], &[ALL]]);
+    model(&[0], &[&[Mark(0)], &[ALL, ALL]]);
+    model(&[], &[&[Mark(0)], &[Mark(1)], &[ALL]]);
+    model(&[], &[&[Mark(0)], &[Mark(64)], &[ALL]]);
+    model(&[0], &[&[Mark(0)], &[Mark(1)], &[ALL]]);
+    model(&[1], &[&[Mark(0), Mark(64)], &[ALL, ALL]]);
+}
+
+#[test]
+fn a_mark_beside_harvests_of_which_one_cuts_a_summary_word() {
+    model(&[64], &[&[Mark(0)], &[ALL], &[FIRST]]);
+    model(&[0], &[&[Mark(64)], &[ALL], &[FIRST]]);
+    model(&[0, 64], &[&[Mark(0), Mark(64)], &[FIRST, SECOND]]);
+    model(&[0], &[&[Mark(64)], &[SECOND], &[FIRST]]);
+}
+
+#[test]
+fn a_mark_beside_what_clears_by_a_mask() {
     model(&[0], &[&[Mark(1)], &[Clear(1)]]);
-    model(&[0, 1], &[&[Mark(1)], &[Clear(1)]]);
-    model(&[0], &[&[Mark(1), Mark(2)], &[Clear(1 | 4)]]);
+    model(&[0, 1], &[&[Mark(0)], &[Clear(1), Clear(2)]]);
+    model(&[0], &[&[Mark(64)], &[Clear(1)], &[ALL]]);
+    // Somebody else takes what the mask names: nothing is left to be cleared, and there is a mark beside it.
+    model(&[0], &[&[Mark(1)], &[Clear(1)], &[ALL]]);
+    model(&[0], &[&[Mark(1)], &[Clear(1)], &[Clear(1)]]);
 }
 
+/// Who writes a page itself, and then finds it marked already, has written it before the mark is taken.
 #[test]
-fn two_clears_of_one_word_and_a_mark() {
-    model(&[0, 1], &[&[Clear(1)], &[Clear(2)]]);
-    model(&[0, 1], &[&[Clear(1)], &[Clear(2)], &[Mark(0)]]);
-    model(&[0], &[&[Clear(1)], &[Clear(3)], &[Mark(1)]]);
-}
-
-#[test]
-fn a_take_beside_marks_of_its_own_and_of_other_words() {
-    model(&[0], &[&[Take(0, 2)], &[Mark(0)], &[Mark(64)]]);
-    model(&[0, 64], &[&[Take(0, 1)], &[Mark(65)], &[Take(1, 2)]]);
-    model(&[64], &[&[Take(0, 1)], &[Mark(0), Mark(64)]]);
-}
-
-#[test]
-fn a_take_beside_a_clear_and_a_mark() {
-    model(&[0], &[&[Take(0, 2)], &[Clear(1)], &[Mark(1)]]);
-    model(&[0, 1], &[&[Take(0, 1)], &[Clear(2)], &[Mark(1)]]);
+fn who_takes_a_mark_sees_what_was_written_before_it() {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound.get_or_insert(PREEMPTIONS);
+    builder.check(|| {
+        let shared = Arc::new((Bitmap::new(NR_PAGES).expect("memory for a bitmap"), AtomicU64::new(0)));
+        shared.0.mark(0, 1);
+        let writer = thread::spawn({
+            let shared = Arc::clone(&shared);
+            move || {
+                let (log, page) = &*shared;
+                page.store(1, Ordering::Relaxed);
+                full_fence();
+                log.mark(0, 1);
+            }
+        });
+        let (log, page) = &*shared;
+        let harvest = || {
+            (run(log, ALL)[0] != 0).then(|| {
+                // As before a harvest looks at leaves.
+                fence_after_rmw();
+                page.load(Ordering::Relaxed)
+            })
+        };
+        let early = harvest();
+        writer.join().expect("no check fails");
+        assert!(early.max(harvest()) == Some(1), "the page was written, and only its old contents were copied");
+    });
 }

@@ -9,7 +9,6 @@ use super::age::AccessTracking;
 use crate::addr::{Access, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::host::Host;
-use crate::table::Tree;
 use crate::table::entry::{self, EntryRef, Stamp};
 use crate::table::frames::TableCache;
 use crate::table::walk::{self, Cursor};
@@ -121,13 +120,13 @@ pub(crate) fn give_back<H: Host, F: Format>(
     value: Entry,
     access: Access,
 ) -> Result<(), Changed> {
-    give_back_to::<H, F>(cursor.tree(), cursor.entry(), value, access)
+    give_back_to::<F>(cursor.tree().config.access_tracking, cursor.entry(), value, access)
 }
 
 /// [`give_back`] for the entry `entry`.
 #[inline]
-pub(crate) fn give_back_to<H: Host, F: Format>(
-    tree: &Tree<H, F>,
+pub(crate) fn give_back_to<F: Format>(
+    tracking: AccessTracking,
     entry: EntryRef<'_>,
     value: Entry,
     access: Access,
@@ -140,7 +139,7 @@ pub(crate) fn give_back_to<H: Host, F: Format>(
         }
         Access::Read | Access::Execute => leaf,
     };
-    let new = used_leaf::<F>(new, Some(access), tree.config.access_tracking);
+    let new = used_leaf::<F>(new, Some(access), tracking);
     entry.compare_exchange::<F>(value, new).map_err(|_| Changed)
 }
 

@@ -319,7 +319,7 @@ fn protect_all<'c, H: Host, F: Format>(tree: &Tree<H, F>, cells: impl Iterator<I
 
 /// Takes the right to write from the leaf of 4 KiB in `cell`, if there is one that has it. Returns 1 if so.
 #[inline]
-fn protect_leaf<F: Format>(cell: &AtomicU64) -> u64 {
+pub(super) fn protect_leaf<F: Format>(cell: &AtomicU64) -> u64 {
     let entry = EntryRef::new(cell, Level::L4K);
     if !entry::is_writable::<F>(entry.load()) {
         return 0;

@@ -12,9 +12,10 @@
 //! Clearing W here owes no flush: what a CPU has cached as writable has a bit that is still set, or was flushed by who took
 //! it. Opening owes none either: a CPU that has the closed entry cached faults and walks anew.
 
+use super::age::AccessTracking;
 use super::install::{self, Changed};
 use crate::addr::{Access, Gfn, Level};
-use crate::format::Format;
+use crate::format::{Entry, Format};
 use crate::host::Host;
 use crate::sync::{AtomicU64, Ordering};
 use crate::table::Tree;
@@ -78,6 +79,18 @@ pub(crate) fn push_down<H: Host, F: Format>(
     }
     let leaves = above.table_below(table);
     let own_index = walk::index_of::<F>(gfn, Level::L4K);
+    push_down_in::<F>(tree.config.access_tracking, above.entry(), table, leaves, own_index, others)
+}
+
+/// [`push_down`] in the table `leaves`, for the one at `own_index`: the entry above is `above`, and was read as `table`.
+fn push_down_in<F: Format>(
+    tracking: AccessTracking,
+    above: EntryRef<'_>,
+    table: Entry,
+    leaves: &[AtomicU64],
+    own_index: usize,
+    others: impl FnOnce() -> Others,
+) -> Result<Pushed, Changed> {
     let own = EntryRef::new(&leaves[own_index], Level::L4K);
     let value = own.load();
     let (State::Leaf | State::Tracked, true) =
@@ -90,9 +103,13 @@ pub(crate) fn push_down<H: Host, F: Format>(
         protect_all::<F>(below);
         protect_all::<F>(&from_own[1..]);
     }
-    install::give_back_to::<H, F>(tree, own, value, Access::Write)?;
-    match above.entry().compare_exchange::<F>(table, entry::opened::<F>(table)) {
+    install::give_back_to::<F>(tracking, own, value, Access::Write)?;
+    match above.compare_exchange::<F>(table, entry::opened::<F>(table)) {
         Ok(()) => Ok(Pushed::Open),
         Err(_) => Ok(Pushed::LeafOnly),
     }
 }
+
+#[cfg(all(test, loom))]
+#[path = "push_down_loom.rs"]
+mod loom_tests;

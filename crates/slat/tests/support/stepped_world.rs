@@ -3,18 +3,19 @@
 #![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
 
 use std::alloc::{Layout, alloc, dealloc};
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use slat::sync::{AtomicU32, AtomicU64};
 use slat::{
-    Access, Config, Entry, Exit, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking, MemoryRegion,
-    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, Vcpu, Vm,
+    Access, Config, DirtyTracking, Entry, Exit, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking,
+    MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, Vcpu, Vm,
 };
 
 /// Tables of four entries, so that unlinking one is a few steps. A level is nine bits of the address all the same: frames
-/// 4 to 511 of a block share entries with frames 0 to 3, so guests only use those.
+/// 4 to 511 of a block share entries with frames 0 to 3, so guests only use those. Table entries have eight generations, so
+/// that they come round (`table/generation.rs` has a window to go with that), and CPUs can log what they make dirty.
 #[derive(Debug)]
 pub struct Tiny<const LEVELS: u8>;
 
@@ -31,8 +32,8 @@ unsafe impl<const LEVELS: u8> Format for Tiny<LEVELS> {
     const DIRTY: u64 = Npt::DIRTY;
     const HOST_WRITABLE: u64 = Npt::HOST_WRITABLE;
     const WAS_DIRTY: u64 = Npt::WAS_DIRTY;
-    const GENERATION: u64 = Npt::GENERATION;
-    const HAS_MODIFICATION_LOG: bool = Npt::HAS_MODIFICATION_LOG;
+    const GENERATION: u64 = Npt::GENERATION & 7 << Npt::GENERATION.trailing_zeros();
+    const HAS_MODIFICATION_LOG: bool = true;
 
     fn is_present(entry: Entry) -> bool {
         // The engine asks this of every entry that it reads, too.
@@ -85,8 +86,49 @@ struct Tables {
     freed: Vec<u64>,
 }
 
+/// A CPU's page-modification log, with the protocol of the software machine (`modification_log.rs` there). Never locked
+/// across a step.
+#[derive(Debug, Default)]
+struct ModificationLog(std::sync::Mutex<Logged>);
+
+#[derive(Debug, Default)]
+struct Logged {
+    pages: VecDeque<Gpa>,
+    /// Number of the first of them: so many were given out.
+    nr_drained: u64,
+}
+
+impl ModificationLog {
+    /// So few that CPUs exit because of them.
+    const NR_ENTRIES: usize = 2;
+
+    /// The number behind the last entry.
+    fn filled(&self) -> u64 {
+        let logged = self.0.lock().unwrap();
+        logged.nr_drained + logged.pages.len() as u64
+    }
+
+    /// Gives the entries below number `end` to `log`, and only then their places back.
+    fn give_out(&self, end: u64, log: &mut dyn FnMut(&[Gpa])) {
+        let pages: Vec<Gpa> = {
+            let logged = self.0.lock().unwrap();
+            logged.pages.iter().copied().take(end.saturating_sub(logged.nr_drained) as usize).collect()
+        };
+        log(&pages);
+        let mut logged = self.0.lock().unwrap();
+        while logged.nr_drained < end {
+            logged.pages.pop_front().unwrap();
+            logged.nr_drained += 1;
+        }
+    }
+}
+
 #[derive(Debug)]
 pub struct ShuttleHost {
+    /// Of each guest, if its CPU logs what it makes dirty.
+    modification_logs: Option<Vec<ModificationLog>>,
+    /// Whether CPUs set D.
+    sets_dirty: bool,
     tables: std::sync::Mutex<Tables>,
     /// For each guest a word that is odd during an access.
     accesses: Vec<AtomicU64>,
@@ -100,8 +142,12 @@ pub struct ShuttleHost {
 }
 
 impl ShuttleHost {
-    pub fn new(nr_guests: usize) -> ShuttleHost {
+    /// For a VM of this configuration: CPUs set D only if it is needed, so that there are fewer steps.
+    pub fn new(nr_guests: usize, tracking: DirtyTracking) -> ShuttleHost {
+        let logs = tracking == DirtyTracking::PageModificationLog;
         ShuttleHost {
+            modification_logs: logs.then(|| (0..nr_guests).map(|_| ModificationLog::default()).collect()),
+            sets_dirty: !matches!(tracking, DirtyTracking::WriteProtect(_)),
             tables: std::sync::Mutex::default(),
             accesses: (0..nr_guests).map(|_| AtomicU64::new(0)).collect(),
             faults: (0..nr_guests).map(|_| AtomicU64::new(0)).collect(),
@@ -140,6 +186,39 @@ impl ShuttleHost {
         wait_while_odd(&self.faults);
     }
 
+    /// The CPU of `guest` is about to set D in the leaf of `gfn`: it logs that, if it logs. `Err`: there is no room.
+    pub fn log_modification(&self, guest: usize, gfn: u64) -> Result<(), LogFull> {
+        let Some(logs) = &self.modification_logs else { return Ok(()) };
+        self.step();
+        let mut logged = logs[guest].0.lock().unwrap();
+        if logged.pages.len() == ModificationLog::NR_ENTRIES {
+            return Err(LogFull);
+        }
+        logged.pages.push_back(Gpa(gfn * PAGE_SIZE));
+        drop(logged);
+        self.step();
+        Ok(())
+    }
+
+    /// What `guest` has in its log, if that is full, is given to `log`.
+    pub fn empty_full_log(&self, guest: usize, log: &mut dyn FnMut(&[Gpa])) -> Result<(), LogFull> {
+        let Some(logs) = &self.modification_logs else { return Ok(()) };
+        let is_full = logs[guest].0.lock().unwrap().pages.len() == ModificationLog::NR_ENTRIES;
+        if !is_full {
+            return Ok(());
+        }
+        self.during_fault(guest, || logs[guest].give_out(logs[guest].filled(), log));
+        Err(LogFull)
+    }
+
+    /// Gives out what all guests have logged; `flush` waits for accesses.
+    pub fn drain(&self, flush: impl FnOnce(), log: &mut dyn FnMut(&[Gpa])) {
+        let Some(logs) = &self.modification_logs else { return };
+        let filled: Vec<_> = logs.iter().map(|log| (self.step(), log.filled()).1).collect();
+        flush();
+        logs.iter().zip(filled).for_each(|(cpu, end)| cpu.give_out(end, log));
+    }
+
     fn unpark(&self, word: usize, most: usize) -> bool {
         let mut sleepers = self.sleepers.lock().unwrap();
         let mut woken = 0;
@@ -155,6 +234,10 @@ impl ShuttleHost {
         woken != 0
     }
 }
+
+/// A CPU has no room left in its page-modification log, and exits.
+#[derive(Debug)]
+pub struct LogFull;
 
 /// Makes `word` odd while `action` runs.
 fn during<R>(word: &AtomicU64, action: impl FnOnce() -> R) -> R {
@@ -248,6 +331,11 @@ unsafe impl Host for ShuttleHost {
         self.wait_for_accesses();
     }
 
+    fn drain_modification_logs(&self, log: &mut dyn FnMut(&[Gpa])) {
+        // An access that was between its entry and its D is over then.
+        self.drain(|| self.wait_for_accesses(), log);
+    }
+
     fn yield_now(&self) {
         shuttle::thread::yield_now();
     }
@@ -259,6 +347,38 @@ unsafe impl Host for ShuttleHost {
 
 /// The entry that a CPU would use for `gfn`: its frame, and whether it may be written.
 pub fn walk<F: Format>(vm: &Vm<ShuttleHost, F>, gfn: u64) -> Option<(u64, bool)> {
+    find(vm, gfn).map(|found| (found.pfn, found.writable))
+}
+
+/// A leaf that a walk has found.
+pub struct Found<'v> {
+    cell: &'v AtomicU64,
+    entry: u64,
+    level: Level,
+    pub pfn: u64,
+    /// Whether it may be written, by all entries on the way.
+    pub writable: bool,
+}
+
+impl Found<'_> {
+    /// Whether a CPU can write through it, and no log will tell.
+    pub fn is_written_unseen<F: Format>(&self, tracking: DirtyTracking) -> bool {
+        let tells = match tracking {
+            DirtyTracking::WriteProtect(_) => false,
+            _ => self.level == Level::L4K && self.entry & F::DIRTY == 0,
+        };
+        self.writable && !tells
+    }
+
+    /// Sets D, if nothing has changed.
+    fn set_dirty<F: Format>(&self) -> Result<(), u64> {
+        let dirty = self.entry | F::ACCESSED | F::DIRTY;
+        self.cell.compare_exchange(self.entry, dirty, Ordering::SeqCst, Ordering::SeqCst).map(drop)
+    }
+}
+
+/// The leaf that a CPU would use for `gfn`.
+pub fn find<H: Host, F: Format>(vm: &Vm<H, F>, gfn: u64) -> Option<Found<'_>> {
     let (mut table, mut level) = (vm.root(), F::ROOT_LEVEL);
     let mut allowed = u64::MAX;
     loop {
@@ -274,7 +394,7 @@ pub fn walk<F: Format>(vm: &Vm<ShuttleHost, F>, gfn: u64) -> Option<(u64, bool)>
         allowed &= entry.0;
         if F::is_leaf(entry, level) {
             let pfn = F::address(entry, level).pfn().0 + gfn % level.nr_pages();
-            return Some((pfn, allowed & F::WRITABLE == F::WRITABLE));
+            return Some(Found { cell, entry: entry.0, level, pfn, writable: allowed & F::WRITABLE == F::WRITABLE });
         }
         table = F::address(entry, level);
         level = Level(level.0 - 1);
@@ -284,7 +404,11 @@ pub fn walk<F: Format>(vm: &Vm<ShuttleHost, F>, gfn: u64) -> Option<(u64, bool)>
 pub type TestVm<F> = Arc<Vm<ShuttleHost, F>>;
 
 pub fn new_vm<F: Format>(locking: Locking, nr_guests: usize) -> TestVm<F> {
-    Arc::new(Vm::new(ShuttleHost::new(nr_guests), Config::with_locking(locking)).unwrap())
+    new_vm_with(Config::with_locking(locking), nr_guests)
+}
+
+pub fn new_vm_with<F: Format>(config: Config, nr_guests: usize) -> TestVm<F> {
+    Arc::new(Vm::new(ShuttleHost::new(nr_guests, config.dirty_tracking), config).unwrap())
 }
 
 pub struct Guest<F: Format> {
@@ -303,17 +427,27 @@ impl<F: Format> Guest<F> {
     pub fn access<R>(&mut self, gfn: u64, access: Access, effect: impl FnOnce(u64) -> R) -> Result<R, Option<Exit>> {
         let host = self.vm.host();
         let result = host.during_access(self.index, || {
-            let found = walk(&self.vm, gfn);
-            host.step();
-            match found {
-                Some((pfn, writable)) if access != Access::Write || writable => Some(effect(pfn)),
-                _ => None,
+            loop {
+                let found = find(&self.vm, gfn);
+                host.step();
+                let found = found.filter(|found| access != Access::Write || found.writable)?;
+                if access == Access::Write && host.sets_dirty && found.entry & F::DIRTY == 0 {
+                    host.log_modification(self.index, gfn).ok()?;
+                    if found.set_dirty::<F>().is_err() {
+                        // It begins anew, at the root.
+                        continue;
+                    }
+                }
+                return Some(effect(found.pfn));
             }
         });
         match result {
             Some(result) => Ok(result),
             None => {
                 let vcpu = &mut self.vcpu;
+                if host.empty_full_log(self.index, &mut |written| vcpu.log_modifications(written)).is_err() {
+                    return Err(None);
+                }
                 match host.during_fault(self.index, || vcpu.handle_fault(Gpa(gfn * PAGE_SIZE), access)) {
                     Ok(Outcome::Resume) => Err(None),
                     Ok(Outcome::Exit(exit)) => Err(Some(exit)),

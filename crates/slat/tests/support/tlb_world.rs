@@ -14,11 +14,11 @@ use std::sync::{Arc, Mutex, Weak};
 use shuttle::rand::{Rng, thread_rng};
 use slat::sync::{AtomicU32, AtomicU64};
 use slat::{
-    Access, AccessTracking, Config, Entry, Error, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking,
-    MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, Vcpu, Vm, ZappedLeaf,
+    Access, AccessTracking, Config, Entry, Error, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, MemoryRegion,
+    MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, Vcpu, Vm, ZappedLeaf,
 };
 
-use crate::world::{ShuttleHost, Tiny};
+use crate::world::{ShuttleHost, Tiny, find};
 
 pub type Shape = Tiny<3>;
 pub type TestVm = Vm<TlbHost, Shape>;
@@ -330,6 +330,10 @@ unsafe impl Host for TlbHost {
         self.base.wait_for_accesses();
     }
 
+    fn drain_modification_logs(&self, log: &mut dyn FnMut(&[Gpa])) {
+        self.base.drain(|| self.flush(&[]), log);
+    }
+
     fn yield_now(&self) {
         shuttle::thread::yield_now();
     }
@@ -341,22 +345,27 @@ unsafe impl Host for TlbHost {
 
 /// What a VM of this world may be.
 pub struct Choices {
-    pub locking: Locking,
-    pub tracking: AccessTracking,
+    pub config: Config,
     pub fails_one_in: Option<u64>,
 }
 
 pub fn new_vm(choices: &Choices, nr_guests: usize) -> Arc<TestVm> {
     let host = TlbHost {
-        base: ShuttleHost::new(nr_guests),
+        base: ShuttleHost::new(nr_guests, choices.config.dirty_tracking),
         memory: Mutex::default(),
         tlbs: (0..nr_guests).map(|_| Mutex::default()).collect(),
         fails_one_in: choices.fails_one_in,
-        sets_bits: choices.tracking == AccessTracking::AccessedBit,
+        sets_bits: choices.config.access_tracking == AccessTracking::AccessedBit,
     };
     host.with_memory(|memory| [MOVING, STAYING].map(|area| memory.renew(area)));
-    let config = Config::with_locking(choices.locking).with_access_tracking(choices.tracking);
-    Arc::new(Vm::new(host, config).unwrap())
+    Arc::new(Vm::new(host, choices.config).unwrap())
+}
+
+/// Whether some CPU can write `gfn`, through the tables or its TLB, and no log will tell.
+pub fn is_written_unseen(vm: &TestVm, config: &Config, gfn: u64) -> bool {
+    let is_cached = |tlb: &Mutex<Tlb>| tlb.lock().unwrap().entries.get(&gfn).is_some_and(|it| it.writable && it.dirty);
+    find(vm, gfn).is_some_and(|found| found.is_written_unseen::<Shape>(config.dirty_tracking))
+        || vm.host().tlbs.iter().any(is_cached)
 }
 
 /// The region of an area's slot, whose number is the area's. With `start`: from that frame on; without: a deletion.
@@ -395,10 +404,25 @@ impl Guest {
             return;
         }
         let vcpu = &mut self.vcpu;
+        if host.base.empty_full_log(self.index, &mut |written| vcpu.log_modifications(written)).is_err() {
+            return;
+        }
         match host.base.during_fault(self.index, || vcpu.handle_fault(Gpa(gfn * PAGE_SIZE), access)) {
             Ok(Outcome::Resume | Outcome::Exit(_)) => {}
             Err(Error::OutOfMemory) if host.fails_one_in.is_some() => {}
             Err(error) => panic!("fault at frame {gfn:#x} failed: {error}"),
+        }
+    }
+
+    /// Maps a few pages from `gfn` on before they are used.
+    pub fn prefault(&mut self, gfn: u64, nr_pages: u64, access: Access) {
+        let host = self.vm.host();
+        let vcpu = &mut self.vcpu;
+        let prefault = || vcpu.pre_fault_memory(Gpa(gfn * PAGE_SIZE), nr_pages * PAGE_SIZE, access);
+        match host.base.during_fault(self.index, prefault) {
+            Ok(_) | Err(Error::Busy { .. } | Error::NoMemory { .. }) => {}
+            Err(Error::OutOfMemory) if host.fails_one_in.is_some() => {}
+            Err(error) => panic!("prefault at frame {gfn:#x} failed: {error}"),
         }
     }
 
@@ -455,6 +479,9 @@ impl Guest {
                 return None;
             }
             let used = entry.0 | Shape::ACCESSED | if writes { Shape::DIRTY } else { 0 };
+            if (used ^ entry.0) & Shape::DIRTY != 0 && host.sets_bits {
+                host.base.log_modification(self.index, gfn).ok()?;
+            }
             if host.sets_bits
                 && used != entry.0
                 && cell.compare_exchange(entry.0, used, Ordering::SeqCst, Ordering::SeqCst).is_err()

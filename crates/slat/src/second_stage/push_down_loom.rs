@@ -1,0 +1,323 @@
+//! Closing a table and pushing down under loom: when all are done, no page can be written that is not marked. The memory
+//! orders are as they are written; a table of two leaves stands for one of 512, and a word for the slot's flags.
+//!
+//! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
+
+extern crate std;
+
+use std::vec::Vec;
+
+use loom::sync::Arc;
+use loom::thread;
+
+use super::{Others, Pushed, push_down_in};
+use crate::addr::{Access, Hpa, Level, Pfn};
+use crate::dirty::bitmap::{Bitmap, TakenWords};
+use crate::format::{Entry, Format, Npt};
+use crate::second_stage::age::AccessTracking;
+use crate::second_stage::{install, protect};
+use crate::sync::{AtomicU64, Ordering, fence_after_rmw, full_fence};
+use crate::table::entry::{self, EntryRef, Stamp, State};
+
+const PREEMPTIONS: usize = 3;
+/// For three threads and more: with one more, a model takes minutes.
+const PREEMPTIONS_OF_THREE: usize = 2;
+
+const NR_LEAVES: usize = 2;
+const TRACKING: AccessTracking = AccessTracking::AccessedBit;
+
+/// A table, the entry above it, and the log.
+struct World {
+    above: AtomicU64,
+    leaves: [AtomicU64; NR_LEAVES],
+    log: std::boxed::Box<Bitmap>,
+    /// Whether the slot logs.
+    logs: AtomicU64,
+}
+
+/// How a world begins.
+#[derive(Clone, Copy)]
+struct Start {
+    /// The leaves: empty, without the right to write, or with it.
+    leaves: [Leaf; NR_LEAVES],
+    is_open: Option<()>,
+    /// Page n is marked if bit n is set.
+    marked: u64,
+    logs: Option<()>,
+}
+
+#[derive(Clone, Copy)]
+enum Leaf {
+    Empty,
+    Protected,
+    Writable,
+}
+
+/// What a thread does.
+#[derive(Clone, Copy)]
+enum Step {
+    /// Writes a page until it may.
+    Write(usize),
+    /// Harvests by closing the table.
+    Lazy,
+    /// Harvests leaf by leaf.
+    LeafByLeaf,
+    /// Notes that a page is not used any more.
+    Age(usize),
+    CeaseToLog,
+    /// Protects by closing, or leaf by leaf.
+    LogLazily,
+    LogLeafByLeaf,
+    /// Begins to log with all pages marked.
+    LogMarked,
+}
+
+use Leaf::{Empty, Protected, Writable};
+use Step::{Age, CeaseToLog, Lazy, LeafByLeaf, LogLazily, LogLeafByLeaf, LogMarked, Write};
+
+impl Leaf {
+    fn entry(self, index: usize) -> Entry {
+        let leaf = Entry(Npt::leaf(Pfn(5 + index as u64), Level::L4K).0 | Npt::HOST_WRITABLE | Npt::ACCESSED);
+        match self {
+            Empty => entry::empty(Stamp::FIRST),
+            Protected => leaf,
+            Writable => Entry(leaf.0 | Npt::WRITABLE),
+        }
+    }
+}
+
+impl World {
+    fn new(start: Start) -> World {
+        let table = Npt::table(Hpa(1 << 20));
+        let above = if start.is_open.is_some() { table } else { entry::closed::<Npt>(table) };
+        let log = Bitmap::new(64).expect("memory for a bitmap");
+        (0..NR_LEAVES).filter(|index| start.marked >> index & 1 == 1).for_each(|index| log.mark(index as u64, 1));
+        World {
+            above: AtomicU64::new(above.0),
+            leaves: core::array::from_fn(|index| AtomicU64::new(start.leaves[index].entry(index).0)),
+            log,
+            logs: AtomicU64::new(u64::from(start.logs.is_some())),
+        }
+    }
+
+    fn above(&self) -> EntryRef<'_> {
+        EntryRef::new(&self.above, Level::L2M)
+    }
+
+    fn leaf(&self, index: usize) -> EntryRef<'_> {
+        EntryRef::new(&self.leaves[index], Level::L4K)
+    }
+
+    fn logs(&self) -> bool {
+        self.logs.load(Ordering::Acquire) != 0
+    }
+
+    /// As `log::mark_if_logging`.
+    fn mark_if_logging(&self, index: usize) {
+        fence_after_rmw();
+        if self.logs() {
+            self.log.mark(index as u64, 1);
+        }
+    }
+
+    /// As a fault does, look by look.
+    fn write(&self, index: usize) {
+        loop {
+            let above = self.above().load();
+            let value = self.leaf(index).load();
+            let is_closed = entry::is_closed::<Npt>(above);
+            match entry::state::<Npt>(value, Level::L4K) {
+                State::Leaf if entry::is_writable::<Npt>(value) && !is_closed => return,
+                State::Leaf if is_closed => {
+                    let others = || if self.logs() { Others::Protect } else { Others::Leave };
+                    let above = self.above().load();
+                    if !entry::is_closed::<Npt>(above) {
+                        continue;
+                    }
+                    let pushed = push_down_in::<Npt>(TRACKING, self.above(), above, &self.leaves, index, others);
+                    let Ok(pushed) = pushed else { continue };
+                    self.mark_if_logging(index);
+                    if pushed == Pushed::Open {
+                        return;
+                    }
+                }
+                State::Leaf => {
+                    if install::give_back_to::<Npt>(TRACKING, self.leaf(index), value, Access::Write).is_ok() {
+                        self.mark_if_logging(index);
+                        return;
+                    }
+                }
+                _ => {
+                    if self.leaf(index).compare_exchange::<Npt>(value, Writable.entry(index)).is_ok() {
+                        self.mark_if_logging(index);
+                        if !is_closed {
+                            return;
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    fn close(&self) {
+        loop {
+            let value = self.above().load();
+            if self.above().compare_exchange::<Npt>(value, entry::closed::<Npt>(value)).is_ok() {
+                return;
+            }
+        }
+    }
+
+    fn protect_leaves(&self, pages: u64) {
+        for index in (0..NR_LEAVES).filter(|index| pages >> index & 1 == 1) {
+            protect::protect_leaf::<Npt>(&self.leaves[index]);
+        }
+    }
+
+    fn run(&self, step: Step) {
+        match step {
+            Write(index) => self.write(index),
+            Lazy | LeafByLeaf => {
+                let mut taken = TakenWords::new();
+                self.log.take(0..1, &mut taken);
+                let pages = taken.bits().iter().fold(0, |pages, bits| pages | bits);
+                if pages == 0 {
+                    return;
+                }
+                fence_after_rmw();
+                match step {
+                    Lazy => self.close(),
+                    _ => self.protect_leaves(pages),
+                }
+            }
+            Age(index) => drop(self.leaf(index).clear::<Npt>(Npt::ACCESSED)),
+            CeaseToLog => self.logs.store(0, Ordering::SeqCst),
+            LogLazily | LogLeafByLeaf | LogMarked => {
+                // A new log. What is left in the old one makes no difference to whether pages are seen, but as marks.
+                self.log.take(0..1, &mut TakenWords::new());
+                if let LogMarked = step {
+                    self.log.mark(0, NR_LEAVES as u64);
+                }
+                self.logs.store(1, Ordering::SeqCst);
+                full_fence();
+                match step {
+                    LogLazily => self.close(),
+                    LogLeafByLeaf => self.protect_leaves(u64::MAX),
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    fn assert_seen(&self) {
+        if entry::is_closed::<Npt>(self.above().load()) {
+            return;
+        }
+        let mut taken = TakenWords::new();
+        self.log.take(0..1, &mut taken);
+        let marked = taken.bits().iter().fold(0, |pages, bits| pages | bits);
+        for index in 0..NR_LEAVES {
+            let is_writable = entry::is_writable::<Npt>(self.leaf(index).load());
+            assert!(!is_writable || marked >> index & 1 == 1, "page {index} can be written unseen");
+        }
+    }
+}
+
+/// Runs each of `threads` beside the others.
+fn model(start: Start, threads: &'static [&'static [Step]]) {
+    let mut builder = loom::model::Builder::new();
+    let bound = builder.preemption_bound.get_or_insert(PREEMPTIONS);
+    if threads.len() > 2 {
+        *bound = (*bound).min(PREEMPTIONS_OF_THREE);
+    }
+    builder.check(move || {
+        let world = Arc::new(World::new(start));
+        let (first, others) = threads.split_first().expect("a model has a thread");
+        let others = others.iter().map(|&steps| {
+            let world = Arc::clone(&world);
+            thread::spawn(move || steps.iter().for_each(|&step| world.run(step)))
+        });
+        let others = others.collect::<Vec<_>>();
+        first.iter().for_each(|&step| world.run(step));
+        others.into_iter().for_each(|thread| thread.join().expect("no check fails"));
+        world.assert_seen();
+    });
+}
+
+/// After a lazy harvest: closed, and the leaves say what they said before.
+const CLOSED: Start = Start { leaves: [Writable, Writable], is_open: None, marked: 0, logs: Some(()) };
+/// Before one.
+const OPEN: Start = Start { is_open: Some(()), marked: 0b11, ..CLOSED };
+/// Of a slot that ceased to log when its table was closed.
+const QUIET: Start = Start { logs: None, ..CLOSED };
+
+#[test]
+fn two_writes_below_a_closed_entry() {
+    model(CLOSED, &[&[Write(0)], &[Write(1)]]);
+    model(CLOSED, &[&[Write(0)], &[Write(0)]]);
+    model(Start { leaves: [Protected, Writable], ..CLOSED }, &[&[Write(0)], &[Write(0)]]);
+    // The leaf changes under it.
+    model(CLOSED, &[&[Write(0)], &[Age(0)]]);
+}
+
+#[test]
+fn a_write_and_harvests() {
+    for start in [CLOSED, OPEN, Start { marked: 0b10, ..CLOSED }] {
+        model(start, &[&[Write(0)], &[Lazy, Lazy]]);
+        model(start, &[&[Write(0)], &[LeafByLeaf, Lazy]]);
+        model(start, &[&[Write(0)], &[Lazy, LeafByLeaf]]);
+    }
+    // The entry is closed when the harvest comes, and there is a mark to be taken.
+    model(CLOSED, &[&[Write(0), Write(1)], &[Lazy]]);
+}
+
+#[test]
+fn writes_of_two_pages_and_a_harvest() {
+    for start in [CLOSED, Start { marked: 0b01, ..CLOSED }] {
+        model(start, &[&[Write(0)], &[Write(1)], &[Lazy]]);
+        model(start, &[&[Write(0)], &[Write(1)], &[LeafByLeaf]]);
+    }
+}
+
+#[test]
+fn writes_and_two_harvests() {
+    model(Start { marked: 0b01, ..CLOSED }, &[&[Write(0)], &[Lazy], &[LeafByLeaf]]);
+    model(OPEN, &[&[Write(0)], &[Lazy], &[Lazy]]);
+}
+
+/// One had found the entry open, the other finds it closed, and the second harvest finds it closed too.
+#[test]
+fn writes_before_and_after_a_closing() {
+    model(Start { leaves: [Protected, Protected], ..OPEN }, &[&[Lazy], &[Write(0)], &[Write(1)], &[Lazy]]);
+}
+
+#[test]
+fn a_page_that_is_mapped_below_a_closed_entry() {
+    let start = Start { leaves: [Empty, Writable], ..CLOSED };
+    model(start, &[&[Write(0)], &[Write(1)]]);
+    model(Start { marked: 0b10, ..start }, &[&[Write(0)], &[Lazy, Lazy]]);
+    model(start, &[&[Write(0)], &[Write(1)], &[Lazy]]);
+    model(start, &[&[Write(0)], &[Write(1)], &[LeafByLeaf]]);
+}
+
+#[test]
+fn a_slot_that_logs_again() {
+    for log in [LogLazily, LogLeafByLeaf, LogMarked] {
+        let steps: &'static [Step] = match log {
+            LogLazily => &[LogLazily],
+            LogLeafByLeaf => &[LogLeafByLeaf],
+            _ => &[LogMarked, Lazy],
+        };
+        let toggles: &'static [Step] = match log {
+            LogLazily => &[CeaseToLog, LogLazily],
+            LogLeafByLeaf => &[CeaseToLog, LogLeafByLeaf],
+            _ => &[CeaseToLog, LogMarked, LeafByLeaf],
+        };
+        let of_one: &'static [&'static [Step]] = std::vec![&[Write(0)] as &[Step], steps].leak();
+        let of_two: &'static [&'static [Step]] = std::vec![&[Write(0)] as &[Step], &[Write(1)], steps].leak();
+        let toggled: &'static [&'static [Step]] = std::vec![&[Write(0)] as &[Step], toggles].leak();
+        model(QUIET, of_one);
+        model(QUIET, of_two);
+        model(CLOSED, toggled);
+    }
+}

@@ -1,0 +1,79 @@
+//! The window of closings under loom, beside a section: no more are admitted while it is open than the module says. With
+//! the memory orders as they are written, and a window of one turn.
+//!
+//! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
+
+extern crate std;
+
+use loom::sync::Arc;
+use loom::thread;
+
+use super::{Generations, LOW, WINDOW};
+use crate::sync::{AtomicU64, Ordering};
+use crate::table::retire::{Epochs, Fences};
+
+const PREEMPTIONS: usize = 3;
+/// For three threads: with more, a model takes minutes.
+const PREEMPTIONS_OF_THREE: usize = 1;
+
+struct World {
+    epochs: Epochs,
+    generations: Generations,
+    /// The generation of an entry that each turn closes, if it may.
+    generation: AtomicU64,
+}
+
+impl World {
+    fn turn(&self) {
+        let record = self.epochs.borrow_record().expect("memory for a record");
+        self.generations.renew_if_low(&self.epochs, || ());
+        let _section = self.epochs.enter(&record);
+        if self.generations.admit().is_some() {
+            self.generation.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+}
+
+/// A section that reads a generation and compares it, beside threads of so many turns.
+fn model(nr_turns: &'static [usize]) {
+    let mut builder = loom::model::Builder::new();
+    let bound = builder.preemption_bound.get_or_insert(PREEMPTIONS);
+    if nr_turns.len() > 1 {
+        *bound = (*bound).min(PREEMPTIONS_OF_THREE);
+    }
+    builder.check(move || {
+        let world = Arc::new(World {
+            epochs: Epochs::new(Fences::Both),
+            generations: Generations::new(),
+            generation: AtomicU64::new(0),
+        });
+        let threads = nr_turns.iter().map(|&nr_turns| {
+            let world = Arc::clone(&world);
+            thread::spawn(move || (0..nr_turns).for_each(|_| world.turn()))
+        });
+        let threads = threads.collect::<std::vec::Vec<_>>();
+        let record = world.epochs.borrow_record().expect("memory for a record");
+        let section = world.epochs.enter(&record);
+        let seen = world.generation.load(Ordering::Acquire);
+        // The comparison reads the newest, as an exchange does.
+        let nr_closed = world.generation.fetch_add(0, Ordering::SeqCst) - seen;
+        drop(section);
+        let most = 2 * WINDOW + LOW + nr_turns.len() as u64;
+        assert!(nr_closed <= most, "closed {nr_closed} times beside one section");
+        threads.into_iter().for_each(|thread| thread.join().expect("no check fails"));
+        drop(record);
+        // Nothing is open any more.
+        world.turn();
+        assert!(world.generation.fetch_add(0, Ordering::SeqCst) > 0, "no turn was admitted");
+    });
+}
+
+#[test]
+fn a_section_beside_many_turns() {
+    model(&[2 * WINDOW as usize + LOW as usize + 3]);
+}
+
+#[test]
+fn a_section_beside_two_threads_that_close() {
+    model(&[2, 1]);
+}
