@@ -14,6 +14,8 @@ use loom::thread;
 use super::*;
 
 const PREEMPTIONS: usize = 3;
+/// For three threads: with one more, a model takes minutes.
+const PREEMPTIONS_OF_THREE: usize = 2;
 
 /// Runs threads `0..nr_threads` beside each other on a new world, and then looks at what they left.
 ///
@@ -27,7 +29,10 @@ fn race<W: Send + Sync + 'static>(
 ) {
     for first in 0..nr_threads {
         let mut builder = loom::model::Builder::new();
-        builder.preemption_bound.get_or_insert(PREEMPTIONS);
+        let bound = builder.preemption_bound.get_or_insert(PREEMPTIONS);
+        if nr_threads > 2 {
+            *bound = (*bound).min(PREEMPTIONS_OF_THREE);
+        }
         builder.check(move || {
             let world = Arc::new(world());
             let others = (0..nr_threads).filter(|&index| index != first).map(|index| {
