@@ -38,7 +38,8 @@
 //! never has to rely on another that has lost its processor: it gives out itself what it finds. When a drain has returned,
 //! every page of which a dirty bit was set before the drain began has been given to the engine after that, by this drain
 //! or another one, and the engine has marked it. A harvest therefore has every write that was done when it began, whatever
-//! CPUs and other drains do; only what another harvest has taken is reported by that one, as everywhere in a dirty log. The
+//! CPUs and other drains do; only what another harvest has taken is reported by that one, and what another call is about to
+//! mark by the next, as everywhere in a dirty log. The
 //! price are entries that are given out twice.
 //!
 //! # What it costs

@@ -17,7 +17,8 @@
 //!
 //! What is promised: a write before harvest k is reported by k, or, if a call that is about to mark its page is still in
 //! flight then, by the first harvest that begins after that call has returned. (A fault that has given W and not marked yet,
-//! while another vCPU writes through the leaf; or who has marked the page and not the summary above it yet.) Of harvests of
+//! while another vCPU writes through the leaf; or who has marked the page and not the summary above it yet; or a
+//! clear by masks that is taking the last marks beside it.) Of harvests of
 //! the same pages that run at once, each page is reported by one at least. When all calls have returned, one harvest is
 //! exact.
 //!
