@@ -101,12 +101,13 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     }
 
     /// As [`descend_to_lowest`](Self::descend_to_lowest), but not below `level`: there it may be a table.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn descend_to(&mut self, level: Level) -> (Entry, State) {
         loop {
             let value = self.entry().load();
             match entry::state::<F>(value, self.level) {
-                State::Table if self.level > level => self.descend(value),
+                // At the lowest level there are no tables: with that constant, nothing is compared.
+                State::Table if level == Level::L4K || self.level > level => self.descend(value),
                 State::Frozen => {
                     // The table was unlinked from its parent before its entries were frozen, and this thread has read
                     // the frozen value with acquire: the root's path does not lead here again. No waiting.
