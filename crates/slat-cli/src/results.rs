@@ -19,7 +19,7 @@ pub(crate) struct Figure {
     pub(crate) name: String,
     pub(crate) value: f64,
     pub(crate) unit: &'static str,
-    pub(crate) labels: BTreeMap<&'static str, String>,
+    pub(crate) labels: BTreeMap<&'static str, Value>,
 }
 
 /// All that `--json` writes.

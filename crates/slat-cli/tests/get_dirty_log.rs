@@ -32,7 +32,11 @@ fn json(name: &str, args: &str) -> Value {
 fn figure<'a>(object: &'a Value, name: &str, labels: &[(&str, &str)]) -> (f64, &'a str) {
     let all = object["results"].as_array().unwrap();
     let is_it = |figure: &&Value| {
-        figure["name"] == name && labels.iter().all(|(label, value)| figure["labels"][label] == *value)
+        figure["name"] == name
+            && labels.iter().all(|(label, value)| {
+                let found = &figure["labels"][label];
+                found == *value || found.as_u64().is_some_and(|number| number.to_string() == *value)
+            })
     };
     let found: Vec<&Value> = all.iter().filter(is_it).collect();
     assert_eq!(found.len(), 1, "{name} of {labels:?}");
@@ -145,12 +149,13 @@ fn only_what_was_chosen_is_measured() {
         json("get_dirty_log_some.json", "-b 2M -n 7 -p stride --runs 1 --method slat,xchg --peer none -s shmem");
     let names = |label: &str| {
         let all = object["results"].as_array().unwrap();
-        let mut names: Vec<&str> = all.iter().map(|figure| figure["labels"][label].as_str().unwrap()).collect();
+        let name = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        let mut names: Vec<String> = all.iter().map(|figure| name(&figure["labels"][label])).collect();
         names.dedup();
         names
     };
     assert_eq!(names("method"), ["xchg", "slat"]);
-    assert_eq!((names("pattern"), names("pages")), (vec!["stride"], vec!["7"]));
+    assert_eq!((names("pattern"), names("pages")), (vec!["stride".to_owned()], vec!["7".to_owned()]));
 }
 
 #[test]

@@ -142,8 +142,8 @@ pub(super) fn results(args: &AgingArgs, all: &[Series]) -> Results {
     let mut results = Vec::new();
     for series in all {
         let labels = BTreeMap::from([
-            ("tracking", tracking_name(series.tracking).to_owned()),
-            ("lock", locking_name(series.locking).to_owned()),
+            ("tracking", tracking_name(series.tracking).into()),
+            ("lock", locking_name(series.locking).into()),
         ]);
         let mut push = |name: String, value: f64, unit: &'static str| {
             results.push(Figure { name, value, unit, labels: labels.clone() });

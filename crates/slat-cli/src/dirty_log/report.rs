@@ -312,7 +312,7 @@ pub(super) fn results(args: &DirtyLogArgs, all: &[Series]) -> Results {
     let host = HostDescription::read();
     let mut results = Vec::new();
     for series in all {
-        let labels = BTreeMap::from([("lock", locking_name(series.locking).to_owned())]);
+        let labels = BTreeMap::from([("lock", locking_name(series.locking).into())]);
         let mut push = |name: String, value: f64, unit: &'static str| {
             results.push(Figure { name, value, unit, labels: labels.clone() });
         };

@@ -137,14 +137,14 @@ pub(super) fn results(args: &GetDirtyLogArgs, notes: &Notes, cells: &[Cell]) -> 
     let mut results = Vec::new();
     for cell in cells {
         for series in &cell.series {
-            let mut labels = BTreeMap::from([("method", series.method.name().to_owned())]);
+            let mut labels = BTreeMap::from([("method", Value::from(series.method.name()))]);
             match cell.pattern {
                 Some(pattern) => {
-                    labels.insert("pages", cell.nr_dirty.to_string());
-                    labels.insert("pattern", pattern.name().to_owned());
+                    labels.insert("pages", Value::from(cell.nr_dirty as u64));
+                    labels.insert("pattern", pattern.name().into());
                 }
                 None => {
-                    labels.insert("workload", "framebuffer".to_owned());
+                    labels.insert("workload", "framebuffer".into());
                 }
             }
             let mut push = |name: &str, value: f64, unit: &'static str| {
@@ -301,7 +301,7 @@ pub(super) fn print_migration(out: &mut impl Write, args: &GetDirtyLogArgs, all:
 pub(super) fn migration_results(args: &GetDirtyLogArgs, all: &[Migration]) -> Results {
     let mut results = Vec::new();
     for run in all {
-        let labels = BTreeMap::from([("method", run.method.name().to_owned()), ("workload", "migration".to_owned())]);
+        let labels = BTreeMap::from([("method", Value::from(run.method.name())), ("workload", "migration".into())]);
         for line in &LINES {
             let value = (line.value)(run);
             results.push(Figure { name: line.name.to_owned(), value, unit: line.unit, labels: labels.clone() });

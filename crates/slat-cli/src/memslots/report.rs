@@ -145,10 +145,8 @@ pub(super) fn results(args: &MemslotsArgs, all: &[Series]) -> Results {
     let mut results = Vec::new();
     for series in all {
         let Some(best) = series.best() else { continue };
-        let labels = BTreeMap::from([
-            ("test", series.test.name().to_owned()),
-            ("lock", locking_name(series.locking).to_owned()),
-        ]);
+        let labels =
+            BTreeMap::from([("test", series.test.name().into()), ("lock", locking_name(series.locking).into())]);
         let mut push = |name: &str, value: f64, unit: &'static str| {
             results.push(Figure { name: name.to_owned(), value, unit, labels: labels.clone() });
         };
