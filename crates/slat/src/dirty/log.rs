@@ -291,6 +291,8 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
             DirtyTracking::WriteProtect(_) => Ok(()),
             DirtyTracking::DirtyBit => self.mark_dirty_leaves(pages, bitmap_len),
             DirtyTracking::PageModificationLog => {
+                // A call that is refused changes nothing: what the CPUs have logged is for the next.
+                self.find(&self.tree.epochs.enter(self.record), pages, bitmap_len, 0)?;
                 self.tree.host.drain_modification_logs(&mut |written| {
                     mark_written(self.slots, &self.tree.epochs.enter(self.record), written);
                 });
