@@ -137,6 +137,7 @@ fn gives_write_back(vm: &Arc<Vm<FaultHost, Npt>>, shape: Shape) -> Measured {
     host::log_dirty_pages(vm, shape.memory_pages());
     let times = run::run(vm, shape);
     let stats = vm.stats();
-    assert_eq!(stats.writes_restored, shape.nr_pages());
+    // Two that push down in one table may do it twice for a page.
+    assert!(stats.writes_restored >= shape.nr_pages());
     Measured { times, stats }
 }
