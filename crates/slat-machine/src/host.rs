@@ -23,7 +23,8 @@ use crossbeam_queue::SegQueue;
 use crossbeam_utils::CachePadded;
 use slat::sync::AtomicU32;
 use slat::{
-    Access, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, PAGE_SHIFT, PAGE_SIZE, Park, Resolved, Vm, ZappedLeaf,
+    Access, AllocationWait, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, PAGE_SHIFT, PAGE_SIZE, Park, Resolved,
+    TableNode, Vm, ZappedLeaf,
 };
 use thiserror::Error;
 
@@ -157,7 +158,7 @@ impl MachineHost {
 unsafe impl Host for MachineHost {
     type Backing = BackingSlice;
 
-    fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
+    fn allocate_table(&self, layout: Layout, _: TableNode, _: AllocationWait) -> Option<Hpa> {
         self.tables.allocate(layout)
     }
 

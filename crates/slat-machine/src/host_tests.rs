@@ -17,12 +17,16 @@ fn layout(size_bytes: usize) -> Layout {
     Layout::from_size_align(size_bytes, size_bytes).expect("powers of two")
 }
 
+fn allocate(host: &MachineHost, layout: Layout) -> Option<Hpa> {
+    host.allocate_table(layout, TableNode::CallerPolicy, AllocationWait::Allowed)
+}
+
 #[test]
 fn tables_are_aligned_disjoint_and_writable() {
     let host = host(None);
     let mut ranges = Vec::new();
     for size_bytes in [4096, 16384, 4096, 65536, 8192, 4096] {
-        let table = host.allocate_table(layout(size_bytes)).expect("memory");
+        let table = allocate(&host, layout(size_bytes)).expect("memory");
         assert!(table.0.is_multiple_of(size_bytes as u64), "{table} for {size_bytes}");
         let pointer = host.table_ptr(table);
         assert_eq!(phys::hpa_of(pointer), table);
@@ -38,28 +42,28 @@ fn tables_are_aligned_disjoint_and_writable() {
 #[test]
 fn freed_tables_are_given_out_again() {
     let host = host(None);
-    let small = host.allocate_table(layout(4096)).expect("memory");
-    let large = host.allocate_table(layout(16384)).expect("memory");
+    let small = allocate(&host, layout(4096)).expect("memory");
+    let large = allocate(&host, layout(16384)).expect("memory");
     // SAFETY: both came from this host with these layouts, and nobody uses them.
     unsafe {
         host.free_table(small, layout(4096));
         host.free_table(large, layout(16384));
     }
     assert_eq!(host.live_tables(), 0);
-    assert_eq!(host.allocate_table(layout(16384)), Some(large));
-    assert_eq!(host.allocate_table(layout(4096)), Some(small));
+    assert_eq!(allocate(&host, layout(16384)), Some(large));
+    assert_eq!(allocate(&host, layout(4096)), Some(small));
 }
 
 #[test]
 fn a_limit_holds_and_freeing_makes_room() {
     let host = host(Some(3));
-    let tables = [(); 3].map(|()| host.allocate_table(layout(4096)).expect("below the limit"));
-    assert_eq!(host.allocate_table(layout(4096)), None);
+    let tables = [(); 3].map(|()| allocate(&host, layout(4096)).expect("below the limit"));
+    assert_eq!(allocate(&host, layout(4096)), None);
     assert_eq!(host.live_tables(), 3);
     // SAFETY: it came from this host with this layout, and nobody uses it.
     unsafe { host.free_table(tables[1], layout(4096)) };
-    assert_eq!(host.allocate_table(layout(4096)), Some(tables[1]));
-    assert_eq!(host.allocate_table(layout(4096)), None);
+    assert_eq!(allocate(&host, layout(4096)), Some(tables[1]));
+    assert_eq!(allocate(&host, layout(4096)), None);
 }
 
 #[test]
@@ -76,9 +80,9 @@ fn an_empty_region_gives_none_and_counts_none() {
 #[test]
 fn sizes_that_no_format_has_are_refused() {
     let host = host(None);
-    assert_eq!(host.allocate_table(layout(1 << 20)), None);
+    assert_eq!(allocate(&host, layout(1 << 20)), None);
     assert_eq!(host.live_tables(), 0);
-    let table = host.allocate_table(Layout::from_size_align(64, 8).expect("small")).expect("a page at least");
+    let table = allocate(&host, Layout::from_size_align(64, 8).expect("small")).expect("a page at least");
     assert!(table.0.is_multiple_of(PAGE_SIZE));
 }
 
@@ -91,7 +95,7 @@ fn no_table_has_two_owners() {
             scope.spawn(|| {
                 let mut mine = Vec::new();
                 for turn in 0..5_000 {
-                    let table = host.allocate_table(layout(4096)).expect("memory");
+                    let table = allocate(&host, layout(4096)).expect("memory");
                     assert!(owned.lock().expect("no panic").insert(table), "{table} has an owner");
                     mine.push(table);
                     if turn % 3 != 0 {

@@ -54,6 +54,11 @@ address!(
     Pfn
 );
 
+/// Number of a NUMA node of the host. The numbers need not follow each other.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+#[repr(transparent)]
+pub struct NodeId(pub u32);
+
 impl Gpa {
     /// The frame that holds this address.
     #[inline]

@@ -1,9 +1,10 @@
 //! How a VM's memory is managed: chosen when it is made, and the same for its life. Any value goes with any other, but for
 //! what [`Config::check`] refuses.
 
-use crate::addr::Level;
+use crate::addr::{Level, NodeId, Pfn};
 use crate::error::Error;
 use crate::format::Format;
+use crate::host::{Host, TableNode};
 use crate::second_stage::age::AccessTracking;
 use crate::sync::Locking;
 
@@ -21,6 +22,12 @@ pub struct Config {
     pub manual_protect: ManualProtect,
     /// What the first write to a huge page does in a slot that logs.
     pub huge_page_logging: HugePageLogging,
+    /// When the huge pages of a slot that begins to log are split.
+    pub huge_page_splitting: HugePageSplitting,
+    /// Where the tables are allocated that replace huge pages.
+    pub split_table_placement: TablePlacement,
+    /// Where the tables are allocated that faults and prefaults need.
+    pub fault_table_placement: TablePlacement,
 }
 
 /// How the dirty log finds out which pages of 4 KiB the guest has written. Huge pages are write-protected in any case.
@@ -75,6 +82,43 @@ pub enum HugePageLogging {
     MarkWhole,
 }
 
+/// When the huge pages of a slot that logs are split, if they are to be ([`HugePageLogging`]).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum HugePageSplitting {
+    /// Ahead of time, by the thread that turns logging on; with [`ManualProtect::InitiallySet`] by those that clear the log,
+    /// range by range. Those for which there is no memory are split as with `Lazy`.
+    #[default]
+    Eager,
+    /// Each by the vCPU that first writes to it.
+    Lazy,
+}
+
+/// On which node of the host a table is allocated.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum TablePlacement {
+    /// On that of the memory which the table will map: of the huge page that it replaces, or of the page that faulted.
+    #[default]
+    HugePageNode,
+    /// On that of the CPU on which the thread runs that allocates it.
+    CallerNode,
+    /// Where the memory policy of that thread says.
+    CallerPolicy,
+    /// On this one.
+    Node(NodeId),
+}
+
+impl TablePlacement {
+    /// What to ask the host for, for a table that will map the memory at `pfn`, if that is known.
+    pub(crate) fn node_for<H: Host>(self, host: &H, pfn: Option<Pfn>) -> TableNode {
+        match (self, pfn) {
+            (TablePlacement::HugePageNode, Some(pfn)) => TableNode::Node(host.node_of(pfn)),
+            (TablePlacement::HugePageNode, None) | (TablePlacement::CallerNode, _) => TableNode::Caller,
+            (TablePlacement::CallerPolicy, _) => TableNode::CallerPolicy,
+            (TablePlacement::Node(node), _) => TableNode::Node(node),
+        }
+    }
+}
+
 impl Config {
     /// The default configuration with another locking.
     pub fn with_locking(locking: Locking) -> Config {
@@ -99,6 +143,21 @@ impl Config {
     /// This configuration with another grain of logging.
     pub fn with_huge_page_logging(self, huge_page_logging: HugePageLogging) -> Config {
         Config { huge_page_logging, ..self }
+    }
+
+    /// This configuration with another time of splitting.
+    pub fn with_huge_page_splitting(self, huge_page_splitting: HugePageSplitting) -> Config {
+        Config { huge_page_splitting, ..self }
+    }
+
+    /// This configuration with the tables that replace huge pages elsewhere.
+    pub fn with_split_table_placement(self, split_table_placement: TablePlacement) -> Config {
+        Config { split_table_placement, ..self }
+    }
+
+    /// This configuration with the tables of faults elsewhere.
+    pub fn with_fault_table_placement(self, fault_table_placement: TablePlacement) -> Config {
+        Config { fault_table_placement, ..self }
     }
 
     /// Whether tables of format `F` can be managed like this.

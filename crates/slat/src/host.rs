@@ -9,7 +9,7 @@
 
 use core::alloc::Layout;
 
-use crate::addr::{Access, Gfn, GfnRange, Gpa, Hpa, PageSize, Pfn};
+use crate::addr::{Access, Gfn, GfnRange, Gpa, Hpa, NodeId, PageSize, Pfn};
 use crate::sync::Park;
 
 /// What [`Host::resolve`] found behind a page of a slot.
@@ -25,6 +25,26 @@ pub struct Resolved {
     /// `false`: the first write then asks again. A host that copies on write invalidates the page before it answers that with
     /// another frame (see [`resolve`](Host::resolve)).
     pub writable: bool,
+}
+
+/// Where the memory of a table is to come from: what a [`TablePlacement`](crate::TablePlacement) asks for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum TableNode {
+    /// From this node; from another if it has none.
+    Node(NodeId),
+    /// From the node of the CPU that the calling thread runs on; from another if it has none.
+    Caller,
+    /// From wherever the memory policy of the calling thread says.
+    CallerPolicy,
+}
+
+/// Whether an allocation may wait until there is memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum AllocationWait {
+    /// It is made inside a section, and perhaps the lock: what is not at hand is not there.
+    Never,
+    /// It may reclaim, swap, sleep.
+    Allowed,
 }
 
 /// A leaf that is taken away, and what the guest did through it.
@@ -64,11 +84,22 @@ pub unsafe trait Host: Park + Send + Sync {
     /// drops it when the slot is gone and no resolve uses it any more.
     type Backing: Send + Sync;
 
-    /// Allocates host-physical memory for a table of `layout` (size and alignment in bytes, both powers of two).
-    /// The contents do not matter. `None`: there is no memory; a fault then fails with
+    /// Allocates host-physical memory for a table of `layout` (size and alignment in bytes, both powers of two), on `node`
+    /// if that has some. The contents do not matter.
+    ///
+    /// With [`AllocationWait::Allowed`] it may block, and `None` means that there is no memory: a fault then fails with
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) and has changed nothing, an invalidation takes more away than it
-    /// was asked to. May block.
-    fn allocate_table(&self, layout: Layout) -> Option<Hpa>;
+    /// was asked to, a huge page that was to be split ahead of time is split when it is written. With
+    /// [`AllocationWait::Never`] it must not block, and `None` means that the engine asks again when it may: a host may
+    /// always answer that.
+    fn allocate_table(&self, layout: Layout, node: TableNode, wait: AllocationWait) -> Option<Hpa>;
+
+    /// The node that a frame of guest memory, or of a table, is on. Asked whenever a table is allocated and linked: a mere
+    /// look.
+    #[inline]
+    fn node_of(&self, _frame: Pfn) -> NodeId {
+        NodeId(0)
+    }
 
     /// Takes back a table that [`allocate_table`](Host::allocate_table) gave out. No CPU walks it any more.
     ///

@@ -37,7 +37,7 @@
 //! unsafe impl Host for Heap {
 //!     type Backing = FirstFrame;
 //!
-//!     fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
+//!     fn allocate_table(&self, layout: Layout, _node: TableNode, _wait: AllocationWait) -> Option<Hpa> {
 //!         // SAFETY: a table's layout is never empty.
 //!         let table = unsafe { alloc(layout) };
 //!         (!table.is_null()).then_some(Hpa(table as u64))
@@ -107,14 +107,16 @@ mod vm_memory;
 
 #[cfg(feature = "vm-memory")]
 pub use self::vm_memory::SlotBitmap;
-pub use addr::{Access, Gfn, GfnRange, Gpa, Gva, Hpa, Level, PAGE_SHIFT, PAGE_SIZE, PageSize, Pfn};
-pub use config::{Config, DirtyTracking, HugePageLogging, ManualProtect, WriteProtection};
+pub use addr::{Access, Gfn, GfnRange, Gpa, Gva, Hpa, Level, NodeId, PAGE_SHIFT, PAGE_SIZE, PageSize, Pfn};
+pub use config::{
+    Config, DirtyTracking, HugePageLogging, HugePageSplitting, ManualProtect, TablePlacement, WriteProtection,
+};
 pub use dirty::ring::{
     DIRTY_RING_RESERVE, DirtyPage, DirtyRing, DirtyRingEntry, MAX_DIRTY_RING_ENTRIES, MIN_DIRTY_RING_ENTRIES,
 };
 pub use error::Error;
 pub use format::{Entry, Ept, Format, Npt};
-pub use host::{Gone, Host, Resolved, ZappedLeaf};
+pub use host::{AllocationWait, Gone, Host, Resolved, TableNode, ZappedLeaf};
 pub use second_stage::age::AccessTracking;
 pub use second_stage::invalidate::Invalidation;
 pub use second_stage::query::{TableCursor, TableReader, Translation};

@@ -8,6 +8,7 @@
 
 use core::array;
 
+use crate::addr::Level;
 use crate::sync::{AtomicU64, Ordering};
 
 /// One fault in so many is timed.
@@ -69,8 +70,22 @@ counters! {
     ///
     /// [`AccessTracking::Faults`]: crate::AccessTracking::Faults
     AccessesRestored accesses_restored,
-    /// Huge leaves split by faults.
+    /// Huge leaves split, by faults and ahead of time.
     Splits splits,
+    /// Those of them that mapped 1 GiB.
+    Splits1G splits_1g,
+    /// Tables that became huge leaves again.
+    Recoveries recoveries,
+    /// Those of them that became leaves of 1 GiB.
+    Recoveries1G recoveries_1g,
+    /// Tables that faults and prefaults have linked.
+    FaultTables fault_tables,
+    /// Those of them that were on another node than the memory for which they were linked.
+    RemoteFaultTables remote_fault_tables,
+    /// Tables that were linked instead of huge leaves.
+    SplitTables split_tables,
+    /// Those of them that were on another node than the huge leaf's memory.
+    RemoteSplitTables remote_split_tables,
     /// Exits to user space.
     Exits exits,
     /// Calls of [`Host::flush`](crate::Host::flush).
@@ -83,6 +98,12 @@ counters! {
     TablesOpened tables_opened,
     /// Entries (leaves and tables) taken away by zaps.
     Zapped zapped,
+    /// Leaves of 4 KiB taken away.
+    Zapped4K zapped_4k,
+    /// Leaves of 2 MiB taken away.
+    Zapped2M zapped_2m,
+    /// Leaves of 1 GiB taken away.
+    Zapped1G zapped_1g,
     /// Tables allocated from the host.
     TablesAllocated tables_allocated,
     /// Tables given back to the host.
@@ -92,6 +113,25 @@ counters! {
 }
 
 impl Stats {
+    /// Leaves of 4 KiB that are mapped at this moment. Exact when no call is under way; so are the next two.
+    pub fn pages_4k(&self) -> u64 {
+        let (split_2m, recovered_2m) = (self.splits - self.splits_1g, self.recoveries - self.recoveries_1g);
+        let more = self.installed_4k + split_2m * ENTRIES;
+        more.saturating_sub(self.zapped_4k + recovered_2m * ENTRIES)
+    }
+
+    /// Leaves of 2 MiB that are mapped at this moment.
+    pub fn pages_2m(&self) -> u64 {
+        let (split_2m, recovered_2m) = (self.splits - self.splits_1g, self.recoveries - self.recoveries_1g);
+        let more = self.installed_2m + recovered_2m + self.splits_1g * ENTRIES;
+        more.saturating_sub(self.zapped_2m + split_2m + self.recoveries_1g * ENTRIES)
+    }
+
+    /// Leaves of 1 GiB that are mapped at this moment.
+    pub fn pages_1g(&self) -> u64 {
+        (self.installed_1g + self.recoveries_1g).saturating_sub(self.zapped_1g + self.splits_1g)
+    }
+
     /// Tables that are allocated at this moment: linked, kept in a vCPU's cache, or waiting for a grace period.
     pub fn live_tables(&self) -> u64 {
         self.tables_allocated.saturating_sub(self.tables_freed)
@@ -114,6 +154,9 @@ impl Stats {
         }
     }
 }
+
+/// Parts of a huge leaf, in every format.
+const ENTRIES: u64 = Level::L2M.nr_pages();
 
 /// Buckets below this index hold one value each; above, each power of two has `SUB_BUCKETS` of them.
 const SUB_BUCKETS: usize = 8;

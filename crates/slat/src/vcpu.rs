@@ -27,14 +27,16 @@ use crate::dirty::ring::DirtyRing;
 use crate::dirty::rings::OwnedRing;
 use crate::error::Error;
 use crate::format::{Entry, Format};
-use crate::host::{Host, Resolved};
+use crate::host::{AllocationWait, Host, Resolved};
 use crate::second_stage::install::{self, Changed, NewLeaf, Rights};
 use crate::second_stage::push_down::{self, Others, Pushed};
+use crate::second_stage::zap;
 use crate::slot::MemoryRegionFlags;
 use crate::stats::{Counter, SAMPLE_PERIOD};
 use crate::sync::{Locking, Side};
+use crate::table::Tree;
 use crate::table::entry::{self, Stamp, State};
-use crate::table::frames::TableCache;
+use crate::table::frames::{TableCache, TableUse};
 use crate::table::retire::{OwnedRecord, Record, Section};
 use crate::table::walk::Cursor;
 use crate::vm::Vm;
@@ -153,7 +155,7 @@ impl<H: Host, F: Format> Drop for Vcpu<H, F> {
         let Some(owned) = self.record.take() else { return };
         // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the record came from.
         let record = unsafe { owned.get() };
-        record.stats.add(Counter::TablesFreed, self.tables.drain::<H, F>(&self.vm.tree.host));
+        self.tables.drain::<H, F>(&self.vm.tree.host, &record.stats);
         // SAFETY: as above.
         unsafe { owned.give_back() }
         if let Some(ring) = self.ring.take() {
@@ -215,7 +217,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                     if self.is_another_frame(&plan, &leaf) {
                         return Err(Error::BadResolve { gpa: self.gpa });
                     }
-                    self.top_up(usize::from(plan.level.0 - leaf.level.0))?;
+                    self.top_up(usize::from(plan.level.0 - leaf.level.0), TableUse::Fault, leaf.pfn)?;
                     self.install(&plan, leaf)
                 }
                 Plan::OnLeaf(plan) => self.act_on_leaf(plan)?,
@@ -236,7 +238,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             LeafPlan::StartOver => Ok(Err(Changed)),
             LeafPlan::GiveBack(value) => Ok(self.give_back(value).map(|()| Step::Done)),
             LeafPlan::Split(value) => {
-                self.top_up(1)?;
+                self.top_up(1, TableUse::Split, entry::frame::<F>(value, Level::L2M))?;
                 Ok(self.split(value).map(|()| Step::Nearer))
             }
             LeafPlan::PushDown => Ok(self.push_down()),
@@ -355,15 +357,24 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         resolved.map_err(|_| Error::BackingGone { gpa: self.gpa })
     }
 
-    /// Takes from the host what step 3 may link.
-    fn top_up(&mut self, nr_tables: usize) -> Result<(), Error> {
-        if self.tables.len() >= nr_tables {
+    /// Takes from the host what step 3 may link for `table_use` of the memory at `pfn`.
+    #[inline]
+    fn top_up(&mut self, nr_tables: usize, table_use: TableUse, pfn: Pfn) -> Result<(), Error> {
+        if nr_tables == 0 {
             return Ok(());
         }
-        let result = self.tables.top_up::<H, F>(&self.vm.tree.host, nr_tables);
-        let (Ok(allocated) | Err(allocated)) = result;
-        self.record.stats.add(Counter::TablesAllocated, allocated);
-        result.map(|_| ()).map_err(|_| Error::OutOfMemory)
+        let Tree { host, config, .. } = &self.vm.tree;
+        let placement = match table_use {
+            TableUse::Fault => config.fault_table_placement,
+            TableUse::Split => config.split_table_placement,
+        };
+        let node = placement.node_for(host, Some(pfn));
+        if self.tables.has(nr_tables, node) {
+            return Ok(());
+        }
+        self.tables
+            .top_up::<H, F>(host, &self.record.stats, nr_tables, node, AllocationWait::Allowed)
+            .map_err(|()| Error::OutOfMemory)
     }
 
     /// Step 3 for an entry that is empty, or a leaf that the host has now allowed to be written.
@@ -425,7 +436,6 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         }
         if level > leaf.level {
             install::split(&cursor, &tree.host, self.tables, value)?;
-            self.count(Counter::Splits);
             return Err(Changed);
         }
         if self.frame_in(value, level) != leaf.pfn {
@@ -433,6 +443,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         }
         let stamp = tree.next_stamp();
         let empty = install::take_away(&cursor, value, stamp)?;
+        self.count(zap::zapped_leaf(level));
         if tree.current_stamp().follows(seen) {
             self.install_at(&cursor, section, empty, stamp, leaf)
         } else {
@@ -546,8 +557,6 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         // Where the first writes of the parts need not fault, they are seen otherwise.
         let right = if tree.config.first_write_faults(cursor.level().down()) { 0 } else { F::WRITABLE };
         let whole = Entry(value.0 | right);
-        install::split_into(&cursor, &tree.host, self.tables, value, whole)?;
-        self.count(Counter::Splits);
-        Ok(())
+        install::split_into(&cursor, &tree.host, self.tables, value, whole)
     }
 }

@@ -61,7 +61,7 @@ use crate::vm::Vm;
 /// # // SAFETY: the heap gives memory that is nobody else's, and no CPU runs on these tables.
 /// # unsafe impl Host for Kernel {
 /// #     type Backing = HostAddress;
-/// #     fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
+/// #     fn allocate_table(&self, layout: Layout, _: TableNode, _: AllocationWait) -> Option<Hpa> {
 /// #         // SAFETY: a table's layout is never empty.
 /// #         Some(Hpa(unsafe { alloc(layout) } as u64))
 /// #     }

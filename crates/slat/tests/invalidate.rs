@@ -15,8 +15,8 @@ use common::{
     Frame, GIB, MIB, TestBacking, TestHost, Writes, assert_no_table_is_left, change, each, region, translate, vm, walk,
 };
 use slat::{
-    Access, Config, Error, Exit, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking, MemoryRegionFlags,
-    Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, Vcpu, Vm,
+    Access, AllocationWait, Config, Error, Exit, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking,
+    MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -354,8 +354,8 @@ impl<F: Format> Park for CopyOnWrite<F> {
 unsafe impl<F: Format> Host for CopyOnWrite<F> {
     type Backing = Arc<TestBacking>;
 
-    fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
-        self.host.allocate_table(layout)
+    fn allocate_table(&self, layout: Layout, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
+        self.host.allocate_table(layout, node, wait)
     }
 
     unsafe fn free_table(&self, table: Hpa, layout: Layout) {

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use slat::sync::AtomicU32;
 use slat::{
-    Access, Config, Ept, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Npt, Outcome,
-    PAGE_SIZE, PageSize, Park, Pfn, Resolved, Vm,
+    Access, AllocationWait, Config, Ept, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags,
+    Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode, Vm,
 };
 
 static LIVE_BYTES: AtomicU64 = AtomicU64::new(0);
@@ -56,7 +56,7 @@ impl Park for TableHost {
 unsafe impl Host for TableHost {
     type Backing = ();
 
-    fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
+    fn allocate_table(&self, layout: Layout, _: TableNode, _: AllocationWait) -> Option<Hpa> {
         self.tables_bytes.fetch_add(layout.size() as u64, Ordering::Relaxed);
         // SAFETY: the layout is not of size zero.
         Some(Hpa(unsafe { System.alloc(layout) } as u64))

@@ -13,8 +13,8 @@ use std::sync::{Arc, Mutex};
 use common::hooked::{Hooked, at_look, was_called};
 use common::{GIB, TestHost, change, region, translate};
 use slat::{
-    Access, Config, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, MemoryRegion, MemoryRegionFlags, Npt, Outcome,
-    PAGE_SIZE, PageSize, Park, Pfn, Resolved, Vcpu, Vm,
+    Access, AllocationWait, Config, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, MemoryRegion,
+    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -106,7 +106,7 @@ impl Park for Beside {
 unsafe impl Host for Beside {
     type Backing = ();
 
-    fn allocate_table(&self, _layout: Layout) -> Option<Hpa> {
+    fn allocate_table(&self, _layout: Layout, _: TableNode, _: AllocationWait) -> Option<Hpa> {
         self.free.lock().unwrap().pop().map(Hpa)
     }
 

@@ -14,7 +14,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use slat::sync::AtomicU32;
-use slat::{Access, Gfn, GfnRange, Gone, Host, Hpa, PAGE_SHIFT, PAGE_SIZE, PageSize, Park, Pfn, Resolved};
+use slat::{
+    Access, AllocationWait, Gfn, GfnRange, Gone, Host, Hpa, PAGE_SHIFT, PAGE_SIZE, PageSize, Park, Pfn, Resolved,
+    TableNode,
+};
 
 /// Physical address of the arena's first byte: a multiple of 1 GiB, so that blocks of each page size fit.
 pub const BASE: u64 = 4 << 30;
@@ -169,7 +172,7 @@ impl Park for ArenaHost {
 unsafe impl Host for ArenaHost {
     type Backing = Arc<Frames>;
 
-    fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
+    fn allocate_table(&self, layout: Layout, _: TableNode, _: AllocationWait) -> Option<Hpa> {
         if layout.size() as u64 != PAGE_SIZE || layout.align() as u64 > PAGE_SIZE {
             return None;
         }

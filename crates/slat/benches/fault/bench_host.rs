@@ -7,7 +7,7 @@ use std::marker::PhantomData;
 use std::sync::atomic::AtomicU32;
 use std::time::Instant;
 
-use slat::{Access, Gfn, GfnRange, Gone, Host, Hpa, Park, Resolved};
+use slat::{Access, AllocationWait, Gfn, GfnRange, Gone, Host, Hpa, Park, Resolved, TableNode};
 
 use super::arena::{FRAME_BYTES, Memory};
 use super::futex_park::FutexPark;
@@ -51,7 +51,7 @@ impl<B> Park for BenchHost<B> {
 unsafe impl<B: Answer> Host for BenchHost<B> {
     type Backing = B;
 
-    fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
+    fn allocate_table(&self, layout: Layout, _: TableNode, _: AllocationWait) -> Option<Hpa> {
         assert!(layout.size() <= FRAME_BYTES);
         self.memory.allocate().map(|frame| Hpa(frame as u64))
     }

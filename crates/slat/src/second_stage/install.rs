@@ -9,8 +9,9 @@ use super::age::AccessTracking;
 use crate::addr::{Access, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::host::Host;
+use crate::stats::Counter;
 use crate::table::entry::{self, EntryRef, Stamp};
-use crate::table::frames::TableCache;
+use crate::table::frames::{TableCache, TableUse};
 use crate::table::walk::{self, Cursor};
 
 /// The entry is no longer what the fault's decision was made on.
@@ -79,7 +80,12 @@ pub(crate) fn install<H: Host, F: Format>(
         cache,
         value,
         stamp,
-        Prepared { entry: leaf.entry::<F>(cursor.tree().config.access_tracking), level: leaf.level, nr_tables: 0 },
+        Prepared {
+            entry: leaf.entry::<F>(cursor.tree().config.access_tracking),
+            level: leaf.level,
+            nr_tables: 0,
+            pfn: leaf.pfn,
+        },
     )
 }
 
@@ -88,6 +94,8 @@ pub(crate) struct Prepared {
     pub(crate) entry: Entry,
     pub(crate) level: Level,
     pub(crate) nr_tables: usize,
+    /// The memory that it is for.
+    pub(crate) pfn: Pfn,
 }
 
 /// Puts `prepared` where it belongs below the cursor's entry `value`, as [`install`] does with a leaf.
@@ -100,7 +108,7 @@ pub(crate) fn link<H: Host, F: Format>(
     stamp: Stamp,
     prepared: Prepared,
 ) -> Result<(), Changed> {
-    let Prepared { entry: mut new, mut level, mut nr_tables } = prepared;
+    let Prepared { entry: mut new, mut level, mut nr_tables, pfn } = prepared;
     while level < cursor.level() {
         let inside = walk::index_of::<F>(cursor.gfn(), level);
         new = cache.prepare::<H, F>(host, nr_tables, |index| if index == inside { new } else { entry::empty(stamp) });
@@ -108,7 +116,7 @@ pub(crate) fn link<H: Host, F: Format>(
         level = level.up();
     }
     cursor.entry().compare_exchange::<F>(value, new).map_err(|_| Changed)?;
-    cache.linked(nr_tables);
+    cache.linked(host, cursor.stats(), nr_tables, TableUse::Fault, Some(pfn));
     Ok(())
 }
 
@@ -156,7 +164,7 @@ pub(crate) fn refine<H: Host, F: Format>(
 ) -> Result<(), Changed> {
     let table = cache.prepare::<H, F>(host, 0, |_| entry::empty(stamp));
     cursor.entry().compare_exchange::<F>(value, table).map_err(|_| Changed)?;
-    cache.linked(1);
+    cache.linked(host, cursor.stats(), 1, TableUse::Fault, None);
     Ok(())
 }
 
@@ -186,7 +194,12 @@ pub(crate) fn split_into<H: Host, F: Format>(
     let table = cache.prepare::<H, F>(host, 0, |index| entry::part_of_huge::<F>(whole, level, index));
     // Hardware may set A or D of the huge leaf meanwhile: then the exchange fails, and the next try copies them.
     cursor.entry().compare_exchange::<F>(value, table).map_err(|_| Changed)?;
-    cache.linked(1);
+    let pfn = entry::frame::<F>(value, level);
+    cache.linked(host, cursor.stats(), 1, TableUse::Split, Some(pfn));
+    cursor.stats().count(Counter::Splits);
+    if level > Level::L2M {
+        cursor.stats().count(Counter::Splits1G);
+    }
     Ok(())
 }
 

@@ -19,9 +19,10 @@
 use super::flush::FlushToken;
 use super::install::{self, Changed};
 use crate::addr::{Gfn, GfnRange, Hpa, Level};
+use crate::config::Config;
 use crate::dirty::log;
 use crate::format::{Entry, Format};
-use crate::host::{Host, ZappedLeaf};
+use crate::host::{AllocationWait, Host, TableNode, ZappedLeaf};
 use crate::slot::set::Slots;
 use crate::stats::Counter;
 use crate::sync::Side;
@@ -80,8 +81,8 @@ pub(crate) fn zap_range<H: Host, F: Format>(
                     tree.host.yield_now();
                     gfn
                 }
-                TurnEnd::NeedsTable(gfn) => {
-                    zap.take_table(record);
+                TurnEnd::NeedsTable(gfn, node) => {
+                    zap.take_table(record, node);
                     gfn
                 }
             };
@@ -92,7 +93,16 @@ pub(crate) fn zap_range<H: Host, F: Format>(
         }
         pass = pass.up();
     }
-    record.stats.add(Counter::TablesFreed, zap.tables.drain::<H, F>(&tree.host));
+    zap.tables.drain::<H, F>(&tree.host, &record.stats);
+}
+
+/// What counts leaves of `level` that are taken away.
+pub(crate) fn zapped_leaf(level: Level) -> Counter {
+    match level {
+        Level::L4K => Counter::Zapped4K,
+        Level::L2M => Counter::Zapped2M,
+        _ => Counter::Zapped1G,
+    }
 }
 
 /// Why a turn ended, and the first frame that it did not reach.
@@ -101,8 +111,8 @@ enum TurnEnd {
     At(Gfn),
     /// Somebody else should run.
     Yield(Gfn),
-    /// An entry that is covered in part needs a table.
-    NeedsTable(Gfn),
+    /// An entry that is covered in part needs a table from this node.
+    NeedsTable(Gfn, TableNode),
 }
 
 /// A zap under way.
@@ -120,10 +130,8 @@ struct Zap<'z, H: Host, F: Format> {
 
 impl<H: Host, F: Format> Zap<'_, H, F> {
     /// Takes a table from the host.
-    fn take_table(&mut self, record: &Record) {
-        let result = self.tables.top_up::<H, F>(&self.tree.host, 1);
-        let (Ok(allocated) | Err(allocated)) = result;
-        record.stats.add(Counter::TablesAllocated, allocated);
+    fn take_table(&mut self, record: &Record, node: TableNode) {
+        let result = self.tables.top_up::<H, F>(&self.tree.host, &record.stats, 1, node, AllocationWait::Allowed);
         self.is_out_of_memory = result.is_err();
     }
 
@@ -158,16 +166,18 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
                         // the exchange (`models/dirty_bit.py`).
                         self.mark_dirty(section, value, level, block);
                         self.token.owe(block);
+                        section.record().stats.count(zapped_leaf(level));
                         zapped += 1;
                     }
                     done
                 }
                 state @ (State::Empty(_) | State::Leaf | State::Tracked) => {
-                    if self.tables.len() == 0 {
-                        break TurnEnd::NeedsTable(cursor.gfn());
+                    let host = &self.tree.host;
+                    let node = self.node_for(value, level, state);
+                    if !self.tables.has(1, node) {
+                        break TurnEnd::NeedsTable(cursor.gfn(), node);
                     }
                     // Whether it worked or the entry has changed meanwhile: look again.
-                    let host = &self.tree.host;
                     let _: Result<(), Changed> = match state {
                         State::Empty(found) => install::refine(&cursor, host, &mut self.tables, value, found),
                         _ => install::split(&cursor, host, &mut self.tables, value),
@@ -209,6 +219,15 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
         };
         section.record().stats.add(Counter::Zapped, zapped);
         end
+    }
+
+    /// Where a table is to lie that replaces `value` of `level`, a leaf or empty.
+    fn node_for(&self, value: Entry, level: Level, state: State) -> TableNode {
+        let Config { split_table_placement, fault_table_placement, .. } = self.tree.config;
+        match state {
+            State::Empty(_) => fault_table_placement.node_for(&self.tree.host, None),
+            _ => split_table_placement.node_for(&self.tree.host, Some(entry::frame::<F>(value, level))),
+        }
     }
 
     fn may_unlink(&mut self) -> bool {

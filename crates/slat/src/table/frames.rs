@@ -12,9 +12,10 @@ use core::slice;
 use super::Tree;
 use super::entry::{self, Stamp, State};
 use super::retire::Section;
-use crate::addr::{Hpa, Level};
+use crate::addr::{Hpa, Level, Pfn};
 use crate::format::{Entry, Format};
-use crate::host::Host;
+use crate::host::{AllocationWait, Host, TableNode};
+use crate::stats::{Counter, Recorder};
 use crate::sync::{AtomicU64, Ordering};
 
 /// Entries of the table whose entries have `level`.
@@ -38,9 +39,9 @@ fn layout<F: Format>(level: Level) -> Layout {
 }
 
 /// Allocates a table whose entries have `level`. Its contents are arbitrary.
-fn allocate<H: Host, F: Format>(host: &H, level: Level) -> Option<Hpa> {
+fn allocate<H: Host, F: Format>(host: &H, level: Level, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
     let layout = layout::<F>(level);
-    let table = host.allocate_table(layout)?;
+    let table = host.allocate_table(layout, node, wait)?;
     debug_assert!(
         table.0.is_multiple_of(layout.align() as u64) && table.0 >> F::HPA_BITS == 0,
         "the host allocated a table at {table}, which is not aligned to its size or beyond the format's addresses"
@@ -50,7 +51,7 @@ fn allocate<H: Host, F: Format>(host: &H, level: Level) -> Option<Hpa> {
 
 /// Allocates a root, all of whose entries are empty.
 pub(crate) fn new_root<H: Host, F: Format>(host: &H) -> Option<Hpa> {
-    let root = allocate::<H, F>(host, F::ROOT_LEVEL)?;
+    let root = allocate::<H, F>(host, F::ROOT_LEVEL, TableNode::CallerPolicy, AllocationWait::Allowed)?;
     // SAFETY: just allocated, with so many entries.
     unsafe { build(host, root, F::ROOT_ENTRIES, |_| entry::empty(Stamp::FIRST)) }
     Some(root)
@@ -132,10 +133,20 @@ unsafe fn free_subtree<H: Host, F: Format>(host: &H, table: Hpa, level: Level) {
     unsafe { free::<H, F>(host, table, level) }
 }
 
-/// Tables that a vCPU has allocated ahead, so that linking them needs no allocation.
+/// What a table is linked for: each has its placement and its counters.
+#[derive(Clone, Copy)]
+pub(crate) enum TableUse {
+    /// On the way to a leaf that a fault or a prefault installs, or to empty entries.
+    Fault,
+    /// Instead of a huge leaf.
+    Split,
+}
+
+/// Tables that were allocated ahead, so that linking them needs no allocation. All of them are from one node.
 pub(crate) struct TableCache {
     tables: [Hpa; TableCache::CAPACITY],
     len: usize,
+    node: TableNode,
 }
 
 impl TableCache {
@@ -143,25 +154,36 @@ impl TableCache {
     pub(crate) const CAPACITY: usize = 4;
 
     pub(crate) fn new() -> TableCache {
-        TableCache { tables: [Hpa(0); Self::CAPACITY], len: 0 }
+        TableCache { tables: [Hpa(0); Self::CAPACITY], len: 0, node: TableNode::CallerPolicy }
     }
 
-    pub(crate) fn len(&self) -> usize {
-        self.len
+    /// Whether there are `count` tables from `node`.
+    #[inline]
+    pub(crate) fn has(&self, count: usize, node: TableNode) -> bool {
+        count == 0 || (self.len >= count && self.node == node)
     }
 
-    /// Fills the cache up to `count` tables. Returns how many were allocated; `Err` with that number if the host had
-    /// no more.
-    pub(crate) fn top_up<H: Host, F: Format>(&mut self, host: &H, count: usize) -> Result<u64, u64> {
+    /// Fills the cache up to `count` tables from `node`; what it has from another goes back to the host. `Err` if the host
+    /// has no more.
+    pub(crate) fn top_up<H: Host, F: Format>(
+        &mut self,
+        host: &H,
+        stats: &Recorder,
+        count: usize,
+        node: TableNode,
+        wait: AllocationWait,
+    ) -> Result<(), ()> {
         debug_assert!(count <= Self::CAPACITY);
-        let mut allocated = 0;
-        while self.len < count {
-            let Some(table) = allocate::<H, F>(host, Level::L4K) else { return Err(allocated) };
-            self.tables[self.len] = table;
-            self.len += 1;
-            allocated += 1;
+        if self.node != node {
+            self.drain::<H, F>(host, stats);
+            self.node = node;
         }
-        Ok(allocated)
+        while self.len < count {
+            self.tables[self.len] = allocate::<H, F>(host, Level::L4K, node, wait).ok_or(())?;
+            stats.count(Counter::TablesAllocated);
+            self.len += 1;
+        }
+        Ok(())
     }
 
     /// Writes each entry of the `nth` table, and returns the entry that links it. It stays in the cache until
@@ -179,19 +201,39 @@ impl TableCache {
         F::table(table)
     }
 
-    /// The first `count` prepared tables belong to the tree now.
+    /// The first `count` prepared tables belong to the tree now, for `table_use`. They map the memory at `pfn`, if any.
     #[inline]
-    pub(crate) fn linked(&mut self, count: usize) {
+    pub(crate) fn linked<H: Host>(
+        &mut self,
+        host: &H,
+        stats: &Recorder,
+        count: usize,
+        table_use: TableUse,
+        pfn: Option<Pfn>,
+    ) {
+        if count == 0 {
+            return;
+        }
+        let (tables, remote) = match table_use {
+            TableUse::Fault => (Counter::FaultTables, Counter::RemoteFaultTables),
+            TableUse::Split => (Counter::SplitTables, Counter::RemoteSplitTables),
+        };
         self.len -= count;
+        stats.add(tables, count as u64);
+        if let Some(pfn) = pfn {
+            let node = host.node_of(pfn);
+            let is_remote = |table: &&Hpa| host.node_of(table.pfn()) != node;
+            stats.add(remote, self.tables[self.len..][..count].iter().filter(is_remote).count() as u64);
+        }
     }
 
-    /// Gives all tables back to the host. Returns how many.
-    pub(crate) fn drain<H: Host, F: Format>(&mut self, host: &H) -> u64 {
+    /// Gives all tables back to the host.
+    pub(crate) fn drain<H: Host, F: Format>(&mut self, host: &H, stats: &Recorder) {
         let tables = &self.tables[..core::mem::take(&mut self.len)];
         for &table in tables {
             // SAFETY: it came from `top_up`, and was never linked.
             unsafe { free::<H, F>(host, table, Level::L4K) }
         }
-        tables.len() as u64
+        stats.add(Counter::TablesFreed, tables.len() as u64);
     }
 }

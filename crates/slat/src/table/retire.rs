@@ -88,8 +88,8 @@ pub(crate) struct Section<'a> {
     record: &'a Record,
 }
 
-impl Section<'_> {
-    pub(crate) fn record(&self) -> &Record {
+impl<'a> Section<'a> {
+    pub(crate) fn record(&self) -> &'a Record {
         self.record
     }
 }

@@ -15,6 +15,7 @@ use super::retire::Section;
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::format::{Entry, Format};
 use crate::host::Host;
+use crate::stats::Recorder;
 use crate::sync::AtomicU64;
 
 /// A position in the tree: the entry of `level` for `gfn`.
@@ -40,6 +41,12 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     #[inline]
     pub(crate) fn tree(&self) -> &'s Tree<H, F> {
         self.tree
+    }
+
+    /// The statistics of whoever walks.
+    #[inline]
+    pub(crate) fn stats(&self) -> &'s Recorder {
+        &self.section.record().stats
     }
 
     #[inline]

@@ -18,6 +18,7 @@ use crate::slot::MemoryRegionFlags;
 use crate::stats::Counter;
 use crate::sync::{Side, fence_after_rmw};
 use crate::table::entry::{self, Stamp, State};
+use crate::table::frames::TableUse;
 use crate::table::walk::Cursor;
 use crate::vm::Vm;
 
@@ -219,7 +220,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                     if self.is_another_frame(&plan, &leaf) {
                         return Err(Error::BadResolve { gpa: self.gpa });
                     }
-                    self.top_up(usize::from(plan.level.0 - leaf.level.0))?;
+                    self.top_up(usize::from(plan.level.0 - leaf.level.0), TableUse::Fault, leaf.pfn)?;
                     match plan.found {
                         Found::Empty(seen) if self.may_fill(&plan, leaf.level.up(), end) => match leaf.level {
                             Level::L4K => self.fill_block::<1>(&plan, seen, leaf, resolved),
@@ -310,7 +311,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         if stamp != seen || cursor.level() > plan.level || cursor.level() < level {
             return Err(Changed);
         }
-        let prepared = Prepared { entry: table, level, nr_tables: 1 };
+        let prepared = Prepared { entry: table, level, nr_tables: 1, pfn: first.pfn };
         install::link(&cursor, host, self.tables, value, stamp, prepared)?;
         self.record.stats.add(super::installed(leaf_level), nr_filled);
         let filled = GfnRange::new(start, nr_filled * leaf_pages);

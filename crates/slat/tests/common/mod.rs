@@ -25,8 +25,8 @@ use std::sync::{Arc, Condvar, Mutex, RwLock};
 use std::time::Instant;
 
 use slat::{
-    Access, Config, Entry, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking, MemoryRegion,
-    MemoryRegionFlags, PageSize, Park, Pfn, Resolved, Vm, ZappedLeaf,
+    Access, AllocationWait, Config, Entry, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking, MemoryRegion,
+    MemoryRegionFlags, PageSize, Park, Pfn, Resolved, TableNode, Vm, ZappedLeaf,
 };
 
 /// A test for each format and locking: `$test::<Format>(locking)`.
@@ -294,7 +294,7 @@ impl Park for TestHost {
 unsafe impl Host for TestHost {
     type Backing = Arc<TestBacking>;
 
-    fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
+    fn allocate_table(&self, layout: Layout, _: TableNode, _: AllocationWait) -> Option<Hpa> {
         let _inside = InsideHost::enter();
         let left = self.allocations_left.load(Ordering::SeqCst);
         if left == 0 {

@@ -5,7 +5,10 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 
-use slat::{Access, Config, Format, Gfn, GfnRange, Gone, Host, Hpa, Locking, Park, Resolved, Vm, ZappedLeaf};
+use slat::{
+    Access, AllocationWait, Config, Format, Gfn, GfnRange, Gone, Host, Hpa, Locking, Park, Resolved, TableNode, Vm,
+    ZappedLeaf,
+};
 
 use super::{TestBacking, TestHost};
 
@@ -76,8 +79,8 @@ impl Park for TrapHost {
 unsafe impl Host for TrapHost {
     type Backing = Arc<TestBacking>;
 
-    fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
-        self.host.allocate_table(layout)
+    fn allocate_table(&self, layout: Layout, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
+        self.host.allocate_table(layout, node, wait)
     }
 
     unsafe fn free_table(&self, table: Hpa, layout: Layout) {

@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use slat::sync::{AtomicU32, AtomicU64};
 use slat::{
-    Access, Config, DirtyTracking, Entry, Exit, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking,
-    MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, Vcpu, Vm,
+    Access, AllocationWait, Config, DirtyTracking, Entry, Exit, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level,
+    Locking, MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode, Vcpu,
+    Vm,
 };
 
 /// Tables of four entries, so that unlinking one is a few steps. A level is nine bits of the address all the same: frames
@@ -296,7 +297,7 @@ impl Park for ShuttleHost {
 unsafe impl Host for ShuttleHost {
     type Backing = Backing;
 
-    fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
+    fn allocate_table(&self, layout: Layout, _: TableNode, _: AllocationWait) -> Option<Hpa> {
         // SAFETY: not of size zero.
         let pointer = unsafe { alloc(TABLE_LAYOUT) };
         assert!(!pointer.is_null());

@@ -14,8 +14,9 @@ use std::sync::{Arc, Mutex, Weak};
 use shuttle::rand::{Rng, thread_rng};
 use slat::sync::{AtomicU32, AtomicU64};
 use slat::{
-    Access, AccessTracking, Config, Entry, Error, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, MemoryRegion,
-    MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, Vcpu, Vm, ZappedLeaf,
+    Access, AccessTracking, AllocationWait, Config, Entry, Error, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level,
+    MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode, Vcpu, Vm,
+    ZappedLeaf,
 };
 
 use crate::world::{ShuttleHost, Tiny, find};
@@ -251,10 +252,10 @@ impl Park for TlbHost {
 unsafe impl Host for TlbHost {
     type Backing = AreaBacking;
 
-    fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
+    fn allocate_table(&self, layout: Layout, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
         // Not the root.
         let fails = self.fails_one_in.is_some_and(|period| self.live_tables() != 0 && random(period) == 0);
-        if fails { None } else { self.base.allocate_table(layout) }
+        if fails { None } else { self.base.allocate_table(layout, node, wait) }
     }
 
     unsafe fn free_table(&self, table: Hpa, layout: Layout) {

@@ -11,7 +11,7 @@ use core::ffi::{c_int, c_void};
 use core::panic::PanicInfo;
 use core::sync::atomic::{AtomicI64, AtomicU32, Ordering};
 
-use slat::{
+use slat::{AllocationWait, TableNode, 
     Access, Config, Ept, Exit, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Locking, MemoryRegion, MemoryRegionFlags,
     Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, Vm,
 };
@@ -83,7 +83,7 @@ unsafe impl Host for TinyHost {
     /// The first frame.
     type Backing = u64;
 
-    fn allocate_table(&self, layout: Layout) -> Option<Hpa> {
+    fn allocate_table(&self, layout: Layout, _: TableNode, _: AllocationWait) -> Option<Hpa> {
         // SAFETY: the layout's size is a multiple of its alignment.
         let pointer = unsafe { aligned_alloc(layout.align(), layout.size()) };
         if pointer.is_null() {
