@@ -44,10 +44,16 @@ check slots no-stamp stamp-before-publish old-stamp withdraw-before-set check-be
 check published see-torn stamp-before-fill blind-claim check-before-read withdraw-early withdraw-claim-first \
     withdraw-keeps-claim withdraw-keeps-active first-chunk-only
 check upgrade no-counter counter-before-exchange counter-after-published at-most
-check recover recover-no-freeze freeze-no-dirty cancel-unreported cancel-no-freeze cancel-old-stamp wait-on-broken
+check recover recover-no-freeze freeze-no-dirty cancel-unreported cancel-no-freeze report-first cancel-old-stamp retire-first \
+    wait-on-broken
+check recover_log no-published stamp-first slot-first copy-W no-reread flags-first mark-one log-bits no-D-mark report-then-swap \
+    swap-blindly retire-first cancel-no-freeze skip-no-flush
+check recover_levels walk-again not-down table-as-nothing broken-first broken-as-table no-freeze-below give-early keep keep-below
 check lazy close-if-open flush-if-changed skip-closed blind-open no-clear mark-if-opened flags-first flags-once \
     install-no-mark protect-first publish-late path-first
 check generation no-window three-generations admit-outside renew-always renew-blindly turn-again two-sections
 check summary summary-first word-first store-zero mask-clears never-again look-away
 check dirty_bit no-restart restart-first log-late clear-first no-flush clear-all mark-late mark-once blind-zap flags-first \
     fault-no-mark publish-late keep-dirty
+check break recover-no-flush split-no-flush split-at-once cancel-plain install-no-flush flush-first oom-plain oom-drops-flag \
+    refine-no-flush instead-plain reuse split-freezes skip-split split-unreported no-freeze mark-never

@@ -1,26 +1,31 @@
-"""Explicit-state check of the recovery of a huge leaf, which is to come: table -> *broken* -> huge leaf, and nobody waits.
+"""Explicit-state check of the recovery of a huge leaf: table -> *broken* -> huge leaf, and nobody waits. (See also
+break.py, recover_log.py, recover_levels.py.)
 
-Two pages under a two-level tree. P is the parent entry: ('E', stamp), ('L', (frame, frame), D) a huge leaf, ('T', i), or
-('B', i) broken: table i hung there, and a recovery is turning it into a huge leaf. T[i][page]: ('E', stamp),
-('L', frame, D), or ('F', frame or None, D) frozen, which says what it was.
-Recover:     table -> broken -> freeze leaf by leaf -> exchange *this* broken entry for the huge leaf, with the D of all.
-             One was empty: cancel. ('stall': one that freezes page 1, and stops.)
-Cancel:      whoever meets a broken entry does so: report each leaf, frozen or not, and freeze it as a recovery does -> take
-             a stamp -> exchange the broken entry for an empty one of that stamp.
-Fault0:      look: entry (broken: cancel, and the guest comes back) -> published ranges, one by one -> resolve -> walk again,
-             exchange if the entry is empty with the very stamp seen.
+Two pages under a two-level tree. P is the parent entry: ('E', stamp), ('L', (frame, frame), D) a huge leaf, ('T', i),
+or ('B', i) broken: table i hung there, and a recovery is turning it into a huge leaf. T[i][page]: ('E', stamp), ('L',
+frame, D), ('F', frame or None, D) frozen, which says what it was, or ('X',), a link of the list of retired tables.
+Recover:     table -> broken -> freeze leaf by leaf -> exchange *this* broken entry for the huge leaf, with the D of
+             all. One was empty: cancel. In any case the table is then retired: its entries are overwritten. ('stall':
+             one that freezes page 1, and stops.)
+Cancel:      whoever meets a broken entry does so: freeze each entry as a recovery does -> report what it was -> take a
+             stamp -> exchange the broken entry for an empty one of that stamp.
+Fault0:      look: entry (broken: cancel, and the guest comes back) -> published ranges, one by one -> resolve -> walk
+             again, exchange if the entry is empty with the very stamp seen.
 Invalidator: publish -> stamp -> a broken entry is cancelled, a huge leaf that is covered in part is split; leaves are
-             reported, then exchanged for empty; empty ones stamped -> 'unlink': second pass, unlink the table for a fresh
-             stamp -> flush -> the host frees the frames -> withdraw. 'inval', 'unlink': both pages; 'inval0': page 0.
+             reported, then exchanged for empty; empty ones stamped -> 'unlink': second pass, unlink the table for a
+             fresh stamp -> flush -> the host frees the frames -> withdraw. 'inval', 'unlink': both pages; 'inval0':
+             page 0.
 CPU:         caches the table that P points to; sets D in page 0's leaf, in P or in a cached table.
-Wrong: a leaf of a frame that is gone; a frame that is gone whose D was set and not reported; a leaf in an unlinked table;
-somebody waits, or goes round for ever.
-A recovery needs no look at published ranges: it makes a huge leaf only of leaves that were all there behind the broken
-entry, and who takes a page away later meets that entry, or the huge leaf.
-Run: python3 recover.py [BUG]; each of these breaks it: recover-no-freeze, freeze-no-dirty (frozen entries, and so the huge
-leaf, do not say D), cancel-unreported, cancel-no-freeze (of what is still there: a fault may stand in the table),
-cancel-old-stamp (an invalidator cancels with its own stamp: a greater one may be inside); wait-on-broken is right, but
-somebody waits.
+Wrong: a leaf of a frame that is gone; a frame that is gone whose D was set and not reported; a leaf in an unlinked
+table; somebody waits, or goes round for ever.
+A recovery needs no look at published ranges for this: it makes a huge
+leaf only of leaves that were all there behind the broken entry, and who takes a page away later meets that entry, or
+the huge leaf. (For the host's answer: recover_log.py.)
+Run: python3 recover.py [BUG]; each of these breaks it: recover-no-freeze, freeze-no-dirty (frozen entries, and so the
+huge leaf, do not say D), cancel-unreported, cancel-no-freeze (of what is still there: a fault may stand in the table),
+report-first (what is read is reported, then frozen, whatever it is by then), cancel-old-stamp (an invalidator cancels
+with its own stamp: a greater one may be inside), retire-first (before the entry is not broken any more); wait-on-broken
+is right, but somebody waits.
 """
 from collections import namedtuple
 from explore import BUG, main
@@ -88,28 +93,39 @@ def step(state, i):
             else: yield go('cancelled', (table, s.counter + 1, then), counter=s.counter + 1)
         else:
             e = T[table][n]
-            tells = e[0] in 'LF' and e[1] is not None and BUG != 'cancel-unreported'
-            changes = {'pending': told((n, e[1], e[2]))} if tells else {}
-            if e[0] == 'F' or BUG == 'cancel-no-freeze': yield go('cancel', (table, n + 1, then), **changes)
-            else: yield go('cancel-freeze', loc + (e,), **changes)
+            if e[0] == 'X': yield go('cancel', (table, n + 1, then))
+            elif e[0] == 'F' or BUG == 'cancel-no-freeze': yield go('tell', loc + (frozen(e) if e[0] != 'F' else e,))
+            elif BUG == 'report-first' and e[0] == 'L':
+                yield go('cancel-freeze', loc + (e,), pending=told((n,) + e[1:]))
+            else: yield go('cancel-freeze', loc + (e,))
     elif pc == 'cancel-freeze':
         table, n, then, e = loc
-        if T[table][n] == e: yield go('cancel', (table, n + 1, then), T=entry(table, n, frozen(e)))
+        if BUG == 'report-first': yield go('cancel', (table, n + 1, then), T=entry(table, n, frozen(e)))
+        elif T[table][n] == e: yield go('tell', (table, n, then, frozen(e)), T=entry(table, n, frozen(e)))
         else: yield go('cancel', loc[:3])
+    elif pc == 'tell':
+        table, n, then, e = loc
+        tells = BUG != 'cancel-unreported'
+        yield go('cancel', (table, n + 1, then), pending=told((n,) + e[1:]) if tells else s.pending)
     elif pc == 'cancelled': yield go(*loc[2], P=('E', loc[1]) if P == ('B', loc[0]) else P)
 
     elif kind == 'stall':
         if pc == 'look': yield go('freeze', (P[1],), P=('B', P[1])) if P[0] == 'T' else go('end')
-        else: yield go('end', T=entry(loc[0], 1, frozen(T[loc[0]][1])) if T[loc[0]][1][0] != 'F' else T)
+        else:
+            e = T[loc[0]][1]
+            yield go('end', T=entry(loc[0], 1, frozen(e)) if e[0] not in 'FX' else T)
     elif kind == 'recover':
         if pc == 'look': yield go('freeze', (P[1], ()), P=('B', P[1])) if P[0] == 'T' else go('end')
         elif pc == 'freeze':
             table, was = loc
             n = len(was)
-            if n == 2: yield go('finish', loc)
+            if n == 2 and BUG == 'retire-first': yield go('finish', loc, T=put(T, table, (('X',), ('X',))))
+            elif n == 2: yield go('finish', loc)
             else:
                 e = T[table][n]
-                if e[0] == 'E' or e[1] is None: yield go('cancel', (table, 0, ('end', ())))
+                if e[0] == 'E' or e[1] is None:
+                    if BUG != 'retire-first': yield go('cancel', (table, 0, ('retire', (table,))))
+                    else: yield go('cancel', (table, 0, ('end', ())), T=put(T, table, (('X',), ('X',))))
                 elif e[0] == 'F': yield go('freeze', (table, was + (e,)))
                 elif BUG == 'recover-no-freeze': yield go('freeze', (table, was + (frozen(e),)))
                 else: yield go('freeze-one', (table, was, e))
@@ -118,10 +134,12 @@ def step(state, i):
             if T[table][len(was)] == e:
                 yield go('freeze', (table, was + (frozen(e),)), T=entry(table, len(was), frozen(e)))
             else: yield go('freeze', (table, was))
-        else:
+        elif pc == 'finish':
             table, was = loc
             leaf = ('L', (was[0][1], was[1][1]), was[0][2] | was[1][2])
-            yield go('end', P=leaf if P == ('B', table) else P)
+            yield go('retire', (table,), P=leaf if P == ('B', table) else P)
+        elif BUG in ('retire-first', 'recover-no-freeze'): yield go('end')
+        else: yield go('end', T=put(T, loc[0], (('X',), ('X',))))
 
     elif kind == 'fault0':
         if pc == 'look':
@@ -131,7 +149,7 @@ def step(state, i):
             else: yield go('look-below', (P[1],))
         elif pc == 'look-below':
             e = T[loc[0]][0]
-            if e[0] == 'F': yield go('look')
+            if e[0] in 'FX': yield go('look')
             else: yield go('end') if e[0] == 'L' else go('ranges', (e[1], 0))
         elif pc == 'ranges':
             seen, n = loc
@@ -173,7 +191,7 @@ def step(state, i):
     elif pc == 'below':
         stamp, n, table = loc
         e = T[table][pages[n]]
-        if e[0] == 'F': yield go('walk', loc[:2])
+        if e[0] in 'FX': yield go('walk', loc[:2])
         elif e[0] == 'E' and e[1] >= stamp: yield go(*after_entry(kind, loc))
         else: yield go('zap', loc + (e,), **{'pending': told((pages[n], e[1], e[2]))} if e[0] == 'L' else {})
     elif pc == 'zap':
@@ -194,8 +212,8 @@ def after_entry(kind, loc):
 
 
 CONFIGURATIONS = '''
-recover+inval+cpu recover+inval0+cpu recover+unlink+cpu recover+recover+inval+cpu hole+fault0+recover fault0+recover+inval
-hole+fault0+recover+inval fault0+recover+unlink fault0+recover+inval0 hole+fault0+inval0+inval+stall
+recover+inval+cpu recover+inval0+cpu recover+unlink+cpu recover+recover+inval+cpu hole+fault0+recover
+fault0+recover+inval hole+fault0+recover+inval fault0+recover+unlink fault0+recover+inval0 hole+fault0+inval0+inval+stall
 fault0+recover+inval0+cpu recover+inval0+inval+cpu'''
 
 if __name__ == "__main__":

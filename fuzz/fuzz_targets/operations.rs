@@ -14,7 +14,9 @@ mod pair;
 mod plain;
 
 use arbitrary::{Result, Unstructured};
-use common::log::{ACCESS_TRACKINGS, DIRTY_TRACKINGS, HUGE_PAGE_LOGGINGS, LOCKINGS, MANUAL_PROTECTS};
+use common::log::{
+    ACCESS_TRACKINGS, DIRTY_TRACKINGS, HUGE_PAGE_LOGGINGS, HUGE_PAGE_SPLITTINGS, LOCKINGS, MANUAL_PROTECTS,
+};
 use libfuzzer_sys::fuzz_target;
 use ops::{Aging, Alignment, At, By, LogRange, MASKS, NR_PAGES, NR_SLOTS, Op, PLACES, RANGE_PAGES, SIZES, WRITES};
 use slat::{Access, Config, Ept, Format, Npt, Vm};
@@ -66,7 +68,8 @@ fn config(bytes: &mut Unstructured<'_>) -> Result<Config> {
         .with_access_tracking(one_of(bytes, &ACCESS_TRACKINGS)?)
         .with_dirty_tracking(one_of(bytes, &DIRTY_TRACKINGS)?)
         .with_manual_protect(one_of(bytes, &MANUAL_PROTECTS)?)
-        .with_huge_page_logging(one_of(bytes, &HUGE_PAGE_LOGGINGS)?))
+        .with_huge_page_logging(one_of(bytes, &HUGE_PAGE_LOGGINGS)?)
+        .with_huge_page_splitting(one_of(bytes, &HUGE_PAGE_SPLITTINGS)?))
 }
 
 fn check<F: Format>(config: Config, ops: &[Op]) {
@@ -77,7 +80,7 @@ fn check<F: Format>(config: Config, ops: &[Op]) {
 }
 
 fn op(bytes: &mut Unstructured<'_>) -> Result<Op> {
-    Ok(match bytes.int_in_range(0..=18)? {
+    Ok(match bytes.int_in_range(0..=20)? {
         0 | 1 => Op::Create {
             slot: slot(bytes)?,
             place: index(bytes, PLACES.len())?,
@@ -104,6 +107,12 @@ fn op(bytes: &mut Unstructured<'_>) -> Result<Op> {
         12 => Op::GetRange { slot: slot(bytes)?, range: log_range(bytes)? },
         13 => Op::Clear { slot: slot(bytes)?, range: log_range(bytes)?, mask: index(bytes, MASKS.len())? },
         14 => Op::MarkDirty { slot: slot(bytes)?, page: page(bytes)?, pages: index(bytes, RANGE_PAGES.len())? },
+        15 => Op::Split {
+            at: at(bytes)?,
+            pages: index(bytes, RANGE_PAGES.len())?,
+            largest: index(bytes, SIZES.len())?,
+        },
+        16 => Op::Recover { at: at(bytes)?, pages: index(bytes, RANGE_PAGES.len())? },
         _ => Op::Touch { at: at(bytes)?, access: access(bytes)?, by: *bytes.choose(&[By::Fault, By::Hardware])? },
     })
 }

@@ -34,6 +34,7 @@ const LINE_BYTES: usize = 64;
 pub(crate) struct ZeroedWords {
     first: NonNull<AtomicU64>,
     len: usize,
+    allocation: NonNull<u8>,
     layout: Layout,
 }
 
@@ -44,21 +45,24 @@ unsafe impl Sync for ZeroedWords {}
 
 impl ZeroedWords {
     pub(crate) fn new(len: usize) -> Result<ZeroedWords, Error> {
-        // At least a line: an allocation of no size is not allowed.
-        let layout = Layout::array::<AtomicU64>(len.max(1))
-            .and_then(|layout| layout.align_to(LINE_BYTES))
-            .map_err(|_| Error::OutOfMemory)?
-            .pad_to_align();
+        // A line more, and the words moved to a line's beginning by hand: asked for more than the alignment that it has by
+        // itself, std's allocator on Unix writes the zeroes, and so touches all. (Nor may an allocation have no size.)
+        let words = Layout::array::<AtomicU64>(len).map_err(|_| Error::OutOfMemory)?;
+        let size_bytes = words.size().checked_add(LINE_BYTES).ok_or(Error::OutOfMemory)?;
+        let layout = Layout::from_size_align(size_bytes, words.align()).map_err(|_| Error::OutOfMemory)?;
         // SAFETY: the layout's size is not zero.
-        let memory = unsafe { alloc_zeroed(layout) }.cast::<AtomicU64>();
-        let first = NonNull::new(memory).ok_or(Error::OutOfMemory)?;
+        let memory = unsafe { alloc_zeroed(layout) };
+        let allocation = NonNull::new(memory).ok_or(Error::OutOfMemory)?;
+        let before_bytes = memory.addr().wrapping_neg() % LINE_BYTES;
+        // SAFETY: less than a line, by which the allocation is longer than the words.
+        let first = unsafe { allocation.add(before_bytes) }.cast::<AtomicU64>();
         // loom's atomics are more than their value.
         #[cfg(loom)]
         for index in 0..len {
             // SAFETY: inside the allocation, which is nobody else's.
             unsafe { first.add(index).write(AtomicU64::new(0)) };
         }
-        Ok(ZeroedWords { first, len, layout })
+        Ok(ZeroedWords { first, len, allocation, layout })
     }
 }
 
@@ -75,6 +79,6 @@ impl Deref for ZeroedWords {
 impl Drop for ZeroedWords {
     fn drop(&mut self) {
         // SAFETY: it was allocated with this layout.
-        unsafe { dealloc(self.first.as_ptr().cast(), self.layout) }
+        unsafe { dealloc(self.allocation.as_ptr(), self.layout) }
     }
 }

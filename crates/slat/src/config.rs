@@ -28,6 +28,38 @@ pub struct Config {
     pub split_table_placement: TablePlacement,
     /// Where the tables are allocated that faults and prefaults need.
     pub fault_table_placement: TablePlacement,
+    /// Which neighbours a fault maps along.
+    pub fault_around: FaultAround,
+}
+
+/// Which neighbours a fault maps along with its page of 4 KiB. Those that the host knows to be resident
+/// ([`Host::resolve_resident`](crate::Host::resolve_resident)), with what a read would be given; to the dirty log and to CPUs'
+/// accessed bits they are pages that nobody has used.
+///
+/// With [`AccessTracking::Faults`] nothing tells of the first use of a page that is mapped: there neighbours count as used
+/// until they are aged, and are mapped without the right to write, so that they do not count as written.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum FaultAround {
+    /// None.
+    #[default]
+    Off,
+    /// Those in the aligned window of so many pages around the one that faulted: a power of two from 2 to
+    /// [`MAX_FAULT_AROUND_PAGES`].
+    Pages(u8),
+}
+
+/// Most pages in the window of [`FaultAround`].
+pub const MAX_FAULT_AROUND_PAGES: u8 = 64;
+
+impl FaultAround {
+    /// Pages in the window, the one that faulted among them.
+    #[inline]
+    pub(crate) fn nr_pages(self) -> u64 {
+        match self {
+            FaultAround::Off => 1,
+            FaultAround::Pages(nr_pages) => u64::from(nr_pages),
+        }
+    }
 }
 
 /// How the dirty log finds out which pages of 4 KiB the guest has written. Huge pages are write-protected in any case.
@@ -160,8 +192,18 @@ impl Config {
         Config { fault_table_placement, ..self }
     }
 
+    /// This configuration with other neighbours that faults map along.
+    pub fn with_fault_around(self, fault_around: FaultAround) -> Config {
+        Config { fault_around, ..self }
+    }
+
     /// Whether tables of format `F` can be managed like this.
     pub(crate) fn check<F: Format>(&self) -> Result<(), Error> {
+        if let FaultAround::Pages(nr_pages) = self.fault_around
+            && !(nr_pages.is_power_of_two() && (2..=MAX_FAULT_AROUND_PAGES).contains(&nr_pages))
+        {
+            return Err(Error::BadFaultAround { nr_pages });
+        }
         let needs_dirty_bit = match self.dirty_tracking {
             DirtyTracking::WriteProtect(_) => false,
             DirtyTracking::DirtyBit => true,

@@ -152,6 +152,16 @@ pub enum Error {
         /// The format's name.
         format: &'static str,
     },
+    /// The window of fault-around is not a power of two from 2 to
+    /// [`MAX_FAULT_AROUND_PAGES`](crate::MAX_FAULT_AROUND_PAGES) pages.
+    #[error(
+        "a window of {nr_pages} pages around a fault: not a power of two from 2 to {}",
+        crate::MAX_FAULT_AROUND_PAGES
+    )]
+    BadFaultAround {
+        /// The number of pages that was asked for.
+        nr_pages: u8,
+    },
     /// The size of what is to be mapped is zero, or not a multiple of 4 KiB.
     #[error("size {size_bytes:#x} is not a positive multiple of the page size")]
     BadSize {

@@ -124,6 +124,16 @@ pub unsafe trait Host: Park + Send + Sync {
     /// [`Gone`]: the fault returns [`Error::BackingGone`](crate::Error::BackingGone).
     fn resolve(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone>;
 
+    /// What [`resolve`](Host::resolve) would answer for the page, if that is known without blocking and without changing
+    /// anything: its frame is resident. `None` if it is not, or if nobody knows. Asked, with
+    /// [`FaultAround`](crate::FaultAround), for the neighbours of a page that the guest has faulted on; `access` is a read, or
+    /// an execution if that was the fault's. The answer binds the host as that of `resolve` does. Called outside of sections
+    /// and of the lock; must not block.
+    #[inline]
+    fn resolve_resident(&self, _backing: &Self::Backing, _gfn: Gfn, _page: u64, _access: Access) -> Option<Resolved> {
+        None
+    }
+
     /// Makes sure that no CPU of this VM uses a translation of `ranges` that it got before this call. Returns only when
     /// that is so; it must not wait for a CPU that is not running. May block.
     fn flush(&self, ranges: &[GfnRange]);

@@ -109,7 +109,8 @@ mod vm_memory;
 pub use self::vm_memory::SlotBitmap;
 pub use addr::{Access, Gfn, GfnRange, Gpa, Gva, Hpa, Level, NodeId, PAGE_SHIFT, PAGE_SIZE, PageSize, Pfn};
 pub use config::{
-    Config, DirtyTracking, HugePageLogging, HugePageSplitting, ManualProtect, TablePlacement, WriteProtection,
+    Config, DirtyTracking, FaultAround, HugePageLogging, HugePageSplitting, MAX_FAULT_AROUND_PAGES, ManualProtect,
+    TablePlacement, WriteProtection,
 };
 pub use dirty::ring::{
     DIRTY_RING_RESERVE, DirtyPage, DirtyRing, DirtyRingEntry, MAX_DIRTY_RING_ENTRIES, MIN_DIRTY_RING_ENTRIES,

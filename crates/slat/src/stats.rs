@@ -64,6 +64,9 @@ counters! {
     Installed2M installed_2m,
     /// Leaves installed by faults that map 1 GiB.
     Installed1G installed_1g,
+    /// Leaves of 4 KiB that faults installed for neighbours of their pages ([`FaultAround`](crate::FaultAround)); they are
+    /// among `installed_4k`.
+    Around around,
     /// Leaves to which a fault gave back the right to write, without asking the host.
     WritesRestored writes_restored,
     /// Leaves that a fault gave back for reading, because the access was to be seen ([`AccessTracking::Faults`]).

@@ -12,9 +12,12 @@
 
 #![expect(unsafe_code, reason = "the vCPU's record is kept alive by its VM")]
 
+mod fault_around;
+mod on_leaf;
 mod plan;
 mod prefault;
 mod timing;
+mod together;
 
 use alloc::sync::Arc;
 
@@ -29,8 +32,7 @@ use crate::error::Error;
 use crate::format::{Entry, Format};
 use crate::host::{AllocationWait, Host, Resolved};
 use crate::second_stage::install::{self, Changed, NewLeaf, Rights};
-use crate::second_stage::push_down::{self, Others, Pushed};
-use crate::second_stage::zap;
+use crate::second_stage::{split, zap};
 use crate::slot::MemoryRegionFlags;
 use crate::stats::{Counter, SAMPLE_PERIOD};
 use crate::sync::{Locking, Side};
@@ -211,14 +213,24 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                     self.vm.tree.host.yield_now();
                     return Ok(Outcome::Resume);
                 }
+                Plan::Cancel => self.cancel(),
                 Plan::Install(plan) => {
                     let resolved = self.resolve(&plan)?;
+                    self.flush_before_make(&plan);
                     let leaf = self.leaf(&plan, self.gfn, resolved)?;
                     if self.is_another_frame(&plan, &leaf) {
                         return Err(Error::BadResolve { gpa: self.gpa });
                     }
-                    self.top_up(usize::from(plan.level.0 - leaf.level.0), TableUse::Fault, leaf.pfn)?;
-                    self.install(&plan, leaf)
+                    self.top_up_for(&plan, &leaf)?;
+                    match plan.found {
+                        Found::Empty(seen) if self.maps_around(leaf.level) => {
+                            let level = plan.level;
+                            // The record has room for one backing, and the neighbours' may be another by now.
+                            drop(plan);
+                            self.install_around(level, seen, leaf)
+                        }
+                        _ => self.install(&plan, leaf),
+                    }
                 }
                 Plan::OnLeaf(plan) => self.act_on_leaf(plan)?,
             };
@@ -227,21 +239,6 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 Ok(Step::Nearer) => {}
                 Err(Changed) => self.count(Counter::Retries),
             }
-        }
-    }
-
-    /// Carries out what needs no frame.
-    #[inline]
-    fn act_on_leaf(&mut self, plan: LeafPlan) -> Result<Result<Step, Changed>, Error> {
-        match plan {
-            LeafPlan::Fixed => Ok(Ok(Step::Done)),
-            LeafPlan::StartOver => Ok(Err(Changed)),
-            LeafPlan::GiveBack(value) => Ok(self.give_back(value).map(|()| Step::Done)),
-            LeafPlan::Split(value) => {
-                self.top_up(1, TableUse::Split, entry::frame::<F>(value, Level::L2M))?;
-                Ok(self.split(value).map(|()| Step::Nearer))
-            }
-            LeafPlan::PushDown => Ok(self.push_down()),
         }
     }
 
@@ -273,14 +270,6 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         log::mark_if_logging(&self.vm.slots, section, self.ring, gfn, block);
     }
 
-    /// Whether a huge leaf of `level` must be split before a write: because `slot_logs`, and by smaller pages; or because
-    /// the ring has no room for all of its pages.
-    #[inline]
-    fn splits(&self, level: Level, slot_logs: bool) -> bool {
-        let largest = if slot_logs { self.vm.tree.config.largest_logged_write() } else { F::ROOT_LEVEL };
-        level > Level::L4K && (level > largest || level.nr_pages() > self.max_opened())
-    }
-
     /// Step 1: what there is, and what to do about it.
     #[inline]
     fn look(&self) -> Plan<'v, H::Backing> {
@@ -299,6 +288,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             // A leaf has no stamp; see `install_instead`.
             State::Leaf | State::Tracked => Found::ReadOnly(value, tree.current_stamp()),
             State::Empty(stamp) => Found::Empty(stamp),
+            State::Broken => return Plan::Cancel,
             State::Table | State::Frozen => unreachable!("descend_to_lowest passes them"),
         };
         let Some(max_level) = tree.published.free_level(self.gfn, cursor.level()) else { return Plan::TakenAway };
@@ -357,6 +347,29 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         resolved.map_err(|_| Error::BackingGone { gpa: self.gpa })
     }
 
+    /// Flushes what CPUs may have cached of the entry, if nothing can be made of it before that.
+    #[inline]
+    fn flush_before_make(&self, plan: &InstallPlan<'_, H::Backing>) {
+        if F::BREAK_BEFORE_MAKE
+            && let Found::Empty(stamp) = plan.found
+            && stamp.is_unflushed()
+        {
+            self.vm.tree.flush(self.record, &[self.gfn.block(plan.level)]);
+        }
+    }
+
+    /// Takes from the host what step 3 may link to install `leaf`.
+    #[inline]
+    fn top_up_for(&mut self, plan: &InstallPlan<'_, H::Backing>, leaf: &NewLeaf) -> Result<(), Error> {
+        match plan.found {
+            // A part of it is split off, one level at a time.
+            Found::ReadOnly(value, _) if plan.level > leaf.level => {
+                self.top_up(1, TableUse::Split, entry::frame::<F>(value, plan.level))
+            }
+            _ => self.top_up(usize::from(plan.level.0 - leaf.level.0), TableUse::Fault, leaf.pfn),
+        }
+    }
+
     /// Takes from the host what step 3 may link for `table_use` of the memory at `pfn`.
     #[inline]
     fn top_up(&mut self, nr_tables: usize, table_use: TableUse, pfn: Pfn) -> Result<(), Error> {
@@ -378,6 +391,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     }
 
     /// Step 3 for an entry that is empty, or a leaf that the host has now allowed to be written.
+    #[inline]
     fn install(&mut self, plan: &InstallPlan<'_, H::Backing>, leaf: NewLeaf) -> Result<Step, Changed> {
         match plan.found {
             Found::Empty(stamp) => self.install_on_empty(plan, stamp, leaf),
@@ -386,22 +400,34 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         }
     }
 
+    #[inline]
     fn install_on_empty(
         &mut self,
         plan: &InstallPlan<'_, H::Backing>,
         seen: Stamp,
         leaf: NewLeaf,
     ) -> Result<Step, Changed> {
-        let tree = &self.vm.tree;
-        let locked = tree.enter(self.record, Side::Read);
-        let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
+        let locked = self.vm.tree.enter(self.record, Side::Read);
+        self.install_on_empty_in(&locked.section, plan.level, seen, leaf)
+    }
+
+    /// [`install_on_empty`](Self::install_on_empty) for an entry that was of level `highest`, and empty with `seen`.
+    #[inline]
+    fn install_on_empty_in(
+        &mut self,
+        section: &Section<'_>,
+        highest: Level,
+        seen: Stamp,
+        leaf: NewLeaf,
+    ) -> Result<Step, Changed> {
+        let mut cursor = Cursor::new(&self.vm.tree, section, self.gfn);
         let (value, State::Empty(stamp)) = cursor.descend_to_lowest() else { return Err(Changed) };
         // Another stamp: the range was taken away since the look. A higher or lower entry than then: the leaf may not fit,
         // or need more tables than were taken.
-        if stamp != seen || cursor.level() > plan.level || cursor.level() < leaf.level {
+        if stamp != seen || cursor.level() > highest || cursor.level() < leaf.level {
             return Err(Changed);
         }
-        self.install_at(&cursor, &locked.section, value, stamp, leaf)
+        self.install_at(&cursor, section, value, stamp, leaf)
     }
 
     /// Takes the leaf `value` away and installs `leaf` in its place, in one section: between the two, and before the host
@@ -435,13 +461,20 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             return Err(Changed);
         }
         if level > leaf.level {
-            install::split(&cursor, &tree.host, self.tables, value)?;
+            if F::BREAK_BEFORE_MAKE {
+                drop(locked);
+                split::split_by_breaking(tree, &self.vm.slots, self.record, self.tables, self.gfn, value, level)?;
+            } else {
+                install::split(&cursor, &tree.host, self.tables, value)?;
+            }
             return Err(Changed);
         }
         if self.frame_in(value, level) != leaf.pfn {
             return Err(Changed);
         }
         let stamp = tree.next_stamp();
+        // If nothing comes of it here, others may put something smaller there.
+        let stamp = if F::BREAK_BEFORE_MAKE && level > Level::L4K { stamp.unflushed() } else { stamp };
         let empty = install::take_away(&cursor, value, stamp)?;
         self.count(zap::zapped_leaf(level));
         if tree.current_stamp().follows(seen) {
@@ -493,70 +526,12 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// log, they tell of leaves of 4 KiB; what is written at once has its dirty bit set here, so that no CPU will tell.
     #[inline]
     fn marks(&self, level: Level) -> bool {
-        self.access == Access::Write || self.vm.tree.config.first_write_faults(level)
+        self.marks_for(self.access, level)
     }
 
-    /// Step 3 for a leaf below a closed entry, where there is a lock to take.
-    fn push_down(&self) -> Result<Step, Changed> {
-        let locked = self.vm.tree.enter(self.record, Side::Read);
-        self.push_down_in(&locked.section)
-    }
-
-    #[cold]
-    fn push_down_in(&self, section: &Section<'_>) -> Result<Step, Changed> {
-        let slots = &self.vm.slots;
-        let others = || {
-            let logs = slots.find(section, self.gfn).is_none_or(|slot| slot.logs());
-            if logs { Others::Protect } else { Others::Leave }
-        };
-        let pushed = push_down::push_down(&self.vm.tree, section, self.gfn, others)?;
-        self.count(Counter::WritesRestored);
-        // Also if the entry could not be opened: see `push_down`.
-        self.mark(section, self.gfn, self.gfn.block(Level::L4K));
-        match pushed {
-            Pushed::Open => {
-                self.count(Counter::TablesOpened);
-                Ok(Step::Done)
-            }
-            Pushed::LeafOnly => Err(Changed),
-        }
-    }
-
-    /// Step 3 for a leaf that only needs to be given back, where there is a lock to take.
-    fn give_back(&self, value: Entry) -> Result<(), Changed> {
-        let tree = &self.vm.tree;
-        let locked = tree.enter(self.record, Side::Read);
-        let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
-        // The level too: the very same value may by now be that of a larger leaf.
-        if cursor.descend_to_lowest().0 != value || cursor.level().nr_pages() > self.max_opened() {
-            return Err(Changed);
-        }
-        self.give_back_at(&cursor, &locked.section, value)
-    }
-
+    /// As [`marks`](Self::marks), of a leaf that is installed for `access`.
     #[inline]
-    fn give_back_at(&self, cursor: &Cursor<'_, H, F>, section: &Section<'_>, value: Entry) -> Result<(), Changed> {
-        install::give_back(cursor, value, self.access)?;
-        if self.access == Access::Write {
-            self.count(Counter::WritesRestored);
-            self.mark(section, self.gfn, cursor.block());
-        } else {
-            self.count(Counter::AccessesRestored);
-        }
-        Ok(())
-    }
-
-    /// Step 3 for a huge leaf of which a part is to be written, in a slot that logs or beside a ring without room.
-    fn split(&mut self, value: Entry) -> Result<(), Changed> {
-        let tree = &self.vm.tree;
-        let locked = tree.enter(self.record, Side::Read);
-        let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
-        if cursor.descend_to_lowest().0 != value || cursor.level() == Level::L4K {
-            return Err(Changed);
-        }
-        // Where the first writes of the parts need not fault, they are seen otherwise.
-        let right = if tree.config.first_write_faults(cursor.level().down()) { 0 } else { F::WRITABLE };
-        let whole = Entry(value.0 | right);
-        install::split_into(&cursor, &tree.host, self.tables, value, whole)
+    fn marks_for(&self, access: Access, level: Level) -> bool {
+        access == Access::Write || self.vm.tree.config.first_write_faults(level)
     }
 }

@@ -3,8 +3,8 @@
 use alloc::boxed::Box;
 use alloc::sync::Arc;
 
-use crate::addr::{Gfn, GfnRange, Gpa, Hpa};
-use crate::config::{Config, DirtyTracking, HugePageLogging, ManualProtect};
+use crate::addr::{Gfn, GfnRange, Gpa, Hpa, PageSize};
+use crate::config::{Config, DirtyTracking, HugePageLogging, HugePageSplitting, ManualProtect};
 use crate::dirty::bitmap::Bitmap;
 use crate::dirty::log::{self, LogCall};
 use crate::dirty::ring::DirtyRing;
@@ -16,6 +16,8 @@ use crate::second_stage::age::{self, Aging};
 use crate::second_stage::invalidate::Invalidation;
 use crate::second_stage::protect;
 use crate::second_stage::query::TableReader;
+use crate::second_stage::recover::{self, LogKind};
+use crate::second_stage::split;
 use crate::slot::set::{Change, Claim, SlotEntry, Slots};
 use crate::slot::{MemoryRegion, MemoryRegionFlags};
 use crate::stats::Stats;
@@ -176,6 +178,8 @@ impl<H: Host, F: Format> Vm<H, F> {
         }
         if begins_to_log && !moves {
             self.begin_to_log(record, after);
+        } else if !flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES) && !moves {
+            self.recover(record, range);
         } else if moves
             && !begins_to_log
             && let Some(log) = claim.log_of(&after)
@@ -208,9 +212,20 @@ impl<H: Host, F: Format> Vm<H, F> {
             // All pages are marked, and each is protected when its mark is taken.
             return;
         }
+        // The parts are as writable as the whole, so before they are protected. Best effort: what is not split now is split
+        // by the first write.
+        if self.tree.config.huge_page_splitting == HugePageSplitting::Eager {
+            let target = self.tree.config.largest_logged_write();
+            let _ = split::split_range(&self.tree, &self.slots, record, entry.range, target, |_| true);
+        }
         protect::protect_slot(&self.tree, record, entry.range);
         // Whether or not a leaf changed: one that is protected already may still be cached as writable.
         self.tree.flush(record, &[entry.range]);
+    }
+
+    fn recover(&self, record: &Record, range: GfnRange) -> u64 {
+        let log_kind = if self.rings.are_enabled() { LogKind::Rings } else { LogKind::Bitmaps };
+        recover::recover_range(&self.tree, &self.slots, record, range, log_kind)
     }
 
     /// The log that a slot of these flags needs.
@@ -376,6 +391,36 @@ impl<H: Host, F: Format> Vm<H, F> {
         drop(record);
         self.reclaim();
         result
+    }
+
+    /// Splits all leaves larger than `largest` that reach into `range`, beside running vCPUs. Returns how many it has split.
+    /// Threads that split ranges apart from each other do not get in each other's way. What turning on
+    /// [`MemoryRegionFlags::LOG_DIRTY_PAGES`] does by itself ([`HugePageSplitting`]); call it before, from several threads,
+    /// to have it done sooner.
+    ///
+    /// # Errors
+    /// [`Error::EmptyRange`], [`Error::AddressTooHigh`]; [`Error::OutOfMemory`]: the leaves that are left are as they were.
+    pub fn split_range(&self, range: GfnRange, largest: PageSize) -> Result<u64, Error> {
+        self.check_range(range)?;
+        if largest.level() >= F::ROOT_LEVEL {
+            return Ok(0);
+        }
+        let record = self.tree.epochs.borrow_record()?;
+        split::split_range(&self.tree, &self.slots, &record, range, largest.level(), |_| true)
+    }
+
+    /// Puts huge leaves back in `range`, beside running vCPUs, as large as the host and the slots' logs allow. Returns how
+    /// many tables became leaves. A page that only the guest's next access can bring back as a part of a huge leaf is taken
+    /// away to that end. What turning off [`MemoryRegionFlags::LOG_DIRTY_PAGES`] does by itself.
+    ///
+    /// It leaves what it cannot do at once: where others are at work, or while too many tables wait to be freed.
+    ///
+    /// # Errors
+    /// [`Error::EmptyRange`], [`Error::AddressTooHigh`], [`Error::OutOfMemory`].
+    pub fn recover_range(&self, range: GfnRange) -> Result<u64, Error> {
+        self.check_range(range)?;
+        let record = self.tree.epochs.borrow_record()?;
+        Ok(self.recover(&record, range))
     }
 
     /// Returns how many pages of `range` the guest has used since they were mapped or last aged, and begins anew: from now

@@ -12,10 +12,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::trap::trap_vm;
-use common::{GIB, MIB, TestHost, change, each, lowest_entry, region, translate, vm};
+use common::{GIB, MIB, TestHost, change, each, lazily_splitting, lowest_entry, region, translate, vm};
 use slat::{
-    Access, Config, DirtyTracking, Entry, Error, Exit, Format, Gfn, GfnRange, Gpa, Hpa, Level, Locking,
-    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Pfn, Vm, WriteProtection,
+    Access, DirtyTracking, Entry, Error, Exit, Format, Gfn, GfnRange, Gpa, Hpa, Level, Locking, MemoryRegionFlags, Npt,
+    Outcome, PAGE_SIZE, PageSize, Pfn, Vm, WriteProtection,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -50,7 +50,7 @@ fn keeps_bits<F: Format>(locking: Locking) {
 }
 
 fn keeps_bits_of<F: Format>(locking: Locking, protection: WriteProtection, size: PageSize, bits: u64) {
-    let config = Config::with_locking(locking).with_dirty_tracking(DirtyTracking::WriteProtect(protection));
+    let config = lazily_splitting(locking).with_dirty_tracking(DirtyTracking::WriteProtect(protection));
     let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
     vm.set_user_memory_region(region(0, 0, GIB, GIB / PAGE_SIZE, size)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
@@ -197,6 +197,7 @@ unsafe impl Format for WideRoot {
     const HOST_WRITABLE: u64 = Npt::HOST_WRITABLE;
     const WAS_DIRTY: u64 = Npt::WAS_DIRTY;
     const GENERATION: u64 = Npt::GENERATION;
+    const BREAK_BEFORE_MAKE: bool = false;
     const HAS_MODIFICATION_LOG: bool = Npt::HAS_MODIFICATION_LOG;
 
     fn is_present(entry: Entry) -> bool {

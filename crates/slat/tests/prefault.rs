@@ -8,24 +8,25 @@ mod common;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use common::{GIB, MIB, assert_no_table_is_left, change, each, region, translate, vm};
+use common::trap::trap_vm;
+use common::{Frame, GIB, MIB, Writes, assert_no_table_is_left, change, each, region, translate, vm};
 use slat::{
-    Access, Error, Exit, Format, Gfn, GfnRange, Gpa, Locking, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Pfn,
-    Translation,
+    Access, Error, Exit, Format, Gfn, GfnRange, Gpa, Host, Locking, MemoryRegion, MemoryRegionFlags, Outcome,
+    PAGE_SIZE, PageSize, Pfn, Translation, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 
 /// What is mapped of each page from `gpa` on.
-fn mapped<F: Format>(vm: &slat::Vm<common::TestHost, F>, gpa: u64, nr_pages: u64) -> Vec<Option<Translation>> {
+fn mapped<H: Host, F: Format>(vm: &Vm<H, F>, gpa: u64, nr_pages: u64) -> Vec<Option<Translation>> {
     let reader = vm.read_tables().unwrap();
     let mut cursor = reader.cursor();
     (0..nr_pages).map(|page| cursor.query(Gpa(gpa + page * PAGE_SIZE))).collect()
 }
 
 fn maps_all_sizes<F: Format>(locking: Locking) {
-    for (size, nr_resolves) in [(PageSize::Size4K, 2048), (PageSize::Size2M, 4), (PageSize::Size1G, 4)] {
+    for (size, nr_resolves) in [(PageSize::Size4K, 2048), (PageSize::Size2M, 4), (PageSize::Size1G, 1)] {
         let vm = vm::<F>(locking);
         // The frames lie like the guest's pages.
         vm.set_user_memory_region(region(0, 4 * MIB, 8 * MIB, 4 * MIB / PAGE_SIZE, size)).unwrap();
@@ -320,3 +321,215 @@ fn nothing_in_a_held_range<F: Format>(locking: Locking) {
     drop(guard);
     assert_eq!(vcpu.pre_fault_memory(Gpa(0), 2 * MIB, Access::Read), Ok(2 * MIB));
 }
+
+/// Maps the `nr_pages` from frame `first` on, and checks that what is reported is what is mapped, to the page, and that the
+/// error is `error` for the first page that is not. Returns how many are.
+fn pre_fault_exactly<H: Host, F: Format>(
+    vcpu: &mut Vcpu<H, F>,
+    (first, nr_pages): (u64, u64),
+    access: Access,
+    error: impl FnOnce(Gpa) -> Error,
+) -> u64 {
+    let gpa = Gfn(first).gpa();
+    let result = vcpu.pre_fault_memory(gpa, nr_pages * PAGE_SIZE, access);
+    let done = result.unwrap_or(0) / PAGE_SIZE;
+    if let Ok(size_bytes) = result {
+        assert!(size_bytes > 0 && size_bytes.is_multiple_of(PAGE_SIZE));
+    }
+    let found = mapped(vcpu.vm(), gpa.0, nr_pages);
+    let is_done = |found: &Option<Translation>| found.is_some_and(|t| access != Access::Write || t.writable);
+    assert_eq!(found.iter().take_while(|found| is_done(found)).count() as u64, done, "of {nr_pages} from {gpa}");
+    if done < nr_pages {
+        let next = Gfn(first + done).gpa();
+        let error = error(next);
+        assert_eq!(result.map_or_else(Err, |_| vcpu.pre_fault_memory(next, PAGE_SIZE, access)), Err(error));
+    }
+    done
+}
+
+/// Each k-th table missing, slots whose ends are aligned to nothing, frames that lie unlike the guest's pages.
+fn every_table_may_be_missing<F: Format>(locking: Locking) {
+    for (first, nr_pages) in [(0, 2048), (5, 1600), (509, 3), (511, 1026), (700, 100)] {
+        for offset in [0, 1, 511, 512, 513] {
+            for size in [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G] {
+                for (k, access) in (0..9).flat_map(|k| [(k, Access::Read), (k, Access::Write)]) {
+                    let vm = vm::<F>(locking);
+                    let first_pfn = 0x4_0000 + first + offset;
+                    let memory = region(0, first * PAGE_SIZE, nr_pages * PAGE_SIZE, first_pfn, size);
+                    vm.set_user_memory_region(memory).unwrap();
+                    let mut vcpu = vm.create_vcpu().unwrap();
+                    vm.host().fail_after(k);
+                    let done = pre_fault_exactly(&mut vcpu, (first, nr_pages), access, |_| Error::OutOfMemory);
+                    assert!(k < 8 || done == nr_pages, "{done} pages with {k} tables");
+                    vm.host().never_fail();
+                    assert_eq!(pre_fault_exactly(&mut vcpu, (first, nr_pages), access, |_| unreachable!()), nr_pages);
+                    let nr_leaves = vm.stats().pages_4k() + 512 * vm.stats().pages_2m();
+                    assert_eq!(nr_leaves, nr_pages, "no page more");
+                    for (page, found) in (0..).zip(mapped(&vm, first * PAGE_SIZE, nr_pages)) {
+                        let found = found.unwrap();
+                        let block = (first + page) / 512 * 512;
+                        let is_huge = size != PageSize::Size4K
+                            && offset.is_multiple_of(512)
+                            && (first..=first + nr_pages - 512.min(nr_pages)).contains(&block)
+                            && nr_pages >= 512;
+                        let expected = if is_huge { PageSize::Size2M } else { PageSize::Size4K };
+                        assert_eq!((found.pfn, found.size), (Pfn(first_pfn + page), expected), "page {page}");
+                        assert!(found.writable && !found.accessed && !found.dirty);
+                    }
+                }
+            }
+        }
+    }
+}
+each!(what_is_mapped_is_reported_to_the_page_when_memory_for_tables_ends, every_table_may_be_missing);
+
+/// What ends a prefault at a page in the midst.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum End {
+    /// The backing is shorter.
+    Backing,
+    /// It has no frame for that page, and for those behind it.
+    Hole,
+    /// The slot ends, and there is none behind.
+    Slot,
+    /// A slot begins that cannot be written.
+    ReadOnly,
+    /// The page is being taken away.
+    Held,
+    /// It is, and there is no memory for a table that would keep it apart.
+    HeldWithoutMemory,
+}
+
+fn ends_in_the_midst<F: Format>(locking: Locking) {
+    const ALL: [End; 6] = [End::Backing, End::Hole, End::Slot, End::ReadOnly, End::Held, End::HeldWithoutMemory];
+    for end in ALL {
+        for first in [0, 3] {
+            for at in [1, 5, 508, 509, 511, 512, 513, 700, 1021, 1024, 1200] {
+                // With frames that follow each other, and without.
+                for (size, offset) in [(PageSize::Size4K, 0), (PageSize::Size2M, 7), (PageSize::Size1G, 512)] {
+                    let vm = vm::<F>(locking);
+                    let nr_pages = if matches!(end, End::Slot | End::ReadOnly) { at } else { 2000 };
+                    let first_pfn = 0x4_0000 + first + offset;
+                    let memory = region(0, first * PAGE_SIZE, nr_pages * PAGE_SIZE, first_pfn, size);
+                    let backing = std::sync::Arc::clone(memory.backing.as_ref().unwrap());
+                    vm.set_user_memory_region(memory).unwrap();
+                    let gfn = Gfn(first + at);
+                    let mut held = None;
+                    match end {
+                        End::Backing => {
+                            let mut short = region(0, first * PAGE_SIZE, 2000 * PAGE_SIZE, 0, size);
+                            short.backing = Some(std::sync::Arc::new(common::TestBacking::new(first_pfn, at, size)));
+                            vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
+                            vm.set_user_memory_region(short).unwrap();
+                        }
+                        End::Hole => {
+                            let frame = Frame { pfn: 0x9999, writes: Writes::Refused };
+                            backing.frames.write().unwrap().insert(at, frame);
+                        }
+                        End::Slot => {}
+                        End::ReadOnly => {
+                            let memory = region(1, gfn.gpa().0, MIB, 0x8_0000, size);
+                            let flags = MemoryRegionFlags::READONLY;
+                            vm.set_user_memory_region(MemoryRegion { flags, ..memory }).unwrap();
+                        }
+                        End::Held | End::HeldWithoutMemory => {
+                            if end == End::HeldWithoutMemory {
+                                vm.host().fail_after(0);
+                            }
+                            held = Some(vm.invalidate_range(GfnRange::new(gfn, 3)).unwrap());
+                            vm.host().never_fail();
+                        }
+                    }
+                    let mut vcpu = vm.create_vcpu().unwrap();
+                    let error = |gpa| match end {
+                        End::Backing | End::Hole => Error::BackingGone { gpa },
+                        End::Slot | End::ReadOnly => Error::NoMemory { gpa },
+                        End::Held | End::HeldWithoutMemory => Error::Busy { gpa },
+                    };
+                    let done = pre_fault_exactly(&mut vcpu, (first, 2000), Access::Write, error);
+                    // Where this host tells of blocks, it promises frames behind the end of its memory.
+                    assert!(
+                        done == at || (done > at && end == End::Backing && size != PageSize::Size4K),
+                        "{end:?} {size:?}: {done} pages of {at}"
+                    );
+                    drop(held);
+                }
+            }
+        }
+    }
+}
+each!(what_is_mapped_is_reported_to_the_page_when_it_ends_in_the_midst, ends_in_the_midst);
+
+/// The slot is deleted, or a page taken away, while the host is asked for the second 2 MiB.
+fn changed_in_the_midst<F: Format>(locking: Locking) {
+    for deletes in [false, true] {
+        let vm = trap_vm::<F>(locking);
+        vm.set_user_memory_region(region(0, 0, 8 * MIB, 0x4_0000, PageSize::Size4K)).unwrap();
+        let mut vcpu = vm.create_vcpu().unwrap();
+        assert_eq!(vcpu.pre_fault_memory(Gpa(0), 2 * MIB, Access::Read), Ok(2 * MIB));
+        let keeper = vm.host().in_resolve.set();
+        let (result, held) = thread::scope(|scope| {
+            let vcpu = &mut vcpu;
+            let filling = scope.spawn(move || vcpu.pre_fault_memory(Gpa(0), 8 * MIB, Access::Read));
+            keeper.arrived.recv().unwrap();
+            let held = if deletes {
+                vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
+                None
+            } else {
+                Some(vm.invalidate_range(GfnRange::new(Gfn(700), 2)).unwrap())
+            };
+            keeper.go.send(()).unwrap();
+            (filling.join().unwrap(), held)
+        });
+        let nr_mapped = mapped(&vm, 0, 2048).iter().flatten().count();
+        if deletes {
+            assert_eq!((result, nr_mapped), (Ok(2 * MIB), 0));
+        } else {
+            assert_eq!((result, nr_mapped), (Ok(700 * PAGE_SIZE), 700));
+            drop(held);
+            let rest = 8 * MIB - 700 * PAGE_SIZE;
+            assert_eq!(vcpu.pre_fault_memory(Gpa(700 * PAGE_SIZE), rest, Access::Read), Ok(rest));
+        }
+    }
+}
+each!(what_is_taken_away_in_the_midst_ends_it_there, changed_in_the_midst);
+
+/// Tables that are there are filled up, 64 pages at a time; who wants the CPU is asked for between the steps.
+fn fills_up_tables<F: Format>(locking: Locking) {
+    for always_yields in [false, true] {
+        let vm = trap_vm::<F>(locking);
+        vm.host().host.always_yields.store(always_yields, Ordering::SeqCst);
+        vm.set_user_memory_region(region(0, 0, 8 * MIB, 0x4_0001, PageSize::Size1G)).unwrap();
+        let mut vcpu = vm.create_vcpu().unwrap();
+        for page in [0, 511, 700, 1024, 2047] {
+            assert_eq!(vcpu.handle_fault(Gfn(page).gpa(), Access::Read), Ok(Outcome::Resume));
+        }
+        let resolves = vm.host().host.resolves.load(Ordering::SeqCst);
+        vm.host().forget_steps();
+        assert_eq!(vcpu.pre_fault_memory(Gpa(0), 8 * MIB, Access::Write), Ok(8 * MIB));
+        assert!((0..).zip(mapped(&vm, 0, 2048)).all(|(page, t)| t.is_some_and(|t| t.pfn.0 == 0x4_0001 + page)));
+        assert_eq!((vm.stats().installed_4k, vm.stats().pages_4k()), (2048, 2048));
+        assert_eq!(vm.host().host.resolves.load(Ordering::SeqCst) - resolves, 32);
+        assert!(vm.host().longest_step.load(Ordering::SeqCst) < 32);
+    }
+}
+each!(tables_that_are_there_are_filled_up, fills_up_tables);
+
+/// KVM's pre_fault_memory_test, to the byte: 2 MiB, then a page with one more than there is, then behind the end.
+fn as_kvm_does<F: Format>(locking: Locking) {
+    for size in [PageSize::Size4K, PageSize::Size2M] {
+        let vm = vm::<F>(locking);
+        let mut vcpu = vm.create_vcpu().unwrap();
+        vm.set_user_memory_region(region(10, GIB, 2 * MIB + PAGE_SIZE, 0x4_0000, size)).unwrap();
+        let mut left = |offset: u64, size_bytes: u64| {
+            let done = vcpu.pre_fault_memory(Gpa(GIB + offset), size_bytes, Access::Read)?;
+            Ok(size_bytes - done)
+        };
+        assert_eq!(left(0, 2 * MIB), Ok(0));
+        assert_eq!(left(2 * MIB, 2 * PAGE_SIZE), Ok(PAGE_SIZE));
+        let behind = GIB + 2 * MIB + PAGE_SIZE;
+        assert_eq!(left(2 * MIB + PAGE_SIZE, PAGE_SIZE), Err(Error::NoMemory { gpa: Gpa(behind) }));
+        assert_eq!(mapped(&vm, GIB, 514).iter().flatten().count(), 513);
+    }
+}
+each!(it_answers_as_kvm_does, as_kvm_does);

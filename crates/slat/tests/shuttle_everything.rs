@@ -6,7 +6,12 @@
 #![cfg(shuttle)]
 #![allow(missing_docs)]
 
+#[path = "support/copied.rs"]
+mod copied;
+#[path = "support/schedules.rs"]
+mod schedules;
 #[path = "support/tlb_world.rs"]
+#[allow(dead_code, reason = "others need more of it")]
 mod tlb_world;
 #[path = "support/stepped_world.rs"]
 #[allow(dead_code, reason = "the guests here are others")]
@@ -14,34 +19,22 @@ mod world;
 
 use std::sync::Arc;
 
-use shuttle::scheduler::{PctScheduler, RandomScheduler};
-use shuttle::{Runner, thread};
+use copied::Copied;
+use schedules::check;
+use shuttle::thread;
 use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Gfn, GfnRange, Gpa, HugePageLogging, Locking, ManualProtect,
-    MemoryRegionFlags, PAGE_SIZE, WriteProtection,
+    Access, AccessTracking, Config, DirtyTracking, Gfn, GfnRange, Gpa, HugePageLogging, HugePageSplitting, Locking,
+    ManualProtect, MemoryRegionFlags, PAGE_SIZE, PageSize, WriteProtection,
 };
 use tlb_world::{
     AreaBacking, BLOCK, Choices, Guest, MOVING, Memory, PAGES, PLACES, STAYING, TestVm, is_written_unseen, new_vm,
     random, slot, take_away, zapping,
 };
 
+type Shape = world::Tiny<3>;
+
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
-
-/// Schedules of each kind for each test; `SHUTTLE_SCHEDULES` in the environment sets another number.
-const SCHEDULES: usize = 10_000;
-/// Switches at which a priority schedule may strike.
-const PCT_DEPTH: usize = 4;
-
-fn check(scenario: fn()) {
-    let schedules = std::env::var("SHUTTLE_SCHEDULES").map_or(SCHEDULES, |number| number.parse().unwrap());
-    let mut config = shuttle::Config::new();
-    // The statistics of a record are built on the stack.
-    config.stack_size = 1 << 18;
-    config.max_steps = shuttle::MaxSteps::FailAfter(2_000_000);
-    Runner::new(RandomScheduler::new(schedules), config.clone()).run(scenario);
-    Runner::new(PctScheduler::new(PCT_DEPTH, schedules), config).run(scenario);
-}
 
 fn pick<T: Copy>(from: &[T]) -> T {
     from[random(from.len() as u64) as usize]
@@ -77,6 +70,15 @@ fn age(vm: &TestVm, area: usize) {
     assert!(used.unwrap() <= range.nr_pages());
 }
 
+fn put_back_or_split(vm: &TestVm, block: GfnRange) {
+    if random(2) == 0 {
+        vm.recover_range(block).unwrap();
+    } else {
+        // Without memory, the rest stays as it is.
+        let _ = vm.split_range(block, PageSize::Size4K);
+    }
+}
+
 /// Changes the slot of the moving area, and what it has.
 fn change_slot(vm: &Arc<TestVm>, nr_turns: u64) {
     let (area, host) = (MOVING, vm.host());
@@ -86,12 +88,13 @@ fn change_slot(vm: &Arc<TestVm>, nr_turns: u64) {
             let start = pick(PLACES[area]);
             flags = pick(&[NO_FLAGS, NO_FLAGS, LOG]);
             host.with_memory(|memory| memory.place(area, &[start]));
-            let backing = AreaBacking { area, vm: Arc::downgrade(vm) };
+            let backing = AreaBacking { area, first_page: 0, vm: Arc::downgrade(vm) };
             vm.set_user_memory_region(slot(area, flags, Some(start), Some(backing))).unwrap();
             place = Some(start);
             continue;
         };
-        match random(8) {
+        match random(9) {
+            8 => put_back_or_split(vm, GfnRange::new(Gfn(start), BLOCK)),
             0 => {
                 delete(vm, area);
                 place = None;
@@ -130,55 +133,13 @@ fn delete(vm: &TestVm, area: usize) {
     });
 }
 
-/// What a host has copied of the staying area.
-struct Copied {
-    nr_writes: [u64; PAGES],
-    manual: ManualProtect,
-}
-
-impl Copied {
-    fn harvest(&mut self, vm: &TestVm) -> u64 {
-        let mut bitmap = [0; BLOCK as usize / 64];
-        // All, or the word that has the pages which are used.
-        let of_word = random(3) == 0;
-        let nr_pages = if of_word {
-            vm.get_dirty_log_range(STAYING as u32, 0, 64, &mut bitmap).unwrap()
-        } else {
-            vm.get_dirty_log(STAYING as u32, &mut bitmap).unwrap()
-        };
-        if self.manual != ManualProtect::Disabled {
-            vm.clear_dirty_log(STAYING as u32, 0, if of_word { 64 } else { BLOCK }, &bitmap).unwrap();
-        }
-        let now = vm.host().with_memory(|memory| memory.nr_writes(STAYING));
-        for page in (0..PAGES).filter(|page| bitmap[0] >> page & 1 == 1) {
-            self.nr_writes[page] = now[page];
-        }
-        nr_pages
-    }
-
-    /// What was written before one harvest is in that or in the next, if the fault that opened the page has returned by
-    /// then.
-    fn harvest_twice(&mut self, vm: &TestVm) {
-        self.harvest(vm);
-        let before = vm.host().with_memory(|memory| memory.nr_writes(STAYING));
-        vm.host().wait_for_faults();
-        self.harvest(vm);
-        self.assert_has(before);
-    }
-
-    fn assert_has(&self, nr_writes: [u64; PAGES]) {
-        for (page, (copied, written)) in self.nr_writes.iter().zip(nr_writes).enumerate() {
-            assert!(*copied >= written, "page {page}: {written} writes long ago, {copied} copied");
-        }
-    }
-}
-
 /// Changes what the staying area has, and follows its log. Returns what was copied, if it logs in the end.
 fn change_staying(vm: &Arc<TestVm>, config: &Config, nr_turns: u64) -> Option<Copied> {
     let (area, place) = (STAYING, PLACES[STAYING][0]);
     let mut copy = None;
     for _ in 0..nr_turns {
-        match random(9) {
+        match random(10) {
+            9 => put_back_or_split(vm, GfnRange::new(Gfn(place), BLOCK)),
             8 => {
                 let reader = vm.read_tables().unwrap();
                 let mut cursor = reader.cursor();
@@ -191,10 +152,7 @@ fn change_staying(vm: &Arc<TestVm>, config: &Config, nr_turns: u64) -> Option<Co
                 let flags = if copy.is_some() { NO_FLAGS } else { LOG };
                 vm.set_user_memory_region(slot(area, flags, Some(place), None)).unwrap();
                 copy = match copy {
-                    None => Some(Copied {
-                        nr_writes: vm.host().with_memory(|memory| memory.nr_writes(area)),
-                        manual: config.manual_protect,
-                    }),
+                    None => Some(Copied::new(vm, config.manual_protect, area as u32, 0..PAGES)),
                     Some(_) => None,
                 };
             }
@@ -232,6 +190,7 @@ fn random_config() -> Config {
         .with_dirty_tracking(dirty_tracking)
         .with_manual_protect(pick(&[ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet]))
         .with_huge_page_logging(pick(&[HugePageLogging::Split, HugePageLogging::MarkWhole]))
+        .with_huge_page_splitting(pick(&[HugePageSplitting::Eager, HugePageSplitting::Lazy]))
 }
 
 fn everything() {
@@ -286,7 +245,7 @@ fn run(choices: &Choices, nr_turns: [u64; 2], nr_accesses: u64) {
 /// A VM with the staying area's slot in it.
 fn new_staying_vm(choices: &Choices, nr_guests: usize) -> Arc<TestVm> {
     let (vm, place) = (new_vm(choices, nr_guests), PLACES[STAYING][0]);
-    let backing = AreaBacking { area: STAYING, vm: Arc::downgrade(&vm) };
+    let backing = AreaBacking { area: STAYING, first_page: 0, vm: Arc::downgrade(&vm) };
     vm.host().with_memory(|memory| memory.place(STAYING, &[place]));
     vm.set_user_memory_region(slot(STAYING, NO_FLAGS, Some(place), Some(backing))).unwrap();
     vm

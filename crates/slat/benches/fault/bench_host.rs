@@ -70,6 +70,12 @@ unsafe impl<B: Answer> Host for BenchHost<B> {
         Ok(backing.resolved(gfn, page))
     }
 
+    /// All of the memory is there.
+    #[inline]
+    fn resolve_resident(&self, backing: &B, gfn: Gfn, page: u64, _access: Access) -> Option<Resolved> {
+        Some(backing.resolved(gfn, page))
+    }
+
     fn flush(&self, _ranges: &[GfnRange]) {}
 
     fn has_barrier_on_all_cpus(&self) -> bool {

@@ -26,6 +26,7 @@ pub(crate) fn pin(cpu: usize) {
 }
 
 /// CPU time that the calling thread has used.
+#[allow(dead_code, reason = "each bench uses a part")]
 pub(crate) fn cpu_time() -> Duration {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the time is writable.

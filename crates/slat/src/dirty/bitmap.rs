@@ -30,6 +30,9 @@ const GROUP_WORDS: usize = u64::BITS as usize;
 pub(crate) struct Bitmap {
     words: ZeroedWords,
     summary: ZeroedWords,
+    /// What a word without marks holds: zero, or all ones. A log whose pages are all marked at first is kept the other way
+    /// round, so that its words are zero, and need not be touched.
+    clean: u64,
 }
 
 /// Words that `nr_pages` bits need.
@@ -121,15 +124,49 @@ impl Bitmap {
     pub(crate) fn new(nr_pages: u64) -> Result<Box<Bitmap>, Error> {
         let words = ZeroedWords::new(nr_words(nr_pages))?;
         let summary = ZeroedWords::new(words.len().div_ceil(GROUP_WORDS))?;
-        try_box(Bitmap { words, summary })
+        try_box(Bitmap { words, summary, clean: 0 })
     }
 
-    /// A bitmap of `nr_pages` set bits.
+    /// A bitmap of `nr_pages` set bits. Only the summary is written, one word for 16 MiB, and the last word.
     pub(crate) fn new_marked(nr_pages: u64) -> Result<Box<Bitmap>, Error> {
-        let bitmap = Bitmap::new(nr_pages)?;
-        fill(&bitmap.words, nr_pages);
-        fill(&bitmap.summary, bitmap.words.len() as u64);
+        let mut bitmap = Bitmap::new(nr_pages)?;
+        bitmap.clean = u64::MAX;
+        // Relaxed, both: publishing the bitmap releases them.
+        if let Some(last) = bitmap.words.last()
+            && !nr_pages.is_multiple_of(PAGES_PER_WORD)
+        {
+            last.store(!bits(0, nr_pages % PAGES_PER_WORD), Ordering::Relaxed);
+        }
+        let nr_words = bitmap.words.len() as u64;
+        for (index, summary) in bitmap.summary.iter().enumerate() {
+            let count = (nr_words - index as u64 * GROUP_WORDS as u64).min(GROUP_WORDS as u64);
+            summary.store(bits(0, count), Ordering::Relaxed);
+        }
         Ok(bitmap)
+    }
+
+    /// The marks in word `index`.
+    #[inline]
+    fn marks(&self, index: usize, ordering: Ordering) -> u64 {
+        self.words[index].load(ordering) ^ self.clean
+    }
+
+    /// Sets the marks `mask` in word `index`.
+    #[inline]
+    fn set(&self, index: usize, mask: u64) {
+        let word = &self.words[index];
+        if self.clean == 0 {
+            word.fetch_or(mask, Ordering::SeqCst)
+        } else {
+            word.fetch_and(!mask, Ordering::SeqCst)
+        };
+    }
+
+    /// Clears the marks `mask` in word `index`, and says which marks there were.
+    #[inline]
+    fn unset(&self, index: usize, mask: u64) -> u64 {
+        let word = &self.words[index];
+        if self.clean == 0 { word.fetch_and(!mask, Ordering::SeqCst) } else { !word.fetch_or(mask, Ordering::SeqCst) }
     }
 
     /// As [`mark`](Bitmap::mark), for one page.
@@ -137,10 +174,9 @@ impl Bitmap {
     pub(crate) fn mark_page(&self, page: u64) {
         let index = (page / PAGES_PER_WORD) as usize;
         let mask = 1 << (page % PAGES_PER_WORD);
-        let word = &self.words[index];
         // SeqCst: as there.
-        if word.load(Ordering::SeqCst) & mask == 0 {
-            word.fetch_or(mask, Ordering::SeqCst);
+        if self.marks(index, Ordering::SeqCst) & mask == 0 {
+            self.set(index, mask);
             self.summarize(index / GROUP_WORDS, 1 << (index % GROUP_WORDS));
         }
     }
@@ -158,10 +194,9 @@ impl Bitmap {
                 let index = (page / PAGES_PER_WORD) as usize;
                 let count = (PAGES_PER_WORD - page % PAGES_PER_WORD).min(group_end - page);
                 let mask = bits(page % PAGES_PER_WORD, count);
-                let word = &self.words[index];
                 // SeqCst: "marked already" is a load after a store, in a pair with the harvest (see `log`).
-                if word.load(Ordering::SeqCst) & mask != mask {
-                    word.fetch_or(mask, Ordering::SeqCst);
+                if self.marks(index, Ordering::SeqCst) & mask != mask {
+                    self.set(index, mask);
                     changed |= 1 << (index % GROUP_WORDS);
                 }
                 page += count;
@@ -208,7 +243,8 @@ impl Bitmap {
                 // The other side of the pair in `summarize`.
                 fence_after_rmw();
                 for index in SetBits(seen) {
-                    taken.push(group * GROUP_WORDS + index - range.start, words[index].swap(0, Ordering::SeqCst));
+                    let marks = words[index].swap(self.clean, Ordering::SeqCst) ^ self.clean;
+                    taken.push(group * GROUP_WORDS + index - range.start, marks);
                 }
             }
             next = end;
@@ -241,7 +277,7 @@ impl Bitmap {
             // comes meanwhile. Another harvest may miss that mark at this moment, and the one after it reports it.
             let mut emptied = 0;
             for index in next..end {
-                let (word, mask) = (self.words[index].load(Ordering::Relaxed), masks[index - range.start]);
+                let (word, mask) = (self.marks(index, Ordering::Relaxed), masks[index - range.start]);
                 if word & mask != 0 && word & !mask == 0 {
                     emptied |= 1 << (index % GROUP_WORDS);
                 }
@@ -254,10 +290,10 @@ impl Bitmap {
             }
             let mut left = 0;
             for index in next..end {
-                let (word, mask) = (&self.words[index], masks[index - range.start]);
-                let mut before = word.load(Ordering::Relaxed);
+                let mask = masks[index - range.start];
+                let mut before = self.marks(index, Ordering::Relaxed);
                 if before & mask != 0 {
-                    before = word.fetch_and(!mask, Ordering::SeqCst);
+                    before = self.unset(index, mask);
                     taken.push(index - range.start, before & mask);
                 }
                 // Also where nothing was to be taken any more: another may have taken it, and marks have come since.
@@ -286,7 +322,7 @@ impl Bitmap {
             // Acquire, both: what was written before a mark that is seen here is seen by the caller.
             for index in SetBits(self.summary[group].load(Ordering::Acquire) & in_range) {
                 let index = group * GROUP_WORDS + index;
-                let word = self.words[index].load(Ordering::Acquire);
+                let word = self.marks(index, Ordering::Acquire);
                 out[index - range.start] = word;
                 nr_pages += nr_bits(word);
             }
@@ -297,7 +333,7 @@ impl Bitmap {
 
     /// Whether page `page` is marked.
     pub(crate) fn is_marked(&self, page: u64) -> bool {
-        self.words[(page / PAGES_PER_WORD) as usize].load(Ordering::Acquire) >> (page % PAGES_PER_WORD) & 1 != 0
+        self.marks((page / PAGES_PER_WORD) as usize, Ordering::Acquire) >> (page % PAGES_PER_WORD) & 1 != 0
     }
 }
 
@@ -312,14 +348,6 @@ impl Iterator for SetBits {
         let lowest = (self.0 != 0).then(|| self.0.trailing_zeros() as usize)?;
         self.0 &= self.0 - 1;
         Some(lowest)
-    }
-}
-
-/// Sets the first `nr_bits` bits of `words`, which nobody else has. Relaxed: publishing the bitmap releases them.
-fn fill(words: &ZeroedWords, nr_bits: u64) {
-    for (index, word) in words.iter().enumerate() {
-        let count = (nr_bits - index as u64 * PAGES_PER_WORD).min(PAGES_PER_WORD);
-        word.store(bits(0, count), Ordering::Relaxed);
     }
 }
 

@@ -20,7 +20,8 @@
 //! while another vCPU writes through the leaf; or who has marked the page and not the summary above it yet; or a
 //! clear by masks that is taking the last marks beside it.) Of harvests of
 //! the same pages that run at once, each page is reported by one at least. When all calls have returned, one harvest is
-//! exact.
+//! exact. (A recovery of huge leaves, `second_stage/recover.rs`, is such a call: a harvest passes by what it has broken, and it
+//! marks.)
 //!
 //! # Dirty bits of the CPUs
 //! With [`DirtyTracking::DirtyBit`] and [`DirtyTracking::PageModificationLog`] leaves of 4 KiB keep W, and above read "D" for
@@ -50,12 +51,13 @@ use core::ops::Range;
 use super::bitmap::{self, Bitmap, PAGES_PER_WORD, TakenWords, WORDS_PER_TURN};
 use super::ring::{DirtyPage, DirtyRing};
 use crate::addr::{Gfn, GfnRange, Gpa, Level};
-use crate::config::DirtyTracking;
+use crate::config::{Config, DirtyTracking, HugePageSplitting, ManualProtect};
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::flush::FlushToken;
 use crate::second_stage::protect::Protector;
+use crate::second_stage::split;
 use crate::slot::set::{SlotView, Slots};
 use crate::sync::{Side, fence_after_rmw, full_fence};
 use crate::table::Tree;
@@ -212,12 +214,39 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
 
     /// Takes those marks of `pages` that `mask` names, and re-arms them. Returns how many there were.
     pub(crate) fn clear(&self, pages: (u64, u64), mask: &[u64]) -> Result<u64, Error> {
+        let Config { manual_protect, huge_page_splitting, .. } = self.tree.config;
+        if manual_protect == ManualProtect::InitiallySet && huge_page_splitting == HugePageSplitting::Eager {
+            self.split_for(pages, mask)?;
+        }
         self.harvest(
             Some(pages),
             mask.len(),
             |log, words, done, taken| log.take_masked(words, &mask[done..], taken),
             |_, _| (),
         )
+    }
+
+    /// Splits the huge leaves of those of `pages` that `mask` names, before they are protected for the first time.
+    fn split_for(&self, pages: (u64, u64), mask: &[u64]) -> Result<(), Error> {
+        let range = {
+            let section = self.tree.epochs.enter(self.record);
+            let Found { slot, words, .. } = self.find(&section, Some(pages), mask.len(), 0)?;
+            let first = Gfn(slot.range().start.0 + words.start as u64 * PAGES_PER_WORD);
+            GfnRange::new(first, words.len() as u64 * PAGES_PER_WORD).intersection(slot.range())
+        };
+        let is_named = |block: GfnRange| {
+            let pages = block.intersection(range);
+            let word_of = |gfn: Gfn| (gfn.0 - range.start.0) / PAGES_PER_WORD;
+            !pages.is_empty() && {
+                let words = word_of(pages.start) as usize..=word_of(Gfn(pages.end.0 - 1)) as usize;
+                mask.get(words).is_some_and(|mask| mask.iter().any(|&bits| bits != 0))
+            }
+        };
+        let target = self.tree.config.largest_logged_write();
+        // Best effort: what is not split now is split by the first write. And if the slot is moved meanwhile, what is split
+        // where it was says the same as before.
+        let _ = split::split_range(self.tree, self.slots, self.record, range, target, is_named);
+        Ok(())
     }
 
     /// Takes marks of `pages` by `take`, re-arms their pages, and hands them to `hand_out`, turn by turn. Returns the number

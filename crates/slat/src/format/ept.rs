@@ -49,6 +49,7 @@ unsafe impl Format for Ept {
     const HOST_WRITABLE: u64 = SOFTWARE_52;
     const WAS_DIRTY: u64 = SOFTWARE_53;
     const GENERATION: u64 = TABLE_SOFTWARE;
+    const BREAK_BEFORE_MAKE: bool = false;
     const HAS_MODIFICATION_LOG: bool = true;
 
     #[inline]

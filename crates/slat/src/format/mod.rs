@@ -67,6 +67,12 @@ pub unsafe trait Format: Send + Sync + 'static {
     const WAS_DIRTY: u64;
     /// At least 11 bits next to each other that hardware ignores in a table entry.
     const GENERATION: u64;
+    /// Whether a table must not take the place of a huge leaf, or the other way, while a CPU may have cached a translation
+    /// through what was there before: the entry is then not present until a flush is over (Arm ARM, "Using
+    /// break-before-make when updating translation table entries"). Where it is `false`, CPUs may use either for a while
+    /// (Intel SDM vol. 3A, "Recommended Invalidation" and vol. 3C, "Invalidating Cached Translation Information"; AMD APM
+    /// vol. 2, 5.5.2): both say the same.
+    const BREAK_BEFORE_MAKE: bool;
     /// Whether CPUs that walk such tables can log which pages they set dirty (page-modification logging).
     const HAS_MODIFICATION_LOG: bool;
 

@@ -48,6 +48,7 @@ unsafe impl Format for Npt {
     const HOST_WRITABLE: u64 = SOFTWARE_52;
     const WAS_DIRTY: u64 = SOFTWARE_53;
     const GENERATION: u64 = TABLE_SOFTWARE;
+    const BREAK_BEFORE_MAKE: bool = false;
     const HAS_MODIFICATION_LOG: bool = false;
 
     #[inline]

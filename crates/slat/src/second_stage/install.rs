@@ -9,7 +9,7 @@ use super::age::AccessTracking;
 use crate::addr::{Access, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::host::Host;
-use crate::stats::Counter;
+use crate::stats::{Counter, Recorder};
 use crate::table::entry::{self, EntryRef, Stamp};
 use crate::table::frames::{TableCache, TableUse};
 use crate::table::walk::{self, Cursor};
@@ -111,7 +111,9 @@ pub(crate) fn link<H: Host, F: Format>(
     let Prepared { entry: mut new, mut level, mut nr_tables, pfn } = prepared;
     while level < cursor.level() {
         let inside = walk::index_of::<F>(cursor.gfn(), level);
-        new = cache.prepare::<H, F>(host, nr_tables, |index| if index == inside { new } else { entry::empty(stamp) });
+        // Whoever makes something of the entry has flushed it, if that was needed.
+        let beside = entry::empty(stamp.flushed());
+        new = cache.prepare::<H, F>(host, nr_tables, |index| if index == inside { new } else { beside });
         nr_tables += 1;
         level = level.up();
     }
@@ -162,7 +164,7 @@ pub(crate) fn refine<H: Host, F: Format>(
     value: Entry,
     stamp: Stamp,
 ) -> Result<(), Changed> {
-    let table = cache.prepare::<H, F>(host, 0, |_| entry::empty(stamp));
+    let table = cache.prepare::<H, F>(host, 0, |_| entry::empty(stamp.flushed()));
     cursor.entry().compare_exchange::<F>(value, table).map_err(|_| Changed)?;
     cache.linked(host, cursor.stats(), 1, TableUse::Fault, None);
     Ok(())
@@ -191,16 +193,31 @@ pub(crate) fn split_into<H: Host, F: Format>(
     whole: Entry,
 ) -> Result<(), Changed> {
     let level = cursor.level();
-    let table = cache.prepare::<H, F>(host, 0, |index| entry::part_of_huge::<F>(whole, level, index));
+    let table = prepare_parts::<H, F>(host, cache, whole, level);
     // Hardware may set A or D of the huge leaf meanwhile: then the exchange fails, and the next try copies them.
     cursor.entry().compare_exchange::<F>(value, table).map_err(|_| Changed)?;
     let pfn = entry::frame::<F>(value, level);
     cache.linked(host, cursor.stats(), 1, TableUse::Split, Some(pfn));
-    cursor.stats().count(Counter::Splits);
-    if level > Level::L2M {
-        cursor.stats().count(Counter::Splits1G);
-    }
+    count_split(cursor.stats(), level);
     Ok(())
+}
+
+/// Fills a table of the cache with the parts of the huge leaf `whole` of `level`, and returns the entry that links it.
+pub(crate) fn prepare_parts<H: Host, F: Format>(host: &H, cache: &mut TableCache, whole: Entry, level: Level) -> Entry {
+    let mut parts_of = |level| cache.prepare::<H, F>(host, 0, |index| entry::part_of_huge::<F>(whole, level, index));
+    match level {
+        // A constant, for all but one split in 512: then so are the shifts, which are most of what it takes to fill a table.
+        Level::L2M => parts_of(Level::L2M),
+        _ => parts_of(level),
+    }
+}
+
+/// Counts a split of a leaf of `level`.
+pub(crate) fn count_split(stats: &Recorder, level: Level) {
+    stats.count(Counter::Splits);
+    if level > Level::L2M {
+        stats.count(Counter::Splits1G);
+    }
 }
 
 /// Takes away what is at the cursor, `value`, and leaves `stamp`, or renews the stamp of an empty entry. If hardware could

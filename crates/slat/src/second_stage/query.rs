@@ -1,11 +1,13 @@
 //! Asking the tables what they say, without changing them: for instruction emulation, device models, debuggers, tests.
 
-use crate::addr::{Gfn, Gpa, Level, PageSize, Pfn};
+use crate::addr::{Gfn, Gpa, Hpa, Level, NodeId, PageSize, Pfn};
 use crate::error::Error;
 use crate::format::{Entry, Format};
 use crate::host::Host;
+use crate::sync::AtomicU64;
 use crate::table::Tree;
-use crate::table::entry::{self, State};
+use crate::table::entry::{self, EntryRef, State};
+use crate::table::frames;
 use crate::table::retire::{RecordGuard, Section};
 use crate::table::walk::Cursor;
 
@@ -45,6 +47,28 @@ impl<'v, H: Host, F: Format> TableReader<'v, H, F> {
     }
 }
 
+impl<H: Host, F: Format> TableReader<'_, H, F> {
+    /// The number of linked tables that lie on `node`, the root included. It looks at every entry above the lowest level.
+    pub fn nr_tables_on(&self, node: NodeId) -> u64 {
+        self.count_tables(self.tree.root(), F::ROOT_LEVEL, node)
+    }
+
+    /// Those at `table`, whose entries have `level`, and below.
+    fn count_tables(&self, table: Hpa, level: Level, node: NodeId) -> u64 {
+        let below = |cell: &AtomicU64| {
+            let value = EntryRef::new(cell, level).load();
+            match entry::state::<F>(value, level) {
+                State::Table => self.count_tables(F::address(value, level), level.down(), node),
+                _ => 0,
+            }
+        };
+        let host = &self.tree.host;
+        let entries = frames::linked_entries::<H, F>(host, &self.section, table, level);
+        let nr_below: u64 = if level > Level::L4K { entries.iter().map(below).sum() } else { 0 };
+        nr_below + u64::from(host.node_of(table.pfn()) == node)
+    }
+}
+
 /// A position in a VM's tables; see [`TableReader::cursor`].
 pub struct TableCursor<'r, H: Host, F: Format> {
     cursor: Cursor<'r, H, F>,
@@ -66,7 +90,7 @@ impl<H: Host, F: Format> TableCursor<'_, H, F> {
             let value = entry.load();
             match entry::state::<F>(value, Level::L4K) {
                 State::Leaf | State::Tracked => return Some(self.translation(value, Level::L4K, gfn)),
-                State::Empty(_) | State::Table | State::Frozen => {}
+                State::Empty(_) | State::Table | State::Broken | State::Frozen => {}
             }
             // Nothing there, as in a table that was unlinked since: the root knows.
             self.cursor.restart();

@@ -18,8 +18,8 @@
 
 use super::flush::FlushToken;
 use super::install::{self, Changed};
+use super::{broken, split};
 use crate::addr::{Gfn, GfnRange, Hpa, Level};
-use crate::config::Config;
 use crate::dirty::log;
 use crate::format::{Entry, Format};
 use crate::host::{AllocationWait, Host, TableNode, ZappedLeaf};
@@ -36,10 +36,10 @@ use crate::table::walk::Cursor;
 const ENTRIES_PER_TURN: u64 = 4096;
 
 /// Tables unlinked before the flush for them is paid and they are retired.
-const TABLES_PER_FLUSH: u64 = 512;
+pub(super) const TABLES_PER_FLUSH: u64 = 512;
 
 /// Unlinked tables that may wait for their grace period; each zap may have [`TABLES_PER_FLUSH`] more in its hands.
-const MAX_PUT_OFF_TABLES: u64 = 1024;
+pub(super) const MAX_PUT_OFF_TABLES: u64 = 1024;
 
 /// Zaps `range`. `token` owes the flush, and owns the tables.
 pub(crate) fn zap_range<H: Host, F: Format>(
@@ -63,6 +63,7 @@ pub(crate) fn zap_range<H: Host, F: Format>(
         tables: TableCache::new(),
         is_out_of_memory: false,
         leaves_tables: false,
+        flushed: None,
     };
     let mut pass = Level::L4K;
     // From the second pass on there is work only if a whole block of the level is in the range.
@@ -83,6 +84,17 @@ pub(crate) fn zap_range<H: Host, F: Format>(
                 }
                 TurnEnd::NeedsTable(gfn, node) => {
                     zap.take_table(record, node);
+                    gfn
+                }
+                TurnEnd::Flush(block, value) => {
+                    tree.flush(record, &[block]);
+                    zap.flushed = Some((block, value));
+                    next.max(block.start)
+                }
+                TurnEnd::Break(gfn, value, level) => {
+                    // Whether it worked or the entry has changed meanwhile: look again.
+                    let _: Result<(), Changed> =
+                        split::split_by_breaking(tree, slots, record, &mut zap.tables, gfn, value, level);
                     gfn
                 }
             };
@@ -113,6 +125,10 @@ enum TurnEnd {
     Yield(Gfn),
     /// An entry that is covered in part needs a table from this node.
     NeedsTable(Gfn, TableNode),
+    /// A leaf that is covered in part must be broken before it is split.
+    Break(Gfn, Entry, Level),
+    /// This block, whose entry has this value, must be flushed before a table is made of it.
+    Flush(GfnRange, Entry),
 }
 
 /// A zap under way.
@@ -126,6 +142,8 @@ struct Zap<'z, H: Host, F: Format> {
     is_out_of_memory: bool,
     /// Too many unlinked tables are waiting: some were left linked.
     leaves_tables: bool,
+    /// The block that was flushed last so that a table can be made of it, and its entry before that.
+    flushed: Option<(GfnRange, Entry)>,
 }
 
 impl<H: Host, F: Format> Zap<'_, H, F> {
@@ -149,22 +167,28 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
             let (entry, level, block) = (cursor.entry(), cursor.level(), cursor.block());
             let value = entry.load();
             let is_whole = range.covers(block) || self.is_out_of_memory;
+            // Beside the range nobody is kept from making something else before the flush.
+            let stamp = if F::BREAK_BEFORE_MAKE && !range.covers(block) { stamp.unflushed() } else { stamp };
             let done = match entry::state::<F>(value, level) {
                 State::Frozen => {
                     cursor.restart();
                     continue;
                 }
-                State::Empty(found) if found >= stamp => Ok(()),
+                State::Broken => {
+                    broken::cancel(self.tree, self.slots, section, &cursor);
+                    continue;
+                }
+                State::Empty(found) if found >= self.stamp => Ok(()),
                 State::Empty(_) if is_whole => install::take_away(&cursor, value, stamp).map(drop),
                 State::Leaf | State::Tracked if is_whole => {
                     // First: see the module. If hardware sets A or D meanwhile, the exchange fails, and is told anew.
-                    self.mark_dirty(section, value, level, block);
-                    self.report(value, level, block);
+                    mark_dirty(self.tree, self.slots, section, value, level, block);
+                    report(self.tree, value, level, block);
                     let done = install::take_away(&cursor, value, stamp).map(drop);
                     if done.is_ok() {
                         // And once more: a harvest may have taken the mark and cleared D, and a CPU have set it again, before
                         // the exchange (`models/dirty_bit.py`).
-                        self.mark_dirty(section, value, level, block);
+                        mark_dirty(self.tree, self.slots, section, value, level, block);
                         self.token.owe(block);
                         section.record().stats.count(zapped_leaf(level));
                         zapped += 1;
@@ -176,6 +200,14 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
                     let node = self.node_for(value, level, state);
                     if !self.tables.has(1, node) {
                         break TurnEnd::NeedsTable(cursor.gfn(), node);
+                    }
+                    if F::BREAK_BEFORE_MAKE {
+                        match state {
+                            // A zap that has emptied it may not have flushed yet.
+                            State::Empty(_) if self.flushed == Some((block, value)) => {}
+                            State::Empty(_) => break TurnEnd::Flush(block, value),
+                            _ => break TurnEnd::Break(cursor.gfn(), value, level),
+                        }
                     }
                     // Whether it worked or the entry has changed meanwhile: look again.
                     let _: Result<(), Changed> = match state {
@@ -189,7 +221,7 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
                     let done = install::take_away(&cursor, value, self.tree.next_stamp()).map(drop);
                     if done.is_ok() {
                         // Not earlier: a table that is still linked must not have frozen entries, or walks would spin.
-                        self.take_over(section, F::address(value, level), level.down());
+                        self.take_over(section, F::address(value, level), level.down(), block.start);
                         self.token.owe(block);
                         zapped += 1;
                         visited += frames::nr_entries::<F>(level.down()) as u64;
@@ -223,10 +255,9 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
 
     /// Where a table is to lie that replaces `value` of `level`, a leaf or empty.
     fn node_for(&self, value: Entry, level: Level, state: State) -> TableNode {
-        let Config { split_table_placement, fault_table_placement, .. } = self.tree.config;
         match state {
-            State::Empty(_) => fault_table_placement.node_for(&self.tree.host, None),
-            _ => split_table_placement.node_for(&self.tree.host, Some(entry::frame::<F>(value, level))),
+            State::Empty(_) => self.tree.config.fault_table_placement.node_for(&self.tree.host, None),
+            _ => split::placement_of::<H, F>(&self.tree.config, &self.tree.host, value, level),
         }
     }
 
@@ -241,8 +272,9 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
     /// The entries of the lowest level are empty, each with a stamp of this zap or of one after it, so that no fault
     /// installs anything there any more: they may stay as they are. In a table above, another zap could still hang a table
     /// on an entry to refine it: those are frozen, and what was hung there is taken along.
-    fn take_over(&mut self, section: &Section<'_>, table: Hpa, level: Level) {
-        for cell in frames::linked_entries::<H, F>(&self.tree.host, section, table, level) {
+    fn take_over(&mut self, section: &Section<'_>, table: Hpa, level: Level, start: Gfn) {
+        let cells = frames::linked_entries::<H, F>(&self.tree.host, section, table, level);
+        for (index, cell) in (0..).zip(cells) {
             if level == Level::L4K {
                 debug_assert!(
                     matches!(entry::state::<F>(EntryRef::new(cell, level).load(), level), State::Empty(_)),
@@ -253,32 +285,42 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
                 }
                 continue;
             }
+            let gfn = Gfn(start.0 + index * level.nr_pages());
             let old = EntryRef::new(cell, level).freeze();
             match entry::state::<F>(old, level) {
-                State::Table => self.take_over(section, F::address(old, level), level.down()),
+                State::Table => self.take_over(section, F::address(old, level), level.down(), gfn),
+                // A recovery of a table that was hung there, and is empty. That belongs to the one who broke it.
+                State::Broken => broken::tell_frozen(self.tree, self.slots, section, old, level, gfn),
                 state => debug_assert!(matches!(state, State::Empty(_)), "a table is unlinked with a leaf in it"),
             }
         }
         self.token.tables.push(&self.tree.host, table);
     }
+}
 
-    /// Marks the page of `leaf` of `level`, which maps `range`, if its dirty bit is all that tells the dirty log of it.
-    #[inline]
-    fn mark_dirty(&self, section: &Section<'_>, leaf: Entry, level: Level, range: GfnRange) {
-        if !self.tree.config.first_write_faults(level) && entry::is_dirty_for_log::<F>(leaf) {
-            // No ring: a VM that has rings logs by faults alone.
-            log::mark_if_logging(self.slots, section, None, range.start, range);
-        }
+/// Marks the page of `leaf` of `level`, which maps `range`, if its dirty bit is all that tells the dirty log of it.
+#[inline]
+pub(super) fn mark_dirty<H: Host, F: Format>(
+    tree: &Tree<H, F>,
+    slots: &Slots<H::Backing>,
+    section: &Section<'_>,
+    leaf: Entry,
+    level: Level,
+    range: GfnRange,
+) {
+    if !tree.config.first_write_faults(level) && entry::is_dirty_for_log::<F>(leaf) {
+        // No ring: a VM that has rings logs by faults alone.
+        log::mark_if_logging(slots, section, None, range.start, range);
     }
+}
 
-    /// Tells the host what the guest did through `leaf` of `level`, which maps `range` and is about to go.
-    #[inline]
-    fn report(&self, leaf: Entry, level: Level, range: GfnRange) {
-        self.tree.host.leaf_zapped(ZappedLeaf {
-            range,
-            pfn: entry::frame::<F>(leaf, level),
-            accessed: entry::is_accessed::<F>(leaf),
-            dirty: entry::is_dirty::<F>(leaf),
-        });
-    }
+/// Tells the host what the guest did through `leaf` of `level`, which maps `range` and is about to go.
+#[inline]
+pub(super) fn report<H: Host, F: Format>(tree: &Tree<H, F>, leaf: Entry, level: Level, range: GfnRange) {
+    tree.host.leaf_zapped(ZappedLeaf {
+        range,
+        pfn: entry::frame::<F>(leaf, level),
+        accessed: entry::is_accessed::<F>(leaf),
+        dirty: entry::is_dirty::<F>(leaf),
+    });
 }

@@ -6,7 +6,8 @@
 //! | *leaf* | yes | maps memory |
 //! | *tracked* | no | a leaf whose next access is to be seen: it maps memory, but hardware faults on it |
 //! | *table* | yes | points to the table below |
-//! | *frozen* | no | the table that this entry is in was unlinked; final |
+//! | *broken* | no | for now: somebody is between a table and a huge leaf, and the table that was or is to be here is named |
+//! | *frozen* | no | the table that this entry is in was unlinked or is broken; final |
 //!
 //! | from -> to | who | how |
 //! |---|---|---|
@@ -15,12 +16,15 @@
 //! | leaf -> leaf, same frame | fault (gives W back), protect, age | compare-and-exchange; a single AND at the lowest level, to clear only; never an OR |
 //! | leaf -> tracked, same frame | age, where there is no A bit | compare-and-exchange; W is dropped, D is kept |
 //! | tracked -> leaf, same frame | fault | compare-and-exchange |
-//! | leaf, tracked -> table | split | compare-and-exchange; permissions, A and D are copied exactly, so no flush is owed |
+//! | leaf, tracked -> table | split | compare-and-exchange; permissions, A and D are copied exactly, so no flush is owed. By way of broken, with a flush, where the format says so |
+//! | table -> broken -> leaf | recover | compare-and-exchange; between the two all entries below are frozen, and A and D gathered |
+//! | broken -> empty, with a stamp of its own | who meets it, but not who only protects, ages or asks | compare-and-exchange, once all that was there has been reported: the owner's then fails, and nobody waits |
 //! | leaf, tracked -> empty | zap; a fault that replaces a read-only leaf | compare-and-exchange from the value read, which the zap has reported to the host |
 //! | table -> table, closed | protect (lazily) | compare-and-exchange; W is cleared, and the generation moves on even if it was clear |
 //! | table, closed -> table | fault that pushes down | compare-and-exchange from the value that it began with; W is set |
 //! | table -> empty | zap | compare-and-exchange from the value read, with a stamp of its own, once all entries below are empty; then those on which a table could still be hung are frozen |
 //! | empty, table -> frozen | who unlinked the table | exchange |
+//! | anything -> frozen, which says what it was | who recovers the table, or cancels that | compare-and-exchange |
 //! | leaf A -> leaf B, another frame | nobody | the range is taken away first |
 //!
 //! Whoever meets a frozen entry starts over at the root. Hardware may set A and D of a linked leaf at any time; that is
@@ -35,9 +39,11 @@
 //! generation on, so that a push-down that began before it fails; `generation` keeps generations from coming back.
 //!
 //! Non-present entries have the lowest three bits clear, which no format reads as present. Bit 3 says frozen, bit 4
-//! tracked. The rest from bit 12 on is a stamp (empty), a link of the list of retired tables (frozen, see `retire`), or the
-//! frame (tracked, with bits 5 and 6 for what the leaf was). CPUs may still have a tracked leaf cached, as it was before:
-//! that only hides accesses until the translation is replaced, and whoever takes the leaf away flushes.
+//! tracked, bit 10 broken. The rest from bit 12 on is a stamp (empty), a link of the list of retired tables (frozen, see
+//! `retire`), the frame or table that it had (frozen, with bits 9, 11 and 52 to 56 for what it was), the frame (tracked, with bits 5
+//! and 6 for what the leaf was), or the table (broken, with bit 11 if that is to be linked and not to be taken away). CPUs may
+//! still have a tracked leaf cached, as it was before: that only hides accesses until the translation is replaced, and
+//! whoever takes the leaf away flushes.
 
 use crate::addr::{Hpa, Level, Pfn};
 use crate::format::{Entry, Format};
@@ -47,11 +53,23 @@ const FROZEN_BIT: u64 = 1 << 3;
 const TRACKED_BIT: u64 = 1 << 4;
 const TRACKED_HOST_WRITABLE: u64 = 1 << 5;
 const TRACKED_DIRTY: u64 = 1 << 6;
+const BROKEN_BIT: u64 = 1 << 10;
+const BROKEN_FOR_SPLIT: u64 = 1 << 11;
+// What a frozen entry was. A link of retired tables has neither of these two bits; and none of the rest is where an AND could
+// hit it that was meant for the leaf.
+const FROZEN_LEAF: u64 = 1 << 9;
+const FROZEN_TABLE: u64 = 1 << 11;
+const FROZEN_HOST_WRITABLE: u64 = 1 << 52;
+const FROZEN_DIRTY: u64 = 1 << 53;
+const FROZEN_ACCESSED: u64 = 1 << 54;
+const FROZEN_WAS_DIRTY: u64 = 1 << 55;
+const FROZEN_TRACKED: u64 = 1 << 56;
 const PAYLOAD_SHIFT: u32 = 12;
 /// Bits 12 to 51: no format has wider host-physical addresses.
 const TRACKED_ADDRESS: u64 = (1 << 52) - (1 << PAYLOAD_SHIFT);
 
-/// A moment in the life of the VM's tables: the value of the stamp counter when a range was taken away.
+/// A moment in the life of the VM's tables: the value of the stamp counter when a range was taken away. Those of the counter
+/// are even.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct Stamp(pub(crate) u64);
 
@@ -61,7 +79,28 @@ impl Stamp {
 
     /// Whether nobody has taken a stamp between `earlier` and this one.
     pub(crate) fn follows(self, earlier: Stamp) -> bool {
-        self.0 == earlier.0 + 1
+        self.0 == earlier.0 + Stamp::STEP
+    }
+
+    /// From one stamp of the counter to the next.
+    pub(crate) const STEP: u64 = 2;
+
+    /// This stamp, of an entry at which CPUs may have a translation cached of another size than the next that is made there,
+    /// in a format that does not allow that ([`Format::BREAK_BEFORE_MAKE`]).
+    pub(crate) fn unflushed(self) -> Stamp {
+        Stamp(self.0 | 1)
+    }
+
+    /// This stamp, once that flush is over.
+    #[inline]
+    pub(crate) fn flushed(self) -> Stamp {
+        Stamp(self.0 & !1)
+    }
+
+    /// Whether a flush must come before anything is made of an entry with this stamp.
+    #[inline]
+    pub(crate) fn is_unflushed(self) -> bool {
+        self.0 & 1 != 0
     }
 }
 
@@ -72,6 +111,7 @@ pub(crate) enum State {
     Leaf,
     Tracked,
     Table,
+    Broken,
     Frozen,
 }
 
@@ -79,10 +119,12 @@ pub(crate) enum State {
 pub(crate) fn state<F: Format>(entry: Entry, level: Level) -> State {
     if !F::is_present(entry) {
         // The most frequent one by one test.
-        if entry.0 & (FROZEN_BIT | TRACKED_BIT) == 0 {
+        if entry.0 & (FROZEN_BIT | TRACKED_BIT | BROKEN_BIT) == 0 {
             State::Empty(Stamp(entry.0 >> PAYLOAD_SHIFT))
         } else if entry.0 & FROZEN_BIT != 0 {
             State::Frozen
+        } else if entry.0 & BROKEN_BIT != 0 {
+            State::Broken
         } else {
             State::Tracked
         }
@@ -95,9 +137,131 @@ pub(crate) fn state<F: Format>(entry: Entry, level: Level) -> State {
 
 #[inline]
 pub(crate) fn empty(stamp: Stamp) -> Entry {
-    // 52 bits: at one stamp a microsecond they last 142 years.
+    // 51 bits: at one stamp a microsecond they last 71 years.
     debug_assert!(stamp.0 < 1 << (u64::BITS - PAYLOAD_SHIFT));
     Entry(stamp.0 << PAYLOAD_SHIFT)
+}
+
+/// Why an entry is broken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Breaking {
+    /// A table was here, and a huge leaf is to come.
+    Recovery,
+    /// A huge leaf was here, and a table is to come.
+    Split,
+}
+
+/// A broken entry where the table at `table` was, or is to be.
+pub(crate) fn broken(table: Hpa, breaking: Breaking) -> Entry {
+    debug_assert!(table.0 & !TRACKED_ADDRESS == 0);
+    let kind = match breaking {
+        Breaking::Recovery => 0,
+        Breaking::Split => BROKEN_FOR_SPLIT,
+    };
+    Entry(table.0 | BROKEN_BIT | kind)
+}
+
+/// What [`broken`] was made with.
+pub(crate) fn table_of_broken(entry: Entry) -> (Hpa, Breaking) {
+    debug_assert!(entry.0 & BROKEN_BIT != 0);
+    let breaking = if entry.0 & BROKEN_FOR_SPLIT == 0 { Breaking::Recovery } else { Breaking::Split };
+    (Hpa(entry.0 & TRACKED_ADDRESS), breaking)
+}
+
+/// What a frozen entry was, if it was frozen by [`EntryRef::freeze_as_was`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Frozen {
+    /// This leaf, tracked or not; but for its right to write.
+    Leaf(Entry),
+    /// An entry that pointed to this table.
+    Table(Hpa),
+    Nothing,
+}
+
+/// What the frozen entry `entry` of `level` was.
+pub(crate) fn before_freezing<F: Format>(entry: Entry, level: Level) -> Frozen {
+    debug_assert!(entry.0 & FROZEN_BIT != 0);
+    let bit = |from: u64, to: u64| if entry.0 & from != 0 { to } else { 0 };
+    if entry.0 & FROZEN_LEAF == 0 {
+        return if entry.0 & FROZEN_TABLE != 0 {
+            Frozen::Table(Hpa(entry.0 & TRACKED_ADDRESS))
+        } else {
+            Frozen::Nothing
+        };
+    }
+    let attributes = bit(FROZEN_HOST_WRITABLE, F::HOST_WRITABLE)
+        | bit(FROZEN_DIRTY, F::DIRTY)
+        | bit(FROZEN_ACCESSED, F::ACCESSED)
+        | bit(FROZEN_WAS_DIRTY, F::WAS_DIRTY);
+    let leaf = Entry(F::leaf(Hpa(entry.0 & TRACKED_ADDRESS).pfn(), level).0 | attributes);
+    Frozen::Leaf(if entry.0 & FROZEN_TRACKED != 0 { tracked::<F>(leaf, level) } else { leaf })
+}
+
+/// The frame of the leaf, tracked or not, that the frozen entry `entry` was; `None` if it was none.
+#[inline]
+pub(crate) fn frame_before_freezing(entry: Entry) -> Option<Pfn> {
+    debug_assert!(entry.0 & FROZEN_BIT != 0);
+    (entry.0 & FROZEN_LEAF != 0).then(|| Hpa(entry.0 & TRACKED_ADDRESS).pfn())
+}
+
+/// What leaves, tracked or not, said together before they were frozen.
+#[derive(Clone, Copy)]
+pub(crate) struct FrozenLeaves {
+    any: u64,
+    all: u64,
+}
+
+impl FrozenLeaves {
+    pub(crate) fn new() -> FrozenLeaves {
+        FrozenLeaves { any: 0, all: u64::MAX }
+    }
+
+    #[inline]
+    pub(crate) fn add(&mut self, frozen: Entry) {
+        self.any |= frozen.0;
+        self.all &= frozen.0;
+    }
+
+    /// Whether the host allows writing; `None` if only of some.
+    pub(crate) fn are_host_writable(self) -> Option<bool> {
+        let (any, all) = (self.any & FROZEN_HOST_WRITABLE != 0, self.all & FROZEN_HOST_WRITABLE != 0);
+        (any == all).then_some(all)
+    }
+
+    /// As [`is_accessed`], of any.
+    pub(crate) fn is_any_accessed(self) -> bool {
+        self.any & FROZEN_ACCESSED != 0
+    }
+
+    /// As [`is_dirty`], of any.
+    pub(crate) fn is_any_dirty(self) -> bool {
+        self.any & (FROZEN_DIRTY | FROZEN_WAS_DIRTY) != 0
+    }
+
+    pub(crate) fn are_all_tracked(self) -> bool {
+        self.all & FROZEN_TRACKED != 0
+    }
+}
+
+/// The entry `value` of `level` frozen, so that [`before_freezing`] tells what it was.
+#[inline]
+fn frozen_as_was<F: Format>(value: Entry, level: Level) -> Entry {
+    Entry(match state::<F>(value, level) {
+        found @ (State::Leaf | State::Tracked) => {
+            let leaf = untracked::<F>(value, level);
+            let bit = |from: u64, to: u64| if leaf.0 & from != 0 { to } else { 0 };
+            frame::<F>(leaf, level).hpa().0
+                | FROZEN_BIT
+                | FROZEN_LEAF
+                | bit(F::HOST_WRITABLE, FROZEN_HOST_WRITABLE)
+                | bit(F::DIRTY, FROZEN_DIRTY)
+                | bit(F::ACCESSED, FROZEN_ACCESSED)
+                | bit(F::WAS_DIRTY, FROZEN_WAS_DIRTY)
+                | if found == State::Tracked { FROZEN_TRACKED } else { 0 }
+        }
+        State::Table => F::address(value, level).0 | FROZEN_TABLE | FROZEN_BIT,
+        State::Empty(_) | State::Broken | State::Frozen => FROZEN_BIT,
+    })
 }
 
 /// A frozen entry that carries `next`, a page-aligned address.
@@ -278,6 +442,17 @@ impl<'s> EntryRef<'s> {
         Entry(self.cell.swap(FROZEN_BIT, Ordering::AcqRel))
     }
 
+    /// Freezes `value`, if it is still there, in a way that says what it was, and returns that; else says what is there.
+    #[inline]
+    pub(crate) fn freeze_as_was<F: Format>(&self, value: Entry) -> Result<Entry, Entry> {
+        // AcqRel, Acquire: as for `freeze`, and who finds it frozen sees as much.
+        let frozen = frozen_as_was::<F>(value, self.level);
+        match self.cell.compare_exchange(value.0, frozen.0, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => Ok(frozen),
+            Err(found) => Err(Entry(found)),
+        }
+    }
+
     /// Checks a change against the module's table.
     #[cfg(debug_assertions)]
     fn assert_transition<F: Format>(&self, old: Entry, new: Entry) {
@@ -294,7 +469,13 @@ impl<'s> EntryRef<'s> {
             (State::Table, State::Table) => {
                 level == Level::L2M && (new == closed::<F>(old) || (is_closed::<F>(old) && new == opened::<F>(old)))
             }
-            (State::Leaf | State::Tracked | State::Table, State::Empty(_)) => true,
+            (State::Leaf | State::Tracked | State::Table | State::Broken, State::Empty(_)) => true,
+            (State::Table, State::Broken) => table_of_broken(new) == (F::address(old, level), Breaking::Recovery),
+            (State::Leaf | State::Tracked, State::Broken) => {
+                F::BREAK_BEFORE_MAKE && level > Level::L4K && table_of_broken(new).1 == Breaking::Split
+            }
+            (State::Broken, State::Leaf | State::Tracked) => table_of_broken(old).1 == Breaking::Recovery,
+            (State::Broken, State::Table) => table_of_broken(old) == (F::address(new, level), Breaking::Split),
             _ => false,
         };
         assert!(allowed, "forbidden change of an entry of level {}: {old:?} to {new:?}", level.0);

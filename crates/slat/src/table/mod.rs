@@ -141,6 +141,16 @@ impl<H: Host, F: Format> Tree<H, F> {
         }
     }
 
+    /// Tables that are linked, or kept by vCPUs, about.
+    pub(crate) fn nr_linked_tables(&self) -> u64 {
+        let records = self.epochs.records();
+        let count = |record: &Record, counter| record.stats.get(counter);
+        let (allocated, freed) = records.fold((0, self.nr_reclaimed()), |(allocated, freed): (u64, u64), record| {
+            (allocated + count(record, Counter::TablesAllocated), freed + count(record, Counter::TablesFreed))
+        });
+        allocated.saturating_sub(freed).saturating_sub(self.epochs.nr_put_off_tables())
+    }
+
     /// Tables that [`Tree::reclaim`] has freed.
     pub(crate) fn nr_reclaimed(&self) -> u64 {
         self.nr_reclaimed.load(Ordering::Relaxed)

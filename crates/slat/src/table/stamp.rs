@@ -43,7 +43,7 @@ impl StampCounter {
     /// A stamp greater than all before.
     pub(crate) fn next(&self) -> Stamp {
         // AcqRel: release hands on what the caller published, acquire takes over what earlier takers published.
-        Stamp(self.0.fetch_add(1, Ordering::AcqRel) + 1)
+        Stamp(self.0.fetch_add(Stamp::STEP, Ordering::AcqRel) + Stamp::STEP)
     }
 
     /// The greatest stamp so far. Whoever took it, or one before, has published what it stands for, and the caller will

@@ -17,6 +17,8 @@ pub(super) enum Plan<'r, B> {
     Exit,
     /// The page is in a published range.
     TakenAway,
+    /// Somebody is between a table and a huge leaf here: cancel that.
+    Cancel,
     /// Ask the host for the frame and install a leaf.
     Install(InstallPlan<'r, B>),
     /// There is a leaf, and the host need not be asked.

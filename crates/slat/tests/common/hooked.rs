@@ -21,8 +21,16 @@ pub fn was_called() -> bool {
     HOOK.take().is_none()
 }
 
+/// Runs `walk`, which is not the engine's, without the hook.
+pub fn without_looks<R>(walk: impl FnOnce() -> R) -> R {
+    let hook = HOOK.take();
+    let result = walk();
+    HOOK.set(hook);
+    result
+}
+
 /// A look at an entry of `level`.
-fn look(level: Level) {
+pub fn look(level: Level) {
     let due = HOOK.with_borrow_mut(|hook| match hook {
         Some((highest, _, _)) if level > *highest => None,
         Some((_, 1, _)) => hook.take(),
@@ -55,6 +63,7 @@ unsafe impl Format for Hooked {
     const HOST_WRITABLE: u64 = Npt::HOST_WRITABLE;
     const WAS_DIRTY: u64 = Npt::WAS_DIRTY;
     const GENERATION: u64 = Npt::GENERATION;
+    const BREAK_BEFORE_MAKE: bool = false;
     const HAS_MODIFICATION_LOG: bool = Npt::HAS_MODIFICATION_LOG;
 
     fn is_present(entry: Entry) -> bool {

@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Error, Format, Gfn, GfnRange, HugePageLogging, Locking,
-    ManualProtect, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm, WriteProtection,
+    Access, AccessTracking, Config, DirtyTracking, Error, Format, Gfn, GfnRange, HugePageLogging, HugePageSplitting,
+    Locking, ManualProtect, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm, WriteProtection,
 };
 
 use super::{InsideHost, TestHost, Translation, change, region, set_accessed_and_dirty, translate};
@@ -20,6 +20,7 @@ pub const DIRTY_TRACKINGS: [DirtyTracking; 4] =
 pub const MANUAL_PROTECTS: [ManualProtect; 3] =
     [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet];
 pub const HUGE_PAGE_LOGGINGS: [HugePageLogging; 2] = [HugePageLogging::Split, HugePageLogging::MarkWhole];
+pub const HUGE_PAGE_SPLITTINGS: [HugePageSplitting; 2] = [HugePageSplitting::Eager, HugePageSplitting::Lazy];
 pub const ACCESS_TRACKINGS: [AccessTracking; 2] = [AccessTracking::AccessedBit, AccessTracking::Faults];
 pub const LOCKINGS: [Locking; 3] = [Locking::None, Locking::Shared, Locking::Exclusive];
 
@@ -224,8 +225,8 @@ macro_rules! each_config {
         #[test]
         fn $name() {
             for locking in $crate::common::log::LOCKINGS {
-                $test::<slat::Npt>(slat::Config::with_locking(locking));
-                $test::<slat::Ept>(slat::Config::with_locking(locking));
+                $test::<slat::Npt>(crate::common::lazily_splitting(locking));
+                $test::<slat::Ept>(crate::common::lazily_splitting(locking));
             }
         }
     };

@@ -1,12 +1,14 @@
 //! A host for tests: table memory whose physical addresses are not its pointers, an allocation that fails when told to,
 //! a record of flushes and of leaves taken away, frames that are numbers without memory behind them; and a reference walk.
-//! `log` has a slot's dirty log and a CPU that sets A and D;
+//! A flush, a resolve or an allocation can be overtaken, and frames and tables have nodes if a test wants it.
+//! `broken` has a format that needs break-before-make, and who sees that it is kept; `log` has a slot's dirty log and a CPU that sets A and D;
 //! `guest` has threads that walk the tables as CPUs do, beside everybody else; `trap` and `hooked` stop or overtake a thread where it matters.
 
 #![allow(dead_code, reason = "each test binary uses a part")]
 #![allow(missing_docs)]
 #![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
 
+pub mod broken;
 pub mod guest;
 pub mod hooked;
 pub mod log;
@@ -18,15 +20,15 @@ mod membarrier;
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::cell::Cell;
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::mem::take;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, RwLock};
 use std::time::Instant;
 
 use slat::{
-    Access, AllocationWait, Config, Entry, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking, MemoryRegion,
-    MemoryRegionFlags, PageSize, Park, Pfn, Resolved, TableNode, Vm, ZappedLeaf,
+    Access, AllocationWait, Config, Entry, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, HugePageSplitting, Level,
+    Locking, MemoryRegion, MemoryRegionFlags, NodeId, PageSize, Park, Pfn, Resolved, TableNode, Vm, ZappedLeaf,
 };
 
 /// A test for each format and locking: `$test::<Format>(locking)`.
@@ -45,9 +47,14 @@ macro_rules! each {
 #[allow(unused_imports, reason = "each test binary uses a part")]
 pub(crate) use each;
 
+/// As most tests want it: where huge pages are split by the first write, each split is one call's.
+pub fn lazily_splitting(locking: Locking) -> Config {
+    Config::with_locking(locking).with_huge_page_splitting(HugePageSplitting::Lazy)
+}
+
 /// An empty VM.
 pub fn vm<F: Format>(locking: Locking) -> Arc<Vm<TestHost, F>> {
-    Arc::new(Vm::new(TestHost::default(), Config::with_locking(locking)).unwrap())
+    Arc::new(Vm::new(TestHost::default(), lazily_splitting(locking)).unwrap())
 }
 
 /// Host-physical address less pointer.
@@ -111,6 +118,8 @@ pub struct TestBacking {
     pub gone: AtomicBool,
     /// Pages with another frame, each a block of its own. To be changed only while the page is invalidated.
     pub frames: RwLock<BTreeMap<u64, Frame>>,
+    /// Pages of which the host says, when asked, that they are resident.
+    pub resident: RwLock<BTreeSet<u64>>,
     /// Set by drop.
     pub dropped: Arc<AtomicBool>,
 }
@@ -125,6 +134,7 @@ impl TestBacking {
             writes_are_refused: AtomicBool::new(false),
             gone: AtomicBool::new(false),
             frames: RwLock::default(),
+            resident: RwLock::default(),
             dropped: Arc::default(),
         }
     }
@@ -160,6 +170,40 @@ impl Drop for TestBacking {
     }
 }
 
+/// A call of the host that others can be let run before.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Call {
+    Flush,
+    Resolve,
+    Allocate(AllocationWait),
+}
+
+/// What is called once, at the `nth` call (from 1 on) of its kind.
+struct CallHook {
+    call: Call,
+    nth: u32,
+    run: Box<dyn FnOnce() + Send>,
+}
+
+impl std::fmt::Debug for CallHook {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CallHook").field("call", &self.call).field("nth", &self.nth).finish_non_exhaustive()
+    }
+}
+
+/// Which nodes there are.
+#[derive(Clone, Copy, Debug)]
+pub struct Nodes {
+    /// Nodes take turns by so many frames of guest memory.
+    pub frames_apart: u64,
+    pub nr_nodes: u64,
+    /// On which node the thread's CPU is, and where its memory policy says.
+    pub caller: u32,
+    pub policy: u32,
+    /// A node that has no memory for tables: the next one gives it.
+    pub without_memory: Option<u32>,
+}
+
 #[derive(Debug)]
 pub struct TestHost {
     /// Live tables: host-physical address to size.
@@ -181,8 +225,19 @@ pub struct TestHost {
     wakeup: Condvar,
     start: Instant,
     pub resolves: AtomicU64,
+    /// Times that the host was asked whether a page is resident.
+    pub asked_resident: AtomicU64,
     /// What the CPUs have put into their page-modification logs; see [`log`].
     pub modification_log: Mutex<Vec<Gpa>>,
+    hook: Mutex<Option<CallHook>>,
+    /// How each table was asked for, since this was last taken.
+    pub asked: Mutex<Vec<(TableNode, AllocationWait)>>,
+    /// Whether there are tables only for who may wait.
+    pub refuses_who_cannot_wait: AtomicBool,
+    /// If there is more than one node.
+    pub nodes: Mutex<Option<Nodes>>,
+    /// Nodes of live tables, where there are some.
+    table_nodes: Mutex<HashMap<u64, u32>>,
 }
 
 impl Default for TestHost {
@@ -201,7 +256,13 @@ impl Default for TestHost {
             wakeup: Condvar::new(),
             start: Instant::now(),
             resolves: AtomicU64::new(0),
+            asked_resident: AtomicU64::new(0),
             modification_log: Mutex::default(),
+            hook: Mutex::default(),
+            asked: Mutex::default(),
+            refuses_who_cannot_wait: AtomicBool::new(false),
+            nodes: Mutex::default(),
+            table_nodes: Mutex::default(),
         }
     }
 }
@@ -210,6 +271,41 @@ impl TestHost {
     /// Lets `n` more table allocations succeed, then none.
     pub fn fail_after(&self, n: i64) {
         self.allocations_left.store(n, Ordering::SeqCst);
+    }
+
+    /// Calls `run` at the `nth` call of `call` from now on (from 1 on), before it does anything.
+    pub fn overtake(&self, call: Call, nth: u32, run: impl FnOnce() + Send + 'static) {
+        *self.hook.lock().unwrap() = Some(CallHook { call, nth, run: Box::new(run) });
+    }
+
+    /// Takes the hook off again; says whether it was called.
+    pub fn was_overtaken(&self) -> bool {
+        self.hook.lock().unwrap().take().is_none()
+    }
+
+    fn called(&self, call: Call) {
+        let mut hook = self.hook.lock().unwrap();
+        let due = match &mut *hook {
+            Some(CallHook { call: of, nth, .. }) if *of == call => {
+                *nth -= 1;
+                if *nth == 0 { hook.take() } else { None }
+            }
+            _ => None,
+        };
+        drop(hook);
+        if let Some(CallHook { run, .. }) = due {
+            run();
+        }
+    }
+
+    /// The node of a table that is asked for on `node`.
+    fn place(nodes: Nodes, node: TableNode) -> u32 {
+        let wanted = match node {
+            TableNode::Node(node) => node.0,
+            TableNode::Caller => nodes.caller,
+            TableNode::CallerPolicy => nodes.policy,
+        };
+        if nodes.without_memory == Some(wanted) { (wanted + 1) % nodes.nr_nodes as u32 } else { wanted }
     }
 
     pub fn never_fail(&self) {
@@ -262,6 +358,7 @@ impl Drop for TestHost {
         // Here, where it counts as the host's.
         drop((take(&mut self.tables), take(&mut self.graveyard), take(&mut self.flushes), take(&mut self.zapped)));
         drop((take(&mut self.gate.words), take(&mut self.parked), take(&mut self.modification_log)));
+        drop((take(&mut self.hook), take(&mut self.asked), take(&mut self.nodes), take(&mut self.table_nodes)));
     }
 }
 
@@ -294,8 +391,13 @@ impl Park for TestHost {
 unsafe impl Host for TestHost {
     type Backing = Arc<TestBacking>;
 
-    fn allocate_table(&self, layout: Layout, _: TableNode, _: AllocationWait) -> Option<Hpa> {
+    fn allocate_table(&self, layout: Layout, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
         let _inside = InsideHost::enter();
+        self.called(Call::Allocate(wait));
+        self.asked.lock().unwrap().push((node, wait));
+        if wait == AllocationWait::Never && self.refuses_who_cannot_wait.load(Ordering::SeqCst) {
+            return None;
+        }
         let left = self.allocations_left.load(Ordering::SeqCst);
         if left == 0 {
             return None;
@@ -310,12 +412,22 @@ unsafe impl Host for TestHost {
         unsafe { pointer.write_bytes(0xa5, layout.size()) };
         let table = pointer as u64 + BIAS;
         self.tables.lock().unwrap().insert(table, layout.size());
+        if let Some(nodes) = *self.nodes.lock().unwrap() {
+            self.table_nodes.lock().unwrap().insert(table, TestHost::place(nodes, node));
+        }
         Some(Hpa(table))
+    }
+
+    fn node_of(&self, frame: Pfn) -> NodeId {
+        let Some(nodes) = *self.nodes.lock().unwrap() else { return NodeId(0) };
+        let of_table = self.table_nodes.lock().unwrap().get(&frame.hpa().0).copied();
+        NodeId(of_table.unwrap_or((frame.0 / nodes.frames_apart % nodes.nr_nodes) as u32))
     }
 
     unsafe fn free_table(&self, table: Hpa, layout: Layout) {
         let _inside = InsideHost::enter();
         let size = self.tables.lock().unwrap().remove(&table.0);
+        self.table_nodes.lock().unwrap().remove(&table.0);
         assert_eq!(size, Some(layout.size()), "free of {table}, which is not a live table of this size");
         let pointer = self.table_ptr(table);
         for word in 0..layout.size() / 8 {
@@ -338,6 +450,7 @@ unsafe impl Host for TestHost {
 
     fn resolve(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
         self.resolves.fetch_add(1, Ordering::Relaxed);
+        self.called(Call::Resolve);
         assert!(!backing.dropped.load(Ordering::SeqCst), "resolve in a backing that was dropped");
         if page >= backing.nr_pages || backing.gone.load(Ordering::SeqCst) {
             return Err(Gone);
@@ -354,10 +467,23 @@ unsafe impl Host for TestHost {
         Ok(Resolved { pfn: Pfn(pfn), max_size, writable })
     }
 
+    fn resolve_resident(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Option<Resolved> {
+        assert_ne!(access, Access::Write, "a neighbour is not written");
+        self.asked_resident.fetch_add(1, Ordering::Relaxed);
+        if !backing.resident.read().unwrap().contains(&page) {
+            return None;
+        }
+        // Not one that the engine has asked for.
+        self.resolves.fetch_sub(1, Ordering::Relaxed);
+        self.resolve(backing, gfn, page, access).ok()
+    }
+
     fn flush(&self, ranges: &[GfnRange]) {
         let _inside = InsideHost::enter();
         assert!(ranges.iter().all(|range| !range.is_empty()), "a flush of nothing: {ranges:?}");
+        self.called(Call::Flush);
         self.gate.wait_for_accesses();
+        broken::flushed(ranges);
         self.flushes.lock().unwrap().push(ranges.to_vec());
     }
 
@@ -417,7 +543,11 @@ pub fn walk<F: Format>(host: &TestHost, root: Hpa, gfn: Gfn) -> (*mut u64, Entry
 }
 
 /// [`walk`] that shows each table entry on the way.
-fn walk_with<F: Format>(
+fn walk_with<F: Format>(host: &TestHost, root: Hpa, gfn: Gfn, through: impl FnMut(Entry)) -> (*mut u64, Entry, Level) {
+    hooked::without_looks(|| walk_quietly::<F>(host, root, gfn, through))
+}
+
+fn walk_quietly<F: Format>(
     host: &TestHost,
     root: Hpa,
     gfn: Gfn,
@@ -441,6 +571,16 @@ fn walk_with<F: Format>(
     }
 }
 
+/// What the entries of a table hold.
+pub fn entries_of(host: &TestHost, table: Hpa) -> [u64; 512] {
+    std::array::from_fn(|index| {
+        // SAFETY: inside a live table.
+        let cell = unsafe { host.table_ptr(table).cast::<u64>().add(index) };
+        // SAFETY: as above; atomic, because others may write.
+        unsafe { AtomicU64::from_ptr(cell) }.load(Ordering::SeqCst)
+    })
+}
+
 /// Address of the lowest entry for `gfn`, and its level.
 pub fn lowest_entry<F: Format>(host: &TestHost, root: Hpa, gfn: Gfn) -> (*mut u64, Level) {
     let (cell, _, level) = walk::<F>(host, root, gfn);
@@ -455,7 +595,7 @@ pub fn translate<F: Format>(vm: &Vm<TestHost, F>, gpa: Gpa) -> Option<Translatio
         writable &= entry.0 & F::WRITABLE == F::WRITABLE;
     });
     F::is_present(entry).then(|| Translation {
-        pfn: Pfn(F::address(entry, level).pfn().0 + gpa.gfn().0 % level.nr_pages()),
+        pfn: Pfn(hooked::without_looks(|| F::address(entry, level)).pfn().0 + gpa.gfn().0 % level.nr_pages()),
         level,
         writable: writable && entry.0 & F::WRITABLE == F::WRITABLE,
         entry,

@@ -38,12 +38,13 @@ impl Trap {
     }
 }
 
-/// [`TestHost`] with a trap in `resolve`, one in `table_ptr` (so inside a section) and one in `flush`, and the order of
+/// [`TestHost`] with a trap in `resolve` and in `resolve_resident`, one in `table_ptr` (so inside a section) and one in `flush`, and the order of
 /// what is told to it.
 #[derive(Debug, Default)]
 pub struct TrapHost {
     pub host: TestHost,
     pub in_resolve: Trap,
+    pub in_resident: Trap,
     pub in_section: Trap,
     pub in_flush: Trap,
     /// Looks at tables since somebody last asked whether to yield, or flushed; and the most that ever were.
@@ -103,6 +104,13 @@ unsafe impl Host for TrapHost {
         resolved
     }
 
+    fn resolve_resident(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Option<Resolved> {
+        let resolved = self.host.resolve_resident(backing, gfn, page, access);
+        self.in_resident.pass();
+        assert!(!backing.dropped.load(Ordering::SeqCst), "the backing was dropped under a resolve");
+        resolved
+    }
+
     fn flush(&self, ranges: &[GfnRange]) {
         self.step.store(0, Ordering::SeqCst);
         self.in_flush.pass();
@@ -125,5 +133,10 @@ unsafe impl Host for TrapHost {
 
 /// An empty VM with such a host.
 pub fn trap_vm<F: Format>(locking: Locking) -> Arc<Vm<TrapHost, F>> {
-    Arc::new(Vm::new(TrapHost::default(), Config::with_locking(locking)).unwrap())
+    trap_vm_with(Config::with_locking(locking))
+}
+
+/// As [`trap_vm`], configured like this.
+pub fn trap_vm_with<F: Format>(config: Config) -> Arc<Vm<TrapHost, F>> {
+    Arc::new(Vm::new(TrapHost::default(), config).unwrap())
 }

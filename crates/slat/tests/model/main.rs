@@ -12,12 +12,15 @@ mod pair;
 mod plain;
 mod threads;
 
-use ops::{Aging, Alignment, At, By, LOG, LogRange, MASKS, NR_PAGES, NR_SLOTS, Op, PLACES, RANGE_PAGES, WRITES};
+use ops::{Aging, Alignment, At, By, LOG, LogRange, MASKS, NR_PAGES, NR_SLOTS, Op, PLACES, RANGE_PAGES, SIZES, WRITES};
 use pair::check;
 use proptest::prelude::*;
-use slat::{Access, AccessTracking, Config, DirtyTracking, Ept, Format, HugePageLogging, Locking, ManualProtect, Npt};
+use slat::{
+    Access, AccessTracking, Config, DirtyTracking, Ept, Format, HugePageLogging, HugePageSplitting, Locking,
+    ManualProtect, Npt,
+};
 
-use common::log::{ACCESS_TRACKINGS, DIRTY_TRACKINGS, HUGE_PAGE_LOGGINGS, LAZY, MANUAL_PROTECTS};
+use common::log::{ACCESS_TRACKINGS, DIRTY_TRACKINGS, HUGE_PAGE_LOGGINGS, HUGE_PAGE_SPLITTINGS, LAZY, MANUAL_PROTECTS};
 
 fn at() -> impl Strategy<Value = At> {
     let page =
@@ -61,6 +64,8 @@ fn op() -> impl Strategy<Value = Op> {
         8 => any::<usize>().prop_map(|index| Op::End { index }),
         6 => (slot(), 0u64..516, writes()).prop_map(|(slot, page, writes)| Op::Replace { slot, page, writes }),
         6 => (at(), pages(), aging).prop_map(|(at, pages, aging)| Op::Age { at, pages, aging }),
+        5 => (at(), pages(), 0..SIZES.len()).prop_map(|(at, pages, largest)| Op::Split { at, pages, largest }),
+        6 => (at(), pages()).prop_map(|(at, pages)| Op::Recover { at, pages }),
         1 => (0u32..2).prop_map(|always| Op::Yield { always }),
     ]
 }
@@ -74,13 +79,17 @@ fn log_range() -> impl Strategy<Value = LogRange> {
     ]
 }
 
-/// How dirty pages are found out and logged: the default half of the time.
-fn logging() -> impl Strategy<Value = (DirtyTracking, ManualProtect, HugePageLogging)> {
+/// How dirty pages are found out and logged, and what becomes of huge pages then.
+type Logging = (DirtyTracking, ManualProtect, HugePageLogging, HugePageSplitting);
+
+/// The default tracking half of the time.
+fn logging() -> impl Strategy<Value = Logging> {
     let tracking =
         prop_oneof![3 => Just(LAZY), 5 => (0..DIRTY_TRACKINGS.len()).prop_map(|index| DIRTY_TRACKINGS[index])];
     let manual_protect = (0..MANUAL_PROTECTS.len()).prop_map(|index| MANUAL_PROTECTS[index]);
     let huge = (0..HUGE_PAGE_LOGGINGS.len()).prop_map(|index| HUGE_PAGE_LOGGINGS[index]);
-    (tracking, manual_protect, huge)
+    let splitting = (0..HUGE_PAGE_SPLITTINGS.len()).prop_map(|index| HUGE_PAGE_SPLITTINGS[index]);
+    (tracking, manual_protect, huge, splitting)
 }
 
 /// Configurations that tables of format `F` can have.
@@ -93,7 +102,7 @@ fn config<F: Format>(locking: Locking) -> impl Strategy<Value = Config> {
 fn possible<F: Format>(
     locking: Locking,
     access_tracking: AccessTracking,
-    (dirty_tracking, manual_protect, huge): (DirtyTracking, ManualProtect, HugePageLogging),
+    (dirty_tracking, manual_protect, huge, splitting): Logging,
 ) -> Config {
     let (dirty_tracking, access_tracking) = match dirty_tracking {
         DirtyTracking::WriteProtect(_) => (dirty_tracking, access_tracking),
@@ -105,6 +114,7 @@ fn possible<F: Format>(
         .with_dirty_tracking(dirty_tracking)
         .with_manual_protect(manual_protect)
         .with_huge_page_logging(huge)
+        .with_huge_page_splitting(splitting)
 }
 
 proptest! {

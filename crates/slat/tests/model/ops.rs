@@ -156,6 +156,17 @@ pub enum Op {
         pages: usize,
         aging: Aging,
     },
+    /// Splits ahead of time what is larger than `SIZES[largest]`.
+    Split {
+        at: At,
+        pages: usize,
+        largest: usize,
+    },
+    /// Puts huge leaves back.
+    Recover {
+        at: At,
+        pages: usize,
+    },
     /// The host wants to run at every look, or never.
     Yield {
         always: u32,

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use slat::{
-    Access, Config, Error, Format, Gfn, GfnRange, Gpa, Invalidation, ManualProtect, MemoryRegion, MemoryRegionFlags,
-    Outcome, PAGE_SIZE, Vcpu, Vm,
+    Access, Config, Error, Format, Gfn, GfnRange, Gpa, Invalidation, Level, ManualProtect, MemoryRegion,
+    MemoryRegionFlags, Outcome, PAGE_SIZE, Vcpu, Vm,
 };
 use std::sync::atomic::Ordering;
 
@@ -298,6 +298,18 @@ impl<F: Format> Pair<'_, F> {
                 };
                 assert_eq!(nr_used, expected, "pages of {range:?} that were used");
             }
+            Op::Split { at, pages, largest } => {
+                let range = self.range(at, pages);
+                self.watch_range(range);
+                let expected = self.model.split_range(range, SIZES[largest].level(), |_| true);
+                assert_eq!(self.vm.split_range(range, SIZES[largest]), Ok(expected), "leaves of {range:?} split");
+            }
+            Op::Recover { at, pages } => {
+                let range = self.range(at, pages);
+                self.watch_range(range);
+                let expected = self.model.recover_range(range);
+                assert_eq!(self.vm.recover_range(range), Ok(expected), "huge leaves put back in {range:?}");
+            }
             Op::Yield { always } => self.vm.host().always_yields.store(always != 0, Ordering::Relaxed),
         }
     }
@@ -317,7 +329,10 @@ impl<F: Format> Pair<'_, F> {
         }
         self.model.zapped.sort_by_key(|leaf| leaf.range.start);
         assert_eq!(self.vm.host().take_zapped(), std::mem::take(&mut self.model.zapped), "leaves taken away");
-        assert_eq!(self.vm.stats().live_tables(), self.vm.host().live_tables() as u64);
+        let stats = self.vm.stats();
+        assert_eq!(stats.live_tables(), self.vm.host().live_tables() as u64);
+        let expected = [Level::L4K, Level::L2M, Level::L1G].map(|level| self.model.nr_leaves(level));
+        assert_eq!([stats.pages_4k(), stats.pages_2m(), stats.pages_1g()], expected, "leaves of each size");
     }
 
     /// All dirty logs, then the tables: those that the model knows, then none.

@@ -78,6 +78,15 @@ pub enum Step {
     Harvest {
         slot: usize,
     },
+    Split {
+        slot: usize,
+        page: u64,
+        nr_pages: u64,
+    },
+    /// Of the whole slot.
+    Recover {
+        slot: usize,
+    },
     Age {
         slot: usize,
         page: u64,
@@ -103,6 +112,8 @@ fn step() -> impl Strategy<Value = Step> {
         1 => slot().prop_map(|slot| Step::Delete { slot }),
         2 => (slot(), 0u32..2).prop_map(|(slot, flags)| Step::SetLog { slot, flags }),
         2 => slot().prop_map(|slot| Step::Harvest { slot }),
+        1 => (slot(), page(), nr_pages()).prop_map(|(slot, page, nr_pages)| Step::Split { slot, page, nr_pages }),
+        3 => slot().prop_map(|slot| Step::Recover { slot }),
         2 => (slot(), page(), nr_pages(), aging)
             .prop_map(|(slot, page, nr_pages, aging)| Step::Age { slot, page, nr_pages, aging }),
     ]
@@ -298,6 +309,12 @@ impl<F: Format> World<F> {
                     assert!(result.is_ok() || refused.contains(&result), "{result:?}");
                 }
             }
+            Step::Split { slot, page, nr_pages } => {
+                self.vm.split_range(range_of(slot, page, nr_pages), PageSize::Size4K).unwrap();
+            }
+            Step::Recover { slot } => {
+                self.vm.recover_range(range_of(slot, 0, SLOTS[slot].1)).unwrap();
+            }
             Step::Age { slot, page, nr_pages, aging } => {
                 let range = range_of(slot, page, nr_pages);
                 let nr_used = match aging {
@@ -325,6 +342,11 @@ impl<F: Format> World<F> {
             self.delete(slot);
         }
         assert_no_table_is_left(&self.vm);
+        // What came has gone, whoever was overtaken by whom.
+        let stats = self.vm.stats();
+        let (splits, recoveries) = (stats.splits - stats.splits_1g, stats.recoveries - stats.recoveries_1g);
+        assert_eq!(stats.installed_4k + splits * 512, stats.zapped_4k + recoveries * 512, "leaves of 4 KiB");
+        assert_eq!(stats.installed_2m + recoveries, stats.zapped_2m + splits, "leaves of 2 MiB");
     }
 }
 

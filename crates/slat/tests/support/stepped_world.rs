@@ -18,10 +18,14 @@ use slat::{
 /// 4 to 511 of a block share entries with frames 0 to 3, so guests only use those. Table entries have eight generations, so
 /// that they come round (`table/generation.rs` has a window to go with that), and CPUs can log what they make dirty.
 #[derive(Debug)]
-pub struct Tiny<const LEVELS: u8>;
+pub struct Tiny<const LEVELS: u8, const BREAKS: bool = false>;
+
+/// The same where a table and a huge leaf must not be cached at once.
+#[allow(dead_code, reason = "not each test tries it")]
+pub type Breaking<const LEVELS: u8> = Tiny<LEVELS, true>;
 
 // SAFETY: entries are Npt's; only the number of levels and entries differs.
-unsafe impl<const LEVELS: u8> Format for Tiny<LEVELS> {
+unsafe impl<const LEVELS: u8, const BREAKS: bool> Format for Tiny<LEVELS, BREAKS> {
     const NAME: &'static str = "tiny";
     const ROOT_LEVEL: Level = Level(LEVELS);
     const GPA_BITS: u32 = 12 + 9 * (LEVELS as u32 - 1) + 1;
@@ -34,6 +38,7 @@ unsafe impl<const LEVELS: u8> Format for Tiny<LEVELS> {
     const HOST_WRITABLE: u64 = Npt::HOST_WRITABLE;
     const WAS_DIRTY: u64 = Npt::WAS_DIRTY;
     const GENERATION: u64 = Npt::GENERATION & 7 << Npt::GENERATION.trailing_zeros();
+    const BREAK_BEFORE_MAKE: bool = BREAKS;
     const HAS_MODIFICATION_LOG: bool = true;
 
     fn is_present(entry: Entry) -> bool {

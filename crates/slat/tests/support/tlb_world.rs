@@ -3,7 +3,11 @@
 //! allows at that moment.
 //!
 //! There are two areas of memory, each the backing of a slot. Four pages of each are used (see `Tiny`). Frames are numbers,
-//! and a number is never used twice.
+//! and a number is never used twice. A translation of a huge leaf is used for all of its pages, and dropped for those alone
+//! that a flush names: a CPU may have cached it in parts.
+//!
+//! Each test says which format it tries: `Shape`. Where that has tables and huge leaves apart (`BREAK_BEFORE_MAKE`), no CPU
+//! may find a leaf while one has a translation of another size for the same page.
 #![allow(unsafe_code, reason = "implements the host's contract over another host")]
 
 use std::alloc::Layout;
@@ -19,9 +23,9 @@ use slat::{
     ZappedLeaf,
 };
 
-use crate::world::{ShuttleHost, Tiny, find};
+use crate::Shape;
+use crate::world::{ShuttleHost, find};
 
-pub type Shape = Tiny<3>;
 pub type TestVm = Vm<TlbHost, Shape>;
 
 /// Pages of a block, and of an area.
@@ -57,6 +61,8 @@ struct Area {
     pages: [Page; PAGES],
     /// Where its slot may be now.
     places: Vec<u64>,
+    /// The host allows no leaf of more than a page.
+    is_of_pages: bool,
 }
 
 impl Area {
@@ -90,9 +96,11 @@ impl Memory {
         self.now
     }
 
-    /// Whether a call that began before `time` is still taking any of `frames` away.
-    fn is_zapped(&self, frames: &[u64], time: u64) -> bool {
-        let overlaps = |range: &GfnRange| frames.iter().any(|gfn| range.contains(Gfn(*gfn)));
+    /// Whether a call that began before `time` is still taking something of the block of `gfn` away: others that it has met
+    /// there between a table and a huge leaf it tells of as well.
+    fn is_zapped(&self, gfn: u64, time: u64) -> bool {
+        let block = Gfn(gfn).block(Level::L2M);
+        let overlaps = |range: &GfnRange| !range.intersection(block).is_empty();
         self.zaps.range(..time).any(|(_, ranges)| ranges.iter().any(overlaps))
     }
 
@@ -132,6 +140,16 @@ impl Memory {
         self.ask(area, page, pfn, true);
     }
 
+    /// Allows leaves of more than a page, or forbids them.
+    pub fn only_pages(&mut self, area: usize, is_of_pages: bool) {
+        self.areas[area].is_of_pages = is_of_pages;
+    }
+
+    /// Allows writing a page.
+    pub fn allow(&mut self, area: usize, page: usize) {
+        self.areas[area].pages[page].may_write = true;
+    }
+
     /// Forbids writing a page.
     pub fn protect(&mut self, area: usize, page: usize) {
         self.ask(area, page, self.areas[area].pages[page].pfn, false);
@@ -141,8 +159,9 @@ impl Memory {
         std::array::from_fn(|page| self.areas[area].pages[page].nr_writes)
     }
 
-    /// A CPU uses `pfn` for `gfn`.
-    fn use_frame(&mut self, gfn: u64, pfn: u64, access: Access) {
+    /// A CPU uses `translation` for `gfn`.
+    fn use_frame(&mut self, gfn: u64, translation: Translation, access: Access) {
+        let pfn = translation.pfn;
         assert_eq!(self.taken.get(&gfn).copied().unwrap_or(0), 0, "{gfn:#x} is used while it is taken away");
         let index = (gfn % BLOCK) as usize;
         let area = self.areas.iter_mut().find(|area| area.pages[index].pfn == pfn);
@@ -160,6 +179,8 @@ impl Memory {
 #[derive(Clone, Copy, Debug)]
 struct Translation {
     pfn: u64,
+    /// Of the leaf.
+    level: Level,
     writable: bool,
     /// The leaf has D, as this CPU knows.
     dirty: bool,
@@ -169,12 +190,30 @@ struct Translation {
 #[derive(Debug, Default)]
 struct Tlb {
     entries: HashMap<u64, Translation>,
-    /// The frame for which a walk is under way, if no flush has named it since.
-    filling: Option<u64>,
+    /// What a walk that is under way may find: those pages of the block that no flush has named since.
+    filling: Vec<u64>,
+    /// The size of the leaf that it has found.
+    found: Option<Level>,
+}
+
+impl Tlb {
+    /// The size of the translation of `gfn` that this CPU has, or is about to have.
+    fn level(&self, gfn: u64) -> Option<Level> {
+        let filled = self.found.filter(|_| self.filling.contains(&gfn));
+        filled.or_else(|| self.entries.get(&gfn).map(|cached| cached.level))
+    }
+}
+
+/// The pages of the block of `gfn` that are used.
+fn pages_around(gfn: u64) -> impl Iterator<Item = u64> {
+    let first = gfn / BLOCK * BLOCK;
+    first..first + PAGES as u64
 }
 
 pub struct AreaBacking {
     pub area: usize,
+    /// The page of the area that the slot begins with.
+    pub first_page: usize,
     pub vm: Weak<TestVm>,
 }
 
@@ -202,8 +241,34 @@ impl TlbHost {
         self.base.wait_for_faults();
     }
 
+    /// Runs `call`, a fault of guest number `index` or what is like one: it may be about to mark pages, and to take away what
+    /// it finds broken, in the block of `gfn`.
+    pub fn during_call<R>(&self, index: usize, gfn: Gfn, call: impl FnOnce() -> R) -> R {
+        zapping(self, &[gfn.block(Level::L2M)], || self.base.during_fault(index, call))
+    }
+
     pub fn live_tables(&self) -> usize {
         self.base.live_tables()
+    }
+
+    /// A CPU has found a leaf of `level` for `gfn`: the host must allow that, and no CPU may have one of another size, where
+    /// that is forbidden. (What a CPU has cached of a huge leaf stays true for the pages that are not taken away.)
+    fn assert_may_be(&self, gfn: u64, level: Level) {
+        self.with_memory(|memory| {
+            let is_of_pages =
+                memory.areas.iter().any(|area| area.is_of_pages && area.places.contains(&(gfn / BLOCK * BLOCK)));
+            assert!(level == Level::L4K || !is_of_pages, "{gfn:#x} is in a huge leaf, which the host forbids");
+        });
+        if !Shape::BREAK_BEFORE_MAKE {
+            return;
+        }
+        for page in pages_around(gfn).filter(|&page| page == gfn || level > Level::L4K) {
+            for tlb in &self.tlbs {
+                let cached = tlb.lock().unwrap().level(page);
+                let is_same = cached.is_none_or(|cached| cached == level);
+                assert!(is_same, "{page:#x} is found in a leaf of {level:?}, and was cached of {cached:?}");
+            }
+        }
     }
 }
 
@@ -268,7 +333,7 @@ unsafe impl Host for TlbHost {
     }
 
     fn resolve(&self, backing: &AreaBacking, _gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
-        let (area, index) = (backing.area, page as usize);
+        let (area, index) = (backing.area, backing.first_page + page as usize);
         self.base.step();
         // The frame, if it is shared, so that it may not be written.
         let shared = |memory: &Memory| {
@@ -281,7 +346,7 @@ unsafe impl Host for TlbHost {
             && let Some(vm) = backing.vm.upgrade()
         {
             // A copy is made of it. Wherever the slot is by now.
-            let places: Vec<_> = PLACES[area].iter().map(|place| GfnRange::new(Gfn(place + page), 1)).collect();
+            let places: Vec<_> = PLACES[area].iter().map(|place| GfnRange::new(Gfn(place + index as u64), 1)).collect();
             take_away(&vm, &places, |memory| {
                 if shared(memory) == Some(pfn) {
                     memory.move_page(area, index);
@@ -295,7 +360,9 @@ unsafe impl Host for TlbHost {
             // Else nobody shares it any more: more is allowed than before, and nothing has to be taken away.
             area.pages[index].may_write |= access == Access::Write;
             let writable = area.pages[index].may_write && (access == Access::Write || read_gives_writable);
-            let is_block = area.is_contiguous() && (!writable || area.pages.iter().all(|page| page.may_write));
+            let is_block = !area.is_of_pages
+                && area.is_contiguous()
+                && (!writable || area.pages.iter().all(|page| page.may_write));
             let max_size = if is_block { PageSize::Size2M } else { PageSize::Size4K };
             Resolved { pfn: Pfn(area.pages[index].pfn), max_size, writable }
         });
@@ -314,7 +381,7 @@ unsafe impl Host for TlbHost {
                 } else {
                     // Who says it once more began before the frame was freed by somebody else.
                     let freed = memory.freed[&pfn];
-                    assert!(memory.is_zapped(&[gfn], freed), "a report of a leaf to a freed frame: {leaf:x?}");
+                    assert!(memory.is_zapped(gfn, freed), "a report of a leaf to a freed frame: {leaf:x?}");
                 }
             }
         });
@@ -326,7 +393,7 @@ unsafe impl Host for TlbHost {
         for tlb in &self.tlbs {
             let mut tlb = tlb.lock().unwrap();
             tlb.entries.retain(|&gfn, _| !named(gfn));
-            tlb.filling.take_if(|gfn| named(*gfn));
+            tlb.filling.retain(|&gfn| !named(gfn));
         }
         self.base.wait_for_accesses();
     }
@@ -398,7 +465,7 @@ impl Guest {
         let is_done = host.base.during_access(self.index, || {
             let Some(translation) = self.translate(gfn, access) else { return false };
             host.base.step();
-            host.with_memory(|memory| memory.use_frame(gfn, translation.pfn, access));
+            host.with_memory(|memory| memory.use_frame(gfn, translation, access));
             true
         });
         if is_done {
@@ -408,7 +475,8 @@ impl Guest {
         if host.base.empty_full_log(self.index, &mut |written| vcpu.log_modifications(written)).is_err() {
             return;
         }
-        match host.base.during_fault(self.index, || vcpu.handle_fault(Gpa(gfn * PAGE_SIZE), access)) {
+        let fault = || vcpu.handle_fault(Gpa(gfn * PAGE_SIZE), access);
+        match host.during_call(self.index, Gfn(gfn), fault) {
             Ok(Outcome::Resume | Outcome::Exit(_)) => {}
             Err(Error::OutOfMemory) if host.fails_one_in.is_some() => {}
             Err(error) => panic!("fault at frame {gfn:#x} failed: {error}"),
@@ -420,7 +488,7 @@ impl Guest {
         let host = self.vm.host();
         let vcpu = &mut self.vcpu;
         let prefault = || vcpu.pre_fault_memory(Gpa(gfn * PAGE_SIZE), nr_pages * PAGE_SIZE, access);
-        match host.base.during_fault(self.index, prefault) {
+        match host.during_call(self.index, Gfn(gfn), prefault) {
             Ok(_) | Err(Error::Busy { .. } | Error::NoMemory { .. }) => {}
             Err(Error::OutOfMemory) if host.fails_one_in.is_some() => {}
             Err(error) => panic!("prefault at frame {gfn:#x} failed: {error}"),
@@ -439,16 +507,20 @@ impl Guest {
         {
             let mut tlb = tlb.lock().unwrap();
             tlb.entries.remove(&gfn);
-            tlb.filling = Some(gfn);
+            tlb.filling = pages_around(gfn).collect();
         }
         host.base.step();
         let found = self.walk(gfn, access);
         host.base.step();
         let mut tlb = tlb.lock().unwrap();
+        tlb.found = None;
+        let filling = std::mem::take(&mut tlb.filling);
         if let Some(found) = found
-            && tlb.filling.take() == Some(gfn)
+            && filling.contains(&gfn)
         {
-            tlb.entries.insert(gfn, found);
+            for page in filling.into_iter().filter(|&page| page == gfn || found.level > Level::L4K) {
+                tlb.entries.insert(page, Translation { pfn: found.pfn + page - gfn, ..found });
+            }
         }
         found
     }
@@ -474,6 +546,8 @@ impl Guest {
                 level = Level(level.0 - 1);
                 continue;
             }
+            host.assert_may_be(gfn, level);
+            host.tlbs[self.index].lock().unwrap().found = Some(level);
             let writable = allowed & Shape::WRITABLE == Shape::WRITABLE;
             let writes = access == Access::Write;
             if writes && !writable {
@@ -488,12 +562,13 @@ impl Guest {
                 && cell.compare_exchange(entry.0, used, Ordering::SeqCst, Ordering::SeqCst).is_err()
             {
                 // It begins anew, at the root.
+                host.tlbs[self.index].lock().unwrap().found = None;
                 (table, level, allowed) = (self.vm.root(), Shape::ROOT_LEVEL, u64::MAX);
                 continue;
             }
             let pfn = Shape::address(entry, level).pfn().0 + gfn % level.nr_pages();
             let dirty = !host.sets_bits || used & Shape::DIRTY != 0;
-            return Some(Translation { pfn, writable, dirty });
+            return Some(Translation { pfn, level, writable, dirty });
         }
     }
 }

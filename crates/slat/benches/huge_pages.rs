@@ -1,0 +1,114 @@
+//! What it costs to split huge leaves ahead of time and to put them back, and what a vCPU notices of it.
+//!
+//! 1. *Splits*: all of a VM's memory, one thread and two, with the tables' allocation from memory that was touched before.
+//!    Two threads with a VM each have nothing in common but that memory and the caches: what they gain is what the machine
+//!    has to give. The peers do the bare change of the tables, with `&mut self` and a call for each leaf.
+//! 2. *Recovery*: leaves of 4 KiB that are all there become leaves of 2 MiB.
+//! 3. *Beside*: a vCPU's writes in a second while another thread splits or recovers the memory that it works in, against
+//!    the same thread doing that to another VM's memory. The ratio is taken within pairs of runs, of which the one or the
+//!    other comes first in turn; a run's figure is the median of its passes. `CPU ratio` is that of writes in a second of the
+//!    vCPU's CPU time, which does not fall when others take the CPU away. Stalls are those of single writes, in runs in which
+//!    each is timed.
+//! 4. *Logging*: the beginning of a log whose pages are all dirty at first, and the first clear of a part of it.
+//!
+//! `cargo bench -p slat --bench huge_pages -- table` prints the tables, `-- table 31` with 31 rounds, `-- table 31 splits`
+//! of the parts with this in their names. Two CPUs are few for this; where they have other users, look at `best` and at CPU time.
+
+#[cfg(not(any(loom, shuttle)))]
+#[path = "peers/aarch64.rs"]
+mod aarch64;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "fault/arena.rs"]
+mod arena;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "fault/bench_host.rs"]
+mod bench_host;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "huge_pages/beside.rs"]
+mod beside;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "fault/cpus.rs"]
+mod cpus;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "../tests/support/futex_park.rs"]
+mod futex_park;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "peers/generic.rs"]
+mod generic;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "huge_pages/logging.rs"]
+mod logging;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "../tests/support/membarrier.rs"]
+mod membarrier;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "peers/operation.rs"]
+#[expect(dead_code, reason = "only splits are measured here")]
+mod operation;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "huge_pages/recovery.rs"]
+mod recovery;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "fault/run.rs"]
+#[expect(dead_code, reason = "what `operation` needs")]
+mod run;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "huge_pages/splits.rs"]
+mod splits;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "beside/timing.rs"]
+#[expect(dead_code, reason = "only its quantiles are needed here")]
+mod timing;
+#[cfg(not(any(loom, shuttle)))]
+#[path = "huge_pages/world.rs"]
+mod world;
+
+#[cfg(not(any(loom, shuttle)))]
+use slat::Park;
+
+#[cfg(not(any(loom, shuttle)))]
+mod table {
+    use std::env;
+
+    use super::arena::Memory;
+    use super::{beside, cpus, logging, recovery, splits};
+
+    /// For the tables of 64 GiB that are split.
+    const NR_TABLES: usize = 34 << 10;
+    const DEFAULT_ROUNDS: usize = 9;
+
+    pub(super) fn main() {
+        let arguments: Vec<String> = env::args().skip(1).collect();
+        let memory = Memory::new(NR_TABLES);
+        // Without `table`: only see that it runs.
+        let is_test = !arguments.iter().any(|argument| argument == "table");
+        let options = arguments.iter().filter(|argument| !argument.starts_with("--") && *argument != "table");
+        let (numbers, names): (Vec<&String>, Vec<&String>) =
+            options.partition(|option| option.parse::<usize>().is_ok());
+        let (nr_rounds, divisor) = match numbers.first() {
+            _ if is_test => (1, 16),
+            Some(number) => (number.parse().expect("a number of rounds"), 1),
+            None => (DEFAULT_ROUNDS, 1),
+        };
+        let is_asked =
+            |part: &str| is_test || names.is_empty() || names.iter().any(|name| part.contains(name.as_str()));
+        println!("{} CPUs.", cpus::cpus().len());
+        if is_asked("splits") {
+            splits::table(memory, nr_rounds, divisor);
+        }
+        if is_asked("recovery") {
+            recovery::table(memory, nr_rounds, divisor);
+        }
+        if is_asked("beside") {
+            beside::table(memory, nr_rounds, divisor);
+        }
+        if is_asked("logging") {
+            logging::table(memory, nr_rounds, divisor);
+        }
+    }
+}
+
+fn main() {
+    #[cfg(not(any(loom, shuttle)))]
+    table::main();
+}

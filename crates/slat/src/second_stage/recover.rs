@@ -1,0 +1,353 @@
+//! Putting huge leaves back in place, once nothing needs small ones any more: beside faults, harvests and invalidations, and
+//! with few flushes. From the lowest level up, 4 KiB to 2 MiB to 1 GiB.
+//!
+//! The host is asked first whether the page may be mapped by a larger leaf; then, in one section: (1) break the entry: it is
+//! not present any more; (2) freeze the entries below one by one, and gather what the guest did through them; (3) if all of
+//! them were there, of frames that follow each other, exchange the broken entry for a leaf of the whole. If not, cancel: the
+//! next access asks the host, and gets the huge leaf that way. Whoever meets the broken entry meanwhile cancels as well
+//! (`broken`); so (3) needs no look at the ranges that are being taken away: who takes a page away finds the broken entry, or
+//! the huge leaf. The table goes in any case.
+//!
+//! The host's answer is true as long as no page of the block is invalidated. Nothing says so for a leaf but the counter of
+//! stamps: it is read before the look, and again when the entry is broken.
+//!
+//! The right to write is never copied. Where the slot does not log, and no log is kept in rings, the leaf is writable if the
+//! host allows it, and whoever made it so does as a fault does: fence, read the flags again, mark all pages if the slot logs
+//! by now. So a harvest or an enabling may pass a broken entry by. Elsewhere the first write gives the right back.
+//!
+//! What a slot that logs needs stays: with [`HugePageLogging::MarkWhole`](crate::HugePageLogging) leaves of 2 MiB come back
+//! if writes are found out by write protection, else none.
+//!
+//! Tables that wait for a section to be over cost memory: as many as are linked when a recovery begins may, beside those that
+//! zaps may put off. The rest of the blocks then stay as they are.
+//!
+//! The flush for the tables is paid once for many. It is owed so that they may be freed; what CPUs have cached of the small
+//! leaves says the same as the huge one. Where it may not be cached at once ([`Format::BREAK_BEFORE_MAKE`]), each break is
+//! flushed before its make.
+
+use super::age::AccessTracking;
+use super::broken::{cancel, find_broken, give_up};
+use super::flush::FlushToken;
+use super::install::Changed;
+use super::zap::{MAX_PUT_OFF_TABLES, TABLES_PER_FLUSH};
+use crate::addr::{Access, Gfn, GfnRange, Level, Pfn};
+use crate::config::{DirtyTracking, HugePageLogging};
+use crate::dirty::log;
+use crate::format::{Entry, Format};
+use crate::host::Host;
+use crate::slot::set::{BackingRef, SlotView, Slots};
+use crate::stats::Counter;
+use crate::sync::{AtomicU64, Side};
+use crate::table::Tree;
+use crate::table::entry::{self, Breaking, EntryRef, FrozenLeaves, Stamp, State};
+use crate::table::retire::{Record, Section};
+use crate::table::walk::Cursor;
+
+/// How often a block is tried at which somebody else is at work.
+const MAX_TRIES: usize = 8;
+
+/// Blocks looked at before the section is left for a while.
+const BLOCKS_PER_TURN: u64 = 256;
+
+/// Where the log of a slot is kept.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LogKind {
+    Bitmaps,
+    Rings,
+}
+
+/// Puts huge leaves back in `range`, as large as the host and the slots' logs allow. Returns how many tables became leaves.
+pub(crate) fn recover_range<H: Host, F: Format>(
+    tree: &Tree<H, F>,
+    slots: &Slots<H::Backing>,
+    record: &Record,
+    range: GfnRange,
+    log_kind: LogKind,
+) -> u64 {
+    let max_put_off = MAX_PUT_OFF_TABLES + tree.nr_linked_tables();
+    let token = FlushToken::new();
+    let mut recovery = Recovery { tree, slots, record, log_kind, max_put_off, token, nr_recovered: 0 };
+    let mut level = Level::L2M;
+    while level < F::ROOT_LEVEL && level <= Level::L1G && range.has_block(level) {
+        if recovery.pass(range, level).is_none() {
+            break;
+        }
+        level = level.up();
+    }
+    recovery.token.pay(tree, record);
+    tree.reclaim();
+    recovery.nr_recovered
+}
+
+/// A table that may become a leaf.
+struct Candidate<'r, B> {
+    /// The block that the leaf would map.
+    block: GfnRange,
+    level: Level,
+    /// The page of the first leaf below, its number in the slot, and its frame.
+    gfn: Gfn,
+    page: u64,
+    pfn: Pfn,
+    backing: BackingRef<'r, B>,
+    /// The greatest stamp before all that.
+    seen: Stamp,
+}
+
+/// Where a look for a candidate ended.
+enum Look<'r, B> {
+    Found(Candidate<'r, B>),
+    /// There was none before this page.
+    Next(Gfn),
+}
+
+/// What all leaves of a table say together.
+struct Gathered {
+    first: Pfn,
+    is_host_writable: bool,
+    is_accessed: bool,
+    is_dirty: bool,
+    /// Whether one of them was not tracked.
+    is_present: bool,
+}
+
+struct Recovery<'r, H: Host, F: Format> {
+    tree: &'r Tree<H, F>,
+    slots: &'r Slots<H::Backing>,
+    record: &'r Record,
+    log_kind: LogKind,
+    max_put_off: u64,
+    token: FlushToken,
+    nr_recovered: u64,
+}
+
+impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
+    /// Tries all blocks of `level` in `range`. `None`: no more tables can be given up for now.
+    fn pass(&mut self, range: GfnRange, level: Level) -> Option<()> {
+        let mut next = range.start;
+        // The block that was tried last, and how often.
+        let (mut tried, mut nr_tries) = (None, 0);
+        while next < range.end {
+            next = match self.look(next, range, level) {
+                Look::Next(gfn) => gfn,
+                Look::Found(candidate) => {
+                    let block = candidate.block;
+                    nr_tries = if tried == Some(block) { nr_tries + 1 } else { 1 };
+                    tried = Some(block);
+                    self.make_room()?;
+                    match self.try_recover(candidate) {
+                        Err(Changed) if nr_tries < MAX_TRIES => block.start,
+                        Ok(()) | Err(Changed) => block.end,
+                    }
+                }
+            };
+            if self.tree.should_yield() {
+                self.tree.host.yield_now();
+            }
+        }
+        Some(())
+    }
+
+    /// Makes sure that one more table may be given up.
+    fn make_room(&mut self) -> Option<()> {
+        if self.token.tables.len() >= TABLES_PER_FLUSH {
+            self.token.pay(self.tree, self.record);
+        }
+        if self.tree.epochs.nr_put_off_tables() >= self.max_put_off {
+            // The section that they waited for may be over by now.
+            self.tree.reclaim();
+        }
+        (self.tree.epochs.nr_put_off_tables() < self.max_put_off).then_some(())
+    }
+
+    /// Looks for a table at `level` from `start` on.
+    fn look(&self, start: Gfn, range: GfnRange, level: Level) -> Look<'r, H::Backing> {
+        let (tree, record) = (self.tree, self.record);
+        let section = tree.epochs.enter(record);
+        let seen = tree.current_stamp();
+        let mut cursor = Cursor::new(tree, &section, start);
+        let mut nr_blocks = 0;
+        while cursor.gfn() < range.end && nr_blocks < BLOCKS_PER_TURN {
+            nr_blocks += 1;
+            let (value, state) = cursor.descend_to(level);
+            let block = cursor.block();
+            if state == State::Table
+                && range.covers(block)
+                && let Some((index, leaf)) = first_leaf::<F>(cursor.table_below(value), level.down())
+            {
+                let parts = level.down();
+                let gfn = Gfn(block.start.0 + index * parts.nr_pages());
+                let pfn = entry::frame::<F>(leaf, parts);
+                let is_aligned = (pfn.0 ^ gfn.0) & (level.nr_pages() - 1) == 0;
+                // Inside a range that is being taken away the host's answer may be of the past, and no stamp would tell.
+                let is_free = tree.published.free_level(gfn, level) == Some(level);
+                if is_aligned
+                    && is_free
+                    && let Some(slot) = self.slots.find(&section, gfn)
+                    && self.may_recover(&slot, block, level)
+                {
+                    let page = gfn.0 - slot.range().start.0;
+                    let backing = slot.keep_for_resolve(record);
+                    return Look::Found(Candidate { block, level, gfn, page, pfn, backing, seen });
+                }
+            }
+            cursor.move_to(block.end);
+        }
+        Look::Next(cursor.gfn())
+    }
+
+    /// Whether `slot` may have a leaf of `level` for `block`.
+    fn may_recover(&self, slot: &SlotView<'_, H::Backing>, block: GfnRange, level: Level) -> bool {
+        let config = &self.tree.config;
+        let needs = slot.logs()
+            && !(matches!(config.dirty_tracking, DirtyTracking::WriteProtect(_))
+                && config.huge_page_logging == HugePageLogging::MarkWhole
+                && level <= config.largest_logged_write());
+        !needs && slot.range().covers(block)
+    }
+
+    /// Makes a leaf of what hangs at `candidate`, if the host says that it may be one.
+    fn try_recover(&mut self, candidate: Candidate<'r, H::Backing>) -> Result<(), Changed> {
+        let Candidate { block, level, gfn, page, pfn, backing, seen } = candidate;
+        let (tree, record) = (self.tree, self.record);
+        let resolved = tree.host.resolve(backing.get(), gfn, page, Access::Read);
+        drop(backing);
+        if !resolved.is_ok_and(|resolved| resolved.pfn == pfn && resolved.max_size.level() >= level) {
+            return Ok(());
+        }
+        let locked = tree.enter(record, Side::Read);
+        // To cancel costs the guest faults: not if that is plain beforehand.
+        if tree.current_stamp() != seen {
+            return Err(Changed);
+        }
+        let mut cursor = Cursor::new(tree, &locked.section, block.start);
+        cursor.descend_to(level);
+        if cursor.level() != level {
+            return Ok(());
+        }
+        let value = cursor.entry().load();
+        if entry::state::<F>(value, level) != State::Table {
+            return Ok(());
+        }
+        let leaves = cursor.table_below(value);
+        if level > Level::L2M && leaves.iter().any(|cell| is_way_down::<F>(cell, level.down())) {
+            return Ok(());
+        }
+        let table = F::address(value, level);
+        let broken = entry::broken(table, Breaking::Recovery);
+        cursor.entry().compare_exchange::<F>(value, broken).map_err(|_| Changed)?;
+        self.token.owe(block);
+        let first = Pfn(pfn.0 & !(level.nr_pages() - 1));
+        // Only now: the entry has no stamp, and the block may have been emptied, its slot deleted, and all be filled anew,
+        // since the look. Whoever begins to take a page away from now on finds the broken entry, or what becomes of it.
+        let is_overtaken = tree.current_stamp() != seen;
+        let slot = self.slots.find(&locked.section, gfn).filter(|slot| self.may_recover(slot, block, level));
+        let may_write = slot.as_ref().is_some_and(|slot| !slot.logs()) && self.log_kind == LogKind::Bitmaps;
+        let leaf = slot
+            .filter(|_| !is_overtaken)
+            .and_then(|_| gather::<F>(leaves, level.down(), first))
+            .map(|gathered| self.leaf(&gathered, level, may_write));
+        if !F::BREAK_BEFORE_MAKE {
+            // At the very cell: a walk from the root could end at a broken entry above, while this one is still broken.
+            self.make(&locked.section, &cursor, broken, leaf);
+            give_up(tree, &locked.section, table, level.down(), &mut self.token);
+            return Ok(());
+        }
+        drop(locked);
+        tree.flush(record, &[block]);
+        let locked = tree.enter(record, Side::Read);
+        if let Some(cursor) = find_broken(tree, self.slots, &locked.section, block.start, level) {
+            self.make(&locked.section, &cursor, broken, leaf);
+        }
+        give_up(tree, &locked.section, table, level.down(), &mut self.token);
+        Ok(())
+    }
+
+    /// Exchanges this recovery's broken entry at the cursor, if it is still there, for `leaf`, or cancels if there is none.
+    /// It is not there any more when this returns.
+    fn make(&mut self, section: &Section<'_>, cursor: &Cursor<'_, H, F>, broken: Entry, leaf: Option<Entry>) {
+        match leaf {
+            Some(leaf) if cursor.entry().compare_exchange::<F>(broken, leaf).is_ok() => {
+                self.made(section, leaf, cursor.block(), cursor.level());
+            }
+            None if cursor.entry().load() == broken => cancel(self.tree, self.slots, section, cursor),
+            _ => {}
+        }
+    }
+
+    /// The leaf of `level` that says what all of `gathered` said.
+    fn leaf(&self, gathered: &Gathered, level: Level, may_write: bool) -> Entry {
+        let is_unseen = self.tree.config.access_tracking == AccessTracking::Faults;
+        let bit = |is_set: bool, bit: u64| if is_set { bit } else { 0 };
+        let may_write = may_write && gathered.is_host_writable && gathered.is_present;
+        let leaf = Entry(
+            F::leaf(gathered.first, level).0
+                | bit(gathered.is_host_writable, F::HOST_WRITABLE)
+                | bit(may_write, F::WRITABLE)
+                // Where CPUs set neither, a leaf is used as soon as it is there, and dirty as soon as it can be written.
+                | bit(gathered.is_accessed || is_unseen, F::ACCESSED)
+                | bit(gathered.is_dirty || (is_unseen && may_write), F::DIRTY),
+        );
+        if gathered.is_present { leaf } else { entry::tracked::<F>(leaf, level) }
+    }
+
+    /// Counts, and marks if need be, the leaf of `level` that was just made for `block`.
+    fn made(&mut self, section: &Section<'_>, leaf: Entry, block: GfnRange, level: Level) {
+        self.nr_recovered += 1;
+        self.record.stats.count(Counter::Recoveries);
+        if level > Level::L2M {
+            self.record.stats.count(Counter::Recoveries1G);
+        }
+        if entry::is_writable::<F>(leaf) {
+            log::mark_if_logging(self.slots, section, None, block.start, block);
+        }
+    }
+}
+
+/// The first leaf of `level` in `cells`, and its index.
+fn first_leaf<F: Format>(cells: &[AtomicU64], level: Level) -> Option<(u64, Entry)> {
+    (0..).zip(cells).find_map(|(index, cell)| {
+        let value = EntryRef::new(cell, level).load();
+        matches!(entry::state::<F>(value, level), State::Leaf | State::Tracked).then_some((index, value))
+    })
+}
+
+/// Whether there is a table at the entry `cell` of `level`, above the lowest, or was, or is about to be.
+fn is_way_down<F: Format>(cell: &AtomicU64, level: Level) -> bool {
+    let value = EntryRef::new(cell, level).load();
+    matches!(entry::state::<F>(value, level), State::Table | State::Broken)
+}
+
+/// Freezes the entries `cells` of `level`, which are to map the frames from `first` on. `None`: they do not make one leaf;
+/// then some may not be frozen.
+fn gather<F: Format>(cells: &[AtomicU64], level: Level, first: Pfn) -> Option<Gathered> {
+    let mut leaves = FrozenLeaves::new();
+    let mut pfn = first;
+    for cell in cells {
+        let entry = EntryRef::new(cell, level);
+        let mut value = entry.load();
+        let frozen = loop {
+            match entry::state::<F>(value, level) {
+                State::Leaf | State::Tracked => match entry.freeze_as_was::<F>(value) {
+                    Ok(frozen) => break frozen,
+                    // Hardware has set A or D, or somebody changed it.
+                    Err(found) => value = found,
+                },
+                // By one who cancels: then the exchange of the broken entry fails.
+                State::Frozen => break value,
+                State::Empty(_) | State::Table | State::Broken => return None,
+            }
+        };
+        if entry::frame_before_freezing(frozen) != Some(pfn) {
+            return None;
+        }
+        leaves.add(frozen);
+        pfn = Pfn(pfn.0 + level.nr_pages());
+    }
+    Some(Gathered {
+        first,
+        is_host_writable: leaves.are_host_writable()?,
+        is_accessed: leaves.is_any_accessed(),
+        is_dirty: leaves.is_any_dirty(),
+        is_present: !leaves.are_all_tracked(),
+    })
+}

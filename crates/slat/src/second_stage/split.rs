@@ -1,0 +1,198 @@
+//! Splitting huge leaves ahead of time, so that no vCPU has to: from the root down, 1 GiB to 2 MiB to 4 KiB.
+//!
+//! One pass, by as many threads as bring ranges. Each leaf is one step of its own: a table is filled with leaves one level
+//! lower that allow the same (`install::split_into`), and takes the huge leaf's place by one compare-and-exchange from the
+//! value that it was made of. If a fault, another split, or hardware that set A or D was first, the next look at the entry
+//! says what is left to do, and the table is there for that. A split says nothing new, so no flush is owed, and it needs no
+//! order with logging: rights, A and D are the huge leaf's.
+//!
+//! Tables are allocated where the memory is that they map, or wherever else the configuration says. The first try is made
+//! inside the section and does not wait. If it fails, the section is left, waiting is allowed, and the walk goes on from
+//! the leaf that it stood at.
+//!
+//! Where the format needs it ([`Format::BREAK_BEFORE_MAKE`]) the leaf is broken first, and flushed, and then the table
+//! linked. Whoever meets the broken entry meanwhile cancels that (`broken`); the table may then still be read by others,
+//! and is retired.
+
+use super::broken::find_broken;
+use super::install::{self, Changed};
+use crate::addr::{Gfn, GfnRange, Level};
+use crate::config::Config;
+use crate::error::Error;
+use crate::format::{Entry, Format};
+use crate::host::{AllocationWait, Host, TableNode};
+use crate::slot::set::Slots;
+use crate::sync::Side;
+use crate::table::Tree;
+use crate::table::entry::{self, Breaking, State};
+use crate::table::frames::{TableCache, TableUse};
+use crate::table::retire::{Record, Section, TableChain};
+use crate::table::walk::Cursor;
+
+/// Leaves split, or entries passed by, before a walk asks whether it should yield.
+const STEPS_PER_TURN: u64 = 64;
+
+/// Splits all leaves larger than `target` that reach into `range` and whose block `is_wanted`. Returns how many it has split.
+///
+/// # Errors
+/// [`Error::OutOfMemory`]: the rest is as it was.
+pub(crate) fn split_range<H: Host, F: Format>(
+    tree: &Tree<H, F>,
+    slots: &Slots<H::Backing>,
+    record: &Record,
+    range: GfnRange,
+    target: Level,
+    is_wanted: impl Fn(GfnRange) -> bool,
+) -> Result<u64, Error> {
+    let mut split = Split { tree, slots, record, range, target, is_wanted, tables: TableCache::new(), nr_split: 0 };
+    let result = split.run();
+    split.tables.drain::<H, F>(&tree.host, &record.stats);
+    result.map(|()| split.nr_split)
+}
+
+/// Why a turn ended, and the frame to go on from.
+enum TurnEnd {
+    /// The range's end, or somebody else should run.
+    At(Gfn),
+    /// There is no table from this node at hand.
+    NeedsTable(Gfn, TableNode),
+    /// The leaf here must be broken, which takes a flush.
+    Break(Gfn, Entry, Level),
+}
+
+struct Split<'t, H: Host, F: Format, W> {
+    tree: &'t Tree<H, F>,
+    slots: &'t Slots<H::Backing>,
+    record: &'t Record,
+    range: GfnRange,
+    target: Level,
+    is_wanted: W,
+    tables: TableCache,
+    nr_split: u64,
+}
+
+impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
+    fn run(&mut self) -> Result<(), Error> {
+        let mut next = self.range.start;
+        while next < self.range.end {
+            let locked = self.tree.enter(self.record, Side::Read);
+            let end = self.turn(&locked.section, next);
+            drop(locked);
+            next = match end {
+                TurnEnd::At(gfn) => gfn,
+                TurnEnd::NeedsTable(gfn, node) => {
+                    let Tree { host, .. } = self.tree;
+                    self.tables
+                        .top_up::<H, F>(host, &self.record.stats, 1, node, AllocationWait::Allowed)
+                        .map_err(|()| Error::OutOfMemory)?;
+                    gfn
+                }
+                TurnEnd::Break(gfn, value, level) => {
+                    // If somebody was first, the next look says what is left.
+                    let Split { tree, slots, record, tables, .. } = self;
+                    if split_by_breaking(tree, slots, record, tables, gfn, value, level).is_ok() {
+                        self.nr_split += 1;
+                    }
+                    gfn
+                }
+            };
+            if self.tree.should_yield() {
+                self.tree.host.yield_now();
+            }
+        }
+        Ok(())
+    }
+
+    /// One section's worth.
+    fn turn(&mut self, section: &Section<'_>, start: Gfn) -> TurnEnd {
+        let Tree { host, config, .. } = self.tree;
+        let above_target = self.target.up();
+        let mut cursor = Cursor::new(self.tree, section, start);
+        let mut nr_steps = 0;
+        while cursor.gfn() < self.range.end {
+            // What lies below a table above leaves of the target's level is split already.
+            let (value, state) = cursor.descend_to(above_target);
+            if matches!(state, State::Leaf | State::Tracked)
+                && cursor.level() >= above_target
+                && (self.is_wanted)(cursor.block())
+            {
+                let node = placement_of::<H, F>(config, host, value, cursor.level());
+                if !self.tables.has(1, node)
+                    && self.tables.top_up::<H, F>(host, &self.record.stats, 1, node, AllocationWait::Never).is_err()
+                {
+                    return TurnEnd::NeedsTable(cursor.gfn(), node);
+                }
+                if F::BREAK_BEFORE_MAKE {
+                    return TurnEnd::Break(cursor.gfn(), value, cursor.level());
+                }
+                let whole = parts_of::<F>(config, value, cursor.level());
+                if install::split_into(&cursor, host, &mut self.tables, value, whole).is_ok() {
+                    self.nr_split += 1;
+                }
+                // Down into it, or once more.
+            } else {
+                cursor.advance();
+            }
+            nr_steps += 1;
+            if nr_steps % STEPS_PER_TURN == 0 && self.tree.should_yield() {
+                break;
+            }
+        }
+        TurnEnd::At(cursor.gfn())
+    }
+}
+
+/// Where the table is to lie that replaces the leaf `value` of `level`.
+pub(crate) fn placement_of<H: Host, F: Format>(config: &Config, host: &H, value: Entry, level: Level) -> TableNode {
+    config.split_table_placement.node_for(host, Some(entry::frame::<F>(value, level)))
+}
+
+/// The leaf of `level` whose parts are to replace `value`: the same, but where leaves of the parts' level need not fault on
+/// their first write to be seen, it may be written if the host allows it. After a break it may not be written at all: a
+/// harvest that passed the broken entry by has not protected the parts.
+pub(crate) fn parts_of<F: Format>(config: &Config, value: Entry, level: Level) -> Entry {
+    if F::BREAK_BEFORE_MAKE && F::is_present(value) {
+        return Entry(value.0 & !F::WRITABLE);
+    }
+    let may_write = !config.first_write_faults(level.down()) && entry::is_host_writable::<F>(value);
+    if F::is_present(value) && may_write { Entry(value.0 | F::WRITABLE) } else { value }
+}
+
+/// Replaces the leaf `value` of `level`, more than 4 KiB, that maps `gfn` by a table, with a break and a flush between. The
+/// cache must hold a table. Called outside of sections.
+pub(crate) fn split_by_breaking<H: Host, F: Format>(
+    tree: &Tree<H, F>,
+    slots: &Slots<H::Backing>,
+    record: &Record,
+    tables: &mut TableCache,
+    gfn: Gfn,
+    value: Entry,
+    level: Level,
+) -> Result<(), Changed> {
+    let locked = tree.enter(record, Side::Read);
+    let mut cursor = Cursor::new(tree, &locked.section, gfn);
+    if cursor.descend_to_lowest().0 != value || cursor.level() != level {
+        return Err(Changed);
+    }
+    let block = cursor.block();
+    let whole = parts_of::<F>(&tree.config, value, level);
+    let table = install::prepare_parts::<H, F>(&tree.host, tables, whole, level);
+    let broken = entry::broken(F::address(table, level), Breaking::Split);
+    cursor.entry().compare_exchange::<F>(value, broken).map_err(|_| Changed)?;
+    // Others may find it from now on: it never goes back to the cache.
+    tables.linked(&tree.host, &record.stats, 1, TableUse::Split, Some(entry::frame::<F>(value, level)));
+    drop(locked);
+    tree.flush(record, &[block]);
+    let locked = tree.enter(record, Side::Read);
+    if find_broken(tree, slots, &locked.section, gfn, level)
+        .is_some_and(|cursor| cursor.entry().compare_exchange::<F>(broken, table).is_ok())
+    {
+        install::count_split(&record.stats, level);
+        return Ok(());
+    }
+    drop(locked);
+    let mut unlinked = TableChain::new();
+    unlinked.push(&tree.host, F::address(table, level));
+    tree.epochs.retire_tables(&tree.host, unlinked);
+    Err(Changed)
+}

@@ -1,0 +1,128 @@
+//! What a fault does about a leaf that is there and does not allow the access: it gives access back, pushes a closed entry
+//! down, or splits a huge leaf. No frame is asked for. And what it does where a leaf or a table is to be, for somebody has broken
+//! the entry: it cancels that.
+
+use super::Fault;
+use super::plan::{LeafPlan, Step};
+use crate::addr::{Access, Level};
+use crate::error::Error;
+use crate::format::{Entry, Format};
+use crate::host::Host;
+use crate::second_stage::install::{self, Changed};
+use crate::second_stage::push_down::{self, Others, Pushed};
+use crate::second_stage::{broken, split};
+use crate::stats::Counter;
+use crate::sync::Side;
+use crate::table::entry;
+use crate::table::frames::TableUse;
+use crate::table::retire::Section;
+use crate::table::walk::Cursor;
+use crate::vm::Vm;
+
+impl<H: Host, F: Format> Fault<'_, H, F> {
+    /// Carries out what needs no frame.
+    #[inline]
+    pub(super) fn act_on_leaf(&mut self, plan: LeafPlan) -> Result<Result<Step, Changed>, Error> {
+        match plan {
+            LeafPlan::Fixed => Ok(Ok(Step::Done)),
+            LeafPlan::StartOver => Ok(Err(Changed)),
+            LeafPlan::GiveBack(value) => Ok(self.give_back(value).map(|()| Step::Done)),
+            LeafPlan::Split(value) => {
+                self.top_up(1, TableUse::Split, entry::frame::<F>(value, Level::L2M))?;
+                Ok(self.split(value).map(|()| Step::Nearer))
+            }
+            LeafPlan::PushDown => Ok(self.push_down()),
+        }
+    }
+
+    /// Whether a huge leaf of `level` must be split before a write: because `slot_logs`, and by smaller pages; or because
+    /// the ring has no room for all of its pages.
+    #[inline]
+    pub(super) fn splits(&self, level: Level, slot_logs: bool) -> bool {
+        let largest = if slot_logs { self.vm.tree.config.largest_logged_write() } else { F::ROOT_LEVEL };
+        level > Level::L4K && (level > largest || level.nr_pages() > self.max_opened())
+    }
+
+    /// Step 3 for a leaf that only needs to be given back, where there is a lock to take.
+    fn give_back(&self, value: Entry) -> Result<(), Changed> {
+        let tree = &self.vm.tree;
+        let locked = tree.enter(self.record, Side::Read);
+        let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
+        // The level too: the very same value may by now be that of a larger leaf.
+        if cursor.descend_to_lowest().0 != value || cursor.level().nr_pages() > self.max_opened() {
+            return Err(Changed);
+        }
+        self.give_back_at(&cursor, &locked.section, value)
+    }
+
+    #[inline]
+    pub(super) fn give_back_at(
+        &self,
+        cursor: &Cursor<'_, H, F>,
+        section: &Section<'_>,
+        value: Entry,
+    ) -> Result<(), Changed> {
+        install::give_back(cursor, value, self.access)?;
+        if self.access == Access::Write {
+            self.count(Counter::WritesRestored);
+            self.mark(section, self.gfn, cursor.block());
+        } else {
+            self.count(Counter::AccessesRestored);
+        }
+        Ok(())
+    }
+
+    /// Step 3 for a leaf below a closed entry, where there is a lock to take.
+    fn push_down(&self) -> Result<Step, Changed> {
+        let locked = self.vm.tree.enter(self.record, Side::Read);
+        self.push_down_in(&locked.section)
+    }
+
+    #[cold]
+    pub(super) fn push_down_in(&self, section: &Section<'_>) -> Result<Step, Changed> {
+        let slots = &self.vm.slots;
+        let others = || {
+            let logs = slots.find(section, self.gfn).is_none_or(|slot| slot.logs());
+            if logs { Others::Protect } else { Others::Leave }
+        };
+        let pushed = push_down::push_down(&self.vm.tree, section, self.gfn, others)?;
+        self.count(Counter::WritesRestored);
+        // Also if the entry could not be opened: see `push_down`.
+        self.mark(section, self.gfn, self.gfn.block(Level::L4K));
+        match pushed {
+            Pushed::Open => {
+                self.count(Counter::TablesOpened);
+                Ok(Step::Done)
+            }
+            Pushed::LeafOnly => Err(Changed),
+        }
+    }
+
+    /// Step 3 for a huge leaf of which a part is to be written, in a slot that logs or beside a ring without room.
+    fn split(&mut self, value: Entry) -> Result<(), Changed> {
+        let tree = &self.vm.tree;
+        let locked = tree.enter(self.record, Side::Read);
+        let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
+        if cursor.descend_to_lowest().0 != value || cursor.level() == Level::L4K {
+            return Err(Changed);
+        }
+        if F::BREAK_BEFORE_MAKE {
+            let level = cursor.level();
+            drop(locked);
+            return split::split_by_breaking(tree, &self.vm.slots, self.record, self.tables, self.gfn, value, level);
+        }
+        let whole = split::parts_of::<F>(&tree.config, value, cursor.level());
+        install::split_into(&cursor, &tree.host, self.tables, value, whole)
+    }
+
+    /// Cancels the recovery or the split that is under way where the page is.
+    #[cold]
+    pub(super) fn cancel(&self) -> Result<Step, Changed> {
+        let Vm { tree, slots, .. } = self.vm;
+        let locked = tree.enter(self.record, Side::Read);
+        let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
+        cursor.descend_to_lowest();
+        broken::cancel(tree, slots, &locked.section, &cursor);
+        Err(Changed)
+    }
+}

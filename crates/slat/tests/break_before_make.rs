@@ -1,0 +1,248 @@
+//! Where a table and a huge leaf must not be cached at once: each change between the two, in either direction, goes by way of
+//! an entry that is not present, and a flush of its block. The observer of `common::broken` sees all changes.
+#![cfg(not(any(loom, shuttle)))]
+#![cfg(debug_assertions)]
+#![allow(missing_docs)]
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use common::broken::{self, Broken};
+use common::log::{LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World};
+use common::{Call, Frame, MIB, TestBacking, Writes, region};
+use slat::{
+    Access, AllocationWait, Config, Gfn, GfnRange, HugePageLogging, Locking, ManualProtect, Outcome, PAGE_SIZE,
+    PageSize,
+};
+
+const BIG: u64 = 512;
+const HUGE: u64 = 512 * 512;
+const SLOT: Slot = Slot::huge(1, HUGE, 4 * BIG, PageSize::Size2M);
+
+fn configs() -> impl Iterator<Item = Config> {
+    [Locking::None, Locking::Exclusive].into_iter().map(Config::with_locking)
+}
+
+/// All of [`SLOT`] mapped, and observed.
+fn world(config: Config) -> World<Broken> {
+    let mut world = World::new(config);
+    world.create(SLOT, NO_FLAGS);
+    let size_bytes = SLOT.nr_pages * PAGE_SIZE;
+    assert_eq!(world.vcpu.pre_fault_memory(SLOT.gfn(0).gpa(), size_bytes, Access::Write), Ok(size_bytes));
+    broken::observe(&world.vm);
+    world
+}
+
+#[test]
+fn splits_and_recoveries_are_seen_to_break() {
+    for config in configs() {
+        let slot = Slot::huge(1, 0, HUGE, PageSize::Size1G);
+        let mut world = World::<Broken>::new(config);
+        world.create(slot, NO_FLAGS);
+        world.write(slot, 0);
+        broken::observe(&world.vm);
+        assert_eq!(world.vm.split_range(GfnRange::new(Gfn(0), 2 * BIG), PageSize::Size4K), Ok(3));
+        assert_eq!(world.vm.recover_range(slot.range()), Ok(3));
+        assert_eq!(broken::observed(), (3, 3));
+        world.finish(&[slot]);
+    }
+}
+
+#[test]
+fn logging_breaks_what_it_splits_and_puts_back() {
+    for config in configs() {
+        for manual in MANUAL_PROTECTS {
+            let mut world = world(config.with_manual_protect(manual));
+            world.set_flags(SLOT, LOG);
+            if manual == ManualProtect::InitiallySet {
+                assert_eq!(world.clear(SLOT, &(0..4 * BIG).collect::<Vec<_>>()), Ok(4 * BIG));
+            }
+            world.write_all(SLOT, [0, 600]);
+            assert_eq!(world.take(SLOT), [0, 600]);
+            world.set_flags(SLOT, NO_FLAGS);
+            assert_eq!(broken::observed(), (4, 4));
+            world.finish(&[SLOT]);
+        }
+        let mut world = world(config.with_huge_page_logging(HugePageLogging::MarkWhole));
+        world.set_flags(SLOT, LOG);
+        world.vm.split_range(SLOT.range(), PageSize::Size4K).unwrap();
+        world.write(SLOT, 3);
+        assert_eq!(world.vm.recover_range(SLOT.range()), Ok(4));
+        assert_eq!(world.take(SLOT), [3]);
+        assert_eq!(broken::observed(), (4, 4));
+        world.finish(&[SLOT]);
+    }
+}
+
+#[test]
+fn an_invalidation_of_a_part_breaks_the_leaf_and_flushes_an_entry_that_was_one() {
+    for config in configs() {
+        let mut world = world(config);
+        // A part of a leaf.
+        drop(world.vm.invalidate_range(GfnRange::new(SLOT.gfn(7), 3)).unwrap());
+        assert_eq!(world.vm.stats().pages_4k(), 512 - 3);
+        // All of one, and while nobody has flushed that, a part of it.
+        let vm = Arc::clone(&world.vm);
+        world.vm.host().overtake(Call::Flush, 1, move || {
+            drop(vm.invalidate_range(GfnRange::new(SLOT.gfn(BIG + 7), 3)).unwrap());
+        });
+        drop(world.vm.invalidate_range(GfnRange::new(SLOT.gfn(BIG), BIG)).unwrap());
+        assert!(world.vm.host().was_overtaken());
+        // And a page beside it is mapped before that.
+        let vm = Arc::clone(&world.vm);
+        world.vm.host().overtake(Call::Flush, 2, move || {
+            let mut vcpu = vm.create_vcpu().unwrap();
+            assert_eq!(vcpu.handle_fault(SLOT.gfn(2 * BIG + 9).gpa(), Access::Write), Ok(Outcome::Resume));
+        });
+        drop(world.vm.invalidate_range(GfnRange::new(SLOT.gfn(2 * BIG + 7), 1)).unwrap());
+        world.write_all(SLOT, [7, BIG + 7, BIG, 2 * BIG + 7, 2 * BIG]);
+        assert!(broken::observed().0 >= 3);
+        world.finish(&[SLOT]);
+    }
+}
+
+#[test]
+fn a_leaf_that_goes_as_a_whole_for_want_of_memory_is_flushed_before_a_table_comes() {
+    for config in configs() {
+        for nth in 1..4 {
+            let mut world = world(config);
+            world.vm.host().fail_after(0);
+            let vm = Arc::clone(&world.vm);
+            // Beside it, somebody has memory, and comes before the flush.
+            world.vm.host().overtake(Call::Flush, nth, move || {
+                vm.host().never_fail();
+                let mut vcpu = vm.create_vcpu().unwrap();
+                assert_eq!(vcpu.handle_fault(SLOT.gfn(9).gpa(), Access::Write), Ok(Outcome::Resume));
+            });
+            let vm = Arc::clone(&world.vm);
+            let taken_away = vm.invalidate_range(GfnRange::new(SLOT.gfn(7), 1)).unwrap();
+            vm.host().never_fail();
+            world.write(SLOT, 9);
+            assert_eq!(world.at(SLOT.gfn(9)).unwrap().level, slat::Level::L4K, "beside what is taken away");
+            drop(taken_away);
+            world.write(SLOT, 7);
+            assert_eq!(broken::observed(), (1, 0));
+            let _ = world.vm.host().was_overtaken();
+            world.finish(&[SLOT]);
+        }
+    }
+}
+
+/// [`SLOT`] over frames that are given read-only until they are written; mapped, and observed.
+fn copying(config: Config) -> (World<Broken>, Arc<TestBacking>) {
+    let mut world = World::<Broken>::new(config);
+    let memory = region(1, SLOT.gfn(0).gpa().0, 4 * 2 * MIB, SLOT.first_pfn, PageSize::Size2M);
+    let backing = Arc::clone(memory.backing.as_ref().unwrap());
+    backing.read_gives_writable.store(false, Ordering::SeqCst);
+    world.vm.set_user_memory_region(memory).unwrap();
+    for n in 0..4 {
+        assert_eq!(world.vcpu.handle_fault(SLOT.gfn(n * BIG).gpa(), Access::Read), Ok(Outcome::Resume));
+    }
+    broken::observe(&world.vm);
+    (world, backing)
+}
+
+fn make_small(backing: &TestBacking, page: u64) {
+    backing.frames.write().unwrap().insert(page, Frame { pfn: SLOT.first_pfn + page, writes: Writes::Allowed });
+}
+
+#[test]
+fn a_part_given_for_writing_breaks_the_read_only_leaf() {
+    for config in configs() {
+        let (mut world, backing) = copying(config);
+        make_small(&backing, 9);
+        world.write(SLOT, 9);
+        assert!(!world.is_writable(SLOT, 10) && world.at(SLOT.gfn(10)).is_some());
+        // The whole: the same leaf, but writable.
+        world.write(SLOT, BIG + 9);
+        assert_eq!(broken::observed(), (1, 0));
+        assert_eq!(world.vm.stats().pages_2m(), 3);
+        world.finish(&[SLOT]);
+    }
+}
+
+/// The write finds that somebody took a stamp while it resolved: the entry is left empty, and is small when it comes back.
+#[test]
+fn a_read_only_leaf_that_is_taken_for_nothing_is_flushed_before_a_table_comes() {
+    for config in configs() {
+        let (mut world, backing) = copying(config);
+        let vm = Arc::clone(&world.vm);
+        let again = Arc::clone(&backing);
+        world.vm.host().overtake(Call::Resolve, 1, move || {
+            // Elsewhere; and when it asks again, the page is small.
+            drop(vm.invalidate_range(GfnRange::new(SLOT.gfn(3 * BIG), BIG)).unwrap());
+            let vm_host = vm.host();
+            vm_host.overtake(Call::Resolve, 1, move || make_small(&again, 9));
+        });
+        assert_eq!(world.vcpu.handle_fault(SLOT.gfn(9).gpa(), Access::Write), Ok(Outcome::Resume));
+        assert!(world.vm.host().was_overtaken());
+        assert_eq!(world.at(SLOT.gfn(9)).unwrap().level, slat::Level::L4K);
+        assert_eq!(broken::observed(), (1, 0));
+        world.finish(&[SLOT]);
+    }
+}
+
+/// What was cancelled is mapped anew by small pages, by a prefault: one flush for the block, and not one for each page.
+#[test]
+fn a_prefault_after_a_cancelled_break_flushes_once() {
+    for config in configs() {
+        let mut world = world(config);
+        let vm = Arc::clone(&world.vm);
+        world.vm.host().overtake(Call::Flush, 1, move || {
+            // Small from now on, and cancelled.
+            let taken_away = vm.invalidate_range(GfnRange::new(SLOT.gfn(BIG), 1)).unwrap();
+            let mut vcpu = vm.create_vcpu().unwrap();
+            assert_eq!(vcpu.handle_fault(SLOT.gfn(0).gpa(), Access::Read), Ok(Outcome::Resume));
+            drop(taken_away);
+        });
+        world.vm.split_range(GfnRange::new(SLOT.gfn(0), BIG), PageSize::Size4K).unwrap();
+        assert!(world.vm.host().was_overtaken());
+        world.write_all(SLOT, 0..2 * BIG);
+        let _ = broken::observed();
+        world.finish(&[SLOT]);
+    }
+}
+
+/// A prefault finds the break of a split, cancels it, and fills the beginning of a table: it has flushed the block for that,
+/// and the entries behind need no flush of their own.
+#[test]
+fn entries_of_a_new_table_need_no_flush_of_their_own() {
+    let (mut world, backing) = copying(Config::default());
+    let vm = Arc::clone(&world.vm);
+    let small = Arc::clone(&backing);
+    world.vm.host().overtake(Call::Flush, 1, move || {
+        (0..BIG).for_each(|page| make_small(&small, page));
+        let gone = Arc::clone(&small);
+        vm.host().overtake(Call::Resolve, 5, move || gone.gone.store(true, Ordering::SeqCst));
+        let mut vcpu = vm.create_vcpu().unwrap();
+        assert_eq!(vcpu.pre_fault_memory(SLOT.gfn(0).gpa(), 2 * MIB, Access::Read), Ok(4 * PAGE_SIZE));
+        small.gone.store(false, Ordering::SeqCst);
+    });
+    assert_eq!(world.vm.split_range(GfnRange::new(SLOT.gfn(0), BIG), PageSize::Size4K), Ok(0));
+    assert!(world.vm.host().was_overtaken());
+    world.take_flushes();
+    assert_eq!(world.vcpu.handle_fault(SLOT.gfn(100).gpa(), Access::Read), Ok(Outcome::Resume));
+    assert_eq!(world.take_flushes().len(), 0, "it was flushed for the table that it is in");
+    assert_eq!(broken::observed(), (1, 0));
+    world.finish(&[SLOT]);
+}
+
+/// Two who split a page of 1 GiB to 2 MiB at once: what one has split, the other does not split further.
+#[test]
+fn a_split_that_is_overtaken_splits_no_further_than_it_was_asked_to() {
+    let slot = Slot::huge(1, 0, HUGE, PageSize::Size1G);
+    let mut world = World::<Broken>::new(Config::default());
+    world.create(slot, NO_FLAGS);
+    world.write(slot, 0);
+    let vm = Arc::clone(&world.vm);
+    world.vm.host().overtake(Call::Allocate(AllocationWait::Never), 1, move || {
+        std::thread::spawn(move || vm.split_range(slot.range(), PageSize::Size2M).unwrap()).join().unwrap();
+    });
+    assert_eq!(world.vm.split_range(slot.range(), PageSize::Size2M), Ok(0));
+    assert!(world.vm.host().was_overtaken());
+    let stats = world.vm.stats();
+    assert_eq!((stats.pages_4k(), stats.pages_2m()), (0, 512));
+    world.finish(&[slot]);
+}

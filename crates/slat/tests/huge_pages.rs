@@ -1,0 +1,704 @@
+//! Huge pages: split ahead of time, by whom and where; and put back when logging ends.
+#![cfg(not(any(loom, shuttle)))]
+#![allow(missing_docs)]
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use common::broken::Broken;
+use common::log::{LAZY, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, dirty_trackings};
+use common::{GIB, MIB, change, region, translate};
+use slat::{
+    Access, AccessTracking, AllocationWait, Config, DirtyTracking, Ept, Error, Format, Gfn, GfnRange, Gpa,
+    HugePageLogging, HugePageSplitting, Level, Locking, ManualProtect, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE,
+    PageSize, Vm, ZappedLeaf,
+};
+
+use crate::common::TestHost;
+
+const LOCKINGS: [Locking; 3] = [Locking::None, Locking::Shared, Locking::Exclusive];
+/// Pages of 2 MiB and of 1 GiB.
+const BIG: u64 = 512;
+const HUGE: u64 = 512 * 512;
+
+fn for_each(test: impl Fn(Config)) {
+    for locking in LOCKINGS {
+        test(Config::with_locking(locking));
+    }
+}
+
+fn pages<F: Format>(vm: &Vm<TestHost, F>) -> (u64, u64, u64) {
+    let stats = vm.stats();
+    (stats.pages_4k(), stats.pages_2m(), stats.pages_1g())
+}
+
+/// A VM with one slot of 2 GiB at 0, mapped for writing by leaves of `size`.
+fn mapped<F: Format>(config: Config, size: PageSize) -> Arc<Vm<TestHost, F>> {
+    let vm = Arc::new(Vm::new(TestHost::default(), config).unwrap());
+    vm.set_user_memory_region(region(0, 0, 2 * GIB, 2 * GIB / PAGE_SIZE, size)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.pre_fault_memory(Gpa(0), 2 * GIB, Access::Write), Ok(2 * GIB));
+    vm
+}
+
+fn there_and_back<F: Format>(config: Config, size: PageSize) {
+    let vm = mapped::<F>(config, size);
+    let before = pages(&vm);
+    vm.set_user_memory_region(change(0, LOG, 0, 2 * GIB)).unwrap();
+    if config.manual_protect == ManualProtect::InitiallySet {
+        assert_eq!(pages(&vm), before);
+        assert_eq!(vm.clear_dirty_log(0, 0, 2 * GIB / PAGE_SIZE, &vec![u64::MAX; 8192]), Ok(2 * GIB / PAGE_SIZE));
+    }
+    assert_eq!(pages(&vm), (2 * GIB / PAGE_SIZE, 0, 0));
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.handle_fault(Gpa(5 * MIB), Access::Write), Ok(Outcome::Resume));
+    assert_eq!(translate(&vm, Gpa(5 * MIB)).unwrap().level, Level::L4K);
+    let flushes = vm.stats().flushes;
+    vm.set_user_memory_region(change(0, NO_FLAGS, 0, 2 * GIB)).unwrap();
+    assert_eq!(pages(&vm), before);
+    assert!(vm.stats().flushes - flushes <= 4, "{} flushes", vm.stats().flushes - flushes);
+    let found = translate(&vm, Gpa(5 * MIB)).unwrap();
+    assert_eq!(
+        (found.level.nr_pages() * PAGE_SIZE, found.writable, found.pfn.0),
+        (size.size_bytes(), true, (2 * GIB + 5 * MIB) / PAGE_SIZE)
+    );
+    drop(vcpu);
+    vm.reclaim();
+    assert_eq!(vm.stats().live_tables(), vm.host().live_tables() as u64);
+}
+
+#[test]
+fn logging_splits_them_and_its_end_puts_them_back() {
+    for_each(|config| {
+        for manual in [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet] {
+            for size in [PageSize::Size2M, PageSize::Size1G] {
+                there_and_back::<Npt>(config.with_manual_protect(manual), size);
+                there_and_back::<Ept>(config.with_manual_protect(manual), size);
+            }
+        }
+    });
+}
+
+#[test]
+fn a_range_is_split_and_put_back() {
+    for_each(|config| {
+        let vm = mapped::<Npt>(config, PageSize::Size1G);
+        let range = GfnRange::new(Gpa(GIB + 4 * MIB + 4096).gfn(), 512 * 3);
+        assert_eq!(vm.split_range(range, PageSize::Size2M), Ok(1));
+        assert_eq!(pages(&vm), (0, 512, 1));
+        assert_eq!(vm.split_range(range, PageSize::Size4K), Ok(4));
+        assert_eq!(pages(&vm), (4 * 512, 508, 1));
+        assert_eq!(vm.split_range(range, PageSize::Size4K), Ok(0));
+        assert_eq!(vm.recover_range(range), Ok(2), "blocks that are covered in part stay");
+        assert_eq!(vm.recover_range(GfnRange::new(Gpa(0).gfn(), 2 * GIB / PAGE_SIZE)), Ok(3));
+        assert_eq!(pages(&vm), (0, 0, 2));
+    });
+}
+
+/// `$test::<Format>(config)` for each format, and without a lock and with one.
+macro_rules! each_format {
+    ($name:ident, $test:ident) => {
+        #[test]
+        fn $name() {
+            for locking in [Locking::None, Locking::Shared] {
+                $test::<Npt>(Config::with_locking(locking));
+                $test::<Ept>(Config::with_locking(locking));
+                $test::<Broken>(Config::with_locking(locking));
+            }
+        }
+    };
+}
+
+fn sizes<F: Format>(world: &World<F>) -> (u64, u64, u64) {
+    pages(&world.vm)
+}
+
+/// A world with one slot, mapped as large as may be for `access`, as if the guest had used nothing yet; what is taken away is
+/// recorded.
+fn world_with<F: Format>(config: Config, slot: Slot, access: Access) -> World<F> {
+    let mut world = World::<F>::new(config);
+    world.create(slot, NO_FLAGS);
+    let size_bytes = slot.nr_pages * PAGE_SIZE;
+    assert_eq!(world.vcpu.pre_fault_memory(slot.gfn(0).gpa(), size_bytes, access), Ok(size_bytes));
+    world.vm.host().record_zapped();
+    world
+}
+
+fn zapped<F: Format>(world: &World<F>) -> Vec<ZappedLeaf> {
+    world.vm.host().take_zapped()
+}
+
+/// KVM's dirty_log_page_splitting_test: two vCPUs, each with a slot of its own, and two passes.
+fn kvm_page_splitting<F: Format>(config: Config, size: PageSize, slot_pages: u64) {
+    // Not each page, which is a matter of time only; but some of each block.
+    const STRIDE: usize = 37;
+    let mut world = World::<F>::new(config);
+    let slots = [0, 1].map(|id| Slot::huge(id, u64::from(id) * slot_pages, slot_pages, size));
+    slots.iter().for_each(|slot| world.create(*slot, NO_FLAGS));
+    let mut other = world.vm.create_vcpu().unwrap();
+    let mut touch_all = |world: &mut World<F>| {
+        for slot in slots {
+            std::mem::swap(&mut world.vcpu, &mut other);
+            world.write_all(slot, (0..slot.nr_pages).step_by(STRIDE));
+        }
+    };
+    touch_all(&mut world);
+    let nr_pages = 2 * slot_pages;
+    let initial = match size {
+        PageSize::Size1G => (0, 0, nr_pages / HUGE),
+        _ => (0, nr_pages / BIG, 0),
+    };
+    assert_eq!(sizes(&world), initial, "populated");
+    slots.iter().for_each(|slot| world.set_flags(*slot, LOG));
+    let all_split = (nr_pages, 0, 0);
+    let is_late = config.manual_protect == ManualProtect::InitiallySet;
+    assert_eq!(sizes(&world), if is_late { initial } else { all_split }, "enabled");
+    let expected: Vec<u64> = (0..slot_pages).step_by(STRIDE).collect();
+    for pass in 0..2 {
+        touch_all(&mut world);
+        for slot in slots {
+            let got = world.get(slot);
+            if is_late && pass == 0 {
+                assert_eq!(got.len() as u64, slot_pages);
+            } else {
+                assert_eq!(got, expected, "{config:?} in pass {pass}");
+            }
+            if config.manual_protect != ManualProtect::Disabled {
+                assert_eq!(world.clear(slot, &(0..slot_pages).collect::<Vec<_>>()), Ok(got.len() as u64));
+            }
+        }
+        assert_eq!(sizes(&world), all_split, "pass {pass}");
+    }
+    slots.iter().for_each(|slot| world.set_flags(*slot, NO_FLAGS));
+    touch_all(&mut world);
+    assert_eq!(sizes(&world), initial, "disabled");
+    drop(other);
+    world.finish(&slots);
+}
+
+#[test]
+fn kvm_page_splitting_test() {
+    for manual in MANUAL_PROTECTS {
+        for tracking in dirty_trackings::<Ept>() {
+            let config = Config::default().with_manual_protect(manual).with_dirty_tracking(tracking);
+            kvm_page_splitting::<Ept>(config, PageSize::Size2M, 8 * BIG);
+            kvm_page_splitting::<Ept>(config, PageSize::Size1G, HUGE);
+        }
+        for tracking in dirty_trackings::<Npt>() {
+            let config = Config::default().with_manual_protect(manual).with_dirty_tracking(tracking);
+            kvm_page_splitting::<Npt>(config, PageSize::Size2M, 8 * BIG);
+            kvm_page_splitting::<Broken>(config, PageSize::Size2M, 8 * BIG);
+        }
+        kvm_page_splitting::<Broken>(Config::default().with_manual_protect(manual), PageSize::Size1G, HUGE);
+    }
+}
+
+each_format!(a_hole_has_the_table_taken_away_and_the_next_access_brings_the_huge_page, hole);
+fn hole<F: Format>(config: Config) {
+    let slot = Slot::huge(1, 4 * BIG, 2 * BIG, PageSize::Size2M);
+    let mut world = world_with::<F>(config, slot, Access::Write);
+    let vm = Arc::clone(&world.vm);
+    assert_eq!(vm.split_range(slot.range(), PageSize::Size4K), Ok(2));
+    world.write(slot, 3);
+    world.read(slot, 5);
+    drop(vm.invalidate_range(GfnRange::new(slot.gfn(9), 1)).unwrap());
+    assert_eq!(zapped(&world).len(), 1);
+    assert_eq!(vm.recover_range(slot.range()), Ok(1), "the other block");
+    assert_eq!(sizes(&world), (0, 1, 0), "what cannot be a leaf is taken away");
+    let gone = zapped(&world);
+    assert_eq!(gone.len(), 511);
+    for leaf in gone {
+        let page = leaf.range.start.0 - slot.first;
+        assert_eq!(leaf.range.nr_pages(), 1);
+        assert_eq!((leaf.accessed, leaf.dirty), ([3, 5].contains(&page), page == 3), "page {page}");
+        assert_eq!(leaf.pfn.0, slot.first_pfn + page);
+    }
+    assert_eq!(world.read(slot, 100), 1);
+    assert_eq!(sizes(&world), (0, 2, 0));
+    assert_eq!(vm.recover_range(slot.range()), Ok(0));
+    world.finish(&[slot]);
+}
+
+each_format!(a_page_with_another_frame_keeps_its_block_small, misfit);
+fn misfit<F: Format>(config: Config) {
+    let mut world = World::<F>::new(config);
+    let memory = region(1, 2 * MIB, 4 * MIB, 0x1000, PageSize::Size2M);
+    let backing = Arc::clone(memory.backing.as_ref().unwrap());
+    let vm = Arc::clone(&world.vm);
+    vm.host().record_zapped();
+    vm.set_user_memory_region(memory).unwrap();
+    let all = GfnRange::new(Gfn(BIG), 2 * BIG);
+    assert_eq!(world.vcpu.pre_fault_memory(Gpa(2 * MIB), 4 * MIB, Access::Write), Ok(4 * MIB));
+    let taken_away = vm.invalidate_range(GfnRange::new(Gfn(BIG + 7), 1)).unwrap();
+    backing.frames.write().unwrap().insert(7, common::Frame { pfn: 0x9_0000, writes: common::Writes::Allowed });
+    drop(taken_away);
+    assert_eq!(world.vcpu.handle_fault(Gfn(BIG + 7).gpa(), Access::Write), Ok(Outcome::Resume));
+    vm.split_range(all, PageSize::Size4K).unwrap();
+    zapped(&world);
+    assert_eq!(vm.recover_range(all), Ok(1), "the block without it");
+    assert_eq!((sizes(&world), zapped(&world).len()), ((512, 1, 0), 0), "the host says no: nothing is taken away");
+    assert_eq!(translate(&vm, Gfn(BIG + 7).gpa()).unwrap().pfn.0, 0x9_0000);
+}
+
+each_format!(only_blocks_wholly_inside_a_slot_come_back, ends);
+fn ends<F: Format>(config: Config) {
+    // From 1 MiB to 7 MiB, and a neighbour that has the rest of the last block.
+    let slots = [Slot::huge(1, 256, 6 * 256, PageSize::Size2M), Slot::huge(2, 7 * 256, 256, PageSize::Size2M)];
+    let mut world = world_with::<F>(config, slots[0], Access::Write);
+    world.create(slots[1], NO_FLAGS);
+    world.write_all(slots[1], 0..256);
+    assert_eq!(sizes(&world), (256 + 512, 2, 0));
+    let all = GfnRange::new(Gfn(0), 4 * BIG);
+    assert_eq!(world.vm.split_range(all, PageSize::Size4K), Ok(2));
+    assert_eq!(world.vm.recover_range(GfnRange::new(Gfn(256), 4 * 256)), Ok(1), "as many as the range covers");
+    assert_eq!(world.vm.recover_range(all), Ok(1));
+    assert_eq!((sizes(&world), zapped(&world).len()), ((256 + 512, 2, 0), 0));
+    world.set_flags(slots[0], LOG);
+    world.set_flags(slots[0], NO_FLAGS);
+    assert_eq!((sizes(&world), zapped(&world).len()), ((256 + 512, 2, 0), 0));
+    world.finish(&slots);
+}
+
+each_format!(frames_that_lie_otherwise_than_the_pages_stay_small, alignment);
+fn alignment<F: Format>(config: Config) {
+    let slot = Slot { first_pfn: 0x10_0000 + 3, ..Slot::huge(1, BIG, 2 * BIG, PageSize::Size1G) };
+    let world = world_with::<F>(config, slot, Access::Write);
+    let before = sizes(&world);
+    assert_eq!(before, (2 * BIG, 0, 0));
+    assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Ok(0));
+    assert_eq!(world.vm.recover_range(slot.range()), Ok(0));
+    assert_eq!((sizes(&world), zapped(&world).len()), (before, 0));
+    // By 2 MiB, and not by 1 GiB.
+    let other = Slot { first_pfn: HUGE * 5 + BIG, ..Slot::huge(2, HUGE, HUGE, PageSize::Size1G) };
+    let world = world_with::<F>(config, other, Access::Write);
+    assert_eq!(sizes(&world), (0, 512, 0));
+    assert_eq!(world.vm.split_range(other.range(), PageSize::Size4K), Ok(512));
+    assert_eq!(world.vm.recover_range(other.range()), Ok(512));
+    assert_eq!((sizes(&world), zapped(&world).len()), ((0, 512, 0), 0));
+}
+
+each_format!(what_may_not_be_written_stays_so, read_only);
+fn read_only<F: Format>(config: Config) {
+    let slot = Slot::huge(1, 0, HUGE, PageSize::Size1G);
+    let mut world = World::<F>::new(config);
+    world.create(slot, MemoryRegionFlags::READONLY);
+    world.read(slot, 0);
+    assert_eq!(sizes(&world), (0, 0, 1));
+    world.vm.host().record_zapped();
+    assert_eq!(world.vm.split_range(GfnRange::new(Gfn(0), 1), PageSize::Size4K), Ok(2));
+    assert_eq!(sizes(&world), (512, 511, 0));
+    assert!(world.entries(Slot { nr_pages: 1024, ..slot }).iter().all(|found| !found.unwrap().writable));
+    assert_eq!(world.vm.recover_range(slot.range()), Ok(2));
+    assert!(!world.is_writable(slot, 0));
+    assert_eq!((sizes(&world), zapped(&world).len()), ((0, 0, 1), 0));
+    // A slot that may be written, over frames that the host gives read-only until they are written.
+    let memory = region(2, GIB, 2 * MIB, HUGE, PageSize::Size2M);
+    let backing = Arc::clone(memory.backing.as_ref().unwrap());
+    backing.read_gives_writable.store(false, Ordering::SeqCst);
+    world.vm.set_user_memory_region(memory).unwrap();
+    let block = GfnRange::new(Gfn(HUGE), BIG);
+    assert_eq!(world.vcpu.handle_fault(Gpa(GIB), Access::Read), Ok(Outcome::Resume));
+    assert_eq!(world.vm.split_range(block, PageSize::Size4K), Ok(1));
+    // One may be written now: they are not the same any more, and the next access asks anew.
+    assert_eq!(world.vcpu.handle_fault(Gpa(GIB), Access::Write), Ok(Outcome::Resume));
+    assert!(world.at(Gfn(HUGE)).unwrap().writable && !world.at(Gfn(HUGE + 1)).unwrap().writable);
+    assert_eq!(world.vm.recover_range(block), Ok(0));
+    assert_eq!((sizes(&world), zapped(&world).len()), ((0, 0, 1), 512));
+}
+
+each_format!(where_whole_blocks_are_marked_1g_become_2m_and_come_back_protected, mark_whole);
+fn mark_whole<F: Format>(config: Config) {
+    for manual in MANUAL_PROTECTS {
+        let config = config.with_huge_page_logging(HugePageLogging::MarkWhole).with_manual_protect(manual);
+        let slot = Slot::huge(1, 0, HUGE, PageSize::Size1G);
+        let mut world = world_with::<F>(config, slot, Access::Write);
+        assert_eq!(sizes(&world), (0, 0, 1));
+        world.set_flags(slot, LOG);
+        if manual == ManualProtect::InitiallySet {
+            assert_eq!(world.clear(slot, &(0..HUGE).collect::<Vec<_>>()), Ok(HUGE));
+        }
+        assert_eq!(sizes(&world), (0, 512, 0));
+        world.write(slot, 1000);
+        assert_eq!(world.take(slot), (512..1024).collect::<Vec<_>>());
+        let some = GfnRange::new(Gfn(0), 3 * BIG);
+        assert_eq!(world.vm.split_range(some, PageSize::Size4K), Ok(3));
+        world.write(slot, 513);
+        assert_eq!(world.vm.recover_range(slot.range()), Ok(3), "2 MiB, and no larger");
+        assert_eq!(sizes(&world), (0, 512, 0));
+        assert!((0..3 * BIG).all(|page| !world.is_writable(slot, page)), "what comes back is protected");
+        assert_eq!(world.take(slot), [513], "the mark stays, and no other comes");
+        world.write(slot, 514);
+        assert_eq!(world.take(slot), (512..1024).collect::<Vec<_>>());
+        world.set_flags(slot, NO_FLAGS);
+        assert_eq!((sizes(&world), world.is_writable(slot, 0)), ((0, 0, 1), true));
+        assert_eq!(zapped(&world).len(), 0);
+        world.finish(&[slot]);
+    }
+}
+
+fn logging_slots_stay_split<F: Format>(config: Config) {
+    let slot = Slot::huge(1, BIG, 2 * BIG, PageSize::Size2M);
+    let mut world = world_with::<F>(config, slot, Access::Write);
+    world.set_flags(slot, LOG);
+    if config.manual_protect == ManualProtect::InitiallySet {
+        assert_eq!(world.clear(slot, &(0..2 * BIG).collect::<Vec<_>>()), Ok(2 * BIG));
+    }
+    assert_eq!(sizes(&world), (1024, 0, 0), "{config:?}");
+    let faults = matches!(config.dirty_tracking, DirtyTracking::WriteProtect(_)) || F::BREAK_BEFORE_MAKE;
+    assert_eq!(world.write(slot, 3), u64::from(faults));
+    assert_eq!(world.vm.recover_range(slot.range()), Ok(0));
+    assert_eq!((sizes(&world), zapped(&world).len()), ((1024, 0, 0), 0));
+    assert_eq!(world.take(slot), [3], "{config:?}");
+    assert_eq!(world.take(slot), []);
+    world.write(slot, 3);
+    world.read(slot, 700);
+    world.set_flags(slot, NO_FLAGS);
+    assert_eq!((sizes(&world), zapped(&world).len()), ((0, 2, 0), 0));
+    assert!(world.is_writable(slot, 3) && world.is_writable(slot, 700));
+    // All that the guest did, once for each block.
+    drop(world.vm.invalidate_range(slot.range()).unwrap());
+    let told: Vec<_> = zapped(&world).iter().map(|leaf| (leaf.range, leaf.accessed, leaf.dirty)).collect();
+    let block = |n: u64| GfnRange::new(Gfn(BIG + n * BIG), BIG);
+    assert_eq!(told, [(block(0), true, true), (block(1), true, false)], "{config:?}");
+    world.finish(&[slot]);
+}
+
+#[test]
+fn slots_that_log_by_pages_keep_them_and_all_is_told_once() {
+    for manual in MANUAL_PROTECTS {
+        for tracking in dirty_trackings::<Ept>() {
+            logging_slots_stay_split::<Ept>(
+                Config::default().with_dirty_tracking(tracking).with_manual_protect(manual),
+            );
+        }
+        for tracking in dirty_trackings::<Npt>() {
+            let config = Config::default().with_dirty_tracking(tracking).with_manual_protect(manual);
+            logging_slots_stay_split::<Npt>(config);
+            logging_slots_stay_split::<Broken>(config);
+        }
+    }
+}
+
+each_format!(a_page_that_waits_to_be_seen_waits_in_each_part_and_in_the_whole, tracked);
+fn tracked<F: Format>(config: Config) {
+    let config = config.with_access_tracking(AccessTracking::Faults);
+    let slot = Slot::huge(1, BIG, 2 * BIG, PageSize::Size2M);
+    let mut world = world_with::<F>(config, slot, Access::Write);
+    assert_eq!(world.vm.age_range(slot.range()), Ok(2 * BIG));
+    assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Ok(2));
+    assert_eq!(world.vm.test_age_range(slot.range()), Ok(0), "the parts were not used");
+    assert_eq!(sizes(&world), (1024, 0, 0));
+    // One block is used by one page, the other not at all.
+    world.read(slot, 3);
+    assert_eq!(world.vm.test_age_range(slot.range()), Ok(1));
+    assert_eq!(world.vm.recover_range(slot.range()), Ok(2));
+    assert_eq!(world.vm.test_age_range(slot.range()), Ok(BIG), "one was used, and as a whole now");
+    assert!(world.is_writable(slot, 3) && world.at(slot.gfn(BIG)).is_none());
+    assert_eq!(sizes(&world), (0, 2, 0));
+    world.write(slot, BIG);
+    assert_eq!(zapped(&world).len(), 0);
+    drop(world.vm.invalidate_range(slot.range()).unwrap());
+    let told: Vec<_> = zapped(&world).iter().map(|leaf| (leaf.accessed, leaf.dirty)).collect();
+    assert_eq!(told, [(true, true), (true, true)]);
+    world.finish(&[slot]);
+}
+
+each_format!(beside_rings_what_comes_back_is_opened_by_the_first_write, rings);
+fn rings<F: Format>(config: Config) {
+    for manual in MANUAL_PROTECTS {
+        let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config.with_manual_protect(manual)).unwrap());
+        vm.enable_dirty_ring(2048).unwrap();
+        let mut world = World { vcpu: vm.create_vcpu().unwrap(), vm, config };
+        let slot = Slot::huge(1, HUGE, HUGE, PageSize::Size1G);
+        world.create(slot, NO_FLAGS);
+        world.write_all(slot, (0..HUGE).step_by(512));
+        assert_eq!(sizes(&world), (0, 512, 0), "no step opens 1 GiB");
+        world.set_flags(slot, LOG);
+        assert_eq!(sizes(&world), (HUGE, 0, 0));
+        world.write_all(slot, [7, 7, 512]);
+        let mut got = Vec::new();
+        world.vm.dirty_rings().for_each(|ring| {
+            ring.harvest(|page| got.push(page.page));
+        });
+        assert_eq!(got, [7, 512]);
+        world.vm.reset_dirty_rings().unwrap();
+        world.set_flags(slot, NO_FLAGS);
+        assert_eq!(sizes(&world), (0, 0, 1));
+        assert!(!world.is_writable(slot, 7));
+        world.write(slot, 7);
+        assert_eq!(sizes(&world), (0, 512, 0));
+        assert!(world.is_writable(slot, 8) && !world.is_writable(slot, 512));
+        world.finish(&[slot]);
+    }
+}
+
+each_format!(what_the_guest_did_goes_down_and_comes_up_and_is_told_once, accessed_and_dirty);
+fn accessed_and_dirty<F: Format>(config: Config) {
+    let slot = Slot::huge(1, HUGE, HUGE, PageSize::Size1G);
+    let mut world = world_with::<F>(config, slot, Access::Write);
+    let vm = Arc::clone(&world.vm);
+    assert_eq!(vm.split_range(GfnRange::new(Gfn(HUGE), 2 * BIG), PageSize::Size4K), Ok(3));
+    assert_eq!(vm.test_age_range(slot.range()), Ok(0), "nothing was used");
+    world.read(slot, 3);
+    world.write(slot, BIG + 4);
+    world.read(slot, 5 * BIG);
+    assert_eq!(vm.test_age_range(slot.range()), Ok(BIG + 2));
+    assert_eq!(vm.recover_range(GfnRange::new(Gfn(HUGE), 2 * BIG)), Ok(2));
+    assert_eq!(vm.test_age_range(slot.range()), Ok(3 * BIG));
+    let dirty = |page: u64| world.at(slot.gfn(page)).unwrap().entry.0 & F::DIRTY != 0;
+    assert_eq!((dirty(0), dirty(BIG), dirty(2 * BIG)), (false, true, false));
+    assert_eq!(vm.recover_range(slot.range()), Ok(1));
+    assert_eq!(sizes(&world), (0, 0, 1));
+    assert_eq!(zapped(&world), []);
+    drop(vm.invalidate_range(slot.range()).unwrap());
+    let told = zapped(&world);
+    assert_eq!(
+        told.iter().map(|leaf| (leaf.range, leaf.accessed, leaf.dirty)).collect::<Vec<_>>(),
+        [(slot.range(), true, true)]
+    );
+    world.finish(&[slot]);
+}
+
+#[test]
+fn four_gib_come_back_with_few_flushes() {
+    for locking in LOCKINGS {
+        let slot = Slot::huge(1, 0, 4 * HUGE, PageSize::Size2M);
+        let world = world_with::<Npt>(Config::with_locking(locking), slot, Access::Write);
+        assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Ok(2048));
+        world.take_flushes();
+        assert_eq!(world.vm.recover_range(slot.range()), Ok(2048));
+        let flushes = world.take_flushes();
+        assert!(flushes.len() <= 8, "{} flushes", flushes.len());
+        for page in (0..4 * HUGE).step_by(BIG as usize) {
+            let block = slot.gfn(page).block(Level::L2M);
+            assert!(flushes.iter().flatten().any(|range| range.covers(block)), "{block:?} is not flushed");
+        }
+        world.finish(&[slot]);
+    }
+}
+
+each_format!(beside_a_reader_only_so_many_tables_are_put_off, reader);
+fn reader<F: Format>(config: Config) {
+    let slot = Slot::huge(1, 0, 4 * HUGE, PageSize::Size2M);
+    let world = world_with::<F>(config, slot, Access::Write);
+    assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Ok(2048));
+    let nr_linked = || world.vm.stats().pages_4k() / BIG + 4 + 2;
+    let reader = world.vm.read_tables().unwrap();
+    // As many as are linked, and those that zaps may put off.
+    assert_eq!(world.vm.recover_range(slot.range()), Ok(2048));
+    assert_eq!(world.vm.host().live_tables() as u64, nr_linked() + 2048);
+    assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Ok(2048));
+    let again = world.vm.recover_range(slot.range()).unwrap();
+    assert!((1024..=1024 + 512 + 8).contains(&again), "{again} more tables put off");
+    assert_eq!(sizes(&world), ((2048 - again) * BIG, again, 0));
+    assert_eq!(world.vm.host().live_tables() as u64, nr_linked() + 2048 + again);
+    assert_eq!(world.vm.recover_range(slot.range()), Ok(0), "not one more");
+    assert_eq!(zapped(&world), []);
+    let mut cursor = reader.cursor();
+    assert!((0..4 * HUGE).step_by(511).all(|page| cursor.query(slot.gfn(page).gpa()).is_some()));
+    drop(reader);
+    assert_eq!(world.vm.recover_range(slot.range()), Ok(2048 - again));
+    world.vm.reclaim();
+    assert_eq!(world.vm.host().live_tables() as u64, nr_linked());
+    world.finish(&[slot]);
+}
+
+/// A page's frame, and whether it may be written.
+type Seen = Option<(u64, bool)>;
+
+/// All that the guest sees of a slot.
+fn seen<F: Format>(world: &World<F>, slot: Slot) -> Vec<Seen> {
+    world.entries(slot).into_iter().map(|found| found.map(|found| (found.pfn.0, found.writable))).collect()
+}
+
+each_format!(a_split_for_which_there_is_no_memory_leaves_the_rest_as_it_was, out_of_memory);
+fn out_of_memory<F: Format>(config: Config) {
+    let slot = Slot::huge(1, HUGE, 6 * BIG, PageSize::Size2M);
+    for k in 0..6 {
+        let world = world_with::<F>(config, slot, Access::Write);
+        let (vm, before) = (&world.vm, seen(&world, slot));
+        let nr_tables = vm.host().live_tables();
+        vm.host().fail_after(k);
+        assert_eq!(vm.split_range(slot.range(), PageSize::Size4K), Err(Error::OutOfMemory), "with {k} tables");
+        vm.host().never_fail();
+        let k = k as u64;
+        assert_eq!(sizes(&world), (k * BIG, 6 - k, 0));
+        assert_eq!(vm.host().live_tables() as u64, nr_tables as u64 + k);
+        // In a format that breaks leaves first, the parts may wait for their first write.
+        let is_same = |(now, before): (&Seen, &Seen)| {
+            now.map(|now| now.0) == before.map(|before| before.0) && (F::BREAK_BEFORE_MAKE || now == before)
+        };
+        assert!(seen(&world, slot).iter().zip(&before).all(is_same));
+        assert_eq!(vm.split_range(slot.range(), PageSize::Size4K), Ok(6 - k));
+        assert_eq!((sizes(&world), zapped(&world).len()), ((6 * BIG, 0, 0), 0));
+        world.finish(&[slot]);
+    }
+}
+
+each_format!(a_1g_page_split_half_way_for_want_of_memory_is_all_there, out_of_memory_1g);
+fn out_of_memory_1g<F: Format>(config: Config) {
+    let slot = Slot::huge(1, HUGE, HUGE, PageSize::Size1G);
+    for k in [0, 1, 2, 100, 511, 512] {
+        let world = world_with::<F>(config, slot, Access::Write);
+        world.vm.host().fail_after(k);
+        assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Err(Error::OutOfMemory));
+        world.vm.host().never_fail();
+        let nr_2m_split = (k as u64).saturating_sub(1);
+        let expected = if k == 0 { (0, 0, 1) } else { (nr_2m_split * BIG, 512 - nr_2m_split, 0) };
+        assert_eq!(sizes(&world), expected);
+        assert!((0..HUGE).step_by(97).all(|page| world.at(slot.gfn(page)).unwrap().pfn.0 == slot.first_pfn + page));
+        assert_eq!(world.vm.recover_range(slot.range()), Ok(nr_2m_split + u64::from(k != 0)));
+        assert_eq!(sizes(&world), (0, 0, 1));
+        world.finish(&[slot]);
+    }
+}
+
+each_format!(logging_begins_without_memory_and_the_log_is_exact, logging_without_memory);
+fn logging_without_memory<F: Format>(config: Config) {
+    let slot = Slot::huge(1, HUGE, 4 * BIG, PageSize::Size2M);
+    for manual in MANUAL_PROTECTS {
+        for k in 0..5 {
+            let mut world = world_with::<F>(config.with_manual_protect(manual), slot, Access::Write);
+            world.vm.host().fail_after(k);
+            world.set_flags(slot, LOG);
+            if manual == ManualProtect::InitiallySet {
+                assert_eq!(world.clear(slot, &(0..4 * BIG).collect::<Vec<_>>()), Ok(4 * BIG));
+            }
+            world.vm.host().never_fail();
+            let k = k.min(4) as u64;
+            assert_eq!(sizes(&world), (k * BIG, 4 - k, 0));
+            assert!((0..4 * BIG).all(|page| !world.is_writable(slot, page)), "all is protected");
+            let written = [0, 511, 512, 1025, 2047];
+            world.write_all(slot, written);
+            assert_eq!(world.take(slot), written, "with {k} tables");
+            assert_eq!(sizes(&world), (4 * BIG, 0, 0), "the first write splits");
+            world.set_flags(slot, NO_FLAGS);
+            assert_eq!((sizes(&world), zapped(&world).len()), ((0, 4, 0), 0));
+            world.finish(&[slot]);
+        }
+    }
+}
+
+each_format!(a_table_that_is_not_at_hand_is_asked_for_again_by_who_may_wait, waits);
+fn waits<F: Format>(config: Config) {
+    let slot = Slot::huge(1, HUGE, 5 * BIG, PageSize::Size2M);
+    let mut world = world_with::<F>(config, slot, Access::Write);
+    let asked = |world: &World<F>| -> Vec<AllocationWait> {
+        std::mem::take(&mut *world.vm.host().asked.lock().unwrap()).into_iter().map(|(_, wait)| wait).collect()
+    };
+    assert!(asked(&world).iter().all(|wait| *wait == AllocationWait::Allowed), "faults hold nothing when they ask");
+    world.vm.host().refuses_who_cannot_wait.store(true, Ordering::SeqCst);
+    assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Ok(5));
+    assert_eq!(asked(&world), [AllocationWait::Never, AllocationWait::Allowed].repeat(5));
+    assert_eq!(world.vm.recover_range(slot.range()), Ok(5));
+    assert_eq!(asked(&world), []);
+    world.set_flags(slot, LOG);
+    assert_eq!(asked(&world), [AllocationWait::Never, AllocationWait::Allowed].repeat(5));
+    world.set_flags(slot, NO_FLAGS);
+    world.vm.host().refuses_who_cannot_wait.store(false, Ordering::SeqCst);
+    assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Ok(5));
+    assert_eq!(asked(&world), [AllocationWait::Never; 5]);
+    world.vm.recover_range(slot.range()).unwrap();
+    // Neither: the error says so, and each is tried.
+    world.vm.host().fail_after(0);
+    assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Err(Error::OutOfMemory));
+    world.vm.host().never_fail();
+    assert_eq!(asked(&world), [AllocationWait::Never, AllocationWait::Allowed]);
+    assert_eq!(world.write(slot, 0), 0);
+    world.finish(&[slot]);
+}
+
+each_format!(ranges_that_make_no_sense_are_refused_and_empty_ones_of_memory_are_not, bad_input);
+fn bad_input<F: Format>(config: Config) {
+    let slot = Slot::huge(1, 0, 2 * HUGE, PageSize::Size1G);
+    let world = world_with::<F>(config, slot, Access::Write);
+    let end = 1 << (F::GPA_BITS - 12);
+    let empty = GfnRange { start: Gfn(7), end: Gfn(7) };
+    let inverted = GfnRange { start: Gfn(8), end: Gfn(7) };
+    for range in [empty, inverted] {
+        let refused = Err(Error::EmptyRange { start: range.start, end: range.end });
+        assert_eq!(world.vm.split_range(range, PageSize::Size4K), refused);
+        assert_eq!(world.vm.recover_range(range), refused);
+    }
+    let past_end =
+        [GfnRange::new(Gfn(end - 1), 2), GfnRange::new(Gfn(end), 1), GfnRange { start: Gfn(0), end: Gfn(u64::MAX) }];
+    for range in past_end {
+        let gpa = Gfn(end).gpa();
+        let refused = Err(Error::AddressTooHigh { gpa, gpa_bits: F::GPA_BITS });
+        assert_eq!(world.vm.split_range(range, PageSize::Size2M), refused);
+        assert_eq!(world.vm.recover_range(range), refused);
+    }
+    let whole = GfnRange { start: Gfn(0), end: Gfn(end) };
+    let beyond = GfnRange { start: Gfn(2 * HUGE), end: Gfn(end) };
+    assert_eq!(world.vm.split_range(whole, PageSize::Size1G), Ok(0), "there are none larger");
+    assert_eq!(world.vm.split_range(beyond, PageSize::Size4K), Ok(0));
+    assert_eq!(world.vm.recover_range(beyond), Ok(0));
+    assert_eq!(sizes(&world), (0, 0, 2));
+    assert_eq!(world.vm.split_range(whole, PageSize::Size2M), Ok(2));
+    assert_eq!(world.vm.recover_range(whole), Ok(2));
+    // Across the slot's end.
+    assert_eq!(world.vm.split_range(GfnRange { start: Gfn(2 * HUGE - 1), end: Gfn(end) }, PageSize::Size2M), Ok(1));
+    assert_eq!(sizes(&world), (0, 512, 1));
+    world.finish(&[slot]);
+}
+
+each_format!(lazily_nothing_is_split_but_what_is_written, lazily);
+fn lazily<F: Format>(config: Config) {
+    for manual in MANUAL_PROTECTS {
+        let config = config.with_manual_protect(manual).with_huge_page_splitting(HugePageSplitting::Lazy);
+        let slot = Slot::huge(1, HUGE, HUGE, PageSize::Size1G);
+        let mut world = world_with::<F>(config, slot, Access::Write);
+        world.set_flags(slot, LOG);
+        if manual == ManualProtect::InitiallySet {
+            assert_eq!(world.clear(slot, &(0..HUGE).collect::<Vec<_>>()), Ok(HUGE));
+        }
+        assert_eq!(sizes(&world), (0, 0, 1));
+        world.write(slot, 1000);
+        assert_eq!((sizes(&world), world.take(slot)), ((512, 511, 0), vec![1000]));
+        world.set_flags(slot, NO_FLAGS);
+        assert_eq!((sizes(&world), world.is_writable(slot, 1)), ((0, 0, 1), true));
+        world.finish(&[slot]);
+    }
+}
+
+each_format!(clearing_a_part_splits_that_part, clearing);
+fn clearing<F: Format>(config: Config) {
+    let config = config.with_manual_protect(ManualProtect::InitiallySet).with_dirty_tracking(LAZY);
+    // Not at a multiple of 64 pages, nor of 2 MiB.
+    let slot = Slot::huge(1, HUGE - 700, HUGE + 1000, PageSize::Size1G);
+    let world = world_with::<F>(config, slot, Access::Write);
+    world.set_flags(slot, LOG);
+    let before = sizes(&world);
+    assert_eq!(before.2, 1);
+    assert_eq!(world.vm.clear_dirty_log(1, 0, 640, &[u64::MAX; 10]), Ok(640));
+    // Before the 1 GiB page: pages 188 to 699 are one of 2 MiB.
+    assert_eq!(sizes(&world), (before.0 + 512, before.1 - 1, 1));
+    // Page 700 is the first of the 1 GiB; its word is the eleventh.
+    let mut mask = [0; 100];
+    assert_eq!(world.vm.clear_dirty_log(1, 640, 6400, &mask), Ok(0));
+    assert_eq!(sizes(&world).2, 1);
+    mask[50] = 1;
+    assert_eq!(world.vm.clear_dirty_log(1, 640, 6400, &mask), Ok(1));
+    assert_eq!(sizes(&world), (before.0 + 1024, before.1 + 512 - 2, 0));
+    let (cleared, other) = (640 + 50 * 64, 640 + 50 * 64 + 64);
+    assert!(!world.is_writable(slot, cleared));
+    assert!(F::BREAK_BEFORE_MAKE || world.is_writable(slot, other));
+    world.finish(&[slot]);
+}
+
+each_format!(a_recovery_beside_a_held_invalidation_leaves_the_rest_of_the_block, held);
+fn held<F: Format>(config: Config) {
+    let slot = Slot::huge(1, BIG, 2 * BIG, PageSize::Size2M);
+    let world = world_with::<F>(config, slot, Access::Write);
+    let taken_away = world.vm.invalidate_range(GfnRange::new(slot.gfn(7), 1)).unwrap();
+    zapped(&world);
+    // No huge leaf can come there before it is over: to take the others away would cost their faults for nothing.
+    assert_eq!(world.vm.recover_range(slot.range()), Ok(0));
+    assert_eq!((sizes(&world), zapped(&world).len()), ((511, 1, 0), 0));
+    drop(taken_away);
+    assert_eq!(world.vm.recover_range(slot.range()), Ok(0));
+    assert_eq!(sizes(&world), (0, 1, 0));
+    world.finish(&[slot]);
+}

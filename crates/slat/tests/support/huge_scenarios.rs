@@ -1,0 +1,320 @@
+//! Huge pages that are split and put back beside everything else, in the world of `tlb_world.rs`. The area has frames that
+//! follow each other from the beginning, so that all of it may be one leaf; mostly it begins as a table of small ones.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use shuttle::thread::{self, JoinHandle};
+use slat::{
+    Access, AccessTracking, Config, DirtyTracking, Gfn, GfnRange, HugePageLogging, HugePageSplitting, Locking,
+    ManualProtect, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, WriteProtection,
+};
+
+use crate::copied::Copied;
+use crate::tlb_world::{
+    AreaBacking, BLOCK, Choices, Guest, Memory, PAGES, PLACES, STAYING, TestVm, is_written_unseen, new_vm, random,
+    take_away, zapping,
+};
+
+const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
+const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
+const PLACE: u64 = PLACES[STAYING][0];
+const ALL: GfnRange = GfnRange { start: Gfn(PLACE), end: Gfn(PLACE + BLOCK) };
+
+const GUESTS: usize = 2;
+/// Who puts back and splits. A harvest waits for it as it does for faults.
+const RECOVERER: usize = GUESTS;
+/// Recoveries, of all schedules: so that a test can say that there were some.
+pub static RECOVERIES: AtomicU64 = AtomicU64::new(0);
+
+fn pick<T: Copy>(from: &[T]) -> T {
+    from[random(from.len() as u64) as usize]
+}
+
+fn random_config() -> Config {
+    let locking = pick(&[Locking::None, Locking::None, Locking::None, Locking::Shared, Locking::Exclusive]);
+    let access_tracking = pick(&[AccessTracking::AccessedBit, AccessTracking::AccessedBit, AccessTracking::Faults]);
+    let by_writes = [WriteProtection::Lazy, WriteProtection::LeafByLeaf].map(DirtyTracking::WriteProtect);
+    let by_dirty_bits = [DirtyTracking::DirtyBit, DirtyTracking::PageModificationLog];
+    let dirty_tracking = match access_tracking {
+        AccessTracking::Faults => pick(&by_writes),
+        AccessTracking::AccessedBit => pick(&[by_writes, by_dirty_bits].concat()),
+    };
+    Config::with_locking(locking)
+        .with_access_tracking(access_tracking)
+        .with_dirty_tracking(dirty_tracking)
+        .with_manual_protect(pick(&[ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet]))
+        .with_huge_page_logging(pick(&[HugePageLogging::Split, HugePageLogging::MarkWhole]))
+        .with_huge_page_splitting(pick(&[HugePageSplitting::Eager, HugePageSplitting::Lazy]))
+}
+
+/// A slot of the area's pages from `first` on.
+fn make_slot(vm: &Arc<TestVm>, id: usize, flags: MemoryRegionFlags, first: u64, nr_pages: u64) {
+    let backing = AreaBacking { area: STAYING, first_page: first as usize, vm: Arc::downgrade(vm) };
+    change_slot(vm, id, flags, first, nr_pages, Some(backing));
+}
+
+/// Makes the slot `id` or, without a backing, changes its flags; with no pages, deletes it.
+fn change_slot(
+    vm: &TestVm,
+    id: usize,
+    flags: MemoryRegionFlags,
+    first: u64,
+    nr_pages: u64,
+    backing: Option<AreaBacking>,
+) {
+    let guest_phys_addr = Gfn(PLACE + first).gpa();
+    let memory_size = nr_pages * PAGE_SIZE;
+    vm.set_user_memory_region(MemoryRegion { slot: id as u32, flags, guest_phys_addr, memory_size, backing }).unwrap();
+}
+
+/// A VM with one slot, whose block is mapped by one leaf, by a table of small ones, or not at all.
+fn new_huge_vm(choices: &Choices) -> Arc<TestVm> {
+    let vm = new_vm(choices, GUESTS + 2);
+    vm.host().with_memory(|memory| memory.place(STAYING, &[PLACE]));
+    make_slot(&vm, STAYING, NO_FLAGS, 0, BLOCK);
+    let how = random(5);
+    if how != 0 {
+        Guest::new(&vm, 0).prefault(PLACE, BLOCK, pick(&[Access::Read, Access::Write]));
+    }
+    if how > 1 {
+        // Without memory, it stays as it is.
+        let _ = vm.split_range(ALL, PageSize::Size4K);
+    }
+    vm
+}
+
+fn access_memory(vm: &Arc<TestVm>, index: usize, nr_accesses: u64) {
+    let mut guest = Guest::new(vm, index);
+    let nr_pages = pick(&[1, 2, PAGES as u64]);
+    for _ in 0..nr_accesses {
+        let (gfn, access) = (PLACE + random(nr_pages), pick(&[Access::Write, Access::Read]));
+        if random(8) == 0 {
+            guest.prefault(gfn, PLACE + PAGES as u64 - gfn, access);
+        } else {
+            guest.access(gfn, access);
+        }
+    }
+}
+
+/// Puts huge leaves back, and splits and ages them.
+fn put_back(vm: &TestVm, nr_turns: u64) {
+    for _ in 0..nr_turns {
+        vm.host().during_call(RECOVERER, ALL.start, || match random(6) {
+            0 => drop(vm.split_range(ALL, PageSize::Size4K)),
+            1 => drop(vm.age_range(ALL).unwrap()),
+            _ => {
+                RECOVERIES.fetch_add(vm.recover_range(ALL).unwrap(), Ordering::Relaxed);
+            }
+        });
+    }
+}
+
+fn spawn_guests(vm: &Arc<TestVm>, nr_accesses: u64) -> Vec<JoinHandle<()>> {
+    let spawn = |index| {
+        let vm = Arc::clone(vm);
+        thread::spawn(move || access_memory(&vm, index, nr_accesses))
+    };
+    (0..GUESTS).map(spawn).collect()
+}
+
+fn spawn_recoverer(vm: &Arc<TestVm>, nr_turns: u64) -> JoinHandle<()> {
+    let vm = Arc::clone(vm);
+    thread::spawn(move || put_back(&vm, nr_turns))
+}
+
+fn spawn_one_recovery(vm: &Arc<TestVm>) -> JoinHandle<u64> {
+    let vm = Arc::clone(vm);
+    thread::spawn(move || vm.host().during_call(RECOVERER, ALL.start, || vm.recover_range(ALL).unwrap()))
+}
+
+/// Changes pages as hosts do.
+fn change_memory(vm: &TestVm) {
+    let page = random(PAGES as u64);
+    let one = GfnRange::new(Gfn(PLACE + page), 1);
+    match random(8) {
+        0 | 1 => take_away(vm, &[ALL], |memory: &mut Memory| memory.renew(STAYING)),
+        2 => take_away(vm, &[one], |memory| memory.move_page(STAYING, page as usize)),
+        3 => take_away(vm, &[one], |memory| memory.protect(STAYING, page as usize)),
+        4 => take_away(vm, &[one], |memory| memory.only_pages(STAYING, true)),
+        // More is allowed than before.
+        5 => vm.host().with_memory(|memory| memory.only_pages(STAYING, false)),
+        6 => vm.host().with_memory(|memory| (0..PAGES).for_each(|page| memory.allow(STAYING, page))),
+        // It has thought better of it.
+        _ => take_away(vm, &[pick(&[one, ALL])], |_| {}),
+    }
+}
+
+/// Deletes slot `id`, which has the area's pages from `first` on.
+fn delete(vm: &TestVm, id: usize, first: u64, nr_pages: u64) {
+    let range = GfnRange::new(Gfn(PLACE + first), nr_pages);
+    zapping(vm.host(), &[range], || change_slot(vm, id, NO_FLAGS, 0, 0, None));
+}
+
+/// When all have stopped, and the slots of `logged` log: one harvest each brings all, and leaves nothing that could be written
+/// unseen.
+fn assert_exact(vm: &TestVm, config: &Config, logged: &mut Copied, first: u64) {
+    logged.harvest(vm);
+    logged.assert_has(vm.host().with_memory(|memory| memory.nr_writes(STAYING)));
+    for gfn in PLACE + first..PLACE + PAGES as u64 {
+        assert!(!is_written_unseen(vm, config, gfn), "{gfn:#x} can be written, and was not reported; {config:?}");
+    }
+}
+
+/// No slot is left: nor is a table but the root.
+fn finish(vm: &Arc<TestVm>) {
+    // No guest can use a frame any more, and all that was written has been told.
+    vm.host().with_memory(|memory| {
+        memory.place(STAYING, &[]);
+        memory.renew(STAYING);
+    });
+    // With the table above the block.
+    drop(vm.invalidate_range(GfnRange::new(Gfn(0), BLOCK * BLOCK)).unwrap());
+    vm.reclaim();
+    assert_eq!((vm.stats().live_tables(), vm.host().live_tables()), (1, 1));
+}
+
+/// Beside guests and a host that moves, protects and frees, and now and then wants no huge leaves.
+pub fn beside_invalidations() {
+    let choices = Choices { config: random_config(), fails_one_in: pick(&[None, None, Some(4)]) };
+    let vm = new_huge_vm(&choices);
+    let mut threads = spawn_guests(&vm, 6);
+    threads.push(spawn_recoverer(&vm, 3));
+    (0..4).for_each(|_| change_memory(&vm));
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    delete(&vm, STAYING, 0, BLOCK);
+    finish(&vm);
+}
+
+/// Beside guests, and logging that is turned on and off, which splits and puts back by itself; `changes` beside that what the
+/// host has.
+fn beside_a_log(changes: fn(&TestVm)) {
+    let config = random_config();
+    let vm = new_huge_vm(&Choices { config, fails_one_in: pick(&[None, None, Some(4)]) });
+    let mut threads = spawn_guests(&vm, 6);
+    threads.push(spawn_recoverer(&vm, 3));
+    let mut copied: Option<Copied> = None;
+    for _ in 0..4 {
+        match (random(4), &mut copied) {
+            (0, _) => changes(&vm),
+            (1 | 2, Some(copied)) => copied.harvest_twice(&vm),
+            (_, Some(_)) => {
+                zapping(vm.host(), &[ALL], || change_slot(&vm, STAYING, NO_FLAGS, 0, BLOCK, None));
+                copied = None;
+            }
+            (_, None) => {
+                change_slot(&vm, STAYING, LOG, 0, BLOCK, None);
+                copied = Some(Copied::new(&vm, config.manual_protect, STAYING as u32, 0..PAGES));
+            }
+        }
+    }
+    if let Some(copied) = &mut copied {
+        vm.host().wait_for_faults();
+        copied.harvest_twice(&vm);
+    }
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    if let Some(copied) = &mut copied {
+        assert_exact(&vm, &config, copied, 0);
+    }
+    delete(&vm, STAYING, 0, BLOCK);
+    finish(&vm);
+}
+
+pub fn beside_harvests() {
+    beside_a_log(|_| {});
+}
+
+pub fn beside_everything() {
+    beside_a_log(change_memory);
+}
+
+/// The slot is deleted, and two take its place, over the same frames or others: what was looked at for the one is not true of
+/// the two. The second logs.
+pub fn beside_halves() {
+    const HALF: u64 = PAGES as u64 / 2;
+    const SECOND: usize = 2;
+    let config = random_config();
+    let vm = new_huge_vm(&Choices { config, fails_one_in: None });
+    let mut threads = spawn_guests(&vm, 6);
+    threads.push(spawn_recoverer(&vm, 3));
+    delete(&vm, STAYING, 0, BLOCK);
+    if random(2) == 0 {
+        vm.host().with_memory(|memory| memory.renew(STAYING));
+    }
+    make_slot(&vm, SECOND, LOG, HALF, BLOCK - HALF);
+    let mut copied = Copied::new(&vm, config.manual_protect, SECOND as u32, HALF as usize..PAGES);
+    make_slot(&vm, STAYING, NO_FLAGS, 0, HALF);
+    copied.harvest_twice(&vm);
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    assert_exact(&vm, &config, &mut copied, HALF);
+    delete(&vm, SECOND, HALF, BLOCK - HALF);
+    delete(&vm, STAYING, 0, HALF);
+    finish(&vm);
+}
+
+/// One page is taken away by a host that allows no huge leaf any more when that is done, beside one recovery that has asked
+/// before. Few steps, so that a schedule that strikes between the right two is likely.
+pub fn beside_a_host_that_wants_small_leaves() {
+    let vm = new_vm(&Choices { config: Config::default(), fails_one_in: None }, GUESTS + 2);
+    vm.host().with_memory(|memory| memory.place(STAYING, &[PLACE]));
+    make_slot(&vm, STAYING, NO_FLAGS, 0, BLOCK);
+    let mut guest = Guest::new(&vm, 0);
+    guest.prefault(PLACE, BLOCK, Access::Read);
+    vm.split_range(ALL, PageSize::Size4K).unwrap();
+    let guest = thread::spawn(move || (0..3).for_each(|_| guest.access(PLACE, Access::Read)));
+    let recoverer = spawn_one_recovery(&vm);
+    take_away(&vm, &[GfnRange::new(Gfn(PLACE), 1)], |memory| memory.only_pages(STAYING, true));
+    guest.join().unwrap();
+    recoverer.join().unwrap();
+    // Who looks now finds it, if there is a huge leaf.
+    Guest::new(&vm, 1).access(PLACE + 1, Access::Read);
+    delete(&vm, STAYING, 0, BLOCK);
+    finish(&vm);
+}
+
+/// Lets others do up to as many steps as a recovery has.
+fn be_late() {
+    (0..random(60)).for_each(|_| thread::yield_now());
+}
+
+/// A page is written and taken away while the table that it is in is being put back: whoever meets that tells what was
+/// written. Few steps.
+pub fn beside_one_that_meets_it() {
+    let vm = new_vm(&Choices { config: Config::default(), fails_one_in: None }, GUESTS + 2);
+    vm.host().with_memory(|memory| memory.place(STAYING, &[PLACE]));
+    make_slot(&vm, STAYING, NO_FLAGS, 0, BLOCK);
+    let mut guest = Guest::new(&vm, 0);
+    guest.prefault(PLACE, BLOCK, Access::Read);
+    vm.split_range(ALL, PageSize::Size4K).unwrap();
+    let guest = thread::spawn(move || {
+        be_late();
+        (0..2).for_each(|_| guest.access(PLACE, Access::Write));
+    });
+    let recoverer = spawn_one_recovery(&vm);
+    // Else the deletion asks what was written.
+    if random(2) == 0 {
+        be_late();
+        take_away(&vm, &[GfnRange::new(Gfn(PLACE), 1)], |memory| memory.move_page(STAYING, 0));
+    }
+    guest.join().unwrap();
+    recoverer.join().unwrap();
+    delete(&vm, STAYING, 0, BLOCK);
+    finish(&vm);
+}
+
+/// A page of a huge leaf is taken away, now and then without memory for the table: what lies beside it is mapped anew by small
+/// leaves, while a CPU may have the huge one cached. Few steps.
+pub fn beside_an_invalidation_without_memory() {
+    let vm = new_vm(&Choices { config: Config::default(), fails_one_in: Some(2) }, GUESTS + 2);
+    vm.host().with_memory(|memory| memory.place(STAYING, &[PLACE]));
+    make_slot(&vm, STAYING, NO_FLAGS, 0, BLOCK);
+    let mut guests = [0, 1].map(|index| Guest::new(&vm, index));
+    (0..4).for_each(|_| guests[0].access(PLACE + 1, Access::Read));
+    let guests = guests.map(|mut guest| {
+        thread::spawn(move || (0..3).for_each(|_| guest.access(PLACE + 1, pick(&[Access::Read, Access::Write]))))
+    });
+    take_away(&vm, &[GfnRange::new(Gfn(PLACE), 1)], |_| {});
+    guests.into_iter().for_each(|guest| guest.join().unwrap());
+    delete(&vm, STAYING, 0, BLOCK);
+    finish(&vm);
+}

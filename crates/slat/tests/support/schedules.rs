@@ -1,0 +1,32 @@
+//! How many schedules of each kind a test tries.
+
+use shuttle::Runner;
+use shuttle::scheduler::{PctScheduler, RandomScheduler};
+
+/// Schedules of each kind for each test; `SHUTTLE_SCHEDULES` in the environment sets another number, and
+/// `SHUTTLE_SEED` the random schedule of a failure, alone.
+const SCHEDULES: usize = 10_000;
+/// Switches at which a priority schedule may strike.
+const PCT_DEPTH: usize = 4;
+
+/// Runs `scenario` in many schedules.
+#[allow(dead_code, reason = "some tests have long scenarios")]
+pub fn check(scenario: fn()) {
+    check_less(SCHEDULES, scenario);
+}
+
+/// Runs `scenario` in `most` schedules of each kind, or fewer if the environment says so.
+pub fn check_less(most: usize, scenario: fn()) {
+    let schedules = std::env::var("SHUTTLE_SCHEDULES").map_or(most, |number| number.parse().unwrap());
+    let mut config = shuttle::Config::new();
+    // The statistics of a record are built on the stack.
+    config.stack_size = 1 << 18;
+    config.max_steps = shuttle::MaxSteps::FailAfter(2_000_000);
+    if let Ok(seed) = std::env::var("SHUTTLE_SEED") {
+        // A schedule that has failed, again.
+        Runner::new(RandomScheduler::new_from_seed(seed.parse().unwrap(), 1), config).run(scenario);
+        return;
+    }
+    Runner::new(RandomScheduler::new(schedules), config.clone()).run(scenario);
+    Runner::new(PctScheduler::new(PCT_DEPTH, schedules), config).run(scenario);
+}

@@ -1,0 +1,315 @@
+"""Explicit-state check of break-before-make, for formats whose CPUs must not meet a table and a block for the same
+page: between the two the entry is not present, and a flush has completed since. Recovery, split, and those who meet
+them.
+
+Two pages under a two-level tree. P is the parent entry: ('E', stamp, U) empty, U: *unflushed*, CPUs may have cached
+what was there before; ('L', frames, W, D) a huge leaf; ('T', i) table i; ('B', i, kind) broken: 'r' a recovery makes a
+huge leaf of table i, 's' a split has filled table i from a huge leaf. T[i][page]: ('E', stamp, 0), ('L', frame, W, D),
+('F', frame or None, 0, D) frozen, or 'X', a link of the list of retired tables. The CPU is at its worst: what is
+present is cached at once: `huge` (0 no, 1, 2 writable), `psc` (tables), `small` (per page, as `huge`); a flush drops
+all. 'cpu' sets D, too.
+Recover:     table -> broken -> freeze leaf by leaf -> flush -> huge leaf, D of all, W if the slot did not log at first
+             -> flags again: logs: mark both pages. One was empty: cancel. T is retired: its entries overwritten.
+Split:       table i is filled with the parts -> leaf -> broken -> flush -> table; if that fails, table i is retired.
+Cancel:      ('r': each entry is frozen) each leaf is reported -> a stamp is taken -> broken -> empty, unflushed.
+Fault (small, big: of what size the host allows; a write to page 0, small1: 1): entry (broken: cancel) -> published
+             ranges -> unflushed: flush -> exchange on the very value -> flags -> mark. A leaf without W: gets it ->
+             flags -> mark.
+Instead:     a huge leaf is replaced by itself: stamp -> empty, unflushed -> counter as at the look: the leaf.
+Invalidator: publish -> stamp -> walk -> flush -> the host frees the frames -> withdraw. inval: both pages, plain
+             stamps; unlink: and the table; inval0: page 0, huge leaf: split; empty entry: flush -> refine; oom0:
+             without memory: the leaf, or the empty entry, goes as a whole, unflushed.
+Harvest:     takes bits -> walk: W goes; broken: of a split, W of the parts goes; of a recovery: skip -> flush. `on`:
+             the log is published -> the same walk -> flush.
+Wrong: a CPU has cached a block and a table for the same page; a leaf of a frame that is gone, or a frame that is gone,
+was written, and nobody was told; a frozen entry in a linked table; a page may be written in a slot that logs, and is
+not marked.
+Run: python3 break.py [RULE]. Each of these breaks it: recover-no-flush, split-no-flush, split-at-once (as where no
+break is needed), cancel-plain (stamp without the flag), install-no-flush, flush-first (before the entry is looked at),
+oom-plain, oom-drops-flag (a stamp for a whole entry, covered in part, loses the flag), refine-no-flush, instead-plain,
+reuse (a split that failed tries again with the same table), split-freezes (a canceller freezes the parts), skip-split
+(a protection skips what a split has broken), split-unreported, no-freeze, mark-never (recover).
+"""
+from collections import namedtuple
+from explore import BUG, main
+
+Shared = namedtuple('Shared', 'P T counter published frames gone pending huge psc small log B')
+PAGES = {'inval': (0, 1), 'unlink': (0, 1), 'inval0': (0,), 'oom0': (0,)}
+FAULTS = {'small': 0, 'small1': 1, 'big': 0}
+START = 'table', 'hole', 'off', 'empty', 'stale'
+
+
+def make(kinds):
+    leaf = ('L', 0, 1, 0)
+    table = (('E', 0, 0), leaf) if 'hole' in kinds else (leaf, leaf)
+    P = ('T', 0) if 'table' in kinds or 'hole' in kinds else ('E', 0, 0) if 'empty' in kinds else ('L', (0, 0), 1, 0)
+    log = int('off' not in kinds)
+    T, none = (table,) if P[0] == 'T' else (), frozenset()
+    s = Shared(P, T, 0, none, (0, 0), none, none, 0, none, (0, 0), log, (log, log))
+    first = {'harvest': 'take', 'on': 'on', 'cpu': 2}
+    threads = tuple((k, first.get(k, 'publish' if k in PAGES else 'look'), ()) for k in kinds if k not in START)
+    return guest(s), threads
+
+
+def guest(s):
+    """What is present is cached."""
+    huge = max(s.huge, 1 + s.P[2]) if s.P[0] == 'L' else s.huge
+    psc = s.psc | {s.P[1]} if s.P[0] == 'T' else s.psc
+    small = tuple(max([s.small[p]] + [1 + s.T[i][p][2] for i in psc if s.T[i][p][0] == 'L']) for p in (0, 1))
+    return s._replace(huge=huge, psc=psc, small=small)
+
+
+def wrong(state):
+    s, threads = state
+    if s.huge and (s.psc or any(s.small)): return 'a block and a table for the same page'
+    if s.pending & s.gone: return 'dirty frame is gone and was not reported'
+    if s.P[0] == 'L' and any((p, f) in s.gone for p, f in enumerate(s.P[1])): return 'huge leaf of a frame that is gone'
+    if s.P[0] == 'T':
+        for p, e in enumerate(s.T[s.P[1]]):
+            if e[0] in 'FX': return 'frozen entry in a linked table'
+            if e[0] == 'L' and (p, e[1]) in s.gone: return 'leaf of a frame that is gone'
+    if not s.log or any(k == 'on' and pc != 'end' for k, pc, _ in threads): return
+    for p in (0, 1):
+        if max(s.small[p], s.huge) == 2 and not s.B[p]:
+            for kind, pc, loc in threads:
+                if pc == 'mark' and loc[0][p]: break
+                if kind == 'harvest' and pc in ('walk', 'below', 'protect', 'flush-taken') and loc[0][p]: break
+            else: return f'page {p} may be written and is not marked'
+
+
+def put(t, i, v):
+    return t[:i] + (v,) + t[i + 1:]
+
+
+def frozen(e):
+    return ('F', e[1], 0, e[3]) if e[0] == 'L' else ('F', None, 0, 0)
+
+
+def step(state, i):
+    s, threads = state
+    kind, pc, loc = threads[i]
+
+    def go(pc, loc=(), **changes):
+        return guest(s._replace(**changes)), threads[:i] + ((kind, pc, loc),) + threads[i + 1:]
+
+    P, T = s.P, s.T
+
+    def entry(t, p, v): return put(T, t, put(T[t], p, v))
+
+    def told(*leaves): return s.pending - {(p, f) for p, f, dirty in leaves if dirty}
+
+    def parts(v): return tuple(('L', f, v[2], v[3]) for f in v[1])
+
+    def fill(leaf, table):
+        """The tables with one more, or with `table` used again."""
+        return (len(T), T + (parts(leaf),)) if table is None else (table, put(T, table, parts(leaf)))
+
+    dropped = {'huge': 0, 'psc': frozenset(), 'small': (0, 0)}
+    if kind == 'cpu':
+        yield go('end')
+        to = 'end' if pc == 1 else pc - 1
+        if P[0] == 'L' and P[2] and not P[3]:
+            yield go(to, P=put(P, 3, 1), pending=s.pending | {(0, P[1][0])})
+        for t in s.psc:
+            e = T[t][0]
+            if e[0] == 'L' and e[2] and not e[3]: yield go(to, T=entry(t, 0, put(e, 3, 1)), pending=s.pending | {(0, e[1])})
+
+    # Cancel. loc: broken entry, page, what to do then.
+    elif pc == 'cancel':
+        broken, n, then = loc
+        freezes = broken[2] == 'r' and BUG != 'no-freeze' or BUG == 'split-freezes'
+        if n == 2: yield go('cancelled', (broken, s.counter + 1, then), counter=s.counter + 1)
+        else:
+            e = T[broken[1]][n]
+            if e[0] in 'EL' and freezes: yield go('cancel-freeze', loc + (e,))
+            elif e[0] in 'LF' and e[1] is not None and not (BUG == 'split-unreported' and broken[2] == 's'):
+                yield go('cancel', (broken, n + 1, then), pending=told((n, e[1], e[3])))
+            else: yield go('cancel', (broken, n + 1, then))
+    elif pc == 'cancel-freeze':
+        broken, n, then, e = loc
+        yield go('cancel', loc[:3], T=entry(broken[1], n, frozen(e)) if T[broken[1]][n] == e else T)
+    elif pc == 'cancelled':
+        yield go(*loc[2], P=('E', loc[1], int(BUG != 'cancel-plain')) if P == loc[0] else P)
+
+    elif kind == 'recover':
+        if pc == 'look': yield go('break', (P, s.log)) if P[0] == 'T' else go('end')
+        elif pc == 'break':
+            if P != loc[0]: yield go('end')
+            else: yield go('freeze', (P[1], loc[1], ()), P=('B', P[1], 'r'))
+        elif pc == 'freeze':
+            table, logs, was = loc
+            n = len(was)
+            if n == 2: yield go('finish' if BUG == 'recover-no-flush' else 'out', loc)
+            else:
+                e = T[table][n]
+                if e[0] == 'E' or e[1] is None: yield go('cancel', (('B', table, 'r'), 0, ('flush-retire', (table,))))
+                elif e[0] == 'F': yield go('freeze', (table, logs, was + (e,)))
+                else: yield go('freeze', loc, T=entry(table, n, frozen(e)))
+        elif pc == 'out': yield go('finish', loc, **dropped)
+        elif pc == 'finish':
+            table, logs, was = loc
+            if P != ('B', table, 'r'): yield go('flush-retire', (table,))
+            else:
+                leaf = ('L', (was[0][1], was[1][1]), int(not logs), was[0][3] | was[1][3])
+                yield go('flush-retire' if logs or BUG == 'mark-never' else 'mark',
+                         (table,) if logs or BUG == 'mark-never' else ((1, 1), table), P=leaf)
+        elif pc == 'mark': yield go('flush-retire', (loc[1],), B=(1, 1) if s.log else s.B)
+        elif pc == 'flush-retire': yield go('retire', loc, **dropped)
+        else: yield go('end', T=put(T, loc[0], ('X', 'X')))
+
+    # Split, also of an invalidator: loc is its own first. loc: (what to go on with), table to use again, ...
+    elif pc == 'look' and kind == 'split': yield go('split', (('end', ()), None))
+    elif pc == 'split':
+        then, table = loc
+        if P[0] != 'L': yield go(*then)
+        else: yield go('split-break', (then, table, P))
+    elif pc == 'split-break':
+        then, table, leaf = loc
+        if P != leaf: yield go('split', loc[:2])
+        else:
+            t, tables = fill(leaf, table)
+            if BUG == 'split-at-once': yield go(*then, P=('T', t), T=tables)
+            else: yield go('split-make' if BUG == 'split-no-flush' else 'split-flush', (then, t), P=('B', t, 's'), T=tables)
+    elif pc == 'split-flush': yield go('split-make', loc, **dropped)
+    elif pc == 'split-make':
+        then, table = loc
+        if P == ('B', table, 's'): yield go(*then, P=('T', table))
+        elif BUG == 'reuse': yield go('split', loc)
+        else: yield go(*then, T=put(T, table, ('X', 'X')))
+
+    elif kind in FAULTS:
+        own = FAULTS[kind]
+        block = put((0, 0), own, 1)
+        if pc == 'look':
+            if BUG == 'flush-first' and not loc: yield go('look', (1,), **dropped)
+            elif P[0] == 'E': yield go('ranges', (P,))
+            elif P[0] == 'L': yield go('end') if P[2] else go('give', (P, None))
+            elif P[0] == 'B': yield go('cancel', (P, 0, ('look' if kind == 'big' else 'end', ())))
+            else: yield go('look-below', (P[1],))
+        elif pc == 'look-below':
+            e = T[loc[0]][own]
+            if e[0] in 'FX': yield go('end')
+            elif e[0] == 'L': yield go('end') if e[2] else go('give', (e, loc[0]))
+            else: yield go('ranges', (e,))
+        elif pc == 'give':
+            old, table = loc
+            if table is None and P == old: yield go('mark', ((1, 1),), P=put(P, 2, 1))
+            elif table is not None and T[table][own] == old: yield go('mark', (block,), T=entry(table, own, put(old, 2, 1)))
+            else: yield go('end')
+        elif pc == 'ranges':
+            seen = loc[0]
+            if any(own in PAGES[threads[n][0]] for n in s.published): yield go('end')
+            elif seen[2] and BUG not in ('install-no-flush', 'flush-first'): yield go('flush-first', loc)
+            else: yield go('resolve', loc)
+        elif pc == 'flush-first': yield go('resolve', loc, **dropped)
+        elif pc == 'resolve': yield go('act', loc + (s.frames,))
+        elif pc == 'act':
+            seen, frames = loc
+            if P[0] == 'T': yield go('install', loc + (P[1],))
+            elif P != seen: yield go('end')
+            elif kind == 'big' and not s.published and frames[0] == frames[1]:
+                yield go('mark', ((1, 1),), P=('L', frames, 1, 0))
+            else:
+                beside = (put(seen, 2, 0),) * 2
+                yield go('mark', (block,), P=('T', len(T)), T=T + (put(beside, own, ('L', frames[own], 1, 0)),))
+        elif pc == 'install':
+            seen, frames, table = loc
+            if T[table][own] != put(seen, 2, 0): yield go('end')
+            else: yield go('mark', (block,), T=entry(table, own, ('L', frames[own], 1, 0)))
+        else: yield go('end', B=tuple(a | b for a, b in zip(s.B, loc[0])) if s.log else s.B)
+
+    elif kind == 'instead':
+        if pc == 'look': yield go('instead-ranges', (P, s.counter)) if P[0] == 'L' else go('end')
+        elif pc == 'instead-ranges': yield go('end') if s.published else go('instead-stamp', loc)
+        elif pc == 'instead-stamp': yield go('instead', loc + (s.counter + 1,), counter=s.counter + 1)
+        elif pc == 'instead':
+            if P != loc[0]: yield go('end')
+            else: yield go('instead-count', loc, P=('E', loc[2], int(BUG != 'instead-plain')), pending=told(
+                *((p, f, P[3]) for p, f in enumerate(P[1]))))
+        elif pc == 'instead-count': yield go('instead-make', loc) if s.counter == loc[1] + 1 else go('end')
+        elif pc == 'mark': yield go('end', B=tuple(a | b for a, b in zip(s.B, loc[0])) if s.log else s.B)
+        elif P[:2] != ('E', loc[2]): yield go('end')
+        else: yield go('mark', ((loc[0][2],) * 2,), P=put(loc[0], 3, 0))
+
+    # Harvest, enabling. loc: pages, ...
+    elif pc == 'on': yield go('walk', ((1, 1),), log=1, B=(0, 0))
+    elif pc == 'take': yield go('walk', (s.B,), B=(0, 0)) if s.log and any(s.B) else go('end')
+    elif kind in ('harvest', 'on'):
+        taken = loc[0]
+        if pc == 'walk':
+            if P[0] == 'L' and P[2]: yield go('protect', (taken, P))
+            elif P[0] == 'T' or P[0] == 'B' and P[2] == 's' and BUG != 'skip-split': yield go('below', (taken, P[1], 0))
+            else: yield go('flush-taken', loc)
+        elif pc == 'protect': yield go('flush-taken', loc, P=put(P, 2, 0)) if P == loc[1] else go('walk', (taken,))
+        elif pc == 'below':
+            _, t, p = loc
+            e = T[t][p]
+            to = ('below', (taken, t, 1)) if p == 0 else ('flush-taken', (taken,))
+            yield go(*to, T=entry(t, p, put(e, 2, 0)) if taken[p] and e[0] == 'L' else T)
+        else: yield go('end', **dropped)
+
+    # Invalidators. loc: stamp, next page, ...; next page 2: the second pass.
+    elif pc == 'publish': yield go('stamp', published=s.published | {i})
+    elif pc == 'stamp': yield go('walk', (s.counter + 1, 0), counter=s.counter + 1)
+    elif pc == 'walk':
+        stamp, n = loc
+        if P[0] == 'B': yield go('cancel', (P, 0, ('walk', loc)))
+        elif P[0] == 'E' and P[1] >= stamp: yield go('flush', loc)
+        elif P[0] == 'E' and kind == 'inval0':
+            yield go('refine' if BUG == 'refine-no-flush' else 'refine-flush', loc + (P,))
+        elif P[0] == 'T' and n == 2: yield go('put-above', loc + (P, s.counter + 1), counter=s.counter + 1)
+        elif P[0] == 'T': yield go('below', loc + (P[1],))
+        elif P[0] == 'L' and kind == 'inval0': yield go('split', (('walk', loc), None))
+        elif P[0] == 'L':
+            yield go('put-above', loc + (P, stamp), pending=told(*((p, f, P[3]) for p, f in enumerate(P[1]))))
+        else: yield go('put-above', loc + (P, stamp))
+    elif pc == 'refine-flush': yield go('refine', loc, **dropped)
+    elif pc == 'refine':
+        stamp, n, old = loc
+        if P != old: yield go('walk', loc[:2])
+        else: yield go('walk', loc[:2], P=('T', len(T)), T=T + ((put(old, 2, 0),) * 2,))
+    elif pc == 'put-above':
+        stamp, n, old, new = loc
+        if kind != 'oom0': flag = 0
+        elif old[0] == 'E' and BUG == 'oom-drops-flag': flag = 0
+        elif old[0] == 'E': flag = old[2]
+        else: flag = int(BUG != 'oom-plain')
+        if P != old: yield go('walk', (stamp, n))
+        else: yield go('flush', loc[:2], P=('E', new, flag))
+    elif pc == 'below':
+        stamp, n, table = loc
+        p = PAGES[kind][n]
+        e = T[table][p]
+        if e[0] in 'FX': yield go('walk', loc[:2])
+        elif e[0] == 'E' and e[1] >= stamp: yield go(*after_entry(kind, loc))
+        else: yield go('zap', loc + (e,), **{'pending': told((p, e[1], e[3]))} if e[0] == 'L' else {})
+    elif pc == 'zap':
+        stamp, n, table, old = loc
+        p = PAGES[kind][n]
+        if T[table][p] != old: yield go('below', loc[:3])
+        else: yield go(*after_entry(kind, loc[:3]), T=entry(table, p, ('E', stamp, 0)))
+    elif pc == 'flush': yield go('host', **dropped)
+    elif pc == 'host': yield go('withdraw', gone=s.gone | {(p, s.frames[p]) for p in PAGES[kind]},
+                                frames=tuple(f + (p in PAGES[kind]) for p, f in enumerate(s.frames)))
+    elif pc == 'withdraw': yield go('end', published=s.published - {i})
+    else: raise AssertionError((kind, pc))
+
+
+def after_entry(kind, loc):
+    """Where an invalidator goes on after an entry of a table."""
+    stamp, n, table = loc
+    if n + 1 < len(PAGES[kind]): return 'below', (stamp, n + 1, table)
+    return ('walk', (stamp, 2)) if kind == 'unlink' else ('flush', (stamp, 2))
+
+
+CONFIGURATIONS = '''
+table+recover+cpu table+recover+small table+recover+big split+small split+big split+harvest table+recover+harvest
+off+table+recover+on off+split+on table+recover+inval0 oom0+small inval0+small instead+small instead+big
+table+recover+recover+small split+split+small
+inval+inval0 split+inval0 split+small+inval0 table+recover+small+big table+recover+oom0+small split+oom0+small+small
+split+inval+small table+recover+inval+cpu table+recover+unlink+small split+inval+cpu+small split+small+big+inval+cpu
+oom0+small1 oom0+small1+small1 table+recover+oom0+small1 table+recover+small+oom0+small1 split+small+oom0+small1
+instead+small1+inval0 split+small+inval0+small1'''
+
+if __name__ == "__main__":
+    main([tuple(c.split('+')) for c in CONFIGURATIONS.split()], make, step, wrong)
