@@ -28,10 +28,11 @@ use thiserror::Error;
 
 use crate::commit::{Generation, Port, Stale};
 use crate::modification_log::ModificationLog;
+use crate::numa::{WalkCounter, WalkReads};
 use crate::phys;
 use crate::tlb::{Context, Geometry, Tlb};
 use crate::walk::guest::{self, GuestFault, GuestStop};
-use crate::walk::{GUEST_PHYSICAL_BITS, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Walker};
+use crate::walk::{CountReads, GUEST_PHYSICAL_BITS, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Walker};
 
 /// Faults on one access after which the CPU gives its time slice away at each further one: somebody else is holding
 /// things up.
@@ -144,6 +145,8 @@ pub struct Counters {
     pub nr_pages_logged: u64,
     /// Times that the log was full: exits.
     pub nr_log_full_exits: u64,
+    /// Entries of second-stage tables that its walks have read; counted where there are several nodes.
+    pub walk_reads: WalkReads,
 }
 
 impl Counters {
@@ -162,6 +165,7 @@ impl Counters {
             nr_translations_dropped: self.nr_translations_dropped.wrapping_sub(earlier.nr_translations_dropped),
             nr_pages_logged: self.nr_pages_logged.wrapping_sub(earlier.nr_pages_logged),
             nr_log_full_exits: self.nr_log_full_exits.wrapping_sub(earlier.nr_log_full_exits),
+            walk_reads: self.walk_reads.since(earlier.walk_reads),
         }
     }
 }
@@ -172,6 +176,7 @@ pub struct Cpu<V, F> {
     handler: V,
     port: Port,
     log: Option<ModificationLog>,
+    counter: Option<WalkCounter>,
     tlb: Tlb,
     /// The generation that the TLB is of.
     caught_up: Generation,
@@ -191,6 +196,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
             caught_up: port.generation(),
             port,
             log: None,
+            counter: None,
             tlb: Tlb::new(geometry),
             root,
             context: Context { vm, pcid: Context::UNPAGED },
@@ -208,9 +214,16 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         Cpu { log: Some(log), ..self }
     }
 
+    /// The CPU with its walks counted by `counter`, if any. It then is on the node of the thread that runs it.
+    #[must_use]
+    pub fn with_walk_counter(self, counter: Option<WalkCounter>) -> Cpu<V, F> {
+        Cpu { counter, ..self }
+    }
+
     /// What the CPU has done so far.
     pub fn counters(&self) -> Counters {
         Counters {
+            walk_reads: self.counter.as_ref().map_or(WalkReads::default(), WalkCounter::reads),
             nr_tlb_misses: self.tlb.nr_misses(),
             nr_pages_logged: self.log.as_ref().map_or(0, ModificationLog::nr_logged),
             ..self.counters
@@ -410,12 +423,28 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
     }
 
     fn walk(&self, gva: Gva, access: Access, generation: Generation) -> Result<Mapping, GuestStop> {
-        let walker = Walker { port: &self.port, generation, root: self.root, log: self.log.as_ref() };
+        match &self.counter {
+            None => self.walk_counting(gva, access, generation, ()),
+            Some(counter) => {
+                counter.begin_walk();
+                self.walk_counting(gva, access, generation, counter)
+            }
+        }
+    }
+
+    fn walk_counting<C: CountReads>(
+        &self,
+        gva: Gva,
+        access: Access,
+        generation: Generation,
+        counter: C,
+    ) -> Result<Mapping, GuestStop> {
+        let walker = Walker { port: &self.port, generation, root: self.root, log: self.log.as_ref(), counter };
         match self.paging {
             Paging::Off => Ok(F::walk(walker, Gpa(gva.0), access, Purpose::Data)?),
             Paging::TwoDimensional => {
                 let table = Gpa(self.cr3 & CR3_ADDRESS);
-                guest::walk::<F>(walker, table, gva, access)
+                guest::walk::<F, C>(walker, table, gva, access)
             }
         }
     }

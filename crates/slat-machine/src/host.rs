@@ -1,4 +1,4 @@
-//! The engine's surroundings on Linux: tables from one reserved region, sleep by futex, the flush of the software CPUs,
+//! The engine's surroundings on Linux: tables from a reserved region for each node, sleep by futex, the flush of the software CPUs,
 //! a clock. One [`MachineHost`] belongs to one VM.
 //!
 //! # Protocol
@@ -10,7 +10,9 @@
 //! - A host whose memory has movable pages knows its VM ([`MachineHost::attach`]): it takes pages away from the guest
 //!   before it changes them, sometimes in the midst of a resolve, and hears what the guest did through the leaves that go.
 
-#![expect(unsafe_code, reason = "the region of tables, futex, and the promise of the trait Host")]
+#![expect(unsafe_code, reason = "futex, and the promise of the trait Host")]
+
+mod tables;
 
 use core::alloc::Layout;
 use std::fmt;
@@ -19,11 +21,10 @@ use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
-use crossbeam_queue::SegQueue;
 use crossbeam_utils::CachePadded;
 use slat::sync::AtomicU32;
 use slat::{
-    Access, AllocationWait, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, PAGE_SHIFT, PAGE_SIZE, Park, Resolved,
+    Access, AllocationWait, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, NodeId, PAGE_SIZE, Park, Pfn, Resolved,
     TableNode, Vm, ZappedLeaf,
 };
 use thiserror::Error;
@@ -33,14 +34,13 @@ use crate::commit::FlushDomain;
 use crate::membarrier;
 use crate::memory::{Backing, Pages};
 use crate::modification_log::ModificationLogs;
+use crate::numa::spans::{MemorySpan, MemorySpans};
+use crate::numa::{NodeMap, NumaError, ReadCounts, WalkCounter};
 use crate::phys;
+use tables::Tables;
 
 /// Address space kept for tables larger than 4 KiB, and for the gaps in front of them: one root or two.
 const ROOTS_BYTES: u64 = 256 << 10;
-/// Tables of 4 KiB (2^12) up to 64 KiB (2^16): x86's and Arm's, RISC-V's roots, and Arm's concatenated roots.
-const MIN_TABLE_SHIFT: u32 = PAGE_SHIFT;
-const NR_TABLE_SIZES: usize = 5;
-
 /// A host that could not be made.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -53,6 +53,9 @@ pub enum HostError {
         /// What the kernel said.
         source: io::Error,
     },
+    /// The tables could not be placed on their nodes.
+    #[error(transparent)]
+    Numa(#[from] NumaError),
 }
 
 /// The memory of one slot: a part of a [`Backing`], which several slots can share.
@@ -85,7 +88,10 @@ impl<F: Format + 'static> Guest for Weak<Vm<MachineHost, F>> {
 /// The software machine, as the engine sees it.
 #[derive(Debug)]
 pub struct MachineHost {
+    nodes: Arc<NodeMap>,
     tables: Tables,
+    /// Where guest memory lies; told once.
+    memory: OnceLock<MemorySpans>,
     flush_domain: Arc<FlushDomain>,
     nr_flushes: CachePadded<AtomicU64>,
     modification_logs: ModificationLogs,
@@ -94,16 +100,31 @@ pub struct MachineHost {
 }
 
 impl MachineHost {
-    /// A host whose flushes reach the CPUs of `flush_domain`, with address space for `max_tables` tables at a time. (They
-    /// take memory as they are touched.)
+    /// A host of one node whose flushes reach the CPUs of `flush_domain`, with address space for `max_tables` tables at a
+    /// time. (They take memory as they are touched.)
     ///
     /// # Errors
     /// [`HostError`].
     pub fn new(flush_domain: Arc<FlushDomain>, max_tables: u64) -> Result<MachineHost, HostError> {
+        MachineHost::with_nodes(flush_domain, max_tables, Arc::new(NodeMap::one()))
+    }
+
+    /// A host with these nodes.
+    ///
+    /// # Errors
+    /// [`HostError`].
+    pub fn with_nodes(
+        flush_domain: Arc<FlushDomain>,
+        max_tables: u64,
+        nodes: Arc<NodeMap>,
+    ) -> Result<MachineHost, HostError> {
         // The clock takes its time to start, which should not fall into the first measurement.
         clock::timestamp_ns();
+        let bytes_per_node = max_tables.saturating_mul(PAGE_SIZE).saturating_add(ROOTS_BYTES);
         Ok(MachineHost {
-            tables: Tables::new(max_tables.saturating_mul(PAGE_SIZE).saturating_add(ROOTS_BYTES), max_tables)?,
+            tables: Tables::new(bytes_per_node, max_tables, &nodes)?,
+            nodes,
+            memory: OnceLock::new(),
             flush_domain,
             nr_flushes: CachePadded::new(AtomicU64::new(0)),
             modification_logs: ModificationLogs::default(),
@@ -132,7 +153,37 @@ impl MachineHost {
 
     /// Tables that the engine holds now. Exact while nobody allocates or frees.
     pub fn live_tables(&self) -> u64 {
-        self.tables.nr_live.load(Ordering::Relaxed)
+        self.tables.nr_live()
+    }
+
+    /// Those of them that are on each node. Exact while nobody allocates or frees.
+    pub fn live_tables_by_node(&self) -> Vec<(NodeId, u64)> {
+        self.nodes.ids().iter().enumerate().map(|(place, &node)| (node, self.tables.nr_live_at(place))).collect()
+    }
+
+    /// The nodes.
+    pub fn nodes(&self) -> &Arc<NodeMap> {
+        &self.nodes
+    }
+
+    /// Tells where guest memory lies; only the first time.
+    pub(crate) fn set_memory_spans(&self, spans: Vec<MemorySpan>) {
+        // The first stay.
+        let _ = self.memory.set(MemorySpans::new(spans));
+    }
+
+    /// What counts a CPU's reads of the tables into `counts`; `None` with one node.
+    pub fn walk_counter(&self, counts: &Arc<ReadCounts>) -> Option<WalkCounter> {
+        let new = || WalkCounter::new(Arc::clone(&self.nodes), Arc::clone(self.tables.spans()), Arc::clone(counts));
+        (!self.nodes.is_one()).then(new)
+    }
+
+    fn node_of_many(&self, frame: Pfn) -> NodeId {
+        let address = frame.hpa();
+        let in_memory = || self.memory.get().and_then(|memory| memory.node_of(address));
+        // Memory of which nothing was told.
+        let first = || self.nodes.ids()[self.nodes.memory_place(0)];
+        self.tables.spans().node_of(address).or_else(in_memory).unwrap_or_else(first)
     }
 
     /// Flushes that the engine has asked for.
@@ -158,8 +209,14 @@ impl MachineHost {
 unsafe impl Host for MachineHost {
     type Backing = BackingSlice;
 
-    fn allocate_table(&self, layout: Layout, _: TableNode, _: AllocationWait) -> Option<Hpa> {
-        self.tables.allocate(layout)
+    fn allocate_table(&self, layout: Layout, node: TableNode, _: AllocationWait) -> Option<Hpa> {
+        // Never waits: to move a mark or take from a list takes no lock.
+        self.tables.allocate(layout, self.nodes.places_for(node))
+    }
+
+    #[inline]
+    fn node_of(&self, frame: Pfn) -> NodeId {
+        if self.nodes.is_one() { self.nodes.ids()[0] } else { self.node_of_many(frame) }
     }
 
     unsafe fn free_table(&self, table: Hpa, layout: Layout) {
@@ -240,92 +297,6 @@ impl Park for MachineHost {
 fn futex_wake(word: *const AtomicU32, most: i32) -> libc::c_long {
     // SAFETY: the kernel takes the word of a private wake-up for a number only; it may be gone.
     unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, most) }
-}
-
-/// The allocator of tables: a mark that rises through the region, and a list of freed tables for each size.
-#[derive(Debug)]
-struct Tables {
-    start: *mut u8,
-    size_bytes: u64,
-    /// Bytes from the region's start that were given out at least once.
-    used_bytes: CachePadded<AtomicU64>,
-    nr_live: CachePadded<AtomicU64>,
-    max_live: u64,
-    free: [SegQueue<Hpa>; NR_TABLE_SIZES],
-}
-
-// SAFETY: the region's pages go to one owner at a time; the pointer itself is never written.
-unsafe impl Send for Tables {}
-// SAFETY: as above.
-unsafe impl Sync for Tables {}
-
-/// Index of the list for a table's size, and that size in bytes.
-fn size_class(layout: Layout) -> Option<(usize, u64)> {
-    // A table as large as its alignment satisfies both; and a page at least, since the CPU's formats know no less.
-    let size_bytes = (layout.size().max(layout.align()) as u64).max(PAGE_SIZE).checked_next_power_of_two()?;
-    let class = (size_bytes.trailing_zeros() - MIN_TABLE_SHIFT) as usize;
-    (class < NR_TABLE_SIZES).then_some((class, size_bytes))
-}
-
-impl Tables {
-    fn new(size_bytes: u64, max_tables: u64) -> Result<Tables, HostError> {
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        let protection = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: without MAP_FIXED the kernel takes addresses that nobody uses.
-        let start = unsafe { libc::mmap(ptr::null_mut(), size_bytes as usize, protection, flags, -1, 0) };
-        if start == libc::MAP_FAILED {
-            return Err(HostError::NoAddressSpace { size_bytes, source: io::Error::last_os_error() });
-        }
-        Ok(Tables {
-            start: start.cast(),
-            size_bytes,
-            used_bytes: CachePadded::default(),
-            nr_live: CachePadded::default(),
-            max_live: max_tables,
-            free: Default::default(),
-        })
-    }
-
-    fn allocate(&self, layout: Layout) -> Option<Hpa> {
-        let (class, size_bytes) = size_class(layout)?;
-        // Relaxed: the count limits, it hands nothing over. Counted before it is taken, so that the limit holds at any
-        // moment; with little left, two threads may both be refused, which a real shortage may do as well.
-        if self.nr_live.fetch_add(1, Ordering::Relaxed) >= self.max_live {
-            self.nr_live.fetch_sub(1, Ordering::Relaxed);
-            return None;
-        }
-        let table = self.free[class].pop().or_else(|| self.take_fresh(size_bytes));
-        if table.is_none() {
-            self.nr_live.fetch_sub(1, Ordering::Relaxed);
-        }
-        table
-    }
-
-    fn take_fresh(&self, size_bytes: u64) -> Option<Hpa> {
-        let base = self.start.addr() as u64;
-        // The gap in front of a larger table is lost; there is at most one such table for each root.
-        let place = |used: u64| (base + used).next_multiple_of(size_bytes) - base;
-        let end = |used: u64| place(used).checked_add(size_bytes).filter(|&end| end <= self.size_bytes);
-        // Relaxed: whoever moves the mark owns what it passed over, and nobody had that before.
-        let used = self.used_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, end).ok()?;
-        Some(phys::hpa_of(self.start.wrapping_add(place(used) as usize)))
-    }
-
-    fn free(&self, table: Hpa, layout: Layout) {
-        // Without a class it did not come from here.
-        let Some((class, _)) = size_class(layout) else { return };
-        // The queue's own ordering hands the table over to the one who pops it.
-        self.free[class].push(table);
-        self.nr_live.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-impl Drop for Tables {
-    fn drop(&mut self) {
-        // SAFETY: mapped in `new` with this size; the host is gone, and with it the VM and its CPUs, which hold it.
-        let result = unsafe { libc::munmap(self.start.cast(), self.size_bytes as usize) };
-        debug_assert_eq!(result, 0, "munmap of a mapping of our own");
-    }
 }
 
 #[cfg(test)]

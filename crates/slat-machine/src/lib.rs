@@ -10,6 +10,7 @@
 //!   named, and no preempted CPU delays a flush. CPUs drop what was named and keep the rest.
 //! - [`modification_log`]: what EPT CPUs write down when they make pages dirty, and how it is read beside them.
 //! - [`phys`], [`memory`], [`clock`], [`topology`]: physical addresses, guest memory of several kinds, time, the host.
+//! - [`numa`]: the nodes, of this machine or of the host, and what walks read on which.
 //! - [`tlb`], [`walk`], [`cpu`]: what hardware does with an access.
 //! - [`host`]: the engine's [`slat::Host`].
 //! - [`guest`], [`machine`]: guest programs, and the whole put together.
@@ -23,6 +24,7 @@ pub mod machine;
 mod membarrier;
 pub mod memory;
 pub mod modification_log;
+pub mod numa;
 pub mod phys;
 pub mod tlb;
 pub mod topology;

@@ -11,13 +11,16 @@
 //! others. Only one program runs at a time.
 //!
 //! If the configuration allows it ([`HostEvents`]), the host changes the region's memory meanwhile, by the methods in
-//! `events`.
+//! `events`. Where memory and virtual CPUs are, on a machine with several nodes, is decided in `nodes`.
 
 mod config;
 mod crew;
 mod events;
 #[cfg(test)]
 mod events_tests;
+mod nodes;
+#[cfg(test)]
+mod nodes_tests;
 #[cfg(test)]
 mod tests;
 mod worker;
@@ -28,18 +31,20 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crossbeam_utils::CachePadded;
-use slat::{DirtyTracking, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, Vm};
+use slat::{DirtyTracking, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, Vcpu, Vm};
 use thiserror::Error;
 
 pub use config::{ConfigError, HostEvents, MachineConfig, Pins};
 use crew::{Busy, Crew, Finished, Work};
-use worker::{Answer, Job, Repeat, Signals, Worker};
+use nodes::Seats;
+use worker::{Answer, Job, Parts, Repeat, Signals, Worker};
 
 use crate::commit::{FlushDomain, FlushMethod, NotRestartable, Port};
 use crate::cpu::{Counters, Cpu, Paging};
 use crate::guest::{self, GuestError, GuestTables, Ledger, Program, ProgramError, ROUND_END};
 use crate::host::{BackingSlice, HostError, MachineHost};
 use crate::memory::{Backing, BackingKind, MemoryError, Reserved};
+use crate::numa::{NodeMap, NumaError, ReadCounts};
 use crate::topology::{self, PinError};
 use crate::walk::HardwareFormat;
 
@@ -75,6 +80,12 @@ pub enum MachineError {
     /// A thread could not be pinned.
     #[error(transparent)]
     Pin(#[from] PinError),
+    /// There are no such nodes, or they do not serve.
+    #[error(transparent)]
+    Numa(#[from] NumaError),
+    /// Memory was to be touched by virtual CPUs of other nodes.
+    #[error("all vCPUs have the same home node: there is none on another to touch their memory first")]
+    NoOtherNode,
     /// A virtual CPU's thread could not be started.
     #[error("the thread of vCPU {vcpu} could not be started: {source}")]
     Thread {
@@ -171,6 +182,7 @@ impl RunReport {
             nr_translations_dropped: sum.nr_translations_dropped + vcpu.counters.nr_translations_dropped,
             nr_pages_logged: sum.nr_pages_logged + vcpu.counters.nr_pages_logged,
             nr_log_full_exits: sum.nr_log_full_exits + vcpu.counters.nr_log_full_exits,
+            walk_reads: sum.walk_reads + vcpu.counters.walk_reads,
         })
     }
 }
@@ -184,6 +196,8 @@ pub struct Machine<F: HardwareFormat> {
     region: Backing,
     slots: Vec<Slot>,
     flush_domain: Arc<FlushDomain>,
+    seats: Seats,
+    config: MachineConfig,
     _overhead: Reserved,
 }
 
@@ -204,13 +218,19 @@ impl<F: HardwareFormat> Machine<F> {
     /// # Errors
     /// [`MachineError`]: what is wrong with the configuration, or what could not be had.
     pub fn new(config: &MachineConfig) -> Result<Machine<F>, MachineError> {
+        Machine::with_nodes(config, config.nodes.map()?)
+    }
+
+    /// With `nodes` instead of those of the configuration.
+    fn with_nodes(config: &MachineConfig, nodes: NodeMap) -> Result<Machine<F>, MachineError> {
         let layout = config.layout()?;
+        let seats = Seats::new(config, nodes)?;
         let flush_domain = Arc::new(match config.flush_method {
             Some(method) => FlushDomain::with_method(method)?,
             None => FlushDomain::new(),
         });
         let max_tables = config.max_tables.unwrap_or_else(|| enough_tables(config.nr_vcpus, layout.nr_pages));
-        let host = MachineHost::new(Arc::clone(&flush_domain), max_tables)?;
+        let host = MachineHost::with_nodes(Arc::clone(&flush_domain), max_tables, Arc::clone(seats.nodes()))?;
         let vm = Arc::new(Vm::new(host, config.engine)?);
         if let Some(nr_entries) = config.dirty_ring_entries {
             vm.enable_dirty_ring(nr_entries)?;
@@ -245,10 +265,14 @@ impl<F: HardwareFormat> Machine<F> {
             slots.push(slot);
         }
 
-        let tables = match config.paging {
-            Paging::Off => None,
-            Paging::TwoDimensional => Some(add_tables_slot(&vm, config.nr_slots + 1, layout.nr_pages)?),
+        let (tables, tables_memory) = match config.paging {
+            Paging::Off => (None, None),
+            Paging::TwoDimensional => {
+                let (tables, memory) = add_tables_slot(&vm, config.nr_slots + 1, layout.nr_pages)?;
+                (Some(tables), Some(memory))
+            }
         };
+        vm.host().set_memory_spans(seats.place(&region, tables_memory.as_ref())?);
 
         let signals = Arc::new(Signals {
             stop: CachePadded::new(AtomicBool::new(false)),
@@ -257,18 +281,13 @@ impl<F: HardwareFormat> Machine<F> {
         });
         let mut works: Vec<Work<Job, Result<Answer, GuestError>>> = Vec::with_capacity(config.nr_vcpus);
         for index in 0..config.nr_vcpus {
-            let cpu = Cpu::new(vm.create_vcpu()?, Port::new(&flush_domain), 1, vm.root(), config.tlb);
-            let cpu = match config.engine.dirty_tracking {
-                DirtyTracking::PageModificationLog => cpu.with_modification_log(vm.host().modification_logs().add()),
-                DirtyTracking::WriteProtect(_) | DirtyTracking::DirtyBit => cpu,
-            };
-            cpu.exit_guest_mode();
+            let cpu = new_cpu(&vm, config, seats.counts(index))?;
             let mut worker = Worker::<F> {
                 cpu,
                 index: index as u64,
                 nr_vcpus: config.nr_vcpus as u64,
                 pages_per_vcpu: layout.pages_per_vcpu,
-                pin: config.pins.as_ref().map(|pins| pins.vcpus[index]),
+                seat: Some(seats.of(index, config)),
                 signals: Arc::clone(&signals),
                 ledger: region.pages().map(|pages| {
                     let first_page = index as u64 * layout.pages_per_vcpu;
@@ -278,22 +297,32 @@ impl<F: HardwareFormat> Machine<F> {
             works.push(Box::new(move |job| worker.work(job)));
         }
         let crew = Crew::start(works).map_err(|(vcpu, source)| MachineError::Thread { vcpu, source })?;
-        let machine = Machine { crew, signals, vm, region, slots, flush_domain, _overhead: overhead };
+        let machine = Machine {
+            crew,
+            signals,
+            vm,
+            region,
+            slots,
+            flush_domain,
+            seats,
+            config: config.clone(),
+            _overhead: overhead,
+        };
         machine.boot(config, tables)?;
         Ok(machine)
     }
 
     /// Pins the threads and turns paging on.
     fn boot(&self, config: &MachineConfig, tables: Option<GuestTables>) -> Result<(), MachineError> {
-        if let Some(pins) = &config.pins {
+        if config.pins.is_some() || !self.seats.nodes().is_one() {
             for answer in self.do_job(Job::Pin)?.0 {
                 if let Answer::Pinned(result) = answer {
                     result?;
                 }
             }
-            if let Some(cpu) = pins.main {
-                topology::pin_current_thread(cpu)?;
-            }
+        }
+        if let Some(cpu) = config.pins.as_ref().and_then(|pins| pins.main) {
+            topology::pin_current_thread(cpu)?;
         }
         if let Some(tables) = tables {
             for answer in self.do_job(Job::BuildTables(tables))?.0 {
@@ -315,7 +344,7 @@ impl<F: HardwareFormat> Machine<F> {
     /// # Errors
     /// The program makes no sense, another one is running, or a virtual CPU failed.
     pub fn run(&self, program: Program) -> Result<RunReport, MachineError> {
-        self.post(program, Repeat::Once)?;
+        self.post(program, Repeat::Once, Parts::Own)?;
         report(self.crew.finish())
     }
 
@@ -324,21 +353,23 @@ impl<F: HardwareFormat> Machine<F> {
     /// # Errors
     /// The program makes no sense, or another one is running.
     pub fn start(&self, program: Program) -> Result<Running<'_, F>, MachineError> {
-        self.post(program, Repeat::UntilStopped)?;
+        self.post(program, Repeat::UntilStopped, Parts::Own)?;
         Ok(Running { machine: self, is_collected: false })
     }
 
-    fn post(&self, program: Program, repeat: Repeat) -> Result<(), MachineError> {
+    fn post(&self, program: Program, repeat: Repeat, parts: Parts) -> Result<(), MachineError> {
+        self.post_job(&program, Job::Run { program, repeat, parts })
+    }
+
+    /// Posts the job for which, or beside which, `program` begins.
+    fn post_job(&self, program: &Program, job: Job) -> Result<(), MachineError> {
         program.check()?;
-        self.crew.post_after(
-            || {
-                // Relaxed: the board's lock, which the threads take to get the job, orders it.
-                self.signals.stop.store(false, Ordering::Relaxed);
-                self.signals.round.store(program.round, Ordering::Relaxed);
-            },
-            Job::Run { program, repeat },
-        )?;
-        Ok(())
+        let prepare = || {
+            // Relaxed: the board's lock, which the threads take to get the job, orders it.
+            self.signals.stop.store(false, Ordering::Relaxed);
+            self.signals.round.store(program.round, Ordering::Relaxed);
+        };
+        Ok(self.crew.post_after(prepare, job)?)
     }
 
     /// The engine's VM.
@@ -426,12 +457,28 @@ fn overhead_bytes(nr_vcpus: usize, nr_pages: u64) -> u64 {
     (8 << 20) + nr_vcpus as u64 * (128 << 10) + (nr_pages << PAGE_SHIFT) / 128
 }
 
-/// Adds the slot for the guest's tables, which map the whole region; says where they go.
+/// A CPU with the guest's paging off, whose walks are counted in `counts` if there are several nodes.
+fn new_cpu<F: HardwareFormat>(
+    vm: &Arc<Vm<MachineHost, F>>,
+    config: &MachineConfig,
+    counts: &Arc<ReadCounts>,
+) -> Result<Cpu<Vcpu<MachineHost, F>, F>, MachineError> {
+    let host = vm.host();
+    let cpu = Cpu::new(vm.create_vcpu()?, Port::new(host.flush_domain()), 1, vm.root(), config.tlb);
+    let cpu = match config.engine.dirty_tracking {
+        DirtyTracking::PageModificationLog => cpu.with_modification_log(host.modification_logs().add()),
+        DirtyTracking::WriteProtect(_) | DirtyTracking::DirtyBit => cpu,
+    };
+    cpu.exit_guest_mode();
+    Ok(cpu.with_walk_counter(host.walk_counter(counts)))
+}
+
+/// Adds the slot for the guest's tables, which map the whole region; says where they go, and in which memory.
 fn add_tables_slot<F: HardwareFormat>(
     vm: &Vm<MachineHost, F>,
     slot: u32,
     nr_pages: u64,
-) -> Result<GuestTables, MachineError> {
+) -> Result<(GuestTables, Backing), MachineError> {
     let mut tables =
         GuestTables { memory: TABLES_GPA, memory_bytes: 0, gva: guest::REGION_GVA, gpa: REGION_GPA, nr_pages };
     tables.memory_bytes = tables.needed_bytes().next_multiple_of(PAGE_SIZE);
@@ -441,9 +488,9 @@ fn add_tables_slot<F: HardwareFormat>(
         flags: MemoryRegionFlags::empty(),
         guest_phys_addr: TABLES_GPA,
         memory_size: tables.memory_bytes,
-        backing: Some(BackingSlice { backing, offset_bytes: 0 }),
+        backing: Some(BackingSlice { backing: backing.clone(), offset_bytes: 0 }),
     })?;
-    Ok(tables)
+    Ok((tables, backing))
 }
 
 /// All answers, or the first failure. A virtual CPU's own error goes before a panic, which may be its consequence.

@@ -28,7 +28,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::{Access, Gone, PAGE_SHIFT, PAGE_SIZE, PageSize, Resolved};
+use slat::{Access, Gone, PAGE_SHIFT, PAGE_SIZE, PageSize, Pfn, Resolved};
 use thiserror::Error;
 
 pub use frames::{Corruption, POISON};
@@ -84,6 +84,14 @@ impl BackingKind {
             BackingKind::Anonymous | BackingKind::AnonymousThp | BackingKind::Shmem => PageSize::Size4K,
             BackingKind::AnonymousHugetlb2M => PageSize::Size2M,
             BackingKind::AnonymousHugetlb1G => PageSize::Size1G,
+        }
+    }
+
+    /// The largest page of the host that it may be made of, in bytes: such a page lies on one node whole.
+    pub(crate) const fn largest_page_bytes(self) -> u64 {
+        match self {
+            BackingKind::AnonymousThp => SIZE_2M,
+            _ => self.page_size().size_bytes(),
         }
     }
 
@@ -240,6 +248,27 @@ impl Backing {
         match &self.0 {
             Memory::Fixed(mapping) => mapping.size_bytes,
             Memory::Movable(pages) => pages.nr_pages() << PAGE_SHIFT,
+        }
+    }
+
+    /// Where all of its frames are: the first byte and the size in bytes, which is more than that of the memory if pages are
+    /// movable.
+    pub(crate) fn frames(&self) -> (*mut u8, u64) {
+        let mapping = match &self.0 {
+            Memory::Fixed(mapping) => mapping,
+            Memory::Movable(pages) => pages.mapping(),
+        };
+        (mapping.start, mapping.size_bytes)
+    }
+
+    /// The frame that page number `page` has now, if any.
+    pub(crate) fn frame_of(&self, page: u64) -> Option<Pfn> {
+        match &self.0 {
+            Memory::Fixed(mapping) if page < mapping.size_bytes >> PAGE_SHIFT => {
+                Some(phys::hpa_of(mapping.start.wrapping_add((page << PAGE_SHIFT) as usize)).pfn())
+            }
+            Memory::Fixed(_) => None,
+            Memory::Movable(pages) => pages.frame_of(page),
         }
     }
 

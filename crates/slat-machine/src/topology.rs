@@ -52,16 +52,39 @@ pub fn usable_cpus() -> Vec<u32> {
 /// # Errors
 /// [`PinError`]; the thread then runs where it could run before.
 pub fn pin_current_thread(cpu: u32) -> Result<(), PinError> {
+    if cpu as usize >= MAX_CPUS {
+        return Err(PinError::NoSuchCpu { cpu });
+    }
+    run_on_cpus(&[cpu]).map_err(|source| PinError::Refused { cpu, source })
+}
+
+/// Keeps the calling thread on `cpus` from now on; numbers that no CPU can have are passed over.
+///
+/// # Errors
+/// What the kernel said; the thread then runs where it could run before.
+pub(crate) fn run_on_cpus(cpus: &[u32]) -> Result<(), io::Error> {
     let mut mask = [0u64; MASK_WORDS];
-    let Some(word) = mask.get_mut(cpu as usize / 64) else { return Err(PinError::NoSuchCpu { cpu }) };
-    *word = 1 << (cpu % 64);
+    for cpu in cpus {
+        if let Some(word) = mask.get_mut(*cpu as usize / 64) {
+            *word |= 1 << (cpu % 64);
+        }
+    }
     // SAFETY: the kernel reads at most the size that it is told, which is the mask's.
     let result = unsafe { libc::sched_setaffinity(0, size_of_val(&mask), mask.as_ptr().cast()) };
-    if result == 0 { Ok(()) } else { Err(PinError::Refused { cpu, source: io::Error::last_os_error() }) }
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// The number of the CPU that runs the calling thread at this moment.
+#[inline]
+pub(crate) fn current_cpu() -> u32 {
+    // SAFETY: takes nothing, returns a number.
+    let cpu = unsafe { libc::sched_getcpu() };
+    // It fails only on a kernel that does not tell; CPU 0 exists everywhere.
+    u32::try_from(cpu).unwrap_or(0)
 }
 
 /// The number behind `name` in a text of lines "name value" or "name: value kB".
-fn field(text: &str, name: &str) -> Option<u64> {
+pub(crate) fn field(text: &str, name: &str) -> Option<u64> {
     text.lines()
         .find_map(|line| line.strip_prefix(name)?.strip_prefix([':', ' ']))
         .and_then(|rest| rest.split_whitespace().next()?.parse().ok())

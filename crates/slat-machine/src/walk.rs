@@ -30,21 +30,45 @@ mod tests;
 mod tests_guest;
 #[cfg(test)]
 mod tests_log;
+#[cfg(test)]
+mod tests_nodes;
 
 use slat::{Access, Gpa, Hpa, Level, PageSize};
 use thiserror::Error;
 
 use crate::commit::{Generation, Port, Stale};
 use crate::modification_log::{LogFull, ModificationLog};
+use crate::numa::WalkCounter;
 use crate::phys;
 use crate::tlb::Writes;
 
 /// Guest-physical addresses have this many bits at most: what tables of four levels translate.
 pub const GUEST_PHYSICAL_BITS: u32 = 48;
 
+/// What is told of each entry of a second-stage table that a walk reads. A type and not an option: where nothing is to be
+/// counted, the walk has no trace of it.
+pub trait CountReads: Copy {
+    /// An entry of `table`, whose entries have `level`, was read.
+    fn count(self, table: Hpa, level: u8);
+}
+
+/// Counts nothing.
+impl CountReads for () {
+    #[inline]
+    fn count(self, _table: Hpa, _level: u8) {}
+}
+
+/// Counts by node.
+impl CountReads for &WalkCounter {
+    #[inline]
+    fn count(self, table: Hpa, level: u8) {
+        WalkCounter::count(self, table, level);
+    }
+}
+
 /// What the walks of one access have in common.
 #[derive(Clone, Copy, Debug)]
-pub struct Walker<'a> {
+pub struct Walker<'a, C = ()> {
     /// The CPU's way to memory.
     pub port: &'a Port,
     /// Read before the access began.
@@ -53,6 +77,8 @@ pub struct Walker<'a> {
     pub root: Hpa,
     /// The CPU's page-modification log, if it has one and that is on. Only EPT has it.
     pub log: Option<&'a ModificationLog>,
+    /// Counts reads of second-stage entries.
+    pub counter: C,
 }
 
 /// A format of second-stage tables, as hardware walks it.
@@ -68,7 +94,7 @@ pub trait HardwareFormat: slat::Format {
     ///
     /// # Errors
     /// [`Stop`]: why there is no translation.
-    fn walk(walker: Walker<'_>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop>;
+    fn walk<C: CountReads>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop>;
 }
 
 /// What an access to guest-physical memory is for.
@@ -162,7 +188,7 @@ struct Used {
 impl Used {
     /// Reads entry `index` of the table at `table`; `None` if there is no memory.
     #[inline]
-    fn read(walker: Walker<'_>, table: Hpa, index: u64) -> Result<Option<Used>, Stale> {
+    fn read<C>(walker: Walker<'_, C>, table: Hpa, index: u64) -> Result<Option<Used>, Stale> {
         let Some(table) = phys::pointer_to::<u64>(table) else {
             return Ok(None);
         };
@@ -174,9 +200,24 @@ impl Used {
         Ok(Some(Used { at, entry }))
     }
 
+    /// Reads the entry of `level` for `gpa` in the second-stage table at `table`; `None` if there is no memory.
+    #[inline]
+    fn read_second_stage<C: CountReads>(
+        walker: Walker<'_, C>,
+        table: Hpa,
+        gpa: Gpa,
+        level: u8,
+    ) -> Result<Option<Used>, Stale> {
+        let used = Used::read(walker, table, index(gpa.0, level))?;
+        if used.is_some() {
+            walker.counter.count(table, level);
+        }
+        Ok(used)
+    }
+
     /// Sets `bits` in the entry if they are not set; says what the entry is now.
     #[inline]
-    fn set(self, walker: Walker<'_>, bits: u64) -> Result<u64, Stop> {
+    fn set<C>(self, walker: Walker<'_, C>, bits: u64) -> Result<u64, Stop> {
         if self.entry & bits == bits {
             return Ok(self.entry);
         }

@@ -6,6 +6,7 @@ use thiserror::Error;
 use crate::commit::FlushMethod;
 use crate::cpu::Paging;
 use crate::memory::BackingKind;
+use crate::numa::{Nodes, Pinning};
 use crate::tlb::Geometry;
 
 /// The test region is at most this big, in bytes: it and the guest's tables must fit in the guest's address space.
@@ -60,8 +61,14 @@ pub struct MachineConfig {
     pub dirty_ring_entries: Option<u32>,
     /// Whether the guest has paging on.
     pub paging: Paging,
-    /// Processors to pin threads to; `None`: wherever the scheduler likes.
+    /// Processors to pin threads to; `None`: wherever the scheduler likes, but for `pinning` on the host's nodes.
     pub pins: Option<Pins>,
+    /// The nodes of memory, tables and virtual CPUs. Virtual CPU i of n has its home on node i * nodes / n, counting those
+    /// with CPUs (or, with `pins` on the host's nodes, on that of its processor), and there lies its part of the region. Memory
+    /// that the host may change while guests run lies on the same nodes in the same shares, but a page has any frame.
+    pub nodes: Nodes,
+    /// Whether virtual CPUs stay on their home nodes.
+    pub pinning: Pinning,
     /// The flush method; `None`: the best that works here.
     pub flush_method: Option<FlushMethod>,
     /// The TLB of each CPU.
@@ -83,6 +90,8 @@ impl Default for MachineConfig {
             dirty_ring_entries: None,
             paging: Paging::Off,
             pins: None,
+            nodes: Nodes::One,
+            pinning: Pinning::On,
             flush_method: None,
             tlb: Geometry::default(),
             max_tables: None,

@@ -1,19 +1,22 @@
 //! A virtual CPU as its thread has it: the jobs that it does, and what it looks at while it runs.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crossbeam_utils::CachePadded;
+use rand::RngExt;
+use rand::rngs::SmallRng;
 use slat::{Exit, Gva, Vcpu};
 
-use super::{REGION_GPA, VcpuReport};
+use super::{MachineError, REGION_GPA, VcpuReport};
 use crate::cpu::{Cpu, CpuError, Paging};
-use crate::guest::{self, GuestError, GuestTables, Ledger, Program, Touches};
+use crate::guest::{self, GuestError, GuestTables, Ledger, Program, Sharing, Touches};
 use crate::host::MachineHost;
 use crate::memory::Pages;
-use crate::topology::{self, PinError};
+use crate::numa::NodeMap;
+use crate::topology;
 use crate::walk::HardwareFormat;
 
 /// Touches between two looks at whether to stop.
@@ -28,10 +31,20 @@ pub(super) enum Repeat {
     UntilStopped,
 }
 
+/// Whose parts of the region a virtual CPU touches, if not all.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Parts {
+    Own,
+    /// Those that [`Seat::parts_of_others`] has.
+    OfOthers,
+}
+
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Job {
-    /// To the thread's processor.
+    /// To the thread's processor, or its node.
     Pin,
+    /// Others write the pages of all virtual CPUs.
+    ForgetPages,
     /// The first virtual CPU builds the guest's tables.
     BuildTables(GuestTables),
     /// All turn paging on with this value in CR3.
@@ -41,13 +54,14 @@ pub(super) enum Job {
     Run {
         program: Program,
         repeat: Repeat,
+        parts: Parts,
     },
 }
 
 #[derive(Debug)]
 pub(super) enum Answer {
     Done,
-    Pinned(Result<(), PinError>),
+    Pinned(Result<(), MachineError>),
     Cr3(u64),
     Ran(VcpuReport),
 }
@@ -61,13 +75,59 @@ pub(super) struct Signals {
     pub(super) progress: Box<[CachePadded<AtomicU64>]>,
 }
 
+/// Where a virtual CPU sits.
+#[derive(Debug)]
+pub(super) struct Seat {
+    /// The processor that it is pinned to.
+    pub(super) pin: Option<u32>,
+    pub(super) nodes: Arc<NodeMap>,
+    /// The place of its home.
+    pub(super) home: usize,
+    /// Draws its places, if it does not stay at home.
+    pub(super) rng: Option<SmallRng>,
+    /// The place where it sat last: one for each virtual CPU.
+    pub(super) taken: Arc<[AtomicUsize]>,
+    /// The parts of the region that it touches in the stead of virtual CPUs of another node.
+    pub(super) parts_of_others: Box<[u64]>,
+}
+
+impl Seat {
+    /// The thread stays on its processor, or on its home node's, if it is to.
+    fn pin(&self) -> Result<(), MachineError> {
+        match self.pin {
+            Some(cpu) => topology::pin_current_thread(cpu)?,
+            None if self.nodes.are_of_host() && !self.nodes.is_one() && self.rng.is_none() => {
+                self.nodes.run_on(self.nodes.ids()[self.home])?;
+            }
+            None => {}
+        }
+        Ok(())
+    }
+
+    /// A job begins.
+    fn take(&mut self, vcpu: u64) {
+        if self.nodes.is_one() {
+            return;
+        }
+        if !self.nodes.are_of_host() {
+            let places = self.nodes.places_with_cpus();
+            let place = self.rng.as_mut().map_or(self.home, |rng| places[rng.random_range(0..places.len())]);
+            // There is such a node.
+            let _ = self.nodes.run_on(self.nodes.ids()[place]);
+        }
+        // Relaxed: whoever asks while it moves may hear either.
+        self.taken[vcpu as usize].store(self.nodes.current_place(), Ordering::Relaxed);
+    }
+}
+
 /// A virtual CPU as its thread has it.
 pub(super) struct Worker<F: HardwareFormat> {
     pub(super) cpu: Cpu<Vcpu<MachineHost, F>, F>,
     pub(super) index: u64,
     pub(super) nr_vcpus: u64,
     pub(super) pages_per_vcpu: u64,
-    pub(super) pin: Option<u32>,
+    /// `None`: the thread is not the machine's.
+    pub(super) seat: Option<Seat>,
     pub(super) signals: Arc<Signals>,
     /// For memory that the host changes.
     pub(super) ledger: Option<(Ledger, Arc<Pages>)>,
@@ -81,15 +141,35 @@ impl<F: HardwareFormat> Worker<F> {
     }
 
     fn do_job(&mut self, job: &Job) -> Result<Answer, GuestError> {
+        if let Some(seat) = &mut self.seat {
+            if matches!(job, Job::Pin)
+                && let Err(error) = seat.pin()
+            {
+                return Ok(Answer::Pinned(Err(error)));
+            }
+            seat.take(self.index);
+        }
         let answer = match *job {
-            Job::Pin => Ok(Answer::Pinned(self.pin.map_or(Ok(()), topology::pin_current_thread))),
+            Job::Pin => Ok(Answer::Pinned(Ok(()))),
+            Job::ForgetPages => {
+                if let Some((ledger, _)) = &mut self.ledger {
+                    ledger.begin(Sharing::Overlapping);
+                }
+                Ok(Answer::Done)
+            }
             Job::BuildTables(tables) if self.index == 0 => tables.build(&mut self.cpu).map(Answer::Cr3),
             Job::BuildTables(_) => Ok(Answer::Done),
             Job::TurnPagingOn { cr3 } => self.cpu.load_cr3(cr3).map_err(GuestError::Start).map(|()| {
                 self.cpu.set_paging(Paging::TwoDimensional);
                 Answer::Done
             }),
-            Job::Run { program, repeat } => self.run(&program, repeat).map(Answer::Ran),
+            Job::Run { program, repeat, parts } => {
+                let parts = match (parts, &self.seat) {
+                    (Parts::OfOthers, Some(seat)) => seat.parts_of_others.clone(),
+                    _ => Box::from([self.index]),
+                };
+                self.run(&program, repeat, &parts).map(Answer::Ran)
+            }
         };
         if answer.is_err() {
             // Relaxed: the others need not see anything else of it.
@@ -98,7 +178,8 @@ impl<F: HardwareFormat> Worker<F> {
         answer
     }
 
-    fn run(&mut self, program: &Program, repeat: Repeat) -> Result<VcpuReport, GuestError> {
+    /// Runs `program` on the parts `parts` of the region, or on all of it if that is shared.
+    pub(super) fn run(&mut self, program: &Program, repeat: Repeat, parts: &[u64]) -> Result<VcpuReport, GuestError> {
         let region = match self.cpu.paging() {
             Paging::Off => Gva(REGION_GPA.0),
             Paging::TwoDimensional => guest::REGION_GVA,
@@ -109,42 +190,55 @@ impl<F: HardwareFormat> Worker<F> {
         // Acquire, and so at `advance_round`: who writes a round has seen it here. The store that carries it is a release
         // and the load that finds it an acquire, so the reader, who asks afterwards, sees that round or a later one.
         let newest_round = || signals.round.load(Ordering::Acquire);
-        let mut touches = Touches::new(program, self.index, self.nr_vcpus, self.pages_per_vcpu);
+        let (is_own, whole) = (parts == [self.index], [self.index]);
+        let parts = if program.sharing == Sharing::Overlapping { &whole } else { parts };
+        let touches_of = |&part: &u64| Touches::new(program, part, self.nr_vcpus, self.pages_per_vcpu);
+        let mut all_touches: Vec<Touches> = parts.iter().map(touches_of).collect();
         if let Some((ledger, _)) = &mut self.ledger {
-            ledger.begin(program.sharing);
+            // Others' pages are in others' ledgers.
+            ledger.begin(if is_own { program.sharing } else { Sharing::Overlapping });
         }
         let mut nr_passes = 0;
         'passes: loop {
-            for (nr_touches, touch) in touches.by_ref().enumerate() {
-                if nr_touches.is_multiple_of(TOUCHES_PER_LOOK) {
-                    // Relaxed, both: when exactly it is noticed does not matter.
-                    signals.progress[self.index as usize].fetch_add(TOUCHES_PER_LOOK as u64, Ordering::Relaxed);
-                    if signals.stop.load(Ordering::Relaxed) {
-                        break 'passes;
+            for touches in &mut all_touches {
+                for (nr_touches, touch) in touches.by_ref().enumerate() {
+                    if nr_touches.is_multiple_of(TOUCHES_PER_LOOK) {
+                        // Relaxed, both: when exactly it is noticed does not matter.
+                        signals.progress[self.index as usize].fetch_add(TOUCHES_PER_LOOK as u64, Ordering::Relaxed);
+                        if signals.stop.load(Ordering::Relaxed) {
+                            break 'passes;
+                        }
                     }
-                }
-                match &mut self.ledger {
-                    None => loop {
-                        match guest::touch(&mut self.cpu, program, region, touch, newest_round) {
-                            Err(GuestError::Access { error: CpuError::Exit(Exit::DirtyRingFull), .. }) => {}
-                            done => break done?,
-                        }
-                        while self.cpu.handler().dirty_ring().is_some_and(|ring| ring.is_soft_full()) {
-                            if signals.stop.load(Ordering::Relaxed) {
-                                break 'passes;
+                    match &mut self.ledger {
+                        None => loop {
+                            match guest::touch(&mut self.cpu, program, region, touch, newest_round) {
+                                Err(GuestError::Access { error: CpuError::Exit(Exit::DirtyRingFull), .. }) => {}
+                                done => break done?,
                             }
-                            thread::sleep(RING_POLL);
+                            while self.cpu.handler().dirty_ring().is_some_and(|ring| ring.is_soft_full()) {
+                                if signals.stop.load(Ordering::Relaxed) {
+                                    break 'passes;
+                                }
+                                thread::sleep(RING_POLL);
+                            }
+                        },
+                        Some((ledger, pages)) => {
+                            guest::touch_changing(
+                                &mut self.cpu,
+                                program,
+                                region,
+                                touch,
+                                newest_round,
+                                (ledger, pages),
+                            )?;
                         }
-                    },
-                    Some((ledger, pages)) => {
-                        guest::touch_changing(&mut self.cpu, program, region, touch, newest_round, (ledger, pages))?;
                     }
                 }
             }
             nr_passes += 1;
             match repeat {
                 Repeat::Once => break,
-                Repeat::UntilStopped => touches.rewind(),
+                Repeat::UntilStopped => all_touches.iter_mut().for_each(Touches::rewind),
             }
         }
         Ok(VcpuReport { elapsed: begin.elapsed(), nr_passes, counters: self.cpu.counters().since(before) })

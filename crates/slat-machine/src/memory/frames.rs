@@ -95,6 +95,11 @@ impl Frames {
         frames
     }
 
+    /// Where they are.
+    pub(super) fn mapping(&self) -> &Mapping {
+        &self.mapping
+    }
+
     fn word(&self, frame: Frame, index: usize) -> &AtomicU64 {
         let offset = (u64::from(frame.0) << PAGE_SHIFT) as usize + index * 8;
         // SAFETY: frames are numbered within the mapping, which lives as long as `self`; words are aligned; all access

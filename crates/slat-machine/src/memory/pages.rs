@@ -27,7 +27,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use slat::{Access, Gone, PAGE_SHIFT, PAGE_SIZE, PageSize, Resolved, ZappedLeaf};
+use slat::{Access, Gone, PAGE_SHIFT, PAGE_SIZE, PageSize, Pfn, Resolved, ZappedLeaf};
 
 use super::frames::{Contents, Corruption, Frame, Frames};
 use super::{BackingKind, Mapping, MemoryError};
@@ -206,6 +206,16 @@ impl Pages {
     /// The number of pages.
     pub fn nr_pages(&self) -> u64 {
         self.pages.len() as u64
+    }
+
+    /// The mapping that all frames are in.
+    pub(super) fn mapping(&self) -> &Mapping {
+        self.frames.mapping()
+    }
+
+    /// The frame that `page` has now, if any.
+    pub(super) fn frame_of(&self, page: u64) -> Option<Pfn> {
+        self.page(page)?.lock().frame.map(|frame| self.frames.pfn(frame))
     }
 
     /// What was done so far.

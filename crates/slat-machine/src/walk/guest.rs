@@ -11,7 +11,7 @@
 use slat::{Access, Gpa, Gva, PageSize};
 use thiserror::Error;
 
-use super::{GUEST_PHYSICAL_BITS, HardwareFormat, Mapping, Purpose, Stop, Used, Walker};
+use super::{CountReads, GUEST_PHYSICAL_BITS, HardwareFormat, Mapping, Purpose, Stop, Used, Walker};
 use super::{address_mask, index, page_size, shift};
 use crate::tlb::Writes;
 
@@ -70,7 +70,12 @@ pub enum GuestStop {
 ///
 /// # Errors
 /// [`GuestStop`]: why there is no translation.
-pub fn walk<F: HardwareFormat>(walker: Walker<'_>, table: Gpa, gva: Gva, access: Access) -> Result<Mapping, GuestStop> {
+pub fn walk<F: HardwareFormat, C: CountReads>(
+    walker: Walker<'_, C>,
+    table: Gpa,
+    gva: Gva,
+    access: Access,
+) -> Result<Mapping, GuestStop> {
     // Bits 63 to 47 are all alike.
     if !matches!(gva.0 as i64 >> 47, 0 | -1) {
         return Err(GuestFault::NonCanonical { gva }.into());

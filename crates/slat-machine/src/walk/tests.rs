@@ -84,7 +84,13 @@ impl Way {
     }
 
     pub(super) fn walker(&self) -> Walker<'_> {
-        Walker { port: &self.port, generation: self.port.generation(), root: self.tables[0].hpa(), log: None }
+        Walker {
+            port: &self.port,
+            generation: self.port.generation(),
+            root: self.tables[0].hpa(),
+            log: None,
+            counter: (),
+        }
     }
 
     fn walk_for<F: HardwareFormat>(&self, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {

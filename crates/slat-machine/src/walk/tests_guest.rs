@@ -59,11 +59,17 @@ impl Guest {
     }
 
     pub(super) fn walker(&self) -> Walker<'_> {
-        Walker { port: &self.port, generation: self.port.generation(), root: self.second[0].hpa(), log: None }
+        Walker {
+            port: &self.port,
+            generation: self.port.generation(),
+            root: self.second[0].hpa(),
+            log: None,
+            counter: (),
+        }
     }
 
     fn walk<F: HardwareFormat>(&self, access: Access) -> Result<Mapping, GuestStop> {
-        guest::walk::<F>(self.walker(), Gpa(0), Gva(GVA), access)
+        guest::walk::<F, _>(self.walker(), Gpa(0), Gva(GVA), access)
     }
 }
 
@@ -178,7 +184,7 @@ fn two_dimensional_walk_over_npt() {
 fn addresses_must_be_canonical() {
     let guest = Guest::new(7);
     for gva in [1 << 47, u64::MAX >> 1, !(1 << 47)] {
-        let got = guest::walk::<Npt>(guest.walker(), Gpa(0), Gva(gva), Access::Read);
+        let got = guest::walk::<Npt, _>(guest.walker(), Gpa(0), Gva(gva), Access::Read);
         assert_eq!(got, Err(GuestStop::Guest(GuestFault::NonCanonical { gva: Gva(gva) })), "{gva:#x}");
     }
 }

@@ -71,7 +71,7 @@ fn accesses_to_guest_tables_are_logged_as_writes() {
     let guest = Guest::new(LEAF);
     let walk = |access| {
         let walker = Walker { log: Some(&log), ..guest.walker() };
-        guest::walk::<Ept>(walker, Gpa(0), Gva(GVA), access).map(|_| ())
+        guest::walk::<Ept, _>(walker, Gpa(0), Gva(GVA), access).map(|_| ())
     };
     assert_eq!(walk(Access::Read), Ok(()));
     assert_eq!(logged(&log), [0, 1, 2, 3].map(|page| Gpa(page << 12)));

@@ -105,8 +105,13 @@ impl Walker {
         }
 
         let purpose = Purpose::Data;
-        let walker =
-            walk::Walker { port: &self.port, generation: self.port.generation(), root: self.hpa_of(0), log: None };
+        let walker = walk::Walker {
+            port: &self.port,
+            generation: self.port.generation(),
+            root: self.hpa_of(0),
+            log: None,
+            counter: (),
+        };
         let result = match Npt::walk(walker, gpa, access, purpose) {
             Ok(mapping) => Ok(Hpa(mapping.hpa.0 - phys::BIAS)),
             Err(Stop::Fault(fault)) => Err(fault.code & PAGE_FAULT_CODE),

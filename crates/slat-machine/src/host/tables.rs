@@ -1,0 +1,180 @@
+//! The allocator of tables. Each node has a span of one region of addresses, and in it a mark that rises and a list of freed
+//! tables for each size.
+
+#![expect(unsafe_code, reason = "maps the region of tables")]
+
+use std::alloc::Layout;
+use std::io;
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crossbeam_queue::SegQueue;
+use crossbeam_utils::CachePadded;
+use slat::{Hpa, PAGE_SHIFT, PAGE_SIZE};
+
+use super::HostError;
+use crate::numa::NodeMap;
+use crate::numa::policy::Strictness;
+use crate::numa::spans::TableSpans;
+use crate::phys;
+
+/// Tables of 4 KiB (2^12) up to 64 KiB (2^16): x86's and Arm's, RISC-V's roots, and Arm's concatenated roots.
+const MIN_TABLE_SHIFT: u32 = PAGE_SHIFT;
+const NR_TABLE_SIZES: usize = 5;
+
+/// The tables of one node.
+#[derive(Debug)]
+struct NodeTables {
+    /// Where its span begins.
+    start: *mut u8,
+    /// Bytes from there that were given out at least once.
+    used_bytes: CachePadded<AtomicU64>,
+    free: [SegQueue<Hpa>; NR_TABLE_SIZES],
+    /// Counted if there are other nodes.
+    nr_live: CachePadded<AtomicU64>,
+}
+
+/// The tables of all nodes.
+#[derive(Debug)]
+pub(super) struct Tables {
+    start: *mut u8,
+    size_bytes: u64,
+    nodes: Box<[NodeTables]>,
+    bytes_per_node: u64,
+    spans: Arc<TableSpans>,
+    nr_live: CachePadded<AtomicU64>,
+    max_live: u64,
+}
+
+// SAFETY: the region's pages go to one owner at a time; the pointers themselves are never written.
+unsafe impl Send for Tables {}
+// SAFETY: as above.
+unsafe impl Sync for Tables {}
+
+/// Index of the list for a table's size, and that size in bytes.
+fn size_class(layout: Layout) -> Option<(usize, u64)> {
+    // A table as large as its alignment satisfies both; and a page at least, since the CPU's formats know no less.
+    let size_bytes = (layout.size().max(layout.align()) as u64).max(PAGE_SIZE).checked_next_power_of_two()?;
+    let class = (size_bytes.trailing_zeros() - MIN_TABLE_SHIFT) as usize;
+    (class < NR_TABLE_SIZES).then_some((class, size_bytes))
+}
+
+impl NodeTables {
+    fn take_fresh(&self, size_bytes: u64, bytes_per_node: u64) -> Option<Hpa> {
+        let base = self.start.addr() as u64;
+        // The gap in front of a larger table is lost; there is at most one such table for each root.
+        let place = |used: u64| (base + used).next_multiple_of(size_bytes) - base;
+        let end = |used: u64| place(used).checked_add(size_bytes).filter(|&end| end <= bytes_per_node);
+        // Relaxed: whoever moves the mark owns what it passed over, and nobody had that before.
+        let used = self.used_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, end).ok()?;
+        Some(phys::hpa_of(self.start.wrapping_add(place(used) as usize)))
+    }
+}
+
+impl Tables {
+    /// For each of `nodes` as much as `bytes_per_node` (any of them may have to hold all tables), and for all together at most
+    /// `max_live` tables at a time.
+    pub(super) fn new(bytes_per_node: u64, max_live: u64, nodes: &NodeMap) -> Result<Tables, HostError> {
+        // A power of two, so that a shift tells the node; what is beyond `bytes_per_node` is never touched.
+        let span_bytes = bytes_per_node.checked_next_power_of_two();
+        let size_bytes = match span_bytes.and_then(|bytes| bytes.checked_mul(nodes.nr_nodes() as u64)) {
+            _ if nodes.is_one() => bytes_per_node,
+            size_bytes => size_bytes.unwrap_or(u64::MAX),
+        };
+        let shift = span_bytes.unwrap_or(1 << 63).trailing_zeros();
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: without MAP_FIXED the kernel takes addresses that nobody uses.
+        let start = unsafe { libc::mmap(ptr::null_mut(), size_bytes as usize, protection, flags, -1, 0) };
+        if start == libc::MAP_FAILED {
+            return Err(HostError::NoAddressSpace { size_bytes, source: io::Error::last_os_error() });
+        }
+        let start: *mut u8 = start.cast();
+        let node_tables = |place: usize| NodeTables {
+            start: start.wrapping_add(place << shift),
+            used_bytes: CachePadded::default(),
+            free: Default::default(),
+            nr_live: CachePadded::default(),
+        };
+        let tables = Tables {
+            start,
+            size_bytes,
+            nodes: (0..nodes.nr_nodes()).map(node_tables).collect(),
+            bytes_per_node,
+            spans: Arc::new(TableSpans::new(phys::hpa_of(start), shift, nodes.ids())),
+            nr_live: CachePadded::default(),
+            max_live,
+        };
+        for (place, node) in tables.nodes.iter().enumerate() {
+            nodes.place_memory(node.start, bytes_per_node, nodes.memory_place(place), Strictness::Prefer)?;
+        }
+        Ok(tables)
+    }
+
+    /// From the first of `places` that has one.
+    pub(super) fn allocate(&self, layout: Layout, places: &[usize]) -> Option<Hpa> {
+        let (class, size_bytes) = size_class(layout)?;
+        // Relaxed: the count limits, it hands nothing over. Counted before it is taken, so that the limit holds at any
+        // moment; with little left, two threads may both be refused, which a real shortage may do as well.
+        if self.nr_live.fetch_add(1, Ordering::Relaxed) >= self.max_live {
+            self.nr_live.fetch_sub(1, Ordering::Relaxed);
+            return None;
+        }
+        for &place in places {
+            let node = &self.nodes[place];
+            let Some(table) = node.free[class].pop().or_else(|| node.take_fresh(size_bytes, self.bytes_per_node))
+            else {
+                continue;
+            };
+            if self.nodes.len() > 1 {
+                node.nr_live.fetch_add(1, Ordering::Relaxed);
+            }
+            return Some(table);
+        }
+        self.nr_live.fetch_sub(1, Ordering::Relaxed);
+        None
+    }
+
+    pub(super) fn free(&self, table: Hpa, layout: Layout) {
+        // Without a class it did not come from here, and without a place neither.
+        let Some((class, _)) = size_class(layout) else { return };
+        let node = match &*self.nodes {
+            [node] => node,
+            nodes => {
+                let Some(place) = self.spans.place_of(table) else { return };
+                nodes[place].nr_live.fetch_sub(1, Ordering::Relaxed);
+                &nodes[place]
+            }
+        };
+        // The queue's own ordering hands the table over to the one who pops it.
+        node.free[class].push(table);
+        self.nr_live.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Tables that are given out now.
+    pub(super) fn nr_live(&self) -> u64 {
+        self.nr_live.load(Ordering::Relaxed)
+    }
+
+    /// Those of them that are at `place`.
+    pub(super) fn nr_live_at(&self, place: usize) -> u64 {
+        match &*self.nodes {
+            [_] => self.nr_live(),
+            nodes => nodes[place].nr_live.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Which node a table is on.
+    pub(super) fn spans(&self) -> &Arc<TableSpans> {
+        &self.spans
+    }
+}
+
+impl Drop for Tables {
+    fn drop(&mut self) {
+        // SAFETY: mapped in `new` with this size; the host is gone, and with it the VM and its CPUs, which hold it.
+        let result = unsafe { libc::munmap(self.start.cast(), self.size_bytes as usize) };
+        debug_assert_eq!(result, 0, "munmap of a mapping of our own");
+    }
+}

@@ -1,0 +1,211 @@
+//! Where a machine's virtual CPUs sit and its memory lies, and who touches that first.
+//!
+//! Virtual CPUs are spread over the nodes in blocks, and each has its part of the region on its own node; the memory of the
+//! guest's tables lies with the first. The engine's tables lie where its configuration says
+//! ([`TablePlacement`]), which depends on who takes the fault: hence [`Machine::populate`].
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+use slat::{Host, Hpa, NodeId, PAGE_SHIFT, TablePlacement};
+
+use super::worker::{Job, Parts, Repeat, Seat, Worker};
+use super::{Machine, MachineConfig, MachineError, RunReport, answers, new_cpu, report};
+use crate::guest::{Ledger, Program};
+use crate::memory::Backing;
+use crate::numa::policy::Strictness;
+use crate::numa::spans::{MemorySpan, divide};
+use crate::numa::{FirstTouch, NodeMap, NumaError, Pinning, ReadCounts, WalkReads};
+use crate::phys;
+use crate::walk::HardwareFormat;
+
+/// The nodes of a machine and who sits where.
+#[derive(Debug)]
+pub(super) struct Seats {
+    nodes: Arc<NodeMap>,
+    /// For each virtual CPU the place of its home.
+    homes: Box<[usize]>,
+    /// And where it sat last.
+    taken: Arc<[AtomicUsize]>,
+    /// What each CPU's walks have read; the last is for the thread that populates.
+    counts: Box<[Arc<ReadCounts>]>,
+    /// For each part of the region the virtual CPU of another node that may touch it first; empty if all have the same home.
+    others: Box<[usize]>,
+}
+
+impl Seats {
+    pub(super) fn new(config: &MachineConfig, nodes: NodeMap) -> Result<Seats, MachineError> {
+        for placement in [config.engine.split_table_placement, config.engine.fault_table_placement] {
+            if let TablePlacement::Node(node) = placement
+                && nodes.place_of(node).is_none()
+            {
+                return Err(NumaError::NoSuchNode { node }.into());
+            }
+        }
+        let homes = nodes.homes(config.nr_vcpus, config.pins.as_ref().map(|pins| pins.vcpus.as_slice()));
+        Ok(Seats {
+            nodes: Arc::new(nodes),
+            taken: homes.iter().map(|&home| AtomicUsize::new(home)).collect(),
+            counts: (0..=config.nr_vcpus).map(|_| Arc::default()).collect(),
+            others: others(&homes),
+            homes,
+        })
+    }
+
+    pub(super) fn nodes(&self) -> &Arc<NodeMap> {
+        &self.nodes
+    }
+
+    /// What the walks of virtual CPU `vcpu` have read; behind the last, of the thread that populates.
+    pub(super) fn counts(&self, vcpu: usize) -> &Arc<ReadCounts> {
+        &self.counts[vcpu]
+    }
+
+    /// The seat of virtual CPU `vcpu`.
+    pub(super) fn of(&self, vcpu: usize, config: &MachineConfig) -> Seat {
+        let rng = match config.pinning {
+            Pinning::On => None,
+            Pinning::Off { seed } => Some(SmallRng::seed_from_u64(seed.wrapping_add(vcpu as u64))),
+        };
+        let is_mine = |part: &u64| self.others.get(*part as usize) == Some(&vcpu);
+        Seat {
+            pin: config.pins.as_ref().map(|pins| pins.vcpus[vcpu]),
+            nodes: Arc::clone(&self.nodes),
+            home: self.homes[vcpu],
+            rng,
+            taken: Arc::clone(&self.taken),
+            parts_of_others: (0..self.homes.len() as u64).filter(is_mine).collect(),
+        }
+    }
+
+    /// Puts the region's memory, and that of the guest's tables, where it is to lie; says where that is.
+    pub(super) fn place(&self, region: &Backing, tables: Option<&Backing>) -> Result<Vec<MemorySpan>, NumaError> {
+        if self.nodes.is_one() {
+            return Ok(Vec::new());
+        }
+        let mut spans = self.spans(region, &self.homes);
+        let mut needed_bytes = vec![0; self.nodes.nr_nodes()];
+        for span in &spans {
+            needed_bytes[span.2] += span.1;
+        }
+        self.nodes.check_free(&needed_bytes, region.kind().page_size().size_bytes())?;
+        // Little, and never in huge pages.
+        spans.extend(tables.into_iter().flat_map(|tables| self.spans(tables, &self.homes[..1])));
+        let placed = |(start, size_bytes, place): (*mut u8, u64, usize)| {
+            self.nodes.place_memory(start, size_bytes, place, Strictness::Bind)?;
+            let start = phys::hpa_of(start.cast_const());
+            Ok(MemorySpan { start, end: Hpa(start.0 + size_bytes), node: self.nodes.ids()[place] })
+        };
+        spans.into_iter().map(placed).collect()
+    }
+
+    /// Divides `memory` equally among virtual CPUs with the homes `homes`: start, size in bytes, place.
+    fn spans(&self, memory: &Backing, homes: &[usize]) -> Vec<(*mut u8, u64, usize)> {
+        let places: Vec<usize> = homes.iter().map(|&home| self.nodes.memory_place(home)).collect();
+        let (start, size_bytes) = memory.frames();
+        divide(&places, size_bytes, memory.kind().largest_page_bytes())
+            .into_iter()
+            .map(|(first, end, place)| (start.wrapping_add(first as usize), end - first, place))
+            .collect()
+    }
+}
+
+/// For each virtual CPU one whose home is the next node that has any; the virtual CPUs of a node share in the work. Empty if
+/// there is no other.
+fn others(homes: &[usize]) -> Box<[usize]> {
+    let mut blocks: Vec<(usize, Vec<usize>)> = Vec::new();
+    for (vcpu, &home) in homes.iter().enumerate() {
+        match blocks.iter_mut().find(|block| block.0 == home) {
+            Some(block) => block.1.push(vcpu),
+            None => blocks.push((home, vec![vcpu])),
+        }
+    }
+    if blocks.len() < 2 {
+        return Box::default();
+    }
+    let mut others = vec![0; homes.len()].into_boxed_slice();
+    for (index, (_, vcpus)) in blocks.iter().enumerate() {
+        let next = &blocks[(index + 1) % blocks.len()].1;
+        for (&vcpu, &other) in vcpus.iter().zip(next.iter().cycle()) {
+            others[vcpu] = other;
+        }
+    }
+    others
+}
+
+impl<F: HardwareFormat> Machine<F> {
+    /// The nodes.
+    pub fn nodes(&self) -> &NodeMap {
+        &self.seats.nodes
+    }
+
+    /// The home of virtual CPU `vcpu`, if there is one: the node that its part of the region lies on, unless that has no memory
+    /// ([`NodeMap::memory_node`]).
+    pub fn home_node(&self, vcpu: usize) -> Option<NodeId> {
+        Some(self.nodes().ids()[*self.seats.homes.get(vcpu)?])
+    }
+
+    /// The node on which virtual CPU `vcpu` was when it last began something; its home, if it stays there.
+    pub fn node_of_vcpu(&self, vcpu: usize) -> Option<NodeId> {
+        // Relaxed: who asks while it moves may hear either.
+        Some(self.nodes().ids()[self.seats.taken.get(vcpu)?.load(Ordering::Relaxed)])
+    }
+
+    /// The node that page `page` of the test region lies on; `None` if there is no such page, or it has no frame now.
+    pub fn node_of_page(&self, page: u64) -> Option<NodeId> {
+        self.region.frame_of(page).map(|frame| self.vm.host().node_of(frame))
+    }
+
+    /// Tables that the engine holds on each node: linked ones, those that it keeps in hand, and those that are still to be
+    /// freed. Exact while nobody allocates or frees.
+    pub fn tables_by_node(&self) -> Vec<(NodeId, u64)> {
+        self.vm.host().live_tables_by_node()
+    }
+
+    /// What the walks of all CPUs have read since the machine was made; nothing is counted with one node.
+    pub fn walk_reads(&self) -> WalkReads {
+        self.seats.counts.iter().fold(WalkReads::default(), |sum, counts| sum + counts.get())
+    }
+
+    /// Runs `program` once, as [`run`](Self::run) does, with each part of the region touched by whom `first_touch` says.
+    /// If it is the calling thread, that has a CPU of its own, without paging, and does all parts in their order; the
+    /// report then has one entry, for that, and an error names virtual CPU 0.
+    ///
+    /// # Errors
+    /// As for [`run`](Self::run), and [`MachineError::NoOtherNode`].
+    pub fn populate(&self, program: Program, first_touch: FirstTouch) -> Result<RunReport, MachineError> {
+        match first_touch {
+            FirstTouch::Own => self.run(program),
+            FirstTouch::Other if self.seats.others.is_empty() => Err(MachineError::NoOtherNode),
+            FirstTouch::Other => {
+                self.post(program, Repeat::Once, Parts::OfOthers)?;
+                report(self.crew.finish())
+            }
+            FirstTouch::Main => {
+                let nr_vcpus = self.seats.homes.len();
+                let mut worker = Worker::<F> {
+                    cpu: new_cpu(&self.vm, &self.config, self.seats.counts(nr_vcpus))?,
+                    index: 0,
+                    nr_vcpus: nr_vcpus as u64,
+                    pages_per_vcpu: self.config.bytes_per_vcpu >> PAGE_SHIFT,
+                    seat: None,
+                    signals: Arc::clone(&self.signals),
+                    ledger: self.region.pages().map(|pages| (Ledger::new(0, 0), Arc::clone(pages))),
+                };
+                self.post_job(&program, Job::ForgetPages)?;
+                let begin = Instant::now();
+                let parts: Vec<u64> = (0..worker.nr_vcpus).collect();
+                // The job is collected, whatever came of this.
+                let ran = worker.run(&program, Repeat::Once, &parts);
+                let wall = begin.elapsed();
+                worker.cpu.exit_guest_mode();
+                answers(self.crew.finish())?;
+                let vcpu = ran.map_err(|error| MachineError::Guest { vcpu: 0, error })?;
+                Ok(RunReport { wall, vcpus: vec![vcpu] })
+            }
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! What the hardware walkers count: of the entries of second-stage tables that they read, how many were on the CPU's own node
+//! and how many on another. A restarted walk has read, too, and counts as far as it came.
+
+use std::cell::Cell;
+use std::ops::Add;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crossbeam_utils::CachePadded;
+use slat::{Hpa, NodeId};
+
+use super::NodeMap;
+use super::spans::TableSpans;
+
+/// Entries of second-stage tables that walkers have read.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub struct WalkReads {
+    /// In tables on the node that the CPU was on.
+    pub local: u64,
+    /// In tables on another.
+    pub remote: u64,
+    /// Those of `local` that were in tables of level 1, which hold leaves of 4 KiB.
+    pub leaf_table_local: u64,
+    /// Those of `remote` that were in such tables.
+    pub leaf_table_remote: u64,
+}
+
+impl WalkReads {
+    /// What was read since `earlier`.
+    #[must_use]
+    pub fn since(self, earlier: WalkReads) -> WalkReads {
+        WalkReads {
+            local: self.local.wrapping_sub(earlier.local),
+            remote: self.remote.wrapping_sub(earlier.remote),
+            leaf_table_local: self.leaf_table_local.wrapping_sub(earlier.leaf_table_local),
+            leaf_table_remote: self.leaf_table_remote.wrapping_sub(earlier.leaf_table_remote),
+        }
+    }
+}
+
+impl Add for WalkReads {
+    type Output = WalkReads;
+
+    fn add(self, other: WalkReads) -> WalkReads {
+        WalkReads {
+            local: self.local + other.local,
+            remote: self.remote + other.remote,
+            leaf_table_local: self.leaf_table_local + other.leaf_table_local,
+            leaf_table_remote: self.leaf_table_remote + other.leaf_table_remote,
+        }
+    }
+}
+
+/// The counts of one CPU at a time, which others may read at any time.
+#[derive(Debug, Default)]
+pub struct ReadCounts(CachePadded<[AtomicU64; 4]>);
+
+impl ReadCounts {
+    /// What was counted so far.
+    pub fn get(&self) -> WalkReads {
+        // Relaxed: statistics.
+        let [local, remote, leaf_table_local, leaf_table_remote] =
+            self.0.each_ref().map(|count| count.load(Ordering::Relaxed));
+        // A read in a table of level 1 is counted there only.
+        WalkReads {
+            local: local + leaf_table_local,
+            remote: remote + leaf_table_remote,
+            leaf_table_local,
+            leaf_table_remote,
+        }
+    }
+}
+
+/// The counter of a CPU.
+#[derive(Debug)]
+pub struct WalkCounter {
+    nodes: Arc<NodeMap>,
+    tables: Arc<TableSpans>,
+    counts: Arc<ReadCounts>,
+    /// Where the CPU was when its walk began.
+    here: Cell<NodeId>,
+}
+
+impl WalkCounter {
+    pub(crate) fn new(nodes: Arc<NodeMap>, tables: Arc<TableSpans>, counts: Arc<ReadCounts>) -> WalkCounter {
+        let here = Cell::new(nodes.ids()[0]);
+        WalkCounter { nodes, tables, counts, here }
+    }
+
+    /// What was counted so far.
+    pub(crate) fn reads(&self) -> WalkReads {
+        self.counts.get()
+    }
+
+    /// A walk begins: looks where the thread is.
+    #[inline]
+    pub(crate) fn begin_walk(&self) {
+        self.here.set(self.nodes.current_node());
+    }
+
+    /// An entry of `table`, whose entries have `level`, was read.
+    #[inline]
+    pub(crate) fn count(&self, table: Hpa, level: u8) {
+        // A table that the host did not give out has no node.
+        let Some(node) = self.tables.node_of(table) else { return };
+        let which = usize::from(node != self.here.get()) | usize::from(level == 1) << 1;
+        let count = &self.counts.0[which];
+        // Relaxed, and no exchange: the CPU is the only writer.
+        count.store(count.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,132 @@
+//! The walkers count what they read, on tables built by hand of which some are on another node.
+
+use std::alloc::Layout;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use slat::{Access, AllocationWait, Ept, Gpa, Host, Hpa, NodeId, Npt, TableNode};
+
+use super::tests::FRAME;
+use super::{HardwareFormat, Purpose, Stop, Used, Walker};
+use crate::commit::{FlushDomain, Port};
+use crate::host::MachineHost;
+use crate::numa::{Nodes, ReadCounts, WalkCounter, WalkReads};
+use crate::phys;
+
+/// Read, write, execute or present, writable, user; A where the format has it, so that nothing is to be set.
+const LINK: u64 = 0b111;
+const GPA: Gpa = Gpa(1 << 39 | 2 << 30 | 3 << 21 | 4 << 12);
+const INDEXES: [usize; 4] = [1, 2, 3, 4];
+
+/// Tables on the way to [`GPA`], from level 4 down to 1.
+struct Way {
+    host: MachineHost,
+    port: Port,
+    tables: [Hpa; 4],
+    counts: Arc<ReadCounts>,
+    counter: WalkCounter,
+}
+
+impl Way {
+    /// With the tables on `nodes`, of which there are 0 and 7.
+    fn new(nodes: [u32; 4]) -> Way {
+        let map = Nodes::Virtual { nodes: vec![NodeId(0), NodeId(7)], without_memory: Vec::new() }.map().unwrap();
+        let domain = Arc::new(FlushDomain::new());
+        let host = MachineHost::with_nodes(Arc::clone(&domain), 100, Arc::new(map)).unwrap();
+        let layout = Layout::from_size_align(4096, 4096).unwrap();
+        let table = |node| host.allocate_table(layout, TableNode::Node(NodeId(node)), AllocationWait::Never).unwrap();
+        let tables = nodes.map(table);
+        assert_eq!(tables.map(|table| host.node_of(table.pfn()).0), nodes);
+        let counts = Arc::default();
+        let counter = host.walk_counter(&counts).unwrap();
+        let way = Way { port: Port::new(&domain), host, tables, counts, counter };
+        for level in 2..=4 {
+            way.set(level, way.tables[5 - level].0 | LINK);
+        }
+        way
+    }
+
+    fn set(&self, level: usize, entry: u64) {
+        let at = self.host.table_ptr(self.tables[4 - level]).cast::<u64>().wrapping_add(INDEXES[4 - level]);
+        // SAFETY: in a table of the host's, which lives as long as `self`.
+        unsafe { AtomicU64::from_ptr(at) }.store(entry, Ordering::Relaxed);
+    }
+
+    fn walker(&self) -> Walker<'_, &WalkCounter> {
+        Walker {
+            port: &self.port,
+            generation: self.port.generation(),
+            root: self.tables[0],
+            log: None,
+            counter: &self.counter,
+        }
+    }
+
+    /// What a walk from `node` reads: local, remote, and those of level 1.
+    fn walk<F: HardwareFormat>(&self, node: u32) -> ([u64; 4], Result<(), Stop>) {
+        let before = self.counts.get();
+        self.host.nodes().run_on(NodeId(node)).unwrap();
+        self.counter.begin_walk();
+        let result = F::walk(self.walker(), GPA, Access::Read, Purpose::Data).map(|_| ());
+        let WalkReads { local, remote, leaf_table_local, leaf_table_remote } = self.counts.get().since(before);
+        ([local, remote, leaf_table_local, leaf_table_remote], result)
+    }
+}
+
+fn counts_are_exact<F: HardwareFormat>(leaf_bits: u64) {
+    const PS: u64 = 1 << 7;
+    let way = Way::new([0, 7, 0, 7]);
+    way.set(1, FRAME | leaf_bits);
+    assert_eq!(way.walk::<F>(0), ([2, 2, 0, 1], Ok(())));
+    assert_eq!(way.walk::<F>(7), ([2, 2, 1, 0], Ok(())));
+    // A fault has read as far as it came.
+    way.set(1, 0);
+    let (reads, result) = way.walk::<F>(7);
+    assert!(matches!(result, Err(Stop::Fault(_))));
+    assert_eq!(reads, [2, 2, 1, 0]);
+    way.set(3, 0);
+    assert_eq!(way.walk::<F>(7).0, [1, 1, 0, 0]);
+    way.set(3, way.tables[2].0 | LINK);
+    // A huge page ends above level 1.
+    way.set(2, (FRAME & !((1 << 21) - 1)) | leaf_bits | PS);
+    assert_eq!(way.walk::<F>(0), ([2, 1, 0, 0], Ok(())));
+    let way = Way::new([7, 7, 7, 7]);
+    way.set(1, FRAME | leaf_bits);
+    assert_eq!(way.walk::<F>(7), ([4, 0, 1, 0], Ok(())));
+    assert_eq!(way.walk::<F>(0), ([0, 4, 0, 1], Ok(())));
+}
+
+#[test]
+fn reads_are_counted_by_node_and_level() {
+    counts_are_exact::<Npt>(0b111);
+    counts_are_exact::<Ept>(0b111 | 6 << 3);
+}
+
+#[test]
+fn a_walk_that_is_overtaken_has_read_as_far_as_it_came() {
+    let way = Way::new([0, 7, 0, 7]);
+    way.set(1, FRAME | 0b111);
+    way.counter.begin_walk();
+    let walker = way.walker();
+    for (level, &table) in (1..=4).rev().zip(&way.tables).take(3) {
+        assert!(Used::read_second_stage(walker, table, GPA, level).unwrap().is_some());
+    }
+    let last = Used::read_second_stage(walker, way.tables[3], GPA, 1).unwrap().unwrap();
+    way.port.domain().flush(&[]);
+    // Its accessed bit cannot be set any more, nor can it read on.
+    assert_eq!(last.set(walker, 1 << 5), Err(Stop::Restart));
+    assert!(Used::read_second_stage(walker, way.tables[3], GPA, 1).is_err());
+    let reads = way.counts.get();
+    assert_eq!(reads, WalkReads { local: 2, remote: 2, leaf_table_local: 0, leaf_table_remote: 1 });
+}
+
+#[test]
+fn one_node_has_no_counter_and_foreign_tables_have_no_node() {
+    let host = MachineHost::new(Arc::default(), 10).unwrap();
+    assert!(host.walk_counter(&Arc::default()).is_none());
+    let way = Way::new([0, 0, 0, 0]);
+    let page = super::tests::Page::new();
+    way.counter.count(page.hpa(), 1);
+    way.counter.count(phys::hpa_of(&raw const way), 4);
+    assert_eq!(way.counts.get(), WalkReads::default());
+}
