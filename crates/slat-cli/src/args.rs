@@ -4,13 +4,15 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use slat::{
-    AccessTracking, DirtyTracking, HugePageLogging, Locking, MAX_DIRTY_RING_ENTRIES, ManualProtect, WriteProtection,
+    AccessTracking, DirtyTracking, HugePageLogging, HugePageSplitting, Locking, MAX_DIRTY_RING_ENTRIES, ManualProtect,
+    WriteProtection,
 };
 use slat_machine::memory::BackingKind;
 
 use crate::aging::AgingArgs;
 use crate::get_dirty_log::GetDirtyLogArgs;
 use crate::memslots::MemslotsArgs;
+use crate::split::SplitArgs;
 use crate::stress::StressArgs;
 
 /// Experiments on second-level address translation, on a software machine with real threads and real memory.
@@ -27,6 +29,8 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Populate, enable dirty logging, dirty, get and clear the log, disable: each phase timed, for each locking.
     DirtyLog(DirtyLogArgs),
+    /// The same phases over huge pages on several nodes, for each placement of the tables that replace them.
+    Split(SplitArgs),
     /// What one call costs that takes the dirty log of a slot: the engine, its peers, and the KVM of this machine.
     GetDirtyLog(GetDirtyLogArgs),
     /// Map, unmap and move memory beside a running vCPU, over many slots: iterations per second of each.
@@ -37,7 +41,7 @@ pub(crate) enum Command {
     Stress(StressArgs),
 }
 
-/// What `slat dirty-log` takes.
+/// What `slat dirty-log` takes, and whatever else goes through its phases.
 #[derive(Clone, Debug, Args)]
 #[command(allow_negative_numbers = true)]
 pub(crate) struct DirtyLogArgs {
@@ -84,12 +88,16 @@ pub(crate) struct DirtyLogArgs {
     /// What the first write to a huge page does while logging is on.
     #[arg(long, value_enum, default_value_t = HugePagesArg::Split)]
     pub(crate) huge_pages: HugePagesArg,
+    /// When the huge pages of a slot that logs are split: ahead of time by the main thread, when logging begins or the log is
+    /// cleared; or each by its first write.
+    #[arg(long, value_enum, default_value_t = SplitWhen::Eager)]
+    pub(crate) split: SplitWhen,
     /// Seed of the random choices.
     #[arg(short = 'r', long = "seed", default_value_t = 1)]
     pub(crate) seed: u64,
     /// Pin vCPUs to CPUs: a list with a CPU for each vCPU, and optionally one more for the main thread.
     #[arg(short = 'c', long = "pin", value_delimiter = ',', value_name = "CPU,...")]
-    pub(crate) pin: Option<Vec<u32>>,
+    pub(crate) cpus: Option<Vec<u32>>,
     /// The lock that the engine takes on the VM; `all` compares the three in one table.
     #[arg(long, value_enum, default_value_t = LockArg::All)]
     pub(crate) lock: LockArg,
@@ -265,6 +273,34 @@ impl HugePagesArg {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum SplitWhen {
+    Eager,
+    Lazy,
+}
+
+impl SplitWhen {
+    pub(crate) fn splitting(self) -> HugePageSplitting {
+        match self {
+            SplitWhen::Eager => HugePageSplitting::Eager,
+            SplitWhen::Lazy => HugePageSplitting::Lazy,
+        }
+    }
+
+    /// The name in options and results.
+    pub(crate) fn name(self) -> &'static str {
+        splitting_name(self.splitting())
+    }
+}
+
+/// The name of a time of splitting in options and results.
+pub(crate) fn splitting_name(splitting: HugePageSplitting) -> &'static str {
+    match splitting {
+        HugePageSplitting::Eager => "eager",
+        HugePageSplitting::Lazy => "lazy",
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum FormatArg {
     /// AMD nested page tables.
     Npt,
@@ -289,6 +325,16 @@ pub(crate) enum PagingArg {
     /// The guest has 4-level tables of its own.
     #[value(name = "2d")]
     TwoDimensional,
+}
+
+impl PagingArg {
+    /// The name in options and results.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            PagingArg::Flat => "flat",
+            PagingArg::TwoDimensional => "2d",
+        }
+    }
 }
 
 /// A whole number above zero.

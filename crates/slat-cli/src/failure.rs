@@ -60,11 +60,12 @@ impl From<MachineError> for Failure {
     fn from(error: MachineError) -> Failure {
         let line = with_causes(&error);
         match &error {
-            MachineError::Config(_) | MachineError::Program(_) => Failure::Usage(line),
+            MachineError::Config(_) | MachineError::Program(_) | MachineError::NoOtherNode => Failure::Usage(line),
             MachineError::Engine(slat::Error::SlotTooHigh { .. } | slat::Error::BadRingSize { .. }) => {
                 Failure::Usage(line)
             }
             MachineError::Memory(memory) if memory.is_bad_usage() => Failure::Usage(line),
+            MachineError::Numa(numa) if numa.is_bad_usage() => Failure::Usage(line),
             MachineError::Guest { .. } | MachineError::Panicked { .. } => Failure::Check(line),
             _ => Failure::CannotServe(line),
         }

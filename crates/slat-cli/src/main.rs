@@ -9,7 +9,9 @@ mod dirty_log;
 mod failure;
 mod get_dirty_log;
 mod memslots;
+mod phases;
 mod results;
+mod split;
 mod stress;
 mod table;
 
@@ -28,6 +30,7 @@ fn main() -> ExitCode {
     let result = match cli.command {
         None => demo::run(),
         Some(Command::DirtyLog(args)) => dirty_log::run(&args),
+        Some(Command::Split(args)) => split::run(&args),
         Some(Command::GetDirtyLog(args)) => get_dirty_log::run(&args),
         Some(Command::Memslots(args)) => memslots::run(&args),
         Some(Command::Aging(args)) => aging::run(&args),

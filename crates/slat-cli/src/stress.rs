@@ -2,8 +2,9 @@
 //!
 //! # Protocol
 //! - The time is cut into *turns*. Each has a machine of its own, of another locking, format and access tracking, so that
-//!   one run covers all; how dirty pages are tracked and logs cleared is drawn for each. In a turn, guests run and verify in bursts (`turn`); threads beside them change all that may be
-//!   changed (`operators`); between two bursts the dirty logs are held against memory (`logs`).
+//!   one run covers all; how dirty pages are tracked, logs cleared and huge pages split is drawn for each. In a turn, guests
+//!   run and verify in bursts (`turn`); threads beside them change all that may be changed (`operators`); between two bursts
+//!   the dirty logs are held against memory (`logs`).
 //! - Each thread draws from a generator of its own, seeded from the seed, the turn and its number: the same seed gives
 //!   each thread the same sequence of operations. How they interleave is the scheduler's.
 //! - The main thread does none of it. It looks whether all threads get on (`watch`), and reports one that does not: so the
@@ -25,13 +26,13 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use slat::{AccessTracking, DirtyTracking, Ept, Locking, ManualProtect, Npt, WriteProtection};
+use slat::{AccessTracking, DirtyTracking, Ept, HugePageSplitting, Locking, ManualProtect, Npt, WriteProtection};
 use slat_machine::commit::FlushMethod;
 use slat_machine::cpu::Paging;
 
 use crate::args::{
     FormatArg, LockArg, TrackingArg, dirty_tracking_name, locking_name, manual_protect_name, positive, protection_name,
-    tracking_name,
+    splitting_name, tracking_name,
 };
 use crate::failure::{Failure, check_failed};
 use crate::results::{self, ResultsFile};
@@ -88,6 +89,7 @@ struct Plan {
     tracking: AccessTracking,
     dirty_tracking: DirtyTracking,
     manual_protect: ManualProtect,
+    splitting: HugePageSplitting,
     paging: Paging,
     nr_vcpus: usize,
     pages_per_vcpu: u64,
@@ -103,7 +105,7 @@ impl Plan {
 
     fn describe(&self) -> String {
         format!(
-            "turn {}: {}, lock {}, tracking {}, dirty pages {}{}, manual protect {}, {}, {} vCPUs of {} pages, {} slots",
+            "turn {}: {}, lock {}, tracking {}, dirty pages {}{}, manual protect {}, splits {}, {}, {} vCPUs of {} pages, {} slots",
             self.number,
             self.format.name(),
             locking_name(self.locking),
@@ -111,6 +113,7 @@ impl Plan {
             dirty_tracking_name(self.dirty_tracking),
             protection_name(self.dirty_tracking).map(|name| format!(" ({name})")).unwrap_or_default(),
             manual_protect_name(self.manual_protect),
+            splitting_name(self.splitting),
             if self.paging == Paging::Off { "flat" } else { "2d" },
             self.nr_vcpus,
             self.pages_per_vcpu,
@@ -214,6 +217,7 @@ fn all_turns(args: &StressArgs, watch: &Watch) -> Result<Summary, Failure> {
             dirty_tracking: some_dirty_tracking(format, tracking, &mut rng),
             manual_protect: [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet]
                 [rng.random_range(0..3)],
+            splitting: [HugePageSplitting::Eager, HugePageSplitting::Lazy][rng.random_range(0..2)],
             paging: if rng.random_range(0..3) == 0 { Paging::TwoDimensional } else { Paging::Off },
             nr_vcpus: args.vcpus,
             // From few pages, where all happens to the same ones, to as many as leave the TLB time to be wrong and fill

@@ -30,6 +30,7 @@ pub(crate) fn humanly(value: f64, unit: &str) -> String {
         "s" if value < 1e-3 => format!("{:.1} us", value * 1e6),
         "s" if value < 1.0 => format!("{:.2} ms", value * 1e3),
         "s" => format!("{value:.3} s"),
+        "ratio" => format!("{value:.4}"),
         "bytes" => format!("{:.2} MiB", value / f64::from(1 << 20)),
         _ => format!("{value:.0}"),
     }

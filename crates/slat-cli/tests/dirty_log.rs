@@ -42,6 +42,7 @@ fn bad_usage_exits_with_2() {
         ("dirty-log --tracking ring --huge-pages mark-whole", "--huge-pages split"),
         ("dirty-log --protection eager", "leaf-by-leaf"),
         ("dirty-log --huge-pages keep", "mark-whole"),
+        ("dirty-log --split never", "eager, lazy"),
         ("dirty-log -v 3 -c 0,1", "3 vCPUs need 3"),
         ("dirty-log -v 1 -c 0,1,2", "1 vCPUs need 1"),
         ("dirty-log -c x", "invalid digit"),
@@ -100,6 +101,7 @@ fn json_has_every_figure_for_every_locking() {
     assert_eq!(object["config"]["protection"], "lazy");
     assert_eq!(object["config"]["manual_protect"], "initially-set");
     assert_eq!(object["config"]["huge_pages"], "split");
+    assert_eq!(object["config"]["split"], "eager");
     assert!(object["host"]["kernel"].is_string());
     let results = object["results"].as_array().unwrap();
     let figure = |name: &str, lock: &str| {
@@ -133,6 +135,8 @@ fn json_has_every_figure_for_every_locking() {
         assert_eq!(figure("clear_dirty_log_speed_vs_exclusive", lock).1, "ratio");
         assert!(figure("tables_closed", lock).0 >= 2.0 * 4.0, "each clearing, each table");
         assert_eq!(figure("retries", lock).1, "count");
+        // Nothing was huge.
+        assert_eq!((figure("splits", lock).0, figure("recoveries", lock).0), (0.0, 0.0));
         let (tables, unit) = figure("tables_bytes", lock);
         assert!(tables >= 4096.0 * 7.0 && unit == "bytes", "{tables} bytes of tables for {lock}");
     }
@@ -207,6 +211,7 @@ fn the_oracle_holds_for_shapes_of_machines() {
         "-v 64 -b 256K --paging 2d --lock shared",
         "-v 3 -b 20K -x 5 -e",
         "-v 2 -b 4M -s anonymous_thp -e -w 30",
+        "-v 2 -b 4M -s anonymous_thp -e -g --split lazy",
         "-v 2 -b 2M -s shmem -r 7",
         "-v 1 -b 4K -w 0",
     ] {

@@ -60,6 +60,8 @@ fn two_seconds_do_and_verify_everything() {
         "snapshots_verified",
         "harvests_exact",
         "agings_exact",
+        "ranges_split",
+        "ranges_recovered",
         "faults",
         "flushes",
     ] {

@@ -1,6 +1,7 @@
 //! The threads beside the guests: each does one kind of operation again and again, drawn from its generator.
 
 mod beside;
+mod huge;
 
 use std::thread;
 use std::time::Duration;
@@ -12,6 +13,7 @@ use slat_machine::memory::{Effect, Snapshot};
 use slat_machine::walk::HardwareFormat;
 
 use self::beside::Visitors;
+use self::huge::HugeSlot;
 use super::tally::Figure;
 use super::turn::World;
 use super::watch::Beat;
@@ -39,10 +41,14 @@ pub(super) enum Operator {
     Slots(u32, Visitors),
     /// Reads slots that come and go.
     Visitor(u32),
+    /// Uses a slot of huge pages through a CPU of its own, and its log.
+    HugePages,
+    /// Splits huge pages and puts them back.
+    Splits,
 }
 
 /// All threads of a turn.
-pub(super) const ALL: [Operator; 8] = [
+pub(super) const ALL: [Operator; 10] = [
     Operator::HostEvents(0),
     Operator::HostEvents(1),
     Operator::Logs,
@@ -51,6 +57,8 @@ pub(super) const ALL: [Operator; 8] = [
     Operator::Slots(1, Visitors::None),
     Operator::Visitor(0),
     Operator::Visitor(1),
+    Operator::HugePages,
+    Operator::Splits,
 ];
 
 impl Operator {
@@ -61,6 +69,8 @@ impl Operator {
             Operator::Aging => "the thread that ages".to_owned(),
             Operator::Slots(number, _) => format!("the thread of slots {number}"),
             Operator::Visitor(number) => format!("visitor {number}"),
+            Operator::HugePages => "the thread of huge pages".to_owned(),
+            Operator::Splits => "the thread that splits".to_owned(),
         }
     }
 
@@ -88,6 +98,12 @@ impl Operator {
                 repeat(world, rng, beat, |rng| slots.step(rng))?;
                 slots.delete_all()
             }
+            Operator::HugePages => {
+                let mut slot = HugeSlot::new(world)?;
+                repeat(world, rng, beat, |rng| slot.step(rng))?;
+                slot.delete()
+            }
+            Operator::Splits => repeat(world, rng, beat, |rng| huge::disturb(world, rng)),
         }
     }
 }

@@ -46,6 +46,8 @@ figures! {
     LogsEnabled Done "dirty_logs_enabled" "Dirty logs turned on";
     LogsDisabled Done "dirty_logs_disabled" "Dirty logs turned off";
     Harvests Done "harvests" "Harvests of dirty logs";
+    RangesSplit Done "ranges_split" "Ranges split";
+    RangesRecovered Done "ranges_recovered" "Ranges whose huge pages were put back";
     Agings Done "agings" "Ranges aged or tested";
     Reclaims Done "reclaims" "Reclaims";
     Visits Done "visits" "Reads of slots that may be gone";
@@ -65,6 +67,8 @@ figures! {
     Retries Engine "retries" "Retries";
     Flushes Engine "flushes" "Flushes";
     Closed Engine "tables_closed" "Tables write-protected lazily";
+    Splits Engine "splits" "Huge pages split";
+    Recoveries Engine "recoveries" "Huge pages put back";
     Zapped Engine "zapped" "Entries taken away";
     LockWaits Engine "lock_waits" "Waits for the lock";
 }

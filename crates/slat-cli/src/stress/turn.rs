@@ -105,7 +105,8 @@ pub(super) fn run<F: HardwareFormat>(
         engine: Config::with_locking(plan.locking)
             .with_access_tracking(plan.tracking)
             .with_dirty_tracking(plan.dirty_tracking)
-            .with_manual_protect(plan.manual_protect),
+            .with_manual_protect(plan.manual_protect)
+            .with_huge_page_splitting(plan.splitting),
         paging: plan.paging,
         ..MachineConfig::default()
     })?;
@@ -240,6 +241,8 @@ fn conclude<F: HardwareFormat>(world: &World<F>, round: u64, main: &Beat) -> Res
         (Figure::Retries, stats.retries),
         (Figure::Flushes, stats.flushes),
         (Figure::Closed, stats.tables_closed),
+        (Figure::Splits, stats.splits),
+        (Figure::Recoveries, stats.recoveries),
         (Figure::Zapped, stats.zapped),
         (Figure::LockWaits, stats.lock_waits),
     ] {

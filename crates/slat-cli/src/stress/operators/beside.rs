@@ -418,7 +418,7 @@ pub(super) fn new_cpu<F: HardwareFormat>(world: &World<F>) -> Result<Cpu<Vcpu<Ma
     })
 }
 
-fn gva_of(gfn: Gfn) -> Gva {
+pub(super) fn gva_of(gfn: Gfn) -> Gva {
     let Gpa(address) = gfn.gpa();
     Gva(address)
 }

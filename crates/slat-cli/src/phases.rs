@@ -1,0 +1,330 @@
+//! The phases of a dirty-logging migration, as KVM's dirty_log_perf_test times them: populate memory, enable dirty logging,
+//! dirty memory, get the log and clear it (several rounds), disable. With `--get-clears` there is no phase of clearing.
+//! Rings are collected while memory is dirtied (`logs`).
+//!
+//! What is compared are *columns*. Their runs are interleaved, and each run has a machine of its own. What the guest reads
+//! is verified as it runs, and once more at the end; with `--check` every harvest is held against memory (`oracle`).
+
+mod logs;
+mod oracle;
+pub(crate) mod report;
+
+use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::Value;
+use slat::{Config, Ept, Level, ManualProtect, MemoryRegionFlags, NodeId, Npt, PageSize, Stats};
+use slat_machine::commit::FlushMethod;
+use slat_machine::cpu::Paging;
+use slat_machine::guest::{Order, Program, Sharing};
+use slat_machine::machine::{Machine, MachineConfig, MachineError, Pins};
+use slat_machine::numa::{FirstTouch, MemoryPolicy, WalkReads};
+use slat_machine::walk::HardwareFormat;
+
+use crate::args::{DirtyLogArgs, DirtyTrackingArg, FormatArg, HugePagesArg, PagingArg, dirty_tracking};
+use crate::failure::Failure;
+use logs::{Form, Logs};
+use oracle::{Again, Besides};
+
+/// The round that populating writes; dirty rounds follow.
+const POPULATE_ROUND: u64 = 1;
+
+/// What one run of the phases showed.
+pub(crate) struct Run {
+    pub(crate) populate: Duration,
+    /// A part of `enable`; `None`: the main thread did not split by itself.
+    pub(crate) split: Option<Duration>,
+    pub(crate) enable: Duration,
+    /// One for each round.
+    pub(crate) dirty: Vec<Duration>,
+    /// One for each round.
+    pub(crate) get: Vec<Duration>,
+    /// One for each round, unless getting clears.
+    pub(crate) clear: Vec<Duration>,
+    pub(crate) disable: Duration,
+    /// The engine's counters before the last phase.
+    pub(crate) stats_before_disabling: Stats,
+    /// And after it.
+    pub(crate) stats: Stats,
+    /// What walks read in the rounds of dirtying.
+    pub(crate) dirty_reads: WalkReads,
+    /// Tables after the last of them.
+    pub(crate) tables_by_node: Vec<(NodeId, u64)>,
+    /// Reads that found what they should.
+    pub(crate) nr_verified: u64,
+    pub(crate) flush_method: FlushMethod,
+}
+
+/// Runs that differ by chance alone.
+pub(crate) struct Column {
+    pub(crate) title: String,
+    pub(crate) labels: BTreeMap<&'static str, Value>,
+    pub(crate) runs: Vec<Run>,
+}
+
+impl Column {
+    /// A column without runs yet, with its one label.
+    pub(crate) fn new(label: &'static str, value: &str, title: String) -> Column {
+        Column { title, labels: BTreeMap::from([(label, value.into())]), runs: Vec::new() }
+    }
+}
+
+/// Who does what from where. By default each virtual CPU touches its memory first, and nothing is said about the rest.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Roles {
+    pub(crate) first_touch: FirstTouch,
+    /// The node of the main thread, and of those that split beside it.
+    pub(crate) main_node: Option<NodeId>,
+    /// The memory policy of these threads.
+    pub(crate) policy: Option<MemoryPolicy>,
+    /// So many threads, the main one among them, split all huge pages before logging is turned on.
+    pub(crate) nr_splitters: Option<NonZeroUsize>,
+}
+
+/// Does all runs, interleaved: `run` gets the number of the run and that of the column.
+pub(crate) fn measure(
+    columns: &mut [Column],
+    nr_runs: u32,
+    mut run: impl FnMut(u32, usize) -> Result<Run, Failure>,
+) -> Result<(), Failure> {
+    let progress = ProgressBar::new(u64::from(nr_runs) * columns.len() as u64);
+    if let Ok(style) = ProgressStyle::with_template("{bar:30} run {pos}/{len}  {msg}  {elapsed}") {
+        progress.set_style(style);
+    }
+    for number in 0..nr_runs {
+        for turn in 0..columns.len() {
+            // Each run begins with another column: whoever comes first or last has no advantage.
+            let which = (number as usize + turn) % columns.len();
+            progress.set_message(columns[which].title.clone());
+            let figures = run(number, which)?;
+            columns[which].runs.push(figures);
+            progress.inc(1);
+        }
+    }
+    progress.finish_and_clear();
+    Ok(())
+}
+
+/// The machine that the options name.
+pub(crate) fn machine_config(args: &DirtyLogArgs) -> Result<MachineConfig, Failure> {
+    if args.tracking == DirtyTrackingArg::Pml && args.format != FormatArg::Ept {
+        return Err(Failure::Usage(format!(
+            "--tracking pml needs --format ept: there is no page-modification logging with {} tables",
+            args.format.name()
+        )));
+    }
+    if args.tracking == DirtyTrackingArg::Ring && args.huge_pages == HugePagesArg::MarkWhole {
+        return Err(Failure::Usage("--tracking ring needs --huge-pages split: rings name pages of 4 KiB".to_owned()));
+    }
+    let pins = match &args.cpus {
+        None => None,
+        Some(cpus) => Some(pins(cpus, args.vcpus)?),
+    };
+    let nr_slots =
+        u32::try_from(args.slots).map_err(|_| Failure::Usage(format!("{} slots are too many", args.slots)))?;
+    Ok(MachineConfig {
+        nr_vcpus: args.vcpus,
+        bytes_per_vcpu: args.bytes,
+        nr_slots,
+        backing: args.backing,
+        engine: Config::default()
+            .with_dirty_tracking(dirty_tracking(args.tracking, args.protection))
+            .with_manual_protect(manual_protect(args))
+            .with_huge_page_logging(args.huge_pages.logging())
+            .with_huge_page_splitting(args.split.splitting()),
+        dirty_ring_entries: (args.tracking == DirtyTrackingArg::Ring).then_some(args.ring_entries),
+        paging: match args.paging {
+            PagingArg::Flat => Paging::Off,
+            PagingArg::TwoDimensional => Paging::TwoDimensional,
+        },
+        pins,
+        ..MachineConfig::default()
+    })
+}
+
+/// What getting the log does.
+fn manual_protect(args: &DirtyLogArgs) -> ManualProtect {
+    match args.tracking {
+        _ if args.get_clears => ManualProtect::Disabled,
+        // Rings are empty when logging begins.
+        DirtyTrackingArg::Ring => ManualProtect::Enabled,
+        _ => ManualProtect::InitiallySet,
+    }
+}
+
+/// A CPU for each vCPU, and perhaps one more for the main thread.
+fn pins(cpus: &[u32], nr_vcpus: usize) -> Result<Pins, Failure> {
+    let (vcpus, main) = match cpus.len().checked_sub(nr_vcpus) {
+        Some(0) => (cpus, None),
+        Some(1) => (&cpus[..nr_vcpus], Some(cpus[nr_vcpus])),
+        _ => {
+            return Err(Failure::Usage(format!(
+                "{} CPUs to pin to: {nr_vcpus} vCPUs need {nr_vcpus}, or one more for the main thread",
+                cpus.len()
+            )));
+        }
+    };
+    Ok(Pins { vcpus: vcpus.to_vec(), main })
+}
+
+/// Goes through the phases once, on a machine of its own.
+pub(crate) fn run_once(args: &DirtyLogArgs, config: &MachineConfig, roles: Roles) -> Result<Run, Failure> {
+    match args.format {
+        FormatArg::Npt => run_on::<Npt>(args, config, roles),
+        FormatArg::Ept => run_on::<Ept>(args, config, roles),
+    }
+}
+
+fn run_on<F: HardwareFormat>(args: &DirtyLogArgs, config: &MachineConfig, roles: Roles) -> Result<Run, Failure> {
+    let machine = Machine::<F>::new(config)?;
+    take_seat(&machine, roles)?;
+    let sharing = if args.overlap { Sharing::Overlapping } else { Sharing::Partitioned };
+    let populate = Program { sharing, seed: args.seed, round: POPULATE_ROUND, ..Program::default() };
+    let mut dirty = Program {
+        order: if args.random_access { Order::Random } else { Order::Sequential },
+        write_percent: args.write_percent,
+        oldest_round: POPULATE_ROUND,
+        ..populate
+    };
+    let form = if args.tracking == DirtyTrackingArg::Ring { Form::Rings } else { Form::Bitmaps };
+    let mut logs = Logs::new(&machine, form, manual_protect(args));
+    let mut nr_verified = 0;
+
+    let populate = machine.populate(populate, roles.first_touch)?.wall;
+    let split = match roles.nr_splitters {
+        None => None,
+        Some(nr_threads) => Some(timed(|| split_all(&machine, args.huge_pages, roles, nr_threads))?),
+    };
+    let enable = split.unwrap_or_default() + timed(|| machine.set_region_flags(MemoryRegionFlags::LOG_DIRTY_PAGES))?;
+    let (mut dirty_times, mut get_times, mut clear_times) = (Vec::new(), Vec::new(), Vec::new());
+    let mut dirty_reads = WalkReads::default();
+    for _ in 0..args.iterations {
+        dirty.round += 1;
+        logs.forget();
+        let (report, beside) = logs.collecting(|| machine.run(dirty))?;
+        dirty_times.push(report.wall);
+        let total = report.total();
+        dirty_reads = dirty_reads + total.walk_reads;
+        nr_verified += total.nr_reads;
+        let get = beside.get + timed(|| logs.get())?;
+        if args.check {
+            let is_first = dirty.round == POPULATE_ROUND + 1;
+            let besides = match args.huge_pages {
+                _ if is_first && logs.are_set_initially() => Besides::All,
+                HugePagesArg::Split => Besides::Nothing,
+                HugePagesArg::MarkWhole => Besides::SameHugePage,
+            };
+            oracle::check_stopped(&machine, logs.bitmaps(), dirty.round, besides)?;
+            if logs.are_copied() {
+                oracle::check_again(&logs, Again::TheSame)?;
+            }
+        }
+        if logs.are_cleared_apart() {
+            get_times.push(get);
+            clear_times.push(beside.clear + timed(|| logs.clear())?);
+        } else {
+            get_times.push(get + beside.clear);
+        }
+        if args.check {
+            oracle::check_again(&logs, Again::Nothing)?;
+        }
+    }
+    let tables_by_node = machine.tables_by_node();
+    if args.check {
+        dirty.round = oracle::check_running(&machine, &mut logs, dirty)?;
+    }
+    let stats_before_disabling = machine.vm().stats();
+    let ((disable, nr_reads), _) = logs.collecting(|| {
+        let running = if args.run_while_disabling { Some(machine.start(dirty)?) } else { None };
+        let disable = timed(|| machine.set_region_flags(MemoryRegionFlags::empty()))?;
+        let report = running.map(|running| running.stop()).transpose()?;
+        Ok((disable, report.map_or(0, |report| report.total().nr_reads)))
+    })?;
+    nr_verified += nr_reads;
+    let stats = machine.vm().stats();
+
+    // A pass that wrote every page of a part in order left this very round in each.
+    let wrote_all = args.write_percent == 100 && !args.random_access && !args.check;
+    let oldest_round = if wrote_all { dirty.round } else { POPULATE_ROUND };
+    let verify = Program { order: Order::Sequential, write_percent: 0, oldest_round, ..dirty };
+    nr_verified += logs.collecting(|| machine.run(verify))?.0.total().nr_reads;
+    Ok(Run {
+        populate,
+        split,
+        enable,
+        dirty: dirty_times,
+        get: get_times,
+        clear: clear_times,
+        disable,
+        stats_before_disabling,
+        stats,
+        dirty_reads,
+        tables_by_node,
+        nr_verified,
+        flush_method: machine.flush_method(),
+    })
+}
+
+/// Puts the calling thread where `roles` wants the main one.
+fn take_seat<F: HardwareFormat>(machine: &Machine<F>, roles: Roles) -> Result<(), MachineError> {
+    if let Some(node) = roles.main_node {
+        machine.nodes().run_on(node)?;
+    }
+    if let Some(policy) = roles.policy {
+        machine.nodes().set_memory_policy(policy)?;
+    }
+    Ok(())
+}
+
+/// Splits all that the log will want smaller, by `nr_threads` threads: each its part of the region, cut at multiples of 1 GiB
+/// if there are enough, else of 2 MiB. All of them sit where the main thread does.
+fn split_all<F: HardwareFormat>(
+    machine: &Machine<F>,
+    huge_pages: HugePagesArg,
+    roles: Roles,
+    nr_threads: NonZeroUsize,
+) -> Result<(), Failure> {
+    let largest = match huge_pages {
+        HugePagesArg::Split => PageSize::Size4K,
+        HugePagesArg::MarkWhole => PageSize::Size2M,
+    };
+    let (nr_pages, nr_threads) = (machine.nr_pages(), nr_threads.get() as u64);
+    // The region begins at a multiple of 1 GiB. Threads that meet in a huge page would split it for each other.
+    let grain = [Level::L1G, Level::L2M].map(Level::nr_pages).into_iter().find(|grain| nr_pages / grain >= nr_threads);
+    let grain = grain.unwrap_or(Level::L2M.nr_pages());
+    let nr_grains = nr_pages.div_ceil(grain);
+    let part = |thread: u64| {
+        let [start, end] = [thread, thread + 1].map(|edge| (edge * nr_grains / nr_threads * grain).min(nr_pages));
+        start..end
+    };
+    let split = |thread: u64| -> Result<(), Failure> {
+        if !part(thread).is_empty() {
+            machine.vm().split_range(machine.gfns(part(thread)), largest)?;
+        }
+        Ok(())
+    };
+    let beside = &|thread| take_seat(machine, roles).map_err(Failure::from).and_then(|()| split(thread));
+    thread::scope(|scope| {
+        let mut others = Vec::new();
+        for thread in 1..nr_threads {
+            let other = thread::Builder::new().spawn_scoped(scope, move || beside(thread));
+            others.push(other.map_err(|error| Failure::CannotServe(format!("no thread: {error}")))?);
+        }
+        let mut result = split(0);
+        for other in others {
+            let theirs = other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            result = result.and(theirs);
+        }
+        result
+    })
+}
+
+/// How long `action` takes.
+fn timed<E>(action: impl FnOnce() -> Result<(), E>) -> Result<Duration, E> {
+    let begin = Instant::now();
+    action()?;
+    Ok(begin.elapsed())
+}

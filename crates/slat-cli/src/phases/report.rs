@@ -1,0 +1,423 @@
+//! What is printed and written of runs of the phases: the same for each experiment, but for the figures besides the phases.
+
+use std::io::{self, Write};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use slat::{Histogram, PAGE_SIZE, Stats};
+use slat_machine::topology::HostDescription;
+
+use super::{Column, Run, manual_protect};
+use crate::args::{DirtyLogArgs, DirtyTrackingArg, HugePagesArg, dirty_tracking, manual_protect_name, protection_name};
+use crate::results::{Figure, Results, Samples, host_json, measured_on};
+use crate::table::{self, humanly};
+
+/// A phase: its name in results, its name in the table, and its durations in one run.
+struct Phase {
+    name: &'static str,
+    title: &'static str,
+    times: fn(&Run) -> Vec<Duration>,
+}
+
+/// The phases, in their order. Dirtying, getting and clearing are of one round.
+const PHASES: [Phase; 7] = [
+    Phase { name: "populate_memory", title: "Populate memory time", times: |run| vec![run.populate] },
+    Phase {
+        name: "split_time",
+        title: "Splitting time (a part of the next)",
+        times: |run| run.split.into_iter().collect(),
+    },
+    Phase { name: "enable_dirty_logging", title: "Enabling dirty logging time", times: |run| vec![run.enable] },
+    Phase { name: "dirty_memory", title: "Dirty memory time (a round)", times: |run| run.dirty.clone() },
+    Phase { name: "get_dirty_log", title: "Get dirty log time (a round)", times: |run| run.get.clone() },
+    Phase { name: "clear_dirty_log", title: "Clear dirty log time (a round)", times: |run| run.clear.clone() },
+    Phase { name: "disable_dirty_logging", title: "Disabling dirty logging time", times: |run| vec![run.disable] },
+];
+
+/// A figure besides the phases, as the mean over the runs that have it.
+pub(crate) struct Other {
+    pub(crate) name: &'static str,
+    pub(crate) title: &'static str,
+    pub(crate) unit: &'static str,
+    pub(crate) value: fn(&Run) -> Option<f64>,
+}
+
+/// Those that any experiment has.
+pub(crate) const OTHERS: [Other; 16] = [
+    Other { name: "faults", title: "Faults", unit: "count", value: |run| Some(run.stats.faults as f64) },
+    Other {
+        name: "spurious",
+        title: "  of them spurious",
+        unit: "count",
+        value: |run| Some(run.stats.spurious as f64),
+    },
+    Other { name: "retries", title: "Retries", unit: "count", value: |run| Some(run.stats.retries as f64) },
+    Other { name: "exits", title: "Exits (ring full)", unit: "count", value: |run| Some(run.stats.exits as f64) },
+    Other { name: "flushes", title: "Flushes", unit: "count", value: |run| Some(run.stats.flushes as f64) },
+    Other {
+        name: "pages_protected",
+        title: "Leaves protected or cleaned",
+        unit: "count",
+        value: |run| Some(run.stats.protected as f64),
+    },
+    Other {
+        name: "tables_closed",
+        title: "Tables protected lazily",
+        unit: "count",
+        value: |run| Some(run.stats.tables_closed as f64),
+    },
+    Other { name: "splits", title: "Huge pages split", unit: "count", value: |run| Some(run.stats.splits as f64) },
+    Other {
+        name: "recoveries",
+        title: "Huge pages put back",
+        unit: "count",
+        value: |run| Some(run.stats.recoveries as f64),
+    },
+    Other {
+        name: "lock_waits",
+        title: "Waits for the lock",
+        unit: "count",
+        value: |run| Some(run.stats.lock_waits as f64),
+    },
+    Other {
+        name: "lock_wait_time",
+        title: "Time in these waits (all vCPUs)",
+        unit: "s",
+        value: |run| Some(seconds(run.stats.lock_wait_ns.sum())),
+    },
+    Other {
+        name: "resolve_time",
+        title: "Resolve time (all vCPUs)",
+        unit: "s",
+        value: |run| Some(seconds(run.stats.resolve_time_ns())),
+    },
+    Other {
+        name: "engine_time",
+        title: "Engine time (all vCPUs)",
+        unit: "s",
+        value: |run| Some(seconds(run.stats.engine_time_ns())),
+    },
+    Other {
+        name: "tables_bytes",
+        title: "Tables",
+        unit: "bytes",
+        value: |run| Some((run.stats.live_tables() * PAGE_SIZE) as f64),
+    },
+    Other {
+        name: "leaves_2m",
+        title: "Leaves of 2 MiB",
+        unit: "count",
+        value: |run| Some(run.stats.installed_2m as f64),
+    },
+    Other { name: "verified", title: "Reads verified", unit: "count", value: |run| Some(run.nr_verified as f64) },
+];
+
+/// A quantile of a histogram, over all runs.
+struct Quantile {
+    name: &'static str,
+    title: &'static str,
+    per_mille: u32,
+    histogram: fn(&Stats) -> &Histogram,
+}
+
+const QUANTILES: [Quantile; 6] = [
+    Quantile { name: "guest_stall_p50", title: "Guest stall in a fault, p50", per_mille: 500, histogram: stall },
+    Quantile { name: "guest_stall_p99", title: "Guest stall in a fault, p99", per_mille: 990, histogram: stall },
+    Quantile { name: "guest_stall_max", title: "Guest stall in a fault, worst", per_mille: 1000, histogram: stall },
+    Quantile { name: "lock_wait_p50", title: "Wait for the lock, p50", per_mille: 500, histogram: lock_wait },
+    Quantile { name: "lock_wait_p99", title: "Wait for the lock, p99", per_mille: 990, histogram: lock_wait },
+    Quantile { name: "lock_wait_max", title: "Wait for the lock, worst", per_mille: 1000, histogram: lock_wait },
+];
+
+fn stall(stats: &Stats) -> &Histogram {
+    &stats.guest_stall_ns
+}
+
+fn lock_wait(stats: &Stats) -> &Histogram {
+    &stats.lock_wait_ns
+}
+
+fn seconds(ns: u64) -> f64 {
+    Duration::from_nanos(ns).as_secs_f64()
+}
+
+fn samples(column: &Column, times: fn(&Run) -> Vec<Duration>) -> Samples {
+    let mut samples = Samples::default();
+    for time in column.runs.iter().flat_map(times) {
+        samples.push(time.as_secs_f64());
+    }
+    samples
+}
+
+/// The quantile in seconds, over all runs; `None` if nothing was recorded.
+fn quantile(column: &Column, quantile: &Quantile) -> Option<f64> {
+    let mut sum = Histogram::default();
+    for run in &column.runs {
+        sum.merge((quantile.histogram)(&run.stats));
+    }
+    (sum.count() != 0).then(|| seconds(sum.quantile(quantile.per_mille)))
+}
+
+/// How many times as fast as `base` each phase of `column` is: the median over the runs, each against the run of `base`
+/// beside it, so that it holds when the machine's speed drifts.
+fn speed(phase: &Phase, column: &Column, base: &Column) -> f64 {
+    let mut ratios = Samples::default();
+    for (run, base) in column.runs.iter().zip(&base.runs) {
+        let total = |run| (phase.times)(run).iter().sum::<Duration>().as_secs_f64();
+        ratios.push(total(base) / total(run).max(f64::MIN_POSITIVE));
+    }
+    ratios.quantile(500)
+}
+
+fn mean(column: &Column, value: fn(&Run) -> Option<f64>) -> Option<f64> {
+    let mut samples = Samples::default();
+    column.runs.iter().filter_map(value).for_each(|value| samples.push(value));
+    (samples.len() != 0).then(|| samples.mean())
+}
+
+/// A time as dirty_log_perf_test prints it.
+fn line(out: &mut impl Write, what: &str, time: Duration) -> io::Result<()> {
+    writeln!(out, "{what} time: {}.{:09}s", time.as_secs(), time.subsec_nanos())
+}
+
+/// One run in the lines of dirty_log_perf_test.
+fn print_run(out: &mut impl Write, index: usize, run: &Run) -> io::Result<()> {
+    writeln!(out, "Run {}", index + 1)?;
+    line(out, "Populate memory", run.populate)?;
+    if let Some(split) = run.split {
+        line(out, "Splitting", split)?;
+    }
+    line(out, "Enabling dirty logging", run.enable)?;
+    for (round, (dirty, get)) in run.dirty.iter().zip(&run.get).enumerate() {
+        line(out, &format!("Iteration {} dirty memory", round + 1), *dirty)?;
+        line(out, &format!("Iteration {} get dirty log", round + 1), *get)?;
+        if let Some(clear) = run.clear.get(round) {
+            line(out, &format!("Iteration {} clear dirty log", round + 1), *clear)?;
+        }
+    }
+    line(out, "Disabling dirty logging", run.disable)?;
+    over_iterations(out, "Get", &run.get)?;
+    if run.clear.is_empty() { Ok(()) } else { over_iterations(out, "Clear", &run.clear) }
+}
+
+/// The sum of a phase's rounds, as dirty_log_perf_test prints it.
+fn over_iterations(out: &mut impl Write, what: &str, times: &[Duration]) -> io::Result<()> {
+    let total: Duration = times.iter().sum();
+    let rounds = times.len();
+    let average = total / u32::try_from(rounds).unwrap_or(u32::MAX).max(1);
+    writeln!(
+        out,
+        "{what} dirty log over {rounds} iterations took {}.{:09}s. (Avg {}.{:09}s/iteration)",
+        total.as_secs(),
+        total.subsec_nanos(),
+        average.as_secs(),
+        average.subsec_nanos()
+    )
+}
+
+/// The column that others are compared with.
+#[derive(Clone, Copy)]
+pub(crate) struct Base {
+    /// Its number.
+    pub(crate) column: usize,
+    /// Its name in what is printed and, with `_` for `-`, in results.
+    pub(crate) name: &'static str,
+}
+
+/// All runs, and what is to be said about them.
+pub(crate) struct Report<'a> {
+    pub(crate) args: &'a DirtyLogArgs,
+    pub(crate) columns: &'a [Column],
+    pub(crate) base: Option<Base>,
+    pub(crate) others: Vec<&'a Other>,
+}
+
+impl Report<'_> {
+    /// The phases that there were: without manual protect, there is no clearing.
+    fn phases(&self) -> impl Iterator<Item = &'static Phase> {
+        PHASES.iter().filter(|phase| self.columns.iter().any(|column| samples(column, phase.times).len() != 0))
+    }
+
+    /// The column that others are compared with, if there are others.
+    fn base(&self) -> Option<(&Column, &'static str)> {
+        let base = self.base.filter(|_| self.columns.len() > 1)?;
+        Some((self.columns.get(base.column)?, base.name))
+    }
+
+    fn runs(&self) -> impl Iterator<Item = &Run> {
+        self.columns.iter().flat_map(|column| &column.runs)
+    }
+
+    /// The titles of a table's columns, the first being `first`.
+    pub(crate) fn header(&self, first: &str) -> Vec<String> {
+        std::iter::once(first.to_owned()).chain(self.columns.iter().map(|column| column.title.clone())).collect()
+    }
+
+    /// Says what was asked for.
+    pub(crate) fn print_head(&self, out: &mut impl Write) -> io::Result<()> {
+        let args = self.args;
+        writeln!(
+            out,
+            "{} vCPUs, {} each ({} access), slots: {}, memory: {}, tables: {}, paging: {}, rounds: {}, writes: {}%{}",
+            args.vcpus,
+            humanly(args.bytes as f64, "bytes"),
+            if args.overlap { "overlapping" } else { "partitioned" },
+            args.slots,
+            args.backing,
+            args.format.name(),
+            args.paging.name(),
+            args.iterations,
+            args.write_percent,
+            if args.random_access { ", random order" } else { "" },
+        )?;
+        let tracking = dirty_tracking(args.tracking, args.protection);
+        writeln!(
+            out,
+            "dirty pages: {}{}, manual protect: {}, huge pages: {}{}",
+            args.tracking.name(),
+            protection_name(tracking).map(|name| format!(" ({name})")).unwrap_or_default(),
+            manual_protect_name(manual_protect(args)),
+            args.huge_pages.name(),
+            if args.huge_pages == HugePagesArg::Split { format!(" ({})", args.split.name()) } else { String::new() },
+        )
+    }
+
+    /// Prints the tables; with one column, before them each run.
+    pub(crate) fn print_tables(&self, out: &mut impl Write) -> io::Result<()> {
+        writeln!(out, "Test iterations: {}", self.args.iterations)?;
+        if let [column] = self.columns {
+            for (index, run) in column.runs.iter().enumerate() {
+                print_run(out, index, run)?;
+            }
+        }
+        self.print_phases(out)?;
+        self.print_others(out)
+    }
+
+    fn print_phases(&self, out: &mut impl Write) -> io::Result<()> {
+        let mut phases = table::figures(self.header(&format!("seconds, mean ({} runs)", self.args.runs)));
+        let mut spread = table::figures(self.header("p50 / p99 / worst, and number of values"));
+        for phase in self.phases() {
+            let columns: Vec<Samples> = self.columns.iter().map(|column| samples(column, phase.times)).collect();
+            let name = || std::iter::once(phase.title.to_owned());
+            let means = columns.iter().map(|samples| format!("{:.9}s", samples.mean()));
+            phases.add_row(table::row(name().chain(means)));
+            let spreads = columns.iter().map(|samples| {
+                let [median, p99, worst] = [500, 990, 1000].map(|rank| humanly(samples.quantile(rank), "s"));
+                format!("{median} / {p99} / {worst} ({})", samples.len())
+            });
+            spread.add_row(table::row(name().chain(spreads)));
+        }
+        writeln!(out, "\n{phases}")?;
+        if let Some((base, name)) = self.base() {
+            let mut speeds = table::figures(self.header(&format!("speed against {name}, median of paired runs")));
+            for phase in self.phases() {
+                let ratios = self.columns.iter().map(|column| format!("{:.2}", speed(phase, column, base)));
+                speeds.add_row(table::row(std::iter::once(phase.title.to_owned()).chain(ratios)));
+            }
+            writeln!(out, "\n{speeds}")?;
+        }
+        writeln!(out, "\n{spread}")
+    }
+
+    fn print_others(&self, out: &mut impl Write) -> io::Result<()> {
+        let figure = |value: Option<f64>, unit| value.map_or("-".to_owned(), |value| humanly(value, unit));
+        let mut others = table::figures(self.header("mean of a run"));
+        for other in &self.others {
+            let values = self.columns.iter().map(|column| figure(mean(column, other.value), other.unit));
+            others.add_row(table::row(std::iter::once(other.title.to_owned()).chain(values)));
+        }
+        for which in &QUANTILES {
+            let values = self.columns.iter().map(|column| figure(quantile(column, which), "s"));
+            others.add_row(table::row(std::iter::once(which.title.to_owned()).chain(values)));
+        }
+        writeln!(out, "\n{others}\n")
+    }
+
+    /// Says what has to be said about the figures.
+    pub(crate) fn print_notes(&self, out: &mut impl Write) -> io::Result<()> {
+        let (args, host) = (self.args, HostDescription::read());
+        if let Some(run) = self.runs().next() {
+            writeln!(out, "{}", measured_on(&host, run.flush_method))?;
+        }
+        if args.vcpus > host.nr_cpus {
+            writeln!(out, "{} vCPUs on {} CPUs: the times measure the scheduler too.", args.vcpus, host.nr_cpus)?;
+        }
+        let nr_samples: u64 = self.runs().map(|run| run.stats.guest_stall_ns.count()).sum();
+        writeln!(
+            out,
+            "Guest stall, resolve and engine time are from a sample of the faults ({nr_samples} of them), without waits for a \
+             CPU; waits for the lock are all of them, and include waits for a CPU."
+        )?;
+        let verified: u64 = self.runs().map(|run| run.nr_verified).sum();
+        write!(out, "Verified: {verified} reads found what was written")?;
+        if args.check {
+            write!(out, "; every harvest agreed with the guest's memory, stopped and running")?;
+        }
+        writeln!(out, ".")
+    }
+
+    /// The object of `--json`. `more` is what else was configured.
+    pub(crate) fn results(&self, experiment: &'static str, more: Value) -> Results {
+        let mut results = Vec::new();
+        for column in self.columns {
+            let mut push = |name: String, value: f64, unit: &'static str| {
+                results.push(Figure { name, value, unit, labels: column.labels.clone() });
+            };
+            for phase in self.phases() {
+                let samples = samples(column, phase.times);
+                push(phase.name.to_owned(), samples.mean(), "s");
+                push(format!("{}_deviation", phase.name), samples.deviation(), "s");
+                push(format!("{}_p50", phase.name), samples.quantile(500), "s");
+                push(format!("{}_p99", phase.name), samples.quantile(990), "s");
+                push(format!("{}_max", phase.name), samples.quantile(1000), "s");
+                if let Some((base, name)) = self.base() {
+                    let name = format!("{}_speed_vs_{}", phase.name, name.replace('-', "_"));
+                    push(name, speed(phase, column, base), "ratio");
+                }
+            }
+            for other in &self.others {
+                if let Some(value) = mean(column, other.value) {
+                    push(other.name.to_owned(), value, other.unit);
+                }
+            }
+            for which in &QUANTILES {
+                if let Some(time) = quantile(column, which) {
+                    push(which.name.to_owned(), time, "s");
+                }
+            }
+            push("runs".to_owned(), column.runs.len() as f64, "count");
+        }
+        let flush_method = self.runs().next().map(|run| run.flush_method);
+        let mut config = config_json(self.args);
+        if let (Value::Object(config), Value::Object(more)) = (&mut config, more) {
+            config.extend(more);
+        }
+        Results { experiment, config, host: host_json(&HostDescription::read(), flush_method), results }
+    }
+}
+
+fn config_json(args: &DirtyLogArgs) -> Value {
+    json!({
+        "vcpus": args.vcpus,
+        "bytes": args.bytes,
+        "iterations": args.iterations,
+        "overlap": args.overlap,
+        "write_percent": args.write_percent,
+        "random_access": args.random_access,
+        "slots": args.slots,
+        "backing": args.backing.to_string(),
+        "run_while_disabling": args.run_while_disabling,
+        "tracking": args.tracking.name(),
+        "ring_entries": (args.tracking == DirtyTrackingArg::Ring).then_some(args.ring_entries),
+        "protection": protection_name(dirty_tracking(args.tracking, args.protection)),
+        "manual_protect": manual_protect_name(manual_protect(args)),
+        "huge_pages": args.huge_pages.name(),
+        "split": args.split.name(),
+        "seed": args.seed,
+        "format": args.format.name(),
+        "paging": args.paging.name(),
+        "runs": args.runs,
+        "check": args.check,
+    })
+}

@@ -1,0 +1,319 @@
+//! `slat split`: the phases of `slat dirty-log` over huge pages on several nodes, for each placement of the tables that
+//! replace the huge pages: on the node of the memory that they map, on the node of the thread that splits, or where that
+//! thread's memory policy says.
+//!
+//! What it shows is what a walk pays later: how many of the walkers' reads in the rounds of dirtying went to another node.
+//! Of interest are tables of 4 KiB leaves: one of a higher level serves more memory than lies on one node, and somebody is
+//! always far from it.
+//!
+//! Eager splitting is done by the main thread, and others that it starts, right before logging is turned on, in every mode of
+//! the log: so it has a time of its own, and the columns are comparable. (With manual protect, initially set, the engine by
+//! itself splits when the log is first cleared.) Each run has a main thread of its own, since that moves to a node.
+
+mod report;
+
+use std::num::{NonZeroUsize, ParseIntError};
+use std::thread;
+
+use clap::{Args, ValueEnum};
+use slat::{NodeId, TablePlacement};
+use slat_machine::machine::{MachineConfig, MachineError};
+use slat_machine::numa::{FirstTouch, MemoryPolicy, NodeMap, Nodes, Pinning};
+
+use crate::args::{DirtyLogArgs, SplitWhen, positive};
+use crate::failure::{Failure, check_failed};
+use crate::phases::{self, Column, Roles, Run};
+use crate::results::{self, ResultsFile};
+
+/// Virtual nodes where the host has but one.
+const DEFAULT_NR_NODES: u32 = 8;
+
+/// Threads that split, at most.
+const MAX_THREADS: usize = 1024;
+
+/// What `slat split` takes.
+#[derive(Clone, Debug, Args)]
+#[command(
+    allow_negative_numbers = true,
+    mut_arg("vcpus", |arg| arg.default_value("8")),
+    mut_arg("bytes", |arg| arg.default_value("64M")),
+    mut_arg("backing", |arg| arg.default_value("anonymous_thp")),
+    mut_arg("lock", |arg| arg.default_value("none").help("The lock that the engine takes on the VM")),
+    mut_arg("cpus", |arg| arg.long("cpus")),
+    mut_arg("split", |arg| arg.help(
+        "When huge pages are split: ahead of time, right before logging is turned on, by --threads threads; or each by its \
+         first write"
+    )),
+)]
+pub(crate) struct SplitArgs {
+    #[command(flatten)]
+    pub(crate) log: DirtyLogArgs,
+    /// A number of virtual nodes; or their numbers, with commas between them; or `host` for the nodes of this machine. By
+    /// default those of this machine if it has several, else 8 virtual ones.
+    #[arg(long, value_parser = nodes, value_name = "N|N,...|host")]
+    pub(crate) nodes: Option<NodesArg>,
+    /// Virtual nodes that have CPUs but no memory: theirs is that of the next node.
+    #[arg(long, value_delimiter = ',', value_name = "N,...")]
+    pub(crate) memoryless: Vec<u32>,
+    /// Where the tables are that replace huge pages; `all` compares the three in one table.
+    #[arg(long, value_enum, default_value_t = PlacementArg::All)]
+    pub(crate) placement: PlacementArg,
+    /// Where the tables are that faults link; by default as `--placement`. Faults of vCPUs have the policy `local`.
+    #[arg(long, value_enum)]
+    pub(crate) fault_placement: Option<FaultPlacementArg>,
+    /// Where the memory of the threads that split comes from, for caller-policy: `local`, `preferred:N`, `interleave`.
+    #[arg(long, value_parser = policy, default_value = "interleave")]
+    pub(crate) policy: MemoryPolicy,
+    /// Whether vCPUs stay on the nodes of their memory.
+    #[arg(long = "pin", value_enum, default_value_t = PinArg::On)]
+    pub(crate) pinning: PinArg,
+    /// Who touches the memory of a vCPU first: itself, a vCPU of another node, or the main thread.
+    #[arg(long, value_enum, default_value_t = FirstTouchArg::Own)]
+    pub(crate) first_touch: FirstTouchArg,
+    /// Threads that split ahead of time, each a part of the memory, all on the node of the main thread.
+    #[arg(long, default_value_t = 1, value_parser = positive::<usize>)]
+    pub(crate) threads: usize,
+    /// The node of the main thread; by default the first.
+    #[arg(long, value_name = "N")]
+    pub(crate) main_node: Option<u32>,
+}
+
+/// The nodes that `--nodes` names.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum NodesArg {
+    Count(u32),
+    Numbers(Vec<NodeId>),
+    Host,
+}
+
+fn nodes(text: &str) -> Result<NodesArg, String> {
+    let number = |text: &str| text.parse::<u32>().map_err(|error: ParseIntError| format!("{text}: {error}"));
+    match text {
+        "host" => Ok(NodesArg::Host),
+        _ if text.contains(',') => {
+            Ok(NodesArg::Numbers(text.split(',').map(|text| number(text).map(NodeId)).collect::<Result<_, _>>()?))
+        }
+        _ => number(text).map(NodesArg::Count),
+    }
+}
+
+fn policy(text: &str) -> Result<MemoryPolicy, String> {
+    match (text, text.strip_prefix("preferred:")) {
+        ("local", _) => Ok(MemoryPolicy::Local),
+        ("interleave", _) => Ok(MemoryPolicy::Interleave),
+        (_, Some(node)) => {
+            let node = node.parse().map_err(|error: ParseIntError| error.to_string())?;
+            Ok(MemoryPolicy::Preferred(NodeId(node)))
+        }
+        _ => Err("there are local, preferred:N, interleave".to_owned()),
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum PlacementArg {
+    /// On the node of the memory that they map.
+    HugePageNode,
+    /// On the node of the thread that allocates them.
+    CallerNode,
+    /// Where the memory policy of that thread says.
+    CallerPolicy,
+    All,
+}
+
+impl PlacementArg {
+    /// The placements to run, in the order of the table's columns.
+    fn placements(self) -> &'static [TablePlacement] {
+        use TablePlacement::{CallerNode, CallerPolicy, HugePageNode};
+        match self {
+            PlacementArg::HugePageNode => &[HugePageNode],
+            PlacementArg::CallerNode => &[CallerNode],
+            PlacementArg::CallerPolicy => &[CallerPolicy],
+            PlacementArg::All => &[HugePageNode, CallerNode, CallerPolicy],
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum FaultPlacementArg {
+    HugePageNode,
+    CallerNode,
+    CallerPolicy,
+}
+
+impl FaultPlacementArg {
+    fn placement(self) -> TablePlacement {
+        match self {
+            FaultPlacementArg::HugePageNode => TablePlacement::HugePageNode,
+            FaultPlacementArg::CallerNode => TablePlacement::CallerNode,
+            FaultPlacementArg::CallerPolicy => TablePlacement::CallerPolicy,
+        }
+    }
+}
+
+/// The name of a placement in options and results.
+fn placement_name(placement: TablePlacement) -> &'static str {
+    match placement {
+        TablePlacement::HugePageNode => "huge-page-node",
+        TablePlacement::CallerNode => "caller-node",
+        TablePlacement::CallerPolicy => "caller-policy",
+        TablePlacement::Node(_) => "node",
+    }
+}
+
+fn policy_name(policy: MemoryPolicy) -> String {
+    match policy {
+        MemoryPolicy::Local => "local".to_owned(),
+        MemoryPolicy::Preferred(node) => format!("preferred:{}", node.0),
+        MemoryPolicy::Interleave => "interleave".to_owned(),
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum PinArg {
+    /// Each stays on the node of its memory.
+    On,
+    /// On virtual nodes each draws its node anew for each round; on the host's, the scheduler decides.
+    Off,
+}
+
+impl PinArg {
+    fn name(self) -> &'static str {
+        match self {
+            PinArg::On => "on",
+            PinArg::Off => "off",
+        }
+    }
+
+    /// In run number `run`: each has random numbers of its own, and all columns have the same.
+    fn pinning(self, seed: u64, run: u32) -> Pinning {
+        match self {
+            PinArg::On => Pinning::On,
+            PinArg::Off => Pinning::Off { seed: seed.wrapping_add(u64::from(run) << 32) },
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum FirstTouchArg {
+    Own,
+    Other,
+    Main,
+}
+
+impl FirstTouchArg {
+    fn first_touch(self) -> FirstTouch {
+        match self {
+            FirstTouchArg::Own => FirstTouch::Own,
+            FirstTouchArg::Other => FirstTouch::Other,
+            FirstTouchArg::Main => FirstTouch::Main,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            FirstTouchArg::Own => "own",
+            FirstTouchArg::Other => "other",
+            FirstTouchArg::Main => "main",
+        }
+    }
+}
+
+/// The nodes that the columns run on.
+struct Layout {
+    nodes: Nodes,
+    map: NodeMap,
+    /// `None`: the node of the CPU that the main thread is pinned to.
+    main_node: Option<NodeId>,
+}
+
+impl Layout {
+    fn new(args: &SplitArgs) -> Result<Layout, Failure> {
+        let without_memory: Vec<NodeId> = args.memoryless.iter().copied().map(NodeId).collect();
+        let nodes = match &args.nodes {
+            Some(NodesArg::Host) => Nodes::Host,
+            None if without_memory.is_empty() && Nodes::Host.map().is_ok_and(|map| !map.is_one()) => Nodes::Host,
+            None => Nodes::virtual_nodes(DEFAULT_NR_NODES),
+            Some(NodesArg::Count(count)) => Nodes::virtual_nodes(*count),
+            Some(NodesArg::Numbers(nodes)) => Nodes::Virtual { nodes: nodes.clone(), without_memory: Vec::new() },
+        };
+        let nodes = match nodes {
+            Nodes::Virtual { nodes, .. } => Nodes::Virtual { nodes, without_memory },
+            _ if !without_memory.is_empty() => {
+                return Err(Failure::Usage("--memoryless needs virtual nodes".to_owned()));
+            }
+            of_host => of_host,
+        };
+        let map = nodes.map().map_err(MachineError::from)?;
+        if nodes == Nodes::Host && map.is_one() {
+            return Err(Failure::CannotServe("it has one node only; --nodes N makes virtual ones".to_owned()));
+        }
+        let main_node = NodeId(args.main_node.unwrap_or(map.ids()[0].0));
+        if !map.ids().contains(&main_node) {
+            return Err(Failure::Usage(format!("--main-node: there is no node {}", main_node.0)));
+        }
+        let is_main_pinned = args.log.cpus.as_ref().is_some_and(|cpus| cpus.len() > args.log.vcpus);
+        let main_node = if nodes == Nodes::Host && is_main_pinned { None } else { Some(main_node) };
+        if main_node.is_none() && args.main_node.is_some() {
+            return Err(Failure::Usage(
+                "--main-node, and --cpus with a CPU for the main thread: choose one".to_owned(),
+            ));
+        }
+        if let MemoryPolicy::Preferred(node) = args.policy
+            && !map.ids().contains(&node)
+        {
+            return Err(Failure::Usage(format!("--policy: there is no node {}", node.0)));
+        }
+        Ok(Layout { nodes, map, main_node })
+    }
+}
+
+/// Runs the experiment and prints it.
+pub(crate) fn run(args: &SplitArgs) -> Result<(), Failure> {
+    let &[locking] = args.log.lock.lockings() else {
+        return Err(Failure::Usage("--lock all: the columns are the placements, so choose one lock".to_owned()));
+    };
+    if args.log.cpus.is_some() && args.pinning == PinArg::Off {
+        return Err(Failure::Usage("--cpus pins vCPUs, --pin off does not".to_owned()));
+    }
+    if args.threads > MAX_THREADS {
+        return Err(Failure::Usage(format!("{} threads are more than {MAX_THREADS}", args.threads)));
+    }
+    let layout = Layout::new(args)?;
+    let mut config = phases::machine_config(&args.log)?;
+    config.engine.locking = locking;
+    config.nodes = layout.nodes.clone();
+    let file = args.log.json.as_deref().map(ResultsFile::open).transpose()?;
+    let placements = args.placement.placements();
+    let title = |placement| Column::new("placement", placement_name(placement), placement_name(placement).to_owned());
+    let mut columns: Vec<Column> = placements.iter().copied().map(title).collect();
+    phases::measure(&mut columns, args.log.runs, |run, which| {
+        let mut config = config.clone();
+        config.pinning = args.pinning.pinning(args.log.seed, run);
+        config.engine.split_table_placement = placements[which];
+        config.engine.fault_table_placement =
+            args.fault_placement.map_or(placements[which], FaultPlacementArg::placement);
+        run_apart(args, &config, &layout)
+    })?;
+    let report = report::new(args, &columns);
+    results::deliver(file, || report::results(&report, args, &layout), |out| report::print(out, &report, args, &layout))
+}
+
+/// One run, by a thread of its own: where that sits, and what its policy is, is not for the next.
+fn run_apart(args: &SplitArgs, config: &MachineConfig, layout: &Layout) -> Result<Run, Failure> {
+    let uses_policy = [config.engine.split_table_placement, config.engine.fault_table_placement]
+        .contains(&TablePlacement::CallerPolicy);
+    let roles = Roles {
+        first_touch: args.first_touch.first_touch(),
+        main_node: layout.main_node,
+        policy: uses_policy.then_some(args.policy),
+        nr_splitters: match args.log.split {
+            SplitWhen::Eager => NonZeroUsize::new(args.threads),
+            SplitWhen::Lazy => None,
+        },
+    };
+    thread::scope(|scope| {
+        let main = thread::Builder::new().spawn_scoped(scope, || phases::run_once(&args.log, config, roles));
+        let main = main.map_err(|error| Failure::CannotServe(format!("no thread: {error}")))?;
+        main.join().unwrap_or_else(|_| Err(check_failed("the main thread of a run panicked")))
+    })
+}

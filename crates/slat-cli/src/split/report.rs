@@ -1,0 +1,236 @@
+//! What `slat split` prints and writes, besides what every experiment of the phases does.
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+
+use serde_json::json;
+use slat::NodeId;
+use slat_machine::numa::Nodes;
+
+use super::{Layout, SplitArgs, placement_name, policy_name};
+use crate::args::{HugePagesArg, PagingArg, SplitWhen, locking_name};
+use crate::phases::report::{Base, OTHERS, Other, Report};
+use crate::phases::{Column, Run};
+use crate::results::{Figure, Results};
+use crate::table;
+
+/// The figures of this experiment.
+const FIGURES: [Other; 13] = [
+    Other { name: "split_pages", title: "Huge pages split", unit: "count", value: |run| count(run.stats.splits) },
+    Other {
+        name: "split_tables",
+        title: "Tables of splits",
+        unit: "count",
+        value: |run| count(run.stats.split_tables),
+    },
+    Other {
+        name: "remote_split_tables",
+        title: "  on another node than their memory",
+        unit: "count",
+        value: |run| count(run.stats.remote_split_tables),
+    },
+    Other {
+        name: "fault_tables",
+        title: "Tables of faults",
+        unit: "count",
+        value: |run| count(run.stats.fault_tables),
+    },
+    Other {
+        name: "remote_fault_tables",
+        title: "  on another node than their memory",
+        unit: "count",
+        value: |run| count(run.stats.remote_fault_tables),
+    },
+    Other {
+        name: "local_walk_reads",
+        title: "Walk reads of leaf tables, local",
+        unit: "count",
+        value: |run| count(run.dirty_reads.leaf_table_local),
+    },
+    Other {
+        name: "remote_walk_reads",
+        title: "Walk reads of leaf tables, remote",
+        unit: "count",
+        value: |run| count(run.dirty_reads.leaf_table_remote),
+    },
+    Other {
+        name: "remote_share",
+        title: "  share of remote ones",
+        unit: "ratio",
+        value: |run| share(run.dirty_reads.leaf_table_remote, run.dirty_reads.leaf_table_local),
+    },
+    Other {
+        name: "local_walk_reads_all_levels",
+        title: "Walk reads of all tables, local",
+        unit: "count",
+        value: |run| count(run.dirty_reads.local),
+    },
+    Other {
+        name: "remote_walk_reads_all_levels",
+        title: "Walk reads of all tables, remote",
+        unit: "count",
+        value: |run| count(run.dirty_reads.remote),
+    },
+    Other {
+        name: "remote_share_all_levels",
+        title: "  share of remote ones",
+        unit: "ratio",
+        value: |run| share(run.dirty_reads.remote, run.dirty_reads.local),
+    },
+    Other {
+        name: "recover_time",
+        title: "Recovery, all of disabling",
+        unit: "s",
+        value: |run| Some(run.disable.as_secs_f64()),
+    },
+    Other {
+        name: "recover_flushes",
+        title: "  flushes of it",
+        unit: "count",
+        value: |run| count(run.stats.flushes - run.stats_before_disabling.flushes),
+    },
+];
+
+fn count(count: u64) -> Option<f64> {
+    Some(count as f64)
+}
+
+/// The share of `remote` in both; `None` if there is nothing.
+fn share(remote: u64, local: u64) -> Option<f64> {
+    (remote + local != 0).then(|| remote as f64 / (remote + local) as f64)
+}
+
+pub(super) fn new<'a>(args: &'a SplitArgs, columns: &'a [Column]) -> Report<'a> {
+    let base = columns.iter().position(|column| column.labels["placement"] == "caller-node");
+    // Splits have another name here.
+    let others = OTHERS.iter().filter(|other| other.name != "splits");
+    Report {
+        args: &args.log,
+        columns,
+        base: base.map(|column| Base { column, name: "caller-node" }),
+        others: FIGURES.iter().chain(others).collect(),
+    }
+}
+
+/// Tables on `node`, the mean over runs.
+fn tables_on(column: &Column, node: NodeId) -> f64 {
+    let tables_on = |run: &Run| run.tables_by_node.iter().filter(|of| of.0 == node).map(|of| of.1).sum::<u64>();
+    column.runs.iter().map(tables_on).sum::<u64>() as f64 / column.runs.len().max(1) as f64
+}
+
+/// Prints the tables, and what has to be said about the figures.
+pub(super) fn print(out: &mut impl Write, report: &Report<'_>, args: &SplitArgs, layout: &Layout) -> io::Result<()> {
+    report.print_head(out)?;
+    print_nodes(out, args, layout)?;
+    report.print_tables(out)?;
+    let mut tables = table::figures(report.header("tables after the rounds, mean of a run"));
+    for &node in layout.map.ids() {
+        let counts = report.columns.iter().map(|column| format!("{:.1}", tables_on(column, node)));
+        tables.add_row(table::row(std::iter::once(format!("on node {}", node.0)).chain(counts)));
+    }
+    writeln!(out, "{tables}\n")?;
+    print_notes(out, report, args, layout)?;
+    report.print_notes(out)
+}
+
+/// Says who sits where, and which tables go where.
+fn print_nodes(out: &mut impl Write, args: &SplitArgs, layout: &Layout) -> io::Result<()> {
+    let numbers: Vec<String> = layout.map.ids().iter().map(|&node| node_name(layout, node)).collect();
+    writeln!(
+        out,
+        "nodes: {} ({}), vCPUs pinned: {}, first touch: {}, main thread: {}",
+        numbers.join(" "),
+        kind(layout),
+        args.pinning.name(),
+        args.first_touch.name(),
+        layout.main_node.map_or("pinned to a CPU".to_owned(), |node| format!("node {}", node.0)),
+    )?;
+    writeln!(
+        out,
+        "tables of splits: as the columns say, tables of faults: {}, policy of the main thread: {} (caller-policy), lock: {}",
+        args.fault_placement.map_or("the same", |placement| placement_name(placement.placement())),
+        policy_name(args.policy),
+        locking_name(args.log.lock.lockings()[0]),
+    )
+}
+
+fn node_name(layout: &Layout, node: NodeId) -> String {
+    if layout.map.has_memory(node) { node.0.to_string() } else { format!("{} (no memory)", node.0) }
+}
+
+fn kind(layout: &Layout) -> &'static str {
+    if layout.nodes == Nodes::Host { "the host's" } else { "virtual" }
+}
+
+fn print_notes(out: &mut impl Write, report: &Report<'_>, args: &SplitArgs, layout: &Layout) -> io::Result<()> {
+    if layout.nodes != Nodes::Host {
+        writeln!(
+            out,
+            "The nodes are virtual, and all memory is equally fast: what is remote is counted, not felt. The times are the \
+             cost of the software only."
+        )?;
+    }
+    writeln!(
+        out,
+        "Walk reads are those of the rounds of dirtying; remote: of a table on another node than the vCPU's; leaf tables: \
+         those of 4 KiB leaves."
+    )?;
+    if args.log.paging == PagingArg::TwoDimensional {
+        writeln!(
+            out,
+            "The guest's own tables lie on the first node, in pages of 4 KiB: walks read the leaf tables that map them, too."
+        )?;
+    }
+    match args.log.split {
+        _ if args.log.huge_pages == HugePagesArg::MarkWhole => {}
+        SplitWhen::Eager => writeln!(
+            out,
+            "Huge pages are split right before logging is turned on, by {} {} where the main thread sits.",
+            args.threads,
+            if args.threads == 1 { "thread" } else { "threads" },
+        )?,
+        SplitWhen::Lazy => writeln!(
+            out,
+            "Nothing is split ahead of time, so there is no splitting time: vCPUs split as they write, in the rounds of \
+             dirtying."
+        )?,
+    }
+    let runs = || report.columns.iter().flat_map(|column| &column.runs);
+    if args.log.huge_pages == HugePagesArg::Split && runs().all(|run| run.stats.splits == 0) {
+        let reason = if runs().all(|run| run.stats.installed_2m + run.stats.installed_1g == 0) {
+            "the memory was not mapped by huge pages"
+        } else {
+            "nobody wrote to a huge page"
+        };
+        writeln!(out, "No huge page was split: {reason}.")?;
+    }
+    Ok(())
+}
+
+/// The object of `--json`.
+pub(super) fn results(report: &Report<'_>, args: &SplitArgs, layout: &Layout) -> Results {
+    let nodes: Vec<u32> = layout.map.ids().iter().map(|node| node.0).collect();
+    let config = json!({
+        "lock": locking_name(args.log.lock.lockings()[0]),
+        "nodes": nodes,
+        "nodes_are": kind(layout),
+        "memoryless": args.memoryless,
+        "fault_placement": args.fault_placement.map(|placement| placement_name(placement.placement())),
+        "policy": policy_name(args.policy),
+        "pin": args.pinning.name(),
+        "cpus": args.log.cpus,
+        "first_touch": args.first_touch.name(),
+        "threads": args.threads,
+        "main_node": layout.main_node.map(|node| node.0),
+    });
+    let mut results = report.results("split", config);
+    for column in report.columns {
+        for &node in layout.map.ids() {
+            let mut labels: BTreeMap<_, _> = column.labels.clone();
+            labels.insert("node", node.0.into());
+            let value = tables_on(column, node);
+            results.results.push(Figure { name: "tables_on_node".to_owned(), value, unit: "count", labels });
+        }
+    }
+    results
+}

@@ -1,0 +1,175 @@
+//! A slot of huge pages: one thread uses it through a CPU of its own, turns its log on and off and harvests, another splits
+//! huge pages, puts them back, and takes them away, without asking.
+//!
+//! Nobody else writes the slot, so each read is held against what was written last, and each harvest must name what was
+//! written since the log was turned on or the page was cleared. It may name more: what is put back while logging begins marks
+//! all of its pages.
+
+use rand::RngExt;
+use rand::rngs::SmallRng;
+use slat::{Gfn, GfnRange, Level, ManualProtect, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, PageSize, Vcpu};
+use slat_machine::cpu::Cpu;
+use slat_machine::host::{BackingSlice, MachineHost};
+use slat_machine::machine::MachineError;
+use slat_machine::memory::{Backing, BackingKind};
+use slat_machine::walk::HardwareFormat;
+
+use super::super::tally::Figure;
+use super::super::turn::World;
+use super::beside::{gva_of, new_cpu};
+use crate::failure::{Failure, check_failed};
+
+/// Where the slot is: below the guests' region, and beyond the places of the slots that come and go.
+const FIRST_PAGE: Gfn = Gfn(3 << 20);
+
+const NR_PAGES: u64 = 8 * Level::L2M.nr_pages();
+
+/// The slot's number: those of the slots that come and go are lower.
+const ID: u32 = 10_000;
+
+/// What is known of one page.
+#[derive(Clone, Copy, Default)]
+struct Page {
+    value: u64,
+    /// A harvest must name it.
+    is_dirty: bool,
+}
+
+/// The slot, as the thread has it that uses it.
+pub(super) struct HugeSlot<'w, F: HardwareFormat> {
+    world: &'w World<F>,
+    cpu: Cpu<Vcpu<MachineHost, F>, F>,
+    flags: MemoryRegionFlags,
+    pages: Vec<Page>,
+    next_value: u64,
+}
+
+impl<'w, F: HardwareFormat> HugeSlot<'w, F> {
+    pub(super) fn new(world: &'w World<F>) -> Result<HugeSlot<'w, F>, Failure> {
+        let backing = Backing::new(BackingKind::AnonymousThp, NR_PAGES << PAGE_SHIFT).map_err(MachineError::from)?;
+        let slot = HugeSlot {
+            world,
+            cpu: new_cpu(world)?,
+            flags: MemoryRegionFlags::empty(),
+            pages: vec![Page::default(); NR_PAGES as usize],
+            next_value: 1,
+        };
+        slot.set(Some(backing), NR_PAGES)?;
+        Ok(slot)
+    }
+
+    pub(super) fn delete(self) -> Result<(), Failure> {
+        self.set(None, 0)
+    }
+
+    fn set(&self, backing: Option<Backing>, nr_pages: u64) -> Result<(), Failure> {
+        self.world.machine.vm().set_user_memory_region(MemoryRegion {
+            slot: ID,
+            flags: self.flags,
+            guest_phys_addr: FIRST_PAGE.gpa(),
+            memory_size: nr_pages << PAGE_SHIFT,
+            backing: backing.map(|backing| BackingSlice { backing, offset_bytes: 0 }),
+        })?;
+        Ok(())
+    }
+
+    /// One operation, or a few accesses.
+    pub(super) fn step(&mut self, rng: &mut SmallRng) -> Result<(), Failure> {
+        match rng.random_range(0..16) {
+            0 => self.toggle(),
+            1..=2 => self.harvest(),
+            _ => (0..16).try_for_each(|_| self.touch(rng)),
+        }
+    }
+
+    /// Turns logging on or off.
+    fn toggle(&mut self) -> Result<(), Failure> {
+        self.flags.toggle(MemoryRegionFlags::LOG_DIRTY_PAGES);
+        self.set(None, NR_PAGES)?;
+        let is_dirty = self.is_logging() && self.world.plan.manual_protect == ManualProtect::InitiallySet;
+        for page in &mut self.pages {
+            page.is_dirty = is_dirty;
+        }
+        let figure = if self.is_logging() { Figure::LogsEnabled } else { Figure::LogsDisabled };
+        self.world.tally.add(figure, 1);
+        Ok(())
+    }
+
+    fn is_logging(&self) -> bool {
+        self.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES)
+    }
+
+    fn harvest(&mut self) -> Result<(), Failure> {
+        if !self.is_logging() {
+            return Ok(());
+        }
+        let vm = self.world.machine.vm();
+        let mut bitmap = vec![0_u64; self.pages.len().div_ceil(64)];
+        vm.get_dirty_log(ID, &mut bitmap)?;
+        if self.world.plan.manual_protect != ManualProtect::Disabled {
+            vm.clear_dirty_log(ID, 0, NR_PAGES, &bitmap)?;
+        }
+        for (number, page) in self.pages.iter_mut().enumerate() {
+            if page.is_dirty && bitmap[number / 64] >> (number % 64) & 1 == 0 {
+                return Err(check_failed(format_args!(
+                    "harvest of the huge slot: page {number} not named, but written"
+                )));
+            }
+            page.is_dirty = false;
+        }
+        self.world.tally.add(Figure::Harvests, 1);
+        Ok(())
+    }
+
+    /// Writes or reads a page.
+    fn touch(&mut self, rng: &mut SmallRng) -> Result<(), Failure> {
+        let number = rng.random_range(0..NR_PAGES);
+        let (gva, is_logging) = (gva_of(Gfn(FIRST_PAGE.0 + number)), self.is_logging());
+        let page = &mut self.pages[number as usize];
+        if rng.random() {
+            self.cpu
+                .write(gva, self.next_value)
+                .map_err(|error| check_failed(format_args!("write to page {number} of the huge slot: {error}")))?;
+            *page = Page { value: self.next_value, is_dirty: page.is_dirty || is_logging };
+            self.next_value += 1;
+            return Ok(());
+        }
+        let found = self.cpu.read(gva);
+        if found != Ok(page.value) {
+            return Err(check_failed(format_args!(
+                "read of page {number} of the huge slot: {found:x?}, but {:#x} was written",
+                page.value
+            )));
+        }
+        self.world.tally.add(Figure::ReadsBeside, 1);
+        Ok(())
+    }
+}
+
+/// Splits huge pages, puts them back, or takes them away: of the huge slot, and now and then of the guests' region.
+pub(super) fn disturb<F: HardwareFormat>(world: &World<F>, rng: &mut SmallRng) -> Result<(), Failure> {
+    let World { machine, tally, .. } = world;
+    let range = if rng.random_range(0..8) == 0 {
+        machine.gfns(super::some_pages(machine, rng, machine.nr_pages()))
+    } else {
+        let start = rng.random_range(0..NR_PAGES);
+        GfnRange::new(Gfn(FIRST_PAGE.0 + start), rng.random_range(1..=NR_PAGES - start))
+    };
+    let vm = machine.vm();
+    match rng.random_range(0..8) {
+        0..=2 => {
+            let largest = if rng.random_range(0..4) == 0 { PageSize::Size2M } else { PageSize::Size4K };
+            vm.split_range(range, largest)?;
+            tally.add(Figure::RangesSplit, 1);
+        }
+        3..=6 => {
+            vm.recover_range(range)?;
+            tally.add(Figure::RangesRecovered, 1);
+        }
+        _ => {
+            drop(vm.invalidate_range(range)?);
+            tally.add(Figure::Invalidated, 1);
+        }
+    }
+    Ok(())
+}

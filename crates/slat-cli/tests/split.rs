@@ -1,0 +1,247 @@
+//! `slat split` as its user sees it: exit codes, one clear line for each mistake, and the figures that the placements of
+//! tables must have.
+#![allow(missing_docs)]
+
+mod common;
+
+use std::path::PathBuf;
+
+use common::{assert_ok, assert_refused};
+use serde_json::Value;
+
+const PLACEMENTS: [&str; 3] = ["huge-page-node", "caller-node", "caller-policy"];
+
+/// Runs `slat split` with `args`, and returns what was written and what was printed.
+#[track_caller]
+fn split(name: &str, args: &str) -> (Value, String) {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("split_{name}.json"));
+    let output = assert_ok(&format!("split {args} --json {}", path.display()));
+    (serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap(), output)
+}
+
+/// The figure `name` of `placement`, if there is one, and its unit.
+#[track_caller]
+fn find(object: &Value, name: &str, placement: &str) -> Option<(f64, String)> {
+    let results = object["results"].as_array().unwrap();
+    let found: Vec<&Value> =
+        results.iter().filter(|figure| figure["name"] == name && figure["labels"]["placement"] == placement).collect();
+    assert!(found.len() < 2, "{name} for {placement}: {found:?}");
+    found.first().map(|figure| (figure["value"].as_f64().unwrap(), figure["unit"].as_str().unwrap().to_owned()))
+}
+
+#[track_caller]
+fn figure(object: &Value, name: &str, placement: &str) -> f64 {
+    find(object, name, placement).unwrap_or_else(|| panic!("no {name} for {placement}")).0
+}
+
+/// A share of reads, of which a vCPU that is preempted at the wrong moment makes a few more.
+#[track_caller]
+fn assert_near(share: f64, expected: f64) {
+    assert!((share - expected).abs() < 0.01, "{share}, not {expected}");
+}
+
+/// Whether this host maps all of `nr_pages` by huge pages: it may have none, or not enough.
+fn are_huge(object: &Value, nr_pages: f64) -> bool {
+    let are_huge = PLACEMENTS.iter().all(|placement| figure(object, "leaves_2m", placement) == nr_pages);
+    if !are_huge {
+        eprintln!("not checked: this host has no {nr_pages} transparent huge pages");
+    }
+    are_huge
+}
+
+#[test]
+fn bad_usage_exits_with_2() {
+    for (args, what) in [
+        ("split --nodes 0", "at least one node"),
+        ("split --nodes 65", "65 nodes are more than 64"),
+        ("split --nodes x", "invalid digit"),
+        ("split --nodes 0,,1", "cannot parse"),
+        ("split --nodes 1,1", "node 1 is there twice"),
+        ("split --nodes 0,1024", "1024"),
+        ("split --nodes 2 --memoryless 2", "no node 2"),
+        ("split --nodes 2 --memoryless 0,1", "no node has memory"),
+        ("split --nodes host --memoryless 0", "--memoryless needs virtual nodes"),
+        ("split --nodes 2 --main-node 2", "no node 2"),
+        ("split --nodes 2 --policy preferred:2", "no node 2"),
+        ("split --policy preferred:x", "invalid digit"),
+        ("split --policy bind", "interleave"),
+        ("split --placement here", "huge-page-node, caller-node, caller-policy, all"),
+        ("split --fault-placement all", "huge-page-node, caller-node, caller-policy"),
+        ("split --first-touch nobody", "own, other, main"),
+        ("split --nodes 1 -b 1M --first-touch other", "same home node"),
+        ("split --pin 0", "on, off"),
+        ("split -v 1 --cpus 0 --pin off", "--pin off"),
+        ("split -v 3 --cpus 0,1", "3 vCPUs need 3"),
+        ("split --split later", "eager, lazy"),
+        ("split --threads 0", "at least 1"),
+        ("split --threads 1025", "1025 threads are more than 1024"),
+        ("split --lock all", "choose one lock"),
+        ("split --tracking pml", "--tracking pml needs --format ept"),
+        ("split -b 4095", "multiple of the page size"),
+        ("dirty-log --nodes 2", "unexpected argument"),
+    ] {
+        assert_refused(args, 2, what);
+    }
+}
+
+#[test]
+fn what_this_machine_cannot_serve_exits_with_3() {
+    assert_refused("split --nodes 2 -v 1 -b 1M --json /no/such/folder/results.json", 3, "/no/such/folder");
+    let free = std::fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
+    if free.is_ok_and(|free| free.trim() == "0") {
+        assert_refused("split --nodes 2 -v 1 -b 2M -s anonymous_hugetlb_2mb", 3, "huge pages");
+    }
+    if std::fs::read_to_string("/sys/devices/system/node/online").is_ok_and(|online| online.trim() == "0") {
+        assert_refused("split --nodes host", 3, "one node only");
+    }
+}
+
+#[test]
+fn tables_of_splits_lie_where_the_placement_says() {
+    let (object, output) = split("placements", "--nodes 8 -v 8 -b 4M --runs 2 --check");
+    assert_eq!(object["experiment"], "split");
+    assert_eq!(object["config"]["nodes"], serde_json::json!([0, 1, 2, 3, 4, 5, 6, 7]));
+    assert_eq!(object["config"]["nodes_are"], "virtual");
+    assert_eq!(object["config"]["pin"], "on");
+    assert_eq!(object["config"]["split"], "eager");
+    assert_eq!(object["config"]["lock"], "none");
+    assert_eq!(object["config"]["policy"], "interleave");
+    for line in ["nodes: 0 1 2 3 4 5 6 7 (virtual)", "counted, not felt", "by 1 thread", "every harvest agreed"] {
+        assert!(output.contains(line), "no '{line}' in:\n{output}");
+    }
+    for placement in PLACEMENTS {
+        for (name, unit) in [
+            ("populate_memory", "s"),
+            ("enable_dirty_logging", "s"),
+            ("dirty_memory", "s"),
+            ("get_dirty_log", "s"),
+            ("clear_dirty_log", "s"),
+            ("disable_dirty_logging", "s"),
+            ("split_time", "s"),
+            ("recover_time", "s"),
+            ("guest_stall_p99", "s"),
+            ("split_pages", "count"),
+            ("flushes", "count"),
+            ("recover_flushes", "count"),
+            ("local_walk_reads", "count"),
+            ("remote_walk_reads", "count"),
+            ("remote_share", "ratio"),
+            ("remote_share_all_levels", "ratio"),
+        ] {
+            let (value, found) = find(&object, name, placement).unwrap_or_else(|| panic!("no {name} for {placement}"));
+            assert!(value >= 0.0 && found == unit, "{name} for {placement}: {value} {found}");
+        }
+        assert!(
+            figure(&object, "split_time", placement) <= figure(&object, "enable_dirty_logging", placement),
+            "splitting is a part of enabling"
+        );
+    }
+    // Whatever is huge.
+    assert_eq!(figure(&object, "remote_split_tables", "huge-page-node"), 0.0);
+    assert_eq!(figure(&object, "remote_walk_reads", "huge-page-node"), 0.0);
+    assert_eq!(figure(&object, "remote_share", "huge-page-node"), 0.0);
+    if !are_huge(&object, 16.0) {
+        return;
+    }
+    for placement in PLACEMENTS {
+        // Each once: guests find it done, and it comes back when logging ends.
+        assert_eq!(figure(&object, "split_pages", placement), 16.0);
+        assert_eq!(figure(&object, "split_tables", placement), 16.0);
+        assert_eq!(figure(&object, "recoveries", placement), 16.0);
+        assert!(figure(&object, "recover_flushes", placement) >= 1.0);
+        assert!(figure(&object, "local_walk_reads", placement) > 0.0);
+    }
+    // One thread on node 0 splits what lies on eight nodes; in turns, a table of eight is where it should be.
+    for placement in ["caller-node", "caller-policy"] {
+        assert_eq!(figure(&object, "remote_split_tables", placement), 14.0);
+        assert_near(figure(&object, "remote_share", placement), 7.0 / 8.0);
+    }
+    let on_node = |node: u32, placement: &str| {
+        let is_it = |figure: &&Value| {
+            let labels = &figure["labels"];
+            figure["name"] == "tables_on_node" && labels["placement"] == placement && labels["node"] == node
+        };
+        object["results"].as_array().unwrap().iter().find(is_it).unwrap()["value"].as_f64().unwrap()
+    };
+    for node in 1..8 {
+        assert!(on_node(node, "huge-page-node") >= 2.0 && on_node(node, "caller-node") <= 3.0, "node {node}");
+    }
+    assert!(on_node(0, "caller-node") >= 16.0);
+}
+
+#[test]
+fn tables_of_faults_follow_who_touches_first() {
+    // Without huge pages there is a table for each 2 MiB, and a few above.
+    let args = "--nodes 8 -v 8 -b 4M --runs 1 -s anonymous --first-touch";
+    let (object, output) = split("first_touch_other", &format!("{args} other"));
+    assert!(output.contains("No huge page was split: the memory was not mapped by huge pages"), "{output}");
+    for placement in PLACEMENTS {
+        assert_eq!(figure(&object, "split_pages", placement), 0.0);
+        assert!(figure(&object, "fault_tables", placement) >= 16.0);
+        let is_remote = placement != "huge-page-node";
+        let remote = figure(&object, "remote_fault_tables", placement);
+        let all = figure(&object, "fault_tables", placement);
+        assert_eq!(remote, if is_remote { all } else { 0.0 }, "{placement}, of {all}");
+        assert_eq!(figure(&object, "remote_share", placement), if is_remote { 1.0 } else { 0.0 }, "{placement}");
+    }
+    // The main thread's node has an eighth of the memory.
+    let (object, _) = split("first_touch_main", &format!("{args} main --main-node 3"));
+    assert_eq!(figure(&object, "remote_share", "huge-page-node"), 0.0);
+    assert_near(figure(&object, "remote_share", "caller-node"), 7.0 / 8.0);
+    // Each its own.
+    let (object, _) = split("first_touch_own", &format!("{args} own"));
+    for placement in PLACEMENTS {
+        assert_eq!(figure(&object, "remote_share", placement), 0.0, "{placement}");
+    }
+    // Faults may have a placement of their own.
+    let (object, _) = split("fault_placement", &format!("{args} other --fault-placement huge-page-node"));
+    for placement in PLACEMENTS {
+        assert_eq!(figure(&object, "remote_fault_tables", placement), 0.0, "{placement}");
+    }
+}
+
+#[test]
+fn lazily_vcpus_split_and_there_is_no_time_of_splitting() {
+    let (object, output) = split("lazy", "--nodes 8 -v 8 -b 4M --runs 1 --split lazy");
+    assert!(output.contains("there is no splitting time"), "{output}");
+    for placement in PLACEMENTS {
+        assert_eq!(find(&object, "split_time", placement), None);
+        // Each splits its own memory, on the node where both are.
+        assert_eq!(figure(&object, "remote_split_tables", placement), 0.0, "{placement}");
+    }
+    if are_huge(&object, 16.0) {
+        assert_eq!(figure(&object, "split_pages", "caller-node"), 16.0);
+    }
+}
+
+#[test]
+fn vcpus_that_are_not_pinned_read_remote_tables_whatever_the_placement() {
+    let args = "--nodes 8 -v 8 -b 4M --runs 2 --pin off --seed 3";
+    let (first, again) = (split("pin_off", args).0, split("pin_off_again", args).0);
+    assert_eq!(first["config"]["pin"], "off");
+    if are_huge(&first, 16.0) && are_huge(&again, 16.0) {
+        let share = figure(&first, "remote_share", "huge-page-node");
+        assert!(share > 0.1, "{share}");
+        // The seed says where they sit.
+        assert_near(figure(&again, "remote_share", "huge-page-node"), share);
+    }
+}
+
+#[test]
+fn shapes_of_nodes_and_options_of_the_log_go_together() {
+    for args in [
+        "--nodes 0,2,5,9 --memoryless 2 --main-node 5 --threads 3 -v 8 -b 4M -g",
+        "--nodes 2 -v 4 -b 4M --threads 40 -x 2 -e",
+        "--nodes 3 -v 2 -b 6M --format ept --paging 2d --tracking pml",
+        "--nodes 4 -v 4 -b 2M --tracking ring --ring-entries 512",
+        "--nodes 2 -v 2 -b 4M --huge-pages mark-whole --lock shared",
+        "--nodes 2 -v 2 -b 4M -o -w 40 -a --lock exclusive --policy preferred:1 --first-touch other",
+        "--nodes 1 -v 2 -b 4M",
+        "--nodes 2 -v 2 -b 20K",
+    ] {
+        let output = assert_ok(&format!("split --runs 1 --check {args}"));
+        assert!(output.contains("every harvest agreed"), "{args}:\n{output}");
+    }
+    let output = assert_ok("split --nodes 2 -v 2 -b 4M --runs 1 --placement caller-policy");
+    assert!(output.contains("Splitting time: 0.") && output.contains("Enabling dirty logging time: 0."), "{output}");
+}
