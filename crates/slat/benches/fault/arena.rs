@@ -3,6 +3,7 @@
 
 #![expect(unsafe_code, reason = "maps memory and hands out pointers into it")]
 
+use std::cell::Cell;
 use std::ptr;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
@@ -10,6 +11,25 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 pub(crate) const FRAME_BYTES: usize = 4096;
 /// Physical address of the mapping's first byte.
 const BIAS: usize = 1 << 40;
+
+/// Frames that a thread takes at a time, as kernels have lists for each CPU: threads that share a line for each frame would
+/// measure that line.
+const BATCH: usize = 64;
+
+/// Threads that may have begun a batch.
+const MAX_THREADS: usize = 1024;
+
+/// What a thread has left of its batch: the arena's number of resets when it was taken, the next frame, and the end.
+#[derive(Clone, Copy)]
+struct Batch {
+    nr_resets: u64,
+    next: usize,
+    end: usize,
+}
+
+thread_local! {
+    static BATCH_LEFT: Cell<Batch> = const { Cell::new(Batch { nr_resets: 0, next: 0, end: 0 }) };
+}
 
 /// Which frames of the mapping are in use.
 ///
@@ -23,9 +43,25 @@ struct Arena {
     freed: AtomicU64,
     /// For each frame on the list the number of the next plus 1; 0: the end.
     links: Box<[AtomicU32]>,
+    /// From 1 on, over all arenas: a batch of another arena, or from before, is no good.
+    nr_resets: AtomicU64,
 }
 
+static NR_RESETS: AtomicU64 = AtomicU64::new(0);
+
 impl Arena {
+    /// Takes a frame that was not handed out since the last reset.
+    fn take_new(&self) -> usize {
+        let nr_resets = self.nr_resets.load(Ordering::Relaxed);
+        let mut batch = BATCH_LEFT.get();
+        if batch.nr_resets != nr_resets || batch.next == batch.end {
+            let next = self.next.fetch_add(BATCH, Ordering::Relaxed);
+            batch = Batch { nr_resets, next, end: next + BATCH };
+        }
+        BATCH_LEFT.set(Batch { next: batch.next + 1, ..batch });
+        batch.next
+    }
+
     /// Replaces the list's first frame `first` by `new`. Says what it is by now if it is another.
     fn change_first(&self, found: u64, new: u32) -> Result<(), u64> {
         let changed = ((found >> 32) + 1) << 32 | u64::from(new);
@@ -86,7 +122,8 @@ impl Memory {
         // SAFETY: the mapping is that long, writable and nobody else's. Not zeroes: those would not have to be written.
         unsafe { base.write_bytes(0xff, nr_bytes) };
         let links = (0..nr_frames).map(|_| AtomicU32::new(0)).collect();
-        let arena = Arena { next: AtomicUsize::new(0), freed: AtomicU64::new(0), links };
+        let nr_resets = AtomicU64::new(NR_RESETS.fetch_add(1, Ordering::Relaxed) + 1);
+        let arena = Arena { next: AtomicUsize::new(0), freed: AtomicU64::new(0), links, nr_resets };
         Memory { origin: base.wrapping_sub(BIAS), arena: Box::leak(Box::new(arena)) }
     }
 
@@ -94,7 +131,7 @@ impl Memory {
     #[inline]
     pub(crate) fn allocate(&self) -> Option<usize> {
         let arena = self.arena;
-        let index = arena.pop().unwrap_or_else(|| arena.next.fetch_add(1, Ordering::Relaxed));
+        let index = arena.pop().unwrap_or_else(|| arena.take_new());
         (index < arena.links.len()).then_some(BIAS + index * FRAME_BYTES)
     }
 
@@ -107,7 +144,9 @@ impl Memory {
         let arena = self.arena;
         let nr_freed = std::iter::from_fn(|| arena.pop()).count();
         let nr_taken = arena.next.swap(0, Ordering::Relaxed);
-        assert_eq!(nr_freed, nr_taken, "frames leaked, or there were too few");
+        let nr_left = nr_taken.checked_sub(nr_freed).expect("a frame was freed twice");
+        assert!(nr_left < BATCH * MAX_THREADS, "frames leaked");
+        arena.nr_resets.store(NR_RESETS.fetch_add(1, Ordering::Relaxed) + 1, Ordering::Relaxed);
     }
 
     #[inline]

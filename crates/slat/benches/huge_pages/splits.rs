@@ -44,8 +44,9 @@ const fn slat(name: &'static str, size: PageSize, nr_threads: u64, nr_gib: u64) 
     Line { name, subject: Subject::Slat { size, nr_threads }, nr_gib }
 }
 
-const LINES: [Line; 8] = [
+const LINES: [Line; 9] = [
     slat("8 GiB of 2M", PageSize::Size2M, 1, 8),
+    slat("8 GiB of 2M, two threads", PageSize::Size2M, 2, 8),
     slat("16 GiB of 2M", PageSize::Size2M, 1, 16),
     slat("16 GiB of 2M, two threads", PageSize::Size2M, 2, 16),
     Line { name: "16 GiB of 2M, two threads, a VM each", subject: Subject::TwoVms, nr_gib: 16 },
@@ -56,7 +57,7 @@ const LINES: [Line; 8] = [
 ];
 
 /// Of which lines the first is compared with the second: one thread, and two.
-const SPEEDS: [(usize, usize); 3] = [(1, 2), (1, 3), (4, 5)];
+const SPEEDS: [(usize, usize); 4] = [(0, 1), (2, 3), (2, 4), (5, 6)];
 
 /// Runs `work` on `nr_threads` threads at once, each on a CPU of its own if there are as many, each with its number.
 pub(crate) fn on_threads(nr_threads: usize, work: impl Fn(usize) + Sync) -> Took {

@@ -13,11 +13,15 @@ use crate::second_stage::push_down::{self, Others, Pushed};
 use crate::second_stage::{broken, split};
 use crate::stats::Counter;
 use crate::sync::Side;
-use crate::table::entry;
+use crate::table::entry::{self, State};
 use crate::table::frames::TableUse;
 use crate::table::retire::Section;
 use crate::table::walk::Cursor;
 use crate::vm::Vm;
+
+/// Looks at a broken entry before it is cancelled. A recovery that is running is over by then, mostly; to cancel it costs as
+/// much as it does, and a fault on top. One that is not running is not waited for.
+const PATIENCE: usize = if cfg!(any(loom, shuttle)) { 1 } else { 100 };
 
 impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Carries out what needs no frame.
@@ -121,7 +125,15 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let Vm { tree, slots, .. } = self.vm;
         let locked = tree.enter(self.record, Side::Read);
         let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
-        cursor.descend_to_lowest();
+        let (broken, state) = cursor.descend_to_lowest();
+        if state == State::Broken && !F::BREAK_BEFORE_MAKE {
+            for _ in 0..PATIENCE {
+                tree.host.relax();
+                if cursor.entry().load() != broken {
+                    return Err(Changed);
+                }
+            }
+        }
         broken::cancel(tree, slots, &locked.section, &cursor);
         Err(Changed)
     }
