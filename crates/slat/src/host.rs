@@ -101,7 +101,8 @@ pub unsafe trait Host: Park + Send + Sync {
         NodeId(0)
     }
 
-    /// Takes back a table that [`allocate_table`](Host::allocate_table) gave out. No CPU walks it any more.
+    /// Takes back a table that [`allocate_table`](Host::allocate_table) gave out. No CPU walks it any more. Must not block: it
+    /// may be called inside a section and the lock.
     ///
     /// # Safety
     /// `table` came from `allocate_table` of this host with the same `layout` and was not freed since.
@@ -174,7 +175,8 @@ pub unsafe trait Host: Park + Send + Sync {
     fn barrier_on_all_cpus(&self) {}
 
     /// Whether the caller's CPU is wanted by somebody else, so that a long operation should leave its section and call
-    /// [`yield_now`](Host::yield_now). Asked every few thousand entries, inside the section and the lock: a mere look.
+    /// [`yield_now`](Host::yield_now). Asked every few thousand entries that a walk passes by, and every few that it changes, inside the
+    /// section and the lock: a mere look.
     #[inline]
     fn should_yield(&self) -> bool {
         false

@@ -58,11 +58,11 @@ counters! {
     Spurious spurious,
     /// Times that a fault had to start over because the tables or slots changed under it.
     Retries retries,
-    /// Leaves installed by faults that map 4 KiB.
+    /// Leaves installed by faults and prefaults that map 4 KiB.
     Installed4K installed_4k,
-    /// Leaves installed by faults that map 2 MiB.
+    /// Leaves installed by faults and prefaults that map 2 MiB.
     Installed2M installed_2m,
-    /// Leaves installed by faults that map 1 GiB.
+    /// Leaves installed by faults and prefaults that map 1 GiB.
     Installed1G installed_1g,
     /// Leaves of 4 KiB that faults installed for neighbours of their pages ([`FaultAround`](crate::FaultAround)); they are
     /// among `installed_4k`.
@@ -81,11 +81,11 @@ counters! {
     Recoveries recoveries,
     /// Those of them that became leaves of 1 GiB.
     Recoveries1G recoveries_1g,
-    /// Tables that faults and prefaults have linked.
+    /// Tables that faults and prefaults have linked, and invalidations where nothing was mapped.
     FaultTables fault_tables,
     /// Those of them that were on another node than the memory for which they were linked.
     RemoteFaultTables remote_fault_tables,
-    /// Tables that were linked instead of huge leaves.
+    /// Tables that were linked instead of huge leaves, or, where a break comes before, were about to be.
     SplitTables split_tables,
     /// Those of them that were on another node than the huge leaf's memory.
     RemoteSplitTables remote_split_tables,
@@ -99,7 +99,7 @@ counters! {
     TablesClosed tables_closed,
     /// Closed table entries that faults opened again.
     TablesOpened tables_opened,
-    /// Entries (leaves and tables) taken away by zaps.
+    /// Entries (leaves and tables) taken away by zaps, and recoveries that were cancelled.
     Zapped zapped,
     /// Leaves of 4 KiB taken away.
     Zapped4K zapped_4k,
@@ -118,14 +118,14 @@ counters! {
 impl Stats {
     /// Leaves of 4 KiB that are mapped at this moment. Exact when no call is under way; so are the next two.
     pub fn pages_4k(&self) -> u64 {
-        let (split_2m, recovered_2m) = (self.splits - self.splits_1g, self.recoveries - self.recoveries_1g);
+        let (split_2m, recovered_2m) = self.splits_and_recoveries_2m();
         let more = self.installed_4k + split_2m * ENTRIES;
         more.saturating_sub(self.zapped_4k + recovered_2m * ENTRIES)
     }
 
     /// Leaves of 2 MiB that are mapped at this moment.
     pub fn pages_2m(&self) -> u64 {
-        let (split_2m, recovered_2m) = (self.splits - self.splits_1g, self.recoveries - self.recoveries_1g);
+        let (split_2m, recovered_2m) = self.splits_and_recoveries_2m();
         let more = self.installed_2m + recovered_2m + self.splits_1g * ENTRIES;
         more.saturating_sub(self.zapped_2m + split_2m + self.recoveries_1g * ENTRIES)
     }
@@ -133,6 +133,11 @@ impl Stats {
     /// Leaves of 1 GiB that are mapped at this moment.
     pub fn pages_1g(&self) -> u64 {
         (self.installed_1g + self.recoveries_1g).saturating_sub(self.zapped_1g + self.splits_1g)
+    }
+
+    fn splits_and_recoveries_2m(&self) -> (u64, u64) {
+        // The counters were read one after the other, while splits went on.
+        (self.splits.saturating_sub(self.splits_1g), self.recoveries.saturating_sub(self.recoveries_1g))
     }
 
     /// Tables that are allocated at this moment: linked, kept in a vCPU's cache, or waiting for a grace period.

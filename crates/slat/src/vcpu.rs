@@ -35,7 +35,7 @@ use crate::second_stage::install::{self, Changed, NewLeaf, Rights};
 use crate::second_stage::{split, zap};
 use crate::slot::MemoryRegionFlags;
 use crate::stats::{Counter, SAMPLE_PERIOD};
-use crate::sync::{Locking, Side};
+use crate::sync::{Locking, Side, fence_after_rmw};
 use crate::table::Tree;
 use crate::table::entry::{self, Stamp, State};
 use crate::table::frames::{TableCache, TableUse};
@@ -477,6 +477,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let stamp = if F::BREAK_BEFORE_MAKE && level > Level::L4K { stamp.unflushed() } else { stamp };
         let empty = install::take_away(&cursor, value, stamp)?;
         self.count(zap::zapped_leaf(level));
+        // A store-load pair with who takes a stamp, and then looks at the entry.
+        fence_after_rmw();
         if tree.current_stamp().follows(seen) {
             self.install_at(&cursor, section, empty, stamp, leaf)
         } else {

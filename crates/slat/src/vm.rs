@@ -16,7 +16,7 @@ use crate::second_stage::age::{self, Aging};
 use crate::second_stage::invalidate::Invalidation;
 use crate::second_stage::protect;
 use crate::second_stage::query::TableReader;
-use crate::second_stage::recover::{self, LogKind};
+use crate::second_stage::recover;
 use crate::second_stage::split;
 use crate::slot::set::{Change, Claim, SlotEntry, Slots};
 use crate::slot::{MemoryRegion, MemoryRegionFlags};
@@ -45,7 +45,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// A VM without memory.
     ///
     /// # Errors
-    /// [`Error::NoDirtyBit`], [`Error::NoModificationLog`]: this configuration cannot be had. [`Error::OutOfMemory`].
+    /// [`Error::NoDirtyBit`], [`Error::NoModificationLog`], [`Error::BadFaultAround`]: this configuration cannot be had.
+    /// [`Error::OutOfMemory`].
     pub fn new(host: H, config: Config) -> Result<Vm<H, F>, Error> {
         config.check::<F>()?;
         let slots = Slots::new()?;
@@ -224,8 +225,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     }
 
     fn recover(&self, record: &Record, range: GfnRange) -> u64 {
-        let log_kind = if self.rings.are_enabled() { LogKind::Rings } else { LogKind::Bitmaps };
-        recover::recover_range(&self.tree, &self.slots, record, range, log_kind)
+        recover::recover_range(&self.tree, &self.slots, record, range, &self.rings)
     }
 
     /// The log that a slot of these flags needs.
@@ -394,7 +394,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     }
 
     /// Splits all leaves larger than `largest` that reach into `range`, beside running vCPUs. Returns how many it has split.
-    /// Threads that split ranges apart from each other do not get in each other's way. What turning on
+    /// Threads that split ranges apart from each other do not get in each other's way. A block that is being put back at this
+    /// moment ([`recover_range`](Vm::recover_range)) is passed by. What turning on
     /// [`MemoryRegionFlags::LOG_DIRTY_PAGES`] does by itself ([`HugePageSplitting`]); call it before, from several threads,
     /// to have it done sooner.
     ///

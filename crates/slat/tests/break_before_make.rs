@@ -6,15 +6,17 @@
 
 mod common;
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, mpsc};
+use std::thread;
 
 use common::broken::{self, Broken};
+use common::hooked::at_look;
 use common::log::{LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World};
-use common::{Call, Frame, MIB, TestBacking, Writes, region};
+use common::{Call, Frame, MIB, TestBacking, Writes, region, translate};
 use slat::{
-    Access, AllocationWait, Config, Gfn, GfnRange, HugePageLogging, Locking, ManualProtect, Outcome, PAGE_SIZE,
-    PageSize,
+    Access, AllocationWait, Config, Gfn, GfnRange, Gpa, HugePageLogging, Level, Locking, ManualProtect, Outcome,
+    PAGE_SIZE, PageSize, Pfn,
 };
 
 const BIG: u64 = 512;
@@ -244,5 +246,39 @@ fn a_split_that_is_overtaken_splits_no_further_than_it_was_asked_to() {
     assert!(world.vm.host().was_overtaken());
     let stats = world.vm.stats();
     assert_eq!((stats.pages_4k(), stats.pages_2m()), (0, 512));
+    world.finish(&[slot]);
+}
+
+#[test]
+fn who_cancels_late_leaves_a_table_alone_that_was_linked_meanwhile() {
+    let slot = Slot::huge(1, 0, HUGE, PageSize::Size1G);
+    let mut world = World::<Broken>::new(Config::default());
+    world.create(slot, NO_FLAGS);
+    world.write(slot, 0);
+    let vm = Arc::clone(&world.vm);
+    let (reached, is_there) = mpsc::channel();
+    let (go, go_on) = mpsc::channel();
+    let (tell, canceller) = mpsc::channel();
+    // While the split flushes, a fault begins to cancel it, and stops at the first part of the table that is to come.
+    world.vm.host().overtake(Call::Flush, 1, move || {
+        tell.send(thread::spawn(move || {
+            let mut vcpu = vm.create_vcpu().unwrap();
+            at_look(Level::L2M, 1, move || {
+                reached.send(()).unwrap();
+                go_on.recv().unwrap();
+            });
+            vcpu.handle_fault(Gpa(0), Access::Read)
+        }))
+        .unwrap();
+        is_there.recv().unwrap();
+    });
+    assert_eq!(world.vm.split_range(slot.range(), PageSize::Size2M), Ok(1));
+    // The table is linked, and another hangs below it.
+    assert_eq!(world.vm.split_range(GfnRange::new(Gfn(BIG), BIG), PageSize::Size4K), Ok(1));
+    go.send(()).unwrap();
+    assert_eq!(canceller.recv().unwrap().join().unwrap(), Ok(Outcome::Resume));
+    let translation = translate(&world.vm, Gfn(BIG + 100).gpa()).unwrap();
+    assert_eq!((translation.level, translation.pfn), (Level::L4K, Pfn(slot.first_pfn + BIG + 100)));
+    assert_eq!(world.vm.create_vcpu().unwrap().handle_fault(Gfn(BIG + 100).gpa(), Access::Read), Ok(Outcome::Resume));
     world.finish(&[slot]);
 }

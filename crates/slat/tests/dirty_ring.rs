@@ -15,9 +15,9 @@ use common::guest::Guest;
 use common::hooked::{Hooked, at_look, was_called};
 use common::{GIB, MIB, TestHost, assert_no_table_is_left, change, each, region, translate};
 use slat::{
-    Access, Config, DIRTY_RING_RESERVE, DirtyPage, DirtyRingEntry, DirtyTracking, Error, Exit, Format, Gpa,
-    HugePageLogging, Level, Locking, ManualProtect, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
-    WriteProtection,
+    Access, AccessTracking, Config, DIRTY_RING_RESERVE, DirtyPage, DirtyRingEntry, DirtyTracking, Error, Exit, Format,
+    Gfn, GfnRange, Gpa, HugePageLogging, Level, Locking, ManualProtect, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE,
+    PageSize, Vcpu, Vm, WriteProtection,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -660,4 +660,24 @@ fn a_vcpu_whose_ring_nobody_reads_stands_still_and_the_others_go_on() {
         world.migrate_twice();
     });
     world.assert_final_harvest_is_exact();
+}
+
+each!(a_read_of_a_huge_leaf_needs_no_room, read_needs_no_room);
+fn read_needs_no_room<F: Format>(locking: Locking) {
+    let config = Config::with_locking(locking).with_access_tracking(AccessTracking::Faults);
+    let vm = vm_with::<F>(config, 1024);
+    vm.set_user_memory_region(region(0, 0, 4 * MIB, 1 << 20, PageSize::Size2M)).unwrap();
+    vm.set_user_memory_region(region(1, GIB, 4 * MIB, 1 << 21, PageSize::Size4K)).unwrap();
+    vm.set_user_memory_region(change(1, LOG, GIB, 4 * MIB)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.handle_fault(Gpa(0), Access::Read), RESUME);
+    assert_eq!(vm.stats().pages_2m(), 1);
+    vm.age_range(GfnRange::new(Gfn(0), 512)).unwrap();
+    // Room for less than 512 pages, and more than the reserve.
+    for page in 0..600 {
+        assert_eq!(vcpu.handle_fault(Gpa(GIB + page * PAGE_SIZE), Access::Write), RESUME);
+    }
+    assert_eq!(vcpu.handle_fault(Gpa(0), Access::Read), RESUME);
+    assert_eq!(vm.stats().pages_2m(), 1);
+    assert_eq!(vm.test_age_range(GfnRange::new(Gfn(0), 512)), Ok(512));
 }

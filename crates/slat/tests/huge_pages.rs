@@ -302,10 +302,18 @@ fn read_only<F: Format>(config: Config) {
     assert_eq!(world.vcpu.handle_fault(Gpa(GIB), Access::Read), Ok(Outcome::Resume));
     assert_eq!(world.vm.split_range(block, PageSize::Size4K), Ok(1));
     // One may be written now: they are not the same any more, and the next access asks anew.
-    assert_eq!(world.vcpu.handle_fault(Gpa(GIB), Access::Write), Ok(Outcome::Resume));
-    assert!(world.at(Gfn(HUGE)).unwrap().writable && !world.at(Gfn(HUGE + 1)).unwrap().writable);
+    assert_eq!(world.vcpu.handle_fault(Gpa(GIB + PAGE_SIZE), Access::Write), Ok(Outcome::Resume));
+    assert!(!world.at(Gfn(HUGE)).unwrap().writable && world.at(Gfn(HUGE + 1)).unwrap().writable);
     assert_eq!(world.vm.recover_range(block), Ok(0));
     assert_eq!((sizes(&world), zapped(&world).len()), ((0, 0, 1), 512));
+    // All may be written now: but the host's answer to a read tells of a block that may not.
+    assert_eq!(world.vcpu.pre_fault_memory(Gpa(GIB), 2 * MIB, Access::Read), Ok(2 * MIB));
+    assert_eq!(world.vm.split_range(block, PageSize::Size4K), Ok(1));
+    for page in 0..BIG {
+        assert_eq!(world.vcpu.handle_fault(Gpa(GIB + page * PAGE_SIZE), Access::Write), Ok(Outcome::Resume));
+    }
+    assert_eq!(world.vm.recover_range(block), Ok(0));
+    assert_eq!((sizes(&world), zapped(&world).len()), ((BIG, 0, 1), 0));
 }
 
 each_format!(where_whole_blocks_are_marked_1g_become_2m_and_come_back_protected, mark_whole);

@@ -98,10 +98,18 @@ impl<H: Host, F: Format> Telling<'_, H, F> {
             loop {
                 let state = entry::state::<F>(value, level);
                 let told = (self.nr_4k, self.nr_2m);
+                if breaking == Breaking::Split && matches!(state, State::Table | State::Broken) {
+                    // It was linked by now, and is in use: there is nothing to cancel any more.
+                    return;
+                }
                 if state == State::Broken {
                     // Before it is frozen: then nobody could tell any more what was behind it.
                     let (below, breaking) = entry::table_of_broken(value);
                     self.tell_and_freeze(below, level.down(), gfn, breaking);
+                    if breaking == Breaking::Split {
+                        // Still one leaf, as far as it was counted.
+                        (self.nr_4k, self.nr_2m) = (told.0, told.1 + 1);
+                    }
                 }
                 // A table that was to be linked stays its owner's: perhaps it is linked yet.
                 if breaking == Breaking::Recovery

@@ -33,11 +33,12 @@ use super::zap::{MAX_PUT_OFF_TABLES, TABLES_PER_FLUSH};
 use crate::addr::{Access, Gfn, GfnRange, Level, Pfn};
 use crate::config::{DirtyTracking, HugePageLogging};
 use crate::dirty::log;
+use crate::dirty::rings::Rings;
 use crate::format::{Entry, Format};
-use crate::host::Host;
+use crate::host::{Host, Resolved};
 use crate::slot::set::{BackingRef, SlotView, Slots};
 use crate::stats::Counter;
-use crate::sync::{AtomicU64, Side};
+use crate::sync::{AtomicU64, Side, fence_after_rmw};
 use crate::table::Tree;
 use crate::table::entry::{self, Breaking, EntryRef, FrozenLeaves, Stamp, State};
 use crate::table::retire::{Record, Section};
@@ -49,24 +50,17 @@ const MAX_TRIES: usize = 8;
 /// Blocks looked at before the section is left for a while.
 const BLOCKS_PER_TURN: u64 = 256;
 
-/// Where the log of a slot is kept.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum LogKind {
-    Bitmaps,
-    Rings,
-}
-
 /// Puts huge leaves back in `range`, as large as the host and the slots' logs allow. Returns how many tables became leaves.
 pub(crate) fn recover_range<H: Host, F: Format>(
     tree: &Tree<H, F>,
     slots: &Slots<H::Backing>,
     record: &Record,
     range: GfnRange,
-    log_kind: LogKind,
+    rings: &Rings,
 ) -> u64 {
     let max_put_off = MAX_PUT_OFF_TABLES + tree.nr_linked_tables();
     let token = FlushToken::new();
-    let mut recovery = Recovery { tree, slots, record, log_kind, max_put_off, token, nr_recovered: 0 };
+    let mut recovery = Recovery { tree, slots, record, rings, max_put_off, token, nr_recovered: 0 };
     let mut level = Level::L2M;
     while level < F::ROOT_LEVEL && level <= Level::L1G && range.has_block(level) {
         if recovery.pass(range, level).is_none() {
@@ -88,6 +82,7 @@ struct Candidate<'r, B> {
     gfn: Gfn,
     page: u64,
     pfn: Pfn,
+    is_host_writable: bool,
     backing: BackingRef<'r, B>,
     /// The greatest stamp before all that.
     seen: Stamp,
@@ -114,7 +109,7 @@ struct Recovery<'r, H: Host, F: Format> {
     tree: &'r Tree<H, F>,
     slots: &'r Slots<H::Backing>,
     record: &'r Record,
-    log_kind: LogKind,
+    rings: &'r Rings,
     max_put_off: u64,
     token: FlushToken,
     nr_recovered: u64,
@@ -187,7 +182,8 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
                 {
                     let page = gfn.0 - slot.range().start.0;
                     let backing = slot.keep_for_resolve(record);
-                    return Look::Found(Candidate { block, level, gfn, page, pfn, backing, seen });
+                    let is_host_writable = entry::is_host_writable::<F>(leaf);
+                    return Look::Found(Candidate { block, level, gfn, page, pfn, is_host_writable, backing, seen });
                 }
             }
             cursor.move_to(block.end);
@@ -207,11 +203,17 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
 
     /// Makes a leaf of what hangs at `candidate`, if the host says that it may be one.
     fn try_recover(&mut self, candidate: Candidate<'r, H::Backing>) -> Result<(), Changed> {
-        let Candidate { block, level, gfn, page, pfn, backing, seen } = candidate;
+        let Candidate { block, level, gfn, page, pfn, is_host_writable, backing, seen } = candidate;
         let (tree, record) = (self.tree, self.record);
         let resolved = tree.host.resolve(backing.get(), gfn, page, Access::Read);
         drop(backing);
-        if !resolved.is_ok_and(|resolved| resolved.pfn == pfn && resolved.max_size.level() >= level) {
+        let is_huge = |resolved: Resolved| {
+            resolved.pfn == pfn
+                && resolved.max_size.level() >= level
+                // Only what may be written as a whole was told of.
+                && (resolved.writable || !is_host_writable)
+        };
+        if !resolved.is_ok_and(is_huge) {
             return Ok(());
         }
         let locked = tree.enter(record, Side::Read);
@@ -229,19 +231,25 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
             return Ok(());
         }
         let leaves = cursor.table_below(value);
-        if level > Level::L2M && leaves.iter().any(|cell| is_way_down::<F>(cell, level.down())) {
+        // So many are not taken away because one is missing, or still a table.
+        if level > Level::L2M && !leaves.iter().all(|cell| is_leaf::<F>(cell, level.down())) {
             return Ok(());
         }
         let table = F::address(value, level);
         let broken = entry::broken(table, Breaking::Recovery);
         cursor.entry().compare_exchange::<F>(value, broken).map_err(|_| Changed)?;
-        self.token.owe(block);
+        if !F::BREAK_BEFORE_MAKE {
+            self.token.owe(block);
+        }
         let first = Pfn(pfn.0 & !(level.nr_pages() - 1));
         // Only now: the entry has no stamp, and the block may have been emptied, its slot deleted, and all be filled anew,
-        // since the look. Whoever begins to take a page away from now on finds the broken entry, or what becomes of it.
+        // since the look. Whoever begins to take a page away from now on finds the broken entry, or what becomes of it: a
+        // store-load pair, with a stamp that is taken and then the entry looked at (`invalidate`).
+        fence_after_rmw();
         let is_overtaken = tree.current_stamp() != seen;
         let slot = self.slots.find(&locked.section, gfn).filter(|slot| self.may_recover(slot, block, level));
-        let may_write = slot.as_ref().is_some_and(|slot| !slot.logs()) && self.log_kind == LogKind::Bitmaps;
+        // Rings come before the first vCPU, and so before any leaf that is found here.
+        let may_write = slot.as_ref().is_some_and(|slot| !slot.logs()) && !self.rings.are_enabled();
         let leaf = slot
             .filter(|_| !is_overtaken)
             .and_then(|_| gather::<F>(leaves, level.down(), first))
@@ -311,10 +319,10 @@ fn first_leaf<F: Format>(cells: &[AtomicU64], level: Level) -> Option<(u64, Entr
     })
 }
 
-/// Whether there is a table at the entry `cell` of `level`, above the lowest, or was, or is about to be.
-fn is_way_down<F: Format>(cell: &AtomicU64, level: Level) -> bool {
+/// Whether the entry `cell` of `level` is a leaf, tracked or not.
+fn is_leaf<F: Format>(cell: &AtomicU64, level: Level) -> bool {
     let value = EntryRef::new(cell, level).load();
-    matches!(entry::state::<F>(value, level), State::Table | State::Broken)
+    matches!(entry::state::<F>(value, level), State::Leaf | State::Tracked)
 }
 
 /// Freezes the entries `cells` of `level`, which are to map the frames from `first` on. `None`: they do not make one leaf;

@@ -18,7 +18,7 @@
 //! | tracked -> leaf, same frame | fault | compare-and-exchange |
 //! | leaf, tracked -> table | split | compare-and-exchange; permissions, A and D are copied exactly, so no flush is owed. By way of broken, with a flush, where the format says so |
 //! | table -> broken -> leaf | recover | compare-and-exchange; between the two all entries below are frozen, and A and D gathered |
-//! | broken -> empty, with a stamp of its own | who meets it, but not who only protects, ages or asks | compare-and-exchange, once all that was there has been reported: the owner's then fails, and nobody waits |
+//! | broken -> empty, with a stamp of its own | who meets it, but not who only protects, splits, ages or asks | compare-and-exchange, once all that was there has been reported: the owner's then fails, and nobody waits |
 //! | leaf, tracked -> empty | zap; a fault that replaces a read-only leaf | compare-and-exchange from the value read, which the zap has reported to the host |
 //! | table -> table, closed | protect (lazily) | compare-and-exchange; W is cleared, and the generation moves on even if it was clear |
 //! | table, closed -> table | fault that pushes down | compare-and-exchange from the value that it began with; W is set |

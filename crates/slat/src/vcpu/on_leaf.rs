@@ -52,8 +52,10 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let tree = &self.vm.tree;
         let locked = tree.enter(self.record, Side::Read);
         let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
+        let found = cursor.descend_to_lowest().0;
         // The level too: the very same value may by now be that of a larger leaf.
-        if cursor.descend_to_lowest().0 != value || cursor.level().nr_pages() > self.max_opened() {
+        let opens_too_many = self.access == Access::Write && cursor.level().nr_pages() > self.max_opened();
+        if found != value || opens_too_many {
             return Err(Changed);
         }
         self.give_back_at(&cursor, &locked.section, value)

@@ -287,9 +287,12 @@ impl Model {
         if !slot.range.covers(block) || !is_same_frame || slot.level(Gfn(gfn), level) < level {
             return false;
         }
-        // Who has a table of his own below is not asked to give it up.
-        let mut tables = (0..512).map(|part| (parts, first + part * parts.nr_pages()));
-        if parts > Level::L4K && tables.any(|table| self.tables.contains(&table)) {
+        // What may be written as a whole is not told of by an answer to a read that may not.
+        if leaf.host_writable && slot.frame(Gfn(gfn)).writes != Writes::Allowed {
+            return false;
+        }
+        // Many large leaves are not taken away because one is missing, or smaller.
+        if parts > Level::L4K && !(below().count() == 512 && below().all(|(_, leaf)| leaf.level == parts)) {
             return false;
         }
         let expected = |(part, (gfn, part_leaf)): (u64, (&u64, &Leaf))| {
