@@ -4,8 +4,9 @@
 use std::sync::Arc;
 
 use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Error, Format, Gfn, GfnRange, HugePageLogging, HugePageSplitting,
-    Locking, ManualProtect, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm, WriteProtection,
+    Access, AccessTracking, Config, DirtyTracking, Error, FaultAround, Format, Gfn, GfnRange, HugePageLogging,
+    HugePageSplitting, Locking, ManualProtect, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
+    WriteProtection,
 };
 
 use super::{InsideHost, TestHost, Translation, change, region, set_accessed_and_dirty, translate};
@@ -22,6 +23,8 @@ pub const MANUAL_PROTECTS: [ManualProtect; 3] =
 pub const HUGE_PAGE_LOGGINGS: [HugePageLogging; 2] = [HugePageLogging::Split, HugePageLogging::MarkWhole];
 pub const HUGE_PAGE_SPLITTINGS: [HugePageSplitting; 2] = [HugePageSplitting::Eager, HugePageSplitting::Lazy];
 pub const ACCESS_TRACKINGS: [AccessTracking; 2] = [AccessTracking::AccessedBit, AccessTracking::Faults];
+pub const FAULT_AROUNDS: [FaultAround; 4] =
+    [FaultAround::Off, FaultAround::Pages(2), FaultAround::Pages(8), FaultAround::Pages(64)];
 pub const LOCKINGS: [Locking; 3] = [Locking::None, Locking::Shared, Locking::Exclusive];
 
 /// The ways to find out writes that tables of format `F` allow.

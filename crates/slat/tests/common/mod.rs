@@ -120,6 +120,8 @@ pub struct TestBacking {
     pub frames: RwLock<BTreeMap<u64, Frame>>,
     /// Pages of which the host says, when asked, that they are resident.
     pub resident: RwLock<BTreeSet<u64>>,
+    /// Whether it says so of a page in any case.
+    pub is_resident: fn(u64) -> bool,
     /// Set by drop.
     pub dropped: Arc<AtomicBool>,
 }
@@ -135,14 +137,15 @@ impl TestBacking {
             gone: AtomicBool::new(false),
             frames: RwLock::default(),
             resident: RwLock::default(),
+            is_resident: |_| false,
             dropped: Arc::default(),
         }
     }
 }
 
 impl TestBacking {
-    /// The frame of page `page`, which is guest frame `gfn`, and the largest block around it that is contiguous.
-    fn frame(&self, gfn: Gfn, page: u64) -> (Frame, PageSize) {
+    /// The frame of page `page`, and the largest block around it that is contiguous.
+    fn frame(&self, page: u64) -> (Frame, PageSize) {
         let writes = if self.writes_are_refused.load(Ordering::SeqCst) {
             Writes::Refused
         } else if self.read_gives_writable.load(Ordering::SeqCst) {
@@ -154,13 +157,17 @@ impl TestBacking {
         if let Some(&frame) = frames.get(&page) {
             return (frame, PageSize::Size4K);
         }
+        let pfn = self.first_pfn + page;
+        // Blocks are of frames, which need not lie as the guest's pages do.
         let is_contiguous = |size: &PageSize| {
-            let first = page.saturating_sub(gfn.0 % size.level().nr_pages());
-            *size <= self.max_size && frames.range(first..first + size.level().nr_pages()).next().is_none()
+            let nr_pages = size.level().nr_pages();
+            let inside = pfn % nr_pages;
+            let block = page.saturating_sub(inside)..page + nr_pages - inside;
+            *size <= self.max_size && frames.range(block).next().is_none()
         };
         let sizes = [PageSize::Size1G, PageSize::Size2M];
         let size = sizes.into_iter().find(is_contiguous).unwrap_or(PageSize::Size4K);
-        (Frame { pfn: self.first_pfn + page, writes }, size)
+        (Frame { pfn, writes }, size)
     }
 }
 
@@ -448,14 +455,14 @@ unsafe impl Host for TestHost {
         (table.0 - BIAS) as *mut u8
     }
 
-    fn resolve(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+    fn resolve(&self, backing: &Self::Backing, _gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
         self.resolves.fetch_add(1, Ordering::Relaxed);
         self.called(Call::Resolve);
         assert!(!backing.dropped.load(Ordering::SeqCst), "resolve in a backing that was dropped");
         if page >= backing.nr_pages || backing.gone.load(Ordering::SeqCst) {
             return Err(Gone);
         }
-        let (Frame { pfn, writes }, max_size) = backing.frame(gfn, page);
+        let (Frame { pfn, writes }, max_size) = backing.frame(page);
         let writable = match (writes, access) {
             (Writes::Refused, Access::Write) => return Err(Gone),
             (Writes::Allowed, _) | (_, Access::Write) => true,
@@ -470,7 +477,7 @@ unsafe impl Host for TestHost {
     fn resolve_resident(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Option<Resolved> {
         assert_ne!(access, Access::Write, "a neighbour is not written");
         self.asked_resident.fetch_add(1, Ordering::Relaxed);
-        if !backing.resident.read().unwrap().contains(&page) {
+        if !(backing.is_resident)(page) && !backing.resident.read().unwrap().contains(&page) {
             return None;
         }
         // Not one that the engine has asked for.

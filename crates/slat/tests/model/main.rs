@@ -16,11 +16,13 @@ use ops::{Aging, Alignment, At, By, LOG, LogRange, MASKS, NR_PAGES, NR_SLOTS, Op
 use pair::check;
 use proptest::prelude::*;
 use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Ept, Format, HugePageLogging, HugePageSplitting, Locking,
-    ManualProtect, Npt,
+    Access, AccessTracking, Config, DirtyTracking, Ept, FaultAround, Format, HugePageLogging, HugePageSplitting,
+    Locking, ManualProtect, Npt,
 };
 
-use common::log::{ACCESS_TRACKINGS, DIRTY_TRACKINGS, HUGE_PAGE_LOGGINGS, HUGE_PAGE_SPLITTINGS, LAZY, MANUAL_PROTECTS};
+use common::log::{
+    ACCESS_TRACKINGS, DIRTY_TRACKINGS, FAULT_AROUNDS, HUGE_PAGE_LOGGINGS, HUGE_PAGE_SPLITTINGS, LAZY, MANUAL_PROTECTS,
+};
 
 fn at() -> impl Strategy<Value = At> {
     let page =
@@ -79,17 +81,21 @@ fn log_range() -> impl Strategy<Value = LogRange> {
     ]
 }
 
-/// How dirty pages are found out and logged, and what becomes of huge pages then.
-type Logging = (DirtyTracking, ManualProtect, HugePageLogging, HugePageSplitting);
+/// How dirty pages are found out and logged, what becomes of huge pages then, and what is mapped around a fault.
+type Logging = (DirtyTracking, ManualProtect, HugePageLogging, HugePageSplitting, FaultAround);
 
-/// The default tracking half of the time.
+/// The default tracking, and nothing mapped around, half of the time.
 fn logging() -> impl Strategy<Value = Logging> {
     let tracking =
         prop_oneof![3 => Just(LAZY), 5 => (0..DIRTY_TRACKINGS.len()).prop_map(|index| DIRTY_TRACKINGS[index])];
     let manual_protect = (0..MANUAL_PROTECTS.len()).prop_map(|index| MANUAL_PROTECTS[index]);
     let huge = (0..HUGE_PAGE_LOGGINGS.len()).prop_map(|index| HUGE_PAGE_LOGGINGS[index]);
     let splitting = (0..HUGE_PAGE_SPLITTINGS.len()).prop_map(|index| HUGE_PAGE_SPLITTINGS[index]);
-    (tracking, manual_protect, huge, splitting)
+    let around = prop_oneof![
+        2 => Just(FaultAround::Off),
+        3 => (0..FAULT_AROUNDS.len()).prop_map(|index| FAULT_AROUNDS[index]),
+    ];
+    (tracking, manual_protect, huge, splitting, around)
 }
 
 /// Configurations that tables of format `F` can have.
@@ -102,7 +108,7 @@ fn config<F: Format>(locking: Locking) -> impl Strategy<Value = Config> {
 fn possible<F: Format>(
     locking: Locking,
     access_tracking: AccessTracking,
-    (dirty_tracking, manual_protect, huge, splitting): Logging,
+    (dirty_tracking, manual_protect, huge, splitting, around): Logging,
 ) -> Config {
     let (dirty_tracking, access_tracking) = match dirty_tracking {
         DirtyTracking::WriteProtect(_) => (dirty_tracking, access_tracking),
@@ -115,6 +121,7 @@ fn possible<F: Format>(
         .with_manual_protect(manual_protect)
         .with_huge_page_logging(huge)
         .with_huge_page_splitting(splitting)
+        .with_fault_around(around)
 }
 
 proptest! {

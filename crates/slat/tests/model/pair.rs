@@ -13,7 +13,7 @@ use super::ops::{
     Aging, Alignment, At, By, LOG, LogRange, MASKS, NR_PAGES, NR_SLOTS, Op, PLACES, RANGE_PAGES, READONLY, SIZES,
     WRITES,
 };
-use super::plain::{Model, Slot, log_words};
+use super::plain::{Model, Slot, is_resident, log_words};
 use crate::common::log::write_as_hardware;
 use crate::common::{
     Frame, TestBacking, TestHost, Writes, assert_no_table_is_left, change, set_accessed_and_dirty, translate,
@@ -99,7 +99,9 @@ impl<F: Format> Pair<'_, F> {
             Alignment::Odd => base + start % 512 + 1,
         };
         let writes = if WRITES[writes] == Writes::Allowed { Writes::Allowed } else { Writes::IfAskedFor };
-        let backing = Arc::new(TestBacking::new(first_pfn, nr_pages, SIZES[size]));
+        let mut backing = TestBacking::new(first_pfn, nr_pages, SIZES[size]);
+        backing.is_resident = is_resident;
+        let backing = Arc::new(backing);
         backing.read_gives_writable.store(writes == Writes::Allowed, Ordering::SeqCst);
         let region = MemoryRegion {
             slot: id,
@@ -142,7 +144,8 @@ impl<F: Format> Pair<'_, F> {
 
     fn touch(&mut self, gfn: Gfn, access: Access, by: By) {
         let gpa = gfn.gpa();
-        self.watch(gfn.0);
+        let window = self.model.window(gfn);
+        [gfn.0, window.start.0, window.end.0].into_iter().for_each(|gfn| self.watch(gfn));
         if by == By::Hardware {
             let done = translate(self.vm, gpa).is_some_and(|found| match access {
                 Access::Write => write_as_hardware(self.vm, gfn, found),
@@ -333,6 +336,7 @@ impl<F: Format> Pair<'_, F> {
         assert_eq!(stats.live_tables(), self.vm.host().live_tables() as u64);
         let expected = [Level::L4K, Level::L2M, Level::L1G].map(|level| self.model.nr_leaves(level));
         assert_eq!([stats.pages_4k(), stats.pages_2m(), stats.pages_1g()], expected, "leaves of each size");
+        assert_eq!(stats.around, self.model.nr_around, "pages mapped along with others");
     }
 
     /// All dirty logs, then the tables: those that the model knows, then none.

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Error, Exit, Gfn, GfnRange, HugePageLogging, HugePageSplitting,
-    Level, ManualProtect, MemoryRegionFlags, Outcome, PageSize, Pfn, WriteProtection, ZappedLeaf,
+    Access, AccessTracking, Config, DirtyTracking, Error, Exit, FaultAround, Gfn, GfnRange, HugePageLogging,
+    HugePageSplitting, Level, ManualProtect, MemoryRegionFlags, Outcome, PageSize, Pfn, WriteProtection, ZappedLeaf,
 };
 
 use super::ops::{Aging, LOG, READONLY};
@@ -38,6 +38,11 @@ pub struct Slot {
     pub dirty: Vec<u64>,
 }
 
+/// Whether the host says, when asked, that page `page` of a slot is resident.
+pub fn is_resident(page: u64) -> bool {
+    !page.is_multiple_of(3)
+}
+
 /// Words for the log of `nr_pages`, all of them set or none.
 pub fn log_words(nr_pages: u64, are_set: bool) -> Vec<u64> {
     let mut words = vec![if are_set { u64::MAX } else { 0 }; nr_pages.div_ceil(64) as usize];
@@ -65,6 +70,24 @@ impl Slot {
         let page = gfn.0 - self.range.start.0;
         let first = Frame { pfn: self.first_pfn + page, writes: self.writes };
         self.frames.get(&page).copied().unwrap_or(first)
+    }
+
+    /// The end of the largest block of frames that follow each other from the one at `gfn` on, as the host tells it.
+    fn block_end(&self, gfn: Gfn) -> Gfn {
+        let page = gfn.0 - self.range.start.0;
+        let pfn = self.first_pfn + page;
+        let mut level = self.max_size.level();
+        loop {
+            let inside = pfn % level.nr_pages();
+            let (start, end) = (page.saturating_sub(inside), page + level.nr_pages() - inside);
+            if self.frames.range(start..end).next().is_none() {
+                return Gfn(self.range.start.0 + end);
+            }
+            if level == Level::L4K {
+                return Gfn(gfn.0 + 1);
+            }
+            level = level.down();
+        }
     }
 
     /// The largest leaf up to `most` for `gfn`: all in the slot, none of it with another frame, aligned as the frames are.
@@ -104,6 +127,8 @@ pub struct Model {
     pub config: Config,
     /// Frames that were given out by the million.
     pub nr_created: u64,
+    /// Leaves that came along with another page's.
+    pub nr_around: u64,
 }
 
 impl Model {
@@ -119,6 +144,7 @@ impl Model {
             root_level,
             config,
             nr_created: 0,
+            nr_around: 0,
         }
     }
 
@@ -368,6 +394,47 @@ impl Model {
         true
     }
 
+    /// The pages around `gfn` that may be mapped along with it, and itself.
+    pub fn window(&self, gfn: Gfn) -> GfnRange {
+        let nr_pages = match self.config.fault_around {
+            FaultAround::Off => 1,
+            FaultAround::Pages(nr_pages) => u64::from(nr_pages),
+        };
+        GfnRange::new(Gfn(gfn.0 / nr_pages * nr_pages), nr_pages)
+    }
+
+    /// Maps the pages around `gfn` that are missing and resident, as not used.
+    fn map_around(&mut self, gfn: Gfn) {
+        let Some(slot) = self.slot_at(gfn).map(|id| &self.slots[&id]) else { return };
+        let may_write = !slot.flags.contains(READONLY);
+        let is_unseen = self.config.access_tracking == AccessTracking::Faults;
+        let first_write_faults = is_unseen || (slot.flags.contains(LOG) && self.first_write_faults(Level::L4K));
+        // Of frames that follow each other the host is asked for the first only.
+        let mut told = Gfn(0);
+        let mut around = Vec::new();
+        let window = self.window(gfn);
+        for gfn in (window.start.0..window.end.0).map(Gfn).filter(|other| *other != gfn) {
+            let is_free = self.leaf_at(gfn).is_none() && self.free_level(gfn, Level::L4K).is_some();
+            if !slot.range.contains(gfn) || !is_free {
+                continue;
+            }
+            if gfn >= told {
+                if !is_resident(gfn.0 - slot.range.start.0) {
+                    continue;
+                }
+                told = slot.block_end(gfn);
+            }
+            let frame = slot.frame(gfn);
+            let host_writable = may_write && frame.writes == Writes::Allowed;
+            let writable = host_writable && !first_write_faults;
+            let (dirty, was_dirty, tracked) = (false, false, false);
+            let (pfn, level, accessed) = (frame.pfn, Level::L4K, is_unseen);
+            around.push((gfn.0, Leaf { pfn, level, writable, host_writable, accessed, dirty, was_dirty, tracked }));
+        }
+        self.nr_around += around.len() as u64;
+        self.leaves.extend(around);
+    }
+
     pub fn fault(&mut self, gfn: Gfn, access: Access) -> Result<Outcome, Error> {
         let exit = Ok(Outcome::Exit(Exit::Mmio { gpa: gfn.gpa(), access }));
         let writes = access == Access::Write;
@@ -441,6 +508,9 @@ impl Model {
             while above < self.root_level {
                 above = above.up();
                 self.tables.insert((above, gfn.align_down(above).0));
+            }
+            if found.is_none() && level == Level::L4K {
+                self.map_around(gfn);
             }
             if writes && self.is_closed(gfn, level) {
                 self.push_down(gfn);

@@ -14,6 +14,7 @@ use slat::{
 };
 
 use super::ops::{Aging, LOG, SIZES};
+use super::plain::is_resident;
 use super::{access, logging, possible};
 use crate::common::guest::Guest;
 use crate::common::log::ACCESS_TRACKINGS;
@@ -248,7 +249,9 @@ impl<F: Format> World<F> {
         let (gpa, nr_pages) = SLOTS[slot];
         // Aligned like the guest's frames, by 2 MiB.
         let first_pfn = number * FRAMES_APART + gpa / PAGE_SIZE % 512;
-        let new = Arc::new(TestBacking::new(first_pfn, nr_pages, size));
+        let mut new = TestBacking::new(first_pfn, nr_pages, size);
+        new.is_resident = is_resident;
+        let new = Arc::new(new);
         new.read_gives_writable.store(number.is_multiple_of(2), Ordering::SeqCst);
         self.vm
             .set_user_memory_region(MemoryRegion {
