@@ -33,7 +33,7 @@ pub struct Config {
 }
 
 /// Which neighbours a fault maps along with its page of 4 KiB. Those that the host knows to be resident
-/// ([`Host::resolve_resident`](crate::Host::resolve_resident)), with what a read would be given; to the dirty log and to CPUs'
+/// ([`Host::resolve_resident`]), with what a read would be given; to the dirty log and to CPUs'
 /// accessed bits they are pages that nobody has used.
 ///
 /// With [`AccessTracking::Faults`] nothing tells of the first use of a page that is mapped: there neighbours count as used
@@ -70,7 +70,7 @@ pub enum DirtyTracking {
     /// By the dirty bits of the leaves, which CPUs set: no write faults, and getting the log looks at each leaf.
     DirtyBit,
     /// CPUs log the pages whose dirty bits they set (Intel SDM vol. 3C, "Page-Modification Logging"), and the host hands
-    /// that over ([`Host::drain_modification_logs`](crate::Host::drain_modification_logs)).
+    /// that over ([`Host::drain_modification_logs`]).
     PageModificationLog,
 }
 
