@@ -185,35 +185,17 @@ struct WideRoot;
 
 // SAFETY: entries are Npt's; only the root is wider.
 unsafe impl Format for WideRoot {
+    common::bits_of_npt!();
+
     const NAME: &'static str = "wide root";
     const ROOT_LEVEL: Level = Level(4);
     const GPA_BITS: u32 = 50;
-    const HPA_BITS: u32 = Npt::HPA_BITS;
     const ROOT_ENTRIES: usize = 2048;
     const TABLE_ENTRIES: usize = 512;
-    const WRITABLE: u64 = Npt::WRITABLE;
-    const ACCESSED: u64 = Npt::ACCESSED;
-    const DIRTY: u64 = Npt::DIRTY;
-    const HOST_WRITABLE: u64 = Npt::HOST_WRITABLE;
-    const WAS_DIRTY: u64 = Npt::WAS_DIRTY;
-    const GENERATION: u64 = Npt::GENERATION;
     const BREAK_BEFORE_MAKE: bool = false;
-    const HAS_MODIFICATION_LOG: bool = Npt::HAS_MODIFICATION_LOG;
-
-    fn is_present(entry: Entry) -> bool {
-        Npt::is_present(entry)
-    }
 
     fn is_leaf(entry: Entry, level: Level) -> bool {
         Npt::is_leaf(entry, level)
-    }
-
-    fn leaf(pfn: Pfn, level: Level) -> Entry {
-        Npt::leaf(pfn, level)
-    }
-
-    fn table(table: Hpa) -> Entry {
-        Npt::table(table)
     }
 
     fn address(entry: Entry, level: Level) -> Hpa {

@@ -9,7 +9,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::{Entry, Format, Gfn, GfnRange, Hpa, Level, Npt, Pfn, Vm};
+use slat::{Entry, Format, Gfn, GfnRange, Hpa, Level, Npt, Vm};
 
 use super::{BIAS, TestHost, hooked};
 
@@ -124,24 +124,14 @@ pub struct Broken;
 
 // SAFETY: entries are Npt's.
 unsafe impl Format for Broken {
+    super::bits_of_npt!();
+
     const NAME: &'static str = "broken";
     const ROOT_LEVEL: Level = Npt::ROOT_LEVEL;
     const GPA_BITS: u32 = Npt::GPA_BITS;
-    const HPA_BITS: u32 = Npt::HPA_BITS;
     const ROOT_ENTRIES: usize = Npt::ROOT_ENTRIES;
     const TABLE_ENTRIES: usize = Npt::TABLE_ENTRIES;
-    const WRITABLE: u64 = Npt::WRITABLE;
-    const ACCESSED: u64 = Npt::ACCESSED;
-    const DIRTY: u64 = Npt::DIRTY;
-    const HOST_WRITABLE: u64 = Npt::HOST_WRITABLE;
-    const WAS_DIRTY: u64 = Npt::WAS_DIRTY;
-    const GENERATION: u64 = Npt::GENERATION;
     const BREAK_BEFORE_MAKE: bool = true;
-    const HAS_MODIFICATION_LOG: bool = Npt::HAS_MODIFICATION_LOG;
-
-    fn is_present(entry: Entry) -> bool {
-        Npt::is_present(entry)
-    }
 
     fn is_leaf(entry: Entry, level: Level) -> bool {
         hooked::look(level);
@@ -149,14 +139,6 @@ unsafe impl Format for Broken {
             observe_now();
         }
         Npt::is_leaf(entry, level)
-    }
-
-    fn leaf(pfn: Pfn, level: Level) -> Entry {
-        Npt::leaf(pfn, level)
-    }
-
-    fn table(table: Hpa) -> Entry {
-        Npt::table(table)
     }
 
     fn address(entry: Entry, level: Level) -> Hpa {

@@ -3,7 +3,7 @@
 
 use std::cell::RefCell;
 
-use slat::{Entry, Format, Hpa, Level, Npt, Pfn};
+use slat::{Entry, Format, Hpa, Level, Npt};
 
 type Hook = Box<dyn FnOnce()>;
 
@@ -51,36 +51,18 @@ pub struct Hooked;
 
 // SAFETY: entries are Npt's.
 unsafe impl Format for Hooked {
+    super::bits_of_npt!();
+
     const NAME: &'static str = "hooked";
     const ROOT_LEVEL: Level = Npt::ROOT_LEVEL;
     const GPA_BITS: u32 = Npt::GPA_BITS;
-    const HPA_BITS: u32 = Npt::HPA_BITS;
     const ROOT_ENTRIES: usize = Npt::ROOT_ENTRIES;
     const TABLE_ENTRIES: usize = Npt::TABLE_ENTRIES;
-    const WRITABLE: u64 = Npt::WRITABLE;
-    const ACCESSED: u64 = Npt::ACCESSED;
-    const DIRTY: u64 = Npt::DIRTY;
-    const HOST_WRITABLE: u64 = Npt::HOST_WRITABLE;
-    const WAS_DIRTY: u64 = Npt::WAS_DIRTY;
-    const GENERATION: u64 = Npt::GENERATION;
     const BREAK_BEFORE_MAKE: bool = false;
-    const HAS_MODIFICATION_LOG: bool = Npt::HAS_MODIFICATION_LOG;
-
-    fn is_present(entry: Entry) -> bool {
-        Npt::is_present(entry)
-    }
 
     fn is_leaf(entry: Entry, level: Level) -> bool {
         look(level);
         Npt::is_leaf(entry, level)
-    }
-
-    fn leaf(pfn: Pfn, level: Level) -> Entry {
-        Npt::leaf(pfn, level)
-    }
-
-    fn table(table: Hpa) -> Entry {
-        Npt::table(table)
     }
 
     fn address(entry: Entry, level: Level) -> Hpa {

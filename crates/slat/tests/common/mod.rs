@@ -47,6 +47,36 @@ macro_rules! each {
 #[allow(unused_imports, reason = "each test binary uses a part")]
 pub(crate) use each;
 
+/// What a test's format has from [`slat::Npt`], to stand inside its `impl Format`: the bits, and all functions but
+/// `is_leaf` and `address`.
+#[allow(unused_macros, reason = "each test binary uses a part")]
+macro_rules! bits_of_npt {
+    () => {
+        const HPA_BITS: u32 = slat::Npt::HPA_BITS;
+        const WRITABLE: u64 = slat::Npt::WRITABLE;
+        const ACCESSED: u64 = slat::Npt::ACCESSED;
+        const DIRTY: u64 = slat::Npt::DIRTY;
+        const HOST_WRITABLE: u64 = slat::Npt::HOST_WRITABLE;
+        const WAS_DIRTY: u64 = slat::Npt::WAS_DIRTY;
+        const GENERATION: u64 = slat::Npt::GENERATION;
+        const HAS_MODIFICATION_LOG: bool = slat::Npt::HAS_MODIFICATION_LOG;
+
+        fn is_present(entry: slat::Entry) -> bool {
+            slat::Npt::is_present(entry)
+        }
+
+        fn leaf(pfn: slat::Pfn, level: slat::Level) -> slat::Entry {
+            slat::Npt::leaf(pfn, level)
+        }
+
+        fn table(table: slat::Hpa) -> slat::Entry {
+            slat::Npt::table(table)
+        }
+    };
+}
+#[allow(unused_imports, reason = "each test binary uses a part")]
+pub(crate) use bits_of_npt;
+
 /// As most tests want it: where huge pages are split by the first write, each split is one call's.
 pub fn lazily_splitting(locking: Locking) -> Config {
     Config::with_locking(locking).with_huge_page_splitting(HugePageSplitting::Lazy)
