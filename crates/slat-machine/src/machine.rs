@@ -261,6 +261,7 @@ impl<F: HardwareFormat> Machine<F> {
                 guest_phys_addr: slot.gpa,
                 memory_size: slot.nr_pages << PAGE_SHIFT,
                 backing: Some(BackingSlice { backing: region.clone(), offset_bytes: first_page << PAGE_SHIFT }),
+                userfault_bitmap: None,
             })?;
             slots.push(slot);
         }
@@ -394,6 +395,7 @@ impl<F: HardwareFormat> Machine<F> {
                 guest_phys_addr: slot.gpa,
                 memory_size: slot.nr_pages << PAGE_SHIFT,
                 backing: None,
+                userfault_bitmap: None,
             })?;
         }
         Ok(())
@@ -489,6 +491,7 @@ fn add_tables_slot<F: HardwareFormat>(
         guest_phys_addr: TABLES_GPA,
         memory_size: tables.memory_bytes,
         backing: Some(BackingSlice { backing: backing.clone(), offset_bytes: 0 }),
+        userfault_bitmap: None,
     })?;
     Ok((tables, backing))
 }

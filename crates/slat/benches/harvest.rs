@@ -116,6 +116,7 @@ mod harvest {
                 guest_phys_addr: Gpa(0),
                 memory_size: NR_PAGES * PAGE_SIZE,
                 backing: Some(Frames),
+                userfault_bitmap: None,
             })
             .unwrap();
             let mut vcpu = vm.create_vcpu().unwrap();

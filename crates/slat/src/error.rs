@@ -4,6 +4,7 @@
 use thiserror::Error;
 
 use crate::addr::{Gfn, Gpa};
+use crate::slot::MemoryFaultFlags;
 
 /// An operation that could not be done.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
@@ -100,6 +101,76 @@ pub enum Error {
     ReadOnlyFixed {
         /// The slot.
         slot: u32,
+    },
+    /// A slot with a guest_memfd cannot be read-only.
+    #[error("slot {slot} has a guest_memfd, and cannot be read-only")]
+    ReadOnlyGuestMemfd {
+        /// The slot.
+        slot: u32,
+    },
+    /// A slot with a guest_memfd can neither be moved nor become one without, and no other can become one with.
+    #[error("slot {slot} cannot be moved if it has a guest_memfd, and whether it has one cannot be changed")]
+    GuestMemfdFixed {
+        /// The slot.
+        slot: u32,
+    },
+    /// A range whose attributes were to be changed has a page that is in no slot with a guest_memfd.
+    #[error("no slot with a guest_memfd has memory at {gpa}")]
+    NoGuestMemfd {
+        /// The address of the first such page.
+        gpa: Gpa,
+    },
+    /// Attribute bits that nothing is known of.
+    #[error("unknown memory attributes {attributes:#x}")]
+    UnknownAttributes {
+        /// All bits that were given.
+        attributes: u64,
+    },
+    /// The slot is to exit on the pages that a bitmap names, and there is none.
+    #[error("slot {slot} has the flag USERFAULT, and no bitmap")]
+    NoUserfaultBitmap {
+        /// The slot.
+        slot: u32,
+    },
+    /// The bits of a userfault bitmap stand for blocks of another size than 4 KiB or 2 MiB.
+    #[error("the userfault bitmap of slot {slot} has a bit for {size_bytes:#x} bytes: not for 4 KiB or 2 MiB")]
+    BadUserfaultGranularity {
+        /// The slot.
+        slot: u32,
+        /// The size of the blocks in bytes.
+        size_bytes: u64,
+    },
+    /// A slot whose userfault bitmap has a bit for 2 MiB does not begin at a multiple of that.
+    #[error("slot {slot} at {gpa} has a userfault bitmap of 2 MiB blocks, and does not begin at a multiple of 2 MiB")]
+    UnalignedUserfaultSlot {
+        /// The slot.
+        slot: u32,
+        /// Where it begins.
+        gpa: Gpa,
+    },
+    /// The slot has no userfault bitmap.
+    #[error("slot {slot} has not the flag USERFAULT")]
+    NotUserfault {
+        /// The slot.
+        slot: u32,
+    },
+    /// A userfault bitmap has fewer words than when it was given.
+    #[error("the userfault bitmap of slot {slot} has no bit for {gpa} any more")]
+    UserfaultBitmapGone {
+        /// The slot.
+        slot: u32,
+        /// The address of the page.
+        gpa: Gpa,
+    },
+    /// User space must act before the page can be used: what [`Exit::MemoryFault`](crate::Exit::MemoryFault) is to a vCPU.
+    #[error("user space must see to {size} bytes at {gpa} first ({flags:?})")]
+    MemoryFault {
+        /// Why.
+        flags: MemoryFaultFlags,
+        /// The first byte of what is meant.
+        gpa: Gpa,
+        /// How many bytes.
+        size: u64,
     },
     /// The slot does not log dirty pages.
     #[error("slot {slot} does not log dirty pages")]

@@ -125,8 +125,23 @@ pub unsafe trait Host: Park + Send + Sync {
     /// [`Gone`]: the fault returns [`Error::BackingGone`](crate::Error::BackingGone).
     fn resolve(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone>;
 
+    /// As [`resolve`](Host::resolve), for a page that is private to the guest
+    /// ([`Vm::set_memory_attributes`](crate::Vm::set_memory_attributes)): its frame in the guest_memfd that belongs to `backing`.
+    ///
+    /// # Errors
+    /// As there. A host without guest_memfds, as here, has none.
+    fn resolve_private(
+        &self,
+        _backing: &Self::Backing,
+        _gfn: Gfn,
+        _page: u64,
+        _access: Access,
+    ) -> Result<Resolved, Gone> {
+        Err(Gone)
+    }
+
     /// What [`resolve`](Host::resolve) would answer for the page, if that is known without blocking and without changing
-    /// anything: its frame is resident. `None` if it is not, or if nobody knows. Asked, with
+    /// anything: its frame is resident. `None` if it is not, or if nobody knows. Never asked for private pages. Asked, with
     /// [`FaultAround`](crate::FaultAround), for the neighbours of a page that the guest has faulted on; `access` is a read, or
     /// an execution if that was the fault's. The answer binds the host as that of `resolve` does. Called outside of sections
     /// and of the lock; must not block.

@@ -64,6 +64,7 @@
 //!     guest_phys_addr: Gpa(0),
 //!     memory_size: 1 << 20,
 //!     backing: Some(FirstFrame(Pfn(0x100))),
+//!     userfault_bitmap: None,
 //! })?;
 //! let mut vcpu = vm.create_vcpu()?;
 //!
@@ -121,8 +122,10 @@ pub use host::{AllocationWait, Gone, Host, Resolved, TableNode, ZappedLeaf};
 pub use second_stage::age::AccessTracking;
 pub use second_stage::invalidate::Invalidation;
 pub use second_stage::query::{TableCursor, TableReader, Translation};
-pub use slot::{MAX_SLOTS, MemoryRegion, MemoryRegionFlags};
+pub use slot::{
+    MAX_SLOTS, MemoryAttributes, MemoryFaultFlags, MemoryRegion, MemoryRegionFlags, UserfaultBitmap, UserfaultWords,
+};
 pub use stats::{Histogram, Stats};
 pub use sync::{Locking, Park};
 pub use vcpu::{Exit, Outcome, Vcpu};
-pub use vm::Vm;
+pub use vm::{Cap, Vm};

@@ -91,6 +91,8 @@ counters! {
     RemoteSplitTables remote_split_tables,
     /// Exits to user space.
     Exits exits,
+    /// Those of them that were memory faults ([`Exit::MemoryFault`](crate::Exit::MemoryFault)).
+    Userfaults userfaults,
     /// Calls of [`Host::flush`](crate::Host::flush).
     Flushes flushes,
     /// Leaves from which the right to write (or hardware's dirty bit) was taken for logging, one by one.

@@ -33,7 +33,8 @@ use crate::format::{Entry, Format};
 use crate::host::{AllocationWait, Host, Resolved};
 use crate::second_stage::install::{self, Changed, NewLeaf, Rights};
 use crate::second_stage::{split, zap};
-use crate::slot::MemoryRegionFlags;
+use crate::slot::set::SlotView;
+use crate::slot::{MemoryAttributes, MemoryFaultFlags, MemoryRegionFlags};
 use crate::stats::{Counter, SAMPLE_PERIOD};
 use crate::sync::{Locking, Side, fence_after_rmw};
 use crate::table::Tree;
@@ -63,6 +64,16 @@ pub enum Exit {
         gpa: Gpa,
         /// What the guest did.
         access: Access,
+    },
+    /// User space must see to the page before the guest can use it: fetch it, and clear its bit in the slot's
+    /// [`UserfaultBitmap`](crate::UserfaultBitmap). KVM's `KVM_EXIT_MEMORY_FAULT`.
+    MemoryFault {
+        /// Why.
+        flags: MemoryFaultFlags,
+        /// The first byte of what is meant: of the page, or of the block that the bitmap has a bit for.
+        gpa: Gpa,
+        /// How many bytes.
+        size: u64,
     },
     /// The vCPU's dirty ring is nearly full: what is in it must be harvested and reset
     /// ([`Vm::reset_dirty_rings`]) before the vCPU can open more pages. All of its faults exit until there is room.
@@ -120,8 +131,8 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// one.
     ///
     /// # Errors
-    /// [`Error::AddressTooHigh`], [`Error::BackingGone`], [`Error::BadResolve`], [`Error::OutOfMemory`]; nothing has
-    /// changed then for the guest, and the same fault may be tried again.
+    /// [`Error::AddressTooHigh`], [`Error::BackingGone`], [`Error::BadResolve`], [`Error::UserfaultBitmapGone`],
+    /// [`Error::OutOfMemory`]; nothing has changed then for the guest, and the same fault may be tried again.
     pub fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, Error> {
         let mut fault = self.fault(gpa, access)?;
         let record = fault.record;
@@ -206,6 +217,16 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 Plan::Exit => {
                     self.count(Counter::Exits);
                     return Ok(Outcome::Exit(Exit::Mmio { gpa: self.gpa, access: self.access }));
+                }
+                Plan::Withheld(error) => {
+                    return match error {
+                        Error::MemoryFault { flags, gpa, size } => {
+                            self.count(Counter::Exits);
+                            self.count(Counter::Userfaults);
+                            Ok(Outcome::Exit(Exit::MemoryFault { flags, gpa, size }))
+                        }
+                        error => Err(error),
+                    };
                 }
                 Plan::TakenAway => {
                     // The guest comes back. Whoever takes it away is no vCPU; it gets the CPU if it wants it.
@@ -296,11 +317,20 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         if writes && slot.flags().contains(MemoryRegionFlags::READONLY) {
             return Plan::Exit;
         }
+        let (attributes, max_level) = if slot.is_plain() {
+            (MemoryAttributes::empty(), max_level)
+        } else {
+            match self.look_at_withheld(&slot, max_level) {
+                Ok(told) => told,
+                Err(error) => return Plan::Withheld(error),
+            }
+        };
         let Found::Lacking(leaf) = found else {
             return Plan::Install(InstallPlan {
                 backing: slot.keep_for_resolve(self.record),
                 slot: slot.range(),
                 flags: slot.flags(),
+                attributes,
                 level: cursor.level(),
                 max_level,
                 found,
@@ -327,10 +357,25 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         }
     }
 
+    /// What user space says of the page: its attributes, and the largest leaf for it up to `max_level`.
+    #[cold]
+    fn look_at_withheld(
+        &self,
+        slot: &SlotView<'_, H::Backing>,
+        max_level: Level,
+    ) -> Result<(MemoryAttributes, Level), Error> {
+        slot.check_userfault(self.gfn)?;
+        let mut level = max_level;
+        while level > Level::L4K && !slot.allows_leaf(self.gfn.block(level), level) {
+            level = level.down();
+        }
+        Ok((slot.attributes_of(self.gfn), level))
+    }
+
     /// Step 2: the frame.
     fn resolve(&mut self, plan: &InstallPlan<'_, H::Backing>) -> Result<Resolved, Error> {
         let host = &self.vm.tree.host;
-        let resolve = || host.resolve(plan.backing.get(), self.gfn, plan.page(self.gfn), self.access);
+        let resolve = || plan.resolve(host, self.gfn, self.access);
         let resolved = match &mut self.timing {
             None => resolve(),
             Some(timing) => {

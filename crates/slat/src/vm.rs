@@ -1,11 +1,13 @@
-//! The face of a VM's memory: slots, their dirty logs, invalidation, aging, statistics. Names and rules are KVM's.
+//! The face of a VM's memory: dirty logs, invalidation, aging, statistics; slots in `region`, and what user space says of
+//! single pages in `withheld`. Names and rules are KVM's.
 
-use alloc::boxed::Box;
+mod region;
+mod withheld;
+
 use alloc::sync::Arc;
 
 use crate::addr::{Gfn, GfnRange, Gpa, Hpa, PageSize};
-use crate::config::{Config, DirtyTracking, HugePageLogging, HugePageSplitting, ManualProtect};
-use crate::dirty::bitmap::Bitmap;
+use crate::config::{Config, DirtyTracking, HugePageLogging, ManualProtect};
 use crate::dirty::log::{self, LogCall};
 use crate::dirty::ring::DirtyRing;
 use crate::dirty::rings::{Rings, RingsReset};
@@ -14,20 +16,14 @@ use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::age::{self, Aging};
 use crate::second_stage::invalidate::Invalidation;
-use crate::second_stage::protect;
 use crate::second_stage::query::TableReader;
-use crate::second_stage::recover;
 use crate::second_stage::split;
-use crate::slot::set::{Change, Claim, SlotEntry, Slots};
-use crate::slot::{MemoryRegion, MemoryRegionFlags};
+use crate::slot::MemoryAttributes;
+use crate::slot::set::Slots;
 use crate::stats::Stats;
-use crate::sync::full_fence;
 use crate::table::Tree;
 use crate::table::retire::Record;
 use crate::vcpu::Vcpu;
-
-/// Old slot sets that may wait for the next reclaim.
-const MAX_WAITING_SETS: u64 = 8;
 
 /// The guest-physical memory of a virtual machine: its slots, and the second-stage tables that translate it.
 ///
@@ -39,6 +35,18 @@ pub struct Vm<H: Host, F: Format> {
     pub(crate) tree: Tree<H, F>,
     pub(crate) slots: Slots<H::Backing>,
     pub(crate) rings: Rings,
+}
+
+/// What a VM may be able to do: KVM's capabilities, `KVM_CAP_*`.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[non_exhaustive]
+pub enum Cap {
+    /// [`MemoryRegionFlags::USERFAULT`](crate::MemoryRegionFlags::USERFAULT): 1.
+    Userfault,
+    /// [`MemoryRegionFlags::GUEST_MEMFD`](crate::MemoryRegionFlags::GUEST_MEMFD): 1.
+    GuestMemfd,
+    /// [`Vm::set_memory_attributes`]: the [`MemoryAttributes`](crate::MemoryAttributes) that there are.
+    MemoryAttributes,
 }
 
 impl<H: Host, F: Format> Vm<H, F> {
@@ -58,6 +66,14 @@ impl<H: Host, F: Format> Vm<H, F> {
         &self.tree.host
     }
 
+    /// Whether, and how far, the VM can do `cap`: 0 if it cannot, else as said there. KVM's `KVM_CHECK_EXTENSION`.
+    pub fn check_extension(&self, cap: Cap) -> u64 {
+        match cap {
+            Cap::Userfault | Cap::GuestMemfd => 1,
+            Cap::MemoryAttributes => MemoryAttributes::all().bits(),
+        }
+    }
+
     /// Host-physical address of the root table: what goes into nCR3 (AMD APM vol. 2, 15.25.3) or, with its control
     /// bits, into the EPTP (Intel SDM vol. 3C, "Extended-Page-Table Pointer").
     pub fn root(&self) -> Hpa {
@@ -70,174 +86,6 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// [`Error::OutOfMemory`].
     pub fn create_vcpu(self: &Arc<Self>) -> Result<Vcpu<H, F>, Error> {
         Vcpu::new(Arc::clone(self))
-    }
-
-    /// Creates, deletes, moves or changes a slot; see [`MemoryRegion`].
-    ///
-    /// When a deletion or a move has returned, no CPU uses the slot's old range any more. A slot that is moved while it
-    /// logs is dirty as a whole: all of its pages have another address. Turning on
-    /// [`MemoryRegionFlags::LOG_DIRTY_PAGES`] write-protects the slot's pages: writes from then on are logged.
-    ///
-    /// # Errors
-    /// For a bad description the variant that names its fault; [`Error::OutOfMemory`]. [`Error::SlotBusy`] if another
-    /// thread is changing the same slot, in whatever way, at this moment: KVM would wait for it, here nobody waits. On an
-    /// error the slot is as it was; if memory ran out, mappings may have been taken away, and the next access faults.
-    pub fn set_user_memory_region(&self, region: MemoryRegion<H::Backing>) -> Result<(), Error> {
-        let range = region.check(F::GPA_BITS)?;
-        let deletes = range.is_empty();
-        let record = self.tree.epochs.borrow_record()?;
-        let result = match self.slots.claim(&self.tree.epochs, &record, region.slot)? {
-            None if range.is_empty() => Err(Error::NoSuchSlot { slot: region.slot }),
-            None => self.create_slot(&record, region, range),
-            Some(claim) if range.is_empty() => self.delete_slot(&record, claim),
-            Some(claim) => self.change_slot(&record, claim, &region, range),
-        };
-        drop(record);
-        self.tree.reclaim();
-        // Freeing makes a barrier on all CPUs. A backing should go at once; a few old sets and logs may wait.
-        if deletes || self.slots.nr_retired() >= MAX_WAITING_SETS {
-            self.slots.reclaim(&self.tree.epochs, || self.tree.host.barrier_on_all_cpus());
-        }
-        result
-    }
-
-    fn create_slot(&self, record: &Record, region: MemoryRegion<H::Backing>, range: GfnRange) -> Result<(), Error> {
-        let MemoryRegion { slot: id, flags, backing, .. } = region;
-        let backing = backing.ok_or(Error::NoBacking { slot: id })?;
-        let log = self.log_for(flags, range.nr_pages())?;
-        let entry = SlotEntry::new(id, range, flags, backing, log)?;
-        // Nothing was mapped there, and faults that looked before see no memory: no stamp is needed.
-        match self.slots.publish(&self.tree.epochs, record, &Change::Insert(entry)) {
-            Ok(()) => {
-                entry.claim().release();
-                Ok(())
-            }
-            Err(error) => {
-                entry.discard();
-                Err(error)
-            }
-        }
-    }
-
-    fn delete_slot(&self, record: &Record, claim: Claim<H::Backing>) -> Result<(), Error> {
-        // Until the set without the slot is published: no fault maps it again, and nothing takes its place.
-        let result = Invalidation::new(&self.tree, &self.slots, record, claim.entry.range)
-            .and_then(|_taken_away| self.slots.publish(&self.tree.epochs, record, &Change::Remove(claim.entry)));
-        if result.is_err() {
-            claim.release();
-        }
-        // A deleted slot stays claimed: whoever still finds it in an old set must not change it.
-        result
-    }
-
-    fn change_slot(
-        &self,
-        record: &Record,
-        claim: Claim<H::Backing>,
-        region: &MemoryRegion<H::Backing>,
-        range: GfnRange,
-    ) -> Result<(), Error> {
-        let result = self.try_change_slot(record, &claim, region, range);
-        claim.release();
-        result
-    }
-
-    fn try_change_slot(
-        &self,
-        record: &Record,
-        claim: &Claim<H::Backing>,
-        region: &MemoryRegion<H::Backing>,
-        range: GfnRange,
-    ) -> Result<(), Error> {
-        let before = claim.entry;
-        let &MemoryRegion { slot: id, flags, memory_size, .. } = region;
-        if region.backing.is_some() {
-            return Err(Error::BackingFixed { slot: id });
-        }
-        if range.nr_pages() != before.range.nr_pages() {
-            return Err(Error::SizeFixed { slot: id, memory_size });
-        }
-        if (flags ^ before.flags).contains(MemoryRegionFlags::READONLY) {
-            return Err(Error::ReadOnlyFixed { slot: id });
-        }
-        let moves = range != before.range;
-        let begins_to_log = !before.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES)
-            && flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
-        if !moves && flags == before.flags {
-            return Ok(());
-        }
-        if moves {
-            // Before anything is taken away: a description that is refused changes nothing. `publish` asks again.
-            self.slots.check_vacant(&self.tree.epochs, record, id, range)?;
-        }
-        let log = if begins_to_log { self.log_for(flags, range.nr_pages())? } else { None };
-        let after = before.changed(range, flags, log);
-        let published = self.publish_change(record, &before, after);
-        if let Err(error) = published {
-            after.discard_change(&before);
-            return Err(error);
-        }
-        if begins_to_log && !moves {
-            self.begin_to_log(record, after);
-        } else if !flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES) && !moves {
-            self.recover(record, range);
-        } else if moves
-            && !begins_to_log
-            && let Some(log) = claim.log_of(&after)
-        {
-            // See `dirty/log.rs`.
-            log.mark(0, range.nr_pages());
-        }
-        Ok(())
-    }
-
-    /// Publishes the entry `after` of a claimed slot instead of `before`, and takes the old range away if it moves.
-    fn publish_change(
-        &self,
-        record: &Record,
-        before: &SlotEntry<H::Backing>,
-        after: SlotEntry<H::Backing>,
-    ) -> Result<(), Error> {
-        let moves = before.range != after.range;
-        let _taken_away =
-            if moves { Some(Invalidation::new(&self.tree, &self.slots, record, before.range)?) } else { None };
-        self.slots.publish(&self.tree.epochs, record, &Change::Replace(after))
-    }
-
-    /// Write-protects a slot whose new flags are published.
-    fn begin_to_log(&self, record: &Record, entry: SlotEntry<H::Backing>) {
-        // A store-load pair (`dirty/log.rs`): the flag is visible before leaves are looked at; and before it is asked
-        // whether there are rings. If there are none yet, there is no vCPU either, and so nothing that could be written.
-        full_fence();
-        if self.tree.config.manual_protect == ManualProtect::InitiallySet && !self.rings.are_enabled() {
-            // All pages are marked, and each is protected when its mark is taken.
-            return;
-        }
-        // The parts are as writable as the whole, so before they are protected. Best effort: what is not split now is split
-        // by the first write.
-        if self.tree.config.huge_page_splitting == HugePageSplitting::Eager {
-            let target = self.tree.config.largest_logged_write();
-            let _ = split::split_range(&self.tree, &self.slots, record, entry.range, target, |_| true);
-        }
-        protect::protect_slot(&self.tree, record, entry.range);
-        // Whether or not a leaf changed: one that is protected already may still be cached as writable.
-        self.tree.flush(record, &[entry.range]);
-    }
-
-    fn recover(&self, record: &Record, range: GfnRange) -> u64 {
-        recover::recover_range(&self.tree, &self.slots, record, range, &self.rings)
-    }
-
-    /// The log that a slot of these flags needs.
-    fn log_for(&self, flags: MemoryRegionFlags, nr_pages: u64) -> Result<Option<Box<Bitmap>>, Error> {
-        if self.rings.are_enabled() {
-            return Ok(None);
-        }
-        let new = match self.tree.config.manual_protect {
-            ManualProtect::Disabled | ManualProtect::Enabled => Bitmap::new,
-            ManualProtect::InitiallySet => Bitmap::new_marked,
-        };
-        flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES).then(|| new(nr_pages)).transpose()
     }
 
     /// Takes the dirty log of slot `slot` into `bitmap` and begins a new one: bit n of the slot (bit n % 64 of word
@@ -396,7 +244,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// Splits all leaves larger than `largest` that reach into `range`, beside running vCPUs. Returns how many it has split.
     /// Threads that split ranges apart from each other do not get in each other's way. A block that is being put back at this
     /// moment ([`recover_range`](Vm::recover_range)) is passed by. What turning on
-    /// [`MemoryRegionFlags::LOG_DIRTY_PAGES`] does by itself ([`HugePageSplitting`]); call it before, from several threads,
+    /// [`LOG_DIRTY_PAGES`](crate::MemoryRegionFlags::LOG_DIRTY_PAGES) does by itself
+    /// ([`HugePageSplitting`](crate::HugePageSplitting)); call it before, from several threads,
     /// to have it done sooner.
     ///
     /// # Errors
@@ -412,7 +261,8 @@ impl<H: Host, F: Format> Vm<H, F> {
 
     /// Puts huge leaves back in `range`, beside running vCPUs, as large as the host and the slots' logs allow. Returns how
     /// many tables became leaves. A page that only the guest's next access can bring back as a part of a huge leaf is taken
-    /// away to that end. What turning off [`MemoryRegionFlags::LOG_DIRTY_PAGES`] does by itself.
+    /// away to that end. What turning off
+    /// [`LOG_DIRTY_PAGES`](crate::MemoryRegionFlags::LOG_DIRTY_PAGES), or `USERFAULT`, does by itself.
     ///
     /// It leaves what it cannot do at once: where others are at work, or while too many tables wait to be freed.
     ///

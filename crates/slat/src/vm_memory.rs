@@ -95,6 +95,7 @@ use crate::vm::Vm;
 ///         guest_phys_addr: Gpa(start),
 ///         memory_size: size as u64,
 ///         backing: Some(HostAddress(mapping.as_ptr() as u64)),
+///         userfault_bitmap: None,
 ///     })?;
 ///     regions.push(GuestRegionMmap::new(mapping, GuestAddress(start)).ok_or("the region is too high")?);
 /// }

@@ -170,6 +170,7 @@ impl<F: Format> World<F> {
                     guest_phys_addr: Gfn(FIRST + part.first).gpa(),
                     memory_size: part.nr_pages * PAGE_SIZE,
                     backing: Some(Arc::clone(&part.backing)),
+                    userfault_bitmap: None,
                 })
                 .unwrap();
         }

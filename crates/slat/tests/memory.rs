@@ -93,6 +93,7 @@ fn costs<F: Format>(nr_vcpus: u64) {
         guest_phys_addr: Gpa(1 << 30),
         memory_size: MEMORY_BYTES,
         backing: Some(()),
+        userfault_bitmap: None,
     })
     .unwrap();
     let mut vcpus: Vec<_> = (0..nr_vcpus).map(|_| vm.create_vcpu().unwrap()).collect();

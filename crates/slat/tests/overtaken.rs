@@ -146,6 +146,7 @@ fn vm_beside() -> Arc<Vm<Beside, Npt>> {
         guest_phys_addr: Gpa(0),
         memory_size: 1 << 39,
         backing: Some(()),
+        userfault_bitmap: None,
     })
     .unwrap();
     vm
@@ -177,6 +178,7 @@ fn a_table_at_host_physical_address_zero_is_freed_as_any_other() {
         guest_phys_addr: Gpa(0),
         memory_size: 0,
         backing: None,
+        userfault_bitmap: None,
     })
     .unwrap();
     drop(vcpu);

@@ -89,6 +89,7 @@ impl Slat {
             guest_phys_addr: SLOT_GPA,
             memory_size: memory.size_bytes(),
             backing: Some(BackingSlice { backing: memory.clone(), offset_bytes: 0 }),
+            userfault_bitmap: None,
         })?;
         let cpu = Cpu::new(vm.create_vcpu()?, Port::new(&flush_domain), 1, vm.root(), Geometry::default());
         Ok(Slat { vm, cpu })

@@ -84,6 +84,7 @@ impl<F: HardwareFormat> Area<F> {
             guest_phys_addr: gpa(slot.pages.start + up_pages),
             memory_size: (slot.pages.end - slot.pages.start) << PAGE_SHIFT,
             backing: backing.map(|backing| BackingSlice { backing: backing.clone(), offset_bytes }),
+            userfault_bitmap: None,
         })
     }
 

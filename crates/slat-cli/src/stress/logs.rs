@@ -85,6 +85,7 @@ impl Log {
             guest_phys_addr: self.slot.gpa,
             memory_size: self.slot.nr_pages << PAGE_SHIFT,
             backing: None,
+            userfault_bitmap: None,
         })?;
         *migration = enable.then(|| Migration {
             copies: vec![Copied::default(); self.slot.nr_pages as usize],

@@ -182,6 +182,7 @@ fn an_exit_comes_back_as_an_error() {
             guest_phys_addr: slot.gpa,
             memory_size: 0,
             backing: None,
+            userfault_bitmap: None,
         })
         .unwrap();
     match machine.run(Program::default()) {

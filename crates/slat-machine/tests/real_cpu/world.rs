@@ -144,7 +144,14 @@ impl World {
     fn set_region(&self, slot: u32, model: &ModelSlot, memory_size: u64, backing: Option<Arc<Frames>>) {
         let &ModelSlot { flags, gpa: guest_phys_addr, .. } = model;
         self.vm
-            .set_user_memory_region(MemoryRegion { slot, flags, guest_phys_addr, memory_size, backing })
+            .set_user_memory_region(MemoryRegion {
+                slot,
+                flags,
+                guest_phys_addr,
+                memory_size,
+                backing,
+                userfault_bitmap: None,
+            })
             .unwrap_or_else(|error| panic!("slot {slot}: {error}"));
     }
 

@@ -29,7 +29,14 @@ pub(crate) fn new_vm(memory: Memory, locking: Locking, nr_pages: u64) -> Arc<Ben
 
 fn set_slot(vm: &BenchVm, slot: u32, first: u64, nr_pages: u64, flags: MemoryRegionFlags, backing: Option<FirstFrame>) {
     let memory_size = nr_pages * FRAME_BYTES as u64;
-    let region = MemoryRegion { slot, flags, guest_phys_addr: Gpa(first * FRAME_BYTES as u64), memory_size, backing };
+    let region = MemoryRegion {
+        slot,
+        flags,
+        guest_phys_addr: Gpa(first * FRAME_BYTES as u64),
+        memory_size,
+        backing,
+        userfault_bitmap: None,
+    };
     vm.set_user_memory_region(region).unwrap();
 }
 

@@ -40,7 +40,7 @@ pub(crate) fn log_dirty_pages<F: Format>(vm: &Vm<FaultHost, F>, nr_pages: u64) {
 
 fn set_slot<F: Format>(vm: &Vm<FaultHost, F>, nr_pages: u64, flags: MemoryRegionFlags, backing: Option<FirstFrame>) {
     let memory_size = nr_pages * FRAME_BYTES as u64;
-    let region = MemoryRegion { slot: 0, flags, guest_phys_addr: Gpa(0), memory_size, backing };
+    let region = MemoryRegion { slot: 0, flags, guest_phys_addr: Gpa(0), memory_size, backing, userfault_bitmap: None };
     vm.set_user_memory_region(region).unwrap();
 }
 

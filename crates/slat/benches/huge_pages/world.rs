@@ -61,7 +61,15 @@ pub(crate) fn set_slot<H: Host<Backing = Backing>>(
     backing: Option<Backing>,
 ) {
     let memory_size = nr_pages * PAGE_SIZE;
-    vm.set_user_memory_region(MemoryRegion { slot: 0, flags, guest_phys_addr: Gpa(0), memory_size, backing }).unwrap();
+    vm.set_user_memory_region(MemoryRegion {
+        slot: 0,
+        flags,
+        guest_phys_addr: Gpa(0),
+        memory_size,
+        backing,
+        userfault_bitmap: None,
+    })
+    .unwrap();
 }
 
 /// Maps `nr_pages` by huge leaves, writable, as far as nothing is there; of [`Backing::EveryOtherBlock`] only those blocks.

@@ -32,8 +32,15 @@ pub(crate) struct Engine {
 
 fn set_slot(vm: &Vm<PeerHost, Npt>, part: u64, nr_pages: u64, flags: MemoryRegionFlags, backing: Option<Frames>) {
     let (guest_phys_addr, memory_size) = (Gpa(address(part * PART_PAGES) as u64), address(nr_pages) as u64);
-    vm.set_user_memory_region(MemoryRegion { slot: part as u32, flags, guest_phys_addr, memory_size, backing })
-        .unwrap();
+    vm.set_user_memory_region(MemoryRegion {
+        slot: part as u32,
+        flags,
+        guest_phys_addr,
+        memory_size,
+        backing,
+        userfault_bitmap: None,
+    })
+    .unwrap();
 }
 
 impl Engine {

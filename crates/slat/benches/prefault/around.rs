@@ -41,6 +41,7 @@ fn measure(memory: Memory, window: FaultAround, access: Access, frames: Frames) 
         guest_phys_addr: Gpa(0),
         memory_size: SMALL_PAGES * PAGE_SIZE,
         backing: Some(frames),
+        userfault_bitmap: None,
     })
     .unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();

@@ -174,6 +174,7 @@ impl Cell {
             guest_phys_addr: Gpa(0),
             memory_size: nr_pages * PAGE_SIZE,
             backing: Some(self.frames),
+            userfault_bitmap: None,
         })
         .unwrap();
         let mut first = vm.create_vcpu().unwrap();

@@ -1,12 +1,12 @@
 //! Taking a range away: for the host, which is going to move, free or protect its frames (what KVM's MMU notifier is for),
-//! and for a slot that is deleted or moved.
+//! for a slot that is deleted, moved or given another userfault bitmap, and for pages whose attributes change.
 //!
 //! The order is that of `table/stamp.rs`: publish the range, take a stamp, zap, flush; then the host does its work, or the
 //! set without the slot is published; then withdraw the range. Faults inside come back later as long as it is published. Nobody waits, and faults cannot hold it
 //! up: whoever looks after the publishing does not touch the range, and whoever looked before loses one exchange at most.
 
 use super::flush::FlushToken;
-use super::zap;
+use super::zap::{self, Faults};
 use crate::addr::GfnRange;
 use crate::error::Error;
 use crate::format::Format;
@@ -55,7 +55,7 @@ impl<'v> Invalidation<'v> {
         // one is that a store is seen by all other CPUs at once (multi-copy atomicity), as x86, Armv8 and RISC-V have it.
         fence_after_rmw();
         let mut token = FlushToken::new();
-        zap::zap_range(tree, slots, record, range, stamp, &mut token);
+        zap::zap_range(tree, slots, record, range, stamp, Faults::KeptOut, &mut token);
         // Even if nothing was there: another change may have taken a leaf away and not have flushed yet.
         token.owe(range);
         token.pay(tree, record);

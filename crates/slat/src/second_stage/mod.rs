@@ -1,5 +1,5 @@
 //! What is done to the tree of a second stage: `install` has the single steps, which faults take; `protect` takes the
-//! right to write away for logging, `push_down` is the way back where it did so lazily, `zap` takes mappings away, `invalidate` does so for the host, `age` finds out what was
+//! right to write away for logging, `push_down` is the way back where it did so lazily, `zap` takes mappings away, `invalidate` does so for the host, `rescan` for user space, `age` finds out what was
 //! used, `split` and `recover` turn huge leaves into tables and back (`broken`: what is between), `query` changes nothing, and `flush` is what they owe the CPUs afterwards.
 
 pub(crate) mod age;
@@ -11,5 +11,6 @@ pub(crate) mod protect;
 pub(crate) mod push_down;
 pub(crate) mod query;
 pub(crate) mod recover;
+pub(crate) mod rescan;
 pub(crate) mod split;
 pub(crate) mod zap;

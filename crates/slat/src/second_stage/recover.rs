@@ -16,7 +16,8 @@
 //! by now. So a harvest or an enabling may pass a broken entry by. Elsewhere the first write gives the right back.
 //!
 //! What a slot that logs needs stays: with [`HugePageLogging::MarkWhole`](crate::HugePageLogging) leaves of 2 MiB come back
-//! if writes are found out by write protection, else none.
+//! if writes are found out by write protection, else none. So does what user space has said of the pages: blocks larger than
+//! those of a userfault bitmap, or of private and shared pages, stay apart.
 //!
 //! Tables that wait for a section to be over cost memory: as many as are linked when a recovery begins may, beside those that
 //! zaps may put off. The rest of the blocks then stay as they are.
@@ -36,6 +37,7 @@ use crate::dirty::log;
 use crate::dirty::rings::Rings;
 use crate::format::{Entry, Format};
 use crate::host::{Host, Resolved};
+use crate::slot::MemoryAttributes;
 use crate::slot::set::{BackingRef, SlotView, Slots};
 use crate::stats::Counter;
 use crate::sync::{AtomicU64, Side, fence_after_rmw};
@@ -83,6 +85,7 @@ struct Candidate<'r, B> {
     page: u64,
     pfn: Pfn,
     is_host_writable: bool,
+    attributes: MemoryAttributes,
     backing: BackingRef<'r, B>,
     /// The greatest stamp before all that.
     seen: Stamp,
@@ -183,7 +186,18 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
                     let page = gfn.0 - slot.range().start.0;
                     let backing = slot.keep_for_resolve(record);
                     let is_host_writable = entry::is_host_writable::<F>(leaf);
-                    return Look::Found(Candidate { block, level, gfn, page, pfn, is_host_writable, backing, seen });
+                    let attributes = slot.attributes_of(gfn);
+                    return Look::Found(Candidate {
+                        block,
+                        level,
+                        gfn,
+                        page,
+                        pfn,
+                        is_host_writable,
+                        attributes,
+                        backing,
+                        seen,
+                    });
                 }
             }
             cursor.move_to(block.end);
@@ -198,14 +212,18 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
             && !(matches!(config.dirty_tracking, DirtyTracking::WriteProtect(_))
                 && config.huge_page_logging == HugePageLogging::MarkWhole
                 && level <= config.largest_logged_write());
-        !needs && slot.range().covers(block)
+        !needs && slot.allows_leaf(block, level)
     }
 
     /// Makes a leaf of what hangs at `candidate`, if the host says that it may be one.
     fn try_recover(&mut self, candidate: Candidate<'r, H::Backing>) -> Result<(), Changed> {
-        let Candidate { block, level, gfn, page, pfn, is_host_writable, backing, seen } = candidate;
+        let Candidate { block, level, gfn, page, pfn, is_host_writable, attributes, backing, seen } = candidate;
         let (tree, record) = (self.tree, self.record);
-        let resolved = tree.host.resolve(backing.get(), gfn, page, Access::Read);
+        let resolved = if attributes.contains(MemoryAttributes::PRIVATE) {
+            tree.host.resolve_private(backing.get(), gfn, page, Access::Read)
+        } else {
+            tree.host.resolve(backing.get(), gfn, page, Access::Read)
+        };
         drop(backing);
         let is_huge = |resolved: Resolved| {
             resolved.pfn == pfn

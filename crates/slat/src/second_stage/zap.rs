@@ -1,7 +1,7 @@
 //! Taking mappings away: every leaf of a range goes, every empty entry gets the stamp, tables wholly inside are unlinked.
 //!
-//! The caller has published the range (nobody who looks from now on may map there) and taken `stamp` after that; see
-//! `table/stamp.rs`. It works in passes from the lowest level up. The first visits every entry and takes tables away
+//! The caller has published the range (nobody who looks from now on may map there), or has set the pages' userfault bits, and
+//! taken `stamp` after that; see `table/stamp.rs`. It works in passes from the lowest level up. The first visits every entry and takes tables away
 //! nowhere; each further pass unlinks the tables of one level, which are empty by then. So no single step is longer than
 //! one table, and the walk can yield between any two.
 //!
@@ -41,6 +41,16 @@ pub(super) const TABLES_PER_FLUSH: u64 = 512;
 /// Unlinked tables that may wait for their grace period; each zap may have [`TABLES_PER_FLUSH`] more in its hands.
 pub(super) const MAX_PUT_OFF_TABLES: u64 = 1024;
 
+/// What keeps faults from mapping again what a zap has emptied.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Faults {
+    /// The range is published, until the flush is paid.
+    KeptOut,
+    /// Nothing, if user space changes its mind. So no table may be unlinked: it could have leaves again. Nor are any made, for
+    /// pages that nobody has: an empty entry gets the stamp as a whole, which costs a fault beside the range one more look.
+    MayComeBack,
+}
+
 /// Zaps `range`. `token` owes the flush, and owns the tables.
 pub(crate) fn zap_range<H: Host, F: Format>(
     tree: &Tree<H, F>,
@@ -48,6 +58,7 @@ pub(crate) fn zap_range<H: Host, F: Format>(
     record: &Record,
     range: GfnRange,
     stamp: Stamp,
+    faults: Faults,
     token: &mut FlushToken,
 ) {
     if tree.epochs.nr_put_off_tables() >= MAX_PUT_OFF_TABLES {
@@ -59,6 +70,7 @@ pub(crate) fn zap_range<H: Host, F: Format>(
         slots,
         range,
         stamp,
+        faults,
         token,
         tables: TableCache::new(),
         is_out_of_memory: false,
@@ -99,8 +111,8 @@ pub(crate) fn zap_range<H: Host, F: Format>(
                 }
             };
         }
-        if zap.leaves_tables {
-            // A table above would take them with it in one long step.
+        // A table above would take those that were left with it in one long step.
+        if zap.leaves_tables || faults == Faults::MayComeBack {
             break;
         }
         pass = pass.up();
@@ -137,6 +149,7 @@ struct Zap<'z, H: Host, F: Format> {
     slots: &'z Slots<H::Backing>,
     range: GfnRange,
     stamp: Stamp,
+    faults: Faults,
     token: &'z mut FlushToken,
     tables: TableCache,
     is_out_of_memory: bool,
@@ -168,7 +181,8 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
             let value = entry.load();
             let is_whole = range.covers(block) || self.is_out_of_memory;
             // Beside the range nobody is kept from making something else before the flush.
-            let stamp = if F::BREAK_BEFORE_MAKE && !range.covers(block) { stamp.unflushed() } else { stamp };
+            let may_come_back = self.faults == Faults::MayComeBack || !range.covers(block);
+            let stamp = if F::BREAK_BEFORE_MAKE && may_come_back { stamp.unflushed() } else { stamp };
             let done = match entry::state::<F>(value, level) {
                 State::Frozen => {
                     cursor.restart();
@@ -179,7 +193,9 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
                     continue;
                 }
                 State::Empty(found) if found >= self.stamp => Ok(()),
-                State::Empty(_) if is_whole => install::take_away(&cursor, value, stamp).map(drop),
+                State::Empty(_) if is_whole || self.faults == Faults::MayComeBack => {
+                    install::take_away(&cursor, value, stamp).map(drop)
+                }
                 State::Leaf | State::Tracked if is_whole => {
                     // First: see the module. If hardware sets A or D meanwhile, the exchange fails, and is told anew.
                     mark_dirty(self.tree, self.slots, section, value, level, block);

@@ -1,5 +1,6 @@
 //! A memory region as the user of the library describes it, and the checks that need nothing but the description.
 
+use super::userfault::UserfaultBitmap;
 use crate::addr::{GfnRange, Gpa, PAGE_SHIFT, PAGE_SIZE};
 use crate::error::Error;
 
@@ -14,6 +15,13 @@ bitflags::bitflags! {
         const LOG_DIRTY_PAGES = 1 << 0;
         /// The guest may not write: its writes are [`Exit::Mmio`](crate::Exit::Mmio).
         const READONLY = 1 << 1;
+        /// The slot has a guest_memfd beside its shared memory: its pages may be private
+        /// ([`Vm::set_memory_attributes`](crate::Vm::set_memory_attributes)). It can be neither moved nor read-only.
+        const GUEST_MEMFD = 1 << 2;
+        /// Faults on the pages that the slot's [`UserfaultBitmap`] names exit to user space. Turning it on takes the mappings
+        /// of all pages away; turning it off brings huge pages back, as far as the slot's dirty log allows. The value is that
+        /// of KVM's proposed `KVM_MEM_USERFAULT`.
+        const USERFAULT = 1 << 3;
     }
 }
 
@@ -22,8 +30,8 @@ bitflags::bitflags! {
 /// - A slot that does not exist is created; it needs a backing.
 /// - `memory_size` 0 deletes the slot.
 /// - An existing slot is moved if `guest_phys_addr` differs, and gets `flags`; size and backing stay (`backing: None`),
-///   and whether it is read-only.
-#[derive(Clone, Copy, Debug)]
+///   whether it is read-only, and whether it has a guest_memfd.
+#[derive(Clone, Debug)]
 pub struct MemoryRegion<B> {
     /// Number of the slot, below [`MAX_SLOTS`].
     pub slot: u32,
@@ -35,6 +43,9 @@ pub struct MemoryRegion<B> {
     pub memory_size: u64,
     /// Where the memory comes from.
     pub backing: Option<B>,
+    /// The pages at which faults exit, for [`MemoryRegionFlags::USERFAULT`]; without that flag it means nothing. A slot that
+    /// has the flag already keeps its bitmap (`None`), or gets this one instead, as if the flag were turned on anew.
+    pub userfault_bitmap: Option<UserfaultBitmap>,
 }
 
 impl<B> MemoryRegion<B> {
@@ -46,6 +57,9 @@ impl<B> MemoryRegion<B> {
         }
         if MemoryRegionFlags::from_bits(flags.bits()).is_none() {
             return Err(Error::UnknownFlags { slot, flags: flags.bits() });
+        }
+        if flags.contains(MemoryRegionFlags::READONLY | MemoryRegionFlags::GUEST_MEMFD) {
+            return Err(Error::ReadOnlyGuestMemfd { slot });
         }
         if !gpa.is_page_aligned() {
             return Err(Error::UnalignedAddress { gpa });

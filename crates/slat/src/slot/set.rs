@@ -1,7 +1,7 @@
 //! The published set of slots: an immutable sorted array behind one pointer. Faults look a frame up without a lock; a
 //! change builds a new array and swaps the pointer by compare-and-exchange, starting over if another change came first.
 //!
-//! Lifetimes. A set, a slot and a dirty bitmap are freed when they are out of the published set and no section is open
+//! Lifetimes. A set, a slot, a dirty bitmap and what refers to a userfault bitmap are freed when they are out of the published set and no section is open
 //! that could have found them (`table/retire.rs`); a slot also not while a vCPU resolves a page in its backing. The
 //! change that takes them out owns them: it puts them on the list of retired things, for which it has allocated the node
 //! before. So reading takes no reference count, and no line is shared by faults.
@@ -16,10 +16,12 @@ use alloc::boxed::Box;
 use alloc::vec::Vec;
 use core::ptr::{self, NonNull};
 
+use super::attributes::{MemoryAttributes, PrivatePages};
 use super::region::MemoryRegionFlags;
+use super::userfault::{MemoryFaultFlags, UserfaultBitmap};
 use crossbeam_utils::CachePadded;
 
-use crate::addr::{Gfn, GfnRange};
+use crate::addr::{Gfn, GfnRange, Level, PAGE_SHIFT};
 use crate::boxed::try_box;
 use crate::dirty::bitmap::Bitmap;
 use crate::error::Error;
@@ -31,6 +33,8 @@ use crate::table::retire::{Epochs, Record, Section};
 #[repr(align(128))]
 pub(crate) struct Slot<B> {
     backing: B,
+    /// What each page is, if the slot has a guest_memfd.
+    private: Option<Box<PrivatePages>>,
     /// A change of this slot is under way.
     claimed: AtomicBool,
 }
@@ -43,6 +47,8 @@ pub(crate) struct SlotEntry<B> {
     slot: NonNull<Slot<B>>,
     /// The dirty log, if `flags` has `LOG_DIRTY_PAGES` and the VM does not log by rings.
     log: Option<NonNull<Bitmap>>,
+    /// The pages at which faults exit, if `flags` has `USERFAULT`.
+    userfault: Option<NonNull<UserfaultBitmap>>,
 }
 
 impl<B> Clone for SlotEntry<B> {
@@ -68,6 +74,7 @@ struct Retired<B> {
     set: Option<NonNull<SlotSet<B>>>,
     slot: Option<NonNull<Slot<B>>>,
     log: Option<NonNull<Bitmap>>,
+    userfault: Option<NonNull<UserfaultBitmap>>,
 }
 
 /// The slots of one VM.
@@ -126,6 +133,62 @@ impl<'s, B> SlotView<'s, B> {
         self.entry.log.map(|log| unsafe { log.as_ref() })
     }
 
+    /// Whether all of its pages are what the host says, and nothing more.
+    #[inline]
+    pub(crate) fn is_plain(&self) -> bool {
+        !self.entry.flags.intersects(MemoryRegionFlags::USERFAULT | MemoryRegionFlags::GUEST_MEMFD)
+    }
+
+    /// The pages at which faults exit.
+    #[inline]
+    pub(crate) fn userfault(&self) -> Option<&'s UserfaultBitmap> {
+        // SAFETY: found in an open section, which is borrowed for 's.
+        self.entry.userfault.map(|userfault| unsafe { userfault.as_ref() })
+    }
+
+    /// What each page is, if the slot has a guest_memfd.
+    #[inline]
+    pub(crate) fn private(&self) -> Option<&PrivatePages> {
+        // SAFETY: as above.
+        unsafe { self.entry.slot.as_ref() }.private.as_deref()
+    }
+
+    /// What page `gfn` of the slot is.
+    #[inline]
+    pub(crate) fn attributes_of(&self, gfn: Gfn) -> MemoryAttributes {
+        self.private().map_or(MemoryAttributes::empty(), |private| private.of(gfn.0 - self.range().start.0))
+    }
+
+    /// Whether a fault on page `gfn` of the slot may map it.
+    ///
+    /// # Errors
+    /// [`Error::MemoryFault`]: user space is asked first. [`Error::UserfaultBitmapGone`].
+    pub(crate) fn check_userfault(&self, gfn: Gfn) -> Result<(), Error> {
+        let Some(userfault) = self.userfault() else { return Ok(()) };
+        match userfault.is_set(gfn.0 - self.range().start.0) {
+            Some(false) => Ok(()),
+            Some(true) => {
+                let mut flags = MemoryFaultFlags::USERFAULT;
+                flags.set(MemoryFaultFlags::PRIVATE, self.attributes_of(gfn).contains(MemoryAttributes::PRIVATE));
+                let block = gfn.block(userfault.level());
+                let end = block.end.min(self.range().end);
+                let size = GfnRange { start: block.start, end }.nr_pages() << PAGE_SHIFT;
+                Err(Error::MemoryFault { flags, gpa: block.start.gpa(), size })
+            }
+            None => Err(Error::UserfaultBitmapGone { slot: self.id(), gpa: gfn.gpa() }),
+        }
+    }
+
+    /// Whether one leaf of `level` may map `block`, for all that user space has said of its pages.
+    pub(crate) fn allows_leaf(&self, block: GfnRange, level: Level) -> bool {
+        let range = self.range();
+        if self.userfault().is_some_and(|userfault| level > userfault.level()) || !range.covers(block) {
+            return false;
+        }
+        let pages = GfnRange::new(Gfn(block.start.0 - range.start.0), block.nr_pages());
+        self.private().is_none_or(|private| private.are_alike(pages))
+    }
+
     /// Takes the slot along, out of the section, to resolve a page in its backing. `record` is the section's.
     pub(crate) fn keep_for_resolve<'r>(&self, record: &'r Record) -> BackingRef<'r, B> {
         debug_assert!(ptr::eq(record, self.section.record()));
@@ -170,6 +233,12 @@ impl<B> Claim<B> {
         debug_assert!(entry.slot == self.entry.slot);
         // SAFETY: only the claim's owner takes a log out of the set, and so can retire it.
         entry.log.map(|log| unsafe { log.as_ref() })
+    }
+
+    /// The userfault bitmap that the slot has now.
+    pub(crate) fn userfault(&self) -> Option<&UserfaultBitmap> {
+        // SAFETY: as for `log_of`.
+        self.entry.userfault.map(|userfault| unsafe { userfault.as_ref() })
     }
 
     /// Lets others change the slot.
@@ -320,7 +389,8 @@ impl<B> Slots<B> {
     ///
     /// On an error nothing was published, and what the change would have added still belongs to the caller.
     pub(crate) fn publish(&self, epochs: &Epochs, record: &Record, change: &Change<B>) -> Result<(), Error> {
-        let mut node = try_box(Retired { next: ptr::null_mut(), tag: 0, set: None, slot: None, log: None })?;
+        let nothing = Retired { next: ptr::null_mut(), tag: 0, set: None, slot: None, log: None, userfault: None };
+        let mut node = try_box(nothing)?;
         let mut capacity = self.current(&epochs.enter(record)).entries.len() + 1;
         loop {
             // Allocation, outside of the section.
@@ -338,8 +408,10 @@ impl<B> Slots<B> {
             if let Change::Remove(removed) | Change::Replace(removed) = change {
                 let before = old.by_id(removed.id).copied();
                 debug_assert!(before.is_some_and(|before| before.slot == removed.slot), "changes need a claim");
-                let after = new.by_id(removed.id).and_then(|entry| entry.log);
-                node.log = before.and_then(|before| before.log).filter(|&log| Some(log) != after);
+                let after = new.by_id(removed.id);
+                let kept = (after.and_then(|after| after.log), after.and_then(|after| after.userfault));
+                node.log = before.and_then(|before| before.log).filter(|&log| Some(log) != kept.0);
+                node.userfault = before.and_then(|before| before.userfault).filter(|&bitmap| Some(bitmap) != kept.1);
                 node.slot = matches!(change, Change::Remove(_)).then_some(removed.slot);
             }
             let new = Box::into_raw(new);
@@ -401,6 +473,17 @@ impl<B> Slots<B> {
     }
 }
 
+/// What a change gives to a slot, in boxes: nobody has seen it before the change is published.
+#[derive(Default)]
+pub(crate) struct Attachments {
+    pub(crate) log: Option<Box<Bitmap>>,
+    pub(crate) userfault: Option<Box<UserfaultBitmap>>,
+}
+
+fn leak<T>(thing: Option<Box<T>>) -> Option<NonNull<T>> {
+    thing.map(|thing| NonNull::from(Box::leak(thing)))
+}
+
 impl<B> SlotEntry<B> {
     /// An entry for a new slot, claimed by the caller, not yet published.
     pub(crate) fn new(
@@ -408,38 +491,41 @@ impl<B> SlotEntry<B> {
         range: GfnRange,
         flags: MemoryRegionFlags,
         backing: B,
-        log: Option<Box<Bitmap>>,
+        attachments: Attachments,
     ) -> Result<SlotEntry<B>, Error> {
-        let slot = try_box(Slot { backing, claimed: AtomicBool::new(true) })?;
+        let has_private = flags.contains(MemoryRegionFlags::GUEST_MEMFD);
+        let private = has_private.then(|| PrivatePages::new(range.nr_pages())).transpose()?;
+        let slot = try_box(Slot { backing, private, claimed: AtomicBool::new(true) })?;
         let slot = NonNull::from(Box::leak(slot));
-        Ok(SlotEntry { range, id, flags, slot, log: log.map(|log| NonNull::from(Box::leak(log))) })
+        let Attachments { log, userfault } = attachments;
+        Ok(SlotEntry { range, id, flags, slot, log: leak(log), userfault: leak(userfault) })
     }
 
-    /// The same slot elsewhere, with other flags, and with `log` if it begins to log.
-    pub(crate) fn changed(self, range: GfnRange, flags: MemoryRegionFlags, log: Option<Box<Bitmap>>) -> SlotEntry<B> {
-        let log = match log {
-            Some(log) => Some(NonNull::from(Box::leak(log))),
-            None => self.log.filter(|_| flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES)),
-        };
-        SlotEntry { range, flags, log, ..self }
+    /// The same slot elsewhere, with other flags; with what `attachments` has, or else with what it had, if the flags still
+    /// ask for it.
+    pub(crate) fn changed(self, range: GfnRange, flags: MemoryRegionFlags, attachments: Attachments) -> SlotEntry<B> {
+        let Attachments { log, userfault } = attachments;
+        let log = leak(log).or(self.log.filter(|_| flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES)));
+        let userfault = leak(userfault).or(self.userfault.filter(|_| flags.contains(MemoryRegionFlags::USERFAULT)));
+        SlotEntry { range, flags, log, userfault, ..self }
     }
 
-    /// Frees the log that `changed` added to `before`, because this entry was not published.
+    /// Frees what `changed` added to `before`, because this entry was not published.
     pub(crate) fn discard_change(self, before: &SlotEntry<B>) {
-        if let Some(log) = self.log
-            && self.log != before.log
-        {
-            // SAFETY: it came from a box in `changed`, and was never published.
-            drop(unsafe { Box::from_raw(log.as_ptr()) });
+        // SAFETY: they came from boxes in `changed`, and were never published.
+        unsafe {
+            free(self.log.filter(|_| self.log != before.log));
+            free(self.userfault.filter(|_| self.userfault != before.userfault));
         }
     }
 
     /// Frees a slot of [`SlotEntry::new`] that was not published.
     pub(crate) fn discard(self) {
-        // SAFETY: both came from boxes in `new`, and were never published.
+        // SAFETY: all came from boxes in `new`, and were never published.
         unsafe {
             free(Some(self.slot));
             free(self.log);
+            free(self.userfault);
         }
     }
 
@@ -469,6 +555,7 @@ impl<B> Retired<B> {
             free(self.set);
             free(self.slot);
             free(self.log);
+            free(self.userfault);
         }
     }
 }
@@ -486,10 +573,11 @@ impl<B> Drop for Slots<B> {
         // SAFETY: the current set came from a box, and nobody uses it any more.
         let set = unsafe { Box::from_raw(self.current.load(Ordering::Relaxed)) };
         for entry in &set.entries {
-            // SAFETY: a slot and its log belong to the set that holds them when the VM ends.
+            // SAFETY: a slot and what it has belong to the set that holds them when the VM ends.
             unsafe {
                 free(Some(entry.slot));
                 free(entry.log);
+                free(entry.userfault);
             }
         }
     }

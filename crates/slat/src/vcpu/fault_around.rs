@@ -20,6 +20,7 @@ use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::age::AccessTracking;
 use crate::second_stage::install::{Changed, NewLeaf, Rights};
+use crate::slot::MemoryAttributes;
 use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::entry::{self, Stamp, State};
@@ -62,9 +63,11 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             return None;
         }
         neighbours.retain(self.free_pages()?);
-        let plan = self.plan_together(&section)?;
+        let plan = self.plan_together(&section, neighbours)?;
         drop(section);
-        neighbours.retain(|gfn| plan.slot.contains(gfn));
+        if plan.attributes.contains(MemoryAttributes::PRIVATE) {
+            return None;
+        }
         let config = &tree.config;
         self.make_leaves(neighbours, |gfn| {
             let resolved = tree.host.resolve_resident(plan.backing.get(), gfn, plan.page(gfn), access)?;

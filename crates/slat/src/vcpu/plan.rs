@@ -4,10 +4,10 @@ use crate::addr::{Access, Gfn, GfnRange, Level};
 use crate::config::Config;
 use crate::error::Error;
 use crate::format::{Entry, Format};
-use crate::host::Resolved;
+use crate::host::{Gone, Host, Resolved};
 use crate::second_stage::install::{NewLeaf, Rights};
-use crate::slot::MemoryRegionFlags;
 use crate::slot::set::BackingRef;
+use crate::slot::{MemoryAttributes, MemoryRegionFlags};
 use crate::table::entry::Stamp;
 
 /// What a fault is to do, as decided by its look.
@@ -15,6 +15,8 @@ pub(super) enum Plan<'r, B> {
     /// Nothing: the entry, of this level, allows the access.
     Spurious(Level),
     Exit,
+    /// Nothing, before user space has done something.
+    Withheld(Error),
     /// The page is in a published range.
     TakenAway,
     /// Somebody is between a table and a huge leaf here: cancel that.
@@ -51,14 +53,33 @@ pub(super) struct InstallPlan<'r, B> {
     pub(super) backing: BackingRef<'r, B>,
     pub(super) slot: GfnRange,
     pub(super) flags: MemoryRegionFlags,
+    /// Those of the fault's page.
+    pub(super) attributes: MemoryAttributes,
     /// Level of the entry that was found.
     pub(super) level: Level,
-    /// The largest leaf that reaches into no published range.
+    /// The largest leaf that reaches into no published range, and that user space allows.
     pub(super) max_level: Level,
     pub(super) found: Found,
 }
 
-impl<B> InstallPlan<'_, B> {
+impl<B: Send + Sync> InstallPlan<'_, B> {
+    /// Asks the host for page `gfn` of the slot, which has the attributes of the fault's own.
+    #[inline]
+    pub(super) fn resolve<H: Host<Backing = B>>(&self, host: &H, gfn: Gfn, access: Access) -> Result<Resolved, Gone> {
+        let (backing, page) = (self.backing.get(), self.page(gfn));
+        if self.attributes.contains(MemoryAttributes::PRIVATE) {
+            host.resolve_private(backing, gfn, page, access)
+        } else {
+            host.resolve(backing, gfn, page, access)
+        }
+    }
+
+    /// Whether its pages are all as the fault's own: nobody but the host has a say in them.
+    #[inline]
+    pub(super) fn is_plain(&self) -> bool {
+        !self.flags.intersects(MemoryRegionFlags::USERFAULT | MemoryRegionFlags::GUEST_MEMFD)
+    }
+
     /// Number of a page within the slot.
     #[inline]
     pub(super) fn page(&self, gfn: Gfn) -> u64 {

@@ -31,8 +31,8 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     ///
     /// # Errors
     /// For the first page: [`Error::NoMemory`] if no slot has it, or not for writing; [`Error::Busy`] if it is being taken
-    /// away at this moment, by an invalidation or a change of its slot: try again; [`Error::DirtyRingFull`]; and those of
-    /// [`handle_fault`](Vcpu::handle_fault). [`Error::UnalignedAddress`], [`Error::BadSize`].
+    /// away at this moment, by an invalidation or a change of its slot: try again; [`Error::DirtyRingFull`];
+    /// [`Error::MemoryFault`] where a fault would exit; and those of [`handle_fault`](Vcpu::handle_fault). [`Error::UnalignedAddress`], [`Error::BadSize`].
     pub fn pre_fault_memory(&mut self, gpa: Gpa, size_bytes: u64, access: Access) -> Result<u64, Error> {
         if !gpa.is_page_aligned() {
             return Err(Error::UnalignedAddress { gpa });
@@ -124,14 +124,13 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         }
         let Some(is_free) = self.free_pages() else { return 0 };
         batch.retain(is_free);
-        let Some(plan) = self.plan_together(&section) else { return 0 };
+        let Some(plan) = self.plan_together(&section, &mut batch) else { return 0 };
         drop(section);
         if access == Access::Write && plan.flags.contains(MemoryRegionFlags::READONLY) {
             return 0;
         }
-        batch.retain(|gfn| plan.slot.contains(gfn));
         self.make_leaves(&mut batch, |gfn| {
-            let resolved = tree.host.resolve(plan.backing.get(), gfn, plan.page(gfn), access).ok()?;
+            let resolved = plan.resolve(&tree.host, gfn, access).ok()?;
             let leaf = self.leaf(&plan, gfn, resolved).ok()?;
             let leaf = NewLeaf { level: Level::L4K, used: None, ..leaf };
             Some((resolved, leaf.entry::<F>(tree.config.access_tracking)))
@@ -150,6 +149,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             let changed = match self.look() {
                 Plan::Spurious(level) => return Ok(self.gfn.block(level).end),
                 Plan::Exit => return Err(Error::NoMemory { gpa: self.gpa }),
+                Plan::Withheld(error) => return Err(error),
                 Plan::TakenAway => return Err(Error::Busy { gpa: self.gpa }),
                 Plan::Cancel => self.cancel().map(|_| self.gfn),
                 Plan::Install(plan) => {
@@ -192,7 +192,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// part of what it would cover is being taken away. Leaves may reach beyond `end`, as they may for a fault, but not beyond
     /// the slot; nor, if they open pages, into the reserve of the ring.
     fn fillable(&self, plan: &InstallPlan<'_, H::Backing>, level: Level, end: Gfn) -> Option<GfnRange> {
-        if level.up() > plan.level.min(plan.max_level) {
+        // Of the other pages nobody has asked what user space says.
+        if level.up() > plan.level.min(plan.max_level) || !plan.is_plain() {
             return None;
         }
         let leaf_pages = level.nr_pages();
@@ -244,7 +245,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             let value = run.pop::<F>(leaf_level);
             if nth + 1 == nr_known && nr_known < nr_wanted {
                 let gfn = Gfn(pages.start.0 + nr_known as u64 * leaf_pages);
-                if let Ok(resolved) = host.resolve(plan.backing.get(), gfn, plan.page(gfn), access)
+                if let Ok(resolved) = plan.resolve(host, gfn, access)
                     && let Ok(leaf) = plan.leaf::<F>(&tree.config, max_opened, gfn, access, resolved)
                     // A smaller one ends it: it needs a table of its own.
                     && leaf.level >= leaf_level

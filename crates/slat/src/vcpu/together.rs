@@ -135,13 +135,24 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         Some(move |gfn| free.contains(gfn) || published.free_level(gfn, Level::L4K).is_some())
     }
 
-    /// What small leaves are to be made of, in the slot that has this fault's page. To be asked last.
-    pub(super) fn plan_together(&self, section: &Section<'_>) -> Option<InstallPlan<'v, H::Backing>> {
+    /// What small leaves are to be made of, in the slot that has this fault's page; leaves out the pages of `batch` for which
+    /// that does not hold. To be asked last.
+    pub(super) fn plan_together(
+        &self,
+        section: &Section<'_>,
+        batch: &mut Batch,
+    ) -> Option<InstallPlan<'v, H::Backing>> {
         let slot = self.vm.slots.find(section, self.gfn)?;
+        let attributes = slot.attributes_of(self.gfn);
+        batch.retain(|gfn| {
+            slot.range().contains(gfn)
+                && (slot.is_plain() || (slot.check_userfault(gfn).is_ok() && slot.attributes_of(gfn) == attributes))
+        });
         Some(InstallPlan {
             backing: slot.keep_for_resolve(self.record),
             slot: slot.range(),
             flags: slot.flags(),
+            attributes,
             level: Level::L4K,
             max_level: Level::L4K,
             found: Found::Empty(Stamp::FIRST),

@@ -669,12 +669,20 @@ pub fn region(
         guest_phys_addr: Gpa(gpa),
         memory_size: size_bytes,
         backing: Some(Arc::new(TestBacking::new(first_pfn, size_bytes / 4096, max_size))),
+        userfault_bitmap: None,
     }
 }
 
 /// What changes an existing slot.
 pub fn change(slot: u32, flags: MemoryRegionFlags, gpa: u64, size_bytes: u64) -> MemoryRegion<Arc<TestBacking>> {
-    MemoryRegion { slot, flags, guest_phys_addr: Gpa(gpa), memory_size: size_bytes, backing: None }
+    MemoryRegion {
+        slot,
+        flags,
+        guest_phys_addr: Gpa(gpa),
+        memory_size: size_bytes,
+        backing: None,
+        userfault_bitmap: None,
+    }
 }
 
 /// Takes everything away from a VM without slots that others are done with, and checks that no table is left but the

@@ -109,6 +109,7 @@ impl<F: Format> Pair<'_, F> {
             guest_phys_addr: Gpa(gpa),
             memory_size: nr_pages * PAGE_SIZE,
             backing: Some(Arc::clone(&backing)),
+            userfault_bitmap: None,
         };
         let expected = if gpa + nr_pages * PAGE_SIZE > 1 << F::GPA_BITS {
             Err(Error::AddressTooHigh { gpa: Gpa(gpa), gpa_bits: F::GPA_BITS })

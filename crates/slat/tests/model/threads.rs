@@ -260,6 +260,7 @@ impl<F: Format> World<F> {
                 guest_phys_addr: Gpa(gpa),
                 memory_size: nr_pages * PAGE_SIZE,
                 backing: Some(Arc::clone(&new)),
+                userfault_bitmap: None,
             })
             .unwrap();
         *backing = Some(new);

@@ -65,7 +65,15 @@ fn change_slot(
 ) {
     let guest_phys_addr = Gfn(PLACE + first).gpa();
     let memory_size = nr_pages * PAGE_SIZE;
-    vm.set_user_memory_region(MemoryRegion { slot: id as u32, flags, guest_phys_addr, memory_size, backing }).unwrap();
+    vm.set_user_memory_region(MemoryRegion {
+        slot: id as u32,
+        flags,
+        guest_phys_addr,
+        memory_size,
+        backing,
+        userfault_bitmap: None,
+    })
+    .unwrap();
 }
 
 /// A VM with one slot, whose block is mapped by one leaf, by a table of small ones, or not at all.

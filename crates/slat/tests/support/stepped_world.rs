@@ -472,7 +472,14 @@ pub fn region(
     nr_pages: u64,
     backing: Option<Backing>,
 ) -> MemoryRegion<Backing> {
-    MemoryRegion { slot, flags, guest_phys_addr: Gpa(start * PAGE_SIZE), memory_size: nr_pages * PAGE_SIZE, backing }
+    MemoryRegion {
+        slot,
+        flags,
+        guest_phys_addr: Gpa(start * PAGE_SIZE),
+        memory_size: nr_pages * PAGE_SIZE,
+        backing,
+        userfault_bitmap: None,
+    }
 }
 
 pub fn backing(first_pfn: u64, max_size: PageSize) -> Backing {

@@ -445,7 +445,7 @@ pub fn slot(
 ) -> MemoryRegion<AreaBacking> {
     let memory_size = start.map_or(0, |_| BLOCK * PAGE_SIZE);
     let guest_phys_addr = Gpa(start.unwrap_or(0) * PAGE_SIZE);
-    MemoryRegion { slot: area as u32, flags, guest_phys_addr, memory_size, backing: new }
+    MemoryRegion { slot: area as u32, flags, guest_phys_addr, memory_size, backing: new, userfault_bitmap: None }
 }
 
 pub struct Guest {

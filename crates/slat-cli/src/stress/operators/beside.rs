@@ -170,6 +170,7 @@ impl<'w, F: HardwareFormat> Slots<'w, F> {
             guest_phys_addr: range.start.gpa(),
             memory_size: if is_there { range.nr_pages() << PAGE_SHIFT } else { 0 },
             backing: backing.map(|backing| BackingSlice { backing, offset_bytes: 0 }),
+            userfault_bitmap: None,
         })?;
         Ok(())
     }

@@ -69,6 +69,7 @@ impl<'w, F: HardwareFormat> HugeSlot<'w, F> {
             guest_phys_addr: FIRST_PAGE.gpa(),
             memory_size: nr_pages << PAGE_SHIFT,
             backing: backing.map(|backing| BackingSlice { backing, offset_bytes: 0 }),
+            userfault_bitmap: None,
         })?;
         Ok(())
     }

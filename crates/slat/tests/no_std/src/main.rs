@@ -130,7 +130,7 @@ const SIZE: u64 = 8 * MIB;
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 
 fn region(flags: MemoryRegionFlags, gpa: u64, backing: Option<u64>) -> MemoryRegion<u64> {
-    MemoryRegion { slot: 0, flags, guest_phys_addr: Gpa(gpa), memory_size: SIZE, backing }
+    MemoryRegion { slot: 0, flags, guest_phys_addr: Gpa(gpa), memory_size: SIZE, backing, userfault_bitmap: None }
 }
 
 fn run<F: Format>(locking: Locking) -> Result<(), c_int> {

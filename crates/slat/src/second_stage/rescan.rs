@@ -1,0 +1,117 @@
+//! Taking pages away whose userfault bit was set after they were mapped, or after a fault has looked at them.
+//!
+//! The order is that of `table/stamp.rs`: the bits are visible before this is called; then a stamp is taken, given to the
+//! entries of the pages whose bit is set, and their leaves go; then a flush. No range is published: nothing is moved that a
+//! fault could still map, and what faults have to see stays there to be seen, the bit. But it may be cleared at any time, and
+//! then the page may be mapped again, in the midst of this: see [`Faults::MayComeBack`].
+
+use arrayvec::ArrayVec;
+
+use super::flush::FlushToken;
+use super::zap::{self, Faults};
+use crate::addr::{Gfn, GfnRange};
+use crate::error::Error;
+use crate::format::Format;
+use crate::host::Host;
+use crate::slot::set::{SlotView, Slots};
+use crate::slot::userfault::UserfaultBitmap;
+use crate::sync::fence_after_rmw;
+use crate::table::Tree;
+use crate::table::retire::Record;
+
+/// Runs of pages that one look at the bitmap takes along.
+const RUNS_PER_TURN: usize = 64;
+
+/// Words of the bitmap looked at before the section is left for a while.
+const WORDS_PER_TURN: usize = 4096;
+
+/// Takes those pages away of `nr_pages` pages from `first_page` on of slot `id` whose userfault bit is set. Returns their
+/// number.
+pub(crate) fn rescan<H: Host, F: Format>(
+    tree: &Tree<H, F>,
+    slots: &Slots<H::Backing>,
+    record: &Record,
+    id: u32,
+    first_page: u64,
+    nr_pages: u64,
+) -> Result<u64, Error> {
+    loop {
+        let pages = {
+            let section = tree.epochs.enter(record);
+            let slot = slots.by_id(&section, id).ok_or(Error::NoSuchSlot { slot: id })?;
+            check_pages(&slot, first_page, nr_pages)?;
+            GfnRange::new(Gfn(slot.range().start.0 + first_page), nr_pages)
+        };
+        // After the look at the slot: a fault under way that has found it elsewhere, or with another bitmap, is dealt with by
+        // who has changed that.
+        let stamp = tree.next_stamp();
+        // As in `invalidate`: what faults must see is visible before the walk finds any table linked.
+        fence_after_rmw();
+        let mut token = FlushToken::new();
+        let mut nr_withheld = 0;
+        let mut next = pages.start;
+        let done = loop {
+            if next >= pages.end {
+                break Ok(true);
+            }
+            let mut runs = ArrayVec::<GfnRange, RUNS_PER_TURN>::new();
+            let section = tree.epochs.enter(record);
+            // Moved, deleted or changed meanwhile: once more, with what is there now.
+            let found = slots.by_id(&section, id);
+            let Some(slot) = found.filter(|slot| slot.range().start.0 + first_page == pages.start.0) else {
+                break Ok(false);
+            };
+            let Some(userfault) = slot.userfault() else { break Ok(false) };
+            if let Err(gone) = find_runs(&slot, userfault, pages, &mut next, &mut runs) {
+                break Err(gone);
+            }
+            drop(section);
+            for run in runs {
+                nr_withheld += run.nr_pages();
+                zap::zap_range(tree, slots, record, run, stamp, Faults::MayComeBack, &mut token);
+                token.owe(run);
+            }
+        };
+        token.pay(tree, record);
+        if done? {
+            return Ok(nr_withheld);
+        }
+    }
+}
+
+fn check_pages<B>(slot: &SlotView<'_, B>, first_page: u64, nr_pages: u64) -> Result<(), Error> {
+    let (id, range) = (slot.id(), slot.range());
+    if nr_pages == 0 {
+        let start = Gfn(range.start.0.saturating_add(first_page));
+        return Err(Error::EmptyRange { start, end: start });
+    }
+    if first_page.checked_add(nr_pages).is_none_or(|end| end > range.nr_pages()) {
+        return Err(Error::LogRangePastEnd { slot: id, first_page, nr_pages, slot_pages: range.nr_pages() });
+    }
+    if slot.userfault().is_none() { Err(Error::NotUserfault { slot: id }) } else { Ok(()) }
+}
+
+/// Finds runs of pages in `pages` from `next` on whose bit is set, until there are enough, and moves `next` on.
+fn find_runs<B>(
+    slot: &SlotView<'_, B>,
+    userfault: &UserfaultBitmap,
+    pages: GfnRange,
+    next: &mut Gfn,
+    runs: &mut ArrayVec<GfnRange, RUNS_PER_TURN>,
+) -> Result<(), Error> {
+    for _ in 0..WORDS_PER_TURN {
+        if *next >= pages.end || runs.is_full() {
+            break;
+        }
+        let rest = GfnRange { start: *next, end: pages.end };
+        let gone = Error::UserfaultBitmapGone { slot: slot.id(), gpa: next.gpa() };
+        let (run, end) = userfault.next_run(slot.range(), rest).ok_or(gone)?;
+        *next = end;
+        match (run, runs.last_mut()) {
+            (Some(run), Some(last)) if last.end == run.start => last.end = run.end,
+            (Some(run), _) => runs.push(run),
+            (None, _) => {}
+        }
+    }
+    Ok(())
+}

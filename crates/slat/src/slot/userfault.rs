@@ -1,0 +1,159 @@
+//! Userfault: pages whose accesses user space wants to see before anybody maps them, told by a bitmap that user space owns.
+//!
+//! Bits share words: they are set by an atomic OR and cleared by an atomic AND. A late answer to an old request may clear a bit
+//! that was set since to take the page back: look at it once more after the rescan, before the contents go.
+//!
+//! A set bit means that a fault on the page leaves to user space ([`Exit::MemoryFault`](crate::Exit::MemoryFault)). User space
+//! fills the page, and then clears the bit, with release; a fault reads it with acquire, so it maps what was filled. Nothing
+//! is locked, and nobody is told.
+//!
+//! A fault reads the bit after its entry. So the bit is a part of the ground under a fault as a slot is (`table/stamp.rs`): a
+//! bit that is set *later* counts for who looks from then on; for who has looked already, and for what is mapped, it counts
+//! when a stamp was given to the page's entry and its leaf was taken away. That is what [`Vm::rescan_userfault`] does, and
+//! turning [`MemoryRegionFlags::USERFAULT`] on, which does it for the whole slot.
+//!
+//! [`Vm::rescan_userfault`]: crate::Vm::rescan_userfault
+//! [`MemoryRegionFlags::USERFAULT`]: super::MemoryRegionFlags::USERFAULT
+
+use alloc::boxed::Box;
+use alloc::sync::Arc;
+use alloc::vec::Vec;
+use core::fmt;
+
+use crate::addr::{Gfn, GfnRange, Level, PageSize};
+use crate::error::Error;
+use crate::sync::{AtomicU64, Ordering};
+
+/// The memory of a userfault bitmap, which user space owns: an array on the heap, or memory that it shares with the process
+/// that fetches the pages.
+pub trait UserfaultWords: Send + Sync {
+    /// The words: always the same ones, as long as they are there. Memory that was taken away is not answered for: with fewer
+    /// words than the slot needs, a fault behind them fails with [`Error::UserfaultBitmapGone`]. Called by each fault in the
+    /// slot, inside a section: must not block.
+    fn words(&self) -> &[AtomicU64];
+}
+
+impl UserfaultWords for Vec<AtomicU64> {
+    fn words(&self) -> &[AtomicU64] {
+        self
+    }
+}
+
+impl UserfaultWords for Box<[AtomicU64]> {
+    fn words(&self) -> &[AtomicU64] {
+        self
+    }
+}
+
+/// The pages of a slot at which faults exit to user space. Bit n % 64 of word n / 64 is page n of the slot, or number n of the
+/// blocks of 2 MiB that begin with the slot; 1 means exit. Clones are the same bitmap.
+#[derive(Clone)]
+pub struct UserfaultBitmap {
+    words: Arc<dyn UserfaultWords>,
+    granularity: PageSize,
+}
+
+impl UserfaultBitmap {
+    /// The bitmap in `words`, with a bit for each block of `granularity`. With [`PageSize::Size4K`], KVM's, a slot is mapped
+    /// by pages of 4 KiB as long as it has [`MemoryRegionFlags::USERFAULT`](super::MemoryRegionFlags::USERFAULT). With
+    /// [`PageSize::Size2M`] huge pages of 2 MiB survive, and arrive as a whole; the slot must begin at a multiple of 2 MiB.
+    /// There is no other ([`Error::BadUserfaultGranularity`]).
+    pub fn new(words: Arc<dyn UserfaultWords>, granularity: PageSize) -> UserfaultBitmap {
+        UserfaultBitmap { words, granularity }
+    }
+
+    /// The words.
+    pub fn words(&self) -> &[AtomicU64] {
+        self.words.words()
+    }
+
+    /// The size of the block that a bit stands for.
+    pub fn granularity(&self) -> PageSize {
+        self.granularity
+    }
+
+    /// Whether `other` is the same bitmap, with the same meaning.
+    pub(crate) fn is_same(&self, other: &UserfaultBitmap) -> bool {
+        Arc::ptr_eq(&self.words, &other.words) && self.granularity == other.granularity
+    }
+
+    /// Whether it serves slot `slot` of `range`.
+    pub(crate) fn check(&self, slot: u32, range: GfnRange) -> Result<(), Error> {
+        let granularity = self.granularity;
+        if granularity > PageSize::Size2M {
+            return Err(Error::BadUserfaultGranularity { slot, size_bytes: granularity.size_bytes() });
+        }
+        let block_pages = self.level().nr_pages();
+        if !range.start.0.is_multiple_of(block_pages) {
+            return Err(Error::UnalignedUserfaultSlot { slot, gpa: range.start.gpa() });
+        }
+        let needed = range.nr_pages().div_ceil(block_pages).div_ceil(u64::from(u64::BITS)) as usize;
+        let words = self.words().len();
+        if words < needed { Err(Error::BitmapTooShort { slot, words, needed }) } else { Ok(()) }
+    }
+
+    /// The largest leaf that a bit tells of.
+    #[inline]
+    pub(crate) fn level(&self) -> Level {
+        self.granularity.level()
+    }
+
+    /// The word that has the bit of page `page` of the slot, the number of the bit in it, and the word's.
+    fn word_of(&self, page: u64) -> Option<(u64, u32, usize)> {
+        let bit = page / self.level().nr_pages();
+        let index = (bit / u64::from(u64::BITS)) as usize;
+        // Acquire: what user space did before it cleared a bit, to fill the page, is seen by who finds it clear. And a set one
+        // that a stamp tells of is seen, for the entry was read before (`table/stamp.rs`).
+        let word = self.words().get(index)?.load(Ordering::Acquire);
+        Some((word, (bit % u64::from(u64::BITS)) as u32, index))
+    }
+
+    /// Whether the bit of page `page` of the slot is set; `None` if the words end before it.
+    #[inline]
+    pub(crate) fn is_set(&self, page: u64) -> Option<bool> {
+        self.word_of(page).map(|(word, bit, _)| word >> bit & 1 != 0)
+    }
+
+    /// The first run of pages in `range`, a part of a slot of `slot_range`, whose bits are set, in whole blocks and within one
+    /// word; and the page to go on from. `None` if the words end before it.
+    pub(crate) fn next_run(&self, slot_range: GfnRange, range: GfnRange) -> Option<(Option<GfnRange>, Gfn)> {
+        let block_pages = self.level().nr_pages();
+        let start = slot_range.start.0;
+        let (word, first, index) = self.word_of(range.start.0 - start)?;
+        let page_of = |bit: u64| Gfn((start + bit * block_pages).min(slot_range.end.0));
+        let base = index as u64 * u64::from(u64::BITS);
+        let from = word & (u64::MAX << first);
+        if from == 0 {
+            return Some((None, page_of(base + u64::from(u64::BITS)).min(range.end)));
+        }
+        let run_first = from.trailing_zeros();
+        let nr_set = (from >> run_first).trailing_ones();
+        let run_start = page_of(base + u64::from(run_first));
+        if run_start >= range.end {
+            return Some((None, range.end));
+        }
+        let behind = (range.end.0 - start).div_ceil(block_pages);
+        let run_end = page_of((base + u64::from(run_first + nr_set)).min(behind));
+        Some((Some(GfnRange { start: run_start, end: run_end }), run_end.min(range.end)))
+    }
+}
+
+impl fmt::Debug for UserfaultBitmap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("UserfaultBitmap")
+            .field("nr_words", &self.words().len())
+            .field("granularity", &self.granularity)
+            .finish_non_exhaustive()
+    }
+}
+
+bitflags::bitflags! {
+    /// Why a memory fault leaves to user space, with KVM's values.
+    #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+    pub struct MemoryFaultFlags: u64 {
+        /// The page is private ([`MemoryAttributes::PRIVATE`](super::MemoryAttributes::PRIVATE)).
+        const PRIVATE = 1 << 3;
+        /// The page's bit is set in its slot's [`UserfaultBitmap`].
+        const USERFAULT = 1 << 4;
+    }
+}

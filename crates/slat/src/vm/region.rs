@@ -1,0 +1,207 @@
+//! Slots: how they are made, changed and deleted, and what a change of their flags takes with it.
+
+use super::Vm;
+use crate::addr::GfnRange;
+use crate::boxed::try_box;
+use crate::config::{HugePageSplitting, ManualProtect};
+use crate::dirty::bitmap::Bitmap;
+use crate::error::Error;
+use crate::format::Format;
+use crate::host::Host;
+use crate::second_stage::invalidate::Invalidation;
+use crate::second_stage::{protect, recover, split};
+use crate::slot::set::{Attachments, Change, Claim, SlotEntry};
+use crate::slot::{MemoryRegion, MemoryRegionFlags};
+use crate::sync::full_fence;
+use crate::table::retire::Record;
+
+/// Old slot sets that may wait for the next reclaim.
+const MAX_WAITING_SETS: u64 = 8;
+
+impl<H: Host, F: Format> Vm<H, F> {
+    /// Creates, deletes, moves or changes a slot; see [`MemoryRegion`].
+    ///
+    /// When a deletion or a move has returned, no CPU uses the slot's old range any more. A slot that is moved while it
+    /// logs is dirty as a whole: all of its pages have another address. Turning on
+    /// [`MemoryRegionFlags::LOG_DIRTY_PAGES`] write-protects the slot's pages: writes from then on are logged. Turning on
+    /// [`MemoryRegionFlags::USERFAULT`] takes the mappings of its pages away: when it has returned, no CPU uses a page whose
+    /// bit was set before.
+    ///
+    /// # Errors
+    /// For a bad description the variant that names its fault; [`Error::OutOfMemory`]. [`Error::SlotBusy`] if another
+    /// thread is changing the same slot, in whatever way, at this moment: KVM would wait for it, here nobody waits. On an
+    /// error the slot is as it was; if memory ran out, mappings may have been taken away, and the next access faults.
+    pub fn set_user_memory_region(&self, region: MemoryRegion<H::Backing>) -> Result<(), Error> {
+        let range = region.check(F::GPA_BITS)?;
+        let deletes = range.is_empty();
+        let record = self.tree.epochs.borrow_record()?;
+        let result = match self.slots.claim(&self.tree.epochs, &record, region.slot)? {
+            None if range.is_empty() => Err(Error::NoSuchSlot { slot: region.slot }),
+            None => self.create_slot(&record, region, range),
+            Some(claim) if range.is_empty() => self.delete_slot(&record, claim),
+            Some(claim) => self.change_slot(&record, claim, &region, range),
+        };
+        drop(record);
+        self.tree.reclaim();
+        // Freeing makes a barrier on all CPUs. A backing should go at once; a few old sets and logs may wait.
+        if deletes || self.slots.nr_retired() >= MAX_WAITING_SETS {
+            self.slots.reclaim(&self.tree.epochs, || self.tree.host.barrier_on_all_cpus());
+        }
+        result
+    }
+
+    fn create_slot(&self, record: &Record, region: MemoryRegion<H::Backing>, range: GfnRange) -> Result<(), Error> {
+        let attachments = self.attachments_for(&region, range, None)?;
+        let MemoryRegion { slot: id, flags, backing, .. } = region;
+        let backing = backing.ok_or(Error::NoBacking { slot: id })?;
+        let entry = SlotEntry::new(id, range, flags, backing, attachments)?;
+        // Nothing was mapped there, and faults that looked before see no memory: no stamp is needed.
+        match self.slots.publish(&self.tree.epochs, record, &Change::Insert(entry)) {
+            Ok(()) => {
+                entry.claim().release();
+                Ok(())
+            }
+            Err(error) => {
+                entry.discard();
+                Err(error)
+            }
+        }
+    }
+
+    fn delete_slot(&self, record: &Record, claim: Claim<H::Backing>) -> Result<(), Error> {
+        // Until the set without the slot is published: no fault maps it again, and nothing takes its place.
+        let result = Invalidation::new(&self.tree, &self.slots, record, claim.entry.range)
+            .and_then(|_taken_away| self.slots.publish(&self.tree.epochs, record, &Change::Remove(claim.entry)));
+        if result.is_err() {
+            claim.release();
+        }
+        // A deleted slot stays claimed: whoever still finds it in an old set must not change it.
+        result
+    }
+
+    fn change_slot(
+        &self,
+        record: &Record,
+        claim: Claim<H::Backing>,
+        region: &MemoryRegion<H::Backing>,
+        range: GfnRange,
+    ) -> Result<(), Error> {
+        let result = self.try_change_slot(record, &claim, region, range);
+        claim.release();
+        result
+    }
+
+    fn try_change_slot(
+        &self,
+        record: &Record,
+        claim: &Claim<H::Backing>,
+        region: &MemoryRegion<H::Backing>,
+        range: GfnRange,
+    ) -> Result<(), Error> {
+        let before = claim.entry;
+        let &MemoryRegion { slot: id, flags, memory_size, .. } = region;
+        if region.backing.is_some() {
+            return Err(Error::BackingFixed { slot: id });
+        }
+        if range.nr_pages() != before.range.nr_pages() {
+            return Err(Error::SizeFixed { slot: id, memory_size });
+        }
+        if (flags ^ before.flags).contains(MemoryRegionFlags::READONLY) {
+            return Err(Error::ReadOnlyFixed { slot: id });
+        }
+        let moves = range != before.range;
+        let has_guest_memfd = before.flags.contains(MemoryRegionFlags::GUEST_MEMFD);
+        if (flags ^ before.flags).contains(MemoryRegionFlags::GUEST_MEMFD) || (has_guest_memfd && moves) {
+            return Err(Error::GuestMemfdFixed { slot: id });
+        }
+        let attachments = self.attachments_for(region, range, Some(claim))?;
+        let begins_userfault = attachments.userfault.is_some();
+        let begins = flags - before.flags;
+        let ends = before.flags - flags;
+        if !moves && flags == before.flags && !begins_userfault {
+            return Ok(());
+        }
+        if moves {
+            // Before anything is taken away: a description that is refused changes nothing. `publish` asks again.
+            self.slots.check_vacant(&self.tree.epochs, record, id, range)?;
+        }
+        let after = before.changed(range, flags, attachments);
+        let published = if moves || begins_userfault {
+            Invalidation::new(&self.tree, &self.slots, record, before.range)
+                .and_then(|_taken_away| self.slots.publish(&self.tree.epochs, record, &Change::Replace(after)))
+        } else {
+            self.slots.publish(&self.tree.epochs, record, &Change::Replace(after))
+        };
+        if let Err(error) = published {
+            after.discard_change(&before);
+            return Err(error);
+        }
+        let begins_to_log = begins.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
+        if moves {
+            if !begins_to_log && let Some(log) = claim.log_of(&after) {
+                // See `dirty/log.rs`.
+                log.mark(0, range.nr_pages());
+            }
+            return Ok(());
+        }
+        if begins_to_log {
+            self.begin_to_log(record, after);
+        } else if ends.intersects(MemoryRegionFlags::LOG_DIRTY_PAGES | MemoryRegionFlags::USERFAULT) {
+            self.recover(record, range);
+        }
+        Ok(())
+    }
+
+    /// Write-protects a slot whose new flags are published.
+    fn begin_to_log(&self, record: &Record, entry: SlotEntry<H::Backing>) {
+        // A store-load pair (`dirty/log.rs`): the flag is visible before leaves are looked at; and before it is asked
+        // whether there are rings. If there are none yet, there is no vCPU either, and so nothing that could be written.
+        full_fence();
+        if self.tree.config.manual_protect == ManualProtect::InitiallySet && !self.rings.are_enabled() {
+            // All pages are marked, and each is protected when its mark is taken.
+            return;
+        }
+        // The parts are as writable as the whole, so before they are protected. Best effort: what is not split now is split
+        // by the first write.
+        if self.tree.config.huge_page_splitting == HugePageSplitting::Eager {
+            let target = self.tree.config.largest_logged_write();
+            let _ = split::split_range(&self.tree, &self.slots, record, entry.range, target, |_| true);
+        }
+        protect::protect_slot(&self.tree, record, entry.range);
+        // Whether or not a leaf changed: one that is protected already may still be cached as writable.
+        self.tree.flush(record, &[entry.range]);
+    }
+
+    pub(super) fn recover(&self, record: &Record, range: GfnRange) -> u64 {
+        recover::recover_range(&self.tree, &self.slots, record, range, &self.rings)
+    }
+
+    /// What a slot needs that becomes what `region`, of `range`, says, and that it has not yet, if it is `claim`'s.
+    fn attachments_for(
+        &self,
+        region: &MemoryRegion<H::Backing>,
+        range: GfnRange,
+        claim: Option<&Claim<H::Backing>>,
+    ) -> Result<Attachments, Error> {
+        let &MemoryRegion { slot, flags, .. } = region;
+        let mut attachments = Attachments::default();
+        if flags.contains(MemoryRegionFlags::USERFAULT) {
+            let has = claim.and_then(Claim::userfault);
+            let given = region.userfault_bitmap.as_ref();
+            let bitmap = given.or(has).ok_or(Error::NoUserfaultBitmap { slot })?;
+            bitmap.check(slot, range)?;
+            if !has.is_some_and(|has| has.is_same(bitmap)) {
+                attachments.userfault = Some(try_box(bitmap.clone())?);
+            }
+        }
+        let logs = claim.is_some_and(|claim| claim.entry.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES));
+        if flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES) && !logs && !self.rings.are_enabled() {
+            let new = match self.tree.config.manual_protect {
+                ManualProtect::Disabled | ManualProtect::Enabled => Bitmap::new,
+                ManualProtect::InitiallySet => Bitmap::new_marked,
+            };
+            attachments.log = Some(new(range.nr_pages())?);
+        }
+        Ok(attachments)
+    }
+}

@@ -1,0 +1,149 @@
+//! What user space says of single pages: at which of them faults exit to it, and which are private to the guest.
+
+use super::Vm;
+use crate::addr::{Gfn, GfnRange, Gpa, PAGE_SHIFT, PAGE_SIZE};
+use crate::error::Error;
+use crate::format::Format;
+use crate::host::Host;
+use crate::second_stage::invalidate::Invalidation;
+use crate::second_stage::rescan;
+use crate::slot::set::SlotView;
+use crate::slot::{MemoryAttributes, MemoryFaultFlags};
+use crate::table::retire::Record;
+
+/// Pages looked at before the section is left for a while.
+const PAGES_PER_TURN: u64 = 1 << 20;
+
+impl<H: Host, F: Format> Vm<H, F> {
+    /// Takes away the mappings of those of `nr_pages` pages from `first_page` on of slot `slot` whose bit is set in its
+    /// userfault bitmap. Returns how many pages that are (with a bit for 2 MiB: all of its pages).
+    ///
+    /// A bit that is set while the slot has [`MemoryRegionFlags::USERFAULT`](crate::MemoryRegionFlags::USERFAULT) counts at
+    /// once for faults that begin later. For faults under way, and for pages that are mapped, it counts when this has returned:
+    /// no CPU uses the page any more, until its bit is cleared. So a page is poisoned, or a range taken back, without turning
+    /// the flag off and on. Pages whose bit is clear stay mapped.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchSlot`], [`Error::NotUserfault`], [`Error::EmptyRange`], [`Error::LogRangePastEnd`],
+    /// [`Error::UserfaultBitmapGone`], [`Error::OutOfMemory`]. With the last two, a part may be done.
+    pub fn rescan_userfault(&self, slot: u32, first_page: u64, nr_pages: u64) -> Result<u64, Error> {
+        let record = self.tree.epochs.borrow_record()?;
+        let result = rescan::rescan(&self.tree, &self.slots, &record, slot, first_page, nr_pages);
+        drop(record);
+        self.tree.reclaim();
+        result
+    }
+
+    /// Whether user space may use the `size_bytes` bytes from `gpa` on itself, as the guest could: a device that it emulates,
+    /// or a copy that it makes. What a fault would exit for is refused, instead of read as garbage or written for nothing.
+    /// Who takes pages back makes sure that such accesses are over.
+    ///
+    /// # Errors
+    /// [`Error::MemoryFault`]: the first page that user space must see to before, because its bit is set in its slot's userfault
+    /// bitmap, or that it has no mapping of, because it is private. [`Error::NoMemory`]: no slot has a page.
+    /// [`Error::BadSize`], [`Error::AddressTooHigh`], [`Error::UserfaultBitmapGone`], [`Error::OutOfMemory`].
+    pub fn check_access(&self, gpa: Gpa, size_bytes: u64) -> Result<(), Error> {
+        let range = self.check_bytes(gpa, size_bytes)?;
+        let record = self.tree.epochs.borrow_record()?;
+        self.for_parts(
+            &record,
+            range,
+            |gfn| Error::NoMemory { gpa: gfn.gpa() },
+            |slot, part| {
+                if slot.is_plain() {
+                    return Ok(());
+                }
+                for gfn in (part.start.0..part.end.0).map(Gfn) {
+                    slot.check_userfault(gfn)?;
+                    if slot.attributes_of(gfn).contains(MemoryAttributes::PRIVATE) {
+                        let flags = MemoryFaultFlags::PRIVATE;
+                        return Err(Error::MemoryFault { flags, gpa: gfn.gpa(), size: PAGE_SIZE });
+                    }
+                }
+                Ok(())
+            },
+        )
+    }
+
+    /// Makes the `size_bytes` bytes from `gpa` on private to the guest, or shared. Both are multiples of 4 KiB, and all of the
+    /// range is in slots with [`MemoryRegionFlags::GUEST_MEMFD`](crate::MemoryRegionFlags::GUEST_MEMFD). A new slot is shared.
+    /// When this has returned, no CPU uses the memory that a page had before; what is in it stays. KVM's
+    /// `KVM_SET_MEMORY_ATTRIBUTES`.
+    ///
+    /// Of calls for one page at the same time, one is the last. If a slot of the range goes meanwhile, so do the attributes of
+    /// its pages.
+    ///
+    /// # Errors
+    /// [`Error::UnalignedAddress`], [`Error::BadSize`], [`Error::AddressTooHigh`], [`Error::UnknownAttributes`],
+    /// [`Error::NoGuestMemfd`], [`Error::OutOfMemory`].
+    pub fn set_memory_attributes(&self, gpa: Gpa, size_bytes: u64, attributes: MemoryAttributes) -> Result<(), Error> {
+        if MemoryAttributes::from_bits(attributes.bits()).is_none() {
+            return Err(Error::UnknownAttributes { attributes: attributes.bits() });
+        }
+        if !gpa.is_page_aligned() {
+            return Err(Error::UnalignedAddress { gpa });
+        }
+        if !size_bytes.is_multiple_of(PAGE_SIZE) {
+            return Err(Error::BadSize { size_bytes });
+        }
+        let range = self.check_bytes(gpa, size_bytes)?;
+        let none = |gfn: Gfn| Error::NoGuestMemfd { gpa: gfn.gpa() };
+        // First whether all of it can be had.
+        let record = self.tree.epochs.borrow_record()?;
+        self.for_parts(&record, range, none, |slot, part| slot.private().map(|_| ()).ok_or(none(part.start)))?;
+        let taken_away = Invalidation::new(&self.tree, &self.slots, &record, range)?;
+        // A slot that has gone meanwhile took its pages with it.
+        let _: Result<(), Error> = self.for_parts(&record, range, none, |slot, part| {
+            if let Some(private) = slot.private() {
+                let first = part.start.0 - slot.range().start.0;
+                private.set(GfnRange::new(Gfn(first), part.nr_pages()), attributes);
+            }
+            Ok(())
+        });
+        drop(taken_away);
+        drop(record);
+        self.tree.reclaim();
+        Ok(())
+    }
+
+    /// The attributes of the page at `gpa`.
+    ///
+    /// # Errors
+    /// [`Error::NoMemory`]: no slot has the page. [`Error::AddressTooHigh`], [`Error::OutOfMemory`].
+    pub fn memory_attributes(&self, gpa: Gpa) -> Result<MemoryAttributes, Error> {
+        let gfn = self.check_gpa(gpa)?;
+        let record = self.tree.epochs.borrow_record()?;
+        let section = self.tree.epochs.enter(&record);
+        let slot = self.slots.find(&section, gfn).ok_or(Error::NoMemory { gpa })?;
+        Ok(slot.attributes_of(gfn))
+    }
+
+    /// The frames of the `size_bytes` bytes from `gpa` on.
+    fn check_bytes(&self, gpa: Gpa, size_bytes: u64) -> Result<GfnRange, Error> {
+        let gpa_bits = F::GPA_BITS;
+        let Some(last) = size_bytes.checked_sub(1) else { return Err(Error::BadSize { size_bytes }) };
+        let last = gpa.0.checked_add(last).ok_or(Error::AddressTooHigh { gpa, gpa_bits })?;
+        let range = GfnRange { start: gpa.gfn(), end: Gfn((last >> PAGE_SHIFT) + 1) };
+        self.check_range(range)?;
+        Ok(range)
+    }
+
+    /// Does `step` for the parts of `range`, each in one slot; `none` where there is no slot.
+    fn for_parts(
+        &self,
+        record: &Record,
+        range: GfnRange,
+        none: impl Fn(Gfn) -> Error,
+        mut step: impl FnMut(&SlotView<'_, H::Backing>, GfnRange) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let mut next = range.start;
+        while next < range.end {
+            let section = self.tree.epochs.enter(record);
+            let slot = self.slots.find(&section, next).ok_or(none(next))?;
+            let end = range.end.min(slot.range().end).min(Gfn(next.0 + PAGES_PER_TURN));
+            step(&slot, GfnRange { start: next, end })?;
+            next = end;
+        }
+        Ok(())
+    }
+}
