@@ -33,7 +33,6 @@ use crate::format::{Entry, Format};
 use crate::host::{AllocationWait, Host, Resolved};
 use crate::second_stage::install::{self, Changed, NewLeaf, Rights};
 use crate::second_stage::{split, zap};
-use crate::slot::set::SlotView;
 use crate::slot::{MemoryAttributes, MemoryFaultFlags, MemoryRegionFlags};
 use crate::stats::{Counter, SAMPLE_PERIOD};
 use crate::sync::{Locking, Side, fence_after_rmw};
@@ -43,6 +42,18 @@ use crate::table::frames::{TableCache, TableUse};
 use crate::table::retire::{OwnedRecord, Record, Section};
 use crate::table::walk::Cursor;
 use crate::vm::Vm;
+
+/// Flags of slots in which it is not the host alone who says what a fault may map.
+const LOOK_CLOSER: MemoryRegionFlags =
+    MemoryRegionFlags::READONLY.union(MemoryRegionFlags::USERFAULT).union(MemoryRegionFlags::GUEST_MEMFD);
+
+/// What user space says of a page.
+enum Told {
+    /// It has these attributes, and may be mapped by leaves up to this level.
+    May(MemoryAttributes, Level),
+    Exit,
+    Withheld,
+}
 
 /// What became of a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -218,16 +229,15 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                     self.count(Counter::Exits);
                     return Ok(Outcome::Exit(Exit::Mmio { gpa: self.gpa, access: self.access }));
                 }
-                Plan::Withheld(error) => {
-                    return match error {
-                        Error::MemoryFault { flags, gpa, size } => {
-                            self.count(Counter::Exits);
-                            self.count(Counter::Userfaults);
-                            Ok(Outcome::Exit(Exit::MemoryFault { flags, gpa, size }))
-                        }
-                        error => Err(error),
-                    };
-                }
+                Plan::Withheld => match self.why_withheld() {
+                    None => Err(Changed),
+                    Some(Error::MemoryFault { flags, gpa, size }) => {
+                        self.count(Counter::Exits);
+                        self.count(Counter::Userfaults);
+                        return Ok(Outcome::Exit(Exit::MemoryFault { flags, gpa, size }));
+                    }
+                    Some(error) => return Err(error),
+                },
                 Plan::TakenAway => {
                     // The guest comes back. Whoever takes it away is no vCPU; it gets the CPU if it wants it.
                     self.count(Counter::Retries);
@@ -314,16 +324,14 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         };
         let Some(max_level) = tree.published.free_level(self.gfn, cursor.level()) else { return Plan::TakenAway };
         let Some(slot) = slots.find(&section, self.gfn) else { return Plan::Exit };
-        if writes && slot.flags().contains(MemoryRegionFlags::READONLY) {
-            return Plan::Exit;
-        }
-        let (attributes, max_level) = if slot.is_plain() {
-            (MemoryAttributes::empty(), max_level)
-        } else {
-            match self.look_at_withheld(&slot, max_level) {
-                Ok(told) => told,
-                Err(error) => return Plan::Withheld(error),
+        let (attributes, max_level) = if slot.flags().intersects(LOOK_CLOSER) {
+            match self.look_closer(&section, max_level) {
+                Told::May(attributes, max_level) => (attributes, max_level),
+                Told::Exit => return Plan::Exit,
+                Told::Withheld => return Plan::Withheld,
             }
+        } else {
+            (MemoryAttributes::empty(), max_level)
         };
         let Found::Lacking(leaf) = found else {
             return Plan::Install(InstallPlan {
@@ -357,19 +365,30 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         }
     }
 
-    /// What user space says of the page: its attributes, and the largest leaf for it up to `max_level`.
+    /// What user space says of the page: its attributes, and the largest leaf for it up to `max_level`; or what there is to be
+    /// done instead of mapping it.
     #[cold]
-    fn look_at_withheld(
-        &self,
-        slot: &SlotView<'_, H::Backing>,
-        max_level: Level,
-    ) -> Result<(MemoryAttributes, Level), Error> {
-        slot.check_userfault(self.gfn)?;
+    fn look_closer(&self, section: &Section<'_>, max_level: Level) -> Told {
+        // Found once more: that the caller's need not be in memory spares each fault in a plain slot its copy.
+        let Some(slot) = self.vm.slots.find(section, self.gfn) else { return Told::Exit };
+        if self.access == Access::Write && slot.flags().contains(MemoryRegionFlags::READONLY) {
+            return Told::Exit;
+        }
+        if slot.check_userfault(self.gfn).is_err() {
+            return Told::Withheld;
+        }
         let mut level = max_level;
         while level > Level::L4K && !slot.allows_leaf(self.gfn.block(level), level) {
             level = level.down();
         }
-        Ok((slot.attributes_of(self.gfn), level))
+        Told::May(slot.attributes_of(self.gfn), level)
+    }
+
+    /// What user space is to do before the page can be mapped; `None` if it has done that meanwhile.
+    #[cold]
+    fn why_withheld(&self) -> Option<Error> {
+        let section = self.vm.tree.epochs.enter(self.record);
+        self.vm.slots.find(&section, self.gfn)?.check_userfault(self.gfn).err()
     }
 
     /// Step 2: the frame.

@@ -16,7 +16,7 @@ pub(super) enum Plan<'r, B> {
     Spurious(Level),
     Exit,
     /// Nothing, before user space has done something.
-    Withheld(Error),
+    Withheld,
     /// The page is in a published range.
     TakenAway,
     /// Somebody is between a table and a huge leaf here: cancel that.

@@ -149,7 +149,10 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             let changed = match self.look() {
                 Plan::Spurious(level) => return Ok(self.gfn.block(level).end),
                 Plan::Exit => return Err(Error::NoMemory { gpa: self.gpa }),
-                Plan::Withheld(error) => return Err(error),
+                Plan::Withheld => match self.why_withheld() {
+                    None => Err(Changed),
+                    Some(error) => return Err(error),
+                },
                 Plan::TakenAway => return Err(Error::Busy { gpa: self.gpa }),
                 Plan::Cancel => self.cancel().map(|_| self.gfn),
                 Plan::Install(plan) => {
