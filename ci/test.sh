@@ -3,5 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo test --workspace
-cargo test -p slat --features vm-memory --test vm_memory
+cargo test -p slat --features vm-memory --test vm_memory --test checked_memory
 cargo test -p slat --features vm-memory --doc

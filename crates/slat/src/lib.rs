@@ -107,7 +107,7 @@ mod vm;
 mod vm_memory;
 
 #[cfg(feature = "vm-memory")]
-pub use self::vm_memory::SlotBitmap;
+pub use self::vm_memory::{CheckedMemory, SlotBitmap};
 pub use addr::{Access, Gfn, GfnRange, Gpa, Gva, Hpa, Level, NodeId, PAGE_SHIFT, PAGE_SIZE, PageSize, Pfn};
 pub use config::{
     Config, DirtyTracking, FaultAround, HugePageLogging, HugePageSplitting, MAX_FAULT_AROUND_PAGES, ManualProtect,

@@ -12,9 +12,13 @@
 //! [`NewBitmap`](::vm_memory::bitmap::NewBitmap) is left out. It makes a bitmap of nothing but a length: such a one has
 //! no log, and would drop marks in silence.
 
+mod checked;
+
 use alloc::alloc::{Layout, handle_alloc_error};
 use alloc::sync::Arc;
 use core::fmt;
+
+pub use checked::CheckedMemory;
 
 use ::vm_memory::bitmap::{Bitmap, RefSlice, WithBitmapSlice};
 

@@ -1,0 +1,59 @@
+//! vm-memory's view of guest memory without the pages that are not there: what a vCPU would exit for, a device is refused.
+#![cfg(not(any(loom, shuttle)))]
+#![allow(missing_docs)]
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use common::{MIB, region, vm};
+use slat::{
+    CheckedMemory, Error, Gpa, Locking, MemoryAttributes, MemoryFaultFlags, MemoryRegion, MemoryRegionFlags, Npt,
+    PAGE_SIZE, PageSize, UserfaultBitmap,
+};
+use vm_memory::{Bytes, GuestAddress, GuestMemory, GuestMemoryError, GuestMemoryMmap, Permissions};
+
+/// The engine's error that an access was refused for.
+fn refused<T: std::fmt::Debug>(result: Result<T, GuestMemoryError>) -> Error {
+    match result.unwrap_err() {
+        GuestMemoryError::IOError(error) => *error.get_ref().unwrap().downcast_ref().unwrap(),
+        error => panic!("refused in another way: {error}"),
+    }
+}
+
+#[test]
+fn what_has_not_arrived_is_neither_read_nor_written() {
+    let vm = vm::<Npt>(Locking::None);
+    let words = Arc::new(vec![AtomicU64::new(0b110), AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0)]);
+    let bitmap = UserfaultBitmap::new(Arc::<Vec<AtomicU64>>::clone(&words), PageSize::Size4K);
+    let flags = MemoryRegionFlags::USERFAULT | MemoryRegionFlags::GUEST_MEMFD;
+    let slot = region(0, MIB, MIB, 0x100, PageSize::Size4K);
+    vm.set_user_memory_region(MemoryRegion { flags, userfault_bitmap: Some(bitmap), ..slot }).unwrap();
+    let mapped: GuestMemoryMmap = GuestMemoryMmap::from_ranges(&[(GuestAddress(MIB), MIB as usize)]).unwrap();
+    let memory = CheckedMemory::new(mapped, Arc::clone(&vm));
+    let page = |page: u64| GuestAddress(MIB + page * PAGE_SIZE);
+    let fault = |flags, page: u64| Error::MemoryFault { flags, gpa: Gpa(MIB + page * PAGE_SIZE), size: PAGE_SIZE };
+    let userfault = MemoryFaultFlags::USERFAULT;
+
+    memory.write_slice(&[1; 8], page(0)).unwrap();
+    assert_eq!(memory.read_obj::<u8>(page(0)).unwrap(), 1);
+    assert_eq!(refused(memory.read_obj::<u8>(page(1))), fault(userfault, 1));
+    // An access is refused as a whole: what it could have written is as it was.
+    let before = GuestAddress(page(1).0 - 4);
+    assert_eq!(refused(memory.write_slice(&[7; 8], before)), fault(userfault, 1));
+    assert_eq!(memory.read_obj::<u32>(before).unwrap(), 0);
+    assert_eq!(refused(memory.read_slice(&mut [0; 3 * PAGE_SIZE as usize], page(0))), fault(userfault, 1));
+    assert!(!memory.check_range(page(2), 1, Permissions::Read));
+    assert!(memory.check_range(page(3), 1, Permissions::Read));
+    assert!(memory.physical_memory().is_none(), "a way around the check");
+
+    words[0].fetch_and(!0b10, Ordering::Release);
+    memory.write_slice(&[7; 8], before).unwrap();
+    assert_eq!(memory.read_obj::<u64>(before).unwrap(), u64::from_ne_bytes([7; 8]));
+    vm.set_memory_attributes(Gpa(page(1).0), PAGE_SIZE, MemoryAttributes::PRIVATE).unwrap();
+    assert_eq!(refused(memory.read_obj::<u8>(page(1))), fault(MemoryFaultFlags::PRIVATE, 1));
+    assert_eq!(refused(memory.read_obj::<u8>(page(2))), fault(userfault, 2));
+    assert_eq!(refused(memory.read_obj::<u8>(GuestAddress(0))), Error::NoMemory { gpa: Gpa(0) });
+    memory.write_slice(&[], page(2)).unwrap();
+}
