@@ -45,7 +45,7 @@ pub enum Cap {
     Userfault,
     /// [`MemoryRegionFlags::GUEST_MEMFD`](crate::MemoryRegionFlags::GUEST_MEMFD): 1.
     GuestMemfd,
-    /// [`Vm::set_memory_attributes`]: the [`MemoryAttributes`](crate::MemoryAttributes) that there are.
+    /// [`Vm::set_memory_attributes`]: the [`MemoryAttributes`] that there are.
     MemoryAttributes,
 }
 
