@@ -10,9 +10,11 @@
 //!   named, and no preempted CPU delays a flush. CPUs drop what was named and keep the rest.
 //! - [`modification_log`]: what EPT CPUs write down when they make pages dirty, and how it is read beside them.
 //! - [`phys`], [`memory`], [`clock`], [`topology`]: physical addresses, guest memory of several kinds, time, the host.
+//! - [`userfaultfd`]: faults of guest memory that this process answers itself.
 //! - [`numa`]: the nodes, of this machine or of the host, and what walks read on which.
 //! - [`tlb`], [`walk`], [`cpu`]: what hardware does with an access.
 //! - [`host`]: the engine's [`slat::Host`].
+//! - [`source`]: where pages come from that a guest does not have yet.
 //! - [`guest`], [`machine`]: guest programs, and the whole put together.
 
 pub mod clock;
@@ -26,6 +28,8 @@ pub mod memory;
 pub mod modification_log;
 pub mod numa;
 pub mod phys;
+pub mod source;
 pub mod tlb;
 pub mod topology;
+pub mod userfaultfd;
 pub mod walk;

@@ -9,6 +9,9 @@
 //! - [`resolve`](slat::Host::resolve) touches the page as the guest will, so that the kernel's own fault happens there, where it is
 //!   accounted for, and not in the CPU's access. Touching for a write when only reading is asked for would give memory
 //!   to pages that nobody writes; reading first where a write follows would cost a second fault.
+//! - Memory that a [`Userfaultfd`](crate::userfaultfd::Userfaultfd) had and gave up is *lost*: a page of it may be zeros that
+//!   nobody sent. Nothing of it is resolved any more. The mark is set before the kernel lets anybody in, and read after
+//!   each touch, so no page that came in without being filled is taken for good.
 //! - Mappings start where the largest leaf that they may hold could start, so that alignment never decides an experiment
 //!   by chance.
 
@@ -17,16 +20,17 @@
 mod frames;
 mod host_access;
 mod pages;
+mod shmem;
 
 use std::fmt;
 use std::fs::{self, File};
 use std::hint::black_box;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr;
 use std::str::FromStr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 
 use slat::{Access, Gone, PAGE_SHIFT, PAGE_SIZE, PageSize, Pfn, Resolved};
 use thiserror::Error;
@@ -35,6 +39,7 @@ pub use frames::{Corruption, POISON};
 pub use host_access::DiscardError;
 pub(crate) use pages::Invalidate;
 pub use pages::{Discards, Effect, EventCounts, FrameUse, Pages, Snapshot};
+pub use shmem::Alias;
 
 use crate::phys;
 use crate::topology;
@@ -163,6 +168,12 @@ pub enum MemoryError {
         /// The directory of the pool in sysfs.
         pool: String,
     },
+    /// Only memory files can be mapped twice.
+    #[error("{kind} memory has no file that could be mapped a second time; shmem has")]
+    NotShared {
+        /// The kind.
+        kind: BackingKind,
+    },
     /// The kernel refused a call.
     #[error("{call} for {size_bytes} bytes of {kind} memory failed")]
     System {
@@ -180,7 +191,13 @@ pub enum MemoryError {
 impl MemoryError {
     /// Whether no machine could do what was asked for. Otherwise it is this machine that cannot.
     pub const fn is_bad_usage(&self) -> bool {
-        matches!(self, MemoryError::UnknownKind { .. } | MemoryError::ZeroSize | MemoryError::UnalignedSize { .. })
+        matches!(
+            self,
+            MemoryError::UnknownKind { .. }
+                | MemoryError::ZeroSize
+                | MemoryError::UnalignedSize { .. }
+                | MemoryError::NotShared { .. }
+        )
     }
 }
 
@@ -281,7 +298,8 @@ impl Backing {
         }
     }
 
-    /// The first 8 bytes of page number `page`, as they are now; `None` beyond the end.
+    /// The first 8 bytes of page number `page`, as they are now; `None` beyond the end, or if the memory is
+    /// [lost](Backing::is_lost).
     pub fn peek(&self, page: u64) -> Option<u64> {
         let mapping = match &self.0 {
             Memory::Movable(pages) => return pages.peek(page),
@@ -293,7 +311,8 @@ impl Backing {
         let at = mapping.start.wrapping_add((page << PAGE_SHIFT) as usize).cast::<u64>();
         // SAFETY: the page is inside the mapping, which lives as long as `self`; pages are aligned; guests and hosts
         // access the word atomically. Acquire: as a CPU's read.
-        Some(unsafe { AtomicU64::from_ptr(at) }.load(Ordering::Acquire))
+        let word = unsafe { AtomicU64::from_ptr(at) }.load(Ordering::Acquire);
+        (!mapping.is_lost()).then_some(word)
     }
 
     /// Makes the kernel provide the page at `offset_bytes` for `access` and says which frame that is.
@@ -303,7 +322,7 @@ impl Backing {
     /// A movable page may have to be taken away from the guest first: that is what `invalidate` is for.
     ///
     /// # Errors
-    /// [`Gone`]: the memory ends before `offset_bytes`, or a page could not be taken away.
+    /// [`Gone`]: the memory ends before `offset_bytes` or is [lost](Backing::is_lost), or a page could not be taken away.
     pub(crate) fn resolve(
         &self,
         offset_bytes: u64,
@@ -324,6 +343,9 @@ struct Mapping {
     size_bytes: u64,
     /// For `AnonymousThp`: where the kernel tells what is really huge.
     pagemap: Option<File>,
+    /// For `Shmem`: what is mapped.
+    file: Option<OwnedFd>,
+    lost: AtomicBool,
     _reserved: Reserved,
 }
 
@@ -381,14 +403,26 @@ impl Mapping {
             return Err(MemoryError::UnalignedSize { kind, size_bytes });
         }
         let reserved = if kind.is_hugetlb() { Reserved(0) } else { Reserved::new(size_bytes)? };
-        let start = match kind {
-            BackingKind::Anonymous | BackingKind::AnonymousThp => map_anonymous(kind, size_bytes)?,
-            BackingKind::AnonymousHugetlb2M | BackingKind::AnonymousHugetlb1G => map_hugetlb(kind, size_bytes)?,
-            BackingKind::Shmem => map_shmem(size_bytes)?,
+        let (start, file) = match kind {
+            BackingKind::Anonymous | BackingKind::AnonymousThp => (map_anonymous(kind, size_bytes)?, None),
+            BackingKind::AnonymousHugetlb2M | BackingKind::AnonymousHugetlb1G => (map_hugetlb(kind, size_bytes)?, None),
+            BackingKind::Shmem => {
+                let file = shmem::create_file(size_bytes)?;
+                (shmem::map_file(&file, size_bytes)?, Some(file))
+            }
         };
         // Without the file, or on a kernel that cannot scan it (before 6.7), huge pages are mapped as small ones.
         let pagemap = if kind == BackingKind::AnonymousThp { File::open("/proc/self/pagemap").ok() } else { None };
-        Ok(Mapping { kind, start, size_bytes, pagemap, _reserved: reserved })
+        Ok(Mapping { kind, start, size_bytes, pagemap, file, lost: AtomicBool::new(false), _reserved: reserved })
+    }
+
+    /// Whether what was read before may be zeros that nobody sent.
+    #[inline]
+    fn is_lost(&self) -> bool {
+        // The mark is set before the kernel is told to let accesses through, so an access that came through finds it,
+        // if this load comes after that access: the fence keeps them in order.
+        fence(Ordering::Acquire);
+        self.lost.load(Ordering::Relaxed)
     }
 
     fn resolve(&self, offset_bytes: u64, access: Access) -> Result<Resolved, Gone> {
@@ -411,6 +445,9 @@ impl Mapping {
                 // SAFETY: as above; a volatile read is made even though nobody uses what it read.
                 unsafe { page.cast::<u64>().read_volatile() };
             }
+        }
+        if self.is_lost() {
+            return Err(Gone);
         }
         let max_size = match self.kind.page_size() {
             PageSize::Size4K if self.is_huge(page_bytes) => PageSize::Size2M,
@@ -549,45 +586,6 @@ fn map_hugetlb(kind: BackingKind, size_bytes: u64) -> Result<*mut u8, MemoryErro
         }
         _ => MemoryError::System { call: "mmap", kind, size_bytes, source },
     })
-}
-
-fn map_shmem(size_bytes: u64) -> Result<*mut u8, MemoryError> {
-    let kind = BackingKind::Shmem;
-    let failed = |call| MemoryError::System { call, kind, size_bytes, source: io::Error::last_os_error() };
-    // SAFETY: the name is a C string that outlives the call.
-    let file = unsafe { libc::memfd_create(c"slat-guest-memory".as_ptr(), libc::MFD_CLOEXEC) };
-    if file < 0 {
-        return Err(failed("memfd_create"));
-    }
-    // SAFETY: just opened, and owned by nobody else.
-    let file = unsafe { OwnedFd::from_raw_fd(file) };
-    let length = libc::off_t::try_from(size_bytes).map_err(|_| MemoryError::System {
-        call: "ftruncate",
-        kind,
-        size_bytes,
-        source: io::Error::from_raw_os_error(libc::EFBIG),
-    })?;
-    // SAFETY: only takes numbers.
-    if unsafe { libc::ftruncate(file.as_raw_fd(), length) } != 0 {
-        return Err(failed("ftruncate"));
-    }
-    let place = map_aligned(kind, size_bytes, libc::PROT_NONE, libc::MAP_NORESERVE)?;
-    // SAFETY: replaces exactly the mapping made by the line above, which nobody has seen.
-    let start = unsafe {
-        libc::mmap(
-            place.cast(),
-            size_bytes as usize,
-            libc::PROT_READ | libc::PROT_WRITE,
-            libc::MAP_SHARED | libc::MAP_FIXED,
-            file.as_raw_fd(),
-            0,
-        )
-    };
-    if start == libc::MAP_FAILED {
-        // The place stays reserved for ever: after a failure it is not known whether it is still ours to unmap.
-        return Err(failed("mmap"));
-    }
-    Ok(start.cast())
 }
 
 #[cfg(test)]

@@ -37,6 +37,12 @@ pub enum DiscardError {
         /// What the memory is made of.
         kind: BackingKind,
     },
+    /// Private memory has its contents nowhere else.
+    #[error("{kind} memory cannot lose its mapping and keep its contents; shmem can")]
+    NotShared {
+        /// What the memory is made of.
+        kind: BackingKind,
+    },
     /// The kernel refused.
     #[error("discarding {len_bytes} bytes of {kind} memory at {offset_bytes} failed")]
     System {
@@ -53,11 +59,35 @@ pub enum DiscardError {
 
 impl Backing {
     /// Gives the `len_bytes` from `offset_bytes` on back to the kernel: they read as zero from now on. See the module for
-    /// who may call this when.
+    /// who may call this when. Memory that was [lost](Backing::is_lost) is good again once all of it is discarded.
+    ///
+    /// # Errors
+    /// [`DiscardError`], but not `NotShared`.
+    pub fn discard(&self, offset_bytes: u64, len_bytes: u64) -> Result<(), DiscardError> {
+        // MADV_DONTNEED of a shared file would leave the contents to be mapped again.
+        let advice = if self.kind() == BackingKind::Shmem { libc::MADV_REMOVE } else { libc::MADV_DONTNEED };
+        self.advise(offset_bytes, len_bytes, advice)?;
+        if len_bytes == self.size_bytes() {
+            self.set_lost(false);
+        }
+        Ok(())
+    }
+
+    /// Takes the `len_bytes` from `offset_bytes` on out of this mapping of a memory file, and leaves them in the file: the
+    /// next access faults and finds what is there. See the module for who may call this when.
     ///
     /// # Errors
     /// [`DiscardError`].
-    pub fn discard(&self, offset_bytes: u64, len_bytes: u64) -> Result<(), DiscardError> {
+    pub fn unmap_pages(&self, offset_bytes: u64, len_bytes: u64) -> Result<(), DiscardError> {
+        // From private memory the contents would go too.
+        if self.kind() != BackingKind::Shmem {
+            return Err(DiscardError::NotShared { kind: self.kind() });
+        }
+        self.advise(offset_bytes, len_bytes, libc::MADV_DONTNEED)
+    }
+
+    /// Gives the kernel an advice that may take contents away.
+    fn advise(&self, offset_bytes: u64, len_bytes: u64, advice: libc::c_int) -> Result<(), DiscardError> {
         let (size_bytes, kind) = (self.size_bytes(), self.kind());
         if offset_bytes.checked_add(len_bytes).is_none_or(|end| end > size_bytes) {
             return Err(DiscardError::OutOfRange { offset_bytes, len_bytes, size_bytes });
@@ -65,8 +95,6 @@ impl Backing {
         if !(offset_bytes | len_bytes).is_multiple_of(kind.page_size().size_bytes()) {
             return Err(DiscardError::Unaligned { offset_bytes, len_bytes, kind });
         }
-        // MADV_DONTNEED of a shared file would leave the contents to be mapped again.
-        let advice = if kind == BackingKind::Shmem { libc::MADV_REMOVE } else { libc::MADV_DONTNEED };
         let start = self.as_ptr().wrapping_add(offset_bytes as usize);
         // SAFETY: the range lies in the mapping, which lives as long as `self`; its contents are only ever accessed
         // atomically or by machine instructions of guests, for which a page that becomes zero is one more write.
@@ -76,14 +104,17 @@ impl Backing {
         Ok(())
     }
 
-    /// Reads the aligned 8 bytes at `offset_bytes`; `None` if it is no multiple of 8 or they are not in the memory.
+    /// Reads the aligned 8 bytes at `offset_bytes`; `None` if it is no multiple of 8 or they are not in the memory, or if the
+    /// memory is [lost](Backing::is_lost).
     #[inline]
     pub fn load(&self, offset_bytes: u64) -> Option<u64> {
         // Acquire: as a CPU's read.
-        self.word(offset_bytes).map(|word| word.load(Ordering::Acquire))
+        let word = self.word(offset_bytes)?.load(Ordering::Acquire);
+        (!self.is_lost()).then_some(word)
     }
 
-    /// Writes the aligned 8 bytes at `offset_bytes`; `None`, and nothing is written, as for [`load`](Backing::load).
+    /// Writes the aligned 8 bytes at `offset_bytes`; `None`, and nothing is written, if there is no such
+    /// word.
     #[inline]
     pub fn store(&self, offset_bytes: u64, value: u64) -> Option<()> {
         // Release: as a CPU's write.
@@ -140,6 +171,41 @@ mod tests {
         assert_eq!(memory.load(2 * PAGE_SIZE - 8), Some(7));
         for offset in [2 * PAGE_SIZE, 4, u64::MAX] {
             assert_eq!((memory.load(offset), memory.store(offset, 1)), (None, None), "{offset}");
+        }
+    }
+
+    #[test]
+    fn a_memory_file_keeps_what_is_taken_out_of_the_mapping() {
+        let memory = Backing::new(BackingKind::Shmem, 4 * PAGE_SIZE).unwrap();
+        for page in 0..4 {
+            memory.store(page * PAGE_SIZE, page + 1).unwrap();
+        }
+        memory.unmap_pages(PAGE_SIZE, 2 * PAGE_SIZE).unwrap();
+        for page in 0..4 {
+            assert_eq!(memory.load(page * PAGE_SIZE), Some(page + 1));
+        }
+        assert!(matches!(memory.unmap_pages(0, 5 * PAGE_SIZE), Err(DiscardError::OutOfRange { .. })));
+        assert!(matches!(memory.unmap_pages(1, PAGE_SIZE), Err(DiscardError::Unaligned { .. })));
+        let private = Backing::new(BackingKind::Anonymous, PAGE_SIZE).unwrap();
+        private.store(0, 7).unwrap();
+        assert!(matches!(private.unmap_pages(0, PAGE_SIZE), Err(DiscardError::NotShared { .. })));
+        assert_eq!(private.load(0), Some(7));
+    }
+
+    #[test]
+    fn lost_memory_is_good_again_when_all_of_it_was_discarded() {
+        for kind in [BackingKind::Anonymous, BackingKind::Shmem] {
+            let memory = Backing::new(kind, 2 * PAGE_SIZE).unwrap();
+            memory.store(8, 7).unwrap();
+            memory.set_lost(true);
+            let resolve = || memory.resolve(0, slat::Access::Read, &|_| panic!("its frames are fixed"));
+            assert_eq!((memory.load(8), memory.peek(0)), (None, None));
+            assert_eq!(resolve(), Err(slat::Gone));
+            memory.discard(0, PAGE_SIZE).unwrap();
+            assert!(memory.is_lost(), "half of it is what it was");
+            memory.discard(0, 2 * PAGE_SIZE).unwrap();
+            assert_eq!((memory.load(8), memory.peek(0)), (Some(0), Some(0)));
+            resolve().expect("good again");
         }
     }
 }

@@ -1,0 +1,227 @@
+//! What can go wrong with a source of pages. Every error names the page, and the file or the peer.
+
+use std::io;
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+use super::{MAX_IN_FLIGHT, PAGE_SIZE, PeerAddress};
+
+/// A page that cannot be fetched, or a source that cannot be had.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum SourceError {
+    /// The page is in flight already.
+    #[error("page {page:#x} is requested while it is in flight")]
+    AlreadyRequested {
+        /// The page.
+        page: u64,
+    },
+    /// No more pages may be in flight.
+    #[error("page {page:#x} is requested while {MAX_IN_FLIGHT} others are in flight")]
+    TooManyInFlight {
+        /// The page.
+        page: u64,
+    },
+    /// A page was to be fetched alone.
+    #[error("page {page:#x} is to be fetched alone while {nr_pages} others are in flight")]
+    OthersInFlight {
+        /// The page.
+        page: u64,
+        /// The others.
+        nr_pages: usize,
+    },
+    /// No source has a page with such a number: its bytes would lie beyond 2^63.
+    #[error("no source has a page {page:#x}")]
+    PageOutOfRange {
+        /// The page.
+        page: u64,
+    },
+    /// A page was to be taken, and none is here.
+    #[error("no page has arrived that could be taken")]
+    NothingArrived,
+    /// The file cannot be opened.
+    #[error("pages cannot be read from '{}': {cause}", path.display())]
+    OpenFile {
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        #[source]
+        cause: io::Error,
+    },
+    /// The page is not, or not as a whole, in the file.
+    #[error(
+        "page {page:#x} at offset {offset_bytes:#x} is not in '{}', which has {size_bytes:#x} bytes",
+        path.display()
+    )]
+    FileTooShort {
+        /// The file.
+        path: PathBuf,
+        /// The page.
+        page: u64,
+        /// Where it should begin.
+        offset_bytes: u64,
+        /// What the file has.
+        size_bytes: u64,
+    },
+    /// The page is in the file and cannot be read.
+    #[error("page {page:#x} at offset {offset_bytes:#x} cannot be read from '{}': {cause}", path.display())]
+    ReadFile {
+        /// The file.
+        path: PathBuf,
+        /// The page.
+        page: u64,
+        /// Where it begins.
+        offset_bytes: u64,
+        /// The system's error.
+        #[source]
+        cause: io::Error,
+    },
+    /// The address is not on this machine. The protocol neither proves who asks nor hides what is sent.
+    #[error("peer {address} is not on this machine: only unix sockets and loopback addresses are allowed")]
+    NotLoopback {
+        /// The address.
+        address: PeerAddress,
+    },
+    /// A server cannot be started at the address.
+    #[error("pages cannot be served at {address}: {cause}")]
+    Serve {
+        /// The address.
+        address: PeerAddress,
+        /// The system's error.
+        #[source]
+        cause: io::Error,
+    },
+    /// The peer cannot be reached.
+    #[error("peer {address} cannot be reached: {cause}")]
+    Connect {
+        /// The peer.
+        address: PeerAddress,
+        /// The system's error.
+        #[source]
+        cause: io::Error,
+    },
+    /// Who answers there speaks another protocol.
+    #[error("peer {address} is no source of pages")]
+    NotASource {
+        /// The peer.
+        address: PeerAddress,
+    },
+    /// The connection broke.
+    #[error("the connection to peer {address} broke while {nr_pages} pages were in flight: {cause}")]
+    Broken {
+        /// The peer.
+        address: PeerAddress,
+        /// What was in flight.
+        nr_pages: usize,
+        /// The system's error.
+        #[source]
+        cause: io::Error,
+    },
+    /// The peer closed the connection while pages were in flight.
+    #[error("peer {address} closed the connection before page {page:#x} and {} others had arrived", nr_pages.saturating_sub(1))]
+    Closed {
+        /// The peer.
+        address: PeerAddress,
+        /// The page that was in flight longest.
+        page: u64,
+        /// What was in flight.
+        nr_pages: usize,
+    },
+    /// The peer sent nothing for too long.
+    #[error("peer {address} sent nothing for {silent_ms} ms while page {page:#x} and {} others were in flight", nr_pages.saturating_sub(1))]
+    Silent {
+        /// The peer.
+        address: PeerAddress,
+        /// The page that was in flight longest.
+        page: u64,
+        /// What was in flight.
+        nr_pages: usize,
+        /// For how long.
+        silent_ms: u64,
+    },
+    /// The peer sent a page that nobody asked for.
+    #[error("peer {address} sent page {page:#x}, which nobody asked for")]
+    NotRequested {
+        /// The peer.
+        address: PeerAddress,
+        /// The page.
+        page: u64,
+    },
+    /// The peer answered a request again.
+    #[error("peer {address} sent page {page:#x} again")]
+    Duplicate {
+        /// The peer.
+        address: PeerAddress,
+        /// The page.
+        page: u64,
+    },
+    /// The peer sent a page of another size.
+    #[error("peer {address} sent {size_bytes} bytes as page {page:#x}; a page has {PAGE_SIZE}")]
+    WrongSize {
+        /// The peer.
+        address: PeerAddress,
+        /// The page.
+        page: u64,
+        /// What it sent.
+        size_bytes: u32,
+    },
+    /// The peer has not got the page, or cannot read it. Concerns this page only.
+    #[error("peer {address} has no page {page:#x}")]
+    Refused {
+        /// The peer.
+        address: PeerAddress,
+        /// The page.
+        page: u64,
+    },
+    /// The source ended with an earlier error.
+    #[error("peer {address} is not asked any more since an earlier error")]
+    Ended {
+        /// The peer.
+        address: PeerAddress,
+    },
+    /// The system refused to wait.
+    #[error("cannot wait for pages: {cause}")]
+    Wait {
+        /// The system's error.
+        #[source]
+        cause: io::Error,
+    },
+}
+
+impl SourceError {
+    /// The page that the error is about, if it is one. Of several that were lost, the one that was asked for first.
+    pub fn page(&self) -> Option<u64> {
+        match self {
+            SourceError::AlreadyRequested { page }
+            | SourceError::TooManyInFlight { page }
+            | SourceError::OthersInFlight { page, .. }
+            | SourceError::PageOutOfRange { page }
+            | SourceError::FileTooShort { page, .. }
+            | SourceError::ReadFile { page, .. }
+            | SourceError::Closed { page, .. }
+            | SourceError::Silent { page, .. }
+            | SourceError::NotRequested { page, .. }
+            | SourceError::Duplicate { page, .. }
+            | SourceError::WrongSize { page, .. }
+            | SourceError::Refused { page, .. } => Some(*page),
+            SourceError::NothingArrived
+            | SourceError::OpenFile { .. }
+            | SourceError::NotLoopback { .. }
+            | SourceError::Serve { .. }
+            | SourceError::Connect { .. }
+            | SourceError::NotASource { .. }
+            | SourceError::Broken { .. }
+            | SourceError::Ended { .. }
+            | SourceError::Wait { .. } => None,
+        }
+    }
+}
+
+/// A text that names no source or no peer.
+#[derive(Clone, PartialEq, Eq, Debug, Error)]
+#[error("'{text}' is no {wanted}")]
+pub struct ParseSourceError {
+    pub(super) text: String,
+    pub(super) wanted: &'static str,
+}

@@ -1,0 +1,94 @@
+//! Pages that are read from a file.
+//!
+//! A request tells the kernel to read ahead, so that pages which come from a disk are on their way together; on a page that
+//! the kernel has already this costs a fifth of the read. The page is read when it is taken, into where it is
+//! wanted. The file is never mapped: one that becomes shorter meanwhile is an error, and not a signal.
+
+#![expect(unsafe_code, reason = "a system call: advice on a file")]
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use super::in_flight::InFlight;
+use super::{NextArrival, PAGE_SIZE, PageBytes, PageSource, SourceError, Wait};
+
+/// A file's pages.
+#[derive(Debug)]
+pub(super) struct FileSource {
+    file: File,
+    path: PathBuf,
+    in_flight: InFlight,
+    /// The page that was taken last.
+    page: Box<PageBytes>,
+}
+
+impl FileSource {
+    pub(super) fn open(path: &Path) -> Result<FileSource, SourceError> {
+        let open = || {
+            // To open a pipe would wait for a writer; for a file the flag means nothing.
+            let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+            // A directory can be opened as well, and would fail at the first read.
+            let kind = file.metadata()?.file_type();
+            if kind.is_file() { Ok(file) } else { Err(io::Error::from(io::ErrorKind::InvalidInput)) }
+        };
+        let file = open().map_err(|cause| SourceError::OpenFile { path: path.to_owned(), cause })?;
+        let page = Box::new([0; PAGE_SIZE]);
+        Ok(FileSource { file, path: path.to_owned(), in_flight: InFlight::new(), page })
+    }
+}
+
+impl PageSource for FileSource {
+    fn request(&mut self, page: u64) -> Result<(), SourceError> {
+        self.in_flight.push(page)?;
+        let (offset_bytes, size_bytes) = (page * PAGE_SIZE as u64, PAGE_SIZE as libc::off_t);
+        // SAFETY: the call touches no memory of this process. What it answers does not matter: it is only advice.
+        unsafe {
+            libc::posix_fadvise(
+                self.file.as_raw_fd(),
+                offset_bytes as libc::off_t,
+                size_bytes,
+                libc::POSIX_FADV_WILLNEED,
+            );
+        }
+        Ok(())
+    }
+
+    fn arrived(&mut self, _wait: Wait) -> Result<Option<u64>, SourceError> {
+        Ok(self.in_flight.first())
+    }
+
+    fn take(&mut self) -> Result<&PageBytes, SourceError> {
+        let page = self.in_flight.take()?;
+        read_page(&self.file, &self.path, page, &mut self.page)?;
+        Ok(&self.page)
+    }
+
+    fn take_into(&mut self, into: &mut PageBytes) -> Result<(), SourceError> {
+        let page = self.in_flight.take()?;
+        read_page(&self.file, &self.path, page, into)
+    }
+
+    fn nr_in_flight(&self) -> usize {
+        self.in_flight.len()
+    }
+
+    fn next_arrival(&self) -> NextArrival<'_> {
+        self.in_flight.next_arrival()
+    }
+}
+
+fn read_page(file: &File, path: &Path, page: u64, into: &mut PageBytes) -> Result<(), SourceError> {
+    let offset_bytes = page * PAGE_SIZE as u64;
+    file.read_exact_at(into, offset_bytes).map_err(|cause| {
+        let path = path.to_owned();
+        if cause.kind() == io::ErrorKind::UnexpectedEof {
+            let size_bytes = file.metadata().map_or(0, |metadata| metadata.len());
+            SourceError::FileTooShort { path, page, offset_bytes, size_bytes }
+        } else {
+            SourceError::ReadFile { path, page, offset_bytes, cause }
+        }
+    })
+}

@@ -1,0 +1,293 @@
+//! What a source of pages in another process and its user say to each other, and over what.
+//!
+//! Over a stream on this machine: a Unix socket, or TCP on loopback. All numbers are little-endian.
+//! 1. The server greets: 8 bytes, [`GREETING`].
+//! 2. The user sends requests, as many as it likes up to [`MAX_IN_FLIGHT`](super::MAX_IN_FLIGHT) without an answer: a
+//!    sequence number that it never uses again, counting from 0, and the number of a page; 8 bytes each.
+//! 3. The server answers each request once, in any order: both numbers again, a status and a size of 4 bytes each, and that
+//!    many bytes. Status 0 is the page, of 4096 bytes; any other says that there is no such page, with 0 bytes.
+//!
+//! Sequence numbers tell an answer that came twice from one that nobody asked for, however often a page is asked for.
+//!
+//! Nobody proves who they are, and nothing is hidden: so other machines are refused.
+
+#![expect(unsafe_code, reason = "a Unix socket that is connected without waiting, which the standard library lacks")]
+
+use std::fmt;
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::{PAGE_SIZE, ParseSourceError};
+
+/// Says who is there, and which protocol this is.
+pub(super) const GREETING: [u8; 8] = *b"slatpg01";
+
+/// Bytes of a request.
+pub(super) const REQUEST_BYTES: usize = 16;
+
+/// Bytes of an answer, before the page.
+pub(super) const HEADER_BYTES: usize = 24;
+
+/// Bytes of an answer that has a page.
+pub(super) const REPLY_BYTES: usize = HEADER_BYTES + PAGE_SIZE;
+
+/// Answers that are sent or received by one system call at most.
+pub(super) const REPLIES_AT_ONCE: usize = 16;
+
+/// A request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Request {
+    pub(super) sequence: u64,
+    pub(super) page: u64,
+}
+
+impl Request {
+    pub(super) fn to_bytes(self) -> [u8; REQUEST_BYTES] {
+        let mut bytes = [0; REQUEST_BYTES];
+        bytes[..8].copy_from_slice(&self.sequence.to_le_bytes());
+        bytes[8..].copy_from_slice(&self.page.to_le_bytes());
+        bytes
+    }
+
+    pub(super) fn from_bytes(bytes: &[u8; REQUEST_BYTES]) -> Request {
+        let (words, _) = bytes.as_chunks();
+        Request { sequence: u64::from_le_bytes(words[0]), page: u64::from_le_bytes(words[1]) }
+    }
+}
+
+/// An answer, before the page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Header {
+    pub(super) request: Request,
+    pub(super) status: u32,
+    pub(super) size_bytes: u32,
+}
+
+impl Header {
+    pub(super) const PAGE: u32 = 0;
+    pub(super) const REFUSED: u32 = 1;
+
+    pub(super) fn page(request: Request) -> Header {
+        Header { request, status: Header::PAGE, size_bytes: PAGE_SIZE as u32 }
+    }
+
+    pub(super) fn refused(request: Request) -> Header {
+        Header { request, status: Header::REFUSED, size_bytes: 0 }
+    }
+
+    pub(super) fn to_bytes(self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[..16].copy_from_slice(&self.request.to_bytes());
+        bytes[16..20].copy_from_slice(&self.status.to_le_bytes());
+        bytes[20..].copy_from_slice(&self.size_bytes.to_le_bytes());
+        bytes
+    }
+
+    /// The answer at the front of the bytes; `None` if they are too few.
+    pub(super) fn from_bytes(bytes: &[u8]) -> Option<Header> {
+        let (request, rest) = bytes.split_first_chunk()?;
+        let (status, rest) = rest.split_first_chunk()?;
+        let (size, _) = rest.split_first_chunk()?;
+        let (status, size_bytes) = (u32::from_le_bytes(*status), u32::from_le_bytes(*size));
+        Some(Header { request: Request::from_bytes(request), status, size_bytes })
+    }
+}
+
+/// Where a source of pages in another process is to be found, on this machine.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum PeerAddress {
+    /// A Unix socket.
+    Unix(PathBuf),
+    /// TCP, on a loopback address only.
+    Tcp(SocketAddr),
+}
+
+impl PeerAddress {
+    pub(super) fn is_on_this_machine(&self) -> bool {
+        match self {
+            PeerAddress::Unix(_) => true,
+            PeerAddress::Tcp(address) => address.ip().is_loopback(),
+        }
+    }
+}
+
+impl fmt::Display for PeerAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            PeerAddress::Unix(path) => write!(f, "unix:{}", path.display()),
+            PeerAddress::Tcp(address) => write!(f, "tcp:{address}"),
+        }
+    }
+}
+
+impl FromStr for PeerAddress {
+    type Err = ParseSourceError;
+
+    fn from_str(text: &str) -> Result<PeerAddress, ParseSourceError> {
+        let error = || ParseSourceError {
+            text: text.to_owned(),
+            wanted: "peer: there are unix:PATH and tcp:ADDRESS:PORT, such as tcp:127.0.0.1:7070",
+        };
+        match text.split_once(':') {
+            Some(("unix", path)) if !path.is_empty() => Ok(PeerAddress::Unix(path.into())),
+            Some(("tcp", address)) => address.parse().map(PeerAddress::Tcp).map_err(|_| error()),
+            _ => Err(error()),
+        }
+    }
+}
+
+/// A connection, on which nothing waits.
+#[derive(Debug)]
+pub(super) enum Stream {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+}
+
+impl Stream {
+    /// Connects, which may take `time_out`.
+    pub(super) fn connect(address: &PeerAddress, time_out: Duration) -> io::Result<Stream> {
+        match address {
+            PeerAddress::Unix(path) => connect_unix(path, time_out).map(Stream::Unix),
+            PeerAddress::Tcp(address) => Stream::of_tcp(TcpStream::connect_timeout(address, time_out)?),
+        }
+    }
+
+    fn of_tcp(stream: TcpStream) -> io::Result<Stream> {
+        stream.set_nonblocking(true)?;
+        // Requests and pages are collected here; the kernel is not to wait for more of them.
+        stream.set_nodelay(true)?;
+        Ok(Stream::Tcp(stream))
+    }
+
+    /// Receives what is there. `None` if nothing is, 0 if nothing will come any more.
+    pub(super) fn receive(&mut self, into: &mut [u8]) -> io::Result<Option<usize>> {
+        unless_it_would_wait(match self {
+            Stream::Unix(stream) => stream.read(into),
+            Stream::Tcp(stream) => stream.read(into),
+        })
+    }
+
+    /// Sends as much as there is room for. `None` if there is no room.
+    pub(super) fn send(&mut self, bytes: &[u8]) -> io::Result<Option<usize>> {
+        unless_it_would_wait(match self {
+            Stream::Unix(stream) => stream.write(bytes),
+            Stream::Tcp(stream) => stream.write(bytes),
+        })
+    }
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Stream::Unix(stream) => stream.as_fd(),
+            Stream::Tcp(stream) => stream.as_fd(),
+        }
+    }
+}
+
+fn unless_it_would_wait(result: io::Result<usize>) -> io::Result<Option<usize>> {
+    match result {
+        Ok(nr_bytes) => Ok(Some(nr_bytes)),
+        // After a signal the caller comes again as well.
+        Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Connects without waiting in the system call, since that would wait without end while a server does not accept.
+fn connect_unix(path: &Path, time_out: Duration) -> io::Result<UnixStream> {
+    const RETRY: Duration = Duration::from_millis(1);
+    let deadline = Instant::now() + time_out;
+    let mut address = libc::sockaddr_un { sun_family: libc::AF_UNIX as libc::sa_family_t, sun_path: [0; 108] };
+    let bytes = path.as_os_str().as_bytes();
+    // The path ends with a zero.
+    if bytes.len() >= address.sun_path.len() || bytes.contains(&0) {
+        return Err(io::Error::from(io::ErrorKind::InvalidInput));
+    }
+    for (to, &byte) in address.sun_path.iter_mut().zip(bytes) {
+        *to = byte as libc::c_char;
+    }
+    // SAFETY: the call touches no memory of this process.
+    let socket =
+        unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK, 0) };
+    if socket < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor is new, and nobody else's.
+    let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+    loop {
+        // SAFETY: the address is valid for the call and has the size that is named.
+        let connected = unsafe {
+            libc::connect(
+                socket.as_raw_fd(),
+                (&raw const address).cast(),
+                size_of::<libc::sockaddr_un>() as libc::socklen_t,
+            )
+        };
+        if connected == 0 {
+            return Ok(UnixStream::from(socket));
+        }
+        let error = io::Error::last_os_error();
+        match error.kind() {
+            io::ErrorKind::WouldBlock if Instant::now() >= deadline => return Err(io::ErrorKind::TimedOut.into()),
+            // The server's queue is full; there is nothing to poll for.
+            io::ErrorKind::WouldBlock => thread::sleep(RETRY),
+            io::ErrorKind::Interrupted => {}
+            _ => return Err(error),
+        }
+    }
+}
+
+/// Where a server is connected to.
+#[derive(Debug)]
+pub(super) enum Listener {
+    Unix(UnixListener),
+    Tcp(TcpListener),
+}
+
+impl Listener {
+    /// Listens, and says where: port 0 of TCP becomes a free one.
+    pub(super) fn bind(address: &PeerAddress) -> io::Result<(Listener, PeerAddress)> {
+        match address {
+            PeerAddress::Unix(path) => {
+                let listener = UnixListener::bind(path)?;
+                listener.set_nonblocking(true)?;
+                Ok((Listener::Unix(listener), address.clone()))
+            }
+            PeerAddress::Tcp(address) => {
+                let listener = TcpListener::bind(address)?;
+                listener.set_nonblocking(true)?;
+                let address = listener.local_addr()?;
+                Ok((Listener::Tcp(listener), PeerAddress::Tcp(address)))
+            }
+        }
+    }
+
+    /// The next connection; `WouldBlock` if there is none.
+    pub(super) fn accept(&self) -> io::Result<Stream> {
+        match self {
+            Listener::Unix(listener) => {
+                let (stream, _) = listener.accept()?;
+                stream.set_nonblocking(true)?;
+                Ok(Stream::Unix(stream))
+            }
+            Listener::Tcp(listener) => Stream::of_tcp(listener.accept()?.0),
+        }
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Listener::Unix(listener) => listener.as_fd(),
+            Listener::Tcp(listener) => listener.as_fd(),
+        }
+    }
+}

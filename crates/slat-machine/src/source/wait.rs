@@ -1,0 +1,125 @@
+//! Waiting for a descriptor or for a moment, to about a microsecond.
+//!
+//! Why: a latency of 30 us cannot be slept. A thread's timers may fire 50 us late by default (the timer slack,
+//! Documentation/timers/ and prctl(2)), and a virtual CPU that went idle takes another 20 to 40 us to come back. So a
+//! thread that waits here has its slack taken away, sleeps only as long as that is surely too early, and for the
+//! rest looks at the clock.
+//!
+//! Looking at the clock takes a CPU. So between two looks the thread offers it to others; and if one took it, then there
+//! are more threads than CPUs. Then the CPU does not become idle either, timers are prompt, and the thread sleeps the rest.
+
+#![expect(unsafe_code, reason = "system calls: ppoll, prctl")]
+
+use std::cell::Cell;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr;
+use std::thread;
+
+use crate::clock::timestamp_ns;
+
+/// Descriptors that [`wait_until`] takes.
+pub const MAX_DESCRIPTORS: usize = 16;
+
+/// A sleep that should end this much before the moment ends before it, as a rule: what a virtual CPU of the kind of machine
+/// that this was measured on (idle, slack 1 ns) needs to come back is 20 to 40 us.
+const WAKE_UP_NS: u64 = 45_000;
+
+/// An offer of the CPU that took longer was accepted.
+const YIELD_NS: u64 = 3_000;
+
+thread_local! {
+    static SLACK_IS_GONE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Waits until one of the descriptors can be read (or is closed, or broken), or until a moment of
+/// [`timestamp_ns`](crate::clock::timestamp_ns). Whether it was a descriptor. A moment that is past only looks;
+/// `u64::MAX` never comes. The thread's timer slack is 1 ns from the first wait on.
+///
+/// # Errors
+/// `InvalidInput` for more than [`MAX_DESCRIPTORS`]; those of ppoll(2). A signal is none.
+pub fn wait_until(descriptors: &[BorrowedFd<'_>], until_ns: u64) -> io::Result<bool> {
+    let mut entries = [libc::pollfd { fd: -1, events: 0, revents: 0 }; MAX_DESCRIPTORS];
+    let Some(entries) = entries.get_mut(..descriptors.len()) else {
+        return Err(io::Error::from(io::ErrorKind::InvalidInput));
+    };
+    for (entry, &descriptor) in entries.iter_mut().zip(descriptors) {
+        *entry = poll_entry(descriptor, libc::POLLIN);
+    }
+    wait(entries, until_ns)
+}
+
+/// What [`wait`] is to wait for at a descriptor: events of poll(2).
+pub(super) fn poll_entry(descriptor: BorrowedFd<'_>, events: libc::c_short) -> libc::pollfd {
+    libc::pollfd { fd: descriptor.as_raw_fd(), events, revents: 0 }
+}
+
+/// As [`wait_until`]; each entry says what happened there.
+pub(super) fn wait(entries: &mut [libc::pollfd], until_ns: u64) -> io::Result<bool> {
+    let mut is_contended = false;
+    loop {
+        let now_ns = timestamp_ns();
+        let left_ns = until_ns.saturating_sub(now_ns);
+        let sleep_ns = match is_contended {
+            true => left_ns,
+            false => left_ns.saturating_sub(WAKE_UP_NS),
+        };
+        // Without descriptors there is nothing to look at between two looks at the clock.
+        if (!entries.is_empty() || sleep_ns > 0) && poll(entries, (until_ns != u64::MAX).then_some(sleep_ns))? {
+            return Ok(true);
+        }
+        if left_ns == 0 {
+            return Ok(false);
+        }
+        if sleep_ns == 0 {
+            let before_ns = timestamp_ns();
+            thread::yield_now();
+            is_contended = timestamp_ns().saturating_sub(before_ns) > YIELD_NS;
+        }
+    }
+}
+
+/// Polls once; whether a descriptor is ready. `None` waits for ever. A signal counts as time that is over.
+fn poll(entries: &mut [libc::pollfd], time_out_ns: Option<u64>) -> io::Result<bool> {
+    /// Longer waits go round the loop.
+    const MAX_SECONDS: u64 = 3600;
+    let time_out = time_out_ns.map(|ns| {
+        let seconds = ns / 1_000_000_000;
+        match seconds {
+            0..MAX_SECONDS => libc::timespec { tv_sec: seconds as _, tv_nsec: (ns % 1_000_000_000) as _ },
+            _ => libc::timespec { tv_sec: MAX_SECONDS as _, tv_nsec: 0 },
+        }
+    });
+    if time_out_ns != Some(0) {
+        take_slack_away();
+    }
+    // SAFETY: the entries and the time are valid for the call, which writes to the entries only; their number is that of
+    // the slice. No signal mask is given.
+    let ready = unsafe {
+        libc::ppoll(
+            entries.as_mut_ptr(),
+            entries.len() as libc::nfds_t,
+            time_out.as_ref().map_or(ptr::null(), ptr::from_ref),
+            ptr::null(),
+        )
+    };
+    match ready {
+        0 => Ok(false),
+        1.. => Ok(true),
+        _ => {
+            let error = io::Error::last_os_error();
+            if error.kind() == io::ErrorKind::Interrupted { Ok(false) } else { Err(error) }
+        }
+    }
+}
+
+/// Lets this thread's timers fire when they are due (`PR_SET_TIMERSLACK`, prctl(2)). Where that is refused, waits are
+/// longer and nothing else is different.
+fn take_slack_away() {
+    SLACK_IS_GONE.with(|gone| {
+        if !gone.replace(true) {
+            // SAFETY: the call touches no memory of this process.
+            unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1_u64, 0_u64, 0_u64, 0_u64) };
+        }
+    });
+}

@@ -1,0 +1,130 @@
+//! What may go wrong, with names of the settings and features that are missing.
+
+use std::io;
+
+use thiserror::Error;
+
+use crate::memory::BackingKind;
+
+/// A userfaultfd that cannot be had, or that refused something. Nothing was changed.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum UserfaultfdError {
+    /// This user may not have one.
+    #[error(
+        "userfaultfd is not allowed for this user: it needs /proc/sys/vm/unprivileged_userfaultfd to be 1, or access to \
+         /dev/userfaultfd, or CAP_SYS_PTRACE (and a seccomp filter that lets it through)"
+    )]
+    NotPermitted {
+        /// What the kernel said last.
+        source: io::Error,
+    },
+    /// The kernel was built without it.
+    #[error("this kernel has no userfaultfd (CONFIG_USERFAULTFD)")]
+    NotSupported {
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// The kernel cannot do this with memory of this kind.
+    #[error("this kernel's userfaultfd lacks the feature {feature}, which {kind} memory needs")]
+    MissingFeature {
+        /// The name of the feature, `UFFD_FEATURE_...`.
+        feature: &'static str,
+        /// The kind of the memory.
+        kind: BackingKind,
+    },
+    /// The kernel registered the memory, and would not let its faults be answered. It was unregistered.
+    #[error("this kernel's userfaultfd does not allow {ioctl} for {kind} memory")]
+    MissingIoctl {
+        /// The name of the call.
+        ioctl: &'static str,
+        /// The kind of the memory.
+        kind: BackingKind,
+    },
+    /// Minor faults are those of memory that is in a file already, and this is in none.
+    #[error("minor faults need shared memory, and {kind} memory is private; shmem is shared")]
+    MinorNeedsShared {
+        /// The kind of the memory.
+        kind: BackingKind,
+    },
+    /// Movable pages have no addresses of their own.
+    #[error("memory with movable pages cannot be registered")]
+    MovablePages,
+    /// No bytes.
+    #[error("an empty range at {offset_bytes:#x} of the memory")]
+    Empty {
+        /// Where it would begin.
+        offset_bytes: u64,
+    },
+    /// Not whole pages of the memory's kind.
+    #[error("{len_bytes:#x} bytes at {offset_bytes:#x} are not whole pages of {kind} memory")]
+    Unaligned {
+        /// Where to begin.
+        offset_bytes: u64,
+        /// How much.
+        len_bytes: u64,
+        /// What the memory is made of.
+        kind: BackingKind,
+    },
+    /// Not a part of the memory.
+    #[error("{len_bytes:#x} bytes at {offset_bytes:#x} are not in the memory, which has {size_bytes:#x} bytes")]
+    OutOfRange {
+        /// Where to begin.
+        offset_bytes: u64,
+        /// How much.
+        len_bytes: u64,
+        /// The size of the memory.
+        size_bytes: u64,
+    },
+    /// Not a part of what was registered, or not any more.
+    #[error("{len_bytes:#x} bytes at {offset_bytes:#x} of the memory are not registered")]
+    NotRegistered {
+        /// Where to begin.
+        offset_bytes: u64,
+        /// How much.
+        len_bytes: u64,
+    },
+    /// Another descriptor has it, or a part of it.
+    #[error("{len_bytes:#x} bytes at {offset_bytes:#x} of the memory are registered already")]
+    AlreadyRegistered {
+        /// Where to begin.
+        offset_bytes: u64,
+        /// How much.
+        len_bytes: u64,
+    },
+    /// An earlier descriptor gave the memory up ([`Backing::is_lost`](crate::memory::Backing::is_lost)).
+    #[error("the memory was given up before all of it was filled; discard it first")]
+    MemoryLost,
+    /// The page is not in the file yet, so it cannot be mapped.
+    #[error("the page at {offset_bytes:#x} of the memory is not in the file")]
+    NotCached {
+        /// Where to begin.
+        offset_bytes: u64,
+    },
+    /// The kernel refused a call.
+    #[error("{call} failed")]
+    System {
+        /// The call.
+        call: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+impl UserfaultfdError {
+    /// Whether no machine could do what was asked for. Otherwise it is this machine that cannot, or not now.
+    pub const fn is_bad_usage(&self) -> bool {
+        matches!(
+            self,
+            UserfaultfdError::MinorNeedsShared { .. }
+                | UserfaultfdError::MovablePages
+                | UserfaultfdError::Empty { .. }
+                | UserfaultfdError::Unaligned { .. }
+                | UserfaultfdError::OutOfRange { .. }
+        )
+    }
+
+    pub(super) fn system(call: &'static str) -> impl FnOnce(io::Error) -> UserfaultfdError {
+        move |source| UserfaultfdError::System { call, source }
+    }
+}

@@ -1,0 +1,169 @@
+//! Threads that read a descriptor and answer.
+//!
+//! Each has an epoll instance of its own, on the descriptor (`EPOLLEXCLUSIVE`, so that one message does not wake all) and on an
+//! eventfd that ends all of them; and reads one message at a time, so that the others get the next ones. That is how the
+//! selftests of KVM do it.
+
+use std::any::Any;
+use std::io;
+use std::num::NonZeroUsize;
+use std::panic;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+
+use std::os::fd::AsFd;
+
+use thiserror::Error;
+
+use super::sys::{Poll, StopEvent, Woken};
+use super::{Event, Fault, Userfaultfd, UserfaultfdError};
+
+/// Why readers ended before they were told to.
+#[derive(Debug, Error)]
+pub enum ReaderError<E> {
+    /// The handler failed.
+    #[error("a page fault could not be served")]
+    Handler(#[source] E),
+    /// The descriptor failed.
+    #[error("the page faults could not be read")]
+    Userfaultfd(#[source] UserfaultfdError),
+}
+
+/// Threads that read one descriptor, and call a handler for each fault. A descriptor may have several such groups.
+///
+/// They end in one of three ways:
+/// - [`stop`](Readers::stop): who waits for a page goes on waiting; messages that nobody has read are kept for the
+///   descriptor's next readers, and its end lets all go.
+/// - The handler fails or panics, or the descriptor cannot be read: the descriptor is [abandoned](Userfaultfd::abandon), so
+///   that nobody waits for ever; then all threads of the group end. `stop` has the error.
+/// - They are dropped without `stop`, as when the owner panics: the same.
+#[derive(Debug)]
+pub struct Readers<E> {
+    threads: Vec<JoinHandle<()>>,
+    shared: Arc<Shared<E>>,
+}
+
+#[derive(Debug)]
+struct Shared<E> {
+    userfaultfd: Arc<Userfaultfd>,
+    stop: StopEvent,
+    /// The first failure.
+    failure: Mutex<Option<Failure<E>>>,
+}
+
+#[derive(Debug)]
+enum Failure<E> {
+    Error(ReaderError<E>),
+    Panic(Box<dyn Any + Send>),
+}
+
+impl<E: Send + 'static> Readers<E> {
+    /// Begins to read `userfaultfd` with `nr_readers` threads. `handler` is called by all of them at once; it must not touch the
+    /// registered mapping, and whatever it waits for must end.
+    ///
+    /// # Errors
+    /// `System`, if there is no descriptor or thread to be had: then none reads, and the descriptor is as it was.
+    pub fn start<H>(
+        userfaultfd: Arc<Userfaultfd>,
+        nr_readers: NonZeroUsize,
+        handler: H,
+    ) -> Result<Readers<E>, UserfaultfdError>
+    where
+        H: Fn(&Fault<'_>) -> Result<(), E> + Send + Sync + 'static,
+    {
+        let stop = StopEvent::new().map_err(UserfaultfdError::system("eventfd"))?;
+        let polls: Vec<Poll> = (0..nr_readers.get())
+            .map(|_| Poll::new(userfaultfd.as_fd(), &stop))
+            .collect::<io::Result<_>>()
+            .map_err(UserfaultfdError::system("epoll_create1 or epoll_ctl"))?;
+        let shared = Arc::new(Shared { userfaultfd, stop, failure: Mutex::new(None) });
+        let handler = Arc::new(handler);
+        let mut threads = Vec::with_capacity(polls.len());
+        for (nr, poll) in polls.into_iter().enumerate() {
+            let (shared_with, handler) = (Arc::clone(&shared), Arc::clone(&handler));
+            let read = move || shared_with.run(&poll, &*handler);
+            match thread::Builder::new().name(format!("uffd-{nr}")).spawn(read) {
+                Ok(thread) => threads.push(thread),
+                Err(source) => {
+                    shared.stop.raise();
+                    join(&mut threads);
+                    return Err(UserfaultfdError::System { call: "creation of a thread", source });
+                }
+            }
+        }
+        Ok(Readers { threads, shared })
+    }
+
+    /// Whether a failure has ended them, or ends them now.
+    pub fn has_failed(&self) -> bool {
+        self.shared.failure().is_some()
+    }
+
+    /// Ends all threads, each after the fault that it serves, and waits for that.
+    ///
+    /// # Errors
+    /// The failure that ended them before, the first if there were several.
+    ///
+    /// # Panics
+    /// As the handler did.
+    pub fn stop(mut self) -> Result<(), ReaderError<E>> {
+        self.shared.stop.raise();
+        join(&mut self.threads);
+        match self.shared.failure().take() {
+            None => Ok(()),
+            Some(Failure::Error(error)) => Err(error),
+            Some(Failure::Panic(payload)) => panic::resume_unwind(payload),
+        }
+    }
+}
+
+fn join(threads: &mut Vec<JoinHandle<()>>) {
+    for thread in threads.drain(..) {
+        // A panic of the handler was caught; there is no other.
+        let _ = thread.join();
+    }
+}
+
+impl<E> Drop for Readers<E> {
+    fn drop(&mut self) {
+        // `stop` has taken the threads.
+        if !self.threads.is_empty() {
+            self.shared.userfaultfd.abandon();
+            self.shared.stop.raise();
+            join(&mut self.threads);
+        }
+    }
+}
+
+impl<E> Shared<E> {
+    fn failure(&self) -> std::sync::MutexGuard<'_, Option<Failure<E>>> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reads until the end, and sees to it that nobody waits for ever.
+    fn run(&self, poll: &Poll, handler: &(impl Fn(&Fault<'_>) -> Result<(), E> + Sync)) {
+        // Whatever a handler has left half done, nobody here looks at: it ends all.
+        let served = panic::catch_unwind(panic::AssertUnwindSafe(|| self.serve(poll, handler)));
+        let failure = match served {
+            Ok(Ok(())) => return,
+            Ok(Err(error)) => Failure::Error(error),
+            Err(payload) => Failure::Panic(payload),
+        };
+        // Told before anybody is let in. Later ones are consequences: what others fill is not registered any more.
+        self.failure().get_or_insert(failure);
+        self.userfaultfd.abandon();
+        self.stop.raise();
+    }
+
+    fn serve(&self, poll: &Poll, handler: &impl Fn(&Fault<'_>) -> Result<(), E>) -> Result<(), ReaderError<E>> {
+        let system = |source| ReaderError::Userfaultfd(UserfaultfdError::System { call: "epoll_wait", source });
+        while poll.wait().map_err(system)? == Woken::Message {
+            // Another reader may have been faster.
+            match self.userfaultfd.read_event().map_err(ReaderError::Userfaultfd)? {
+                Some(Event::Fault(fault)) => handler(&fault).map_err(ReaderError::Handler)?,
+                Some(Event::Other { .. }) | None => {}
+            }
+        }
+        Ok(())
+    }
+}
