@@ -15,11 +15,13 @@
 //! - [`tlb`], [`walk`], [`cpu`]: what hardware does with an access.
 //! - [`host`]: the engine's [`slat::Host`].
 //! - [`source`]: where pages come from that a guest does not have yet.
+//! - [`delivery`]: userfaults to a resolver elsewhere, by rings in shared memory.
 //! - [`guest`], [`machine`]: guest programs, and the whole put together.
 
 pub mod clock;
 pub mod commit;
 pub mod cpu;
+pub mod delivery;
 pub mod guest;
 pub mod host;
 pub mod machine;

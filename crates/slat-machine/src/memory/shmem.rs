@@ -17,7 +17,8 @@ const WORD_BYTES: usize = size_of::<u64>();
 /// An empty file of `size_bytes` in memory, which no name leads to.
 pub(super) fn create_file(size_bytes: u64) -> Result<OwnedFd, MemoryError> {
     // SAFETY: the name is a C string that outlives the call.
-    let file = unsafe { libc::memfd_create(c"slat-guest-memory".as_ptr(), libc::MFD_CLOEXEC) };
+    let file =
+        unsafe { libc::memfd_create(c"slat-guest-memory".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
     if file < 0 {
         return Err(failed("memfd_create", size_bytes));
     }

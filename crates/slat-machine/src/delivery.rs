@@ -1,0 +1,329 @@
+//! Userfaults delivered to a resolver in another thread or another process, without an exit of the VMM's own: each vCPU
+//! writes what it needs into a ring in shared memory, sleeps, and goes on when its page is there.
+//!
+//! Why: one queue for all vCPUs (a userfaultfd, a pipe to one thread) is what post-copy with many vCPUs waits for. Here
+//! nothing is shared by two vCPUs: not a queue, not a lock, not a line of memory that both write. One look at all rings serves
+//! whatever is pending, so many faults cost few switches.
+//!
+//! # Protocol
+//! - **A page is there when its bit is clear**, and nothing else counts: not a completion, not a wake-up. The one who fills a
+//!   page writes all of it, then clears the bit with release, then completes. The vCPU reads the bit with acquire.
+//! - **Nobody sleeps through news.** Each sleep is announced in shared memory, then there is one more look, then the sleep.
+//!   Who brings news writes it, then looks whether somebody sleeps. A fence on either side: `ring.rs`.
+//! - **Every wait has a way out**: a time, the resolver's death, the delivery's end. The resolver's death is the end of its
+//!   socket; one watcher thread sees it (`session.rs`). What was in flight stays known to its port (`port.rs`), which asks the
+//!   next resolver, in new rings.
+//! - **No page is filled twice**, which means exactly: while a resolver lives, a page is handed out to be filled once
+//!   between two settings of its bit, because whoever fills claims it first, among all threads of that resolver
+//!   (`resolver.rs`), and looks at the bit after that. Of several resolvers one after the other: a page whose bit is clear is
+//!   not asked for again, and if it is asked for all the same, is completed without being filled. A resolver that is killed
+//!   may leave a page half filled; its bit is set, so no guest has seen it, and its successor fills all of it. So a guest
+//!   never sees a page change under it by a fill; the bit goes from 1 to 0 once; and a vCPU's request is reported once. (What a
+//!   resolver does that was only *declared* dead cannot be bounded: it has the memory mapped. Kill it.)
+//! - **The other side is not trusted.** What is read from shared memory is checked before it is used, and read once; what
+//!   makes no sense is an error or is counted, see [`PortStats`]. Files that both map cannot shrink. A resolver may of course
+//!   fill pages with rubbish, or never answer: that is a time-out.
+//!
+//! Model: the exit-less mode that was discussed for KVM Userfault, a ring and an eventfd each way for each vCPU.
+
+mod bitmap;
+mod error;
+mod handshake;
+mod port;
+mod resolver;
+mod ring;
+mod session;
+mod shared;
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use slat::{PAGE_SIZE, PageSize};
+
+pub use bitmap::{BitmapError, SharedBitmap};
+pub use error::{AttachError, ConfigError, DeliveryError, HandshakeError, ResolverError};
+pub use port::{MAX_ANSWERS, Parked, Port, PortStats, Requested, Waiter};
+pub use resolver::{Claim, GuestPage, Request, Resolver, ResolverStats, Shard, Wake};
+
+use handshake::{Deadline, Welcome};
+use ring::{Layout, Rings};
+use session::{Session, Shared};
+use shared::EventFd;
+
+/// The guest's memory as a file that a resolver maps: page 0 of the bitmap is at `offset_bytes`.
+#[derive(Debug)]
+pub struct SharedMemoryFile {
+    /// A memory file that is sealed against shrinking, or can be.
+    pub file: OwnedFd,
+    /// Where the memory starts in it, a multiple of the page size.
+    pub offset_bytes: u64,
+    /// Its size; not more than the bitmap has bits for.
+    pub size_bytes: u64,
+}
+
+/// What a delivery is made of.
+#[derive(Debug)]
+pub struct DeliveryConfig {
+    /// vCPUs, each with its rings.
+    pub nr_vcpus: u32,
+    /// Eventfds that vCPUs sleep on: vCPU v on number v modulo this. As many as vCPUs where each has its thread; as many as
+    /// threads where a thread runs several.
+    pub nr_waiters: u32,
+    /// Requests that a vCPU may have in flight; a power of two.
+    pub ring_entries: u32,
+    /// What a bit of the bitmap stands for: 4 KiB or 2 MiB.
+    pub page_size: PageSize,
+    /// The userfault bitmap.
+    pub bitmap: Arc<SharedBitmap>,
+    /// The guest's memory, unless the resolver has its own way to it.
+    pub memory: Option<SharedMemoryFile>,
+    /// The limit of every wait.
+    pub timeout: Duration,
+}
+
+impl DeliveryConfig {
+    /// A thread for each vCPU, 16 requests in flight for each, pages of 4 KiB, no file of the memory, 10 seconds.
+    pub fn new(nr_vcpus: u32, bitmap: Arc<SharedBitmap>) -> DeliveryConfig {
+        DeliveryConfig {
+            nr_vcpus,
+            nr_waiters: nr_vcpus,
+            ring_entries: 16,
+            page_size: PageSize::Size4K,
+            bitmap,
+            memory: None,
+            timeout: Duration::from_secs(10),
+        }
+    }
+}
+
+/// Which of the vCPUs and waiters were handed out.
+#[derive(Debug, Default)]
+struct Taken {
+    ports: Vec<bool>,
+    waiters: Vec<bool>,
+}
+
+/// The VMM's end: hands out ports to vCPUs and lets resolvers in, one after the other. Dropping it ends all waits.
+#[derive(Debug)]
+pub struct Delivery {
+    shared: Arc<Shared>,
+    memory: Option<SharedMemoryFile>,
+    taken: Mutex<Taken>,
+    /// The last epoch that was given out.
+    last_epoch: AtomicU64,
+    watcher: Option<JoinHandle<()>>,
+}
+
+impl Delivery {
+    /// A delivery without a resolver.
+    ///
+    /// # Errors
+    /// [`ConfigError`].
+    pub fn new(config: DeliveryConfig) -> Result<Delivery, ConfigError> {
+        let DeliveryConfig { nr_vcpus, nr_waiters, ring_entries, page_size, bitmap, memory, timeout } = config;
+        if !(Layout { nr_shards: 1, nr_waiters, nr_vcpus, nr_entries: ring_entries }).is_possible() {
+            return Err(ConfigError::BadCounts { nr_vcpus, nr_waiters, ring_entries });
+        }
+        if let Some(memory) = &memory {
+            check_memory(memory, bitmap.nr_pages().saturating_mul(page_size.size_bytes()))?;
+        }
+        let eventfd = || EventFd::new().map_err(|source| ConfigError::System { call: "eventfd", source });
+        let wakers = (0..nr_waiters).map(|_| eventfd()).collect::<Result<Vec<_>, _>>()?;
+        let numbers = (nr_vcpus, ring_entries, page_size);
+        let shared = Arc::new(Shared::new(numbers, bitmap, timeout, wakers, eventfd()?));
+        let watched = Arc::clone(&shared);
+        let watcher = thread::Builder::new()
+            .name("delivery-watcher".to_owned())
+            .spawn(move || watched.watch())
+            .map_err(|source| ConfigError::System { call: "clone", source })?;
+        let taken = Taken { ports: vec![false; nr_vcpus as usize], waiters: vec![false; nr_waiters as usize] };
+        Ok(Delivery { shared, memory, taken: Mutex::new(taken), last_epoch: AtomicU64::new(0), watcher: Some(watcher) })
+    }
+
+    /// The end of a vCPU, once.
+    ///
+    /// # Errors
+    /// [`ConfigError::Taken`].
+    pub fn take_port(&self, vcpu: u32) -> Result<Port, ConfigError> {
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        take(&mut taken.ports, "vCPU", vcpu)?;
+        Ok(Port::new(Arc::clone(&self.shared), vcpu))
+    }
+
+    /// Where the thread sleeps that runs the vCPUs of a waiter, once.
+    ///
+    /// # Errors
+    /// [`ConfigError::Taken`].
+    pub fn take_waiter(&self, number: u32) -> Result<Waiter, ConfigError> {
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        take(&mut taken.waiters, "waiter", number)?;
+        Ok(Waiter::new(Arc::clone(&self.shared), number))
+    }
+
+    /// The bitmap.
+    pub fn bitmap(&self) -> &Arc<SharedBitmap> {
+        &self.shared.bitmap
+    }
+
+    /// Whether a resolver lives.
+    pub fn is_attached(&self) -> bool {
+        self.shared.live_session().is_some()
+    }
+
+    /// Waits until a resolver lives; whether one does.
+    pub fn wait_attached(&self, limit: Duration) -> bool {
+        self.shared.wait_for_session(limit).is_some()
+    }
+
+    /// Declares the present resolver dead: vCPUs that wait get [`DeliveryError::ResolverGone`].
+    pub fn detach(&self) {
+        if let Some(session) = self.shared.live_session() {
+            self.shared.end(&session);
+        }
+    }
+
+    /// Waits for a resolver at `listener`, which does not block after that, and attaches it.
+    ///
+    /// # Errors
+    /// [`AttachError`].
+    pub fn accept(&self, listener: &UnixListener) -> Result<u64, AttachError> {
+        let failed = |call| move |source| AttachError::Handshake(HandshakeError::System { call, source });
+        listener.set_nonblocking(true).map_err(failed("fcntl"))?;
+        let deadline = std::time::Instant::now() + self.shared.timeout;
+        loop {
+            match listener.accept() {
+                Ok((stream, _)) => return self.attach(stream),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(source) => return Err(failed("accept")(source)),
+            }
+            let left = deadline.saturating_duration_since(std::time::Instant::now());
+            if left.is_zero() {
+                return Err(AttachError::NobodyCame { waited: self.shared.timeout });
+            }
+            if self.shared.is_closed() {
+                return Err(AttachError::Closed);
+            }
+            shared::wait_readable([listener.as_fd()], left.min(session::NAP)).map_err(failed("ppoll"))?;
+        }
+    }
+
+    /// Attaches the resolver at the other end of `stream`, with new rings. Its epoch: resolvers are counted.
+    ///
+    /// # Errors
+    /// [`AttachError`].
+    pub fn attach(&self, stream: UnixStream) -> Result<u64, AttachError> {
+        if self.shared.is_closed() {
+            return Err(AttachError::Closed);
+        }
+        if let Some(living) = self.shared.live_session() {
+            return Err(AttachError::AlreadyAttached { epoch: living.epoch });
+        }
+        // Relaxed: only a number. 16 bits of it are in tickets, so none comes back within 65536 resolvers.
+        let epoch = self.last_epoch.fetch_add(1, Ordering::Relaxed) + 1;
+        let session = self.shake_hands(stream, epoch)?;
+        match self.shared.begin(session) {
+            Ok(()) => Ok(epoch),
+            Err(None) => Err(AttachError::Closed),
+            Err(Some(epoch)) => Err(AttachError::AlreadyAttached { epoch }),
+        }
+    }
+
+    fn shake_hands(&self, stream: UnixStream, epoch: u64) -> Result<Session, HandshakeError> {
+        let Shared { nr_vcpus, ring_entries, bitmap, wakers, .. } = &*self.shared;
+        let deadline = Deadline::new(self.shared.timeout);
+        let failed = |call| move |source| HandshakeError::System { call, source };
+        stream.set_nonblocking(false).map_err(failed("fcntl"))?;
+        let hello = handshake::receive_hello(&stream, deadline)?;
+        let layout = Layout {
+            nr_shards: hello.nr_threads,
+            nr_waiters: wakers.len() as u32,
+            nr_vcpus: *nr_vcpus,
+            nr_entries: *ring_entries,
+        };
+        let mut welcome = Welcome {
+            version: handshake::VERSION,
+            status: 0,
+            epoch,
+            layout,
+            nr_pages: bitmap.nr_pages(),
+            page_bytes: self.shared.page_size.size_bytes(),
+            memory_offset_bytes: self.memory.as_ref().map_or(0, |memory| memory.offset_bytes),
+            memory_bytes: self.memory.as_ref().map_or(0, |memory| memory.size_bytes),
+            nr_descriptors: 0,
+        };
+        let refused = if hello.version != handshake::VERSION {
+            Some((
+                handshake::REFUSED_VERSION,
+                HandshakeError::Version { ours: handshake::VERSION, theirs: hello.version },
+            ))
+        } else if !layout.is_possible() {
+            let error = HandshakeError::BadThreads { nr_threads: hello.nr_threads, nr_vcpus: *nr_vcpus };
+            Some((handshake::REFUSED_THREADS, error))
+        } else {
+            None
+        };
+        if let Some((status, error)) = refused {
+            welcome.status = status;
+            // If it does not come through, it has hung up already.
+            let _ = handshake::send_welcome(&stream, welcome, deadline);
+            return Err(error);
+        }
+        let file = shared::sealed_file(c"slat-rings", layout.size_bytes()).map_err(failed("memfd_create"))?;
+        let rings = Rings::new(file.as_fd(), layout).map_err(failed("mmap"))?;
+        let doorbells = (0..layout.nr_shards).map(|_| EventFd::new()).collect::<Result<Vec<_>, _>>();
+        let doorbells = doorbells.map_err(failed("eventfd"))?;
+        let mut files: Vec<BorrowedFd<'_>> = vec![file.as_fd(), bitmap.as_fd()];
+        files.extend(self.memory.as_ref().map(|memory| memory.file.as_fd()));
+        files.extend(doorbells.iter().chain(wakers).map(AsFd::as_fd));
+        welcome.nr_descriptors = files.len() as u64;
+        handshake::send_welcome(&stream, welcome, deadline)?;
+        handshake::send_descriptors(&stream, &files, deadline)?;
+        handshake::receive_ready(&stream, epoch, deadline)?;
+        Ok(Session::new(epoch, rings, doorbells, stream))
+    }
+}
+
+impl Drop for Delivery {
+    fn drop(&mut self) {
+        self.shared.close();
+        if let Some(watcher) = self.watcher.take() {
+            // A watcher that panicked has said so already.
+            let _ = watcher.join();
+        }
+    }
+}
+
+/// Hands out number `number`, if it was not before.
+fn take(taken: &mut [bool], what: &'static str, number: u32) -> Result<(), ConfigError> {
+    match taken.get_mut(number as usize) {
+        Some(is_taken) if !*is_taken => {
+            *is_taken = true;
+            Ok(())
+        }
+        _ => Err(ConfigError::Taken { what, number }),
+    }
+}
+
+/// Whether the memory lies in its file, and stays there.
+fn check_memory(memory: &SharedMemoryFile, bitmap_bytes: u64) -> Result<(), ConfigError> {
+    let SharedMemoryFile { file, offset_bytes, size_bytes } = memory;
+    let (offset_bytes, size_bytes) = (*offset_bytes, *size_bytes);
+    if !shared::is_sealed(file.as_fd()) {
+        shared::seal_against_shrinking(file.as_fd()).map_err(|source| ConfigError::UnsealedMemory { source })?;
+    }
+    let file_bytes = shared::file_size(file.as_fd()).map_err(|source| ConfigError::System { call: "fstat", source })?;
+    let is_inside = offset_bytes.checked_add(size_bytes).is_some_and(|end| end <= file_bytes);
+    if !is_inside || size_bytes == 0 || size_bytes > bitmap_bytes || !offset_bytes.is_multiple_of(PAGE_SIZE) {
+        return Err(ConfigError::BadMemory { offset_bytes, size_bytes, file_bytes, bitmap_bytes });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,169 @@
+//! The userfault bitmap in a memory file, so that a resolver in another process clears the bits that the engine reads.
+//!
+//! # Protocol
+//! - One bit a page, 1 = not there yet. Who has filled a page clears its bit with release; who finds it clear with acquire
+//!   sees the whole page. This holds between processes as between threads: it is the same memory.
+//! - The file cannot change its size: with a shorter one the engine's next look would kill the VMM.
+//! - The other side may set and clear what it likes. A bit that it clears too early shows the guest a page that is not
+//!   filled, as any wrong content would; a bit that it sets makes the guest ask.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use slat::{PAGE_SIZE, UserfaultWords};
+use thiserror::Error;
+
+use super::shared::{self, SharedMapping};
+
+/// A bitmap that cannot be had, or that is refused.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum BitmapError {
+    /// No pages, or more than a file can have bits.
+    #[error("a userfault bitmap of {nr_pages} pages")]
+    BadSize {
+        /// Pages that were asked for.
+        nr_pages: u64,
+    },
+    /// The file's size may still change.
+    #[error("the userfault bitmap's file is not sealed: it needs F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_SEAL")]
+    NotSealed,
+    /// The file has fewer bits than there are pages.
+    #[error("the userfault bitmap has {found_bytes} bytes, but {nr_pages} pages need {needed_bytes}")]
+    TooShort {
+        /// Pages that need a bit.
+        nr_pages: u64,
+        /// Bytes that they need.
+        needed_bytes: u64,
+        /// Bytes that the file has.
+        found_bytes: u64,
+    },
+    /// The kernel refused a call.
+    #[error("{call} for a userfault bitmap of {nr_pages} pages failed")]
+    System {
+        /// The call.
+        call: &'static str,
+        /// Pages that were asked for.
+        nr_pages: u64,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+/// One bit for each page, in shared memory. Bit n % 64 of word n / 64 is page n; 1 = the page is not there.
+#[derive(Debug)]
+pub struct SharedBitmap {
+    file: OwnedFd,
+    mapping: SharedMapping,
+    nr_pages: u64,
+}
+
+impl SharedBitmap {
+    /// A bitmap of its own, all bits 0.
+    ///
+    /// # Errors
+    /// [`BitmapError::BadSize`] and [`BitmapError::System`].
+    pub fn new(nr_pages: u64) -> Result<SharedBitmap, BitmapError> {
+        let size_bytes = file_bytes(nr_pages)?;
+        let file = shared::sealed_file(c"slat-userfault-bitmap", size_bytes).map_err(|source| BitmapError::System {
+            call: "memfd_create",
+            nr_pages,
+            source,
+        })?;
+        SharedBitmap::from_fd(file, nr_pages)
+    }
+
+    /// The bitmap of `nr_pages` pages that somebody else has made.
+    ///
+    /// # Errors
+    /// Every [`BitmapError`].
+    pub fn from_fd(file: OwnedFd, nr_pages: u64) -> Result<SharedBitmap, BitmapError> {
+        let failed = |call| move |source| BitmapError::System { call, nr_pages, source };
+        file_bytes(nr_pages)?;
+        if !shared::is_size_fixed(file.as_fd()) {
+            return Err(BitmapError::NotSealed);
+        }
+        let (needed_bytes, found_bytes) =
+            (nr_pages.div_ceil(64) * 8, shared::file_size(file.as_fd()).map_err(failed("fstat"))?);
+        if found_bytes < needed_bytes {
+            return Err(BitmapError::TooShort { nr_pages, needed_bytes, found_bytes });
+        }
+        let mapping = SharedMapping::new(file.as_fd(), 0, needed_bytes).map_err(failed("mmap"))?;
+        Ok(SharedBitmap { file, mapping, nr_pages })
+    }
+
+    /// The file, to be handed to a resolver.
+    pub fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    /// Pages that have a bit.
+    pub fn nr_pages(&self) -> u64 {
+        self.nr_pages
+    }
+
+    /// All words; bits beyond the last page mean nothing.
+    pub fn words(&self) -> &[AtomicU64] {
+        self.mapping.words()
+    }
+
+    /// The word and the bit of a page; no bit beyond the end.
+    fn place(&self, page: u64) -> Option<(&AtomicU64, u64)> {
+        // Cannot truncate: below the number of pages, whose words are mapped.
+        (page < self.nr_pages).then(|| (&self.words()[(page / 64) as usize], 1 << (page % 64)))
+    }
+
+    /// Whether the page is not there yet. Pages beyond the end are never missing.
+    pub fn is_set(&self, page: u64) -> bool {
+        // Acquire: whoever finds the bit clear reads the page next, and sees it as it was when the bit was cleared.
+        self.place(page).is_some_and(|(word, bit)| word.load(Ordering::Acquire) & bit != 0)
+    }
+
+    /// Says that the page is missing; whether it was not before.
+    pub fn set(&self, page: u64) -> bool {
+        // Release: what the caller did to the page before (threw it away) comes before the bit. Acquire: it comes after the
+        // page as the one who cleared the bit left it.
+        self.place(page).is_some_and(|(word, bit)| word.fetch_or(bit, Ordering::AcqRel) & bit == 0)
+    }
+
+    /// Says that all pages are missing.
+    pub fn set_all(&self) {
+        for (index, word) in self.words().iter().enumerate() {
+            let nr_bits = (self.nr_pages - index as u64 * 64).min(64);
+            word.fetch_or(u64::MAX >> (64 - nr_bits), Ordering::AcqRel);
+        }
+    }
+
+    /// Says that the page, which its caller has filled, is there; whether it was missing.
+    pub fn clear(&self, page: u64) -> bool {
+        // Release: the page's contents come before the bit, for whoever finds it clear.
+        self.place(page).is_some_and(|(word, bit)| word.fetch_and(!bit, Ordering::Release) & bit != 0)
+    }
+
+    /// Pages that are missing. Exact only while nobody sets or clears bits.
+    pub fn count(&self) -> u64 {
+        let mut count = 0;
+        for (index, word) in self.words().iter().enumerate() {
+            let nr_bits = (self.nr_pages - index as u64 * 64).min(64);
+            // Relaxed: a number, from which nobody concludes anything about the pages.
+            count += u64::from((word.load(Ordering::Relaxed) & (u64::MAX >> (64 - nr_bits))).count_ones());
+        }
+        count
+    }
+}
+
+impl UserfaultWords for SharedBitmap {
+    fn words(&self) -> &[AtomicU64] {
+        self.mapping.words()
+    }
+}
+
+/// The size of a file for so many pages: whole pages, since it is mapped.
+fn file_bytes(nr_pages: u64) -> Result<u64, BitmapError> {
+    // 2^48 pages are more than any guest has; their bits still fit into a file.
+    if nr_pages == 0 || nr_pages > 1 << 48 {
+        return Err(BitmapError::BadSize { nr_pages });
+    }
+    Ok((nr_pages.div_ceil(64) * 8).next_multiple_of(PAGE_SIZE))
+}

@@ -1,0 +1,334 @@
+//! What may go wrong in a delivery, on both sides.
+
+use std::io;
+use std::time::Duration;
+
+use thiserror::Error;
+
+use super::bitmap::BitmapError;
+use super::ring::BadIndex;
+
+/// A delivery that cannot be made.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// vCPUs, waiters or entries that cannot be.
+    #[error(
+        "{nr_vcpus} vCPUs with {nr_waiters} waiters and rings of {ring_entries} entries: there are 1 to 4096 vCPUs, 1 waiter \
+         to one for each vCPU, and the entries are a power of two up to 4096"
+    )]
+    BadCounts {
+        /// vCPUs.
+        nr_vcpus: u32,
+        /// Eventfds that they wait on.
+        nr_waiters: u32,
+        /// Entries of each ring.
+        ring_entries: u32,
+    },
+    /// The file of the guest's memory could be cut short by the other side, which would kill whoever touches the memory.
+    #[error(
+        "the file of the guest's memory cannot be sealed against shrinking; it has to be a memfd with MFD_ALLOW_SEALING"
+    )]
+    UnsealedMemory {
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// The memory is not inside its file, or is larger than the bitmap, or starts inside a page.
+    #[error(
+        "guest memory of {size_bytes} bytes at {offset_bytes:#x} of a file of {file_bytes} bytes, and a bitmap for {bitmap_bytes} \
+         bytes"
+    )]
+    BadMemory {
+        /// Where it starts in the file.
+        offset_bytes: u64,
+        /// Its size.
+        size_bytes: u64,
+        /// The size of the file.
+        file_bytes: u64,
+        /// What the bitmap has bits for.
+        bitmap_bytes: u64,
+    },
+    /// A vCPU or waiter that is not there, or was taken before.
+    #[error("{what} {number} is not there or was taken before")]
+    Taken {
+        /// "vCPU" or "waiter".
+        what: &'static str,
+        /// Its number.
+        number: u32,
+    },
+    /// The kernel refused a call.
+    #[error("{call} failed")]
+    System {
+        /// The call.
+        call: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+/// A resolver that was not attached.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum AttachError {
+    /// There is one, and it lives.
+    #[error("a resolver is attached already, epoch {epoch}")]
+    AlreadyAttached {
+        /// Its epoch.
+        epoch: u64,
+    },
+    /// Nobody came.
+    #[error("no resolver came within {waited:?}")]
+    NobodyCame {
+        /// How long was waited.
+        waited: Duration,
+    },
+    /// The delivery is closed.
+    #[error("the delivery is closed")]
+    Closed,
+    /// It came, and was not what it should be.
+    #[error(transparent)]
+    Handshake(#[from] HandshakeError),
+}
+
+/// A handshake that failed, on either side.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum HandshakeError {
+    /// The other side speaks something else.
+    #[error("the other side of the socket does not speak this protocol: it began with {found:#x}")]
+    BadMagic {
+        /// What it began with.
+        found: u64,
+    },
+    /// The other side speaks another version.
+    #[error("the other side speaks version {theirs} of the protocol and this one {ours}")]
+    Version {
+        /// This side's.
+        ours: u32,
+        /// The other side's.
+        theirs: u32,
+    },
+    /// More resolver threads than vCPUs, or none.
+    #[error("{nr_threads} resolver threads for {nr_vcpus} vCPUs")]
+    BadThreads {
+        /// Threads.
+        nr_threads: u32,
+        /// vCPUs.
+        nr_vcpus: u32,
+    },
+    /// Fewer or more descriptors came than were said.
+    #[error("{found} descriptors came with the handshake and not {expected}")]
+    MissingDescriptors {
+        /// How many there should be.
+        expected: u32,
+        /// How many came.
+        found: u32,
+    },
+    /// A file has not the size that the message says.
+    #[error("the {what} has {found_bytes} bytes and not {expected_bytes}")]
+    WrongSize {
+        /// Which file.
+        what: &'static str,
+        /// What it should have, at least.
+        expected_bytes: u64,
+        /// What it has.
+        found_bytes: u64,
+    },
+    /// A file could be cut short by the other side.
+    #[error("the {what} is not sealed against shrinking")]
+    NotSealed {
+        /// Which file.
+        what: &'static str,
+    },
+    /// The bitmap is refused.
+    #[error(transparent)]
+    Bitmap(#[from] BitmapError),
+    /// Numbers that contradict each other.
+    #[error("the other side's numbers make no sense: {what}")]
+    BadNumbers {
+        /// Which.
+        what: &'static str,
+    },
+    /// The other side refused.
+    #[error("the other side refused the handshake, code {code}")]
+    Refused {
+        /// Its reason.
+        code: u32,
+    },
+    /// The other side closed the socket.
+    #[error("the other side closed the socket in the handshake")]
+    Closed,
+    /// The other side was silent.
+    #[error("the other side was silent for {waited:?}")]
+    TimedOut {
+        /// How long was waited.
+        waited: Duration,
+    },
+    /// The kernel refused a call.
+    #[error("{call} failed in the handshake")]
+    System {
+        /// The call.
+        call: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+/// What a vCPU gets instead of its page. But for `NotCleared` and `PageFailed`, which end a request, what was asked for stays
+/// known.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum DeliveryError {
+    /// The resolver died, or was detached. [`Port::resume`](super::Port::resume) asks the next one.
+    #[error("the resolver of epoch {epoch} is gone, and vCPU {vcpu} waits for page {page:#x}")]
+    ResolverGone {
+        /// The vCPU.
+        vcpu: u32,
+        /// The first page that it waits for.
+        page: u64,
+        /// Which resolver: they are counted.
+        epoch: u64,
+    },
+    /// There is no resolver (yet).
+    #[error("vCPU {vcpu} has no resolver to ask")]
+    NoResolver {
+        /// The vCPU.
+        vcpu: u32,
+    },
+    /// The resolver did not answer in time.
+    #[error("vCPU {vcpu} waited {waited:?} for page {page:#x}")]
+    TimedOut {
+        /// The vCPU.
+        vcpu: u32,
+        /// The page.
+        page: u64,
+        /// How long it waited.
+        waited: Duration,
+    },
+    /// As much is in flight as the ring has entries.
+    #[error("vCPU {vcpu} cannot ask for page {page:#x}: all {ring_entries} entries of its ring are in use")]
+    RingFull {
+        /// The vCPU.
+        vcpu: u32,
+        /// The page.
+        page: u64,
+        /// Entries of a ring.
+        ring_entries: u32,
+    },
+    /// The resolver has written nonsense into the rings. Nothing more can come by them: detach it.
+    #[error("vCPU {vcpu}: the {index} is {found} and not from {lowest} to {highest}")]
+    RingCorrupt {
+        /// The vCPU.
+        vcpu: u32,
+        /// Which index.
+        index: &'static str,
+        /// What it is.
+        found: u64,
+        /// What it may be, at least.
+        lowest: u64,
+        /// What it may be, at most.
+        highest: u64,
+    },
+    /// The resolver says time and again that a page is there, and its bit says that it is not.
+    #[error("vCPU {vcpu} was told {nr_answers} times that page {page:#x} is there, and its bit was never cleared")]
+    NotCleared {
+        /// The vCPU.
+        vcpu: u32,
+        /// The page.
+        page: u64,
+        /// Answers.
+        nr_answers: u32,
+    },
+    /// The resolver cannot fill the page.
+    #[error("page {page:#x} that vCPU {vcpu} asked for cannot be filled, code {code}")]
+    PageFailed {
+        /// The vCPU.
+        vcpu: u32,
+        /// The page.
+        page: u64,
+        /// The resolver's reason.
+        code: u32,
+    },
+    /// The bitmap has no such page.
+    #[error("vCPU {vcpu} asked for page {page:#x} of {nr_pages:#x}")]
+    NoSuchPage {
+        /// The vCPU.
+        vcpu: u32,
+        /// The page.
+        page: u64,
+        /// Pages of the bitmap.
+        nr_pages: u64,
+    },
+    /// Nobody asked for the page that is waited for.
+    #[error("vCPU {vcpu} waits for page {page:#x} that it has not asked for")]
+    NotInFlight {
+        /// The vCPU.
+        vcpu: u32,
+        /// The page.
+        page: u64,
+    },
+    /// The delivery was closed.
+    #[error("the delivery was closed under vCPU {vcpu}")]
+    Closed {
+        /// The vCPU.
+        vcpu: u32,
+    },
+    /// The kernel refused a call.
+    #[error("{call} failed for vCPU or waiter {number}")]
+    System {
+        /// The call.
+        call: &'static str,
+        /// Whose.
+        number: u32,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+impl DeliveryError {
+    pub(super) fn corrupt(vcpu: u32, bad: BadIndex) -> DeliveryError {
+        let BadIndex { name, found, lowest, highest } = bad;
+        DeliveryError::RingCorrupt { vcpu, index: name, found, lowest, highest }
+    }
+}
+
+/// Why a resolver cannot go on.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ResolverError {
+    /// The VMM has written nonsense into the rings.
+    #[error("vCPU {vcpu}: the {index} is {found} and not from {lowest} to {highest}")]
+    RingCorrupt {
+        /// The vCPU.
+        vcpu: u32,
+        /// Which index.
+        index: &'static str,
+        /// What it is.
+        found: u64,
+        /// What it may be, at least.
+        lowest: u64,
+        /// What it may be, at most.
+        highest: u64,
+    },
+    /// The VMM has asked for more than its rings hold.
+    #[error("vCPU {vcpu} has asked for more than its rings hold")]
+    RingFull {
+        /// The vCPU.
+        vcpu: u32,
+    },
+    /// The kernel refused a call.
+    #[error("{call} failed in the resolver")]
+    System {
+        /// The call.
+        call: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+impl ResolverError {
+    pub(super) fn corrupt(vcpu: u32, bad: BadIndex) -> ResolverError {
+        let BadIndex { name, found, lowest, highest } = bad;
+        ResolverError::RingCorrupt { vcpu, index: name, found, lowest, highest }
+    }
+}

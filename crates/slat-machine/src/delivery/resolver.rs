@@ -1,0 +1,568 @@
+//! The resolver's end of a delivery: what a thread or a process does that fills pages for the vCPUs of a VMM.
+//!
+//! # Protocol
+//! - *Claims.* Who fills a page claims it first, in memory of the resolver's own process, which dies with it. With the claim in
+//!   its hands it looks at the bit: clear means that somebody has filled the page since it was asked for, and it is only
+//!   completed. To finish: fill, clear the bit with release, give the claim back with release. The next to claim the page
+//!   (acquire) sees the bit clear. So between two settings of its bit a page is filled once, however many vCPUs ask for it, in
+//!   whichever shard, and a background copier beside them.
+//! - Who does not get the claim *defers* its request: it looks again in each sweep. So that it does not sleep meanwhile, the
+//!   one who gives a claim back looks whether anything is deferred anywhere and rings all doorbells: a store-load pair between
+//!   "deferred, then is the claim free?" and "claim given back, then is anything deferred?", with fences.
+//! - *Sleep*: announce, sweep once more, block. The order with the vCPUs is in [`Rings`].
+//! - A vCPU is woken at once when its page is complete and not when the sweep is over: it can run while the next is filled.
+
+#![expect(unsafe_code, reason = "writes guest memory through a mapping")]
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
+use std::time::Duration;
+
+use slat::{PAGE_SIZE, PageSize};
+
+use super::bitmap::SharedBitmap;
+use super::error::{HandshakeError, ResolverError};
+use super::handshake::{self, Deadline, Hello, Welcome};
+use super::port::{DONE, FAILED};
+use super::ring::{Entry, NotPushed, Reader, Rings, Sleeper, Writer};
+use super::session::NAP;
+use super::shared::{self, EventFd, SharedMapping};
+
+/// The code of a page that the bitmap has not.
+const NO_SUCH_PAGE: u32 = u32::MAX;
+
+/// The guest's memory, as this process has it mapped.
+#[derive(Debug)]
+struct GuestMemory {
+    mapping: SharedMapping,
+    page_bytes: u64,
+}
+
+/// One page of the guest's memory that is to be filled. Nobody else may look at it yet: its bit is set and it is claimed.
+#[derive(Debug)]
+pub struct GuestPage<'a> {
+    start: *mut u8,
+    size_bytes: usize,
+    _mapping: &'a SharedMapping,
+}
+
+impl GuestPage<'_> {
+    /// Its first byte.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.start
+    }
+
+    /// Its size; the last one of 2 MiB may be shorter.
+    pub fn size_bytes(&self) -> usize {
+        self.size_bytes
+    }
+
+    /// Fills it with `bytes` from its start on, as far as they go.
+    pub fn copy_from(&self, bytes: &[u8]) {
+        let count = bytes.len().min(self.size_bytes);
+        // SAFETY: the page lies in the mapping, which lives; `bytes` are not in it, since nobody makes references into it. A
+        // VMM that lets a guest touch the page meanwhile breaks its own protocol, in another mapping, and gets any bytes.
+        unsafe { self.start.copy_from_nonoverlapping(bytes.as_ptr(), count) };
+    }
+}
+
+/// Somebody's right to fill a page. To be given back by [`Resolver::filled`] or [`Resolver::give_up`].
+#[must_use = "until a claim is given back nobody else fills the page"]
+#[derive(PartialEq, Eq, Debug)]
+pub struct Claim {
+    page: u64,
+}
+
+impl Claim {
+    /// The page.
+    pub fn page(&self) -> u64 {
+        self.page
+    }
+}
+
+/// A page that a vCPU waits for, claimed for whoever has this. To be given back by [`Shard::complete`] or [`Shard::fail`].
+#[must_use = "a vCPU waits for it"]
+#[derive(PartialEq, Eq, Debug)]
+pub struct Request {
+    /// Who waits.
+    pub vcpu: u32,
+    /// The page: the number of its bit.
+    pub page: u64,
+    /// The flags of the exit.
+    pub flags: u64,
+    ticket: u64,
+}
+
+/// What a shard has counted.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[non_exhaustive]
+pub struct ResolverStats {
+    /// Requests taken out of the rings.
+    pub requests: u64,
+    /// Pages that were filled and whose bit was cleared here.
+    pub filled: u64,
+    /// Requests for pages that were there already.
+    pub already_there: u64,
+    /// Requests that had to wait for somebody else's claim.
+    pub deferred: u64,
+    /// Requests that were answered with a failure.
+    pub failed: u64,
+    /// vCPUs or waiters that slept and were woken.
+    pub wakes: u64,
+    /// Sweeps over all rings.
+    pub sweeps: u64,
+    /// Times that the shard slept.
+    pub parks: u64,
+}
+
+/// How a sleep ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Wake {
+    /// There may be work.
+    Work,
+    /// The time was over.
+    TimedOut,
+    /// The VMM has closed the delivery, or is gone.
+    Closed,
+}
+
+/// A resolver: what its shards share.
+#[derive(Debug)]
+pub struct Resolver {
+    epoch: u64,
+    pub(super) rings: Rings,
+    bitmap: SharedBitmap,
+    memory: Option<GuestMemory>,
+    page_size: PageSize,
+    pub(super) doorbells: Vec<EventFd>,
+    pub(super) wakers: Vec<EventFd>,
+    socket: UnixStream,
+    /// One bit a page: somebody fills it.
+    claims: Box<[AtomicU64]>,
+    /// Requests of all shards that wait for others' claims.
+    nr_deferred: AtomicUsize,
+    is_closed: AtomicBool,
+}
+
+impl Resolver {
+    /// Shakes hands over `stream` with a VMM, and makes a shard for each of `nr_threads`: shard t serves the vCPUs v with
+    /// v % `nr_threads` = t. Dropping any shard ends the resolver.
+    ///
+    /// # Errors
+    /// [`HandshakeError`].
+    pub fn attach(
+        stream: UnixStream,
+        nr_threads: u32,
+        timeout: Duration,
+    ) -> Result<(Arc<Resolver>, Vec<Shard>), HandshakeError> {
+        let deadline = Deadline::new(timeout);
+        handshake::send_hello(&stream, Hello { version: handshake::VERSION, nr_threads }, deadline)?;
+        let welcome = handshake::receive_welcome(&stream, deadline)?;
+        if welcome.version != handshake::VERSION {
+            return Err(HandshakeError::Version { ours: handshake::VERSION, theirs: welcome.version });
+        }
+        match welcome.status {
+            0 => {}
+            handshake::REFUSED_THREADS => {
+                return Err(HandshakeError::BadThreads { nr_threads, nr_vcpus: welcome.layout.nr_vcpus });
+            }
+            code => return Err(HandshakeError::Refused { code }),
+        }
+        let made = handshake::receive_descriptors(&stream, welcome.nr_descriptors, deadline)
+            .and_then(|files| Parts::new(files, &welcome, nr_threads));
+        let parts = match made {
+            Ok(parts) => parts,
+            Err(error) => {
+                // If it does not come through, the VMM sees the end of the socket.
+                let _ = handshake::send_ready(&stream, welcome.epoch, handshake::REFUSED_CONTENTS, deadline);
+                return Err(error);
+            }
+        };
+        handshake::send_ready(&stream, welcome.epoch, 0, deadline)?;
+        let Parts { rings, bitmap, memory, page_size, doorbells, wakers } = parts;
+        let claims = (0..bitmap.words().len()).map(|_| AtomicU64::new(0)).collect();
+        let resolver = Arc::new(Resolver {
+            epoch: welcome.epoch,
+            rings,
+            bitmap,
+            memory,
+            page_size,
+            doorbells,
+            wakers,
+            socket: stream,
+            claims,
+            nr_deferred: AtomicUsize::new(0),
+            is_closed: AtomicBool::new(false),
+        });
+        let shards = (0..nr_threads).map(|number| Shard::new(&resolver, number)).collect();
+        Ok((resolver, shards))
+    }
+
+    /// Which resolver of its VMM it is.
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// The bitmap.
+    pub fn bitmap(&self) -> &SharedBitmap {
+        &self.bitmap
+    }
+
+    /// What a bit stands for.
+    pub fn page_size(&self) -> PageSize {
+        self.page_size
+    }
+
+    /// Where to fill the page of a request, if the VMM shares its memory and it reaches as far.
+    pub fn page<'a>(&'a self, request: &'a Request) -> Option<GuestPage<'a>> {
+        self.guest_page(request.page)
+    }
+
+    /// Where to fill a page that was claimed, as for [`page`](Resolver::page).
+    pub fn claimed_page<'a>(&'a self, claim: &'a Claim) -> Option<GuestPage<'a>> {
+        self.guest_page(claim.page)
+    }
+
+    fn guest_page(&self, page: u64) -> Option<GuestPage<'_>> {
+        let GuestMemory { mapping, page_bytes } = self.memory.as_ref()?;
+        let offset = page.checked_mul(*page_bytes).filter(|offset| *offset < mapping.size_bytes())?;
+        // Cannot truncate: inside a mapping.
+        let size_bytes = (mapping.size_bytes() - offset).min(*page_bytes) as usize;
+        Some(GuestPage { start: mapping.as_ptr().wrapping_add(offset as usize), size_bytes, _mapping: mapping })
+    }
+
+    /// The right to fill a page that is missing; `None` if it is there, or somebody has the right.
+    pub fn claim(&self, page: u64) -> Option<Claim> {
+        if page >= self.bitmap.nr_pages() || !self.try_claim(page) {
+            return None;
+        }
+        if self.bitmap.is_set(page) {
+            return Some(Claim { page });
+        }
+        self.give_up(Claim { page });
+        None
+    }
+
+    /// The page is filled: clears its bit. Whoever waits for it gets it.
+    pub fn filled(&self, claim: Claim) {
+        self.bitmap.clear(claim.page);
+        self.give_up(claim);
+    }
+
+    /// Gives the right back without having filled the page.
+    pub fn give_up(&self, claim: Claim) {
+        let Claim { page } = claim;
+        // Release: the bit is clear before the claim is free. Cannot truncate: pages have words in memory.
+        self.claims[(page / 64) as usize].fetch_and(!(1 << (page % 64)), Ordering::Release);
+        // With the fence in `Shard::defer`: either the one that defers finds the claim free, or it is seen here. With the one in
+        // `announce_sleep`: either it finds the claim free in its last look, or its doorbell is rung.
+        fence(Ordering::SeqCst);
+        if self.nr_deferred.load(Ordering::Relaxed) != 0 {
+            for (number, doorbell) in self.doorbells.iter().enumerate() {
+                if self.rings.take_sleeper(Sleeper::Shard(number as u32)) {
+                    doorbell.signal();
+                }
+            }
+        }
+    }
+
+    /// Whether the page was nobody's.
+    fn try_claim(&self, page: u64) -> bool {
+        let bit = 1 << (page % 64);
+        // Acquire: whoever had it before has cleared its bit, and that is seen by the caller's look at it.
+        self.claims[(page / 64) as usize].fetch_or(bit, Ordering::Acquire) & bit == 0
+    }
+
+    fn close(&self) {
+        // Relaxed: a hint for the other shards; the socket tells them too.
+        self.is_closed.store(true, Ordering::Relaxed);
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+    }
+}
+
+/// What came with a welcome, looked at.
+struct Parts {
+    rings: Rings,
+    bitmap: SharedBitmap,
+    memory: Option<GuestMemory>,
+    page_size: PageSize,
+    doorbells: Vec<EventFd>,
+    wakers: Vec<EventFd>,
+}
+
+impl Parts {
+    fn new(files: Vec<OwnedFd>, welcome: &Welcome, nr_threads: u32) -> Result<Parts, HandshakeError> {
+        let failed = |call| move |source| HandshakeError::System { call, source };
+        let Welcome { layout, nr_pages, memory_offset_bytes, memory_bytes, .. } = *welcome;
+        let page_size = [PageSize::Size4K, PageSize::Size2M]
+            .into_iter()
+            .find(|size| size.size_bytes() == welcome.page_bytes)
+            .ok_or(HandshakeError::BadNumbers { what: "the size of a page" })?;
+        if !layout.is_possible() || layout.nr_shards != nr_threads {
+            return Err(HandshakeError::BadNumbers { what: "vCPUs, waiters, threads or entries" });
+        }
+        let has_memory = memory_bytes != 0;
+        let expected = 2 + u32::from(has_memory) + layout.nr_shards + layout.nr_waiters;
+        let found = files.len() as u32;
+        if found != expected {
+            return Err(HandshakeError::MissingDescriptors { expected, found });
+        }
+        let mut files = files.into_iter();
+        let mut next = || files.next().ok_or(HandshakeError::MissingDescriptors { expected, found });
+        let rings = next()?;
+        if !shared::is_size_fixed(rings.as_fd()) {
+            return Err(HandshakeError::NotSealed { what: "file of rings" });
+        }
+        let found_bytes = shared::file_size(rings.as_fd()).map_err(failed("fstat"))?;
+        let expected_bytes = layout.size_bytes();
+        if found_bytes != expected_bytes {
+            return Err(HandshakeError::WrongSize { what: "file of rings", expected_bytes, found_bytes });
+        }
+        let rings = Rings::new(rings.as_fd(), layout).map_err(failed("mmap"))?;
+        let bitmap = SharedBitmap::from_fd(next()?, nr_pages)?;
+        let memory = if has_memory {
+            let memory = next()?;
+            if !shared::is_sealed(memory.as_fd()) {
+                return Err(HandshakeError::NotSealed { what: "file of guest memory" });
+            }
+            let found_bytes = shared::file_size(memory.as_fd()).map_err(failed("fstat"))?;
+            let expected_bytes = memory_offset_bytes.saturating_add(memory_bytes);
+            if found_bytes < expected_bytes {
+                return Err(HandshakeError::WrongSize { what: "file of guest memory", expected_bytes, found_bytes });
+            }
+            if !memory_offset_bytes.is_multiple_of(PAGE_SIZE) {
+                return Err(HandshakeError::BadNumbers { what: "where guest memory starts" });
+            }
+            let mapping =
+                SharedMapping::new(memory.as_fd(), memory_offset_bytes, memory_bytes).map_err(failed("mmap"))?;
+            Some(GuestMemory { mapping, page_bytes: welcome.page_bytes })
+        } else {
+            None
+        };
+        let mut eventfds =
+            |count: u32| (0..count).map(|_| next().map(EventFd::from)).collect::<Result<Vec<_>, HandshakeError>>();
+        let doorbells = eventfds(layout.nr_shards)?;
+        let wakers = eventfds(layout.nr_waiters)?;
+        Ok(Parts { rings, bitmap, memory, page_size, doorbells, wakers })
+    }
+}
+
+/// A vCPU's rings, from the resolver's side.
+#[derive(Debug)]
+struct Served {
+    vcpu: u32,
+    requests: Reader,
+    completions: Writer,
+}
+
+/// One thread's part of a resolver: the vCPUs that it serves.
+#[derive(Debug)]
+pub struct Shard {
+    resolver: Arc<Resolver>,
+    number: u32,
+    vcpus: Vec<Served>,
+    deferred: VecDeque<Request>,
+    stats: ResolverStats,
+}
+
+impl Shard {
+    fn new(resolver: &Arc<Resolver>, number: u32) -> Shard {
+        let layout = resolver.rings.layout();
+        let served = |vcpu| Served { vcpu, requests: Reader::default(), completions: Writer::default() };
+        Shard {
+            resolver: Arc::clone(resolver),
+            number,
+            vcpus: (number..layout.nr_vcpus).step_by(layout.nr_shards as usize).map(served).collect(),
+            deferred: VecDeque::new(),
+            stats: ResolverStats::default(),
+        }
+    }
+
+    /// What all shards share.
+    pub fn resolver(&self) -> &Arc<Resolver> {
+        &self.resolver
+    }
+
+    /// What was counted so far.
+    pub fn stats(&self) -> ResolverStats {
+        self.stats
+    }
+
+    /// Takes everything that is pending in all rings. What has to be filled is added to `requests`; what is there already is
+    /// completed; what somebody else fills is deferred. How many were added.
+    ///
+    /// # Errors
+    /// [`ResolverError`]; what was taken so far is in `requests`.
+    pub fn sweep(&mut self, requests: &mut Vec<Request>) -> Result<usize, ResolverError> {
+        let before = requests.len();
+        self.stats.sweeps += 1;
+        for _ in 0..self.deferred.len() {
+            let Some(request) = self.deferred.pop_front() else { break };
+            // Relaxed: counts down only what this thread has counted up.
+            self.resolver.nr_deferred.fetch_sub(1, Ordering::Relaxed);
+            self.sort(request, requests)?;
+        }
+        let nr_entries = self.resolver.rings.layout().nr_entries;
+        for index in 0..self.vcpus.len() {
+            // No more than the ring holds, so that a vCPU that asks without end does not keep others waiting.
+            for _ in 0..nr_entries {
+                let Served { vcpu, requests: ring, .. } = &mut self.vcpus[index];
+                let vcpu = *vcpu;
+                let popped = ring.pop(self.resolver.rings.requests(vcpu));
+                let Some(entry) = popped.map_err(|bad| ResolverError::corrupt(vcpu, bad))? else { break };
+                self.stats.requests += 1;
+                let request = Request { vcpu, page: entry.page, flags: entry.word, ticket: entry.ticket };
+                if request.page >= self.resolver.bitmap.nr_pages() {
+                    self.stats.failed += 1;
+                    self.answer(&request, FAILED | u64::from(NO_SUCH_PAGE) << 32)?;
+                } else {
+                    let nr_deferred = self.deferred.len();
+                    self.sort(request, requests)?;
+                    self.stats.deferred += (self.deferred.len() - nr_deferred) as u64;
+                }
+            }
+        }
+        Ok(requests.len() - before)
+    }
+
+    /// Decides what becomes of a request for a page of the bitmap.
+    fn sort(&mut self, request: Request, requests: &mut Vec<Request>) -> Result<(), ResolverError> {
+        if !self.resolver.try_claim(request.page) {
+            // Then a fence, then another look: see `Resolver::give_up`.
+            self.resolver.nr_deferred.fetch_add(1, Ordering::Relaxed);
+            fence(Ordering::SeqCst);
+            if !self.resolver.try_claim(request.page) {
+                let vcpu = request.vcpu;
+                self.deferred.push_back(request);
+                // More than the rings hold: a VMM that asks again without end for what nobody has answered.
+                let limit = self.vcpus.len() * self.resolver.rings.layout().nr_entries as usize;
+                return if self.deferred.len() > limit { Err(ResolverError::RingFull { vcpu }) } else { Ok(()) };
+            }
+            self.resolver.nr_deferred.fetch_sub(1, Ordering::Relaxed);
+        }
+        if self.resolver.bitmap.is_set(request.page) {
+            requests.push(request);
+            return Ok(());
+        }
+        self.resolver.give_up(Claim { page: request.page });
+        self.stats.already_there += 1;
+        self.answer(&request, DONE)
+    }
+
+    /// The page is filled: clears its bit and lets its vCPU go on.
+    ///
+    /// # Errors
+    /// [`ResolverError`]; the bit is clear all the same.
+    pub fn complete(&mut self, request: Request) -> Result<(), ResolverError> {
+        self.stats.filled += u64::from(self.resolver.bitmap.clear(request.page));
+        self.resolver.give_up(Claim { page: request.page });
+        self.answer(&request, DONE)
+    }
+
+    /// The page cannot be filled: its vCPU is told so.
+    ///
+    /// # Errors
+    /// [`ResolverError`].
+    pub fn fail(&mut self, request: Request, code: u32) -> Result<(), ResolverError> {
+        self.stats.failed += 1;
+        self.resolver.give_up(Claim { page: request.page });
+        self.answer(&request, FAILED | u64::from(code) << 32)
+    }
+
+    fn answer(&mut self, request: &Request, status: u64) -> Result<(), ResolverError> {
+        let Request { vcpu, page, ticket, .. } = *request;
+        let Resolver { rings, wakers, .. } = &*self.resolver;
+        // vCPUs are served in steps of the number of shards.
+        let served = &mut self.vcpus[(vcpu / rings.layout().nr_shards) as usize];
+        served.completions.push(rings.completions(vcpu), Entry { ticket, page, word: status }).map_err(|error| {
+            match error {
+                NotPushed::Full => ResolverError::RingFull { vcpu },
+                NotPushed::BadIndex(bad) => ResolverError::corrupt(vcpu, bad),
+            }
+        })?;
+        let waiter = vcpu % wakers.len() as u32;
+        if rings.take_sleeper(Sleeper::Waiter(waiter)) {
+            self.stats.wakes += 1;
+            wakers[waiter as usize].signal();
+        }
+        Ok(())
+    }
+
+    /// Says that this thread is about to sleep. It sweeps once more, and only then [parks](Shard::park).
+    pub fn announce(&self) {
+        self.resolver.rings.announce_sleep(Sleeper::Shard(self.number));
+    }
+
+    /// Says that it is awake.
+    pub fn withdraw(&self) {
+        self.resolver.rings.withdraw_sleep(Sleeper::Shard(self.number));
+    }
+
+    /// Sleeps until there is work, at most `limit`, and withdraws what was announced.
+    ///
+    /// # Errors
+    /// [`ResolverError::System`].
+    pub fn park(&mut self, limit: Duration) -> Result<Wake, ResolverError> {
+        self.stats.parks += 1;
+        let files = [self.doorbell().as_fd(), self.resolver.socket.as_fd()];
+        let waited = shared::wait_readable(files, limit);
+        self.withdraw();
+        let [is_rung, is_over] = waited.map_err(|source| ResolverError::System { call: "ppoll", source })?;
+        if is_rung {
+            self.doorbell().drain();
+        }
+        // Relaxed: see `Resolver::close`.
+        if is_over || self.resolver.is_closed.load(Ordering::Relaxed) {
+            return Ok(Wake::Closed);
+        }
+        Ok(if is_rung { Wake::Work } else { Wake::TimedOut })
+    }
+
+    fn doorbell(&self) -> &EventFd {
+        &self.resolver.doorbells[self.number as usize]
+    }
+
+    /// The doorbell, for a loop that waits for other things too; [`park`](Shard::park) with no time empties it.
+    pub fn as_fd(&self) -> BorrowedFd<'_> {
+        self.doorbell().as_fd()
+    }
+
+    /// Serves the vCPUs with `fill` until the VMM closes the delivery. `fill` fills one page, or says with which code it
+    /// cannot; it gets the page if the VMM shares its memory.
+    ///
+    /// # Errors
+    /// [`ResolverError`].
+    pub fn serve(
+        &mut self,
+        mut fill: impl FnMut(&Request, Option<GuestPage<'_>>) -> Result<(), u32>,
+    ) -> Result<ResolverStats, ResolverError> {
+        let resolver = Arc::clone(&self.resolver);
+        let mut requests = Vec::new();
+        loop {
+            if self.sweep(&mut requests)? == 0 {
+                self.announce();
+                if self.sweep(&mut requests)? == 0 && self.park(NAP)? == Wake::Closed {
+                    return Ok(self.stats);
+                }
+                self.withdraw();
+            }
+            for request in requests.drain(..) {
+                match fill(&request, resolver.page(&request)) {
+                    Ok(()) => self.complete(request)?,
+                    Err(code) => self.fail(request, code)?,
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Shard {
+    fn drop(&mut self) {
+        // Its vCPUs would wait for ever; the VMM's watcher tells them, and another resolver can come. Its deferred requests
+        // count no more: the resolver is over.
+        self.resolver.close();
+    }
+}

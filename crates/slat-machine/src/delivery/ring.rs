@@ -1,0 +1,265 @@
+//! One file of rings: for each vCPU one for requests and one for completions, and the flags that say who sleeps.
+//!
+//! # Layout
+//! In words of 8 bytes. First a line for each shard of the resolver and one for each waiter of the VMM, whose first word
+//! says whether it sleeps. Then, for each vCPU, four lines with one index each, and the entries of both rings. A *line* is 128
+//! bytes, since CPUs fetch the neighbour of a cache line with it: nothing that two vCPUs write lies in one.
+//!
+//! # Protocol
+//! - Each ring has one writer and one reader. Indices only grow; entry `index % entries`. The writer fills the entry and then
+//!   moves the tail with release; the reader takes the tail with acquire, reads the entry, and then moves the head with
+//!   release, so that the writer, who takes the head with acquire, overwrites only what was read.
+//! - Each side keeps its own index in private memory and reads only the other's. What it reads is checked: a head goes from
+//!   the one seen before to the tail, a tail from the head to the head and the size of the ring. Anything else is a
+//!   [`BadIndex`], and nothing is done.
+//! - *Sleep and wake up* are a store-load pair: see [`Rings::announce_sleep`] and [`Rings::take_sleeper`].
+
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+use super::shared::SharedMapping;
+
+/// Words of a line.
+const LINE: usize = 16;
+
+/// Words of an entry: a ticket, a page, and flags or a status; the fourth is not used.
+const ENTRY: usize = 4;
+
+/// The most vCPUs, waiters or shards.
+pub(super) const MAX_VCPUS: u32 = 4096;
+
+/// The most entries of a ring.
+pub(super) const MAX_ENTRIES: u32 = 4096;
+
+/// What an entry says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Entry {
+    /// Which request of this vCPU it is.
+    pub(super) ticket: u64,
+    /// The page.
+    pub(super) page: u64,
+    /// Of a request: the flags; of a completion: the status.
+    pub(super) word: u64,
+}
+
+/// An index in shared memory that cannot be.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct BadIndex {
+    pub(super) name: &'static str,
+    pub(super) found: u64,
+    pub(super) lowest: u64,
+    pub(super) highest: u64,
+}
+
+/// Why an entry was not pushed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum NotPushed {
+    Full,
+    BadIndex(BadIndex),
+}
+
+/// Where everything is in a file of rings.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Layout {
+    pub(super) nr_shards: u32,
+    pub(super) nr_waiters: u32,
+    pub(super) nr_vcpus: u32,
+    /// A power of two.
+    pub(super) nr_entries: u32,
+}
+
+impl Layout {
+    /// Whether the numbers are ones that a VMM may have.
+    pub(super) fn is_possible(&self) -> bool {
+        let nr_vcpus = 1..=MAX_VCPUS;
+        nr_vcpus.contains(&self.nr_vcpus)
+            && (1..=self.nr_vcpus).contains(&self.nr_shards)
+            && (1..=self.nr_vcpus).contains(&self.nr_waiters)
+            && self.nr_entries.is_power_of_two()
+            && self.nr_entries <= MAX_ENTRIES
+    }
+
+    /// Words of one vCPU's part.
+    fn vcpu_words(&self) -> usize {
+        (4 * LINE + 2 * ENTRY * self.nr_entries as usize).next_multiple_of(LINE)
+    }
+
+    /// The size of the file.
+    pub(super) fn size_bytes(&self) -> u64 {
+        let flags = LINE * (self.nr_shards as usize + self.nr_waiters as usize);
+        let words = flags + self.nr_vcpus as usize * self.vcpu_words();
+        (words as u64 * 8).next_multiple_of(slat::PAGE_SIZE)
+    }
+}
+
+/// Who sleeps.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Sleeper {
+    Shard(u32),
+    Waiter(u32),
+}
+
+/// All rings of a session, as one side has them mapped.
+#[derive(Debug)]
+pub(super) struct Rings {
+    mapping: SharedMapping,
+    layout: Layout,
+}
+
+impl Rings {
+    /// Maps the file, which is as large as the layout says and cannot shrink.
+    pub(super) fn new(file: BorrowedFd<'_>, layout: Layout) -> io::Result<Rings> {
+        Ok(Rings { mapping: SharedMapping::new(file, 0, layout.size_bytes())?, layout })
+    }
+
+    pub(super) fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    fn flag(&self, sleeper: Sleeper) -> &AtomicU64 {
+        let line = match sleeper {
+            Sleeper::Shard(shard) => shard as usize,
+            Sleeper::Waiter(waiter) => self.layout.nr_shards as usize + waiter as usize,
+        };
+        &self.mapping.words()[line * LINE]
+    }
+
+    /// Says that `sleeper` is about to sleep. It looks once more, and only then sleeps.
+    pub(super) fn announce_sleep(&self, sleeper: Sleeper) {
+        // Relaxed: the fence orders it before the look. Who wakes writes what there is to see, fences, and reads this flag.
+        // Of two fences one comes first: either the look sees the news, or the other side sees the flag.
+        self.flag(sleeper).store(1, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+    }
+
+    /// Says that `sleeper` is awake.
+    pub(super) fn withdraw_sleep(&self, sleeper: Sleeper) {
+        // Relaxed: a flag seen too long costs a signal that nobody needs.
+        self.flag(sleeper).store(0, Ordering::Relaxed);
+    }
+
+    /// After something was written that `sleeper` waits for: whether the caller has to wake it. Of several callers one gets
+    /// the task.
+    pub(super) fn take_sleeper(&self, sleeper: Sleeper) -> bool {
+        // The other half of the pair in `announce_sleep`.
+        fence(Ordering::SeqCst);
+        let flag = self.flag(sleeper);
+        // The load first: an exchange would fetch the line for writing each time, from everybody who shares it. Relaxed: it is
+        // only about who signals; the signal and the rings have orders of their own.
+        flag.load(Ordering::Relaxed) != 0 && flag.swap(0, Ordering::Relaxed) != 0
+    }
+
+    /// The ring of requests of a vCPU.
+    pub(super) fn requests(&self, vcpu: u32) -> Ring<'_> {
+        self.ring(vcpu, 0, ["head of its request ring", "tail of its request ring"])
+    }
+
+    /// The ring of completions of a vCPU.
+    pub(super) fn completions(&self, vcpu: u32) -> Ring<'_> {
+        self.ring(vcpu, 1, ["head of its completion ring", "tail of its completion ring"])
+    }
+
+    fn ring(&self, vcpu: u32, which: usize, names: [&'static str; 2]) -> Ring<'_> {
+        let words = self.layout.vcpu_words();
+        let flags = LINE * (self.layout.nr_shards as usize + self.layout.nr_waiters as usize);
+        let part = &self.mapping.words()[flags + vcpu as usize * words..][..words];
+        let entries = ENTRY * self.layout.nr_entries as usize;
+        Ring {
+            head: &part[2 * which * LINE],
+            tail: &part[(2 * which + 1) * LINE],
+            entries: &part[4 * LINE + which * entries..][..entries],
+            names,
+        }
+    }
+}
+
+/// One ring in shared memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ring<'a> {
+    pub(super) head: &'a AtomicU64,
+    pub(super) tail: &'a AtomicU64,
+    entries: &'a [AtomicU64],
+    names: [&'static str; 2],
+}
+
+impl Ring<'_> {
+    fn nr_entries(&self) -> u64 {
+        (self.entries.len() / ENTRY) as u64
+    }
+
+    fn entry(&self, index: u64) -> &[AtomicU64] {
+        // The number of entries is a power of two; cannot truncate.
+        let slot = (index & (self.nr_entries() - 1)) as usize;
+        &self.entries[slot * ENTRY..][..ENTRY]
+    }
+}
+
+/// The writer's end: its own index, and the last of the reader's that it saw.
+#[derive(Clone, Copy, Default, Debug)]
+pub(super) struct Writer {
+    tail: u64,
+    seen_head: u64,
+}
+
+impl Writer {
+    /// Puts an entry in. Does not wake anybody.
+    pub(super) fn push(&mut self, ring: Ring<'_>, entry: Entry) -> Result<(), NotPushed> {
+        if self.tail - self.seen_head == ring.nr_entries() {
+            // Acquire: the reader has read what is overwritten below.
+            let head = ring.head.load(Ordering::Acquire);
+            if head < self.seen_head || head > self.tail {
+                let [name, _] = ring.names;
+                let bad = BadIndex { name, found: head, lowest: self.seen_head, highest: self.tail };
+                return Err(NotPushed::BadIndex(bad));
+            }
+            self.seen_head = head;
+            if self.tail - head == ring.nr_entries() {
+                return Err(NotPushed::Full);
+            }
+        }
+        let words = ring.entry(self.tail);
+        // Relaxed: the tail's release publishes them.
+        words[0].store(entry.ticket, Ordering::Relaxed);
+        words[1].store(entry.page, Ordering::Relaxed);
+        words[2].store(entry.word, Ordering::Relaxed);
+        self.tail += 1;
+        // Release: the entry, and in a completion the bit that was cleared before it, come before the tail.
+        ring.tail.store(self.tail, Ordering::Release);
+        Ok(())
+    }
+}
+
+/// The reader's end.
+#[derive(Clone, Copy, Default, Debug)]
+pub(super) struct Reader {
+    head: u64,
+}
+
+impl Reader {
+    /// Takes the oldest entry out, if there is one.
+    pub(super) fn pop(&mut self, ring: Ring<'_>) -> Result<Option<Entry>, BadIndex> {
+        // Acquire: the entry was written before.
+        let tail = ring.tail.load(Ordering::Acquire);
+        if tail == self.head {
+            return Ok(None);
+        }
+        if tail < self.head || tail - self.head > ring.nr_entries() {
+            let [_, name] = ring.names;
+            return Err(BadIndex { name, found: tail, lowest: self.head, highest: self.head + ring.nr_entries() });
+        }
+        let words = ring.entry(self.head);
+        // Each word is read once: the other side may change it at any time. Relaxed: after the tail's acquire.
+        let [ticket, page, word] = [0, 1, 2].map(|index: usize| words[index].load(Ordering::Relaxed));
+        self.head += 1;
+        // Release: the entry was read before it is given back.
+        ring.head.store(self.head, Ordering::Release);
+        Ok(Some(Entry { ticket, page, word }))
+    }
+
+    /// Whether there is something to take, or something wrong.
+    pub(super) fn has_news(&self, ring: Ring<'_>) -> bool {
+        // Relaxed: only a hint, `pop` looks properly.
+        ring.tail.load(Ordering::Relaxed) != self.head
+    }
+}

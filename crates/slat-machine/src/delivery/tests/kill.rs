@@ -1,0 +1,286 @@
+//! Resolvers in other processes, which are killed.
+
+use std::env;
+use std::hint;
+use std::io;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::time::Instant;
+
+use super::*;
+
+/// Names a resolver for the test binary that was started again: how many threads, and microseconds in each fill, or '-' to fill all with the
+/// same.
+const RESOLVER: &str = "SLAT_TEST_RESOLVER";
+
+/// A resolver in another process, which is killed when this goes.
+struct Process(Child);
+
+impl Process {
+    /// Starts one and attaches it.
+    fn attach(world: &World, nr_threads: u32, fill_us: &str) -> Process {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let child = Command::new(env::current_exe().unwrap())
+            .args(["--exact", "delivery::tests::kill::resolver_process", "--ignored", "--nocapture"])
+            .env(RESOLVER, format!("{nr_threads} {fill_us}"))
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let process = Process(child);
+        world.delivery.attach(ours).unwrap();
+        process
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // SIGKILL. One that has ended already is only waited for.
+        let _ = self.0.kill();
+        self.0.wait().unwrap();
+    }
+}
+
+#[test]
+#[ignore = "the other process of the tests in this file; its standard input is a socket"]
+fn resolver_process() {
+    let Ok(numbers) = env::var(RESOLVER) else { return };
+    let (nr_threads, fill_us) = numbers.split_once(' ').unwrap();
+    let fill_time = fill_us.parse().ok().map(Duration::from_micros);
+    let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned().unwrap());
+    let (_, shards) = Resolver::attach(socket, nr_threads.parse().unwrap(), LIMIT).unwrap();
+    let threads: Vec<_> = shards
+        .into_iter()
+        .map(|mut shard| {
+            thread::spawn(move || {
+                shard.serve(|request, page| {
+                    let page = page.unwrap();
+                    let Some(fill_time) = fill_time else {
+                        page.copy_from(&[0x77; PAGE_SIZE as usize]);
+                        return Ok(());
+                    };
+                    let bytes = pattern_bytes(request.page);
+                    // Stays with a page that is half filled, so that many are when it is killed.
+                    page.copy_from(&bytes[..bytes.len() / 2]);
+                    let began = Instant::now();
+                    while began.elapsed() < fill_time {
+                        hint::spin_loop();
+                    }
+                    page.copy_from(&bytes);
+                    Ok(())
+                })
+            })
+        })
+        .collect();
+    for thread in threads {
+        thread.join().unwrap().unwrap();
+    }
+}
+
+#[test]
+fn a_resolver_in_another_process_fills_pages() {
+    let world = World::new(3, 300);
+    let mut process = Process::attach(&world, 2, "0");
+    thread::scope(|scope| {
+        for mut port in world.ports() {
+            let world = &world;
+            scope.spawn(move || {
+                for page in (u64::from(port.vcpu())..300).step_by(3) {
+                    port.fetch(page, 0).unwrap();
+                    world.check_filled(page);
+                }
+            });
+        }
+    });
+    assert_eq!(world.bitmap.count(), 0);
+    // It sees the end, and goes in peace.
+    drop(world);
+    assert!(process.0.wait().unwrap().success());
+}
+
+/// What a vCPU writes over a page that it has got.
+fn mark(page: u64, word: usize) -> u64 {
+    !pattern(page, word)
+}
+
+/// Waits for something that has to come.
+fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !is_so() {
+        assert!(began.elapsed() < LIMIT, "{what}");
+        thread::yield_now();
+    }
+}
+
+/// Says so when it goes, also in a panic.
+struct SaysOver<'a>(&'a AtomicBool);
+
+impl Drop for SaysOver<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// vCPUs take pages in turn, check all of each, write over it, and some turns later look whether that is still there: a page
+/// that somebody fills a second time would show. Then they throw it away, so that it is missing once more.
+#[test]
+fn killed_at_any_moment_nothing_is_lost_and_nothing_filled_twice() {
+    const NR_VCPUS: u32 = 4;
+    const NR_OWN: u64 = 64;
+    const NR_KILLS: u32 = 20;
+    let world = World::new(NR_VCPUS, u64::from(NR_VCPUS) * NR_OWN);
+    let is_over = AtomicBool::new(false);
+    let nr_errors: Vec<AtomicU64> = (0..NR_VCPUS).map(|_| AtomicU64::new(0)).collect();
+    let nr_pages = AtomicU64::new(0);
+    // Out here, so that the last one lives until all vCPUs have what they want.
+    let mut process = Some(Process::attach(&world, 2, "5"));
+    thread::scope(|scope| {
+        for mut port in world.ports() {
+            let (world, is_over, nr_errors, nr_pages) = (&world, &is_over, &nr_errors, &nr_pages);
+            scope.spawn(move || {
+                let first = u64::from(port.vcpu()) * NR_OWN;
+                let mut turn = 0;
+                while !is_over.load(Ordering::Relaxed) || turn < NR_OWN {
+                    let page = first + turn % NR_OWN;
+                    let mut result = port.fetch(page, 0);
+                    while let Err(error) = result {
+                        let DeliveryError::ResolverGone { vcpu, page: named, .. } = error else { panic!("{error}") };
+                        assert_eq!((vcpu, named), (port.vcpu(), page));
+                        nr_errors[vcpu as usize].fetch_add(1, Ordering::Relaxed);
+                        assert_eq!(port.in_flight().collect::<Vec<_>>(), [page], "the request was lost");
+                        port.resume(LIMIT).unwrap();
+                        result = port.wait(page);
+                    }
+                    world.check_filled(page);
+                    for (word, value) in world.page(page).iter().enumerate() {
+                        value.store(mark(page, word), Ordering::Relaxed);
+                    }
+                    nr_pages.fetch_add(1, Ordering::Relaxed);
+                    turn += 1;
+                    let old = first + (turn + NR_OWN / 2) % NR_OWN;
+                    if turn >= NR_OWN / 2 {
+                        for (word, value) in world.page(old).iter().enumerate() {
+                            assert_eq!(
+                                value.swap(0, Ordering::Relaxed),
+                                mark(old, word),
+                                "page {old} was filled twice"
+                            );
+                        }
+                        assert!(world.bitmap.set(old));
+                    }
+                }
+                let stats = port.stats();
+                assert_eq!((stats.double, stats.late, stats.unasked, stats.not_cleared), (0, 0, 0, 0));
+            });
+        }
+        let _says_over = SaysOver(&is_over);
+        for kill in 0..NR_KILLS {
+            let before = nr_pages.load(Ordering::Relaxed);
+            wait_until("pages come", || nr_pages.load(Ordering::Relaxed) != before);
+            // Spread over 5 ms; what the threads do then is chance enough.
+            thread::sleep(Duration::from_micros(u64::from(kill) * 2_654_435_761 % 5000));
+            drop(process.take());
+            wait_until("its end is seen", || !world.delivery.is_attached());
+            process = Some(Process::attach(&world, 1 + kill % 2, "5"));
+        }
+    });
+    // Who waited when it was killed got an error. (A vCPU that was at work just then finds the next one.)
+    let nr_errors: u64 = nr_errors.iter().map(|count| count.load(Ordering::Relaxed)).sum();
+    assert!(nr_errors >= u64::from(NR_KILLS), "{nr_errors} errors in {NR_KILLS} kills");
+}
+
+/// No claim about speed: prints what a page costs. Run by hand, with `--ignored --nocapture`, in release.
+#[test]
+#[ignore = "a measurement"]
+fn what_a_page_costs() {
+    const NR_VCPUS: u32 = 64;
+    const NR_OWN: u64 = 1000;
+    for (nr_waiters, nr_threads, in_flight) in [(64, 1, 1), (64, 2, 1), (64, 1, 8), (2, 1, 1), (2, 2, 1)] {
+        let world = World::with(NR_VCPUS, u64::from(NR_VCPUS) * NR_OWN, |config| config.nr_waiters = nr_waiters);
+        // As memory that was used before: the kernel's faults are not what is measured.
+        for word in world.memory.words().iter().step_by(WORDS) {
+            word.store(1, Ordering::Relaxed);
+        }
+        let _process = Process::attach(&world, nr_threads, "-");
+        let ports = world.ports();
+        let began = Instant::now();
+        let stats: Vec<PortStats> = if nr_waiters == NR_VCPUS {
+            thread::scope(|scope| {
+                let vcpus: Vec<_> = ports.into_iter().map(|port| scope.spawn(|| one_by_one(port, in_flight))).collect();
+                vcpus.into_iter().map(|vcpu| vcpu.join().unwrap()).collect()
+            })
+        } else {
+            thread::scope(|scope| {
+                let mut groups: Vec<Vec<Port>> = (0..nr_waiters).map(|_| Vec::new()).collect();
+                ports.into_iter().for_each(|port| groups[(port.vcpu() % nr_waiters) as usize].push(port));
+                let workers: Vec<_> = groups
+                    .into_iter()
+                    .enumerate()
+                    .map(|(number, ports)| {
+                        let waiter = world.delivery.take_waiter(number as u32).unwrap();
+                        scope.spawn(move || many_at_once(ports, waiter))
+                    })
+                    .collect();
+                workers.into_iter().flat_map(|worker| worker.join().unwrap()).collect()
+            })
+        };
+        let elapsed = began.elapsed();
+        let nr_pages: u64 = stats.iter().map(|stats| stats.pages).sum();
+        assert_eq!(nr_pages, u64::from(NR_VCPUS) * NR_OWN);
+        let sum = |count: fn(&PortStats) -> u64| stats.iter().map(count).sum::<u64>() as f64 / nr_pages as f64;
+        println!(
+            "{NR_VCPUS} vCPUs, {nr_waiters} threads, {in_flight} in flight, {nr_threads} resolver threads: {} ns a page, {:.3} \
+             doorbells and {:.3} parks a page",
+            elapsed.as_nanos() as u64 / nr_pages,
+            sum(|stats| stats.doorbells),
+            sum(|stats| stats.parks),
+        );
+    }
+
+    fn one_by_one(mut port: Port, in_flight: usize) -> PortStats {
+        let first = u64::from(port.vcpu()) * NR_OWN;
+        let mut next = first;
+        for page in first..first + NR_OWN {
+            while next < first + NR_OWN && next < page + in_flight as u64 {
+                port.request(next, 0).unwrap();
+                next += 1;
+            }
+            port.wait(page).unwrap();
+        }
+        port.stats()
+    }
+
+    fn many_at_once(mut ports: Vec<Port>, mut waiter: Waiter) -> Vec<PortStats> {
+        let end = |port: &Port| u64::from(port.vcpu() + 1) * NR_OWN;
+        for port in &mut ports {
+            port.request(end(port) - NR_OWN, 0).unwrap();
+        }
+        let mut nr_left = ports.len();
+        while nr_left > 0 {
+            let mut poll = || {
+                let before = nr_left;
+                let mut count = 0;
+                for port in &mut ports {
+                    while let Some(page) = port.poll().unwrap() {
+                        count += 1;
+                        if page + 1 < end(port) {
+                            port.request(page + 1, 0).unwrap();
+                        } else {
+                            nr_left -= 1;
+                        }
+                    }
+                }
+                count + before - nr_left
+            };
+            if poll() == 0 {
+                waiter.announce();
+                if poll() == 0 {
+                    waiter.park(LIMIT).unwrap();
+                } else {
+                    waiter.withdraw();
+                }
+            }
+        }
+        ports.iter().map(Port::stats).collect()
+    }
+}

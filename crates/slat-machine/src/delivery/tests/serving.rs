@@ -1,0 +1,205 @@
+//! Resolvers that do what they should.
+
+use std::sync::atomic::AtomicU32;
+
+use super::*;
+
+#[test]
+fn each_vcpu_gets_its_pages_filled() {
+    let world = World::new(4, 1024);
+    let shards = world.attach(1).1;
+    thread::scope(|scope| {
+        for mut shard in shards {
+            scope.spawn(move || shard.serve(fill).unwrap());
+        }
+        let vcpus: Vec<_> = world
+            .ports()
+            .into_iter()
+            .map(|mut port| {
+                let world = &world;
+                scope.spawn(move || {
+                    for page in (u64::from(port.vcpu())..1024).step_by(4) {
+                        port.fetch(page, 0).unwrap();
+                        world.check_filled(page);
+                        assert_eq!(port.request(page, 0).unwrap(), Requested::AlreadyThere);
+                    }
+                    assert_eq!((port.stats().pages, port.stats().asked), (256, 256));
+                })
+            })
+            .collect();
+        for vcpu in vcpus {
+            vcpu.join().unwrap();
+        }
+        assert_eq!(world.bitmap.count(), 0);
+        world.delivery.detach();
+    });
+}
+
+/// All vCPUs ask for all pages, three threads fill and a copier beside them: each page is filled once, and nobody is forgotten.
+#[test]
+fn no_page_is_filled_twice_whoever_asks() {
+    const NR_PAGES: u64 = 600;
+    let world = World::with(6, NR_PAGES, |config| config.nr_waiters = 3);
+    let (resolver, shards) = world.attach(3);
+    let nr_fills: Vec<AtomicU32> = (0..NR_PAGES).map(|_| AtomicU32::new(0)).collect();
+    thread::scope(|scope| {
+        let (world, nr_fills) = (&world, &nr_fills);
+        for mut shard in shards {
+            scope.spawn(move || {
+                shard.serve(|request, page| {
+                    nr_fills[request.page as usize].fetch_add(1, Ordering::Relaxed);
+                    // Others come while the page is in somebody's hands.
+                    thread::yield_now();
+                    fill(request, page)
+                })
+            });
+        }
+        scope.spawn(move || {
+            for page in (0..NR_PAGES).rev() {
+                if let Some(claim) = resolver.claim(page) {
+                    nr_fills[page as usize].fetch_add(1, Ordering::Relaxed);
+                    thread::yield_now();
+                    resolver.claimed_page(&claim).unwrap().copy_from(&pattern_bytes(page));
+                    resolver.filled(claim);
+                }
+            }
+        });
+        let vcpus: Vec<_> = world
+            .ports()
+            .into_iter()
+            .map(|mut port| {
+                scope.spawn(move || {
+                    for page in 0..NR_PAGES {
+                        port.fetch(page, 0).unwrap();
+                        world.check_filled(page);
+                    }
+                })
+            })
+            .collect();
+        for vcpu in vcpus {
+            vcpu.join().unwrap();
+        }
+        world.delivery.detach();
+    });
+    for (page, count) in nr_fills.iter().enumerate() {
+        assert_eq!(count.load(Ordering::Relaxed), 1, "page {page}");
+    }
+}
+
+/// One thread runs several vCPUs, each with several requests in flight, and sleeps in one place.
+#[test]
+fn an_event_loop_serves_many_vcpus_in_one_thread() {
+    const NR_PAGES: u64 = 800;
+    let world = World::with(8, NR_PAGES, |config| (config.nr_waiters, config.ring_entries) = (1, 4));
+    let mut shards = world.attach(1).1;
+    let mut waiter = world.delivery.take_waiter(0).unwrap();
+    let mut ports = world.ports();
+    thread::scope(|scope| {
+        let mut shard = shards.remove(0);
+        scope.spawn(move || shard.serve(fill).unwrap());
+        let mut next: Vec<u64> = (0..8).map(|vcpu| vcpu * 100).collect();
+        let mut nr_there = 0;
+        while nr_there < NR_PAGES {
+            for port in &mut ports {
+                let (first, vcpu) = (u64::from(port.vcpu()) * 100, port.vcpu() as usize);
+                while port.nr_in_flight() < 4 && next[vcpu] < first + 100 {
+                    port.request(next[vcpu], 0).unwrap();
+                    next[vcpu] += 1;
+                }
+            }
+            let mut poll = || {
+                let mut count = 0;
+                for port in &mut ports {
+                    while let Some(page) = port.poll().unwrap() {
+                        world.check_filled(page);
+                        count += 1;
+                    }
+                }
+                count
+            };
+            let mut count = poll();
+            if count == 0 {
+                waiter.announce();
+                count = poll();
+                if count == 0 {
+                    assert_eq!(waiter.park(LIMIT).unwrap(), Parked::Woken, "a wake-up was lost");
+                } else {
+                    waiter.withdraw();
+                }
+            }
+            nr_there += count;
+        }
+        world.delivery.detach();
+    });
+    assert_eq!(world.bitmap.count(), 0);
+}
+
+/// Requests may be finished in any order, long after they were taken.
+#[test]
+fn a_resolver_may_have_many_requests_in_its_hands() {
+    let world = World::new(1, 64);
+    let (resolver, mut shards) = world.attach(1);
+    let (mut port, shard) = (world.ports().remove(0), &mut shards[0]);
+    for page in 0..8 {
+        assert_eq!(port.request(page, page | 16).unwrap(), Requested::InFlight);
+    }
+    let mut requests = Vec::new();
+    assert_eq!(shard.sweep(&mut requests).unwrap(), 8);
+    assert_eq!(port.poll().unwrap(), None);
+    for request in requests.into_iter().rev() {
+        assert_eq!(request.flags, request.page | 16);
+        let page = request.page;
+        fill(&request, resolver.page(&request)).unwrap();
+        shard.complete(request).unwrap();
+        assert_eq!(port.poll().unwrap(), Some(page));
+        world.check_filled(page);
+    }
+    assert_eq!(port.stats().doorbells, 0, "nobody slept");
+}
+
+#[test]
+fn what_cannot_be_filled_is_told() {
+    let world = World::new(1, 64);
+    let mut shards = world.attach(1).1;
+    let mut port = world.ports().remove(0);
+    thread::scope(|scope| {
+        let mut shard = shards.remove(0);
+        scope.spawn(move || shard.serve(|request, page| if request.page == 7 { Err(5) } else { fill(request, page) }));
+        let failed = port.fetch(7, 0);
+        assert!(matches!(failed, Err(DeliveryError::PageFailed { vcpu: 0, page: 7, code: 5 })), "{failed:?}");
+        assert!(world.bitmap.is_set(7));
+        port.fetch(8, 0).unwrap();
+        assert_eq!(port.nr_in_flight(), 0);
+        world.delivery.detach();
+    });
+}
+
+#[test]
+fn pages_of_2_mib() {
+    const BLOCK_PAGES: u64 = 512;
+    let bitmap = Arc::new(SharedBitmap::new(2).unwrap());
+    bitmap.set_all();
+    // The last block is cut short.
+    let (file, memory) = guest_memory(BLOCK_PAGES + 3);
+    let mut config = DeliveryConfig::new(1, bitmap);
+    config.page_size = PageSize::Size2M;
+    let size_bytes = (BLOCK_PAGES + 3) * PAGE_SIZE;
+    config.memory = Some(SharedMemoryFile { file, offset_bytes: 0, size_bytes });
+    let world = World { bitmap: Arc::clone(&config.bitmap), delivery: Delivery::new(config).unwrap(), memory };
+    let mut shards = world.attach(1).1;
+    let mut port = world.ports().remove(0);
+    thread::scope(|scope| {
+        let mut shard = shards.remove(0);
+        scope.spawn(move || {
+            shard.serve(|_, page| {
+                let page = page.unwrap();
+                page.copy_from(&vec![0x77; page.size_bytes() + 1]);
+                Ok(())
+            })
+        });
+        port.fetch(1, 0).unwrap();
+        port.fetch(0, 0).unwrap();
+        world.delivery.detach();
+    });
+    assert!(world.memory.words().iter().all(|word| word.load(Ordering::Relaxed) == 0x7777_7777_7777_7777));
+}
