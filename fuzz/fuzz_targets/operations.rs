@@ -18,8 +18,8 @@ use common::log::{
     ACCESS_TRACKINGS, DIRTY_TRACKINGS, FAULT_AROUNDS, HUGE_PAGE_LOGGINGS, HUGE_PAGE_SPLITTINGS, LOCKINGS, MANUAL_PROTECTS,
 };
 use libfuzzer_sys::fuzz_target;
-use ops::{Aging, Alignment, At, By, LogRange, MASKS, NR_PAGES, NR_SLOTS, Op, PLACES, RANGE_PAGES, SIZES, WRITES};
-use slat::{Access, Config, Ept, Format, Npt, Vm};
+use ops::{Aging, Alignment, At, By, LogRange, MASKS, NR_PAGES, NR_PLACES, NR_SLOTS, Op, RANGE_PAGES, SIZES, WRITES};
+use slat::{Access, Config, Ept, Format, Npt, Stage2, Sv39x4, Sv48x4, Vm};
 
 /// As many as a case of the model test has at most: longer ones only take longer.
 const MAX_OPS: usize = 80;
@@ -47,7 +47,7 @@ fn page(bytes: &mut Unstructured<'_>) -> Result<u64> {
 
 fn at(bytes: &mut Unstructured<'_>) -> Result<At> {
     if bytes.ratio(1, 8)? {
-        return Ok(At::Place(index(bytes, PLACES.len())?));
+        return Ok(At::Place(index(bytes, NR_PLACES)?));
     }
     Ok(At::Slot { slot: slot(bytes)?, page: page(bytes)? })
 }
@@ -84,7 +84,7 @@ fn op(bytes: &mut Unstructured<'_>) -> Result<Op> {
     Ok(match bytes.int_in_range(0..=20)? {
         0 | 1 => Op::Create {
             slot: slot(bytes)?,
-            place: index(bytes, PLACES.len())?,
+            place: index(bytes, NR_PLACES)?,
             pages: index(bytes, NR_PAGES.len())?,
             flags: bytes.int_in_range(0..=3)?,
             size: index(bytes, SIZES.len())?,
@@ -92,7 +92,7 @@ fn op(bytes: &mut Unstructured<'_>) -> Result<Op> {
             writes: index(bytes, WRITES.len())?,
         },
         2 => Op::Delete { slot: slot(bytes)? },
-        3 => Op::Move { slot: slot(bytes)?, place: index(bytes, PLACES.len())? },
+        3 => Op::Move { slot: slot(bytes)?, place: index(bytes, NR_PLACES)? },
         4 => Op::SetFlags { slot: slot(bytes)?, flags: bytes.int_in_range(0..=3)? },
         5 => Op::Resize { slot: slot(bytes)? },
         6 => Op::Harvest { slot: slot(bytes)? },
@@ -120,15 +120,17 @@ fn op(bytes: &mut Unstructured<'_>) -> Result<Op> {
 
 fuzz_target!(|data: &[u8]| {
     let mut bytes = Unstructured::new(data);
-    let (Ok(is_npt), Ok(config)) = (bytes.arbitrary::<bool>(), config(&mut bytes)) else { return };
+    let (Ok(format), Ok(config)) = (bytes.int_in_range(0..=4), config(&mut bytes)) else { return };
     let mut ops = Vec::new();
     while !bytes.is_empty() && ops.len() < MAX_OPS {
         let Ok(op) = op(&mut bytes) else { break };
         ops.push(op);
     }
-    if is_npt {
-        check::<Npt>(config, &ops);
-    } else {
-        check::<Ept>(config, &ops);
+    match format {
+        0 => check::<Npt>(config, &ops),
+        1 => check::<Ept>(config, &ops),
+        2 => check::<Stage2>(config, &ops),
+        3 => check::<Sv39x4>(config, &ops),
+        _ => check::<Sv48x4>(config, &ops),
     }
 });

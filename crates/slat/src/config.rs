@@ -37,7 +37,8 @@ pub struct Config {
 /// accessed bits they are pages that nobody has used.
 ///
 /// With [`AccessTracking::Faults`] nothing tells of the first use of a page that is mapped: there neighbours count as used
-/// until they are aged, and are mapped without the right to write, so that they do not count as written.
+/// until they are aged. There, and in a format without dirty bits ([`Format::HAS_DIRTY_BIT`]), they are mapped without the
+/// right to write, so that they do not count as written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum FaultAround {
     /// None.
@@ -84,7 +85,8 @@ impl Default for DirtyTracking {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum WriteProtection {
     /// Where many pages of a 2 MiB block are meant: all 512 at once, by the table entry above them. The first write to the
-    /// block afterwards takes the right to write from each of the others.
+    /// block afterwards takes the right to write from each of the others. In a format whose table entries have no rights
+    /// ([`Format::GENERATION`]), as `LeafByLeaf`.
     #[default]
     Lazy,
     /// Each page by itself.
@@ -210,6 +212,9 @@ impl Config {
             DirtyTracking::PageModificationLog if F::HAS_MODIFICATION_LOG => true,
             DirtyTracking::PageModificationLog => return Err(Error::NoModificationLog { format: F::NAME }),
         };
+        if needs_dirty_bit && !F::HAS_DIRTY_BIT {
+            return Err(Error::NoDirtyBitInFormat { format: F::NAME });
+        }
         if needs_dirty_bit && self.access_tracking == AccessTracking::Faults {
             return Err(Error::NoDirtyBit);
         }

@@ -217,6 +217,12 @@ pub enum Error {
         "dirty tracking by dirty bits needs CPUs that set them, and access tracking by faults is for those that do not"
     )]
     NoDirtyBit,
+    /// Dirty tracking by the CPUs' dirty bits was asked for, and CPUs set none in tables of this format.
+    #[error("there are no dirty bits in {format} tables that CPUs set")]
+    NoDirtyBitInFormat {
+        /// The format's name.
+        format: &'static str,
+    },
     /// Page-modification logging was asked for, and CPUs have none for tables of this format.
     #[error("there is no page-modification logging with {format} tables")]
     NoModificationLog {

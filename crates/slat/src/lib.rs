@@ -14,7 +14,7 @@
 //!
 //! # How to use it
 //! Implement [`Host`] (memory for tables, frames for guest pages, a TLB flush), make a [`Vm`] of it for a table
-//! [`Format`] ([`Npt`] or [`Ept`]), give it slots by [`Vm::set_user_memory_region`], point the hardware at [`Vm::root`],
+//! [`Format`] ([`Npt`], [`Ept`], [`Stage2`], [`Sv39x4`] or [`Sv48x4`]), give it slots by [`Vm::set_user_memory_region`], point the hardware at [`Vm::root`],
 //! and call [`Vcpu::handle_fault`] for each second-stage fault. Names are KVM's where KVM has one.
 //!
 //! ```
@@ -117,7 +117,7 @@ pub use dirty::ring::{
     DIRTY_RING_RESERVE, DirtyPage, DirtyRing, DirtyRingEntry, MAX_DIRTY_RING_ENTRIES, MIN_DIRTY_RING_ENTRIES,
 };
 pub use error::Error;
-pub use format::{Entry, Ept, Format, Npt};
+pub use format::{Entry, Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
 pub use host::{AllocationWait, Gone, Host, Resolved, TableNode, ZappedLeaf};
 pub use second_stage::age::AccessTracking;
 pub use second_stage::invalidate::Invalidation;

@@ -53,7 +53,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// A VM without memory.
     ///
     /// # Errors
-    /// [`Error::NoDirtyBit`], [`Error::NoModificationLog`], [`Error::BadFaultAround`]: this configuration cannot be had.
+    /// [`Error::NoDirtyBit`], [`Error::NoDirtyBitInFormat`], [`Error::NoModificationLog`], [`Error::BadFaultAround`]: this
+    /// configuration cannot be had.
     /// [`Error::OutOfMemory`].
     pub fn new(host: H, config: Config) -> Result<Vm<H, F>, Error> {
         config.check::<F>()?;

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use common::{GIB, MIB, TestBacking, TestHost, Translation, assert_no_table_is_left, change, region, translate};
 use slat::{
     Access, Config, Ept, Error, Exit, Format, Gpa, Level, Locking, MAX_SLOTS, MemoryRegion, MemoryRegionFlags, Npt,
-    Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
+    Outcome, PAGE_SIZE, PageSize, Stage2, Sv39x4, Sv48x4, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -27,6 +27,9 @@ macro_rules! each {
                 $test(World::<Npt>::new(locking));
                 $test(World::<Ept>::new(locking));
             }
+            $test(World::<Stage2>::new(Locking::None));
+            $test(World::<Sv39x4>::new(Locking::Shared));
+            $test(World::<Sv48x4>::new(Locking::Exclusive));
         }
     };
 }

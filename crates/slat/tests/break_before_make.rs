@@ -10,13 +10,13 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::thread;
 
-use common::broken::{self, Broken};
+use common::broken::{self, Breaking};
 use common::hooked::at_look;
 use common::log::{LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World};
 use common::{Call, Frame, MIB, TestBacking, Writes, region, translate};
 use slat::{
-    Access, AllocationWait, Config, Gfn, GfnRange, Gpa, HugePageLogging, Level, Locking, ManualProtect, Outcome,
-    PAGE_SIZE, PageSize, Pfn,
+    Access, AllocationWait, Config, Format, Gfn, GfnRange, Gpa, HugePageLogging, Level, Locking, ManualProtect, Npt,
+    Outcome, PAGE_SIZE, PageSize, Pfn, Stage2,
 };
 
 const BIG: u64 = 512;
@@ -27,8 +27,19 @@ fn configs() -> impl Iterator<Item = Config> {
     [Locking::None, Locking::Exclusive].into_iter().map(Config::with_locking)
 }
 
+/// A test for Arm's format, which needs it, and for one that has all that lazy protection and dirty bits can do.
+macro_rules! each_broken {
+    ($name:ident, $test:ident) => {
+        #[test]
+        fn $name() {
+            $test::<Stage2>();
+            $test::<Npt>();
+        }
+    };
+}
+
 /// All of [`SLOT`] mapped, and observed.
-fn world(config: Config) -> World<Broken> {
+fn world<F: Format>(config: Config) -> World<Breaking<F>> {
     let mut world = World::new(config);
     world.create(SLOT, NO_FLAGS);
     let size_bytes = SLOT.nr_pages * PAGE_SIZE;
@@ -37,11 +48,11 @@ fn world(config: Config) -> World<Broken> {
     world
 }
 
-#[test]
-fn splits_and_recoveries_are_seen_to_break() {
+each_broken!(splits_and_recoveries_are_seen_to_break, seen);
+fn seen<F: Format>() {
     for config in configs() {
         let slot = Slot::huge(1, 0, HUGE, PageSize::Size1G);
-        let mut world = World::<Broken>::new(config);
+        let mut world = World::<Breaking<F>>::new(config);
         world.create(slot, NO_FLAGS);
         world.write(slot, 0);
         broken::observe(&world.vm);
@@ -52,11 +63,11 @@ fn splits_and_recoveries_are_seen_to_break() {
     }
 }
 
-#[test]
-fn logging_breaks_what_it_splits_and_puts_back() {
+each_broken!(logging_breaks_what_it_splits_and_puts_back, logging);
+fn logging<F: Format>() {
     for config in configs() {
         for manual in MANUAL_PROTECTS {
-            let mut world = world(config.with_manual_protect(manual));
+            let mut world = world::<F>(config.with_manual_protect(manual));
             world.set_flags(SLOT, LOG);
             if manual == ManualProtect::InitiallySet {
                 assert_eq!(world.clear(SLOT, &(0..4 * BIG).collect::<Vec<_>>()), Ok(4 * BIG));
@@ -67,7 +78,7 @@ fn logging_breaks_what_it_splits_and_puts_back() {
             assert_eq!(broken::observed(), (4, 4));
             world.finish(&[SLOT]);
         }
-        let mut world = world(config.with_huge_page_logging(HugePageLogging::MarkWhole));
+        let mut world = world::<F>(config.with_huge_page_logging(HugePageLogging::MarkWhole));
         world.set_flags(SLOT, LOG);
         world.vm.split_range(SLOT.range(), PageSize::Size4K).unwrap();
         world.write(SLOT, 3);
@@ -78,10 +89,10 @@ fn logging_breaks_what_it_splits_and_puts_back() {
     }
 }
 
-#[test]
-fn an_invalidation_of_a_part_breaks_the_leaf_and_flushes_an_entry_that_was_one() {
+each_broken!(an_invalidation_of_a_part_breaks_the_leaf_and_flushes_an_entry_that_was_one, part_taken);
+fn part_taken<F: Format>() {
     for config in configs() {
-        let mut world = world(config);
+        let mut world = world::<F>(config);
         // A part of a leaf.
         drop(world.vm.invalidate_range(GfnRange::new(SLOT.gfn(7), 3)).unwrap());
         assert_eq!(world.vm.stats().pages_4k(), 512 - 3);
@@ -105,11 +116,11 @@ fn an_invalidation_of_a_part_breaks_the_leaf_and_flushes_an_entry_that_was_one()
     }
 }
 
-#[test]
-fn a_leaf_that_goes_as_a_whole_for_want_of_memory_is_flushed_before_a_table_comes() {
+each_broken!(a_leaf_that_goes_as_a_whole_for_want_of_memory_is_flushed_before_a_table_comes, want_of_memory);
+fn want_of_memory<F: Format>() {
     for config in configs() {
         for nth in 1..4 {
-            let mut world = world(config);
+            let mut world = world::<F>(config);
             world.vm.host().fail_after(0);
             let vm = Arc::clone(&world.vm);
             // Beside it, somebody has memory, and comes before the flush.
@@ -133,8 +144,8 @@ fn a_leaf_that_goes_as_a_whole_for_want_of_memory_is_flushed_before_a_table_come
 }
 
 /// [`SLOT`] over frames that are given read-only until they are written; mapped, and observed.
-fn copying(config: Config) -> (World<Broken>, Arc<TestBacking>) {
-    let mut world = World::<Broken>::new(config);
+fn copying<F: Format>(config: Config) -> (World<Breaking<F>>, Arc<TestBacking>) {
+    let mut world = World::<Breaking<F>>::new(config);
     let memory = region(1, SLOT.gfn(0).gpa().0, 4 * 2 * MIB, SLOT.first_pfn, PageSize::Size2M);
     let backing = Arc::clone(memory.backing.as_ref().unwrap());
     backing.read_gives_writable.store(false, Ordering::SeqCst);
@@ -150,10 +161,10 @@ fn make_small(backing: &TestBacking, page: u64) {
     backing.frames.write().unwrap().insert(page, Frame { pfn: SLOT.first_pfn + page, writes: Writes::Allowed });
 }
 
-#[test]
-fn a_part_given_for_writing_breaks_the_read_only_leaf() {
+each_broken!(a_part_given_for_writing_breaks_the_read_only_leaf, part_written);
+fn part_written<F: Format>() {
     for config in configs() {
-        let (mut world, backing) = copying(config);
+        let (mut world, backing) = copying::<F>(config);
         make_small(&backing, 9);
         world.write(SLOT, 9);
         assert!(!world.is_writable(SLOT, 10) && world.at(SLOT.gfn(10)).is_some());
@@ -165,11 +176,11 @@ fn a_part_given_for_writing_breaks_the_read_only_leaf() {
     }
 }
 
+each_broken!(a_read_only_leaf_that_is_taken_for_nothing_is_flushed_before_a_table_comes, taken_for_nothing);
 /// The write finds that somebody took a stamp while it resolved: the entry is left empty, and is small when it comes back.
-#[test]
-fn a_read_only_leaf_that_is_taken_for_nothing_is_flushed_before_a_table_comes() {
+fn taken_for_nothing<F: Format>() {
     for config in configs() {
-        let (mut world, backing) = copying(config);
+        let (mut world, backing) = copying::<F>(config);
         let vm = Arc::clone(&world.vm);
         let again = Arc::clone(&backing);
         world.vm.host().overtake(Call::Resolve, 1, move || {
@@ -186,11 +197,11 @@ fn a_read_only_leaf_that_is_taken_for_nothing_is_flushed_before_a_table_comes() 
     }
 }
 
+each_broken!(a_prefault_after_a_cancelled_break_flushes_once, flushes_once);
 /// What was cancelled is mapped anew by small pages, by a prefault: one flush for the block, and not one for each page.
-#[test]
-fn a_prefault_after_a_cancelled_break_flushes_once() {
+fn flushes_once<F: Format>() {
     for config in configs() {
-        let mut world = world(config);
+        let mut world = world::<F>(config);
         let vm = Arc::clone(&world.vm);
         world.vm.host().overtake(Call::Flush, 1, move || {
             // Small from now on, and cancelled.
@@ -207,11 +218,11 @@ fn a_prefault_after_a_cancelled_break_flushes_once() {
     }
 }
 
+each_broken!(entries_of_a_new_table_need_no_flush_of_their_own, new_table);
 /// A prefault finds the break of a split, cancels it, and fills the beginning of a table: it has flushed the block for that,
 /// and the entries behind need no flush of their own.
-#[test]
-fn entries_of_a_new_table_need_no_flush_of_their_own() {
-    let (mut world, backing) = copying(Config::default());
+fn new_table<F: Format>() {
+    let (mut world, backing) = copying::<F>(Config::default());
     let vm = Arc::clone(&world.vm);
     let small = Arc::clone(&backing);
     world.vm.host().overtake(Call::Flush, 1, move || {
@@ -231,11 +242,11 @@ fn entries_of_a_new_table_need_no_flush_of_their_own() {
     world.finish(&[SLOT]);
 }
 
+each_broken!(a_split_that_is_overtaken_splits_no_further_than_it_was_asked_to, no_further);
 /// Two who split a page of 1 GiB to 2 MiB at once: what one has split, the other does not split further.
-#[test]
-fn a_split_that_is_overtaken_splits_no_further_than_it_was_asked_to() {
+fn no_further<F: Format>() {
     let slot = Slot::huge(1, 0, HUGE, PageSize::Size1G);
-    let mut world = World::<Broken>::new(Config::default());
+    let mut world = World::<Breaking<F>>::new(Config::default());
     world.create(slot, NO_FLAGS);
     world.write(slot, 0);
     let vm = Arc::clone(&world.vm);
@@ -249,10 +260,10 @@ fn a_split_that_is_overtaken_splits_no_further_than_it_was_asked_to() {
     world.finish(&[slot]);
 }
 
-#[test]
-fn who_cancels_late_leaves_a_table_alone_that_was_linked_meanwhile() {
+each_broken!(who_cancels_late_leaves_a_table_alone_that_was_linked_meanwhile, cancels_late);
+fn cancels_late<F: Format>() {
     let slot = Slot::huge(1, 0, HUGE, PageSize::Size1G);
-    let mut world = World::<Broken>::new(Config::default());
+    let mut world = World::<Breaking<F>>::new(Config::default());
     world.create(slot, NO_FLAGS);
     world.write(slot, 0);
     let vm = Arc::clone(&world.vm);

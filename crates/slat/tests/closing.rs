@@ -1,4 +1,5 @@
 //! Lazy write protection on one thread: which table entries are closed, and what the next write below does to the others.
+//! (Not in formats whose table entries cannot be closed: none of those is named for `each`.)
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
 
@@ -27,7 +28,7 @@ fn may_be_written<F: Format>(vm: &Arc<Vm<TestHost, F>>, start: u64, nr_pages: u6
     (0..nr_pages).filter(is_writable).count() as u64
 }
 
-each!(the_next_write_opens_its_page_alone, opens_one);
+each!(the_next_write_opens_its_page_alone, opens_one,);
 fn opens_one<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, 2 * MIB, 0, PageSize::Size4K)).unwrap();
@@ -45,7 +46,7 @@ fn opens_one<F: Format>(locking: Locking) {
     assert_no_table_is_left(&vm);
 }
 
-each!(an_entry_that_two_slots_share_is_not_closed, shared);
+each!(an_entry_that_two_slots_share_is_not_closed, shared,);
 fn shared<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     // The slot that logs has a whole block too, and a part of the one that it shares.

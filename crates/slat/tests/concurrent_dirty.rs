@@ -59,6 +59,10 @@ macro_rules! each_tracking {
         fn $name() {
             configs::<slat::Npt>($first).for_each($test::<slat::Npt>);
             configs::<slat::Ept>($first).for_each($test::<slat::Ept>);
+            // One configuration of each of the others; not the same for each.
+            configs::<slat::Stage2>($first).skip($first % 6).take(1).for_each($test::<slat::Stage2>);
+            configs::<slat::Sv39x4>($first).skip($first % 9).take(1).for_each($test::<slat::Sv39x4>);
+            configs::<slat::Sv48x4>($first).skip(($first + 5) % 9).take(1).for_each($test::<slat::Sv48x4>);
         }
     };
 }

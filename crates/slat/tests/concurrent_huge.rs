@@ -17,15 +17,15 @@ use std::time::{Duration, Instant};
 
 use common::broken::Broken;
 use common::guest::Guest;
-use common::log::{LOG, NO_FLAGS, write_as_hardware};
+use common::log::{LOG, NO_FLAGS, dirty_trackings, write_as_hardware};
 use common::{
     Frame, TestBacking, TestHost, Translation, Writes, assert_no_table_is_left, change, set_accessed_and_dirty,
     translate,
 };
 use slat::{
     Access, AccessTracking, Config, DirtyTracking, Ept, Exit, Format, Gfn, GfnRange, HugePageLogging,
-    HugePageSplitting, Locking, ManualProtect, MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Vm,
-    WriteProtection,
+    HugePageSplitting, Locking, ManualProtect, MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize,
+    Stage2, Sv39x4, Vm, WriteProtection,
 };
 
 /// How long each configuration runs.
@@ -565,7 +565,7 @@ impl Random {
 /// The ways to find out writes, and what becomes of huge pages then.
 fn configs<F: Format>(locking: Locking) -> Vec<Config> {
     let config = Config::with_locking(locking);
-    let bits = if F::HAS_MODIFICATION_LOG { DirtyTracking::PageModificationLog } else { DirtyTracking::DirtyBit };
+    let bits = dirty_trackings::<F>().last().expect("there is write protection");
     vec![
         config,
         config
@@ -599,5 +599,10 @@ fn with_a_shared_lock_nobody_loses_anything() {
 #[test]
 fn nor_where_entries_are_broken_before_they_are_made() {
     everybody_at_once::<Broken>(Locking::None);
-    everybody_at_once::<Broken>(Locking::Shared);
+    everybody_at_once::<Stage2>(Locking::Shared);
+}
+
+#[test]
+fn nor_below_a_wider_root() {
+    everybody_at_once::<Sv39x4>(Locking::None);
 }

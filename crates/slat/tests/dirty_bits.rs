@@ -35,7 +35,7 @@ fn is_dirty<F: Format>(world: &World<F>, slot: Slot, page: u64) -> bool {
     reader.cursor().query(slot.gfn(page).gpa()).unwrap().dirty
 }
 
-each_config!(writes_of_mapped_pages_do_not_fault_and_are_reported_once, once);
+each_config!(writes_of_mapped_pages_do_not_fault_and_are_reported_once, once, slat::Sv39x4, slat::Sv48x4);
 fn once<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         for manual_protect in MANUAL_PROTECTS {
@@ -70,7 +70,12 @@ fn once<F: Format>(config: Config) {
     }
 }
 
-each_config!(a_page_that_is_mapped_for_a_write_is_reported_though_no_cpu_sets_its_bit, mapped_for_write);
+each_config!(
+    a_page_that_is_mapped_for_a_write_is_reported_though_no_cpu_sets_its_bit,
+    mapped_for_write,
+    slat::Sv39x4,
+    slat::Sv48x4
+);
 fn mapped_for_write<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         let mut world = World::<F>::new(config);
@@ -95,7 +100,7 @@ fn mapped_for_write<F: Format>(config: Config) {
     }
 }
 
-each_config!(bits_that_were_set_before_logging_began_are_not_the_logs, before_logging);
+each_config!(bits_that_were_set_before_logging_began_are_not_the_logs, before_logging, slat::Sv39x4, slat::Sv48x4);
 fn before_logging<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         for manual_protect in MANUAL_PROTECTS {
@@ -123,7 +128,7 @@ fn before_logging<F: Format>(config: Config) {
     }
 }
 
-each_config!(a_leaf_that_is_taken_away_is_reported_to_the_log_and_to_the_host, zapped);
+each_config!(a_leaf_that_is_taken_away_is_reported_to_the_log_and_to_the_host, zapped, slat::Sv39x4, slat::Sv48x4);
 fn zapped<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         for manual_protect in MANUAL_PROTECTS {
@@ -159,7 +164,7 @@ fn zapped<F: Format>(config: Config) {
     }
 }
 
-each_config!(getting_a_range_looks_at_its_own_leaves_only, range);
+each_config!(getting_a_range_looks_at_its_own_leaves_only, range, slat::Sv39x4, slat::Sv48x4);
 fn range<F: Format>(config: Config) {
     let config = config.with_dirty_tracking(DirtyTracking::DirtyBit);
     let mut world = World::<F>::new(config);
@@ -176,7 +181,12 @@ fn range<F: Format>(config: Config) {
     world.finish(&[SLOT]);
 }
 
-each_config!(a_page_that_is_written_after_it_was_got_and_before_it_is_cleared_is_cleared_and_no_more, cleared);
+each_config!(
+    a_page_that_is_written_after_it_was_got_and_before_it_is_cleared_is_cleared_and_no_more,
+    cleared,
+    slat::Sv39x4,
+    slat::Sv48x4
+);
 fn cleared<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         let mut world = World::<F>::new(config.with_manual_protect(ManualProtect::Enabled));
@@ -196,7 +206,7 @@ fn cleared<F: Format>(config: Config) {
     }
 }
 
-each_config!(huge_pages_are_write_protected_and_their_parts_begin_clean, huge);
+each_config!(huge_pages_are_write_protected_and_their_parts_begin_clean, huge, slat::Sv39x4, slat::Sv48x4);
 fn huge<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         for huge in [HugePageLogging::Split, HugePageLogging::MarkWhole] {
@@ -236,7 +246,7 @@ fn huge<F: Format>(config: Config) {
     }
 }
 
-each_config!(a_slot_that_moves_takes_its_log_along_and_leaves_the_bits_behind, moved);
+each_config!(a_slot_that_moves_takes_its_log_along_and_leaves_the_bits_behind, moved, slat::Sv39x4, slat::Sv48x4);
 fn moved<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         let mut world = World::<F>::new(config);

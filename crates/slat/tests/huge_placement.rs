@@ -12,7 +12,7 @@ use common::log::{LOG, NO_FLAGS, Slot, World};
 use common::{MIB, Nodes, region};
 use slat::{
     Access, Config, Entry, Ept, Error, Format, Gfn, GfnRange, Host, Hpa, HugePageSplitting, Level, Locking, NodeId,
-    Npt, Outcome, PageSize, TablePlacement,
+    Npt, Outcome, PageSize, Stage2, Sv39x4, Sv48x4, TablePlacement,
 };
 
 const BIG: u64 = 512;
@@ -119,7 +119,15 @@ fn tables_of_splits_lie_where_they_should() {
         splits::<Npt>(Config::with_locking(locking));
         splits::<Ept>(Config::with_locking(locking));
         splits::<Broken>(Config::with_locking(locking));
+        splits::<Stage2>(Config::with_locking(locking));
+        splits::<Sv39x4>(Config::with_locking(locking));
+        splits::<Sv48x4>(Config::with_locking(locking));
     }
+}
+
+/// Levels of the entries of tables other than the root.
+fn below_root<F: Format>() -> impl Iterator<Item = Level> {
+    [Level::L4K, Level::L2M, Level::L1G].into_iter().filter(|level| *level < F::ROOT_LEVEL)
 }
 
 /// Tables of faults and prefaults, three at a time and one at a time.
@@ -134,7 +142,7 @@ fn faults<F: Format>(config: Config) {
             world.read(slot, page);
             // Those that this fault has linked are for its page.
             let mut now = Vec::new();
-            for level in [Level::L4K, Level::L2M, Level::L1G] {
+            for level in below_root::<F>() {
                 now.extend(tables(&world, level).into_iter().map(|(gfn, node)| (level, gfn, node)));
             }
             for &(level, gfn, node) in now.iter().filter(|table| !last.contains(*table)) {
@@ -168,6 +176,9 @@ fn tables_of_faults_lie_where_they_should() {
         faults::<Npt>(Config::with_locking(locking));
         faults::<Ept>(Config::with_locking(locking));
         faults::<Broken>(Config::with_locking(locking));
+        faults::<Stage2>(Config::with_locking(locking));
+        faults::<Sv39x4>(Config::with_locking(locking));
+        faults::<Sv48x4>(Config::with_locking(locking));
     }
 }
 
@@ -196,6 +207,9 @@ fn a_node_without_memory_has_remote_tables() {
     without_memory::<Npt>(Config::default());
     without_memory::<Ept>(Config::default());
     without_memory::<Broken>(Config::default());
+    without_memory::<Stage2>(Config::default());
+    without_memory::<Sv39x4>(Config::default());
+    without_memory::<Sv48x4>(Config::default());
 }
 
 /// What is left over of one node is not used for another, and goes back.
@@ -203,19 +217,21 @@ fn left_over<F: Format>(config: Config) {
     let mut world = world::<F>(config, NODES);
     let slot = Slot::huge(1, 0, 4 * HUGE, PageSize::Size4K);
     world.create(slot, NO_FLAGS);
-    // Two tables are there, and the third that it needs is not.
-    world.vm.host().fail_after(2);
+    // All tables are there that it needs, but for the last.
+    let nr_tables = usize::from(F::ROOT_LEVEL.0 - 1);
+    world.vm.host().fail_after(nr_tables as i64 - 1);
     assert_eq!(world.vcpu.handle_fault(slot.gfn(0).gpa(), Access::Read), Err(Error::OutOfMemory));
     world.vm.host().never_fail();
-    assert_eq!(world.vm.host().live_tables(), 3);
+    assert_eq!(world.vm.host().live_tables(), nr_tables);
     world.read(slot, HUGE + BIG);
-    assert_eq!(world.vm.host().live_tables(), 4, "those of the other node went back");
-    for level in [Level::L4K, Level::L2M, Level::L1G] {
+    assert_eq!(world.vm.host().live_tables(), nr_tables + 1, "those of the other node went back");
+    for level in below_root::<F>() {
         let [(_, node)] = tables(&world, level)[..] else { panic!("one") };
         assert_eq!(node, NodeId(1));
     }
     let stats = world.vm.stats();
-    assert_eq!((stats.fault_tables, stats.remote_fault_tables, stats.tables_freed), (3, 0, 2));
+    let nr_tables = nr_tables as u64;
+    assert_eq!((stats.fault_tables, stats.remote_fault_tables, stats.tables_freed), (nr_tables, 0, nr_tables - 1));
     // Some of the same node are used.
     world.vm.host().fail_after(1);
     assert_eq!(world.vcpu.handle_fault(slot.gfn(2 * HUGE + BIG).gpa(), Access::Read), Err(Error::OutOfMemory));
@@ -230,6 +246,9 @@ fn a_table_left_over_from_another_node_is_not_used() {
     left_over::<Npt>(Config::default());
     left_over::<Ept>(Config::default());
     left_over::<Broken>(Config::default());
+    left_over::<Stage2>(Config::default());
+    left_over::<Sv39x4>(Config::default());
+    left_over::<Sv48x4>(Config::default());
 }
 
 /// A huge page that the host gives read-only; of which it then gives a small one for writing: the fault splits, and the
@@ -266,6 +285,9 @@ fn a_part_of_a_huge_page_that_is_given_for_writing_splits_it_by_the_policy_of_sp
     split_by_a_copy::<Npt>(Config::default(), NODES);
     split_by_a_copy::<Ept>(Config::default(), NODES);
     split_by_a_copy::<Broken>(Config::default(), NODES);
+    split_by_a_copy::<Stage2>(Config::default(), NODES);
+    split_by_a_copy::<Sv39x4>(Config::default(), NODES);
+    split_by_a_copy::<Sv48x4>(Config::default(), NODES);
 }
 
 /// An invalidation of a part splits by the policy of splits, and refines an empty entry by that of faults.
@@ -300,4 +322,7 @@ fn an_invalidation_of_a_part_places_its_tables() {
     split_by_an_invalidation::<Npt>(Config::default());
     split_by_an_invalidation::<Ept>(Config::default());
     split_by_an_invalidation::<Broken>(Config::default());
+    split_by_an_invalidation::<Stage2>(Config::default());
+    split_by_an_invalidation::<Sv39x4>(Config::default());
+    split_by_an_invalidation::<Sv48x4>(Config::default());
 }

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use slat::sync::AtomicU32;
 use slat::{
     Access, AllocationWait, Config, Ept, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags,
-    Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode, Vm,
+    Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, Stage2, Sv39x4, TableNode, Vm,
 };
 
 static LIVE_BYTES: AtomicU64 = AtomicU64::new(0);
@@ -114,4 +114,6 @@ fn tables_and_bookkeeping_are_small() {
     costs::<Npt>(1);
     costs::<Ept>(8);
     costs::<Npt>(64);
+    costs::<Stage2>(1);
+    costs::<Sv39x4>(1);
 }

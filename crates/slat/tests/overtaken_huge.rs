@@ -17,7 +17,7 @@ use common::log::{LOG, NO_FLAGS, pages_of, write_as_hardware};
 use common::{Call, TestHost, assert_no_table_is_left, change, region, set_accessed_and_dirty, translate};
 use slat::{
     Access, AllocationWait, Config, DirtyTracking, Ept, Error, Format, Gfn, GfnRange, HugePageLogging,
-    HugePageSplitting, Level, Locking, Npt, Outcome, PAGE_SIZE, PageSize, Vm,
+    HugePageSplitting, Level, Locking, Npt, Outcome, PAGE_SIZE, PageSize, Stage2, Sv39x4, Vm,
 };
 
 const BIG: u64 = 512;
@@ -432,6 +432,7 @@ fn nobody_who_comes_in_a_flush_a_resolve_or_an_allocation_loses_anything() {
         at_each_call::<Npt>(config, &OUTSIDE);
     }
     at_each_call::<Ept>(Config::with_locking(Locking::Exclusive), &OUTSIDE);
+    at_each_call::<Sv39x4>(Config::with_locking(Locking::Exclusive), &OUTSIDE);
 }
 
 #[test]
@@ -440,6 +441,7 @@ fn nor_where_entries_are_broken_before_they_are_made() {
         at_each_call::<Broken>(config, &OUTSIDE);
     }
     at_each_call::<Broken>(Config::with_locking(Locking::Exclusive), &OUTSIDE);
+    at_each_call::<Stage2>(Config::with_locking(Locking::Exclusive), &OUTSIDE);
 }
 
 /// The same, and the observer of [`broken`] sees all changes.

@@ -11,7 +11,7 @@ use std::thread;
 use common::trap::trap_vm;
 use common::{Frame, GIB, MIB, Writes, assert_no_table_is_left, change, each, region, translate, vm};
 use slat::{
-    Access, Error, Exit, Format, Gfn, GfnRange, Gpa, Host, Locking, MemoryRegion, MemoryRegionFlags, Outcome,
+    Access, Error, Exit, Format, Gfn, GfnRange, Gpa, Host, Level, Locking, MemoryRegion, MemoryRegionFlags, Outcome,
     PAGE_SIZE, PageSize, Pfn, Translation, Vcpu, Vm,
 };
 
@@ -40,7 +40,7 @@ fn maps_all_sizes<F: Format>(locking: Locking) {
                 size: leaf,
                 writable: true,
                 accessed: false,
-                dirty: false,
+                dirty: !F::HAS_DIRTY_BIT,
             };
             assert_eq!(found, Some(expected), "page {page}");
         }
@@ -82,8 +82,9 @@ fn fills_a_table_of_huge_pages<F: Format>(locking: Locking) {
         let mut vcpu = vm.create_vcpu().unwrap();
         assert_eq!(vcpu.pre_fault_memory(Gpa(0), 2 * GIB, Access::Write), Ok(nr_backed * 2 * MIB));
         let stats = vm.stats();
-        // The root, one for each GiB, and one between.
-        assert_eq!((stats.installed_2m, stats.installed_4k, stats.live_tables()), (nr_backed, 0, 4));
+        // One for each GiB, and those from the root to there.
+        let nr_tables = 2 + u64::from(F::ROOT_LEVEL.0 - Level::L2M.0);
+        assert_eq!((stats.installed_2m, stats.installed_4k, stats.live_tables()), (nr_backed, 0, nr_tables));
         // Once by the filling that found nothing, once by the fault that came to say so.
         assert_eq!(vm.host().resolves.load(Ordering::SeqCst), nr_resolves, "{size:?}, {nr_backed}");
         let reader = vm.read_tables().unwrap();
@@ -153,8 +154,9 @@ fn survives_without_memory<F: Format>(locking: Locking) {
         vm.set_user_memory_region(region(0, 0, 8 * MIB, 0, PageSize::Size4K)).unwrap();
         let mut vcpu = vm.create_vcpu().unwrap();
         vm.host().fail_after(nr_tables);
-        // Two above, and one for each block.
-        let expected = match (nr_tables as u64).saturating_sub(2) * 2 * MIB {
+        // Those above, and one for each block.
+        let nr_above = u64::from(F::ROOT_LEVEL.0 - Level::L2M.0);
+        let expected = match (nr_tables as u64).saturating_sub(nr_above) * 2 * MIB {
             0 => Err(Error::OutOfMemory),
             size_bytes => Ok(size_bytes.min(8 * MIB)),
         };
@@ -374,7 +376,7 @@ fn every_table_may_be_missing<F: Format>(locking: Locking) {
                             && nr_pages >= 512;
                         let expected = if is_huge { PageSize::Size2M } else { PageSize::Size4K };
                         assert_eq!((found.pfn, found.size), (Pfn(first_pfn + page), expected), "page {page}");
-                        assert!(found.writable && !found.accessed && !found.dirty);
+                        assert!(found.writable && !found.accessed && found.dirty != F::HAS_DIRTY_BIT);
                     }
                 }
             }

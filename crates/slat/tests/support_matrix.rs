@@ -11,7 +11,7 @@ use common::log::{
 };
 use slat::{
     AccessTracking, Config, DirtyTracking, Ept, Error, Format, GfnRange, HugePageLogging, ManualProtect, Npt, PageSize,
-    Vm, WriteProtection,
+    Stage2, Sv39x4, Sv48x4, Vm, WriteProtection,
 };
 
 /// What is documented: who has no hardware that could do it is told so.
@@ -20,6 +20,7 @@ fn expected<F: Format>(config: Config) -> Result<(), Error> {
         (DirtyTracking::PageModificationLog, _) if !F::HAS_MODIFICATION_LOG => {
             Err(Error::NoModificationLog { format: F::NAME })
         }
+        (DirtyTracking::DirtyBit, _) if !F::HAS_DIRTY_BIT => Err(Error::NoDirtyBitInFormat { format: F::NAME }),
         (DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog, AccessTracking::Faults) => {
             Err(Error::NoDirtyBit)
         }
@@ -136,6 +137,17 @@ fn every_configuration_of_ept_is_refused_as_documented_or_exact() {
     assert_eq!(tries_all::<Ept>(), (144, 108));
 }
 
+#[test]
+fn every_configuration_of_stage2_is_refused_as_documented_or_exact() {
+    assert_eq!(tries_all::<Stage2>(), (144, 72));
+}
+
+#[test]
+fn every_configuration_of_gstage_is_refused_as_documented_or_exact() {
+    assert_eq!(tries_all::<Sv39x4>(), (144, 90));
+    assert_eq!(tries_all::<Sv48x4>(), (144, 90));
+}
+
 /// One line of the table for a way to find out writes: what becomes of it with each format and way to find out accesses.
 /// Nothing else makes a difference.
 fn line(dirty_tracking: DirtyTracking) -> String {
@@ -144,6 +156,7 @@ fn line(dirty_tracking: DirtyTracking) -> String {
         match Vm::<_, F>::new(TestHost::default(), config) {
             Ok(_) => "yes",
             Err(Error::NoDirtyBit) => "`NoDirtyBit`",
+            Err(Error::NoDirtyBitInFormat { .. }) => "`NoDirtyBitInFormat`",
             Err(Error::NoModificationLog { .. }) => "`NoModificationLog`",
             Err(error) => panic!("{config:?}: {error}"),
         }
@@ -155,8 +168,14 @@ fn line(dirty_tracking: DirtyTracking) -> String {
         DirtyTracking::PageModificationLog => "page-modification logs",
     };
     let [bit, faults] = ACCESS_TRACKINGS;
+    for tracking in ACCESS_TRACKINGS {
+        let npt = cell::<Npt>(dirty_tracking, tracking);
+        assert_eq!([cell::<Sv39x4>(dirty_tracking, tracking), cell::<Sv48x4>(dirty_tracking, tracking)], [npt; 2]);
+    }
+    let stage2 = cell::<Stage2>(dirty_tracking, bit);
+    assert_eq!(cell::<Stage2>(dirty_tracking, faults), stage2);
     format!(
-        "| {name} | {} | {} | {} | {} |",
+        "| {name} | {} | {} | {} | {} | {stage2} |",
         cell::<Npt>(dirty_tracking, bit),
         cell::<Npt>(dirty_tracking, faults),
         cell::<Ept>(dirty_tracking, bit),
@@ -167,17 +186,17 @@ fn line(dirty_tracking: DirtyTracking) -> String {
 /// The table of DESIGN.md: `cargo test --test support_matrix table -- --nocapture` prints it.
 #[test]
 fn the_table_of_what_can_be_had() {
-    let head = "| writes found out by | NPT, accessed bit | NPT, faults | EPT, accessed bit | EPT, faults |\n|---|---|---|---|---|";
+    let head = "| writes found out by | NPT and G-stage, accessed bit | the same, faults | EPT, accessed bit | EPT, faults | stage 2, either |\n|---|---|---|---|---|---|";
     let lines: Vec<String> = [head.to_string()].into_iter().chain(DIRTY_TRACKINGS.map(line)).collect();
     let table = lines.join("\n");
     println!("{table}");
     assert_eq!(
         lines[1..],
         [
-            "| write protection, lazy | yes | yes | yes | yes |",
-            "| write protection, leaf by leaf | yes | yes | yes | yes |",
-            "| dirty bits | yes | `NoDirtyBit` | yes | `NoDirtyBit` |",
-            "| page-modification logs | `NoModificationLog` | `NoModificationLog` | yes | `NoDirtyBit` |",
+            "| write protection, lazy | yes | yes | yes | yes | yes |",
+            "| write protection, leaf by leaf | yes | yes | yes | yes | yes |",
+            "| dirty bits | yes | `NoDirtyBit` | yes | `NoDirtyBit` | `NoDirtyBitInFormat` |",
+            "| page-modification logs | `NoModificationLog` | `NoModificationLog` | yes | `NoDirtyBit` | `NoModificationLog` |",
         ]
     );
 }

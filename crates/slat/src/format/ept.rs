@@ -46,6 +46,7 @@ unsafe impl Format for Ept {
     const WRITABLE: u64 = WRITE;
     const ACCESSED: u64 = ACCESSED;
     const DIRTY: u64 = DIRTY;
+    const HAS_DIRTY_BIT: bool = true;
     const HOST_WRITABLE: u64 = SOFTWARE_52;
     const WAS_DIRTY: u64 = SOFTWARE_53;
     const GENERATION: u64 = TABLE_SOFTWARE;

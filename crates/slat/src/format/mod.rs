@@ -8,10 +8,14 @@
 #![expect(unsafe_code, reason = "the trait is a promise that tables rely on")]
 
 mod ept;
+mod gstage;
 mod npt;
+mod stage2;
 
 pub use ept::Ept;
+pub use gstage::{Sv39x4, Sv48x4};
 pub use npt::Npt;
+pub use stage2::Stage2;
 
 use crate::addr::{Hpa, Level, Pfn};
 
@@ -33,7 +37,8 @@ impl core::fmt::Debug for Entry {
 /// - [`address`](Format::address) of an entry made by [`table`](Format::table) or [`leaf`](Format::leaf) is the address
 ///   that it was made with, and setting or clearing [`WRITABLE`](Format::WRITABLE), [`ACCESSED`](Format::ACCESSED),
 ///   [`DIRTY`](Format::DIRTY), [`HOST_WRITABLE`](Format::HOST_WRITABLE) and [`WAS_DIRTY`](Format::WAS_DIRTY) in a leaf,
-///   or `WRITABLE` and [`GENERATION`](Format::GENERATION) in a table entry, does not change it;
+///   or `WRITABLE` and [`GENERATION`](Format::GENERATION) in a table entry (if there are any of the latter), does not
+///   change it;
 /// - an entry made by `table` is present and no leaf, one made by `leaf` is present and a leaf of its level, with any
 ///   combination of those bits;
 /// - an entry whose lowest three bits are clear is not present;
@@ -45,27 +50,33 @@ pub unsafe trait Format: Send + Sync + 'static {
     const ROOT_LEVEL: Level;
     /// Guest-physical address bits that the tables translate.
     const GPA_BITS: u32;
-    /// Host-physical address bits that an entry can hold.
+    /// Host-physical address bits that an entry can hold; at most 52.
     const HPA_BITS: u32;
     /// Entries of the root table. (Other tables have 512 in every format: 9 bits a level.)
     const ROOT_ENTRIES: usize;
     /// Entries of a table below the root.
     const TABLE_ENTRIES: usize;
 
-    /// Set in a leaf that the guest may write. Clear in a table entry, it takes that right from all below.
+    /// Set in a leaf that the guest may write. Clear in a table entry, it takes that right from all below, in a format that has
+    /// a [`GENERATION`](Format::GENERATION); in others table entries have no rights.
     const WRITABLE: u64;
     /// Set by hardware in a leaf that was used. Where hardware sets none, a bit that it ignores; such VMs need
     /// [`AccessTracking::Faults`](crate::AccessTracking::Faults).
     const ACCESSED: u64;
-    /// Set by hardware in a leaf through which the guest wrote; else as for [`ACCESSED`](Format::ACCESSED).
+    /// Set in a leaf through which the guest wrote: by hardware; or where that sets none, with the right to write, in a bit
+    /// that it ignores.
     const DIRTY: u64;
+    /// Whether CPUs that walk such tables can set [`DIRTY`](Format::DIRTY). (Those of a VM with
+    /// [`AccessTracking::Faults`](crate::AccessTracking::Faults) do not in any format.)
+    const HAS_DIRTY_BIT: bool;
     /// A bit that hardware ignores in a leaf: the host allows the guest to write the frame. A leaf with this bit and
     /// without [`WRITABLE`](Format::WRITABLE) is write-protected for logging only.
     const HOST_WRITABLE: u64;
     /// A bit that hardware ignores in a leaf: the guest wrote through it before [`DIRTY`](Format::DIRTY) was last cleared
     /// for the dirty log.
     const WAS_DIRTY: u64;
-    /// At least 11 bits next to each other that hardware ignores in a table entry.
+    /// At least 11 bits next to each other that hardware ignores in a table entry; or none, where table entries cannot be
+    /// closed (`table/entry.rs`), and all write protection is leaf by leaf.
     const GENERATION: u64;
     /// Whether a table must not take the place of a huge leaf, or the other way, while a CPU may have cached a translation
     /// through what was there before: the entry is then not present until a flush is over (Arm ARM, "Using

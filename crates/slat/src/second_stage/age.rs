@@ -23,8 +23,17 @@ pub enum AccessTracking {
     #[default]
     AccessedBit,
     /// By faults: for CPUs that do not set accessed bits (EPT with the EPTP's bit 6 clear, Intel SDM vol. 3C, "Accessed and
-    /// Dirty Flags for EPT"), and for formats that have none.
+    /// Dirty Flags for EPT"; Arm without FEAT_HAFDBS; RISC-V with Svade).
     Faults,
+}
+
+impl AccessTracking {
+    /// Whether nothing tells of a write through a leaf that allows it: CPUs set no dirty bits in format `F`. Such a leaf then
+    /// counts as dirty from the beginning.
+    #[inline]
+    pub(crate) fn writes_are_unseen<F: Format>(self) -> bool {
+        self == AccessTracking::Faults || !F::HAS_DIRTY_BIT
+    }
 }
 
 /// What becomes of the pages that were used.

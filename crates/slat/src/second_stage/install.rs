@@ -41,11 +41,12 @@ pub(crate) enum Rights {
 }
 
 /// The leaf with A set if it is used (a fault is an access), and D if it is written, so that no CPU has to set them. Where
-/// CPUs set neither, a leaf is used as soon as it is there, and dirty as soon as it can be written: nothing else would tell.
+/// CPUs do not set A, a leaf is used as soon as it is there, and where they do not set D, dirty as soon as it can be written:
+/// nothing else would tell.
 fn used_leaf<F: Format>(leaf: Entry, used: Option<Access>, tracking: AccessTracking) -> Entry {
-    let is_unseen = tracking == AccessTracking::Faults;
-    let accessed = if used.is_some() || is_unseen { F::ACCESSED } else { 0 };
-    let is_written = used == Some(Access::Write) || (is_unseen && entry::is_writable::<F>(leaf));
+    let accessed = if used.is_some() || tracking == AccessTracking::Faults { F::ACCESSED } else { 0 };
+    let is_written =
+        used == Some(Access::Write) || (tracking.writes_are_unseen::<F>() && entry::is_writable::<F>(leaf));
     let dirty = if is_written { F::DIRTY } else { 0 };
     Entry(leaf.0 | accessed | dirty)
 }

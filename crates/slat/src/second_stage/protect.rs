@@ -155,7 +155,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     /// For pages of a slot at `slot`. To be made after what the module says.
     pub(crate) fn new(tree: &'s Tree<H, F>, section: &'s Section<'s>, slot: GfnRange) -> Protector<'s, H, F> {
         let closing = match tree.config.dirty_tracking {
-            DirtyTracking::WriteProtect(WriteProtection::Lazy) => Closing::Unasked,
+            DirtyTracking::WriteProtect(WriteProtection::Lazy) if entry::can_be_closed::<F>() => Closing::Unasked,
             _ => Closing::No,
         };
         Protector {

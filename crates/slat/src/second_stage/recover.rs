@@ -64,7 +64,7 @@ pub(crate) fn recover_range<H: Host, F: Format>(
     let token = FlushToken::new();
     let mut recovery = Recovery { tree, slots, record, rings, max_put_off, token, nr_recovered: 0 };
     let mut level = Level::L2M;
-    while level < F::ROOT_LEVEL && level <= Level::L1G && range.has_block(level) {
+    while level <= F::ROOT_LEVEL.min(Level::L1G) && range.has_block(level) {
         if recovery.pass(range, level).is_none() {
             break;
         }
@@ -302,16 +302,16 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
 
     /// The leaf of `level` that says what all of `gathered` said.
     fn leaf(&self, gathered: &Gathered, level: Level, may_write: bool) -> Entry {
-        let is_unseen = self.tree.config.access_tracking == AccessTracking::Faults;
+        let tracking = self.tree.config.access_tracking;
         let bit = |is_set: bool, bit: u64| if is_set { bit } else { 0 };
         let may_write = may_write && gathered.is_host_writable && gathered.is_present;
         let leaf = Entry(
             F::leaf(gathered.first, level).0
                 | bit(gathered.is_host_writable, F::HOST_WRITABLE)
                 | bit(may_write, F::WRITABLE)
-                // Where CPUs set neither, a leaf is used as soon as it is there, and dirty as soon as it can be written.
-                | bit(gathered.is_accessed || is_unseen, F::ACCESSED)
-                | bit(gathered.is_dirty || (is_unseen && may_write), F::DIRTY),
+                // As in `install`: where CPUs do not set them, A is there from the beginning, and D with W.
+                | bit(gathered.is_accessed || tracking == AccessTracking::Faults, F::ACCESSED)
+                | bit(gathered.is_dirty || (tracking.writes_are_unseen::<F>() && may_write), F::DIRTY),
         );
         if gathered.is_present { leaf } else { entry::tracked::<F>(leaf, level) }
     }

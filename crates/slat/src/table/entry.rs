@@ -36,7 +36,8 @@
 //!
 //! A table entry above leaves of 4 KiB may be *closed*: without W it protects all 512 leaves at once, and what their own W
 //! says does not count. The next writer *pushes down* (`second_stage/push_down.rs`). Each closing moves the entry's
-//! generation on, so that a push-down that began before it fails; `generation` keeps generations from coming back.
+//! generation on, so that a push-down that began before it fails; `generation` keeps generations from coming back. In formats
+//! without generations (table entries that have no rights, or no room) none is ever closed.
 //!
 //! Non-present entries have the lowest three bits clear, which no format reads as present. Bit 3 says frozen, bit 4
 //! tracked, bit 10 broken. The rest from bit 12 on is a stamp (empty), a link of the list of retired tables (frozen, see
@@ -65,7 +66,7 @@ const FROZEN_ACCESSED: u64 = 1 << 54;
 const FROZEN_WAS_DIRTY: u64 = 1 << 55;
 const FROZEN_TRACKED: u64 = 1 << 56;
 const PAYLOAD_SHIFT: u32 = 12;
-/// Bits 12 to 51: no format has wider host-physical addresses.
+/// Bits 12 to 51: no format may have wider host-physical addresses ([`Format::HPA_BITS`]).
 const TRACKED_ADDRESS: u64 = (1 << 52) - (1 << PAYLOAD_SHIFT);
 
 /// A moment in the life of the VM's tables: the value of the stamp counter when a range was taken away. Those of the counter
@@ -290,10 +291,16 @@ pub(crate) fn number_of(entry: Entry) -> u64 {
     entry.0 >> PAYLOAD_SHIFT
 }
 
+/// Whether table entries of the format can be closed: they have a right to write, and generations.
+#[inline]
+pub(crate) const fn can_be_closed<F: Format>() -> bool {
+    F::GENERATION != 0
+}
+
 /// Whether a table entry takes the right to write from all leaves below.
 #[inline]
 pub(crate) fn is_closed<F: Format>(table: Entry) -> bool {
-    table.0 & F::WRITABLE == 0
+    can_be_closed::<F>() && table.0 & F::WRITABLE == 0
 }
 
 /// The table entry `table` closed, whether it was before or not: of the next generation.
@@ -429,6 +436,12 @@ impl<'s> EntryRef<'s> {
     /// by now: W and A are clear in all that it can be then. (A is cleared so only where no leaf is ever tracked.)
     #[inline]
     pub(crate) fn clear<F: Format>(&self, bits: u64) -> Entry {
+        const {
+            // Bit 10 says broken, but not at the lowest level: Arm's A may be there.
+            let never = TRACKED_BIT | FROZEN_BIT | FROZEN_LEAF | FROZEN_TABLE | u64::MAX << PAYLOAD_SHIFT;
+            assert!((F::WRITABLE | F::ACCESSED) & never == 0);
+            assert!(F::WRITABLE & (TRACKED_HOST_WRITABLE | TRACKED_DIRTY) == 0);
+        }
         debug_assert!(self.level == Level::L4K, "an AND above the lowest level could hit a table entry");
         debug_assert!(bits & !(F::WRITABLE | F::ACCESSED) == 0, "not for {bits:#x}");
         // SeqCst: stands in the store-load pairs of the dirty log.
@@ -467,7 +480,9 @@ impl<'s> EntryRef<'s> {
             }
             (State::Leaf | State::Tracked, State::Table) => level > Level::L4K,
             (State::Table, State::Table) => {
-                level == Level::L2M && (new == closed::<F>(old) || (is_closed::<F>(old) && new == opened::<F>(old)))
+                level == Level::L2M
+                    && can_be_closed::<F>()
+                    && (new == closed::<F>(old) || (is_closed::<F>(old) && new == opened::<F>(old)))
             }
             (State::Leaf | State::Tracked | State::Table | State::Broken, State::Empty(_)) => true,
             (State::Table, State::Broken) => table_of_broken(new) == (F::address(old, level), Breaking::Recovery),

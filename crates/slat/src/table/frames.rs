@@ -31,6 +31,8 @@ fn layout<F: Format>(level: Level) -> Layout {
         // Two for the links of retired tables; not so many that a size could overflow.
         assert!(F::ROOT_ENTRIES >= 2 && F::ROOT_ENTRIES <= 1 << 20);
         assert!(F::TABLE_ENTRIES >= 2 && F::TABLE_ENTRIES <= 512);
+        // `entry` keeps addresses in bits 12 to 51.
+        assert!(F::HPA_BITS <= 52);
         assert!(F::ROOT_LEVEL.0 >= 2 && F::ROOT_LEVEL.0 as usize <= TableCache::CAPACITY + 1);
     }
     let size_bytes = nr_entries::<F>(level) * size_of::<AtomicU64>();

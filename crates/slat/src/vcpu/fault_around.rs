@@ -8,9 +8,9 @@
 //! each by its own exchange; one that has been changed meanwhile is passed over.
 //!
 //! A neighbour gets what a read would give it (so it is never written unseen where the slot logs), and counts as not used.
-//! Where CPUs set neither A nor D, a leaf is used as soon as it is there, and dirty as soon as it can be written; there it is
-//! mapped without the right to write: a page that somebody has used is found out when it is aged next, but one that counts
-//! as written would be written back for nothing.
+//! Where CPUs do not set A, a leaf is used as soon as it is there, and where they do not set D, dirty as soon as it can be
+//! written; there it is mapped without the right to write: a page that somebody has used is found out when it is aged next,
+//! but one that counts as written would be written back for nothing.
 
 use super::together::{Batch, Missing, TOGETHER};
 use super::{Fault, Step};
@@ -18,7 +18,6 @@ use crate::addr::{Access, Gfn, GfnRange, Level};
 use crate::config::{FaultAround, MAX_FAULT_AROUND_PAGES};
 use crate::format::Format;
 use crate::host::Host;
-use crate::second_stage::age::AccessTracking;
 use crate::second_stage::install::{Changed, NewLeaf, Rights};
 use crate::slot::MemoryAttributes;
 use crate::stats::Counter;
@@ -72,7 +71,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         self.make_leaves(neighbours, |gfn| {
             let resolved = tree.host.resolve_resident(plan.backing.get(), gfn, plan.page(gfn), access)?;
             let leaf = plan.leaf::<F>(config, self.max_opened(), gfn, access, resolved).ok()?;
-            let is_unseen = config.access_tracking == AccessTracking::Faults && leaf.rights == Rights::Writable;
+            let is_unseen = config.access_tracking.writes_are_unseen::<F>() && leaf.rights == Rights::Writable;
             let rights = if is_unseen { Rights::WriteProtected } else { leaf.rights };
             let leaf = NewLeaf { level: Level::L4K, rights, used: None, ..leaf };
             Some((resolved, leaf.entry::<F>(config.access_tracking)))

@@ -1,4 +1,4 @@
-//! A format whose entries must be broken before they change between a table and a huge leaf, and an observer that sees on
+//! Formats whose entries must be broken before they change between a table and a huge leaf, and an observer that sees on
 //! this thread whether that is kept.
 //!
 //! The observer looks at all entries above the lowest level whenever the engine looks at one of them: in builds that have
@@ -7,6 +7,7 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use slat::{Entry, Format, Gfn, GfnRange, Hpa, Level, Npt, Vm};
@@ -32,6 +33,12 @@ struct Seen {
 
 struct Observer {
     root: Hpa,
+    root_level: Level,
+    /// What the entries' format says of them, without that being observed: whether one is present, and then what it is, and
+    /// the table that it points to.
+    is_present: fn(Entry) -> bool,
+    is_leaf: fn(Entry, Level) -> bool,
+    address: fn(Entry, Level) -> Hpa,
     entries: HashMap<(Level, Gfn), Seen>,
     /// Looks at all entries so far.
     round: u64,
@@ -45,8 +52,18 @@ thread_local! {
 }
 
 /// Watches the tables of `vm` from now on, as far as this thread changes them.
-pub fn observe(vm: &Vm<TestHost, Broken>) {
-    let observer = Observer { root: vm.root(), entries: HashMap::new(), round: 0, nr_split: 0, nr_recovered: 0 };
+pub fn observe<F: Format>(vm: &Vm<TestHost, Breaking<F>>) {
+    let observer = Observer {
+        root: vm.root(),
+        root_level: F::ROOT_LEVEL,
+        is_present: F::is_present,
+        is_leaf: F::is_leaf,
+        address: F::address,
+        entries: HashMap::new(),
+        round: 0,
+        nr_split: 0,
+        nr_recovered: 0,
+    };
     OBSERVER.set(Some(observer));
     observe_now();
 }
@@ -79,7 +96,7 @@ pub fn flushed(ranges: &[GfnRange]) {
 impl Observer {
     fn look(&mut self) {
         self.round += 1;
-        self.visit(self.root, Npt::ROOT_LEVEL, Gfn(0));
+        self.visit(self.root, self.root_level, Gfn(0));
         // The rest is not present, or what it hung on is not, or has become a leaf.
         for seen in self.entries.values_mut().filter(|seen| seen.round != self.round && seen.is_present) {
             (seen.is_present, seen.is_flushed) = (false, false);
@@ -92,10 +109,10 @@ impl Observer {
             // SAFETY: inside a table that is linked; this thread, which alone frees tables, is here.
             let entry = unsafe { AtomicU64::from_ptr(((table.0 - BIAS) as *mut u64).add(index)) };
             let entry = Entry(entry.load(Ordering::SeqCst));
-            if !Npt::is_present(entry) {
+            if !(self.is_present)(entry) {
                 continue;
             }
-            let kind = if Npt::is_leaf(entry, level) { Kind::Leaf } else { Kind::Table };
+            let kind = if (self.is_leaf)(entry, level) { Kind::Leaf } else { Kind::Table };
             let now = Seen { kind, is_present: true, is_flushed: false, round: self.round };
             let before = self.entries.insert((level, gfn), now);
             if let Some(before) = before
@@ -112,25 +129,28 @@ impl Observer {
                 }
             }
             if kind == Kind::Table && level > Level::L2M {
-                self.visit(Npt::address(entry, level), level.down(), gfn);
+                self.visit((self.address)(entry, level), level.down(), gfn);
             }
         }
     }
 }
 
-/// [`Npt`], if its CPUs must not cache a table and a huge leaf at once.
+/// `F`, which has 512 entries in each table, if its CPUs must not cache a table and a huge leaf at once.
 #[derive(Debug)]
-pub struct Broken;
+pub struct Breaking<F>(PhantomData<F>);
 
-// SAFETY: entries are Npt's.
-unsafe impl Format for Broken {
-    super::bits_of_npt!();
+/// With all that lazy protection and dirty bits can do.
+pub type Broken = Breaking<Npt>;
+
+// SAFETY: entries are F's.
+unsafe impl<F: Format> Format for Breaking<F> {
+    super::bits_of!(F);
 
     const NAME: &'static str = "broken";
-    const ROOT_LEVEL: Level = Npt::ROOT_LEVEL;
-    const GPA_BITS: u32 = Npt::GPA_BITS;
-    const ROOT_ENTRIES: usize = Npt::ROOT_ENTRIES;
-    const TABLE_ENTRIES: usize = Npt::TABLE_ENTRIES;
+    const ROOT_LEVEL: Level = F::ROOT_LEVEL;
+    const GPA_BITS: u32 = F::GPA_BITS;
+    const ROOT_ENTRIES: usize = F::ROOT_ENTRIES;
+    const TABLE_ENTRIES: usize = F::TABLE_ENTRIES;
     const BREAK_BEFORE_MAKE: bool = true;
 
     fn is_leaf(entry: Entry, level: Level) -> bool {
@@ -138,10 +158,10 @@ unsafe impl Format for Broken {
         if level > Level::L4K {
             observe_now();
         }
-        Npt::is_leaf(entry, level)
+        F::is_leaf(entry, level)
     }
 
     fn address(entry: Entry, level: Level) -> Hpa {
-        Npt::address(entry, level)
+        F::address(entry, level)
     }
 }

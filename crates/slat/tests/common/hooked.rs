@@ -51,7 +51,7 @@ pub struct Hooked;
 
 // SAFETY: entries are Npt's.
 unsafe impl Format for Hooked {
-    super::bits_of_npt!();
+    super::bits_of!(Npt);
 
     const NAME: &'static str = "hooked";
     const ROOT_LEVEL: Level = Npt::ROOT_LEVEL;

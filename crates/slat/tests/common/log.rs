@@ -29,9 +29,11 @@ pub const LOCKINGS: [Locking; 3] = [Locking::None, Locking::Shared, Locking::Exc
 
 /// The ways to find out writes that tables of format `F` allow.
 pub fn dirty_trackings<F: Format>() -> impl Iterator<Item = DirtyTracking> {
-    DIRTY_TRACKINGS
-        .into_iter()
-        .filter(|tracking| F::HAS_MODIFICATION_LOG || *tracking != DirtyTracking::PageModificationLog)
+    DIRTY_TRACKINGS.into_iter().filter(|tracking| match tracking {
+        DirtyTracking::WriteProtect(_) => true,
+        DirtyTracking::DirtyBit => F::HAS_DIRTY_BIT,
+        DirtyTracking::PageModificationLog => F::HAS_MODIFICATION_LOG,
+    })
 }
 
 /// A slot's number, first guest frame and pages; its first host frame and its largest blocks of them.
@@ -221,16 +223,23 @@ impl<F: Format> World<F> {
     }
 }
 
-/// A test for each format and locking, of a configuration with that locking: `$test::<Format>(config)`.
+/// A test for each format and locking, of a configuration with that locking: `$test::<Format>(config)`. The formats of other
+/// processors than x86, or those of them that are named, with one locking each.
 #[allow(unused_macros, reason = "each test binary uses a part")]
 macro_rules! each_config {
     ($name:ident, $test:ident) => {
+        $crate::common::log::each_config!($name, $test, slat::Stage2, slat::Sv39x4, slat::Sv48x4);
+    };
+    ($name:ident, $test:ident, $($format:ty),*) => {
         #[test]
         fn $name() {
             for locking in $crate::common::log::LOCKINGS {
                 $test::<slat::Npt>(crate::common::lazily_splitting(locking));
                 $test::<slat::Ept>(crate::common::lazily_splitting(locking));
             }
+            #[allow(unused, reason = "if no format is named")]
+            let mut lockings = $crate::common::log::LOCKINGS.into_iter().cycle();
+            $($test::<$format>(crate::common::lazily_splitting(lockings.next().unwrap()));)*
         }
     };
 }

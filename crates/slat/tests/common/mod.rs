@@ -31,51 +31,59 @@ use slat::{
     Locking, MemoryRegion, MemoryRegionFlags, NodeId, PageSize, Park, Pfn, Resolved, TableNode, Vm, ZappedLeaf,
 };
 
-/// A test for each format and locking: `$test::<Format>(locking)`.
+/// A test for each format and locking: `$test::<Format>(locking)`. Those of other processors than x86 with one locking each.
 #[allow(unused_macros, reason = "each test binary uses a part")]
 macro_rules! each {
     ($name:ident, $test:ident) => {
+        $crate::common::each!($name, $test, slat::Stage2, slat::Sv39x4, slat::Sv48x4);
+    };
+    ($name:ident, $test:ident, $($format:ty),*) => {
         #[test]
         fn $name() {
-            for locking in [slat::Locking::None, slat::Locking::Shared, slat::Locking::Exclusive] {
+            use slat::Locking::{Exclusive, None, Shared};
+            for locking in [None, Shared, Exclusive] {
                 $test::<slat::Npt>(locking);
                 $test::<slat::Ept>(locking);
             }
+            #[allow(unused, reason = "if no format is named")]
+            let mut lockings = [None, Shared, Exclusive].into_iter().cycle();
+            $($test::<$format>(lockings.next().unwrap());)*
         }
     };
 }
 #[allow(unused_imports, reason = "each test binary uses a part")]
 pub(crate) use each;
 
-/// What a test's format has from [`slat::Npt`], to stand inside its `impl Format`: the bits, and all functions but
-/// `is_leaf` and `address`.
+/// What a test's format has from another one, to stand inside its `impl Format`: the bits, and all functions but `is_leaf` and
+/// `address`.
 #[allow(unused_macros, reason = "each test binary uses a part")]
-macro_rules! bits_of_npt {
-    () => {
-        const HPA_BITS: u32 = slat::Npt::HPA_BITS;
-        const WRITABLE: u64 = slat::Npt::WRITABLE;
-        const ACCESSED: u64 = slat::Npt::ACCESSED;
-        const DIRTY: u64 = slat::Npt::DIRTY;
-        const HOST_WRITABLE: u64 = slat::Npt::HOST_WRITABLE;
-        const WAS_DIRTY: u64 = slat::Npt::WAS_DIRTY;
-        const GENERATION: u64 = slat::Npt::GENERATION;
-        const HAS_MODIFICATION_LOG: bool = slat::Npt::HAS_MODIFICATION_LOG;
+macro_rules! bits_of {
+    ($format:ty) => {
+        const HPA_BITS: u32 = <$format>::HPA_BITS;
+        const WRITABLE: u64 = <$format>::WRITABLE;
+        const ACCESSED: u64 = <$format>::ACCESSED;
+        const DIRTY: u64 = <$format>::DIRTY;
+        const HAS_DIRTY_BIT: bool = <$format>::HAS_DIRTY_BIT;
+        const HOST_WRITABLE: u64 = <$format>::HOST_WRITABLE;
+        const WAS_DIRTY: u64 = <$format>::WAS_DIRTY;
+        const GENERATION: u64 = <$format>::GENERATION;
+        const HAS_MODIFICATION_LOG: bool = <$format>::HAS_MODIFICATION_LOG;
 
         fn is_present(entry: slat::Entry) -> bool {
-            slat::Npt::is_present(entry)
+            <$format>::is_present(entry)
         }
 
         fn leaf(pfn: slat::Pfn, level: slat::Level) -> slat::Entry {
-            slat::Npt::leaf(pfn, level)
+            <$format>::leaf(pfn, level)
         }
 
         fn table(table: slat::Hpa) -> slat::Entry {
-            slat::Npt::table(table)
+            <$format>::table(table)
         }
     };
 }
 #[allow(unused_imports, reason = "each test binary uses a part")]
-pub(crate) use bits_of_npt;
+pub(crate) use bits_of;
 
 /// As most tests want it: where huge pages are split by the first write, each split is one call's.
 pub fn lazily_splitting(locking: Locking) -> Config {
@@ -87,8 +95,8 @@ pub fn vm<F: Format>(locking: Locking) -> Arc<Vm<TestHost, F>> {
     Arc::new(Vm::new(TestHost::default(), lazily_splitting(locking)).unwrap())
 }
 
-/// Host-physical address less pointer.
-pub const BIAS: u64 = 1 << 50;
+/// Host-physical address less pointer. Pointers are below that, and addresses have 48 bits at least in every format.
+pub const BIAS: u64 = 1 << 47;
 
 /// What a freed table is filled with. Not a value that any entry has.
 const POISON: u64 = 0x5a5a_5a5a_5a5a_5a5a;
@@ -628,8 +636,8 @@ pub fn lowest_entry<F: Format>(host: &TestHost, root: Hpa, gfn: Gfn) -> (*mut u6
 pub fn translate<F: Format>(vm: &Vm<TestHost, F>, gpa: Gpa) -> Option<Translation> {
     let mut writable = true;
     let (_, entry, level) = walk_with::<F>(vm.host(), vm.root(), gpa.gfn(), |entry| {
-        // Each entry on the way must allow it.
-        writable &= entry.0 & F::WRITABLE == F::WRITABLE;
+        // Each entry on the way must allow it, where such entries have rights.
+        writable &= F::GENERATION == 0 || entry.0 & F::WRITABLE == F::WRITABLE;
     });
     F::is_present(entry).then(|| Translation {
         pfn: Pfn(hooked::without_looks(|| F::address(entry, level)).pfn().0 + gpa.gfn().0 % level.nr_pages()),
@@ -639,14 +647,14 @@ pub fn translate<F: Format>(vm: &Vm<TestHost, F>, gpa: Gpa) -> Option<Translatio
     })
 }
 
-/// What hardware does at an access that the leaf `found` at `gpa` allows: sets A, and D for a write. Says whether the leaf
-/// was still there and allowed it. For who keeps its table from being freed.
+/// What hardware does at an access that the leaf `found` at `gpa` allows: sets A, and D for a write if it knows one. Says
+/// whether the leaf was still there and allowed it. For who keeps its table from being freed.
 pub fn set_accessed_and_dirty<F: Format>(vm: &Vm<TestHost, F>, gpa: Gpa, found: Translation, access: Access) -> bool {
     let (cell, entry, level) = walk::<F>(vm.host(), vm.root(), gpa.gfn());
     if entry != found.entry || level != found.level || (access == Access::Write && !found.writable) {
         return false;
     }
-    let bits = F::ACCESSED | if access == Access::Write { F::DIRTY } else { 0 };
+    let bits = F::ACCESSED | if access == Access::Write && F::HAS_DIRTY_BIT { F::DIRTY } else { 0 };
     // SAFETY: an entry of a live table, as the caller promises; by compare-and-exchange, as hardware does it.
     let cell = unsafe { AtomicU64::from_ptr(cell) };
     cell.compare_exchange(entry.0, entry.0 | bits, Ordering::SeqCst, Ordering::SeqCst).is_ok()

@@ -12,16 +12,19 @@ mod pair;
 mod plain;
 mod threads;
 
-use ops::{Aging, Alignment, At, By, LOG, LogRange, MASKS, NR_PAGES, NR_SLOTS, Op, PLACES, RANGE_PAGES, SIZES, WRITES};
+use ops::{
+    Aging, Alignment, At, By, LOG, LogRange, MASKS, NR_PAGES, NR_PLACES, NR_SLOTS, Op, RANGE_PAGES, SIZES, WRITES,
+};
 use pair::check;
 use proptest::prelude::*;
 use slat::{
     Access, AccessTracking, Config, DirtyTracking, Ept, FaultAround, Format, HugePageLogging, HugePageSplitting,
-    Locking, ManualProtect, Npt,
+    Locking, ManualProtect, Npt, Stage2, Sv39x4, Sv48x4,
 };
 
 use common::log::{
-    ACCESS_TRACKINGS, DIRTY_TRACKINGS, FAULT_AROUNDS, HUGE_PAGE_LOGGINGS, HUGE_PAGE_SPLITTINGS, LAZY, MANUAL_PROTECTS,
+    ACCESS_TRACKINGS, DIRTY_TRACKINGS, FAULT_AROUNDS, HUGE_PAGE_LOGGINGS, HUGE_PAGE_SPLITTINGS, LAZY, LEAF_BY_LEAF,
+    MANUAL_PROTECTS,
 };
 
 fn at() -> impl Strategy<Value = At> {
@@ -29,7 +32,7 @@ fn at() -> impl Strategy<Value = At> {
         prop_oneof![Just(0u64), Just(u64::MAX), 0u64..8, 508u64..516, any::<u64>().prop_map(|page| page % (1 << 18))];
     prop_oneof![
         8 => (0..NR_SLOTS, page).prop_map(|(slot, page)| At::Slot { slot, page }),
-        1 => (0..PLACES.len()).prop_map(At::Place),
+        1 => (0..NR_PLACES).prop_map(At::Place),
     ]
 }
 
@@ -42,7 +45,7 @@ fn op() -> impl Strategy<Value = Op> {
     let writes = || 0..WRITES.len();
     let pages = || 0..RANGE_PAGES.len();
     let alignment = prop_oneof![Just(Alignment::Like1G), Just(Alignment::Like2M), Just(Alignment::Odd)];
-    let create = (slot(), 0..PLACES.len(), 0..NR_PAGES.len(), 0u32..4, 0usize..3, alignment, writes()).prop_map(
+    let create = (slot(), 0..NR_PLACES, 0..NR_PAGES.len(), 0u32..4, 0usize..3, alignment, writes()).prop_map(
         |(slot, place, pages, flags, size, alignment, writes)| {
             // Read-only slots are one in four of those that would be.
             let flags = if pages % 4 == 0 { flags } else { flags & LOG.bits() };
@@ -54,7 +57,7 @@ fn op() -> impl Strategy<Value = Op> {
     prop_oneof![
         8 => create,
         2 => slot().prop_map(|slot| Op::Delete { slot }),
-        4 => (slot(), 0..PLACES.len()).prop_map(|(slot, place)| Op::Move { slot, place }),
+        4 => (slot(), 0..NR_PLACES).prop_map(|(slot, place)| Op::Move { slot, place }),
         6 => (slot(), 0u32..4).prop_map(|(slot, flags)| Op::SetFlags { slot, flags }),
         1 => slot().prop_map(|slot| Op::Resize { slot }),
         36 => (at(), access(), by).prop_map(|(at, access, by)| Op::Touch { at, access, by }),
@@ -113,6 +116,7 @@ fn possible<F: Format>(
     let (dirty_tracking, access_tracking) = match dirty_tracking {
         DirtyTracking::WriteProtect(_) => (dirty_tracking, access_tracking),
         DirtyTracking::PageModificationLog if F::HAS_MODIFICATION_LOG => (dirty_tracking, AccessTracking::AccessedBit),
+        _ if !F::HAS_DIRTY_BIT => (LEAF_BY_LEAF, access_tracking),
         _ => (DirtyTracking::DirtyBit, AccessTracking::AccessedBit),
     };
     Config::with_locking(locking)
@@ -155,5 +159,29 @@ proptest! {
     #[test]
     fn ept_with_an_exclusive_lock_does_what_the_model_does(config in config::<Ept>(Locking::Exclusive), ops in prop::collection::vec(op(), 1..80)) {
         check::<Ept>(config, &ops);
+    }
+}
+
+/// Formats of other processors: what locks do is the same for each, so one of them each time.
+fn any_locking() -> impl Strategy<Value = Locking> {
+    prop_oneof![Just(Locking::None), Just(Locking::Shared), Just(Locking::Exclusive)]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn stage2_does_what_the_model_does(config in any_locking().prop_flat_map(config::<Stage2>), ops in prop::collection::vec(op(), 1..80)) {
+        check::<Stage2>(config, &ops);
+    }
+
+    #[test]
+    fn sv39x4_does_what_the_model_does(config in any_locking().prop_flat_map(config::<Sv39x4>), ops in prop::collection::vec(op(), 1..80)) {
+        check::<Sv39x4>(config, &ops);
+    }
+
+    #[test]
+    fn sv48x4_does_what_the_model_does(config in any_locking().prop_flat_map(config::<Sv48x4>), ops in prop::collection::vec(op(), 1..80)) {
+        check::<Sv48x4>(config, &ops);
     }
 }

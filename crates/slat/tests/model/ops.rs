@@ -1,6 +1,6 @@
 //! The operations, and the few places and sizes that they choose from: so few that slots, leaves and ranges meet.
 
-use slat::{Access, MemoryRegionFlags, PageSize};
+use slat::{Access, Format, MemoryRegionFlags, PageSize};
 
 use crate::common::{GIB, MIB, Writes};
 
@@ -8,24 +8,27 @@ pub const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 pub const READONLY: MemoryRegionFlags = MemoryRegionFlags::READONLY;
 
 pub const NR_SLOTS: u32 = 5;
+pub const NR_PLACES: usize = 14;
 /// Where slots and ranges begin: together, apart, across the ends of blocks of each size, and next to the end of the
 /// space.
-pub const PLACES: [u64; 14] = [
-    0,
-    0x1000,
-    2 * MIB - 0x1000,
-    2 * MIB,
-    3 * MIB,
-    4 * MIB,
-    6 * MIB,
-    GIB - 0x1000,
-    GIB,
-    GIB + 2 * MIB,
-    2 * GIB,
-    512 * GIB - 2 * MIB,
-    (1 << 48) - 2 * MIB,
-    (1 << 48) - 0x1000,
-];
+pub const fn places<F: Format>() -> [u64; NR_PLACES] {
+    [
+        0,
+        0x1000,
+        2 * MIB - 0x1000,
+        2 * MIB,
+        3 * MIB,
+        4 * MIB,
+        6 * MIB,
+        GIB - 0x1000,
+        GIB,
+        GIB + 2 * MIB,
+        2 * GIB,
+        512 * GIB - 2 * MIB,
+        (1 << F::GPA_BITS) - 2 * MIB,
+        (1 << F::GPA_BITS) - 0x1000,
+    ]
+}
 pub const NR_PAGES: [u64; 8] = [1, 3, 63, 512, 515, 1024, 1536, 1 << 18];
 /// Pages of ranges that are not a slot's: also of whole entries of each level, and of the whole space.
 pub const RANGE_PAGES: [u64; 8] = [1, 2, 511, 512, 1025, 1 << 18, 1 << 27, 1 << 36];

@@ -10,8 +10,8 @@ use slat::{
 use std::sync::atomic::Ordering;
 
 use super::ops::{
-    Aging, Alignment, At, By, LOG, LogRange, MASKS, NR_PAGES, NR_SLOTS, Op, PLACES, RANGE_PAGES, READONLY, SIZES,
-    WRITES,
+    Aging, Alignment, At, By, LOG, LogRange, MASKS, NR_PAGES, NR_SLOTS, Op, RANGE_PAGES, READONLY, SIZES, WRITES,
+    places,
 };
 use super::plain::{Model, Slot, is_resident, log_words};
 use crate::common::log::write_as_hardware;
@@ -41,8 +41,8 @@ pub fn check<F: Format>(config: Config, ops: &[Op]) {
         vcpu: vm.create_vcpu().unwrap(),
         held: Vec::new(),
         backings: BTreeMap::new(),
-        model: Model::new(F::ROOT_LEVEL, config),
-        watched: PLACES.iter().map(|place| place / PAGE_SIZE).collect(),
+        model: Model::new::<F>(config),
+        watched: places::<F>().iter().map(|place| place / PAGE_SIZE).collect(),
     };
     for op in ops {
         pair.apply(op);
@@ -65,7 +65,7 @@ impl<F: Format> Pair<'_, F> {
 
     fn gfn(&self, at: At) -> Gfn {
         match at {
-            At::Place(place) => Gpa(PLACES[place]).gfn(),
+            At::Place(place) => Gpa(places::<F>()[place]).gfn(),
             At::Slot { slot, page } => {
                 let range = self.model.slots.get(&slot).map_or(GfnRange::new(Gfn(0), 1), |slot| slot.range);
                 let page = if page == u64::MAX { range.nr_pages() - 1 } else { page % range.nr_pages() };
@@ -89,7 +89,7 @@ impl<F: Format> Pair<'_, F> {
 
     fn create(&mut self, op: &Op) {
         let &Op::Create { slot: id, place, pages, flags, size, alignment, writes } = op else { return };
-        let (gpa, nr_pages) = (PLACES[place], NR_PAGES[pages]);
+        let (gpa, nr_pages) = (places::<F>()[place], NR_PAGES[pages]);
         let flags = MemoryRegionFlags::from_bits_truncate(flags);
         let start = gpa / PAGE_SIZE;
         let base = self.new_frames();
@@ -254,7 +254,7 @@ impl<F: Format> Pair<'_, F> {
             }
             Op::Move { slot, place } => {
                 let flags = range_of(&self.model, slot).map_or(LOG, |(_, flags)| flags);
-                self.change(slot, Gpa(PLACES[place]).gfn(), flags);
+                self.change(slot, Gpa(places::<F>()[place]).gfn(), flags);
             }
             Op::SetFlags { slot, flags } => {
                 let (range, old) = range_of(&self.model, slot).unwrap_or((GfnRange::new(Gfn(0), 1), LOG));

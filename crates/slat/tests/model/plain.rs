@@ -6,7 +6,7 @@ mod huge;
 use std::collections::{BTreeMap, BTreeSet};
 
 use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Error, Exit, FaultAround, Gfn, GfnRange, HugePageLogging,
+    Access, AccessTracking, Config, DirtyTracking, Error, Exit, FaultAround, Format, Gfn, GfnRange, HugePageLogging,
     HugePageSplitting, Level, ManualProtect, MemoryRegionFlags, Outcome, PageSize, Pfn, WriteProtection, ZappedLeaf,
 };
 
@@ -127,6 +127,10 @@ pub struct Model {
     /// Pages that CPUs have written into their logs since these were drained.
     pub logged: Vec<Gfn>,
     pub root_level: Level,
+    /// Whether CPUs set dirty bits, table entries can be closed, and a leaf is broken before it is split.
+    pub has_dirty_bit: bool,
+    pub closes: bool,
+    pub breaks: bool,
     pub config: Config,
     /// Frames that were given out by the million.
     pub nr_created: u64,
@@ -135,7 +139,7 @@ pub struct Model {
 }
 
 impl Model {
-    pub fn new(root_level: Level, config: Config) -> Model {
+    pub fn new<F: Format>(config: Config) -> Model {
         Model {
             slots: BTreeMap::new(),
             leaves: BTreeMap::new(),
@@ -144,11 +148,19 @@ impl Model {
             held: Vec::new(),
             zapped: Vec::new(),
             logged: Vec::new(),
-            root_level,
+            root_level: F::ROOT_LEVEL,
+            has_dirty_bit: F::HAS_DIRTY_BIT,
+            closes: F::GENERATION != 0,
+            breaks: F::BREAK_BEFORE_MAKE,
             config,
             nr_created: 0,
             nr_around: 0,
         }
+    }
+
+    /// Whether a leaf that may be written counts as written.
+    fn writes_are_unseen(&self) -> bool {
+        self.config.access_tracking == AccessTracking::Faults || !self.has_dirty_bit
     }
 
     /// Whether hardware's dirty bits are the log of leaves of 4 KiB.
@@ -233,7 +245,9 @@ impl Model {
         let level = leaf.level.down();
         for part in 0..512 {
             let offset = part * level.nr_pages();
-            self.leaves.insert(first + offset, Leaf { pfn: leaf.pfn + offset, level, ..leaf });
+            // After a break, nobody has the right to write but who comes for it.
+            let writable = leaf.writable && !self.breaks;
+            self.leaves.insert(first + offset, Leaf { pfn: leaf.pfn + offset, level, writable, ..leaf });
         }
     }
 
@@ -305,8 +319,8 @@ impl Model {
     fn map_around(&mut self, gfn: Gfn) {
         let Some(slot) = self.slot_at(gfn).map(|id| &self.slots[&id]) else { return };
         let may_write = !slot.flags.contains(READONLY);
-        let is_unseen = self.config.access_tracking == AccessTracking::Faults;
-        let first_write_faults = is_unseen || (slot.flags.contains(LOG) && self.first_write_faults(Level::L4K));
+        let first_write_faults =
+            self.writes_are_unseen() || (slot.flags.contains(LOG) && self.first_write_faults(Level::L4K));
         // Of frames that follow each other the host is asked for the first only.
         let mut told = Gfn(0);
         let mut around = Vec::new();
@@ -325,8 +339,9 @@ impl Model {
             let frame = slot.frame(gfn);
             let host_writable = may_write && frame.writes == Writes::Allowed;
             let writable = host_writable && !first_write_faults;
+            let accessed = self.config.access_tracking == AccessTracking::Faults;
             let (dirty, was_dirty, tracked) = (false, false, false);
-            let (pfn, level, accessed) = (frame.pfn, Level::L4K, is_unseen);
+            let (pfn, level) = (frame.pfn, Level::L4K);
             around.push((gfn.0, Leaf { pfn, level, writable, host_writable, accessed, dirty, was_dirty, tracked }));
         }
         self.nr_around += around.len() as u64;
@@ -398,7 +413,7 @@ impl Model {
             }
             let pfn = frame.pfn & !(level.nr_pages() - 1);
             // Where CPUs set no D, what can be written counts as written.
-            let dirty = writes || (writable && self.config.access_tracking == AccessTracking::Faults);
+            let dirty = writes || (writable && self.writes_are_unseen());
             let (was_dirty, tracked) = (false, false);
             let leaf = Leaf { pfn, level, writable, host_writable, accessed: true, dirty, was_dirty, tracked };
             self.leaves.insert(gfn.align_down(level).0, leaf);
@@ -444,7 +459,7 @@ impl Model {
     /// in a block, from the entry above.
     fn protect(&mut self, range: GfnRange, bits: &[u64]) {
         const FEW: u64 = 16;
-        let is_lazy = self.config.dirty_tracking == DirtyTracking::WriteProtect(WriteProtection::Lazy);
+        let is_lazy = self.closes && self.config.dirty_tracking == DirtyTracking::WriteProtect(WriteProtection::Lazy);
         let by_dirty_bits = self.logs_by_dirty_bits();
         let has = |gfn: u64| {
             let page = gfn.wrapping_sub(range.start.0);

@@ -79,7 +79,6 @@ impl Model {
                 && part_leaf.host_writable == leaf.host_writable
         };
         let is_whole = below().count() == 512 && (0..).zip(below()).all(expected);
-        let is_unseen = self.config.access_tracking == AccessTracking::Faults;
         let tracked = below().all(|(_, leaf)| leaf.tracked);
         let writable = leaf.host_writable && !logs && !tracked;
         let whole = Leaf {
@@ -87,8 +86,9 @@ impl Model {
             level,
             writable,
             host_writable: leaf.host_writable,
-            accessed: !tracked && (is_unseen || below().any(|(_, leaf)| leaf.accessed)),
-            dirty: below().any(|(_, leaf)| leaf.dirty || leaf.was_dirty) || (is_unseen && writable),
+            accessed: !tracked
+                && (self.config.access_tracking == AccessTracking::Faults || below().any(|(_, leaf)| leaf.accessed)),
+            dirty: below().any(|(_, leaf)| leaf.dirty || leaf.was_dirty) || (self.writes_are_unseen() && writable),
             was_dirty: false,
             tracked,
         };

@@ -10,7 +10,7 @@ use std::sync::{Arc, Barrier, Mutex};
 use proptest::prelude::*;
 use slat::{
     Access, Config, Ept, Error, Format, Gfn, GfnRange, Gpa, Locking, MemoryRegion, MemoryRegionFlags, Npt, Outcome,
-    PAGE_SIZE, PageSize, Vm,
+    PAGE_SIZE, PageSize, Stage2, Sv39x4, Sv48x4, Vm,
 };
 
 use super::ops::{Aging, LOG, SIZES};
@@ -377,7 +377,7 @@ fn run<F: Format>(config: Config, plan: &[Vec<Step>]) {
 proptest! {
     // Not shrunk: what fails once need not fail twice.
     #![proptest_config(ProptestConfig {
-        cases: 200, max_shrink_iters: 0, failure_persistence: None, ..ProptestConfig::default()
+        cases: 300, max_shrink_iters: 0, failure_persistence: None, ..ProptestConfig::default()
     })]
 
     #[test]
@@ -385,13 +385,15 @@ proptest! {
         tracking in 0..ACCESS_TRACKINGS.len(),
         logging in logging(),
         locking in prop_oneof![2 => Just(Locking::None), 1 => Just(Locking::Shared), 1 => Just(Locking::Exclusive)],
-        format in 0..2,
+        format in 0..5,
         plan in prop::collection::vec(prop::collection::vec(step(), 20..60), 2..4),
     ) {
-        if format == 0 {
-            run::<Npt>(possible::<Npt>(locking, ACCESS_TRACKINGS[tracking], logging), &plan);
-        } else {
-            run::<Ept>(possible::<Ept>(locking, ACCESS_TRACKINGS[tracking], logging), &plan);
+        match format {
+            0 => run::<Npt>(possible::<Npt>(locking, ACCESS_TRACKINGS[tracking], logging), &plan),
+            1 => run::<Ept>(possible::<Ept>(locking, ACCESS_TRACKINGS[tracking], logging), &plan),
+            2 => run::<Stage2>(possible::<Stage2>(locking, ACCESS_TRACKINGS[tracking], logging), &plan),
+            3 => run::<Sv39x4>(possible::<Sv39x4>(locking, ACCESS_TRACKINGS[tracking], logging), &plan),
+            _ => run::<Sv48x4>(possible::<Sv48x4>(locking, ACCESS_TRACKINGS[tracking], logging), &plan),
         }
     }
 }

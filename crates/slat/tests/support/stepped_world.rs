@@ -35,6 +35,7 @@ unsafe impl<const LEVELS: u8, const BREAKS: bool> Format for Tiny<LEVELS, BREAKS
     const WRITABLE: u64 = Npt::WRITABLE;
     const ACCESSED: u64 = Npt::ACCESSED;
     const DIRTY: u64 = Npt::DIRTY;
+    const HAS_DIRTY_BIT: bool = Npt::HAS_DIRTY_BIT;
     const HOST_WRITABLE: u64 = Npt::HOST_WRITABLE;
     const WAS_DIRTY: u64 = Npt::WAS_DIRTY;
     const GENERATION: u64 = Npt::GENERATION & 7 << Npt::GENERATION.trailing_zeros();

@@ -1,0 +1,138 @@
+//! RISC-V G-stage: Sv39x4 and Sv48x4 (RISC-V Privileged Architecture, chapter "H Extension for Hypervisor Support",
+//! section "Two-Stage Address Translation"; the entries are those of "Sv39: Page-Based 39-bit Virtual-Memory System"). The root is four
+//! times as large as the other tables, 16 KiB and aligned to that: so guest-physical addresses have two bits more than the
+//! virtual ones of Sv39 and Sv48.
+//!
+//! Hardware sets A and D (Svadu, enabled by `menvcfg.ADUE` for the G-stage); where it does not (Svade), clear ones fault, and
+//! [`AccessTracking::Faults`](crate::AccessTracking::Faults) leaves none clear in a leaf that needs it. All accesses of a
+//! guest count as user accesses here, so U is set in each leaf.
+//!
+//! An entry with R, W and X clear points to a table, and has no room for rights: it cannot be closed. Physical addresses have
+//! 56 bits; the engine uses 52 (`table/entry.rs` keeps them in bits 12 to 51).
+
+#![expect(unsafe_code, reason = "implements Format")]
+
+use super::{Entry, Format};
+use crate::addr::{Hpa, Level, Pfn};
+
+/// Marker of RISC-V's Sv39x4 tables: 3 levels, 41 bits of guest-physical address.
+#[derive(Clone, Copy, Debug)]
+pub struct Sv39x4;
+
+/// Marker of RISC-V's Sv48x4 tables: 4 levels, 50 bits of guest-physical address.
+#[derive(Clone, Copy, Debug)]
+pub struct Sv48x4;
+
+/// V, bit 0. If it is clear, all other bits are software's.
+const VALID: u64 = 1 << 0;
+/// R, bit 1.
+const READ: u64 = 1 << 1;
+/// W, bit 2. Write without read is reserved.
+const WRITE: u64 = 1 << 2;
+/// X, bit 3.
+const EXECUTE: u64 = 1 << 3;
+/// U, bit 4.
+const USER: u64 = 1 << 4;
+/// A, bit 6; reserved in an entry that points to a table, as are D and U.
+const ACCESSED: u64 = 1 << 6;
+/// D, bit 7.
+const DIRTY: u64 = 1 << 7;
+/// RSW, bits 8 and 9: reserved for software.
+const SOFTWARE_8: u64 = 1 << 8;
+/// Bit 9, likewise.
+const SOFTWARE_9: u64 = 1 << 9;
+/// Physical page number, bits 10 to 53.
+const PPN: u64 = ((1 << 44) - 1) << PPN_SHIFT;
+const PPN_SHIFT: u32 = 10;
+
+fn with_ppn(pfn: Pfn) -> u64 {
+    pfn.0 << PPN_SHIFT & PPN
+}
+
+/// What Sv39x4 and Sv48x4 have in common.
+macro_rules! gstage {
+    ($format:ty, $name:literal, $root_level:literal, $gpa_bits:literal) => {
+        // SAFETY: the bits of the page number are apart from all flag bits; present and leaf are read from bits that `leaf`
+        // and `table` set as they must (`table` none of R, W and X, `leaf` R), and of the flag bits only W is one of them,
+        // which is never set in a table entry, as those have no generation; no state is kept.
+        unsafe impl Format for $format {
+            const NAME: &'static str = $name;
+            const ROOT_LEVEL: Level = Level($root_level);
+            const GPA_BITS: u32 = $gpa_bits;
+            const HPA_BITS: u32 = 52;
+            const ROOT_ENTRIES: usize = 2048;
+            const TABLE_ENTRIES: usize = 512;
+
+            const WRITABLE: u64 = WRITE;
+            const ACCESSED: u64 = ACCESSED;
+            const DIRTY: u64 = DIRTY;
+            const HAS_DIRTY_BIT: bool = true;
+            const HOST_WRITABLE: u64 = SOFTWARE_8;
+            const WAS_DIRTY: u64 = SOFTWARE_9;
+            const GENERATION: u64 = 0;
+            const BREAK_BEFORE_MAKE: bool = false;
+            const HAS_MODIFICATION_LOG: bool = false;
+
+            #[inline]
+            fn is_present(entry: Entry) -> bool {
+                entry.0 & VALID != 0
+            }
+
+            #[inline]
+            fn is_leaf(entry: Entry, _level: Level) -> bool {
+                entry.0 & (READ | WRITE | EXECUTE) != 0
+            }
+
+            #[inline]
+            fn leaf(pfn: Pfn, _level: Level) -> Entry {
+                Entry(with_ppn(pfn) | VALID | READ | EXECUTE | USER)
+            }
+
+            #[inline]
+            fn table(table: Hpa) -> Entry {
+                Entry(with_ppn(table.pfn()) | VALID)
+            }
+
+            #[inline]
+            fn address(entry: Entry, _level: Level) -> Hpa {
+                Pfn((entry.0 & PPN) >> PPN_SHIFT).hpa()
+            }
+        }
+    };
+}
+
+gstage!(Sv39x4, "sv39x4", 3, 41);
+gstage!(Sv48x4, "sv48x4", 4, 50);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entries_are_those_of_the_manual<F: Format>() {
+        // V, R, X and U; the page number two bits lower than in the address.
+        let pages = [(0xab_cdef_0123, Level::L4K), (0x80_0000_0200, Level::L2M), (0x80_0004_0000, Level::L1G)];
+        let leaves = [0x0002_af37_bc04_8c1b, 0x0002_0000_0008_001b, 0x0002_0000_1000_001b].map(Entry);
+        assert_eq!(pages.map(|(pfn, level)| F::leaf(Pfn(pfn), level)), leaves);
+        assert_eq!(leaves.map(|leaf| F::address(leaf, Level::L1G).pfn().0), pages.map(|(pfn, _)| pfn));
+        assert_eq!(F::table(Hpa(0x000f_ffff_ffff_c000)), Entry(0x0003_ffff_ffff_f001));
+        assert_eq!((F::WRITABLE, F::ACCESSED, F::DIRTY), (0x04, 0x40, 0x80));
+        assert_eq!(F::HOST_WRITABLE | F::WAS_DIRTY, 0b11 << 8);
+        assert!(F::is_leaf(leaves[0], Level::L1G) && !F::is_leaf(F::table(Hpa(0x1000)), Level::L2M));
+    }
+
+    #[test]
+    fn sv39x4_entries_are_those_of_the_manual() {
+        entries_are_those_of_the_manual::<Sv39x4>();
+    }
+
+    #[test]
+    fn sv48x4_entries_are_those_of_the_manual() {
+        entries_are_those_of_the_manual::<Sv48x4>();
+    }
+
+    #[test]
+    fn roots_are_four_times_as_large() {
+        const { assert!(Sv39x4::ROOT_ENTRIES == 2048 && Sv48x4::ROOT_ENTRIES == 2048) };
+        const { assert!(Sv39x4::GPA_BITS == 12 + 2 * 9 + 11 && Sv48x4::GPA_BITS == 12 + 3 * 9 + 11) };
+    }
+}
