@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
-use slat::{AccessTracking, Config, Ept, GfnRange, Locking, Npt, PAGE_SHIFT, PageSize};
+use slat::{AccessTracking, Config, GfnRange, Locking, PAGE_SHIFT, PageSize};
 use slat_machine::commit::FlushMethod;
 use slat_machine::guest::{Program, Sharing};
 use slat_machine::machine::{Machine, MachineConfig};
@@ -20,7 +20,7 @@ use slat_machine::memory::BackingKind;
 use slat_machine::tlb::Geometry;
 use slat_machine::walk::HardwareFormat;
 
-use crate::args::{FormatArg, LockArg, TrackingArg, locking_name, positive, size_bytes, tracking_name};
+use crate::args::{FormatArg, LockArg, TrackingArg, locking_name, positive, size_bytes, tracking_name, with_format};
 use crate::failure::{Failure, check_failed};
 use crate::results::{self, ResultsFile};
 
@@ -174,10 +174,7 @@ fn measure(args: &AgingArgs) -> Result<Vec<Series>, Failure> {
                 engine: Config::with_locking(series.locking).with_access_tracking(series.tracking),
                 ..MachineConfig::default()
             };
-            series.runs.push(match args.format {
-                FormatArg::Npt => run_once::<Npt>(args, &config)?,
-                FormatArg::Ept => run_once::<Ept>(args, &config)?,
-            });
+            series.runs.push(with_format!(args.format, F => run_once::<F>(args, &config)?));
             progress.inc(1);
         }
     }

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use slat::{
-    AccessTracking, DirtyTracking, HugePageLogging, HugePageSplitting, Locking, MAX_DIRTY_RING_ENTRIES, ManualProtect,
-    WriteProtection,
+    AccessTracking, DirtyTracking, Format, HugePageLogging, HugePageSplitting, Locking, MAX_DIRTY_RING_ENTRIES,
+    ManualProtect, WriteProtection,
 };
 use slat_machine::memory::BackingKind;
 
@@ -76,13 +76,15 @@ pub(crate) struct DirtyLogArgs {
     /// is a phase of its own (manual protect, initially set). Rings are empty when logging begins.
     #[arg(short = 'g', long = "get-clears")]
     pub(crate) get_clears: bool,
-    /// How the dirty log finds out what the guest has written; `pml` needs `--format ept`.
+    /// How the dirty log finds out what the guest has written; `pml` needs `--format ept`, and `dirty-bit` another one than
+    /// `stage2`.
     #[arg(long, value_enum, default_value_t = DirtyTrackingArg::WriteProtect)]
     pub(crate) tracking: DirtyTrackingArg,
     /// Entries of each vCPU's ring, a power of two, with `--tracking ring`.
     #[arg(long, default_value_t = MAX_DIRTY_RING_ENTRIES, value_name = "ENTRIES")]
     pub(crate) ring_entries: u32,
-    /// How pages are write-protected, where that is the tracking.
+    /// How pages are write-protected, where that is the tracking. Where table entries have no rights (`stage2`, `gstage`) both
+    /// are leaf by leaf.
     #[arg(long, value_enum, default_value_t = ProtectionArg::Lazy)]
     pub(crate) protection: ProtectionArg,
     /// What the first write to a huge page does while logging is on.
@@ -306,7 +308,43 @@ pub(crate) enum FormatArg {
     Npt,
     /// Intel extended page tables.
     Ept,
+    /// Arm stage 2 tables: 4 KiB granule, 48 bits.
+    Stage2,
+    /// RISC-V G-stage tables, Sv48x4.
+    Gstage,
+    /// RISC-V G-stage tables, Sv39x4.
+    GstageSv39x4,
 }
+
+/// Evaluates an expression in which a name stands for the type of the tables that a [`FormatArg`] means: everything that
+/// runs on a format is compiled for each, here.
+macro_rules! with_format {
+    ($format:expr, $name:ident => $expression:expr) => {
+        match $format {
+            $crate::args::FormatArg::Npt => {
+                type $name = slat::Npt;
+                $expression
+            }
+            $crate::args::FormatArg::Ept => {
+                type $name = slat::Ept;
+                $expression
+            }
+            $crate::args::FormatArg::Stage2 => {
+                type $name = slat::Stage2;
+                $expression
+            }
+            $crate::args::FormatArg::Gstage => {
+                type $name = slat::Sv48x4;
+                $expression
+            }
+            $crate::args::FormatArg::GstageSv39x4 => {
+                type $name = slat::Sv39x4;
+                $expression
+            }
+        }
+    };
+}
+pub(crate) use with_format;
 
 impl FormatArg {
     /// The name of a format in options and results.
@@ -314,7 +352,15 @@ impl FormatArg {
         match self {
             FormatArg::Npt => "npt",
             FormatArg::Ept => "ept",
+            FormatArg::Stage2 => "stage2",
+            FormatArg::Gstage => "gstage",
+            FormatArg::GstageSv39x4 => "gstage-sv39x4",
         }
+    }
+
+    /// Whether CPUs set dirty bits in such tables.
+    pub(crate) fn has_dirty_bit(self) -> bool {
+        with_format!(self, F => F::HAS_DIRTY_BIT)
     }
 }
 

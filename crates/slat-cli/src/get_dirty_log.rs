@@ -27,8 +27,9 @@ use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use slat::PAGE_SHIFT;
 use slat_machine::memory::{Backing, BackingKind};
+use slat_machine::walk::HardwareFormat;
 
-use crate::args::{positive, size_bytes};
+use crate::args::{FormatArg, positive, size_bytes, with_format};
 use crate::failure::Failure;
 use crate::results::{self, ResultsFile};
 use kvm::{Facts, KvmPeer};
@@ -82,6 +83,10 @@ pub(crate) struct GetDirtyLogArgs {
     /// Where the memory comes from: anonymous, anonymous_thp, anonymous_hugetlb_2mb, anonymous_hugetlb_1gb, shmem.
     #[arg(short = 's', long = "backing", default_value = "anonymous")]
     pub(crate) backing: BackingKind,
+    /// Format of the second-stage tables, of the engine and of its peers in software. Where table entries have no rights
+    /// (`stage2`, `gstage`) `slat` is the same as `slat-leaf`.
+    #[arg(long, value_enum, default_value_t = FormatArg::Npt)]
+    pub(crate) format: FormatArg,
     /// Seed of the random choices.
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
@@ -204,7 +209,7 @@ pub(crate) fn run(args: &GetDirtyLogArgs) -> Result<(), Failure> {
     let file = args.json.as_deref().map(ResultsFile::open).transpose()?;
     if args.workload == Workload::Migration {
         let memory = subject::memory(args.backing, args.slot_bytes())?;
-        let migrations = migration::measure(args, &methods, &memory)?;
+        let migrations = with_format!(args.format, F => migration::measure::<F>(args, &methods, &memory))?;
         return results::deliver(
             file,
             || report::migration_results(args, &migrations),
@@ -212,7 +217,7 @@ pub(crate) fn run(args: &GetDirtyLogArgs) -> Result<(), Failure> {
         );
     }
     let memory = subject::memory(args.backing, args.slot_bytes())?;
-    let (subjects, notes) = subjects(args, &methods, &memory)?;
+    let (subjects, notes) = with_format!(args.format, F => subjects::<F>(args, &methods, &memory))?;
     let mut bench = Bench::new(subjects, memory);
     let cells = with_another_thread(|| {
         bench.populate()?;
@@ -257,17 +262,21 @@ fn check_usage(args: &GetDirtyLogArgs) -> Result<Vec<Method>, Failure> {
 type Subjects = Vec<(Method, Box<dyn Subject>)>;
 
 /// All that are measured.
-fn subjects(args: &GetDirtyLogArgs, methods: &[Method], memory: &Backing) -> Result<(Subjects, Notes), Failure> {
+fn subjects<F: HardwareFormat>(
+    args: &GetDirtyLogArgs,
+    methods: &[Method],
+    memory: &Backing,
+) -> Result<(Subjects, Notes), Failure> {
     let mut subjects: Subjects = Vec::new();
     let mut notes = Notes { kvm: None, missing: Vec::new() };
     for &method in methods {
         let subject: Box<dyn Subject> = match method {
-            Method::Slat | Method::SlatLeaf => Box::new(Slat::new(method, memory)?),
+            Method::Slat | Method::SlatLeaf => Box::new(Slat::<F>::new(method, memory)?),
             Method::Xchg16 if !peer::has_exchange16() => {
                 notes.missing.push("xchg16 is not measured: the CPUs have no exchange of 16 bytes.".to_owned());
                 continue;
             }
-            _ => Box::new(Peer::new(method, memory)),
+            _ => Box::new(Peer::<F>::new(method, memory)),
         };
         subjects.push((method, subject));
     }

@@ -14,9 +14,9 @@ use std::time::Duration;
 
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
-use slat::{Ept, Locking, Npt};
+use slat::Locking;
 
-use crate::args::{FormatArg, LockArg, locking_name, positive};
+use crate::args::{FormatArg, LockArg, locking_name, positive, with_format};
 use crate::failure::Failure;
 use crate::results::{self, ResultsFile};
 use area::MAX_AREA_SLOTS;
@@ -133,10 +133,7 @@ fn measure(args: &MemslotsArgs, tests: &[Test]) -> Result<Vec<Series>, Failure> 
                 // Each run begins with another locking: whoever comes first or last has no advantage.
                 let series = &mut of_test[(run + turn) % lockings.len()];
                 progress.set_message(format!("{}, lock {}", test.name(), locking_name(series.locking)));
-                series.runs.push(match args.format {
-                    FormatArg::Npt => experiments::run::<Npt>(args, test, series.locking)?,
-                    FormatArg::Ept => experiments::run::<Ept>(args, test, series.locking)?,
-                });
+                series.runs.push(with_format!(args.format, F => experiments::run::<F>(args, test, series.locking)?));
                 progress.inc(1);
             }
         }

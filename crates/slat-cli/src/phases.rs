@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
-use slat::{Config, Ept, Level, ManualProtect, MemoryRegionFlags, NodeId, Npt, PageSize, Stats};
+use slat::{Config, Level, ManualProtect, MemoryRegionFlags, NodeId, PageSize, Stats};
 use slat_machine::commit::FlushMethod;
 use slat_machine::cpu::Paging;
 use slat_machine::guest::{Order, Program, Sharing};
@@ -24,7 +24,7 @@ use slat_machine::machine::{Machine, MachineConfig, MachineError, Pins};
 use slat_machine::numa::{FirstTouch, MemoryPolicy, WalkReads};
 use slat_machine::walk::HardwareFormat;
 
-use crate::args::{DirtyLogArgs, DirtyTrackingArg, FormatArg, HugePagesArg, PagingArg, dirty_tracking};
+use crate::args::{DirtyLogArgs, DirtyTrackingArg, FormatArg, HugePagesArg, PagingArg, dirty_tracking, with_format};
 use crate::failure::Failure;
 use logs::{Form, Logs};
 use oracle::{Again, Besides};
@@ -116,6 +116,12 @@ pub(crate) fn machine_config(args: &DirtyLogArgs) -> Result<MachineConfig, Failu
             args.format.name()
         )));
     }
+    if args.tracking == DirtyTrackingArg::DirtyBit && !args.format.has_dirty_bit() {
+        return Err(Failure::Usage(format!(
+            "--tracking dirty-bit needs another --format: CPUs set no dirty bits in {} tables",
+            args.format.name()
+        )));
+    }
     if args.tracking == DirtyTrackingArg::Ring && args.huge_pages == HugePagesArg::MarkWhole {
         return Err(Failure::Usage("--tracking ring needs --huge-pages split: rings name pages of 4 KiB".to_owned()));
     }
@@ -172,10 +178,7 @@ fn pins(cpus: &[u32], nr_vcpus: usize) -> Result<Pins, Failure> {
 
 /// Goes through the phases once, on a machine of its own.
 pub(crate) fn run_once(args: &DirtyLogArgs, config: &MachineConfig, roles: Roles) -> Result<Run, Failure> {
-    match args.format {
-        FormatArg::Npt => run_on::<Npt>(args, config, roles),
-        FormatArg::Ept => run_on::<Ept>(args, config, roles),
-    }
+    with_format!(args.format, F => run_on::<F>(args, config, roles))
 }
 
 fn run_on<F: HardwareFormat>(args: &DirtyLogArgs, config: &MachineConfig, roles: Roles) -> Result<Run, Failure> {

@@ -23,16 +23,16 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use slat::{AccessTracking, DirtyTracking, Ept, HugePageSplitting, Locking, ManualProtect, Npt, WriteProtection};
+use slat::{AccessTracking, DirtyTracking, HugePageSplitting, Locking, ManualProtect, WriteProtection};
 use slat_machine::commit::FlushMethod;
 use slat_machine::cpu::Paging;
 
 use crate::args::{
     FormatArg, LockArg, TrackingArg, dirty_tracking_name, locking_name, manual_protect_name, positive, protection_name,
-    splitting_name, tracking_name,
+    splitting_name, tracking_name, with_format,
 };
 use crate::failure::{Failure, check_failed};
 use crate::results::{self, ResultsFile};
@@ -55,7 +55,7 @@ pub(crate) struct StressArgs {
     /// The lock that the engine takes on the VM.
     #[arg(long, value_enum, default_value_t = LockArg::All)]
     pub(crate) lock: LockArg,
-    /// Format of the second-stage tables; both in turns if none is chosen.
+    /// Format of the second-stage tables; all in turns if none is chosen.
     #[arg(long, value_enum)]
     pub(crate) format: Option<FormatArg>,
     /// How the engine finds out what the guest has used.
@@ -169,7 +169,7 @@ fn supervise(args: &StressArgs) -> Result<Summary, Failure> {
 
 /// All that is chosen or taken in turns.
 fn combinations(args: &StressArgs) -> Vec<(Locking, FormatArg, AccessTracking)> {
-    let formats = args.format.map_or(vec![FormatArg::Npt, FormatArg::Ept], |format| vec![format]);
+    let formats = args.format.map_or(FormatArg::value_variants().to_vec(), |format| vec![format]);
     let trackings = args.tracking.trackings();
     let mut combinations = Vec::new();
     for &tracking in trackings {
@@ -184,7 +184,7 @@ fn combinations(args: &StressArgs) -> Vec<(Locking, FormatArg, AccessTracking)> 
 /// with all.
 fn some_dirty_tracking(format: FormatArg, tracking: AccessTracking, rng: &mut SmallRng) -> DirtyTracking {
     match (rng.random_range(0..4), tracking, format) {
-        (0, AccessTracking::AccessedBit, _) => DirtyTracking::DirtyBit,
+        (0, AccessTracking::AccessedBit, format) if format.has_dirty_bit() => DirtyTracking::DirtyBit,
         (1, AccessTracking::AccessedBit, FormatArg::Ept) => DirtyTracking::PageModificationLog,
         (2, ..) => DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf),
         _ => DirtyTracking::WriteProtect(WriteProtection::Lazy),
@@ -226,10 +226,7 @@ fn all_turns(args: &StressArgs, watch: &Watch) -> Result<Summary, Failure> {
             nr_slots: 1 << rng.random_range(0..3),
         };
         let end = deadline.min(Instant::now() + turn);
-        let result = match format {
-            FormatArg::Npt => turn::run::<Npt>(&plan, end, &summary.tally, watch),
-            FormatArg::Ept => turn::run::<Ept>(&plan, end, &summary.tally, watch),
-        };
+        let result = with_format!(format, F => turn::run::<F>(&plan, end, &summary.tally, watch));
         summary.flush_method = Some(result.map_err(|failure| in_turn(failure, &plan))?);
         summary.plans.push(plan.describe());
     }

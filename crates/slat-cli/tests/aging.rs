@@ -57,6 +57,9 @@ fn nearly_all_pages_are_found_young_for_shapes_of_machines() {
         "-v 2 -b 48M --pass page",
         "-v 2 -b 24M -o --format ept --lock all",
         "-v 8 -b 44M --format ept --lock shared -s shmem",
+        "-v 2 -b 48M --format stage2",
+        "-v 2 -b 48M --format gstage",
+        "-v 2 -b 24M -o --format gstage-sv39x4",
     ] {
         let output = assert_ok(&format!("aging -w 0 --runs 1 {args}"));
         assert!(!output.contains("WARNING"), "{args}:\n{output}");

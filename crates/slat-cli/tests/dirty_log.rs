@@ -37,6 +37,10 @@ fn bad_usage_exits_with_2() {
         ("dirty-log --tracking magic", "write-protect, dirty-bit, pml, ring"),
         ("dirty-log --tracking pml", "--tracking pml needs --format ept"),
         ("dirty-log --tracking pml --format npt -g", "npt"),
+        ("dirty-log --tracking pml --format stage2", "no page-modification logging with stage2 tables"),
+        ("dirty-log --tracking pml --format gstage", "no page-modification logging with gstage tables"),
+        ("dirty-log --tracking dirty-bit --format stage2", "no dirty bits in stage2 tables"),
+        ("dirty-log --format gstage-sv57x4", "gstage-sv39x4"),
         ("dirty-log -b 1M --tracking ring --ring-entries 1000", "1000 entries"),
         ("dirty-log -b 1M --tracking ring --ring-entries 0", "0 entries"),
         ("dirty-log --tracking ring --huge-pages mark-whole", "--huge-pages split"),
@@ -161,6 +165,9 @@ fn json_has_no_clearing_where_getting_clears() {
 fn the_oracle_holds_for_every_way_to_log() {
     for (format, tracking) in
         [("npt", "write-protect"), ("npt", "dirty-bit"), ("ept", "write-protect"), ("ept", "dirty-bit"), ("ept", "pml")]
+            .into_iter()
+            .chain([("stage2", "write-protect"), ("gstage", "write-protect"), ("gstage", "dirty-bit")])
+            .chain([("gstage-sv39x4", "write-protect"), ("gstage-sv39x4", "dirty-bit")])
     {
         for protection in ["lazy", "leaf-by-leaf"] {
             for get_clears in ["", "-g"] {
@@ -179,7 +186,7 @@ fn the_oracle_holds_for_every_way_to_log() {
 
 #[test]
 fn the_oracle_holds_for_rings_and_full_rings_stop_only_until_they_are_reset() {
-    for format in ["npt", "ept"] {
+    for format in ["npt", "ept", "stage2", "gstage"] {
         for protection in ["lazy", "leaf-by-leaf"] {
             for get_clears in ["", "-g"] {
                 for shape in
@@ -206,6 +213,10 @@ fn the_oracle_holds_for_shapes_of_machines() {
         "-v 2 -b 4M --format ept",
         "-v 2 -b 4M -o --paging 2d",
         "-v 8 -b 1M -x 4 --format ept --paging 2d",
+        "-v 2 -b 4M --format stage2 --paging 2d -s anonymous_thp",
+        "-v 4 -b 4M -o --format stage2 -e -s anonymous_thp",
+        "-v 4 -b 4M -o --format gstage --paging 2d -s anonymous_thp",
+        "-v 8 -b 1M -x 4 --format gstage-sv39x4 --paging 2d",
         "-v 8 -b 512K -o -w 50 -a",
         "-v 64 -b 256K -o --lock none",
         "-v 64 -b 256K --paging 2d --lock shared",

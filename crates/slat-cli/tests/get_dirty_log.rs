@@ -106,6 +106,17 @@ fn the_table_has_every_method_pattern_and_number() {
 }
 
 #[test]
+fn every_workload_runs_on_every_format() {
+    for format in ["ept", "stage2", "gstage", "gstage-sv39x4"] {
+        for args in ["-n 1,700", "--workload framebuffer", "--workload migration"] {
+            let printed = assert_ok(&format!("get-dirty-log -b 4M --runs 4 --peer none --format {format} {args}"));
+            assert!(printed.contains(&format!("tables: {format};")), "{printed}");
+            assert!(printed.contains("Verified: "), "{format} {args}:\n{printed}");
+        }
+    }
+}
+
+#[test]
 fn json_has_a_figure_for_every_method_pattern_and_number() {
     let object = json("get_dirty_log.json", "-b 4M -n 1,64,1000,1024 --runs 4");
     assert_eq!(object["experiment"], "get-dirty-log");

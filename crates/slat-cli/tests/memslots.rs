@@ -76,6 +76,15 @@ fn slots_of_any_number_can_be_moved() {
 }
 
 #[test]
+fn tests_pass_on_every_format() {
+    for (format, tests) in [("ept", "-f 3 -e 3"), ("stage2", ""), ("gstage", ""), ("gstage-sv39x4", "-f 3 -e 3")] {
+        let output = assert_ok(&format!("memslots -l 1 -s 64 -t 60 --format {format} {tests}"));
+        assert!(output.contains(format), "{output}");
+        assert!(output.contains("Verified: "), "{format}:\n{output}");
+    }
+}
+
+#[test]
 fn json_has_every_figure_for_every_test_and_locking() {
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("memslots.json");
     assert_ok(&format!("memslots -f 2 -e 3 -l 1 -s 64 -t 60 --lock all --json {}", path.display()));

@@ -81,6 +81,11 @@ fn choices_narrow_the_turns() {
     assert!(output.contains("1 turns, 1 combinations"), "{output}");
     let output = assert_ok("stress --seconds 1 -v 40 --lock shared --format npt", Duration::from_secs(1));
     assert!(output.contains("Stress of 40 vCPUs"), "{output}");
+    for format in ["stage2", "gstage", "gstage-sv39x4"] {
+        let args = format!("stress --seconds 2 -v 3 --verbose --format {format}");
+        let output = assert_ok(&args, Duration::from_secs(2));
+        assert!(output.contains(&format!(": {format}, ")) && output.contains("6 combinations"), "{args}:\n{output}");
+    }
 }
 
 #[test]

@@ -13,17 +13,23 @@
 //! flushed up to then and of a walk before that. A walk under that generation adds to it what holds for that generation.
 //! If a flush overtakes the walk, what it found may be stale already when it is filled in; but nothing uses it: the
 //! checked operation fails, and the next turn of the loop catches up with that flush, and drops it if it is named.
+//!
+//! For the same reason a fill can tell whether a format's rule of break before make was kept ([`CpuError::TlbConflict`]): what
+//! the walk found was in the tables before any flush that the TLB has not caught up with began. So if a translation of another size is cached for the
+//! same page, no flush came between the two.
 
 #![expect(unsafe_code, reason = "the CPU accesses guest memory through raw pointers")]
 
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
+mod tests_conflict;
+#[cfg(test)]
 mod tests_log;
 
 use std::marker::PhantomData;
 
-use slat::{Access, Exit, Format, Gpa, Gva, Host, Hpa, Outcome, Vcpu};
+use slat::{Access, Exit, Format, Gpa, Gva, Host, Hpa, Outcome, PageSize, Vcpu};
 use thiserror::Error;
 
 use crate::commit::{Generation, Port, Stale};
@@ -32,7 +38,7 @@ use crate::numa::{WalkCounter, WalkReads};
 use crate::phys;
 use crate::tlb::{Context, Geometry, Tlb};
 use crate::walk::guest::{self, GuestFault, GuestStop};
-use crate::walk::{CountReads, GUEST_PHYSICAL_BITS, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Walker};
+use crate::walk::{CountReads, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Walker};
 
 /// Faults on one access after which the CPU gives its time slice away at each further one: somebody else is holding
 /// things up.
@@ -103,6 +109,17 @@ pub enum CpuError {
         gpa: Gpa,
         /// Where the tables led.
         hpa: Hpa,
+    },
+    /// A translation of another size is still in the TLB, and no flush has named it (Arm: a TLB conflict abort): an entry of the
+    /// second stage was changed without break before make. Looked for while the guest's paging is off.
+    #[error("TLB conflict at {gpa}: a translation of {cached:?} is cached, and the tables now have {walked:?}")]
+    TlbConflict {
+        /// The address.
+        gpa: Gpa,
+        /// What the TLB has.
+        cached: PageSize,
+        /// What the walk found.
+        walked: PageSize,
     },
     /// The engine has answered that many faults on one access, and it still faults.
     #[error("access to {gva} still faults after {nr_faults} faults")]
@@ -262,7 +279,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
     /// # Errors
     /// [`CpuError::BadCr3`] if address bits beyond the guest's are set.
     pub fn load_cr3(&mut self, value: u64) -> Result<(), CpuError> {
-        if value & !(CR3_KEEP | CR3_ADDRESS | CR3_PCID) != 0 {
+        if value & !(CR3_KEEP | cr3_address::<F>() | CR3_PCID) != 0 {
             return Err(CpuError::BadCr3 { value });
         }
         self.cr3 = value & !CR3_KEEP;
@@ -380,6 +397,13 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         let stop = match self.walk(gva, access, generation) {
             Ok(mapping) => {
                 debug_assert_eq!(generation, self.caught_up, "a fill is of the TLB's generation");
+                // With paging, the guest's own tables may change sizes without a flush: nothing is to be seen there.
+                if F::HAS_TLB_CONFLICTS
+                    && self.paging == Paging::Off
+                    && let Some(cached) = self.tlb.other_size(self.context, gva.0, mapping.size)
+                {
+                    return Err(CpuError::TlbConflict { gpa: mapping.gpa, cached, walked: mapping.size });
+                }
                 self.tlb.fill(self.context, gva.0, mapping.gpa, mapping.size, mapping.hpa, mapping.writes);
                 return Ok(Some(mapping.hpa));
             }
@@ -443,7 +467,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         match self.paging {
             Paging::Off => Ok(F::walk(walker, Gpa(gva.0), access, Purpose::Data)?),
             Paging::TwoDimensional => {
-                let table = Gpa(self.cr3 & CR3_ADDRESS);
+                let table = Gpa(self.cr3 & cr3_address::<F>());
                 guest::walk::<F, C>(walker, table, gva, access)
             }
         }
@@ -453,6 +477,8 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
 /// Bits 11 to 0 of CR3: the process-context identifier.
 const CR3_PCID: u64 = 0xfff;
 /// Address bits of CR3.
-const CR3_ADDRESS: u64 = ((1 << GUEST_PHYSICAL_BITS) - 1) & !CR3_PCID;
+const fn cr3_address<F: HardwareFormat>() -> u64 {
+    ((1 << F::GUEST_PHYSICAL_BITS) - 1) & !CR3_PCID
+}
 /// Bit 63 of a value written to CR3: do not invalidate.
 const CR3_KEEP: u64 = 1 << 63;

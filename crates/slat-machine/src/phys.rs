@@ -2,12 +2,12 @@
 //!
 //! The bias makes a mistake show: no pointer is a valid host-physical address and no host-physical address can be
 //! dereferenced, so an engine that takes one for the other fails at its first access. Both ends fit: user space pointers
-//! are below 2^47, and the biased addresses are below 2^52, the most address bits that the table formats have.
+//! are below 2^47, and the biased addresses are below 2^48, the fewest address bits that a table format has (Arm's stage 2).
 
 use slat::Hpa;
 
 /// What is added to a pointer to make a host-physical address, in bytes.
-pub const BIAS: u64 = 1 << 50;
+pub const BIAS: u64 = 1 << 47;
 
 /// Pointers are below this: user space's half of a 48-bit address space.
 const POINTER_END: u64 = 1 << 47;
@@ -43,7 +43,7 @@ mod tests {
     fn there_and_back() {
         let word = 7_u64;
         let hpa = hpa_of(&word);
-        assert!(hpa.0 >= BIAS && hpa.0 < 1 << 52);
+        assert!(hpa.0 >= BIAS && hpa.0 < 1 << 48);
         assert_eq!(pointer_to::<u64>(hpa), Some((&raw const word).cast_mut()));
     }
 

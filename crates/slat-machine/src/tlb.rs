@@ -142,6 +142,13 @@ impl Array {
         self.entries[first..first + self.ways].iter().find(|entry| entry.page == page && entry.tag == tag)
     }
 
+    /// Whether there is a page within the larger one of `size` around `address`.
+    fn has_part(&self, context: Context, address: u64, size: PageSize) -> bool {
+        let (tag, shift) = (self.tag(context), size.size_bytes().trailing_zeros());
+        let within = |entry: &Entry| entry.page >> (shift - self.page_shift) == address >> shift;
+        self.entries.iter().any(|entry| entry.tag == tag && within(entry))
+    }
+
     /// log2 of the 4 KiB frames of a page.
     fn frames_shift(&self) -> u32 {
         self.page_shift - PAGE_SHIFT
@@ -297,6 +304,17 @@ impl Tlb {
             frame,
             gfn: gpa.gfn().align_down(size.level()),
         });
+    }
+
+    /// The size of another translation in `context` that the TLB has for a part of the page of `size` around `address`.
+    pub fn other_size(&self, context: Context, address: u64, size: PageSize) -> Option<PageSize> {
+        let sizes = [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G];
+        let has_other = |array: &Array, other: PageSize| match other {
+            _ if array.nr_live == 0 || other == size => false,
+            _ if other > size => array.find(context, address).is_some(),
+            _ => array.has_part(context, address, size),
+        };
+        self.arrays.iter().zip(sizes).find(|&(array, other)| has_other(array, other)).map(|(_, other)| other)
     }
 
     /// Drops the translations, in all contexts, of pages that have a part in `range`. Returns their number.

@@ -17,21 +17,31 @@
 //!
 //! Sources: Intel SDM vol. 3C, chapter "VMX support for address translation", sections "EPT translation mechanism",
 //! "EPT-induced VM exits" and "Accessed and dirty flags for EPT"; AMD APM vol. 2, 5.3 (long-mode translation) and 15.25
-//! (nested paging); Intel SDM vol. 3A, chapter "Paging".
+//! (nested paging); Intel SDM vol. 3A, chapter "Paging"; Arm ARM, chapter "The AArch64 Virtual Memory System
+//! Architecture"; RISC-V Privileged Architecture, "Hypervisor Extension".
+//!
+//! The guest's own tables, the first stage, are x86's long-mode tables under every second stage ([`guest`]): the machine is
+//! there for the second. What the formats' own guests would do otherwise is said at each.
 
 #![expect(unsafe_code, reason = "walkers read and write tables through raw pointers")]
 
 mod ept;
+mod gstage;
 pub mod guest;
 mod npt;
+mod stage2;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_gstage;
 #[cfg(test)]
 mod tests_guest;
 #[cfg(test)]
 mod tests_log;
 #[cfg(test)]
 mod tests_nodes;
+#[cfg(test)]
+mod tests_stage2;
 
 use slat::{Access, Gpa, Hpa, Level, PageSize};
 use thiserror::Error;
@@ -41,9 +51,6 @@ use crate::modification_log::{LogFull, ModificationLog};
 use crate::numa::WalkCounter;
 use crate::phys;
 use crate::tlb::Writes;
-
-/// Guest-physical addresses have this many bits at most: what tables of four levels translate.
-pub const GUEST_PHYSICAL_BITS: u32 = 48;
 
 /// What is told of each entry of a second-stage table that a walk reads. A type and not an option: where nothing is to be
 /// counted, the walk has no trace of it.
@@ -73,7 +80,7 @@ pub struct Walker<'a, C = ()> {
     pub port: &'a Port,
     /// Read before the access began.
     pub generation: Generation,
-    /// The top table (nCR3, or the address in EPTP).
+    /// The top table (nCR3, or the address in EPTP, VTTBR_EL2 or hgatp).
     pub root: Hpa,
     /// The CPU's page-modification log, if it has one and that is on. Only EPT has it.
     pub log: Option<&'a ModificationLog>,
@@ -83,12 +90,19 @@ pub struct Walker<'a, C = ()> {
 
 /// A format of second-stage tables, as hardware walks it.
 pub trait HardwareFormat: slat::Format {
+    /// Bits of a guest-physical address that the tables translate. A guest with paging has a MAXPHYADDR of as many.
+    const GUEST_PHYSICAL_BITS: u32;
+
     /// Bits of a guest PML4 entry that are reserved on the vendor's processors besides those of the manual's common part.
     const GUEST_PML4E_RESERVED: u64;
 
     /// Whether the vendor's processors have page-modification logging. (The engine's format may know it as well; this is
     /// what hardware says.)
     const LOGS_MODIFICATIONS: bool;
+
+    /// Whether the vendor's processors may refuse an access of which the TLB has translations of two sizes (Arm: a TLB
+    /// conflict abort). The machine's then always do. Others use either.
+    const HAS_TLB_CONFLICTS: bool;
 
     /// Translates `gpa` through the tables under the walker's root and sets accessed and dirty bits.
     ///
@@ -152,7 +166,7 @@ impl From<Stale> for Stop {
     }
 }
 
-/// An EPT violation or nested page fault.
+/// An EPT violation, nested page fault, stage 2 abort or guest-page fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[error("{access:?} of {gpa} with code {code:#x}")]
 pub struct Fault {
@@ -160,11 +174,12 @@ pub struct Fault {
     pub gpa: Gpa,
     /// The access as hardware counts it: [`Access::Write`] for guest page tables.
     pub access: Access,
-    /// EPT: the exit qualification. NPT: EXITINFO1, the error code.
+    /// EPT: the exit qualification. NPT: EXITINFO1, the error code. Stage 2: the bits of ESR_EL2 that are the
+    /// translation's: EC, S1PTW, WnR, and DFSC or IFSC. G-stage: scause, and htinst in the upper half.
     pub code: u64,
 }
 
-/// An EPT misconfiguration, or a nested page fault for reserved bits.
+/// An EPT misconfiguration, or an entry with something reserved in it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[error("entry {entry:#x} of level {} for {gpa} (code {code:#x})", level.0)]
 pub struct Misconfiguration {
@@ -174,7 +189,7 @@ pub struct Misconfiguration {
     pub level: Level,
     /// The entry.
     pub entry: u64,
-    /// NPT: EXITINFO1, the error code. EPT: 0, the exit has no qualification.
+    /// As for [`Fault`]; EPT: 0, the exit has no qualification.
     pub code: u64,
 }
 
@@ -200,15 +215,15 @@ impl Used {
         Ok(Some(Used { at, entry }))
     }
 
-    /// Reads the entry of `level` for `gpa` in the second-stage table at `table`; `None` if there is no memory.
+    /// Reads entry `index` of the second-stage table at `table`, of `level`; `None` if there is no memory.
     #[inline]
     fn read_second_stage<C: CountReads>(
         walker: Walker<'_, C>,
         table: Hpa,
-        gpa: Gpa,
+        index: u64,
         level: u8,
     ) -> Result<Option<Used>, Stale> {
-        let used = Used::read(walker, table, index(gpa.0, level))?;
+        let used = Used::read(walker, table, index)?;
         if used.is_some() {
             walker.counter.count(table, level);
         }
@@ -242,13 +257,14 @@ fn shift(level: u8) -> u32 {
     12 + 9 * (u32::from(level) - 1)
 }
 
-/// The bits of a page's address in an entry, `page_bits` (log2 of the page's size) and up to bit 51, hence to the
+/// The bits of a page's address in an entry of x86's, `page_bits` (log2 of the page's size) and up to bit 51, hence to the
 /// MAXPHYADDR of this machine.
 #[inline]
 const fn address_mask(page_bits: u32) -> u64 {
     ((1 << 52) - 1) & !((1 << page_bits) - 1)
 }
 
+/// The size of a page; of what a TLB keeps of a larger one.
 #[inline]
 fn page_size(level: u8) -> PageSize {
     match level {
@@ -258,10 +274,9 @@ fn page_size(level: u8) -> PageSize {
     }
 }
 
-/// The translation itself: the page's address from the leaf, the offset from the guest-physical address.
+/// The translation itself: the address `page` from the leaf, the offset from the guest-physical address.
 #[inline]
-fn mapping(gpa: Gpa, leaf: u64, level: u8, writes: Writes) -> Result<Mapping, Stop> {
-    let page = leaf & address_mask(shift(level));
+fn mapping(gpa: Gpa, page: u64, level: u8, writes: Writes) -> Result<Mapping, Stop> {
     let hpa = Hpa(page | (gpa.0 & ((1 << shift(level)) - 1)));
     match phys::pointer_to::<u64>(hpa) {
         Some(_) => Ok(Mapping { gpa, hpa, size: page_size(level), writes }),

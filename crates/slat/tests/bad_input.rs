@@ -173,7 +173,7 @@ fn numbers<F: Format>(world: World<F>) {
 
 each!(flags_that_nothing_is_known_of_are_refused, flags);
 fn flags<F: Format>(world: World<F>) {
-    for bits in [1 << 2, 1 << 31, u32::MAX, LOG.bits() | 1 << 5] {
+    for bits in [1 << 4, 1 << 31, u32::MAX, LOG.bits() | 1 << 5] {
         let flags = MemoryRegionFlags::from_bits_retain(bits);
         world.refused(MemoryRegion { flags, ..new(3, 0, PAGE_SIZE) }, Error::UnknownFlags { slot: 3, flags: bits });
         world.refused(change(1, flags, A, SIZE), Error::UnknownFlags { slot: 1, flags: bits });

@@ -13,6 +13,7 @@ use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use slat_machine::clock::timestamp_ns;
 use slat_machine::memory::Backing;
+use slat_machine::walk::HardwareFormat;
 
 use super::pattern::{check_log, nr_words};
 use super::subject::{Slat, SlatCpu, Subject, get_dirty_log, write_page};
@@ -84,13 +85,17 @@ struct Guest {
 }
 
 /// Measures `methods` in turns.
-pub(super) fn measure(args: &GetDirtyLogArgs, methods: &[Method], memory: &Backing) -> Result<Vec<Migration>, Failure> {
+pub(super) fn measure<F: HardwareFormat>(
+    args: &GetDirtyLogArgs,
+    methods: &[Method],
+    memory: &Backing,
+) -> Result<Vec<Migration>, Failure> {
     let nr_pages = args.nr_pages();
     let all: Vec<u32> = (0..nr_pages).collect();
     let mut log = vec![0; nr_words(nr_pages)];
     let mut subjects = Vec::new();
     for &method in methods {
-        let mut slat = Slat::new(method, memory)?;
+        let mut slat = Slat::<F>::new(method, memory)?;
         slat.write(&all, 0)?;
         slat.get_dirty_log(&mut log)?;
         subjects.push((slat, Migration::new(method)));
@@ -129,7 +134,7 @@ struct Turn<'a> {
 
 impl Turn<'_> {
     /// Runs the guest, and harvests. Returns how many values it wrote.
-    fn run(&mut self, slat: &mut Slat, migration: &mut Migration) -> Result<u64, Failure> {
+    fn run<F: HardwareFormat>(&mut self, slat: &mut Slat<F>, migration: &mut Migration) -> Result<u64, Failure> {
         let method = migration.method;
         let (vm, cpu) = slat.parts();
         let (stats_before, counters_before) = (vm.stats(), cpu.counters());
@@ -166,9 +171,9 @@ impl Turn<'_> {
         Ok(guest.nr_writes)
     }
 
-    fn harvest_all(
+    fn harvest_all<F: HardwareFormat>(
         &mut self,
-        vm: &slat::Vm<slat_machine::host::MachineHost, slat::Npt>,
+        vm: &slat::Vm<slat_machine::host::MachineHost, F>,
         migration: &mut Migration,
     ) -> Result<(), Failure> {
         for _ in 0..self.nr_harvests {
@@ -202,8 +207,8 @@ impl Turn<'_> {
 }
 
 /// Writes pages at random until it is over.
-fn run_guest(
-    cpu: &mut SlatCpu,
+fn run_guest<F: HardwareFormat>(
+    cpu: &mut SlatCpu<F>,
     nr_pages: u32,
     rate: u32,
     mut rng: SmallRng,

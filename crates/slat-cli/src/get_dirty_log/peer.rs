@@ -20,15 +20,17 @@ mod exchange16;
 mod grace;
 mod slots;
 
+use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use slat::{Access, Format, Gfn, GfnRange, Gpa, Hpa, Level, Npt, Outcome, PAGE_SHIFT};
+use slat::{Access, Gfn, GfnRange, Gpa, Hpa, Level, Outcome, PAGE_SHIFT};
 use slat_machine::commit::{FlushDomain, Port};
 use slat_machine::cpu::{Cpu, FaultHandler};
 use slat_machine::memory::Backing;
 use slat_machine::phys;
 use slat_machine::tlb::Geometry;
+use slat_machine::walk::HardwareFormat;
 
 use super::Method;
 use super::subject::{Subject, gpa, page, write_pages};
@@ -52,10 +54,10 @@ impl Table {
     }
 
     /// Links `below` under the entry of `gpa` in this table of level `level`.
-    fn link(&self, level: Level, gpa: Gpa, below: &Table) {
+    fn link<F: HardwareFormat>(&self, level: Level, gpa: Gpa, below: &Table) {
         let shift = PAGE_SHIFT + 9 * (u32::from(level.0) - 1);
         let index = (gpa.0 >> shift) as usize % TABLE_ENTRIES;
-        self.0[index].store(Npt::table(below.hpa()).0, Ordering::Relaxed);
+        self.0[index].store(F::table(below.hpa()).0, Ordering::Relaxed);
     }
 }
 
@@ -67,7 +69,7 @@ fn tables(count: usize) -> &'static [Table] {
 }
 
 /// A VM in the manner of its time: one slot that logs, mapped for good.
-struct PeerVm {
+struct PeerVm<F> {
     slots_lock: Mutex<()>,
     mmu_lock: Mutex<()>,
     slots: Slots,
@@ -77,27 +79,28 @@ struct PeerVm {
     rmap: Box<[&'static AtomicU64]>,
     flush_domain: Arc<FlushDomain>,
     range: GfnRange,
+    _format: PhantomData<fn() -> F>,
 }
 
-impl PeerVm {
+impl<F: HardwareFormat> PeerVm<F> {
     /// A VM on `memory`, with all pages mapped and protected; and the root of its tables.
-    fn new(memory: &Backing, flush_domain: Arc<FlushDomain>) -> (PeerVm, Hpa) {
+    fn new(memory: &Backing, flush_domain: Arc<FlushDomain>) -> (PeerVm<F>, Hpa) {
         let nr_pages = (memory.size_bytes() >> PAGE_SHIFT) as u32;
         let leaf_tables = tables(nr_pages.div_ceil(TABLE_ENTRIES as u32) as usize);
         let leaves = leaf_tables.iter().flat_map(|table| &table.0);
         let rmap: Box<[&AtomicU64]> = leaves.take(nr_pages as usize).collect();
         for (number, leaf) in rmap.iter().enumerate() {
             let frame = phys::hpa_of(memory.as_ptr().wrapping_add(number << PAGE_SHIFT));
-            leaf.store(Npt::leaf(frame.pfn(), Level::L4K).0, Ordering::Relaxed);
+            leaf.store(F::leaf(frame.pfn(), Level::L4K).0, Ordering::Relaxed);
         }
         // The slot begins at a multiple of 1 GiB, and ends below the 512 GiB of one table of level 3.
         let upper = tables(2 + leaf_tables.len().div_ceil(TABLE_ENTRIES));
         let [root, level_3, level_2 @ ..] = upper else { unreachable!("two tables and more were made") };
-        root.link(Level(4), gpa(0), level_3);
+        root.link::<F>(Level(4), gpa(0), level_3);
         for (number, table) in leaf_tables.iter().enumerate() {
             let (above, at) = (&level_2[number / TABLE_ENTRIES], gpa((number * TABLE_ENTRIES) as u32));
-            level_3.link(Level(3), at, above);
-            above.link(Level(2), at, table);
+            level_3.link::<F>(Level(3), at, above);
+            above.link::<F>(Level(2), at, table);
         }
         let vm = PeerVm {
             slots_lock: Mutex::default(),
@@ -107,28 +110,31 @@ impl PeerVm {
             rmap,
             flush_domain,
             range: GfnRange::new(Gfn(gpa(0).0 >> PAGE_SHIFT), nr_pages.into()),
+            _format: PhantomData,
         };
-        (vm, root.hpa())
+        // A root with three levels below is all that the slot needs; of one with 2048 entries only the first 512.
+        (vm, if F::ROOT_LEVEL == Level(3) { level_3.hpa() } else { root.hpa() })
     }
 
     /// Takes the right to write from a leaf, under the lock of the MMU.
     #[inline]
     fn protect(leaf: &AtomicU64) {
-        const SET: u64 = Npt::ACCESSED | Npt::DIRTY;
+        // Without a dirty bit there is only A.
+        let set = F::ACCESSED | if F::HAS_DIRTY_BIT { F::DIRTY } else { 0 };
         let entry = leaf.load(Ordering::Relaxed);
-        if entry & Npt::WRITABLE == 0 {
-        } else if entry & SET == SET {
+        if entry & F::WRITABLE == 0 {
+        } else if entry & set == set {
             // Hardware has nothing to set any more, and everybody else takes the lock: nothing can get lost. Release is
             // free on x86, and orders nothing that the flush does not.
-            leaf.store(entry & !Npt::WRITABLE, Ordering::Release);
+            leaf.store(entry & !F::WRITABLE, Ordering::Release);
         } else {
-            leaf.fetch_and(!Npt::WRITABLE, Ordering::SeqCst);
+            leaf.fetch_and(!F::WRITABLE, Ordering::SeqCst);
         }
     }
 
     #[inline]
     fn protect_page(&self, page: usize) {
-        PeerVm::protect(self.rmap[page]);
+        Self::protect(self.rmap[page]);
     }
 
     /// Visits the bits of a word by finding the lowest and clearing it.
@@ -167,7 +173,7 @@ impl PeerVm {
 
     /// Exchanges each word with zero.
     #[inline]
-    fn exchange(&self, out: &mut [u64], protect: impl Fn(&PeerVm, usize, u64)) {
+    fn exchange(&self, out: &mut [u64], protect: impl Fn(&Self, usize, u64)) {
         let _mmu = lock(&self.mmu_lock);
         let mut any = 0;
         let log = self.slots.log_in_use();
@@ -216,7 +222,7 @@ impl PeerVm {
                 self.protect_mask(first_page, word.load(Ordering::Relaxed));
             }
         } else {
-            self.leaf_tables.iter().flat_map(|table| &table.0).for_each(PeerVm::protect);
+            self.leaf_tables.iter().flat_map(|table| &table.0).for_each(Self::protect);
         }
         self.flush();
         log.copy_to(out);
@@ -226,10 +232,10 @@ impl PeerVm {
         let _slots = lock(&self.slots_lock);
         match method {
             Method::SrcuCopy => self.copy_slots(out),
-            Method::XchgFindNext => self.exchange(out, PeerVm::protect_find_next),
-            Method::XchgFirstToLast => self.exchange(out, PeerVm::protect_first_to_last),
+            Method::XchgFindNext => self.exchange(out, Self::protect_find_next),
+            Method::XchgFirstToLast => self.exchange(out, Self::protect_first_to_last),
             Method::Xchg16 => self.exchange16(out),
-            Method::Xchg | Method::Slat | Method::SlatLeaf | Method::Kvm => self.exchange(out, PeerVm::protect_mask),
+            Method::Xchg | Method::Slat | Method::SlatLeaf | Method::Kvm => self.exchange(out, Self::protect_mask),
         }
     }
 }
@@ -248,36 +254,36 @@ fn lock(mutex: &Mutex<()>) -> std::sync::MutexGuard<'_, ()> {
 }
 
 /// The vCPU's side of a peer.
-struct PeerVcpu(Arc<PeerVm>);
+struct PeerVcpu<F>(Arc<PeerVm<F>>);
 
-impl FaultHandler for PeerVcpu {
+impl<F: HardwareFormat> FaultHandler for PeerVcpu<F> {
     fn handle_fault(&mut self, gpa: Gpa, _access: Access) -> Result<Outcome, slat::Error> {
         let vm = &*self.0;
         let page = page(gpa);
         let section = vm.slots.enter();
         let mmu = lock(&vm.mmu_lock);
         // All pages are mapped: only the right to write can be missing.
-        vm.rmap[page as usize].fetch_or(Npt::WRITABLE, Ordering::SeqCst);
+        vm.rmap[page as usize].fetch_or(F::WRITABLE, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         section.log().mark(page);
         drop(mmu);
         Ok(Outcome::Resume)
     }
 
-    // The format has no modification log.
+    // The CPU is given no modification log.
     fn log_modifications(&mut self, _written: &[Gpa]) {}
 }
 
 /// A peer, with a guest.
-pub(super) struct Peer {
+pub(super) struct Peer<F> {
     method: Method,
-    vm: Arc<PeerVm>,
-    cpu: Cpu<PeerVcpu, Npt>,
+    vm: Arc<PeerVm<F>>,
+    cpu: Cpu<PeerVcpu<F>, F>,
 }
 
-impl Peer {
+impl<F: HardwareFormat> Peer<F> {
     /// The peer that takes its log by `method`.
-    pub(super) fn new(method: Method, memory: &Backing) -> Peer {
+    pub(super) fn new(method: Method, memory: &Backing) -> Peer<F> {
         let flush_domain = Arc::new(FlushDomain::new());
         let port = Port::new(&flush_domain);
         let (vm, root) = PeerVm::new(memory, flush_domain);
@@ -287,7 +293,7 @@ impl Peer {
     }
 }
 
-impl Subject for Peer {
+impl<F: HardwareFormat> Subject for Peer<F> {
     fn write(&mut self, pages: &[u32], value: u64) -> Result<(), Failure> {
         write_pages(&mut self.cpu, pages, value)
     }

@@ -50,9 +50,10 @@ const VIEWS: [View; 4] = [
 pub(super) fn print(out: &mut impl Write, args: &GetDirtyLogArgs, notes: &Notes, cells: &[Cell]) -> io::Result<()> {
     writeln!(
         out,
-        "Taking the dirty log of one slot of {} pages, memory: {}; the guest has stopped at each call.",
+        "Taking the dirty log of one slot of {} pages, memory: {}, tables: {}; the guest has stopped at each call.",
         args.nr_pages(),
-        args.backing
+        args.backing,
+        args.format.name()
     )?;
     if args.workload == Workload::Table {
         writeln!(out, "Methods in turn, each called {} times in a row.", args.in_a_row)?;
@@ -186,6 +187,7 @@ fn object(args: &GetDirtyLogArgs, host: Value, results: Vec<Figure>) -> Results 
             "in_a_row": args.in_a_row,
             "rate": (args.workload == Workload::Migration).then(|| args.guest_rate()),
             "backing": args.backing.to_string(),
+            "format": args.format.name(),
             "seed": args.seed,
         }),
         host,
@@ -276,9 +278,10 @@ pub(super) fn print_migration(out: &mut impl Write, args: &GetDirtyLogArgs, all:
     };
     writeln!(
         out,
-        "Migration of one slot of {} pages, memory: {}; the guest writes {rate}, at random, on a thread of its own.",
+        "Migration of one slot of {} pages, memory: {}, tables: {}; the guest writes {rate}, at random, on a thread of its own.",
         args.nr_pages(),
-        args.backing
+        args.backing,
+        args.format.name()
     )?;
     let nr_harvests = all.first().map_or(0, |run| run.harvest_ns.len());
     let header = std::iter::once(format!("{nr_harvests} harvests, ns"))

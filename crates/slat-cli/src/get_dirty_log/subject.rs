@@ -6,15 +6,14 @@
 
 use std::sync::Arc;
 
-use slat::{
-    Config, DirtyTracking, Gpa, Gva, MemoryRegion, MemoryRegionFlags, Npt, PAGE_SHIFT, Vcpu, Vm, WriteProtection,
-};
+use slat::{Config, DirtyTracking, Gpa, Gva, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, Vcpu, Vm, WriteProtection};
 use slat_machine::commit::{FlushDomain, FlushMethod, Port};
 use slat_machine::cpu::{Cpu, FaultHandler};
 use slat_machine::host::{BackingSlice, MachineHost};
 use slat_machine::machine::MachineError;
 use slat_machine::memory::{Backing, BackingKind};
 use slat_machine::tlb::Geometry;
+use slat_machine::walk::HardwareFormat;
 
 use super::Method;
 use crate::failure::{Failure, check_failed};
@@ -54,30 +53,38 @@ pub(super) fn page(gpa: Gpa) -> u32 {
 
 /// Writes `value` to `page` as the guest.
 #[inline]
-pub(super) fn write_page<V: FaultHandler>(cpu: &mut Cpu<V, Npt>, page: u32, value: u64) -> Result<(), Failure> {
+pub(super) fn write_page<V: FaultHandler, F: HardwareFormat>(
+    cpu: &mut Cpu<V, F>,
+    page: u32,
+    value: u64,
+) -> Result<(), Failure> {
     cpu.write(Gva(gpa(page).0), value)
         .map_err(|error| check_failed(format_args!("the guest wrote page {page}: {error}")))
 }
 
 /// Writes `value` to `pages` as the guest, which is back in its VMM afterwards, as a real vCPU would be.
-pub(super) fn write_pages<V: FaultHandler>(cpu: &mut Cpu<V, Npt>, pages: &[u32], value: u64) -> Result<(), Failure> {
+pub(super) fn write_pages<V: FaultHandler, F: HardwareFormat>(
+    cpu: &mut Cpu<V, F>,
+    pages: &[u32],
+    value: u64,
+) -> Result<(), Failure> {
     let written = pages.iter().try_for_each(|&page| write_page(cpu, page, value));
     cpu.exit_guest_mode();
     written
 }
 
 /// A vCPU of the engine.
-pub(super) type SlatCpu = Cpu<Vcpu<MachineHost, Npt>, Npt>;
+pub(super) type SlatCpu<F> = Cpu<Vcpu<MachineHost, F>, F>;
 
 /// The engine: a VM with a slot that logs.
-pub(super) struct Slat {
-    vm: Arc<Vm<MachineHost, Npt>>,
-    cpu: SlatCpu,
+pub(super) struct Slat<F: HardwareFormat> {
+    vm: Arc<Vm<MachineHost, F>>,
+    cpu: SlatCpu<F>,
 }
 
-impl Slat {
+impl<F: HardwareFormat> Slat<F> {
     /// The engine as `method` has it: [`Method::Slat`] or [`Method::SlatLeaf`].
-    pub(super) fn new(method: Method, memory: &Backing) -> Result<Slat, Failure> {
+    pub(super) fn new(method: Method, memory: &Backing) -> Result<Slat<F>, Failure> {
         let flush_domain = Arc::new(FlushDomain::new());
         // Many times what maps the slot.
         let max_tables = (memory.size_bytes() >> PAGE_SHIFT) / 128 + (1 << 12);
@@ -96,7 +103,7 @@ impl Slat {
     }
 
     /// VM and vCPU apart, for a guest that runs on a thread of its own.
-    pub(super) fn parts(&mut self) -> (&Vm<MachineHost, Npt>, &mut SlatCpu) {
+    pub(super) fn parts(&mut self) -> (&Vm<MachineHost, F>, &mut SlatCpu<F>) {
         (&self.vm, &mut self.cpu)
     }
 }
@@ -111,11 +118,11 @@ fn config(method: Method) -> Config {
 }
 
 /// Takes the log of the engine's slot.
-pub(super) fn get_dirty_log(vm: &Vm<MachineHost, Npt>, log: &mut [u64]) -> Result<u64, Failure> {
+pub(super) fn get_dirty_log<F: HardwareFormat>(vm: &Vm<MachineHost, F>, log: &mut [u64]) -> Result<u64, Failure> {
     Ok(vm.get_dirty_log(SLOT, log)?)
 }
 
-impl Subject for Slat {
+impl<F: HardwareFormat> Subject for Slat<F> {
     fn write(&mut self, pages: &[u32], value: u64) -> Result<(), Failure> {
         write_pages(&mut self.cpu, pages, value)
     }

@@ -27,6 +27,10 @@ impl Table {
     pub(super) fn hpa(&self) -> Hpa {
         phys::hpa_of(self.0.as_ptr())
     }
+
+    pub(super) fn set(&self, index: usize, entry: u64) {
+        self.0[index].store(entry, Ordering::Release);
+    }
 }
 
 impl Memory {
@@ -70,7 +74,7 @@ impl FaultHandler for Flat {
 }
 
 /// Says "resume" and does nothing.
-struct Idle;
+pub(super) struct Idle;
 
 impl FaultHandler for Idle {
     fn handle_fault(&mut self, _: Gpa, _: Access) -> Result<Outcome, slat::Error> {

@@ -2,7 +2,7 @@
 
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use slat::{AccessTracking, Config, Ept, Locking, Npt};
+use slat::{AccessTracking, Config, Ept, Locking, Npt, Stage2, Sv39x4, Sv48x4};
 
 use super::*;
 use crate::guest::{Order, Sharing, value};
@@ -116,6 +116,8 @@ fn each_event_alone_beside_one_and_many_guests() {
     for event in EVENTS {
         run_beside::<Npt>(&config(1), &[event], Sharing::Partitioned, 200);
         run_beside::<Ept>(&config(4), &[event], Sharing::Partitioned, 200);
+        run_beside::<Stage2>(&config(4), &[event], Sharing::Partitioned, 200);
+        run_beside::<Sv48x4>(&config(4), &[event], Sharing::Partitioned, 200);
     }
 }
 
@@ -127,6 +129,9 @@ fn all_events_with_each_locking_format_and_flush_method() {
             let config = MachineConfig { engine, ..config(4) };
             run_beside::<Npt>(&config, &EVENTS, Sharing::Partitioned, 200);
             run_beside::<Ept>(&config, &EVENTS, Sharing::Overlapping, 200);
+            run_beside::<Stage2>(&config, &EVENTS, Sharing::Overlapping, 200);
+            run_beside::<Sv39x4>(&config, &EVENTS, Sharing::Partitioned, 100);
+            run_beside::<Sv48x4>(&config, &EVENTS, Sharing::Overlapping, 200);
             let config = MachineConfig { flush_method: Some(FlushMethod::Waiting), ..config };
             run_beside::<Ept>(&config, &EVENTS, Sharing::Partitioned, 50);
         }
@@ -140,6 +145,8 @@ fn events_on_hot_pages() {
     for events in [&EVENTS[..], &[Event::Protect], &[Event::Move, Event::SwapOut]] {
         run_beside::<Npt>(&config, events, Sharing::Partitioned, 300);
         run_beside::<Ept>(&config, events, Sharing::Overlapping, 300);
+        run_beside::<Stage2>(&config, events, Sharing::Overlapping, 300);
+        run_beside::<Sv48x4>(&config, events, Sharing::Partitioned, 300);
     }
 }
 
@@ -148,6 +155,8 @@ fn all_events_beside_guests_with_paging() {
     let config = MachineConfig { paging: Paging::TwoDimensional, ..config(4) };
     run_beside::<Npt>(&config, &EVENTS, Sharing::Partitioned, 300);
     run_beside::<Ept>(&config, &EVENTS, Sharing::Partitioned, 300);
+    run_beside::<Stage2>(&config, &EVENTS, Sharing::Partitioned, 300);
+    run_beside::<Sv48x4>(&config, &EVENTS, Sharing::Partitioned, 300);
 }
 
 #[test]

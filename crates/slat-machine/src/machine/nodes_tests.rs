@@ -2,7 +2,7 @@
 
 #![expect(unsafe_code, reason = "reads the engine's tables as hardware does")]
 
-use slat::{Config, Ept, Host, Hpa, NodeId, Npt, PageSize, TablePlacement};
+use slat::{Config, Ept, Host, Hpa, NodeId, Npt, PageSize, Stage2, Sv39x4, Sv48x4, TablePlacement};
 
 use super::*;
 use crate::guest::{Order, Sharing};
@@ -201,8 +201,10 @@ fn split_tables_lie_where_the_placement_says() {
     }
 }
 
-/// Walks of pages that are mapped read four entries each, and each of a guest with paging twenty.
+/// Walks of pages that are mapped read an entry of each level, and five times as many if the guest has paging.
 fn walks_are_counted<F: HardwareFormat>(paging: Paging, reads_per_walk: u64) {
+    // Each of the guest's own tables is translated, and the page.
+    let leaf_reads_per_walk = if paging == Paging::Off { 1 } else { 5 };
     let machine = Machine::<F>::new(&MachineConfig { paging, ..two_nodes() }).unwrap();
     machine.populate(Program::default(), FirstTouch::Other).unwrap();
     // The pages' own CPUs walk for the first time, and set no accessed bits that another could be faster with.
@@ -215,7 +217,7 @@ fn walks_are_counted<F: HardwareFormat>(paging: Paging, reads_per_walk: u64) {
         assert_eq!(total.walk_reads.local + total.walk_reads.remote, reads_per_walk * total.nr_walks);
         assert_eq!(
             total.walk_reads.leaf_table_local + total.walk_reads.leaf_table_remote,
-            reads_per_walk / 4 * total.nr_walks
+            leaf_reads_per_walk * total.nr_walks
         );
     }
     if paging == Paging::Off {
@@ -234,9 +236,13 @@ fn walks_are_counted<F: HardwareFormat>(paging: Paging, reads_per_walk: u64) {
 
 #[test]
 fn walks_are_counted_by_node() {
+    walks_are_counted::<Sv39x4>(Paging::Off, 3);
+    walks_are_counted::<Sv39x4>(Paging::TwoDimensional, 15);
     for (paging, reads_per_walk) in [(Paging::Off, 4), (Paging::TwoDimensional, 20)] {
         walks_are_counted::<Npt>(paging, reads_per_walk);
         walks_are_counted::<Ept>(paging, reads_per_walk);
+        walks_are_counted::<Stage2>(paging, reads_per_walk);
+        walks_are_counted::<Sv48x4>(paging, reads_per_walk);
     }
 }
 

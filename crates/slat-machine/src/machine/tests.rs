@@ -1,6 +1,6 @@
 //! The machine with the engine: guests that verify what they read, and the dirty log against what they wrote.
 
-use slat::{Config, Ept, Format, Host, Locking, Npt};
+use slat::{Config, Ept, Format, Host, Locking, Npt, Stage2, Sv39x4, Sv48x4};
 
 use super::*;
 use crate::guest::{Order, Sharing, value};
@@ -58,6 +58,9 @@ fn guests_run_and_the_dirty_log_tells_what_they_wrote() {
             let config = MachineConfig { engine: Config::with_locking(locking), paging, ..small() };
             populate_then_log::<Npt>(&config);
             populate_then_log::<Ept>(&config);
+            populate_then_log::<Stage2>(&config);
+            populate_then_log::<Sv39x4>(&config);
+            populate_then_log::<Sv48x4>(&config);
         }
     }
 }
@@ -68,6 +71,8 @@ fn the_fallback_and_tiny_tlbs_do_the_same() {
     let tlb = crate::tlb::Geometry { size_4k: (2, 2), size_2m: (1, 1), size_1g: (1, 1) };
     populate_then_log::<Npt>(&MachineConfig { flush_method, tlb, ..small() });
     populate_then_log::<Ept>(&MachineConfig { paging: Paging::TwoDimensional, flush_method, tlb, ..small() });
+    populate_then_log::<Stage2>(&MachineConfig { flush_method, tlb, ..small() });
+    populate_then_log::<Sv48x4>(&MachineConfig { paging: Paging::TwoDimensional, flush_method, tlb, ..small() });
 }
 
 #[test]
@@ -80,6 +85,9 @@ fn large_pages_are_mapped_and_split() {
         ..MachineConfig::default()
     };
     populate_then_log::<Npt>(&config);
+    populate_then_log::<Stage2>(&config);
+    populate_then_log::<Sv39x4>(&config);
+    populate_then_log::<Sv48x4>(&config);
     populate_then_log::<Ept>(&MachineConfig { paging: Paging::TwoDimensional, ..config });
 }
 
@@ -248,6 +256,88 @@ fn the_logs_name_the_pages_that_guests_wrote() {
         assert!(!pages.is_empty());
         assert_eq!(machine.vm().host().modification_logs().nr_drains(), 2);
     }
+}
+
+/// Huge pages are split and put back beside guests, whose TLBs notice if there are two sizes of one page at a time.
+fn toggle_logging_beside_guests<F: HardwareFormat>() {
+    let config = MachineConfig {
+        nr_vcpus: 3,
+        bytes_per_vcpu: 4 << 20,
+        backing: BackingKind::AnonymousThp,
+        ..MachineConfig::default()
+    };
+    let machine = Machine::<F>::new(&config).unwrap();
+    machine.run(Program::default()).unwrap();
+    let program = Program {
+        order: Order::Random,
+        sharing: Sharing::Overlapping,
+        write_percent: 20,
+        oldest_round: 1,
+        ..Program::default()
+    };
+    let running = machine.start(program).unwrap();
+    for flags in [MemoryRegionFlags::LOG_DIRTY_PAGES, MemoryRegionFlags::empty()].into_iter().cycle().take(40) {
+        let before = machine.progress().total();
+        machine.set_region_flags(flags).unwrap();
+        while machine.progress().total() < before + 500 && !machine.has_stopped() {
+            std::thread::yield_now();
+        }
+    }
+    running.stop().unwrap();
+    let stats = machine.vm().stats();
+    if stats.pages_2m() == 0 {
+        eprintln!("not checked: this host has no transparent huge pages");
+    } else {
+        assert!(stats.splits > 0 && stats.recoveries > 0, "{stats:?}");
+    }
+}
+
+#[test]
+fn huge_pages_come_and_go_beside_guests_of_every_format() {
+    toggle_logging_beside_guests::<Npt>();
+    toggle_logging_beside_guests::<Ept>();
+    toggle_logging_beside_guests::<Stage2>();
+    toggle_logging_beside_guests::<Sv39x4>();
+    toggle_logging_beside_guests::<Sv48x4>();
+}
+
+#[test]
+fn a_region_beyond_the_guest_physical_addresses_is_refused() {
+    // 2 TiB of address space, of which the region's place takes 64 GiB; all of it, and no memory to back it.
+    let config = MachineConfig { bytes_per_vcpu: 1 << 40, nr_vcpus: 2, ..MachineConfig::default() };
+    let refused = Machine::<Sv39x4>::new(&config);
+    assert!(
+        matches!(refused, Err(MachineError::Memory(_) | MachineError::Engine(slat::Error::AddressTooHigh { .. }))),
+        "{refused:?}"
+    );
+    let machine = Machine::<Sv39x4>::new(&small()).unwrap();
+    let beyond = MemoryRegion {
+        slot: 9,
+        flags: MemoryRegionFlags::empty(),
+        guest_phys_addr: Gpa(1 << 41),
+        memory_size: PAGE_SIZE,
+        backing: Some(BackingSlice { backing: machine.region.clone(), offset_bytes: 0 }),
+        userfault_bitmap: None,
+    };
+    let refused = machine.vm().set_user_memory_region(beyond.clone());
+    assert!(matches!(refused, Err(slat::Error::AddressTooHigh { gpa_bits: 41, .. })), "{refused:?}");
+    let machine = Machine::<Sv48x4>::new(&small()).unwrap();
+    // As far as four levels under a wide root go.
+    let last = MemoryRegion { guest_phys_addr: Gpa((1 << 50) - PAGE_SIZE), ..beyond };
+    machine.vm().set_user_memory_region(last).unwrap();
+}
+
+#[test]
+fn what_a_format_cannot_log_by_is_refused() {
+    let refused = |engine| match Machine::<Stage2>::new(&MachineConfig { engine, ..small() }) {
+        Err(MachineError::Engine(error)) => error,
+        other => panic!("{other:?}"),
+    };
+    let by = |tracking| Config::default().with_dirty_tracking(tracking);
+    assert_eq!(refused(by(DirtyTracking::DirtyBit)), slat::Error::NoDirtyBitInFormat { format: "stage2" });
+    assert_eq!(refused(by(DirtyTracking::PageModificationLog)), slat::Error::NoModificationLog { format: "stage2" });
+    let engine = by(DirtyTracking::DirtyBit);
+    assert!(Machine::<Sv48x4>::new(&MachineConfig { engine, ..small() }).is_ok());
 }
 
 #[test]

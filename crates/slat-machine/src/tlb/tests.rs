@@ -26,7 +26,7 @@ fn finds_what_was_filled_in_each_size() {
     for (size, offset) in SIZES.into_iter().zip([0xff8, 0x12_3458, 0x1234_5678]) {
         let mut tlb = tlb();
         let base = 5 << 30;
-        let hpa = 1 << 50 | 3 << 30;
+        let hpa = 1 << 47 | 3 << 30;
         tlb.fill(CONTEXT, base + 8, Gpa(8), size, Hpa(hpa + 8), Writes::MustWalk);
         assert_eq!(tlb.lookup_read(CONTEXT, base + offset), Some(Hpa(hpa + offset)));
         assert_eq!(tlb.lookup_read(CONTEXT, base + size.size_bytes()), None);
@@ -206,6 +206,26 @@ fn drops_exactly_what_is_named() {
                 assert!(array.find(CONTEXT, address).is_some(), "{size:?} {address:#x} in turn {turn}");
             }
             assert_eq!(tlb.arrays.iter().map(|array| array.nr_live).sum::<u64>(), kept.len() as u64);
+        }
+    }
+}
+
+#[test]
+fn another_size_of_a_page_is_found_whichever_was_first() {
+    let block = 5 << 30;
+    for (first, cached) in SIZES.into_iter().enumerate() {
+        for (second, walked) in SIZES.into_iter().enumerate() {
+            let mut tlb = tlb();
+            // Somewhere in the middle of the larger one.
+            let (at, again) = (block + 0x1000, if first < second { block } else { block + 0x1000 });
+            tlb.fill(CONTEXT, at, Gpa(at), cached, Hpa(1 << 47 | at), Writes::Allowed);
+            let found = (first != second).then_some(cached);
+            assert_eq!(tlb.other_size(CONTEXT, again, walked), found, "{cached:?}, then {walked:?}");
+            let beyond = block + cached.size_bytes().max(walked.size_bytes());
+            assert_eq!(tlb.other_size(CONTEXT, beyond, walked), None);
+            assert_eq!(tlb.other_size(Context { vm: 2, ..CONTEXT }, again, walked), None);
+            tlb.drop_range(GfnRange::new(Gpa(at).gfn(), 1));
+            assert_eq!(tlb.other_size(CONTEXT, again, walked), None, "it was flushed");
         }
     }
 }

@@ -8,10 +8,8 @@
 
 use slat::{Access, Gpa, Hpa, Level};
 
-use super::{
-    CountReads, Fault, GUEST_PHYSICAL_BITS, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Used, Walker,
-};
-use super::{address_mask, mapping, shift};
+use super::{CountReads, Fault, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Used, Walker};
+use super::{address_mask, index, mapping, shift};
 use crate::tlb::Writes;
 
 const READ: u64 = 1 << 0;
@@ -38,8 +36,10 @@ const QUALIFICATION_LINEAR_VALID: u64 = 1 << 7;
 const QUALIFICATION_FINAL: u64 = 1 << 8;
 
 impl HardwareFormat for slat::Ept {
+    const GUEST_PHYSICAL_BITS: u32 = 48;
     const GUEST_PML4E_RESERVED: u64 = 0;
     const LOGS_MODIFICATIONS: bool = true;
+    const HAS_TLB_CONFLICTS: bool = false;
 
     // Always: a walk that is called, and hands its result over in memory, takes a fifth longer.
     #[inline(always)]
@@ -49,7 +49,7 @@ impl HardwareFormat for slat::Ept {
             Purpose::GuestTable => Access::Write,
         };
         // Four levels translate 48 bits; an address beyond them has no translation.
-        if gpa.0 >> GUEST_PHYSICAL_BITS != 0 {
+        if gpa.0 >> Self::GUEST_PHYSICAL_BITS != 0 {
             return Err(violation(gpa, access, purpose, 0));
         }
 
@@ -58,7 +58,7 @@ impl HardwareFormat for slat::Ept {
         let mut path = [Used { at: std::ptr::null_mut(), entry: 0 }; 4];
         let mut level = 4;
         loop {
-            let Some(used) = Used::read_second_stage(walker, table, gpa, level)? else {
+            let Some(used) = Used::read_second_stage(walker, table, index(gpa.0, level), level)? else {
                 return Err(Stop::NoMemory { gpa, hpa: table });
             };
             let entry = used.entry;
@@ -92,7 +92,7 @@ impl HardwareFormat for slat::Ept {
         let marks = if access == Access::Write { ACCESSED | DIRTY } else { ACCESSED };
         let leaf = set(path[usize::from(level) - 1], walker, gpa, marks)?;
         let writes = if permissions & WRITE != 0 && leaf & DIRTY != 0 { Writes::Allowed } else { Writes::MustWalk };
-        mapping(gpa, leaf, level, writes)
+        mapping(gpa, leaf & address_mask(shift(level)), level, writes)
     }
 }
 

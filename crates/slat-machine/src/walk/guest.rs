@@ -11,7 +11,7 @@
 use slat::{Access, Gpa, Gva, PageSize};
 use thiserror::Error;
 
-use super::{CountReads, GUEST_PHYSICAL_BITS, HardwareFormat, Mapping, Purpose, Stop, Used, Walker};
+use super::{CountReads, HardwareFormat, Mapping, Purpose, Stop, Used, Walker};
 use super::{address_mask, index, page_size, shift};
 use crate::tlb::Writes;
 
@@ -22,8 +22,6 @@ const DIRTY: u64 = 1 << 6;
 const PAGE: u64 = 1 << 7;
 const NO_EXECUTE: u64 = 1 << 63;
 const LARGE_PAT: u64 = 1 << 12;
-/// Address bits beyond the guest's MAXPHYADDR.
-const BEYOND_ADDRESSES: u64 = address_mask(12) & !((1 << GUEST_PHYSICAL_BITS) - 1);
 
 /// Page-fault error code, bit 0: the page is present, and the access was not permitted.
 pub const ERROR_PRESENT: u32 = 1 << 0;
@@ -145,7 +143,8 @@ fn smaller(left: PageSize, right: PageSize) -> PageSize {
 
 /// The bits that must be zero in a present entry.
 fn reserved<F: HardwareFormat>(entry: u64, level: u8) -> u64 {
-    BEYOND_ADDRESSES
+    // Address bits beyond the guest's MAXPHYADDR, too.
+    address_mask(12) & !((1 << F::GUEST_PHYSICAL_BITS) - 1)
         | match level {
             4 => PAGE | F::GUEST_PML4E_RESERVED,
             2 | 3 if entry & PAGE != 0 => address_mask(12) & !address_mask(shift(level)) & !LARGE_PAT,

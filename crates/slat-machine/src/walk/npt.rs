@@ -6,10 +6,8 @@
 
 use slat::{Access, Gpa, Hpa, Level};
 
-use super::{
-    CountReads, Fault, GUEST_PHYSICAL_BITS, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Used, Walker,
-};
-use super::{address_mask, mapping, shift};
+use super::{CountReads, Fault, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Used, Walker};
+use super::{address_mask, index, mapping, shift};
 use crate::tlb::Writes;
 
 const PRESENT: u64 = 1 << 0;
@@ -34,8 +32,10 @@ const CODE_FINAL: u64 = 1 << 32;
 const CODE_GUEST_TABLE: u64 = 1 << 33;
 
 impl HardwareFormat for slat::Npt {
+    const GUEST_PHYSICAL_BITS: u32 = 48;
     const GUEST_PML4E_RESERVED: u64 = 1 << 8;
     const LOGS_MODIFICATIONS: bool = false;
+    const HAS_TLB_CONFLICTS: bool = false;
 
     // Always: a walk that is called, and hands its result over in memory, takes a fifth longer.
     #[inline(always)]
@@ -46,7 +46,7 @@ impl HardwareFormat for slat::Npt {
         };
         let fault = |present: u64| Stop::Fault(Fault { gpa, access, code: code(access, purpose) | present });
         // Four levels translate 48 bits; an address beyond them has no translation.
-        if gpa.0 >> GUEST_PHYSICAL_BITS != 0 {
+        if gpa.0 >> Self::GUEST_PHYSICAL_BITS != 0 {
             return Err(fault(0));
         }
 
@@ -57,7 +57,7 @@ impl HardwareFormat for slat::Npt {
         let mut path = [Used { at: std::ptr::null_mut(), entry: 0 }; 4];
         let mut level = 4;
         loop {
-            let Some(used) = Used::read_second_stage(walker, table, gpa, level)? else {
+            let Some(used) = Used::read_second_stage(walker, table, index(gpa.0, level), level)? else {
                 return Err(Stop::NoMemory { gpa, hpa: table });
             };
             let entry = used.entry;
@@ -94,7 +94,7 @@ impl HardwareFormat for slat::Npt {
         let marks = if access == Access::Write { ACCESSED | DIRTY } else { ACCESSED };
         let leaf = path[usize::from(level) - 1].set(walker, marks)?;
         let writes = if granted & WRITABLE != 0 && leaf & DIRTY != 0 { Writes::Allowed } else { Writes::MustWalk };
-        mapping(gpa, leaf, level, writes)
+        mapping(gpa, leaf & address_mask(shift(level)), level, writes)
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::{Access, Ept, Gpa, Hpa, Level, Npt, PageSize};
+use slat::{Access, Ept, Gpa, Hpa, Level, Npt, PageSize, Stage2};
 
 use super::{Fault, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Walker};
 use crate::commit::{FlushDomain, Port};
@@ -40,9 +40,9 @@ pub(super) struct Way {
     pub(super) gpa: Gpa,
 }
 
-pub(super) const FRAME: u64 = 1 << 50 | 0x12_3456_7000;
+pub(super) const FRAME: u64 = phys::BIAS | 0x12_3456_7000;
 /// Indexes 1, 2, 3, 4 and the offset 0x568.
-const ADDRESS: u64 = 1 << 39 | 2 << 30 | 3 << 21 | 4 << 12 | 0x568;
+pub(super) const ADDRESS: u64 = 1 << 39 | 2 << 30 | 3 << 21 | 4 << 12 | 0x568;
 
 impl Way {
     /// Tables linked by `link` bits, and `leaf` (address and bits) as the entry of `level`.
@@ -65,7 +65,7 @@ impl Way {
         self.tables[3].hpa()
     }
 
-    fn set(&self, level: u8, entry: u64) {
+    pub(super) fn set(&self, level: u8, entry: u64) {
         let at = usize::from(4 - level);
         self.tables[at].set(self.indexes[at], entry);
     }
@@ -75,7 +75,7 @@ impl Way {
         self.tables[at].get(self.indexes[at])
     }
 
-    fn or(&self, level: u8, bits: u64) {
+    pub(super) fn or(&self, level: u8, bits: u64) {
         self.set(level, self.get(level) | bits);
     }
 
@@ -93,20 +93,20 @@ impl Way {
         }
     }
 
-    fn walk_for<F: HardwareFormat>(&self, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
+    pub(super) fn walk_for<F: HardwareFormat>(&self, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
         F::walk(self.walker(), self.gpa, access, purpose)
     }
 
-    fn walk<F: HardwareFormat>(&self, access: Access) -> Result<Mapping, Stop> {
+    pub(super) fn walk<F: HardwareFormat>(&self, access: Access) -> Result<Mapping, Stop> {
         self.walk_for::<F>(access, Purpose::Data)
     }
 }
 
-fn fault(access: Access, code: u64) -> Result<Mapping, Stop> {
+pub(super) fn fault(access: Access, code: u64) -> Result<Mapping, Stop> {
     Err(Stop::Fault(Fault { gpa: Gpa(ADDRESS), access, code }))
 }
 
-const ACCESSES: [Access; 3] = [Access::Read, Access::Write, Access::Execute];
+pub(super) const ACCESSES: [Access; 3] = [Access::Read, Access::Write, Access::Execute];
 
 mod ept {
     use super::*;
@@ -359,7 +359,7 @@ mod npt {
 
 fn ends_where_there_is_no_memory<F: HardwareFormat>(link: u64, leaf: u64) {
     // A pointer that was not biased.
-    let way = Way::new(link, 1, FRAME & !(1 << 50) | leaf);
+    let way = Way::new(link, 1, FRAME & !phys::BIAS | leaf);
     assert!(matches!(way.walk::<F>(Access::Read), Err(Stop::NoMemory { .. })));
     let way = Way::new(link, 1, FRAME | leaf);
     way.set(3, 0x1000 | link);
@@ -382,11 +382,16 @@ fn a_flushed_generation_stops_the_walk<F: HardwareFormat>(link: u64, leaf: u64) 
 }
 
 #[test]
-fn both_formats_stop_at_nonsense() {
+fn formats_stop_at_nonsense() {
     ends_where_there_is_no_memory::<Ept>(7, 7 | 6 << 3);
     ends_where_there_is_no_memory::<Npt>(7, 7);
     ends_beyond_the_address_bits::<Ept>(7, 7 | 6 << 3);
     ends_beyond_the_address_bits::<Npt>(7, 7);
     a_flushed_generation_stops_the_walk::<Ept>(7, 7 | 6 << 3);
     a_flushed_generation_stops_the_walk::<Npt>(7, 7);
+    // A page with write-back memory that may be read and written.
+    let page = 3 | 0b1111 << 2 | 0b11 << 6;
+    ends_where_there_is_no_memory::<Stage2>(3, page);
+    ends_beyond_the_address_bits::<Stage2>(3, page);
+    a_flushed_generation_stops_the_walk::<Stage2>(3, page);
 }

@@ -1,10 +1,10 @@
 //! What walks write into a page-modification log: the page of each leaf that they make dirty, and nothing else.
 
-use slat::{Access, Ept, Gpa, Gva, Npt};
+use slat::{Access, Ept, Gpa, Gva, Npt, Stage2, Sv39x4, Sv48x4};
 
 use super::guest;
 use super::tests::{FRAME, Way};
-use super::tests_guest::{GVA, Guest};
+use super::tests_guest::{GVA, Guest, Second};
 use super::{HardwareFormat, Mapping, Purpose, Stop, Used, Walker};
 use crate::modification_log::{LogFull, ModificationLog, ModificationLogs, NR_ENTRIES};
 
@@ -68,7 +68,7 @@ fn accesses_to_guest_tables_are_logged_as_writes() {
     assert!(walk::<Ept>(&way, &log, Access::Read, Purpose::GuestTable).is_ok());
     assert_eq!(logged(&log), [Gpa(way.gpa.0 & !0xfff)]);
 
-    let guest = Guest::new(LEAF);
+    let guest = Guest::new(Second::x86(LEAF));
     let walk = |access| {
         let walker = Walker { log: Some(&log), ..guest.walker() };
         guest::walk::<Ept, _>(walker, Gpa(0), Gva(GVA), access).map(|_| ())
@@ -95,6 +95,7 @@ fn what_marks_nothing_logs_nothing() {
     let way = Way::new(LINK, 1, FRAME | LINK);
     assert!(walk::<Npt>(&way, &log, Access::Write, Purpose::Data).is_ok());
     const { assert!(!Npt::LOGS_MODIFICATIONS && Ept::LOGS_MODIFICATIONS) };
+    const { assert!(!Stage2::LOGS_MODIFICATIONS && !Sv39x4::LOGS_MODIFICATIONS && !Sv48x4::LOGS_MODIFICATIONS) };
     assert_eq!(log.nr_logged(), 0);
 }
 

@@ -4,7 +4,7 @@ use std::alloc::Layout;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::{Access, AllocationWait, Ept, Gpa, Host, Hpa, NodeId, Npt, TableNode};
+use slat::{Access, AllocationWait, Ept, Gpa, Host, Hpa, NodeId, Npt, Stage2, Sv48x4, TableNode};
 
 use super::tests::FRAME;
 use super::{HardwareFormat, Purpose, Stop, Used, Walker};
@@ -13,8 +13,19 @@ use crate::host::MachineHost;
 use crate::numa::{Nodes, ReadCounts, WalkCounter, WalkReads};
 use crate::phys;
 
-/// Read, write, execute or present, writable, user; A where the format has it, so that nothing is to be set.
-const LINK: u64 = 0b111;
+/// How a format writes entries.
+#[derive(Clone, Copy)]
+struct Entries {
+    /// The address goes into the entry so many bits lower.
+    shift: u32,
+    link: u64,
+    page: u64,
+    block: u64,
+}
+
+/// Read, write, execute or present, writable, user.
+const X86: Entries = Entries { shift: 0, link: 0b111, page: 0b111, block: 0b111 | 1 << 7 };
+
 const GPA: Gpa = Gpa(1 << 39 | 2 << 30 | 3 << 21 | 4 << 12);
 const INDEXES: [usize; 4] = [1, 2, 3, 4];
 
@@ -23,13 +34,14 @@ struct Way {
     host: MachineHost,
     port: Port,
     tables: [Hpa; 4],
+    entries: Entries,
     counts: Arc<ReadCounts>,
     counter: WalkCounter,
 }
 
 impl Way {
     /// With the tables on `nodes`, of which there are 0 and 7.
-    fn new(nodes: [u32; 4]) -> Way {
+    fn new(nodes: [u32; 4], entries: Entries) -> Way {
         let map = Nodes::Virtual { nodes: vec![NodeId(0), NodeId(7)], without_memory: Vec::new() }.map().unwrap();
         let domain = Arc::new(FlushDomain::new());
         let host = MachineHost::with_nodes(Arc::clone(&domain), 100, Arc::new(map)).unwrap();
@@ -39,11 +51,15 @@ impl Way {
         assert_eq!(tables.map(|table| host.node_of(table.pfn()).0), nodes);
         let counts = Arc::default();
         let counter = host.walk_counter(&counts).unwrap();
-        let way = Way { port: Port::new(&domain), host, tables, counts, counter };
+        let way = Way { port: Port::new(&domain), host, tables, entries, counts, counter };
         for level in 2..=4 {
-            way.set(level, way.tables[5 - level].0 | LINK);
+            way.set(level, way.entry(way.tables[5 - level].0, entries.link));
         }
         way
+    }
+
+    fn entry(&self, address: u64, bits: u64) -> u64 {
+        address >> self.entries.shift | bits
     }
 
     fn set(&self, level: usize, entry: u64) {
@@ -73,10 +89,9 @@ impl Way {
     }
 }
 
-fn counts_are_exact<F: HardwareFormat>(leaf_bits: u64) {
-    const PS: u64 = 1 << 7;
-    let way = Way::new([0, 7, 0, 7]);
-    way.set(1, FRAME | leaf_bits);
+fn counts_are_exact<F: HardwareFormat>(entries: Entries) {
+    let way = Way::new([0, 7, 0, 7], entries);
+    way.set(1, way.entry(FRAME, entries.page));
     assert_eq!(way.walk::<F>(0), ([2, 2, 0, 1], Ok(())));
     assert_eq!(way.walk::<F>(7), ([2, 2, 1, 0], Ok(())));
     // A fault has read as far as it came.
@@ -86,36 +101,40 @@ fn counts_are_exact<F: HardwareFormat>(leaf_bits: u64) {
     assert_eq!(reads, [2, 2, 1, 0]);
     way.set(3, 0);
     assert_eq!(way.walk::<F>(7).0, [1, 1, 0, 0]);
-    way.set(3, way.tables[2].0 | LINK);
+    way.set(3, way.entry(way.tables[2].0, entries.link));
     // A huge page ends above level 1.
-    way.set(2, (FRAME & !((1 << 21) - 1)) | leaf_bits | PS);
+    way.set(2, way.entry(FRAME & !((1 << 21) - 1), entries.block));
     assert_eq!(way.walk::<F>(0), ([2, 1, 0, 0], Ok(())));
-    let way = Way::new([7, 7, 7, 7]);
-    way.set(1, FRAME | leaf_bits);
+    let way = Way::new([7, 7, 7, 7], entries);
+    way.set(1, way.entry(FRAME, entries.page));
     assert_eq!(way.walk::<F>(7), ([4, 0, 1, 0], Ok(())));
     assert_eq!(way.walk::<F>(0), ([0, 4, 0, 1], Ok(())));
 }
 
 #[test]
 fn reads_are_counted_by_node_and_level() {
-    counts_are_exact::<Npt>(0b111);
-    counts_are_exact::<Ept>(0b111 | 6 << 3);
+    counts_are_exact::<Npt>(X86);
+    counts_are_exact::<Ept>(Entries { page: X86.page | 6 << 3, block: X86.block | 6 << 3, ..X86 });
+    let attributes = 0b1111 << 2 | 0b11 << 6;
+    counts_are_exact::<Stage2>(Entries { shift: 0, link: 0b11, page: attributes | 0b11, block: attributes | 0b01 });
+    let leaf = 0b1_1111;
+    counts_are_exact::<Sv48x4>(Entries { shift: 2, link: 1, page: leaf, block: leaf });
 }
 
 #[test]
 fn a_walk_that_is_overtaken_has_read_as_far_as_it_came() {
-    let way = Way::new([0, 7, 0, 7]);
+    let way = Way::new([0, 7, 0, 7], X86);
     way.set(1, FRAME | 0b111);
     way.counter.begin_walk();
     let walker = way.walker();
     for (level, &table) in (1..=4).rev().zip(&way.tables).take(3) {
-        assert!(Used::read_second_stage(walker, table, GPA, level).unwrap().is_some());
+        assert!(Used::read_second_stage(walker, table, INDEXES[4 - level as usize] as u64, level).unwrap().is_some());
     }
-    let last = Used::read_second_stage(walker, way.tables[3], GPA, 1).unwrap().unwrap();
+    let last = Used::read_second_stage(walker, way.tables[3], INDEXES[3] as u64, 1).unwrap().unwrap();
     way.port.domain().flush(&[]);
     // Its accessed bit cannot be set any more, nor can it read on.
     assert_eq!(last.set(walker, 1 << 5), Err(Stop::Restart));
-    assert!(Used::read_second_stage(walker, way.tables[3], GPA, 1).is_err());
+    assert!(Used::read_second_stage(walker, way.tables[3], INDEXES[3] as u64, 1).is_err());
     let reads = way.counts.get();
     assert_eq!(reads, WalkReads { local: 2, remote: 2, leaf_table_local: 0, leaf_table_remote: 1 });
 }
@@ -124,7 +143,7 @@ fn a_walk_that_is_overtaken_has_read_as_far_as_it_came() {
 fn one_node_has_no_counter_and_foreign_tables_have_no_node() {
     let host = MachineHost::new(Arc::default(), 10).unwrap();
     assert!(host.walk_counter(&Arc::default()).is_none());
-    let way = Way::new([0, 0, 0, 0]);
+    let way = Way::new([0, 0, 0, 0], X86);
     let page = super::tests::Page::new();
     way.counter.count(page.hpa(), 1);
     way.counter.count(phys::hpa_of(&raw const way), 4);
