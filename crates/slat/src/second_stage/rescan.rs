@@ -36,12 +36,13 @@ pub(crate) fn rescan<H: Host, F: Format>(
     nr_pages: u64,
 ) -> Result<u64, Error> {
     loop {
-        let pages = {
+        let slot_range = {
             let section = tree.epochs.enter(record);
             let slot = slots.by_id(&section, id).ok_or(Error::NoSuchSlot { slot: id })?;
             check_pages(&slot, first_page, nr_pages)?;
-            GfnRange::new(Gfn(slot.range().start.0 + first_page), nr_pages)
+            slot.range()
         };
+        let pages = GfnRange::new(Gfn(slot_range.start.0 + first_page), nr_pages);
         // After the look at the slot: a fault under way that has found it elsewhere, or with another bitmap, is dealt with by
         // who has changed that.
         let stamp = tree.next_stamp();
@@ -56,11 +57,9 @@ pub(crate) fn rescan<H: Host, F: Format>(
             }
             let mut runs = ArrayVec::<GfnRange, RUNS_PER_TURN>::new();
             let section = tree.epochs.enter(record);
-            // Moved, deleted or changed meanwhile: once more, with what is there now.
+            // Moved, deleted or changed meanwhile: once more, with what is there now, which may be smaller.
             let found = slots.by_id(&section, id);
-            let Some(slot) = found.filter(|slot| slot.range().start.0 + first_page == pages.start.0) else {
-                break Ok(false);
-            };
+            let Some(slot) = found.filter(|slot| slot.range() == slot_range) else { break Ok(false) };
             let Some(userfault) = slot.userfault() else { break Ok(false) };
             if let Err(gone) = find_runs(&slot, userfault, pages, &mut next, &mut runs) {
                 break Err(gone);
