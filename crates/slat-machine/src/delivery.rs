@@ -50,10 +50,10 @@ pub use error::{AttachError, ConfigError, DeliveryError, HandshakeError, Resolve
 pub use port::{MAX_ANSWERS, Parked, Port, PortStats, Requested, Waiter};
 pub use resolver::{Claim, GuestPage, Request, Resolver, ResolverStats, Shard, Wake};
 
+use crate::descriptors::EventFd;
 use handshake::{Deadline, Welcome};
 use ring::{Layout, Rings};
 use session::{Session, Shared};
-use shared::EventFd;
 
 /// The guest's memory as a file that a resolver maps: page 0 of the bitmap is at `offset_bytes`.
 #[derive(Debug)]
@@ -129,13 +129,14 @@ impl Delivery {
         if !(Layout { nr_shards: 1, nr_waiters, nr_vcpus, nr_entries: ring_entries }).is_possible() {
             return Err(ConfigError::BadCounts { nr_vcpus, nr_waiters, ring_entries });
         }
+        let eventfd = || EventFd::new().map_err(|source| ConfigError::System { call: "eventfd", source });
+        let wakers = (0..nr_waiters).map(|_| eventfd()).collect::<Result<Vec<_>, _>>()?;
+        let command = eventfd()?;
         if let Some(memory) = &memory {
             check_memory(memory, bitmap.nr_pages().saturating_mul(page_size.size_bytes()))?;
         }
-        let eventfd = || EventFd::new().map_err(|source| ConfigError::System { call: "eventfd", source });
-        let wakers = (0..nr_waiters).map(|_| eventfd()).collect::<Result<Vec<_>, _>>()?;
         let numbers = (nr_vcpus, ring_entries, page_size);
-        let shared = Arc::new(Shared::new(numbers, bitmap, timeout, wakers, eventfd()?));
+        let shared = Arc::new(Shared::new(numbers, bitmap, timeout, wakers, command));
         let watched = Arc::clone(&shared);
         let watcher = thread::Builder::new()
             .name("delivery-watcher".to_owned())
@@ -194,7 +195,7 @@ impl Delivery {
     pub fn accept(&self, listener: &UnixListener) -> Result<u64, AttachError> {
         let failed = |call| move |source| AttachError::Handshake(HandshakeError::System { call, source });
         listener.set_nonblocking(true).map_err(failed("fcntl"))?;
-        let deadline = std::time::Instant::now() + self.shared.timeout;
+        let deadline = Deadline::new(self.shared.timeout);
         loop {
             match listener.accept() {
                 Ok((stream, _)) => return self.attach(stream),
@@ -202,10 +203,9 @@ impl Delivery {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(source) => return Err(failed("accept")(source)),
             }
-            let left = deadline.saturating_duration_since(std::time::Instant::now());
-            if left.is_zero() {
+            let Ok(left) = deadline.left() else {
                 return Err(AttachError::NobodyCame { waited: self.shared.timeout });
-            }
+            };
             if self.shared.is_closed() {
                 return Err(AttachError::Closed);
             }
@@ -310,19 +310,25 @@ fn take(taken: &mut [bool], what: &'static str, number: u32) -> Result<(), Confi
     }
 }
 
-/// Whether the memory lies in its file, and stays there.
+/// Whether the memory lies in its file, and sees to it that it stays there.
 fn check_memory(memory: &SharedMemoryFile, bitmap_bytes: u64) -> Result<(), ConfigError> {
     let SharedMemoryFile { file, offset_bytes, size_bytes } = memory;
     let (offset_bytes, size_bytes) = (*offset_bytes, *size_bytes);
+    let check = || {
+        let file_bytes =
+            shared::file_size(file.as_fd()).map_err(|source| ConfigError::System { call: "fstat", source })?;
+        let is_inside = offset_bytes.checked_add(size_bytes).is_some_and(|end| end <= file_bytes);
+        if !is_inside || size_bytes == 0 || size_bytes > bitmap_bytes || !offset_bytes.is_multiple_of(PAGE_SIZE) {
+            return Err(ConfigError::BadMemory { offset_bytes, size_bytes, file_bytes, bitmap_bytes });
+        }
+        Ok(())
+    };
+    // Before the file is changed, for it may be refused; and after, for it may have been cut meanwhile.
+    check()?;
     if !shared::is_sealed(file.as_fd()) {
         shared::seal_against_shrinking(file.as_fd()).map_err(|source| ConfigError::UnsealedMemory { source })?;
     }
-    let file_bytes = shared::file_size(file.as_fd()).map_err(|source| ConfigError::System { call: "fstat", source })?;
-    let is_inside = offset_bytes.checked_add(size_bytes).is_some_and(|end| end <= file_bytes);
-    if !is_inside || size_bytes == 0 || size_bytes > bitmap_bytes || !offset_bytes.is_multiple_of(PAGE_SIZE) {
-        return Err(ConfigError::BadMemory { offset_bytes, size_bytes, file_bytes, bitmap_bytes });
-    }
-    Ok(())
+    check()
 }
 
 #[cfg(test)]

@@ -22,6 +22,7 @@ pub mod clock;
 pub mod commit;
 pub mod cpu;
 pub mod delivery;
+mod descriptors;
 pub mod guest;
 pub mod host;
 pub mod machine;

@@ -249,12 +249,14 @@ impl Userfaultfd {
     /// # Errors
     /// `System`: a part may still be registered; [`abandon`](Userfaultfd::abandon) or a drop ends that.
     pub fn unregister(&self) -> Result<(), UserfaultfdError> {
-        if self.ended.load(Ordering::Acquire) {
+        // First, so that somebody who fills pages meanwhile, and takes the end for a failure, does not declare the memory lost.
+        if self.ended.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
-        self.let_all_in().map_err(UserfaultfdError::system("UFFDIO_UNREGISTER"))?;
-        self.ended.store(true, Ordering::Release);
-        Ok(())
+        self.let_all_in().map_err(|source| {
+            self.ended.store(false, Ordering::Release);
+            UserfaultfdError::System { call: "UFFDIO_UNREGISTER", source }
+        })
     }
 
     /// The end when pages are missing that will not come: the memory is [lost](Backing::is_lost) from now on, all of it, and all

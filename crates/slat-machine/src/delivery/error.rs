@@ -316,6 +316,12 @@ pub enum ResolverError {
         /// The vCPU.
         vcpu: u32,
     },
+    /// The request is another shard's, which alone writes to that vCPU's ring.
+    #[error("vCPU {vcpu} is served by another shard")]
+    OtherShard {
+        /// The vCPU.
+        vcpu: u32,
+    },
     /// The kernel refused a call.
     #[error("{call} failed in the resolver")]
     System {

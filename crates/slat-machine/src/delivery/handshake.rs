@@ -57,7 +57,7 @@ impl Deadline {
     }
 
     /// What is left of it, never zero, which sockets take for "for ever".
-    fn left(&self) -> Result<Duration, HandshakeError> {
+    pub(super) fn left(&self) -> Result<Duration, HandshakeError> {
         match self.limit.checked_sub(self.began.elapsed()) {
             Some(left) if !left.is_zero() => Ok(left),
             _ => Err(self.timed_out()),
@@ -237,7 +237,6 @@ pub(super) fn send_descriptors(
     files: &[BorrowedFd<'_>],
     deadline: Deadline,
 ) -> Result<(), HandshakeError> {
-    stream.set_write_timeout(Some(deadline.left()?)).map_err(|source| deadline.error("setsockopt", source))?;
     for chunk in files.chunks(CHUNK) {
         let mut payload = (chunk.len() as u64).to_ne_bytes();
         let mut part = libc::iovec { iov_base: payload.as_mut_ptr().cast(), iov_len: payload.len() };
@@ -263,6 +262,7 @@ pub(super) fn send_descriptors(
             }
         }
         loop {
+            stream.set_write_timeout(Some(deadline.left()?)).map_err(|source| deadline.error("setsockopt", source))?;
             // SAFETY: the message points to buffers that outlive the call.
             let sent = unsafe { libc::sendmsg(stream.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
             if sent >= 0 {
@@ -305,7 +305,6 @@ fn receive_chunk(
     files: &mut Vec<OwnedFd>,
     deadline: Deadline,
 ) -> Result<(u64, bool), HandshakeError> {
-    stream.set_read_timeout(Some(deadline.left()?)).map_err(|source| deadline.error("setsockopt", source))?;
     let mut payload = [0u8; 8];
     let mut part = libc::iovec { iov_base: payload.as_mut_ptr().cast(), iov_len: payload.len() };
     let mut control: Control = [0; _];
@@ -315,16 +314,19 @@ fn receive_chunk(
     message.msg_iovlen = 1;
     message.msg_control = control.as_mut_ptr().cast();
     message.msg_controllen = control_bytes(CHUNK) as _;
-    // SAFETY: the message points to buffers that outlive the call, with their sizes.
-    let count =
-        unsafe { libc::recvmsg(stream.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC | libc::MSG_WAITALL) };
-    if count < 0 {
-        let error = io::Error::last_os_error();
-        if error.kind() == io::ErrorKind::Interrupted {
-            return receive_chunk(stream, files, deadline);
+    let count = loop {
+        stream.set_read_timeout(Some(deadline.left()?)).map_err(|source| deadline.error("setsockopt", source))?;
+        let flags = libc::MSG_CMSG_CLOEXEC | libc::MSG_WAITALL;
+        // SAFETY: the message points to buffers that outlive the call, with their sizes.
+        let count = unsafe { libc::recvmsg(stream.as_raw_fd(), &raw mut message, flags) };
+        if count >= 0 {
+            break count;
         }
-        return Err(deadline.error("recvmsg", error));
-    }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(deadline.error("recvmsg", error));
+        }
+    };
     // Descriptors first, whatever else is wrong: they are open now, and have to be closed again.
     // SAFETY: the kernel has written whole headers with their data into the control buffer, and said how long it is; the
     // descriptors are new ones, and nobody else's.

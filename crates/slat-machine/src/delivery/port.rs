@@ -60,7 +60,7 @@ pub struct PortStats {
     pub parks: u64,
     /// Completions of requests that were answered before.
     pub double: u64,
-    /// Completions of requests that were asked again since, or of another epoch.
+    /// Completions of requests that were asked again since, or of another epoch, or whose page was found without them.
     pub late: u64,
     /// Completions of what nobody asked for.
     pub unasked: u64,
@@ -141,7 +141,8 @@ impl Port {
     /// # Errors
     /// [`DeliveryError::ResolverGone`] and [`DeliveryError::NoResolver`]: the page counts as in flight all the same, see
     /// [`resume`](Port::resume). [`DeliveryError::RingFull`], [`DeliveryError::NoSuchPage`],
-    /// [`DeliveryError::RingCorrupt`], [`DeliveryError::Closed`]: it does not.
+    /// [`DeliveryError::RingCorrupt`], [`DeliveryError::Closed`], and those of [`poll`](Port::poll) about other pages: it
+    /// does not.
     pub fn request(&mut self, page: u64, flags: u64) -> Result<Requested, DeliveryError> {
         let (vcpu, nr_pages) = (self.vcpu, self.shared.bitmap.nr_pages());
         if self.shared.is_closed() {
@@ -157,7 +158,16 @@ impl Port {
             return Ok(Requested::AlreadyThere);
         }
         let ring_entries = self.shared.ring_entries;
-        if self.in_flight.len() >= ring_entries as usize {
+        if self.nr_unanswered() >= u64::from(ring_entries) {
+            // What was found by its bit has left its answer in the ring, or is going to, and the rings hold no more.
+            match self.take_completions() {
+                // Said below, where the page counts as in flight.
+                Ok(()) | Err(DeliveryError::ResolverGone { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        let is_live = self.session.as_ref().is_some_and(|session| !session.is_over());
+        if self.in_flight.len() >= ring_entries as usize || is_live && self.nr_unanswered() >= u64::from(ring_entries) {
             return Err(DeliveryError::RingFull { vcpu, page, ring_entries });
         }
         // A vCPU that had nothing in flight when its resolver died has lost nothing: it just goes on with the next one.
@@ -274,6 +284,12 @@ impl Port {
             return Err(DeliveryError::Closed { vcpu: self.vcpu });
         }
         self.change_session()
+    }
+
+    /// Requests of this session whose answers were not taken, be their pages there or not. A resolver that answers twice makes
+    /// it too low, and pays for that itself.
+    fn nr_unanswered(&self) -> u64 {
+        self.requests.nr_pushed().saturating_sub(self.completions.nr_popped())
     }
 
     /// Goes over to the session that lives, if any.
@@ -406,6 +422,8 @@ impl Port {
             (self.vcpu, completion.page, self.session.as_ref().map_or(0, |session| session.epoch));
         let found =
             self.in_flight.iter().position(|request| request.ticket == completion.ticket && request.page == page);
+        // What was asked of nobody has ticket 0, as has a completion of nonsense.
+        let found = found.filter(|_| completion.ticket != 0);
         let Some(index) = found else {
             self.count_stray(completion, epoch);
             return Ok(());

@@ -29,7 +29,8 @@ use super::handshake::{self, Deadline, Hello, Welcome};
 use super::port::{DONE, FAILED};
 use super::ring::{Entry, NotPushed, Reader, Rings, Sleeper, Writer};
 use super::session::NAP;
-use super::shared::{self, EventFd, SharedMapping};
+use super::shared::{self, SharedMapping};
+use crate::descriptors::EventFd;
 
 /// The code of a page that the bitmap has not.
 const NO_SUCH_PAGE: u32 = u32::MAX;
@@ -83,7 +84,8 @@ impl Claim {
     }
 }
 
-/// A page that a vCPU waits for, claimed for whoever has this. To be given back by [`Shard::complete`] or [`Shard::fail`].
+/// A page that a vCPU waits for, claimed for whoever has this. To be given back by [`Shard::complete`] or [`Shard::fail`] of the
+/// shard that it came from.
 #[must_use = "a vCPU waits for it"]
 #[derive(PartialEq, Eq, Debug)]
 pub struct Request {
@@ -159,6 +161,7 @@ impl Resolver {
         timeout: Duration,
     ) -> Result<(Arc<Resolver>, Vec<Shard>), HandshakeError> {
         let deadline = Deadline::new(timeout);
+        stream.set_nonblocking(false).map_err(|source| HandshakeError::System { call: "fcntl", source })?;
         handshake::send_hello(&stream, Hello { version: handshake::VERSION, nr_threads }, deadline)?;
         let welcome = handshake::receive_welcome(&stream, deadline)?;
         if welcome.version != handshake::VERSION {
@@ -476,7 +479,8 @@ impl Shard {
         let Request { vcpu, page, ticket, .. } = *request;
         let Resolver { rings, wakers, .. } = &*self.resolver;
         // vCPUs are served in steps of the number of shards.
-        let served = &mut self.vcpus[(vcpu / rings.layout().nr_shards) as usize];
+        let served = self.vcpus.get_mut((vcpu / rings.layout().nr_shards) as usize);
+        let served = served.filter(|served| served.vcpu == vcpu).ok_or(ResolverError::OtherShard { vcpu })?;
         served.completions.push(rings.completions(vcpu), Entry { ticket, page, word: status }).map_err(|error| {
             match error {
                 NotPushed::Full => ResolverError::RingFull { vcpu },

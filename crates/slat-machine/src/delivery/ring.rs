@@ -203,6 +203,11 @@ pub(super) struct Writer {
 }
 
 impl Writer {
+    /// Entries that were ever put in.
+    pub(super) fn nr_pushed(&self) -> u64 {
+        self.tail
+    }
+
     /// Puts an entry in. Does not wake anybody.
     pub(super) fn push(&mut self, ring: Ring<'_>, entry: Entry) -> Result<(), NotPushed> {
         if self.tail - self.seen_head == ring.nr_entries() {
@@ -237,6 +242,11 @@ pub(super) struct Reader {
 }
 
 impl Reader {
+    /// Entries that were ever taken out.
+    pub(super) fn nr_popped(&self) -> u64 {
+        self.head
+    }
+
     /// Takes the oldest entry out, if there is one.
     pub(super) fn pop(&mut self, ring: Ring<'_>) -> Result<Option<Entry>, BadIndex> {
         // Acquire: the entry was written before.

@@ -19,12 +19,13 @@ use slat::PageSize;
 
 use super::bitmap::SharedBitmap;
 use super::ring::{Rings, Sleeper};
-use super::shared::{self, EventFd};
+use super::shared;
+use crate::descriptors::EventFd;
 
 /// The longest sleep without a look around: a way out if the other side eats signals.
 pub(super) const NAP: Duration = Duration::from_millis(100);
 
-/// How often the watcher looks after the doorbells.
+/// How often the watcher looks after the doorbells of a resolver that lives.
 const WATCH: Duration = Duration::from_secs(1);
 
 /// What belongs to one resolver.
@@ -56,6 +57,15 @@ impl Session {
             self.doorbells[shard as usize].signal();
         }
         sleeps
+    }
+
+    /// Lets whoever is stuck in a doorbell get out: a resolver may make them block, and fill them to the brim. It may do that
+    /// again as long as it lives, so once is not enough.
+    fn free_doorbells(&self) {
+        for doorbell in &self.doorbells {
+            doorbell.keep_nonblocking();
+            doorbell.drain();
+        }
     }
 }
 
@@ -134,7 +144,10 @@ impl Shared {
             return Err(Some(living.epoch));
         }
         let epoch = session.epoch;
-        *present = Some(Arc::new(session));
+        if let Some(former) = present.replace(Arc::new(session)) {
+            // The watcher looks after it no more.
+            former.free_doorbells();
+        }
         // Release: with `epoch`.
         self.epoch.store(epoch, Ordering::Release);
         self.changed.notify_all();
@@ -167,10 +180,7 @@ impl Shared {
         }
         // It may be alive, and shall know.
         let _ = session.socket.shutdown(std::net::Shutdown::Both);
-        // Whoever is stuck in a doorbell that the resolver has filled to the brim gets out.
-        for doorbell in &session.doorbells {
-            doorbell.drain();
-        }
+        session.free_doorbells();
         self.wake_everybody();
     }
 
@@ -192,6 +202,7 @@ impl Shared {
         let present = self.lock().clone();
         if let Some(session) = present {
             self.end(&session);
+            session.free_doorbells();
         }
         self.wake_everybody();
         self.command.signal();
@@ -200,8 +211,13 @@ impl Shared {
     /// The watcher: sees the end of each session's socket, until the delivery is closed.
     pub(super) fn watch(&self) {
         while !self.is_closed() {
-            let waited = match self.live_session() {
+            let present = self.lock().clone();
+            let waited = match present {
                 None => shared::wait_readable([self.command.as_fd()], WATCH).map(|[command]| (command, false)),
+                Some(session) if session.is_over() => {
+                    session.free_doorbells();
+                    shared::wait_readable([self.command.as_fd()], NAP).map(|[command]| (command, false))
+                }
                 Some(session) => {
                     let files = [self.command.as_fd(), session.socket.as_fd()];
                     let waited = shared::wait_readable(files, WATCH).map(|[command, socket]| (command, socket));

@@ -7,34 +7,22 @@
 //! And what a userfaultfd may leave behind: memory that is *lost* ([`Backing::is_lost`]), of either kind.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::{Backing, BackingKind, Memory, MemoryError, map_aligned, unmap};
+use crate::descriptors::memory_file;
 
 const WORD_BYTES: usize = size_of::<u64>();
 
 /// An empty file of `size_bytes` in memory, which no name leads to.
 pub(super) fn create_file(size_bytes: u64) -> Result<OwnedFd, MemoryError> {
-    // SAFETY: the name is a C string that outlives the call.
-    let file =
-        unsafe { libc::memfd_create(c"slat-guest-memory".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
-    if file < 0 {
-        return Err(failed("memfd_create", size_bytes));
-    }
-    // SAFETY: just opened, and owned by nobody else.
-    let file = unsafe { OwnedFd::from_raw_fd(file) };
-    let length = libc::off_t::try_from(size_bytes).map_err(|_| MemoryError::System {
-        call: "ftruncate",
+    memory_file(c"slat-guest-memory", size_bytes).map_err(|source| MemoryError::System {
+        call: "memfd_create or ftruncate",
         kind: BackingKind::Shmem,
         size_bytes,
-        source: io::Error::from_raw_os_error(libc::EFBIG),
-    })?;
-    // SAFETY: only takes numbers.
-    if unsafe { libc::ftruncate(file.as_raw_fd(), length) } != 0 {
-        return Err(failed("ftruncate", size_bytes));
-    }
-    Ok(file)
+        source,
+    })
 }
 
 /// A new shared mapping of the first `size_bytes` of `file`, which is as long as that.

@@ -20,6 +20,8 @@ pub(super) struct DelayedSource {
     is_unsent: bool,
     /// The page that was named as arrived and is not taken yet.
     here: Option<u64>,
+    /// When the page is due that the source named last: until it is taken the source names no other.
+    named_due_ns: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -31,7 +33,7 @@ struct Due {
 impl DelayedSource {
     pub(super) fn new(source: Box<dyn PageSource>, delay_ns: u64) -> DelayedSource {
         let due = VecDeque::with_capacity(MAX_IN_FLIGHT);
-        DelayedSource { source, delay_ns, due, is_unsent: false, here: None }
+        DelayedSource { source, delay_ns, due, is_unsent: false, here: None, named_due_ns: 0 }
     }
 
     /// Where a page stands among those in flight: first, unless the source has changed their order.
@@ -80,9 +82,12 @@ impl PageSource for DelayedSource {
                 Some(position) => self.due[position].at_ns,
                 None => first.at_ns,
             };
-            if next.is_some() && next_due_ns <= now_ns {
-                self.here = next;
-                return Ok(next);
+            if next.is_some() {
+                if next_due_ns <= now_ns {
+                    self.here = next;
+                    return Ok(next);
+                }
+                self.named_due_ns = next_due_ns;
             }
             if until_ns <= now_ns {
                 return Ok(None);
@@ -115,8 +120,11 @@ impl PageSource for DelayedSource {
     fn next_arrival(&self) -> NextArrival<'_> {
         match self.due.front() {
             Some(_) if self.is_unsent || self.here.is_some() => NextArrival::At(0),
-            Some(first) if first.at_ns > timestamp_ns() => NextArrival::At(first.at_ns),
-            _ => self.source.next_arrival(),
+            Some(first) => match first.at_ns.max(self.named_due_ns) {
+                due_ns if due_ns > timestamp_ns() => NextArrival::At(due_ns),
+                _ => self.source.next_arrival(),
+            },
+            None => self.source.next_arrival(),
         }
     }
 }

@@ -13,9 +13,10 @@ use super::in_flight::check_range;
 use super::protocol::{
     GREETING, HEADER_BYTES, Header, PeerAddress, REPLIES_AT_ONCE, REPLY_BYTES, REQUEST_BYTES, Request, Stream,
 };
-use super::wait::{poll_entry, wait};
+use super::wait::wait;
 use super::{MAX_IN_FLIGHT, NextArrival, PAGE_SIZE, PageBytes, PageSource, SourceError, Wait};
 use crate::clock::timestamp_ns;
+use crate::descriptors::poll_entry;
 
 /// A connection to a server of pages.
 #[derive(Debug)]
@@ -42,7 +43,8 @@ pub(super) struct PeerSource {
 #[derive(Clone, Copy, Debug)]
 struct Asked {
     request: Request,
-    at_ns: u64,
+    /// When it was sent, or could have been if the peer had read what came before. `u64::MAX` before that.
+    sent_ns: u64,
 }
 
 impl PeerSource {
@@ -110,6 +112,12 @@ impl PeerSource {
 
     /// Sends what there is room for.
     fn send(&mut self) -> Result<(), SourceError> {
+        if !self.outgoing.is_empty() {
+            let now_ns = timestamp_ns();
+            for asked in self.in_flight.iter_mut().rev().take_while(|asked| asked.sent_ns == u64::MAX) {
+                asked.sent_ns = now_ns;
+            }
+        }
         while !self.outgoing.is_empty() {
             match self.stream.send(&self.outgoing).map_err(|cause| self.broken(cause))? {
                 Some(nr_bytes) => drop(self.outgoing.drain(..nr_bytes)),
@@ -172,7 +180,7 @@ impl PeerSource {
 
     /// Since when the peer could have said something: it says nothing unless it was asked.
     fn silent_since_ns(&self) -> u64 {
-        self.in_flight.front().map_or(self.heard_ns, |asked| asked.at_ns.max(self.heard_ns))
+        self.in_flight.front().map_or(self.heard_ns, |asked| asked.sent_ns.max(self.heard_ns))
     }
 
     pub(super) fn silent_at_ns(&self) -> u64 {
@@ -220,7 +228,7 @@ impl PageSource for PeerSource {
         }
         let request = Request { sequence: self.next_sequence, page };
         self.next_sequence += 1;
-        self.in_flight.push_back(Asked { request, at_ns: timestamp_ns() });
+        self.in_flight.push_back(Asked { request, sent_ns: u64::MAX });
         self.outgoing.extend_from_slice(&request.to_bytes());
         Ok(())
     }

@@ -204,7 +204,7 @@ fn unless_it_would_wait(result: io::Result<usize>) -> io::Result<Option<usize>> 
 /// Connects without waiting in the system call, since that would wait without end while a server does not accept.
 fn connect_unix(path: &Path, time_out: Duration) -> io::Result<UnixStream> {
     const RETRY: Duration = Duration::from_millis(1);
-    let deadline = Instant::now() + time_out;
+    let began = Instant::now();
     let mut address = libc::sockaddr_un { sun_family: libc::AF_UNIX as libc::sa_family_t, sun_path: [0; 108] };
     let bytes = path.as_os_str().as_bytes();
     // The path ends with a zero.
@@ -236,7 +236,7 @@ fn connect_unix(path: &Path, time_out: Duration) -> io::Result<UnixStream> {
         }
         let error = io::Error::last_os_error();
         match error.kind() {
-            io::ErrorKind::WouldBlock if Instant::now() >= deadline => return Err(io::ErrorKind::TimedOut.into()),
+            io::ErrorKind::WouldBlock if began.elapsed() >= time_out => return Err(io::ErrorKind::TimedOut.into()),
             // The server's queue is full; there is nothing to poll for.
             io::ErrorKind::WouldBlock => thread::sleep(RETRY),
             io::ErrorKind::Interrupted => {}

@@ -7,7 +7,7 @@
 
 use std::collections::VecDeque;
 use std::fs;
-use std::io::{self, PipeReader, PipeWriter};
+use std::io;
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,9 +17,10 @@ use std::thread::{Builder, JoinHandle};
 use super::protocol::{
     GREETING, HEADER_BYTES, Header, Listener, PeerAddress, REPLIES_AT_ONCE, REPLY_BYTES, REQUEST_BYTES, Request, Stream,
 };
-use super::wait::{poll_entry, wait};
+use super::wait::wait;
 use super::{MAX_IN_FLIGHT, NextArrival, PAGE_SIZE, PageSource, SourceError, SourceSpec, Wait};
 use crate::clock::timestamp_ns;
+use crate::descriptors::{EventFd, poll_entry};
 
 /// Connections at once. More are closed at once.
 const MAX_CONNECTIONS: usize = 1024;
@@ -29,16 +30,14 @@ const MAX_CONNECTIONS: usize = 1024;
 pub struct PeerServer {
     address: PeerAddress,
     ending: Arc<Ending>,
-    /// Dropped, it makes the other end readable for all threads.
-    alive: Option<PipeWriter>,
     acceptor: Option<JoinHandle<()>>,
 }
 
-/// How threads learn that the server ends: the flag while they are busy, the pipe while they wait.
+/// How threads learn that the server ends: the flag while they are busy, the event while they wait. Nobody empties it.
 #[derive(Debug)]
 struct Ending {
     has_begun: AtomicBool,
-    pipe: PipeReader,
+    event: EventFd,
 }
 
 impl Ending {
@@ -76,8 +75,7 @@ impl PeerServer {
                 PeerAddress::Unix(path) => Some(SocketFile(path.clone())),
                 PeerAddress::Tcp(_) => None,
             };
-            let (pipe, alive) = io::pipe()?;
-            let ending = Arc::new(Ending { has_begun: AtomicBool::new(false), pipe });
+            let ending = Arc::new(Ending { has_begun: AtomicBool::new(false), event: EventFd::new()? });
             let acceptors_ending = Arc::clone(&ending);
             let acceptor = Builder::new().name("page-server".into()).spawn(move || {
                 accept_all(&listener, &source, &acceptors_ending);
@@ -85,7 +83,7 @@ impl PeerServer {
                 drop(file);
                 drop(listener);
             })?;
-            Ok(PeerServer { address, ending, alive: Some(alive), acceptor: Some(acceptor) })
+            Ok(PeerServer { address, ending, acceptor: Some(acceptor) })
         };
         start().map_err(|cause| SourceError::Serve { address: address.clone(), cause })
     }
@@ -100,7 +98,7 @@ impl Drop for PeerServer {
     /// Closes all connections, and waits for the threads.
     fn drop(&mut self) {
         self.ending.has_begun.store(true, Ordering::Relaxed);
-        drop(self.alive.take());
+        self.ending.event.signal();
         if let Some(acceptor) = self.acceptor.take() {
             // A thread that panicked has said so itself.
             let _ = acceptor.join();
@@ -125,11 +123,11 @@ fn accept_all(listener: &Listener, source: &SourceSpec, ending: &Arc<Ending>) {
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 let entries =
-                    &mut [poll_entry(ending.pipe.as_fd(), libc::POLLIN), poll_entry(listener.as_fd(), libc::POLLIN)];
+                    &mut [poll_entry(ending.event.as_fd(), libc::POLLIN), poll_entry(listener.as_fd(), libc::POLLIN)];
                 wait(entries, u64::MAX)
             }
             Err(_) => {
-                wait(&mut [poll_entry(ending.pipe.as_fd(), libc::POLLIN)], timestamp_ns().saturating_add(RETRY_NS))
+                wait(&mut [poll_entry(ending.event.as_fd(), libc::POLLIN)], timestamp_ns().saturating_add(RETRY_NS))
             }
         };
         if waited.is_err() {
@@ -209,7 +207,7 @@ impl Connection {
         has_done_something |= self.answer()? > 0;
         has_done_something |= self.send().map_err(broken)? > 0;
         if !has_done_something {
-            self.wait(ending).map_err(broken)?;
+            return self.wait(ending).map_err(broken);
         }
         Ok(Step::Go)
     }
@@ -281,7 +279,7 @@ impl Connection {
         Ok(nr_bytes)
     }
 
-    fn wait(&self, ending: &Ending) -> io::Result<()> {
+    fn wait(&self, ending: &Ending) -> io::Result<Step> {
         let mut events = 0;
         if self.wants_requests() {
             events |= libc::POLLIN;
@@ -289,17 +287,26 @@ impl Connection {
         if self.nr_outgoing > 0 {
             events |= libc::POLLOUT;
         }
-        let ends = poll_entry(ending.pipe.as_fd(), libc::POLLIN);
+        let ends = poll_entry(ending.event.as_fd(), libc::POLLIN);
         let stream = poll_entry(self.stream.as_fd(), events);
         // Without room for an answer nothing of the source's can be used.
         let next = if self.has_room() { self.source.next_arrival() } else { NextArrival::Nothing };
-        match next {
-            NextArrival::Nothing => wait(&mut [ends, stream], u64::MAX),
-            NextArrival::At(at_ns) => wait(&mut [ends, stream], at_ns),
-            NextArrival::Readable { descriptor, until_ns } => {
-                wait(&mut [ends, stream, poll_entry(descriptor, libc::POLLIN)], until_ns)
-            }
-        }
-        .map(drop)
+        let (source, until_ns) = match next {
+            NextArrival::Nothing => (None, u64::MAX),
+            NextArrival::At(at_ns) => (None, at_ns),
+            NextArrival::Readable { descriptor, until_ns } => (Some(descriptor), until_ns),
+        };
+        // An entry that is none is passed over.
+        let none = libc::pollfd { fd: -1, events: 0, revents: 0 };
+        let source = source.map_or(none, |descriptor| poll_entry(descriptor, libc::POLLIN));
+        let mut entries = [ends, stream, source];
+        wait(&mut entries, until_ns)?;
+        // Where nothing is read or sent, nothing else would notice that the user has gone: it would be told again at once.
+        let has_gone = entries[1].revents & (libc::POLLHUP | libc::POLLERR) != 0;
+        Ok(if events == 0 && has_gone { Step::Closed } else { Step::Go })
     }
 }
+
+#[cfg(test)]
+#[path = "tests_server.rs"]
+mod tests;

@@ -292,6 +292,23 @@ fn a_latency_before_a_source_that_changes_the_order() {
 }
 
 #[test]
+fn a_page_that_is_held_back_is_not_asked_for_before_it_is_due() {
+    const DELAY_NS: u64 = 20_000_000;
+    let mut source = DelayedSource::new(Box::new(Scripted::default()), DELAY_NS);
+    source.request(0).expect("room for it");
+    assert!(!wait_until(&[], timestamp_ns() + DELAY_NS).expect("a wait"));
+    let asked_ns = timestamp_ns();
+    source.request(1).expect("room for it");
+    // Page 0 is due, and not to be had before page 1.
+    while source.arrived(Wait::No).expect("no error").is_none() {
+        let NextArrival::At(at_ns) = source.next_arrival() else { panic!("two are in flight") };
+        assert!(at_ns >= asked_ns + DELAY_NS, "then it says the same once more");
+        assert!(!wait_until(&[], at_ns).expect("a wait"));
+    }
+    take_and_verify(&mut source, 1);
+}
+
+#[test]
 fn requests_are_sent_while_a_page_is_held_back() {
     let scripted = Scripted::default();
     let nr_unsent = Arc::clone(&scripted.nr_unsent);

@@ -411,3 +411,30 @@ fn a_user_who_was_away_does_not_take_that_for_silence() {
     drop(source);
     rogue.thread.join().expect("no panic");
 }
+
+#[test]
+fn a_peer_that_was_not_asked_yet_is_not_silent() {
+    const TIME_OUT: Duration = Duration::from_millis(500);
+    let rogue = Rogue::answering(1, |requests| {
+        thread::sleep(TIME_OUT / 10);
+        reply(requests[0])
+    });
+    let mut source = rogue.connect(TIME_OUT);
+    source.request(1).expect("room for it");
+    // Busy with something else; only now the request is sent.
+    thread::sleep(TIME_OUT);
+    assert_eq!(source.arrived(Wait::ForEver).expect("no error"), Some(1));
+    take_and_verify(&mut source, 1);
+    drop(source);
+    rogue.thread.join().expect("no panic");
+}
+
+#[test]
+fn a_time_out_that_never_comes() {
+    let path = TempPath::new();
+    for address in [unix(&path), LOOPBACK] {
+        let server = PeerServer::start(address, SourceSpec::pattern(7)).expect("a server");
+        let spec = SourceSpec::peer(server.address().clone()).time_out(Duration::MAX);
+        fetch_all(&mut *spec.open().expect("a server"), 10, 3);
+    }
+}

@@ -8,15 +8,16 @@
 //! Looking at the clock takes a CPU. So between two looks the thread offers it to others; and if one took it, then there
 //! are more threads than CPUs. Then the CPU does not become idle either, timers are prompt, and the thread sleeps the rest.
 
-#![expect(unsafe_code, reason = "system calls: ppoll, prctl")]
+#![expect(unsafe_code, reason = "a system call: prctl")]
 
 use std::cell::Cell;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
-use std::ptr;
+use std::os::fd::BorrowedFd;
 use std::thread;
+use std::time::Duration;
 
 use crate::clock::timestamp_ns;
+use crate::descriptors::{poll, poll_entry};
 
 /// Descriptors that [`wait_until`] takes.
 pub const MAX_DESCRIPTORS: usize = 16;
@@ -49,11 +50,6 @@ pub fn wait_until(descriptors: &[BorrowedFd<'_>], until_ns: u64) -> io::Result<b
     wait(entries, until_ns)
 }
 
-/// What [`wait`] is to wait for at a descriptor: events of poll(2).
-pub(super) fn poll_entry(descriptor: BorrowedFd<'_>, events: libc::c_short) -> libc::pollfd {
-    libc::pollfd { fd: descriptor.as_raw_fd(), events, revents: 0 }
-}
-
 /// As [`wait_until`]; each entry says what happened there.
 pub(super) fn wait(entries: &mut [libc::pollfd], until_ns: u64) -> io::Result<bool> {
     let mut is_contended = false;
@@ -64,8 +60,12 @@ pub(super) fn wait(entries: &mut [libc::pollfd], until_ns: u64) -> io::Result<bo
             true => left_ns,
             false => left_ns.saturating_sub(WAKE_UP_NS),
         };
+        if sleep_ns > 0 {
+            take_slack_away();
+        }
+        let time_out = (until_ns != u64::MAX).then_some(Duration::from_nanos(sleep_ns));
         // Without descriptors there is nothing to look at between two looks at the clock.
-        if (!entries.is_empty() || sleep_ns > 0) && poll(entries, (until_ns != u64::MAX).then_some(sleep_ns))? {
+        if (!entries.is_empty() || sleep_ns > 0) && poll(entries, time_out)? {
             return Ok(true);
         }
         if left_ns == 0 {
@@ -75,40 +75,6 @@ pub(super) fn wait(entries: &mut [libc::pollfd], until_ns: u64) -> io::Result<bo
             let before_ns = timestamp_ns();
             thread::yield_now();
             is_contended = timestamp_ns().saturating_sub(before_ns) > YIELD_NS;
-        }
-    }
-}
-
-/// Polls once; whether a descriptor is ready. `None` waits for ever. A signal counts as time that is over.
-fn poll(entries: &mut [libc::pollfd], time_out_ns: Option<u64>) -> io::Result<bool> {
-    /// Longer waits go round the loop.
-    const MAX_SECONDS: u64 = 3600;
-    let time_out = time_out_ns.map(|ns| {
-        let seconds = ns / 1_000_000_000;
-        match seconds {
-            0..MAX_SECONDS => libc::timespec { tv_sec: seconds as _, tv_nsec: (ns % 1_000_000_000) as _ },
-            _ => libc::timespec { tv_sec: MAX_SECONDS as _, tv_nsec: 0 },
-        }
-    });
-    if time_out_ns != Some(0) {
-        take_slack_away();
-    }
-    // SAFETY: the entries and the time are valid for the call, which writes to the entries only; their number is that of
-    // the slice. No signal mask is given.
-    let ready = unsafe {
-        libc::ppoll(
-            entries.as_mut_ptr(),
-            entries.len() as libc::nfds_t,
-            time_out.as_ref().map_or(ptr::null(), ptr::from_ref),
-            ptr::null(),
-        )
-    };
-    match ready {
-        0 => Ok(false),
-        1.. => Ok(true),
-        _ => {
-            let error = io::Error::last_os_error();
-            if error.kind() == io::ErrorKind::Interrupted { Ok(false) } else { Err(error) }
         }
     }
 }

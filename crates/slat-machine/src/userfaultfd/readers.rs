@@ -15,8 +15,9 @@ use std::os::fd::AsFd;
 
 use thiserror::Error;
 
-use super::sys::{Poll, StopEvent, Woken};
+use super::sys::{Poll, Woken};
 use super::{Event, Fault, Userfaultfd, UserfaultfdError};
+use crate::descriptors::EventFd;
 
 /// Why readers ended before they were told to.
 #[derive(Debug, Error)]
@@ -46,7 +47,8 @@ pub struct Readers<E> {
 #[derive(Debug)]
 struct Shared<E> {
     userfaultfd: Arc<Userfaultfd>,
-    stop: StopEvent,
+    /// Signalled once, and never emptied.
+    stop: EventFd,
     /// The first failure.
     failure: Mutex<Option<Failure<E>>>,
 }
@@ -71,7 +73,7 @@ impl<E: Send + 'static> Readers<E> {
     where
         H: Fn(&Fault<'_>) -> Result<(), E> + Send + Sync + 'static,
     {
-        let stop = StopEvent::new().map_err(UserfaultfdError::system("eventfd"))?;
+        let stop = EventFd::new().map_err(UserfaultfdError::system("eventfd"))?;
         let polls: Vec<Poll> = (0..nr_readers.get())
             .map(|_| Poll::new(userfaultfd.as_fd(), &stop))
             .collect::<io::Result<_>>()
@@ -85,7 +87,7 @@ impl<E: Send + 'static> Readers<E> {
             match thread::Builder::new().name(format!("uffd-{nr}")).spawn(read) {
                 Ok(thread) => threads.push(thread),
                 Err(source) => {
-                    shared.stop.raise();
+                    shared.stop.signal();
                     join(&mut threads);
                     return Err(UserfaultfdError::System { call: "creation of a thread", source });
                 }
@@ -107,7 +109,7 @@ impl<E: Send + 'static> Readers<E> {
     /// # Panics
     /// As the handler did.
     pub fn stop(mut self) -> Result<(), ReaderError<E>> {
-        self.shared.stop.raise();
+        self.shared.stop.signal();
         join(&mut self.threads);
         match self.shared.failure().take() {
             None => Ok(()),
@@ -129,7 +131,7 @@ impl<E> Drop for Readers<E> {
         // `stop` has taken the threads.
         if !self.threads.is_empty() {
             self.shared.userfaultfd.abandon();
-            self.shared.stop.raise();
+            self.shared.stop.signal();
             join(&mut self.threads);
         }
     }
@@ -152,7 +154,7 @@ impl<E> Shared<E> {
         // Told before anybody is let in. Later ones are consequences: what others fill is not registered any more.
         self.failure().get_or_insert(failure);
         self.userfaultfd.abandon();
-        self.stop.raise();
+        self.stop.signal();
     }
 
     fn serve(&self, poll: &Poll, handler: &impl Fn(&Fault<'_>) -> Result<(), E>) -> Result<(), ReaderError<E>> {

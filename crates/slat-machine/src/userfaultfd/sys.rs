@@ -3,9 +3,10 @@
 //! Interface: `include/uapi/linux/userfaultfd.h`; userfaultfd(2), ioctl_userfaultfd(2). The C library has none of it.
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use super::Wake;
+use crate::descriptors::{EventFd, checked};
 
 /// `UFFD_API`.
 const API: u64 = 0xAA;
@@ -130,15 +131,11 @@ unsafe impl Argument for UffdioContinue {
     const NUMBER: u32 = ioctl_number(READ | WRITE, NR_CONTINUE, size_of::<UffdioContinue>());
 }
 
-fn last_error(result: libc::c_int) -> io::Result<()> {
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
-}
-
 /// # Safety
 /// What the call does to the memory that `argument` names is allowed.
 unsafe fn ioctl<A: Argument>(fd: BorrowedFd<'_>, argument: &mut A) -> io::Result<()> {
     // SAFETY: the number goes with the type, which outlives the call; for the rest the caller stands.
-    last_error(unsafe { libc::ioctl(fd.as_raw_fd(), A::NUMBER as _, &raw mut *argument) })
+    checked(unsafe { libc::ioctl(fd.as_raw_fd(), A::NUMBER as _, &raw mut *argument) }).map(drop)
 }
 
 /// Which calls say [`open`] has made a descriptor with.
@@ -172,7 +169,7 @@ pub(super) fn open() -> io::Result<Opened> {
 fn open_by_call(flags: libc::c_int) -> io::Result<OwnedFd> {
     // SAFETY: takes a plain number.
     let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) } as libc::c_int;
-    last_error(fd)?;
+    checked(fd)?;
     // SAFETY: just opened, and owned by nobody else.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
@@ -181,7 +178,7 @@ fn open_by_device() -> io::Result<OwnedFd> {
     let device = std::fs::OpenOptions::new().read(true).write(true).open("/dev/userfaultfd")?;
     // SAFETY: takes a plain number.
     let fd = unsafe { libc::ioctl(device.as_raw_fd(), ioctl_number(NONE, NR_NEW, 0) as _, FLAGS) };
-    last_error(fd)?;
+    checked(fd)?;
     // SAFETY: just opened, and owned by nobody else.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
@@ -219,7 +216,7 @@ fn plain_range(fd: BorrowedFd<'_>, nr: u32, start: u64, len_bytes: u64) -> io::R
     let argument = UffdioRange { start, len: len_bytes };
     let number = ioctl_number(READ, nr, size_of::<UffdioRange>());
     // SAFETY: the kernel only reads the argument, which has the size that the number says; neither call changes memory.
-    last_error(unsafe { libc::ioctl(fd.as_raw_fd(), number as _, &raw const argument) })
+    checked(unsafe { libc::ioctl(fd.as_raw_fd(), number as _, &raw const argument) }).map(drop)
 }
 
 const fn wake_mode(wake: Wake) -> u64 {
@@ -278,28 +275,6 @@ pub(super) fn read(fd: BorrowedFd<'_>) -> io::Result<Option<Message>> {
     }
 }
 
-/// An eventfd that is raised once and stays so.
-#[derive(Debug)]
-pub(super) struct StopEvent(OwnedFd);
-
-impl StopEvent {
-    pub(super) fn new() -> io::Result<StopEvent> {
-        // SAFETY: takes plain numbers.
-        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
-        last_error(fd)?;
-        // SAFETY: just opened, and owned by nobody else.
-        Ok(StopEvent(unsafe { OwnedFd::from_raw_fd(fd) }))
-    }
-
-    /// Ends all waits, those of the future too.
-    pub(super) fn raise(&self) {
-        let one = 1u64;
-        // It fails only when the counter is full, and then it is raised.
-        // SAFETY: eight bytes that outlive the call.
-        unsafe { libc::write(self.0.as_raw_fd(), (&raw const one).cast(), size_of::<u64>()) };
-    }
-}
-
 /// What a reader waits with.
 pub(super) struct Poll(OwnedFd);
 
@@ -312,21 +287,21 @@ pub(super) enum Woken {
 
 impl Poll {
     /// For messages on `fd`, of each of which only some of those who wait are told (`EPOLLEXCLUSIVE`), and for `stop`.
-    pub(super) fn new(fd: BorrowedFd<'_>, stop: &StopEvent) -> io::Result<Poll> {
+    pub(super) fn new(fd: BorrowedFd<'_>, stop: &EventFd) -> io::Result<Poll> {
         // SAFETY: takes a plain number.
         let poll = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) };
-        last_error(poll)?;
+        checked(poll)?;
         // SAFETY: just opened, and owned by nobody else.
         let poll = Poll(unsafe { OwnedFd::from_raw_fd(poll) });
         poll.add(fd.as_raw_fd(), libc::EPOLLIN | libc::EPOLLEXCLUSIVE, Woken::Message)?;
-        poll.add(stop.0.as_raw_fd(), libc::EPOLLIN, Woken::Stop)?;
+        poll.add(stop.as_fd().as_raw_fd(), libc::EPOLLIN, Woken::Stop)?;
         Ok(poll)
     }
 
     fn add(&self, fd: libc::c_int, events: libc::c_int, woken: Woken) -> io::Result<()> {
         let mut event = libc::epoll_event { events: events as u32, u64: woken as u64 };
         // SAFETY: the event outlives the call.
-        last_error(unsafe { libc::epoll_ctl(self.0.as_raw_fd(), libc::EPOLL_CTL_ADD, fd, &raw mut event) })
+        checked(unsafe { libc::epoll_ctl(self.0.as_raw_fd(), libc::EPOLL_CTL_ADD, fd, &raw mut event) }).map(drop)
     }
 
     /// Waits without end. To stop is told before a message.
@@ -335,14 +310,14 @@ impl Poll {
         loop {
             // SAFETY: the kernel writes at most as many events as there is room for.
             let nr = unsafe { libc::epoll_wait(self.0.as_raw_fd(), events.as_mut_ptr(), events.len() as _, -1) };
-            match last_error(nr) {
+            match checked(nr) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
-                Ok(()) if events[..nr as usize].iter().any(|event| event.u64 == Woken::Stop as u64) => {
+                Ok(nr) if events[..nr as usize].iter().any(|event| event.u64 == Woken::Stop as u64) => {
                     return Ok(Woken::Stop);
                 }
-                Ok(()) if nr > 0 => return Ok(Woken::Message),
-                Ok(()) => {}
+                Ok(nr) if nr > 0 => return Ok(Woken::Message),
+                Ok(_) => {}
             }
         }
     }

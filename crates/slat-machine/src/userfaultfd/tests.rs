@@ -535,3 +535,24 @@ fn messages_read_before_their_page_was_filled_are_answered_late() {
     let late = userfaultfd.copy(fault.memory, fault.offset_bytes, &contents_of(1), Wake::Waiters).unwrap();
     assert_eq!((late, memory.load(0)), (Filled::AlreadyThere, Some(77)), "the guest's write is kept");
 }
+
+/// Whoever is told that his pages are not registered any more may take that for a failure.
+#[test]
+fn an_orderly_end_loses_nothing_whoever_abandons_at_the_same_time() {
+    for round in 0..300 {
+        let Some(mut userfaultfd) = userfaultfd() else { return };
+        let memory = memory(BackingKind::Anonymous, 64);
+        for page in (0..64).step_by(2) {
+            userfaultfd.register(&memory, bytes_of(page), Mode::Missing).unwrap();
+        }
+        thread::scope(|scope| {
+            let handler = scope.spawn(|| {
+                while userfaultfd.copy(&memory, 0, &contents_of(0), Wake::Waiters).is_ok() {}
+                userfaultfd.abandon();
+            });
+            userfaultfd.unregister().unwrap();
+            handler.join().unwrap();
+        });
+        assert!(!memory.is_lost(), "round {round}");
+    }
+}

@@ -7,6 +7,7 @@ use std::os::fd::AsRawFd;
 use super::super::handshake::{self as messages, Deadline, Hello, MAGIC, VERSION, Welcome};
 use super::super::ring::Layout;
 use super::*;
+use crate::memory::{Backing, BackingKind};
 
 const SHORT: Duration = Duration::from_millis(200);
 
@@ -292,4 +293,44 @@ fn four_hundred_vcpus_attach() {
         }
         world.delivery.detach();
     });
+}
+
+#[test]
+fn a_stream_that_does_not_block_will_do() {
+    let world = World::new(1, 64);
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    theirs.set_nonblocking(true).unwrap();
+    let resolver = thread::spawn(move || Resolver::attach(theirs, 1, LIMIT));
+    world.delivery.attach(ours).unwrap();
+    resolver.join().unwrap().unwrap();
+}
+
+#[test]
+fn a_time_that_never_ends_is_one() {
+    let world = World::with(1, 64, |config| config.timeout = Duration::MAX);
+    let path = std::env::temp_dir().join(format!("slat-patient-{}", std::process::id()));
+    let listener = UnixListener::bind(&path).unwrap();
+    let stream = UnixStream::connect(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    let resolver = thread::spawn(move || Resolver::attach(stream, 1, Duration::MAX));
+    world.delivery.accept(&listener).unwrap();
+    let mut shard = resolver.join().unwrap().unwrap().1.remove(0);
+    let mut port = world.ports().remove(0);
+    thread::scope(|scope| {
+        scope.spawn(move || shard.serve(fill).unwrap());
+        port.resume(Duration::MAX).unwrap();
+        port.fetch(3, 0).unwrap();
+        world.delivery.detach();
+    });
+}
+
+#[test]
+fn memory_that_is_refused_is_left_as_it_was() {
+    let memory = Backing::new(BackingKind::Shmem, PAGE_SIZE).unwrap();
+    let file = memory.file().unwrap().try_clone_to_owned().unwrap();
+    let mut config = DeliveryConfig::new(1, Arc::new(SharedBitmap::new(1).unwrap()));
+    let size_bytes = 2 * PAGE_SIZE;
+    config.memory = Some(SharedMemoryFile { file: file.try_clone().unwrap(), offset_bytes: 0, size_bytes });
+    assert!(matches!(Delivery::new(config), Err(ConfigError::BadMemory { .. })));
+    assert!(!shared::is_sealed(file.as_fd()));
 }

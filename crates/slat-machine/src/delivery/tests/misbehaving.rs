@@ -3,6 +3,7 @@
 use std::sync::mpsc;
 use std::time::Instant;
 
+use super::super::port::FAILED;
 use super::super::ring::{Entry, Reader, Sleeper, Writer};
 use super::*;
 
@@ -91,7 +92,7 @@ fn a_bit_that_is_never_cleared_is_an_error_in_the_end() {
 #[test]
 fn nonsense_in_the_indices_is_an_error() {
     let world = World::with(1, 64, |config| config.ring_entries = 4);
-    let (raw, mut port) = (Raw::new(&world), world.ports().remove(0));
+    let (mut raw, mut port) = (Raw::new(&world), world.ports().remove(0));
     port.request(3, 0).unwrap();
     for tail in [5, 1 << 40, u64::MAX] {
         raw.resolver.rings.completions(0).tail.store(tail, Ordering::Release);
@@ -108,7 +109,8 @@ fn nonsense_in_the_indices_is_an_error() {
     }
     // One place is free in the port's own count, so that it looks at the resolver's index.
     world.bitmap.clear(3);
-    port.check().unwrap();
+    let first = raw.take().unwrap();
+    raw.answer(first.ticket, 3);
     assert_eq!(port.poll().unwrap(), Some(3));
     raw.resolver.rings.requests(0).head.store(5, Ordering::Release);
     let result = port.request(7, 0);
@@ -246,6 +248,25 @@ fn eventfds_that_block_and_are_full_hold_nobody() {
     assert_eq!(port.stats().doorbells, 1);
 }
 
+/// It was sent away, and lives.
+#[test]
+fn doorbells_that_are_filled_again_hold_nobody() {
+    let world = World::new(1, 64);
+    let raw = Raw::new(&world);
+    let session = world.delivery.shared.live_session().unwrap();
+    world.delivery.detach();
+    for _ in 0..3 {
+        raw.resolver.doorbells[0].spoil();
+        let (out, is_out) = mpsc::channel();
+        let session = Arc::clone(&session);
+        thread::spawn(move || {
+            session.doorbells[0].signal();
+            out.send(()).unwrap();
+        });
+        is_out.recv_timeout(LIMIT).expect("a doorbell that holds nobody");
+    }
+}
+
 #[test]
 fn a_drained_eventfd_is_empty_whatever_its_flags() {
     let eventfd = EventFd::new().unwrap();
@@ -295,4 +316,19 @@ fn closing_ends_all_waits() {
     });
     assert!(matches!(idle.request(4, 0), Err(DeliveryError::Closed { vcpu: 0 })));
     assert!(matches!(idle.resume(LIMIT), Err(DeliveryError::Closed { vcpu: 0 })));
+}
+
+/// What was asked of nobody has no ticket, and nobody can answer it.
+#[test]
+fn a_resolver_that_was_sent_away_answers_nothing_that_came_later() {
+    let world = World::new(1, 64);
+    let (mut raw, mut port) = (Raw::new(&world), world.ports().remove(0));
+    port.request(3, 0).unwrap();
+    world.delivery.detach();
+    assert!(matches!(port.request(4, 0), Err(DeliveryError::ResolverGone { page: 4, .. })));
+    let failed = Entry { ticket: 0, page: 4, word: FAILED };
+    raw.completions.push(raw.resolver.rings.completions(0), failed).unwrap();
+    let result = port.poll();
+    assert!(matches!(result, Err(DeliveryError::ResolverGone { page: 3, .. })), "{result:?}");
+    assert_eq!(port.in_flight().collect::<Vec<_>>(), [3, 4]);
 }

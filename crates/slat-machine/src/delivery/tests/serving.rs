@@ -203,3 +203,62 @@ fn pages_of_2_mib() {
     });
     assert!(world.memory.words().iter().all(|word| word.load(Ordering::Relaxed) == 0x7777_7777_7777_7777));
 }
+
+/// What is found by its bit leaves an answer behind, and the resolver has to have room for that one too.
+#[test]
+fn answers_to_what_was_found_without_them_do_not_fill_the_ring() {
+    let world = World::with(1, 64, |config| config.ring_entries = 4);
+    let (resolver, mut shards) = world.attach(1);
+    let (mut port, shard) = (world.ports().remove(0), &mut shards[0]);
+    let mut serve = |nr_requests| {
+        let mut requests = Vec::new();
+        assert_eq!(shard.sweep(&mut requests).unwrap(), nr_requests);
+        for request in requests {
+            fill(&request, resolver.page(&request)).unwrap();
+            shard.complete(request).unwrap();
+        }
+    };
+    for round in 0..5 {
+        for page in 4 * round..4 * round + 4 {
+            assert_eq!(port.request(page, 0).unwrap(), Requested::InFlight);
+        }
+        serve(4);
+        // As who has slept in vain, and was overtaken.
+        port.check().unwrap();
+        assert_eq!(port.nr_in_flight(), 0);
+    }
+    for page in 0..20 {
+        assert_eq!(port.poll().unwrap(), Some(page));
+    }
+    // While the resolver owes answers to all its room there is none for another request.
+    for page in 20..24 {
+        port.request(page, 0).unwrap();
+        world.bitmap.clear(page);
+    }
+    port.check().unwrap();
+    let full = port.request(24, 0);
+    assert!(matches!(full, Err(DeliveryError::RingFull { page: 24, .. })), "{full:?}");
+    serve(0);
+    port.request(24, 0).unwrap();
+    serve(1);
+    while port.poll().unwrap() != Some(24) {}
+    assert_eq!((port.nr_in_flight(), port.stats().pages), (0, 25));
+}
+
+#[test]
+fn a_request_goes_back_to_the_shard_that_it_came_from() {
+    let world = World::new(3, 64);
+    let (_, mut shards) = world.attach(2);
+    let mut port = world.ports().remove(2);
+    for page in [5, 6] {
+        port.request(page, 0).unwrap();
+    }
+    let mut requests = Vec::new();
+    assert_eq!(shards[0].sweep(&mut requests).unwrap(), 2);
+    let wrong = shards[1].complete(requests.remove(0));
+    assert!(matches!(wrong, Err(ResolverError::OtherShard { vcpu: 2 })), "{wrong:?}");
+    shards[0].complete(requests.remove(0)).unwrap();
+    assert_eq!(port.poll().unwrap(), Some(6));
+    port.check().unwrap();
+    assert_eq!(port.poll().unwrap(), Some(5), "its bit is clear");
+}
