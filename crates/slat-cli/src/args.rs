@@ -10,6 +10,8 @@ use slat::{
 use slat_machine::memory::BackingKind;
 
 use crate::aging::AgingArgs;
+use crate::demand_paging::DemandPagingArgs;
+use crate::demand_paging::resolver::ResolverArgs;
 use crate::get_dirty_log::GetDirtyLogArgs;
 use crate::memslots::MemslotsArgs;
 use crate::split::SplitArgs;
@@ -31,6 +33,11 @@ pub(crate) enum Command {
     DirtyLog(DirtyLogArgs),
     /// The same phases over huge pages on several nodes, for each placement of the tables that replace them.
     Split(SplitArgs),
+    /// Memory that is brought page by page as vCPUs touch it: by userfaultfd, by userfault exits, through rings.
+    DemandPaging(DemandPagingArgs),
+    /// The resolver of `demand-paging --delivery ring`, which starts it.
+    #[command(hide = true)]
+    DemandPagingResolver(ResolverArgs),
     /// What one call costs that takes the dirty log of a slot: the engine, its peers, and the KVM of this machine.
     GetDirtyLog(GetDirtyLogArgs),
     /// Map, unmap and move memory beside a running vCPU, over many slots: iterations per second of each.

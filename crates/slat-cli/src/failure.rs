@@ -4,7 +4,9 @@ use std::fmt;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use slat_machine::demand_paging::{DemandPagingError, ServeError, VcpuError};
 use slat_machine::machine::MachineError;
+use slat_machine::source::SourceError;
 use thiserror::Error;
 
 /// A failure of the command, as one line.
@@ -75,6 +77,58 @@ impl From<MachineError> for Failure {
 impl From<slat::Error> for Failure {
     fn from(error: slat::Error) -> Failure {
         Failure::from(MachineError::from(error))
+    }
+}
+
+impl From<SourceError> for Failure {
+    fn from(error: SourceError) -> Failure {
+        let line = with_causes(&error);
+        match error {
+            // The options name a file that does not go with the memory that they name.
+            SourceError::FileTooShort { .. } | SourceError::NotLoopback { .. } => Failure::Usage(line),
+            _ => Failure::CannotServe(line),
+        }
+    }
+}
+
+impl From<DemandPagingError> for Failure {
+    fn from(error: DemandPagingError) -> Failure {
+        let line = with_causes(&error);
+        match &error {
+            error if error.is_bad_usage() => Failure::Usage(line),
+            DemandPagingError::WrongWord { .. }
+            | DemandPagingError::FilledTwice { .. }
+            | DemandPagingError::MissedWrite { .. }
+            | DemandPagingError::FalseReport { .. } => Failure::Check(line),
+            DemandPagingError::Vcpus { errors } => paging_failed(errors.iter().map(|(_, error)| error), line),
+            DemandPagingError::Background { error, .. } => paging_failed(std::iter::once(error), line),
+            _ => Failure::CannotServe(line),
+        }
+    }
+}
+
+impl From<ServeError> for Failure {
+    fn from(error: ServeError) -> Failure {
+        match error {
+            ServeError::Source(error) => error.into(),
+            error => Failure::CannotServe(with_causes(&error)),
+        }
+    }
+}
+
+/// Pages that did not get to a vCPU: a page that is wrong is more than one that nobody has.
+fn paging_failed<'a>(errors: impl Iterator<Item = &'a VcpuError> + Clone, line: String) -> Failure {
+    let is_wrong = |error: &VcpuError| matches!(error, VcpuError::WrongWord { .. } | VcpuError::Panicked { .. });
+    let is_usage = |error: &VcpuError| match error {
+        VcpuError::Source(error) => matches!(**error, SourceError::FileTooShort { .. }),
+        _ => false,
+    };
+    if errors.clone().any(is_wrong) {
+        Failure::Check(line)
+    } else if errors.clone().any(is_usage) {
+        Failure::Usage(line)
+    } else {
+        Failure::CannotServe(line)
     }
 }
 

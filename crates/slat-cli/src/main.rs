@@ -4,6 +4,7 @@
 
 mod aging;
 mod args;
+mod demand_paging;
 mod demo;
 mod dirty_log;
 mod failure;
@@ -31,6 +32,8 @@ fn main() -> ExitCode {
         None => demo::run(),
         Some(Command::DirtyLog(args)) => dirty_log::run(&args),
         Some(Command::Split(args)) => split::run(&args),
+        Some(Command::DemandPaging(args)) => demand_paging::run(&args),
+        Some(Command::DemandPagingResolver(args)) => demand_paging::resolver::main(&args),
         Some(Command::GetDirtyLog(args)) => get_dirty_log::run(&args),
         Some(Command::Memslots(args)) => memslots::run(&args),
         Some(Command::Aging(args)) => aging::run(&args),

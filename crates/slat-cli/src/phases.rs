@@ -162,7 +162,7 @@ fn manual_protect(args: &DirtyLogArgs) -> ManualProtect {
 }
 
 /// A CPU for each vCPU, and perhaps one more for the main thread.
-fn pins(cpus: &[u32], nr_vcpus: usize) -> Result<Pins, Failure> {
+pub(crate) fn pins(cpus: &[u32], nr_vcpus: usize) -> Result<Pins, Failure> {
     let (vcpus, main) = match cpus.len().checked_sub(nr_vcpus) {
         Some(0) => (cpus, None),
         Some(1) => (&cpus[..nr_vcpus], Some(cpus[nr_vcpus])),

@@ -322,6 +322,25 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         })
     }
 
+    /// Writes the 8 bytes at `gva` and returns what they were before, in one piece (XCHG).
+    ///
+    /// # Errors
+    /// [`CpuError`]: nothing was written.
+    #[inline]
+    pub fn exchange(&mut self, gva: Gva, value: u64) -> Result<u64, CpuError> {
+        self.access(gva, Access::Write, |port, generation, at| {
+            // SAFETY: see `access`.
+            let mut current = unsafe { port.load_u64(generation, at) }?;
+            loop {
+                // SAFETY: as above.
+                match unsafe { port.compare_exchange_u64(generation, at, current, value) }? {
+                    Ok(before) => return Ok(before),
+                    Err(found) => current = found,
+                }
+            }
+        })
+    }
+
     /// Does `operation` at the memory behind `gva`.
     ///
     /// It is called with a generation and a pointer that was looked up after the generation was read: aligned, because

@@ -235,6 +235,11 @@ unsafe impl Host for MachineHost {
             .resolve(offset_bytes.ok_or(Gone)?, access, &|change| self.while_invalid(GfnRange::new(gfn, 1), change))
     }
 
+    fn resolve_private(&self, backing: &BackingSlice, _: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+        let offset_bytes = page.checked_mul(PAGE_SIZE).and_then(|bytes| bytes.checked_add(backing.offset_bytes));
+        backing.backing.resolve_private(offset_bytes.ok_or(Gone)?, access)
+    }
+
     fn leaf_zapped(&self, leaf: ZappedLeaf) {
         if let Some((_, pages)) = self.guest.get() {
             pages.note_zapped(leaf);

@@ -17,11 +17,13 @@
 //! - [`source`]: where pages come from that a guest does not have yet.
 //! - [`delivery`]: userfaults to a resolver elsewhere, by rings in shared memory.
 //! - [`guest`], [`machine`]: guest programs, and the whole put together.
+//! - [`demand_paging`]: the whole put together where the memory is still elsewhere, and comes page by page.
 
 pub mod clock;
 pub mod commit;
 pub mod cpu;
 pub mod delivery;
+pub mod demand_paging;
 mod descriptors;
 pub mod guest;
 pub mod host;

@@ -14,7 +14,7 @@
 //! `events`. Where memory and virtual CPUs are, on a machine with several nodes, is decided in `nodes`.
 
 mod config;
-mod crew;
+pub(crate) mod crew;
 mod events;
 #[cfg(test)]
 mod events_tests;
@@ -34,7 +34,7 @@ use crossbeam_utils::CachePadded;
 use slat::{DirtyTracking, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, Vcpu, Vm};
 use thiserror::Error;
 
-pub use config::{ConfigError, HostEvents, MachineConfig, Pins};
+pub use config::{ConfigError, HostEvents, MAX_VCPUS, MachineConfig, Pins};
 use crew::{Busy, Crew, Finished, Work};
 use nodes::Seats;
 use worker::{Answer, Job, Parts, Repeat, Signals, Worker};
@@ -448,14 +448,14 @@ impl Progress {
 
 /// Tables that a machine may have at a time: twice what maps its memory by 4 KiB, for those whose freeing is put off, and
 /// some to spare. It only costs address space.
-fn enough_tables(nr_vcpus: usize, nr_pages: u64) -> u64 {
+pub(crate) fn enough_tables(nr_vcpus: usize, nr_pages: u64) -> u64 {
     const TO_SPARE: u64 = 1 << 16;
     2 * (nr_pages >> 9) + 8 * nr_vcpus as u64 + TO_SPARE
 }
 
 /// Memory beside the guest's, rounded up: a thread's stack, TLB and record (about 75 KiB), page tables (0.2% of what
 /// they map by 4 KiB), bitmaps and a checker's copy of the pages (0.5%), the program itself.
-fn overhead_bytes(nr_vcpus: usize, nr_pages: u64) -> u64 {
+pub(crate) fn overhead_bytes(nr_vcpus: usize, nr_pages: u64) -> u64 {
     (8 << 20) + nr_vcpus as u64 * (128 << 10) + (nr_pages << PAGE_SHIFT) / 128
 }
 

@@ -18,6 +18,7 @@
 #![expect(unsafe_code, reason = "mmap, and access to memory that guests change at any time")]
 
 mod frames;
+pub mod guest_memfd;
 mod host_access;
 mod pages;
 mod shmem;
@@ -36,6 +37,7 @@ use slat::{Access, Gone, PAGE_SHIFT, PAGE_SIZE, PageSize, Pfn, Resolved};
 use thiserror::Error;
 
 pub use frames::{Corruption, POISON};
+pub use guest_memfd::GuestMemfd;
 pub use host_access::DiscardError;
 pub(crate) use pages::Invalidate;
 pub use pages::{Discards, Effect, EventCounts, FrameUse, Pages, Snapshot};
@@ -168,6 +170,14 @@ pub enum MemoryError {
         /// The directory of the pool in sysfs.
         pool: String,
     },
+    /// The shared part of a guest_memfd has another size.
+    #[error("a guest_memfd of {size_bytes} bytes cannot have a shared part of {shared_bytes}")]
+    SharedPartSize {
+        /// The size of the guest_memfd.
+        size_bytes: u64,
+        /// The size of what was to be its shared part.
+        shared_bytes: u64,
+    },
     /// Only memory files can be mapped twice.
     #[error("{kind} memory has no file that could be mapped a second time; shmem has")]
     NotShared {
@@ -197,6 +207,7 @@ impl MemoryError {
                 | MemoryError::ZeroSize
                 | MemoryError::UnalignedSize { .. }
                 | MemoryError::NotShared { .. }
+                | MemoryError::SharedPartSize { .. }
         )
     }
 }
@@ -213,6 +224,8 @@ enum Memory {
     /// Each page has its frame, at its place in the mapping.
     Fixed(Arc<Mapping>),
     Movable(Arc<Pages>),
+    /// The user has no way to it.
+    GuestMemfd(Arc<GuestMemfd>),
 }
 
 impl Backing {
@@ -240,22 +253,37 @@ impl Backing {
         Ok(Backing(Memory::Movable(Arc::new(Pages::new(size_bytes, nr_spare_frames)?))))
     }
 
+    /// The memory of a slot with [`GUEST_MEMFD`](slat::MemoryRegionFlags::GUEST_MEMFD): private pages are in `memory`, and
+    /// shared ones in its shared part.
+    pub fn of_guest_memfd(memory: Arc<GuestMemfd>) -> Backing {
+        Backing(Memory::GuestMemfd(memory))
+    }
+
+    /// The memory that the user has no mapping of, if it is that.
+    #[inline]
+    pub fn guest_memfd(&self) -> Option<&Arc<GuestMemfd>> {
+        match &self.0 {
+            Memory::Fixed(_) | Memory::Movable(_) => None,
+            Memory::GuestMemfd(memory) => Some(memory),
+        }
+    }
+
     /// The pages, if they may change frames.
     #[inline]
     pub fn pages(&self) -> Option<&Arc<Pages>> {
         match &self.0 {
-            Memory::Fixed(_) => None,
+            Memory::Fixed(_) | Memory::GuestMemfd(_) => None,
             Memory::Movable(pages) => Some(pages),
         }
     }
 
-    /// The first byte, unless pages are movable: then no place is a page's own, and this is null. Guests and other users
-    /// of the memory change it at any time: access it atomically, or while nothing runs.
+    /// The first byte, unless pages are movable, or private: then no place is a page's own, or nobody may look there, and this
+    /// is null. Guests and other users of the memory change it at any time: access it atomically, or while nothing runs.
     #[inline]
     pub fn as_ptr(&self) -> *mut u8 {
         match &self.0 {
             Memory::Fixed(mapping) => mapping.start,
-            Memory::Movable(_) => ptr::null_mut(),
+            Memory::Movable(_) | Memory::GuestMemfd(_) => ptr::null_mut(),
         }
     }
 
@@ -265,6 +293,7 @@ impl Backing {
         match &self.0 {
             Memory::Fixed(mapping) => mapping.size_bytes,
             Memory::Movable(pages) => pages.nr_pages() << PAGE_SHIFT,
+            Memory::GuestMemfd(memory) => memory.size_bytes(),
         }
     }
 
@@ -274,6 +303,7 @@ impl Backing {
         let mapping = match &self.0 {
             Memory::Fixed(mapping) => mapping,
             Memory::Movable(pages) => pages.mapping(),
+            Memory::GuestMemfd(memory) => return memory.frames(),
         };
         (mapping.start, mapping.size_bytes)
     }
@@ -286,23 +316,26 @@ impl Backing {
             }
             Memory::Fixed(_) => None,
             Memory::Movable(pages) => pages.frame_of(page),
+            Memory::GuestMemfd(_) => None,
         }
     }
 
-    /// What it is made of.
+    /// What it is made of; of a guest_memfd, its shared part, or, if it has none, the kind that is most like it.
     #[inline]
     pub fn kind(&self) -> BackingKind {
         match &self.0 {
             Memory::Fixed(mapping) => mapping.kind,
             Memory::Movable(_) => BackingKind::Anonymous,
+            Memory::GuestMemfd(memory) => memory.shared().map_or(BackingKind::Shmem, Backing::kind),
         }
     }
 
-    /// The first 8 bytes of page number `page`, as they are now; `None` beyond the end, or if the memory is
+    /// The first 8 bytes of page number `page`, as they are now; `None` beyond the end, of private memory, or if the memory is
     /// [lost](Backing::is_lost).
     pub fn peek(&self, page: u64) -> Option<u64> {
         let mapping = match &self.0 {
             Memory::Movable(pages) => return pages.peek(page),
+            Memory::GuestMemfd(_) => return None,
             Memory::Fixed(mapping) => mapping,
         };
         if page >= mapping.size_bytes >> PAGE_SHIFT {
@@ -332,7 +365,16 @@ impl Backing {
         match &self.0 {
             Memory::Fixed(mapping) => mapping.resolve(offset_bytes, access),
             Memory::Movable(pages) => pages.resolve(offset_bytes >> PAGE_SHIFT, access, invalidate),
+            Memory::GuestMemfd(memory) => memory.shared().ok_or(Gone)?.resolve(offset_bytes, access, invalidate),
         }
+    }
+
+    /// As [`resolve`](Self::resolve), for a page that is private.
+    ///
+    /// # Errors
+    /// [`Gone`]: there is no such private page.
+    pub(crate) fn resolve_private(&self, offset_bytes: u64, access: Access) -> Result<Resolved, Gone> {
+        self.guest_memfd().ok_or(Gone)?.resolve(offset_bytes, access)
     }
 }
 

@@ -13,22 +13,22 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// What a worker does with a job.
-pub(super) type Work<J, R> = Box<dyn FnMut(&J) -> R + Send>;
+pub(crate) type Work<J, R> = Box<dyn FnMut(&J) -> R + Send>;
 
 /// How a worker ended a job: with its result or with the message of its panic.
-pub(super) type Ending<R> = Result<R, String>;
+pub(crate) type Ending<R> = Result<R, String>;
 
 /// A job is under way already.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Busy;
+pub(crate) struct Busy;
 
 /// A job that all workers have ended.
 #[derive(Debug)]
-pub(super) struct Finished<R> {
+pub(crate) struct Finished<R> {
     /// From the post to the end of the last worker.
-    pub(super) wall: Duration,
+    pub(crate) wall: Duration,
     /// One for each worker, in their order.
-    pub(super) endings: Vec<Ending<R>>,
+    pub(crate) endings: Vec<Ending<R>>,
 }
 
 #[derive(Debug)]
@@ -61,7 +61,7 @@ impl<J, R> Shared<J, R> {
 
 /// The threads. Dropping it ends them, after the job they are at.
 #[derive(Debug)]
-pub(super) struct Crew<J, R> {
+pub(crate) struct Crew<J, R> {
     shared: Arc<Shared<J, R>>,
     threads: Vec<JoinHandle<()>>,
 }
@@ -71,7 +71,7 @@ impl<J: Send + Sync + 'static, R: Send + 'static> Crew<J, R> {
     ///
     /// # Errors
     /// The index of the thread that could not be started, and why.
-    pub(super) fn start(works: Vec<Work<J, R>>) -> Result<Crew<J, R>, (usize, std::io::Error)> {
+    pub(crate) fn start(works: Vec<Work<J, R>>) -> Result<Crew<J, R>, (usize, std::io::Error)> {
         let now = Instant::now();
         let board = Board {
             nr_posted: 0,
@@ -96,13 +96,18 @@ impl<J: Send + Sync + 'static, R: Send + 'static> Crew<J, R> {
         Ok(crew)
     }
 
+    /// How many there are.
+    pub(crate) fn nr_threads(&self) -> usize {
+        self.threads.len()
+    }
+
     /// Gives `job` to all workers. Collect it with [`finish`](Self::finish).
-    pub(super) fn post(&self, job: J) -> Result<(), Busy> {
+    pub(crate) fn post(&self, job: J) -> Result<(), Busy> {
         self.post_after(|| (), job)
     }
 
     /// Like [`post`](Self::post); does `prepare` before, if no other job is under way.
-    pub(super) fn post_after(&self, prepare: impl FnOnce(), job: J) -> Result<(), Busy> {
+    pub(crate) fn post_after(&self, prepare: impl FnOnce(), job: J) -> Result<(), Busy> {
         let mut board = self.shared.board();
         if board.is_taken {
             return Err(Busy);
@@ -119,7 +124,7 @@ impl<J: Send + Sync + 'static, R: Send + 'static> Crew<J, R> {
     }
 
     /// Sleeps until all workers have ended the job that was posted.
-    pub(super) fn finish(&self) -> Finished<R> {
+    pub(crate) fn finish(&self) -> Finished<R> {
         let mut board = self.shared.board();
         while board.nr_working > 0 {
             board = self.shared.all_done.wait(board).unwrap_or_else(PoisonError::into_inner);

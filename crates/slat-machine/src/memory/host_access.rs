@@ -27,6 +27,14 @@ pub enum DiscardError {
         /// The size of the memory.
         size_bytes: u64,
     },
+    /// Nobody but the guest has a way to it.
+    #[error("cannot discard {len_bytes} bytes at {offset_bytes}: the memory has no place of its own here")]
+    NoMapping {
+        /// Where to begin.
+        offset_bytes: u64,
+        /// How much.
+        len_bytes: u64,
+    },
     /// Not whole pages of the memory's kind.
     #[error("cannot discard {len_bytes} bytes at {offset_bytes}: {kind} memory has pages of {}", kind.page_size().size_bytes())]
     Unaligned {
@@ -95,6 +103,9 @@ impl Backing {
         if !(offset_bytes | len_bytes).is_multiple_of(kind.page_size().size_bytes()) {
             return Err(DiscardError::Unaligned { offset_bytes, len_bytes, kind });
         }
+        if self.as_ptr().is_null() {
+            return Err(DiscardError::NoMapping { offset_bytes, len_bytes });
+        }
         let start = self.as_ptr().wrapping_add(offset_bytes as usize);
         // SAFETY: the range lies in the mapping, which lives as long as `self`; its contents are only ever accessed
         // atomically or by machine instructions of guests, for which a page that becomes zero is one more write.
@@ -124,7 +135,7 @@ impl Backing {
     #[inline]
     fn word(&self, offset_bytes: u64) -> Option<&AtomicU64> {
         // Mappings are whole pages, so an aligned word that begins inside ends inside.
-        if offset_bytes >= self.size_bytes() || !offset_bytes.is_multiple_of(8) {
+        if offset_bytes >= self.size_bytes() || !offset_bytes.is_multiple_of(8) || self.as_ptr().is_null() {
             return None;
         }
         debug_assert!(self.size_bytes().is_multiple_of(PAGE_SIZE), "a mapping of whole pages");

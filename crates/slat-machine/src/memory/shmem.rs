@@ -63,7 +63,7 @@ impl Backing {
     pub fn file(&self) -> Option<BorrowedFd<'_>> {
         match &self.0 {
             Memory::Fixed(mapping) => mapping.file.as_ref().map(AsFd::as_fd),
-            Memory::Movable(_) => None,
+            Memory::Movable(_) | Memory::GuestMemfd(_) => None,
         }
     }
 
@@ -95,7 +95,7 @@ impl Backing {
     pub fn is_lost(&self) -> bool {
         match &self.0 {
             Memory::Fixed(mapping) => mapping.is_lost(),
-            Memory::Movable(_) => false,
+            Memory::Movable(_) | Memory::GuestMemfd(_) => false,
         }
     }
 

@@ -78,6 +78,11 @@ impl SourceSpec {
         }
     }
 
+    /// Whether a page may take its time: it is delayed, or comes from a peer.
+    pub fn has_latency(&self) -> bool {
+        self.delay_ns > 0 || matches!(self.kind, Kind::Peer { .. })
+    }
+
     /// Opens the source, for one thread.
     ///
     /// # Errors

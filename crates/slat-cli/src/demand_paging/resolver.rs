@@ -1,0 +1,136 @@
+//! The resolver of `--delivery ring` as a process of its own: this program again, with a hidden command.
+//!
+//! Its standard input is one end of a pair of sockets, over which the two shake hands and hand over the files of rings, bitmap
+//! and memory. It ends when the other end is closed, so it outlives its parent in no case, and nothing but the socket has to
+//! be cleaned up. What it has to say before it fails goes to its standard error, which the parent reads: a failure of the
+//! resolver is told as its parent's, with its exit code.
+
+use std::io::Read;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use slat_machine::demand_paging::{Copier, ServeConfig, serve_rings};
+use slat_machine::source::{ParseSourceError, SourceSpec};
+
+use super::source::Source;
+use crate::failure::Failure;
+
+/// The hidden command.
+const COMMAND: &str = "demand-paging-resolver";
+
+/// How long the two wait for each other.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What the hidden command takes.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct ResolverArgs {
+    /// Where pages come from.
+    #[arg(long, value_parser = |text: &str| text.parse::<SourceSpec>().map_err(|error: ParseSourceError| error.to_string()))]
+    source: SourceSpec,
+    /// Latency of each page, in nanoseconds.
+    #[arg(long)]
+    delay_ns: u64,
+    /// Threads that serve.
+    #[arg(long)]
+    threads: u32,
+    /// Pages that the background copier has in flight.
+    #[arg(long)]
+    copier: Option<usize>,
+}
+
+/// The process's main function.
+pub(crate) fn main(args: &ResolverArgs) -> Result<(), Failure> {
+    let no_socket = |error| Failure::CannotServe(format!("there is no socket to a virtual machine: {error}"));
+    let stream = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().map_err(no_socket)?);
+    let config = ServeConfig {
+        source: args.source.clone().delayed_by(args.delay_ns),
+        nr_threads: args.threads,
+        copier: args.copier.map(|window| Copier { window }),
+        timeout: PATIENCE,
+    };
+    serve_rings(stream, &config)?;
+    Ok(())
+}
+
+/// A resolver process. It ends with this at the latest.
+#[derive(Debug)]
+pub(super) struct ResolverProcess {
+    child: Child,
+}
+
+impl ResolverProcess {
+    /// Starts one, and returns the virtual machine's end of its socket.
+    pub(super) fn start(
+        source: &Source,
+        nr_threads: usize,
+        copier: Option<Copier>,
+    ) -> Result<(ResolverProcess, UnixStream), Failure> {
+        let failed = |error| Failure::CannotServe(format!("the resolver process cannot be started: {error}"));
+        let (ours, theirs) = UnixStream::pair().map_err(failed)?;
+        let mut command = Command::new(std::env::current_exe().map_err(failed)?);
+        command.arg(COMMAND);
+        command.args(["--source", &source.spec().to_string()]);
+        command.args(["--delay-ns", &source.delay_ns().to_string()]);
+        command.args(["--threads", &nr_threads.to_string()]);
+        if let Some(Copier { window }) = copier {
+            command.args(["--copier", &window.to_string()]);
+        }
+        command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).stderr(Stdio::piped());
+        let child = command.spawn().map_err(failed)?;
+        Ok((ResolverProcess { child }, ours))
+    }
+
+    /// Runs `action`, and kills the process meanwhile, when `delay` is over; whether that was before the action's end.
+    pub(super) fn kill_during<T>(&mut self, delay: Duration, action: impl FnOnce() -> T) -> (T, bool) {
+        std::thread::scope(|scope| {
+            let (is_over, over) = mpsc::channel::<()>();
+            let killer = scope.spawn(move || {
+                let is_due = over.recv_timeout(delay) == Err(RecvTimeoutError::Timeout);
+                is_due && self.child.kill().is_ok()
+            });
+            let result = action();
+            drop(is_over);
+            (result, killer.join().unwrap_or(false))
+        })
+    }
+
+    /// Waits for the end of a process whose virtual machine has closed the socket or is about to, and says why it failed, if
+    /// it did.
+    pub(super) fn finish(mut self) -> Result<(), Failure> {
+        let begin = Instant::now();
+        let status = loop {
+            match self.child.try_wait() {
+                Ok(Some(status)) => break status,
+                Ok(None) if begin.elapsed() < PATIENCE => std::thread::sleep(Duration::from_millis(1)),
+                Ok(None) => return Err(Failure::CannotServe("the resolver process does not end".to_owned())),
+                Err(error) => return Err(Failure::CannotServe(format!("the resolver process: {error}"))),
+            }
+        };
+        let mut said = String::new();
+        if let Some(stderr) = &mut self.child.stderr {
+            let _ = stderr.read_to_string(&mut said);
+        }
+        let reason = said.lines().last().unwrap_or_default().trim_start_matches("slat: ");
+        match status.code() {
+            Some(0) => Ok(()),
+            Some(1) => Err(Failure::Check(reason.trim_start_matches("check failed: ").to_owned())),
+            Some(2) => Err(Failure::Usage(reason.to_owned())),
+            Some(_) if !reason.is_empty() => {
+                Err(Failure::CannotServe(reason.trim_start_matches("this machine cannot do that: ").to_owned()))
+            }
+            _ => Err(Failure::CannotServe(format!("the resolver process has ended: {status}"))),
+        }
+    }
+}
+
+impl Drop for ResolverProcess {
+    fn drop(&mut self) {
+        // Both fail if it has ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,261 @@
+//! One run of one case, on a machine of its own.
+
+use std::time::{Duration, Instant};
+
+use rand::rngs::SmallRng;
+use rand::{RngExt, SeedableRng};
+use slat::{Config, Stats};
+use slat_machine::commit::FlushMethod;
+use slat_machine::delivery::Delivery;
+use slat_machine::demand_paging::{
+    Copier, DemandPaging, DemandPagingConfig, DemandPagingError, DemandPagingReport, Descriptors, DirtyLogging,
+    GuestMemfdOrigin, Mode as MachineMode, Resolver, VcpuThreads,
+};
+use slat_machine::guest::Sharing;
+use slat_machine::walk::HardwareFormat;
+
+use super::case::{Case, Mode, Uffds};
+use super::options::{DemandPagingArgs, GuestMemfdArg, ResolverArg};
+use super::resolver::ResolverProcess;
+use super::source::Source;
+use crate::args::with_format;
+use crate::failure::{Failure, check_failed};
+use crate::phases;
+
+/// Requests that the background copier has in flight while no vCPU waits.
+const COPIER_WINDOW: usize = 16;
+
+/// Rounds of writes with `--log-dirty`: that in which pages come, and one more, which must be logged as a whole again.
+const LOGGED_ROUNDS: u64 = 2;
+
+/// A resolver that is to be killed lives no longer than this, from when it is attached.
+const LONGEST_LIFE: Duration = Duration::from_millis(20);
+
+/// What a run showed.
+pub(super) struct Run {
+    /// Pages per second for each vCPU: those of one vCPU in the time of all, as demand_paging_test has it.
+    pub(super) paging_rate: f64,
+    pub(super) total_time: Duration,
+    pub(super) pages_per_vcpu: u64,
+    pub(super) nr_vcpus: usize,
+    /// Of touches of pages, from the first attempt until the vCPU goes on.
+    pub(super) fault_p50_ns: u64,
+    pub(super) fault_p99_ns: u64,
+    pub(super) nr_exits: u64,
+    pub(super) nr_filled_for_faults: u64,
+    /// `None`: there was no copier in this process.
+    pub(super) nr_filled_by_copier: Option<u64>,
+    /// Pages that were looked at afterwards, and were right.
+    pub(super) nr_verified: u64,
+    /// Pages that the dirty log reported; `None`: nothing was logged.
+    pub(super) nr_logged: Option<u64>,
+    /// Times that the resolver was killed and another took over; `None`: nobody was to be.
+    pub(super) nr_killed: Option<u64>,
+    /// Threads that ran the vCPUs.
+    pub(super) nr_threads: usize,
+    /// Where guest_memfd memory is from.
+    pub(super) guest_memfd: Option<GuestMemfdOrigin>,
+    pub(super) engine: Stats,
+    pub(super) flush_method: FlushMethod,
+}
+
+/// A case and its runs.
+pub(super) struct Measured {
+    pub(super) case: Case,
+    pub(super) runs: Vec<Run>,
+}
+
+/// Runs `case` once.
+pub(super) fn once(args: &DemandPagingArgs, case: &Case, source: &Source) -> Result<Run, Failure> {
+    with_format!(args.format, F => on::<F>(args, case, source))
+}
+
+fn on<F: HardwareFormat>(args: &DemandPagingArgs, case: &Case, source: &Source) -> Result<Run, Failure> {
+    let config = config(args, case, source)?;
+    let mut paging = DemandPaging::<F>::new(&config)?;
+    if args.guest_memfd == GuestMemfdArg::Kvm {
+        check_guest_memfd(&paging)?;
+    }
+    let Paged { report, total_time, nr_logged, nr_killed } = match (case.mode, args.resolver) {
+        (Mode::None, _) => page(&mut paging, Resolver::Nobody, &config)?,
+        (Mode::Ring, ResolverArg::Process) => page_elsewhere(&mut paging, &config, args, case, source)?,
+        _ => page(&mut paging, Resolver::Source(source.spec().clone()), &config)?,
+    };
+    let nr_verified = paging.verify()?;
+    if nr_verified != paging.nr_pages() {
+        return Err(check_failed(format!("{nr_verified} of {} pages are there", paging.nr_pages())));
+    }
+    Ok(Run {
+        paging_rate: report.pages_per_vcpu as f64 / total_time.as_secs_f64().max(f64::MIN_POSITIVE),
+        total_time,
+        pages_per_vcpu: report.pages_per_vcpu,
+        nr_vcpus: case.nr_vcpus,
+        fault_p50_ns: report.fault_p50_ns,
+        fault_p99_ns: report.fault_p99_ns,
+        nr_exits: report.nr_exits(),
+        nr_filled_for_faults: report.nr_filled_for_faults,
+        nr_filled_by_copier: (args.copier && case.mode != Mode::Ring).then_some(report.nr_filled_by_copier),
+        nr_verified,
+        nr_logged,
+        nr_killed: (args.kill_resolver > 0).then_some(nr_killed.into()),
+        nr_threads: report.nr_threads,
+        guest_memfd: report.guest_memfd,
+        engine: report.engine,
+        flush_method: paging.vm().host().flush_domain().method(),
+    })
+}
+
+/// What a run of the machine gives.
+struct Paged {
+    report: DemandPagingReport,
+    total_time: Duration,
+    nr_logged: Option<u64>,
+    nr_killed: u32,
+}
+
+/// Lets the vCPUs touch all, and holds the dirty log against it if there is one.
+fn page<F: HardwareFormat>(
+    paging: &mut DemandPaging<F>,
+    resolver: Resolver,
+    config: &DemandPagingConfig,
+) -> Result<Paged, DemandPagingError> {
+    let (report, nr_logged) = match config.dirty_logging {
+        DirtyLogging::Off => (paging.run(resolver)?, None),
+        DirtyLogging::On => {
+            let rounds = paging.check_dirty_log(resolver, LOGGED_ROUNDS)?;
+            (rounds.paging, Some(rounds.nr_reported))
+        }
+    };
+    Ok(Paged { total_time: report.total_time(), report, nr_logged, nr_killed: 0 })
+}
+
+/// The same, with a resolver in a process of its own.
+fn page_elsewhere<F: HardwareFormat>(
+    paging: &mut DemandPaging<F>,
+    config: &DemandPagingConfig,
+    args: &DemandPagingArgs,
+    case: &Case,
+    source: &Source,
+) -> Result<Paged, Failure> {
+    let nr_threads = args.resolver_threads.min(case.nr_vcpus);
+    let begin = Instant::now();
+    let mut nr_killed = 0;
+    let mut random = SmallRng::seed_from_u64(args.seed);
+    while nr_killed < args.kill_resolver {
+        let delay = random.random_range(Duration::ZERO..LONGEST_LIFE);
+        let mut process = attach(paging, config, nr_threads, source)?;
+        let (paged, was_killed) = process.kill_during(delay, || page(paging, Resolver::Elsewhere, config));
+        nr_killed += u32::from(was_killed);
+        match paged {
+            Err(DemandPagingError::Vcpus { .. }) if was_killed => {}
+            paged => {
+                paging.delivery().into_iter().for_each(Delivery::detach);
+                // What has ended in time has nothing to say about that.
+                if !was_killed {
+                    process.finish()?;
+                }
+                return Ok(Paged { total_time: begin.elapsed(), nr_killed, ..paged? });
+            }
+        }
+    }
+    let process = attach(paging, config, nr_threads, source)?;
+    let paged = page(paging, Resolver::Elsewhere, config);
+    paging.delivery().into_iter().for_each(Delivery::detach);
+    // What the resolver has to say is the reason for what vCPUs have.
+    process.finish()?;
+    let paged = paged?;
+    // With what came before the last resolver did.
+    let total_time = if nr_killed > 0 { begin.elapsed() } else { paged.total_time };
+    Ok(Paged { total_time, nr_killed, ..paged })
+}
+
+/// Starts a resolver process, and attaches it.
+fn attach<F: HardwareFormat>(
+    paging: &DemandPaging<F>,
+    config: &DemandPagingConfig,
+    nr_threads: usize,
+    source: &Source,
+) -> Result<ResolverProcess, Failure> {
+    let no_rings = || Failure::CannotServe("there are no rings for a resolver".to_owned());
+    let delivery = paging.delivery().ok_or_else(no_rings)?;
+    let (process, socket) = ResolverProcess::start(source, nr_threads, config.copier)?;
+    if let Err(error) = delivery.attach(socket) {
+        process.finish()?;
+        return Err(Failure::CannotServe(format!("the resolver process cannot be attached: {error}")));
+    }
+    Ok(process)
+}
+
+fn check_guest_memfd<F: HardwareFormat>(paging: &DemandPaging<F>) -> Result<(), Failure> {
+    use slat_machine::memory::guest_memfd::Origin;
+    match paging.guest_memfd().map(|memory| memory.origin()) {
+        Some(Origin::Kvm) => Ok(()),
+        Some(Origin::Memfd { why }) => {
+            Err(Failure::CannotServe(format!("there is no guest_memfd (--guest-memfd kvm): {why}")))
+        }
+        None => Err(Failure::Usage("--guest-memfd kvm needs -s guest_memfd".to_owned())),
+    }
+}
+
+fn config(args: &DemandPagingArgs, case: &Case, source: &Source) -> Result<DemandPagingConfig, Failure> {
+    let pins = args.cpus.as_ref().map(|cpus| phases::pins(cpus, case.nr_vcpus)).transpose()?;
+    Ok(DemandPagingConfig {
+        nr_vcpus: case.nr_vcpus,
+        bytes_per_vcpu: case.bytes_per_vcpu,
+        sharing: if args.overlap { Sharing::Overlapping } else { Sharing::Partitioned },
+        mode: match case.mode {
+            Mode::None => MachineMode::None,
+            Mode::Missing | Mode::MissingOneReader => MachineMode::Missing,
+            Mode::MissingAndExits => MachineMode::MissingUserfault,
+            Mode::Minor | Mode::MinorOneReader => MachineMode::Minor,
+            Mode::MinorAndExits => MachineMode::MinorUserfault,
+            Mode::Exits => MachineMode::Userfault,
+            Mode::Ring => MachineMode::UserfaultRing,
+        },
+        backing: case.backing,
+        granularity: args.granularity.page_size(),
+        contents: source.contents(),
+        descriptors: match case.uffds {
+            Uffds::One => Descriptors::One,
+            Uffds::PerVcpu => Descriptors::OnePerVcpu,
+        },
+        nr_readers: case.nr_readers,
+        vcpu_threads: match pins {
+            Some(_) => Some(VcpuThreads::OnePerVcpu),
+            None => args.threads.map(VcpuThreads::Few),
+        },
+        pins,
+        copier: args.copier.then_some(Copier { window: COPIER_WINDOW }),
+        dirty_logging: if args.log_dirty { DirtyLogging::On } else { DirtyLogging::Off },
+        engine: Config::default(),
+        ..DemandPagingConfig::default()
+    })
+}
+
+/// What has to be said about the runs.
+pub(super) fn remarks(measured: &[Measured]) -> Vec<String> {
+    let runs = || measured.iter().flat_map(|measured| &measured.runs);
+    let mut remarks = Vec::new();
+    let mut in_turns: Vec<String> = Vec::new();
+    for Measured { case, runs } in measured {
+        if let Some(run) = runs.iter().find(|run| run.nr_threads < case.nr_vcpus) {
+            let text = format!("{} ({} vCPUs by {} threads)", case.mode, case.nr_vcpus, run.nr_threads);
+            if !in_turns.contains(&text) {
+                in_turns.push(text);
+            }
+        }
+    }
+    if !in_turns.is_empty() {
+        let modes = in_turns.join(", ");
+        remarks.push(format!(
+            "A vCPU has a thread of its own, but in turns with others were run: {modes}. See --threads."
+        ));
+    }
+    if let Some(why) = runs().find_map(|run| match &run.guest_memfd {
+        Some(GuestMemfdOrigin::Memfd { why }) => Some(why),
+        _ => None,
+    }) {
+        remarks.push(format!("guest_memfd: a memory file stands in for it: {why}."));
+    }
+    remarks
+}

@@ -1,0 +1,95 @@
+//! Where contents come from: what `--source` names, with its delay, and the peer that the command itself is where it names
+//! no other.
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+
+use slat::PAGE_SIZE;
+use slat_machine::source::{Pattern, PeerAddress, PeerServer, SourceSpec};
+
+use super::options::{DemandPagingArgs, SourceArg};
+use crate::failure::Failure;
+
+/// An opened `--source`. While it lives, so does its peer.
+#[derive(Debug)]
+pub(super) struct Source {
+    spec: SourceSpec,
+    contents: Pattern,
+    delay_ns: u64,
+    peer: Option<PeerServer>,
+}
+
+impl Source {
+    /// The source that the options name, with at least `nr_bytes` if it is a file that is to be created.
+    pub(super) fn open(args: &DemandPagingArgs, nr_bytes: u64) -> Result<Source, Failure> {
+        let contents = args.contents.contents().unwrap_or(Pattern::Mixed { seed: 0 });
+        let delay_ns = args.delay_us * 1000;
+        let own_peer = |address| -> Result<Source, Failure> {
+            let peer = PeerServer::start(address, args.contents.clone())?;
+            Ok(Source { spec: SourceSpec::peer(peer.address().clone()), contents, delay_ns, peer: Some(peer) })
+        };
+        let mut source = match &args.source {
+            SourceArg::Given(spec) => {
+                Source { spec: spec.clone(), contents: spec.contents().unwrap_or(contents), delay_ns, peer: None }
+            }
+            SourceArg::OwnTcp => own_peer(PeerAddress::Tcp(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))))?,
+            SourceArg::OwnUnix => own_peer(PeerAddress::Unix(own_path()))?,
+        };
+        if let Some(path) = &args.create_source {
+            create(path, contents, nr_bytes.div_ceil(PAGE_SIZE))
+                .map_err(|source| Failure::Write { path: path.clone(), source })?;
+        }
+        // What is not there, or too short, is found out before anything is measured.
+        if let Some(last_page) = nr_bytes.div_ceil(PAGE_SIZE).checked_sub(1) {
+            source.spec.open()?.fetch_into(last_page, &mut [0; slat_machine::source::PAGE_SIZE])?;
+        }
+        source.spec = source.spec.delayed_by(delay_ns);
+        Ok(source)
+    }
+
+    pub(super) fn spec(&self) -> &SourceSpec {
+        &self.spec
+    }
+
+    /// The latency of each page, in nanoseconds.
+    pub(super) fn delay_ns(&self) -> u64 {
+        self.delay_ns
+    }
+
+    /// What its pages must hold.
+    pub(super) fn contents(&self) -> Pattern {
+        self.contents
+    }
+
+    /// What has to be said about it beside the figures.
+    pub(super) fn remark(&self) -> Option<String> {
+        let peer = self.peer.as_ref()?;
+        let address = peer.address();
+        Some(format!("Pages come from a peer in this process, through {address}: it takes its share of the CPUs."))
+    }
+}
+
+/// Serves the pages of `--contents` until the process is ended.
+pub(super) fn serve(args: &DemandPagingArgs, address: &PeerAddress) -> Result<(), Failure> {
+    let peer = PeerServer::start(address.clone(), args.contents.clone())?;
+    let mut out = std::io::stdout();
+    writeln!(out, "Serving {} at {}", args.contents, peer.address())?;
+    out.flush()?;
+    loop {
+        std::thread::park();
+    }
+}
+
+/// Writes a file of pages. One that is there already is somebody's.
+fn create(path: &Path, contents: Pattern, nr_pages: u64) -> std::io::Result<()> {
+    let mut file = BufWriter::new(File::create_new(path)?);
+    contents.write_to(&mut file, nr_pages)?;
+    file.flush()
+}
+
+/// A path for a socket that no other process takes.
+fn own_path() -> PathBuf {
+    std::env::temp_dir().join(format!("slat-pages-{}.socket", std::process::id()))
+}

@@ -1,0 +1,498 @@
+//! What a run of demand paging is made of, and whether it makes sense.
+
+use std::fmt;
+use std::str::FromStr;
+
+use slat::{PAGE_SHIFT, PAGE_SIZE, PageSize};
+use thiserror::Error;
+
+use crate::commit::FlushMethod;
+use crate::guest::Sharing;
+use crate::machine::{MAX_VCPUS, Pins};
+use crate::memory::{BackingKind, MemoryError};
+use crate::source::{MAX_IN_FLIGHT, Pattern};
+use crate::tlb::Geometry;
+use crate::topology;
+
+/// Who notices that a page is not there yet, and who brings it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Mode {
+    /// Nobody: the memory is there, and a fault gives a page of it.
+    #[default]
+    None,
+    /// The kernel: a userfaultfd, whose readers copy the page in.
+    Missing,
+    /// The kernel: a userfaultfd, whose readers write the page through another mapping of the file, and let it be mapped.
+    Minor,
+    /// The engine: the vCPU exits, and its thread fetches the page and puts it where it belongs.
+    Userfault,
+    /// The engine; the page is put in place by the userfaultfd's copy, which wakes nobody. The descriptor's readers serve whoever
+    /// touches the memory otherwise.
+    MissingUserfault,
+    /// As above, with a page that is written through another mapping.
+    MinorUserfault,
+    /// The engine; the vCPU asks by a ring in shared memory, and a resolver elsewhere brings the page.
+    UserfaultRing,
+}
+
+impl Mode {
+    /// All modes.
+    pub const ALL: [Mode; 7] = [
+        Mode::None,
+        Mode::Missing,
+        Mode::Minor,
+        Mode::Userfault,
+        Mode::MissingUserfault,
+        Mode::MinorUserfault,
+        Mode::UserfaultRing,
+    ];
+
+    /// Its name in results.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Mode::None => "none",
+            Mode::Missing => "missing",
+            Mode::Minor => "minor",
+            Mode::Userfault => "uf",
+            Mode::MissingUserfault => "missing+uf",
+            Mode::MinorUserfault => "minor+uf",
+            Mode::UserfaultRing => "uf-ring",
+        }
+    }
+
+    /// Whether there is a userfaultfd.
+    pub const fn uses_userfaultfd(self) -> bool {
+        matches!(self, Mode::Missing | Mode::Minor | Mode::MissingUserfault | Mode::MinorUserfault)
+    }
+
+    /// Whether vCPUs exit, by the engine's bitmap.
+    pub const fn uses_bitmap(self) -> bool {
+        matches!(self, Mode::Userfault | Mode::MissingUserfault | Mode::MinorUserfault | Mode::UserfaultRing)
+    }
+
+    /// Whether a vCPU's thread sleeps in the kernel until its page is there.
+    const fn blocks_threads(self) -> bool {
+        matches!(self, Mode::Missing | Mode::Minor)
+    }
+
+    /// Whether pages are written through another mapping of the same file.
+    pub(super) const fn is_minor(self) -> bool {
+        matches!(self, Mode::Minor | Mode::MinorUserfault)
+    }
+
+    /// Whether threads of this process fetch pages for their vCPUs.
+    pub(super) const fn vcpus_fetch(self) -> bool {
+        matches!(self, Mode::Userfault | Mode::MissingUserfault | Mode::MinorUserfault)
+    }
+}
+
+impl fmt::Display for Mode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Mode {
+    type Err = PagingConfigError;
+
+    fn from_str(name: &str) -> Result<Mode, PagingConfigError> {
+        Mode::ALL
+            .into_iter()
+            .find(|mode| mode.name() == name)
+            .ok_or_else(|| PagingConfigError::UnknownMode { name: name.to_owned() })
+    }
+}
+
+/// How many userfaultfds there are.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Descriptors {
+    /// One for all memory.
+    One,
+    /// One for each vCPU's part of the memory; one for all if vCPUs have no parts of their own ([`Sharing::Overlapping`]).
+    #[default]
+    OnePerVcpu,
+}
+
+impl fmt::Display for Descriptors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Descriptors::One => "one",
+            Descriptors::OnePerVcpu => "per-vcpu",
+        })
+    }
+}
+
+/// Which threads run the vCPUs.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum VcpuThreads {
+    /// Each vCPU has its own, as with KVM. A thread whose vCPU waits for a page sleeps.
+    OnePerVcpu,
+    /// So many, each of which runs its vCPUs in turn, and one that waits for a page holds up no other: a page costs no
+    /// switch of threads. Not where a thread sleeps in the kernel until the page is there (`missing`, `minor`).
+    Few(usize),
+}
+
+/// A thread that fetches the pages that nobody has asked for yet.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Copier {
+    /// Pages that it has in flight at a time, while no vCPU waits for a page; while one does, a single one.
+    pub window: usize,
+}
+
+/// Whether the guest's writes are logged while pages arrive.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum DirtyLogging {
+    /// They are not.
+    #[default]
+    Off,
+    /// They are, from the beginning ([`DemandPaging::check_dirty_log`](super::DemandPaging::check_dirty_log)).
+    On,
+}
+
+/// What the memory is made of.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum PagedBacking {
+    /// Memory that the VMM has a mapping of.
+    Memory(BackingKind),
+    /// Memory that it has none of; all pages are private.
+    GuestMemfd,
+}
+
+impl Default for PagedBacking {
+    fn default() -> PagedBacking {
+        PagedBacking::Memory(BackingKind::Anonymous)
+    }
+}
+
+impl fmt::Display for PagedBacking {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            PagedBacking::Memory(kind) => kind.fmt(f),
+            PagedBacking::GuestMemfd => f.pad("guest_memfd"),
+        }
+    }
+}
+
+impl FromStr for PagedBacking {
+    type Err = MemoryError;
+
+    fn from_str(name: &str) -> Result<PagedBacking, MemoryError> {
+        if name == "guest_memfd" { Ok(PagedBacking::GuestMemfd) } else { name.parse().map(PagedBacking::Memory) }
+    }
+}
+
+/// What a run of demand paging is made of.
+#[derive(Clone, PartialEq, Debug)]
+pub struct DemandPagingConfig {
+    /// Number of vCPUs.
+    pub nr_vcpus: usize,
+    /// Each one's part of the memory, in bytes; a multiple of the bitmap's granularity and of the backing's page size.
+    pub bytes_per_vcpu: u64,
+    /// Whether each vCPU touches its own part, or all memory.
+    pub sharing: Sharing,
+    /// Who notices that a page is not there, and who brings it.
+    pub mode: Mode,
+    /// What the memory is made of. Memory that is a file has its pages from the beginning; others are made as they are
+    /// touched.
+    pub backing: PagedBacking,
+    /// The size of the block that a bit of the userfault bitmap stands for: 4 KiB or 2 MiB. A block arrives as a whole.
+    pub granularity: PageSize,
+    /// What the pages that arrive hold. Everything that arrives is held against it.
+    pub contents: Pattern,
+    /// How many userfaultfds there are.
+    pub descriptors: Descriptors,
+    /// Threads that read each of them.
+    pub nr_readers: usize,
+    /// Which threads run the vCPUs. `None`: as many as there are processors if the source has a latency, or pages come by
+    /// rings, and the mode allows it, for a thread that sleeps and wakes for each page costs several microseconds a page;
+    /// else one for each vCPU, as with KVM.
+    pub vcpu_threads: Option<VcpuThreads>,
+    /// Processors to pin threads to: thread t to that of vCPU t, which is its first.
+    pub pins: Option<Pins>,
+    /// What fetches pages in the background.
+    pub copier: Option<Copier>,
+    /// Whether the guest's writes are logged meanwhile.
+    pub dirty_logging: DirtyLogging,
+    /// How the VM's memory is managed.
+    pub engine: slat::Config,
+    /// The TLB of each CPU.
+    pub tlb: Geometry,
+    /// The flush method; `None`: the best that works here.
+    pub flush_method: Option<FlushMethod>,
+    /// Second-stage tables that may be allocated at a time; `None`: more than are needed.
+    pub max_tables: Option<u64>,
+}
+
+impl Default for DemandPagingConfig {
+    fn default() -> DemandPagingConfig {
+        DemandPagingConfig {
+            nr_vcpus: 1,
+            bytes_per_vcpu: 64 << 20,
+            sharing: Sharing::Partitioned,
+            mode: Mode::None,
+            backing: PagedBacking::default(),
+            granularity: PageSize::Size4K,
+            contents: Pattern::Mixed { seed: 0 },
+            descriptors: Descriptors::default(),
+            nr_readers: 1,
+            vcpu_threads: None,
+            pins: None,
+            copier: None,
+            dirty_logging: DirtyLogging::Off,
+            engine: slat::Config::default(),
+            tlb: Geometry::default(),
+            flush_method: None,
+            max_tables: None,
+        }
+    }
+}
+
+/// A configuration that makes no sense.
+#[derive(Clone, PartialEq, Eq, Debug, Error)]
+#[non_exhaustive]
+pub enum PagingConfigError {
+    /// No mode has this name.
+    #[error("unknown mode '{name}'; there are {}", Mode::ALL.map(Mode::name).join(", "))]
+    UnknownMode {
+        /// The name.
+        name: String,
+    },
+    /// Not a number of vCPUs that there can be.
+    #[error("{nr_vcpus} vCPUs are not between 1 and {MAX_VCPUS}")]
+    Vcpus {
+        /// What was asked for.
+        nr_vcpus: usize,
+    },
+    /// A vCPU's part is empty or not made of whole blocks.
+    #[error("{bytes_per_vcpu} bytes for each vCPU are not a positive multiple of {block_bytes}")]
+    BytesPerVcpu {
+        /// What was asked for.
+        bytes_per_vcpu: u64,
+        /// The larger of the bitmap's granularity and the memory's page size.
+        block_bytes: u64,
+    },
+    /// The memory is too big.
+    #[error("{bytes_per_vcpu} bytes for each of {nr_vcpus} vCPUs are too many")]
+    TooBig {
+        /// What was asked for.
+        bytes_per_vcpu: u64,
+        /// The number of vCPUs.
+        nr_vcpus: usize,
+    },
+    /// A bit of a userfault bitmap stands for 4 KiB or for 2 MiB.
+    #[error("a userfault bitmap has bits for 4 KiB or 2 MiB, not for {size_bytes} bytes")]
+    Granularity {
+        /// What was asked for.
+        size_bytes: u64,
+    },
+    /// Minor faults are on files.
+    #[error("mode {mode} needs memory that is a file (shmem), not {backing}")]
+    NeedsFile {
+        /// The mode.
+        mode: Mode,
+        /// The memory.
+        backing: PagedBacking,
+    },
+    /// The mode works by pages of 4 KiB only.
+    #[error(
+        "mode {mode} brings pages of 4 KiB, which {backing} with a granularity of {granularity_bytes} bytes are not"
+    )]
+    NeedsSmallPages {
+        /// The mode.
+        mode: Mode,
+        /// The memory.
+        backing: PagedBacking,
+        /// The bitmap's granularity.
+        granularity_bytes: u64,
+    },
+    /// There is no mapping for a userfaultfd.
+    #[error("mode {mode} needs memory that the VMM has a mapping of, not guest_memfd")]
+    NeedsMapping {
+        /// The mode.
+        mode: Mode,
+    },
+    /// Nobody reads the userfaultfds.
+    #[error("a userfaultfd needs at least one reader")]
+    NoReader,
+    /// There are no threads for the vCPUs.
+    #[error("vCPUs need at least one thread")]
+    NoThread,
+    /// Each vCPU needs a thread of its own, because it sleeps in the kernel.
+    #[error("in mode {mode} each vCPU needs a thread of its own")]
+    NeedsThreadPerVcpu {
+        /// The mode.
+        mode: Mode,
+    },
+    /// Nobody knows in this mode what has arrived.
+    #[error("there is no background copier in mode {mode}")]
+    NoCopier {
+        /// The mode.
+        mode: Mode,
+    },
+    /// Not one processor for each vCPU.
+    #[error("{nr_pins} processors to pin {nr_vcpus} vCPUs to")]
+    Pins {
+        /// Processors given.
+        nr_pins: usize,
+        /// The number of vCPUs.
+        nr_vcpus: usize,
+    },
+    /// A copier with no page in flight, or more than a source allows.
+    #[error("a window of {window} pages in flight is not between 1 and {MAX_IN_FLIGHT}")]
+    Window {
+        /// What was asked for.
+        window: usize,
+    },
+}
+
+/// Sizes, and who runs what.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Layout {
+    pub(super) nr_pages: u64,
+    pub(super) pages_per_vcpu: u64,
+    /// Pages of a block, which arrives as a whole.
+    pub(super) block_pages: u64,
+    pub(super) nr_descriptors: usize,
+}
+
+/// The memory is at most this big, in bytes.
+const MAX_BYTES: u64 = 16 << 40;
+
+impl DemandPagingConfig {
+    /// # Errors
+    /// [`PagingConfigError`]: why the configuration makes no sense.
+    pub(super) fn layout(&self) -> Result<Layout, PagingConfigError> {
+        let &DemandPagingConfig { nr_vcpus, bytes_per_vcpu, mode, backing, granularity, .. } = self;
+        if nr_vcpus == 0 || nr_vcpus > MAX_VCPUS {
+            return Err(PagingConfigError::Vcpus { nr_vcpus });
+        }
+        if granularity > PageSize::Size2M {
+            return Err(PagingConfigError::Granularity { size_bytes: granularity.size_bytes() });
+        }
+        let page_bytes = match backing {
+            PagedBacking::Memory(kind) => kind.page_size().size_bytes(),
+            PagedBacking::GuestMemfd => PAGE_SIZE,
+        };
+        let granularity_bytes = granularity.size_bytes();
+        let block_bytes = page_bytes.max(granularity_bytes);
+        if bytes_per_vcpu == 0 || !bytes_per_vcpu.is_multiple_of(block_bytes) {
+            return Err(PagingConfigError::BytesPerVcpu { bytes_per_vcpu, block_bytes });
+        }
+        let nr_bytes = bytes_per_vcpu
+            .checked_mul(nr_vcpus as u64)
+            .filter(|bytes| *bytes <= MAX_BYTES)
+            .ok_or(PagingConfigError::TooBig { bytes_per_vcpu, nr_vcpus })?;
+        let is_file = backing == PagedBacking::Memory(BackingKind::Shmem);
+        if (mode.is_minor() || mode == Mode::UserfaultRing) && !is_file {
+            return Err(PagingConfigError::NeedsFile { mode, backing });
+        }
+        if mode.uses_userfaultfd() && backing == PagedBacking::GuestMemfd {
+            return Err(PagingConfigError::NeedsMapping { mode });
+        }
+        if mode.uses_userfaultfd() && block_bytes != PAGE_SIZE {
+            return Err(PagingConfigError::NeedsSmallPages { mode, backing, granularity_bytes });
+        }
+        if mode.uses_userfaultfd() && self.nr_readers == 0 {
+            return Err(PagingConfigError::NoReader);
+        }
+        match self.vcpu_threads {
+            Some(VcpuThreads::Few(0)) => return Err(PagingConfigError::NoThread),
+            Some(VcpuThreads::Few(_)) if mode.blocks_threads() => {
+                return Err(PagingConfigError::NeedsThreadPerVcpu { mode });
+            }
+            _ => {}
+        }
+        if let Some(Copier { window }) = self.copier {
+            if !mode.uses_bitmap() {
+                return Err(PagingConfigError::NoCopier { mode });
+            }
+            if window == 0 || window > MAX_IN_FLIGHT {
+                return Err(PagingConfigError::Window { window });
+            }
+        }
+        if let Some(nr_pins) = self.pins.as_ref().map(|pins| pins.vcpus.len())
+            && nr_pins != nr_vcpus
+        {
+            return Err(PagingConfigError::Pins { nr_pins, nr_vcpus });
+        }
+        let nr_descriptors = match (mode.uses_userfaultfd(), self.descriptors, self.sharing) {
+            (false, ..) => 0,
+            (true, Descriptors::OnePerVcpu, Sharing::Partitioned) => nr_vcpus,
+            (true, ..) => 1,
+        };
+        Ok(Layout {
+            nr_pages: nr_bytes >> PAGE_SHIFT,
+            pages_per_vcpu: bytes_per_vcpu >> PAGE_SHIFT,
+            block_pages: granularity_bytes >> PAGE_SHIFT,
+            nr_descriptors,
+        })
+    }
+
+    /// The number of threads for the vCPUs, where the source has a latency or not.
+    pub fn nr_vcpu_threads(&self, has_latency: bool) -> usize {
+        let few = |threads: usize| threads.clamp(1, self.nr_vcpus.max(1));
+        match self.vcpu_threads {
+            Some(VcpuThreads::OnePerVcpu) => self.nr_vcpus,
+            Some(VcpuThreads::Few(threads)) => few(threads),
+            None if has_latency && !self.mode.blocks_threads() => few(topology::usable_cpus().len()),
+            None => self.nr_vcpus,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_come_back() {
+        for mode in Mode::ALL {
+            assert_eq!(mode.name().parse(), Ok(mode));
+        }
+        assert!("minor-uf".parse::<Mode>().is_err());
+        assert_eq!("guest_memfd".parse::<PagedBacking>().unwrap(), PagedBacking::GuestMemfd);
+        assert_eq!("shmem".parse::<PagedBacking>().unwrap(), PagedBacking::Memory(BackingKind::Shmem));
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        let good = DemandPagingConfig { nr_vcpus: 3, bytes_per_vcpu: 8192, ..DemandPagingConfig::default() };
+        assert_eq!(good.layout(), Ok(Layout { nr_pages: 6, pages_per_vcpu: 2, block_pages: 1, nr_descriptors: 0 }));
+        let of = |change: fn(&mut DemandPagingConfig)| {
+            let mut config = good.clone();
+            change(&mut config);
+            config.layout()
+        };
+        use PagingConfigError as E;
+        assert_eq!(of(|c| c.nr_vcpus = 0), Err(E::Vcpus { nr_vcpus: 0 }));
+        assert_eq!(of(|c| c.nr_vcpus = 4097), Err(E::Vcpus { nr_vcpus: 4097 }));
+        assert!(matches!(of(|c| c.bytes_per_vcpu = 0), Err(E::BytesPerVcpu { .. })));
+        assert!(matches!(
+            of(|c| c.granularity = PageSize::Size2M),
+            Err(E::BytesPerVcpu { block_bytes: 0x20_0000, .. })
+        ));
+        assert!(matches!(of(|c| c.granularity = PageSize::Size1G), Err(E::Granularity { .. })));
+        assert!(matches!(of(|c| c.bytes_per_vcpu = 1 << 63), Err(E::TooBig { .. })));
+        assert!(matches!(of(|c| c.mode = Mode::Minor), Err(E::NeedsFile { .. })));
+        assert!(matches!(of(|c| c.mode = Mode::UserfaultRing), Err(E::NeedsFile { .. })));
+        let private = |mode| DemandPagingConfig { mode, backing: PagedBacking::GuestMemfd, ..good.clone() }.layout();
+        assert_eq!(private(Mode::Missing), Err(E::NeedsMapping { mode: Mode::Missing }));
+        assert!(private(Mode::Userfault).is_ok());
+        assert_eq!(of(|c| (c.mode, c.nr_readers) = (Mode::Missing, 0)), Err(E::NoReader));
+        assert_eq!(of(|c| c.vcpu_threads = Some(VcpuThreads::Few(0))), Err(E::NoThread));
+        assert!(matches!(
+            of(|c| (c.mode, c.vcpu_threads) = (Mode::Missing, Some(VcpuThreads::Few(2)))),
+            Err(E::NeedsThreadPerVcpu { .. })
+        ));
+        assert!(matches!(of(|c| c.copier = Some(Copier { window: 1 })), Err(E::NoCopier { .. })));
+        assert!(matches!(
+            of(|c| (c.mode, c.copier) = (Mode::Userfault, Some(Copier { window: 0 }))),
+            Err(E::Window { window: 0 })
+        ));
+        let pins = |c: &mut DemandPagingConfig| c.pins = Some(Pins { vcpus: vec![0, 1], main: None });
+        assert_eq!(of(pins), Err(E::Pins { nr_pins: 2, nr_vcpus: 3 }));
+        assert_eq!(of(|c| c.mode = Mode::Missing).map(|layout| layout.nr_descriptors), Ok(3));
+        let shared = of(|c| (c.mode, c.sharing) = (Mode::Missing, Sharing::Overlapping));
+        assert_eq!(shared.map(|layout| layout.nr_descriptors), Ok(1));
+    }
+}

@@ -1,0 +1,49 @@
+//! The background copier: fetches what nobody has asked for yet, so that all memory is there some day.
+//!
+//! Faults come first. A vCPU's own request goes to its thread's own source and never waits behind the copier's. What they
+//! share is the link, the processors and the claims, and there the copier steps back: while a vCPU waits for a page, it has one
+//! request in flight and no more. A vCPU that needs a page which the copier has asked for already waits for that one, which is
+//! on its way (`arrivals.rs`).
+
+use std::sync::Arc;
+
+use super::VcpuError;
+use super::arrivals::{Arrivals, LONGEST_SLEEP};
+use super::config::Copier;
+use super::fetch::{FetchFrom, Fetcher};
+use crate::clock;
+use crate::source::Wait;
+
+/// Fetches until every block is claimed by somebody and its own are there, or the run has failed; how many blocks it has filled.
+pub(super) fn copy(copier: Copier, from: &FetchFrom, arrivals: &Arc<Arrivals>) -> Result<u64, VcpuError> {
+    let result = run(copier, from, arrivals);
+    if let Err(error) = &result {
+        arrivals.fail(error);
+    }
+    result
+}
+
+fn run(copier: Copier, from: &FetchFrom, arrivals: &Arc<Arrivals>) -> Result<u64, VcpuError> {
+    let mut fetcher = Fetcher::open(from, arrivals, copier.window)?;
+    let mut next = Some(0);
+    while !arrivals.has_failed() {
+        let window = if arrivals.has_waiting_faults() { 1 } else { copier.window };
+        while fetcher.nr_in_flight() < window
+            && let Some(from_block) = next
+        {
+            let claimed = arrivals.claim_next(from_block);
+            if let Some(block) = claimed {
+                fetcher.ask(block, ())?;
+            }
+            next = claimed.map(|block| block + 1);
+        }
+        if fetcher.nr_in_flight() == 0 {
+            break;
+        }
+        let until_ns = clock::timestamp_ns() + LONGEST_SLEEP.as_nanos() as u64;
+        if fetcher.next(Wait::UntilNs(until_ns))?.is_some() {
+            while fetcher.next(Wait::No)?.is_some() {}
+        }
+    }
+    Ok(fetcher.nr_filled())
+}

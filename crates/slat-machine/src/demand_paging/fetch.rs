@@ -1,0 +1,233 @@
+//! Pages that a thread of this process fetches from a source of its own.
+//!
+//! A [`Fetcher`] has blocks in flight that its user has claimed: it asks for their pages, puts each where it belongs as it
+//! comes, and publishes a block when it has all of it. What is still in flight when it goes is given back. A thread that runs
+//! vCPUs uses it by [`Fetch`], which adds the claims, and those vCPUs whose block another thread fetches.
+//!
+//! Sources that have a page at once (made from its number, or read from a file) need no look at what has arrived: the page is
+//! taken right after it was asked for. A source that once has not got the page at once is taken for one that takes its time:
+//! requests are then made one after the other, and what has come is taken when no vCPU can run.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use slat::MemoryFaultFlags;
+
+use super::VcpuError;
+use super::arrivals::{Arrivals, LONGEST_SLEEP};
+use super::filler::Filler;
+use super::scheduler::{Asked, Pages};
+use crate::clock;
+use crate::source::{MAX_IN_FLIGHT, PageSource, SourceSpec, Wait};
+use crate::userfaultfd::Wake;
+
+/// How long a thread waits for its source while a vCPU of its waits for a page that another thread fetches, in ns.
+const OTHERS_NS: u64 = 100_000;
+
+/// Which source to open, and where its pages go.
+#[derive(Clone, Debug)]
+pub(super) struct FetchFrom {
+    pub(super) source: SourceSpec,
+    pub(super) filler: Arc<Filler>,
+    pub(super) block_pages: u64,
+}
+
+/// A block in flight.
+#[derive(Clone, Copy, Debug)]
+struct InFlight<T> {
+    block: u64,
+    /// Pages of it that have not come.
+    nr_left: u64,
+    /// Who asked.
+    tag: T,
+}
+
+/// See the [module](self).
+#[derive(Debug)]
+pub(super) struct Fetcher<T> {
+    source: Box<dyn PageSource>,
+    filler: Arc<Filler>,
+    arrivals: Arc<Arrivals>,
+    block_pages: u64,
+    in_flight: VecDeque<InFlight<T>>,
+    /// Pages of blocks in flight that the source had no room for.
+    unasked: VecDeque<u64>,
+    /// Blocks that it has published.
+    nr_filled: u64,
+}
+
+impl<T: Copy> Fetcher<T> {
+    pub(super) fn open(from: &FetchFrom, arrivals: &Arc<Arrivals>, nr_blocks: usize) -> Result<Fetcher<T>, VcpuError> {
+        Ok(Fetcher {
+            source: from.source.open()?,
+            filler: Arc::clone(&from.filler),
+            arrivals: Arc::clone(arrivals),
+            block_pages: from.block_pages,
+            in_flight: VecDeque::with_capacity(nr_blocks),
+            unasked: VecDeque::new(),
+            nr_filled: 0,
+        })
+    }
+
+    /// Asks for all pages of `block`, which the caller has claimed.
+    #[inline]
+    pub(super) fn ask(&mut self, block: u64, tag: T) -> Result<(), VcpuError> {
+        self.in_flight.push_back(InFlight { block, nr_left: self.block_pages, tag });
+        if self.block_pages == 1 && self.unasked.is_empty() && self.source.nr_in_flight() < MAX_IN_FLIGHT {
+            self.source.request(block)?;
+        } else {
+            let first = block * self.block_pages;
+            self.unasked.extend(first..first + self.block_pages);
+        }
+        Ok(())
+    }
+
+    /// Blocks that were asked for and have not come.
+    pub(super) fn nr_in_flight(&self) -> usize {
+        self.in_flight.len()
+    }
+
+    /// Blocks that have come.
+    pub(super) fn nr_filled(&self) -> u64 {
+        self.nr_filled
+    }
+
+    /// Takes pages until a block is complete, and publishes it; who asked for it. `None`: none was complete when the wait was
+    /// over.
+    pub(super) fn next(&mut self, wait: Wait) -> Result<Option<T>, VcpuError> {
+        loop {
+            while !self.unasked.is_empty() && self.source.nr_in_flight() < MAX_IN_FLIGHT {
+                if let Some(page) = self.unasked.pop_front() {
+                    self.source.request(page)?;
+                }
+            }
+            let Some(page) = self.source.arrived(wait)? else { return Ok(None) };
+            self.filler.fill(page, &mut *self.source, Wake::Nobody)?;
+            let block = page / self.block_pages;
+            // Mostly the first: sources answer in the order of the requests, or nearly.
+            let Some(place) = self.in_flight.iter().position(|in_flight| in_flight.block == block) else { continue };
+            let in_flight = &mut self.in_flight[place];
+            in_flight.nr_left -= 1;
+            if in_flight.nr_left == 0 {
+                let tag = in_flight.tag;
+                if place == 0 {
+                    self.in_flight.pop_front();
+                } else {
+                    self.in_flight.swap_remove_front(place);
+                }
+                self.arrivals.publish(block);
+                self.nr_filled += 1;
+                return Ok(Some(tag));
+            }
+        }
+    }
+}
+
+impl<T> Drop for Fetcher<T> {
+    fn drop(&mut self) {
+        for in_flight in &self.in_flight {
+            self.arrivals.release(in_flight.block);
+        }
+    }
+}
+
+/// The pages of the vCPUs of one thread.
+#[derive(Debug)]
+pub(super) struct Fetch {
+    fetcher: Fetcher<usize>,
+    arrivals: Arc<Arrivals>,
+    block_pages: u64,
+    /// Whether pages are there as soon as they are asked for.
+    is_prompt: bool,
+    /// vCPUs that wait for their own fetches.
+    nr_waiting: u64,
+    /// vCPUs that wait for a block which another thread fetches.
+    others: Vec<(usize, u64)>,
+}
+
+impl Fetch {
+    pub(super) fn open(from: &FetchFrom, arrivals: &Arc<Arrivals>, nr_lanes: usize) -> Result<Fetch, VcpuError> {
+        Ok(Fetch {
+            fetcher: Fetcher::open(from, arrivals, nr_lanes)?,
+            arrivals: Arc::clone(arrivals),
+            block_pages: from.block_pages,
+            is_prompt: true,
+            nr_waiting: 0,
+            others: Vec::with_capacity(nr_lanes),
+        })
+    }
+
+    fn take(&mut self, wait: Wait, ready: &mut VecDeque<usize>) -> Result<bool, VcpuError> {
+        let Some(lane) = self.fetcher.next(wait)? else { return Ok(false) };
+        self.nr_waiting -= 1;
+        self.arrivals.faults_served(1);
+        ready.push_back(lane);
+        Ok(true)
+    }
+}
+
+impl Pages for Fetch {
+    fn still_waits(&mut self, _: usize) -> Result<bool, VcpuError> {
+        // What was in flight went with the source of the earlier run.
+        Ok(false)
+    }
+
+    #[inline]
+    fn ask(&mut self, lane: usize, page: u64, _: MemoryFaultFlags) -> Result<Asked, VcpuError> {
+        let block = page / self.block_pages;
+        if !self.arrivals.claim(block) {
+            if !self.arrivals.is_missing(block) {
+                return Ok(Asked::IsThere);
+            }
+            self.others.push((lane, block));
+            return Ok(Asked::Waits);
+        }
+        self.fetcher.ask(block, lane)?;
+        if self.is_prompt {
+            if self.fetcher.next(Wait::No)?.is_some() {
+                debug_assert_eq!(self.fetcher.nr_in_flight(), 0, "the only one was its own");
+                return Ok(Asked::IsThere);
+            }
+            self.is_prompt = false;
+        }
+        self.nr_waiting += 1;
+        self.arrivals.fault_waits();
+        Ok(Asked::Waits)
+    }
+
+    fn collect(&mut self, ready: &mut VecDeque<usize>) -> Result<(), VcpuError> {
+        if self.fetcher.nr_in_flight() > 0 {
+            while self.take(Wait::No, ready)? {}
+        }
+        let arrivals = &self.arrivals;
+        self.others.retain(|&(lane, block)| {
+            let waits = arrivals.is_missing(block);
+            if !waits {
+                ready.push_back(lane);
+            }
+            waits
+        });
+        Ok(())
+    }
+
+    fn sleep(&mut self, ready: &mut VecDeque<usize>) -> Result<(), VcpuError> {
+        if self.fetcher.nr_in_flight() > 0 {
+            let longest_ns = if self.others.is_empty() { LONGEST_SLEEP.as_nanos() as u64 } else { OTHERS_NS };
+            self.take(Wait::UntilNs(clock::timestamp_ns() + longest_ns), ready)?;
+        } else {
+            let others = &self.others;
+            self.arrivals.sleep(|| others.iter().any(|&(_, block)| !self.arrivals.is_missing(block)));
+        }
+        Ok(())
+    }
+
+    fn failure_of(&mut self, _: usize) -> Option<VcpuError> {
+        None
+    }
+}
+
+impl Drop for Fetch {
+    fn drop(&mut self) {
+        self.arrivals.faults_served(self.nr_waiting);
+    }
+}

@@ -1,0 +1,107 @@
+//! How a page that has come gets to where the guest will find it.
+//!
+//! Whoever fills has claimed the page (`arrivals.rs`), so nobody else writes it, and the guest cannot reach it before it is
+//! published.
+
+#![expect(unsafe_code, reason = "pages are made where they belong, in guest memory")]
+
+use std::sync::Arc;
+
+use slat::PAGE_SHIFT;
+
+use super::VcpuError;
+use crate::memory::{Alias, Backing, GuestMemfd};
+use crate::source::{PageBytes, PageSource};
+use crate::userfaultfd::{Filled, Userfaultfd, Wake};
+
+/// Where pages go.
+#[derive(Debug)]
+pub(super) enum Filler {
+    /// Into the mapping: made there, with no copy between. The first write of a page takes the kernel's fault for it.
+    InPlace(Backing),
+    /// Into memory that has no mapping.
+    Install(Arc<GuestMemfd>),
+    /// By the userfaultfd's copy.
+    Copy(Backing, Descriptors),
+    /// Into another mapping of the file, from where the userfaultfd lets it be mapped.
+    Continue(Backing, Alias, Descriptors),
+}
+
+/// The userfaultfds of the memory, and which one has which page.
+#[derive(Clone, Debug)]
+pub(super) struct Descriptors {
+    pub(super) all: Arc<[Arc<Userfaultfd>]>,
+    pub(super) pages_each: u64,
+}
+
+impl Descriptors {
+    /// Lets all threads look again that the kernel keeps waiting for pages of `memory`: a page that was put in place without
+    /// waking anybody may have a waiter whose message no reader has read. Of memory that was given up, all were let go before.
+    pub(super) fn wake_all(&self, memory: &Backing) {
+        for (number, descriptor) in self.all.iter().enumerate() {
+            let first = number as u64 * self.pages_each;
+            let _ = descriptor.wake(memory, first << PAGE_SHIFT..(first + self.pages_each) << PAGE_SHIFT);
+        }
+    }
+
+    fn of(&self, page: u64) -> &Userfaultfd {
+        &self.all[((page / self.pages_each) as usize).min(self.all.len() - 1)]
+    }
+}
+
+impl Filler {
+    /// Puts the page that `source` has next into page number `page`. Threads that the kernel keeps waiting for it are woken
+    /// if `wake` says so, or if the page was there already.
+    pub(super) fn fill(&self, page: u64, source: &mut dyn PageSource, wake: Wake) -> Result<(), VcpuError> {
+        let offset_bytes = page << PAGE_SHIFT;
+        match self {
+            Filler::InPlace(memory) => {
+                let at = memory.as_ptr().wrapping_add(offset_bytes as usize).cast::<PageBytes>();
+                // SAFETY: the page is one of the memory, which has a mapping (`Filler::InPlace` is made for no other) that
+                // lives as long as `memory`. The caller has claimed it: no other thread writes it. The guest does not
+                // reach it, for its userfault bit is set, and the machine's own reads ask for that bit first.
+                source.take_into(unsafe { &mut *at })?;
+            }
+            Filler::Install(memory) => memory.install(page, source.take()?)?,
+            Filler::Copy(memory, descriptors) => {
+                let descriptor = descriptors.of(page);
+                let bytes = source.take()?;
+                finish(descriptor, memory, offset_bytes, wake, || {
+                    descriptor.copy(memory, offset_bytes, bytes.as_slice(), wake)
+                })?;
+            }
+            Filler::Continue(memory, alias, descriptors) => {
+                let descriptor = descriptors.of(page);
+                let bytes = source.take()?;
+                // The page is in the file: the alias was made for all of it.
+                let _ = alias.write(offset_bytes, bytes);
+                let range = offset_bytes..offset_bytes + bytes.len() as u64;
+                finish(descriptor, memory, offset_bytes, wake, || descriptor.map_cached(memory, range.clone(), wake))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Repeats `call` until the page is there. If it was there before, whoever waits for it in the kernel is woken.
+fn finish(
+    descriptor: &Userfaultfd,
+    memory: &Backing,
+    offset_bytes: u64,
+    wake: Wake,
+    call: impl Fn() -> Result<Filled, crate::userfaultfd::UserfaultfdError>,
+) -> Result<(), VcpuError> {
+    loop {
+        match call()? {
+            Filled::Done => return Ok(()),
+            Filled::AlreadyThere => {
+                if wake == Wake::Nobody {
+                    descriptor.wake(memory, offset_bytes..offset_bytes + slat::PAGE_SIZE)?;
+                }
+                return Ok(());
+            }
+            // The process's memory is being changed: a moment later it is not.
+            Filled::TryAgain { .. } => std::thread::yield_now(),
+        }
+    }
+}

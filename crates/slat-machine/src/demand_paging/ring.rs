@@ -1,0 +1,385 @@
+//! Pages that a resolver in another thread or process brings, asked for by rings ([`delivery`](crate::delivery)): the vCPUs'
+//! side, and a resolver that gets its pages from a source.
+
+#![expect(unsafe_code, reason = "a resolver makes pages where they belong, in guest memory")]
+
+use std::collections::VecDeque;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use slat::{MemoryFaultFlags, PAGE_SHIFT, PAGE_SIZE};
+use thiserror::Error;
+
+use super::VcpuError;
+use super::arrivals::LONGEST_SLEEP;
+use super::config::Copier;
+use super::scheduler::{Asked, Pages};
+use crate::clock;
+use crate::delivery::{
+    Claim, DeliveryError, HandshakeError, Parked, Port, Request, Requested, Resolver, ResolverError, Shard, Waiter,
+    Wake,
+};
+use crate::source::{MAX_IN_FLIGHT, NextArrival, PageBytes, PageSource, SourceError, SourceSpec, Wait, wait_until};
+
+/// What a vCPU is told whose page the source does not have.
+const SOURCE_FAILED: u32 = 1;
+
+/// The rings of one thread's vCPUs.
+#[derive(Debug)]
+pub(super) struct Rings {
+    ports: Vec<Port>,
+    /// Those of them that wait for a page.
+    waits: Vec<bool>,
+    waiter: Waiter,
+    block_pages: u64,
+}
+
+impl Rings {
+    /// `ports` in the order of the thread's vCPUs, all of which have `waiter`.
+    pub(super) fn new(ports: Vec<Port>, waiter: Waiter, block_pages: u64) -> Rings {
+        Rings { waits: vec![false; ports.len()], ports, waiter, block_pages }
+    }
+
+    /// Whether a vCPU has got its page.
+    fn poll(&mut self, ready: &mut VecDeque<usize>) -> Result<(), DeliveryError> {
+        for (lane, (port, waits)) in self.ports.iter_mut().zip(&mut self.waits).enumerate() {
+            if *waits && port.poll()?.is_some() {
+                *waits = false;
+                ready.push_back(lane);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Pages for Rings {
+    fn still_waits(&mut self, lane: usize) -> Result<bool, VcpuError> {
+        let port = &mut self.ports[lane];
+        if port.nr_in_flight() > 0 && !port.try_resume()? {
+            // Says who is gone. There is no waiting for another: one was to be attached before the run, and if that is gone
+            // already, the run is over.
+            port.poll()?;
+        }
+        // What is there by now need not be waited for; nor what failed, for which the vCPU exits again.
+        while port.nr_in_flight() == 0 && port.poll()?.is_some() {}
+        self.waits[lane] = port.nr_in_flight() > 0;
+        Ok(self.waits[lane])
+    }
+
+    #[inline]
+    fn ask(&mut self, lane: usize, page: u64, flags: MemoryFaultFlags) -> Result<Asked, VcpuError> {
+        let requested = self.ports[lane].request(page / self.block_pages, flags.bits());
+        // In either case, and after an error too: `failure_of` asks what the port says.
+        self.waits[lane] = !matches!(requested, Ok(Requested::AlreadyThere));
+        Ok(match requested? {
+            Requested::AlreadyThere => Asked::IsThere,
+            Requested::InFlight => Asked::Waits,
+        })
+    }
+
+    fn collect(&mut self, ready: &mut VecDeque<usize>) -> Result<(), VcpuError> {
+        Ok(self.poll(ready)?)
+    }
+
+    fn sleep(&mut self, ready: &mut VecDeque<usize>) -> Result<(), VcpuError> {
+        self.waiter.announce();
+        let polled = self.poll(ready);
+        if polled.is_err() || !ready.is_empty() {
+            self.waiter.withdraw();
+            return Ok(polled?);
+        }
+        if self.waiter.park(LONGEST_SLEEP)? == Parked::TimedOut {
+            for port in &mut self.ports {
+                port.check()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn failure_of(&mut self, lane: usize) -> Option<VcpuError> {
+        if !self.waits[lane] {
+            return None;
+        }
+        match self.ports[lane].poll() {
+            Ok(Some(_)) => {
+                // It goes on from here, some time.
+                self.waits[lane] = false;
+                None
+            }
+            Ok(None) => None,
+            Err(error) => {
+                // What is still in flight is asked for again by the next run; anything else the vCPU itself asks for.
+                self.waits[lane] = self.ports[lane].nr_in_flight() > 0;
+                Some(error.into())
+            }
+        }
+    }
+}
+
+/// Why a resolver ended before its VMM did.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ServeError {
+    /// There is no VMM that it could serve.
+    #[error(transparent)]
+    Handshake(#[from] HandshakeError),
+    /// The rings cannot be used any more.
+    #[error(transparent)]
+    Resolver(#[from] ResolverError),
+    /// The source could not be opened, or has ended.
+    #[error(transparent)]
+    Source(#[from] SourceError),
+    /// The memory is not shared.
+    #[error("the VMM does not share the guest's memory")]
+    NoMemory,
+    /// Waiting for pages failed.
+    #[error("waiting for pages failed: {0}")]
+    Wait(#[source] std::io::Error),
+    /// A thread could not be started.
+    #[error("a thread could not be started: {0}")]
+    Thread(#[source] std::io::Error),
+}
+
+/// What a resolver does.
+#[derive(Clone, Debug)]
+pub struct ServeConfig {
+    /// Where it gets the pages from.
+    pub source: SourceSpec,
+    /// Threads, each of which serves some of the vCPUs, and has a source of its own.
+    pub nr_threads: u32,
+    /// What the first thread fetches beside.
+    pub copier: Option<Copier>,
+    /// For how long the handshake may take.
+    pub timeout: Duration,
+}
+
+/// Serves the VMM at the other end of `stream` as its resolver, with pages from a source, until it closes the delivery. How
+/// many blocks were filled. For a thread, or for a process of its own.
+///
+/// # Errors
+/// [`ServeError`]: the VMM finds its resolver gone.
+pub fn serve_rings(stream: UnixStream, config: &ServeConfig) -> Result<u64, ServeError> {
+    let (resolver, shards) = Resolver::attach(stream, config.nr_threads, config.timeout)?;
+    std::thread::scope(|scope| {
+        let mut threads = Vec::with_capacity(shards.len());
+        let mut failure = None;
+        for (number, shard) in shards.into_iter().enumerate() {
+            let resolver = &resolver;
+            let serve = move || Server::new(resolver, shard, config, number == 0)?.serve();
+            // One that is not started drops its shard, and the others end with it.
+            match std::thread::Builder::new().name(format!("resolver {number}")).spawn_scoped(scope, serve) {
+                Ok(thread) => threads.push(thread),
+                Err(error) => failure = Some(ServeError::Thread(error)),
+            }
+        }
+        let mut nr_filled = 0;
+        for thread in threads {
+            match thread.join() {
+                Ok(Ok(nr)) => nr_filled += nr,
+                Ok(Err(error)) => failure = failure.or(Some(error)),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        failure.map_or(Ok(nr_filled), Err)
+    })
+}
+
+/// Whom a block in flight is for.
+#[derive(Debug)]
+enum For {
+    Vcpu(Request),
+    Copier(Claim),
+}
+
+impl For {
+    fn block(&self) -> u64 {
+        match self {
+            For::Vcpu(request) => request.page,
+            For::Copier(claim) => claim.page(),
+        }
+    }
+}
+
+#[derive(Debug)]
+struct InFlight {
+    who: For,
+    nr_left: u64,
+}
+
+/// One thread of a resolver.
+struct Server<'a> {
+    resolver: &'a Arc<Resolver>,
+    shard: Shard,
+    source: Box<dyn PageSource>,
+    block_pages: u64,
+    in_flight: VecDeque<InFlight>,
+    /// Pages of blocks in flight that the source had no room for.
+    unasked: VecDeque<u64>,
+    /// Requests of vCPUs among those in flight.
+    nr_faults: usize,
+    copier: Option<Copier>,
+    /// The copier goes on from here.
+    next_block: u64,
+    nr_filled: u64,
+}
+
+impl<'a> Server<'a> {
+    fn new(
+        resolver: &'a Arc<Resolver>,
+        shard: Shard,
+        config: &ServeConfig,
+        copies: bool,
+    ) -> Result<Server<'a>, ServeError> {
+        Ok(Server {
+            resolver,
+            shard,
+            source: config.source.open()?,
+            block_pages: resolver.page_size().size_bytes() >> PAGE_SHIFT,
+            in_flight: VecDeque::new(),
+            unasked: VecDeque::new(),
+            nr_faults: 0,
+            copier: config.copier.filter(|_| copies),
+            next_block: 0,
+            nr_filled: 0,
+        })
+    }
+
+    fn serve(mut self) -> Result<u64, ServeError> {
+        let mut requests = Vec::new();
+        loop {
+            self.shard.sweep(&mut requests)?;
+            self.take_up(&mut requests);
+            self.copy_ahead();
+            self.send()?;
+            if self.take(Wait::No)? {
+                continue;
+            }
+            self.shard.announce();
+            // Also what is there by now: the last look before the sleep.
+            if self.shard.sweep(&mut requests)? > 0 {
+                self.shard.withdraw();
+                continue;
+            }
+            match self.source.next_arrival() {
+                NextArrival::Nothing => {
+                    if self.shard.park(LONGEST_SLEEP)? == Wake::Closed {
+                        return Ok(self.nr_filled);
+                    }
+                }
+                NextArrival::At(at_ns) => {
+                    wait_until(&[self.shard.as_fd()], at_ns).map_err(ServeError::Wait)?;
+                    // Empties the doorbell.
+                    if self.shard.park(Duration::ZERO)? == Wake::Closed {
+                        return Ok(self.nr_filled);
+                    }
+                }
+                NextArrival::Readable { descriptor, until_ns } => {
+                    let until_ns = until_ns.min(clock::timestamp_ns() + LONGEST_SLEEP.as_nanos() as u64);
+                    wait_until(&[self.shard.as_fd(), descriptor], until_ns).map_err(ServeError::Wait)?;
+                    if self.shard.park(Duration::ZERO)? == Wake::Closed {
+                        return Ok(self.nr_filled);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Faults go before what the copier has not been given yet.
+    fn take_up(&mut self, requests: &mut Vec<Request>) {
+        for request in requests.drain(..) {
+            self.nr_faults += 1;
+            self.ask(For::Vcpu(request));
+        }
+    }
+
+    fn copy_ahead(&mut self) {
+        let Some(Copier { window }) = self.copier else { return };
+        let window = if self.nr_faults > 0 { 1 } else { window };
+        let nr_blocks = self.resolver.bitmap().nr_pages();
+        while self.in_flight.len() - self.nr_faults < window && self.next_block < nr_blocks {
+            if let Some(claim) = self.resolver.claim(self.next_block) {
+                self.ask(For::Copier(claim));
+            }
+            self.next_block += 1;
+        }
+    }
+
+    fn ask(&mut self, who: For) {
+        let first = who.block() * self.block_pages;
+        self.in_flight.push_back(InFlight { who, nr_left: self.block_pages });
+        self.unasked.extend(first..first + self.block_pages);
+    }
+
+    fn send(&mut self) -> Result<(), ServeError> {
+        while self.source.nr_in_flight() < MAX_IN_FLIGHT
+            && let Some(page) = self.unasked.pop_front()
+        {
+            self.source.request(page)?;
+        }
+        Ok(())
+    }
+
+    /// Takes all pages that are here; whether there were any.
+    fn take(&mut self, wait: Wait) -> Result<bool, ServeError> {
+        let mut has_taken = false;
+        while let Some(page) = self.source.arrived(wait)? {
+            has_taken = true;
+            let block = page / self.block_pages;
+            let Some(place) = self.in_flight.iter().position(|in_flight| in_flight.who.block() == block) else {
+                // A page of a block that has failed before.
+                self.source.take()?;
+                continue;
+            };
+            if let Err(error) = self.fill(place, page) {
+                let InFlight { who, .. } = self.in_flight.swap_remove_front(place).ok_or(ServeError::NoMemory)?;
+                match (who, error) {
+                    (For::Vcpu(request), ServeError::Source(_)) => {
+                        self.nr_faults -= 1;
+                        self.shard.fail(request, SOURCE_FAILED)?;
+                    }
+                    (For::Copier(claim), ServeError::Source(_)) => self.resolver.give_up(claim),
+                    (_, error) => return Err(error),
+                }
+                continue;
+            }
+            let in_flight = &mut self.in_flight[place];
+            in_flight.nr_left -= 1;
+            if in_flight.nr_left > 0 {
+                continue;
+            }
+            let done = if place == 0 { self.in_flight.pop_front() } else { self.in_flight.swap_remove_front(place) };
+            self.nr_filled += 1;
+            match done.map(|done| done.who) {
+                Some(For::Vcpu(request)) => {
+                    self.nr_faults -= 1;
+                    self.shard.complete(request)?;
+                }
+                Some(For::Copier(claim)) => self.resolver.filled(claim),
+                None => {}
+            }
+            self.send()?;
+        }
+        Ok(has_taken)
+    }
+
+    /// Puts the page that is here into the block in flight at `place`.
+    fn fill(&mut self, place: usize, page: u64) -> Result<(), ServeError> {
+        let guest_page = match &self.in_flight[place].who {
+            For::Vcpu(request) => self.resolver.page(request),
+            For::Copier(claim) => self.resolver.claimed_page(claim),
+        }
+        .ok_or(ServeError::NoMemory)?;
+        let offset_bytes = ((page % self.block_pages) << PAGE_SHIFT) as usize;
+        if offset_bytes + PAGE_SIZE as usize > guest_page.size_bytes() {
+            // Behind the end of the memory: nobody will look there.
+            self.source.take()?;
+            return Ok(());
+        }
+        let at = guest_page.as_ptr().wrapping_add(offset_bytes).cast::<PageBytes>();
+        // SAFETY: within the block, which is in a mapping that lives as long as the resolver; the block is claimed, so nobody
+        // else writes it, and the guest does not reach it before it is complete.
+        self.source.take_into(unsafe { &mut *at })?;
+        Ok(())
+    }
+}

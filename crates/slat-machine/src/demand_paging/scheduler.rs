@@ -1,0 +1,265 @@
+//! A thread that runs vCPUs: one, or many in turn.
+//!
+//! # The protocol
+//! The thread keeps a queue of vCPUs that can run. It takes the first and lets it touch pages until it exits for one that is
+//! not there, or has had its turn. For an exit it asks for the page, and unless that is there at once, goes on with the next
+//! vCPU in the queue. If the queue is empty, it takes what has arrived, which puts vCPUs back into the queue; and only if
+//! nothing has arrived, it sleeps until something does. So a page costs no switch of threads where a thread has more vCPUs
+//! than it takes turns to bring a page; with one vCPU for each thread, it is the scheduler of the kernel that goes on with
+//! the next.
+//!
+//! A CPU belongs to whatever thread runs it: the flush rule ([`commit`](crate::commit)) asks only that one thread at a time
+//! does, since the restartable sequence of an access is the thread's, and begins and ends within that access.
+//!
+//! Nothing is allocated or locked for a page on this path.
+//!
+//! # The way out
+//! The first thread whose page cannot be had says so to all ([`Arrivals::fail`]); each looks at that once a turn, and no sleep
+//! is longer than a moment. Every vCPU that has pages left ends with that error, or with its own. What was asked for and did
+//! not come can be claimed by others afterwards. The vCPUs are as they were: a later run goes on with them.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use slat::MemoryFaultFlags;
+
+use super::VcpuError;
+use super::arrivals::Arrivals;
+use super::fetch::{Fetch, FetchFrom};
+use super::lane::{Lane, Turn, VcpuPaging};
+use super::ring::Rings;
+use crate::clock;
+use crate::cpu::CpuError;
+use crate::topology;
+use crate::walk::HardwareFormat;
+
+/// Touches that a vCPU makes, and exits that are served at once, before the next one gets its turn.
+const TOUCHES_PER_TURN: u64 = 64;
+
+/// Turns between two looks at what has arrived, while there are vCPUs to run.
+const TURNS_PER_LOOK: u32 = 16;
+
+/// Whether a page that was asked for is there.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Asked {
+    /// It is: run the vCPU again.
+    IsThere,
+    /// Not yet.
+    Waits,
+}
+
+/// Where a thread's vCPUs get their pages from. vCPUs are named by their place in the thread.
+pub(super) trait Pages {
+    /// Whether `lane`, which has exited in an earlier run, still waits for its page, and will get it.
+    fn still_waits(&mut self, lane: usize) -> Result<bool, VcpuError>;
+
+    /// Asks for `page`, for which `lane` has exited.
+    fn ask(&mut self, lane: usize, page: u64, flags: MemoryFaultFlags) -> Result<Asked, VcpuError>;
+
+    /// Puts those who have got their pages behind the others in `ready`. Does not wait.
+    fn collect(&mut self, ready: &mut VecDeque<usize>) -> Result<(), VcpuError>;
+
+    /// Sleeps until somebody may have got a page, but no longer than a moment.
+    fn sleep(&mut self, ready: &mut VecDeque<usize>) -> Result<(), VcpuError>;
+
+    /// Why `lane` in particular will not get its page, if that is known.
+    fn failure_of(&mut self, lane: usize) -> Option<VcpuError>;
+}
+
+/// Nobody was named who has pages.
+struct Nowhere;
+
+impl Pages for Nowhere {
+    fn still_waits(&mut self, _: usize) -> Result<bool, VcpuError> {
+        Ok(false)
+    }
+
+    fn ask(&mut self, _: usize, page: u64, _: MemoryFaultFlags) -> Result<Asked, VcpuError> {
+        Err(VcpuError::NoSource { page })
+    }
+
+    fn collect(&mut self, _: &mut VecDeque<usize>) -> Result<(), VcpuError> {
+        Ok(())
+    }
+
+    fn sleep(&mut self, _: &mut VecDeque<usize>) -> Result<(), VcpuError> {
+        Ok(())
+    }
+
+    fn failure_of(&mut self, _: usize) -> Option<VcpuError> {
+        None
+    }
+}
+
+/// What the threads are to do.
+#[derive(Clone, Debug)]
+pub(super) struct Job {
+    /// Touch all pages once more, and write this round; else, touch what was not touched yet.
+    pub(super) round: Option<u64>,
+    /// Where pages come from; `None`: through the rings, if there are any.
+    pub(super) from: Option<FetchFrom>,
+}
+
+/// How a vCPU ended a run.
+#[derive(Debug)]
+pub(super) struct Ended {
+    pub(super) vcpu: usize,
+    pub(super) report: VcpuPaging,
+    /// Times of touches, in ns.
+    pub(super) samples: Vec<u32>,
+    pub(super) error: Option<VcpuError>,
+}
+
+/// A thread's vCPUs.
+pub(super) struct Scheduler<F: HardwareFormat> {
+    lanes: Vec<Lane<F>>,
+    arrivals: Arc<Arrivals>,
+    rings: Option<Rings>,
+    /// Places in `lanes`.
+    ready: VecDeque<usize>,
+    /// The processor that the thread is to be pinned to, until it is.
+    pin: Option<u32>,
+}
+
+impl<F: HardwareFormat> Scheduler<F> {
+    pub(super) fn new(
+        lanes: Vec<Lane<F>>,
+        arrivals: Arc<Arrivals>,
+        rings: Option<Rings>,
+        pin: Option<u32>,
+    ) -> Scheduler<F> {
+        let ready = VecDeque::with_capacity(lanes.len());
+        Scheduler { lanes, arrivals, rings, ready, pin }
+    }
+
+    pub(super) fn work(&mut self, job: &Job) -> Vec<Ended> {
+        let _others = TellOthers(Arc::clone(&self.arrivals));
+        if let Some(Err(error)) = self.pin.take().map(topology::pin_current_thread) {
+            self.arrivals.fail(&VcpuError::Pin(Arc::new(error)));
+        }
+        let now_ns = clock::timestamp_ns();
+        for lane in &mut self.lanes {
+            if let Some(round) = job.round {
+                lane.begin_round(round);
+            }
+            lane.begin(now_ns);
+        }
+        let errors = match (&job.from, self.rings.take()) {
+            (Some(from), rings) => {
+                self.rings = rings;
+                match Fetch::open(from, &self.arrivals, self.lanes.len()) {
+                    Ok(mut fetch) => self.run(&mut fetch),
+                    Err(error) => {
+                        self.arrivals.fail(&error);
+                        vec![None; self.lanes.len()]
+                    }
+                }
+            }
+            (None, Some(mut rings)) => {
+                let errors = self.run(&mut rings);
+                self.rings = Some(rings);
+                errors
+            }
+            (None, None) => self.run(&mut Nowhere),
+        };
+        let failure = self.arrivals.failure();
+        let ended = |(lane, own): (&mut Lane<F>, Option<VcpuError>)| {
+            lane.exit_guest_mode();
+            // A page that is gone because nobody serves its faults any more is gone for the reason that they gave.
+            let is_gone = matches!(own, Some(VcpuError::Cpu(CpuError::Engine(slat::Error::BackingGone { .. }))));
+            let own = if is_gone && failure.is_some() { None } else { own };
+            let error = if lane.is_finished() { None } else { own.or_else(|| failure.clone()) };
+            let (report, samples) = lane.report();
+            Ended { vcpu: lane.vcpu, report, samples, error }
+        };
+        self.lanes.iter_mut().zip(errors).map(ended).collect()
+    }
+
+    /// Runs the vCPUs until all have touched all, or the run has failed. Says of each vCPU why it could not go on, if the
+    /// reason is one of its own.
+    fn run<P: Pages>(&mut self, pages: &mut P) -> Vec<Option<VcpuError>> {
+        let mut errors = vec![None; self.lanes.len()];
+        if let Err((lane, error)) = self.run_all(pages) {
+            self.arrivals.fail(&error);
+            errors = (0..self.lanes.len()).map(|lane| pages.failure_of(lane)).collect();
+            if let Some(lane) = lane {
+                errors[lane] = Some(error);
+            }
+        }
+        errors
+    }
+
+    /// # Errors
+    /// What ended the run, and the vCPU whose own error it is.
+    fn run_all<P: Pages>(&mut self, pages: &mut P) -> Result<(), (Option<usize>, VcpuError)> {
+        let of_all = |error| (None, error);
+        self.ready.clear();
+        let mut nr_left = 0;
+        for (lane, _) in self.lanes.iter().enumerate().filter(|(_, lane)| !lane.is_finished()) {
+            nr_left += 1;
+            if !pages.still_waits(lane).map_err(|error| (Some(lane), error))? {
+                self.ready.push_back(lane);
+            }
+        }
+        let mut nr_turns = 0_u32;
+        while nr_left > 0 {
+            if self.arrivals.has_failed() {
+                return Ok(());
+            }
+            let Some(lane) = self.ready.pop_front() else {
+                pages.collect(&mut self.ready).map_err(of_all)?;
+                if self.ready.is_empty() {
+                    self.lanes.iter().for_each(Lane::exit_guest_mode);
+                    pages.sleep(&mut self.ready).map_err(of_all)?;
+                }
+                continue;
+            };
+            match Self::turn(&mut self.lanes[lane], lane, pages).map_err(|error| (Some(lane), error))? {
+                EndOfTurn::Goes => self.ready.push_back(lane),
+                EndOfTurn::Waits => {}
+                EndOfTurn::Finished => {
+                    self.lanes[lane].exit_guest_mode();
+                    nr_left -= 1;
+                }
+            }
+            nr_turns += 1;
+            if nr_turns.is_multiple_of(TURNS_PER_LOOK) {
+                pages.collect(&mut self.ready).map_err(of_all)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn turn<P: Pages>(lane: &mut Lane<F>, place: usize, pages: &mut P) -> Result<EndOfTurn, VcpuError> {
+        for _ in 0..TOUCHES_PER_TURN {
+            match lane.run(TOUCHES_PER_TURN)? {
+                Turn::Goes => return Ok(EndOfTurn::Goes),
+                Turn::Finished => return Ok(EndOfTurn::Finished),
+                Turn::Exited(page, flags) => {
+                    if pages.ask(place, page, flags)? == Asked::Waits {
+                        return Ok(EndOfTurn::Waits);
+                    }
+                }
+            }
+        }
+        Ok(EndOfTurn::Goes)
+    }
+}
+
+/// Lets nobody wait for a thread that has panicked.
+struct TellOthers(Arc<Arrivals>);
+
+impl Drop for TellOthers {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.fail(&VcpuError::Panicked { message: "see there".to_owned() });
+        }
+    }
+}
+
+/// How a vCPU ended its turn.
+enum EndOfTurn {
+    Goes,
+    Waits,
+    Finished,
+}

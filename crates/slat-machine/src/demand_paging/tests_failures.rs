@@ -1,0 +1,176 @@
+//! Sources and resolvers that fail: every vCPU is told, and another one goes on.
+
+use std::thread;
+use std::time::Duration;
+
+use rand::rngs::SmallRng;
+use rand::{RngExt, SeedableRng};
+use slat::Npt;
+
+use super::tests::{can, small};
+use super::*;
+use crate::delivery::DeliveryError;
+use crate::source::{PeerAddress, PeerServer, SourceSpec};
+
+const SEED: u64 = 7;
+
+/// A file that has only the first pages.
+fn short_file(nr_pages: u64) -> (std::path::PathBuf, SourceSpec) {
+    static NUMBER: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+    let number = NUMBER.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    let path = std::env::temp_dir().join(format!("slat-short-{}-{number}", std::process::id()));
+    let contents = crate::source::Pattern::Mixed { seed: SEED };
+    contents.write_to(&mut std::fs::File::create(&path).unwrap(), nr_pages).unwrap();
+    let spec = SourceSpec::file(&path);
+    (path, spec)
+}
+
+/// All vCPUs that had not got to the end were told of `is_it`, one way or another.
+fn all_failed(result: Result<DemandPagingReport, DemandPagingError>, is_it: impl Fn(&VcpuError) -> bool) -> usize {
+    match result {
+        Err(DemandPagingError::Vcpus { errors }) => {
+            for (vcpu, error) in &errors {
+                assert!(is_it(error), "vCPU {vcpu}: {error}");
+            }
+            errors.len()
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_source_that_fails_is_told_to_all_and_another_goes_on() {
+    for mode in [Mode::Userfault, Mode::MissingUserfault, Mode::MinorUserfault] {
+        for (threads, delay_ns) in
+            [(VcpuThreads::Few(2), 0), (VcpuThreads::Few(1), 10_000), (VcpuThreads::OnePerVcpu, 0)]
+        {
+            if !can(mode) {
+                continue;
+            }
+            let copier = (delay_ns > 0).then_some(Copier { window: 8 });
+            let config = DemandPagingConfig { vcpu_threads: Some(threads), copier, ..small(mode) };
+            let mut paging = DemandPaging::<Npt>::new(&config).unwrap();
+            let (path, short) = short_file(100);
+            let result = paging.run(Resolver::Source(short.delayed_by(delay_ns)));
+            let nr_failed = all_failed(result, |error| matches!(error, VcpuError::Source(_)));
+            assert!(nr_failed >= 2, "of four parts of 70 pages, two and more are not in the file");
+            let nr_before = paging.nr_there();
+            assert!(nr_before < paging.nr_pages());
+            assert_eq!(paging.verify().unwrap(), nr_before);
+            let report = paging.run(Resolver::Source(SourceSpec::pattern(SEED))).unwrap();
+            assert_eq!(paging.verify().unwrap(), paging.nr_pages());
+            assert_eq!(report.nr_filled_for_faults + report.nr_filled_by_copier, paging.nr_pages());
+            std::fs::remove_file(path).unwrap();
+        }
+    }
+}
+
+#[test]
+fn memory_behind_a_userfaultfd_is_given_up_and_can_be_torn_down() {
+    for mode in [Mode::Missing, Mode::Minor] {
+        if !can(mode) {
+            continue;
+        }
+        let mut paging = DemandPaging::<Npt>::new(&small(mode)).unwrap();
+        let (path, short) = short_file(100);
+        all_failed(paging.run(Resolver::Source(short)), |error| matches!(error, VcpuError::Source(_)));
+        assert!(paging.memory().is_lost());
+        let again = paging.run(Resolver::Source(SourceSpec::pattern(SEED)));
+        all_failed(again, |error| matches!(error, VcpuError::Cpu(_)));
+        std::fs::remove_file(path).unwrap();
+    }
+}
+
+#[test]
+fn a_peer_that_goes_away_in_the_middle() {
+    let directory = std::env::temp_dir().join(format!("slat-peer-{}", std::process::id()));
+    std::fs::create_dir_all(&directory).unwrap();
+    let start = |name: &str| {
+        let address = PeerAddress::Unix(directory.join(name));
+        PeerServer::start(address, SourceSpec::pattern(SEED).delayed_by(1_000_000)).unwrap()
+    };
+    let mut paging = DemandPaging::<Npt>::new(&small(Mode::Userfault)).unwrap();
+    let first = start("first");
+    let source = SourceSpec::peer(first.address().clone());
+    let killer = thread::spawn(move || {
+        thread::sleep(Duration::from_millis(20));
+        drop(first);
+    });
+    let nr_failed = all_failed(paging.run(Resolver::Source(source)), |error| matches!(error, VcpuError::Source(_)));
+    assert_eq!(nr_failed, 4, "70 pages one after the other take 70 ms");
+    killer.join().unwrap();
+    let second = start("second");
+    paging.run(Resolver::Source(SourceSpec::peer(second.address().clone()))).unwrap();
+    assert_eq!(paging.verify().unwrap(), paging.nr_pages());
+    drop(second);
+    std::fs::remove_dir_all(directory).unwrap();
+}
+
+/// The resolver goes at a random moment, again and again, and always another one comes; in the end each page is there, has
+/// come once, and is right.
+#[test]
+fn resolvers_that_die_one_after_the_other() {
+    let mut rng = SmallRng::seed_from_u64(1);
+    let mut nr_deaths = 0;
+    for _ in 0..10 {
+        let config = DemandPagingConfig { nr_vcpus: 16, ..small(Mode::UserfaultRing) };
+        let mut paging = DemandPaging::<Npt>::new(&config).unwrap();
+        loop {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            let serve = ServeConfig {
+                source: SourceSpec::pattern(SEED).delayed_by(50_000),
+                nr_threads: 2,
+                copier: None,
+                timeout: RING_TIMEOUT,
+            };
+            let resolver = thread::spawn(move || serve_rings(theirs, &serve));
+            paging.delivery().unwrap().attach(ours.try_clone().unwrap()).unwrap();
+            // The end of the socket is what a killed process leaves.
+            let lifetime = Duration::from_micros(rng.random_range(0..3000));
+            let killer = thread::spawn(move || {
+                thread::sleep(lifetime);
+                ours.shutdown(std::net::Shutdown::Both).unwrap();
+            });
+            let result = paging.run(Resolver::Elsewhere);
+            killer.join().unwrap();
+            let _ = resolver.join().unwrap();
+            if result.is_ok() {
+                break;
+            }
+            nr_deaths += 1;
+            let is_it = |error: &VcpuError| matches!(error, VcpuError::Delivery(error) if matches!(**error, DeliveryError::ResolverGone { .. } | DeliveryError::NoResolver { .. }));
+            all_failed(result, is_it);
+            assert_eq!(paging.verify().unwrap(), paging.nr_there());
+            while paging.delivery().unwrap().is_attached() {
+                thread::yield_now();
+            }
+        }
+        assert_eq!(paging.nr_there(), paging.nr_pages());
+        assert_eq!(paging.verify().unwrap(), paging.nr_pages());
+    }
+    assert!(nr_deaths > 0, "none died in time");
+    println!("{nr_deaths} resolvers died");
+}
+
+#[test]
+fn a_resolver_whose_source_fails_says_so() {
+    let mut paging = DemandPaging::<Npt>::new(&small(Mode::UserfaultRing)).unwrap();
+    let (path, short) = short_file(100);
+    let result = paging.run(Resolver::Source(short));
+    all_failed(
+        result,
+        |error| matches!(error, VcpuError::Delivery(error) if matches!(**error, DeliveryError::PageFailed { .. })),
+    );
+    paging.run(Resolver::Source(SourceSpec::pattern(SEED))).unwrap();
+    assert_eq!(paging.verify().unwrap(), paging.nr_pages());
+    std::fs::remove_file(path).unwrap();
+}
+
+#[test]
+fn nobody_is_attached() {
+    let mut paging = DemandPaging::<Npt>::new(&small(Mode::UserfaultRing)).unwrap();
+    all_failed(
+        paging.run(Resolver::Elsewhere),
+        |error| matches!(error, VcpuError::Delivery(error) if matches!(**error, DeliveryError::NoResolver { .. })),
+    );
+}

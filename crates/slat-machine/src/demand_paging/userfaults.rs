@@ -1,0 +1,138 @@
+//! The memory behind userfaultfds: which descriptor has which part, and the threads that read them.
+//!
+//! A reader that gets a fault claims the page (`arrivals.rs`). If it wins, it fetches the page, waits for it, fills it, and
+//! wakes whoever the kernel keeps waiting. If it loses, another reader or a vCPU's thread is at it. A reader wakes too; a vCPU
+//! that has exited does not, because as a rule nobody waits in the kernel for its page: so where vCPUs exit, a reader that
+//! loses waits until the page is published, and does the waking.
+//!
+//! A source's latency is slept through here, one page at a time for each reader: that is what readers of a userfaultfd do
+//! in KVM's test, and what the number of readers is an option for.
+
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+
+use crossbeam_queue::ArrayQueue;
+use slat::{PAGE_SHIFT, PAGE_SIZE};
+
+use super::arrivals::Arrivals;
+use super::config::{DemandPagingConfig, Layout};
+use super::fetch::FetchFrom;
+use super::filler::Descriptors;
+use super::{DemandPagingError, VcpuError};
+use crate::memory::Backing;
+use crate::source::{PageSource, Wait};
+use crate::userfaultfd::{Fault, Mode, ReaderError, Readers, Userfaultfd, UserfaultfdError, Wake};
+
+/// Registers `memory`, which nobody has touched by this mapping, with as many descriptors as the configuration says.
+pub(super) fn register(
+    config: &DemandPagingConfig,
+    layout: &Layout,
+    memory: &Backing,
+) -> Result<Descriptors, UserfaultfdError> {
+    let mode = if config.mode.is_minor() { Mode::Minor } else { Mode::Missing };
+    let pages_each = layout.nr_pages / layout.nr_descriptors as u64;
+    let mut all = Vec::with_capacity(layout.nr_descriptors);
+    for number in 0..layout.nr_descriptors as u64 {
+        let mut descriptor = Userfaultfd::new()?;
+        let first = number * pages_each;
+        descriptor.register(memory, first << PAGE_SHIFT..(first + pages_each) << PAGE_SHIFT, mode)?;
+        all.push(Arc::new(descriptor));
+    }
+    Ok(Descriptors { all: all.into(), pages_each })
+}
+
+/// The readers of all descriptors during a run.
+pub(super) struct AllReaders(Vec<Readers<VcpuError>>);
+
+impl AllReaders {
+    /// Starts `nr_readers` for each descriptor.
+    pub(super) fn start(
+        descriptors: &Descriptors,
+        nr_readers: usize,
+        from: &FetchFrom,
+        arrivals: &Arc<Arrivals>,
+        vcpus_exit: VcpusExit,
+    ) -> Result<AllReaders, DemandPagingError> {
+        let nr_readers = NonZeroUsize::new(nr_readers).unwrap_or(NonZeroUsize::MIN);
+        let mut all = Vec::with_capacity(descriptors.all.len());
+        for descriptor in descriptors.all.iter() {
+            let server = Server {
+                descriptor: Arc::clone(descriptor),
+                from: from.clone(),
+                arrivals: Arc::clone(arrivals),
+                sources: ArrayQueue::new(nr_readers.get()),
+                vcpus_exit,
+            };
+            all.push(Readers::start(Arc::clone(descriptor), nr_readers, move |fault| server.serve(fault))?);
+        }
+        Ok(AllReaders(all))
+    }
+
+    /// Ends them; the first failure of one.
+    pub(super) fn stop(self) -> Option<VcpuError> {
+        let mut failure = None;
+        for readers in self.0 {
+            let error = match readers.stop() {
+                Ok(()) => continue,
+                Err(ReaderError::Handler(error)) => error,
+                Err(ReaderError::Userfaultfd(error)) => error.into(),
+            };
+            failure.get_or_insert(error);
+        }
+        failure
+    }
+}
+
+/// Whether vCPUs exit for pages, or sleep in the kernel as all others do.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum VcpusExit {
+    Yes,
+    No,
+}
+
+/// What the readers of one descriptor do.
+#[derive(Debug)]
+struct Server {
+    descriptor: Arc<Userfaultfd>,
+    from: FetchFrom,
+    arrivals: Arc<Arrivals>,
+    /// Those that no reader uses at the moment.
+    sources: ArrayQueue<Box<dyn PageSource>>,
+    vcpus_exit: VcpusExit,
+}
+
+impl Server {
+    fn serve(&self, fault: &Fault<'_>) -> Result<(), VcpuError> {
+        let page = fault.offset_bytes >> PAGE_SHIFT;
+        if self.arrivals.claim(page) {
+            return self.bring(page).inspect_err(|error| {
+                self.arrivals.release(page);
+                self.arrivals.fail(error);
+            });
+        }
+        if self.vcpus_exit == VcpusExit::Yes {
+            while self.arrivals.is_missing(page) {
+                if let Some(error) = self.arrivals.failure() {
+                    return Err(error);
+                }
+                self.arrivals.sleep(|| !self.arrivals.is_missing(page));
+            }
+            self.descriptor.wake(fault.memory, fault.offset_bytes..fault.offset_bytes + PAGE_SIZE)?;
+        }
+        Ok(())
+    }
+
+    fn bring(&self, page: u64) -> Result<(), VcpuError> {
+        let mut source = match self.sources.pop() {
+            Some(source) => source,
+            None => self.from.source.open()?,
+        };
+        source.request(page)?;
+        while source.arrived(Wait::ForEver)?.is_none() {}
+        self.from.filler.fill(page, &mut *source, Wake::Waiters)?;
+        self.arrivals.publish(page);
+        // There is room for one of each reader.
+        let _ = self.sources.push(source);
+        Ok(())
+    }
+}
