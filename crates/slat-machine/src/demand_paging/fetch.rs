@@ -197,7 +197,8 @@ impl Pages for Fetch {
 
     fn collect(&mut self, ready: &mut VecDeque<usize>) -> Result<(), VcpuError> {
         if self.fetcher.nr_in_flight() > 0 {
-            while self.take(Wait::No, ready)? {}
+            // One: its vCPU asks for the next page at once, which is on its way while the others are put in place.
+            self.take(Wait::No, ready)?;
         }
         let arrivals = &self.arrivals;
         self.others.retain(|&(lane, block)| {
