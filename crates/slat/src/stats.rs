@@ -14,6 +14,14 @@ use crate::sync::{AtomicU64, Ordering};
 /// One fault in so many is timed.
 pub(crate) const SAMPLE_PERIOD: u64 = 128;
 
+/// Whether a fault is timed before which the vCPU had `nr_faults`. In turns an even and an odd one: where each page costs two
+/// faults, an exit and one that maps it, both are seen.
+#[inline]
+pub(crate) fn is_sampled(nr_faults: u64) -> bool {
+    let turn = nr_faults / SAMPLE_PERIOD % 2;
+    nr_faults % SAMPLE_PERIOD == 8 + turn
+}
+
 macro_rules! counters {
     ($($(#[$doc:meta])* $variant:ident $field:ident),* $(,)?) => {
         /// What is counted.

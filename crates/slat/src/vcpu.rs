@@ -34,7 +34,7 @@ use crate::host::{AllocationWait, Host, Resolved};
 use crate::second_stage::install::{self, Changed, NewLeaf, Rights};
 use crate::second_stage::{split, zap};
 use crate::slot::{MemoryAttributes, MemoryFaultFlags, MemoryRegionFlags};
-use crate::stats::{Counter, SAMPLE_PERIOD};
+use crate::stats::{Counter, is_sampled};
 use crate::sync::{Locking, Side, fence_after_rmw};
 use crate::table::Tree;
 use crate::table::entry::{self, Stamp, State};
@@ -79,7 +79,7 @@ pub enum Exit {
     /// User space must see to the page before the guest can use it: fetch it, and clear its bit in the slot's
     /// [`UserfaultBitmap`](crate::UserfaultBitmap). KVM's `KVM_EXIT_MEMORY_FAULT`.
     MemoryFault {
-        /// Why.
+        /// Why, for the page that the guest has touched.
         flags: MemoryFaultFlags,
         /// The first byte of what is meant: of the page, or of the block that the bitmap has a bit for.
         gpa: Gpa,
@@ -151,7 +151,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         record.stats.count(Counter::Faults);
         // Not the first of a period: a vCPU's very first fault, with all its cold caches, stands for none but itself. But
         // early, so that a short run has a sample.
-        if nr_faults % SAMPLE_PERIOD == 8 {
+        if is_sampled(nr_faults) {
             fault.start_timing();
         }
         // The one call of it, so that it needs no frame of its own.

@@ -13,15 +13,16 @@ mod common;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::log::{MANUAL_PROTECTS, dirty_trackings, write_as_hardware};
 use common::{
-    GIB, INSIDE_HOST, MIB, TestBacking, TestHost, Translation, assert_no_table_is_left, change, each, region,
-    translate, vm,
+    GIB, INSIDE_HOST, MIB, PRIVATE_PFN, TestBacking, TestHost, Translation, assert_no_table_is_left, change, each,
+    region, translate, vm,
 };
 use slat::{
-    Access, Config, DirtyRing, Error, Format, Gpa, Level, Locking, ManualProtect, MemoryRegion, MemoryRegionFlags,
-    Outcome, PAGE_SIZE, PageSize, Vcpu, Vm,
+    Access, Config, DirtyRing, Error, Format, Gpa, Level, Locking, ManualProtect, MemoryAttributes, MemoryRegion,
+    MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, UserfaultBitmap, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -462,4 +463,132 @@ fn logs<F: Format>(locking: Locking) {
             assert_eq!(LIVE_BYTES.get(), before, "{config:?}: bytes of the heap are leaked");
         }
     }
+}
+
+/// Everything that userfault and private pages can be asked for, each thing with every number of heap allocations.
+fn life_with_userfault<F: Format>(locking: Locking) {
+    const PAGES: u64 = 1024;
+    const SIZE: u64 = PAGES * PAGE_SIZE;
+    const START: u64 = 2 * MIB;
+    const USERFAULT: MemoryRegionFlags = MemoryRegionFlags::USERFAULT;
+    const GUEST_MEMFD: MemoryRegionFlags = MemoryRegionFlags::GUEST_MEMFD;
+    let vm = vm::<F>(locking);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let gpa = |page: u64| Gpa(START + page * PAGE_SIZE);
+    let new_words = |word| Arc::new((0..PAGES / 64).map(|_| AtomicU64::new(word)).collect::<Vec<_>>());
+    let words = new_words(u64::MAX);
+    let bitmap_of =
+        |words: &Arc<Vec<AtomicU64>>| Some(UserfaultBitmap::new(Arc::<Vec<AtomicU64>>::clone(words), PageSize::Size4K));
+    // Each keeps a thread's record in use, the free one if there is one: the next call needs a new one.
+    let mut readers = Vec::with_capacity(16);
+    let backing = Arc::new(TestBacking::new(512, PAGES, PageSize::Size2M));
+    // A slot that is made with a bitmap; when that fails there is none, and nobody keeps the bitmap.
+    let both = MemoryRegion {
+        flags: USERFAULT | GUEST_MEMFD | LOG,
+        userfault_bitmap: bitmap_of(&words),
+        ..with_backing(1, START, SIZE, &backing)
+    };
+    let nobody = (Arc::strong_count(&words), Arc::strong_count(&backing));
+    let ((), failures) = until_it_succeeds(
+        || vm.set_user_memory_region(both.clone()),
+        || {
+            assert_eq!((Arc::strong_count(&words), Arc::strong_count(&backing)), nobody);
+            assert_eq!(vm.check_access(gpa(0), 1), Err(Error::NoMemory { gpa: gpa(0) }));
+        },
+    );
+    assert!(failures >= 5, "{failures}: a bitmap's box, a log, private pages, a slot and a set");
+    drop(both);
+    assert!(matches!(vcpu.handle_fault(gpa(0), Access::Write), Ok(Outcome::Exit(_))));
+    // Turning it off and on, giving it another one: the slot is as it was, but what was mapped may be gone.
+    let to = |flags, bitmap| MemoryRegion { userfault_bitmap: bitmap, ..change(1, flags | GUEST_MEMFD, START, SIZE) };
+    readers.push(vm.read_tables().unwrap());
+    let ((), failures) = until_it_succeeds(
+        || vm.set_user_memory_region(to(NO_FLAGS, None)),
+        || assert!(matches!(vcpu.handle_fault(gpa(0), Access::Write), Ok(Outcome::Exit(_)))),
+    );
+    assert!(failures >= 3, "{failures}: a record, a node and a set");
+    let mut vcpu = vm.create_vcpu().unwrap();
+    readers.push(vm.read_tables().unwrap());
+    let users = Arc::strong_count(&words);
+    let ((), failures) = until_it_succeeds(
+        || vm.set_user_memory_region(to(USERFAULT, bitmap_of(&words))),
+        || {
+            assert_eq!(vcpu.handle_fault(gpa(7), Access::Write), Ok(Outcome::Resume));
+            assert_eq!(translate(&vm, gpa(7)).unwrap().level, Level::L2M, "it is still off");
+            assert_eq!(Arc::strong_count(&words), users);
+        },
+    );
+    assert!(failures >= 4, "{failures}: a record, a bitmap's box, a node and a set");
+    assert_eq!(translate(&vm, gpa(7)), None);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let others = new_words(0);
+    let users = (Arc::strong_count(&words), Arc::strong_count(&others));
+    let ((), failures) = until_it_succeeds(
+        || vm.set_user_memory_region(to(USERFAULT, bitmap_of(&others))),
+        || {
+            assert!(matches!(vcpu.handle_fault(gpa(7), Access::Write), Ok(Outcome::Exit(_))), "it has the old one");
+            assert_eq!((Arc::strong_count(&words), Arc::strong_count(&others)), users);
+        },
+    );
+    assert!(failures >= 3, "{failures}");
+    assert_eq!(vcpu.pre_fault_memory(gpa(0), SIZE, Access::Write), Ok(SIZE));
+    let all = || (0..PAGES).map(|page| translate(&vm, gpa(page))).collect::<Vec<_>>();
+
+    // A rescan that fails has taken nothing: it needs a record only, and no table, also where blocks are covered in part.
+    readers.push(vm.read_tables().unwrap());
+    others[0].fetch_or(0xf0, Ordering::Release);
+    let before = all();
+    vm.host().fail_after(0);
+    let (nr_pages, failures) = until_it_succeeds(|| vm.rescan_userfault(1, 0, PAGES), || assert!(all() == before));
+    vm.host().never_fail();
+    assert_eq!((nr_pages, failures), (4, 1));
+    assert_eq!(all().iter().flatten().count() as u64, PAGES - 4);
+    // Attributes, too; but where there is no table, more goes than was asked for.
+    for (private, page) in [(true, 20), (false, 21)] {
+        let attributes = if private { MemoryAttributes::PRIVATE } else { MemoryAttributes::empty() };
+        readers.push(vm.read_tables().unwrap());
+        let before = all();
+        let ((), failures) = until_it_succeeds(
+            || vm.set_memory_attributes(gpa(page), PAGE_SIZE, attributes),
+            || {
+                assert!(all() == before);
+                assert_eq!(vm.check_access(gpa(page), 1), Ok(()));
+            },
+        );
+        assert!(failures >= 1, "{failures}: a record");
+        assert_eq!(all()[page as usize], None);
+    }
+    readers.push(vm.read_tables().unwrap());
+    let ((), failures) = until_it_succeeds(|| vm.check_access(gpa(21), 1), || {});
+    assert!(failures >= 1);
+    readers.push(vm.read_tables().unwrap());
+    let (attributes, failures) = until_it_succeeds(|| vm.memory_attributes(gpa(20)), || {});
+    assert!(attributes == MemoryAttributes::PRIVATE && failures >= 1);
+    // A huge leaf of which a part becomes private, without a table for the rest: all of it goes.
+    vm.set_user_memory_region(to(NO_FLAGS, None)).unwrap();
+    assert_eq!(vcpu.handle_fault(gpa(600), Access::Write), Ok(Outcome::Resume));
+    assert_eq!(translate(&vm, gpa(600)).unwrap().level, Level::L2M);
+    vm.host().fail_after(0);
+    assert_eq!(vm.set_memory_attributes(gpa(600), PAGE_SIZE, MemoryAttributes::PRIVATE), Ok(()));
+    vm.host().never_fail();
+    assert_eq!(translate(&vm, gpa(601)), None);
+    for page in [600, 601] {
+        assert_eq!(vcpu.handle_fault(gpa(page), Access::Write), Ok(Outcome::Resume));
+        let found = translate(&vm, gpa(page)).unwrap();
+        assert_eq!((found.level, found.pfn.0 >= PRIVATE_PFN), (Level::L4K, page == 600));
+    }
+    drop(readers);
+    until_it_succeeds(|| vm.set_user_memory_region(change(1, NO_FLAGS, 0, 0)), || {});
+    vm.reclaim();
+    assert_eq!((Arc::strong_count(&words), Arc::strong_count(&others), Arc::strong_count(&backing)), (1, 1, 1));
+    drop(vcpu);
+    assert_no_table_is_left(&vm);
+}
+
+each!(userfault_for_which_there_is_no_memory_is_as_it_was_and_leaks_nothing, userfault);
+fn userfault<F: Format>(locking: Locking) {
+    life_with_userfault::<F>(locking);
+    let before = LIVE_BYTES.get();
+    life_with_userfault::<F>(locking);
+    assert_eq!(LIVE_BYTES.get(), before, "bytes of the heap are leaked");
 }

@@ -284,3 +284,24 @@ fn userfault_is_toggled_on_a_guest_memfd_slot<F: Format>(locking: Locking) {
     vm.set_user_memory_region(change(0, GUEST_MEMFD, 2 * MIB, 0)).unwrap();
 }
 each!(userfault_is_toggled_on_a_guest_memfd_slot_, userfault_is_toggled_on_a_guest_memfd_slot);
+
+fn huge_pages_come_back_as_far_as_a_log_that_begins_then_allows<F: Format>(locking: Locking) {
+    let config = common::lazily_splitting(locking).with_huge_page_logging(slat::HugePageLogging::MarkWhole);
+    let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
+    let words = words(16, 0);
+    vm.set_user_memory_region(slot(USERFAULT, bitmap(&words, PageSize::Size4K))).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    for page in 0..PAGES {
+        assert_eq!(vcpu.handle_fault(gpa(page), Access::Write), RESUMED);
+    }
+    turn(&vm, LOG, None).unwrap();
+    assert_eq!(vm.stats().recoveries, 2);
+    let leaf = translate(&vm, gpa(700)).unwrap();
+    assert_eq!((leaf.level, leaf.writable), (Level::L2M, false));
+    assert_eq!(vcpu.handle_fault(gpa(700), Access::Write), RESUMED);
+    assert_eq!(vm.get_dirty_log(0, &mut [0; 16]), Ok(512));
+}
+each!(
+    huge_pages_come_back_as_far_as_a_log_that_begins_then_allows_,
+    huge_pages_come_back_as_far_as_a_log_that_begins_then_allows
+);

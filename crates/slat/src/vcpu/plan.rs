@@ -74,12 +74,6 @@ impl<B: Send + Sync> InstallPlan<'_, B> {
         }
     }
 
-    /// Whether its pages are all as the fault's own: nobody but the host has a say in them.
-    #[inline]
-    pub(super) fn is_plain(&self) -> bool {
-        !self.flags.intersects(MemoryRegionFlags::USERFAULT | MemoryRegionFlags::GUEST_MEMFD)
-    }
-
     /// Number of a page within the slot.
     #[inline]
     pub(super) fn page(&self, gfn: Gfn) -> u64 {

@@ -195,8 +195,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// part of what it would cover is being taken away. Leaves may reach beyond `end`, as they may for a fault, but not beyond
     /// the slot; nor, if they open pages, into the reserve of the ring.
     fn fillable(&self, plan: &InstallPlan<'_, H::Backing>, level: Level, end: Gfn) -> Option<GfnRange> {
-        // Of the other pages nobody has asked what user space says.
-        if level.up() > plan.level.min(plan.max_level) || !plan.is_plain() {
+        // To that level user space says the same of all pages.
+        if level.up() > plan.level.min(plan.max_level) {
             return None;
         }
         let leaf_pages = level.nr_pages();

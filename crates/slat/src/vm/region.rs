@@ -146,7 +146,8 @@ impl<H: Host, F: Format> Vm<H, F> {
         }
         if begins_to_log {
             self.begin_to_log(record, after);
-        } else if ends.intersects(MemoryRegionFlags::LOG_DIRTY_PAGES | MemoryRegionFlags::USERFAULT) {
+        }
+        if ends.intersects(MemoryRegionFlags::LOG_DIRTY_PAGES | MemoryRegionFlags::USERFAULT) {
             self.recover(record, range);
         }
         Ok(())

@@ -143,6 +143,9 @@ pub struct Frame {
     pub writes: Writes,
 }
 
+/// The frame of a page that is private, less the one that it has as a shared one. 16 TiB.
+pub const PRIVATE_PFN: u64 = 1 << 32;
+
 /// Frames are given out by number: page n of a backing is frame `first_pfn + n`, unless it was given another.
 #[derive(Debug)]
 pub struct TestBacking {
@@ -510,6 +513,11 @@ unsafe impl Host for TestHost {
             std::thread::yield_now();
         }
         Ok(Resolved { pfn: Pfn(pfn), max_size, writable })
+    }
+
+    fn resolve_private(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+        let shared = self.resolve(backing, gfn, page, access)?;
+        Ok(Resolved { pfn: Pfn(PRIVATE_PFN + shared.pfn.0), ..shared })
     }
 
     fn resolve_resident(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Option<Resolved> {

@@ -104,6 +104,12 @@ unsafe impl Host for TrapHost {
         resolved
     }
 
+    fn resolve_private(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+        let resolved = self.host.resolve_private(backing, gfn, page, access);
+        self.in_resolve.pass();
+        resolved
+    }
+
     fn resolve_resident(&self, backing: &Self::Backing, gfn: Gfn, page: u64, access: Access) -> Option<Resolved> {
         let resolved = self.host.resolve_resident(backing, gfn, page, access);
         self.in_resident.pass();

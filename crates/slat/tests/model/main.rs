@@ -13,13 +13,14 @@ mod plain;
 mod threads;
 
 use ops::{
-    Aging, Alignment, At, By, LOG, LogRange, MASKS, NR_PAGES, NR_PLACES, NR_SLOTS, Op, RANGE_PAGES, SIZES, WRITES,
+    Aging, Alignment, At, BITMAP_WORDS, Bits, By, LogRange, MASKS, NR_PAGES, NR_PLACES, NR_SLOTS, NewBitmap, Op,
+    RANGE_PAGES, READONLY, SIZES, USERFAULT, WRITES,
 };
 use pair::check;
 use proptest::prelude::*;
 use slat::{
     Access, AccessTracking, Config, DirtyTracking, Ept, FaultAround, Format, HugePageLogging, HugePageSplitting,
-    Locking, ManualProtect, Npt, Stage2, Sv39x4, Sv48x4,
+    Locking, ManualProtect, MemoryAttributes, Npt, Stage2, Sv39x4, Sv48x4,
 };
 
 use common::log::{
@@ -45,13 +46,13 @@ fn op() -> impl Strategy<Value = Op> {
     let writes = || 0..WRITES.len();
     let pages = || 0..RANGE_PAGES.len();
     let alignment = prop_oneof![Just(Alignment::Like1G), Just(Alignment::Like2M), Just(Alignment::Odd)];
-    let create = (slot(), 0..NR_PLACES, 0..NR_PAGES.len(), 0u32..4, 0usize..3, alignment, writes()).prop_map(
-        |(slot, place, pages, flags, size, alignment, writes)| {
-            // Read-only slots are one in four of those that would be.
-            let flags = if pages % 4 == 0 { flags } else { flags & LOG.bits() };
-            Op::Create { slot, place, pages, flags, size, alignment, writes }
-        },
-    );
+    let create = (slot(), 0..NR_PLACES, 0..NR_PAGES.len(), 0u32..16, 0usize..3, alignment, writes(), bitmap())
+        .prop_map(|(slot, place, pages, flags, size, alignment, writes, bitmap)| {
+            // Read-only slots are one in four of those that would be, and those with userfault as well.
+            let flags = if pages % 4 == 0 { flags } else { flags & !READONLY.bits() };
+            let flags = if place % 4 == 0 { flags } else { flags & !USERFAULT.bits() };
+            Op::Create { slot, place, pages, flags, size, alignment, writes, bitmap: Some(bitmap) }
+        });
     let by = prop_oneof![2 => Just(By::Fault), 1 => Just(By::Hardware)];
     let aging = prop_oneof![2 => Just(Aging::Age), 1 => Just(Aging::Test)];
     prop_oneof![
@@ -71,8 +72,20 @@ fn op() -> impl Strategy<Value = Op> {
         6 => (at(), pages(), aging).prop_map(|(at, pages, aging)| Op::Age { at, pages, aging }),
         5 => (at(), pages(), 0..SIZES.len()).prop_map(|(at, pages, largest)| Op::Split { at, pages, largest }),
         6 => (at(), pages()).prop_map(|(at, pages)| Op::Recover { at, pages }),
+        5 => (slot(), prop::bool::weighted(0.6), prop::option::of(bitmap()))
+            .prop_map(|(slot, on, bitmap)| Op::Userfault { slot, on, bitmap }),
+        6 => (slot(), 0u64..1100, pages(), prop_oneof![2 => Just(Bits::Clear), 1 => Just(Bits::Set)])
+            .prop_map(|(slot, page, pages, bits)| Op::SetBits { slot, page, pages, bits }),
+        5 => (slot(), 0u64..600, pages()).prop_map(|(slot, page, pages)| Op::Rescan { slot, page, pages }),
+        6 => (at(), pages(), prop_oneof![Just(MemoryAttributes::PRIVATE), Just(MemoryAttributes::empty())])
+            .prop_map(|(at, pages, attributes)| Op::Attributes { at, pages, attributes }),
+        3 => (at(), pages()).prop_map(|(at, pages)| Op::CheckAccess { at, pages }),
         1 => (0u32..2).prop_map(|always| Op::Yield { always }),
     ]
+}
+
+fn bitmap() -> impl Strategy<Value = NewBitmap> {
+    (0usize..2, 0..BITMAP_WORDS.len()).prop_map(|(granularity, words)| NewBitmap { granularity, words })
 }
 
 fn log_range() -> impl Strategy<Value = LogRange> {

@@ -1,11 +1,13 @@
 //! The operations, and the few places and sizes that they choose from: so few that slots, leaves and ranges meet.
 
-use slat::{Access, Format, MemoryRegionFlags, PageSize};
+use slat::{Access, Format, MemoryAttributes, MemoryRegionFlags, PageSize};
 
 use crate::common::{GIB, MIB, Writes};
 
 pub const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 pub const READONLY: MemoryRegionFlags = MemoryRegionFlags::READONLY;
+pub const GUEST_MEMFD: MemoryRegionFlags = MemoryRegionFlags::GUEST_MEMFD;
+pub const USERFAULT: MemoryRegionFlags = MemoryRegionFlags::USERFAULT;
 
 pub const NR_SLOTS: u32 = 5;
 pub const NR_PLACES: usize = 14;
@@ -60,6 +62,23 @@ impl LogRange {
     }
 }
 
+/// A userfault bitmap that a slot is given, with words in turn.
+#[derive(Clone, Copy, Debug)]
+pub struct NewBitmap {
+    pub granularity: usize,
+    pub words: usize,
+}
+
+/// What new bitmaps hold: nothing, all, every other bit, few.
+pub const BITMAP_WORDS: [&[u64]; 4] = [&[0], &[u64::MAX], &[0x5555_5555_5555_5555], &[1 << 63 | 1, 0, 0x3fc]];
+
+/// Who sets, or clears, bits of a userfault bitmap.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Bits {
+    Set,
+    Clear,
+}
+
 /// How the frames of a backing lie, compared with the guest's.
 #[derive(Clone, Copy, Debug)]
 pub enum Alignment {
@@ -99,6 +118,7 @@ pub enum Op {
         size: usize,
         alignment: Alignment,
         writes: usize,
+        bitmap: Option<NewBitmap>,
     },
     Delete {
         slot: u32,
@@ -167,6 +187,35 @@ pub enum Op {
     },
     /// Puts huge leaves back.
     Recover {
+        at: At,
+        pages: usize,
+    },
+    /// Turns userfault on with a new bitmap or, without one, with the one that the slot has; else off.
+    Userfault {
+        slot: u32,
+        on: bool,
+        bitmap: Option<NewBitmap>,
+    },
+    /// Sets or clears bits of the slot's userfault bitmap, if it has one.
+    SetBits {
+        slot: u32,
+        page: u64,
+        pages: usize,
+        bits: Bits,
+    },
+    Rescan {
+        slot: u32,
+        page: u64,
+        pages: usize,
+    },
+    /// Makes pages private or shared.
+    Attributes {
+        at: At,
+        pages: usize,
+        attributes: MemoryAttributes,
+    },
+    /// Asks whether the VMM may access some bytes.
+    CheckAccess {
         at: At,
         pages: usize,
     },

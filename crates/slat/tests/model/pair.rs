@@ -4,16 +4,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use slat::{
-    Access, Config, Error, Format, Gfn, GfnRange, Gpa, Invalidation, Level, ManualProtect, MemoryRegion,
-    MemoryRegionFlags, Outcome, PAGE_SIZE, Vcpu, Vm,
+    Access, Config, Error, Format, Gfn, GfnRange, Gpa, Invalidation, Level, ManualProtect, MemoryAttributes,
+    MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, Vcpu, Vm,
 };
 use std::sync::atomic::Ordering;
 
 use super::ops::{
-    Aging, Alignment, At, By, LOG, LogRange, MASKS, NR_PAGES, NR_SLOTS, Op, RANGE_PAGES, READONLY, SIZES, WRITES,
-    places,
+    Aging, Alignment, At, Bits, By, GUEST_MEMFD, LOG, LogRange, MASKS, NR_PAGES, NR_SLOTS, NewBitmap, Op, RANGE_PAGES,
+    READONLY, SIZES, USERFAULT, WRITES, places,
 };
-use super::plain::{Model, Slot, is_resident, log_words};
+use super::plain::{Model, Slot, Userfault, is_resident, log_words};
 use crate::common::log::write_as_hardware;
 use crate::common::{
     Frame, TestBacking, TestHost, Writes, assert_no_table_is_left, change, set_accessed_and_dirty, translate,
@@ -88,9 +88,10 @@ impl<F: Format> Pair<'_, F> {
     }
 
     fn create(&mut self, op: &Op) {
-        let &Op::Create { slot: id, place, pages, flags, size, alignment, writes } = op else { return };
+        let &Op::Create { slot: id, place, pages, flags, size, alignment, writes, bitmap } = op else { return };
         let (gpa, nr_pages) = (places::<F>()[place], NR_PAGES[pages]);
         let flags = MemoryRegionFlags::from_bits_truncate(flags);
+        let userfault = bitmap.filter(|_| flags.contains(USERFAULT)).map(|bitmap| Userfault::new(bitmap, nr_pages));
         let start = gpa / PAGE_SIZE;
         let base = self.new_frames();
         let first_pfn = match alignment {
@@ -109,12 +110,18 @@ impl<F: Format> Pair<'_, F> {
             guest_phys_addr: Gpa(gpa),
             memory_size: nr_pages * PAGE_SIZE,
             backing: Some(Arc::clone(&backing)),
-            userfault_bitmap: None,
+            userfault_bitmap: userfault.as_ref().map(Userfault::bitmap),
         };
-        let expected = if gpa + nr_pages * PAGE_SIZE > 1 << F::GPA_BITS {
+        let expected = if flags.contains(READONLY | GUEST_MEMFD) {
+            Err(Error::ReadOnlyGuestMemfd { slot: id })
+        } else if gpa + nr_pages * PAGE_SIZE > 1 << F::GPA_BITS {
             Err(Error::AddressTooHigh { gpa: Gpa(gpa), gpa_bits: F::GPA_BITS })
         } else if self.model.slots.contains_key(&id) {
             Err(Error::BackingFixed { slot: id })
+        } else if let Some(Err(error)) =
+            userfault.as_ref().map(|userfault| userfault.check(id, GfnRange::new(Gfn(start), nr_pages)))
+        {
+            Err(error)
         } else if let Some(other) = self.model.overlapping(id, GfnRange::new(Gfn(start), nr_pages)) {
             Err(Error::Overlap { slot: id, gpa: Gpa(gpa), other })
         } else {
@@ -122,20 +129,28 @@ impl<F: Format> Pair<'_, F> {
             self.watch_range(range);
             let are_set = flags.contains(LOG) && self.model.config.manual_protect == ManualProtect::InitiallySet;
             let (max_size, frames, dirty) = (SIZES[size], BTreeMap::new(), log_words(nr_pages, are_set));
-            self.model.slots.insert(id, Slot { range, flags, first_pfn, max_size, writes, frames, dirty });
+            let private = BTreeSet::new();
+            let slot = Slot { range, flags, first_pfn, max_size, writes, frames, dirty, userfault, private };
+            self.model.slots.insert(id, slot);
             self.backings.insert(id, backing);
             Ok(())
         };
         assert_eq!(self.vm.set_user_memory_region(region), expected);
     }
 
-    fn change(&mut self, id: u32, start: Gfn, flags: MemoryRegionFlags) {
+    fn change(&mut self, id: u32, start: Gfn, flags: MemoryRegionFlags, bitmap: Option<NewBitmap>) {
         let nr_pages = self.model.slots.get(&id).map_or(1, |slot| slot.range.nr_pages());
-        let result = self.vm.set_user_memory_region(change(id, flags, start.gpa().0, nr_pages * PAGE_SIZE));
-        let expected = if start.gpa().0 + nr_pages * PAGE_SIZE > 1 << F::GPA_BITS {
+        let bitmap = bitmap.map(|bitmap| Userfault::new(bitmap, nr_pages));
+        let result = self.vm.set_user_memory_region(MemoryRegion {
+            userfault_bitmap: bitmap.as_ref().map(Userfault::bitmap),
+            ..change(id, flags, start.gpa().0, nr_pages * PAGE_SIZE)
+        });
+        let expected = if flags.contains(READONLY | GUEST_MEMFD) {
+            Err(Error::ReadOnlyGuestMemfd { slot: id })
+        } else if start.gpa().0 + nr_pages * PAGE_SIZE > 1 << F::GPA_BITS {
             Err(Error::AddressTooHigh { gpa: start.gpa(), gpa_bits: F::GPA_BITS })
         } else {
-            self.model.change(id, start, flags)
+            self.model.change(id, start, flags, bitmap.as_ref())
         };
         assert_eq!(result, expected);
         if let Some(slot) = self.model.slots.get(&id) {
@@ -254,17 +269,14 @@ impl<F: Format> Pair<'_, F> {
             }
             Op::Move { slot, place } => {
                 let flags = range_of(&self.model, slot).map_or(LOG, |(_, flags)| flags);
-                self.change(slot, Gpa(places::<F>()[place]).gfn(), flags);
+                self.change(slot, Gpa(places::<F>()[place]).gfn(), flags, None);
             }
             Op::SetFlags { slot, flags } => {
                 let (range, old) = range_of(&self.model, slot).unwrap_or((GfnRange::new(Gfn(0), 1), LOG));
                 // Mostly without asking for what is refused.
-                let flags = if flags == 2 {
-                    READONLY
-                } else {
-                    old & READONLY | MemoryRegionFlags::from_bits_truncate(flags & 1)
-                };
-                self.change(slot, range.start, flags);
+                let flags =
+                    if flags == 2 { READONLY } else { (old - LOG) | MemoryRegionFlags::from_bits_truncate(flags & 1) };
+                self.change(slot, range.start, flags, None);
             }
             Op::Resize { slot } => {
                 let Some((range, flags)) = range_of(&self.model, slot) else { return };
@@ -314,6 +326,48 @@ impl<F: Format> Pair<'_, F> {
                 let expected = self.model.recover_range(range);
                 assert_eq!(self.vm.recover_range(range), Ok(expected), "huge leaves put back in {range:?}");
             }
+            Op::Userfault { slot, on, bitmap } => {
+                let Some((range, old)) = range_of(&self.model, slot) else { return };
+                let flags = if on { old | USERFAULT } else { old - USERFAULT };
+                self.change(slot, range.start, flags, bitmap);
+            }
+            Op::SetBits { slot, page, pages, bits } => {
+                let Some(userfault) = self.model.slots.get(&slot).and_then(|slot| slot.userfault.as_ref()) else {
+                    return;
+                };
+                for bit in page..page + RANGE_PAGES[pages].min(1 << 18) {
+                    let Some(word) = userfault.words.get(bit as usize / 64) else { break };
+                    match bits {
+                        Bits::Set => word.fetch_or(1 << (bit % 64), Ordering::Release),
+                        Bits::Clear => word.fetch_and(!(1 << (bit % 64)), Ordering::Release),
+                    };
+                }
+            }
+            Op::Rescan { slot, page, pages } => {
+                let nr_pages = RANGE_PAGES[pages];
+                let nr_pages = range_of(&self.model, slot)
+                    .map_or(nr_pages, |(range, _)| nr_pages.min(range.nr_pages().saturating_sub(page)).max(1));
+                let expected = self.model.rescan(slot, page, nr_pages);
+                assert_eq!(self.vm.rescan_userfault(slot, page, nr_pages), expected, "{nr_pages} from page {page} on");
+            }
+            Op::Attributes { at, pages, attributes } => {
+                // Mostly within one slot.
+                let range = self.range(at, pages);
+                let slot = self.model.slots.values().find(|slot| slot.range.contains(range.start));
+                let range = slot.map_or(range, |slot| range.intersection(slot.range));
+                self.watch_range(range);
+                let (gpa, size_bytes) = (range.start.gpa(), range.nr_pages() * PAGE_SIZE);
+                let expected = self.model.set_attributes(range, attributes);
+                assert_eq!(self.vm.set_memory_attributes(gpa, size_bytes, attributes), expected, "{range:?}");
+                let private = self.vm.memory_attributes(gpa).map(|found| found == MemoryAttributes::PRIVATE);
+                let slot = self.model.slots.values().find(|slot| slot.range.contains(range.start));
+                assert_eq!(private, slot.map(|slot| slot.is_private(range.start)).ok_or(Error::NoMemory { gpa }));
+            }
+            Op::CheckAccess { at, pages } => {
+                let range = self.range(at, pages % 4);
+                let (gpa, size_bytes) = (Gpa(range.start.gpa().0 + 7), range.nr_pages() * PAGE_SIZE - 8);
+                assert_eq!(self.vm.check_access(gpa, size_bytes), self.model.check_access(range), "{range:?}");
+            }
             Op::Yield { always } => self.vm.host().always_yields.store(always != 0, Ordering::Relaxed),
         }
     }
@@ -338,6 +392,7 @@ impl<F: Format> Pair<'_, F> {
         let expected = [Level::L4K, Level::L2M, Level::L1G].map(|level| self.model.nr_leaves(level));
         assert_eq!([stats.pages_4k(), stats.pages_2m(), stats.pages_1g()], expected, "leaves of each size");
         assert_eq!(stats.around, self.model.nr_around, "pages mapped along with others");
+        assert_eq!(stats.userfaults, self.model.nr_userfaults, "faults that went to user space");
     }
 
     /// All dirty logs, then the tables: those that the model knows, then none.

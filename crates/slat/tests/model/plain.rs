@@ -2,6 +2,8 @@
 
 #[path = "plain_huge.rs"]
 mod huge;
+#[path = "plain_userfault.rs"]
+mod userfault;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,8 +12,9 @@ use slat::{
     HugePageSplitting, Level, ManualProtect, MemoryRegionFlags, Outcome, PageSize, Pfn, WriteProtection, ZappedLeaf,
 };
 
-use super::ops::{Aging, LOG, READONLY};
-use crate::common::{Frame, Writes};
+use super::ops::{Aging, LOG, READONLY, USERFAULT};
+use crate::common::{Frame, PRIVATE_PFN, Writes};
+pub use userfault::Userfault;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Leaf {
@@ -39,6 +42,10 @@ pub struct Slot {
     pub frames: BTreeMap<u64, Frame>,
     /// The log; no bits are behind the slot's end.
     pub dirty: Vec<u64>,
+    /// If it has userfault.
+    pub userfault: Option<Userfault>,
+    /// Pages that are private.
+    pub private: BTreeSet<u64>,
 }
 
 /// Whether the host says, when asked, that page `page` of a slot is resident.
@@ -72,7 +79,8 @@ impl Slot {
     fn frame(&self, gfn: Gfn) -> Frame {
         let page = gfn.0 - self.range.start.0;
         let first = Frame { pfn: self.first_pfn + page, writes: self.writes };
-        self.frames.get(&page).copied().unwrap_or(first)
+        let frame = self.frames.get(&page).copied().unwrap_or(first);
+        Frame { pfn: frame.pfn + self.is_private(gfn) as u64 * PRIVATE_PFN, ..frame }
     }
 
     /// The end of the largest block of frames that follow each other from the one at `gfn` on, as the host tells it.
@@ -99,7 +107,7 @@ impl Slot {
         loop {
             let block = gfn.block(level);
             let fits = level == Level::L4K
-                || (self.range.covers(block)
+                || (self.allows_leaf(block, level)
                     && (self.frame(gfn).pfn ^ gfn.0).is_multiple_of(level.nr_pages())
                     && self.frames.keys().all(|page| !block.contains(Gfn(self.range.start.0 + page))));
             if fits {
@@ -136,6 +144,8 @@ pub struct Model {
     pub nr_created: u64,
     /// Leaves that came along with another page's.
     pub nr_around: u64,
+    /// Faults that went to user space because of a bit.
+    pub nr_userfaults: u64,
 }
 
 impl Model {
@@ -155,6 +165,7 @@ impl Model {
             config,
             nr_created: 0,
             nr_around: 0,
+            nr_userfaults: 0,
         }
     }
 
@@ -317,7 +328,9 @@ impl Model {
 
     /// Maps the pages around `gfn` that are missing and resident, as not used.
     fn map_around(&mut self, gfn: Gfn) {
-        let Some(slot) = self.slot_at(gfn).map(|id| &self.slots[&id]) else { return };
+        let Some(slot) = self.slot_at(gfn).map(|id| &self.slots[&id]).filter(|slot| !slot.is_private(gfn)) else {
+            return;
+        };
         let may_write = !slot.flags.contains(READONLY);
         let first_write_faults =
             self.writes_are_unseen() || (slot.flags.contains(LOG) && self.first_write_faults(Level::L4K));
@@ -327,7 +340,7 @@ impl Model {
         let window = self.window(gfn);
         for gfn in (window.start.0..window.end.0).map(Gfn).filter(|other| *other != gfn) {
             let is_free = self.leaf_at(gfn).is_none() && self.free_level(gfn, Level::L4K).is_some();
-            if !slot.range.contains(gfn) || !is_free {
+            if !slot.range.contains(gfn) || !is_free || !slot.goes_along(gfn) {
                 continue;
             }
             if gfn >= told {
@@ -365,6 +378,10 @@ impl Model {
             let Some(slot) = self.slots.get(&id) else { return exit };
             if writes && slot.flags.contains(READONLY) {
                 return exit;
+            }
+            if let Some(exit) = slot.withheld(gfn) {
+                self.nr_userfaults += 1;
+                return Ok(Outcome::Exit(exit));
             }
             let logs = slot.flags.contains(LOG);
             if let Some((first, leaf)) = found
@@ -593,27 +610,36 @@ impl Model {
     }
 
     /// What a change of an existing slot must answer; done, if that is `Ok`.
-    pub fn change(&mut self, id: u32, start: Gfn, flags: MemoryRegionFlags) -> Result<(), Error> {
+    pub fn change(
+        &mut self,
+        id: u32,
+        start: Gfn,
+        flags: MemoryRegionFlags,
+        bitmap: Option<&Userfault>,
+    ) -> Result<(), Error> {
         let before = self.slots.get(&id).ok_or(Error::NoBacking { slot: id })?;
         let range = GfnRange::new(start, before.range.nr_pages());
         if (before.flags ^ flags).contains(READONLY) {
             return Err(Error::ReadOnlyFixed { slot: id });
         }
+        let userfault = before.userfault_after(id, range, flags, bitmap)?;
+        let begins_userfault = userfault.is_some() && bitmap.is_some();
         if let Some(other) = self.overlapping(id, range) {
             return Err(Error::Overlap { slot: id, gpa: start.gpa(), other });
         }
         let (old_range, begins) = (before.range, flags.contains(LOG) && !before.flags.contains(LOG));
-        let ends = before.flags.contains(LOG) && !flags.contains(LOG);
-        if range != old_range {
+        let ends = (before.flags - flags).intersects(LOG | USERFAULT);
+        if range != old_range || begins_userfault {
             self.take_away(old_range);
-        } else if begins && self.config.manual_protect != ManualProtect::InitiallySet {
+        }
+        if range == old_range && begins && self.config.manual_protect != ManualProtect::InitiallySet {
             if self.config.huge_page_splitting == HugePageSplitting::Eager {
                 self.split_range(range, self.largest_logged_write(), |_| true);
             }
             self.protect(range, &log_words(range.nr_pages(), true));
         }
         let slot = self.slots.get_mut(&id).ok_or(Error::NoSuchSlot { slot: id })?;
-        (slot.range, slot.flags) = (range, flags);
+        (slot.range, slot.flags, slot.userfault) = (range, flags, userfault);
         if begins || !flags.contains(LOG) {
             let are_set = begins && self.config.manual_protect == ManualProtect::InitiallySet;
             slot.dirty = log_words(range.nr_pages(), are_set);

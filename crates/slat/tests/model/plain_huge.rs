@@ -61,7 +61,7 @@ impl Model {
         }
         // What the host says of the first page that is there.
         let is_same_frame = slot.frame(Gfn(gfn)).pfn == leaf.pfn;
-        if !slot.range.covers(block) || !is_same_frame || slot.level(Gfn(gfn), level) < level {
+        if !slot.allows_leaf(block, level) || !is_same_frame || slot.level(Gfn(gfn), level) < level {
             return false;
         }
         // What may be written as a whole is not told of by an answer to a read that may not.

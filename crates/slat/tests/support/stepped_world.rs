@@ -66,6 +66,8 @@ unsafe impl<const LEVELS: u8, const BREAKS: bool> Format for Tiny<LEVELS, BREAKS
 }
 
 const POISON: u64 = 0x5a5a_5a5a_5a5a_5a5a;
+/// The frame of a page that is private, less the one that it has as a shared one.
+pub const PRIVATE_PFN: u64 = 1 << 32;
 /// Table addresses are page-aligned, whatever the size of a table.
 const TABLE_LAYOUT: Layout = match Layout::from_size_align(4096, 4096) {
     Ok(layout) => layout,
@@ -332,6 +334,11 @@ unsafe impl Host for ShuttleHost {
         assert!(!dropped.load(Ordering::SeqCst), "a backing was dropped under a resolve");
         let writable = access == Access::Write || backing.read_gives_writable;
         Ok(Resolved { pfn: Pfn(backing.first_pfn + page), max_size: backing.max_size, writable })
+    }
+
+    fn resolve_private(&self, backing: &Backing, gfn: Gfn, page: u64, access: Access) -> Result<Resolved, Gone> {
+        let shared = self.resolve(backing, gfn, page, access)?;
+        Ok(Resolved { pfn: Pfn(PRIVATE_PFN + shared.pfn.0), ..shared })
     }
 
     fn flush(&self, _ranges: &[GfnRange]) {

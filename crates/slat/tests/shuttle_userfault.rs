@@ -1,0 +1,42 @@
+//! Userfault and private pages under shuttle: where tables and huge leaves may be cached at once, and where not.
+//!
+//! `RUSTFLAGS="--cfg shuttle" cargo test -p slat --release --test 'shuttle_*'`
+#![cfg(shuttle)]
+#![allow(missing_docs)]
+
+#[path = "support/userfault_scenarios.rs"]
+mod scenarios;
+#[path = "support/schedules.rs"]
+mod schedules;
+#[path = "support/stepped_world.rs"]
+#[allow(dead_code, reason = "others need more of it")]
+mod world;
+
+use schedules::check_less;
+use world::{Breaking, Tiny};
+
+const SCHEDULES: usize = 1000;
+
+#[test]
+fn a_page_that_was_taken_back_is_not_mapped() {
+    check_less(SCHEDULES, scenarios::beside_rescans::<Tiny<3>>);
+    check_less(SCHEDULES, scenarios::beside_rescans::<Breaking<3>>);
+}
+
+#[test]
+fn nor_where_its_table_is_taken_away_beside_it() {
+    check_less(SCHEDULES, scenarios::beside_rescans_and_invalidations::<Tiny<3>>);
+    check_less(SCHEDULES, scenarios::beside_rescans_and_invalidations::<Breaking<3>>);
+}
+
+#[test]
+fn nor_is_one_whose_bit_was_set_before_the_flag_was_turned_on() {
+    check_less(SCHEDULES, scenarios::beside_the_flag::<Tiny<3>>);
+    check_less(SCHEDULES, scenarios::beside_the_flag::<Breaking<3>>);
+}
+
+#[test]
+fn a_page_is_private_or_shared_as_it_was_made() {
+    check_less(SCHEDULES, scenarios::beside_attributes::<Tiny<3>>);
+    check_less(SCHEDULES, scenarios::beside_attributes::<Breaking<3>>);
+}
