@@ -34,7 +34,7 @@ thread_local! {
 }
 
 /// Waits until one of the descriptors can be read (or is closed, or broken), or until a moment of
-/// [`timestamp_ns`](crate::clock::timestamp_ns). Whether it was a descriptor. A moment that is past only looks;
+/// [`timestamp_ns`]. Whether it was a descriptor. A moment that is past only looks;
 /// `u64::MAX` never comes. The thread's timer slack is 1 ns from the first wait on.
 ///
 /// # Errors

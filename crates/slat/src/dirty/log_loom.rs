@@ -16,7 +16,7 @@ use crate::addr::{Gfn, GfnRange, Level, Pfn};
 use crate::dirty::bitmap::{Bitmap, TakenWords};
 use crate::format::{Entry, Format, Npt};
 use crate::slot::MemoryRegionFlags;
-use crate::slot::set::{Change, SlotEntry, Slots};
+use crate::slot::set::{Attachments, Change, SlotEntry, Slots};
 use crate::sync::{AtomicU64, fence_after_rmw, full_fence};
 use crate::table::entry::{self, EntryRef};
 use crate::table::retire::{Epochs, Fences};
@@ -158,7 +158,8 @@ impl World {
             slots: Slots::new().expect("memory for a set"),
             leaf: Leaf::new(),
         };
-        let slot = SlotEntry::new(0, RANGE, MemoryRegionFlags::empty(), (), None).expect("memory for a slot");
+        let slot = SlotEntry::new(0, RANGE, MemoryRegionFlags::empty(), (), Attachments::default())
+            .expect("memory for a slot");
         let record = world.epochs.borrow_record().expect("memory for a record");
         world.slots.publish(&world.epochs, &record, &Change::Insert(slot)).expect("memory for a set");
         slot.claim().release();
@@ -178,7 +179,11 @@ impl World {
         let record = self.epochs.borrow_record().expect("memory for a record");
         let claim = self.slots.claim(&self.epochs, &record, 0).expect("nobody else has it").expect("the slot stays");
         let log = Bitmap::new(1).expect("memory for a bitmap");
-        let after = claim.entry.changed(RANGE, MemoryRegionFlags::LOG_DIRTY_PAGES, Some(log));
+        let after = claim.entry.changed(
+            RANGE,
+            MemoryRegionFlags::LOG_DIRTY_PAGES,
+            Attachments { log: Some(log), userfault: None },
+        );
         self.slots.publish(&self.epochs, &record, &Change::Replace(after)).expect("memory for a set");
         full_fence();
         self.leaf.protect();
