@@ -41,6 +41,8 @@ pub(crate) fn run(args: &DemandPagingArgs) -> Result<(), Failure> {
     let file = args.json.as_deref().map(ResultsFile::open).transpose()?;
     let available_bytes = topology::available_memory_bytes();
     let bytes_per_vcpu = |nr_vcpus| args.bytes.unwrap_or_else(|| fitting_bytes(nr_vcpus, available_bytes));
+    let cases = |nr_vcpus| args.cases(nr_vcpus, bytes_per_vcpu(nr_vcpus));
+    args.nr_vcpus().iter().flat_map(|&nr_vcpus| cases(nr_vcpus)).try_for_each(|case| run::check(args, &case))?;
     let most = args.nr_vcpus().iter().map(|&nr_vcpus| bytes_per_vcpu(nr_vcpus).saturating_mul(nr_vcpus as u64)).max();
     let source = Source::open(args, most.unwrap_or(0))?;
     let mut remarks: Vec<String> = source.remark().into_iter().collect();
@@ -54,12 +56,12 @@ pub(crate) fn run(args: &DemandPagingArgs) -> Result<(), Failure> {
                 DEFAULT_BYTES_PER_VCPU >> 20,
             ));
         }
-        measured.extend(measure(args, &source, &args.cases(nr_vcpus, bytes_per_vcpu))?);
+        measured.extend(measure(args, &source, &cases(nr_vcpus))?);
     }
     if measured.is_empty() {
         return Err(Failure::Usage("--modes: the tables of this format have none of these rows".to_owned()));
     }
-    remarks.extend(run::remarks(&measured));
+    remarks.extend(run::remarks(args, &measured));
     let report = Report { args, measured: &measured, remarks: &remarks };
     results::deliver(file, || report.results(), |out| report.print(out))
 }

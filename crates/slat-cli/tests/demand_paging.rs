@@ -66,9 +66,12 @@ fn bad_usage_exits_with_2() {
         ("-u MINOR", "-s shmem"),
         ("-u MINOR -k -s anonymous_thp", "-s shmem"),
         ("-u MISSING -r 0", "at least 1"),
+        ("-u MISSING -r 18446744073709551615", "readers of a userfaultfd are not between 1 and 4096"),
+        ("-v 18446744073709551615", "vCPUs are not between 1 and 4096"),
         ("-r 2", "without -u"),
         ("--matrix -r 2", "not -r"),
         ("-s tape", "anonymous_thp"),
+        ("-s tape", "guest_memfd"),
         ("-u MISSING -s guest_memfd", "guest_memfd"),
         ("--delivery ring -s shmem", "it needs -k"),
         ("-k --delivery ring", "-s shmem"),
@@ -95,6 +98,15 @@ fn bad_usage_exits_with_2() {
     ] {
         assert_refused(&format!("demand-paging {args}"), 2, what);
     }
+}
+
+#[test]
+fn what_is_refused_leaves_no_file() {
+    let path = std::env::temp_dir().join(format!("slat-refused-{}", std::process::id()));
+    let at = path.display();
+    let args = format!("demand-paging -k -b 64K --granularity 2M --create-source {at} --source file:{at}");
+    assert_refused(&args, 2, "multiple of 2097152");
+    assert!(!path.exists());
 }
 
 #[test]
@@ -347,4 +359,7 @@ fn resolvers_that_are_killed_are_followed_by_others() {
     assert_eq!(figure(&object, "verified").0, 64.0 * 128.0);
     let (nr_killed, _) = figure(&object, "resolvers_killed");
     assert_eq!(nr_killed, 10.0);
+    // Those of the last run alone would be of the few touches that were left.
+    assert!(figures(&object, "fault_p50").is_empty());
+    assert!(figure(&object, "exits").0 >= 64.0 * 128.0, "those that were interrupted, too");
 }

@@ -3,7 +3,8 @@
 //!
 //! Its shape is that of KVM's demand paging test: a region of `nr_vcpus * bytes_per_vcpu` in one slot, of which each vCPU
 //! touches its own part once, page by page (or all of them touch all). What differs between the modes ([`Mode`]) is who notices
-//! that a page is not there, and who brings it. Transparent huge pages are off, so that a page is a page.
+//! that a page is not there, and who brings it. Transparent huge pages are off, so that a page is a page, unless the memory is
+//! asked for with them and there is no userfaultfd, which serves pages of 4 KiB.
 //!
 //! # The protocol
 //! - Which pages are there, who may bring one, and that each is brought once: `arrivals.rs`.
@@ -145,7 +146,9 @@ impl<F: HardwareFormat> DemandPaging<F> {
         let memory = match config.backing {
             PagedBacking::Memory(kind) => {
                 let memory = Backing::new(kind, size_bytes)?;
-                memory.without_huge_pages();
+                if kind != BackingKind::AnonymousThp || config.mode.uses_userfaultfd() {
+                    memory.without_huge_pages();
+                }
                 memory
             }
             PagedBacking::GuestMemfd => Backing::of_guest_memfd(Arc::new(GuestMemfd::new(size_bytes, None)?)),
@@ -278,7 +281,8 @@ impl<F: HardwareFormat> DemandPaging<F> {
 
     /// Starts the threads, which stay; vCPU v is run by thread v modulo their number.
     fn start_threads(&mut self, has_latency: bool) -> Result<(), DemandPagingError> {
-        if self.crew.is_some() {
+        // Without vCPUs: an earlier run could not start the threads, and they are gone.
+        if self.crew.is_some() || self.lanes.is_empty() {
             return Ok(());
         }
         let nr_threads = if self.delivery.is_some() {

@@ -42,9 +42,9 @@ const QUANTITIES: [Quantity; 17] = [
         name: "fault_p50",
         title: "A page's way to the vCPU, p50",
         unit: "ns",
-        value: |run| count(run.fault_p50_ns),
+        value: |run| run.fault_p50_ns.and_then(count),
     },
-    Quantity { name: "fault_p99", title: "  p99", unit: "ns", value: |run| count(run.fault_p99_ns) },
+    Quantity { name: "fault_p99", title: "  p99", unit: "ns", value: |run| run.fault_p99_ns.and_then(count) },
     Quantity { name: "faults", title: "Faults", unit: "count", value: |run| count(run.engine.faults) },
     Quantity { name: "spurious", title: "  of them spurious", unit: "count", value: |run| count(run.engine.spurious) },
     Quantity { name: "exits", title: "Exits of vCPUs", unit: "count", value: |run| count(run.nr_exits) },
@@ -52,7 +52,7 @@ const QUANTITIES: [Quantity; 17] = [
         name: "filled_for_faults",
         title: "Pages brought for vCPUs",
         unit: "count",
-        value: |run| count(run.nr_filled_for_faults),
+        value: |run| run.nr_filled_for_faults.and_then(count),
     },
     Quantity {
         name: "filled_by_copier",
@@ -383,9 +383,15 @@ impl Report<'_> {
             writeln!(out, "{remark}")?;
         }
         let verified: u64 = self.runs().map(|run| run.nr_verified).sum();
-        write!(out, "Verified: {verified} pages held what their source has")?;
+        let has = |mode| self.measured.iter().any(|measured| measured.case.mode == mode);
+        let is_all_there = self.measured.iter().all(|measured| measured.case.mode == Mode::None);
+        write!(out, "Verified: {verified} pages held ")?;
+        write!(out, "{}", if is_all_there { "what vCPUs wrote, and zeros" } else { "what their source has" })?;
+        if has(Mode::None) && !is_all_there {
+            write!(out, " (zeros in mode none)")?;
+        }
         // What a resolver's process fills is not counted here.
-        if self.measured.iter().all(|measured| measured.case.mode != Mode::Ring) {
+        if !is_all_there && !has(Mode::Ring) {
             write!(out, "; none was filled twice")?;
         }
         if self.args.log_dirty {

@@ -25,6 +25,9 @@ const COMMAND: &str = "demand-paging-resolver";
 /// How long the two wait for each other.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// How long one is waited for that may have nothing to say.
+const SHORT_PATIENCE: Duration = Duration::from_secs(1);
+
 /// What the hidden command takes.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct ResolverArgs {
@@ -84,13 +87,14 @@ impl ResolverProcess {
         Ok((ResolverProcess { child }, ours))
     }
 
-    /// Runs `action`, and kills the process meanwhile, when `delay` is over; whether that was before the action's end.
+    /// Runs `action`, and kills the process meanwhile, when `delay` is over; whether that was before the action's end, and the
+    /// process had not ended by itself.
     pub(super) fn kill_during<T>(&mut self, delay: Duration, action: impl FnOnce() -> T) -> (T, bool) {
         std::thread::scope(|scope| {
             let (is_over, over) = mpsc::channel::<()>();
             let killer = scope.spawn(move || {
                 let is_due = over.recv_timeout(delay) == Err(RecvTimeoutError::Timeout);
-                is_due && self.child.kill().is_ok()
+                is_due && matches!(self.child.try_wait(), Ok(None)) && self.child.kill().is_ok()
             });
             let result = action();
             drop(is_over);
@@ -100,14 +104,25 @@ impl ResolverProcess {
 
     /// Waits for the end of a process whose virtual machine has closed the socket or is about to, and says why it failed, if
     /// it did.
-    pub(super) fn finish(mut self) -> Result<(), Failure> {
+    pub(super) fn finish(self) -> Result<(), Failure> {
+        let does_not_end = || Err(Failure::CannotServe("the resolver process does not end".to_owned()));
+        self.end_within(PATIENCE).unwrap_or_else(does_not_end)
+    }
+
+    /// Why it failed, if it did, and ends soon.
+    pub(super) fn last_words(self) -> Option<Failure> {
+        self.end_within(SHORT_PATIENCE)?.err()
+    }
+
+    /// `None`: it goes on.
+    fn end_within(mut self, patience: Duration) -> Option<Result<(), Failure>> {
         let begin = Instant::now();
         let status = loop {
             match self.child.try_wait() {
                 Ok(Some(status)) => break status,
-                Ok(None) if begin.elapsed() < PATIENCE => std::thread::sleep(Duration::from_millis(1)),
-                Ok(None) => return Err(Failure::CannotServe("the resolver process does not end".to_owned())),
-                Err(error) => return Err(Failure::CannotServe(format!("the resolver process: {error}"))),
+                Ok(None) if begin.elapsed() < patience => std::thread::sleep(Duration::from_millis(1)),
+                Ok(None) => return None,
+                Err(error) => return Some(Err(Failure::CannotServe(format!("the resolver process: {error}")))),
             }
         };
         let mut said = String::new();
@@ -115,7 +130,7 @@ impl ResolverProcess {
             let _ = stderr.read_to_string(&mut said);
         }
         let reason = said.lines().last().unwrap_or_default().trim_start_matches("slat: ");
-        match status.code() {
+        Some(match status.code() {
             Some(0) => Ok(()),
             Some(1) => Err(Failure::Check(reason.trim_start_matches("check failed: ").to_owned())),
             Some(2) => Err(Failure::Usage(reason.to_owned())),
@@ -123,7 +138,7 @@ impl ResolverProcess {
                 Err(Failure::CannotServe(reason.trim_start_matches("this machine cannot do that: ").to_owned()))
             }
             _ => Err(Failure::CannotServe(format!("the resolver process has ended: {status}"))),
-        }
+        })
     }
 }
 

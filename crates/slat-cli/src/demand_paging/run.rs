@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use slat::{Config, Stats};
+use slat::{Config, PAGE_SIZE, Stats};
 use slat_machine::commit::FlushMethod;
 use slat_machine::delivery::Delivery;
 use slat_machine::demand_paging::{
@@ -12,6 +12,7 @@ use slat_machine::demand_paging::{
     GuestMemfdOrigin, Mode as MachineMode, Resolver, VcpuThreads,
 };
 use slat_machine::guest::Sharing;
+use slat_machine::source::Pattern;
 use slat_machine::walk::HardwareFormat;
 
 use super::case::{Case, Mode, Uffds};
@@ -38,18 +39,20 @@ pub(super) struct Run {
     pub(super) total_time: Duration,
     pub(super) pages_per_vcpu: u64,
     pub(super) nr_vcpus: usize,
-    /// Of touches of pages, from the first attempt until the vCPU goes on.
-    pub(super) fault_p50_ns: u64,
-    pub(super) fault_p99_ns: u64,
+    /// Of touches of pages, from the first attempt until the vCPU goes on. `None`: a resolver was killed, and the touches
+    /// that it served are not among what was sampled.
+    pub(super) fault_p50_ns: Option<u64>,
+    pub(super) fault_p99_ns: Option<u64>,
     pub(super) nr_exits: u64,
-    pub(super) nr_filled_for_faults: u64,
-    /// `None`: there was no copier in this process.
+    /// Pages. `None`: whether they were brought for vCPUs or by its copier is known to the resolver's process alone.
+    pub(super) nr_filled_for_faults: Option<u64>,
+    /// Pages. `None`: there was no copier in this process.
     pub(super) nr_filled_by_copier: Option<u64>,
     /// Pages that were looked at afterwards, and were right.
     pub(super) nr_verified: u64,
     /// Pages that the dirty log reported; `None`: nothing was logged.
     pub(super) nr_logged: Option<u64>,
-    /// Times that the resolver was killed and another took over; `None`: nobody was to be.
+    /// Times that the resolver was killed before the vCPUs were done; `None`: it was not to be.
     pub(super) nr_killed: Option<u64>,
     /// Threads that ran the vCPUs.
     pub(super) nr_threads: usize,
@@ -71,7 +74,7 @@ pub(super) fn once(args: &DemandPagingArgs, case: &Case, source: &Source) -> Res
 }
 
 fn on<F: HardwareFormat>(args: &DemandPagingArgs, case: &Case, source: &Source) -> Result<Run, Failure> {
-    let config = config(args, case, source)?;
+    let config = config(args, case, source.contents())?;
     let mut paging = DemandPaging::<F>::new(&config)?;
     if args.guest_memfd == GuestMemfdArg::Kvm {
         check_guest_memfd(&paging)?;
@@ -85,16 +88,19 @@ fn on<F: HardwareFormat>(args: &DemandPagingArgs, case: &Case, source: &Source) 
     if nr_verified != paging.nr_pages() {
         return Err(check_failed(format!("{nr_verified} of {} pages are there", paging.nr_pages())));
     }
+    let has_copier_elsewhere = args.copier && case.mode == Mode::Ring;
+    let block_pages = args.granularity.page_size().size_bytes() / PAGE_SIZE;
     Ok(Run {
         paging_rate: report.pages_per_vcpu as f64 / total_time.as_secs_f64().max(f64::MIN_POSITIVE),
         total_time,
         pages_per_vcpu: report.pages_per_vcpu,
         nr_vcpus: case.nr_vcpus,
-        fault_p50_ns: report.fault_p50_ns,
-        fault_p99_ns: report.fault_p99_ns,
-        nr_exits: report.nr_exits(),
-        nr_filled_for_faults: report.nr_filled_for_faults,
-        nr_filled_by_copier: (args.copier && case.mode != Mode::Ring).then_some(report.nr_filled_by_copier),
+        fault_p50_ns: (nr_killed == 0).then_some(report.fault_p50_ns),
+        fault_p99_ns: (nr_killed == 0).then_some(report.fault_p99_ns),
+        // The engine's count has those of runs that were interrupted, too.
+        nr_exits: report.engine.userfaults,
+        nr_filled_for_faults: (!has_copier_elsewhere).then_some(report.nr_filled_for_faults * block_pages),
+        nr_filled_by_copier: (args.copier && !has_copier_elsewhere).then_some(report.nr_filled_by_copier * block_pages),
         nr_verified,
         nr_logged,
         nr_killed: (args.kill_resolver > 0).then_some(nr_killed.into()),
@@ -149,24 +155,33 @@ fn page_elsewhere<F: HardwareFormat>(
         match paged {
             Err(DemandPagingError::Vcpus { .. }) if was_killed => {}
             paged => {
+                let elapsed = begin.elapsed();
                 paging.delivery().into_iter().for_each(Delivery::detach);
-                // What has ended in time has nothing to say about that.
-                if !was_killed {
-                    process.finish()?;
-                }
-                return Ok(Paged { total_time: begin.elapsed(), nr_killed, ..paged? });
+                // What was killed has nothing to say.
+                let paged = if was_killed { paged? } else { end(process, paged)? };
+                return Ok(with_kills(paged, nr_killed, elapsed));
             }
         }
     }
     let process = attach(paging, config, nr_threads, source)?;
     let paged = page(paging, Resolver::Elsewhere, config);
+    let elapsed = begin.elapsed();
     paging.delivery().into_iter().for_each(Delivery::detach);
-    // What the resolver has to say is the reason for what vCPUs have.
-    process.finish()?;
-    let paged = paged?;
-    // With what came before the last resolver did.
-    let total_time = if nr_killed > 0 { begin.elapsed() } else { paged.total_time };
-    Ok(Paged { total_time, nr_killed, ..paged })
+    Ok(with_kills(end(process, paged)?, nr_killed, elapsed))
+}
+
+/// Ends a resolver that was detached. What it has to say is the reason for what vCPUs have; that it says nothing may be, too.
+fn end(process: ResolverProcess, paged: Result<Paged, DemandPagingError>) -> Result<Paged, Failure> {
+    match paged {
+        Ok(paged) => process.finish().map(|()| paged),
+        Err(error) => Err(process.last_words().unwrap_or_else(|| error.into())),
+    }
+}
+
+/// If resolvers were killed, the time has what came before the last run too.
+fn with_kills(paged: Paged, nr_killed: u32, elapsed: Duration) -> Paged {
+    let total_time = if nr_killed > 0 { elapsed } else { paged.total_time };
+    Paged { total_time, nr_killed, ..paged }
 }
 
 /// Starts a resolver process, and attaches it.
@@ -197,7 +212,14 @@ fn check_guest_memfd<F: HardwareFormat>(paging: &DemandPaging<F>) -> Result<(), 
     }
 }
 
-fn config(args: &DemandPagingArgs, case: &Case, source: &Source) -> Result<DemandPagingConfig, Failure> {
+/// Whether `case` can be run at all: found out before the first is.
+pub(super) fn check(args: &DemandPagingArgs, case: &Case) -> Result<(), Failure> {
+    // What pages hold is not what is looked at.
+    let config = config(args, case, Pattern::Mixed { seed: 0 })?;
+    Ok(config.check().map_err(DemandPagingError::from)?)
+}
+
+fn config(args: &DemandPagingArgs, case: &Case, contents: Pattern) -> Result<DemandPagingConfig, Failure> {
     let pins = args.cpus.as_ref().map(|cpus| phases::pins(cpus, case.nr_vcpus)).transpose()?;
     Ok(DemandPagingConfig {
         nr_vcpus: case.nr_vcpus,
@@ -214,7 +236,7 @@ fn config(args: &DemandPagingArgs, case: &Case, source: &Source) -> Result<Deman
         },
         backing: case.backing,
         granularity: args.granularity.page_size(),
-        contents: source.contents(),
+        contents,
         descriptors: match case.uffds {
             Uffds::One => Descriptors::One,
             Uffds::PerVcpu => Descriptors::OnePerVcpu,
@@ -233,9 +255,17 @@ fn config(args: &DemandPagingArgs, case: &Case, source: &Source) -> Result<Deman
 }
 
 /// What has to be said about the runs.
-pub(super) fn remarks(measured: &[Measured]) -> Vec<String> {
+pub(super) fn remarks(args: &DemandPagingArgs, measured: &[Measured]) -> Vec<String> {
     let runs = || measured.iter().flat_map(|measured| &measured.runs);
     let mut remarks = Vec::new();
+    if let Some(fewest) = runs().filter_map(|run| run.nr_killed).min()
+        && fewest < args.kill_resolver.into()
+    {
+        remarks.push(format!(
+            "A run was over after {fewest} of {} resolvers were killed: with more memory, or a delay, it lasts longer.",
+            args.kill_resolver
+        ));
+    }
     let mut in_turns: Vec<String> = Vec::new();
     for Measured { case, runs } in measured {
         if let Some(run) = runs.iter().find(|run| run.nr_threads < case.nr_vcpus) {

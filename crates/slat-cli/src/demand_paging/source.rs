@@ -89,7 +89,12 @@ fn create(path: &Path, contents: Pattern, nr_pages: u64) -> std::io::Result<()> 
     file.flush()
 }
 
-/// A path for a socket that no other process takes.
+/// A path for a socket that no other process takes, and none has left behind: one that is interrupted leaves its own.
 fn own_path() -> PathBuf {
-    std::env::temp_dir().join(format!("slat-pages-{}.socket", std::process::id()))
+    let path = |number: u64| std::env::temp_dir().join(format!("slat-pages-{}-{number}.socket", std::process::id()));
+    let mut number = 0;
+    while path(number).symlink_metadata().is_ok() {
+        number += 1;
+    }
+    path(number)
 }

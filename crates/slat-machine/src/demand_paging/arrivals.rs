@@ -147,10 +147,15 @@ impl Arrivals {
 
     /// Blocks that are there.
     pub(super) fn nr_there(&self) -> u64 {
+        let words = self.missing.words().iter().enumerate();
+        // What a resolver in another process may have set behind the last block is nobody's.
+        let in_word = |index: usize| match self.nr_blocks.saturating_sub(index as u64 * BITS) {
+            0 => 0,
+            nr_bits => u64::MAX >> (BITS - nr_bits.min(BITS)),
+        };
         // Acquire: who counts them may look at them.
-        let nr_missing: u64 =
-            self.missing.words().iter().map(|word| u64::from(word.load(Ordering::Acquire).count_ones())).sum();
-        self.nr_blocks - nr_missing
+        let missing = words.map(|(index, word)| word.load(Ordering::Acquire) & in_word(index));
+        self.nr_blocks - missing.map(|word| u64::from(word.count_ones())).sum::<u64>()
     }
 
     /// A vCPU waits for a fetch of its own from now on.
@@ -250,6 +255,17 @@ mod tests {
         assert_eq!((arrivals.nr_there(), arrivals.is_missing(64), arrivals.nr_filled_twice()), (1, false, 0));
         arrivals.publish(64);
         assert_eq!(arrivals.nr_filled_twice(), 1);
+    }
+
+    #[test]
+    fn bits_behind_the_last_block_are_nobodys() {
+        let arrivals = Arrivals::new(70, words(3));
+        for word in arrivals.words().words() {
+            word.store(u64::MAX, Ordering::Relaxed);
+        }
+        assert_eq!(arrivals.nr_there(), 0);
+        arrivals.publish(69);
+        assert_eq!(arrivals.nr_there(), 1);
     }
 
     #[test]

@@ -174,12 +174,20 @@ impl fmt::Display for PagedBacking {
 }
 
 impl FromStr for PagedBacking {
-    type Err = MemoryError;
+    type Err = PagingConfigError;
 
-    fn from_str(name: &str) -> Result<PagedBacking, MemoryError> {
-        if name == "guest_memfd" { Ok(PagedBacking::GuestMemfd) } else { name.parse().map(PagedBacking::Memory) }
+    fn from_str(name: &str) -> Result<PagedBacking, PagingConfigError> {
+        if name == "guest_memfd" {
+            return Ok(PagedBacking::GuestMemfd);
+        }
+        let kind =
+            name.parse().map_err(|error: MemoryError| PagingConfigError::UnknownBacking { why: error.to_string() });
+        kind.map(PagedBacking::Memory)
     }
 }
+
+/// Threads that may read one userfaultfd.
+const MAX_READERS: usize = MAX_VCPUS;
 
 /// What a run of demand paging is made of.
 #[derive(Clone, PartialEq, Debug)]
@@ -257,6 +265,12 @@ pub enum PagingConfigError {
         /// The name.
         name: String,
     },
+    /// No memory has this name.
+    #[error("{why}, guest_memfd")]
+    UnknownBacking {
+        /// What the names are, without guest_memfd.
+        why: String,
+    },
     /// Not a number of vCPUs that there can be.
     #[error("{nr_vcpus} vCPUs are not between 1 and {MAX_VCPUS}")]
     Vcpus {
@@ -311,9 +325,12 @@ pub enum PagingConfigError {
         /// The mode.
         mode: Mode,
     },
-    /// Nobody reads the userfaultfds.
-    #[error("a userfaultfd needs at least one reader")]
-    NoReader,
+    /// Nobody reads the userfaultfds, or too many would.
+    #[error("{nr_readers} readers of a userfaultfd are not between 1 and {MAX_READERS}")]
+    Readers {
+        /// What was asked for.
+        nr_readers: usize,
+    },
     /// There are no threads for the vCPUs.
     #[error("vCPUs need at least one thread")]
     NoThread,
@@ -359,6 +376,14 @@ pub(super) struct Layout {
 const MAX_BYTES: u64 = 16 << 40;
 
 impl DemandPagingConfig {
+    /// Whether it makes sense. [`DemandPaging::new`](super::DemandPaging::new) asks too.
+    ///
+    /// # Errors
+    /// [`PagingConfigError`]: why not.
+    pub fn check(&self) -> Result<(), PagingConfigError> {
+        self.layout().map(|_| ())
+    }
+
     /// # Errors
     /// [`PagingConfigError`]: why the configuration makes no sense.
     pub(super) fn layout(&self) -> Result<Layout, PagingConfigError> {
@@ -392,8 +417,8 @@ impl DemandPagingConfig {
         if mode.uses_userfaultfd() && block_bytes != PAGE_SIZE {
             return Err(PagingConfigError::NeedsSmallPages { mode, backing, granularity_bytes });
         }
-        if mode.uses_userfaultfd() && self.nr_readers == 0 {
-            return Err(PagingConfigError::NoReader);
+        if mode.uses_userfaultfd() && !(1..=MAX_READERS).contains(&self.nr_readers) {
+            return Err(PagingConfigError::Readers { nr_readers: self.nr_readers });
         }
         match self.vcpu_threads {
             Some(VcpuThreads::Few(0)) => return Err(PagingConfigError::NoThread),
@@ -450,6 +475,8 @@ mod tests {
             assert_eq!(mode.name().parse(), Ok(mode));
         }
         assert!("minor-uf".parse::<Mode>().is_err());
+        let error = "memory".parse::<PagedBacking>().unwrap_err().to_string();
+        assert!(error.contains("anonymous") && error.contains("guest_memfd"), "{error}");
         assert_eq!("guest_memfd".parse::<PagedBacking>().unwrap(), PagedBacking::GuestMemfd);
         assert_eq!("shmem".parse::<PagedBacking>().unwrap(), PagedBacking::Memory(BackingKind::Shmem));
     }
@@ -478,7 +505,9 @@ mod tests {
         let private = |mode| DemandPagingConfig { mode, backing: PagedBacking::GuestMemfd, ..good.clone() }.layout();
         assert_eq!(private(Mode::Missing), Err(E::NeedsMapping { mode: Mode::Missing }));
         assert!(private(Mode::Userfault).is_ok());
-        assert_eq!(of(|c| (c.mode, c.nr_readers) = (Mode::Missing, 0)), Err(E::NoReader));
+        assert_eq!(of(|c| (c.mode, c.nr_readers) = (Mode::Missing, 0)), Err(E::Readers { nr_readers: 0 }));
+        let many = of(|c| (c.mode, c.nr_readers) = (Mode::Missing, usize::MAX));
+        assert_eq!(many, Err(E::Readers { nr_readers: usize::MAX }));
         assert_eq!(of(|c| c.vcpu_threads = Some(VcpuThreads::Few(0))), Err(E::NoThread));
         assert!(matches!(
             of(|c| (c.mode, c.vcpu_threads) = (Mode::Missing, Some(VcpuThreads::Few(2)))),
