@@ -235,7 +235,8 @@ impl<F: HardwareFormat> DemandPaging<F> {
         flags
     }
 
-    /// The userfault bitmap, if vCPUs exit.
+    /// The userfault bitmap, if vCPUs exit. For looking at: a bit that is set again means a page that has been brought already, and
+    /// nobody brings it once more.
     pub fn bitmap(&self) -> Option<UserfaultBitmap> {
         let uses = self.config.mode.uses_bitmap();
         uses.then(|| UserfaultBitmap::new(self.arrivals.words(), self.config.granularity))

@@ -132,7 +132,7 @@ fn page<F: HardwareFormat>(
             (rounds.paging, Some(rounds.nr_reported))
         }
     };
-    Ok(Paged { total_time: report.total_time(), report, nr_logged, nr_killed: 0 })
+    Ok(Paged { total_time: report.wall, report, nr_logged, nr_killed: 0 })
 }
 
 /// The same, with a resolver in a process of its own.

@@ -49,16 +49,6 @@ pub enum GuestMemfdOrigin {
 }
 
 impl DemandPagingReport {
-    /// Pages per second for each vCPU, as KVM's test has it: of the whole run's time.
-    pub fn paging_rate(&self) -> f64 {
-        self.pages_per_vcpu as f64 / self.wall.as_secs_f64().max(f64::MIN_POSITIVE)
-    }
-
-    /// The time of the run.
-    pub fn total_time(&self) -> Duration {
-        self.wall
-    }
-
     /// Exits of all vCPUs.
     pub fn nr_exits(&self) -> u64 {
         self.vcpus.iter().map(|vcpu| vcpu.nr_exits).sum()
