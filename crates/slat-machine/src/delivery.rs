@@ -10,7 +10,9 @@
 //!   page writes all of it, then clears the bit with release, then completes. The vCPU reads the bit with acquire.
 //! - **Nobody sleeps through news.** Each sleep is announced in shared memory, then there is one more look, then the sleep.
 //!   Who brings news writes it, then looks whether somebody sleeps. A fence on either side: `ring.rs`.
-//! - **Every wait has a way out**: a time, the resolver's death, the delivery's end. The resolver's death is the end of its
+//! - **Every wait has a way out**: a time, the resolver's death, the delivery's end. (With one exception, a resolver that means
+//!   harm and lives, and catches vCPUs in its doorbell: how far that is bounded, and that only vCPUs can be caught,
+//!   `session.rs` says.) The resolver's death is the end of its
 //!   socket; one watcher thread sees it (`session.rs`). What was in flight stays known to its port (`port.rs`), which asks the
 //!   next resolver, in new rings.
 //! - **No page is filled twice**, which means exactly: while a resolver lives, a page is handed out to be filled once
@@ -28,6 +30,7 @@
 
 mod bitmap;
 mod error;
+mod guest_page;
 mod handshake;
 mod port;
 mod resolver;
@@ -47,8 +50,9 @@ use slat::{PAGE_SIZE, PageSize};
 
 pub use bitmap::{BitmapError, SharedBitmap};
 pub use error::{AttachError, ConfigError, DeliveryError, HandshakeError, ResolverError};
+pub use guest_page::GuestPage;
 pub use port::{MAX_ANSWERS, Parked, Port, PortStats, Requested, Waiter};
-pub use resolver::{Claim, GuestPage, Request, Resolver, ResolverStats, Shard, Wake};
+pub use resolver::{Claim, Request, Resolver, ResolverStats, Shard, Wake};
 
 use crate::descriptors::EventFd;
 use handshake::{Deadline, Welcome};
@@ -62,7 +66,7 @@ pub struct SharedMemoryFile {
     pub file: OwnedFd,
     /// Where the memory starts in it, a multiple of the page size.
     pub offset_bytes: u64,
-    /// Its size; not more than the bitmap has bits for.
+    /// Its size, a multiple of the page size; not more than the bitmap has bits for.
     pub size_bytes: u64,
 }
 
@@ -285,7 +289,7 @@ impl Delivery {
         handshake::send_welcome(&stream, welcome, deadline)?;
         handshake::send_descriptors(&stream, &files, deadline)?;
         handshake::receive_ready(&stream, epoch, deadline)?;
-        Ok(Session::new(epoch, rings, doorbells, stream))
+        Session::new(epoch, rings, doorbells, stream).map_err(failed("eventfd"))
     }
 }
 
@@ -318,7 +322,8 @@ fn check_memory(memory: &SharedMemoryFile, bitmap_bytes: u64) -> Result<(), Conf
         let file_bytes =
             shared::file_size(file.as_fd()).map_err(|source| ConfigError::System { call: "fstat", source })?;
         let is_inside = offset_bytes.checked_add(size_bytes).is_some_and(|end| end <= file_bytes);
-        if !is_inside || size_bytes == 0 || size_bytes > bitmap_bytes || !offset_bytes.is_multiple_of(PAGE_SIZE) {
+        let is_whole = offset_bytes.is_multiple_of(PAGE_SIZE) && size_bytes.is_multiple_of(PAGE_SIZE);
+        if !is_inside || !is_whole || size_bytes == 0 || size_bytes > bitmap_bytes {
             return Err(ConfigError::BadMemory { offset_bytes, size_bytes, file_bytes, bitmap_bytes });
         }
         Ok(())

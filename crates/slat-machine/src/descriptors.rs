@@ -62,6 +62,12 @@ impl EventFd {
         }
     }
 
+    /// Whether a signal would find no room: after 2^64 - 2 of them, or if the other side has filled it.
+    pub(crate) fn is_full(&self) -> bool {
+        // A failed look says nothing.
+        matches!(poll(&mut [poll_entry(self.as_fd(), libc::POLLOUT)], Some(Duration::ZERO)), Ok(false))
+    }
+
     /// Makes it one that blocks, and as full as can be: what the other side could do.
     #[cfg(test)]
     pub(crate) fn spoil(&self) {

@@ -17,7 +17,8 @@
 //! - [`PageSource::take_into`] puts the page where the caller wants it: made or read there, with no buffer between.
 //!   [`PageSource::take`] shows it where it lies, for who hands it on to a system call. No page costs an allocation.
 //! - What goes wrong with a page of a file concerns that page, and it counts as taken. What goes wrong with a peer ends the
-//!   source: all that was in flight is lost, and every later call says [`SourceError::Ended`].
+//!   source: all that was in flight is lost, `request` and `arrived` say [`SourceError::Ended`] from then on, and there is
+//!   nothing to take ([`SourceError::NothingArrived`]).
 //! - A loop that has other things to wait for asks [`PageSource::next_arrival`] and waits by [`wait_until`].
 
 mod delayed;
@@ -51,8 +52,9 @@ pub const PAGE_SIZE: usize = 4096;
 /// The bytes of one page.
 pub type PageBytes = [u8; PAGE_SIZE];
 
-/// Pages that may be in flight in one source: enough for a thread that runs hundreds of vCPUs, and few enough that the
-/// requests to a peer always fit into a socket's buffer.
+/// Pages that may be in flight in one source: enough for a thread that runs hundreds of vCPUs, and few enough to be looked
+/// through for each answer. The requests to a peer need not fit into a socket's buffer (a Unix socket takes a few hundred
+/// single ones that nobody reads): what finds no room is kept, and sent when there is some.
 pub const MAX_IN_FLIGHT: usize = 1024;
 
 /// How long [`PageSource::arrived`] waits for a page, if none is here. Never, if none is in flight.
@@ -84,12 +86,12 @@ pub enum NextArrival<'a> {
     Nothing,
     /// At this moment of [`timestamp_ns`](crate::clock::timestamp_ns); now, if it is past.
     At(u64),
-    /// When there is something to read from the descriptor; and at this moment at the latest, since silence is an error
-    /// then.
+    /// When there is something to read from the descriptor; and at this moment at the latest, since a page that is not here
+    /// is an error then.
     Readable {
         /// A socket.
         descriptor: BorrowedFd<'a>,
-        /// When the time-out is over.
+        /// When the time-out of the oldest request is over.
         until_ns: u64,
     },
 }

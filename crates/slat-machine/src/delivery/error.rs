@@ -33,7 +33,7 @@ pub enum ConfigError {
         /// What the kernel said.
         source: io::Error,
     },
-    /// The memory is not inside its file, or is larger than the bitmap, or starts inside a page.
+    /// The memory is not inside its file, or is larger than the bitmap, or starts or ends inside a page.
     #[error(
         "guest memory of {size_bytes} bytes at {offset_bytes:#x} of a file of {file_bytes} bytes, and a bitmap for {bitmap_bytes} \
          bytes"
@@ -123,6 +123,20 @@ pub enum HandshakeError {
         expected: u32,
         /// How many came.
         found: u32,
+    },
+    /// The kernel passed on fewer descriptors than the other side sent: this process may open no more files. (Or a security
+    /// module has refused one, which looks the same.)
+    #[error(
+        "only {found} of the {expected} descriptors of the handshake could be opened: this process has too many open files for \
+         its RLIMIT_NOFILE of {limit}"
+    )]
+    TooManyOpenFiles {
+        /// How many there should be.
+        expected: u32,
+        /// How many could be opened.
+        found: u32,
+        /// The soft limit of RLIMIT_NOFILE, getrlimit(2).
+        limit: u64,
     },
     /// A file has not the size that the message says.
     #[error("the {what} has {found_bytes} bytes and not {expected_bytes}")]
@@ -315,6 +329,12 @@ pub enum ResolverError {
     RingFull {
         /// The vCPU.
         vcpu: u32,
+    },
+    /// The claim or the request is another resolver's. The page stays claimed there.
+    #[error("page {page:#x} was claimed of another resolver")]
+    OtherResolver {
+        /// The page.
+        page: u64,
     },
     /// The request is another shard's, which alone writes to that vCPU's ring.
     #[error("vCPU {vcpu} is served by another shard")]

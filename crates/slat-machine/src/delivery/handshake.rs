@@ -293,10 +293,25 @@ pub(super) fn receive_descriptors(
         let found = files.len() as u64;
         if is_cut || claimed == 0 || claimed != found - before as u64 || found > expected {
             // Cannot truncate: at most `MAX_DESCRIPTORS`, and a message more.
-            return Err(HandshakeError::MissingDescriptors { expected: expected as u32, found: found as u32 });
+            let (expected, found) = (expected as u32, found as u32);
+            // There was room for as many, and the kernel has stopped before: it opens no more (recvmsg(2), MSG_CTRUNC).
+            let nr_opened = u64::from(found) - before as u64;
+            return Err(if is_cut && claimed <= CHUNK as u64 && nr_opened < claimed {
+                HandshakeError::TooManyOpenFiles { expected, found, limit: max_open_files() }
+            } else {
+                HandshakeError::MissingDescriptors { expected, found }
+            });
         }
     }
     Ok(files)
+}
+
+/// The soft limit of open files.
+fn max_open_files() -> u64 {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the kernel writes one `rlimit` to where one is. It cannot fail with these arguments.
+    unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
+    limit.rlim_cur
 }
 
 /// Receives one message: how many descriptors it says it has, and whether some were cut off.

@@ -14,7 +14,7 @@
 
 use std::collections::VecDeque;
 use std::hint;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -358,7 +358,7 @@ impl Port {
             return Ok(());
         }
         self.stats.parks += 1;
-        let is_woken = sleep(&self.shared, number, limit)?;
+        let is_woken = sleep(&self.shared, number, Some(session), limit)?;
         session.rings.withdraw_sleep(Sleeper::Waiter(number));
         if !is_woken {
             self.take_what_is_there();
@@ -482,15 +482,21 @@ fn number(ticket: u64) -> u64 {
     ticket & ((1 << TICKET_BITS) - 1)
 }
 
-/// Sleeps on a waiter's eventfd, at most `limit` and at most a nap; whether it was signalled.
-fn sleep(shared: &Shared, number: u32, limit: Duration) -> Result<bool, DeliveryError> {
+/// Sleeps on a waiter's eventfd until it is signalled or the session ends, at most `limit` and at most a nap; whether one of
+/// the two happened.
+fn sleep(shared: &Shared, number: u32, session: Option<&Session>, limit: Duration) -> Result<bool, DeliveryError> {
     let waker = &shared.wakers[number as usize];
-    match shared::wait_readable([waker.as_fd()], limit.min(NAP)) {
-        Ok([true]) => {
-            waker.drain();
-            Ok(true)
+    let waited = match session {
+        Some(session) => shared::wait_readable([waker.as_fd(), session.ended.as_fd()], limit.min(NAP)),
+        None => shared::wait_readable([waker.as_fd()], limit.min(NAP)).map(|[is_signalled]| [is_signalled, false]),
+    };
+    match waited {
+        Ok([is_signalled, has_ended]) => {
+            if is_signalled {
+                waker.drain();
+            }
+            Ok(is_signalled || has_ended)
         }
-        Ok([false]) => Ok(false),
         Err(source) => Err(DeliveryError::System { call: "ppoll", number, source }),
     }
 }
@@ -498,7 +504,7 @@ fn sleep(shared: &Shared, number: u32, limit: Duration) -> Result<bool, Delivery
 /// How a sleep ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Parked {
-    /// Somebody woke it.
+    /// Somebody woke it, or the resolver is gone, or the delivery closed.
     Woken,
     /// The time was over, or a nap (100 ms): look whether there is something all the same.
     TimedOut,
@@ -512,6 +518,7 @@ pub enum Parked {
 pub struct Waiter {
     shared: Arc<Shared>,
     number: u32,
+    /// The last one, if it lived when the sleep was announced.
     session: Option<Arc<Session>>,
 }
 
@@ -522,6 +529,10 @@ impl Waiter {
 
     /// Says that the thread is about to sleep.
     pub fn announce(&mut self) {
+        if self.session.as_ref().is_some_and(|session| session.is_over()) {
+            // The polls that follow see its end: that wakes nobody again.
+            self.session = None;
+        }
         if self.session.as_ref().map_or(0, |session| session.epoch) != self.shared.epoch() {
             self.session = self.shared.live_session();
         }
@@ -542,14 +553,11 @@ impl Waiter {
     /// # Errors
     /// [`DeliveryError::System`].
     pub fn park(&self, limit: Duration) -> Result<Parked, DeliveryError> {
-        let is_woken = if self.shared.is_closed() { Ok(true) } else { sleep(&self.shared, self.number, limit) };
+        let is_woken = match self.shared.is_closed() {
+            true => Ok(true),
+            false => sleep(&self.shared, self.number, self.session.as_deref(), limit),
+        };
         self.withdraw();
         is_woken.map(|is_woken| if is_woken { Parked::Woken } else { Parked::TimedOut })
-    }
-
-    /// The eventfd, for a loop that waits for other things too. Whoever finds it readable calls
-    /// [`park`](Waiter::park) with no time, which empties it.
-    pub fn as_fd(&self) -> BorrowedFd<'_> {
-        self.shared.wakers[self.number as usize].as_fd()
     }
 }

@@ -12,8 +12,6 @@
 //! - *Sleep*: announce, sweep once more, block. The order with the vCPUs is in [`Rings`].
 //! - A vCPU is woken at once when its page is complete and not when the sweep is over: it can run while the next is filled.
 
-#![expect(unsafe_code, reason = "writes guest memory through a mapping")]
-
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -25,12 +23,16 @@ use slat::{PAGE_SIZE, PageSize};
 
 use super::bitmap::SharedBitmap;
 use super::error::{HandshakeError, ResolverError};
+use super::guest_page::GuestPage;
 use super::handshake::{self, Deadline, Hello, Welcome};
 use super::port::{DONE, FAILED};
 use super::ring::{Entry, NotPushed, Reader, Rings, Sleeper, Writer};
 use super::session::NAP;
 use super::shared::{self, SharedMapping};
 use crate::descriptors::EventFd;
+
+/// The identity of the next resolver of this process. 0 is nobody's.
+static NEXT_RESOLVER: AtomicU64 = AtomicU64::new(1);
 
 /// The code of a page that the bitmap has not.
 const NO_SUCH_PAGE: u32 = u32::MAX;
@@ -42,38 +44,14 @@ struct GuestMemory {
     page_bytes: u64,
 }
 
-/// One page of the guest's memory that is to be filled. Nobody else may look at it yet: its bit is set and it is claimed.
-#[derive(Debug)]
-pub struct GuestPage<'a> {
-    start: *mut u8,
-    size_bytes: usize,
-    _mapping: &'a SharedMapping,
-}
-
-impl GuestPage<'_> {
-    /// Its first byte.
-    pub fn as_ptr(&self) -> *mut u8 {
-        self.start
-    }
-
-    /// Its size; the last one of 2 MiB may be shorter.
-    pub fn size_bytes(&self) -> usize {
-        self.size_bytes
-    }
-
-    /// Fills it with `bytes` from its start on, as far as they go.
-    pub fn copy_from(&self, bytes: &[u8]) {
-        let count = bytes.len().min(self.size_bytes);
-        // SAFETY: the page lies in the mapping, which lives; `bytes` are not in it, since nobody makes references into it. A
-        // VMM that lets a guest touch the page meanwhile breaks its own protocol, in another mapping, and gets any bytes.
-        unsafe { self.start.copy_from_nonoverlapping(bytes.as_ptr(), count) };
-    }
-}
-
-/// Somebody's right to fill a page. To be given back by [`Resolver::filled`] or [`Resolver::give_up`].
+/// Somebody's right to fill a page. To be given back by [`Resolver::filled`] or [`Resolver::give_up`] of the resolver that it came
+/// from.
 #[must_use = "until a claim is given back nobody else fills the page"]
 #[derive(PartialEq, Eq, Debug)]
 pub struct Claim {
+    /// Whose claim it is.
+    resolver: u64,
+    /// Of the resolver's bitmap, since the claim was made there.
     page: u64,
 }
 
@@ -89,13 +67,27 @@ impl Claim {
 #[must_use = "a vCPU waits for it"]
 #[derive(PartialEq, Eq, Debug)]
 pub struct Request {
-    /// Who waits.
-    pub vcpu: u32,
-    /// The page: the number of its bit.
-    pub page: u64,
-    /// The flags of the exit.
-    pub flags: u64,
+    claim: Claim,
+    vcpu: u32,
+    flags: u64,
     ticket: u64,
+}
+
+impl Request {
+    /// Who waits.
+    pub fn vcpu(&self) -> u32 {
+        self.vcpu
+    }
+
+    /// The page: the number of its bit.
+    pub fn page(&self) -> u64 {
+        self.claim.page
+    }
+
+    /// The flags of the exit.
+    pub fn flags(&self) -> u64 {
+        self.flags
+    }
 }
 
 /// What a shard has counted.
@@ -134,6 +126,8 @@ pub enum Wake {
 /// A resolver: what its shards share.
 #[derive(Debug)]
 pub struct Resolver {
+    /// No other of this process has it, whichever VMM it serves: epochs are counted by each VMM.
+    identity: u64,
     epoch: u64,
     pub(super) rings: Rings,
     bitmap: SharedBitmap,
@@ -188,6 +182,8 @@ impl Resolver {
         let Parts { rings, bitmap, memory, page_size, doorbells, wakers } = parts;
         let claims = (0..bitmap.words().len()).map(|_| AtomicU64::new(0)).collect();
         let resolver = Arc::new(Resolver {
+            // Relaxed: only a number.
+            identity: NEXT_RESOLVER.fetch_add(1, Ordering::Relaxed),
             epoch: welcome.epoch,
             rings,
             bitmap,
@@ -219,22 +215,19 @@ impl Resolver {
         self.page_size
     }
 
-    /// Where to fill the page of a request, if the VMM shares its memory and it reaches as far.
+    /// Where to fill the page of a request, if it is one of this resolver, the VMM shares its memory, and that reaches as far.
     pub fn page<'a>(&'a self, request: &'a Request) -> Option<GuestPage<'a>> {
-        self.guest_page(request.page)
+        self.claimed_page(&request.claim)
     }
 
     /// Where to fill a page that was claimed, as for [`page`](Resolver::page).
     pub fn claimed_page<'a>(&'a self, claim: &'a Claim) -> Option<GuestPage<'a>> {
-        self.guest_page(claim.page)
-    }
-
-    fn guest_page(&self, page: u64) -> Option<GuestPage<'_>> {
+        self.check(claim).ok()?;
         let GuestMemory { mapping, page_bytes } = self.memory.as_ref()?;
-        let offset = page.checked_mul(*page_bytes).filter(|offset| *offset < mapping.size_bytes())?;
+        let offset = claim.page.checked_mul(*page_bytes).filter(|offset| *offset < mapping.size_bytes())?;
         // Cannot truncate: inside a mapping.
         let size_bytes = (mapping.size_bytes() - offset).min(*page_bytes) as usize;
-        Some(GuestPage { start: mapping.as_ptr().wrapping_add(offset as usize), size_bytes, _mapping: mapping })
+        Some(GuestPage::new(mapping, offset as usize, size_bytes))
     }
 
     /// The right to fill a page that is missing; `None` if it is there, or somebody has the right.
@@ -243,21 +236,41 @@ impl Resolver {
             return None;
         }
         if self.bitmap.is_set(page) {
-            return Some(Claim { page });
+            return Some(Claim { resolver: self.identity, page });
         }
-        self.give_up(Claim { page });
+        self.release(page);
         None
     }
 
     /// The page is filled: clears its bit. Whoever waits for it gets it.
-    pub fn filled(&self, claim: Claim) {
+    ///
+    /// # Errors
+    /// [`ResolverError::OtherResolver`].
+    pub fn filled(&self, claim: Claim) -> Result<(), ResolverError> {
+        self.check(&claim)?;
         self.bitmap.clear(claim.page);
-        self.give_up(claim);
+        self.release(claim.page);
+        Ok(())
     }
 
     /// Gives the right back without having filled the page.
-    pub fn give_up(&self, claim: Claim) {
-        let Claim { page } = claim;
+    ///
+    /// # Errors
+    /// [`ResolverError::OtherResolver`].
+    pub fn give_up(&self, claim: Claim) -> Result<(), ResolverError> {
+        self.check(&claim)?;
+        self.release(claim.page);
+        Ok(())
+    }
+
+    /// Whether the claim was made here: then it is the page's only one, and the bitmap has the page.
+    fn check(&self, claim: &Claim) -> Result<(), ResolverError> {
+        let Claim { resolver, page } = *claim;
+        if resolver == self.identity { Ok(()) } else { Err(ResolverError::OtherResolver { page }) }
+    }
+
+    /// Lets others claim a page of the bitmap.
+    fn release(&self, page: u64) {
         // Release: the bit is clear before the claim is free. Cannot truncate: pages have words in memory.
         self.claims[(page / 64) as usize].fetch_and(!(1 << (page % 64)), Ordering::Release);
         // With the fence in `Shard::defer`: either the one that defers finds the claim free, or it is seen here. With the one in
@@ -336,8 +349,8 @@ impl Parts {
             if found_bytes < expected_bytes {
                 return Err(HandshakeError::WrongSize { what: "file of guest memory", expected_bytes, found_bytes });
             }
-            if !memory_offset_bytes.is_multiple_of(PAGE_SIZE) {
-                return Err(HandshakeError::BadNumbers { what: "where guest memory starts" });
+            if !memory_offset_bytes.is_multiple_of(PAGE_SIZE) || !memory_bytes.is_multiple_of(PAGE_SIZE) {
+                return Err(HandshakeError::BadNumbers { what: "where guest memory starts and ends" });
             }
             let mapping =
                 SharedMapping::new(memory.as_fd(), memory_offset_bytes, memory_bytes).map_err(failed("mmap"))?;
@@ -417,8 +430,10 @@ impl Shard {
                 let popped = ring.pop(self.resolver.rings.requests(vcpu));
                 let Some(entry) = popped.map_err(|bad| ResolverError::corrupt(vcpu, bad))? else { break };
                 self.stats.requests += 1;
-                let request = Request { vcpu, page: entry.page, flags: entry.word, ticket: entry.ticket };
-                if request.page >= self.resolver.bitmap.nr_pages() {
+                // Not a right to fill it yet: that is the task of `sort`.
+                let claim = Claim { resolver: self.resolver.identity, page: entry.page };
+                let request = Request { claim, vcpu, flags: entry.word, ticket: entry.ticket };
+                if entry.page >= self.resolver.bitmap.nr_pages() {
                     self.stats.failed += 1;
                     self.answer(&request, FAILED | u64::from(NO_SUCH_PAGE) << 32)?;
                 } else {
@@ -433,11 +448,12 @@ impl Shard {
 
     /// Decides what becomes of a request for a page of the bitmap.
     fn sort(&mut self, request: Request, requests: &mut Vec<Request>) -> Result<(), ResolverError> {
-        if !self.resolver.try_claim(request.page) {
-            // Then a fence, then another look: see `Resolver::give_up`.
+        let page = request.page();
+        if !self.resolver.try_claim(page) {
+            // Then a fence, then another look: see `Resolver::release`.
             self.resolver.nr_deferred.fetch_add(1, Ordering::Relaxed);
             fence(Ordering::SeqCst);
-            if !self.resolver.try_claim(request.page) {
+            if !self.resolver.try_claim(page) {
                 let vcpu = request.vcpu;
                 self.deferred.push_back(request);
                 // More than the rings hold: a VMM that asks again without end for what nobody has answered.
@@ -446,11 +462,11 @@ impl Shard {
             }
             self.resolver.nr_deferred.fetch_sub(1, Ordering::Relaxed);
         }
-        if self.resolver.bitmap.is_set(request.page) {
+        if self.resolver.bitmap.is_set(page) {
             requests.push(request);
             return Ok(());
         }
-        self.resolver.give_up(Claim { page: request.page });
+        self.resolver.release(page);
         self.stats.already_there += 1;
         self.answer(&request, DONE)
     }
@@ -458,10 +474,11 @@ impl Shard {
     /// The page is filled: clears its bit and lets its vCPU go on.
     ///
     /// # Errors
-    /// [`ResolverError`]; the bit is clear all the same.
+    /// [`ResolverError::OtherResolver`] changes nothing; after any other the bit is clear all the same.
     pub fn complete(&mut self, request: Request) -> Result<(), ResolverError> {
-        self.stats.filled += u64::from(self.resolver.bitmap.clear(request.page));
-        self.resolver.give_up(Claim { page: request.page });
+        self.resolver.check(&request.claim)?;
+        self.stats.filled += u64::from(self.resolver.bitmap.clear(request.page()));
+        self.resolver.release(request.page());
         self.answer(&request, DONE)
     }
 
@@ -470,13 +487,14 @@ impl Shard {
     /// # Errors
     /// [`ResolverError`].
     pub fn fail(&mut self, request: Request, code: u32) -> Result<(), ResolverError> {
+        self.resolver.check(&request.claim)?;
         self.stats.failed += 1;
-        self.resolver.give_up(Claim { page: request.page });
+        self.resolver.release(request.page());
         self.answer(&request, FAILED | u64::from(code) << 32)
     }
 
     fn answer(&mut self, request: &Request, status: u64) -> Result<(), ResolverError> {
-        let Request { vcpu, page, ticket, .. } = *request;
+        let Request { claim: Claim { page, .. }, vcpu, ticket, .. } = *request;
         let Resolver { rings, wakers, .. } = &*self.resolver;
         // vCPUs are served in steps of the number of shards.
         let served = self.vcpus.get_mut((vcpu / rings.layout().nr_shards) as usize);

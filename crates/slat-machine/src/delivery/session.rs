@@ -3,12 +3,18 @@
 //! # Protocol
 //! - Each session has a file of rings and doorbells of its own. So nothing that a resolver does after it was declared dead
 //!   reaches its successor's rings, and a vCPU that still looks at the old ones finds what was answered in time.
-//! - A session ends once: [`Shared::end`] says so in the session, and then signals every waiter. A vCPU that is about to sleep
-//!   looks whether the session is over after it has announced its sleep; a signal that comes before the wait is kept by the
-//!   eventfd. So no vCPU sleeps through an end. Should the other side have eaten the signal (it has the same eventfd), the vCPU
-//!   looks again after [`NAP`].
+//! - A session ends once: [`Shared::end`] says so in the session, and then signals an eventfd of the session's that the other
+//!   side never had and that nobody empties. Who sleeps waits for it too, so no vCPU sleeps through an end, and no end waits
+//!   for anything that is the other side's. (It has the wakers, and could make them block and keep them full: the VMM only
+//!   reads those, which never blocks.)
+//! - Should the other side eat a completion's signal, the vCPU looks again after [`NAP`].
+//! - A doorbell is the one eventfd of the other side's that the VMM writes. A vCPU that is stuck in one is let out by the
+//!   watcher, which ends a session whose doorbells block or are full, and empties them again and again after that. That bounds
+//!   the wait for all but a resolver that fills the doorbell anew each time before the vCPU's write gets there, and which
+//!   must be killed. The watcher and [`Delivery`](super::Delivery)'s drop do not wait for it.
 //! - One watcher thread sees the end of the socket. Nobody else has to.
 
+use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -37,11 +43,13 @@ pub(super) struct Session {
     pub(super) doorbells: Vec<EventFd>,
     pub(super) socket: UnixStream,
     is_over: AtomicBool,
+    /// Readable from the end on.
+    pub(super) ended: EventFd,
 }
 
 impl Session {
-    pub(super) fn new(epoch: u64, rings: Rings, doorbells: Vec<EventFd>, socket: UnixStream) -> Session {
-        Session { epoch, rings, doorbells, socket, is_over: AtomicBool::new(false) }
+    pub(super) fn new(epoch: u64, rings: Rings, doorbells: Vec<EventFd>, socket: UnixStream) -> io::Result<Session> {
+        Ok(Session { epoch, rings, doorbells, socket, is_over: AtomicBool::new(false), ended: EventFd::new()? })
     }
 
     pub(super) fn is_over(&self) -> bool {
@@ -181,15 +189,11 @@ impl Shared {
         // It may be alive, and shall know.
         let _ = session.socket.shutdown(std::net::Shutdown::Both);
         session.free_doorbells();
-        self.wake_everybody();
+        session.ended.signal();
+        self.wake_who_wants_a_session();
     }
 
-    fn wake_everybody(&self) {
-        for waker in &self.wakers {
-            // The other side could have made it one that blocks when it is full.
-            waker.keep_nonblocking();
-            waker.signal();
-        }
+    fn wake_who_wants_a_session(&self) {
         // With the lock, so that nobody is between its look and its wait.
         let _present = self.lock();
         self.changed.notify_all();
@@ -204,7 +208,7 @@ impl Shared {
             self.end(&session);
             session.free_doorbells();
         }
-        self.wake_everybody();
+        self.wake_who_wants_a_session();
         self.command.signal();
     }
 
@@ -222,9 +226,9 @@ impl Shared {
                     let files = [self.command.as_fd(), session.socket.as_fd()];
                     let waited = shared::wait_readable(files, WATCH).map(|[command, socket]| (command, socket));
                     // After the handshake nobody writes: whatever there is to read, it is the end. A resolver that made its
-                    // doorbell block when it is full means to catch vCPUs in it.
+                    // doorbell block, or filled it, means to catch vCPUs in it.
                     let is_end = matches!(waited, Ok((_, true)));
-                    if is_end || session.doorbells.iter().any(EventFd::keep_nonblocking) {
+                    if is_end || session.doorbells.iter().any(|bell| bell.keep_nonblocking() || bell.is_full()) {
                         self.end(&session);
                     }
                     waited

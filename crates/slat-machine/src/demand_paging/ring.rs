@@ -195,7 +195,7 @@ enum For {
 impl For {
     fn block(&self) -> u64 {
         match self {
-            For::Vcpu(request) => request.page,
+            For::Vcpu(request) => request.page(),
             For::Copier(claim) => claim.page(),
         }
     }
@@ -287,6 +287,10 @@ impl<'a> Server<'a> {
 
     /// Faults go before what the copier has not been given yet.
     fn take_up(&mut self, requests: &mut Vec<Request>) {
+        // All of them before the first is filled: a call for a page costs less than the fault that it spares.
+        for page in requests.iter().filter_map(|request| self.resolver.page(request)) {
+            page.populate();
+        }
         for request in requests.drain(..) {
             self.nr_faults += 1;
             self.ask(For::Vcpu(request));
@@ -338,7 +342,7 @@ impl<'a> Server<'a> {
                         self.nr_faults -= 1;
                         self.shard.fail(request, SOURCE_FAILED)?;
                     }
-                    (For::Copier(claim), ServeError::Source(_)) => self.resolver.give_up(claim),
+                    (For::Copier(claim), ServeError::Source(_)) => self.resolver.give_up(claim)?,
                     (_, error) => return Err(error),
                 }
                 continue;
@@ -355,7 +359,7 @@ impl<'a> Server<'a> {
                     self.nr_faults -= 1;
                     self.shard.complete(request)?;
                 }
-                Some(For::Copier(claim)) => self.resolver.filled(claim),
+                Some(For::Copier(claim)) => self.resolver.filled(claim)?,
                 None => {}
             }
             self.send()?;

@@ -128,8 +128,8 @@ pub enum SourceError {
         /// What was in flight.
         nr_pages: usize,
     },
-    /// The peer sent nothing for too long.
-    #[error("peer {address} sent nothing for {silent_ms} ms while page {page:#x} and {} others were in flight", nr_pages.saturating_sub(1))]
+    /// The peer did not answer a request in time, whatever else it sent.
+    #[error("peer {address} was asked for page {page:#x} {waited_ms} ms ago and has not answered, while {} others are in flight", nr_pages.saturating_sub(1))]
     Silent {
         /// The peer.
         address: PeerAddress,
@@ -137,8 +137,8 @@ pub enum SourceError {
         page: u64,
         /// What was in flight.
         nr_pages: usize,
-        /// For how long.
-        silent_ms: u64,
+        /// Since it was asked, or since the user came back who was away for a whole time-out.
+        waited_ms: u64,
     },
     /// The peer sent a page that nobody asked for.
     #[error("peer {address} sent page {page:#x}, which nobody asked for")]

@@ -2,7 +2,13 @@
 //!
 //! Requests are collected and sent by one system call, and as many answers as are there are received by one. A page is
 //! shown in the buffer that it was received into, or copied once from there. The peer is not trusted: each answer must
-//! be to a request that is in flight, and have the size of a page; and it must say something within a time-out.
+//! be to a request that was sent, and have the size of a page; and each request must be answered within a time-out, so that
+//! answering others is no way to hold one page back.
+//!
+//! A request is *overdue* when its time-out is over and its answer is not on its way: nothing is left to receive, or what is
+//! received answers a request that was sent when the time was over already (a stream has an order). For the user may have
+//! been away while answers waited in the socket. And since a peer cannot send to a user who does not read, all times begin
+//! anew when the user comes back to received bytes after a whole time-out.
 
 use std::collections::VecDeque;
 use std::io;
@@ -35,8 +41,8 @@ pub(super) struct PeerSource {
     end: usize,
     /// The answer at `start`, which is whole.
     here: Option<Header>,
-    /// When the peer last said something.
-    heard_ns: u64,
+    /// When the user last looked at the socket.
+    looked_ns: u64,
     has_ended: bool,
 }
 
@@ -48,7 +54,7 @@ struct Asked {
 }
 
 impl PeerSource {
-    /// Connects. That, and the greeting, may take `time_out`; as may each silence later.
+    /// Connects. That, and the greeting, may take `time_out`; as may each answer later.
     pub(super) fn connect(address: PeerAddress, time_out: Duration) -> Result<PeerSource, SourceError> {
         if !address.is_on_this_machine() {
             return Err(SourceError::NotLoopback { address });
@@ -76,7 +82,7 @@ impl PeerSource {
             start: 0,
             end: 0,
             here: None,
-            heard_ns: 0,
+            looked_ns: 0,
             has_ended: false,
         })
     }
@@ -93,11 +99,16 @@ impl PeerSource {
                 return Ok(Some(header.request.page));
             }
             self.send()?;
+            let now_ns = timestamp_ns();
+            let away_ns = now_ns.saturating_sub(self.looked_ns);
+            self.looked_ns = now_ns;
             if self.receive()? {
+                if away_ns >= self.time_out_ns {
+                    self.begin_anew(now_ns);
+                }
                 continue;
             }
-            let now_ns = timestamp_ns();
-            if now_ns >= self.silent_at_ns() {
+            if now_ns >= self.overdue_at_ns() {
                 return Err(self.silent(now_ns));
             }
             let until_ns = how_long.until_ns();
@@ -106,7 +117,16 @@ impl PeerSource {
             }
             let events = if self.outgoing.is_empty() { libc::POLLIN } else { libc::POLLIN | libc::POLLOUT };
             let mut entries = [poll_entry(self.stream.as_fd(), events)];
-            wait(&mut entries, until_ns.min(self.silent_at_ns())).map_err(|cause| SourceError::Wait { cause })?;
+            wait(&mut entries, until_ns.min(self.overdue_at_ns())).map_err(|cause| SourceError::Wait { cause })?;
+            // Who waits here is not away.
+            self.looked_ns = timestamp_ns();
+        }
+    }
+
+    /// The peer may not have been able to send: all that it was asked counts as asked now.
+    fn begin_anew(&mut self, now_ns: u64) {
+        for asked in self.in_flight.iter_mut().take_while(|asked| asked.sent_ns != u64::MAX) {
+            asked.sent_ns = now_ns;
         }
     }
 
@@ -135,7 +155,6 @@ impl PeerSource {
             Some(0) => Err(self.closed()),
             Some(nr_bytes) => {
                 self.end += nr_bytes;
-                self.heard_ns = timestamp_ns();
                 Ok(true)
             }
             None => Ok(false),
@@ -146,7 +165,8 @@ impl PeerSource {
     fn parse(&mut self) -> Result<Option<Header>, SourceError> {
         let Some(header) = Header::from_bytes(&self.incoming[self.start..self.end]) else { return Ok(None) };
         let Header { request: Request { sequence, page }, status, size_bytes } = header;
-        let Some(position) = self.in_flight.iter().position(|asked| asked.request == header.request) else {
+        let is_answer = |asked: &Asked| asked.request == header.request && asked.sent_ns != u64::MAX;
+        let Some(position) = self.in_flight.iter().position(is_answer) else {
             let address = self.address.clone();
             // A sequence number that is in flight with another page is an answer to nothing that was asked.
             let is_answered =
@@ -163,6 +183,10 @@ impl PeerSource {
         if self.end - self.start < HEADER_BYTES + expected_bytes {
             return Ok(None);
         }
+        let asked_ns = self.in_flight[position].sent_ns;
+        if position > 0 && asked_ns >= self.overdue_at_ns() {
+            return Err(self.silent(asked_ns));
+        }
         self.in_flight.remove(position);
         Ok(Some(header))
     }
@@ -178,13 +202,14 @@ impl PeerSource {
         }
     }
 
-    /// Since when the peer could have said something: it says nothing unless it was asked.
-    fn silent_since_ns(&self) -> u64 {
-        self.in_flight.front().map_or(self.heard_ns, |asked| asked.sent_ns.max(self.heard_ns))
+    /// When the oldest request was sent; the others were sent later, or with it.
+    fn oldest_ns(&self) -> u64 {
+        self.in_flight.front().map_or(u64::MAX, |asked| asked.sent_ns)
     }
 
-    pub(super) fn silent_at_ns(&self) -> u64 {
-        self.silent_since_ns().saturating_add(self.time_out_ns)
+    /// When the oldest request should be answered at the latest.
+    pub(super) fn overdue_at_ns(&self) -> u64 {
+        self.oldest_ns().saturating_add(self.time_out_ns)
     }
 
     fn oldest_page(&self) -> u64 {
@@ -196,7 +221,7 @@ impl PeerSource {
             address: self.address.clone(),
             page: self.oldest_page(),
             nr_pages: self.in_flight.len(),
-            silent_ms: now_ns.saturating_sub(self.silent_since_ns()) / 1_000_000,
+            waited_ms: now_ns.saturating_sub(self.oldest_ns()) / 1_000_000,
         }
     }
 
@@ -272,7 +297,7 @@ impl PageSource for PeerSource {
         let has_answer = self.end - self.start >= HEADER_BYTES;
         match self.here.is_some() || has_answer || !self.outgoing.is_empty() {
             true => NextArrival::At(0),
-            false => NextArrival::Readable { descriptor: self.stream.as_fd(), until_ns: self.silent_at_ns() },
+            false => NextArrival::Readable { descriptor: self.stream.as_fd(), until_ns: self.overdue_at_ns() },
         }
     }
 }

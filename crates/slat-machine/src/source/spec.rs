@@ -27,7 +27,7 @@ enum Kind {
 }
 
 impl SourceSpec {
-    /// For how long a peer may say nothing, unless [`time_out`](SourceSpec::time_out) says otherwise.
+    /// How long a peer may take for a page, unless [`time_out`](SourceSpec::time_out) says otherwise.
     pub const TIME_OUT: Duration = Duration::from_secs(10);
 
     fn new(kind: Kind) -> SourceSpec {
@@ -60,7 +60,7 @@ impl SourceSpec {
         SourceSpec { delay_ns, ..self }
     }
 
-    /// The same, where a peer may say nothing for so long while pages are in flight. Other sources have no time-out:
+    /// The same, where a peer may take so long for each page, from its request on, whatever else it sends. Other sources have no time-out:
     /// they are never silent.
     #[must_use]
     pub fn time_out(mut self, limit: Duration) -> SourceSpec {

@@ -327,8 +327,8 @@ fn silence_ends_by_the_time_out() {
     let start = Instant::now();
     let rogue = Rogue::answering(2, |requests| reply(requests[0])[..HEADER_BYTES].to_vec());
     let (_, error) = rogue.error(&[1, 2], TIME_OUT);
-    let SourceError::Silent { page: 1, nr_pages: 2, silent_ms, .. } = error else { panic!("{error}") };
-    assert!(silent_ms >= 50 && start.elapsed() >= TIME_OUT);
+    let SourceError::Silent { page: 1, nr_pages: 2, waited_ms, .. } = error else { panic!("{error}") };
+    assert!(waited_ms >= 50 && start.elapsed() >= TIME_OUT);
 
     // Also for who never waits.
     let rogue = Rogue::answering(1, |_| Vec::new());
@@ -351,6 +351,124 @@ fn silence_ends_by_the_time_out() {
     source.request(1).expect("room for it");
     let error = source.arrived(Wait::ForEver).expect_err("silence");
     assert!(matches!(error, SourceError::Silent { page: 1, .. }), "{error}");
+    drop(source);
+    rogue.thread.join().expect("no panic");
+}
+
+/// Answers page 1 last of all, and everything else at once.
+fn holding_back_page_1() -> Rogue {
+    Rogue::start(|stream| {
+        stream.write_all(&GREETING).expect("room for it");
+        let mut bytes = [0; REQUEST_BYTES];
+        while stream.read_exact(&mut bytes).is_ok() {
+            let request = Request::from_bytes(&bytes);
+            if request.page != 1 && stream.write_all(&reply(request)).is_err() {
+                break;
+            }
+        }
+    })
+}
+
+#[test]
+fn a_peer_that_answers_all_others_does_not_hold_a_page_back() {
+    const TIME_OUT: Duration = Duration::from_millis(50);
+    // Who asks for one page after the other finds nothing to receive now and then; who always has many in flight may not.
+    for window in [2, 100] {
+        let rogue = holding_back_page_1();
+        let mut source = rogue.connect(TIME_OUT);
+        let start = Instant::now();
+        let mut next = 1;
+        let error = loop {
+            while source.nr_in_flight() < window {
+                source.request(next).expect("room for it");
+                next += 1;
+            }
+            match source.arrived(Wait::ForEver) {
+                Ok(page) => take_and_verify(&mut source, page.expect("in flight")),
+                Err(error) => break error,
+            }
+            assert!(start.elapsed() < PATIENCE, "page 1 is held back for ever");
+        };
+        let SourceError::Silent { page: 1, waited_ms, .. } = error else { panic!("{error}") };
+        assert!(waited_ms >= 50, "{waited_ms}");
+        assert!(error.to_string().contains("page 0x1 "), "{error}");
+        drop(source);
+        rogue.thread.join().expect("no panic");
+    }
+}
+
+/// As many as come never leave the socket empty: an answer to what was asked too late shows that one was left out.
+#[test]
+fn an_answer_to_what_was_asked_when_another_was_overdue() {
+    const TIME_OUT: Duration = Duration::from_millis(50);
+    let rogue = Rogue::answering(3, |requests| [reply(requests[1]), reply(requests[2])].concat());
+    let mut source = rogue.connect(PATIENCE);
+    for page in [1, 2] {
+        source.request(page).expect("room for it");
+    }
+    // Both are sent.
+    assert_eq!(source.arrived(Wait::No).expect("no error"), None);
+    thread::sleep(TIME_OUT);
+    source.request(3).expect("room for it");
+    assert_eq!(source.arrived(Wait::ForEver).expect("no error"), Some(2));
+    source.time_out_ns = TIME_OUT.as_nanos() as u64;
+    take_and_verify(&mut source, 2);
+    let error = source.arrived(Wait::ForEver).expect_err("page 1 is left out");
+    assert!(matches!(error, SourceError::Silent { page: 1, nr_pages: 2, .. }), "{error}");
+    drop(source);
+    rogue.thread.join().expect("no panic");
+}
+
+/// More answers than a socket holds, to a user who does not look for longer than the time-out: none of them is late.
+#[test]
+fn a_peer_that_could_not_send_is_not_silent() {
+    const TIME_OUT: Duration = Duration::from_millis(500);
+    let rogue = Rogue::answering(MAX_IN_FLIGHT, |requests| requests.iter().copied().flat_map(reply).collect());
+    let mut source = rogue.connect(TIME_OUT);
+    for page in 0..MAX_IN_FLIGHT as u64 {
+        source.request(page).expect("room for it");
+    }
+    assert_eq!(source.arrived(Wait::No).expect("no error"), None);
+    thread::sleep(TIME_OUT);
+    source.time_out_ns = PATIENCE.as_nanos() as u64;
+    let sent_ns = source.overdue_at_ns();
+    source.time_out_ns = TIME_OUT.as_nanos() as u64;
+    // Whatever the machine does now: the first look begins all anew.
+    assert_eq!(source.arrived(Wait::ForEver).expect("no error"), Some(0));
+    source.time_out_ns = PATIENCE.as_nanos() as u64;
+    assert!(source.overdue_at_ns() >= sent_ns + TIME_OUT.as_nanos() as u64);
+    take_and_verify(&mut source, 0);
+    for page in 1..MAX_IN_FLIGHT as u64 {
+        assert_eq!(source.arrived(Wait::ForEver).expect("no error"), Some(page));
+        take_and_verify(&mut source, page);
+    }
+    drop(source);
+    rogue.thread.join().expect("no panic");
+}
+
+/// Small writes that nobody reads fill a socket long before all requests are in it.
+#[test]
+fn requests_that_find_no_room_are_kept() {
+    let (may_read, wait_for_it) = std::sync::mpsc::channel::<()>();
+    let rogue = Rogue::start(move |stream| {
+        stream.write_all(&GREETING).expect("room for it");
+        wait_for_it.recv().expect("a user");
+        let mut bytes = [0; REQUEST_BYTES];
+        while stream.read_exact(&mut bytes).is_ok() {
+            stream.write_all(&reply(Request::from_bytes(&bytes))).expect("room for it");
+        }
+    });
+    let mut source = rogue.connect(PATIENCE);
+    for page in 0..MAX_IN_FLIGHT as u64 {
+        source.request(page).expect("room for it");
+        assert_eq!(source.arrived(Wait::No).expect("no error"), None);
+    }
+    assert!(matches!(source.next_arrival(), NextArrival::At(0)), "not all are sent");
+    may_read.send(()).expect("a peer");
+    for page in 0..MAX_IN_FLIGHT as u64 {
+        assert_eq!(source.arrived(Wait::ForEver).expect("no error"), Some(page));
+        take_and_verify(&mut source, page);
+    }
     drop(source);
     rogue.thread.join().expect("no panic");
 }
@@ -405,7 +523,7 @@ fn a_user_who_was_away_does_not_take_that_for_silence() {
     source.request(3).expect("room for it");
     assert_eq!(source.arrived(Wait::ForEver).expect("no error"), Some(2));
     take_and_verify(&mut source, 2);
-    assert!(source.silent_at_ns() >= asked_ns + PATIENCE.as_nanos() as u64);
+    assert!(source.overdue_at_ns() >= asked_ns + PATIENCE.as_nanos() as u64);
     assert_eq!(source.arrived(Wait::ForEver).expect("no error"), Some(3));
     take_and_verify(&mut source, 3);
     drop(source);

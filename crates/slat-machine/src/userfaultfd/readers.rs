@@ -64,7 +64,8 @@ impl<E: Send + 'static> Readers<E> {
     /// registered mapping, and whatever it waits for must end.
     ///
     /// # Errors
-    /// `System`, if there is no descriptor or thread to be had: then none reads, and the descriptor is as it was.
+    /// `System`, if there is no descriptor or thread to be had: then none reads any more. Threads that had begun may have served
+    /// faults by then.
     pub fn start<H>(
         userfaultfd: Arc<Userfaultfd>,
         nr_readers: NonZeroUsize,

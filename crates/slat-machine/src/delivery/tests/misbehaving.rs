@@ -1,5 +1,6 @@
 //! The other side does what it should not, or nothing.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc;
 use std::time::Instant;
 
@@ -198,7 +199,8 @@ fn nobody_attaches() {
 
 #[test]
 fn a_resolver_that_never_answers_is_a_time_out() {
-    let timeout = Duration::from_millis(250);
+    // Long enough for a handshake on a busy machine.
+    let timeout = Duration::from_secs(2);
     let world = World::with(1, 64, |config| config.timeout = timeout);
     let _resolver = world.attach(1);
     let mut port = world.ports().remove(0);
@@ -246,6 +248,70 @@ fn eventfds_that_block_and_are_full_hold_nobody() {
     let result = port.fetch(3, 0);
     assert!(matches!(result, Err(DeliveryError::ResolverGone { vcpu: 0, page: 3, epoch: 1 })), "{result:?}");
     assert_eq!(port.stats().doorbells, 1);
+}
+
+/// So that a vCPU that is stuck in it since it blocked is not seen by its flag.
+#[test]
+fn a_doorbell_that_is_full_ends_the_session_whatever_its_flags() {
+    let world = World::new(1, 64);
+    let raw = Raw::new(&world);
+    raw.resolver.doorbells[0].spoil();
+    raw.resolver.doorbells[0].keep_nonblocking();
+    let began = Instant::now();
+    while world.delivery.is_attached() {
+        assert!(began.elapsed() < LIMIT, "nobody has seen it");
+        thread::yield_now();
+    }
+}
+
+/// The resolver has the wakers, and may make them block and fill them between any two calls of the VMM's.
+#[test]
+fn ends_do_not_wait_for_wakers() {
+    let mut world = World::new(2, 64);
+    let (mut raw, mut port) = (Raw::new(&world), world.ports().remove(0));
+    let resolver = Arc::clone(&raw.resolver);
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let hostile = scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                resolver.wakers.iter().for_each(EventFd::spoil);
+            }
+        });
+        let vcpu = scope.spawn(move || port.fetch(3, 0));
+        let asked = Instant::now();
+        while raw.take().is_none() {
+            assert!(asked.elapsed() < LIMIT);
+        }
+        world.delivery.detach();
+        let result = vcpu.join().unwrap();
+        assert!(matches!(result, Err(DeliveryError::ResolverGone { vcpu: 0, page: 3, epoch: 1 })), "{result:?}");
+        is_over.store(true, Ordering::Relaxed);
+        hostile.join().unwrap();
+    });
+    resolver.wakers.iter().for_each(EventFd::spoil);
+    world.delivery = World::new(1, 64).delivery;
+    // The VMM has written nothing there, and has left their flags alone: it could have been stuck.
+    for waker in &resolver.wakers {
+        assert!(waker.is_full() && waker.keep_nonblocking());
+    }
+}
+
+/// The end of a resolver wakes a thread that runs several vCPUs once, and keeps it awake no longer.
+#[test]
+fn a_waiter_is_woken_by_an_end_once() {
+    let world = World::new(1, 64);
+    let (_raw, mut waiter) = (Raw::new(&world), world.delivery.take_waiter(0).unwrap());
+    waiter.announce();
+    world.delivery.detach();
+    assert_eq!(waiter.park(LIMIT).unwrap(), Parked::Woken);
+    for _ in 0..2 {
+        waiter.announce();
+        assert_eq!(waiter.park(LIMIT).unwrap(), Parked::TimedOut);
+    }
+    let _other = Raw::new(&world);
+    waiter.announce();
+    world.delivery.shared.close();
+    assert_eq!(waiter.park(LIMIT).unwrap(), Parked::Woken);
 }
 
 /// It was sent away, and lives.

@@ -88,6 +88,6 @@ fn guest_memory(nr_pages: u64) -> (OwnedFd, SharedMapping) {
 
 /// Fills a page as a resolver should.
 fn fill(request: &Request, page: Option<GuestPage<'_>>) -> Result<(), u32> {
-    page.unwrap().copy_from(&pattern_bytes(request.page));
+    page.unwrap().copy_from(&pattern_bytes(request.page()));
     Ok(())
 }

@@ -47,7 +47,7 @@ fn no_page_is_filled_twice_whoever_asks() {
         for mut shard in shards {
             scope.spawn(move || {
                 shard.serve(|request, page| {
-                    nr_fills[request.page as usize].fetch_add(1, Ordering::Relaxed);
+                    nr_fills[request.page() as usize].fetch_add(1, Ordering::Relaxed);
                     // Others come while the page is in somebody's hands.
                     thread::yield_now();
                     fill(request, page)
@@ -60,7 +60,7 @@ fn no_page_is_filled_twice_whoever_asks() {
                     nr_fills[page as usize].fetch_add(1, Ordering::Relaxed);
                     thread::yield_now();
                     resolver.claimed_page(&claim).unwrap().copy_from(&pattern_bytes(page));
-                    resolver.filled(claim);
+                    resolver.filled(claim).unwrap();
                 }
             }
         });
@@ -122,7 +122,10 @@ fn an_event_loop_serves_many_vcpus_in_one_thread() {
                 waiter.announce();
                 count = poll();
                 if count == 0 {
-                    assert_eq!(waiter.park(LIMIT).unwrap(), Parked::Woken, "a wake-up was lost");
+                    // Not `park`, whose nap may be over before a busy machine runs the resolver.
+                    let waker = world.delivery.shared.wakers[0].as_fd();
+                    assert_eq!(shared::wait_readable([waker], LIMIT).unwrap(), [true], "a wake-up was lost");
+                    assert_eq!(waiter.park(Duration::ZERO).unwrap(), Parked::Woken);
                 } else {
                     waiter.withdraw();
                 }
@@ -147,8 +150,8 @@ fn a_resolver_may_have_many_requests_in_its_hands() {
     assert_eq!(shard.sweep(&mut requests).unwrap(), 8);
     assert_eq!(port.poll().unwrap(), None);
     for request in requests.into_iter().rev() {
-        assert_eq!(request.flags, request.page | 16);
-        let page = request.page;
+        assert_eq!((request.vcpu(), request.flags()), (0, request.page() | 16));
+        let page = request.page();
         fill(&request, resolver.page(&request)).unwrap();
         shard.complete(request).unwrap();
         assert_eq!(port.poll().unwrap(), Some(page));
@@ -164,7 +167,8 @@ fn what_cannot_be_filled_is_told() {
     let mut port = world.ports().remove(0);
     thread::scope(|scope| {
         let mut shard = shards.remove(0);
-        scope.spawn(move || shard.serve(|request, page| if request.page == 7 { Err(5) } else { fill(request, page) }));
+        scope
+            .spawn(move || shard.serve(|request, page| if request.page() == 7 { Err(5) } else { fill(request, page) }));
         let failed = port.fetch(7, 0);
         assert!(matches!(failed, Err(DeliveryError::PageFailed { vcpu: 0, page: 7, code: 5 })), "{failed:?}");
         assert!(world.bitmap.is_set(7));
@@ -261,4 +265,76 @@ fn a_request_goes_back_to_the_shard_that_it_came_from() {
     assert_eq!(port.poll().unwrap(), Some(6));
     port.check().unwrap();
     assert_eq!(port.poll().unwrap(), Some(5), "its bit is clear");
+}
+
+#[test]
+fn what_another_resolver_handed_out_is_refused() {
+    // Both have the epoch 1, and the first has pages that the second has not.
+    let (large, small) = (World::new(1, 1024), World::new(1, 64));
+    let ((of_large, mut large_shards), (of_small, mut small_shards)) = (large.attach(1), small.attach(1));
+    assert_eq!(of_large.epoch(), of_small.epoch());
+    let mut port = large.ports().remove(0);
+    for page in [1000, 3] {
+        port.request(page, 0).unwrap();
+    }
+    let mut requests = Vec::new();
+    assert_eq!(large_shards[0].sweep(&mut requests).unwrap(), 2);
+    assert!(of_small.page(&requests[0]).is_none() && of_large.page(&requests[0]).is_some());
+    let refused = small_shards[0].complete(requests.remove(0));
+    assert!(matches!(refused, Err(ResolverError::OtherResolver { page: 1000 })), "{refused:?}");
+    let refused = small_shards[0].fail(requests.remove(0), 1);
+    assert!(matches!(refused, Err(ResolverError::OtherResolver { page: 3 })), "{refused:?}");
+    for page in [1001, 4] {
+        let claim = of_large.claim(page).unwrap();
+        assert!(of_small.claimed_page(&claim).is_none());
+        let refused = of_small.filled(claim);
+        assert!(matches!(refused, Err(ResolverError::OtherResolver { page: p }) if p == page), "{refused:?}");
+    }
+    let refused = of_small.give_up(of_large.claim(5).unwrap());
+    assert!(matches!(refused, Err(ResolverError::OtherResolver { page: 5 })), "{refused:?}");
+    // Nothing was changed there.
+    assert_eq!((small.bitmap.count(), small_shards[0].stats()), (64, ResolverStats::default()));
+    of_small.give_up(of_small.claim(4).unwrap()).unwrap();
+}
+
+/// Threads that share a request may fill its page at the same time.
+#[test]
+fn two_threads_that_fill_one_page_fill_it_with_words_of_either() {
+    let world = World::new(1, 64);
+    let (resolver, mut shards) = world.attach(1);
+    let mut port = world.ports().remove(0);
+    port.request(5, 0).unwrap();
+    let mut requests = Vec::new();
+    assert_eq!(shards[0].sweep(&mut requests).unwrap(), 1);
+    let request = requests.remove(0);
+    thread::scope(|scope| {
+        for byte in [0x11, 0x22] {
+            let (resolver, request) = (&resolver, &request);
+            scope.spawn(move || (0..100).for_each(|_| resolver.page(request).unwrap().copy_from(&[byte; 4096])));
+        }
+    });
+    let words = world.page(5).iter().map(|word| word.load(Ordering::Relaxed));
+    assert!(words.into_iter().all(|word| [0x1111_1111_1111_1111, 0x2222_2222_2222_2222].contains(&word)));
+    shards[0].complete(request).unwrap();
+}
+
+#[test]
+fn a_part_of_a_page_is_filled_to_the_byte() {
+    let world = World::new(1, 64);
+    let (resolver, _shards) = world.attach(1);
+    let claim = resolver.claim(63).unwrap();
+    let page = resolver.claimed_page(&claim).unwrap();
+    let bytes = |nr_words: usize| -> Vec<u8> {
+        world.page(63)[..nr_words].iter().flat_map(|word| word.load(Ordering::Relaxed).to_ne_bytes()).collect()
+    };
+    page.copy_from(&[0xee; 5000]);
+    page.populate();
+    assert!(bytes(WORDS).iter().all(|byte| *byte == 0xee));
+    for count in [0, 1, 7, 8, 13, 4095] {
+        page.copy_from(&[0xee; 4096]);
+        page.copy_from(&vec![0x33; count]);
+        let expected: Vec<u8> = (0..4096).map(|at| if at < count { 0x33 } else { 0xee }).collect();
+        assert!(bytes(WORDS) == expected, "{count} bytes");
+    }
+    resolver.give_up(claim).unwrap();
 }
