@@ -67,11 +67,4 @@ impl GuestPage<'_> {
         // lets a guest touch the page meanwhile does so in another mapping, and that is to this one as another device.
         unsafe { AtomicU64::from_ptr(self.start.cast::<u64>().wrapping_add(nr)) }
     }
-
-    /// Takes memory for it and maps it, so that filling it does not fault. What it holds stays. Never needed: if the kernel
-    /// refuses, the page faults when it is filled.
-    pub fn populate(&self) {
-        // SAFETY: the page lies in the mapping, which lives as long as `self`; the advice changes no contents.
-        unsafe { libc::madvise(self.start.cast(), self.size_bytes, libc::MADV_POPULATE_WRITE) };
-    }
 }

@@ -37,6 +37,9 @@ static NEXT_RESOLVER: AtomicU64 = AtomicU64::new(1);
 /// The code of a page that the bitmap has not.
 const NO_SUCH_PAGE: u32 = u32::MAX;
 
+/// For how long a resolver maps memory that is there before it says that it is ready.
+const MAPPING_PATIENCE: Duration = Duration::from_secs(1);
+
 /// The guest's memory, as this process has it mapped.
 #[derive(Debug)]
 struct GuestMemory {
@@ -354,6 +357,7 @@ impl Parts {
             }
             let mapping =
                 SharedMapping::new(memory.as_fd(), memory_offset_bytes, memory_bytes).map_err(failed("mmap"))?;
+            mapping.map_what_is_there(memory.as_fd(), memory_offset_bytes, MAPPING_PATIENCE);
             Some(GuestMemory { mapping, page_bytes: welcome.page_bytes })
         } else {
             None

@@ -17,7 +17,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr;
 use std::slice;
 use std::sync::atomic::AtomicU64;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::descriptors::{checked, memory_file, poll, poll_entry};
 
@@ -61,6 +61,17 @@ pub(super) fn file_size(file: BorrowedFd<'_>) -> io::Result<u64> {
     Ok(u64::try_from(stat.st_size).unwrap_or(0))
 }
 
+/// Bytes of a file that are mapped between two looks at the clock.
+const MAPPED_AT_ONCE_BYTES: usize = 64 << 20;
+
+/// Where data, or a hole, begins in `file` from `from_bytes` on (lseek(2)); `None` if nowhere, or if that cannot be told.
+fn seek(file: BorrowedFd<'_>, from_bytes: u64, whence: libc::c_int) -> Option<u64> {
+    let from = libc::off_t::try_from(from_bytes).ok()?;
+    // SAFETY: only takes numbers. It moves the file's position, which nobody uses.
+    let found = unsafe { libc::lseek(file.as_raw_fd(), from, whence) };
+    u64::try_from(found).ok()
+}
+
 /// A part of a file, mapped shared, readable and writable. Others change it at any time.
 #[derive(Debug)]
 pub(super) struct SharedMapping {
@@ -95,6 +106,28 @@ impl SharedMapping {
             return Err(io::Error::last_os_error());
         }
         Ok(SharedMapping { start: start.cast(), size_bytes })
+    }
+
+    /// Maps what the file has already, so that touching it does not fault, for `patience` at most; takes no memory for what it
+    /// has not. `offset_bytes` of `file` is what the mapping begins with. Never needed: what is not mapped is when it is touched.
+    pub(super) fn map_what_is_there(&self, file: BorrowedFd<'_>, offset_bytes: u64, patience: Duration) {
+        let begin = Instant::now();
+        let mut next = 0;
+        while next < self.size_bytes && begin.elapsed() < patience {
+            let Some(data) = seek(file, offset_bytes + next as u64, libc::SEEK_DATA) else { return };
+            let Some(hole) = seek(file, data, libc::SEEK_HOLE) else { return };
+            let within =
+                |at: u64| usize::try_from(at.saturating_sub(offset_bytes)).unwrap_or(usize::MAX).min(self.size_bytes);
+            // The file may change meanwhile: never backwards.
+            let start = within(data).max(next);
+            let end = within(hole).min(start.saturating_add(MAPPED_AT_ONCE_BYTES));
+            if end <= start {
+                return;
+            }
+            // SAFETY: inside the mapping, which lives as long as `self`; the advice changes no contents.
+            unsafe { libc::madvise(self.start.wrapping_add(start).cast(), end - start, libc::MADV_POPULATE_WRITE) };
+            next = end;
+        }
     }
 
     /// The first byte.

@@ -287,10 +287,6 @@ impl<'a> Server<'a> {
 
     /// Faults go before what the copier has not been given yet.
     fn take_up(&mut self, requests: &mut Vec<Request>) {
-        // All of them before the first is filled: a call for a page costs less than the fault that it spares.
-        for page in requests.iter().filter_map(|request| self.resolver.page(request)) {
-            page.populate();
-        }
         for request in requests.drain(..) {
             self.nr_faults += 1;
             self.ask(For::Vcpu(request));

@@ -328,7 +328,6 @@ fn a_part_of_a_page_is_filled_to_the_byte() {
         world.page(63)[..nr_words].iter().flat_map(|word| word.load(Ordering::Relaxed).to_ne_bytes()).collect()
     };
     page.copy_from(&[0xee; 5000]);
-    page.populate();
     assert!(bytes(WORDS).iter().all(|byte| *byte == 0xee));
     for count in [0, 1, 7, 8, 13, 4095] {
         page.copy_from(&[0xee; 4096]);
