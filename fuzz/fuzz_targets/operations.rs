@@ -15,11 +15,15 @@ mod plain;
 
 use arbitrary::{Result, Unstructured};
 use common::log::{
-    ACCESS_TRACKINGS, DIRTY_TRACKINGS, FAULT_AROUNDS, HUGE_PAGE_LOGGINGS, HUGE_PAGE_SPLITTINGS, LOCKINGS, MANUAL_PROTECTS,
+    ACCESS_TRACKINGS, DIRTY_TRACKINGS, FAULT_AROUNDS, HUGE_PAGE_LOGGINGS, HUGE_PAGE_SPLITTINGS, LOCKINGS,
+    MANUAL_PROTECTS,
 };
 use libfuzzer_sys::fuzz_target;
-use ops::{Aging, Alignment, At, By, LogRange, MASKS, NR_PAGES, NR_PLACES, NR_SLOTS, Op, RANGE_PAGES, SIZES, WRITES};
-use slat::{Access, Config, Ept, Format, Npt, Stage2, Sv39x4, Sv48x4, Vm};
+use ops::{
+    Aging, Alignment, At, BITMAP_WORDS, Bits, By, LogRange, MASKS, NR_PAGES, NR_PLACES, NR_SLOTS, NewBitmap, Op,
+    RANGE_PAGES, SIZES, WRITES,
+};
+use slat::{Access, Config, Ept, Format, MemoryAttributes, Npt, Stage2, Sv39x4, Sv48x4, Vm};
 
 /// As many as a case of the model test has at most: longer ones only take longer.
 const MAX_OPS: usize = 80;
@@ -59,6 +63,10 @@ fn log_range(bytes: &mut Unstructured<'_>) -> Result<LogRange> {
     Ok(LogRange::Words { first: bytes.int_in_range(0..=5000)?, nr_words: bytes.int_in_range(0..=5000)? })
 }
 
+fn bitmap(bytes: &mut Unstructured<'_>) -> Result<NewBitmap> {
+    Ok(NewBitmap { granularity: bytes.int_in_range(0..=1)?, words: index(bytes, BITMAP_WORDS.len())? })
+}
+
 fn one_of<T: Copy>(bytes: &mut Unstructured<'_>, all: &[T]) -> Result<T> {
     bytes.choose(all).copied()
 }
@@ -81,15 +89,16 @@ fn check<F: Format>(config: Config, ops: &[Op]) {
 }
 
 fn op(bytes: &mut Unstructured<'_>) -> Result<Op> {
-    Ok(match bytes.int_in_range(0..=20)? {
+    Ok(match bytes.int_in_range(0..=26)? {
         0 | 1 => Op::Create {
             slot: slot(bytes)?,
             place: index(bytes, NR_PLACES)?,
             pages: index(bytes, NR_PAGES.len())?,
-            flags: bytes.int_in_range(0..=3)?,
+            flags: bytes.int_in_range(0..=15)?,
             size: index(bytes, SIZES.len())?,
             alignment: *bytes.choose(&[Alignment::Like1G, Alignment::Like2M, Alignment::Odd])?,
             writes: index(bytes, WRITES.len())?,
+            bitmap: Some(bitmap(bytes)?),
         },
         2 => Op::Delete { slot: slot(bytes)? },
         3 => Op::Move { slot: slot(bytes)?, place: index(bytes, NR_PLACES)? },
@@ -108,12 +117,32 @@ fn op(bytes: &mut Unstructured<'_>) -> Result<Op> {
         12 => Op::GetRange { slot: slot(bytes)?, range: log_range(bytes)? },
         13 => Op::Clear { slot: slot(bytes)?, range: log_range(bytes)?, mask: index(bytes, MASKS.len())? },
         14 => Op::MarkDirty { slot: slot(bytes)?, page: page(bytes)?, pages: index(bytes, RANGE_PAGES.len())? },
-        15 => Op::Split {
+        15 => {
+            Op::Split { at: at(bytes)?, pages: index(bytes, RANGE_PAGES.len())?, largest: index(bytes, SIZES.len())? }
+        }
+        16 => Op::Recover { at: at(bytes)?, pages: index(bytes, RANGE_PAGES.len())? },
+        17 => Op::Userfault {
+            slot: slot(bytes)?,
+            on: bytes.arbitrary()?,
+            bitmap: if bytes.arbitrary()? { Some(bitmap(bytes)?) } else { None },
+        },
+        18 | 19 => Op::SetBits {
+            slot: slot(bytes)?,
+            page: bytes.int_in_range(0..=1099)?,
+            pages: index(bytes, RANGE_PAGES.len())?,
+            bits: *bytes.choose(&[Bits::Set, Bits::Clear])?,
+        },
+        20 => Op::Rescan {
+            slot: slot(bytes)?,
+            page: bytes.int_in_range(0..=599)?,
+            pages: index(bytes, RANGE_PAGES.len())?,
+        },
+        21 => Op::Attributes {
             at: at(bytes)?,
             pages: index(bytes, RANGE_PAGES.len())?,
-            largest: index(bytes, SIZES.len())?,
+            attributes: *bytes.choose(&[MemoryAttributes::PRIVATE, MemoryAttributes::empty()])?,
         },
-        16 => Op::Recover { at: at(bytes)?, pages: index(bytes, RANGE_PAGES.len())? },
+        22 => Op::CheckAccess { at: at(bytes)?, pages: index(bytes, RANGE_PAGES.len())? },
         _ => Op::Touch { at: at(bytes)?, access: access(bytes)?, by: *bytes.choose(&[By::Fault, By::Hardware])? },
     })
 }

@@ -205,6 +205,9 @@ impl For {
 struct InFlight {
     who: For,
     nr_left: u64,
+    /// The source could not give one of its pages. It stays until the others have come, so that none of them is taken for a page
+    /// of a later request.
+    has_failed: bool,
 }
 
 /// One thread of a resolver.
@@ -307,7 +310,7 @@ impl<'a> Server<'a> {
 
     fn ask(&mut self, who: For) {
         let first = who.block() * self.block_pages;
-        self.in_flight.push_back(InFlight { who, nr_left: self.block_pages });
+        self.in_flight.push_back(InFlight { who, nr_left: self.block_pages, has_failed: false });
         self.unasked.extend(first..first + self.block_pages);
     }
 
@@ -327,21 +330,14 @@ impl<'a> Server<'a> {
             has_taken = true;
             let block = page / self.block_pages;
             let Some(place) = self.in_flight.iter().position(|in_flight| in_flight.who.block() == block) else {
-                // A page of a block that has failed before.
+                // Nobody asked for it.
                 self.source.take()?;
                 continue;
             };
-            if let Err(error) = self.fill(place, page) {
-                let InFlight { who, .. } = self.in_flight.swap_remove_front(place).ok_or(ServeError::NoMemory)?;
-                match (who, error) {
-                    (For::Vcpu(request), ServeError::Source(_)) => {
-                        self.nr_faults -= 1;
-                        self.shard.fail(request, SOURCE_FAILED)?;
-                    }
-                    (For::Copier(claim), ServeError::Source(_)) => self.resolver.give_up(claim)?,
-                    (_, error) => return Err(error),
-                }
-                continue;
+            match self.fill(place, page) {
+                Ok(()) => {}
+                Err(ServeError::Source(_)) => self.in_flight[place].has_failed = true,
+                Err(error) => return Err(error),
             }
             let in_flight = &mut self.in_flight[place];
             in_flight.nr_left -= 1;
@@ -349,14 +345,19 @@ impl<'a> Server<'a> {
                 continue;
             }
             let done = if place == 0 { self.in_flight.pop_front() } else { self.in_flight.swap_remove_front(place) };
-            self.nr_filled += 1;
-            match done.map(|done| done.who) {
-                Some(For::Vcpu(request)) => {
+            let Some(InFlight { who, has_failed, .. }) = done else { continue };
+            self.nr_filled += u64::from(!has_failed);
+            match who {
+                For::Vcpu(request) => {
                     self.nr_faults -= 1;
-                    self.shard.complete(request)?;
+                    if has_failed {
+                        self.shard.fail(request, SOURCE_FAILED)?;
+                    } else {
+                        self.shard.complete(request)?;
+                    }
                 }
-                Some(For::Copier(claim)) => self.resolver.filled(claim)?,
-                None => {}
+                For::Copier(claim) if has_failed => self.resolver.give_up(claim)?,
+                For::Copier(claim) => self.resolver.filled(claim)?,
             }
             self.send()?;
         }
