@@ -3,7 +3,7 @@
 
 use crate::addr::{Level, NodeId, Pfn};
 use crate::error::Error;
-use crate::format::Format;
+use crate::format::{Format, Npt};
 use crate::host::{Host, TableNode};
 use crate::second_stage::age::AccessTracking;
 use crate::sync::Locking;
@@ -30,7 +30,61 @@ pub struct Config {
     pub fault_table_placement: TablePlacement,
     /// Which neighbours a fault maps along.
     pub fault_around: FaultAround,
+    /// Which tables the hardware walks.
+    pub paging: Paging,
 }
+
+/// Which tables the hardware walks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Paging {
+    /// Those of the second stage, behind the guest's own.
+    #[default]
+    SecondStage,
+    /// Shadow tables, which lead from the guest's virtual addresses straight to the host's frames: for hardware that has no
+    /// second stage, or has it in use. With the format [`Npt`](crate::Npt), and with [`AccessTracking::Faults`], since no
+    /// hardware sets the accessed bits of the second stage.
+    Shadow(ShadowPaging),
+}
+
+/// How shadow tables are kept.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ShadowPaging {
+    /// What becomes of them when the guest loads CR3.
+    pub strategy: ShadowStrategy,
+    /// Roots that each vCPU remembers beside its current one; at most [`MAX_PREVIOUS_ROOTS`].
+    pub previous_roots: u8,
+    /// Most shadow tables at a time, from [`MIN_SHADOW_PAGES`] to [`MAX_SHADOW_PAGES`]: then those go that are not in use.
+    pub max_pages: u32,
+}
+
+impl Default for ShadowPaging {
+    fn default() -> ShadowPaging {
+        ShadowPaging { strategy: ShadowStrategy::RootCache, previous_roots: 3, max_pages: 4096 }
+    }
+}
+
+/// What becomes of shadow tables when the guest loads CR3 or flushes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum ShadowStrategy {
+    /// The root that was current is dropped with all that is reached from it alone, and the next one built anew. Bit 63 of CR3
+    /// saves nothing.
+    Baseline,
+    /// Each vCPU remembers its last roots; a switch to one of them builds nothing, and synchronizes nothing if bit 63 is set.
+    /// Tables serve all PCIDs. What the guest flushes of other PCIDs is done at once.
+    RootCache,
+    /// As `RootCache`, but each table belongs to one PCID, and what the guest flushes of other PCIDs is done when it
+    /// switches to them.
+    PcidTagged,
+}
+
+/// Most roots that a vCPU can remember beside its current one.
+pub const MAX_PREVIOUS_ROOTS: u8 = 31;
+
+/// Fewest shadow tables that a VM can do with.
+pub const MIN_SHADOW_PAGES: u32 = 64;
+
+/// Most shadow tables that a VM can have.
+pub const MAX_SHADOW_PAGES: u32 = 1 << 20;
 
 /// Which neighbours a fault maps along with its page of 4 KiB. Those that the host knows to be resident
 /// ([`Host::resolve_resident`]), with what a read would be given; to the dirty log and to CPUs'
@@ -199,8 +253,30 @@ impl Config {
         Config { fault_around, ..self }
     }
 
+    /// This configuration with other tables for the hardware. Shadow tables come with [`AccessTracking::Faults`].
+    pub fn with_paging(self, paging: Paging) -> Config {
+        match paging {
+            Paging::SecondStage => Config { paging, ..self },
+            Paging::Shadow(_) => Config { paging, access_tracking: AccessTracking::Faults, ..self },
+        }
+    }
+
     /// Whether tables of format `F` can be managed like this.
     pub(crate) fn check<F: Format>(&self) -> Result<(), Error> {
+        if let Paging::Shadow(ShadowPaging { previous_roots, max_pages, .. }) = self.paging {
+            if F::NAME != Npt::NAME {
+                return Err(Error::NoShadowPaging { format: F::NAME });
+            }
+            if self.access_tracking != AccessTracking::Faults {
+                return Err(Error::ShadowNeedsFaults);
+            }
+            if previous_roots > MAX_PREVIOUS_ROOTS {
+                return Err(Error::TooManyRoots { previous_roots });
+            }
+            if !(MIN_SHADOW_PAGES..=MAX_SHADOW_PAGES).contains(&max_pages) {
+                return Err(Error::BadShadowPages { max_pages });
+            }
+        }
         if let FaultAround::Pages(nr_pages) = self.fault_around
             && !(nr_pages.is_power_of_two() && (2..=MAX_FAULT_AROUND_PAGES).contains(&nr_pages))
         {

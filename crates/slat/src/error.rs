@@ -120,6 +120,45 @@ pub enum Error {
         /// The address of the first such page.
         gpa: Gpa,
     },
+    /// Shadow tables are to be kept beside a second stage of another format than `npt`.
+    #[error("shadow paging goes with the format npt, not with {format}")]
+    NoShadowPaging {
+        /// The format.
+        format: &'static str,
+    },
+    /// Shadow tables are to be kept, and accesses to be found out by accessed bits that no hardware sets.
+    #[error("shadow paging needs accesses to be tracked by faults")]
+    ShadowNeedsFaults,
+    /// More previous roots than a vCPU can remember.
+    #[error("{previous_roots} previous roots: at most 31")]
+    TooManyRoots {
+        /// How many.
+        previous_roots: u8,
+    },
+    /// Fewer shadow tables than a VM can do with, or too many.
+    #[error("{max_pages} shadow tables: not from 64 to 1048576")]
+    BadShadowPages {
+        /// How many.
+        max_pages: u32,
+    },
+    /// The VM's hardware walks the second stage, not shadow tables.
+    #[error("the VM has no shadow paging")]
+    NotShadow,
+    /// The host has no pointer to memory of the guest that the engine must read
+    /// ([`Host::guest_memory_ptr`](crate::Host::guest_memory_ptr)).
+    #[error("the host gives no pointer to the guest's memory at {gpa}")]
+    NoGuestMemory {
+        /// The address.
+        gpa: Gpa,
+    },
+    /// A write that is to be emulated has no bytes, too many, or crosses a page.
+    #[error("a write of {len} bytes at {gpa} cannot be emulated at once")]
+    BadWrite {
+        /// The first byte's address.
+        gpa: Gpa,
+        /// How many bytes.
+        len: usize,
+    },
     /// Attribute bits that nothing is known of.
     #[error("unknown memory attributes {attributes:#x}")]
     UnknownAttributes {

@@ -176,6 +176,14 @@ pub unsafe trait Host: Park + Send + Sync {
     #[inline]
     fn leaf_zapped(&self, _leaf: ZappedLeaf) {}
 
+    /// Where the engine may read the guest's memory in `frame`, and write it, a word at a time and atomically: its page tables,
+    /// of which shadow tables are made. A frame that [`resolve`](Host::resolve) gave; the pointer stays valid until the page is
+    /// invalidated. `None` if there is none: shadow paging then is not to be had. Called inside a section and must not block.
+    #[inline]
+    fn guest_memory_ptr(&self, _frame: Pfn) -> Option<*mut u8> {
+        None
+    }
+
     /// Whether [`barrier_on_all_cpus`](Host::barrier_on_all_cpus) does what it says. Asked once, when the VM is made.
     #[inline]
     fn has_barrier_on_all_cpus(&self) -> bool {

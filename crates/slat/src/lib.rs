@@ -97,6 +97,7 @@ mod error;
 mod format;
 mod host;
 mod second_stage;
+mod shadow;
 mod slot;
 mod stats;
 pub mod sync;
@@ -110,8 +111,9 @@ mod vm_memory;
 pub use self::vm_memory::{CheckedMemory, SlotBitmap};
 pub use addr::{Access, Gfn, GfnRange, Gpa, Gva, Hpa, Level, NodeId, PAGE_SHIFT, PAGE_SIZE, PageSize, Pfn};
 pub use config::{
-    Config, DirtyTracking, FaultAround, HugePageLogging, HugePageSplitting, MAX_FAULT_AROUND_PAGES, ManualProtect,
-    TablePlacement, WriteProtection,
+    Config, DirtyTracking, FaultAround, HugePageLogging, HugePageSplitting, MAX_FAULT_AROUND_PAGES, MAX_PREVIOUS_ROOTS,
+    MAX_SHADOW_PAGES, MIN_SHADOW_PAGES, ManualProtect, Paging, ShadowPaging, ShadowStrategy, TablePlacement,
+    WriteProtection,
 };
 pub use dirty::ring::{
     DIRTY_RING_RESERVE, DirtyPage, DirtyRing, DirtyRingEntry, MAX_DIRTY_RING_ENTRIES, MIN_DIRTY_RING_ENTRIES,
@@ -122,6 +124,7 @@ pub use host::{AllocationWait, Gone, Host, Resolved, TableNode, ZappedLeaf};
 pub use second_stage::age::AccessTracking;
 pub use second_stage::invalidate::Invalidation;
 pub use second_stage::query::{TableCursor, TableReader, Translation};
+pub use shadow::{GuestAccess, GuestEntry, LocalFlush, PagingRegisters, Privilege};
 pub use slot::{
     MAX_SLOTS, MemoryAttributes, MemoryFaultFlags, MemoryRegion, MemoryRegionFlags, UserfaultBitmap, UserfaultWords,
 };

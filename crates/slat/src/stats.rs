@@ -123,6 +123,33 @@ counters! {
     TablesFreed tables_freed,
     /// Times that a section had to wait for the VM's lock.
     LockWaits lock_waits,
+    /// Calls of [`Vcpu::handle_page_fault`](crate::Vcpu::handle_page_fault).
+    PageFaults page_faults,
+    /// Those of them that were the guest's own ([`Exit::PageFault`](crate::Exit::PageFault)).
+    GuestPageFaults guest_page_faults,
+    /// Loads of CR3 by the guest, while its paging was on.
+    Cr3Loads cr3_loads,
+    /// Switches to a root that the vCPU remembered, and that was still there.
+    RootHits root_hits,
+    /// Switches to a root that had to be looked for, or built.
+    RootMisses root_misses,
+    /// Shadow tables built.
+    ShadowPagesBuilt shadow_pages_built,
+    /// Shadow tables taken away, for whatever reason.
+    ShadowPagesZapped shadow_pages_zapped,
+    /// Those of them that made room for others.
+    ShadowEvictions shadow_evictions,
+    /// Those of them that went because the guest wrote their tables again and again.
+    ShadowFloods shadow_floods,
+    /// Shadow tables of the lowest level that were compared with the guest's as a whole.
+    ShadowSyncs shadow_syncs,
+    /// Shadow entries made of the guest's by a fault, or compared with them for a flush.
+    EntriesSynced entries_synced,
+    /// Times that the guest was given the right to write one of its tables of the lowest level, and the shadow table ceased to
+    /// be in sync.
+    ShadowUnsyncs unsyncs,
+    /// Writes to the guest's tables that were emulated ([`Vcpu::write_guest_table`](crate::Vcpu::write_guest_table)).
+    EmulatedWrites emulated_writes,
 }
 
 impl Stats {

@@ -16,15 +16,17 @@ mod fault_around;
 mod on_leaf;
 mod plan;
 mod prefault;
+mod shadow;
 mod timing;
 mod together;
 
+use alloc::boxed::Box;
 use alloc::sync::Arc;
 
 use plan::{Found, InstallPlan, LeafPlan, Plan, Step};
 use timing::Timing;
 
-use crate::addr::{Access, Gfn, GfnRange, Gpa, Level, Pfn};
+use crate::addr::{Access, Gfn, GfnRange, Gpa, Gva, Level, Pfn};
 use crate::dirty::log;
 use crate::dirty::ring::DirtyRing;
 use crate::dirty::rings::OwnedRing;
@@ -33,6 +35,7 @@ use crate::format::{Entry, Format};
 use crate::host::{AllocationWait, Host, Resolved};
 use crate::second_stage::install::{self, Changed, NewLeaf, Rights};
 use crate::second_stage::{split, zap};
+use crate::shadow::roots::Roots;
 use crate::slot::{MemoryAttributes, MemoryFaultFlags, MemoryRegionFlags};
 use crate::stats::{Counter, is_sampled};
 use crate::sync::{Locking, Side, fence_after_rmw};
@@ -86,6 +89,22 @@ pub enum Exit {
         /// How many bytes.
         size: u64,
     },
+    /// The guest's own tables forbid the access: a page fault (#PF) is to be injected. With shadow paging.
+    PageFault {
+        /// The address, for CR2.
+        gva: Gva,
+        /// The error code (Intel SDM vol. 3A, "Page-Fault Exceptions").
+        error_code: u32,
+    },
+    /// What the guest wrote into a register, or gave to an instruction, cannot be: a general-protection fault, #GP(0), is to be
+    /// injected, and nothing has changed. With shadow paging.
+    GeneralProtection,
+    /// The guest writes into one of its page tables: the instruction is to be emulated, its write made by
+    /// [`Vcpu::write_guest_table`]. With shadow paging.
+    EmulateWrite {
+        /// The address.
+        gpa: Gpa,
+    },
     /// The vCPU's dirty ring is nearly full: what is in it must be harvested and reset
     /// ([`Vm::reset_dirty_rings`]) before the vCPU can open more pages. All of its faults exit until there is room.
     DirtyRingFull,
@@ -99,13 +118,16 @@ pub struct Vcpu<H: Host, F: Format> {
     /// Where the pages go that this vCPU opens, if the VM logs by rings. Taken only by `drop`.
     ring: Option<OwnedRing>,
     tables: TableCache,
+    /// With shadow paging.
+    roots: Option<Box<Roots>>,
 }
 
 impl<H: Host, F: Format> Vcpu<H, F> {
     pub(crate) fn new(vm: Arc<Vm<H, F>>) -> Result<Vcpu<H, F>, Error> {
+        let roots = Vcpu::new_roots(&vm)?;
         let record = vm.tree.epochs.take_record()?;
         match vm.rings.take() {
-            Ok(ring) => Ok(Vcpu { vm, record: Some(record), ring, tables: TableCache::new() }),
+            Ok(ring) => Ok(Vcpu { vm, record: Some(record), ring, tables: TableCache::new(), roots }),
             Err(error) => {
                 // SAFETY: `vm` keeps the epochs that it came from.
                 unsafe { record.give_back() }
@@ -176,6 +198,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
 
 impl<H: Host, F: Format> Drop for Vcpu<H, F> {
     fn drop(&mut self) {
+        self.drop_roots();
         let Some(owned) = self.record.take() else { return };
         // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the record came from.
         let record = unsafe { owned.get() };

@@ -18,6 +18,7 @@ use crate::second_stage::age::{self, Aging};
 use crate::second_stage::invalidate::Invalidation;
 use crate::second_stage::query::TableReader;
 use crate::second_stage::split;
+use crate::shadow::Shadow;
 use crate::slot::MemoryAttributes;
 use crate::slot::set::Slots;
 use crate::stats::Stats;
@@ -296,7 +297,12 @@ impl<H: Host, F: Format> Vm<H, F> {
     fn age_or_test(&self, range: GfnRange, aging: Aging) -> Result<u64, Error> {
         self.check_range(range)?;
         let record = self.tree.epochs.borrow_record()?;
-        Ok(age::age_range(&self.tree, &record, range, aging))
+        let nr_used = age::age_range(&self.tree, &record, range, aging);
+        if aging == Aging::Age && self.tree.shadow.is_some() {
+            // Shadow leaves would hide accesses for good, and not only until a CPU replaces its translation.
+            self.tree.flush(&record, &[range]);
+        }
+        Ok(nr_used)
     }
 
     /// Opens a look at the tables: what is mapped, and how it was used.
@@ -324,6 +330,21 @@ impl<H: Host, F: Format> Vm<H, F> {
         stats.tables_allocated += 1;
         stats.tables_freed += self.tree.nr_reclaimed();
         stats
+    }
+
+    /// Shadow tables that there are at this moment.
+    pub fn nr_shadow_pages(&self) -> u64 {
+        self.tree.shadow.as_deref().map_or(0, Shadow::nr_pages)
+    }
+
+    /// Most shadow tables that there were at a time.
+    pub fn shadow_pages_peak(&self) -> u64 {
+        self.tree.shadow.as_deref().map_or(0, Shadow::pages_peak)
+    }
+
+    /// Leaves of shadow tables at this moment, which are the entries of the reverse map. Exact when no call is under way.
+    pub fn nr_shadow_leaves(&self) -> u64 {
+        self.tree.shadow.as_deref().map_or(0, Shadow::nr_leaves)
     }
 
     /// Whether `range` has frames, and none that the format cannot translate.

@@ -84,6 +84,12 @@ impl<const CAPACITY: usize> PageWords<CAPACITY> {
         &self.bits
     }
 
+    /// The numbers of all pages, counted from the first of the word where the counting began.
+    pub(crate) fn pages(&self) -> impl Iterator<Item = u64> {
+        let words = self.offsets.iter().zip(&self.bits);
+        words.flat_map(|(&offset, &bits)| SetBits(bits).map(move |bit| u64::from(offset) * PAGES_PER_WORD + bit as u64))
+    }
+
     fn has_room_for(&self, nr_words: usize) -> bool {
         self.offsets.remaining_capacity() >= nr_words
     }

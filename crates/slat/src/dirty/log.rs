@@ -58,6 +58,7 @@ use crate::host::Host;
 use crate::second_stage::flush::FlushToken;
 use crate::second_stage::protect::Protector;
 use crate::second_stage::split;
+use crate::shadow::Debt;
 use crate::slot::set::{SlotView, Slots};
 use crate::sync::{Side, fence_after_rmw, full_fence};
 use crate::table::Tree;
@@ -264,6 +265,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         let tree = self.tree;
         let mut nr_pages = 0;
         let mut token = FlushToken::new();
+        let mut narrowed = Debt::new();
         let mut taken = TakenWords::new();
         let mut done = 0;
         let result = loop {
@@ -275,10 +277,17 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
             };
             taken.clear();
             let reached = take(log, turn.clone(), done, &mut taken);
+            let mut first = None;
             if !taken.is_empty() {
-                nr_pages += self.rearm(&locked.section, &slot, turn.start, &taken, &mut token);
+                first = Some(self.rearm(&locked.section, &slot, turn.start, &taken, &mut token, &mut nr_pages));
             }
             drop(locked);
+            if let (Some(first), Some(mmu)) = (first, tree.mmu(self.record)) {
+                // The second stage first, then what was made of it. Whatever leaves have lost W, and before: as with the flush.
+                for page in taken.pages() {
+                    mmu.write_protect(Gfn(first.0 + page), &mut narrowed);
+                }
+            }
             let turn_len = reached - turn.start;
             hand_out(done..done + turn_len, &taken);
             done += turn_len;
@@ -289,11 +298,15 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
                 tree.host.yield_now();
             }
         };
-        token.pay(tree, self.record);
+        token.pay_in_cpus(tree, self.record);
+        if let Some(mmu) = tree.mmu(self.record) {
+            narrowed.settle(&mmu);
+        }
         result.map(|()| nr_pages)
     }
 
-    /// Protects the pages of the words just taken, from `first_word` of the log on. Returns how many they are.
+    /// Protects the pages of the words just taken, from `first_word` of the log on, and counts them. Returns the page of the
+    /// word's first bit.
     fn rearm(
         &self,
         section: &Section<'_>,
@@ -301,7 +314,8 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         first_word: usize,
         taken: &TakenWords,
         token: &mut FlushToken,
-    ) -> u64 {
+        nr_pages: &mut u64,
+    ) -> Gfn {
         // The store-load pair: bits are taken before leaves are looked at.
         fence_after_rmw();
         // Where the slot is, only now: if it was moved since this section began, the pages whose bits were taken may be
@@ -311,7 +325,8 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         let mut protector = Protector::new(self.tree, section, range);
         let first = Gfn(range.start.0 + first_word as u64 * PAGES_PER_WORD);
         protector.protect(first, taken, token);
-        protector.finish(self.record)
+        *nr_pages += protector.finish(self.record);
+        first
     }
 
     /// Brings the bitmap up to date with what the CPUs know of `pages`.

@@ -45,6 +45,15 @@ impl FlushToken {
         }
     }
 
+    /// As [`pay`](Self::pay), for whom has seen to the shadow tables already.
+    pub(crate) fn pay_in_cpus<H: Host, F: Format>(&mut self, tree: &Tree<H, F>, record: &Record) {
+        if !self.ranges.is_empty() {
+            tree.flush_cpus(record, &self.ranges);
+            self.ranges.clear();
+        }
+        self.pay(tree, record);
+    }
+
     /// Flushes what is owed, if anything is, then retires the tables.
     pub(crate) fn pay<H: Host, F: Format>(&mut self, tree: &Tree<H, F>, record: &Record) {
         if !self.ranges.is_empty() {

@@ -59,6 +59,23 @@ pub(crate) fn new_root<H: Host, F: Format>(host: &H) -> Option<Hpa> {
     Some(root)
 }
 
+/// Allocates a shadow table: of the size of those below the root, all of whose entries are zero.
+pub(crate) fn new_shadow_table<H: Host, F: Format>(host: &H, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
+    let table = allocate::<H, F>(host, Level::L4K, node, wait)?;
+    // SAFETY: just allocated, with so many entries.
+    unsafe { build(host, table, F::TABLE_ENTRIES, |_| Entry(0)) }
+    Some(table)
+}
+
+/// Frees a shadow table that no CPU has seen.
+///
+/// # Safety
+/// It came from [`new_shadow_table`], and nobody reaches it any more.
+pub(crate) unsafe fn free_shadow_table<H: Host, F: Format>(host: &H, table: Hpa) {
+    // SAFETY: as the caller promises.
+    unsafe { free::<H, F>(host, table, Level::L4K) }
+}
+
 /// Frees a table whose entries have `level`.
 ///
 /// # Safety

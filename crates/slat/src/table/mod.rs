@@ -12,15 +12,18 @@ pub(crate) mod retire;
 pub(crate) mod stamp;
 pub(crate) mod walk;
 
+use alloc::boxed::Box;
 use core::marker::PhantomData;
 
 use crossbeam_utils::CachePadded;
 
 use crate::addr::{Gfn, GfnRange, Hpa};
-use crate::config::Config;
+use crate::boxed::try_box;
+use crate::config::{Config, Paging};
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
+use crate::shadow::{Mmu, Shadow};
 use crate::stats::Counter;
 use crate::sync::{AtomicU64, Lock, LockGuard, Locking, Ordering, Side};
 use entry::Stamp;
@@ -39,6 +42,8 @@ pub(crate) struct Tree<H: Host, F: Format> {
     stamps: CachePadded<StampCounter>,
     pub(crate) published: PublishedRanges,
     pub(crate) epochs: Epochs,
+    /// What hardware walks instead of this tree.
+    pub(crate) shadow: Option<Box<Shadow>>,
     /// Away from what faults read.
     nr_reclaimed: CachePadded<AtomicU64>,
     format: PhantomData<F>,
@@ -54,6 +59,10 @@ pub(crate) struct LockedSection<'a, H: Host> {
 impl<H: Host, F: Format> Tree<H, F> {
     /// A tree with an empty root.
     pub(crate) fn new(host: H, config: Config) -> Result<Tree<H, F>, Error> {
+        let shadow = match config.paging {
+            Paging::SecondStage => None,
+            Paging::Shadow(paging) => Some(try_box(Shadow::new(paging)?)?),
+        };
         let root = frames::new_root::<H, F>(&host).ok_or(Error::OutOfMemory)?;
         let fences = if host.has_barrier_on_all_cpus() { Fences::Remote } else { Fences::Both };
         Ok(Tree {
@@ -65,6 +74,7 @@ impl<H: Host, F: Format> Tree<H, F> {
             stamps: CachePadded::new(StampCounter::new()),
             published: PublishedRanges::default(),
             epochs: Epochs::new(fences),
+            shadow,
             nr_reclaimed: CachePadded::new(AtomicU64::new(0)),
             format: PhantomData,
         })
@@ -126,8 +136,22 @@ impl<H: Host, F: Format> Tree<H, F> {
         guard
     }
 
-    /// Flushes `ranges` on all CPUs.
+    /// The shadow tables, if hardware walks such.
+    #[inline]
+    pub(crate) fn mmu<'a>(&'a self, record: &'a Record) -> Option<Mmu<'a, H, F>> {
+        self.shadow.as_deref().map(|shadow| Mmu::new(self, shadow, record))
+    }
+
+    /// Flushes `ranges` on all CPUs; before that, in the shadow tables.
     pub(crate) fn flush(&self, record: &Record, ranges: &[GfnRange]) {
+        match self.mmu(record) {
+            None => self.flush_cpus(record, ranges),
+            Some(mmu) => mmu.flush(ranges),
+        }
+    }
+
+    /// Flushes `ranges` on all CPUs, whose shadow tables say already what they may.
+    pub(crate) fn flush_cpus(&self, record: &Record, ranges: &[GfnRange]) {
         record.stats.count(Counter::Flushes);
         self.host.flush(ranges);
     }

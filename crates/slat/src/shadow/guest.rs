@@ -1,0 +1,541 @@
+//! The guest's own page tables as the architecture defines them: which paging mode the registers select, what an entry
+//! says, and whether it allows an access. Shadow tables are made from this, and from nothing else that is the guest's.
+//!
+//! Nothing here touches memory. The caller reads an entry at the address that [`GuestMode::entry_gpa`] gives and has it
+//! [decoded](GuestMode::decode); for a table it goes on there, one level down, with the rights of all entries so far
+//! [combined](Rights::and); with a leaf it [checks](GuestMode::check) the access, and sets in memory the
+//! [marks](Decoded::missing_marks) that the CPU would set. Reserved bits are thus looked at on the way and rights at the
+//! end, in the order that page faults need: one with RSVD says nothing of rights.
+//!
+//! Sections are those of the Intel SDM vol. 3A in editions where "Paging" is chapter 4 (it is 5 in later ones). Three
+//! choices where processors differ: 1 GiB pages, PSE-36 and execute-disable are there. Bit 8 of an entry that points to
+//! a table is ignored, as Intel has it. And with PAE the four PDPTEs are read from memory at each walk, as AMD's
+//! processors do for a guest with nested paging (APM vol. 2, "Legacy PAE Mode" under 15.25): a reserved bit in one is a
+//! #PF when it is used, not a #GP when CR3 is loaded.
+
+use super::registers::{
+    CR0_PE, CR0_PG, CR0_WP, CR3_KEEP, CR3_PCID, CR4_LA57, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_PSE, CR4_SMAP, CR4_SMEP,
+    CR4_UNSUPPORTED, EFER_LMA, EFER_LME, EFER_NXE, GuestAccess, PagingRegisters, Privilege,
+};
+use crate::addr::{Access, Gfn, Gpa, Gva, LEVEL_SHIFT, Level, PAGE_SHIFT, PAGE_SIZE};
+
+/// P, bit 0 of an entry.
+pub(crate) const PRESENT: u64 = 1 << 0;
+/// R/W, bit 1.
+pub(crate) const READ_WRITE: u64 = 1 << 1;
+/// U/S, bit 2.
+pub(crate) const USER: u64 = 1 << 2;
+/// A, bit 5, in every mode; PAE's PDPTEs have none.
+pub(crate) const ACCESSED: u64 = 1 << 5;
+/// D, bit 6, in leaves of every mode.
+pub(crate) const DIRTY: u64 = 1 << 6;
+/// PS, bit 7, in entries that may be leaves above level 1; at level 1 the bit is PAT.
+pub(crate) const PAGE_SIZE_BIT: u64 = 1 << 7;
+/// G, bit 8, in leaves.
+pub(crate) const GLOBAL: u64 = 1 << 8;
+/// XD (NX), bit 63 of an entry of 8 bytes.
+pub(crate) const EXECUTE_DISABLE: u64 = 1 << 63;
+
+/// Bits of a #PF's error code (4.7). P: every entry was present.
+pub(crate) const FAULT_PRESENT: u32 = 1 << 0;
+/// W/R: a write.
+pub(crate) const FAULT_WRITE: u32 = 1 << 1;
+/// U/S: by user code.
+pub(crate) const FAULT_USER: u32 = 1 << 2;
+/// RSVD: an entry has a reserved bit set. P is then set as well.
+pub(crate) const FAULT_RESERVED: u32 = 1 << 3;
+/// I/D: an instruction fetch.
+pub(crate) const FAULT_FETCH: u32 = 1 << 4;
+
+/// Address in an entry of 8 bytes, bits 51:12.
+const ADDRESS: u64 = bits(12, 51);
+/// Address in a 32-bit entry, bits 31:12.
+const ADDRESS_32: u64 = bits(12, 31);
+/// Address bits 31:22 in a PDE that maps 4 MiB (table 4-4).
+const ADDRESS_4M: u64 = bits(22, 31);
+/// Address bits 39:32 in a PDE that maps 4 MiB (table 4-4).
+const PSE36: u64 = bits(13, 20);
+/// From their place in the entry to their place in the address.
+const PSE36_SHIFT: u32 = 32 - 13;
+/// Reserved in a PDE that maps 4 MiB, whatever the guest's physical addresses (table 4-4: MAXPHYADDR counts as 40 at most).
+const RESERVED_4M: u64 = 1 << 21;
+/// Reserved in a PDPTE of PAE (table 4-8), besides the bits above the address.
+const RESERVED_PDPTE: u64 = bits(1, 2) | bits(5, 8);
+/// Address of PAE's table of PDPTEs in CR3 (table 4-7).
+const PDPT_ADDRESS: u64 = bits(5, 31);
+/// log2 of the entries in a table of 32-bit paging.
+const LEVEL_SHIFT_32: u32 = 10;
+
+/// A mask of bits `low` to `high`, both included; empty if there are none.
+const fn bits(low: u32, high: u32) -> u64 {
+    if low <= high { u64::MAX << low & u64::MAX >> (63 - high) } else { 0 }
+}
+
+/// The guest did what raises #GP(0).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct GeneralProtection;
+
+/// The paging modes (4.1.1).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum PagingMode {
+    /// CR0.PG is clear: addresses are guest-physical ones.
+    Off,
+    /// 32-bit paging: two levels of 1024 entries of 4 bytes.
+    TwoLevel,
+    /// PAE paging: three levels, the root has four entries.
+    Pae,
+    /// 4-level paging, in long mode.
+    FourLevel,
+    /// 5-level paging, in long mode.
+    FiveLevel,
+}
+
+impl PagingMode {
+    const fn is_long(self) -> bool {
+        matches!(self, PagingMode::FourLevel | PagingMode::FiveLevel)
+    }
+}
+
+bitflags::bitflags! {
+    /// Modifiers of a paging mode (4.1.3), each only where it takes effect.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+    struct Modifiers: u8 {
+        const WRITE_PROTECT = 1 << 0;
+        const PAGE_SIZE_EXTENSIONS = 1 << 1;
+        const GLOBAL_PAGES = 1 << 2;
+        const PCIDS = 1 << 3;
+        const SMEP = 1 << 4;
+        const SMAP = 1 << 5;
+        const NO_EXECUTE = 1 << 6;
+    }
+}
+
+/// What a load of CR3 does to cached translations of the PCID that it names (4.10.4.1).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Keep {
+    /// They may stay.
+    Keep,
+    /// They must go, all but the global ones.
+    Flush,
+}
+
+/// What the paging registers select, decoded once. Two modes are equal if they give every entry the same meaning and
+/// every access the same rights: a modifier that has no effect in its paging mode is not kept.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct GuestMode {
+    paging: PagingMode,
+    modifiers: Modifiers,
+    /// Guest-physical address bits, the guest's MAXPHYADDR.
+    gpa_bits: u8,
+}
+
+impl GuestMode {
+    /// The mode that `registers` select, for a guest with `gpa_bits` guest-physical address bits (32 to 52).
+    ///
+    /// # Errors
+    /// Registers that no vCPU can hold, because the instruction that would make them so raises #GP: PG without PE; LME and
+    /// PG without PAE (4.1.2); PCIDE outside long mode (4.10.1); a reserved bit of CR3; a bit of CR4 that shadow paging
+    /// does not support ([`PagingRegisters::cr4`]).
+    pub(crate) fn new(registers: PagingRegisters, gpa_bits: u32) -> Result<GuestMode, GeneralProtection> {
+        let PagingRegisters { cr0, cr3, cr4, efer } = registers;
+        let paging = match (cr0 & CR0_PG != 0, efer & EFER_LME != 0, cr4 & CR4_PAE != 0) {
+            (false, ..) => PagingMode::Off,
+            _ if cr0 & CR0_PE == 0 => return Err(GeneralProtection),
+            (true, false, false) => PagingMode::TwoLevel,
+            (true, false, true) => PagingMode::Pae,
+            (true, true, false) => return Err(GeneralProtection),
+            (true, true, true) if cr4 & CR4_LA57 != 0 => PagingMode::FiveLevel,
+            (true, true, true) => PagingMode::FourLevel,
+        };
+        if cr4 & CR4_UNSUPPORTED != 0 || cr4 & CR4_PCIDE != 0 && !paging.is_long() {
+            return Err(GeneralProtection);
+        }
+        let is_on = paging != PagingMode::Off;
+        let mut modifiers = Modifiers::empty();
+        modifiers.set(Modifiers::WRITE_PROTECT, is_on && cr0 & CR0_WP != 0);
+        modifiers.set(Modifiers::PAGE_SIZE_EXTENSIONS, paging == PagingMode::TwoLevel && cr4 & CR4_PSE != 0);
+        modifiers.set(Modifiers::GLOBAL_PAGES, is_on && cr4 & CR4_PGE != 0);
+        modifiers.set(Modifiers::PCIDS, cr4 & CR4_PCIDE != 0);
+        modifiers.set(Modifiers::SMEP, is_on && cr4 & CR4_SMEP != 0);
+        modifiers.set(Modifiers::SMAP, is_on && cr4 & CR4_SMAP != 0);
+        modifiers.set(Modifiers::NO_EXECUTE, is_on && paging != PagingMode::TwoLevel && efer & EFER_NXE != 0);
+        let mode = GuestMode { paging, modifiers, gpa_bits: gpa_bits as u8 };
+        if cr3 & (CR3_KEEP | mode.reserved_cr3(gpa_bits)) != 0 {
+            return Err(GeneralProtection);
+        }
+        Ok(mode)
+    }
+
+    /// The mode that `new` selects, if a vCPU that has `old` may get there. One instruction changes one register, and the
+    /// rules of MOV to CR0, MOV to CR4 and WRMSR then hold; if more than one register changes, it is a reset or a saved
+    /// state that is loaded, and `new` has only to be possible. (LMA does not count: the CPU changes it with CR0.PG.)
+    ///
+    /// What depends on the code segment is the caller's to check: neither setting PG with LME in a 64-bit segment nor
+    /// clearing PG in 64-bit mode is allowed.
+    ///
+    /// # Errors
+    /// As [`GuestMode::new`], which has the rules for PG, PAE and for turning paging off with PCIDE; besides: LA57 changes in
+    /// long mode, LME changes while paging is on (4.1.2), or PCIDE is set while the PCID in CR3 is not 0 (4.10.1).
+    pub(crate) fn check_change(
+        old: PagingRegisters,
+        new: PagingRegisters,
+        gpa_bits: u32,
+    ) -> Result<GuestMode, GeneralProtection> {
+        let mode = GuestMode::new(new, gpa_bits)?;
+        let efer = (old.efer ^ new.efer) & !EFER_LMA;
+        let changes = [old.cr0 ^ new.cr0, old.cr3 ^ new.cr3, old.cr4 ^ new.cr4, efer];
+        if changes.iter().filter(|&&change| change != 0).count() != 1 {
+            return Ok(mode);
+        }
+        let [_, _, cr4, efer] = changes;
+        let la57 = cr4 & CR4_LA57 != 0 && mode.paging.is_long();
+        let pcide = cr4 & new.cr4 & CR4_PCIDE != 0 && new.cr3 & CR3_PCID != 0;
+        let lme = efer & EFER_LME != 0 && new.cr0 & CR0_PG != 0;
+        if la57 || pcide || lme { Err(GeneralProtection) } else { Ok(mode) }
+    }
+
+    /// The paging mode.
+    pub(crate) fn paging(self) -> PagingMode {
+        self.paging
+    }
+
+    /// Whether supervisors too need [`Rights::WRITE`] to write: CR0.WP, with paging.
+    pub(crate) fn write_protect(self) -> bool {
+        self.modifiers.contains(Modifiers::WRITE_PROTECT)
+    }
+
+    /// Whether supervisors may not execute user pages: CR4.SMEP, with paging.
+    pub(crate) fn smep(self) -> bool {
+        self.modifiers.contains(Modifiers::SMEP)
+    }
+
+    /// Whether supervisors may touch user pages only with EFLAGS.AC: CR4.SMAP, with paging.
+    pub(crate) fn smap(self) -> bool {
+        self.modifiers.contains(Modifiers::SMAP)
+    }
+
+    /// Whether entries can forbid execution: EFER.NXE, with entries of 8 bytes. Where they cannot, all pages can be
+    /// executed.
+    pub(crate) fn no_execute(self) -> bool {
+        self.modifiers.contains(Modifiers::NO_EXECUTE)
+    }
+
+    /// Whether 32-bit paging has pages of 4 MiB: CR4.PSE.
+    pub(crate) fn page_size_extensions(self) -> bool {
+        self.modifiers.contains(Modifiers::PAGE_SIZE_EXTENSIONS)
+    }
+
+    /// Whether translations are tagged with PCIDs: CR4.PCIDE.
+    pub(crate) fn pcide(self) -> bool {
+        self.modifiers.contains(Modifiers::PCIDS)
+    }
+
+    /// Whether leaves can be global: CR4.PGE, with paging.
+    pub(crate) fn global_pages(self) -> bool {
+        self.modifiers.contains(Modifiers::GLOBAL_PAGES)
+    }
+
+    /// Level of the entries in the guest's root table, which is also the number of levels. Without paging there are none,
+    /// and it is 0.
+    pub(crate) fn root_level(self) -> Level {
+        Level(match self.paging {
+            PagingMode::Off => 0,
+            PagingMode::TwoLevel => 2,
+            PagingMode::Pae => 3,
+            PagingMode::FourLevel => 4,
+            PagingMode::FiveLevel => 5,
+        })
+    }
+
+    /// Number of levels of the shadow tables, which are always long mode's.
+    pub(crate) fn shadow_levels(self) -> u8 {
+        if self.paging == PagingMode::FiveLevel { 5 } else { 4 }
+    }
+
+    /// Bytes of one of the guest's entries: 4 or 8.
+    pub(crate) fn entry_bytes(self) -> u64 {
+        if self.paging == PagingMode::TwoLevel { 4 } else { 8 }
+    }
+
+    /// Address of the guest's root table, for CR3's value `cr3` (tables 4-3, 4-7, 4-12 and 4-13). A multiple of 4096; with
+    /// PAE paging, of 32. It means nothing without paging.
+    pub(crate) fn root_table(self, cr3: u64) -> Gpa {
+        Gpa(cr3
+            & match self.paging {
+                PagingMode::Off | PagingMode::TwoLevel => ADDRESS_32,
+                PagingMode::Pae => PDPT_ADDRESS,
+                PagingMode::FourLevel | PagingMode::FiveLevel => ADDRESS,
+            })
+    }
+
+    /// Address of the entry for `gva` in the table at `table`, whose entries are of `level`, 1 to
+    /// [`root_level`](Self::root_level) (4.3, 4.4.2, 4.5).
+    pub(crate) fn entry_gpa(self, table: Gpa, level: Level, gva: Gva) -> Gpa {
+        let (level_shift, index_bits) = match (self.paging, level) {
+            (PagingMode::TwoLevel, _) => (LEVEL_SHIFT_32, LEVEL_SHIFT_32),
+            (PagingMode::Pae, Level::L1G) => (LEVEL_SHIFT, 2),
+            _ => (LEVEL_SHIFT, LEVEL_SHIFT),
+        };
+        let shift = PAGE_SHIFT + level_shift * (u32::from(level.0) - 1);
+        let index = gva.0 >> shift & bits(0, index_bits - 1);
+        Gpa(table.0 + index * self.entry_bytes())
+    }
+
+    /// Whether `gva` is an address that the mode can translate: canonical with 48 or 57 bits in long mode (SDM vol. 1,
+    /// 3.3.7.1), one of 32 bits in the others.
+    pub(crate) fn is_canonical(self, gva: Gva) -> bool {
+        let unused_bits = match self.paging {
+            PagingMode::Off | PagingMode::TwoLevel | PagingMode::Pae => return gva.0 <= u64::from(u32::MAX),
+            PagingMode::FourLevel => 64 - 48,
+            PagingMode::FiveLevel => 64 - 57,
+        };
+        (gva.0 << unused_bits) as i64 >> unused_bits == gva.0 as i64
+    }
+
+    /// What `entry` says, an entry of `level`, 1 to [`root_level`](Self::root_level). With 32-bit paging it is in the lower
+    /// half, and the upper half is not looked at. Without paging there is no entry: it is not present.
+    pub(crate) fn decode(self, entry: u64, level: Level) -> Decoded {
+        if entry & PRESENT == 0 {
+            return Decoded::NotPresent;
+        }
+        match (self.paging, level) {
+            (PagingMode::Off, _) => Decoded::NotPresent,
+            (PagingMode::TwoLevel, _) => self.decode_4_bytes(entry & bits(0, 31), level),
+            (PagingMode::Pae, Level::L1G) => self.decode_pdpte(entry),
+            _ => self.decode_8_bytes(entry, level),
+        }
+    }
+
+    /// 32-bit paging (tables 4-4 to 4-6).
+    fn decode_4_bytes(self, entry: u64, level: Level) -> Decoded {
+        if level == Level::L4K {
+            return self.leaf(entry, Gpa(entry & ADDRESS_32), 1);
+        }
+        let can_be_leaf = self.modifiers.contains(Modifiers::PAGE_SIZE_EXTENSIONS);
+        if !can_be_leaf || entry & PAGE_SIZE_BIT == 0 {
+            return Decoded::table(entry, ADDRESS_32);
+        }
+        let address = entry & ADDRESS_4M | (entry & PSE36) << PSE36_SHIFT;
+        if entry & RESERVED_4M != 0 || address & self.beyond_memory(39) != 0 {
+            return Decoded::Reserved;
+        }
+        self.leaf(entry, Gpa(address), 1 << LEVEL_SHIFT_32)
+    }
+
+    /// PAE's root entries (table 4-8), which have neither rights nor marks.
+    fn decode_pdpte(self, entry: u64) -> Decoded {
+        if entry & (RESERVED_PDPTE | self.beyond_memory(63)) != 0 {
+            return Decoded::Reserved;
+        }
+        Decoded::Table { table: Gpa(entry & ADDRESS), rights: Rights::ALL, is_accessed: true }
+    }
+
+    /// PAE paging below the root (tables 4-9 to 4-11), 4-level and 5-level paging (tables 4-14 to 4-20).
+    fn decode_8_bytes(self, entry: u64, level: Level) -> Decoded {
+        // Long mode ignores bits 62:52. With PAE paging they are reserved, like the address bits that the guest lacks.
+        let mut reserved = self.beyond_memory(if self.paging == PagingMode::Pae { 62 } else { 51 });
+        if !self.no_execute() {
+            reserved |= EXECUTE_DISABLE;
+        }
+        let is_leaf = level == Level::L4K || entry & PAGE_SIZE_BIT != 0;
+        if is_leaf {
+            // Between PAT (bit 12) and the address of a large page.
+            reserved |= (level.size_bytes() - 1) & !(2 * PAGE_SIZE - 1);
+        }
+        if level > Level::L1G {
+            reserved |= PAGE_SIZE_BIT;
+        }
+        if entry & reserved != 0 {
+            return Decoded::Reserved;
+        }
+        if !is_leaf {
+            return Decoded::table(entry, ADDRESS);
+        }
+        // PAT is the only bit of `ADDRESS` that may be set here and is none of the address.
+        self.leaf(entry, Gpa(entry & ADDRESS & !(level.size_bytes() - 1)), level.nr_pages())
+    }
+
+    fn leaf(self, entry: u64, address: Gpa, nr_pages: u64) -> Decoded {
+        Decoded::Leaf(GuestLeaf {
+            gfn: address.gfn(),
+            nr_pages,
+            rights: Rights::of(entry),
+            is_global: self.global_pages() && entry & GLOBAL != 0,
+            is_accessed: entry & ACCESSED != 0,
+            is_dirty: entry & DIRTY != 0,
+        })
+    }
+
+    /// Whether `rights`, those of the leaf and of all entries above it, allow `access` (4.6.1). Without paging everything
+    /// is allowed if `rights` are [`Rights::ALL`].
+    ///
+    /// # Errors
+    /// The error code of the guest's #PF, with P set.
+    pub(crate) fn check(self, rights: Rights, access: GuestAccess) -> Result<(), u32> {
+        let is_user_page = rights.has(Rights::USER);
+        let may_touch = match access.privilege {
+            Privilege::User => is_user_page,
+            Privilege::Supervisor => !(is_user_page && self.smap()),
+            Privilege::SupervisorWithAc => true,
+        };
+        let is_user = access.privilege == Privilege::User;
+        let is_allowed = match access.access {
+            Access::Read => may_touch,
+            Access::Write => may_touch && (rights.has(Rights::WRITE) || !is_user && !self.write_protect()),
+            // SMAP is for data; for instructions there is SMEP.
+            Access::Execute => {
+                rights.has(Rights::EXECUTE) && if is_user { is_user_page } else { !(is_user_page && self.smep()) }
+            }
+        };
+        if is_allowed { Ok(()) } else { Err(self.error_code(access, FAULT_PRESENT)) }
+    }
+
+    /// The error code of a #PF for `access` (4.7), with `flags`: none if an entry was not present, [`FAULT_PRESENT`] if the
+    /// rights did not suffice, [`FAULT_PRESENT`] and [`FAULT_RESERVED`] for an entry that is [`Decoded::Reserved`].
+    pub(crate) fn error_code(self, access: GuestAccess, flags: u32) -> u32 {
+        let mut error_code = flags;
+        if access.privilege == Privilege::User {
+            error_code |= FAULT_USER;
+        }
+        match access.access {
+            Access::Write => error_code |= FAULT_WRITE,
+            // A CPU in which nothing forbids execution does not tell fetches from reads.
+            Access::Execute if self.smep() || self.no_execute() => error_code |= FAULT_FETCH,
+            Access::Execute | Access::Read => (),
+        }
+        error_code
+    }
+
+    /// What MOV to CR3 with the operand `value` does: the value that CR3 gets, which has no bit 63, and what becomes of
+    /// cached translations (4.10.4.1). `gpa_bits` as in [`GuestMode::new`].
+    ///
+    /// # Errors
+    /// Bit 63 without PCIDs, or another reserved bit.
+    pub(crate) fn check_cr3(self, value: u64, gpa_bits: u32) -> Result<(u64, Keep), GeneralProtection> {
+        let cr3 = value & !CR3_KEEP;
+        let keep = match (value != cr3, self.pcide()) {
+            (true, true) => Keep::Keep,
+            (true, false) => return Err(GeneralProtection),
+            (false, _) => Keep::Flush,
+        };
+        if cr3 & self.reserved_cr3(gpa_bits) != 0 { Err(GeneralProtection) } else { Ok((cr3, keep)) }
+    }
+
+    /// The PCID in CR3's value `cr3`; 0 without PCIDs (4.10.1).
+    pub(crate) fn pcid(self, cr3: u64) -> u16 {
+        if self.pcide() { (cr3 & CR3_PCID) as u16 } else { 0 }
+    }
+
+    /// Reserved bits of CR3 below bit 63 (tables 4-12 and 4-13). Outside long mode CR3's upper half is ignored (tables 4-3
+    /// and 4-7), and there is no instruction that sets it.
+    fn reserved_cr3(self, gpa_bits: u32) -> u64 {
+        if self.paging.is_long() { bits(gpa_bits, 62) } else { 0 }
+    }
+
+    /// Address bits, up to bit `last`, of no guest-physical address.
+    fn beyond_memory(self, last: u32) -> u64 {
+        bits(self.gpa_bits.into(), last)
+    }
+}
+
+/// What a guest's entry says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Decoded {
+    /// P is clear; all else is the guest's own business.
+    NotPresent,
+    /// A reserved bit is set: an access through the entry is a #PF with RSVD.
+    Reserved,
+    /// It points to a table of the next lower level.
+    Table {
+        /// Address of the table.
+        table: Gpa,
+        /// What the entry allows for all that is below.
+        rights: Rights,
+        /// Whether A is set, or the entry has none.
+        is_accessed: bool,
+    },
+    /// It maps memory.
+    Leaf(GuestLeaf),
+}
+
+/// What a guest's leaf maps.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct GuestLeaf {
+    /// First frame of the page.
+    pub gfn: Gfn,
+    /// Size of the page in base pages: 1; 512 (2 MiB), 1024 (4 MiB, 32-bit paging); 2^18 (1 GiB).
+    pub nr_pages: u64,
+    /// What the leaf itself allows.
+    pub rights: Rights,
+    /// Whether its translations are global: G, if CR4.PGE makes that count.
+    pub is_global: bool,
+    /// A.
+    pub is_accessed: bool,
+    /// D.
+    pub is_dirty: bool,
+}
+
+impl Decoded {
+    fn table(entry: u64, address: u64) -> Decoded {
+        Decoded::Table { table: Gpa(entry & address), rights: Rights::of(entry), is_accessed: entry & ACCESSED != 0 }
+    }
+
+    /// The bits that must be set in the entry in memory before `access` goes through it (4.8); 0 if there are none.
+    pub(crate) fn missing_marks(self, access: Access) -> u64 {
+        match self {
+            Decoded::Table { is_accessed: false, .. } => ACCESSED,
+            Decoded::Leaf(leaf) => leaf.missing_marks(access),
+            Decoded::NotPresent | Decoded::Reserved | Decoded::Table { .. } => 0,
+        }
+    }
+}
+
+impl GuestLeaf {
+    /// As [`Decoded::missing_marks`].
+    pub(crate) fn missing_marks(self, access: Access) -> u64 {
+        let accessed = if self.is_accessed { 0 } else { ACCESSED };
+        let dirty = if self.is_dirty || access != Access::Write { 0 } else { DIRTY };
+        accessed | dirty
+    }
+}
+
+/// What an entry, or all entries of a walk together, allow. Reading is always allowed, to a supervisor at least.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Rights(pub(crate) u8);
+
+impl Rights {
+    /// R/W: it may be written.
+    pub(crate) const WRITE: Rights = Rights(1 << 0);
+    /// U/S: it is a user page; user code may have it.
+    pub(crate) const USER: Rights = Rights(1 << 1);
+    /// Not XD: it may be executed.
+    pub(crate) const EXECUTE: Rights = Rights(1 << 2);
+    /// All of them, which a walk starts with.
+    pub(crate) const ALL: Rights = Rights(0b111);
+
+    /// The rights in an entry that is not reserved. (XD is reserved where it has no meaning, and clear in a 32-bit entry.)
+    fn of(entry: u64) -> Rights {
+        let write = if entry & READ_WRITE != 0 { Rights::WRITE.0 } else { 0 };
+        let user = if entry & USER != 0 { Rights::USER.0 } else { 0 };
+        let execute = if entry & EXECUTE_DISABLE == 0 { Rights::EXECUTE.0 } else { 0 };
+        Rights(write | user | execute)
+    }
+
+    /// What both allow.
+    pub(crate) fn and(self, other: Rights) -> Rights {
+        Rights(self.0 & other.0)
+    }
+
+    /// Whether all of `other` is allowed.
+    pub(crate) fn has(self, other: Rights) -> bool {
+        self.0 & other.0 == other.0
+    }
+}
+
+#[cfg(test)]
+#[path = "guest_tests.rs"]
+mod tests;
+
+#[cfg(test)]
+#[path = "guest_model_tests.rs"]
+mod model_tests;

@@ -1,0 +1,385 @@
+//! Making shadow entries: pages, links to them, leaves.
+
+use super::frames::Frame;
+use super::memory::{self, NoMemory};
+use super::page::{EntryPlace, PageNumber, PageRef, SyncState, Target};
+use super::role::Role;
+use super::zap::Debt;
+use super::{ACCESSED, ADDRESS, DIRTY, GLOBAL, Mmu, NO_EXECUTE, PAGE_SIZE_BIT, PRESENT, USER, WRITABLE};
+use crate::addr::{Access, Gfn, Hpa, Level};
+use crate::error::Error;
+use crate::format::Format;
+use crate::host::{AllocationWait, Host, TableNode};
+use crate::shadow::guest::{GuestMode, Rights};
+use crate::stats::Counter;
+use crate::sync::Ordering;
+use crate::table::frames;
+
+/// Why an entry could not be made.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum NotMade {
+    /// Something has changed since the walk: walk again.
+    Changed,
+    /// The second stage must be asked for the frame.
+    NotMapped,
+    /// The leaf must be smaller.
+    TooLarge,
+    /// The frame holds a table of the guest's that it may not write.
+    Tracked,
+}
+
+impl From<NoMemory> for NotMade {
+    fn from(_: NoMemory) -> NotMade {
+        // Where the table was, the walk finds out what there is now.
+        NotMade::Changed
+    }
+}
+
+/// A guest entry that a shadow entry is made from, as the walk has read it; `None` where it is made from nothing.
+pub(super) type SeenEntry = Option<u64>;
+
+/// What a shadow leaf is to be.
+#[derive(Clone, Copy)]
+pub(super) struct ShadowLeaf {
+    /// The first frame of its block.
+    pub(super) gfn: Gfn,
+    /// What the guest's tables allow, all entries together.
+    pub(super) rights: Rights,
+    /// Whether the guest's own leaf is dirty, so that writes need not be seen.
+    pub(super) is_dirty: bool,
+    pub(super) is_global: bool,
+}
+
+/// Whether hardware, which always heeds write protection, must be shown other rights to a user's page that cannot be written,
+/// because the guest's supervisor does not heed it (CR0.WP clear).
+fn is_written_by_supervisor_alone(role: Role, rights: Rights) -> bool {
+    !role.heeds_write_protection() && rights.has(Rights::USER) && !rights.has(Rights::WRITE)
+}
+
+/// The bits of a shadow leaf that give rights, for `access`, as far as the guest's tables go. `may_write` if writes need not be
+/// seen.
+///
+/// With CR0.WP clear a user's read-only page has two faces: the user may read it, or the supervisor write it. (Where SMAP is in
+/// force, the second would hide from it that the page is the user's: such writes are emulated.)
+pub(super) fn leaf_rights(role: Role, rights: Rights, access: Access, may_write: bool) -> u64 {
+    let mut bits = 0;
+    if rights.has(Rights::USER) {
+        bits |= USER;
+    }
+    if may_write && (rights.has(Rights::WRITE) || !role.heeds_write_protection() && !rights.has(Rights::USER)) {
+        bits |= WRITABLE;
+    }
+    if !rights.has(Rights::EXECUTE) {
+        bits |= NO_EXECUTE;
+    }
+    if access == Access::Write && may_write && is_written_by_supervisor_alone(role, rights) {
+        bits = bits & !USER | WRITABLE;
+        if role.has_smep() {
+            // It is no page of the supervisor's, and must not be executed as one.
+            bits |= NO_EXECUTE;
+        }
+    }
+    bits
+}
+
+/// Whether `leaf`, a shadow leaf, gives no rights but those that the guest's tables give now.
+pub(super) fn leaf_is_within(role: Role, rights: Rights, is_dirty: bool, leaf: u64) -> bool {
+    let faces = [Access::Read, Access::Write].map(|access| leaf_rights(role, rights, access, is_dirty));
+    faces.iter().any(|face| leaf & !face & (WRITABLE | USER) == 0 && face & !leaf & NO_EXECUTE == 0)
+}
+
+impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
+    /// The page made from `gfn` in `role`; a new one if there is none. Called with no lock held.
+    pub(super) fn page_for(&self, gfn: Gfn, role: Role) -> Result<PageRef, Error> {
+        self.touch(gfn)?;
+        let Some(frame) = self.shadow.frames.get(gfn, Level::L4K) else { return Err(Error::OutOfMemory) };
+        let found = {
+            let _guard = frame.lock.lock(self.host());
+            self.find_page(frame, role)
+        };
+        let reference = match found {
+            Some(reference) => reference,
+            None => self.new_page(frame, gfn, role)?,
+        };
+        self.finish_tracking(reference);
+        Ok(reference)
+    }
+
+    /// The page of `frame` in `role`. The caller holds the frame's lock.
+    fn find_page(&self, frame: &Frame, role: Role) -> Option<PageRef> {
+        let mut number = frame.pages.load(Ordering::Relaxed);
+        while number != 0 {
+            let page = self.shadow.pages.get(number);
+            // All of the role, and the frame is the list's: a page is never used for anything else.
+            if page.role() == role {
+                let generation = page.generation();
+                debug_assert!(generation.is_some(), "a dead page is in a list");
+                return generation.map(|generation| PageRef { number, generation });
+            }
+            number = page.next_of_frame.load(Ordering::Relaxed);
+        }
+        None
+    }
+
+    /// Makes a page of `gfn`, unless somebody else does.
+    fn new_page(&self, frame: &Frame, gfn: Gfn, role: Role) -> Result<PageRef, Error> {
+        let pages = &self.shadow.pages;
+        let number = self.claim_record()?;
+        let host = self.host();
+        let placement = self.tree.config.fault_table_placement.node_for(host, None);
+        let Some(table) = self.allocate_table(placement) else {
+            pages.release(number);
+            return Err(Error::OutOfMemory);
+        };
+        let page = pages.get(number);
+        let generation = page.prepare(gfn, role, table);
+        let mut debt = Debt::new();
+        if role.is_of_table() {
+            // Before the page is listed: from then on no leaf of a block around it is made.
+            for level in [Level::L2M, Level::L1G] {
+                if let Some(block) = self.shadow.frames.get(gfn, level) {
+                    {
+                        let _guard = block.lock.lock(host);
+                        block.nr_tables().fetch_add(1, Ordering::Relaxed);
+                    }
+                    self.drop_leaves(gfn.align_down(level), level, &mut debt);
+                }
+            }
+        }
+        let found = {
+            let _guard = frame.lock.lock(host);
+            let found = self.find_page(frame, role);
+            if found.is_none() {
+                page.next_of_frame.store(frame.pages.load(Ordering::Relaxed), Ordering::Relaxed);
+                frame.pages.store(number, Ordering::Relaxed);
+                if role.is_of_table() && role.level() == Level::L4K {
+                    page.set_sync_state(SyncState::Unsync);
+                    pages.note_unsync(number);
+                } else if role.is_of_table() {
+                    self.protect_leaves(frame, &mut debt);
+                }
+                page.come_alive();
+            }
+            found
+        };
+        debt.pay(self);
+        match found {
+            None => {
+                self.count(Counter::ShadowPagesBuilt);
+                Ok(PageRef { number, generation })
+            }
+            Some(found) => {
+                if role.is_of_table() {
+                    self.untrack(gfn);
+                }
+                self.free_unused_table(table);
+                pages.release(number);
+                Ok(found)
+            }
+        }
+    }
+
+    /// Takes the right to write from all leaves of the frame, whose lock the caller holds.
+    pub(super) fn protect_leaves(&self, frame: &Frame, debt: &mut Debt) {
+        let mut next = EntryPlace::from_number(frame.leaves.load(Ordering::Relaxed));
+        while let Some(place) = next {
+            next = self.shadow.pages.behind(place);
+            let page = self.shadow.pages.get(place.page);
+            let cell = self.cell(page.table(), place.index);
+            if cell.load(Ordering::Relaxed) & WRITABLE != 0 {
+                debt.incur(self);
+                cell.fetch_and(!WRITABLE, Ordering::AcqRel);
+            }
+        }
+    }
+
+    /// Makes sure that no CPU can write the table of an upper level that the page is made from, from what it has cached.
+    fn finish_tracking(&self, reference: PageRef) {
+        let page = self.shadow.pages.get(reference.number);
+        let role = page.role();
+        let tracked = reference.generation.wrapping_add(1);
+        if !role.is_of_table()
+            || role.level() == Level::L4K
+            || page.tracked_generation.load(Ordering::Acquire) == tracked
+        {
+            return;
+        }
+        // No leaf of the table may be written since the page is listed. Whose flush for that is under way has counted itself;
+        // so has who has taken such a leaf away before. It would be over some time; this page is wanted now.
+        if self.is_in_debt() {
+            self.flush_cpus(&[self.tree.whole()]);
+        }
+        page.tracked_generation.store(tracked, Ordering::Release);
+    }
+
+    fn claim_record(&self) -> Result<PageNumber, Error> {
+        // As often as others may snatch what was evicted.
+        for _ in 0..64 {
+            if let Some(number) = self.shadow.pages.claim()? {
+                return Ok(number);
+            }
+            self.evict();
+        }
+        Err(Error::OutOfMemory)
+    }
+
+    fn allocate_table(&self, node: TableNode) -> Option<Hpa> {
+        let table = frames::new_shadow_table::<H, F>(self.host(), node, AllocationWait::Allowed)?;
+        self.count(Counter::TablesAllocated);
+        Some(table)
+    }
+
+    /// Frees a table that no CPU has seen.
+    fn free_unused_table(&self, table: Hpa) {
+        memory::free_unused_table::<H, F>(self.host(), table);
+        self.count(Counter::TablesFreed);
+    }
+
+    /// Whether the guest's entry that entry `index` of `page` is made from still is `seen`. The caller holds the page's lock.
+    fn is_as_seen(&self, page: PageNumber, index: usize, seen: SeenEntry) -> Result<(), NotMade> {
+        let Some(seen) = seen else { return Ok(()) };
+        let (gpa, size_bytes) = self.shadow.pages.get(page).guest_entry(index);
+        if self.read_guest_for_entry(gpa, size_bytes)? == Some(seen) { Ok(()) } else { Err(NotMade::Changed) }
+    }
+
+    /// Makes entry `index` of `above` lead to `below`, whose guest entry is `seen`. Who has walked through it meanwhile has
+    /// made the same of it.
+    pub(super) fn link(
+        &self,
+        mode: GuestMode,
+        above: PageRef,
+        index: usize,
+        seen: SeenEntry,
+        below: PageRef,
+        debt: &mut Debt,
+    ) -> Result<(), NotMade> {
+        let pages = &self.shadow.pages;
+        let page = pages.get(above.number);
+        let child = pages.get(below.number);
+        let place = EntryPlace { page: above.number, index };
+        let _page_guard = page.lock.lock(self.host());
+        if !page.is_alive(above.generation) {
+            return Err(NotMade::Changed);
+        }
+        self.is_as_seen(above.number, index, seen)?;
+        let gfn = child.gfn();
+        let Some(frame) = self.shadow.frames.get(gfn, Level::L4K) else { return Err(NotMade::Changed) };
+        if page.target(index) != Target::Link(below) {
+            self.drop_entry(place, debt);
+            let _guard = frame.lock.lock(self.host());
+            if !child.is_alive(below.generation) || child.gfn() != gfn {
+                return Err(NotMade::Changed);
+            }
+            page.set_target(index, Target::Link(below));
+            pages.push(&child.parents, place);
+        }
+        // From here on a vCPU that flushes finds this parent. What it flushed before is compared now.
+        self.sync_below(mode, below, debt);
+        let _guard = frame.lock.lock(self.host());
+        if page.target(index) != Target::Link(below) {
+            // The page below was taken away.
+            return Err(NotMade::Changed);
+        }
+        self.cell(page.table(), index).store(child.table().0 | PRESENT | WRITABLE | USER | ACCESSED, Ordering::Release);
+        Ok(())
+    }
+
+    /// Makes entry `index` of `reference` a leaf, for `access`, whose guest entry is `seen`.
+    pub(super) fn install_leaf(
+        &self,
+        reference: PageRef,
+        index: usize,
+        seen: SeenEntry,
+        leaf: ShadowLeaf,
+        access: Access,
+        debt: &mut Debt,
+    ) -> Result<(), NotMade> {
+        let pages = &self.shadow.pages;
+        let page = pages.get(reference.number);
+        let place = EntryPlace { page: reference.number, index };
+        let ShadowLeaf { gfn, rights, is_dirty, is_global } = leaf;
+        let _page_guard = page.lock.lock(self.host());
+        if !page.is_alive(reference.generation) {
+            return Err(NotMade::Changed);
+        }
+        let role = page.role();
+        let level = role.level();
+        self.is_as_seen(reference.number, index, seen)?;
+        if !matches!(page.target(index), Target::Leaf(found) if found == gfn) {
+            self.drop_entry(place, debt);
+        }
+        let Some(frame) = self.shadow.frames.get(gfn, level) else { return Err(NotMade::Changed) };
+        let _guard = frame.lock.lock(self.host());
+        let second = self.second_stage(gfn).ok_or(NotMade::NotMapped)?;
+        if second.level < level || (level > Level::L4K && frame.nr_tables().load(Ordering::Relaxed) != 0) {
+            return Err(NotMade::TooLarge);
+        }
+        debug_assert!(second.pfn.0.is_multiple_of(level.nr_pages()));
+        let writes = access == Access::Write;
+        if writes && !second.is_writable {
+            return Err(NotMade::NotMapped);
+        }
+        let may_write = is_dirty
+            && second.is_writable
+            && if writes { self.give_up_tracking(frame)? } else { !self.is_tracked(frame) };
+        let size = if level > Level::L4K { PAGE_SIZE_BIT } else { 0 };
+        let global = if is_global { GLOBAL } else { 0 };
+        let bits = leaf_rights(role, rights, access, may_write);
+        let dirty = if bits & WRITABLE != 0 { DIRTY } else { 0 };
+        let new = second.pfn.hpa().0 & ADDRESS | PRESENT | ACCESSED | size | global | dirty | bits;
+        let cell = self.cell(page.table(), index);
+        let old = cell.load(Ordering::Relaxed);
+        match page.target(index) {
+            Target::None => {
+                page.set_target(index, Target::Leaf(gfn));
+                pages.push(&frame.leaves, place);
+                self.shadow.nr_leaves.fetch_add(1, Ordering::Relaxed);
+            }
+            _ if old & !new & (WRITABLE | USER) != 0 || new & !old & NO_EXECUTE != 0 || (old ^ new) & ADDRESS != 0 => {
+                debt.incur(self);
+            }
+            _ => {}
+        }
+        // Release: who finds the leaf finds it in the list.
+        cell.store(new, Ordering::Release);
+        Ok(())
+    }
+
+    /// Whether the guest's writes to the frame, whose lock the caller holds, must be seen.
+    fn is_tracked(&self, frame: &Frame) -> bool {
+        let mut number = frame.pages.load(Ordering::Relaxed);
+        while number != 0 {
+            let page = self.shadow.pages.get(number);
+            let role = page.role();
+            if role.is_of_table() && (role.level() > Level::L4K || page.sync_state().0 != SyncState::Unsync) {
+                return true;
+            }
+            number = page.next_of_frame.load(Ordering::Relaxed);
+        }
+        false
+    }
+
+    /// Lets the guest write the frame, whose lock the caller holds: the pages made from it are unsync from now on, if all of
+    /// them are of the lowest level.
+    fn give_up_tracking(&self, frame: &Frame) -> Result<bool, NotMade> {
+        for turn in 0..2 {
+            let mut number = frame.pages.load(Ordering::Relaxed);
+            while number != 0 {
+                let page = self.shadow.pages.get(number);
+                let role = page.role();
+                if role.is_of_table() {
+                    if role.level() > Level::L4K {
+                        return Err(NotMade::Tracked);
+                    }
+                    if turn == 1 && page.sync_state().0 != SyncState::Unsync {
+                        page.set_sync_state(SyncState::Unsync);
+                        self.shadow.pages.note_unsync(number);
+                        self.count(Counter::ShadowUnsyncs);
+                    }
+                }
+                number = page.next_of_frame.load(Ordering::Relaxed);
+            }
+        }
+        Ok(true)
+    }
+}

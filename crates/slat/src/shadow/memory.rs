@@ -1,0 +1,186 @@
+//! The memory that shadow paging reads beside the second stage: the guest's own tables, and the shadow tables themselves.
+//!
+//! The guest's tables are in guest memory, which the host may take away. Under the lock of their frame, and with a leaf of
+//! the second stage for it, the memory is there: who takes the frame away has removed the leaf first, and then waits for the
+//! lock, before the frame is anything else.
+
+#![expect(unsafe_code, reason = "reads and writes the guest's page tables, and the hardware's, through raw pointers")]
+
+use super::frames::Frame;
+use super::page::NR_ENTRIES;
+use super::{Mmu, SecondStage};
+use crate::addr::{Gfn, Gpa, Hpa, Level, PAGE_SIZE};
+use crate::error::Error;
+use crate::format::Format;
+use crate::host::Host;
+use crate::sync::{AtomicU32, AtomicU64, Ordering};
+use crate::table::frames;
+
+/// Why the guest's memory could not be used.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum NoMemory {
+    /// The second stage has no leaf for the frame, or none that may be written: it must be asked for one.
+    NotMapped,
+    /// The host gives no pointer.
+    NoPointer,
+}
+
+/// What a compare-and-exchange did.
+pub(super) enum Exchanged {
+    Yes,
+    /// The entry is another by now.
+    No,
+}
+
+/// The cells of the shadow table at `table`; see [`Mmu::cell`].
+pub(super) fn table_cells<H: Host>(host: &H, table: Hpa) -> &[AtomicU64] {
+    // SAFETY: the table of a shadow page is filled before the page is found, and freed after its entries were taken away under
+    // their locks and the CPUs were flushed; callers hold a lock that keeps it.
+    unsafe { frames::entries(host, table, NR_ENTRIES) }
+}
+
+/// Frees a table that was allocated for a shadow page which did not come to be.
+pub(super) fn free_unused_table<H: Host, F: Format>(host: &H, table: Hpa) {
+    // SAFETY: the caller has just allocated it as a shadow table, and nothing points to it.
+    unsafe { frames::free_shadow_table::<H, F>(host, table) }
+}
+
+/// The guest's word of `size_bytes` (4 or 8) at `pointer`.
+///
+/// # Safety
+/// `pointer` is aligned, and valid for reads.
+unsafe fn load(pointer: *mut u8, size_bytes: u64) -> u64 {
+    // Acquire: what the guest wrote before it made the entry is seen by who uses the entry.
+    if size_bytes == 4 {
+        // SAFETY: as the caller promises.
+        u64::from(unsafe { &*pointer.cast::<AtomicU32>() }.load(Ordering::Acquire))
+    } else {
+        // SAFETY: as above.
+        unsafe { &*pointer.cast::<AtomicU64>() }.load(Ordering::Acquire)
+    }
+}
+
+impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
+    /// Does `f` with the pointer to guest address `gpa`, under the lock of its frame, whose records are there.
+    fn with_guest_memory<T>(
+        &self,
+        gpa: Gpa,
+        f: impl FnOnce(*mut u8, SecondStage, &Frame) -> Result<T, NoMemory>,
+    ) -> Result<T, NoMemory> {
+        let gfn = gpa.gfn();
+        let frame = self.shadow.frames.get(gfn, Level::L4K).ok_or(NoMemory::NotMapped)?;
+        let _guard = frame.lock.lock(self.host());
+        let second = self.second_stage(gfn).ok_or(NoMemory::NotMapped)?;
+        let page = self.host().guest_memory_ptr(second.pfn).ok_or(NoMemory::NoPointer)?;
+        f(page.wrapping_add((gpa.0 % PAGE_SIZE) as usize), second, frame)
+    }
+
+    /// The guest's entry of `size_bytes` at `gpa`.
+    pub(super) fn read_guest(&self, gpa: Gpa, size_bytes: u64) -> Result<u64, NoMemory> {
+        debug_assert!(gpa.0.is_multiple_of(size_bytes));
+        self.with_guest_memory(gpa, |pointer, _, _| {
+            // SAFETY: the frame's memory is there (see the module), and the entry is aligned inside of it.
+            Ok(unsafe { load(pointer, size_bytes) })
+        })
+    }
+
+    /// As [`read_guest`](Self::read_guest), for a shadow entry that is to be made of it; `None` while an emulated write to the
+    /// table is under way: what was made of the old entry is gone then, and nothing must be made of it again.
+    pub(super) fn read_guest_for_entry(&self, gpa: Gpa, size_bytes: u64) -> Result<Option<u64>, NoMemory> {
+        self.with_guest_memory(gpa, |pointer, _, frame| {
+            if frame.nr_writers().load(Ordering::Relaxed) != 0 {
+                return Ok(None);
+            }
+            // SAFETY: as in `read_guest`.
+            Ok(Some(unsafe { load(pointer, size_bytes) }))
+        })
+    }
+
+    /// The guest's entries of `size_bytes` from `gpa` on, as many as `entries` are, none beyond the page.
+    pub(super) fn read_guest_entries(&self, gpa: Gpa, size_bytes: u64, entries: &mut [u64]) -> Result<(), NoMemory> {
+        debug_assert!(gpa.0 % PAGE_SIZE + size_bytes * entries.len() as u64 <= PAGE_SIZE);
+        self.with_guest_memory(gpa, |pointer, _, _| {
+            for (index, entry) in entries.iter_mut().enumerate() {
+                // SAFETY: as in `read_guest`.
+                *entry = unsafe { load(pointer.wrapping_add(index * size_bytes as usize), size_bytes) };
+            }
+            Ok(())
+        })
+    }
+
+    /// Sets `bits` in the guest's entry `old` of `size_bytes` at `gpa`.
+    pub(super) fn mark_guest(&self, gpa: Gpa, size_bytes: u64, old: u64, bits: u64) -> Result<Exchanged, NoMemory> {
+        self.with_guest_memory(gpa, |pointer, second, _| {
+            if !second.is_writable {
+                return Err(NoMemory::NotMapped);
+            }
+            // AcqRel: as a CPU's locked operation.
+            let is_exchanged = if size_bytes == 4 {
+                // SAFETY: as in `read_guest`.
+                let cell = unsafe { &*pointer.cast::<AtomicU32>() };
+                cell.compare_exchange(old as u32, (old | bits) as u32, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+            } else {
+                // SAFETY: as above.
+                let cell = unsafe { &*pointer.cast::<AtomicU64>() };
+                cell.compare_exchange(old, old | bits, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+            };
+            Ok(if is_exchanged { Exchanged::Yes } else { Exchanged::No })
+        })
+    }
+
+    /// Writes `bytes` at `gpa`, none beyond the page: words of 8 and 4 bytes that are aligned at once, others byte by byte as
+    /// the architecture allows. Ends the emulated write that the caller has [begun](super::frames::Frame::nr_writers), if it
+    /// is made.
+    pub(super) fn write_guest(&self, gpa: Gpa, bytes: &[u8]) -> Result<(), NoMemory> {
+        self.with_guest_memory(gpa, |pointer, second, frame| {
+            if !second.is_writable {
+                return Err(NoMemory::NotMapped);
+            }
+            frame.nr_writers().fetch_sub(1, Ordering::Relaxed);
+            let mut done = 0;
+            while done < bytes.len() {
+                let at = pointer.wrapping_add(done);
+                let rest = &bytes[done..];
+                let is_aligned = |size: usize| (gpa.0 as usize + done).is_multiple_of(size);
+                if let (Some(word), true) = (rest.first_chunk::<8>(), is_aligned(8)) {
+                    // SAFETY: as in `read_guest`. Release: what was written before is seen by who reads the entry.
+                    unsafe { &*at.cast::<AtomicU64>() }.store(u64::from_le_bytes(*word), Ordering::Release);
+                    done += 8;
+                } else if let (Some(word), true) = (rest.first_chunk::<4>(), is_aligned(4)) {
+                    // SAFETY: as above.
+                    unsafe { &*at.cast::<AtomicU32>() }.store(u32::from_le_bytes(*word), Ordering::Release);
+                    done += 4;
+                } else {
+                    self.write_byte(at, rest[0]);
+                    done += 1;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Writes the guest's byte at `at`, whose word is in guest memory.
+    fn write_byte(&self, at: *mut u8, byte: u8) {
+        let offset = at.addr() % 4;
+        // SAFETY: the aligned word around a byte of a page is in the page.
+        let cell = unsafe { &*at.wrapping_sub(offset).cast::<AtomicU32>() };
+        let shift = 8 * offset as u32;
+        let mut word = cell.load(Ordering::Relaxed);
+        while let Err(found) = cell.compare_exchange(
+            word,
+            word & !(0xff << shift) | u32::from(byte) << shift,
+            Ordering::AcqRel,
+            Ordering::Relaxed,
+        ) {
+            word = found;
+        }
+    }
+
+    /// The records of `gfn`, and whether it is a frame that the second stage can translate at all.
+    pub(crate) fn touch(&self, gfn: Gfn) -> Result<(), Error> {
+        if !self.tree.whole().contains(gfn) {
+            return Err(Error::AddressTooHigh { gpa: gfn.gpa(), gpa_bits: F::GPA_BITS });
+        }
+        self.shadow.frames.touch(gfn)
+    }
+}

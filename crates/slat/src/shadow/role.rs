@@ -1,0 +1,182 @@
+//! What a shadow page is, beside the frame that it was made from: two pages made from one frame are the same only if their
+//! roles are.
+//!
+//! The role is all that the page's entries depend on and that is not in the guest's table itself: how the guest's CPU reads
+//! the table, which rights the entries above have left, and of which part of it the page is made (a guest's table of 1024
+//! entries of 4 bytes makes several shadow pages).
+
+use super::guest::{GuestMode, PagingMode, Rights};
+use crate::addr::Level;
+
+/// What a page's entries are made from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Made {
+    /// From a table of the guest's, entry by entry.
+    Table,
+    /// From one entry of the guest's, which maps a large page; or, with its paging off, from nothing: the entries map the
+    /// frames from the page's on.
+    Large,
+    /// From the guest's CR3: hardware has more levels than the guest, and the page is above its root.
+    Above,
+}
+
+/// See the module. Compared as a whole.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Role(u64);
+
+const LEVEL_SHIFT: u32 = 0;
+const MADE_SHIFT: u32 = 3;
+const PAGING_SHIFT: u32 = 5;
+const RIGHTS_SHIFT: u32 = 8;
+const MODE_SHIFT: u32 = 11;
+const PART_SHIFT: u32 = 16;
+const TAG_SHIFT: u32 = 24;
+
+/// Bytes of a table.
+const TABLE_BYTES: u64 = 4096;
+
+impl Role {
+    /// The role of the page of `level` at the top of what hardware walks for a guest in `mode`. `part` is that of its
+    /// frame; `tag` the PCID, if pages belong to one.
+    pub(super) fn root(mode: GuestMode, level: Level, part: u64, tag: u64) -> Role {
+        let made = match mode.paging() {
+            PagingMode::Off => Made::Large,
+            _ if level > mode.root_level() => Made::Above,
+            _ => Made::Table,
+        };
+        let flags = u64::from(mode.write_protect())
+            | u64::from(mode.smep()) << 1
+            | u64::from(mode.smap()) << 2
+            | u64::from(mode.no_execute()) << 3
+            | u64::from(mode.page_size_extensions()) << 4;
+        let made_bits = |made: Made| (made as u64) << MADE_SHIFT;
+        Role(
+            u64::from(level.0) << LEVEL_SHIFT
+                | made_bits(made)
+                | (mode.paging() as u64) << PAGING_SHIFT
+                | u64::from(Rights::ALL.0) << RIGHTS_SHIFT
+                | flags << MODE_SHIFT
+                | part << PART_SHIFT
+                | tag << TAG_SHIFT,
+        )
+    }
+
+    /// The role of the page one level below, made as `made` from part `part` of its frame, with `rights` left to it.
+    pub(super) fn below(self, made: Made, part: u64, rights: Rights) -> Role {
+        let kept = self.0 & !(7 << LEVEL_SHIFT | 3 << MADE_SHIFT | 7 << RIGHTS_SHIFT | 0xff << PART_SHIFT);
+        Role(
+            kept | u64::from(self.level().0 - 1) << LEVEL_SHIFT
+                | (made as u64) << MADE_SHIFT
+                | u64::from(rights.0) << RIGHTS_SHIFT
+                | part << PART_SHIFT,
+        )
+    }
+
+    pub(super) fn bits(self) -> u64 {
+        self.0
+    }
+
+    pub(super) fn from_bits(bits: u64) -> Role {
+        Role(bits)
+    }
+
+    #[inline]
+    pub(super) fn level(self) -> Level {
+        Level((self.0 >> LEVEL_SHIFT & 7) as u8)
+    }
+
+    #[inline]
+    pub(super) fn made(self) -> Made {
+        match self.0 >> MADE_SHIFT & 3 {
+            0 => Made::Table,
+            1 => Made::Large,
+            _ => Made::Above,
+        }
+    }
+
+    /// Whether the guest's writes to the frame that the page was made from change the page.
+    pub(super) fn is_of_table(self) -> bool {
+        self.made() == Made::Table
+    }
+
+    #[inline]
+    pub(super) fn rights(self) -> Rights {
+        Rights((self.0 >> RIGHTS_SHIFT & 7) as u8)
+    }
+
+    /// Whether the guest's CPU reads the tables of both alike, and they belong to the same PCID: else neither is below the other.
+    pub(super) fn is_of_guest_of(self, other: Role) -> bool {
+        const FREE: u64 = 7 << LEVEL_SHIFT | 3 << MADE_SHIFT | 7 << RIGHTS_SHIFT | 0xff << PART_SHIFT;
+        (self.0 ^ other.0) & !FREE == 0
+    }
+
+    /// Whether pages in both roles are made in the same mode of the guest's CPU.
+    pub(super) fn is_of_mode_of(self, other: Role) -> bool {
+        const MODE: u64 = 7 << PAGING_SHIFT | 0x1f << MODE_SHIFT;
+        (self.0 ^ other.0) & MODE == 0
+    }
+
+    /// CR0.WP.
+    #[inline]
+    pub(super) fn heeds_write_protection(self) -> bool {
+        self.0 >> MODE_SHIFT & 1 != 0
+    }
+
+    /// CR4.SMEP.
+    pub(super) fn has_smep(self) -> bool {
+        self.0 >> MODE_SHIFT & 2 != 0
+    }
+
+    fn part(self) -> u64 {
+        self.0 >> PART_SHIFT & 0xff
+    }
+
+    pub(super) fn is_of_two_levels(self) -> bool {
+        self.0 >> PAGING_SHIFT & 7 == PagingMode::TwoLevel as u64
+    }
+
+    fn is_of_pae(self) -> bool {
+        self.0 >> PAGING_SHIFT & 7 == PagingMode::Pae as u64
+    }
+
+    /// Where in the guest's table shadow entry `index` is made from: offset and size in bytes.
+    pub(super) fn guest_entry(self, index: usize) -> (u64, u64) {
+        debug_assert!(self.made() == Made::Table);
+        let index = index as u64;
+        match (self.is_of_two_levels(), self.is_of_pae(), self.level()) {
+            // Four pages for the 1024 entries of 4 MiB, each of which makes two.
+            (true, _, Level::L2M) => ((self.part() * 256 + index / 2) * 4, 4),
+            (true, ..) => ((self.part() * 512 + index) * 4, 4),
+            // The four entries of the page-directory-pointer table lie anywhere in their page.
+            (_, true, Level::L1G) => ((self.part() * 32 + index * 8) % TABLE_BYTES, 8),
+            _ => (index * 8, 8),
+        }
+    }
+
+    /// The entries that are made from the `len` bytes from `offset` on of the guest's table: the first, and the first behind.
+    pub(super) fn entries_of(self, offset: u64, len: u64) -> (usize, usize) {
+        let (size, per_guest_entry, first_byte, nr) = match (self.is_of_two_levels(), self.is_of_pae(), self.level()) {
+            (true, _, Level::L2M) => (4, 2, self.part() * 1024, 512),
+            (true, ..) => (4, 1, self.part() * 2048, 512),
+            (_, true, Level::L1G) => (8, 1, self.part() * 32, 4),
+            _ => (8, 1, 0, 512),
+        };
+        let end_byte = first_byte + nr / per_guest_entry * size;
+        let start = offset.clamp(first_byte, end_byte) - first_byte;
+        let end = (offset + len).clamp(first_byte, end_byte) - first_byte;
+        if start == end {
+            return (0, 0);
+        }
+        ((start / size * per_guest_entry) as usize, (end.div_ceil(size) * per_guest_entry) as usize)
+    }
+}
+
+/// Which part of the guest's root the shadow page of `level` for address `gva` is made from.
+pub(super) fn part_for(mode: GuestMode, level: Level, gva: u64, cr3: u64) -> u64 {
+    match (mode.paging(), level) {
+        (PagingMode::TwoLevel, Level::L2M) => gva >> 30 & 3,
+        (PagingMode::TwoLevel, Level::L4K) => gva >> 21 & 1,
+        (PagingMode::Pae, Level::L1G) => cr3 >> 5 & 0x7f,
+        _ => 0,
+    }
+}

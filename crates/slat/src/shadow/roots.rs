@@ -1,0 +1,454 @@
+//! The roots of one vCPU: the current one and those before, what the guest's flushes have to do with them, and the CPU's PCIDs.
+//!
+//! Each remembered root has a PCID of the host's, so that the CPU keeps its translations apart: the number of its place. The
+//! guest's own PCID says only which roots a flush of the guest's concerns, and several may have the same.
+//!
+//! # What a flush concerns
+//! A flush is a moment. Each root has the moment of its last synchronization; each PCID of the guest's that of its last flush.
+//! A root that was synchronized after all flushes of its PCID is in sync for this vCPU, and may be switched to as it is, if
+//! the guest says so (bit 63 of CR3). Of single addresses that were flushed there is a short list for all PCIDs together,
+//! since a global page belongs to all; each root has its position in the list, and one that is too far behind is synchronized
+//! as a whole.
+//!
+//! With [`ShadowStrategy::RootCache`] a flush is carried out on all roots that it concerns at once; with
+//! [`ShadowStrategy::PcidTagged`] on the current root, and on others when they are switched to.
+//!
+//! The page of the current root is pinned; those of others may be evicted, and are built again.
+
+use arrayvec::ArrayVec;
+
+use super::Mmu;
+use super::guest::{GeneralProtection, GuestMode, Keep, PagingMode};
+use super::page::PageRef;
+use super::registers::{GuestEntry, LocalFlush, PagingRegisters};
+use super::role::{Role, part_for};
+use super::sync::Scope;
+use super::walk::View;
+use super::zap::Debt;
+use crate::addr::{Gfn, Gva, Level};
+use crate::boxed::ZeroedWords;
+use crate::config::{MAX_PREVIOUS_ROOTS, ShadowStrategy};
+use crate::error::Error;
+use crate::format::Format;
+use crate::host::Host;
+use crate::stats::Counter;
+use crate::sync::Ordering;
+
+/// PCIDs have 12 bits (Intel SDM vol. 3A, "Process-Context Identifiers").
+const NR_PCIDS: usize = 1 << 12;
+
+/// Addresses that are remembered for roots which are not current.
+const NR_ADDRESSES: usize = 8;
+
+const MAX_ROOTS: usize = MAX_PREVIOUS_ROOTS as usize + 1;
+
+/// A root that the vCPU remembers.
+struct Root {
+    /// CR3, without bit 63.
+    cr3: u64,
+    role: Role,
+    /// `None` until it is built.
+    page: Option<PageRef>,
+    /// When it was current last.
+    used_at: u64,
+    /// When it was synchronized.
+    synced_at: u64,
+    /// How many addresses of the list it has seen to.
+    position: u64,
+    /// Whether its translations are to be flushed on the CPU before it runs again.
+    is_stale_on_cpu: bool,
+}
+
+/// See the module.
+pub(crate) struct Roots {
+    registers: PagingRegisters,
+    mode: GuestMode,
+    strategy: ShadowStrategy,
+    max_roots: usize,
+    roots: ArrayVec<Root, MAX_ROOTS>,
+    /// Which of them is current. Its page, if it has one, is pinned.
+    current: usize,
+    /// Counts flushes and switches.
+    now: u64,
+    /// When each PCID was flushed.
+    flushed_at: ZeroedWords,
+    all_flushed_at: u64,
+    /// The last addresses that were flushed, and how many there ever were.
+    addresses: [Gva; NR_ADDRESSES],
+    nr_addresses: u64,
+    flush: LocalFlush,
+}
+
+/// An INVPCID's type (Intel SDM vol. 2A, "INVPCID").
+const INDIVIDUAL_ADDRESS: u64 = 0;
+const SINGLE_CONTEXT: u64 = 1;
+const ALL_INCLUDING_GLOBAL: u64 = 2;
+const ALL_BUT_GLOBAL: u64 = 3;
+
+impl Roots {
+    /// Of a vCPU whose paging is off.
+    pub(crate) fn new<H: Host, F: Format>(mmu: Mmu<'_, H, F>) -> Result<Roots, Error> {
+        let registers = PagingRegisters::default();
+        let Ok(mode) = GuestMode::new(registers, F::GPA_BITS) else { unreachable!("a CPU begins like this") };
+        let config = mmu.shadow.config;
+        let previous = if config.strategy == ShadowStrategy::Baseline { 0 } else { config.previous_roots };
+        let mut roots = Roots {
+            registers,
+            mode,
+            strategy: config.strategy,
+            max_roots: usize::from(previous) + 1,
+            roots: ArrayVec::new(),
+            current: 0,
+            now: 1,
+            flushed_at: ZeroedWords::new(NR_PCIDS)?,
+            all_flushed_at: 0,
+            addresses: [Gva(0); NR_ADDRESSES],
+            nr_addresses: 0,
+            flush: LocalFlush::All,
+        };
+        roots.roots.push(roots.new_root());
+        mmu.shadow.nr_vcpus.fetch_add(1, Ordering::Relaxed);
+        Ok(roots)
+    }
+
+    pub(crate) fn registers(&self) -> PagingRegisters {
+        self.registers
+    }
+
+    /// The role of the page at the top, for the current registers.
+    fn root_role(&self) -> Role {
+        let level = Level(self.mode.shadow_levels());
+        let part = match self.mode.paging() {
+            // The pages above a page-directory-pointer table belong to that alone, and its frame may have several.
+            PagingMode::Pae => part_for(self.mode, Level::L1G, 0, self.registers.cr3),
+            _ => 0,
+        };
+        let tag = match self.strategy {
+            ShadowStrategy::Baseline | ShadowStrategy::RootCache => 0,
+            ShadowStrategy::PcidTagged => u64::from(self.mode.pcid(self.registers.cr3)),
+        };
+        Role::root(self.mode, level, part, tag)
+    }
+
+    /// CR3 as far as it matters for what is translated.
+    fn cr3(&self) -> u64 {
+        if self.mode.paging() == PagingMode::Off { 0 } else { self.registers.cr3 }
+    }
+
+    fn pcid(&self) -> u16 {
+        self.mode.pcid(self.registers.cr3)
+    }
+
+    fn new_root(&self) -> Root {
+        Root {
+            cr3: self.cr3(),
+            role: self.root_role(),
+            page: None,
+            used_at: self.now,
+            synced_at: 0,
+            position: 0,
+            is_stale_on_cpu: true,
+        }
+    }
+
+    /// The guest loads CR3 with `value`.
+    pub(crate) fn load_cr3<H: Host, F: Format>(
+        &mut self,
+        mmu: Mmu<'_, H, F>,
+        value: u64,
+    ) -> Result<(), GeneralProtection> {
+        let (cr3, keep) = self.mode.check_cr3(value, F::GPA_BITS)?;
+        mmu.count(Counter::Cr3Loads);
+        self.registers.cr3 = cr3;
+        if self.mode.paging() == PagingMode::Off {
+            return Ok(());
+        }
+        if self.strategy == ShadowStrategy::Baseline {
+            self.drop_current(mmu);
+            return Ok(());
+        }
+        if keep == Keep::Flush {
+            self.now += 1;
+            self.flushed_at[usize::from(self.pcid())].store(self.now, Ordering::Relaxed);
+        }
+        self.switch(mmu);
+        if keep == Keep::Flush && self.roots[self.current].page.is_some() {
+            self.bring_up_to_date(mmu, self.current, Scope::NonGlobal);
+        }
+        Ok(())
+    }
+
+    /// Without a cache: the root goes, with all that is below it alone, and is to be built anew.
+    fn drop_current<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>) {
+        if let Some(page) = self.roots[self.current].page.take() {
+            mmu.unpin(page);
+            let mut debt = Debt::new();
+            mmu.zap_tree(page, &mut debt);
+            debt.pay(&mmu);
+        }
+        mmu.count(Counter::RootMisses);
+        self.now += 1;
+        self.roots[self.current] = self.new_root();
+    }
+
+    /// Makes the root for the registers' CR3 and mode the current one, built or not.
+    fn switch<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>) {
+        self.now += 1;
+        let (cr3, role) = (self.cr3(), self.root_role());
+        let current = &self.roots[self.current];
+        if current.cr3 == cr3 && current.role == role {
+            mmu.count(if current.page.is_some() { Counter::RootHits } else { Counter::RootMisses });
+        } else {
+            let old = current.page;
+            let found = self.roots.iter().position(|root| root.cr3 == cr3 && root.role == role);
+            let place = found.unwrap_or_else(|| self.place_for_new());
+            let is_hit = found.is_some() && {
+                let root = &mut self.roots[place];
+                // It may have been evicted.
+                root.page = root.page.filter(|page| mmu.shadow.pages.get(page.number).pin(page.generation));
+                root.page.is_some()
+            };
+            mmu.count(if is_hit { Counter::RootHits } else { Counter::RootMisses });
+            self.current = place;
+            if let Some(old) = old {
+                mmu.unpin(old);
+            }
+        }
+        self.roots[self.current].used_at = self.now;
+        if self.roots[self.current].page.is_some() && !self.is_up_to_date(self.current) {
+            self.bring_up_to_date(mmu, self.current, Scope::All);
+        }
+    }
+
+    /// A place for the root of the registers: a new one, or that of the root which was current longest ago.
+    fn place_for_new(&mut self) -> usize {
+        let new = self.new_root();
+        if self.roots.len() < self.max_roots {
+            self.roots.push(new);
+            return self.roots.len() - 1;
+        }
+        let oldest = |&place: &usize| self.roots[place].used_at;
+        let place = (0..self.roots.len()).min_by_key(oldest).unwrap_or(0);
+        self.roots[place] = new;
+        place
+    }
+
+    /// Whether what the guest has flushed was seen to.
+    fn is_up_to_date(&self, place: usize) -> bool {
+        let root = &self.roots[place];
+        root.synced_at >= self.flushed(place) && root.position == self.nr_addresses
+    }
+
+    /// When the root was last flushed as a whole.
+    fn flushed(&self, place: usize) -> u64 {
+        let pcid = usize::from(self.mode.pcid(self.roots[place].cr3));
+        self.flushed_at[pcid].load(Ordering::Relaxed).max(self.all_flushed_at)
+    }
+
+    /// Does what flushes have left to do with a root that is built, each of those that it was flushed for having `scope`.
+    fn bring_up_to_date<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>, place: usize, scope: Scope) {
+        let Some(page) = self.roots[place].page else { return };
+        let nr_behind = self.nr_addresses - self.roots[place].position;
+        if self.roots[place].synced_at < self.flushed(place) || nr_behind > NR_ADDRESSES as u64 {
+            mmu.sync_root(self.mode, page, if nr_behind == 0 { scope } else { Scope::All });
+        } else {
+            let mut debt = Debt::new();
+            for nth in self.roots[place].position..self.nr_addresses {
+                mmu.sync_address(self.mode, page, self.addresses[nth as usize % NR_ADDRESSES], &mut debt);
+            }
+            debt.pay(&mmu);
+        }
+        let root = &mut self.roots[place];
+        root.synced_at = self.now;
+        root.position = self.nr_addresses;
+        root.is_stale_on_cpu = true;
+    }
+
+    /// The guest writes other registers.
+    pub(crate) fn set_registers<H: Host, F: Format>(
+        &mut self,
+        mmu: Mmu<'_, H, F>,
+        registers: PagingRegisters,
+    ) -> Result<(), GeneralProtection> {
+        let mode = GuestMode::check_change(self.registers, registers, F::GPA_BITS)?;
+        self.registers = registers;
+        self.mode = mode;
+        // More than some of them flush (Intel SDM vol. 3A, "Operations that Invalidate TLBs and Paging-Structure Caches").
+        self.now += 1;
+        self.all_flushed_at = self.now;
+        self.flush = LocalFlush::All;
+        if self.strategy == ShadowStrategy::Baseline {
+            self.drop_current(mmu);
+        } else {
+            self.switch(mmu);
+        }
+        Ok(())
+    }
+
+    /// INVLPG.
+    pub(crate) fn invalidate_page<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>, gva: Gva) {
+        if self.mode.paging() == PagingMode::Off || !self.mode.is_canonical(gva) {
+            return;
+        }
+        self.invalidate_address(mmu, gva, None);
+    }
+
+    /// Flushes one address: of PCID `pcid`; of all if `None`, as it may be a global page's.
+    fn invalidate_address<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>, gva: Gva, pcid: Option<u16>) {
+        self.addresses[self.nr_addresses as usize % NR_ADDRESSES] = gva;
+        self.nr_addresses += 1;
+        let mut debt = Debt::new();
+        for place in 0..self.roots.len() {
+            let root = &self.roots[place];
+            let is_behind = root.position + 1 < self.nr_addresses;
+            let is_meant = pcid.is_none_or(|pcid| pcid == self.mode.pcid(root.cr3));
+            if is_behind || (is_meant && self.is_deferred(place)) {
+                continue;
+            }
+            if is_meant && let Some(page) = root.page {
+                mmu.sync_address(self.mode, page, gva, &mut debt);
+            }
+            self.roots[place].position = self.nr_addresses;
+        }
+        debt.pay(&mmu);
+        self.owe(LocalFlush::Page(gva));
+    }
+
+    /// Whether a flush is put off until the root is switched to.
+    fn is_deferred(&self, place: usize) -> bool {
+        self.strategy == ShadowStrategy::PcidTagged && place != self.current
+    }
+
+    /// INVPCID (Intel SDM vol. 2A): `descriptor` has the PCID and the address.
+    pub(crate) fn invalidate_pcid<H: Host, F: Format>(
+        &mut self,
+        mmu: Mmu<'_, H, F>,
+        kind: u64,
+        descriptor: [u64; 2],
+    ) -> Result<(), GeneralProtection> {
+        let [pcid, gva] = descriptor;
+        let gva = Gva(gva);
+        let has_pcid = matches!(kind, INDIVIDUAL_ADDRESS | SINGLE_CONTEXT);
+        if kind > ALL_BUT_GLOBAL
+            || pcid >= NR_PCIDS as u64
+            || (has_pcid && pcid != 0 && !self.mode.pcide())
+            || (kind == INDIVIDUAL_ADDRESS && !self.mode.is_canonical(gva))
+        {
+            return Err(GeneralProtection);
+        }
+        let pcid = pcid as u16;
+        match kind {
+            INDIVIDUAL_ADDRESS => self.invalidate_address(mmu, gva, Some(pcid)),
+            SINGLE_CONTEXT => {
+                self.now += 1;
+                self.flushed_at[usize::from(pcid)].store(self.now, Ordering::Relaxed);
+                self.carry_out(mmu, Scope::NonGlobal);
+            }
+            _ => {
+                self.now += 1;
+                self.all_flushed_at = self.now;
+                self.carry_out(mmu, if kind == ALL_INCLUDING_GLOBAL { Scope::All } else { Scope::NonGlobal });
+                self.owe(LocalFlush::All);
+            }
+        }
+        Ok(())
+    }
+
+    /// Brings those roots up to date that a flush of `scope` concerns and that do not wait until they are switched to.
+    fn carry_out<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>, scope: Scope) {
+        for place in 0..self.roots.len() {
+            // Those of another mode are synchronized when that is entered: then all is flushed.
+            let is_of_mode = self.roots[place].role.is_of_mode_of(self.root_role());
+            if is_of_mode && !self.is_deferred(place) && !self.is_up_to_date(place) {
+                self.bring_up_to_date(mmu, place, scope);
+            }
+        }
+    }
+
+    fn owe(&mut self, flush: LocalFlush) {
+        self.flush = match (self.flush, flush) {
+            (LocalFlush::None, flush) => flush,
+            (owed, LocalFlush::None) => owed,
+            (owed, flush) if owed == flush => owed,
+            _ => LocalFlush::All,
+        };
+    }
+
+    /// Builds the current root, if it is not there.
+    fn build<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>) -> Result<PageRef, Error> {
+        let pages = &mmu.shadow.pages;
+        let root = &mut self.roots[self.current];
+        if let Some(page) = root.page {
+            if pages.get(page.number).is_alive(page.generation) {
+                return Ok(page);
+            }
+            // It was taken away while it was pinned.
+            root.page = None;
+            mmu.unpin(page);
+        }
+        let gfn = if self.mode.paging() == PagingMode::Off { Gfn(0) } else { self.mode.root_table(root.cr3).gfn() };
+        let page = loop {
+            let page = mmu.page_for(gfn, root.role)?;
+            if pages.get(page.number).pin(page.generation) {
+                break page;
+            }
+        };
+        root.page = Some(page);
+        // Others may have left something unsync below, which this vCPU has flushed meanwhile.
+        mmu.sync_root(self.mode, page, Scope::All);
+        root.synced_at = self.now;
+        root.position = self.nr_addresses;
+        root.is_stale_on_cpu = true;
+        Ok(page)
+    }
+
+    /// What the CPU must load before it runs the guest.
+    pub(crate) fn entry<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>) -> Result<GuestEntry, Error> {
+        let page = self.build(mmu)?;
+        let root = &mut self.roots[self.current];
+        if core::mem::take(&mut root.is_stale_on_cpu) {
+            self.owe(LocalFlush::Context);
+        }
+        let flush = core::mem::replace(&mut self.flush, LocalFlush::None);
+        if flush == LocalFlush::All {
+            for root in &mut self.roots {
+                root.is_stale_on_cpu = false;
+            }
+        }
+        Ok(GuestEntry {
+            root: mmu.shadow.pages.get(page.number).table(),
+            levels: self.mode.shadow_levels(),
+            pcid: self.current as u16 + 1,
+            flush,
+        })
+    }
+
+    /// What a fault is served by.
+    pub(crate) fn view<'u, H: Host, F: Format>(
+        &mut self,
+        mmu: Mmu<'_, H, F>,
+        unmarkable: &'u [Gfn],
+    ) -> Result<View<'u>, Error> {
+        let root = self.build(mmu)?;
+        Ok(View { mode: self.mode, cr3: self.registers.cr3, root, unmarkable })
+    }
+
+    /// Whether `gva` is one that the CPU translates at all.
+    pub(crate) fn is_canonical(&self, gva: Gva) -> bool {
+        match self.mode.paging() {
+            PagingMode::Off => gva.0 <= u64::from(u32::MAX),
+            _ => self.mode.is_canonical(gva),
+        }
+    }
+
+    /// The vCPU is gone.
+    pub(crate) fn end<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>) {
+        if let Some(page) = self.roots[self.current].page.take() {
+            mmu.unpin(page);
+        }
+        // AcqRel: the last has seen what all others did.
+        if mmu.shadow.nr_vcpus.fetch_sub(1, Ordering::AcqRel) == 1 {
+            mmu.zap_all();
+        }
+    }
+}

@@ -1,0 +1,306 @@
+//! Synchronization: making shadow pages of the lowest level what the guest's tables say, when the guest flushes. See the
+//! module above for the protocol.
+
+use super::frames::Frame;
+use super::install;
+use super::page::{EntryPlace, NR_ENTRIES, PageRef, ShadowPage, SyncState, Target};
+use super::zap::Debt;
+use super::{ADDRESS, GLOBAL, Mmu, PRESENT, WRITABLE};
+use crate::addr::{Gva, Level, PAGE_SHIFT};
+use crate::format::Format;
+use crate::host::Host;
+use crate::shadow::guest::{Decoded, GuestMode};
+use crate::stats::Counter;
+use crate::sync::Ordering;
+
+/// Pages that are protected, and compared, for one flush.
+const PAGES_PER_TURN: usize = 64;
+
+/// Entries of the guest's that are read under one lock.
+const ENTRIES_PER_READ: usize = 64;
+
+/// Parents of one page that are looked at: with more, it is taken for one that is below everything.
+const MAX_PARENTS: usize = 16;
+
+/// Which entries a flush of the guest's concerns.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Scope {
+    /// All.
+    All,
+    /// Those that were not global when they were made.
+    NonGlobal,
+}
+
+/// What comparing a page has shown.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Compared {
+    /// All entries are what the guest's say.
+    Equal,
+    /// But for global ones, which the flush does not concern.
+    StaleGlobals,
+}
+
+/// A page that is being synchronized.
+#[derive(Clone, Copy)]
+struct Syncing {
+    page: PageRef,
+    sequence: u32,
+}
+
+impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
+    /// Synchronizes what is reached from `root`: afterwards nothing there is made of an entry that the guest had changed before
+    /// this was called.
+    pub(super) fn sync_root(&self, mode: GuestMode, root: PageRef, scope: Scope) {
+        let pages = &self.shadow.pages;
+        let mut from = 1;
+        // Each time those that are there: what becomes unsync meanwhile may be met, or not.
+        while from != 0 {
+            let mut turn = [Syncing { page: PageRef { number: 0, generation: 0 }, sequence: 0 }; PAGES_PER_TURN];
+            let mut len = 0;
+            let mut debt = Debt::new();
+            loop {
+                let Some(number) = pages.next_unsync(from) else {
+                    from = 0;
+                    break;
+                };
+                from = number + 1;
+                if let Some(syncing) = self.begin_sync(number, root, &mut debt) {
+                    turn[len] = syncing;
+                    len += 1;
+                    if len == PAGES_PER_TURN {
+                        break;
+                    }
+                }
+            }
+            if len == 0 {
+                debug_assert!(!debt.is_owed());
+                continue;
+            }
+            // Once before the flush, so that it serves what is taken away here too, and once after it, when the guest cannot
+            // write any more without being seen. The second seldom finds anything.
+            for &syncing in &turn[..len] {
+                let _ = self.compare_page(mode, syncing.page, scope, &mut debt);
+            }
+            // Whether or not a right was taken: who has taken it may not have flushed yet.
+            debt.incur(self);
+            debt.pay(self);
+            let mut debt = Debt::new();
+            for &syncing in &turn[..len] {
+                let compared = self.compare_page(mode, syncing.page, scope, &mut debt);
+                self.end_sync(syncing, compared);
+            }
+            self.record.stats.add(Counter::ShadowSyncs, len as u64);
+            debt.pay(self);
+        }
+    }
+
+    /// Protects the table of page `number`, if that is below `root` and not synchronized.
+    fn begin_sync(&self, number: u32, root: PageRef, debt: &mut Debt) -> Option<Syncing> {
+        let page = self.shadow.pages.get(number);
+        let reference = PageRef { number, generation: page.generation()? };
+        if !self.is_below(reference, root) {
+            return None;
+        }
+        self.with_frame_of(reference, |frame, page| {
+            let (state, sequence) = page.sync_state();
+            if state == SyncState::Synced {
+                return None;
+            }
+            page.set_sync_state(SyncState::Syncing);
+            self.protect_leaves(frame, debt);
+            Some(Syncing { page: reference, sequence })
+        })
+        .flatten()
+    }
+
+    /// Says that the page is synchronized, if the guest has not written its table since [`Mmu::begin_sync`].
+    fn end_sync(&self, syncing: Syncing, compared: Compared) {
+        self.with_frame_of(syncing.page, |_, page| {
+            let (state, sequence) = page.sync_state();
+            if state != SyncState::Syncing || sequence != syncing.sequence {
+                return;
+            }
+            match compared {
+                Compared::Equal => {
+                    page.set_sync_state(SyncState::Synced);
+                    self.shadow.pages.note_synced(syncing.page.number);
+                }
+                Compared::StaleGlobals => page.set_sync_state(SyncState::Unsync),
+            }
+        });
+    }
+
+    /// Does `f` under the lock of the frame that the page is made from, if the page is alive.
+    fn with_frame_of<T>(&self, reference: PageRef, f: impl FnOnce(&Frame, &ShadowPage) -> T) -> Option<T> {
+        let page = self.shadow.pages.get(reference.number);
+        let gfn = page.gfn();
+        let frame = self.shadow.frames.get(gfn, Level::L4K)?;
+        let _guard = frame.lock.lock(self.host());
+        (page.is_alive(reference.generation) && page.gfn() == gfn).then(|| f(frame, page))
+    }
+
+    /// Whether `page` is reached from `above`. May say yes where it is not.
+    fn is_below(&self, page: PageRef, above: PageRef) -> bool {
+        if page == above {
+            return true;
+        }
+        let (role, role_above) =
+            (self.shadow.pages.get(page.number).role(), self.shadow.pages.get(above.number).role());
+        if role.level() >= role_above.level() || !role.is_of_guest_of(role_above) {
+            return false;
+        }
+        let mut parents = [PageRef { number: 0, generation: 0 }; MAX_PARENTS];
+        let mut len = 0;
+        let found = self.with_frame_of(page, |_, page| {
+            let pages = &self.shadow.pages;
+            let mut next = EntryPlace::from_number(page.parents.load(Ordering::Relaxed));
+            while let Some(place) = next {
+                next = pages.behind(place);
+                // Dead ones have no entries to keep.
+                let Some(generation) = pages.get(place.page).generation() else { continue };
+                let parent = PageRef { number: place.page, generation };
+                if parents[..len].contains(&parent) {
+                    continue;
+                }
+                if len == MAX_PARENTS {
+                    return false;
+                }
+                parents[len] = parent;
+                len += 1;
+            }
+            true
+        });
+        match found {
+            None => false,
+            Some(false) => true,
+            Some(true) => parents[..len].iter().any(|&parent| self.is_below(parent, above)),
+        }
+    }
+
+    /// Compares what is unsync in `below`, or below it, with the guest's tables. The caller holds the lock of a page above.
+    pub(super) fn sync_below(&self, mode: GuestMode, below: PageRef, debt: &mut Debt) {
+        let mut from = 1;
+        while let Some(number) = self.shadow.pages.next_unsync(from) {
+            from = number + 1;
+            let Some(generation) = self.shadow.pages.get(number).generation() else { continue };
+            let page = PageRef { number, generation };
+            if self.is_below(page, below) {
+                let _ = self.compare_page(mode, page, Scope::All, debt);
+            }
+        }
+    }
+
+    /// Compares the entries of a page of the lowest level with the guest's, and takes away what they do not give any more.
+    fn compare_page(&self, mode: GuestMode, reference: PageRef, scope: Scope, debt: &mut Debt) -> Compared {
+        let page = self.shadow.pages.get(reference.number);
+        // Only in this generation is it a page of the lowest level, of which the lock may be waited for.
+        let Some(_guard) = page.lock.lock_while(self.host(), || page.is_alive(reference.generation)) else {
+            return Compared::Equal;
+        };
+        let mut compared = Compared::Equal;
+        for first in (0..NR_ENTRIES).step_by(ENTRIES_PER_READ) {
+            let places = first..first + ENTRIES_PER_READ;
+            if places.clone().all(|index| page.target(index) == Target::None) {
+                continue;
+            }
+            let mut entries = [0; ENTRIES_PER_READ];
+            let (gpa, size_bytes) = page.guest_entry(first);
+            // What cannot be read is not present.
+            if self.read_guest_entries(gpa, size_bytes, &mut entries).is_err() {
+                entries.fill(0);
+            }
+            for index in places {
+                if let Compared::StaleGlobals =
+                    self.compare_entry(mode, reference.number, index, entries[index - first], scope, debt)
+                {
+                    compared = Compared::StaleGlobals;
+                }
+            }
+        }
+        compared
+    }
+
+    /// Compares one entry of a page of the lowest level, whose lock the caller holds, with the guest's `entry`.
+    fn compare_entry(
+        &self,
+        mode: GuestMode,
+        number: u32,
+        index: usize,
+        entry: u64,
+        scope: Scope,
+        debt: &mut Debt,
+    ) -> Compared {
+        let page = self.shadow.pages.get(number);
+        let Target::Leaf(gfn) = page.target(index) else { return Compared::Equal };
+        self.count(Counter::EntriesSynced);
+        let role = page.role();
+        let value = self.cell(page.table(), index).load(Ordering::Relaxed);
+        if value & PRESENT == 0 {
+            return Compared::Equal;
+        }
+        let place = EntryPlace { page: number, index };
+        let leaf = match mode.decode(entry, Level::L4K) {
+            Decoded::Leaf(leaf) if leaf.gfn == gfn && leaf.is_accessed => Some(leaf),
+            _ => None,
+        };
+        let is_within = |value: u64| {
+            leaf.is_some_and(|leaf| install::leaf_is_within(role, role.rights().and(leaf.rights), leaf.is_dirty, value))
+        };
+        if is_within(value) {
+            return Compared::Equal;
+        }
+        if scope == Scope::NonGlobal && value & GLOBAL != 0 {
+            return Compared::StaleGlobals;
+        }
+        if is_within(value & !WRITABLE) {
+            self.narrow_leaf(place, gfn, debt);
+        } else {
+            self.drop_entry(place, debt);
+        }
+        Compared::Equal
+    }
+
+    /// Takes the right to write from the leaf at `place`, if it still maps `gfn`. The caller holds the lock of its page.
+    fn narrow_leaf(&self, place: EntryPlace, gfn: crate::addr::Gfn, debt: &mut Debt) {
+        let page = self.shadow.pages.get(place.page);
+        let Some(frame) = self.shadow.frames.get(gfn, Level::L4K) else { return };
+        let _guard = frame.lock.lock(self.host());
+        if page.target(place.index) == Target::Leaf(gfn) {
+            debt.incur(self);
+            let before = self.cell(page.table(), place.index).fetch_and(!WRITABLE, Ordering::AcqRel);
+            debug_assert!(before & ADDRESS != 0 || before & PRESENT != 0);
+        }
+    }
+
+    /// Synchronizes what `gva` is translated by from `root` on.
+    pub(super) fn sync_address(&self, mode: GuestMode, root: PageRef, gva: Gva, debt: &mut Debt) {
+        let mut reference = root;
+        loop {
+            let page = self.shadow.pages.get(reference.number);
+            // Under the lock: who is about to link something here has it.
+            let Some(_guard) = page.lock.lock_while(self.host(), || page.is_alive(reference.generation)) else {
+                return;
+            };
+            let role = page.role();
+            let index = index_of(gva, role.level());
+            match page.target(index) {
+                Target::None => return,
+                Target::Link(below) => reference = below,
+                Target::Leaf(_) => {
+                    if role.level() == Level::L4K && role.is_of_table() {
+                        let (gpa, size_bytes) = page.guest_entry(index);
+                        let entry = self.read_guest(gpa, size_bytes).unwrap_or(0);
+                        let _ = self.compare_entry(mode, reference.number, index, entry, Scope::All, debt);
+                    }
+                    return;
+                }
+            }
+        }
+    }
+}
+
+/// The entry of `level` that translates `gva`.
+#[inline]
+pub(super) fn index_of(gva: Gva, level: Level) -> usize {
+    (gva.0 >> PAGE_SHIFT) as usize / level.nr_pages() as usize % NR_ENTRIES
+}

@@ -1,0 +1,367 @@
+//! Serving a page fault: a walk of the guest's tables, as its CPU would make it, and the shadow entries that it gives.
+//!
+//! Mostly the way to the last table is there already, and only the last entry is missing. As a link says what the guest's
+//! entry says (or is about to be taken away), that way is taken without reading the guest's upper tables. What is to be told
+//! to the guest, a fault of its own, is always the outcome of a whole walk.
+
+use super::Mmu;
+use super::guest::{ACCESSED, DIRTY, Decoded, FAULT_PRESENT, FAULT_RESERVED, GuestLeaf, GuestMode, PagingMode, Rights};
+use super::install::{NotMade, SeenEntry, ShadowLeaf};
+use super::memory::{Exchanged, NoMemory};
+use super::page::{PageRef, Target};
+use super::registers::{GuestAccess, Privilege};
+use super::role::{Made, part_for};
+use super::sync::index_of;
+use super::zap::Debt;
+use crate::addr::{Access, Gfn, Gpa, Gva, Level, PAGE_SHIFT, PAGE_SIZE};
+use crate::error::Error;
+use crate::format::Format;
+use crate::host::Host;
+use crate::stats::Counter;
+use crate::sync::Ordering;
+use crate::vcpu::Exit;
+
+/// The deepest tables of a guest.
+const MAX_LEVELS: usize = 5;
+
+/// What a vCPU translates by.
+#[derive(Clone, Copy)]
+pub(crate) struct View<'u> {
+    pub(super) mode: GuestMode,
+    pub(super) cr3: u64,
+    pub(super) root: PageRef,
+    /// Frames with tables in which a CPU's marks, A and D, cannot be set: the guest may only read them. The marks count as set.
+    pub(super) unmarkable: &'u [Gfn],
+}
+
+/// Most tables of one walk.
+pub(crate) const MAX_TABLES: usize = MAX_LEVELS;
+
+/// How far a fault has come.
+pub(crate) enum Step {
+    /// The guest can go on.
+    Done,
+    /// Something has changed: once more.
+    Again,
+    /// User space, or the guest, must act.
+    Exit(Exit),
+    /// The second stage must be asked for the page first.
+    Map(Gpa, Access),
+    /// The same, for a table of the guest's that is to be marked.
+    MapTable(Gpa),
+}
+
+/// One entry of a walk.
+#[derive(Clone, Copy)]
+struct Walked {
+    value: u64,
+    /// What the entry points to; that of a leaf is not used.
+    table: Gfn,
+}
+
+/// What a walk has found.
+struct Walk {
+    /// By level, from 1 on.
+    entries: [Walked; MAX_LEVELS],
+    /// The level of the leaf.
+    leaf_level: Level,
+    leaf: GuestLeaf,
+    /// Those of all entries.
+    rights: Rights,
+    /// Those down to the entries of each level, without them.
+    rights_above: [Rights; MAX_LEVELS],
+}
+
+/// What the host or the guest must do before a walk can go on.
+enum Stop {
+    Step(Step),
+    Error(Error),
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Stop {
+        Stop::Error(error)
+    }
+}
+
+fn no_memory(gpa: Gpa, no_memory: NoMemory) -> Stop {
+    match no_memory {
+        NoMemory::NotMapped => Stop::Step(Step::Map(gpa, Access::Read)),
+        NoMemory::NoPointer => Stop::Error(Error::NoGuestMemory { gpa }),
+    }
+}
+
+impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
+    /// Does a part of what a page fault of the guest's at `gva` needs.
+    pub(crate) fn serve(&self, view: &View<'_>, gva: Gva, access: GuestAccess) -> Result<Step, Error> {
+        let mut debt = Debt::new();
+        let step = match self.serve_on_known_way(view, gva, access, &mut debt) {
+            Ok(Some(step)) => Ok(step),
+            Ok(None) => self.serve_by_walk(view, gva, access, &mut debt),
+            Err(stop) => Err(stop),
+        };
+        debt.pay(self);
+        match step {
+            Ok(step) | Err(Stop::Step(step)) => Ok(step),
+            Err(Stop::Error(error)) => Err(error),
+        }
+    }
+
+    /// If there is a page of the lowest level for `gva`, made of a guest's table: its entry. `None` where a whole walk must tell.
+    fn serve_on_known_way(
+        &self,
+        view: &View<'_>,
+        gva: Gva,
+        access: GuestAccess,
+        debt: &mut Debt,
+    ) -> Result<Option<Step>, Stop> {
+        let pages = &self.shadow.pages;
+        let mut reference = view.root;
+        let role = loop {
+            let page = pages.get(reference.number);
+            let role = page.role();
+            page.note_walked();
+            if role.level() == Level::L4K {
+                break role;
+            }
+            let Target::Link(below) = page.target(index_of(gva, role.level())) else { return Ok(None) };
+            // After that was read: the record may serve for another page by now, and its link lead anywhere.
+            if !page.is_alive(reference.generation) {
+                return Ok(None);
+            }
+            reference = below;
+        };
+        if !role.is_of_table() {
+            return Ok(None);
+        }
+        let page = pages.get(reference.number);
+        let index = index_of(gva, Level::L4K);
+        let (gpa, size_bytes) = page.guest_entry(index);
+        // What was read of the record is of this generation if it is still alive.
+        if !page.is_alive(reference.generation) {
+            return Ok(None);
+        }
+        let Ok(value) = self.read_guest(gpa, size_bytes) else { return Ok(None) };
+        let decoded = view.mode.decode(value, Level::L4K);
+        let Decoded::Leaf(leaf) = decoded else { return Ok(None) };
+        let rights = role.rights().and(leaf.rights);
+        if view.mode.check(rights, access).is_err() || self.must_emulate(view, rights, access) {
+            return Ok(None);
+        }
+        let value = match self.set_marks(view, gpa, size_bytes, value, decoded.missing_marks(access.access)) {
+            Ok(Some(value)) => value,
+            Ok(None) => return Ok(Some(Step::Again)),
+            Err(stop) => return Err(stop),
+        };
+        let leaf = Self::shadow_leaf(leaf, rights, access, leaf.gfn);
+        self.shadow.frames.touch(leaf.gfn)?;
+        let made = self.install_leaf(reference, index, Some(value), leaf, access.access, debt);
+        self.after_install(made, gva, leaf.gfn, access.access).map(Some)
+    }
+
+    /// What a fault does after the attempt to install the leaf for the page `gfn`.
+    fn after_install(&self, made: Result<(), NotMade>, gva: Gva, gfn: Gfn, access: Access) -> Result<Step, Stop> {
+        let gpa = Gpa(gfn.gpa().0 + gva.0 % PAGE_SIZE);
+        match made {
+            Ok(()) => {
+                self.count(Counter::EntriesSynced);
+                Ok(Step::Done)
+            }
+            Err(NotMade::Changed | NotMade::TooLarge) => Ok(Step::Again),
+            Err(NotMade::NotMapped) => Ok(Step::Map(gpa, access)),
+            Err(NotMade::Tracked) => Ok(Step::Exit(Exit::EmulateWrite { gpa })),
+        }
+    }
+
+    /// The guest's supervisor writes a user's read-only page, and hardware cannot be told so without hiding from it that the
+    /// page is the user's.
+    fn must_emulate(&self, view: &View<'_>, rights: Rights, access: GuestAccess) -> bool {
+        access.access == Access::Write
+            && access.privilege != Privilege::User
+            && !view.mode.write_protect()
+            && view.mode.smap()
+            && rights.has(Rights::USER)
+            && !rights.has(Rights::WRITE)
+    }
+
+    /// Sets `missing` in the guest's entry, which is `value`. Returns what it is then; `None` if it has changed.
+    fn set_marks(
+        &self,
+        view: &View<'_>,
+        gpa: Gpa,
+        size_bytes: u64,
+        value: u64,
+        missing: u64,
+    ) -> Result<Option<u64>, Stop> {
+        if missing == 0 || view.unmarkable.contains(&gpa.gfn()) {
+            return Ok(Some(value));
+        }
+        match self.mark_guest(gpa, size_bytes, value, missing) {
+            Ok(Exchanged::Yes) => Ok(Some(value | missing)),
+            Ok(Exchanged::No) => Ok(None),
+            Err(NoMemory::NotMapped) => Err(Stop::Step(Step::MapTable(gpa))),
+            Err(NoMemory::NoPointer) => Err(Stop::Error(Error::NoGuestMemory { gpa })),
+        }
+    }
+
+    fn shadow_leaf(leaf: GuestLeaf, rights: Rights, access: GuestAccess, gfn: Gfn) -> ShadowLeaf {
+        let is_dirty = leaf.is_dirty || access.access == Access::Write;
+        ShadowLeaf { gfn, rights, is_dirty, is_global: leaf.is_global }
+    }
+
+    /// A walk of the guest's tables.
+    fn walk(&self, view: &View<'_>, gva: Gva, access: GuestAccess) -> Result<Walk, Stop> {
+        let View { mode, cr3, .. } = *view;
+        let page_fault = |flags: u32| {
+            self.count(Counter::GuestPageFaults);
+            Stop::Step(Step::Exit(Exit::PageFault { gva, error_code: mode.error_code(access, flags) }))
+        };
+        let size_bytes = mode.entry_bytes();
+        let mut entries = [Walked { value: 0, table: Gfn(0) }; MAX_LEVELS];
+        let mut rights_above = [Rights::ALL; MAX_LEVELS];
+        let mut places = [Gpa(0); MAX_LEVELS];
+        let mut marks = [0; MAX_LEVELS];
+        let mut rights = Rights::ALL;
+        let mut table = mode.root_table(cr3);
+        let mut level = mode.root_level();
+        let leaf = loop {
+            let at = usize::from(level.0) - 1;
+            let gpa = mode.entry_gpa(table, level, gva);
+            self.touch(gpa.gfn())?;
+            let value = self.read_guest(gpa, size_bytes).map_err(|error| no_memory(gpa, error))?;
+            let decoded = mode.decode(value, level);
+            places[at] = gpa;
+            marks[at] = decoded.missing_marks(access.access);
+            rights_above[at] = rights;
+            entries[at].value = value;
+            match decoded {
+                Decoded::NotPresent => return Err(page_fault(0)),
+                Decoded::Reserved => return Err(page_fault(FAULT_PRESENT | FAULT_RESERVED)),
+                Decoded::Table { table: below, rights: its, .. } => {
+                    entries[at].table = below.gfn();
+                    rights = rights.and(its);
+                    table = below;
+                    level = level.down();
+                }
+                Decoded::Leaf(leaf) => break leaf,
+            }
+        };
+        rights = rights.and(leaf.rights);
+        if mode.check(rights, access).is_err() {
+            return Err(page_fault(FAULT_PRESENT));
+        }
+        for at in (usize::from(level.0) - 1..usize::from(mode.root_level().0)).rev() {
+            match self.set_marks(view, places[at], size_bytes, entries[at].value, marks[at])? {
+                Some(value) => entries[at].value = value,
+                None => return Err(Stop::Step(Step::Again)),
+            }
+        }
+        Ok(Walk { entries, leaf_level: level, leaf, rights, rights_above })
+    }
+
+    /// What a guest with paging off has: all memory at its own address.
+    fn walk_unpaged(gva: Gva) -> Walk {
+        let leaf_level = Level::L1G;
+        let gfn = Gfn(gva.0 >> PAGE_SHIFT).align_down(leaf_level);
+        let leaf = GuestLeaf {
+            gfn,
+            nr_pages: leaf_level.nr_pages(),
+            rights: Rights::ALL,
+            is_global: false,
+            is_accessed: true,
+            is_dirty: true,
+        };
+        Walk {
+            entries: [Walked { value: ACCESSED | DIRTY, table: Gfn(0) }; MAX_LEVELS],
+            leaf_level: Level(MAX_LEVELS as u8),
+            leaf,
+            rights: Rights::ALL,
+            rights_above: [Rights::ALL; MAX_LEVELS],
+        }
+    }
+
+    fn serve_by_walk(&self, view: &View<'_>, gva: Gva, access: GuestAccess, debt: &mut Debt) -> Result<Step, Stop> {
+        let pages = &self.shadow.pages;
+        let mode = view.mode;
+        let is_paged = mode.paging() != PagingMode::Off;
+        let walk = if is_paged { self.walk(view, gva, access)? } else { Self::walk_unpaged(gva) };
+        // The page that is accessed, of the guest's large one.
+        let page_number = gva.0 >> PAGE_SHIFT;
+        let gfn = if is_paged { Gfn(walk.leaf.gfn.0 + page_number % walk.leaf.nr_pages) } else { Gfn(page_number) };
+        if self.must_emulate(view, walk.rights, access) {
+            return Ok(Step::Exit(Exit::EmulateWrite { gpa: Gpa(gfn.gpa().0 + gva.0 % PAGE_SIZE) }));
+        }
+        if self.touch(gfn).is_err() && !self.tree.whole().contains(gfn) {
+            // No memory can be there; it is a device's.
+            let gpa = Gpa(gfn.gpa().0 + gva.0 % PAGE_SIZE);
+            return Ok(Step::Map(gpa, access.access));
+        }
+        self.shadow.frames.touch(gfn)?;
+        let shadow_leaf = Self::shadow_leaf(walk.leaf, walk.rights, access, gfn);
+        let mut reference = view.root;
+        loop {
+            let page = pages.get(reference.number);
+            let role = page.role();
+            let level = role.level();
+            let index = index_of(gva, level);
+            page.note_walked();
+            let entry = &walk.entries[usize::from(level.0) - 1];
+            let seen: SeenEntry = role.is_of_table().then_some(entry.value);
+            if level <= walk.leaf_level && self.may_be_leaf(gfn, level) {
+                let leaf = ShadowLeaf { gfn: gfn.align_down(level), ..shadow_leaf };
+                let made = self.install_leaf(reference, index, seen, leaf, access.access, debt);
+                if !matches!(made, Err(NotMade::TooLarge)) {
+                    return self.after_install(made, gva, gfn, access.access);
+                }
+            }
+            if level == Level::L4K {
+                return Ok(Step::Again);
+            }
+            let below = level.down();
+            let part = part_for(mode, below, gva.0, view.cr3);
+            let (below_gfn, below_role) = if level <= walk.leaf_level {
+                let part = u64::from(shadow_leaf.is_dirty);
+                (gfn.align_down(level), role.below(Made::Large, part, walk.rights))
+            } else if level > mode.root_level() {
+                let made = if below > mode.root_level() { Made::Above } else { Made::Table };
+                (mode.root_table(view.cr3).gfn(), role.below(made, part, Rights::ALL))
+            } else {
+                let rights = walk.rights_above[usize::from(below.0) - 1];
+                (entry.table, role.below(Made::Table, part, rights))
+            };
+            let known = match page.target(index) {
+                Target::Link(link) => {
+                    // The page below is what this walk wants only if it was made from the same frame, in the same role.
+                    let page = pages.get(link.number);
+                    let is_wanted =
+                        page.gfn() == below_gfn && page.role() == below_role && page.is_alive(link.generation);
+                    is_wanted.then_some(link)
+                }
+                _ => None,
+            };
+            reference = match known {
+                Some(link) => link,
+                None => {
+                    let new = self.page_for(below_gfn, below_role)?;
+                    self.count(Counter::EntriesSynced);
+                    match self.link(mode, reference, index, seen, new, debt) {
+                        Ok(()) => new,
+                        Err(_) => return Ok(Step::Again),
+                    }
+                }
+            };
+        }
+    }
+
+    /// Whether a leaf of `level` can map `gfn`, as far as a look tells.
+    fn may_be_leaf(&self, gfn: Gfn, level: Level) -> bool {
+        if level == Level::L4K {
+            return true;
+        }
+        let has_room = |level: Level| {
+            let frame = self.shadow.frames.get(gfn, level);
+            frame.is_some_and(|frame| frame.nr_tables().load(Ordering::Relaxed) == 0)
+        };
+        level <= Level::L1G && has_room(level) && self.second_stage(gfn).is_some_and(|second| second.level >= level)
+    }
+}

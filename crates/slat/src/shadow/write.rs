@@ -1,0 +1,93 @@
+//! Emulated writes to the guest's tables.
+//!
+//! What was made of the old entries goes first, the CPUs are flushed, and only then the new value is written; meanwhile nothing
+//! is made of the table's entries (`Frame::nr_writers`). So nobody who sees the new value, and flushes, can use the old.
+//!
+//! A frame that is written again and again, and not walked through in between, is no table any more, or one that is being
+//! filled: its pages of upper levels go, and with them the tracking.
+
+use super::Mmu;
+use super::memory::NoMemory;
+use super::page::{EntryPlace, PageRef};
+use super::zap::Debt;
+use crate::addr::{Gfn, Gpa, Level, PAGE_SIZE};
+use crate::error::Error;
+use crate::format::Format;
+use crate::host::Host;
+use crate::stats::Counter;
+use crate::sync::Ordering;
+
+/// Emulated writes to a table since it was last walked through, after which its page goes.
+const FLOOD: u32 = 3;
+
+impl<H: Host, F: Format> Mmu<'_, H, F> {
+    /// Writes `bytes` at `gpa`, none beyond the page. `false`: the second stage has no page there that may be written.
+    pub(crate) fn emulate_write(&self, gpa: Gpa, bytes: &[u8]) -> Result<bool, Error> {
+        let gfn = gpa.gfn();
+        let Some(frame) = self.shadow.frames.get(gfn, Level::L4K) else { return Ok(false) };
+        {
+            let _guard = frame.lock.lock(self.host());
+            frame.nr_writers().fetch_add(1, Ordering::Relaxed);
+        }
+        let mut debt = Debt::new();
+        self.drop_made_of(gfn, gpa.0 % PAGE_SIZE, bytes.len() as u64, &mut debt);
+        debt.pay(self);
+        let written = self.write_guest(gpa, bytes);
+        if written.is_err() {
+            let _guard = frame.lock.lock(self.host());
+            frame.nr_writers().fetch_sub(1, Ordering::Relaxed);
+        }
+        match written {
+            Ok(()) => {
+                self.count(Counter::EmulatedWrites);
+                Ok(true)
+            }
+            Err(NoMemory::NotMapped) => Ok(false),
+            Err(NoMemory::NoPointer) => Err(Error::NoGuestMemory { gpa }),
+        }
+    }
+
+    /// Takes away what was made of the guest's entries in `len` bytes from `offset` on of frame `gfn`.
+    fn drop_made_of(&self, gfn: Gfn, offset: u64, len: u64, debt: &mut Debt) {
+        let pages = &self.shadow.pages;
+        let mut last = None;
+        while let Some(reference) = self.page_behind(gfn, last) {
+            last = Some(reference);
+            let page = pages.get(reference.number);
+            let role = page.role();
+            if !role.is_of_table() {
+                continue;
+            }
+            if role.level() > Level::L4K
+                && page.nr_writes.fetch_add(1, Ordering::Relaxed) + 1 >= FLOOD
+                && !page.is_pinned()
+            {
+                self.zap_page(reference, debt);
+                self.count(Counter::ShadowFloods);
+                continue;
+            }
+            let (start, end) = role.entries_of(offset, len);
+            let Some(_guard) = page.lock.lock_while(self.host(), || page.is_alive(reference.generation)) else {
+                continue;
+            };
+            for index in start..end {
+                self.drop_entry(EntryPlace { page: reference.number, index }, debt);
+            }
+        }
+    }
+
+    /// The page behind `last` in the list of those made from `gfn`; the first, if `last` is not there any more.
+    fn page_behind(&self, gfn: Gfn, last: Option<PageRef>) -> Option<PageRef> {
+        let pages = &self.shadow.pages;
+        let frame = self.shadow.frames.get(gfn, Level::L4K)?;
+        let _guard = frame.lock.lock(self.host());
+        let number = match last {
+            Some(last) if pages.get(last.number).is_alive(last.generation) => {
+                pages.get(last.number).next_of_frame.load(Ordering::Relaxed)
+            }
+            _ => frame.pages.load(Ordering::Relaxed),
+        };
+        let generation = || pages.get(number).generation();
+        (number != 0).then(generation).flatten().map(|generation| PageRef { number, generation })
+    }
+}

@@ -1,0 +1,179 @@
+//! The face of a vCPU with shadow paging: what its CPU exits for, and what it must load before it runs the guest again.
+
+#![expect(unsafe_code, reason = "the vCPU's record is kept alive by its VM")]
+
+use alloc::boxed::Box;
+use alloc::sync::Arc;
+
+use super::{Exit, Outcome, Vcpu};
+use arrayvec::ArrayVec;
+
+use crate::addr::{Access, Gpa, Gva, PAGE_SIZE};
+use crate::boxed::try_box;
+use crate::error::Error;
+use crate::format::Format;
+use crate::host::Host;
+use crate::shadow::guest::GeneralProtection;
+use crate::shadow::roots::Roots;
+use crate::shadow::walk::{MAX_TABLES, Step};
+use crate::shadow::{GuestAccess, GuestEntry, Mmu, PagingRegisters};
+use crate::stats::Counter;
+use crate::table::retire::Record;
+use crate::vm::Vm;
+
+/// Most bytes of one emulated write.
+const MAX_WRITE_BYTES: usize = 64;
+
+/// Times that a fault starts over before the guest is let try again.
+const MAX_TURNS: u32 = 256;
+
+impl<H: Host, F: Format> Vcpu<H, F> {
+    pub(super) fn new_roots(vm: &Arc<Vm<H, F>>) -> Result<Option<Box<Roots>>, Error> {
+        let record = vm.tree.epochs.borrow_record()?;
+        vm.tree.mmu(&record).map(|mmu| try_box(Roots::new(mmu)?)).transpose()
+    }
+
+    pub(super) fn drop_roots(&mut self) {
+        let Ok((mmu, roots)) = self.shadow() else { return };
+        roots.end(mmu);
+    }
+
+    /// The shadow tables, and this vCPU's roots.
+    fn shadow(&mut self) -> Result<(Mmu<'_, H, F>, &mut Roots), Error> {
+        let Some(record) = &self.record else { unreachable!("taken only by drop") };
+        // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the record came from.
+        let record: &Record = unsafe { record.get() };
+        match (self.vm.tree.mmu(record), &mut self.roots) {
+            (Some(mmu), Some(roots)) => Ok((mmu, roots)),
+            _ => Err(Error::NotShadow),
+        }
+    }
+
+    /// The guest's registers, as they were set last.
+    ///
+    /// # Errors
+    /// [`Error::NotShadow`].
+    pub fn paging_registers(&self) -> Result<PagingRegisters, Error> {
+        self.roots.as_ref().map(|roots| roots.registers()).ok_or(Error::NotShadow)
+    }
+
+    /// The guest has written CR0, CR4 or EFER, or the vCPU was reset: its registers are to be `registers`. What the CPU has cached
+    /// is flushed as a whole.
+    ///
+    /// # Errors
+    /// [`Error::NotShadow`].
+    pub fn set_paging_registers(&mut self, registers: PagingRegisters) -> Result<Outcome, Error> {
+        let (mmu, roots) = self.shadow()?;
+        Ok(or_general_protection(roots.set_registers(mmu, registers)))
+    }
+
+    /// The guest has loaded CR3 with `value`: the address of a table, with PCIDs on also the PCID (bits 11 to 0), and bit 63 if
+    /// nothing is to be flushed (Intel SDM vol. 2B, "MOV - Move to/from Control Registers"). A switch to a root that the vCPU
+    /// remembers, and without a flush, takes no lock.
+    ///
+    /// # Errors
+    /// [`Error::NotShadow`].
+    #[inline]
+    pub fn load_cr3(&mut self, value: u64) -> Result<Outcome, Error> {
+        let (mmu, roots) = self.shadow()?;
+        Ok(or_general_protection(roots.load_cr3(mmu, value)))
+    }
+
+    /// The guest has executed INVLPG for `gva`.
+    ///
+    /// # Errors
+    /// [`Error::NotShadow`].
+    pub fn invlpg(&mut self, gva: Gva) -> Result<Outcome, Error> {
+        let (mmu, roots) = self.shadow()?;
+        roots.invalidate_page(mmu, gva);
+        Ok(Outcome::Resume)
+    }
+
+    /// The guest has executed INVPCID of type `kind` with `descriptor`: the PCID, and the address (Intel SDM vol. 2A, "INVPCID").
+    ///
+    /// # Errors
+    /// [`Error::NotShadow`].
+    pub fn invpcid(&mut self, kind: u64, descriptor: [u64; 2]) -> Result<Outcome, Error> {
+        let (mmu, roots) = self.shadow()?;
+        Ok(or_general_protection(roots.invalidate_pcid(mmu, kind, descriptor)))
+    }
+
+    /// What the CPU must load, and forget, before it runs the guest: to be asked after each exit.
+    ///
+    /// # Errors
+    /// [`Error::NotShadow`], [`Error::OutOfMemory`].
+    #[inline]
+    pub fn entry(&mut self) -> Result<GuestEntry, Error> {
+        let (mmu, roots) = self.shadow()?;
+        roots.entry(mmu)
+    }
+
+    /// Serves a page fault that the CPU took on the shadow tables: the guest did `access` at `gva`.
+    ///
+    /// Blocks as [`handle_fault`](Vcpu::handle_fault) does; besides, for as long as another works on the same guest frame, or
+    /// the same shadow table.
+    ///
+    /// # Errors
+    /// [`Error::NotShadow`], [`Error::NoGuestMemory`], and those of [`handle_fault`](Vcpu::handle_fault); nothing has changed then
+    /// for the guest.
+    pub fn handle_page_fault(&mut self, gva: Gva, access: GuestAccess) -> Result<Outcome, Error> {
+        let (mmu, roots) = self.shadow()?;
+        mmu.count(Counter::PageFaults);
+        if !roots.is_canonical(gva) {
+            return Ok(Outcome::Exit(Exit::GeneralProtection));
+        }
+        let mut unmarkable = ArrayVec::<_, MAX_TABLES>::new();
+        for _ in 0..MAX_TURNS {
+            let (mmu, roots) = self.shadow()?;
+            let view = roots.view(mmu, &unmarkable)?;
+            match mmu.serve(&view, gva, access)? {
+                Step::Done => return Ok(Outcome::Resume),
+                Step::Again => mmu.count(Counter::Retries),
+                Step::Exit(exit) => return Ok(Outcome::Exit(exit)),
+                Step::Map(gpa, access) => match self.handle_fault(gpa, access)? {
+                    Outcome::Resume => {}
+                    exit => return Ok(exit),
+                },
+                Step::MapTable(gpa) => match self.handle_fault(gpa, Access::Write)? {
+                    Outcome::Resume => {}
+                    // With more of them than a walk has, tables are being exchanged under it.
+                    Outcome::Exit(Exit::Mmio { .. }) if !unmarkable.is_full() => unmarkable.push(gpa.gfn()),
+                    exit => return Ok(exit),
+                },
+            }
+        }
+        Ok(Outcome::Resume)
+    }
+
+    /// Makes the write that the guest is about to make at `gpa` ([`Exit::EmulateWrite`]): 1 to 64 bytes, none beyond the page. The
+    /// page counts as written. What was made of the guest's entries there is taken away first.
+    ///
+    /// # Errors
+    /// [`Error::NotShadow`], [`Error::BadWrite`], [`Error::NoGuestMemory`], and those of [`handle_fault`](Vcpu::handle_fault);
+    /// nothing was written then.
+    pub fn write_guest_table(&mut self, gpa: Gpa, bytes: &[u8]) -> Result<Outcome, Error> {
+        let (mmu, _) = self.shadow()?;
+        let len = bytes.len();
+        if len == 0 || len > MAX_WRITE_BYTES || gpa.0 % PAGE_SIZE + len as u64 > PAGE_SIZE {
+            return Err(Error::BadWrite { gpa, len });
+        }
+        mmu.touch(gpa.gfn())?;
+        loop {
+            match self.handle_fault(gpa, Access::Write)? {
+                Outcome::Resume => {}
+                exit => return Ok(exit),
+            }
+            let (mmu, _) = self.shadow()?;
+            if mmu.emulate_write(gpa, bytes)? {
+                return Ok(Outcome::Resume);
+            }
+        }
+    }
+}
+
+fn or_general_protection(done: Result<(), GeneralProtection>) -> Outcome {
+    match done {
+        Ok(()) => Outcome::Resume,
+        Err(GeneralProtection) => Outcome::Exit(Exit::GeneralProtection),
+    }
+}

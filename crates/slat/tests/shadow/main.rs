@@ -1,0 +1,254 @@
+//! Shadow paging, case by case: a guest with long-mode tables in its memory, and a CPU that walks the shadow tables.
+
+#![allow(missing_docs)]
+#![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
+
+mod world;
+
+use slat::{Access, Exit, Gfn, GfnRange, Gva, LocalFlush, Outcome, Privilege, ShadowStrategy};
+use world::{A, D, G, NX, P, PS, U, W, World};
+
+const STRATEGIES: [ShadowStrategy; 3] =
+    [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged];
+
+/// An address whose table indices are all different.
+const VA: u64 = 0x0000_1234_5678_9000;
+
+#[test]
+fn a_page_is_mapped_and_marked() {
+    for strategy in STRATEGIES {
+        let mut world = World::new(strategy);
+        let cr3 = world.map(0x10, VA, 0x80, P | W | U);
+        world.long_mode(cr3);
+        world.write_frame(0x80, 0, 0x1234);
+        assert_eq!(world.read(VA), Ok(0x1234), "{strategy:?}");
+        assert_eq!(world.entry_of(cr3, VA) & (A | D), A);
+        world.write(VA + 8, 7).unwrap();
+        assert_eq!(world.entry_of(cr3, VA) & (A | D), A | D);
+        assert_eq!(world.frame_word(0x80, 1), 7);
+        world.check_end();
+    }
+}
+
+#[test]
+fn a_fault_of_the_guest_is_the_guests() {
+    let mut world = World::new(ShadowStrategy::RootCache);
+    let cr3 = world.map(0x10, VA, 0x80, P | U);
+    world.long_mode(cr3);
+    assert_eq!(world.read(VA), Ok(0));
+    assert_eq!(world.write(VA, 1), Err(Exit::PageFault { gva: Gva(VA), error_code: 0b11 }));
+    assert_eq!(world.read(VA + 0x1000), Err(Exit::PageFault { gva: Gva(VA + 0x1000), error_code: 0 }));
+    world.privilege = Privilege::User;
+    assert_eq!(world.write(VA, 1), Err(Exit::PageFault { gva: Gva(VA), error_code: 0b111 }));
+    world.check_end();
+}
+
+#[test]
+fn a_changed_entry_may_be_stale_until_it_is_flushed() {
+    for strategy in STRATEGIES {
+        let mut world = World::new(strategy);
+        let cr3 = world.map(0x10, VA, 0x80, P | W | U);
+        world.long_mode(cr3);
+        world.write_frame(0x80, 0, 80);
+        world.write_frame(0x81, 0, 81);
+        assert_eq!(world.read(VA), Ok(80));
+        world.set_entry(cr3, VA, 0x81 << 12 | P | W | U | A | D);
+        world.invlpg(VA);
+        assert_eq!(world.read(VA), Ok(81), "{strategy:?}: INVLPG");
+        world.set_entry(cr3, VA, 0x80 << 12 | P | W | U | A | D);
+        world.load_cr3(cr3);
+        assert_eq!(world.read(VA), Ok(80), "{strategy:?}: CR3");
+        world.check_end();
+    }
+}
+
+#[test]
+fn the_guest_writes_its_own_tables() {
+    for strategy in STRATEGIES {
+        let mut world = World::new(strategy);
+        let cr3 = world.map(0x10, VA, 0x80, P | W | U);
+        // All tables are mapped at 1 GiB and on, too.
+        let window = 1 << 30;
+        for frame in 0x10..0x40 {
+            world.map_more(cr3, window + frame * 0x1000, frame, P | W);
+        }
+        world.long_mode(cr3);
+        world.write_frame(0x80, 0, 80);
+        world.write_frame(0x81, 0, 81);
+        assert_eq!(world.read(VA), Ok(80));
+        for level in [1, 2, 3, 4] {
+            let place = world.place_of(cr3, VA, level);
+            let old = world.read(window + place).unwrap();
+            // Not present, flushed, and back.
+            world.write(window + place, 0).unwrap();
+            world.invlpg(VA);
+            assert!(matches!(world.read(VA), Err(Exit::PageFault { error_code: 0, .. })), "{strategy:?} {level}");
+            world.write(window + place, old).unwrap();
+            assert_eq!(world.read(VA), Ok(80), "{strategy:?} {level}");
+        }
+        let stats = world.vm.stats();
+        assert!(stats.emulated_writes >= 6, "upper tables are tracked: {stats:?}");
+        world.load_cr3(cr3);
+        // In sync now, and protected; written through another address, it is unsync.
+        let place = world.place_of(cr3, VA, 1);
+        world.write(window + place, 0x81 << 12 | P | W | U | A | D).unwrap();
+        world.invlpg(VA);
+        assert_eq!(world.read(VA), Ok(81));
+        world.check_end();
+    }
+}
+
+#[test]
+fn large_pages_are_mapped_as_the_host_has_them() {
+    let mut world = World::new(ShadowStrategy::RootCache);
+    let cr3 = world.map_large(0x10, 0x4000_0000, 0, P | W | U | PS | G | NX);
+    world.long_mode(cr3);
+    world.write_frame(0x123, 0, 5);
+    assert_eq!(world.read(0x4012_3000), Ok(5));
+    world.write(0x4012_3000, 6).unwrap();
+    assert_eq!(world.frame_word(0x123, 0), 6);
+    assert!(matches!(world.fetch(0x4012_3000), Err(Exit::PageFault { .. })));
+    world.check_end();
+}
+
+#[test]
+fn what_the_host_takes_away_is_gone() {
+    for strategy in STRATEGIES {
+        let mut world = World::new(strategy);
+        let cr3 = world.map(0x10, VA, 0x80, P | W | U);
+        world.long_mode(cr3);
+        world.write(VA, 80).unwrap();
+        let other = world.move_frame(0x80);
+        assert_eq!(world.read(VA), Ok(80), "the page moved with what is in it");
+        world.write(VA, 81).unwrap();
+        assert_eq!(world.backing_word(other), 81);
+        // A table moves.
+        for frame in 0x10..0x14 {
+            world.move_frame(frame);
+            assert_eq!(world.read(VA), Ok(81), "{strategy:?}: table {frame:#x}");
+        }
+        world.check_end();
+    }
+}
+
+#[test]
+fn writes_are_logged() {
+    for strategy in STRATEGIES {
+        let mut world = World::new(strategy);
+        let cr3 = world.map(0x10, VA, 0x80, P | W | U);
+        world.long_mode(cr3);
+        world.write(VA, 1).unwrap();
+        world.log(true);
+        assert_eq!(world.dirty(), Vec::<u64>::new());
+        world.write(VA, 2).unwrap();
+        assert_eq!(world.dirty(), [0x80]);
+        assert_eq!(world.dirty(), Vec::<u64>::new());
+        world.read(VA).unwrap();
+        assert_eq!(world.dirty(), Vec::<u64>::new());
+        world.write(VA, 3).unwrap();
+        assert_eq!(world.dirty(), [0x80]);
+        // A and D are written too.
+        world.map_more(cr3, VA + 0x1000, 0x81, P | W);
+        world.dirty();
+        world.read(VA + 0x1000).unwrap();
+        let table = world.place_of(cr3, VA, 1) >> 12;
+        assert_eq!(world.dirty(), [table], "{strategy:?}: the accessed bit");
+        world.log(false);
+        world.check_end();
+    }
+}
+
+#[test]
+fn switches_hit_and_keep() {
+    for strategy in STRATEGIES {
+        let mut world = World::new(strategy);
+        let first = world.map(0x10, VA, 0x80, P | W | U);
+        let second = world.map(0x20, VA, 0x81, P | W | U);
+        world.write_frame(0x80, 0, 80);
+        world.write_frame(0x81, 0, 81);
+        world.long_mode_with_pcids(first);
+        let keep = 1 << 63;
+        for _ in 0..3 {
+            world.load_cr3(first | 1 | keep);
+            assert_eq!(world.read(VA), Ok(80));
+            world.load_cr3(second | 2 | keep);
+            assert_eq!(world.read(VA), Ok(81));
+        }
+        let stats = world.vm.stats();
+        if strategy == ShadowStrategy::Baseline {
+            assert_eq!(stats.root_hits, 0);
+        } else {
+            assert_eq!(stats.root_hits, 4, "{strategy:?}");
+        }
+        // What was flushed while another root was current.
+        world.set_entry(first, VA, 0x81 << 12 | P | W | U | A | D);
+        world.invpcid(1, 1, 0).unwrap();
+        world.load_cr3(first | 1 | keep);
+        assert_eq!(world.read(VA), Ok(81), "{strategy:?}");
+        world.load_cr3(second | 2 | keep);
+        world.set_entry(first, VA, 0x80 << 12 | P | W | U | A | D);
+        world.invpcid(0, 1, VA).unwrap();
+        world.load_cr3(first | 1 | keep);
+        assert_eq!(world.read(VA), Ok(80), "{strategy:?}");
+        assert_eq!(world.invpcid(4, 0, 0), Err(Exit::GeneralProtection));
+        assert_eq!(world.invpcid(1, 1 << 12, 0), Err(Exit::GeneralProtection));
+        assert_eq!(world.invpcid(0, 0, 1 << 47), Err(Exit::GeneralProtection));
+        world.check_end();
+    }
+}
+
+#[test]
+fn bit_63_is_reserved_without_pcids() {
+    let mut world = World::new(ShadowStrategy::RootCache);
+    let cr3 = world.map(0x10, VA, 0x80, P | W | U);
+    world.long_mode(cr3);
+    assert_eq!(world.vcpu.load_cr3(cr3 | 1 << 63), Ok(Outcome::Exit(Exit::GeneralProtection)));
+    assert_eq!(world.read(VA), Ok(0));
+    assert_ne!(world.vcpu.entry().unwrap().flush, LocalFlush::All);
+    world.check_end();
+}
+
+#[test]
+fn without_paging_addresses_are_physical() {
+    let mut world = World::new(ShadowStrategy::RootCache);
+    world.write_frame(0x80, 3, 9);
+    assert_eq!(world.read(0x80018), Ok(9));
+    world.write(0x80018, 10).unwrap();
+    assert_eq!(world.frame_word(0x80, 3), 10);
+    assert!(matches!(world.read(0x4000_0000), Err(Exit::Mmio { .. })));
+    world.check_end();
+}
+
+#[test]
+fn few_tables_do() {
+    for strategy in STRATEGIES {
+        let mut world = World::with_pages(strategy, 64);
+        let cr3 = world.map(0x10, VA, 0x200, P | W | U);
+        for nth in 0..100 {
+            world.map_more(cr3, (nth << 30) + 0x20_0000 * nth, 0x200 + nth, P | W);
+            world.write_frame(0x200 + nth, 0, nth);
+        }
+        world.long_mode(cr3);
+        for _ in 0..3 {
+            for nth in 0..100 {
+                assert_eq!(world.read((nth << 30) + 0x20_0000 * nth), Ok(nth), "{strategy:?}");
+            }
+        }
+        assert!(world.vm.stats().shadow_evictions > 0);
+        assert!(world.vm.shadow_pages_peak() <= 64);
+        world.check_end();
+    }
+}
+
+#[test]
+fn all_memory_may_be_taken_at_any_time() {
+    let mut world = World::new(ShadowStrategy::RootCache);
+    let cr3 = world.map(0x10, VA, 0x80, P | W | U);
+    world.long_mode(cr3);
+    world.write(VA, 1).unwrap();
+    drop(world.vm.invalidate_range(GfnRange::new(Gfn(0), 1 << 10)).unwrap());
+    assert_eq!(world.vm.nr_shadow_leaves(), 0);
+    assert_eq!(world.read(VA), Ok(1));
+    let _ = Access::Read;
+    world.check_end();
+}

@@ -1,0 +1,404 @@
+//! The guest's memory, its tables, and one CPU.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use slat::{
+    Access, AllocationWait, Config, Exit, Gfn, GfnRange, Gone, Gpa, GuestAccess, Gva, Host, Hpa, LocalFlush,
+    MemoryRegion, MemoryRegionFlags, Npt, Outcome, PageSize, Paging, PagingRegisters, Park, Pfn, Privilege, Resolved,
+    ShadowPaging, ShadowStrategy, TableNode, Vcpu, Vm,
+};
+
+pub const P: u64 = 1 << 0;
+pub const W: u64 = 1 << 1;
+pub const U: u64 = 1 << 2;
+pub const A: u64 = 1 << 5;
+pub const D: u64 = 1 << 6;
+pub const PS: u64 = 1 << 7;
+pub const G: u64 = 1 << 8;
+pub const NX: u64 = 1 << 63;
+const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
+
+/// Host-physical address less pointer.
+const BIAS: u64 = 1 << 47;
+
+/// Frames of the guest's memory.
+pub const NR_FRAMES: u64 = 1 << 10;
+/// Frames that the host has for it.
+const NR_HOST_FRAMES: u64 = 2 << 10;
+
+struct Memory {
+    start: *mut u8,
+    layout: Layout,
+}
+
+// SAFETY: only an address; what is behind it is accessed atomically.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout.
+        unsafe { dealloc(self.start, self.layout) }
+    }
+}
+
+pub struct TestHost {
+    memory: Memory,
+    /// The frame of each page of the guest's.
+    frames: Mutex<Vec<u64>>,
+    live_tables: AtomicI64,
+    flushes: AtomicU64,
+}
+
+impl Park for TestHost {
+    fn park(&self, _: &AtomicU32, _: u32) {}
+    fn unpark_one(&self, _: *const AtomicU32) -> bool {
+        false
+    }
+    fn unpark_all(&self, _: *const AtomicU32) {}
+}
+
+// SAFETY: tables are memory of the global allocator that is nobody else's; the one CPU forgets what `flush` says.
+unsafe impl Host for TestHost {
+    type Backing = ();
+
+    fn allocate_table(&self, layout: Layout, _: TableNode, _: AllocationWait) -> Option<Hpa> {
+        self.live_tables.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: a table has a size.
+        Some(Hpa(unsafe { alloc_zeroed(layout) }.expose_provenance() as u64 + BIAS))
+    }
+
+    unsafe fn free_table(&self, table: Hpa, layout: Layout) {
+        self.live_tables.fetch_sub(1, Ordering::Relaxed);
+        // SAFETY: it came from `allocate_table`.
+        unsafe { dealloc(self.table_ptr(table), layout) }
+    }
+
+    fn table_ptr(&self, table: Hpa) -> *mut u8 {
+        std::ptr::with_exposed_provenance_mut((table.0 - BIAS) as usize)
+    }
+
+    fn resolve(&self, _: &(), _: Gfn, page: u64, _: Access) -> Result<Resolved, Gone> {
+        let frames = self.frames.lock().unwrap();
+        let frame = *frames.get(page as usize).ok_or(Gone)?;
+        let block = page & !511;
+        let is_large = (0..512).all(|nth| frames[(block + nth) as usize] == frames[block as usize] + nth);
+        let max_size = if is_large { PageSize::Size2M } else { PageSize::Size4K };
+        Ok(Resolved { pfn: self.pfn(frame), max_size, writable: true })
+    }
+
+    fn guest_memory_ptr(&self, frame: Pfn) -> Option<*mut u8> {
+        Some(self.table_ptr(frame.hpa()))
+    }
+
+    fn flush(&self, _: &[GfnRange]) {
+        self.flushes.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn timestamp_ns(&self) -> u64 {
+        0
+    }
+}
+
+impl TestHost {
+    fn pfn(&self, frame: u64) -> Pfn {
+        Hpa(self.memory.start.expose_provenance() as u64 + frame * 4096 + BIAS).pfn()
+    }
+
+    fn word(&self, hpa: Hpa) -> &AtomicU64 {
+        // SAFETY: callers have an aligned address of the guest's memory, or of a table that is linked.
+        unsafe { &*self.table_ptr(hpa).cast::<AtomicU64>() }
+    }
+}
+
+pub struct World {
+    pub vm: Arc<Vm<TestHost, Npt>>,
+    pub vcpu: Vcpu<TestHost, Npt>,
+    pub privilege: Privilege,
+    /// What the CPU has cached: the entry, and the rights on the way to it, by PCID and page.
+    tlb: HashMap<(u16, u64), Cached>,
+    flushes: u64,
+    /// Frames for tables of the guest's.
+    next_table: u64,
+}
+
+#[derive(Clone, Copy)]
+struct Cached {
+    page: Hpa,
+    writable: bool,
+    user: bool,
+    executable: bool,
+}
+
+impl World {
+    pub fn new(strategy: ShadowStrategy) -> World {
+        World::with_pages(strategy, 4096)
+    }
+
+    pub fn with_pages(strategy: ShadowStrategy, max_pages: u32) -> World {
+        let layout = Layout::from_size_align(NR_HOST_FRAMES as usize * 4096, 2 << 20).unwrap();
+        let host = TestHost {
+            // SAFETY: the layout has a size.
+            memory: Memory { start: unsafe { alloc_zeroed(layout) }, layout },
+            frames: Mutex::new((0..NR_FRAMES).collect()),
+            live_tables: AtomicI64::new(0),
+            flushes: AtomicU64::new(0),
+        };
+        let paging = Paging::Shadow(ShadowPaging { strategy, max_pages, ..ShadowPaging::default() });
+        let vm = Arc::new(Vm::new(host, Config::default().with_paging(paging)).unwrap());
+        vm.set_user_memory_region(region(MemoryRegionFlags::empty(), Some(()))).unwrap();
+        let vcpu = vm.create_vcpu().unwrap();
+        World { vm, vcpu, privilege: Privilege::Supervisor, tlb: HashMap::new(), flushes: 0, next_table: 0 }
+    }
+
+    pub fn frame_word(&self, gfn: u64, index: u64) -> u64 {
+        self.guest_word(gfn * 4096 + index * 8).load(Ordering::Relaxed)
+    }
+
+    pub fn write_frame(&self, gfn: u64, index: u64, value: u64) {
+        self.guest_word(gfn * 4096 + index * 8).store(value, Ordering::Relaxed);
+    }
+
+    pub fn backing_word(&self, frame: u64) -> u64 {
+        self.vm.host().word(self.vm.host().pfn(frame).hpa()).load(Ordering::Relaxed)
+    }
+
+    fn guest_word(&self, gpa: u64) -> &AtomicU64 {
+        let frame = self.vm.host().frames.lock().unwrap()[(gpa >> 12) as usize];
+        self.vm.host().word(Hpa(self.vm.host().pfn(frame).hpa().0 + gpa % 4096))
+    }
+
+    /// Tables from frame `root` on that map the page at `va` to frame `gfn`. Returns CR3.
+    pub fn map(&mut self, root: u64, va: u64, gfn: u64, bits: u64) -> u64 {
+        self.next_table = root + 1;
+        self.map_more(root << 12, va, gfn, bits);
+        root << 12
+    }
+
+    pub fn map_large(&mut self, root: u64, va: u64, gfn: u64, bits: u64) -> u64 {
+        self.next_table = root + 1;
+        self.map_at(root << 12, va, gfn, bits, 2);
+        root << 12
+    }
+
+    /// Without the CPU: as a loader does before the guest runs.
+    pub fn map_more(&mut self, cr3: u64, va: u64, gfn: u64, bits: u64) {
+        self.map_at(cr3, va, gfn, bits, 1);
+    }
+
+    fn map_at(&mut self, cr3: u64, va: u64, gfn: u64, bits: u64, leaf_level: u32) {
+        let mut table = cr3 & ADDRESS;
+        for level in (leaf_level..=4).rev() {
+            let place = table + index(va, level) * 8;
+            let entry = self.guest_word(place).load(Ordering::Relaxed);
+            if level == leaf_level {
+                self.store(place, gfn << 12 | bits);
+            } else if entry & P == 0 {
+                table = self.next_table << 12;
+                self.next_table += 1;
+                self.store(place, table | P | W | U);
+            } else {
+                table = entry & ADDRESS;
+            }
+        }
+    }
+
+    /// As the hypervisor would emulate it.
+    fn store(&mut self, place: u64, value: u64) {
+        assert_eq!(self.vcpu.write_guest_table(Gpa(place), &value.to_le_bytes()), Ok(Outcome::Resume));
+    }
+
+    /// The address of the entry of `level` for `va`.
+    pub fn place_of(&self, cr3: u64, va: u64, level: u32) -> u64 {
+        let mut table = cr3 & ADDRESS;
+        let mut at = 4;
+        loop {
+            let place = table + index(va, at) * 8;
+            if at == level {
+                return place;
+            }
+            table = self.guest_word(place).load(Ordering::Relaxed) & ADDRESS;
+            at -= 1;
+        }
+    }
+
+    pub fn entry_of(&self, cr3: u64, va: u64) -> u64 {
+        self.guest_word(self.place_of(cr3, va, 1)).load(Ordering::Relaxed)
+    }
+
+    pub fn set_entry(&mut self, cr3: u64, va: u64, value: u64) {
+        let place = self.place_of(cr3, va, 1);
+        self.store(place, value);
+    }
+
+    pub fn long_mode(&mut self, cr3: u64) {
+        self.registers(PagingRegisters { cr0: 1 << 31 | 1 << 16 | 1, cr3, cr4: 1 << 5, efer: 1 << 8 | 1 << 11 });
+    }
+
+    pub fn long_mode_with_pcids(&mut self, cr3: u64) {
+        let cr4 = 1 << 5 | 1 << 17 | 1 << 7;
+        self.registers(PagingRegisters { cr0: 1 << 31 | 1 << 16 | 1, cr3, cr4, efer: 1 << 8 | 1 << 11 });
+    }
+
+    fn registers(&mut self, registers: PagingRegisters) {
+        assert_eq!(self.vcpu.set_paging_registers(registers), Ok(Outcome::Resume));
+    }
+
+    pub fn load_cr3(&mut self, value: u64) {
+        assert_eq!(self.vcpu.load_cr3(value), Ok(Outcome::Resume));
+    }
+
+    pub fn invlpg(&mut self, va: u64) {
+        assert_eq!(self.vcpu.invlpg(Gva(va)), Ok(Outcome::Resume));
+    }
+
+    pub fn invpcid(&mut self, kind: u64, pcid: u64, va: u64) -> Result<(), Exit> {
+        match self.vcpu.invpcid(kind, [pcid, va]).unwrap() {
+            Outcome::Resume => Ok(()),
+            Outcome::Exit(exit) => Err(exit),
+        }
+    }
+
+    pub fn read(&mut self, va: u64) -> Result<u64, Exit> {
+        let hpa = self.translate(va, Access::Read)?.expect("a read is not emulated");
+        Ok(self.vm.host().word(hpa).load(Ordering::Relaxed))
+    }
+
+    pub fn fetch(&mut self, va: u64) -> Result<u64, Exit> {
+        let hpa = self.translate(va, Access::Execute)?.expect("a fetch is not emulated");
+        Ok(self.vm.host().word(hpa).load(Ordering::Relaxed))
+    }
+
+    pub fn write(&mut self, va: u64, value: u64) -> Result<(), Exit> {
+        match self.translate(va, Access::Write) {
+            Ok(Some(hpa)) => self.vm.host().word(hpa).store(value, Ordering::Relaxed),
+            Ok(None) => unreachable!(),
+            Err(Exit::EmulateWrite { gpa }) => self.store(gpa.0, value),
+            Err(exit) => return Err(exit),
+        }
+        Ok(())
+    }
+
+    fn allows(&self, cached: Cached, access: Access) -> bool {
+        (self.privilege != Privilege::User || cached.user)
+            && match access {
+                Access::Read => true,
+                Access::Write => cached.writable,
+                Access::Execute => cached.executable,
+            }
+    }
+
+    fn translate(&mut self, va: u64, access: Access) -> Result<Option<Hpa>, Exit> {
+        for _ in 0..100 {
+            let entry = self.vcpu.entry().unwrap();
+            let flushes = self.vm.host().flushes.load(Ordering::Relaxed);
+            if flushes != self.flushes || entry.flush == LocalFlush::All {
+                self.flushes = flushes;
+                self.tlb.clear();
+            }
+            match entry.flush {
+                LocalFlush::Page(gva) => self.tlb.retain(|key, _| key.1 != gva.0 >> 12),
+                LocalFlush::Context => self.tlb.retain(|key, _| key.0 != entry.pcid),
+                LocalFlush::None | LocalFlush::All => {}
+            }
+            let key = (entry.pcid, va >> 12);
+            let cached = self.tlb.get(&key).copied().filter(|&cached| self.allows(cached, access));
+            if let Some(cached) = cached.or_else(|| self.walk(entry.root, entry.levels, va)) {
+                if self.allows(cached, access) {
+                    self.tlb.insert(key, cached);
+                    return Ok(Some(Hpa(cached.page.0 + va % 4096)));
+                }
+            }
+            let access = GuestAccess { access, privilege: self.privilege };
+            match self.vcpu.handle_page_fault(Gva(va), access).unwrap() {
+                Outcome::Resume => {}
+                Outcome::Exit(exit) => return Err(exit),
+            }
+        }
+        panic!("{va:#x} still faults");
+    }
+
+    fn walk(&self, root: Hpa, levels: u8, va: u64) -> Option<Cached> {
+        let mut cached = Cached { page: root, writable: true, user: true, executable: true };
+        for level in (1..=u32::from(levels)).rev() {
+            let entry = self.vm.host().word(Hpa(cached.page.0 + index(va, level) * 8)).load(Ordering::Relaxed);
+            if entry & P == 0 {
+                return None;
+            }
+            cached.writable &= entry & W != 0;
+            cached.user &= entry & U != 0;
+            cached.executable &= entry & NX == 0;
+            cached.page = Hpa(entry & ADDRESS);
+            if level == 1 || entry & PS != 0 {
+                let offset = va & ((1 << (12 + 9 * (level - 1))) - 1) & !0xfff;
+                cached.page = Hpa(cached.page.0 + offset);
+                break;
+            }
+        }
+        Some(cached)
+    }
+
+    /// Gives page `gfn` another frame, with its contents. Returns it.
+    pub fn move_frame(&mut self, gfn: u64) -> u64 {
+        let invalidation = self.vm.invalidate_range(GfnRange::new(Gfn(gfn), 1)).unwrap();
+        let host = self.vm.host();
+        let mut frames = host.frames.lock().unwrap();
+        let new = frames.iter().copied().max().unwrap().max(NR_FRAMES) + 1;
+        let old = std::mem::replace(&mut frames[gfn as usize], new);
+        for word in 0..512 {
+            let at = |frame| Hpa(host.pfn(frame).hpa().0 + word * 8);
+            let value = host.word(at(old)).swap(0xdead, Ordering::Relaxed);
+            host.word(at(new)).store(value, Ordering::Relaxed);
+        }
+        drop(invalidation);
+        new
+    }
+
+    pub fn log(&self, on: bool) {
+        let flags = if on { MemoryRegionFlags::LOG_DIRTY_PAGES } else { MemoryRegionFlags::empty() };
+        self.vm.set_user_memory_region(region(flags, None)).unwrap();
+    }
+
+    pub fn dirty(&self) -> Vec<u64> {
+        let mut bitmap = [0; NR_FRAMES as usize / 64];
+        self.vm.get_dirty_log(0, &mut bitmap).unwrap();
+        (0..NR_FRAMES).filter(|&page| bitmap[page as usize / 64] >> (page % 64) & 1 != 0).collect()
+    }
+
+    /// Nothing is left when the guest is gone.
+    pub fn check_end(self) {
+        let World { vm, vcpu, .. } = self;
+        drop(vcpu);
+        let mut gone = region(MemoryRegionFlags::empty(), None);
+        gone.memory_size = 0;
+        vm.set_user_memory_region(gone).unwrap();
+        vm.reclaim();
+        assert_eq!(vm.nr_shadow_leaves(), 0, "leaves are left");
+        assert_eq!(vm.nr_shadow_pages(), 0, "shadow tables are left");
+        assert_eq!(vm.host().live_tables.load(Ordering::Relaxed), 1 + second_stage_tables(&vm), "tables are left");
+    }
+}
+
+fn region(flags: MemoryRegionFlags, backing: Option<()>) -> MemoryRegion<()> {
+    MemoryRegion {
+        slot: 0,
+        flags,
+        guest_phys_addr: Gpa(0),
+        memory_size: NR_FRAMES * 4096,
+        backing,
+        userfault_bitmap: None,
+    }
+}
+
+fn index(va: u64, level: u32) -> u64 {
+    va >> (12 + 9 * (level - 1)) & 511
+}
+
+/// Tables of the second stage below its root. (An emptied slot's are kept where an invalidation refined empty entries.)
+fn second_stage_tables(vm: &Vm<TestHost, Npt>) -> i64 {
+    vm.read_tables().unwrap().nr_tables_on(slat::NodeId(0)) as i64 - 1
+}
