@@ -450,6 +450,27 @@ impl Port {
             }),
         }
     }
+
+    /// Stores `value` at `at` and returns what was there before, atomically and sequentially consistent, if `generation` is
+    /// still current.
+    ///
+    /// # Errors
+    /// [`Stale`]: a flush has begun, and nothing was exchanged.
+    ///
+    /// # Safety
+    /// As [`compare_exchange_u64`](Self::compare_exchange_u64).
+    #[inline]
+    pub unsafe fn exchange_u64(&self, generation: Generation, at: *mut u64, value: u64) -> Result<u64, Stale> {
+        // SAFETY: the caller's promise.
+        let mut current = unsafe { self.load_u64(generation, at) }?;
+        loop {
+            // SAFETY: as above.
+            match unsafe { self.compare_exchange_u64(generation, at, current, value) }? {
+                Ok(before) => return Ok(before),
+                Err(found) => current = found,
+            }
+        }
+    }
 }
 
 impl Drop for Port {

@@ -42,10 +42,10 @@ use crate::walk::{CountReads, HardwareFormat, Mapping, Misconfiguration, Purpose
 
 /// Faults on one access after which the CPU gives its time slice away at each further one: somebody else is holding
 /// things up.
-const PATIENT_FAULTS: u64 = 64;
+pub(crate) const PATIENT_FAULTS: u64 = 64;
 
 /// Faults on one access after which the CPU gives up. They all were answered with "run the guest again".
-const STUCK_FAULTS: u64 = 1 << 22;
+pub(crate) const STUCK_FAULTS: u64 = 1 << 22;
 
 /// Who handles second-stage faults: the engine's [`Vcpu`], or a test.
 pub trait FaultHandler {
@@ -330,14 +330,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
     pub fn exchange(&mut self, gva: Gva, value: u64) -> Result<u64, CpuError> {
         self.access(gva, Access::Write, |port, generation, at| {
             // SAFETY: see `access`.
-            let mut current = unsafe { port.load_u64(generation, at) }?;
-            loop {
-                // SAFETY: as above.
-                match unsafe { port.compare_exchange_u64(generation, at, current, value) }? {
-                    Ok(before) => return Ok(before),
-                    Err(found) => current = found,
-                }
-            }
+            unsafe { port.exchange_u64(generation, at, value) }
         })
     }
 
@@ -500,4 +493,4 @@ const fn cr3_address<F: HardwareFormat>() -> u64 {
     ((1 << F::GUEST_PHYSICAL_BITS) - 1) & !CR3_PCID
 }
 /// Bit 63 of a value written to CR3: do not invalidate.
-const CR3_KEEP: u64 = 1 << 63;
+pub(crate) const CR3_KEEP: u64 = 1 << 63;

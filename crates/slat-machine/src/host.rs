@@ -246,6 +246,12 @@ unsafe impl Host for MachineHost {
         }
     }
 
+    #[inline]
+    fn guest_memory_ptr(&self, frame: Pfn) -> Option<*mut u8> {
+        // Guest memory and the engine's tables are addressed alike.
+        phys::pointer_to(frame.hpa())
+    }
+
     fn flush(&self, ranges: &[GfnRange]) {
         // Relaxed: a statistic.
         self.nr_flushes.fetch_add(1, Ordering::Relaxed);

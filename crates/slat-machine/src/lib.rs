@@ -12,7 +12,7 @@
 //! - [`phys`], [`memory`], [`clock`], [`topology`]: physical addresses, guest memory of several kinds, time, the host.
 //! - [`userfaultfd`]: faults of guest memory that this process answers itself.
 //! - [`numa`]: the nodes, of this machine or of the host, and what walks read on which.
-//! - [`tlb`], [`walk`], [`cpu`]: what hardware does with an access.
+//! - [`tlb`], [`walk`], [`cpu`]: what hardware does with an access; [`shadow_cpu`]: what it does without a second stage.
 //! - [`host`]: the engine's [`slat::Host`].
 //! - [`source`]: where pages come from that a guest does not have yet.
 //! - [`delivery`]: userfaults to a resolver elsewhere, by rings in shared memory.
@@ -33,6 +33,7 @@ pub mod memory;
 pub mod modification_log;
 pub mod numa;
 pub mod phys;
+pub mod shadow_cpu;
 pub mod source;
 pub mod tlb;
 pub mod topology;

@@ -11,6 +11,8 @@
 //! - An entry serves writes only if the walk that filled it found both that writing is permitted and that the dirty bit
 //!   was set; otherwise a write would go by without setting it (Intel SDM vol. 3C, 29.3.5; AMD APM vol. 2, 5.4.2). The
 //!   write walks anew and replaces the entry.
+//! - The translations of a CPU without a second stage ([`shadow_cpu`](crate::shadow_cpu)) depend on who makes the access,
+//!   too: their entries carry all the [`Rights`] that the walk found, and serve an access that needs no others.
 //!
 //! # What a flush drops
 //! An entry goes if its guest-physical page shares a 4 KiB page with a range, however large the entry's page is. While
@@ -50,6 +52,56 @@ pub enum Writes {
     MustWalk,
 }
 
+/// What the tables grant at an address, or what an access needs: a set.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Rights(u64);
+
+impl Rights {
+    /// None, or none needed.
+    pub const NONE: Rights = Rights(0);
+    /// To write; the dirty bits are set.
+    pub const WRITE: Rights = Rights(1 << 0);
+    /// To fetch instructions.
+    pub const EXECUTE: Rights = Rights(1 << 1);
+    /// To be accessed as a page of the user's.
+    pub const USER: Rights = Rights(1 << 2);
+    /// To be accessed as a page of the supervisor's alone: what SMEP and SMAP ask for.
+    pub const SUPERVISOR: Rights = Rights(1 << 3);
+
+    /// All of them, in the bits of a frame's address that are zero.
+    const MASK: u64 = 0xf;
+
+    /// These and those of `other`.
+    #[inline]
+    #[must_use]
+    pub const fn and(self, other: Rights) -> Rights {
+        Rights(self.0 | other.0)
+    }
+
+    /// These, but for those of `other`.
+    #[inline]
+    #[must_use]
+    pub const fn without(self, other: Rights) -> Rights {
+        Rights(self.0 & !other.0)
+    }
+
+    /// Whether all of `needed` are among these.
+    #[inline]
+    pub const fn grant(self, needed: Rights) -> bool {
+        self.0 & needed.0 == needed.0
+    }
+}
+
+impl From<Writes> for Rights {
+    #[inline]
+    fn from(writes: Writes) -> Rights {
+        match writes {
+            Writes::Allowed => Rights::WRITE,
+            Writes::MustWalk => Rights::NONE,
+        }
+    }
+}
+
 /// How many entries a TLB has: sets (a power of two) and ways for each page size.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Geometry {
@@ -74,14 +126,10 @@ struct Entry {
     page: u64,
     /// The array's era and the context's tag. Dead in any other era; 0 is none.
     tag: u64,
-    /// Host-physical address of the page, with [`Entry::WRITES_ALLOWED`].
+    /// Host-physical address of the page, with its [`Rights`].
     frame: u64,
     /// First guest-physical frame of the page.
     gfn: Gfn,
-}
-
-impl Entry {
-    const WRITES_ALLOWED: u64 = 1;
 }
 
 /// The first era; in an entry's tag it stands above the context.
@@ -196,6 +244,15 @@ impl Array {
         if self.nr_live == 0 { 0 } else { self.remove_in(0..self.entries.len(), wanted) }
     }
 
+    /// Removes the wanted ones of the translations of the page at `address`.
+    fn remove_page(&mut self, address: u64, wanted: impl Fn(&Entry) -> bool) {
+        if self.nr_live > 0 {
+            let page = address >> self.page_shift;
+            let first = self.set(page) * self.ways;
+            self.remove_in(first..first + self.ways, |entry| entry.page == page && wanted(entry));
+        }
+    }
+
     fn drop_range(&mut self, range: GfnRange) -> u64 {
         // Slots, and the parts of them that CPUs work in, are far apart: most ranges miss all entries or hit all.
         if self.nr_live == 0 || range.is_empty() || !range.overlaps(self.span) {
@@ -230,6 +287,11 @@ impl Array {
     }
 }
 
+/// The VM of an entry's context: see [`Context::tag`].
+fn vm_of(entry: &Entry) -> u16 {
+    (entry.tag >> 16) as u16
+}
+
 fn is_live(entry: &Entry, era: u64) -> bool {
     entry.tag & !(FIRST_ERA - 1) == era
 }
@@ -259,27 +321,28 @@ impl Tlb {
     /// The host-physical address behind `address` for a read.
     #[inline]
     pub fn lookup_read(&mut self, context: Context, address: u64) -> Option<Hpa> {
-        self.lookup(context, address, 0)
+        self.lookup(context, address, Rights::NONE)
     }
 
     /// The host-physical address behind `address` for a write: found only if the entry allows writes.
     #[inline]
     pub fn lookup_write(&mut self, context: Context, address: u64) -> Option<Hpa> {
-        self.lookup(context, address, Entry::WRITES_ALLOWED)
+        self.lookup(context, address, Rights::WRITE)
     }
 
+    /// The host-physical address behind `address` for an access that needs rights: found only if the entry has them all.
     #[inline]
-    fn lookup(&mut self, context: Context, address: u64, needed: u64) -> Option<Hpa> {
+    pub fn lookup(&mut self, context: Context, address: u64, needed: Rights) -> Option<Hpa> {
         for array in &self.arrays {
             if array.nr_live == 0 {
                 continue;
             }
             if let Some(entry) = array.find(context, address)
-                && entry.frame & needed == needed
+                && Rights(entry.frame).grant(needed)
             {
                 self.nr_hits += 1;
                 let offset = address & ((1 << array.page_shift) - 1);
-                return Some(Hpa((entry.frame & !Entry::WRITES_ALLOWED) | offset));
+                return Some(Hpa((entry.frame & !Rights::MASK) | offset));
             }
         }
         self.nr_misses += 1;
@@ -287,21 +350,25 @@ impl Tlb {
     }
 
     /// Keeps the translation of the page of `size` around `address`: `gpa` and `hpa` are what `address` itself translates
-    /// to in the two stages.
-    pub fn fill(&mut self, context: Context, address: u64, gpa: Gpa, size: PageSize, hpa: Hpa, writes: Writes) {
+    /// to in the two stages. (A CPU without a second stage does not know `gpa`, and drops nothing by ranges.)
+    pub fn fill(
+        &mut self,
+        context: Context,
+        address: u64,
+        gpa: Gpa,
+        size: PageSize,
+        hpa: Hpa,
+        rights: impl Into<Rights>,
+    ) {
         let array = &mut self.arrays[match size {
             PageSize::Size4K => 0,
             PageSize::Size2M => 1,
             PageSize::Size1G => 2,
         }];
-        let mut frame = hpa.0 & !(size.size_bytes() - 1);
-        if writes == Writes::Allowed {
-            frame |= Entry::WRITES_ALLOWED;
-        }
         array.fill(Entry {
             page: address >> array.page_shift,
             tag: array.tag(context),
-            frame,
+            frame: hpa.0 & !(size.size_bytes() - 1) | rights.into().0,
             gfn: gpa.gfn().align_down(size.level()),
         });
     }
@@ -325,8 +392,15 @@ impl Tlb {
     /// Forgets the translations of `address` in `context` (INVLPG).
     pub fn invalidate_page(&mut self, context: Context, address: u64) {
         for array in &mut self.arrays {
-            let (tag, page) = (array.tag(context), address >> array.page_shift);
-            array.remove(|entry| entry.tag == tag && entry.page == page);
+            let tag = array.tag(context);
+            array.remove_page(address, |entry| entry.tag == tag);
+        }
+    }
+
+    /// Forgets the translations of `address` in all contexts of `vm`.
+    pub fn invalidate_page_in_vm(&mut self, vm: u16, address: u64) {
+        for array in &mut self.arrays {
+            array.remove_page(address, |entry| vm_of(entry) == vm);
         }
     }
 

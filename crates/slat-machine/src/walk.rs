@@ -21,7 +21,8 @@
 //! Architecture"; RISC-V Privileged Architecture, "Hypervisor Extension".
 //!
 //! The guest's own tables, the first stage, are x86's long-mode tables under every second stage ([`guest`]): the machine is
-//! there for the second. What the formats' own guests would do otherwise is said at each.
+//! there for the second. What the formats' own guests would do otherwise is said at each. Without a second stage there is
+//! one dimension, that of the tables which the hypervisor keeps in place of the guest's ([`shadow`]).
 
 #![expect(unsafe_code, reason = "walkers read and write tables through raw pointers")]
 
@@ -29,6 +30,7 @@ mod ept;
 mod gstage;
 pub mod guest;
 mod npt;
+pub mod shadow;
 mod stage2;
 #[cfg(test)]
 mod tests;
@@ -40,6 +42,8 @@ mod tests_guest;
 mod tests_log;
 #[cfg(test)]
 mod tests_nodes;
+#[cfg(test)]
+mod tests_shadow;
 #[cfg(test)]
 mod tests_stage2;
 

@@ -229,3 +229,35 @@ fn another_size_of_a_page_is_found_whichever_was_first() {
         }
     }
 }
+
+#[test]
+fn an_entry_serves_what_needs_no_rights_but_its_own() {
+    let all = [Rights::WRITE, Rights::EXECUTE, Rights::USER, Rights::SUPERVISOR];
+    for missing in all {
+        let mut tlb = tlb();
+        let rights = all.into_iter().filter(|&right| right != missing).fold(Rights::NONE, Rights::and);
+        tlb.fill(CONTEXT, 0x1000, Gpa(0), PageSize::Size4K, Hpa(0x9000), rights);
+        assert_eq!(tlb.lookup(CONTEXT, 0x1018, rights), Some(Hpa(0x9018)));
+        assert_eq!(tlb.lookup(CONTEXT, 0x1018, Rights::NONE), Some(Hpa(0x9018)));
+        for needed in all {
+            assert_eq!(tlb.lookup(CONTEXT, 0x1018, needed).is_some(), needed != missing, "{missing:?}");
+            assert_eq!(tlb.lookup(CONTEXT, 0x1018, needed.and(missing)), None, "{missing:?}");
+        }
+        assert!(rights.grant(rights) && !rights.and(missing).without(missing).grant(missing));
+    }
+}
+
+#[test]
+fn a_page_is_forgotten_in_all_contexts_of_its_vm() {
+    for size in SIZES {
+        let mut tlb = Tlb::new(Geometry { size_4k: (2, 4), size_2m: (2, 4), size_1g: (1, 8) });
+        let contexts = [(1, 2), (1, 3), (2, 2)].map(|(vm, pcid)| Context { vm, pcid });
+        let at = |page: u64| page * size.size_bytes() + 8;
+        for (context, page) in contexts.into_iter().flat_map(|context| [(context, 5), (context, 6)]) {
+            tlb.fill(context, at(page), Gpa(0), size, Hpa(0), Writes::Allowed);
+        }
+        tlb.invalidate_page_in_vm(1, at(6) - 16);
+        let found = contexts.map(|context| [5, 6].map(|page| tlb.lookup_read(context, at(page)).is_some()));
+        assert_eq!(found, [[false, true], [false, true], [true, true]], "{size:?}");
+    }
+}

@@ -44,6 +44,10 @@ pub enum GuestFault {
         /// The error code, bits as in [`ERROR_PRESENT`] and its neighbours.
         error_code: u32,
     },
+    /// A general-protection fault (#GP) for what was written into a register or given to an instruction, or for an
+    /// instruction that is not the user's.
+    #[error("general-protection fault")]
+    GeneralProtection,
     /// A general-protection fault (#GP): the address is not canonical.
     #[error("guest address {gva} is not canonical")]
     NonCanonical {

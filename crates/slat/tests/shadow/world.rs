@@ -307,11 +307,11 @@ impl World {
             }
             let key = (entry.pcid, va >> 12);
             let cached = self.tlb.get(&key).copied().filter(|&cached| self.allows(cached, access));
-            if let Some(cached) = cached.or_else(|| self.walk(entry.root, entry.levels, va)) {
-                if self.allows(cached, access) {
-                    self.tlb.insert(key, cached);
-                    return Ok(Some(Hpa(cached.page.0 + va % 4096)));
-                }
+            if let Some(cached) = cached.or_else(|| self.walk(entry.root, entry.levels, va))
+                && self.allows(cached, access)
+            {
+                self.tlb.insert(key, cached);
+                return Ok(Some(Hpa(cached.page.0 + va % 4096)));
             }
             let access = GuestAccess { access, privilege: self.privilege };
             match self.vcpu.handle_page_fault(Gva(va), access).unwrap() {

@@ -1,0 +1,179 @@
+//! The guest's instructions that exit to the hypervisor, and what is counted of all exits.
+
+use slat::{Gpa, Gva, Outcome, PagingRegisters, Privilege};
+
+use super::{NeededRights, ShadowCpu, ShadowCpuError, ShadowHandler};
+use crate::cpu::CR3_KEEP;
+use crate::walk::guest::GuestFault;
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// What a CPU has done so far.
+        #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+        pub struct Counters {
+            $($(#[$doc])* pub $name: u64,)*
+        }
+
+        impl Counters {
+            /// What was done since `earlier`.
+            #[must_use]
+            pub fn since(self, earlier: Counters) -> Counters {
+                Counters { $($name: self.$name.wrapping_sub(earlier.$name),)* }
+            }
+        }
+    };
+}
+
+counters! {
+    /// Accesses that completed in the guest: all but emulated writes.
+    nr_accesses,
+    /// Those of them that were reads and fetches.
+    nr_reads,
+    /// Lookups for which the TLB had no usable entry.
+    nr_tlb_misses,
+    /// Walks of the shadow tables.
+    nr_walks,
+    /// Exits for page faults.
+    nr_page_fault_exits,
+    /// Exits for writes to CR3.
+    nr_cr3_exits,
+    /// Exits for INVLPG.
+    nr_invlpg_exits,
+    /// Exits for INVPCID.
+    nr_invpcid_exits,
+    /// Exits for writes to CR0, CR4 and EFER.
+    nr_register_exits,
+    /// Entries to the guest.
+    nr_entries,
+    /// Writes that the hypervisor did for the guest.
+    nr_emulated_writes,
+    /// Accesses started over because the translation changed under them.
+    nr_restarts,
+    /// Flushes of the flush domain that the CPU has caught up with.
+    nr_flushes_seen,
+    /// Times that it dropped its whole TLB for those.
+    nr_full_drops,
+    /// Translations that it dropped from its TLB for those.
+    nr_translations_dropped,
+    /// Entries with a flush of one address.
+    nr_page_flushes,
+    /// Entries with a flush of the entry's PCID.
+    nr_context_flushes,
+    /// Entries with a flush of all PCIDs.
+    nr_all_flushes,
+}
+
+impl Counters {
+    /// Exits of all kinds.
+    pub fn nr_exits(&self) -> u64 {
+        self.nr_page_fault_exits
+            + self.nr_cr3_exits
+            + self.nr_invlpg_exits
+            + self.nr_invpcid_exits
+            + self.nr_register_exits
+    }
+}
+
+impl<V: ShadowHandler> ShadowCpu<V> {
+    /// MOV to CR0.
+    ///
+    /// # Errors
+    /// [`ShadowCpuError`]: nothing has changed.
+    pub fn mov_to_cr0(&mut self, value: u64) -> Result<(), ShadowCpuError> {
+        self.write_register(PagingRegisters { cr0: value, ..self.registers })
+    }
+
+    /// MOV to CR4.
+    ///
+    /// # Errors
+    /// [`ShadowCpuError`]: nothing has changed.
+    pub fn mov_to_cr4(&mut self, value: u64) -> Result<(), ShadowCpuError> {
+        self.write_register(PagingRegisters { cr4: value, ..self.registers })
+    }
+
+    /// WRMSR of IA32_EFER.
+    ///
+    /// # Errors
+    /// [`ShadowCpuError`]: nothing has changed.
+    pub fn write_efer(&mut self, value: u64) -> Result<(), ShadowCpuError> {
+        self.write_register(PagingRegisters { efer: value, ..self.registers })
+    }
+
+    /// MOV to CR3: with CR4.PCIDE, bit 63 says that translations of the PCID may be kept.
+    ///
+    /// # Errors
+    /// [`ShadowCpuError`]: nothing has changed.
+    pub fn mov_to_cr3(&mut self, value: u64) -> Result<(), ShadowCpuError> {
+        self.begin_exit()?;
+        self.counters.nr_cr3_exits += 1;
+        finish(self.handler.load_cr3(value)?)?;
+        self.registers.cr3 = value & !CR3_KEEP;
+        Ok(())
+    }
+
+    /// INVLPG.
+    ///
+    /// # Errors
+    /// [`ShadowCpuError`].
+    pub fn invlpg(&mut self, gva: Gva) -> Result<(), ShadowCpuError> {
+        self.begin_exit()?;
+        self.counters.nr_invlpg_exits += 1;
+        finish(self.handler.invlpg(gva)?)
+    }
+
+    /// INVPCID of type `kind`. The descriptor's two words are the PCID and the linear address.
+    ///
+    /// # Errors
+    /// [`ShadowCpuError`]: nothing was invalidated.
+    pub fn invpcid(&mut self, kind: u64, descriptor: [u64; 2]) -> Result<(), ShadowCpuError> {
+        self.begin_exit()?;
+        self.counters.nr_invpcid_exits += 1;
+        finish(self.handler.invpcid(kind, descriptor)?)
+    }
+
+    /// Sets all registers at once, from the hypervisor's side: how a guest is started, or restored.
+    ///
+    /// # Errors
+    /// [`ShadowCpuError`]: nothing has changed.
+    pub fn set_registers(&mut self, registers: PagingRegisters) -> Result<(), ShadowCpuError> {
+        self.loaded = None;
+        finish(self.handler.set_paging_registers(registers)?)?;
+        self.registers = registers;
+        self.needed = NeededRights::new(registers, self.privilege);
+        Ok(())
+    }
+
+    fn write_register(&mut self, registers: PagingRegisters) -> Result<(), ShadowCpuError> {
+        self.begin_exit()?;
+        self.counters.nr_register_exits += 1;
+        self.set_registers(registers)
+    }
+
+    /// Leaves the guest at an instruction that only the supervisor may use. To get there, it must have been entered.
+    fn begin_exit(&mut self) -> Result<(), ShadowCpuError> {
+        if self.privilege == Privilege::User {
+            return Err(GuestFault::GeneralProtection.into());
+        }
+        if self.loaded.is_none() {
+            self.enter()?;
+        }
+        self.loaded = None;
+        Ok(())
+    }
+
+    /// Has the write done by the hypervisor, to which the page fault has led.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn emulate_write(&mut self, gpa: Gpa, value: u64) -> Result<(), ShadowCpuError> {
+        finish(self.handler.write_guest_table(gpa, &value.to_le_bytes())?)?;
+        self.counters.nr_emulated_writes += 1;
+        Ok(())
+    }
+}
+
+fn finish(outcome: Outcome) -> Result<(), ShadowCpuError> {
+    match outcome {
+        Outcome::Resume => Ok(()),
+        Outcome::Exit(exit) => Err(exit.into()),
+    }
+}

@@ -1,0 +1,78 @@
+//! The hypervisor's side of a CPU without a second stage.
+
+use slat::{Error, Format, Gpa, GuestAccess, GuestEntry, Gva, Host, Outcome, PagingRegisters, Vcpu};
+
+/// Who handles the exits: the engine's [`Vcpu`], or a test.
+pub trait ShadowHandler {
+    /// What to load before the guest runs: asked before each entry. See [`Vcpu::entry`].
+    ///
+    /// # Errors
+    /// The engine's: the guest cannot run.
+    fn entry(&mut self) -> Result<GuestEntry, Error>;
+
+    /// The guest writes CR0, CR4 or EFER, or the hypervisor sets all of them: see [`Vcpu::set_paging_registers`].
+    ///
+    /// # Errors
+    /// The engine's.
+    fn set_paging_registers(&mut self, registers: PagingRegisters) -> Result<Outcome, Error>;
+
+    /// The guest writes CR3: see [`Vcpu::load_cr3`].
+    ///
+    /// # Errors
+    /// The engine's.
+    fn load_cr3(&mut self, value: u64) -> Result<Outcome, Error>;
+
+    /// The guest invalidates a page: see [`Vcpu::invlpg`].
+    ///
+    /// # Errors
+    /// The engine's.
+    fn invlpg(&mut self, gva: Gva) -> Result<Outcome, Error>;
+
+    /// The guest invalidates by PCID: see [`Vcpu::invpcid`].
+    ///
+    /// # Errors
+    /// The engine's.
+    fn invpcid(&mut self, kind: u64, descriptor: [u64; 2]) -> Result<Outcome, Error>;
+
+    /// Handles a page fault: see [`Vcpu::handle_page_fault`].
+    ///
+    /// # Errors
+    /// The engine's.
+    fn handle_page_fault(&mut self, gva: Gva, access: GuestAccess) -> Result<Outcome, Error>;
+
+    /// Does a write of the guest's that is emulated: see [`Vcpu::write_guest_table`].
+    ///
+    /// # Errors
+    /// The engine's.
+    fn write_guest_table(&mut self, gpa: Gpa, bytes: &[u8]) -> Result<Outcome, Error>;
+}
+
+impl<H: Host, F: Format> ShadowHandler for Vcpu<H, F> {
+    fn entry(&mut self) -> Result<GuestEntry, Error> {
+        Vcpu::entry(self)
+    }
+
+    fn set_paging_registers(&mut self, registers: PagingRegisters) -> Result<Outcome, Error> {
+        Vcpu::set_paging_registers(self, registers)
+    }
+
+    fn load_cr3(&mut self, value: u64) -> Result<Outcome, Error> {
+        Vcpu::load_cr3(self, value)
+    }
+
+    fn invlpg(&mut self, gva: Gva) -> Result<Outcome, Error> {
+        Vcpu::invlpg(self, gva)
+    }
+
+    fn invpcid(&mut self, kind: u64, descriptor: [u64; 2]) -> Result<Outcome, Error> {
+        Vcpu::invpcid(self, kind, descriptor)
+    }
+
+    fn handle_page_fault(&mut self, gva: Gva, access: GuestAccess) -> Result<Outcome, Error> {
+        Vcpu::handle_page_fault(self, gva, access)
+    }
+
+    fn write_guest_table(&mut self, gpa: Gpa, bytes: &[u8]) -> Result<Outcome, Error> {
+        Vcpu::write_guest_table(self, gpa, bytes)
+    }
+}
