@@ -141,6 +141,10 @@ counters! {
     ShadowEvictions shadow_evictions,
     /// Those of them that went because the guest wrote their tables again and again.
     ShadowFloods shadow_floods,
+    /// Leaves of shadow tables made.
+    ShadowLeavesMade shadow_leaves_made,
+    /// Leaves of shadow tables taken away.
+    ShadowLeavesDropped shadow_leaves_dropped,
     /// Shadow tables of the lowest level that were compared with the guest's as a whole.
     ShadowSyncs shadow_syncs,
     /// Shadow entries made of the guest's by a fault, or compared with them for a flush.
@@ -170,6 +174,11 @@ impl Stats {
     /// Leaves of 1 GiB that are mapped at this moment.
     pub fn pages_1g(&self) -> u64 {
         (self.installed_1g + self.recoveries_1g).saturating_sub(self.zapped_1g + self.splits_1g)
+    }
+
+    /// Leaves of shadow tables at this moment, which are the entries of the reverse map. Exact when no call is under way.
+    pub fn shadow_leaves(&self) -> u64 {
+        self.shadow_leaves_made.saturating_sub(self.shadow_leaves_dropped)
     }
 
     fn splits_and_recoveries_2m(&self) -> (u64, u64) {

@@ -342,11 +342,6 @@ impl<H: Host, F: Format> Vm<H, F> {
         self.tree.shadow.as_deref().map_or(0, Shadow::pages_peak)
     }
 
-    /// Leaves of shadow tables at this moment, which are the entries of the reverse map. Exact when no call is under way.
-    pub fn nr_shadow_leaves(&self) -> u64 {
-        self.tree.shadow.as_deref().map_or(0, Shadow::nr_leaves)
-    }
-
     /// Whether `range` has frames, and none that the format cannot translate.
     fn check_range(&self, range: GfnRange) -> Result<(), Error> {
         if range.is_empty() {

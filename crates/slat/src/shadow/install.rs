@@ -91,7 +91,8 @@ pub(super) fn leaf_is_within(role: Role, rights: Rights, is_dirty: bool, leaf: u
 impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     /// The page made from `gfn` in `role`; a new one if there is none. Called with no lock held.
     pub(super) fn page_for(&self, gfn: Gfn, role: Role) -> Result<PageRef, Error> {
-        self.touch(gfn)?;
+        // A page for a part of a large one begins where there need not be memory; it is in the same block as some.
+        self.shadow.frames.touch(gfn)?;
         let Some(frame) = self.shadow.frames.get(gfn, Level::L4K) else { return Err(Error::OutOfMemory) };
         let found = {
             let _guard = frame.lock.lock(self.host());
@@ -333,7 +334,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             Target::None => {
                 page.set_target(index, Target::Leaf(gfn));
                 pages.push(&frame.leaves, place);
-                self.shadow.nr_leaves.fetch_add(1, Ordering::Relaxed);
+                self.count(Counter::ShadowLeavesMade);
             }
             _ if old & !new & (WRITABLE | USER) != 0 || new & !old & NO_EXECUTE != 0 || (old ^ new) & ADDRESS != 0 => {
                 debt.incur(self);

@@ -176,11 +176,17 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
     }
 
-    /// The records of `gfn`, and whether it is a frame that the second stage can translate at all.
-    pub(crate) fn touch(&self, gfn: Gfn) -> Result<(), Error> {
-        if !self.tree.whole().contains(gfn) {
-            return Err(Error::AddressTooHigh { gpa: gfn.gpa(), gpa_bits: F::GPA_BITS });
+    /// The record of `gfn`, if there is memory: it is made when the second stage has a leaf. The guest can name any frame, and
+    /// must not have more kept than it has memory for.
+    pub(super) fn frame_of_memory(&self, gfn: Gfn) -> Result<Option<&'v Frame>, Error> {
+        let frames = &self.shadow.frames;
+        if let Some(frame) = frames.get(gfn, Level::L4K) {
+            return Ok(Some(frame));
         }
-        self.shadow.frames.touch(gfn)
+        if !self.tree.whole().contains(gfn) || self.second_stage(gfn).is_none() {
+            return Ok(None);
+        }
+        frames.touch(gfn)?;
+        Ok(frames.get(gfn, Level::L4K))
     }
 }

@@ -67,7 +67,7 @@ use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
 use crate::stats::Counter;
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::AtomicU64;
 use crate::table::Tree;
 use crate::table::entry::{self, State};
 use crate::table::retire::Record;
@@ -103,8 +103,6 @@ pub(crate) struct Shadow {
     /// Changes that CPUs may not have been flushed for: see the module.
     nr_debts: CachePadded<AtomicU64>,
     nr_vcpus: AtomicU64,
-    /// Shadow leaves, about.
-    nr_leaves: CachePadded<AtomicU64>,
 }
 
 impl Shadow {
@@ -115,7 +113,6 @@ impl Shadow {
             pages: Pages::new(config.max_pages)?,
             nr_debts: CachePadded::new(AtomicU64::new(0)),
             nr_vcpus: AtomicU64::new(0),
-            nr_leaves: CachePadded::new(AtomicU64::new(0)),
         })
     }
 
@@ -125,10 +122,6 @@ impl Shadow {
 
     pub(crate) fn pages_peak(&self) -> u64 {
         self.pages.peak()
-    }
-
-    pub(crate) fn nr_leaves(&self) -> u64 {
-        self.nr_leaves.load(Ordering::Relaxed)
     }
 }
 

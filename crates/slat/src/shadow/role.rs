@@ -18,6 +18,8 @@ pub(super) enum Made {
     Large,
     /// From the guest's CR3: hardware has more levels than the guest, and the page is above its root.
     Above,
+    /// From nothing: the guest's CR3 leads to where no memory is, and the page stays empty.
+    Nothing,
 }
 
 /// See the module. Compared as a whole.
@@ -72,6 +74,16 @@ impl Role {
         )
     }
 
+    /// The role of a page at the top that stays empty, in place of one in this role.
+    pub(super) fn empty_root(self) -> Role {
+        let kept = self.0 & !(3 << MADE_SHIFT | 0xff << PART_SHIFT);
+        Role(kept | (Made::Nothing as u64) << MADE_SHIFT)
+    }
+
+    pub(super) fn is_empty_root(self) -> bool {
+        self.made() == Made::Nothing
+    }
+
     pub(super) fn bits(self) -> u64 {
         self.0
     }
@@ -90,7 +102,8 @@ impl Role {
         match self.0 >> MADE_SHIFT & 3 {
             0 => Made::Table,
             1 => Made::Large,
-            _ => Made::Above,
+            2 => Made::Above,
+            _ => Made::Nothing,
         }
     }
 

@@ -25,7 +25,7 @@ use super::role::{Role, part_for};
 use super::sync::Scope;
 use super::walk::View;
 use super::zap::Debt;
-use crate::addr::{Gfn, Gva, Level};
+use crate::addr::{Gfn, Gpa, Gva, Level};
 use crate::boxed::ZeroedWords;
 use crate::config::{MAX_PREVIOUS_ROOTS, ShadowStrategy};
 use crate::error::Error;
@@ -167,14 +167,14 @@ impl Roots {
             self.drop_current(mmu);
             return Ok(());
         }
+        self.select(mmu);
+        let owes_nothing_else = self.is_up_to_date(self.current);
         if keep == Keep::Flush {
             self.now += 1;
             self.flushed_at[usize::from(self.pcid())].store(self.now, Ordering::Relaxed);
         }
-        self.switch(mmu);
-        if keep == Keep::Flush && self.roots[self.current].page.is_some() {
-            self.bring_up_to_date(mmu, self.current, Scope::NonGlobal);
-        }
+        // What other flushes have left to do may concern global pages.
+        self.bring_up_to_date(mmu, self.current, if owes_nothing_else { Scope::NonGlobal } else { Scope::All });
         Ok(())
     }
 
@@ -192,7 +192,7 @@ impl Roots {
     }
 
     /// Makes the root for the registers' CR3 and mode the current one, built or not.
-    fn switch<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>) {
+    fn select<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>) {
         self.now += 1;
         let (cr3, role) = (self.cr3(), self.root_role());
         let current = &self.roots[self.current];
@@ -215,9 +215,6 @@ impl Roots {
             }
         }
         self.roots[self.current].used_at = self.now;
-        if self.roots[self.current].page.is_some() && !self.is_up_to_date(self.current) {
-            self.bring_up_to_date(mmu, self.current, Scope::All);
-        }
     }
 
     /// A place for the root of the registers: a new one, or that of the root which was current longest ago.
@@ -245,9 +242,12 @@ impl Roots {
         self.flushed_at[pcid].load(Ordering::Relaxed).max(self.all_flushed_at)
     }
 
-    /// Does what flushes have left to do with a root that is built, each of those that it was flushed for having `scope`.
+    /// Does what flushes have left to do with a root, if it is built; those of all addresses were of `scope`.
     fn bring_up_to_date<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>, place: usize, scope: Scope) {
         let Some(page) = self.roots[place].page else { return };
+        if self.is_up_to_date(place) {
+            return;
+        }
         let nr_behind = self.nr_addresses - self.roots[place].position;
         if self.roots[place].synced_at < self.flushed(place) || nr_behind > NR_ADDRESSES as u64 {
             mmu.sync_root(self.mode, page, if nr_behind == 0 { scope } else { Scope::All });
@@ -280,7 +280,8 @@ impl Roots {
         if self.strategy == ShadowStrategy::Baseline {
             self.drop_current(mmu);
         } else {
-            self.switch(mmu);
+            self.select(mmu);
+            self.bring_up_to_date(mmu, self.current, Scope::All);
         }
         Ok(())
     }
@@ -302,7 +303,8 @@ impl Roots {
             let root = &self.roots[place];
             let is_behind = root.position + 1 < self.nr_addresses;
             let is_meant = pcid.is_none_or(|pcid| pcid == self.mode.pcid(root.cr3));
-            if is_behind || (is_meant && self.is_deferred(place)) {
+            let is_of_mode = root.role.is_of_mode_of(self.root_role());
+            if is_behind || !is_of_mode || (is_meant && self.is_deferred(place)) {
                 continue;
             }
             if is_meant && let Some(page) = root.page {
@@ -359,7 +361,7 @@ impl Roots {
         for place in 0..self.roots.len() {
             // Those of another mode are synchronized when that is entered: then all is flushed.
             let is_of_mode = self.roots[place].role.is_of_mode_of(self.root_role());
-            if is_of_mode && !self.is_deferred(place) && !self.is_up_to_date(place) {
+            if is_of_mode && !self.is_deferred(place) {
                 self.bring_up_to_date(mmu, place, scope);
             }
         }
@@ -374,21 +376,33 @@ impl Roots {
         };
     }
 
-    /// Builds the current root, if it is not there.
+    /// The frame of the guest's top table.
+    fn root_gfn(&self) -> Gfn {
+        match self.mode.paging() {
+            PagingMode::Off => Gfn(0),
+            _ => self.mode.root_table(self.registers.cr3).gfn(),
+        }
+    }
+
+    /// Builds the current root, if it is not there; as an empty one, if the second stage has no memory for the guest's table.
     fn build<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>) -> Result<PageRef, Error> {
         let pages = &mmu.shadow.pages;
+        let gfn = self.root_gfn();
+        let has_table = || self.mode.paging() == PagingMode::Off || mmu.second_stage(gfn).is_some();
         let root = &mut self.roots[self.current];
         if let Some(page) = root.page {
-            if pages.get(page.number).is_alive(page.generation) {
+            let is_empty = || pages.get(page.number).role().is_empty_root();
+            if pages.get(page.number).is_alive(page.generation) && !(is_empty() && has_table()) {
                 return Ok(page);
             }
-            // It was taken away while it was pinned.
+            // It was taken away while it was pinned; or there is a better one.
             root.page = None;
             mmu.unpin(page);
         }
-        let gfn = if self.mode.paging() == PagingMode::Off { Gfn(0) } else { self.mode.root_table(root.cr3).gfn() };
+        // The guest may load CR3 with anything: what is kept for a frame is kept for memory only.
+        let (gfn, role) = if has_table() { (gfn, root.role) } else { (Gfn(0), root.role.empty_root()) };
         let page = loop {
-            let page = mmu.page_for(gfn, root.role)?;
+            let page = mmu.page_for(gfn, role)?;
             if pages.get(page.number).pin(page.generation) {
                 break page;
             }
@@ -423,14 +437,17 @@ impl Roots {
         })
     }
 
-    /// What a fault is served by.
+    /// What a fault is served by; or the address of the guest's top table, if the second stage must be asked for that first.
     pub(crate) fn view<'u, H: Host, F: Format>(
         &mut self,
         mmu: Mmu<'_, H, F>,
         unmarkable: &'u [Gfn],
-    ) -> Result<View<'u>, Error> {
+    ) -> Result<Result<View<'u>, Gpa>, Error> {
         let root = self.build(mmu)?;
-        Ok(View { mode: self.mode, cr3: self.registers.cr3, root, unmarkable })
+        if mmu.shadow.pages.get(root.number).role().is_empty_root() {
+            return Ok(Err(self.mode.root_table(self.registers.cr3)));
+        }
+        Ok(Ok(View { mode: self.mode, cr3: self.registers.cr3, root, unmarkable }))
     }
 
     /// Whether `gva` is one that the CPU translates at all.

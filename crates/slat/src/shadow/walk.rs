@@ -154,7 +154,9 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             Err(stop) => return Err(stop),
         };
         let leaf = Self::shadow_leaf(leaf, rights, access, leaf.gfn);
-        self.shadow.frames.touch(leaf.gfn)?;
+        if self.frame_of_memory(leaf.gfn)?.is_none() {
+            return Ok(Some(Step::Map(Gpa(leaf.gfn.gpa().0 + gva.0 % PAGE_SIZE), access.access)));
+        }
         let made = self.install_leaf(reference, index, Some(value), leaf, access.access, debt);
         self.after_install(made, gva, leaf.gfn, access.access).map(Some)
     }
@@ -227,7 +229,9 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         let leaf = loop {
             let at = usize::from(level.0) - 1;
             let gpa = mode.entry_gpa(table, level, gva);
-            self.touch(gpa.gfn())?;
+            if self.frame_of_memory(gpa.gfn())?.is_none() {
+                return Err(no_memory(gpa, NoMemory::NotMapped));
+            }
             let value = self.read_guest(gpa, size_bytes).map_err(|error| no_memory(gpa, error))?;
             let decoded = mode.decode(value, level);
             places[at] = gpa;
@@ -291,12 +295,9 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         if self.must_emulate(view, walk.rights, access) {
             return Ok(Step::Exit(Exit::EmulateWrite { gpa: Gpa(gfn.gpa().0 + gva.0 % PAGE_SIZE) }));
         }
-        if self.touch(gfn).is_err() && !self.tree.whole().contains(gfn) {
-            // No memory can be there; it is a device's.
-            let gpa = Gpa(gfn.gpa().0 + gva.0 % PAGE_SIZE);
-            return Ok(Step::Map(gpa, access.access));
+        if self.frame_of_memory(gfn)?.is_none() {
+            return Ok(Step::Map(Gpa(gfn.gpa().0 + gva.0 % PAGE_SIZE), access.access));
         }
-        self.shadow.frames.touch(gfn)?;
         let shadow_leaf = Self::shadow_leaf(walk.leaf, walk.rights, access, gfn);
         let mut reference = view.root;
         loop {

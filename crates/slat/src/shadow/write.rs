@@ -24,7 +24,7 @@ impl<H: Host, F: Format> Mmu<'_, H, F> {
     /// Writes `bytes` at `gpa`, none beyond the page. `false`: the second stage has no page there that may be written.
     pub(crate) fn emulate_write(&self, gpa: Gpa, bytes: &[u8]) -> Result<bool, Error> {
         let gfn = gpa.gfn();
-        let Some(frame) = self.shadow.frames.get(gfn, Level::L4K) else { return Ok(false) };
+        let Some(frame) = self.frame_of_memory(gfn)? else { return Ok(false) };
         {
             let _guard = frame.lock.lock(self.host());
             frame.nr_writers().fetch_add(1, Ordering::Relaxed);

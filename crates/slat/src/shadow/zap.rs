@@ -166,7 +166,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         self.cell(page.table(), place.index).store(0, Ordering::Release);
         page.set_target(place.index, Target::None);
         self.shadow.pages.remove(head, place);
-        self.shadow.nr_leaves.fetch_sub(1, Ordering::Relaxed);
+        self.count(Counter::ShadowLeavesDropped);
     }
 
     /// Takes all leaves of the block of `level` at `gfn` away.

@@ -125,8 +125,11 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         let mut unmarkable = ArrayVec::<_, MAX_TABLES>::new();
         for _ in 0..MAX_TURNS {
             let (mmu, roots) = self.shadow()?;
-            let view = roots.view(mmu, &unmarkable)?;
-            match mmu.serve(&view, gva, access)? {
+            let step = match roots.view(mmu, &unmarkable)? {
+                Ok(view) => mmu.serve(&view, gva, access)?,
+                Err(table) => Step::Map(table, Access::Read),
+            };
+            match step {
                 Step::Done => return Ok(Outcome::Resume),
                 Step::Again => mmu.count(Counter::Retries),
                 Step::Exit(exit) => return Ok(Outcome::Exit(exit)),
@@ -152,12 +155,11 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// [`Error::NotShadow`], [`Error::BadWrite`], [`Error::NoGuestMemory`], and those of [`handle_fault`](Vcpu::handle_fault);
     /// nothing was written then.
     pub fn write_guest_table(&mut self, gpa: Gpa, bytes: &[u8]) -> Result<Outcome, Error> {
-        let (mmu, _) = self.shadow()?;
+        self.shadow()?;
         let len = bytes.len();
         if len == 0 || len > MAX_WRITE_BYTES || gpa.0 % PAGE_SIZE + len as u64 > PAGE_SIZE {
             return Err(Error::BadWrite { gpa, len });
         }
-        mmu.touch(gpa.gfn())?;
         loop {
             match self.handle_fault(gpa, Access::Write)? {
                 Outcome::Resume => {}

@@ -247,7 +247,7 @@ fn all_memory_may_be_taken_at_any_time() {
     world.long_mode(cr3);
     world.write(VA, 1).unwrap();
     drop(world.vm.invalidate_range(GfnRange::new(Gfn(0), 1 << 10)).unwrap());
-    assert_eq!(world.vm.nr_shadow_leaves(), 0);
+    assert_eq!(world.vm.stats().shadow_leaves(), 0);
     assert_eq!(world.read(VA), Ok(1));
     let _ = Access::Read;
     world.check_end();

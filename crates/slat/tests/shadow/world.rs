@@ -377,7 +377,7 @@ impl World {
         gone.memory_size = 0;
         vm.set_user_memory_region(gone).unwrap();
         vm.reclaim();
-        assert_eq!(vm.nr_shadow_leaves(), 0, "leaves are left");
+        assert_eq!(vm.stats().shadow_leaves(), 0, "leaves are left");
         assert_eq!(vm.nr_shadow_pages(), 0, "shadow tables are left");
         assert_eq!(vm.host().live_tables.load(Ordering::Relaxed), 1 + second_stage_tables(&vm), "tables are left");
     }
