@@ -41,7 +41,7 @@ pub enum Paging {
     #[default]
     SecondStage,
     /// Shadow tables, which lead from the guest's virtual addresses straight to the host's frames: for hardware that has no
-    /// second stage, or has it in use. With the format [`Npt`](crate::Npt), and with [`AccessTracking::Faults`], since no
+    /// second stage, or has it in use. With the format [`Npt`], and with [`AccessTracking::Faults`], since no
     /// hardware sets the accessed bits of the second stage.
     Shadow(ShadowPaging),
 }
