@@ -127,7 +127,12 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         let roots = Vcpu::new_roots(&vm)?;
         let record = vm.tree.epochs.take_record()?;
         match vm.rings.take() {
-            Ok(ring) => Ok(Vcpu { vm, record: Some(record), ring, tables: TableCache::new(), roots }),
+            Ok(ring) => {
+                if let Some(shadow) = &vm.tree.shadow {
+                    shadow.add_vcpu();
+                }
+                Ok(Vcpu { vm, record: Some(record), ring, tables: TableCache::new(), roots })
+            }
             Err(error) => {
                 // SAFETY: `vm` keeps the epochs that it came from.
                 unsafe { record.give_back() }

@@ -5,7 +5,7 @@ use super::memory::{self, NoMemory};
 use super::page::{EntryPlace, PageNumber, PageRef, SyncState, Target};
 use super::role::Role;
 use super::zap::Debt;
-use super::{ACCESSED, ADDRESS, DIRTY, GLOBAL, Mmu, NO_EXECUTE, PAGE_SIZE_BIT, PRESENT, USER, WRITABLE};
+use super::{ACCESSED, ADDRESS, DIRTY, Mmu, NO_EXECUTE, PAGE_SIZE_BIT, PRESENT, USER, WRITABLE};
 use crate::addr::{Access, Gfn, Hpa, Level};
 use crate::error::Error;
 use crate::format::Format;
@@ -47,7 +47,6 @@ pub(super) struct ShadowLeaf {
     pub(super) rights: Rights,
     /// Whether the guest's own leaf is dirty, so that writes need not be seen.
     pub(super) is_dirty: bool,
-    pub(super) is_global: bool,
 }
 
 /// Whether hardware, which always heeds write protection, must be shown other rights to a user's page that cannot be written,
@@ -298,7 +297,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         let pages = &self.shadow.pages;
         let page = pages.get(reference.number);
         let place = EntryPlace { page: reference.number, index };
-        let ShadowLeaf { gfn, rights, is_dirty, is_global } = leaf;
+        let ShadowLeaf { gfn, rights, is_dirty } = leaf;
         let _page_guard = page.lock.lock(self.host());
         if !page.is_alive(reference.generation) {
             return Err(NotMade::Changed);
@@ -324,10 +323,9 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             && second.is_writable
             && if writes { self.give_up_tracking(frame)? } else { !self.is_tracked(frame) };
         let size = if level > Level::L4K { PAGE_SIZE_BIT } else { 0 };
-        let global = if is_global { GLOBAL } else { 0 };
         let bits = leaf_rights(role, rights, access, may_write);
         let dirty = if bits & WRITABLE != 0 { DIRTY } else { 0 };
-        let new = second.pfn.hpa().0 & ADDRESS | PRESENT | ACCESSED | size | global | dirty | bits;
+        let new = second.pfn.hpa().0 & ADDRESS | PRESENT | ACCESSED | size | dirty | bits;
         let cell = self.cell(page.table(), index);
         let old = cell.load(Ordering::Relaxed);
         match page.target(index) {

@@ -67,7 +67,7 @@ use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
 use crate::stats::Counter;
-use crate::sync::AtomicU64;
+use crate::sync::{AtomicU64, Ordering};
 use crate::table::Tree;
 use crate::table::entry::{self, State};
 use crate::table::retire::Record;
@@ -88,8 +88,6 @@ const ACCESSED: u64 = 1 << 5;
 const DIRTY: u64 = 1 << 6;
 /// PS, bit 7, in leaves above the lowest level.
 const PAGE_SIZE_BIT: u64 = 1 << 7;
-/// Bit 9, one of those that hardware ignores: the guest's own leaf is global.
-const GLOBAL: u64 = 1 << 9;
 /// XD, bit 63.
 const NO_EXECUTE: u64 = 1 << 63;
 /// Bits 51 to 12.
@@ -114,6 +112,11 @@ impl Shadow {
             nr_debts: CachePadded::new(AtomicU64::new(0)),
             nr_vcpus: AtomicU64::new(0),
         })
+    }
+
+    /// A vCPU has been made, which ends by [`Roots::end`](roots::Roots::end).
+    pub(crate) fn add_vcpu(&self) {
+        self.nr_vcpus.fetch_add(1, Ordering::Relaxed);
     }
 
     pub(crate) fn nr_pages(&self) -> u64 {

@@ -22,7 +22,6 @@ use super::guest::{GeneralProtection, GuestMode, Keep, PagingMode};
 use super::page::PageRef;
 use super::registers::{GuestEntry, LocalFlush, PagingRegisters};
 use super::role::{Role, part_for};
-use super::sync::Scope;
 use super::walk::View;
 use super::zap::Debt;
 use crate::addr::{Gfn, Gpa, Gva, Level};
@@ -82,7 +81,6 @@ pub(crate) struct Roots {
 /// An INVPCID's type (Intel SDM vol. 2A, "INVPCID").
 const INDIVIDUAL_ADDRESS: u64 = 0;
 const SINGLE_CONTEXT: u64 = 1;
-const ALL_INCLUDING_GLOBAL: u64 = 2;
 const ALL_BUT_GLOBAL: u64 = 3;
 
 impl Roots {
@@ -107,7 +105,6 @@ impl Roots {
             flush: LocalFlush::All,
         };
         roots.roots.push(roots.new_root());
-        mmu.shadow.nr_vcpus.fetch_add(1, Ordering::Relaxed);
         Ok(roots)
     }
 
@@ -168,13 +165,11 @@ impl Roots {
             return Ok(());
         }
         self.select(mmu);
-        let owes_nothing_else = self.is_up_to_date(self.current);
         if keep == Keep::Flush {
             self.now += 1;
             self.flushed_at[usize::from(self.pcid())].store(self.now, Ordering::Relaxed);
         }
-        // What other flushes have left to do may concern global pages.
-        self.bring_up_to_date(mmu, self.current, if owes_nothing_else { Scope::NonGlobal } else { Scope::All });
+        self.bring_up_to_date(mmu, self.current);
         Ok(())
     }
 
@@ -242,15 +237,15 @@ impl Roots {
         self.flushed_at[pcid].load(Ordering::Relaxed).max(self.all_flushed_at)
     }
 
-    /// Does what flushes have left to do with a root, if it is built; those of all addresses were of `scope`.
-    fn bring_up_to_date<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>, place: usize, scope: Scope) {
+    /// Does what flushes have left to do with a root, if it is built.
+    fn bring_up_to_date<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>, place: usize) {
         let Some(page) = self.roots[place].page else { return };
         if self.is_up_to_date(place) {
             return;
         }
         let nr_behind = self.nr_addresses - self.roots[place].position;
         if self.roots[place].synced_at < self.flushed(place) || nr_behind > NR_ADDRESSES as u64 {
-            mmu.sync_root(self.mode, page, if nr_behind == 0 { scope } else { Scope::All });
+            mmu.sync_root(self.mode, page);
         } else {
             let mut debt = Debt::new();
             for nth in self.roots[place].position..self.nr_addresses {
@@ -281,7 +276,7 @@ impl Roots {
             self.drop_current(mmu);
         } else {
             self.select(mmu);
-            self.bring_up_to_date(mmu, self.current, Scope::All);
+            self.bring_up_to_date(mmu, self.current);
         }
         Ok(())
     }
@@ -344,25 +339,26 @@ impl Roots {
             SINGLE_CONTEXT => {
                 self.now += 1;
                 self.flushed_at[usize::from(pcid)].store(self.now, Ordering::Relaxed);
-                self.carry_out(mmu, Scope::NonGlobal);
+                self.carry_out(mmu);
             }
+            // Including global pages, or not: see `Mmu::compare_entry`.
             _ => {
                 self.now += 1;
                 self.all_flushed_at = self.now;
-                self.carry_out(mmu, if kind == ALL_INCLUDING_GLOBAL { Scope::All } else { Scope::NonGlobal });
+                self.carry_out(mmu);
                 self.owe(LocalFlush::All);
             }
         }
         Ok(())
     }
 
-    /// Brings those roots up to date that a flush of `scope` concerns and that do not wait until they are switched to.
-    fn carry_out<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>, scope: Scope) {
+    /// Brings those roots up to date that a flush concerns and that do not wait until they are switched to.
+    fn carry_out<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>) {
         for place in 0..self.roots.len() {
             // Those of another mode are synchronized when that is entered: then all is flushed.
             let is_of_mode = self.roots[place].role.is_of_mode_of(self.root_role());
             if is_of_mode && !self.is_deferred(place) {
-                self.bring_up_to_date(mmu, place, scope);
+                self.bring_up_to_date(mmu, place);
             }
         }
     }
@@ -409,7 +405,7 @@ impl Roots {
         };
         root.page = Some(page);
         // Others may have left something unsync below, which this vCPU has flushed meanwhile.
-        mmu.sync_root(self.mode, page, Scope::All);
+        mmu.sync_root(self.mode, page);
         root.synced_at = self.now;
         root.position = self.nr_addresses;
         root.is_stale_on_cpu = true;

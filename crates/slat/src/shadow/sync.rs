@@ -5,7 +5,7 @@ use super::frames::Frame;
 use super::install;
 use super::page::{EntryPlace, NR_ENTRIES, PageRef, ShadowPage, SyncState, Target};
 use super::zap::Debt;
-use super::{ADDRESS, GLOBAL, Mmu, PRESENT, WRITABLE};
+use super::{Mmu, PRESENT, WRITABLE};
 use crate::addr::{Gva, Level, PAGE_SHIFT};
 use crate::format::Format;
 use crate::host::Host;
@@ -22,24 +22,6 @@ const ENTRIES_PER_READ: usize = 64;
 /// Parents of one page that are looked at: with more, it is taken for one that is below everything.
 const MAX_PARENTS: usize = 16;
 
-/// Which entries a flush of the guest's concerns.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Scope {
-    /// All.
-    All,
-    /// Those that were not global when they were made.
-    NonGlobal,
-}
-
-/// What comparing a page has shown.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Compared {
-    /// All entries are what the guest's say.
-    Equal,
-    /// But for global ones, which the flush does not concern.
-    StaleGlobals,
-}
-
 /// A page that is being synchronized.
 #[derive(Clone, Copy)]
 struct Syncing {
@@ -50,7 +32,7 @@ struct Syncing {
 impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     /// Synchronizes what is reached from `root`: afterwards nothing there is made of an entry that the guest had changed before
     /// this was called.
-    pub(super) fn sync_root(&self, mode: GuestMode, root: PageRef, scope: Scope) {
+    pub(super) fn sync_root(&self, mode: GuestMode, root: PageRef) {
         let pages = &self.shadow.pages;
         let mut from = 1;
         // Each time those that are there: what becomes unsync meanwhile may be met, or not.
@@ -79,15 +61,15 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             // Once before the flush, so that it serves what is taken away here too, and once after it, when the guest cannot
             // write any more without being seen. The second seldom finds anything.
             for &syncing in &turn[..len] {
-                let _ = self.compare_page(mode, syncing.page, scope, &mut debt);
+                self.compare_page(mode, syncing.page, &mut debt);
             }
             // Whether or not a right was taken: who has taken it may not have flushed yet.
             debt.incur(self);
             debt.pay(self);
             let mut debt = Debt::new();
             for &syncing in &turn[..len] {
-                let compared = self.compare_page(mode, syncing.page, scope, &mut debt);
-                self.end_sync(syncing, compared);
+                self.compare_page(mode, syncing.page, &mut debt);
+                self.end_sync(syncing);
             }
             self.record.stats.add(Counter::ShadowSyncs, len as u64);
             debt.pay(self);
@@ -114,18 +96,11 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     }
 
     /// Says that the page is synchronized, if the guest has not written its table since [`Mmu::begin_sync`].
-    fn end_sync(&self, syncing: Syncing, compared: Compared) {
+    fn end_sync(&self, syncing: Syncing) {
         self.with_frame_of(syncing.page, |_, page| {
-            let (state, sequence) = page.sync_state();
-            if state != SyncState::Syncing || sequence != syncing.sequence {
-                return;
-            }
-            match compared {
-                Compared::Equal => {
-                    page.set_sync_state(SyncState::Synced);
-                    self.shadow.pages.note_synced(syncing.page.number);
-                }
-                Compared::StaleGlobals => page.set_sync_state(SyncState::Unsync),
+            if page.sync_state() == (SyncState::Syncing, syncing.sequence) {
+                page.set_sync_state(SyncState::Synced);
+                self.shadow.pages.note_synced(syncing.page.number);
             }
         });
     }
@@ -185,19 +160,18 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             let Some(generation) = self.shadow.pages.get(number).generation() else { continue };
             let page = PageRef { number, generation };
             if self.is_below(page, below) {
-                let _ = self.compare_page(mode, page, Scope::All, debt);
+                self.compare_page(mode, page, debt);
             }
         }
     }
 
     /// Compares the entries of a page of the lowest level with the guest's, and takes away what they do not give any more.
-    fn compare_page(&self, mode: GuestMode, reference: PageRef, scope: Scope, debt: &mut Debt) -> Compared {
+    fn compare_page(&self, mode: GuestMode, reference: PageRef, debt: &mut Debt) {
         let page = self.shadow.pages.get(reference.number);
         // Only in this generation is it a page of the lowest level, of which the lock may be waited for.
         let Some(_guard) = page.lock.lock_while(self.host(), || page.is_alive(reference.generation)) else {
-            return Compared::Equal;
+            return;
         };
-        let mut compared = Compared::Equal;
         for first in (0..NR_ENTRIES).step_by(ENTRIES_PER_READ) {
             let places = first..first + ENTRIES_PER_READ;
             if places.clone().all(|index| page.target(index) == Target::None) {
@@ -210,54 +184,38 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 entries.fill(0);
             }
             for index in places {
-                if let Compared::StaleGlobals =
-                    self.compare_entry(mode, reference.number, index, entries[index - first], scope, debt)
-                {
-                    compared = Compared::StaleGlobals;
-                }
+                self.compare_entry(mode, reference.number, index, entries[index - first], debt);
             }
         }
-        compared
     }
 
     /// Compares one entry of a page of the lowest level, whose lock the caller holds, with the guest's `entry`.
-    fn compare_entry(
-        &self,
-        mode: GuestMode,
-        number: u32,
-        index: usize,
-        entry: u64,
-        scope: Scope,
-        debt: &mut Debt,
-    ) -> Compared {
+    ///
+    /// A global page's, too, whatever the flush: one that has not changed stays, and one that has may be stale for the vCPUs
+    /// alone that had cached it, and which these are is not known.
+    fn compare_entry(&self, mode: GuestMode, number: u32, index: usize, entry: u64, debt: &mut Debt) {
         let page = self.shadow.pages.get(number);
-        let Target::Leaf(gfn) = page.target(index) else { return Compared::Equal };
+        let Target::Leaf(gfn) = page.target(index) else { return };
         self.count(Counter::EntriesSynced);
         let role = page.role();
         let value = self.cell(page.table(), index).load(Ordering::Relaxed);
         if value & PRESENT == 0 {
-            return Compared::Equal;
+            return;
         }
         let place = EntryPlace { page: number, index };
         let leaf = match mode.decode(entry, Level::L4K) {
-            Decoded::Leaf(leaf) if leaf.gfn == gfn && leaf.is_accessed => Some(leaf),
-            _ => None,
+            Decoded::Leaf(leaf) if leaf.gfn == gfn && leaf.is_accessed => leaf,
+            _ => return self.drop_entry(place, debt),
         };
-        let is_within = |value: u64| {
-            leaf.is_some_and(|leaf| install::leaf_is_within(role, role.rights().and(leaf.rights), leaf.is_dirty, value))
-        };
+        let is_within = |value| install::leaf_is_within(role, role.rights().and(leaf.rights), leaf.is_dirty, value);
         if is_within(value) {
-            return Compared::Equal;
-        }
-        if scope == Scope::NonGlobal && value & GLOBAL != 0 {
-            return Compared::StaleGlobals;
+            return;
         }
         if is_within(value & !WRITABLE) {
             self.narrow_leaf(place, gfn, debt);
         } else {
             self.drop_entry(place, debt);
         }
-        Compared::Equal
     }
 
     /// Takes the right to write from the leaf at `place`, if it still maps `gfn`. The caller holds the lock of its page.
@@ -267,8 +225,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         let _guard = frame.lock.lock(self.host());
         if page.target(place.index) == Target::Leaf(gfn) {
             debt.incur(self);
-            let before = self.cell(page.table(), place.index).fetch_and(!WRITABLE, Ordering::AcqRel);
-            debug_assert!(before & ADDRESS != 0 || before & PRESENT != 0);
+            self.cell(page.table(), place.index).fetch_and(!WRITABLE, Ordering::AcqRel);
         }
     }
 
@@ -290,7 +247,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                     if role.level() == Level::L4K && role.is_of_table() {
                         let (gpa, size_bytes) = page.guest_entry(index);
                         let entry = self.read_guest(gpa, size_bytes).unwrap_or(0);
-                        let _ = self.compare_entry(mode, reference.number, index, entry, Scope::All, debt);
+                        self.compare_entry(mode, reference.number, index, entry, debt);
                     }
                     return;
                 }

@@ -148,7 +148,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         if view.mode.check(rights, access).is_err() || self.must_emulate(view, rights, access) {
             return Ok(None);
         }
-        let value = match self.set_marks(view, gpa, size_bytes, value, decoded.missing_marks(access.access)) {
+        let value = match self.set_marks(view, gpa, size_bytes, value, decoded.missing_marks(access.access), debt) {
             Ok(Some(value)) => value,
             Ok(None) => return Ok(Some(Step::Again)),
             Err(stop) => return Err(stop),
@@ -194,12 +194,20 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         size_bytes: u64,
         value: u64,
         missing: u64,
+        debt: &mut Debt,
     ) -> Result<Option<u64>, Stop> {
         if missing == 0 || view.unmarkable.contains(&gpa.gfn()) {
             return Ok(Some(value));
         }
         match self.mark_guest(gpa, size_bytes, value, missing) {
-            Ok(Exchanged::Yes) => Ok(Some(value | missing)),
+            Ok(Exchanged::Yes) => {
+                if view.mode.paging() == PagingMode::Pae {
+                    // Elsewhere A and D are where no other level's entry has anything. Here the same word may serve as one of the
+                    // topmost, in which they are reserved.
+                    self.drop_made_of(gpa.gfn(), gpa.0 % PAGE_SIZE, size_bytes, debt);
+                }
+                Ok(Some(value | missing))
+            }
             Ok(Exchanged::No) => Ok(None),
             Err(NoMemory::NotMapped) => Err(Stop::Step(Step::MapTable(gpa))),
             Err(NoMemory::NoPointer) => Err(Stop::Error(Error::NoGuestMemory { gpa })),
@@ -208,11 +216,11 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
 
     fn shadow_leaf(leaf: GuestLeaf, rights: Rights, access: GuestAccess, gfn: Gfn) -> ShadowLeaf {
         let is_dirty = leaf.is_dirty || access.access == Access::Write;
-        ShadowLeaf { gfn, rights, is_dirty, is_global: leaf.is_global }
+        ShadowLeaf { gfn, rights, is_dirty }
     }
 
     /// A walk of the guest's tables.
-    fn walk(&self, view: &View<'_>, gva: Gva, access: GuestAccess) -> Result<Walk, Stop> {
+    fn walk(&self, view: &View<'_>, gva: Gva, access: GuestAccess, debt: &mut Debt) -> Result<Walk, Stop> {
         let View { mode, cr3, .. } = *view;
         let page_fault = |flags: u32| {
             self.count(Counter::GuestPageFaults);
@@ -255,7 +263,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             return Err(page_fault(FAULT_PRESENT));
         }
         for at in (usize::from(level.0) - 1..usize::from(mode.root_level().0)).rev() {
-            match self.set_marks(view, places[at], size_bytes, entries[at].value, marks[at])? {
+            match self.set_marks(view, places[at], size_bytes, entries[at].value, marks[at], debt)? {
                 Some(value) => entries[at].value = value,
                 None => return Err(Stop::Step(Step::Again)),
             }
@@ -288,7 +296,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         let pages = &self.shadow.pages;
         let mode = view.mode;
         let is_paged = mode.paging() != PagingMode::Off;
-        let walk = if is_paged { self.walk(view, gva, access)? } else { Self::walk_unpaged(gva) };
+        let walk = if is_paged { self.walk(view, gva, access, debt)? } else { Self::walk_unpaged(gva) };
         // The page that is accessed, of the guest's large one.
         let page_number = gva.0 >> PAGE_SHIFT;
         let gfn = if is_paged { Gfn(walk.leaf.gfn.0 + page_number % walk.leaf.nr_pages) } else { Gfn(page_number) };

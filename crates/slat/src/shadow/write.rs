@@ -48,7 +48,7 @@ impl<H: Host, F: Format> Mmu<'_, H, F> {
     }
 
     /// Takes away what was made of the guest's entries in `len` bytes from `offset` on of frame `gfn`.
-    fn drop_made_of(&self, gfn: Gfn, offset: u64, len: u64, debt: &mut Debt) {
+    pub(super) fn drop_made_of(&self, gfn: Gfn, offset: u64, len: u64, debt: &mut Debt) {
         let pages = &self.shadow.pages;
         let mut last = None;
         while let Some(reference) = self.page_behind(gfn, last) {
