@@ -17,6 +17,7 @@
 //! - [`source`]: where pages come from that a guest does not have yet.
 //! - [`delivery`]: userfaults to a resolver elsewhere, by rings in shared memory.
 //! - [`guest`], [`machine`]: guest programs, and the whole put together.
+//! - [`kernel`]: a guest that behaves as an operating system's kernel does, to try shadow paging with.
 //! - [`demand_paging`]: the whole put together where the memory is still elsewhere, and comes page by page.
 
 pub mod clock;
@@ -27,6 +28,7 @@ pub mod demand_paging;
 mod descriptors;
 pub mod guest;
 pub mod host;
+pub mod kernel;
 pub mod machine;
 mod membarrier;
 pub mod memory;

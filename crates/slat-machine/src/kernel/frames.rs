@@ -1,0 +1,185 @@
+//! The frames of guest memory: who has them, how often, and which is handed out next.
+//!
+//! Frames come back last in, first out, so that a table's frame is soon a page's and the other way round, on whichever
+//! virtual CPU: what translates through something stale then finds another's data at once. Roots take two neighbours, the
+//! lower one even, as page-table isolation wants it.
+//!
+//! This is the simulator's bookkeeping and not in guest memory: a wrong translation cannot disturb it.
+
+use slat::{PAGE_SHIFT, PAGE_SIZE};
+
+/// No place in the list of single frames.
+const NOWHERE: u32 = u32::MAX;
+
+/// All frames above the image. Frame numbers are guest-physical addresses by 4 KiB.
+#[derive(Debug)]
+pub(crate) struct Frames {
+    first: u64,
+    /// How many have it; 0 if it is free.
+    users: Box<[u32]>,
+    /// Where it is in `singles`, or [`NOWHERE`].
+    position: Box<[u32]>,
+    /// Free frames whose neighbour is not free.
+    singles: Vec<u32>,
+    /// Lower frames of pairs that are free.
+    pairs: Vec<u32>,
+    nr_used: u64,
+}
+
+/// A frame: guest-physical memory of 4 KiB.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(crate) struct Frame(pub(crate) u64);
+
+impl Frame {
+    pub(crate) const fn gpa(self) -> u64 {
+        self.0 << PAGE_SHIFT
+    }
+
+    /// The frame that an entry or CR3 points to.
+    pub(crate) const fn of(entry: u64) -> Frame {
+        Frame((entry & super::layout::ADDRESS) >> PAGE_SHIFT)
+    }
+}
+
+impl Frames {
+    /// The memory from `first_byte` to `end_byte`, both multiples of two pages.
+    pub(crate) fn new(first_byte: u64, end_byte: u64) -> Frames {
+        let nr_frames = (end_byte - first_byte) / PAGE_SIZE;
+        Frames {
+            first: first_byte / PAGE_SIZE,
+            users: vec![0; nr_frames as usize].into(),
+            position: vec![NOWHERE; nr_frames as usize].into(),
+            singles: Vec::new(),
+            pairs: (0..nr_frames as u32).step_by(2).rev().collect(),
+            nr_used: 0,
+        }
+    }
+
+    fn number(&self, index: u32) -> Frame {
+        Frame(self.first + u64::from(index))
+    }
+
+    fn index(&self, frame: Frame) -> usize {
+        (frame.0 - self.first) as usize
+    }
+
+    /// A frame; `None` if there is none.
+    pub(crate) fn take(&mut self) -> Option<Frame> {
+        let index = match self.singles.pop() {
+            Some(index) => {
+                self.position[index as usize] = NOWHERE;
+                index
+            }
+            None => {
+                let lower = self.pairs.pop()?;
+                self.add_single(lower + 1);
+                lower
+            }
+        };
+        self.users[index as usize] = 1;
+        self.nr_used += 1;
+        Some(self.number(index))
+    }
+
+    /// Two neighbours, of which the lower one is even; `None` if there are none.
+    pub(crate) fn take_pair(&mut self) -> Option<Frame> {
+        let lower = self.pairs.pop()?;
+        self.users[lower as usize] = 1;
+        self.users[lower as usize + 1] = 1;
+        self.nr_used += 2;
+        Some(self.number(lower))
+    }
+
+    /// Another has it, too.
+    pub(crate) fn share(&mut self, frame: Frame) {
+        let index = self.index(frame);
+        self.users[index] += 1;
+    }
+
+    /// How many have it.
+    pub(crate) fn nr_users(&self, frame: Frame) -> u32 {
+        self.users[self.index(frame)]
+    }
+
+    /// One fewer has it.
+    pub(crate) fn release(&mut self, frame: Frame) {
+        let index = self.index(frame);
+        self.users[index] -= 1;
+        if self.users[index] != 0 {
+            return;
+        }
+        self.nr_used -= 1;
+        let neighbour = index ^ 1;
+        let at = self.position[neighbour];
+        if at == NOWHERE {
+            self.add_single(index as u32);
+            return;
+        }
+        self.singles.swap_remove(at as usize);
+        self.position[neighbour] = NOWHERE;
+        if let Some(moved) = self.singles.get(at as usize) {
+            self.position[*moved as usize] = at;
+        }
+        self.pairs.push((index & !1) as u32);
+    }
+
+    fn add_single(&mut self, index: u32) {
+        self.position[index as usize] = self.singles.len() as u32;
+        self.singles.push(index);
+    }
+
+    /// Frames that somebody has.
+    pub(crate) fn nr_used(&self) -> u64 {
+        self.nr_used
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_freed_comes_first() {
+        let mut frames = Frames::new(2 << 20, 4 << 20);
+        let taken: Vec<Frame> = (0..6).map(|_| frames.take().unwrap()).collect();
+        assert_eq!(taken[0], Frame(512));
+        frames.release(taken[3]);
+        frames.release(taken[0]);
+        assert_eq!(frames.take(), Some(taken[0]));
+        assert_eq!(frames.take(), Some(taken[3]));
+        assert_eq!(frames.nr_used(), 6);
+    }
+
+    #[test]
+    fn neighbours_become_a_pair_again() {
+        let mut frames = Frames::new(0, 8 * PAGE_SIZE);
+        let taken: Vec<Frame> = (0..8).map(|_| frames.take().unwrap()).collect();
+        assert_eq!((frames.take(), frames.take_pair()), (None, None));
+        for even in [0, 4, 2] {
+            frames.release(taken[even]);
+        }
+        assert_eq!(frames.take_pair(), None);
+        frames.release(taken[5]);
+        assert_eq!(frames.take_pair(), Some(Frame(4)));
+        assert_eq!(frames.take_pair(), None);
+        for frame in [4, 5, 1, 3, 6, 7] {
+            frames.release(Frame(frame));
+        }
+        assert_eq!(frames.nr_used(), 0);
+        let mut lower: Vec<u64> = (0..4).map(|_| frames.take_pair().unwrap().0).collect();
+        lower.sort_unstable();
+        assert_eq!(lower, [0, 2, 4, 6]);
+    }
+
+    #[test]
+    fn a_shared_frame_stays_until_the_last_releases_it() {
+        let mut frames = Frames::new(0, 2 * PAGE_SIZE);
+        let frame = frames.take().unwrap();
+        frames.share(frame);
+        assert_eq!(frames.nr_users(frame), 2);
+        frames.release(frame);
+        assert_eq!((frames.nr_users(frame), frames.nr_used()), (1, 1));
+        frames.release(frame);
+        assert_eq!(frames.nr_used(), 0);
+    }
+}

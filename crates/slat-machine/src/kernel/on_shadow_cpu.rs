@@ -1,0 +1,60 @@
+//! The kernel in miniature on a CPU whose hypervisor keeps shadow tables.
+
+use slat::{Gva, Privilege};
+
+use super::cpu::{Completed, GuestCpu, Trap};
+use crate::shadow_cpu::{ShadowCpu, ShadowCpuError, ShadowHandler};
+use crate::walk::guest::GuestFault;
+
+/// The guest's own faults are the kernel's; all else, exits to user space included, is the machine's.
+fn trap(error: ShadowCpuError) -> Trap<ShadowCpuError> {
+    match error {
+        ShadowCpuError::Guest(GuestFault::Page { gva, error_code }) => Trap::PageFault { gva, error_code },
+        ShadowCpuError::Guest(_) => Trap::GeneralProtection,
+        error => Trap::Machine(error),
+    }
+}
+
+impl<V: ShadowHandler> GuestCpu for ShadowCpu<V> {
+    type Error = ShadowCpuError;
+
+    fn read(&mut self, gva: Gva) -> Completed<u64, ShadowCpuError> {
+        ShadowCpu::read(self, gva).map_err(trap)
+    }
+
+    fn write(&mut self, gva: Gva, value: u64) -> Completed<(), ShadowCpuError> {
+        ShadowCpu::write(self, gva, value).map_err(trap)
+    }
+
+    fn fetch(&mut self, gva: Gva) -> Completed<u64, ShadowCpuError> {
+        ShadowCpu::fetch(self, gva).map_err(trap)
+    }
+
+    fn set_privilege(&mut self, privilege: Privilege) {
+        ShadowCpu::set_privilege(self, privilege);
+    }
+
+    fn mov_to_cr0(&mut self, value: u64) -> Completed<(), ShadowCpuError> {
+        ShadowCpu::mov_to_cr0(self, value).map_err(trap)
+    }
+
+    fn mov_to_cr3(&mut self, value: u64) -> Completed<(), ShadowCpuError> {
+        ShadowCpu::mov_to_cr3(self, value).map_err(trap)
+    }
+
+    fn mov_to_cr4(&mut self, value: u64) -> Completed<(), ShadowCpuError> {
+        ShadowCpu::mov_to_cr4(self, value).map_err(trap)
+    }
+
+    fn write_efer(&mut self, value: u64) -> Completed<(), ShadowCpuError> {
+        ShadowCpu::write_efer(self, value).map_err(trap)
+    }
+
+    fn invlpg(&mut self, gva: Gva) -> Completed<(), ShadowCpuError> {
+        ShadowCpu::invlpg(self, gva).map_err(trap)
+    }
+
+    fn invpcid(&mut self, kind: u64, descriptor: [u64; 2]) -> Completed<(), ShadowCpuError> {
+        ShadowCpu::invpcid(self, kind, descriptor).map_err(trap)
+    }
+}

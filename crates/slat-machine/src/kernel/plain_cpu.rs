@@ -1,0 +1,300 @@
+//! A CPU without a hypervisor: it walks the guest's tables in plain memory and caches what it finds, for as long as the
+//! manual allows.
+//!
+//! Why: the kernel is tried on it first, and what it does under shadow paging is compared with what it does here. It never
+//! evicts anything, so that every flush that the kernel forgets shows. It caches translations, as of 4 KiB, and entries of
+//! level 2 (*paging-structure caches*), both by PCID; a page fault drops what it has for the address.
+//!
+//! Sources: Intel SDM vol. 3A, "4-level paging", "Access rights", "Page-fault exceptions", "Process-Context Identifiers",
+//! "Invalidation of TLBs and paging-structure caches".
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use slat::{Access, Gva, PAGE_SHIFT, Privilege};
+use thiserror::Error;
+
+use super::address_space::error_code;
+use super::cpu::{
+    CR0_PG, CR3_NO_FLUSH, CR3_PCID, CR4_PCIDE, CR4_PGE, CR4_SMAP, CR4_SMEP, Completed, EFER_NXE, ERROR_PRESENT,
+    GuestCpu, INVPCID_ADDRESS, INVPCID_ALL, INVPCID_ALL_NON_GLOBAL, INVPCID_CONTEXT, Trap,
+};
+use super::layout::{ACCESSED, ADDRESS, DIRTY, GLOBAL, NO_EXECUTE, PAGE, PRESENT, USER, WRITABLE, index};
+
+/// Memory from guest-physical 0 on, zero at first. Clones are the same memory.
+#[derive(Clone, Debug)]
+pub struct PlainMemory(Arc<[AtomicU64]>);
+
+impl PlainMemory {
+    /// `memory_bytes` of it.
+    pub fn new(memory_bytes: u64) -> PlainMemory {
+        PlainMemory((0..memory_bytes / 8).map(|_| AtomicU64::new(0)).collect())
+    }
+
+    fn word(&self, gpa: u64) -> Result<&AtomicU64, Trap<PlainError>> {
+        let word = gpa.is_multiple_of(8).then(|| self.0.get((gpa / 8) as usize)).flatten();
+        word.ok_or(Trap::Machine(PlainError { gpa }))
+    }
+}
+
+/// There is no memory at an address, or it is not aligned.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+#[error("no aligned word of memory at guest-physical {gpa:#x}")]
+pub struct PlainError {
+    /// The address.
+    pub gpa: u64,
+}
+
+/// What leads to a page or a table: the rights of all entries on the way.
+#[derive(Clone, Copy, Debug)]
+struct Translation {
+    /// Of 4 KiB; or the table, if it is an entry of level 2.
+    frame_gpa: u64,
+    /// WRITABLE and USER if all entries have them, NO_EXECUTE if one has it.
+    rights: u64,
+    is_dirty: bool,
+}
+
+/// What is cached for a PCID.
+#[derive(Clone, Debug, Default)]
+struct Context {
+    /// By page.
+    pages: HashMap<u64, Translation>,
+    /// By page, less 9 bits.
+    tables: HashMap<u64, Translation>,
+}
+
+impl Context {
+    fn drop_page(&mut self, page: u64) {
+        self.pages.remove(&page);
+        self.tables.remove(&(page >> 9));
+    }
+}
+
+/// The CPU. Clones have the same memory.
+#[derive(Clone, Debug)]
+pub struct PlainCpu {
+    memory: PlainMemory,
+    privilege: Privilege,
+    cr0: u64,
+    cr3: u64,
+    cr4: u64,
+    efer: u64,
+    contexts: HashMap<u64, Context>,
+    /// Global pages.
+    globals: HashMap<u64, Translation>,
+}
+
+impl PlainCpu {
+    /// After reset: paging is off.
+    pub fn new(memory: PlainMemory) -> PlainCpu {
+        PlainCpu {
+            memory,
+            privilege: Privilege::Supervisor,
+            cr0: 0,
+            cr3: 0,
+            cr4: 0,
+            efer: 0,
+            contexts: HashMap::new(),
+            globals: HashMap::new(),
+        }
+    }
+
+    fn pcid(&self) -> u64 {
+        if self.cr4 & CR4_PCIDE != 0 { self.cr3 & CR3_PCID } else { 0 }
+    }
+
+    fn context(&mut self) -> &mut Context {
+        let pcid = self.pcid();
+        self.contexts.entry(pcid).or_default()
+    }
+
+    fn flush_everything(&mut self) {
+        self.contexts.clear();
+        self.globals.clear();
+    }
+
+    /// Whether `rights` allow the access. CR0.WP is set.
+    fn is_allowed(&self, rights: u64, access: Access) -> bool {
+        let is_user_page = rights & USER != 0;
+        let privilege = match (self.privilege, access) {
+            (Privilege::User, _) => is_user_page,
+            (_, Access::Execute) => !is_user_page || self.cr4 & CR4_SMEP == 0,
+            (Privilege::Supervisor, _) => !is_user_page || self.cr4 & CR4_SMAP == 0,
+            (Privilege::SupervisorWithAc, _) => true,
+        };
+        privilege
+            && match access {
+                Access::Read => true,
+                Access::Write => rights & WRITABLE != 0,
+                Access::Execute => rights & NO_EXECUTE == 0 || self.efer & EFER_NXE == 0,
+            }
+    }
+
+    /// The word at `gva`, for `access`.
+    fn translate(&mut self, gva: Gva, access: Access) -> Completed<&AtomicU64, PlainError> {
+        if self.cr0 & CR0_PG == 0 {
+            return self.memory.word(gva.0);
+        }
+        if !matches!(gva.0 as i64 >> 47, 0 | -1) {
+            return Err(Trap::GeneralProtection);
+        }
+        let page = gva.0 >> PAGE_SHIFT;
+        let cached = self.globals.get(&page).copied().or_else(|| self.context().pages.get(&page).copied());
+        let frame_gpa =
+            match cached {
+                // The first write looks for the dirty bit.
+                Some(cached) if access != Access::Write || cached.is_dirty => {
+                    if self.is_allowed(cached.rights, access) { Ok(cached.frame_gpa) } else { Err(ERROR_PRESENT) }
+                }
+                _ => self.walk(gva, access)?,
+            };
+        match frame_gpa {
+            Ok(frame_gpa) => self.memory.word(frame_gpa | (gva.0 & 0xfff)),
+            Err(presence) => {
+                self.globals.remove(&page);
+                self.context().drop_page(page);
+                Err(Trap::PageFault { gva, error_code: error_code(access, self.privilege, presence) })
+            }
+        }
+    }
+
+    /// Walks the tables from as far down as is cached, and caches what it finds. A fault's bit of presence is the inner error.
+    fn walk(&mut self, gva: Gva, access: Access) -> Completed<Result<u64, u32>, PlainError> {
+        let page = gva.0 >> PAGE_SHIFT;
+        let top = Translation { frame_gpa: self.cr3 & ADDRESS, rights: WRITABLE | USER, is_dirty: false };
+        let known = self.context().tables.get(&(page >> 9)).copied();
+        let mut level = if known.is_some() { 1 } else { 4 };
+        let Translation { frame_gpa: mut table, mut rights, .. } = known.unwrap_or(top);
+        loop {
+            let gpa = table + 8 * index(gva.0, level);
+            // Ordering: as CPUs see each other's writes to tables; the kernel's locks order the rest.
+            let entry = self.memory.word(gpa)?.load(Ordering::Acquire);
+            if entry & PRESENT == 0 {
+                return Ok(Err(0));
+            }
+            rights = (rights & entry & (WRITABLE | USER)) | ((rights | entry) & NO_EXECUTE);
+            let is_leaf = level == 1 || entry & PAGE != 0;
+            if is_leaf && !self.is_allowed(rights, access) {
+                return Ok(Err(ERROR_PRESENT));
+            }
+            let marks = if is_leaf && access == Access::Write { ACCESSED | DIRTY } else { ACCESSED };
+            let entry = self.memory.word(gpa)?.fetch_or(marks, Ordering::AcqRel) | marks;
+            if is_leaf {
+                let inner =
+                    (gva.0 >> PAGE_SHIFT << PAGE_SHIFT) & ((1 << (PAGE_SHIFT + 9 * (u32::from(level) - 1))) - 1);
+                let frame_gpa = entry & ADDRESS | inner;
+                let found = Translation { frame_gpa, rights, is_dirty: entry & DIRTY != 0 };
+                if entry & GLOBAL != 0 && self.cr4 & CR4_PGE != 0 {
+                    self.globals.insert(page, found);
+                } else {
+                    self.context().pages.insert(page, found);
+                }
+                return Ok(Ok(frame_gpa));
+            }
+            table = entry & ADDRESS;
+            level -= 1;
+            if level == 1 {
+                let found = Translation { frame_gpa: table, rights, is_dirty: false };
+                self.context().tables.insert(page >> 9, found);
+            }
+        }
+    }
+
+    fn privileged(&self) -> Completed<(), PlainError> {
+        if self.privilege == Privilege::User { Err(Trap::GeneralProtection) } else { Ok(()) }
+    }
+
+    /// A load of CR3 by a CPU that forgets to flush.
+    #[cfg(test)]
+    pub(super) fn load_cr3_without_flush(&mut self, value: u64) {
+        self.cr3 = value & !CR3_NO_FLUSH;
+    }
+}
+
+impl GuestCpu for PlainCpu {
+    type Error = PlainError;
+
+    fn read(&mut self, gva: Gva) -> Completed<u64, PlainError> {
+        Ok(self.translate(gva, Access::Read)?.load(Ordering::Acquire))
+    }
+
+    fn write(&mut self, gva: Gva, value: u64) -> Completed<(), PlainError> {
+        self.translate(gva, Access::Write)?.store(value, Ordering::Release);
+        Ok(())
+    }
+
+    fn fetch(&mut self, gva: Gva) -> Completed<u64, PlainError> {
+        Ok(self.translate(gva, Access::Execute)?.load(Ordering::Acquire))
+    }
+
+    fn set_privilege(&mut self, privilege: Privilege) {
+        self.privilege = privilege;
+    }
+
+    fn mov_to_cr0(&mut self, value: u64) -> Completed<(), PlainError> {
+        self.privileged()?;
+        self.cr0 = value;
+        self.flush_everything();
+        Ok(())
+    }
+
+    fn mov_to_cr3(&mut self, value: u64) -> Completed<(), PlainError> {
+        self.privileged()?;
+        let keeps = value & CR3_NO_FLUSH != 0;
+        if keeps && self.cr4 & CR4_PCIDE == 0 {
+            return Err(Trap::GeneralProtection);
+        }
+        self.cr3 = value & !CR3_NO_FLUSH;
+        if !keeps {
+            let pcid = self.pcid();
+            self.contexts.remove(&pcid);
+        }
+        Ok(())
+    }
+
+    fn mov_to_cr4(&mut self, value: u64) -> Completed<(), PlainError> {
+        self.privileged()?;
+        if value & !self.cr4 & CR4_PCIDE != 0 && (self.cr3 & CR3_PCID != 0 || self.cr0 & CR0_PG == 0) {
+            return Err(Trap::GeneralProtection);
+        }
+        self.cr4 = value;
+        self.flush_everything();
+        Ok(())
+    }
+
+    fn write_efer(&mut self, value: u64) -> Completed<(), PlainError> {
+        self.privileged()?;
+        self.efer = value;
+        Ok(())
+    }
+
+    fn invlpg(&mut self, gva: Gva) -> Completed<(), PlainError> {
+        self.privileged()?;
+        let page = gva.0 >> PAGE_SHIFT;
+        self.globals.remove(&page);
+        let context = self.context();
+        context.pages.remove(&page);
+        context.tables.clear();
+        Ok(())
+    }
+
+    fn invpcid(&mut self, kind: u64, [pcid, address]: [u64; 2]) -> Completed<(), PlainError> {
+        self.privileged()?;
+        if pcid > CR3_PCID || (kind <= INVPCID_CONTEXT && self.cr4 & CR4_PCIDE == 0 && pcid != 0) {
+            return Err(Trap::GeneralProtection);
+        }
+        match kind {
+            INVPCID_ADDRESS if !matches!(address as i64 >> 47, 0 | -1) => return Err(Trap::GeneralProtection),
+            INVPCID_ADDRESS => self.contexts.entry(pcid).or_default().drop_page(address >> PAGE_SHIFT),
+            INVPCID_CONTEXT => {
+                self.contexts.remove(&pcid);
+            }
+            INVPCID_ALL => self.flush_everything(),
+            INVPCID_ALL_NON_GLOBAL => self.contexts.clear(),
+            _ => return Err(Trap::GeneralProtection),
+        }
+        Ok(())
+    }
+}
