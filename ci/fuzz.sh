@@ -3,5 +3,6 @@
 # fuzzer makes, guided by coverage (FUZZ_SECONDS of them). The flags of the sanitizer are not stable ones.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-PROPTEST_CASES="${PROPTEST_CASES:-2000}" cargo test -p slat --release --test model
+# The tests' own build, which is there already: of the whole workspace, or the dependencies would be built anew.
+PROPTEST_CASES="${PROPTEST_CASES:-2000}" cargo test --workspace --test model
 RUSTC_BOOTSTRAP=1 cargo fuzz run operations -- -max_total_time="${FUZZ_SECONDS:-20}" -len_control=0 -max_len=800

@@ -70,10 +70,11 @@ pub enum ShadowStrategy {
     /// saves nothing.
     Baseline,
     /// Each vCPU remembers its last roots; a switch to one of them builds nothing, and synchronizes nothing if bit 63 is set.
-    /// Tables serve all PCIDs. What the guest flushes of other PCIDs is done at once.
+    /// Tables serve all PCIDs: what one of them may still have cached of an entry that has changed, all may. What INVLPG flushes
+    /// is flushed of all remembered roots at once.
     RootCache,
-    /// As `RootCache`, but each table belongs to one PCID, and what the guest flushes of other PCIDs is done when it
-    /// switches to them.
+    /// As `RootCache`, but each table belongs to one PCID, and what INVLPG flushes of others, too, is done when the guest switches
+    /// to them.
     PcidTagged,
 }
 

@@ -13,6 +13,7 @@ use slat_machine::memory::{Effect, Snapshot};
 use slat_machine::walk::HardwareFormat;
 
 use self::beside::Visitors;
+pub(super) use self::huge::Calls;
 use self::huge::HugeSlot;
 use super::tally::Figure;
 use super::turn::World;

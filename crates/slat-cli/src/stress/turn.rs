@@ -23,7 +23,7 @@ use slat_machine::walk::HardwareFormat;
 
 use super::Plan;
 use super::logs::Log;
-use super::operators::{self, Operator};
+use super::operators::{self, Calls, Operator};
 use super::tally::{Figure, Tally};
 use super::watch::{Beat, Counter, Watch, counter_of};
 use crate::failure::{Failure, check_failed};
@@ -44,6 +44,8 @@ pub(super) struct World<F: HardwareFormat> {
     pub(super) plan: Plan,
     /// Where slots that have visitors were a moment ago.
     pub(super) visited: Mutex<Vec<GfnRange>>,
+    /// What the thread that splits has in flight.
+    pub(super) splitter: Calls,
     pub(super) tally: Arc<Tally>,
     stop: AtomicBool,
 }
@@ -116,6 +118,7 @@ pub(super) fn run<F: HardwareFormat>(
         logs,
         plan: *plan,
         visited: Mutex::default(),
+        splitter: Calls::default(),
         tally: Arc::clone(tally),
         stop: AtomicBool::new(false),
     });

@@ -71,7 +71,7 @@ pub(super) fn leaf_rights(role: Role, rights: Rights, access: Access, may_write:
     if !rights.has(Rights::EXECUTE) {
         bits |= NO_EXECUTE;
     }
-    if access == Access::Write && may_write && is_written_by_supervisor_alone(role, rights) {
+    if access == Access::Write && may_write && !role.has_smap() && is_written_by_supervisor_alone(role, rights) {
         bits = bits & !USER | WRITABLE;
         if role.has_smep() {
             // It is no page of the supervisor's, and must not be executed as one.
@@ -81,10 +81,11 @@ pub(super) fn leaf_rights(role: Role, rights: Rights, access: Access, may_write:
     bits
 }
 
-/// Whether `leaf`, a shadow leaf, gives no rights but those that the guest's tables give now.
+/// Whether `leaf`, a shadow leaf, gives no rights but those that the guest's tables give now. As to the user, it must say what
+/// they say: of a page that is not the user's, SMEP and SMAP take nothing from the supervisor.
 pub(super) fn leaf_is_within(role: Role, rights: Rights, is_dirty: bool, leaf: u64) -> bool {
     let faces = [Access::Read, Access::Write].map(|access| leaf_rights(role, rights, access, is_dirty));
-    faces.iter().any(|face| leaf & !face & (WRITABLE | USER) == 0 && face & !leaf & NO_EXECUTE == 0)
+    faces.iter().any(|face| leaf & !face & WRITABLE == 0 && (leaf ^ face) & USER == 0 && face & !leaf & NO_EXECUTE == 0)
 }
 
 impl<'v, H: Host, F: Format> Mmu<'v, H, F> {

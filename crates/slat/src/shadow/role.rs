@@ -140,6 +140,11 @@ impl Role {
         self.0 >> MODE_SHIFT & 2 != 0
     }
 
+    /// CR4.SMAP.
+    pub(super) fn has_smap(self) -> bool {
+        self.0 >> MODE_SHIFT & 4 != 0
+    }
+
     fn part(self) -> u64 {
         self.0 >> PART_SHIFT & 0xff
     }

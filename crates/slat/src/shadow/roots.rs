@@ -10,8 +10,8 @@
 //! since a global page belongs to all; each root has its position in the list, and one that is too far behind is synchronized
 //! as a whole.
 //!
-//! With [`ShadowStrategy::RootCache`] a flush is carried out on all roots that it concerns at once; with
-//! [`ShadowStrategy::PcidTagged`] on the current root, and on others when they are switched to.
+//! A flush is carried out on the current root at once, and on others when they are switched to; but for INVLPG with
+//! [`ShadowStrategy::RootCache`], which is carried out on all at once.
 //!
 //! The page of the current root is pinned; those of others may be evicted, and are built again.
 
@@ -299,7 +299,7 @@ impl Roots {
             let is_behind = root.position + 1 < self.nr_addresses;
             let is_meant = pcid.is_none_or(|pcid| pcid == self.mode.pcid(root.cr3));
             let is_of_mode = root.role.is_of_mode_of(self.root_role());
-            if is_behind || !is_of_mode || (is_meant && self.is_deferred(place)) {
+            if is_behind || !is_of_mode || (is_meant && self.is_deferred(place, pcid)) {
                 continue;
             }
             if is_meant && let Some(page) = root.page {
@@ -311,9 +311,12 @@ impl Roots {
         self.owe(LocalFlush::Page(gva));
     }
 
-    /// Whether a flush is put off until the root is switched to.
-    fn is_deferred(&self, place: usize) -> bool {
-        self.strategy == ShadowStrategy::PcidTagged && place != self.current
+    /// Whether a flush of `pcid`, or of an address of all PCIDs, is put off until the root is switched to.
+    ///
+    /// Where tables serve all PCIDs, a flush of another PCID that was carried out at once would not count for what is made in
+    /// its tables since, for the current one: the other PCID can have cached nothing of that, and the guest need not flush it.
+    fn is_deferred(&self, place: usize, pcid: Option<u16>) -> bool {
+        place != self.current && (self.strategy == ShadowStrategy::PcidTagged || pcid.is_some())
     }
 
     /// INVPCID (Intel SDM vol. 2A): `descriptor` has the PCID and the address.
@@ -339,28 +342,17 @@ impl Roots {
             SINGLE_CONTEXT => {
                 self.now += 1;
                 self.flushed_at[usize::from(pcid)].store(self.now, Ordering::Relaxed);
-                self.carry_out(mmu);
+                self.bring_up_to_date(mmu, self.current);
             }
             // Including global pages, or not: see `Mmu::compare_entry`.
             _ => {
                 self.now += 1;
                 self.all_flushed_at = self.now;
-                self.carry_out(mmu);
+                self.bring_up_to_date(mmu, self.current);
                 self.owe(LocalFlush::All);
             }
         }
         Ok(())
-    }
-
-    /// Brings those roots up to date that a flush concerns and that do not wait until they are switched to.
-    fn carry_out<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>) {
-        for place in 0..self.roots.len() {
-            // Those of another mode are synchronized when that is entered: then all is flushed.
-            let is_of_mode = self.roots[place].role.is_of_mode_of(self.root_role());
-            if is_of_mode && !self.is_deferred(place) {
-                self.bring_up_to_date(mmu, place);
-            }
-        }
     }
 
     fn owe(&mut self, flush: LocalFlush) {

@@ -4,6 +4,13 @@
 //! Nobody else writes the slot, so each read is held against what was written last, and each harvest must name what was
 //! written since the log was turned on or the page was cleared. It may name more: what is put back while logging begins marks
 //! all of its pages.
+//!
+//! What the second thread has in its hands it may mark late, as the engine promises it (`dirty/log.rs`): a recovery that began
+//! before logging did cancels when it sees that, and what it has broken is passed by until it has marked it. So a page that is
+//! not named is excused if a call of that thread was in flight beside the harvest; the first harvest that begins after that
+//! call has returned must name it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rand::RngExt;
 use rand::rngs::SmallRng;
@@ -27,12 +34,38 @@ const NR_PAGES: u64 = 8 * Level::L2M.nr_pages();
 /// The slot's number: those of the slots that come and go are lower.
 const ID: u32 = 10_000;
 
+/// The calls of the thread that splits: how often one has begun or ended. Odd while one is in flight.
+#[derive(Default)]
+pub(in super::super) struct Calls(AtomicU64);
+
+impl Calls {
+    fn during<R>(&self, call: impl FnOnce() -> R) -> R {
+        // SeqCst, here and in `now`: whoever finds the call not begun comes before all that it does, and whoever finds it over
+        // finds its marks.
+        self.0.fetch_add(1, Ordering::SeqCst);
+        let result = call();
+        self.0.fetch_add(1, Ordering::SeqCst);
+        result
+    }
+
+    fn now(&self) -> u64 {
+        self.0.load(Ordering::SeqCst)
+    }
+
+    /// What it will be when all calls have returned that have begun by now.
+    fn when_all_have_returned(&self) -> u64 {
+        self.now().next_multiple_of(2)
+    }
+}
+
 /// What is known of one page.
 #[derive(Clone, Copy, Default)]
 struct Page {
     value: u64,
     /// A harvest must name it.
     is_dirty: bool,
+    /// If one has not: when [`Calls`] says as much, there is no excuse any more.
+    excused_until: Option<u64>,
 }
 
 /// The slot, as the thread has it that uses it.
@@ -89,7 +122,7 @@ impl<'w, F: HardwareFormat> HugeSlot<'w, F> {
         self.set(None, NR_PAGES)?;
         let is_dirty = self.is_logging() && self.world.plan.manual_protect == ManualProtect::InitiallySet;
         for page in &mut self.pages {
-            page.is_dirty = is_dirty;
+            *page = Page { is_dirty, excused_until: None, ..*page };
         }
         let figure = if self.is_logging() { Figure::LogsEnabled } else { Figure::LogsDisabled };
         self.world.tally.add(figure, 1);
@@ -105,18 +138,22 @@ impl<'w, F: HardwareFormat> HugeSlot<'w, F> {
             return Ok(());
         }
         let vm = self.world.machine.vm();
+        let calls = &self.world.splitter;
+        let begin = calls.now();
         let mut bitmap = vec![0_u64; self.pages.len().div_ceil(64)];
         vm.get_dirty_log(ID, &mut bitmap)?;
+        let excused_until = calls.when_all_have_returned();
         if self.world.plan.manual_protect != ManualProtect::Disabled {
             vm.clear_dirty_log(ID, 0, NR_PAGES, &bitmap)?;
         }
         for (number, page) in self.pages.iter_mut().enumerate() {
-            if page.is_dirty && bitmap[number / 64] >> (number % 64) & 1 == 0 {
+            if bitmap[number / 64] >> (number % 64) & 1 == 1 {
+                *page = Page { is_dirty: false, excused_until: None, ..*page };
+            } else if page.is_dirty && begin >= *page.excused_until.get_or_insert(excused_until) {
                 return Err(check_failed(format_args!(
                     "harvest of the huge slot: page {number} not named, but written"
                 )));
             }
-            page.is_dirty = false;
         }
         self.world.tally.add(Figure::Harvests, 1);
         Ok(())
@@ -131,7 +168,7 @@ impl<'w, F: HardwareFormat> HugeSlot<'w, F> {
             self.cpu
                 .write(gva, self.next_value)
                 .map_err(|error| check_failed(format_args!("write to page {number} of the huge slot: {error}")))?;
-            *page = Page { value: self.next_value, is_dirty: page.is_dirty || is_logging };
+            *page = Page { value: self.next_value, is_dirty: page.is_dirty || is_logging, ..*page };
             self.next_value += 1;
             return Ok(());
         }
@@ -149,7 +186,7 @@ impl<'w, F: HardwareFormat> HugeSlot<'w, F> {
 
 /// Splits huge pages, puts them back, or takes them away: of the huge slot, and now and then of the guests' region.
 pub(super) fn disturb<F: HardwareFormat>(world: &World<F>, rng: &mut SmallRng) -> Result<(), Failure> {
-    let World { machine, tally, .. } = world;
+    let World { machine, tally, splitter, .. } = world;
     let range = if rng.random_range(0..8) == 0 {
         machine.gfns(super::some_pages(machine, rng, machine.nr_pages()))
     } else {
@@ -160,15 +197,15 @@ pub(super) fn disturb<F: HardwareFormat>(world: &World<F>, rng: &mut SmallRng) -
     match rng.random_range(0..8) {
         0..=2 => {
             let largest = if rng.random_range(0..4) == 0 { PageSize::Size2M } else { PageSize::Size4K };
-            vm.split_range(range, largest)?;
+            splitter.during(|| vm.split_range(range, largest))?;
             tally.add(Figure::RangesSplit, 1);
         }
         3..=6 => {
-            vm.recover_range(range)?;
+            splitter.during(|| vm.recover_range(range))?;
             tally.add(Figure::RangesRecovered, 1);
         }
         _ => {
-            drop(vm.invalidate_range(range)?);
+            drop(splitter.during(|| vm.invalidate_range(range))?);
             tally.add(Figure::Invalidated, 1);
         }
     }

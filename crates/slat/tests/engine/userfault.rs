@@ -1,14 +1,10 @@
 //! Userfault: faults exit at the pages that user space names, and at no others; what is mapped goes when the flag is turned
 //! on or a bit is rescanned; and huge pages come back.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
-
-mod common;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use common::{MIB, TestBacking, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
+use crate::common::{MIB, TestBacking, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
 use slat::{
     Access, Cap, Error, Exit, Format, Gpa, Level, Locking, MemoryAttributes, MemoryFaultFlags, MemoryRegion,
     MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, UserfaultBitmap, UserfaultWords, Vm,
@@ -286,7 +282,7 @@ fn userfault_is_toggled_on_a_guest_memfd_slot<F: Format>(locking: Locking) {
 each!(userfault_is_toggled_on_a_guest_memfd_slot_, userfault_is_toggled_on_a_guest_memfd_slot);
 
 fn huge_pages_come_back_as_far_as_a_log_that_begins_then_allows<F: Format>(locking: Locking) {
-    let config = common::lazily_splitting(locking).with_huge_page_logging(slat::HugePageLogging::MarkWhole);
+    let config = crate::common::lazily_splitting(locking).with_huge_page_logging(slat::HugePageLogging::MarkWhole);
     let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
     let words = words(16, 0);
     vm.set_user_memory_region(slot(USERFAULT, bitmap(&words, PageSize::Size4K))).unwrap();

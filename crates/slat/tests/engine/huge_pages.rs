@@ -1,15 +1,11 @@
 //! Huge pages: split ahead of time, by whom and where; and put back when logging ends.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
-
-mod common;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use common::broken::Broken;
-use common::log::{LAZY, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, dirty_trackings};
-use common::{GIB, MIB, change, region, translate};
+use crate::common::broken::Broken;
+use crate::common::log::{LAZY, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, dirty_trackings};
+use crate::common::{GIB, MIB, change, region, translate};
 use slat::{
     Access, AccessTracking, AllocationWait, Config, DirtyTracking, Ept, Error, Format, Gfn, GfnRange, Gpa,
     HugePageLogging, HugePageSplitting, Level, Locking, ManualProtect, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE,
@@ -245,7 +241,11 @@ fn misfit<F: Format>(config: Config) {
     let all = GfnRange::new(Gfn(BIG), 2 * BIG);
     assert_eq!(world.vcpu.pre_fault_memory(Gpa(2 * MIB), 4 * MIB, Access::Write), Ok(4 * MIB));
     let taken_away = vm.invalidate_range(GfnRange::new(Gfn(BIG + 7), 1)).unwrap();
-    backing.frames.write().unwrap().insert(7, common::Frame { pfn: 0x9_0000, writes: common::Writes::Allowed });
+    backing
+        .frames
+        .write()
+        .unwrap()
+        .insert(7, crate::common::Frame { pfn: 0x9_0000, writes: crate::common::Writes::Allowed });
     drop(taken_away);
     assert_eq!(world.vcpu.handle_fault(Gfn(BIG + 7).gpa(), Access::Write), Ok(Outcome::Resume));
     vm.split_range(all, PageSize::Size4K).unwrap();

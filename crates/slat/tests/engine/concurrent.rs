@@ -2,17 +2,13 @@
 //!
 //! Every test runs for each locking and both formats, for a bounded time. With 64 guests on few cores most of them are
 //! preempted in the middle of something, which is what is to be tried.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
-
-mod common;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use common::guest::Guest;
-use common::{GIB, MIB, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
+use crate::common::guest::Guest;
+use crate::common::{GIB, MIB, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
 use slat::{Access, Error, Exit, Format, Gpa, Locking, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -343,7 +339,7 @@ fn neighbours<F: Format>(locking: Locking) {
                         .unwrap();
                     for page in 0..PAGES {
                         let gpa = Gpa(gpa + page * PAGE_SIZE);
-                        let check = |found: common::Translation| assert_eq!(found.pfn.0, first_pfn + page);
+                        let check = |found: crate::common::Translation| assert_eq!(found.pfn.0, first_pfn + page);
                         while let Err(exit) = guest.try_access(gpa, Access::Write, check) {
                             assert_eq!(exit, None);
                         }

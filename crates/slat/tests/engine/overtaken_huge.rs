@@ -1,20 +1,16 @@
 //! Splits and recoveries that are overtaken, and that overtake others: at each flush, resolve and allocation that they make,
 //! and at each look at an entry, another call is run from beginning to end. Whatever comes in between: the guest reaches its
 //! frames, what it wrote is told and logged, what is counted is there, and no table is left.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
-
-mod common;
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, Once};
 
-use common::broken::{self, Broken};
-use common::hooked::{Hooked, at_look, was_called};
-use common::log::{LOG, NO_FLAGS, pages_of, write_as_hardware};
-use common::{Call, TestHost, assert_no_table_is_left, change, region, set_accessed_and_dirty, translate};
+use crate::common::broken::{self, Broken};
+use crate::common::hooked::{Hooked, at_look, was_called};
+use crate::common::log::{LOG, NO_FLAGS, pages_of, write_as_hardware};
+use crate::common::{Call, TestHost, assert_no_table_is_left, change, region, set_accessed_and_dirty, translate};
 use slat::{
     Access, AllocationWait, Config, DirtyTracking, Ept, Error, Format, Gfn, GfnRange, HugePageLogging,
     HugePageSplitting, Level, Locking, Npt, Outcome, PAGE_SIZE, PageSize, Stage2, Sv39x4, Vm,

@@ -1,12 +1,8 @@
 //! Lazy write protection, step by step: when a harvest closes the entry above a table, what the guest notices of it, who
 //! opens it again, and what becomes of closed tables when slots and mappings change. And what a harvest does in formats whose
 //! table entries cannot be closed: they are not named for `each_config`.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
 
-mod common;
-
-use common::log::{LAZY, LEAF_BY_LEAF, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, each_config};
+use crate::common::log::{LAZY, LEAF_BY_LEAF, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, each_config};
 use slat::{
     Access, AccessTracking, Config, Format, Gfn, GfnRange, Gpa, ManualProtect, Outcome, PAGE_SIZE, Stage2, Sv39x4,
     Sv48x4,

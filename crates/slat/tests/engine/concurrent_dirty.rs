@@ -8,21 +8,17 @@
 //! harvest k+1 has been copied, is lost, if the faults (and moves, and other calls that mark) that were under way at harvest
 //! k have returned before harvest k+1: a vCPU that was stopped between giving the right to write and marking delays the mark
 //! for as long as it is stopped, and another vCPU may have written meanwhile.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
-
-mod common;
 
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use common::guest::Guest;
-use common::log::{
+use crate::common::guest::Guest;
+use crate::common::log::{
     HUGE_PAGE_LOGGINGS, LOCKINGS, LOG, MANUAL_PROTECTS, NO_FLAGS, dirty_trackings, pages_of, write_as_hardware,
 };
-use common::{MIB, TestHost, Translation, assert_no_table_is_left, change, region, translate};
+use crate::common::{MIB, TestHost, Translation, assert_no_table_is_left, change, region, translate};
 use slat::{
     Access, AccessTracking, Config, Error, Exit, Format, Gfn, GfnRange, Gpa, Level, ManualProtect, MemoryRegionFlags,
     PAGE_SIZE, PageSize, Vm,
@@ -148,7 +144,7 @@ impl<F: Format> World<F> {
             found.retain(|page| is_mine(*page));
             let bits: Vec<u64> = found.iter().map(|page| page - pages.start).collect();
             // Before the pages are copied.
-            self.vm.clear_dirty_log(SLOT, pages.start, nr_pages, &common::log::mask_of(&bits, bitmap.len()))?;
+            self.vm.clear_dirty_log(SLOT, pages.start, nr_pages, &crate::common::log::mask_of(&bits, bitmap.len()))?;
         }
         self.copy_pages(found.iter().copied());
         Ok(found.len() as u64)

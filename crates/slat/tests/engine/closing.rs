@@ -1,13 +1,9 @@
 //! Lazy write protection on one thread: which table entries are closed, and what the next write below does to the others.
 //! (Not in formats whose table entries cannot be closed: none of those is named for `each`.)
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
-
-mod common;
 
 use std::sync::Arc;
 
-use common::{MIB, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
+use crate::common::{MIB, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
 use slat::{Access, Format, Gpa, Locking, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vcpu, Vm};
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;

@@ -1,11 +1,7 @@
 //! The dirty log by the CPUs' own dirty bits and modification logs, step by step: CPUs here are the test, which sets A and D
 //! of the leaves that it writes through, and gives the host what a CPU would log.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
 
-mod common;
-
-use common::log::{LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, each_config};
+use crate::common::log::{LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, each_config};
 use slat::{
     Access, Config, DirtyTracking, Format, Gfn, GfnRange, Gpa, HugePageLogging, Level, ManualProtect,
     MemoryRegionFlags, PAGE_SIZE, PageSize, Pfn, ZappedLeaf,
@@ -272,7 +268,7 @@ fn world_with_log(locking: slat::Locking, manual_protect: ManualProtect) -> Worl
 
 #[test]
 fn what_the_cpus_have_logged_counts_where_it_belongs_and_nowhere_else() {
-    for locking in common::log::LOCKINGS {
+    for locking in crate::common::log::LOCKINGS {
         for manual_protect in [ManualProtect::Disabled, ManualProtect::Enabled] {
             let world = world_with_log(locking, manual_protect);
             let (slot, quiet) = (Slot::new(1, 500, 100), Slot::new(2, 600, 100));
@@ -316,7 +312,7 @@ fn what_the_cpus_have_logged_counts_where_it_belongs_and_nowhere_else() {
 
 #[test]
 fn a_vcpu_hands_its_full_log_over() {
-    for locking in common::log::LOCKINGS {
+    for locking in crate::common::log::LOCKINGS {
         for manual_protect in MANUAL_PROTECTS {
             let mut world = world_with_log(locking, manual_protect);
             world.create(SLOT, LOG);

@@ -1,17 +1,13 @@
 //! A fault that is overtaken at a point where it matters, made deterministic: the slot is replaced between a fault's look
 //! and its exchange; other vCPUs get in between a write's resolve and its install.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
 #![allow(unsafe_code, reason = "a host of its own")]
-
-mod common;
 
 use std::alloc::Layout;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use common::hooked::{Hooked, at_look, was_called};
-use common::{GIB, TestHost, change, region, translate};
+use crate::common::hooked::{Hooked, at_look, was_called};
+use crate::common::{GIB, TestHost, change, region, translate};
 use slat::{
     Access, AllocationWait, Config, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, MemoryRegion,
     MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode, Vcpu, Vm,

@@ -1,17 +1,13 @@
 //! Invalidation, case by case: what it takes away and what not, what faults find inside and beside it, and what becomes of
 //! it without memory for tables or behind a section that does not end. Faults that it overtakes: `overtaken_invalidate`.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
 #![allow(unsafe_code, reason = "passes a host's contract on")]
-
-mod common;
 
 use std::alloc::Layout;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
-use common::trap::trap_vm;
-use common::{
+use crate::common::trap::trap_vm;
+use crate::common::{
     Frame, GIB, MIB, TestBacking, TestHost, Writes, assert_no_table_is_left, change, each, region, translate, vm, walk,
 };
 use slat::{

@@ -1,15 +1,11 @@
 //! Mapping before the guest asks, and asking the tables: one thread, then beside a slot that comes and goes, as KVM's
 //! pre_fault_memory_test does.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
-
-mod common;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use common::trap::trap_vm;
-use common::{Frame, GIB, MIB, Writes, assert_no_table_is_left, change, each, region, translate, vm};
+use crate::common::trap::trap_vm;
+use crate::common::{Frame, GIB, MIB, Writes, assert_no_table_is_left, change, each, region, translate, vm};
 use slat::{
     Access, Error, Exit, Format, Gfn, GfnRange, Gpa, Host, Level, Locking, MemoryRegion, MemoryRegionFlags, Outcome,
     PAGE_SIZE, PageSize, Pfn, Translation, Vcpu, Vm,
@@ -77,7 +73,7 @@ fn fills_a_table_of_huge_pages<F: Format>(locking: Locking) {
         let vm = vm::<F>(locking);
         // Shifted by 2 MiB against the guest's: no larger leaf fits.
         let mut huge = region(0, 0, 2 * GIB, 0, size);
-        huge.backing = Some(std::sync::Arc::new(common::TestBacking::new(512, nr_backed * 512, size)));
+        huge.backing = Some(std::sync::Arc::new(crate::common::TestBacking::new(512, nr_backed * 512, size)));
         vm.set_user_memory_region(huge).unwrap();
         let mut vcpu = vm.create_vcpu().unwrap();
         assert_eq!(vcpu.pre_fault_memory(Gpa(0), 2 * GIB, Access::Write), Ok(nr_backed * 2 * MIB));
@@ -111,7 +107,7 @@ fn stops_where_memory_ends<F: Format>(locking: Locking) {
 
     // A backing that is shorter than its slot, in the midst of a block.
     let mut short = region(1, GIB, 4 * MIB, 0, PageSize::Size4K);
-    short.backing = Some(std::sync::Arc::new(common::TestBacking::new(0x5000, 700, PageSize::Size4K)));
+    short.backing = Some(std::sync::Arc::new(crate::common::TestBacking::new(0x5000, 700, PageSize::Size4K)));
     vm.set_user_memory_region(short).unwrap();
     assert_eq!(vcpu.pre_fault_memory(Gpa(GIB), 4 * MIB, Access::Read), Ok(700 * PAGE_SIZE));
     let gone = Gpa(GIB + 700 * PAGE_SIZE);
@@ -420,7 +416,8 @@ fn ends_in_the_midst<F: Format>(locking: Locking) {
                     match end {
                         End::Backing => {
                             let mut short = region(0, first * PAGE_SIZE, 2000 * PAGE_SIZE, 0, size);
-                            short.backing = Some(std::sync::Arc::new(common::TestBacking::new(first_pfn, at, size)));
+                            short.backing =
+                                Some(std::sync::Arc::new(crate::common::TestBacking::new(first_pfn, at, size)));
                             vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
                             vm.set_user_memory_region(short).unwrap();
                         }

@@ -1,16 +1,12 @@
 //! Cases that KVM's own tests of its memory interface try, on this engine: many vCPUs over several slots that are remade,
 //! made read-only and writable again under them (mmu_stress_test), and slots that are moved and deleted while in use, bad
 //! ones, and as many as there can be (set_memory_region_test).
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
-
-mod common;
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
 
-use common::guest::Guest;
-use common::{GIB, MIB, TestBacking, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
+use crate::common::guest::Guest;
+use crate::common::{GIB, MIB, TestBacking, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
 use slat::{
     Access, Error, Exit, Format, Gfn, GfnRange, Gpa, Locking, MAX_SLOTS, MemoryRegion, MemoryRegionFlags, Outcome,
     PAGE_SIZE, PageSize, Vm,

@@ -1,12 +1,8 @@
 //! Which configurations can be had, and that each of those that can gives an exact log: every way of finding out writes, of
 //! getting the log, of logging huge pages and of finding out accesses, for every format and locking.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
 
-mod common;
-
-use common::TestHost;
-use common::log::{
+use crate::common::TestHost;
+use crate::common::log::{
     ACCESS_TRACKINGS, DIRTY_TRACKINGS, HUGE_PAGE_LOGGINGS, LOCKINGS, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World,
 };
 use slat::{
@@ -183,7 +179,7 @@ fn line(dirty_tracking: DirtyTracking) -> String {
     )
 }
 
-/// The table of DESIGN.md: `cargo test --test support_matrix table -- --nocapture` prints it.
+/// The table of DESIGN.md: `cargo test --test engine support_matrix::table -- --nocapture` prints it.
 #[test]
 fn the_table_of_what_can_be_had() {
     let head = "| writes found out by | NPT and G-stage, accessed bit | the same, faults | EPT, accessed bit | EPT, faults | stage 2, either |\n|---|---|---|---|---|---|";

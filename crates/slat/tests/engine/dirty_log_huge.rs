@@ -1,11 +1,9 @@
 //! Huge pages in slots that log: they stay for readers, and the first write splits them or marks them whole.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
 
-mod common;
-
-use common::GIB;
-use common::log::{HUGE_PAGE_LOGGINGS, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, dirty_trackings, each_config};
+use crate::common::GIB;
+use crate::common::log::{
+    HUGE_PAGE_LOGGINGS, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, dirty_trackings, each_config,
+};
 use slat::{Access, Config, Format, GfnRange, HugePageLogging, Level, ManualProtect, PAGE_SIZE, PageSize};
 
 const GIB_PAGES: u64 = GIB / PAGE_SIZE;

@@ -1,9 +1,5 @@
 //! Fault-around: exactly the neighbours that are resident are mapped, with what a read would be given, and nobody can tell
 //! that the guest has not asked for them, except that it does not fault there.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
-
-mod common;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -11,10 +7,10 @@ use std::sync::atomic::Ordering;
 use std::thread;
 
 #[cfg(debug_assertions)]
-use common::hooked::{Hooked, at_look, was_called};
-use common::log::{Slot, World, dirty_trackings, write_as_hardware};
-use common::trap::trap_vm_with;
-use common::{Frame, MIB, TestBacking, TestHost, Writes, assert_no_table_is_left, change, each, region};
+use crate::common::hooked::{Hooked, at_look, was_called};
+use crate::common::log::{Slot, World, dirty_trackings, write_as_hardware};
+use crate::common::trap::trap_vm_with;
+use crate::common::{Frame, MIB, TestBacking, TestHost, Writes, assert_no_table_is_left, change, each, region};
 #[cfg(debug_assertions)]
 use slat::Level;
 use slat::{

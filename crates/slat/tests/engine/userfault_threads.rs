@@ -1,20 +1,16 @@
 //! Userfault among threads: guests that walk the tables, resolvers that fill pages and clear bits, others that take pages back
 //! and empty them, turn the flag off and on, make pages private, log, put huge pages back. What no guest may ever see: a page
 //! that is empty, one that is private where it is shared, a large leaf where bits are small; and no write is missing in the log.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
-
-mod common;
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::broken::Broken;
-use common::guest::Guest;
-use common::log::{LOG, NO_FLAGS, pages_of, write_as_hardware};
-use common::{PRIVATE_PFN, TestHost, assert_no_table_is_left, change, region};
+use crate::common::broken::Broken;
+use crate::common::guest::Guest;
+use crate::common::log::{LOG, NO_FLAGS, pages_of, write_as_hardware};
+use crate::common::{PRIVATE_PFN, TestHost, assert_no_table_is_left, change, region};
 use slat::{
     Access, AccessTracking, Config, DirtyTracking, Ept, Exit, FaultAround, Format, Gfn, GfnRange, HugePageLogging,
     Locking, MemoryAttributes, MemoryRegion, MemoryRegionFlags, Npt, PAGE_SIZE, PageSize, UserfaultBitmap, Vm,

@@ -5,20 +5,16 @@
 //! Only some pages are accessed and moved: the hot ones, of blocks that lie apart and next to each other. Their frames are
 //! numbers, each given out once, and a byte for each says what has become of it. For the log, each hot page has a count of
 //! its writes, and a copy that the host makes of those that a harvest reports, as in `concurrent_dirty`.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
-
-mod common;
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, LazyLock, Mutex, RwLock};
 use std::time::{Duration, Instant};
 
-use common::broken::Broken;
-use common::guest::Guest;
-use common::log::{LOG, NO_FLAGS, dirty_trackings, write_as_hardware};
-use common::{
+use crate::common::broken::Broken;
+use crate::common::guest::Guest;
+use crate::common::log::{LOG, NO_FLAGS, dirty_trackings, write_as_hardware};
+use crate::common::{
     Frame, TestBacking, TestHost, Translation, Writes, assert_no_table_is_left, change, set_accessed_and_dirty,
     translate,
 };

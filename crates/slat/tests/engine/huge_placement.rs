@@ -1,15 +1,11 @@
 //! On which node tables lie: those of splits and those of faults, by each policy; and what is counted of it, against a walk.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
-
-mod common;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use common::broken::Broken;
-use common::log::{LOG, NO_FLAGS, Slot, World};
-use common::{MIB, Nodes, region};
+use crate::common::broken::Broken;
+use crate::common::log::{LOG, NO_FLAGS, Slot, World};
+use crate::common::{MIB, Nodes, region};
 use slat::{
     Access, Config, Entry, Ept, Error, Format, Gfn, GfnRange, Host, Hpa, HugePageSplitting, Level, Locking, NodeId,
     Npt, Outcome, PageSize, Stage2, Sv39x4, Sv48x4, TablePlacement,
@@ -54,7 +50,7 @@ fn visit<F: Format>(
         return;
     }
     let mut reader = (0..512).map(|index| Gfn(start.0 + index * level.nr_pages()));
-    let entries = common::entries_of(host, table);
+    let entries = crate::common::entries_of(host, table);
     for entry in entries {
         let Some(gfn) = reader.next() else { return };
         let entry = Entry(entry);
@@ -267,7 +263,7 @@ fn split_by_a_copy<F: Format>(config: Config, nodes: Nodes) {
     for n in 0..8 {
         // The same frame, and small from now on.
         let page = n * BIG + 9;
-        let frame = common::Frame { pfn: slot.first_pfn + page, writes: common::Writes::Allowed };
+        let frame = crate::common::Frame { pfn: slot.first_pfn + page, writes: crate::common::Writes::Allowed };
         backing.frames.write().unwrap().insert(page, frame);
         assert_eq!(world.vcpu.handle_fault(slot.gfn(page).gpa(), Access::Write), Ok(Outcome::Resume));
         assert!(world.is_writable(slot, page) && !world.is_writable(slot, page + 1));

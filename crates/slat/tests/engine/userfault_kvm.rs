@@ -1,16 +1,14 @@
 //! Userfault together with what else a slot can be: the cases of KVM's tests (`set_memory_region_test`, `guest_memfd_test`,
 //! `demand_paging_test`), and those where it meets dirty logs, rings, private pages, read-only slots, and every configuration.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
-
-mod common;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use common::log::{ACCESS_TRACKINGS, FAULT_AROUNDS, HUGE_PAGE_LOGGINGS, LOCKINGS, MANUAL_PROTECTS, dirty_trackings};
-use common::log::{LEAF_BY_LEAF, LOG, NO_FLAGS, pages_of, write_as_hardware};
-use common::{Call, MIB, PRIVATE_PFN, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
+use crate::common::log::{
+    ACCESS_TRACKINGS, FAULT_AROUNDS, HUGE_PAGE_LOGGINGS, LOCKINGS, MANUAL_PROTECTS, dirty_trackings,
+};
+use crate::common::log::{LEAF_BY_LEAF, LOG, NO_FLAGS, pages_of, write_as_hardware};
+use crate::common::{Call, MIB, PRIVATE_PFN, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
 use slat::{
     Access, Config, DirtyTracking, Ept, Error, Exit, FaultAround, Format, GfnRange, Gpa, HugePageLogging, Level,
     Locking, ManualProtect, MemoryAttributes, MemoryFaultFlags, MemoryRegion, MemoryRegionFlags, Npt, Outcome,

@@ -1,14 +1,10 @@
 //! Every way of asking for what cannot be: each gives its own error with the offending value in it, and leaves
 //! translations, the dirty log, statistics and tables as they were. And the extremes of what can be asked for.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
-
-mod common;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use common::{GIB, MIB, TestBacking, TestHost, Translation, assert_no_table_is_left, change, region, translate};
+use crate::common::{GIB, MIB, TestBacking, TestHost, Translation, assert_no_table_is_left, change, region, translate};
 use slat::{
     Access, Config, Ept, Error, Exit, Format, Gpa, Level, Locking, MAX_SLOTS, MemoryRegion, MemoryRegionFlags, Npt,
     Outcome, PAGE_SIZE, PageSize, Stage2, Sv39x4, Sv48x4, Vcpu, Vm,

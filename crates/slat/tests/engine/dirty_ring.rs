@@ -1,19 +1,15 @@
 //! Dirty rings: what is pushed and when, exits of vCPUs whose rings are full, resets that protect, and that nothing is lost
 //! when guests write, threads harvest and reset, and slots change, all at once. The world with contents is that of
 //! `concurrent_dirty`.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
-
-mod common;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use common::guest::Guest;
-use common::hooked::{Hooked, at_look, was_called};
-use common::{GIB, MIB, TestHost, assert_no_table_is_left, change, each, region, translate};
+use crate::common::guest::Guest;
+use crate::common::hooked::{Hooked, at_look, was_called};
+use crate::common::{GIB, MIB, TestHost, assert_no_table_is_left, change, each, region, translate};
 use slat::{
     Access, AccessTracking, Config, DIRTY_RING_RESERVE, DirtyPage, DirtyRingEntry, DirtyTracking, Error, Exit, Format,
     Gfn, GfnRange, Gpa, HugePageLogging, Level, Locking, ManualProtect, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE,

@@ -2,21 +2,17 @@
 //! at an entry and at each look at the bitmap, another call is run from beginning to end. Whatever comes in between: no page is
 //! mapped that was taken back, pages are private or shared as they were made, leaves are no larger than the bits, and what the
 //! guest wrote is logged.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
 
-#[path = "../common/mod.rs"]
-mod common;
 mod scene;
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Once};
 
-use common::broken::{self, Broken};
-use common::hooked::{Hooked, at_look, was_called};
-use common::log::NO_FLAGS;
-use common::{Call, MIB, change, region, translate, vm};
+use crate::common::broken::{self, Broken};
+use crate::common::hooked::{Hooked, at_look, was_called};
+use crate::common::log::NO_FLAGS;
+use crate::common::{Call, MIB, change, region, translate, vm};
 use scene::{Accessed, BIG, GRANULARITIES, PAGES, PRIVATE, SHARED, Scene, USERFAULT, Words};
 use slat::{
     Access, AccessTracking, AllocationWait, Config, DirtyTracking, Ept, Error, FaultAround, Format, HugePageLogging,

@@ -1,19 +1,15 @@
 //! Where a table and a huge leaf must not be cached at once: each change between the two, in either direction, goes by way of
 //! an entry that is not present, and a flush of its block. The observer of `common::broken` sees all changes.
-#![cfg(not(any(loom, shuttle)))]
 #![cfg(debug_assertions)]
-#![allow(missing_docs)]
-
-mod common;
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::thread;
 
-use common::broken::{self, Breaking};
-use common::hooked::at_look;
-use common::log::{LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World};
-use common::{Call, Frame, MIB, TestBacking, Writes, region, translate};
+use crate::common::broken::{self, Breaking};
+use crate::common::hooked::at_look;
+use crate::common::log::{LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World};
+use crate::common::{Call, Frame, MIB, TestBacking, Writes, region, translate};
 use slat::{
     Access, AllocationWait, Config, Format, Gfn, GfnRange, Gpa, HugePageLogging, Level, Locking, ManualProtect, Npt,
     Outcome, PAGE_SIZE, PageSize, Pfn, Stage2,

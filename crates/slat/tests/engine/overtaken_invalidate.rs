@@ -1,19 +1,16 @@
 //! Faults that an invalidation overtakes at each point where they look at an entry: nothing old is mapped.
 //!
 //! The looks right before exchanges are in the check of transitions, which release builds do not have.
-#![cfg(all(debug_assertions, not(any(loom, shuttle))))]
-#![allow(missing_docs)]
+#![cfg(debug_assertions)]
 #![allow(unsafe_code, reason = "the common host and format")]
-
-mod common;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvError, channel};
 
-use common::hooked::{Hooked, at_look, was_called};
-use common::trap::trap_vm;
-use common::{Frame, MIB, TestHost, Writes, change, region, set_accessed_and_dirty, translate, walk};
+use crate::common::hooked::{Hooked, at_look, was_called};
+use crate::common::trap::trap_vm;
+use crate::common::{Frame, MIB, TestHost, Writes, change, region, set_accessed_and_dirty, translate, walk};
 use slat::{
     Access, AccessTracking, Config, Error, Format, Gfn, GfnRange, Level, Locking, MemoryRegion, MemoryRegionFlags,
     Outcome, PageSize, Vm,

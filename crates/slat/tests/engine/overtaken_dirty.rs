@@ -3,17 +3,13 @@
 //!
 //! The hook before an exchange is in the check of transitions, which release builds do not have: there fewer points are
 //! tried.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
-
-mod common;
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
-use common::hooked::{Hooked, at_look, was_called};
-use common::log::{LAZY, LEAF_BY_LEAF, LOG, NO_FLAGS, Slot, pages_of, write_as_hardware};
-use common::{TestHost, assert_no_table_is_left, change, region, translate};
+use crate::common::hooked::{Hooked, at_look, was_called};
+use crate::common::log::{LAZY, LEAF_BY_LEAF, LOG, NO_FLAGS, Slot, pages_of, write_as_hardware};
+use crate::common::{TestHost, assert_no_table_is_left, change, region, translate};
 use slat::{
     Access, Config, DirtyTracking, Error, Format, GfnRange, Level, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize,
     Vcpu, Vm,

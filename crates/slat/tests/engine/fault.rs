@@ -1,13 +1,9 @@
 //! What one fault does: sizes, rights, exits, errors.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
-
-mod common;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use common::{Frame, GIB, MIB, TestHost, Writes, change, region, translate, vm};
+use crate::common::{Frame, GIB, MIB, TestHost, Writes, change, region, translate, vm};
 use slat::{
     Access, Entry, Ept, Error, Exit, Format, Gfn, GfnRange, Gpa, Level, Locking, MemoryRegionFlags, Npt, Outcome,
     PageSize, Pfn, Stage2, Sv39x4, Sv48x4, Vm,
@@ -220,7 +216,7 @@ fn hardware_bits<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     let mut vcpu = vm.create_vcpu().unwrap();
     assert_eq!(vcpu.handle_fault(Gpa(0), Access::Read), Ok(Outcome::Resume));
     let before = translate(&vm, Gpa(0)).unwrap();
-    let (cell, _) = common::lowest_entry::<F>(vm.host(), vm.root(), Gpa(0).gfn());
+    let (cell, _) = crate::common::lowest_entry::<F>(vm.host(), vm.root(), Gpa(0).gfn());
     #[allow(unsafe_code)]
     // SAFETY: a live entry, and nobody else is here.
     unsafe {

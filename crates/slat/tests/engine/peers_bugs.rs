@@ -2,17 +2,13 @@
 //!
 //! Not here: the release order with which a filled table is published (needs a machine with weak memory, or a model
 //! checker over raw tables).
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
 #![allow(unsafe_code, reason = "reads and writes entries as hardware does")]
-
-mod common;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use common::trap::trap_vm;
-use common::{GIB, MIB, TestHost, change, each, lazily_splitting, lowest_entry, region, translate, vm};
+use crate::common::trap::trap_vm;
+use crate::common::{GIB, MIB, TestHost, change, each, lazily_splitting, lowest_entry, region, translate, vm};
 use slat::{
     Access, DirtyTracking, Entry, Error, Exit, Format, Gfn, GfnRange, Gpa, Level, Locking, MemoryRegionFlags, Outcome,
     PAGE_SIZE, PageSize, Pfn, Sv39x4, Sv48x4, Vm, WriteProtection,

@@ -1,12 +1,10 @@
 //! What the dirty log says, call by call, on one thread: every mode of getting and clearing, ranges and masks, slots of
 //! awkward sizes at awkward places, and everything that cannot be asked for.
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
 
-mod common;
-
-use common::log::{LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, dirty_trackings, each_config, mask_of, pages_of};
-use common::{GIB, change};
+use crate::common::log::{
+    LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, dirty_trackings, each_config, mask_of, pages_of,
+};
+use crate::common::{GIB, change};
 use slat::{Config, Error, Format, GfnRange, ManualProtect, MemoryRegionFlags, PAGE_SIZE};
 
 /// Slots of sizes around those of words and tables, which begin at, before, and far from their borders.
@@ -276,7 +274,7 @@ fn marks<F: Format>(config: Config) {
 }
 
 /// What must be as it was after a call that was refused.
-fn seen<F: Format>(world: &World<F>, slot: Slot) -> (Vec<u64>, Vec<Option<common::Translation>>, [u64; 5]) {
+fn seen<F: Format>(world: &World<F>, slot: Slot) -> (Vec<u64>, Vec<Option<crate::common::Translation>>, [u64; 5]) {
     let marked = (0..slot.nr_pages).filter(|page| world.vm.is_marked_dirty(slot.id, *page) == Ok(true)).collect();
     let stats = world.vm.stats();
     let counters = [stats.flushes, stats.protected, stats.tables_closed, stats.tables_opened, stats.live_tables()];

@@ -1,0 +1,40 @@
+//! What the engine does, seen from outside: on the host of `common`, for all formats.
+//!
+//! One binary for all of it, a module for what was a file. The engine is generic over the host and the format, so each binary
+//! compiles it anew, five times; that took most of the time of building the tests. Of its own has to be only what is about
+//! the whole process: a global allocator, or a build of another kind.
+
+#![cfg(not(any(loom, shuttle)))]
+#![allow(missing_docs)]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod bad_input;
+mod break_before_make;
+mod closing;
+mod concurrent;
+mod concurrent_dirty;
+mod concurrent_huge;
+mod dirty_bits;
+mod dirty_log;
+mod dirty_log_huge;
+mod dirty_log_lazy;
+mod dirty_ring;
+mod fault;
+mod fault_around;
+mod huge_pages;
+mod huge_placement;
+mod invalidate;
+mod kvm_cases;
+mod overtaken;
+mod overtaken_dirty;
+mod overtaken_huge;
+mod overtaken_invalidate;
+mod peers_bugs;
+mod prefault;
+mod support_matrix;
+mod userfault;
+mod userfault_kvm;
+mod userfault_overtaken;
+mod userfault_threads;
