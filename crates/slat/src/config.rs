@@ -43,6 +43,10 @@ pub enum Paging {
     /// Shadow tables, which lead from the guest's virtual addresses straight to the host's frames: for hardware that has no
     /// second stage, or has it in use. With the format [`Npt`], and with [`AccessTracking::Faults`], since no
     /// hardware sets the accessed bits of the second stage.
+    ///
+    /// Whoever else than the guest writes its page tables while it runs (a device, the VMM) does so by
+    /// [`Vcpu::write_guest_table`](crate::Vcpu::write_guest_table), or takes the page away meanwhile
+    /// ([`Vm::invalidate_range`](crate::Vm::invalidate_range)): nothing else tells that shadow tables have become old.
     Shadow(ShadowPaging),
 }
 

@@ -158,7 +158,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         Mmu { tree, shadow, record }
     }
 
-    fn host(&self) -> &'v H {
+    pub(crate) fn host(&self) -> &'v H {
         &self.tree.host
     }
 

@@ -114,8 +114,9 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// the same shadow table.
     ///
     /// # Errors
-    /// [`Error::NotShadow`], [`Error::NoGuestMemory`], and those of [`handle_fault`](Vcpu::handle_fault); nothing has changed then
-    /// for the guest.
+    /// [`Error::NotShadow`], [`Error::NoGuestMemory`], and those of [`handle_fault`](Vcpu::handle_fault);
+    /// [`Error::OutOfMemory`] also if so many vCPUs are in different address spaces that all shadow tables
+    /// ([`ShadowPaging::max_pages`](crate::ShadowPaging::max_pages)) are on somebody's way. Nothing has changed then for the guest.
     pub fn handle_page_fault(&mut self, gva: Gva, access: GuestAccess) -> Result<Outcome, Error> {
         let (mmu, roots) = self.shadow()?;
         mmu.count(Counter::PageFaults);
@@ -131,7 +132,11 @@ impl<H: Host, F: Format> Vcpu<H, F> {
             };
             match step {
                 Step::Done => return Ok(Outcome::Resume),
-                Step::Again => mmu.count(Counter::Retries),
+                Step::Again => {
+                    mmu.count(Counter::Retries);
+                    // Somebody may be in the midst of something: of an emulated write, with its flush.
+                    mmu.host().yield_now();
+                }
                 Step::Exit(exit) => return Ok(Outcome::Exit(exit)),
                 Step::Map(gpa, access) => match self.handle_fault(gpa, access)? {
                     Outcome::Resume => {}
@@ -150,6 +155,9 @@ impl<H: Host, F: Format> Vcpu<H, F> {
 
     /// Makes the write that the guest is about to make at `gpa` ([`Exit::EmulateWrite`]): 1 to 64 bytes, none beyond the page. The
     /// page counts as written. What was made of the guest's entries there is taken away first.
+    ///
+    /// Blocks as [`handle_fault`](Vcpu::handle_fault) does, in [`Host::flush`](crate::Host::flush), and as long as the page is taken away
+    /// ([`Vm::invalidate_range`](crate::Vm::invalidate_range)): not to be called by whom has taken it.
     ///
     /// # Errors
     /// [`Error::NotShadow`], [`Error::BadWrite`], [`Error::NoGuestMemory`], and those of [`handle_fault`](Vcpu::handle_fault);
