@@ -308,7 +308,9 @@ impl Roots {
             self.roots[place].position = self.nr_addresses;
         }
         debt.pay(&mmu);
-        self.owe(LocalFlush::Page(gva));
+        // Somebody may have taken away a large page of the guest's, of which the CPU has cached other parts too, and not have
+        // flushed yet.
+        self.owe(if mmu.is_in_debt() { LocalFlush::All } else { LocalFlush::Page(gva) });
     }
 
     /// Whether a flush of `pcid`, or of an address of all PCIDs, is put off until the root is switched to.

@@ -1,0 +1,652 @@
+"""Explicit-state check of shadow paging. Five programs, one for each part of its protocol; the first kind names the
+program.
+
+A guest thread is a vCPU's number and its operations, one after the other: e, E edits entry 0, 1 of a table; f, F faults
+on it; i: INVLPG of entry 0; c: loads CR3 without bit 63; m, w: a write that is emulated. After an INVLPG or a load of
+CR3 a vCPU must not use what the guest's entry had only before (`floor`). CPUs are at their worst: what may be cached is
+cached at once, until it is flushed; of the versions of an entry the oldest is kept. Who waits for a lock lets its
+holder run, and a circle is found as "waits". A section whose data nobody touches without the lock is one step.
+
+sync: a guest table T of level 1, its entries g, the shadow entries s. x: a shadow leaf of T has W; w: as a CPU has
+  cached it. `state`: U(nsync), Y (syncing), S(ynced). `bit`: T's page is on the bitmap of unsync ones. protect: takes W
+  for the host.
+  Fault:   guest entry -> page lock, no writer, the entry as seen -> shadow entry. INVLPG: page lock, guest entry ->
+           what differs goes -> this CPU is flushed, in any case.
+  Write:   lacks W: frame lock: on the bitmap -> U, seq moves on, W.
+  CR3:     bitmap -> frame lock: Y, seq, W is taken -> all CPUs are flushed, in any case -> page lock: entries are
+           compared, what differs goes -> frame lock: S, if still Y and the seq is the same -> this CPU.
+  m:       (both: T is an upper table as well, and never has W) a writer more -> page lock: entry goes -> store, one
+           less.
+link: R -> M -> P. P is T's shadow page, and is in use elsewhere: vCPU 1 faults there. R is vCPU 0's root, the other
+  root has M.
+  linkR, linkM: parent's lock; the parent is registered with the child -> unsync pages below, found by climbing, are
+           compared -> link. unlinkR: link goes, then the parent. zapR: dead -> as unlinkR. CR3 climbs from P; INVLPG
+           walks down, lock by lock. Then: the root is dead: the other one, which is synchronized, and the CPU flushed.
+           stale: with an old entry.
+second: a page, its second-stage leaf ss (frame, W) in a table that may be closed (`open`), or a part of a `huge` one;
+  its shadow leaves of 4 KiB (s) and 2 MiB (big), each in a record with a lock. `dirty`, `late`: as B, late in lazy.py.
+  write:   second-stage fault: W, then mark -> as read. read: record is made -> its lock: table, leaf -> shadow leaf.
+           read2: of 2 MiB. mark: the engine sets A or D in the page, a guest table: record's lock: W? -> store.
+  harvest, lazy: take the bit -> W goes, or the table is closed -> visit: record? its lock free, no leaf? else, locked,
+           table, leaf -> shadow leaf has no more -> flush -> handed out. zap: publish -> leaf goes -> visit -> flush ->
+           the frame is gone -> withdraw. split: of the huge leaf. push: another page's write opens the table.
+track: an upper table T, its pages (state, entry). small, huge: leaves of T, of the 2 MiB round it, have W. pending: who
+  takes something away counts himself before, until his flush is over. One guest leaf of 2 MiB is two translations:
+  INVLPG drops one.
+  track:   number of tables in the 2 MiB -> its lock: W goes -> frame lock: on the list, W goes -> flush, if W was
+           there; if others are pending, another -> ready -> page lock, no writer: guest entry -> shadow entry. Who
+           finds a page that is not ready goes on from there.
+  zap:     frame lock: off the list, unlinked -> number -> page lock: entry goes -> flush. protect, invlpg: take W,
+           flush.
+  w:       on the list: a writer more -> pages -> page locks: entries go -> flush -> store, one less. INVLPG: all, if
+           pending.
+zap: a page's record with a generation; faults come to it by `target` without a lock, hardware by `link`.
+  fault:   target -> what is below -> the generation still? -> page lock, and still? -> entry. link: parent's lock,
+           registered -> registered still? -> link. sync: generation -> .. -> still? -> synced. vcpu: alive, generation:
+           pin -> runs.
+  zap:     frame lock: off the list, dead, a pin of its own -> unlinked -> page lock: entries go -> unpin -> flush. Who
+           unpins a dead page last moves its generation on, flushes, and then frees the table. reuse: for another guest
+           table.
+Wrong besides: a table that is synced or ready may be written unseen, or an entry of it is stale; a frame or a table
+that is gone is used; a page may be written, and nobody marks it; a fault goes on in another table, or a sync; a root is
+another.
+
+Run: python3 shadow.py [RULE]. Each of these breaks it: sync: no-reread, invlpg-no-lock, no-local-flush,
+local-flush-if-changed, unsync-late (W first), bitmap-late, write-while-syncing (W, but still Y), pass-syncing (also by
+who links), no-flush, flush-first, flush-if-cleared, compare-first, no-seq, drop-if-synced. link: register-late,
+link-first, no-link-sync, part-lock (not held all the time), unregister-first, walk-no-lock, keep-dead-root,
+root-not-synced. second: no-second-reread, create-late (the record behind the look), leaf-first (before its table),
+store-blind, visit-if-zapped, visit-first, flush-before-visit, no-visit, skip-empty (lock or not), leaves-before-lock,
+visit-one-size. track: insert-first, number-late, number-first (of a zap), no-huge, no-clear, no-track-flush,
+ready-early, found-is-ready, ignore-pending, pending-first (read before W is looked for), count-late, settle-first,
+uncounted, narrow-uncounted (by who tracks), invlpg-local (one that took something away), store-first, drop-no-lock,
+no-writers, no-emulated-flush, page-while-pending. zap: no-step-check, no-generation, same-generation, link-no-recheck,
+end-sync-blindly, no-own-count, dead-late, unlink-late, zap-no-lock, pin-no-generation, free-before-flush.
+Right too, so no rule: to pin a dead root, as it is looked at again before it is loaded; to flush behind the store of an
+emulated write, as INVLPG heeds what is pending.
+"""
+from collections import namedtuple
+from explore import BUG, main
+
+Sync = namedtuple('Sync', 'g s x state seq bit writers tlb w floor locks')
+Link = namedtuple('Link', 'g s state links parents dead root cache tlb floor locks')
+Second = namedtuple('Second', 'ss stamp open huge frame gone published dirty s big records tlb w late bad locks')
+Track = namedtuple('Track', 'g writers pages count small huge pending tables tlb w floor locks')
+Zap = namedtuple('Zap', 'dead pins gen free key table listed target link s psc freed bad locks')
+NOBODY = frozenset()
+CPUS = 0, 1
+NOTHING = (None, None), (None, None)
+
+
+def put(t, i, v):
+    return t[:i] + (v,) + t[i + 1:]
+
+
+def oldest(*versions):
+    return min((v for v in versions if v is not None), default=None)
+
+
+def is_guest(kind):
+    return kind[0] in '01'
+
+
+class sync:
+    """Leaf install, INVLPG and synchronization of one table."""
+    start = {'protect': 'clear'}
+
+    def make(kinds):
+        synced = 'synced' in kinds
+        x, state = int(not synced and 'both' not in kinds), 'S' if synced else 'U'
+        return Sync((0, 0), (0, 0), x, state, 0, int(not synced), 0, NOTHING, (0, 0), ((0, 0),) * 2, NOBODY)
+
+    def guest(s):
+        return s._replace(tlb=tuple(tuple(map(oldest, t, s.s)) for t in s.tlb), w=tuple(w | s.x for w in s.w))
+
+    def wrong(s, threads):
+        for v, e in (0, 0), (0, 1), (1, 0), (1, 1):
+            if oldest(s.tlb[v][e], s.floor[v][e]) < s.floor[v][e]: return f'CPU {v} uses an old entry after its flush'
+        if s.state == 'S' and (s.x or any(s.w)): return 'a synchronized table may be written'
+        if s.state == 'S' and any(a not in (None, b) for a, b in zip(s.s, s.g)): return 'a synchronized table is stale'
+
+    def step(s, i, kind, pc, loc, go, after):
+        v, e, op = kind[0] == '1', int(pc[0] in 'EF'), kind[1 + loc[0]] if loc else None
+        flushed = {'w': (0, 0), 'tlb': NOTHING}
+        if kind == 'protect':
+            if pc == 'clear': yield go('flush', take='F', give='F', x=0)
+            elif pc == 'flush': yield go('end', **flushed)
+        elif pc in 'eE':
+            if s.w[v]: yield after(g=put(s.g, e, s.g[e] + 1))
+            if not s.x: yield go('unsync', loc)
+        elif pc == 'unsync':
+            if BUG == 'unsync-late': yield go('unsync-late', loc, take='F', give='F', x=1)
+            elif BUG == 'bitmap-late': yield go('bit', loc, take='F', state='U', seq=s.seq + (s.state != 'U'), x=1)
+            elif BUG == 'write-while-syncing' and s.state == 'Y': yield go(op, loc, take='F', give='F', x=1)
+            else: yield go('give-W', loc, take='F', bit=1)
+        elif pc == 'bit': yield go(op, loc, give='F', bit=1)
+        elif pc == 'unsync-late': yield go(op, loc, take='F', give='F', bit=1, state='U', seq=s.seq + 1)
+        elif pc == 'give-W': yield go(op, loc, give='F', state='U', seq=s.seq + (s.state != 'U'), x=1)
+        elif pc in 'fF': yield go(pc + '-lock', loc + (s.g[e],))
+        elif pc[1:] == '-lock':
+            if s.writers: yield after(take='P', give='P')       # the guest comes back
+            elif BUG == 'no-reread' or s.g[e] == loc[1]: yield go(pc[0] + '-set', loc, take='P')
+            else: yield go(pc[0], loc[:1], take='P', give='P')
+        elif pc[1:] == '-set': yield after(give='P', s=put(s.s, e, loc[1]))
+
+        elif pc == 'm':
+            skip = BUG == 'drop-if-synced' and s.state == 'U'
+            yield go('m-store' if skip else 'm-drop', loc, writers=s.writers + 1)
+        elif pc == 'm-drop': yield go('m-store', loc, take='P', give='P', s=put(s.s, 0, None))
+        elif pc == 'm-store': yield after(g=put(s.g, 0, s.g[0] + 1), writers=s.writers - 1)
+
+        elif pc == 'i': yield go('i-read', loc + (s.g[0],))
+        elif pc == 'i-read': yield go('i-drop', loc + (s.g[0],), take=None if BUG == 'invlpg-no-lock' else 'P')
+        elif pc == 'i-drop':                                            # loc: op, what must be seen, guest entry
+            same = s.s[0] == loc[2]
+            skip = BUG == 'no-local-flush' or BUG == 'local-flush-if-changed' and same
+            yield go('i-done' if skip else 'i-flush', loc, give=None if BUG == 'invlpg-no-lock' else 'P',
+                     s=s.s if same else put(s.s, 0, None))
+        elif pc in ('i-flush', 'i-done'):
+            tlb = {'tlb': put(s.tlb, v, put(s.tlb[v], 0, None))} if pc == 'i-flush' else {}
+            yield after(floor=put(s.floor, v, put(s.floor[v], 0, loc[1])), **tlb)
+
+        elif pc == 'c':
+            first = 'flush' if BUG == 'flush-first' else 'clear'
+            yield go(first if s.bit else 'local', loc + (s.g,))
+        elif pc == 'clear':                                             # loc: op, must be seen, seq
+            if s.state == 'S' or BUG == 'pass-syncing' and s.state == 'Y': yield go('local', loc, take='F', give='F')
+            else:
+                to = 'compare0' if BUG in ('no-flush', 'flush-first', 'compare-first') else 'flush'
+                if BUG == 'flush-if-cleared' and not s.x: to = 'compare0'
+                yield go(to, loc + (s.seq,), take='F', give='F', state='Y', x=0)
+        elif pc == 'flush':
+            to = {'flush-first': 'clear', 'compare-first': 'synced'}.get(BUG, 'compare0')
+            yield go(to, loc, **flushed)
+        elif pc in ('compare0', 'compare1', 'drop0', 'drop1'):
+            n, last = int(pc[-1]), 'flush' if BUG == 'compare-first' else 'synced'
+            give = 'P' if BUG == 'compare-first' else None
+            to = ('compare1', last)[n]
+            if pc[0] == 'd': yield go(to, loc, give=give if n else None, s=put(s.s, n, None))
+            elif s.s[n] in (None, s.g[n]): yield go(to, loc, take=None if n else 'P', give=give if n else None)
+            else: yield go(f'drop{n}', loc, take=None if n else 'P')
+        elif pc == 'synced':
+            done = s.state == 'Y' and (s.seq == loc[2] or BUG == 'no-seq')
+            yield go('local', loc, take='F', give='F P', **{'state': 'S', 'bit': 0} if done else {})
+        elif pc == 'local':
+            yield after(floor=put(s.floor, v, tuple(map(max, s.floor[v], loc[1]))),
+                        **{} if BUG == 'no-local-flush' else {'tlb': put(s.tlb, v, (None, None)), 'w': put(s.w, v, 0)})
+
+
+class link:
+    """A page is linked while another vCPU flushes."""
+    start = {'linkR': 'lock', 'linkM': 'lock', 'unlinkR': 'lock', 'zapR': 'die'}
+
+    def make(kinds):
+        links = int('haveR' in kinds), int('haveM' in kinds), 1
+        state = 'S' if 'synced' in kinds else 'Y' if 'syncing' in kinds else 'U'
+        stale = int('stale' in kinds)           # an edit that vCPU 0 has flushed already
+        return Link(stale, 0, state, links, links, 0, 0, (0, 0), None, stale, NOBODY)
+
+    def guest(s):
+        first = s.cache[0] | (s.links[0], 0, s.links[2])[s.root]
+        second = s.cache[1] | first & s.links[1]
+        return s._replace(cache=(first, second), tlb=oldest(s.tlb, s.s if second else None))
+
+    def wrong(s, threads):
+        if s.tlb is not None and s.tlb < s.floor: return 'CPU 0 uses an old entry after its flush'
+
+    def step(s, i, kind, pc, loc, go, after):
+        unsync = s.state != 'S' and not (BUG == 'pass-syncing' and s.state == 'Y')
+        if kind[-1] in 'RM' and kind[:-1] == 'link':
+            n = int(kind == 'linkM')            # which link, and of which child's parents
+            order = ['register', 'bits', 'link']
+            if BUG == 'register-late': order = ['bits', 'register', 'link']
+            if BUG == 'link-first': order = ['link', 'register', 'bits']
+            if BUG == 'no-link-sync': order = ['register', 'link']
+            if pc == 'lock': yield go(order[0], take=kind[-1])
+            elif pc in ('register', 'link', 'synced'):
+                at = order.index('bits' if pc == 'synced' else pc) + 1
+                changes = {'links': put(s.links, n, 1)} if pc == 'link' else {}
+                if pc == 'register': changes = {'parents': put(s.parents, n, 1)}
+                give = kind[-1] if at == len(order) or BUG == 'part-lock' and pc == 'register' else None
+                take = kind[-1] if BUG == 'part-lock' and pc == 'link' else None
+                if at == len(order): yield go('end', give=give, take=take, **changes)
+                else: yield go(order[at], give=give, **changes)
+            elif pc == 'bits': yield go(('climb', 'compare')[n] if unsync else 'synced')
+            elif pc == 'climb': yield go('compare' if s.parents[1] else 'synced')
+            elif pc == 'compare': yield go('fix', (s.g,), take='P')
+            elif pc == 'fix': yield go('synced', give='P', s=s.s if s.s == loc[0] else None)
+        elif kind == 'unlinkR':
+            if pc == 'lock': yield go('unregister' if BUG == 'unregister-first' else 'unlink', take='R')
+            elif pc == 'unlink':
+                late = BUG == 'unregister-first'
+                yield go('flush' if late else 'unregister', give='R' if late else None, links=put(s.links, 0, 0))
+            elif pc == 'unregister':
+                late = BUG == 'unregister-first'
+                yield go('unlink' if late else 'flush', give=None if late else 'R', parents=put(s.parents, 0, 0))
+            elif pc == 'flush': yield go('end', cache=(0, 0), tlb=None)
+        elif pc == 'die': yield go('unlink', dead=1)
+        elif pc == 'unlink': yield go('flush', links=put(s.links, 0, 0), parents=put(s.parents, 0, 0))
+        elif pc == 'flush': yield go('end', cache=(0, 0), tlb=None)
+        elif pc == 'e': yield after(g=s.g + 1) if s.state != 'S' else go('unsync', loc)
+        elif pc == 'unsync': yield go('e', loc, state='U')
+        elif pc == 'f': yield go('f-lock', loc + (s.g,))
+        elif pc == 'f-lock':
+            if s.g == loc[1] or BUG == 'no-reread': yield go('f-set', loc, take='P')
+            else: yield go('f', loc[:1], take='P', give='P')
+        elif pc == 'f-set': yield after(give='P', s=loc[1])
+        # vCPU 0 flushes. loc: op, what must be seen, guest entry
+        elif pc == 'c': yield go('bits', loc + (s.g,))
+        elif pc == 'bits': yield go('climb' if s.state != 'S' else 'local', loc)
+        elif pc == 'climb': yield go('climb-on' if s.parents[1] else 'local', loc)
+        elif pc == 'climb-on':
+            below = s.parents[2] if s.root else s.parents[0] and not s.dead
+            yield go('compare' if below else 'local', loc)
+        elif pc == 'i': yield go('walk-R', loc + (s.g,))
+        elif pc in ('walk-R', 'walk-M'):
+            lock = {} if BUG == 'walk-no-lock' else {'take': pc[-1], 'give': pc[-1]}
+            here = s.links[1] if pc == 'walk-M' else s.links[2] if s.root else s.links[0] and not s.dead
+            yield go(('walk-M' if pc == 'walk-R' else 'compare') if here else 'local', loc, **lock)
+        elif pc == 'compare': yield go('fix', loc + (s.g,), take='P')
+        elif pc == 'fix': yield go('local', loc[:2], give='P', s=s.s if s.s == loc[2] else None)
+        elif pc == 'local':                                     # before it goes on: is its root alive?
+            if not s.dead or s.root or BUG == 'keep-dead-root': yield go('enter', loc, cache=(0, 0), tlb=None)
+            else: yield go('enter' if BUG == 'root-not-synced' else 'bits', loc, root=1, cache=(0, 0), tlb=None)
+        elif pc == 'enter': yield after(root=2 * (s.root > 0), floor=max(s.floor, loc[1]))
+
+
+class second:
+    """Second-stage leaf and shadow leaves of a page: harvest, invalidation, fill."""
+    start = {'write': 'look', 'read': 'record', 'read2': 'lock2', 'mark': 'record', 'harvest': 'take', 'lazy': 'take',
+             'zap': 'publish', 'split': 'split', 'push': 'push'}
+
+    def make(kinds):
+        ss = None if 'hole' in kinds else (0, int('ro' not in kinds))
+        dirty = int('ro' not in kinds and 'hole' not in kinds)
+        return Second(ss, 0, 1, int('huge' in kinds), 0, 0, 0, dirty, None, None,
+                      int('record' in kinds), NOBODY, 0, 0, 0, NOBODY)
+
+    def guest(s):
+        leaves = [leaf for leaf in (s.s, s.big) if leaf]
+        w = s.w | any(leaf[1] for leaf in leaves)
+        return s._replace(tlb=s.tlb | {leaf[0] for leaf in leaves}, w=int(w), late=int(s.late or w))
+
+    def wrong(s, threads):
+        if any(f < s.gone for f in s.tlb): return 'a CPU uses a frame that is gone'
+        if s.bad: return 'the engine uses a frame that is gone'
+        if (s.w or s.late) and not s.dirty:
+            for kind, pc, loc in threads:
+                if kind == 'write' and pc in ('open', 'mark'): break
+                if kind in ('harvest', 'lazy') and pc not in ('take', 'end'): break
+            else: return 'a page may be written and is not marked'
+
+    def step(s, i, kind, pc, loc, go, after):
+        ss = s.ss
+        if pc == 'look':
+            if ss is None: yield go('published', (s.stamp,))
+            elif not s.open: yield go('give', (ss, False))
+            else: yield go('record', (ss,)) if ss[1] else go('give', (ss, True))
+        elif pc == 'published': yield go('end') if s.published else go('resolve', loc)
+        elif pc == 'resolve': yield go('fill', loc + (s.frame,))
+        elif pc == 'fill': yield go('mark', ss=(loc[1], 1)) if ss is None and s.stamp == loc[0] else go('look')
+        elif pc == 'give':
+            if ss != loc[0]: yield go('look')
+            else: yield go('mark' if loc[1] else 'open', ss=(ss[0], 1))
+        elif pc == 'open': yield go('mark', open=1)
+        elif pc == 'mark' and kind == 'write': yield go('record', dirty=1)
+        # The shadow leaf. loc: what is seen of the second stage.
+        elif pc == 'record':
+            blind = BUG == 'no-second-reread' and kind == 'write'
+            if BUG == 'create-late': yield go('lock', ('late',))
+            elif blind: yield go('lock', (ss,), records=1)
+            else: yield go('lock', records=1)
+        elif pc == 'lock':
+            if kind == 'mark': yield go('store', take='F')
+            elif BUG == 'no-second-reread' and kind == 'write': yield go('set', loc + (s.open,), take='F')
+            elif BUG == 'create-late': yield go('create', (ss, s.open))
+            elif BUG == 'leaf-first': yield go('table', (ss,), take='F')
+            else: yield go('leaf', (s.open,), take='F')
+        elif pc == 'create': yield go('set', loc, take='F', records=1)
+        elif pc == 'table': yield go('set', loc + (s.open,))
+        elif pc == 'leaf': yield go('set', (ss,) + loc)
+        elif pc == 'set':
+            leaf = loc[0] and (loc[0][0], loc[0][1] & loc[1])
+            yield go('end', give='F', s=leaf or s.s)
+        elif pc == 'store':                                     # one read of the leaf decides, the store is behind it
+            if ss is None or not (ss[1] and s.open) and BUG != 'store-blind': yield go('end', give='F')
+            else: yield go('stored', (ss[0],))
+        elif pc == 'stored': yield go('end', give='F', late=1, bad=s.bad or int(loc[0] < s.gone))
+        elif pc == 'lock2': yield go('set2', (ss if s.huge else None,), take='F2')
+        elif pc == 'set2': yield go('end', give='F2', big=loc[0] or s.big)
+
+        elif pc == 'split': yield go('end', huge=0)
+        elif pc == 'push': yield go('end') if s.open else go('push-clear')
+        elif pc == 'push-clear': yield go('push-open', ss=ss and (ss[0], 0))
+        elif pc == 'push-open': yield go('end', open=1)
+
+        elif pc == 'take': yield go(second.order(kind)[0], dirty=0) if s.dirty else go('end')
+        elif pc == 'publish': yield go(second.order(kind)[0], published=s.published + 1)
+        elif pc == 'protect':
+            gone = BUG == 'visit-if-zapped' and kind == 'zap' and ss is None
+            to = 'flush' if gone else second.order(kind)[second.order(kind).index('protect') + 1]
+            if kind == 'zap': yield go(to, ss=None, stamp=s.stamp + 1)
+            elif kind == 'lazy': yield go(to, open=0)
+            else: yield go(to, ss=ss and (ss[0], 0))
+        elif pc == 'visit':
+            held = any(name == 'F' for name, _ in s.locks)
+            if not s.records: yield second.next(go, kind, 'visit')
+            elif BUG == 'leaves-before-lock': yield go('visit-held', (s.s is None,))
+            else: yield go('visit-lock' if held and BUG != 'skip-empty' else 'visit-idle')
+        elif pc == 'visit-held':
+            held = any(name == 'F' for name, _ in s.locks)
+            yield go('visit-lock') if held or not loc[0] else second.next(go, kind, 'visit')
+        elif pc == 'visit-idle': yield go('visit-lock') if s.s else second.next(go, kind, 'visit')
+        elif pc == 'visit-lock':
+            if BUG == 'leaf-first': yield go('visit-table', (ss,), take='F')
+            else: yield go('visit-leaf', (s.open,), take='F')
+        elif pc == 'visit-table': yield go('visit-set', loc + (s.open,))
+        elif pc == 'visit-leaf': yield go('visit-set', (ss,) + loc)
+        elif pc == 'visit-set':
+            keep = s.s and loc[0] and loc[0][0] == s.s[0]
+            yield second.next(go, kind, 'visit', give='F', s=(s.s[0], s.s[1] & loc[0][1] & loc[1]) if keep else None)
+        elif pc == 'visit2':
+            if BUG == 'visit-one-size': yield second.next(go, kind, 'visit2')
+            else: yield go('visit2-set', (ss if s.huge else None,), take='F2')
+        elif pc == 'visit2-set':
+            keep = s.big and loc[0] and loc[0][0] == s.big[0]
+            yield second.next(go, kind, 'visit2', give='F2', big=(s.big[0], s.big[1] & loc[0][1]) if keep else None)
+        elif pc == 'flush': yield second.next(go, kind, 'flush', tlb=NOBODY, w=0, late=0)
+        elif pc == 'host': yield go('withdraw', gone=s.frame + 1, frame=s.frame + 1)
+        elif pc == 'withdraw': yield go('end', published=s.published - 1)
+
+    def order(kind):
+        last = ('host',) if kind == 'zap' else ('end',)
+        if BUG == 'visit-first': return ('visit', 'visit2', 'protect', 'flush') + last
+        if BUG == 'flush-before-visit': return ('protect', 'flush', 'visit', 'visit2') + last
+        if BUG == 'no-visit': return ('protect', 'flush') + last
+        return ('protect', 'visit', 'visit2', 'flush') + last
+
+    def next(go, kind, pc, **changes):
+        order = second.order(kind)
+        return go(order[order.index(pc) + 1], **changes)
+
+
+class track:
+    """Write tracking of an upper table, and who may skip a flush."""
+    taking = {'count-late': ('leaf', 'count', 'flush', 'settle'), 'settle-first': ('count', 'leaf', 'settle', 'flush'),
+              'uncounted': ('leaf', 'flush')}.get(BUG, ('count', 'leaf', 'flush', 'settle')) + ('end',)
+    tracking = {'insert-first': ('insert', 'number', 'huge'), 'number-late': ('huge', 'number', 'insert'),
+                'no-huge': ('number', 'insert')}.get(BUG, ('number', 'huge', 'insert')) + ('cover',)
+    start = {'track': tracking[0], 'protect': taking[0], 'invlpg': taking[0], 'zap': 'count', 'small': 'small',
+             'big': 'big'}
+
+    def make(kinds):
+        old = ('ready', 0) if 'tracked' in kinds else (None, None)
+        small, huge = int('small-W' in kinds), int('huge-W' in kinds)
+        return Track(0, 0, (old, (None, None)), int('tracked' in kinds), small, huge, 0, (NOBODY,) * 2, NOTHING, (0, 0),
+                     (0, 0), NOBODY)
+
+    def guest(s):
+        linked = {p for p in (0, 1) if s.pages[p][0] == 'ready'}
+        tables = tuple(t | linked for t in s.tables)
+        reached = [[s.pages[p][1] for p in t] for t in tables]
+        tlb = tuple(tuple(oldest(t, *reached[v]) for t in s.tlb[v]) for v in CPUS)
+        return s._replace(tables=tables, tlb=tlb, w=tuple(w | s.small | s.huge for w in s.w))
+
+    def wrong(s, threads):
+        for v in CPUS:
+            if oldest(*s.tlb[v], s.floor[v]) < s.floor[v]: return f'CPU {v} uses an old entry after its flush'
+        if s.count < 0: return 'fewer than no tables'
+        for state, e in s.pages:
+            if state == 'ready' and (s.small or s.huge or any(s.w)): return 'a tracked table may be written'
+            if state == 'ready' and e not in (None, s.g): return 'a tracked table is stale'
+
+    def step(s, i, kind, pc, loc, go, after):
+        v = int(kind[0] == '1')
+        listed = tuple(p for p in (0, 1) if s.pages[p][0] in ('new', 'ready'))
+        flushed = {'tables': (NOBODY,) * 2, 'tlb': NOTHING, 'w': (0, 0)}
+
+        def page(p, state, e): return put(s.pages, p, (state, e))
+
+        if kind == 'small': yield go('end', take='F', give='F', small=int(s.small or not listed))
+        elif kind == 'big' and pc == 'big': yield go('big-set', (s.count,), take='F2')
+        elif kind == 'big': yield go('end', give='F2', huge=int(s.huge or not loc[0]))
+        elif kind in ('protect', 'invlpg'):
+            to = track.taking[track.taking.index(pc) + 1]
+            if pc == 'count': yield go(to, pending=s.pending + 1)
+            elif pc == 'leaf': yield go(to, take='F', give='F', small=0)
+            elif pc == 'settle': yield go(to, pending=s.pending - 1)
+            elif kind == 'invlpg' and BUG == 'invlpg-local': yield go(to, w=(0, s.w[1]))
+            else: yield go(to, **flushed)
+
+        elif kind == 'track':           # loc: owes a flush, page, number to be given back, pending before the visit
+            owes, p, back = (loc + (0, None, 0))[:3]
+            early = loc[3:] or (s.pending,)
+            narrow = {} if BUG == 'narrow-uncounted' else {'pending': s.pending + 1}
+            to = track.tracking[track.tracking.index(pc) + 1] if pc in track.tracking[:-1] else None
+            if pc == 'number': yield go(to, (owes, p, back) + early, count=s.count + 1)
+            elif pc == 'huge':
+                if not s.huge: yield go(to, (owes, p, back) + early, take='F2', give='F2')
+                elif not owes: yield go('huge-clear', (1, p, back) + early, take='F2', **narrow)
+                else: yield go('huge-clear', loc, take='F2')
+            elif pc == 'huge-clear': yield go(track.tracking[track.tracking.index('huge') + 1], loc, give='F2', huge=0)
+            elif pc == 'insert':
+                if listed and (s.pages[listed[0]][0] == 'ready' or BUG == 'found-is-ready'):
+                    yield go('flush' if owes else 'give-back', (owes, listed[0], 1) + early, take='F', give='F')
+                elif s.small and not owes and BUG != 'no-clear':
+                    yield go('insert-on', (1, p, back) + early, take='F', **narrow)
+                else: yield go('insert-on', (owes, p, back) + early, take='F')
+            elif pc == 'insert-on':
+                change = {'give': 'F', 'small': s.small if BUG == 'no-clear' else 0}
+                free = [p for p in (0, 1) if s.pages[p][0] is None]
+                to = track.tracking[track.tracking.index('insert') + 1]
+                if listed: yield go(to, (owes, listed[0], 1) + early, **change)
+                elif not free: yield go('flush' if owes else 'give-back', (owes, None, 1) + early, **change)
+                else: yield go(to, (owes, free[0], back) + early, pages=page(free[0], 'new', None), **change)
+            elif pc == 'cover':
+                if BUG == 'ready-early': yield go('ready', loc)
+                else: yield go(('settle' if BUG == 'no-track-flush' else 'flush') if owes else 'covered', loc)
+            elif pc == 'flush': yield go('settle', loc, **flushed)
+            elif pc == 'settle': yield go('covered', loc, pending=s.pending - (BUG != 'narrow-uncounted'))
+            elif pc == 'covered':
+                pending = early[0] if BUG == 'pending-first' else s.pending
+                if p is None: yield go('give-back', loc)
+                else: yield go('flush-too' if pending and BUG != 'ignore-pending' else 'ready', loc)
+            elif pc == 'flush-too': yield go('ready', loc, **flushed)
+            elif pc == 'ready':
+                new = page(p, 'ready', s.pages[p][1]) if s.pages[p][0] == 'new' else s.pages
+                to = 'give-back' if back else 'make'
+                yield go('flush' if BUG == 'ready-early' and s.pages[p][0] == 'new' and owes else to, loc, pages=new)
+            elif pc == 'give-back': yield go('end' if p is None else 'make', loc, count=s.count - 1)
+            elif pc == 'make':
+                alive = s.pages[p][0] == 'ready' or BUG == 'found-is-ready'
+                if alive and (not s.writers or BUG == 'no-writers'): yield go('set', (p, s.g), take=f'P{p}')
+                else: yield go('end', take=f'P{p}', give=f'P{p}')
+            elif pc == 'set': yield go('end', give=f'P{loc[0]}', pages=page(loc[0], s.pages[loc[0]][0], loc[1]))
+
+        elif kind == 'zap':                                     # loc: page
+            if pc == 'count': yield go('number' if BUG == 'number-first' else 'dead', pending=s.pending + 1)
+            elif pc == 'number': yield go('dead', (True,), count=s.count - 1) if listed else go('dead')
+            elif pc == 'dead':
+                if not listed: yield go('settle')
+                else:
+                    to = 'zap-drop' if BUG == 'number-first' else 'last'
+                    yield go(to, listed, take='F', give='F', pages=page(listed[0], 'dead', s.pages[listed[0]][1]))
+            elif pc == 'last': yield go('zap-drop', loc, count=s.count - 1)
+            elif pc == 'zap-drop':
+                yield go('flush', take=f'P{loc[0]}', give=f'P{loc[0]}', pages=page(loc[0], 'dead', None))
+            elif pc == 'flush': yield go('settle', **flushed)
+            elif pc == 'settle': yield go('end', pending=s.pending - 1)
+
+        elif pc == 'w':
+            if s.w[v]: yield after(g=s.g + 1)
+            if listed: yield go('begin', loc)
+            elif not s.w[v]: yield go('w', loc, take='F', give='F', small=1)
+        elif pc == 'begin':                                     # loc: op, pages
+            if BUG == 'store-first': yield go('list', loc, take='F', give='F', g=s.g + 1)
+            else: yield go('list', loc, take='F', give='F', writers=s.writers + 1)
+        elif pc == 'list': yield go('count' if listed else 'store', loc + (listed,), take='F', give='F')
+        elif pc == 'count': yield go('drop', loc, pending=s.pending + 1)
+        elif pc == 'drop':
+            rest = loc[1]
+            if not rest: yield go('flush', loc)
+            else:
+                lock = {} if BUG == 'drop-no-lock' else {'take': f'P{rest[0]}', 'give': f'P{rest[0]}'}
+                yield go('drop', (loc[0], rest[1:]), pages=page(rest[0], s.pages[rest[0]][0], None), **lock)
+        elif pc == 'flush': yield go('settle', loc, **{} if BUG == 'no-emulated-flush' else flushed)
+        elif pc == 'settle': yield go('store', loc, pending=s.pending - 1)
+        elif pc == 'store':
+            if BUG == 'store-first': yield after()
+            else: yield after(take='F', give='F', g=s.g + 1, writers=s.writers - 1)
+        elif pc == 'i': yield go('local', loc + (s.g,))
+        elif pc == 'local': yield go('invlpg', loc + (s.pending if BUG != 'page-while-pending' else 0,))
+        elif pc == 'invlpg':
+            tlb = (None, None if loc[2] else s.tlb[v][1])
+            floor = put(s.floor, v, max(s.floor[v], loc[1]))
+            yield after(floor=floor, tlb=put(s.tlb, v, tlb), tables=put(s.tables, v, NOBODY))
+
+
+class zap:
+    """A page goes, while others walk to it, link it, run on it."""
+    start = {'fault': 'look', 'link': 'lock', 'zap': 'die', 'vcpu': 'pin', 'reuse': 'reuse', 'sync': 'sync'}
+
+    def make(kinds):
+        linked = 'link' not in kinds
+        return Zap(0, 0, 0, 0, 'A', 0, 1, 0 if linked else None, 0 if linked else None, None, NOBODY, NOBODY, 0, NOBODY)
+
+    def guest(s):
+        return s if s.link is None else s._replace(psc=s.psc | {s.link})
+
+    def wrong(s, threads):
+        if s.psc & s.freed: return 'a CPU walks a freed table'
+        if s.bad: return s.bad
+        if s.free and s.s: return 'an entry is left in a page that is gone'
+        for kind, pc, loc in threads:
+            if kind == 'vcpu' and pc == 'leave' and loc[0] in s.freed: return 'a CPU runs on a freed table'
+
+    def step(s, i, kind, pc, loc, go, after):
+        def alive(gen): return s.gen == gen and not s.dead
+
+        def bad(what, so=True): return s.bad or so and what
+
+        if pc == 'look': yield go('end') if s.target is None else go('below', (s.target,))
+        elif pc == 'below': yield go('page' if BUG == 'no-step-check' else 'check', loc + (s.key,))
+        elif pc == 'check': yield go('page', loc) if alive(loc[0]) else go('end')
+        elif pc == 'page':
+            wrong = loc[1] != 'A' and 'a fault goes on in another table'
+            if not alive(loc[0]) and BUG != 'no-generation': yield go('end', take='X', give='X', bad=s.bad or wrong)
+            else: yield go('set', loc, take='X', bad=s.bad or wrong)
+        elif pc == 'set':
+            freed = s.table in s.freed and 'an entry is made in a freed table'
+            yield go('end', give='X', s=1, bad=bad(freed or 'an entry is made elsewhere', freed or s.key != 'A'))
+        elif pc == 'lock':                                              # the parent's; registered under F
+            if alive(0) and s.listed: yield go('write', take='R', target=0)
+            else: yield go('end')
+        elif pc == 'write':
+            if s.target is None and BUG != 'link-no-recheck': yield go('end', take='F', give='F R')
+            else: yield go('end', take='F', give='F R', link=s.table)
+        elif pc == 'sync': yield go('flush-all', (s.gen,)) if alive(s.gen) and s.key == 'A' else go('end')
+        elif pc == 'flush-all': yield go('synced', loc)
+        elif pc == 'synced':
+            done = alive(loc[0]) or BUG == 'end-sync-blindly'
+            yield go('end', bad=bad('another table is called synchronized', done and s.key != 'A'), take='F', give='F')
+        elif pc == 'reuse':
+            if not s.free: yield go('end')
+            else: yield go('end', free=0, dead=0, key='B', table=s.table + 1, listed=1)
+
+        elif pc == 'die':
+            own = int(BUG != 'no-own-count')
+            if not s.listed or s.key != 'A': yield go('end')
+            else: yield go('unlink', (s.table,), take='F', dead=int(BUG != 'dead-late'), pins=s.pins + own, listed=0)
+        elif pc == 'unlink':
+            late = BUG == 'unlink-late'
+            yield go('drop', loc, give='F', target=None, link=s.link if late else None)
+        elif pc == 'drop':
+            lock = {} if BUG == 'zap-no-lock' else {'take': 'X', 'give': 'X'}
+            yield go('dead' if BUG == 'dead-late' else 'unpin', loc, s=None, **lock,
+                     bad=bad('entries are dropped from a freed table', loc[0] in s.freed))
+        elif pc == 'dead': yield go('unpin', loc, dead=1)
+        elif pc == 'pin':
+            if s.dead or s.gen != 0 and BUG != 'pin-no-generation': yield go('end')
+            else: yield go('run', pins=s.pins + 1)
+        elif pc == 'run':
+            yield go('leave', (s.table,), psc=s.psc | {s.table}, bad=bad('a CPU runs on another root', s.key != 'A'))
+        elif pc == 'leave': yield go('unpin', loc)
+        elif pc == 'unpin':
+            pins = s.pins - (kind == 'vcpu' or BUG != 'no-own-count')
+            if s.dead and not pins and not s.free:
+                moved = s.gen + (BUG != 'same-generation')
+                yield go('free' if BUG == 'free-before-flush' else 'flush', loc + (1,), pins=0, gen=moved, free=1)
+            else: yield go('flush' if kind == 'zap' else 'end', loc, pins=pins)
+        elif pc == 'flush':
+            running = {l[0] for k, p, l in go.threads if k == 'vcpu' and p == 'leave'}
+            to = 'free' if len(loc) == 2 and BUG != 'free-before-flush' else 'end'
+            yield go('late' if BUG == 'unlink-late' and kind == 'zap' else to, loc, psc=frozenset(running))
+        elif pc == 'late': yield go('free' if len(loc) == 2 else 'end', loc, link=None)
+        elif pc == 'free':
+            yield go('flush' if BUG == 'free-before-flush' else 'end', loc, freed=s.freed | {loc[0]},
+                     bad=bad('a table is freed twice', loc[0] in s.freed))
+
+
+PROGRAM = []
+
+
+def make(kinds):
+    program = globals()[kinds[0]]
+    PROGRAM[:] = [program]
+    threads = tuple((k, k[1] if is_guest(k) else program.start[k], (0,) if is_guest(k) else ())
+                    for k in kinds[1:] if is_guest(k) or k in program.start)
+    return program.guest(program.make(kinds)), threads
+
+
+def wrong(state):
+    return PROGRAM[0].wrong(*state)
+
+
+def step(state, i, waiting=()):
+    s, threads = state
+    kind, pc, loc = threads[i]
+
+    def go(pc, loc=(), take=None, give=None, **changes):
+        """The state after a step; or who holds the lock that it takes."""
+        locks = s.locks
+        for name, holder in locks:
+            if name == take: return holder
+        if take: locks = locks | {(take, i)}
+        if give: locks = locks - {(name, i) for name in give.split()}
+        new = PROGRAM[0].guest(s._replace(locks=locks, **changes))
+        return new, threads[:i] + ((kind, pc, loc),) + threads[i + 1:]
+
+    def after(**changes):
+        """To the next operation of a vCPU."""
+        n = loc[0] + 1
+        return go(kind[1 + n], (n,), **changes) if 1 + n < len(kind) else go('end', **changes)
+
+    go.threads = threads
+    for new in PROGRAM[0].step(s, i, kind, pc, loc, go, after):
+        if not isinstance(new, int): yield new
+        elif new != i and new not in waiting: yield from step(state, new, waiting + (i,))
+
+
+CONFIGURATIONS = '''
+track+small-W+protect+track+small track+small-W+invlpg+track track+huge-W+track+0wi track+track+big+0wi
+track+tracked+track+0wi+1i track+tracked+zap+0wi track+tracked+zap+big+track track+track+big+small+0w
+track+tracked+track+0w+1wi track+tracked+zap+0w+1wi zap+fault+zap+reuse zap+fault+fault+zap+reuse zap+link+zap
+zap+link+fault+zap+reuse zap+vcpu+zap+reuse zap+sync+zap+reuse zap+vcpu+vcpu+zap+reuse zap+vcpu+fault+zap+reuse
+zap+vcpu+zap+zap zap+link+fault+vcpu+zap+reuse sync+0ei+1f sync+0ei+1fi sync+0ec+1f sync+synced+0ec+1f sync+0ec+1c
+sync+synced+0ec+1c+protect sync+0ec+1ec sync+0eEc+1fF sync+synced+0ec+1ec sync+0ecec+1c sync+0ecei+1c+protect
+sync+0ec+1ei sync+0efc+1Ec sync+both+0mc+1f sync+both+0m+1ec sync+both+0mi+1fc sync+both+0mc+1ci
+sync+synced+0ecei+1fcfi link+linkR+haveM+0ei link+linkR+haveM+0ec link+linkR+linkM+0ei+1f link+synced+linkR+haveM+0ec
+link+synced+linkR+linkM+0ei+1f link+syncing+stale+linkR+haveM+0f link+haveR+haveM+unlinkR+linkR+0ec
+link+haveR+haveM+unlinkR+linkR+0ei+1f link+haveR+linkM+0ec+1f link+haveR+haveM+zapR+0ec link+haveR+haveM+zapR+0eci+1f
+second+write+harvest second+ro+write+harvest second+ro+write+read+harvest second+hole+write+harvest second+write+zap
+second+read+zap+zap second+record+read+zap+zap second+hole+write+read+zap second+read+mark+harvest
+second+read+mark+zap second+ro+mark+harvest+write second+huge+read2+split+harvest second+huge+read2+split+zap
+second+read+lazy+push second+read+write+lazy second+ro+write+read+mark+harvest second+write+read+harvest+harvest
+second+read+lazy+push+write second+hole+write+read+harvest+zap link+linkR+linkM+0ec+1f track+tracked+zap+track+0wi
+second+huge+read2+read+split+harvest+zap track+small-W+track+track+0wi track+track+track+huge-W+0w
+zap+vcpu+fault+sync+zap+zap+reuse track+small-W+protect+track+invlpg+0w sync+0ecfi+1fEci+protect
+second+record+read+write+harvest+zap track+track+track+small+0wi link+linkR+linkM+unlinkR+0ec+1f
+link+linkR+linkM+zapR+0ec+1f'''
+
+if __name__ == "__main__":
+    main([tuple(c.split('+')) for c in CONFIGURATIONS.split()], make, step, wrong)
