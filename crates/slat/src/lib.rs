@@ -80,6 +80,15 @@
 //! # }
 //! ```
 //!
+//! # Hardware without a second stage
+//! A VM made with [`Paging::Shadow`] keeps shadow tables, which lead from the guest's virtual addresses to the host's frames.
+//! Everything above stays as it is; besides, the host says where guest memory can be read ([`Host::guest_memory_ptr`]), and each
+//! vCPU's CPU exits for page faults ([`Vcpu::handle_page_fault`]), for writes of CR0, CR4 and EFER
+//! ([`Vcpu::set_paging_registers`]), for loads of CR3 ([`Vcpu::load_cr3`]), and for INVLPG and INVPCID ([`Vcpu::invlpg`],
+//! [`Vcpu::invpcid`]). Before it runs again it loads what [`Vcpu::entry`] says. Hardware walks with CR0.WP, EFER.NXE and
+//! CR4.PCIDE set, CR4.PGE clear, and with the guest's CR4.SMEP and SMAP while the guest's paging is on. [`Host::flush`] names
+//! guest frames, which such a CPU knows nothing of: it forgets everything.
+//!
 //! # What it may block on
 //! Only on what the [`Host`] does in [`allocate_table`](Host::allocate_table), [`resolve`](Host::resolve) and
 //! [`flush`](Host::flush), and, if the [`Locking`] is not `None`, on the VM's lock. DESIGN.md has the protocol, and for
