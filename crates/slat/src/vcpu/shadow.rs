@@ -156,7 +156,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// Makes the write that the guest is about to make at `gpa` ([`Exit::EmulateWrite`]): 1 to 64 bytes, none beyond the page. The
     /// page counts as written. What was made of the guest's entries there is taken away first.
     ///
-    /// Blocks as [`handle_fault`](Vcpu::handle_fault) does, in [`Host::flush`](crate::Host::flush), and as long as the page is taken away
+    /// Blocks as [`handle_fault`](Vcpu::handle_fault) does, in [`Host::flush`], and as long as the page is taken away
     /// ([`Vm::invalidate_range`](crate::Vm::invalidate_range)): not to be called by whom has taken it.
     ///
     /// # Errors
