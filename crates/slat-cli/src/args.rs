@@ -10,6 +10,7 @@ use slat::{
 use slat_machine::memory::BackingKind;
 
 use crate::aging::AgingArgs;
+use crate::cr3::Cr3Args;
 use crate::demand_paging::DemandPagingArgs;
 use crate::demand_paging::resolver::ResolverArgs;
 use crate::get_dirty_log::GetDirtyLogArgs;
@@ -44,6 +45,8 @@ pub(crate) enum Command {
     Memslots(MemslotsArgs),
     /// Find out which pages a guest uses: populate, write, read, mark idle, write, mark idle, read; each phase timed.
     Aging(AgingArgs),
+    /// The compile of a kernel in a guest with shadow tables, in miniature: what loads of CR3 cost, for each strategy.
+    Cr3(Cr3Args),
     /// All operations at once beside running guests, on overcommitted CPUs, with everything verified.
     Stress(StressArgs),
 }

@@ -4,6 +4,7 @@
 
 mod aging;
 mod args;
+mod cr3;
 mod demand_paging;
 mod demo;
 mod dirty_log;
@@ -37,6 +38,7 @@ fn main() -> ExitCode {
         Some(Command::GetDirtyLog(args)) => get_dirty_log::run(&args),
         Some(Command::Memslots(args)) => memslots::run(&args),
         Some(Command::Aging(args)) => aging::run(&args),
+        Some(Command::Cr3(args)) => cr3::run(&args),
         Some(Command::Stress(args)) => stress::run(&args),
     };
     match result {

@@ -268,12 +268,14 @@ impl<V: ShadowHandler> ShadowCpu<V> {
         }
         let mut nr_faults = 0;
         loop {
+            let was_in_guest = self.loaded.is_some();
             let loaded = match self.loaded {
                 Some(loaded) => loaded,
                 None => self.enter()?,
             };
             let generation = self.port.generation();
             if generation != self.caught_up {
+                self.counters.nr_interruptions += u64::from(was_in_guest);
                 self.catch_up(generation);
             }
             let needed = self.needed.by(access);

@@ -102,8 +102,8 @@ pub(crate) const DATA_PAGES: u64 = 16;
 /// Pages of stack.
 pub(crate) const STACK_PAGES: u64 = 8;
 
-/// Places for further mappings.
-pub(crate) const NR_WINDOWS: u64 = 12;
+/// Places for further mappings: more than a program of a build fills, in the mean, before the next exec.
+pub(crate) const NR_WINDOWS: u64 = 64;
 /// Most pages of one: more than are flushed one by one.
 pub(crate) const WINDOW_PAGES: u64 = 48;
 

@@ -53,6 +53,8 @@ counters! {
     nr_flushes_seen,
     /// Times that it dropped its whole TLB for those.
     nr_full_drops,
+    /// Those of these times at which it was in the guest: on hardware an interrupt, and so an exit, that is not among the exits.
+    nr_interruptions,
     /// Translations that it dropped from its TLB for those.
     nr_translations_dropped,
     /// Entries with a flush of one address.

@@ -61,7 +61,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             // Once before the flush, so that it serves what is taken away here too, and once after it, when the guest cannot
             // write any more without being seen. The second seldom finds anything.
             for &syncing in &turn[..len] {
-                self.compare_page(mode, syncing.page, &mut debt);
+                let nr_compared = self.compare_page(mode, syncing.page, &mut debt);
+                self.record.stats.add(Counter::EntriesSynced, nr_compared);
             }
             // Whether or not a right was taken: who has taken it may not have flushed yet.
             debt.incur(self);
@@ -154,24 +155,35 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
 
     /// Compares what is unsync in `below`, or below it, with the guest's tables. The caller holds the lock of a page above.
     pub(super) fn sync_below(&self, mode: GuestMode, below: PageRef, debt: &mut Debt) {
+        if self.shadow.pages.get(below.number).role().level() == Level::L4K {
+            // Nothing is below it but itself.
+            if self.shadow.pages.next_unsync(below.number) == Some(below.number) {
+                let nr_compared = self.compare_page(mode, below, debt);
+                self.record.stats.add(Counter::EntriesSynced, nr_compared);
+            }
+            return;
+        }
         let mut from = 1;
         while let Some(number) = self.shadow.pages.next_unsync(from) {
             from = number + 1;
             let Some(generation) = self.shadow.pages.get(number).generation() else { continue };
             let page = PageRef { number, generation };
             if self.is_below(page, below) {
-                self.compare_page(mode, page, debt);
+                let nr_compared = self.compare_page(mode, page, debt);
+                self.record.stats.add(Counter::EntriesSynced, nr_compared);
             }
         }
     }
 
-    /// Compares the entries of a page of the lowest level with the guest's, and takes away what they do not give any more.
-    fn compare_page(&self, mode: GuestMode, reference: PageRef, debt: &mut Debt) {
+    /// Compares the entries of a page of the lowest level with the guest's, and takes away what they do not give any more. Returns
+    /// how many there were.
+    fn compare_page(&self, mode: GuestMode, reference: PageRef, debt: &mut Debt) -> u64 {
         let page = self.shadow.pages.get(reference.number);
         // Only in this generation is it a page of the lowest level, of which the lock may be waited for.
         let Some(_guard) = page.lock.lock_while(self.host(), || page.is_alive(reference.generation)) else {
-            return;
+            return 0;
         };
+        let mut nr_compared = 0;
         for first in (0..NR_ENTRIES).step_by(ENTRIES_PER_READ) {
             let places = first..first + ENTRIES_PER_READ;
             if places.clone().all(|index| page.target(index) == Target::None) {
@@ -184,9 +196,13 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 entries.fill(0);
             }
             for index in places {
-                self.compare_entry(mode, reference.number, index, entries[index - first], debt);
+                if page.target(index) != Target::None {
+                    self.compare_entry(mode, reference.number, index, entries[index - first], debt);
+                    nr_compared += 1;
+                }
             }
         }
+        nr_compared
     }
 
     /// Compares one entry of a page of the lowest level, whose lock the caller holds, with the guest's `entry`.
@@ -196,7 +212,6 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     fn compare_entry(&self, mode: GuestMode, number: u32, index: usize, entry: u64, debt: &mut Debt) {
         let page = self.shadow.pages.get(number);
         let Target::Leaf(gfn) = page.target(index) else { return };
-        self.count(Counter::EntriesSynced);
         let role = page.role();
         let value = self.cell(page.table(), index).load(Ordering::Relaxed);
         if value & PRESENT == 0 {
@@ -248,6 +263,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                         let (gpa, size_bytes) = page.guest_entry(index);
                         let entry = self.read_guest(gpa, size_bytes).unwrap_or(0);
                         self.compare_entry(mode, reference.number, index, entry, debt);
+                        self.count(Counter::EntriesSynced);
                     }
                     return;
                 }

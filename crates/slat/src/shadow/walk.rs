@@ -70,6 +70,8 @@ struct Walk {
     rights: Rights,
     /// Those down to the entries of each level, without them.
     rights_above: [Rights; MAX_LEVELS],
+    /// The marks that the entry of each level lacked.
+    marks: [u64; MAX_LEVELS],
 }
 
 /// What the host or the guest must do before a walk can go on.
@@ -148,7 +150,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         if view.mode.check(rights, access).is_err() || self.must_emulate(view, rights, access) {
             return Ok(None);
         }
-        let value = match self.set_marks(view, gpa, size_bytes, value, decoded.missing_marks(access.access), debt) {
+        let missing = decoded.missing_marks(access.access);
+        let value = match self.set_marks(view, gpa, size_bytes, value, missing, debt) {
             Ok(Some(value)) => value,
             Ok(None) => return Ok(Some(Step::Again)),
             Err(stop) => return Err(stop),
@@ -158,15 +161,24 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             return Ok(Some(Step::Map(Gpa(leaf.gfn.gpa().0 + gva.0 % PAGE_SIZE), access.access)));
         }
         let made = self.install_leaf(reference, index, Some(value), leaf, access.access, debt);
-        self.after_install(made, gva, leaf.gfn, access.access).map(Some)
+        self.after_install(made, gva, leaf.gfn, access.access, missing).map(Some)
     }
 
-    /// What a fault does after the attempt to install the leaf for the page `gfn`.
-    fn after_install(&self, made: Result<(), NotMade>, gva: Gva, gfn: Gfn, access: Access) -> Result<Step, Stop> {
+    /// What a fault does after the attempt to install the leaf for the page `gfn`, whose guest's own lacked the marks `missing`.
+    fn after_install(
+        &self,
+        made: Result<(), NotMade>,
+        gva: Gva,
+        gfn: Gfn,
+        access: Access,
+        missing: u64,
+    ) -> Result<Step, Stop> {
         let gpa = Gpa(gfn.gpa().0 + gva.0 % PAGE_SIZE);
         match made {
             Ok(()) => {
-                self.count(Counter::EntriesSynced);
+                if missing & ACCESSED == 0 {
+                    self.count(Counter::EntriesSynced);
+                }
                 Ok(Step::Done)
             }
             Err(NotMade::Changed | NotMade::TooLarge) => Ok(Step::Again),
@@ -268,7 +280,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 None => return Err(Stop::Step(Step::Again)),
             }
         }
-        Ok(Walk { entries, leaf_level: level, leaf, rights, rights_above })
+        Ok(Walk { entries, leaf_level: level, leaf, rights, rights_above, marks })
     }
 
     /// What a guest with paging off has: all memory at its own address.
@@ -289,6 +301,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             leaf,
             rights: Rights::ALL,
             rights_above: [Rights::ALL; MAX_LEVELS],
+            marks: [0; MAX_LEVELS],
         }
     }
 
@@ -307,6 +320,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             return Ok(Step::Map(Gpa(gfn.gpa().0 + gva.0 % PAGE_SIZE), access.access));
         }
         let shadow_leaf = Self::shadow_leaf(walk.leaf, walk.rights, access, gfn);
+        let leaf_at = usize::from(walk.leaf_level.0) - 1;
         let mut reference = view.root;
         loop {
             let page = pages.get(reference.number);
@@ -320,7 +334,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 let leaf = ShadowLeaf { gfn: gfn.align_down(level), ..shadow_leaf };
                 let made = self.install_leaf(reference, index, seen, leaf, access.access, debt);
                 if !matches!(made, Err(NotMade::TooLarge)) {
-                    return self.after_install(made, gva, gfn, access.access);
+                    return self.after_install(made, gva, gfn, access.access, walk.marks[leaf_at]);
                 }
             }
             if level == Level::L4K {
@@ -352,7 +366,9 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 Some(link) => link,
                 None => {
                     let new = self.page_for(below_gfn, below_role)?;
-                    self.count(Counter::EntriesSynced);
+                    if walk.marks[usize::from(level.0) - 1] & ACCESSED == 0 {
+                        self.count(Counter::EntriesSynced);
+                    }
                     match self.link(mode, reference, index, seen, new, debt) {
                         Ok(()) => new,
                         Err(_) => return Ok(Step::Again),

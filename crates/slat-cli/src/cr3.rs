@@ -1,0 +1,210 @@
+//! `slat cr3`: the compile of a kernel in a guest with shadow tables, in miniature: what each strategy for the guest's loads of
+//! CR3 costs.
+//!
+//! A guest kernel with page-table isolation loads CR3 at each entry and at each way out. With shadow tables each load is an
+//! exit, and what the hypervisor does with the tables then is the strategy. The guest is the kernel in miniature, which checks
+//! every access; its work is that of a build that was counted ([`build`]); how its time is made up is in [`model`].
+//!
+//! Strategies run in turns, in an order that is drawn anew for each run; figures are medians, gains those of paired runs. With
+//! one vCPU all strategies have exactly the same guest. The work is the same for any number of vCPUs, which divide it.
+//!
+//! Apart from that, the switch itself is measured: loads of CR3, with bit 63 where there are PCIDs, among roots that the vCPU
+//! remembers, in a tight loop ([`switch`]).
+
+mod build;
+mod model;
+mod report;
+mod run;
+mod switch;
+mod timed;
+
+use std::path::PathBuf;
+
+use clap::builder::RangedI64ValueParser;
+use clap::{Args, ValueEnum};
+use rand::rngs::SmallRng;
+use rand::seq::SliceRandom;
+use rand::{RngExt, SeedableRng};
+use slat::{MAX_PREVIOUS_ROOTS, MAX_SHADOW_PAGES, MIN_SHADOW_PAGES, ShadowPaging, ShadowStrategy};
+use slat_machine::kernel::{Isolation, Pcids, WorkloadMix};
+
+use crate::args::positive;
+use crate::failure::Failure;
+use crate::results::{self, ResultsFile};
+use run::Run;
+use switch::Switch;
+
+/// Most vCPUs of the kernel in miniature.
+const MAX_VCPUS: u16 = 128;
+
+/// What `slat cr3` takes.
+#[derive(Clone, Debug, Args)]
+#[command(allow_negative_numbers = true)]
+pub(crate) struct Cr3Args {
+    /// Numbers of vCPUs, one after the other; they divide the work.
+    #[arg(short = 'v', long = "vcpus", value_delimiter = ',', value_name = "N,...", default_value = "1,4", value_parser = vcpus)]
+    pub(crate) vcpus: Vec<u16>,
+    /// Page-table isolation: whether the guest kernel has tables of its own, so that CR3 is loaded at each entry and exit.
+    #[arg(long, value_enum, default_value_t = Switched::On)]
+    pub(crate) isolation: Switched,
+    /// Whether the guest has PCIDs; without, each load of CR3 flushes.
+    #[arg(long, value_enum, default_value_t = Switched::On)]
+    pub(crate) pcid: Switched,
+    /// What becomes of shadow tables when CR3 is loaded; `all` compares the three in one table.
+    #[arg(long, value_enum, default_value_t = StrategyArg::All)]
+    pub(crate) strategy: StrategyArg,
+    /// Roots that each vCPU remembers beside the current one.
+    #[arg(
+        long,
+        default_value_t = ShadowPaging::default().previous_roots,
+        value_parser = clap::value_parser!(u8).range(..=i64::from(MAX_PREVIOUS_ROOTS))
+    )]
+    pub(crate) previous_roots: u8,
+    /// Most shadow tables at a time. By default more than there are, so that strategies show how many they want.
+    #[arg(long, default_value_t = 16_384, value_name = "TABLES", value_parser = tables())]
+    pub(crate) max_pages: u32,
+    /// Most processes of each vCPU.
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub(crate) processes: u16,
+    /// Steps of the whole guest, a visit to its kernel each; the build has 11 million.
+    #[arg(long, default_value_t = 30_000, value_parser = positive::<u64>)]
+    pub(crate) steps: u64,
+    /// Pages that a process touches in each step, of those that are there.
+    #[arg(long, default_value_t = build::TOUCHES)]
+    pub(crate) touches: u32,
+    /// What an exit costs in nanoseconds, there and back; half and twice of it are shown along.
+    #[arg(long, default_value_t = model::EXIT_COST_NS, value_name = "NS")]
+    pub(crate) exit_cost_ns: u32,
+    /// Runs of which the median is taken.
+    #[arg(long, default_value_t = 3, value_parser = positive::<u32>)]
+    pub(crate) runs: u32,
+    /// Seed of the random choices.
+    #[arg(short = 'r', long = "seed", default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// Write the results to this file as JSON.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+impl Cr3Args {
+    fn isolation(&self) -> Isolation {
+        match self.isolation {
+            Switched::On => Isolation::On,
+            Switched::Off => Isolation::Off,
+        }
+    }
+
+    fn pcids(&self) -> Pcids {
+        match self.pcid {
+            Switched::On => Pcids::On,
+            Switched::Off => Pcids::Off,
+        }
+    }
+
+    fn shadow_paging(&self, strategy: ShadowStrategy) -> ShadowPaging {
+        ShadowPaging { strategy, previous_roots: self.previous_roots, max_pages: self.max_pages }
+    }
+
+    fn mix(&self) -> WorkloadMix {
+        WorkloadMix { touches_per_step: self.touches, ..build::MIX }
+    }
+}
+
+fn tables() -> RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(i64::from(MIN_SHADOW_PAGES)..=i64::from(MAX_SHADOW_PAGES))
+}
+
+fn vcpus(text: &str) -> Result<u16, String> {
+    match positive::<u16>(text)? {
+        vcpus if vcpus > MAX_VCPUS => Err(format!("must be at most {MAX_VCPUS}")),
+        vcpus => Ok(vcpus),
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum Switched {
+    On,
+    Off,
+}
+
+impl Switched {
+    /// The name in options and results.
+    fn name(self) -> &'static str {
+        match self {
+            Switched::On => "on",
+            Switched::Off => "off",
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum StrategyArg {
+    /// Tables that only the old root leads to are dropped at each load.
+    Baseline,
+    /// Each vCPU remembers its last roots; tables serve all PCIDs.
+    RootCache,
+    /// As root-cache, with tables for each PCID, and flushes of other PCIDs put off.
+    PcidTagged,
+    All,
+}
+
+impl StrategyArg {
+    /// The strategies to run, in the order of the table's columns.
+    fn strategies(self) -> &'static [ShadowStrategy] {
+        use ShadowStrategy::{Baseline, PcidTagged, RootCache};
+        match self {
+            StrategyArg::Baseline => &[Baseline],
+            StrategyArg::RootCache => &[RootCache],
+            StrategyArg::PcidTagged => &[PcidTagged],
+            StrategyArg::All => &[Baseline, RootCache, PcidTagged],
+        }
+    }
+}
+
+/// The name of a strategy in options and results.
+fn strategy_name(strategy: ShadowStrategy) -> &'static str {
+    match strategy {
+        ShadowStrategy::Baseline => "baseline",
+        ShadowStrategy::RootCache => "root-cache",
+        ShadowStrategy::PcidTagged => "pcid-tagged",
+    }
+}
+
+/// A strategy with some number of vCPUs, and its runs.
+struct Column {
+    strategy: ShadowStrategy,
+    nr_vcpus: u16,
+    runs: Vec<Run>,
+}
+
+/// Runs the experiment and prints it.
+pub(crate) fn run(args: &Cr3Args) -> Result<(), Failure> {
+    let most_vcpus = args.vcpus.iter().copied().max().unwrap_or(1);
+    if args.steps < u64::from(most_vcpus) {
+        return Err(Failure::Usage(format!("{} steps for {most_vcpus} vCPUs", args.steps)));
+    }
+    let file = args.json.as_deref().map(ResultsFile::open).transpose()?;
+    let clock_ns = timed::clock_ns();
+    let mut rng = SmallRng::seed_from_u64(args.seed);
+    let mut columns: Vec<Column> = Vec::new();
+    for &nr_vcpus in &args.vcpus {
+        let new = |&strategy| Column { strategy, nr_vcpus, runs: Vec::new() };
+        let first = columns.len();
+        columns.extend(args.strategy.strategies().iter().map(new));
+        for _ in 0..args.runs {
+            let seed = rng.random();
+            let mut order: Vec<usize> = (first..columns.len()).collect();
+            order.shuffle(&mut rng);
+            for index in order {
+                let column = &mut columns[index];
+                column.runs.push(run::run(args, column.strategy, nr_vcpus, seed, clock_ns)?);
+            }
+        }
+    }
+    let switches: Vec<Switch> = switch::measure(args)?;
+    results::deliver(
+        file,
+        || report::results(args, &columns, &switches),
+        |out| report::print(out, args, &columns, &switches),
+    )
+}

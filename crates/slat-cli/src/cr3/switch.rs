@@ -1,0 +1,169 @@
+//! The switch itself: loads of CR3 and entries to the guest, in a tight loop.
+//!
+//! A vCPU has a few roots, all different, each with tables of its own that map some pages, which were all touched. It loads them
+//! in turns: two, as page-table isolation does, or as many as it remembers, so that the one that is loaded is always the one
+//! that was used least recently. With PCIDs each root has its own, and bit 63 is set: where roots are remembered each
+//! load finds its root in sync, which is checked. Without PCIDs a load flushes, and that is in the time.
+//!
+//! Timed are batches of loads, each with the entry behind it: one reading of the clock for many of them.
+
+use slat::{
+    Access, GuestAccess, Gva, Npt, Outcome, PAGE_SHIFT, PAGE_SIZE, PagingRegisters, Privilege, ShadowStrategy, Vcpu,
+};
+use slat_machine::clock::timestamp_ns;
+use slat_machine::host::MachineHost;
+use slat_machine::kernel::Pcids;
+use slat_machine::memory::Backing;
+
+use super::run::ShadowMachine;
+use super::{Cr3Args, strategy_name};
+use crate::failure::{Failure, check_failed};
+use crate::results::Samples;
+
+/// Roots that page-table isolation switches between.
+pub(super) const TWO: usize = 2;
+
+/// Loads in a batch.
+const BATCH: usize = 512;
+/// Batches of each strategy and number of roots, in turns.
+const NR_BATCHES: usize = 200;
+
+/// Pages that each root maps.
+const NR_PAGES: u64 = 16;
+/// Where they are mapped.
+const PAGES_GVA: u64 = 0x40_0000;
+/// Guest-physical memory of each root: four tables, then the pages.
+const ROOT_BYTES: u64 = (4 + NR_PAGES) * PAGE_SIZE;
+
+/// Present, writable, user, accessed, dirty (Intel SDM vol. 3A, tables 4-15 to 4-20).
+const ENTRY_BITS: u64 = 0x67;
+
+/// CR0.PE, WP and PG.
+const CR0: u64 = 1 << 0 | 1 << 16 | 1 << 31;
+/// CR4.PAE.
+const CR4_PAE: u64 = 1 << 5;
+/// CR4.PCIDE.
+const CR4_PCIDE: u64 = 1 << 17;
+/// IA32_EFER.LME and NXE.
+const EFER: u64 = 1 << 8 | 1 << 11;
+/// CR3, bit 63: keep what is cached.
+const CR3_KEEP: u64 = 1 << 63;
+
+/// How long loads took.
+pub(super) struct Switch {
+    pub(super) strategy: ShadowStrategy,
+    /// Different roots.
+    pub(super) nr_roots: usize,
+    /// Nanoseconds for a load and an entry, by batch.
+    pub(super) times_ns: Samples,
+}
+
+/// A vCPU with its roots.
+struct Bench {
+    machine: ShadowMachine,
+    vcpu: Vcpu<MachineHost, Npt>,
+    /// CR3 for each root.
+    values: Vec<u64>,
+}
+
+/// Measures all strategies in turns.
+pub(super) fn measure(args: &Cr3Args) -> Result<Vec<Switch>, Failure> {
+    let remembered = usize::from(args.previous_roots) + 1;
+    let mut nrs_of_roots = vec![TWO, remembered.max(TWO)];
+    nrs_of_roots.dedup();
+    let mut switches = Vec::new();
+    let mut benches = Vec::new();
+    for &strategy in args.strategy.strategies() {
+        for &nr_roots in &nrs_of_roots {
+            benches.push(Bench::new(args, strategy, nr_roots)?);
+            switches.push(Switch { strategy, nr_roots, times_ns: Samples::default() });
+        }
+    }
+    let before: Vec<u64> = benches.iter().map(|bench| bench.machine.vm.stats().root_hits).collect();
+    for _ in 0..NR_BATCHES {
+        for (bench, switch) in benches.iter_mut().zip(&mut switches) {
+            switch.times_ns.push(bench.batch()?);
+        }
+    }
+    for ((bench, switch), before) in benches.iter().zip(&switches).zip(before) {
+        let nr_hits = bench.machine.vm.stats().root_hits - before;
+        let must_hit =
+            args.pcids() == Pcids::On && switch.strategy != ShadowStrategy::Baseline && switch.nr_roots <= remembered;
+        if must_hit && nr_hits != (NR_BATCHES * BATCH) as u64 {
+            return Err(check_failed(format_args!(
+                "{}: {nr_hits} of {} loads among {} roots found them",
+                strategy_name(switch.strategy),
+                NR_BATCHES * BATCH,
+                switch.nr_roots
+            )));
+        }
+    }
+    Ok(switches)
+}
+
+impl Bench {
+    fn new(args: &Cr3Args, strategy: ShadowStrategy, nr_roots: usize) -> Result<Bench, Failure> {
+        let bytes = ROOT_BYTES * (nr_roots as u64 + 1);
+        let machine = ShadowMachine::new(args, strategy, bytes.next_multiple_of(1 << 21))?;
+        let mut vcpu = machine.vm.create_vcpu()?;
+        let (pcide, keep) = match args.pcids() {
+            Pcids::On => (CR4_PCIDE, CR3_KEEP),
+            Pcids::Off => (0, 0),
+        };
+        let mut values = Vec::new();
+        for root in 0..nr_roots as u64 {
+            let gpa = write_tables(&machine.memory, ROOT_BYTES * (root + 1));
+            // Bits 11 to 0 are the PCID, or other bits, which must be clear.
+            values.push(gpa | if pcide != 0 { root | keep } else { 0 });
+        }
+        let cr3 = values[0] & !CR3_KEEP;
+        resumed(vcpu.set_paging_registers(PagingRegisters { cr0: CR0, cr3, cr4: CR4_PAE, efer: EFER })?)?;
+        resumed(vcpu.set_paging_registers(PagingRegisters { cr0: CR0, cr3, cr4: CR4_PAE | pcide, efer: EFER })?)?;
+        for &value in &values {
+            resumed(vcpu.load_cr3(value)?)?;
+            vcpu.entry()?;
+            for page in 0..NR_PAGES {
+                let access = GuestAccess { access: Access::Write, privilege: Privilege::User };
+                resumed(vcpu.handle_page_fault(Gva(PAGES_GVA + (page << PAGE_SHIFT)), access)?)?;
+                vcpu.entry()?;
+            }
+        }
+        Ok(Bench { machine, vcpu, values })
+    }
+
+    /// Loads CR3 as often as [`BATCH`] says; returns the nanoseconds for one load and one entry.
+    fn batch(&mut self) -> Result<f64, Failure> {
+        let begin = timestamp_ns();
+        let mut nr_resumed = 0;
+        for &value in self.values.iter().cycle().take(BATCH) {
+            nr_resumed += usize::from(matches!(self.vcpu.load_cr3(value)?, Outcome::Resume));
+            self.vcpu.entry()?;
+        }
+        let elapsed_ns = timestamp_ns() - begin;
+        if nr_resumed != BATCH {
+            return Err(check_failed(format_args!("{} of {BATCH} loads of CR3 faulted", BATCH - nr_resumed)));
+        }
+        Ok(elapsed_ns as f64 / BATCH as f64)
+    }
+}
+
+/// Writes four tables at `gpa`, which map the pages behind them; returns the address of the root.
+fn write_tables(memory: &Backing, gpa: u64) -> u64 {
+    for level in [4, 3, 2_u64] {
+        let table = gpa + (4 - level) * PAGE_SIZE;
+        let index = PAGES_GVA >> (PAGE_SHIFT as u64 + 9 * (level - 1)) & 0x1ff;
+        memory.store(table + 8 * index, (table + PAGE_SIZE) | ENTRY_BITS);
+    }
+    for page in 0..NR_PAGES {
+        let index = (PAGES_GVA >> PAGE_SHIFT & 0x1ff) + page;
+        memory.store(gpa + 3 * PAGE_SIZE + 8 * index, (gpa + (4 + page) * PAGE_SIZE) | ENTRY_BITS);
+    }
+    gpa
+}
+
+fn resumed(outcome: Outcome) -> Result<(), Failure> {
+    match outcome {
+        Outcome::Resume => Ok(()),
+        Outcome::Exit(exit) => Err(check_failed(format_args!("the guest with a few roots stopped: {exit:?}"))),
+    }
+}
