@@ -147,8 +147,10 @@ counters! {
     ShadowLeavesDropped shadow_leaves_dropped,
     /// Shadow tables of the lowest level that were compared with the guest's as a whole.
     ShadowSyncs shadow_syncs,
-    /// Shadow entries compared with the guest's for a flush or a new link, or made again by a fault of entries that the guest had
-    /// used before (their accessed bit was set).
+    /// Shadow entries compared with the guest's, for a flush or a new link.
+    EntriesCompared entries_compared,
+    /// Shadow entries brought into line with the guest's: taken away, or narrowed, because a comparison found them different; and
+    /// made again by a fault, of entries that the guest had used before (their accessed bit was set).
     EntriesSynced entries_synced,
     /// Times that the guest was given the right to write one of its tables of the lowest level, and the shadow table ceased to
     /// be in sync.

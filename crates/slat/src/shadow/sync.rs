@@ -62,7 +62,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             // write any more without being seen. The second seldom finds anything.
             for &syncing in &turn[..len] {
                 let nr_compared = self.compare_page(mode, syncing.page, &mut debt);
-                self.record.stats.add(Counter::EntriesSynced, nr_compared);
+                self.record.stats.add(Counter::EntriesCompared, nr_compared);
             }
             // Whether or not a right was taken: who has taken it may not have flushed yet.
             debt.incur(self);
@@ -159,7 +159,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             // Nothing is below it but itself.
             if self.shadow.pages.next_unsync(below.number) == Some(below.number) {
                 let nr_compared = self.compare_page(mode, below, debt);
-                self.record.stats.add(Counter::EntriesSynced, nr_compared);
+                self.record.stats.add(Counter::EntriesCompared, nr_compared);
             }
             return;
         }
@@ -170,7 +170,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             let page = PageRef { number, generation };
             if self.is_below(page, below) {
                 let nr_compared = self.compare_page(mode, page, debt);
-                self.record.stats.add(Counter::EntriesSynced, nr_compared);
+                self.record.stats.add(Counter::EntriesCompared, nr_compared);
             }
         }
     }
@@ -220,12 +220,16 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         let place = EntryPlace { page: number, index };
         let leaf = match mode.decode(entry, Level::L4K) {
             Decoded::Leaf(leaf) if leaf.gfn == gfn && leaf.is_accessed => leaf,
-            _ => return self.drop_entry(place, debt),
+            _ => {
+                self.count(Counter::EntriesSynced);
+                return self.drop_entry(place, debt);
+            }
         };
         let is_within = |value| install::leaf_is_within(role, role.rights().and(leaf.rights), leaf.is_dirty, value);
         if is_within(value) {
             return;
         }
+        self.count(Counter::EntriesSynced);
         if is_within(value & !WRITABLE) {
             self.narrow_leaf(place, gfn, debt);
         } else {
@@ -263,7 +267,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                         let (gpa, size_bytes) = page.guest_entry(index);
                         let entry = self.read_guest(gpa, size_bytes).unwrap_or(0);
                         self.compare_entry(mode, reference.number, index, entry, debt);
-                        self.count(Counter::EntriesSynced);
+                        self.count(Counter::EntriesCompared);
                     }
                     return;
                 }
