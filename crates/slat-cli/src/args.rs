@@ -13,6 +13,7 @@ use crate::aging::AgingArgs;
 use crate::cr3::Cr3Args;
 use crate::demand_paging::DemandPagingArgs;
 use crate::demand_paging::resolver::ResolverArgs;
+use crate::failure::Failure;
 use crate::get_dirty_log::GetDirtyLogArgs;
 use crate::memslots::MemslotsArgs;
 use crate::split::SplitArgs;
@@ -116,7 +117,7 @@ pub(crate) struct DirtyLogArgs {
     /// Format of the second-stage tables.
     #[arg(long, value_enum, default_value_t = FormatArg::Npt)]
     pub(crate) format: FormatArg,
-    /// Whether the guest translates its own addresses too.
+    /// Whether the guest translates its own addresses too, and whether there is a second stage for what comes of that.
     #[arg(long, value_enum, default_value_t = PagingArg::Flat)]
     pub(crate) paging: PagingArg,
     /// Runs of which the mean is taken.
@@ -377,10 +378,13 @@ impl FormatArg {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum PagingArg {
     /// Guest addresses are guest-physical.
+    #[value(alias = "second-stage")]
     Flat,
     /// The guest has 4-level tables of its own.
     #[value(name = "2d")]
     TwoDimensional,
+    /// It has, one address space for all vCPUs, and the CPUs no second stage: they walk shadow tables.
+    Shadow,
 }
 
 impl PagingArg {
@@ -389,7 +393,19 @@ impl PagingArg {
         match self {
             PagingArg::Flat => "flat",
             PagingArg::TwoDimensional => "2d",
+            PagingArg::Shadow => "shadow",
         }
+    }
+}
+
+/// Whether tables of `format` can stand behind shadow tables.
+pub(crate) fn check_shadow_format(format: FormatArg) -> Result<(), Failure> {
+    match format {
+        FormatArg::Npt => Ok(()),
+        format => Err(Failure::Usage(format!(
+            "--paging shadow needs --format npt: there are no shadow tables with {} tables",
+            format.name()
+        ))),
     }
 }
 

@@ -29,7 +29,7 @@ use slat::PAGE_SHIFT;
 use slat_machine::memory::{Backing, BackingKind};
 use slat_machine::walk::HardwareFormat;
 
-use crate::args::{FormatArg, positive, size_bytes, with_format};
+use crate::args::{FormatArg, check_shadow_format, positive, size_bytes, with_format};
 use crate::failure::Failure;
 use crate::results::{self, ResultsFile};
 use kvm::{Facts, KvmPeer};
@@ -87,6 +87,9 @@ pub(crate) struct GetDirtyLogArgs {
     /// (`stage2`, `gstage`) `slat` is the same as `slat-leaf`.
     #[arg(long, value_enum, default_value_t = FormatArg::Npt)]
     pub(crate) format: FormatArg,
+    /// Whether the engine's CPU has a second stage. Its peers' always has, the real KVM's as this machine has.
+    #[arg(long, value_enum, default_value_t = PagingArg::SecondStage)]
+    pub(crate) paging: PagingArg,
     /// Seed of the random choices.
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
@@ -149,6 +152,24 @@ pub(crate) enum PeerArg {
     None,
 }
 
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum PagingArg {
+    /// It walks the tables of the engine's second stage.
+    SecondStage,
+    /// It has none, and walks shadow tables: a reverse map leads from the dirty pages to their leaves.
+    Shadow,
+}
+
+impl PagingArg {
+    /// The name in options and results.
+    fn name(self) -> &'static str {
+        match self {
+            PagingArg::SecondStage => "second-stage",
+            PagingArg::Shadow => "shadow",
+        }
+    }
+}
+
 /// A way to take a dirty log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum Method {
@@ -209,7 +230,10 @@ pub(crate) fn run(args: &GetDirtyLogArgs) -> Result<(), Failure> {
     let file = args.json.as_deref().map(ResultsFile::open).transpose()?;
     if args.workload == Workload::Migration {
         let memory = subject::memory(args.backing, args.slot_bytes())?;
-        let migrations = with_format!(args.format, F => migration::measure::<F>(args, &methods, &memory))?;
+        let migrations = with_format!(args.format, F => match args.paging {
+            PagingArg::SecondStage => migration::measure(args, &methods, &memory, Slat::<F, _>::new),
+            PagingArg::Shadow => migration::measure(args, &methods, &memory, Slat::<F, _>::shadow),
+        })?;
         return results::deliver(
             file,
             || report::migration_results(args, &migrations),
@@ -232,6 +256,9 @@ pub(crate) fn run(args: &GetDirtyLogArgs) -> Result<(), Failure> {
 /// The methods to measure, without KVM.
 fn check_usage(args: &GetDirtyLogArgs) -> Result<Vec<Method>, Failure> {
     let usage = |what: String| Err(Failure::Usage(what));
+    if args.paging == PagingArg::Shadow {
+        check_shadow_format(args.format)?;
+    }
     if args.workload != Workload::Table && (args.pages.is_some() || args.pattern.is_some()) {
         return usage("--pages and --pattern are for the table".to_owned());
     }
@@ -271,7 +298,10 @@ fn subjects<F: HardwareFormat>(
     let mut notes = Notes { kvm: None, missing: Vec::new() };
     for &method in methods {
         let subject: Box<dyn Subject> = match method {
-            Method::Slat | Method::SlatLeaf => Box::new(Slat::<F>::new(method, memory)?),
+            Method::Slat | Method::SlatLeaf => match args.paging {
+                PagingArg::SecondStage => Box::new(Slat::<F, _>::new(method, memory)?),
+                PagingArg::Shadow => Box::new(Slat::<F, _>::shadow(method, memory)?),
+            },
             Method::Xchg16 if !peer::has_exchange16() => {
                 notes.missing.push("xchg16 is not measured: the CPUs have no exchange of 16 bytes.".to_owned());
                 continue;

@@ -16,15 +16,18 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
-use slat::{Config, Level, ManualProtect, MemoryRegionFlags, NodeId, PageSize, Stats};
+use slat::{Config, Level, ManualProtect, MemoryRegionFlags, NodeId, PAGE_SHIFT, PageSize, Stats};
 use slat_machine::commit::FlushMethod;
 use slat_machine::cpu::Paging;
 use slat_machine::guest::{Order, Program, Sharing};
-use slat_machine::machine::{Machine, MachineConfig, MachineError, Pins};
+use slat_machine::machine::{Machine, MachineConfig, MachineError, Pins, shadow_paging};
 use slat_machine::numa::{FirstTouch, MemoryPolicy, WalkReads};
 use slat_machine::walk::HardwareFormat;
 
-use crate::args::{DirtyLogArgs, DirtyTrackingArg, FormatArg, HugePagesArg, PagingArg, dirty_tracking, with_format};
+use crate::args::{
+    DirtyLogArgs, DirtyTrackingArg, FormatArg, HugePagesArg, PagingArg, check_shadow_format, dirty_tracking,
+    with_format,
+};
 use crate::failure::Failure;
 use logs::{Form, Logs};
 use oracle::{Again, Besides};
@@ -49,6 +52,8 @@ pub(crate) struct Run {
     pub(crate) stats_before_disabling: Stats,
     /// And after it.
     pub(crate) stats: Stats,
+    /// Shadow tables then.
+    pub(crate) nr_shadow_tables: u64,
     /// What walks read in the rounds of dirtying.
     pub(crate) dirty_reads: WalkReads,
     /// Tables after the last of them.
@@ -110,6 +115,16 @@ pub(crate) fn measure(
 
 /// The machine that the options name.
 pub(crate) fn machine_config(args: &DirtyLogArgs) -> Result<MachineConfig, Failure> {
+    if args.paging == PagingArg::Shadow {
+        check_shadow_format(args.format)?;
+        if let DirtyTrackingArg::DirtyBit | DirtyTrackingArg::Pml = args.tracking {
+            return Err(Failure::Usage(format!(
+                "--paging shadow needs --tracking write-protect or ring: without a second stage nothing sets its dirty bits, \
+                 for {}",
+                args.tracking.name()
+            )));
+        }
+    }
     if args.tracking == DirtyTrackingArg::Pml && args.format != FormatArg::Ept {
         return Err(Failure::Usage(format!(
             "--tracking pml needs --format ept: there is no page-modification logging with {} tables",
@@ -131,20 +146,26 @@ pub(crate) fn machine_config(args: &DirtyLogArgs) -> Result<MachineConfig, Failu
     };
     let nr_slots =
         u32::try_from(args.slots).map_err(|_| Failure::Usage(format!("{} slots are too many", args.slots)))?;
+    let engine = Config::default()
+        .with_dirty_tracking(dirty_tracking(args.tracking, args.protection))
+        .with_manual_protect(manual_protect(args))
+        .with_huge_page_logging(args.huge_pages.logging())
+        .with_huge_page_splitting(args.split.splitting());
+    // What is too much memory is found by the machine.
+    let nr_pages = args.bytes.saturating_mul(args.vcpus as u64) >> PAGE_SHIFT;
     Ok(MachineConfig {
         nr_vcpus: args.vcpus,
         bytes_per_vcpu: args.bytes,
         nr_slots,
         backing: args.backing,
-        engine: Config::default()
-            .with_dirty_tracking(dirty_tracking(args.tracking, args.protection))
-            .with_manual_protect(manual_protect(args))
-            .with_huge_page_logging(args.huge_pages.logging())
-            .with_huge_page_splitting(args.split.splitting()),
+        engine: match args.paging {
+            PagingArg::Flat | PagingArg::TwoDimensional => engine,
+            PagingArg::Shadow => engine.with_paging(slat::Paging::Shadow(shadow_paging(nr_pages))),
+        },
         dirty_ring_entries: (args.tracking == DirtyTrackingArg::Ring).then_some(args.ring_entries),
         paging: match args.paging {
             PagingArg::Flat => Paging::Off,
-            PagingArg::TwoDimensional => Paging::TwoDimensional,
+            PagingArg::TwoDimensional | PagingArg::Shadow => Paging::TwoDimensional,
         },
         pins,
         ..MachineConfig::default()
@@ -264,6 +285,7 @@ fn run_on<F: HardwareFormat>(args: &DirtyLogArgs, config: &MachineConfig, roles:
         disable,
         stats_before_disabling,
         stats,
+        nr_shadow_tables: machine.vm().nr_shadow_pages(),
         dirty_reads,
         tables_by_node,
         nr_verified,

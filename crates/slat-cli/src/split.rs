@@ -20,7 +20,7 @@ use slat::{NodeId, TablePlacement};
 use slat_machine::machine::{MachineConfig, MachineError};
 use slat_machine::numa::{FirstTouch, MemoryPolicy, NodeMap, Nodes, Pinning};
 
-use crate::args::{DirtyLogArgs, SplitWhen, positive};
+use crate::args::{DirtyLogArgs, PagingArg, SplitWhen, positive};
 use crate::failure::{Failure, check_failed};
 use crate::phases::{self, Column, Roles, Run};
 use crate::results::{self, ResultsFile};
@@ -277,6 +277,11 @@ pub(crate) fn run(args: &SplitArgs) -> Result<(), Failure> {
     }
     if args.threads > MAX_THREADS {
         return Err(Failure::Usage(format!("{} threads are more than {MAX_THREADS}", args.threads)));
+    }
+    if args.log.paging == PagingArg::Shadow {
+        return Err(Failure::Usage(
+            "--paging shadow is for dirty-log: what walks of shadow tables read is not counted".into(),
+        ));
     }
     let layout = Layout::new(args)?;
     let mut config = phases::machine_config(&args.log)?;

@@ -34,6 +34,10 @@ fn bad_usage_exits_with_2() {
         ("dirty-log --lock some", "exclusive"),
         ("dirty-log --format pae", "npt"),
         ("dirty-log --paging 3d", "2d"),
+        ("dirty-log --paging shadow --format ept", "--paging shadow needs --format npt"),
+        ("dirty-log --paging shadow --tracking dirty-bit", "--paging shadow needs --tracking write-protect or ring"),
+        ("dirty-log --paging shadow --tracking pml", "nothing sets its dirty bits, for pml"),
+        ("split --paging shadow --lock none", "--paging shadow is for dirty-log"),
         ("dirty-log --tracking magic", "write-protect, dirty-bit, pml, ring"),
         ("dirty-log --tracking pml", "--tracking pml needs --format ept"),
         ("dirty-log --tracking pml --format npt -g", "npt"),
@@ -203,6 +207,49 @@ fn the_oracle_holds_for_rings_and_full_rings_stop_only_until_they_are_reset() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn the_oracle_holds_for_shadow_tables() {
+    for args in [
+        "-v 1 -b 4M",
+        "-v 2 -b 4M -o --protection leaf-by-leaf",
+        "-v 4 -b 2M -o -g -w 50 -a -x 4",
+        "-v 2 -b 4M -s anonymous_thp -e -w 30",
+        "-v 2 -b 4M -s anonymous_thp --huge-pages mark-whole -o",
+        "-v 2 -b 2M --tracking ring --ring-entries 512 -e",
+        "-v 64 -b 256K -o --lock none",
+    ] {
+        let output = assert_ok(&format!("dirty-log -i 2 --runs 1 --check --paging shadow {args}"));
+        assert!(output.contains("every harvest agreed") && output.contains("paging: shadow"), "{args}:\n{output}");
+    }
+}
+
+#[test]
+fn json_has_the_figures_of_shadow_tables() {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("dirty_log_shadow.json");
+    let figures = |paging: &str| {
+        assert_ok(&format!("dirty-log -v 2 -b 4M --runs 1 --lock none --paging {paging} --json {}", path.display()));
+        let object: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+        object["results"].as_array().unwrap().clone()
+    };
+    let shadow = figures("shadow");
+    let figure = |name: &str| {
+        let found: Vec<&Value> = shadow.iter().filter(|figure| figure["name"] == name).collect();
+        assert_eq!(found.len(), 1, "{name}");
+        assert_eq!(found[0]["labels"]["paging"], "shadow");
+        found[0]["value"].as_f64().unwrap()
+    };
+    let nr_pages = 2048.0;
+    // When it is populated, and in each round but the first.
+    assert!(figure("page_faults") >= 2.0 * nr_pages);
+    assert!(figure("entries_synced") >= nr_pages && figure("shadow_leaves") >= nr_pages);
+    assert!(figure("shadow_tables") >= 4.0 + 3.0 && figure("shadow_evictions") == 0.0);
+    assert!(figure("dirty_memory") > 0.0);
+    for (option, name) in [("flat", "flat"), ("second-stage", "flat"), ("2d", "2d")] {
+        let figures = figures(option);
+        assert!(figures.iter().all(|figure| figure["labels"]["paging"] == name && figure["name"] != "shadow_leaves"));
     }
 }
 

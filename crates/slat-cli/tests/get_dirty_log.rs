@@ -58,6 +58,8 @@ fn bad_usage_exits_with_2() {
         ("--method kvm", "invalid value 'kvm'"),
         ("--peer maybe", "auto"),
         ("--rate 5", "--rate is for the migration"),
+        ("--paging 2d", "second-stage, shadow"),
+        ("--paging shadow --format stage2", "--paging shadow needs --format npt"),
         ("--workload film", "framebuffer"),
         ("--workload framebuffer -n 1", "--pages and --pattern are for the table"),
         ("--workload migration -p run", "--pages and --pattern are for the table"),
@@ -167,6 +169,28 @@ fn only_what_was_chosen_is_measured() {
     };
     assert_eq!(names("method"), ["xchg", "slat"]);
     assert_eq!((names("pattern"), names("pages")), (vec!["stride".to_owned()], vec!["7".to_owned()]));
+}
+
+#[test]
+fn the_engine_is_measured_on_shadow_tables_too() {
+    // Not a whole number of 2 MiB.
+    let args = "-b 4100K --runs 2 --paging shadow -p random,run";
+    let printed = assert_ok(&format!("get-dirty-log {args}"));
+    assert!(printed.contains("paging: shadow") && printed.contains(" slat-leaf |"), "{printed}");
+    let object = json("get_dirty_log_shadow.json", args);
+    assert_eq!(object["config"]["paging"], "shadow");
+    for method in ["slat", "slat-leaf"] {
+        for pages in ["1", "64", "1024"] {
+            let labels = [("method", method), ("paging", "shadow"), ("pages", pages), ("pattern", "random")];
+            assert!(figure(&object, "get_dirty_log", &labels).0 > 0.0, "{labels:?}");
+        }
+    }
+    for workload in
+        ["framebuffer -b 4M --runs 5", "migration -b 8M --runs 3 --rate 50000", "migration -b 8M --runs 3 --rate 0"]
+    {
+        let object = json("get_dirty_log_shadow_other.json", &format!("--workload {workload} --paging shadow"));
+        assert!(figure(&object, "get_dirty_log", &[("method", "slat"), ("paging", "shadow")]).0 > 0.0, "{workload}");
+    }
 }
 
 #[test]

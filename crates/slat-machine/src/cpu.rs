@@ -36,6 +36,7 @@ use crate::commit::{Generation, Port, Stale};
 use crate::modification_log::ModificationLog;
 use crate::numa::{WalkCounter, WalkReads};
 use crate::phys;
+use crate::shadow_cpu::ShadowCpuError;
 use crate::tlb::{Context, Geometry, Tlb};
 use crate::walk::guest::{self, GuestFault, GuestStop};
 use crate::walk::{CountReads, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Walker};
@@ -129,6 +130,9 @@ pub enum CpuError {
         /// Faults taken.
         nr_faults: u64,
     },
+    /// Something that only a CPU without a second stage can meet.
+    #[error(transparent)]
+    Shadow(ShadowCpuError),
     /// A value for CR3 with reserved bits (a general-protection fault).
     #[error("value {value:#x} for CR3 has reserved bits set")]
     BadCr3 {

@@ -6,17 +6,18 @@
 //! Where the host changes memory while the guest runs, each virtual CPU keeps a [`Ledger`] of its pages besides, and a
 //! wrong value of a page that is its own shows as [`GuestError::NotAsWritten`].
 
+mod cpu;
 mod ledger;
 
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use slat::{Gpa, Gva, PAGE_SHIFT, PAGE_SIZE};
+use slat::{Gpa, Gva, PAGE_SHIFT, PAGE_SIZE, PageSize};
 use thiserror::Error;
 
-use crate::cpu::{Cpu, CpuError, FaultHandler};
-use crate::walk::HardwareFormat;
-use crate::walk::guest::{PRESENT, WRITABLE};
+use crate::cpu::CpuError;
+use crate::walk::guest::{PAGE, PRESENT, WRITABLE};
 
+pub use cpu::GuestCpu;
 pub use ledger::{Ledger, touch as touch_changing};
 
 /// Guest-virtual address of the test region in a guest with paging on.
@@ -273,8 +274,8 @@ fn page_gva(region: Gva, page: u64) -> Gva {
 /// # Errors
 /// [`GuestError`]: the access failed or found a wrong value.
 #[inline]
-pub fn touch<V: FaultHandler, F: HardwareFormat>(
-    cpu: &mut Cpu<V, F>,
+pub fn touch<C: GuestCpu>(
+    cpu: &mut C,
     program: &Program,
     region: Gva,
     touch: Touch,
@@ -311,9 +312,17 @@ pub struct GuestTables {
     pub gpa: Gpa,
     /// Number of 4 KiB pages to be mapped.
     pub nr_pages: u64,
+    /// Size of the pages that map them, to multiples of which both addresses are aligned. With large ones a little more may be
+    /// mapped.
+    pub page_size: PageSize,
 }
 
 impl GuestTables {
+    /// Level of the tables that map pages.
+    fn lowest(&self) -> u32 {
+        u32::from(self.page_size.level().0)
+    }
+
     /// First and number of tables of `level` (1 to 4), counted as if tables covered all addresses.
     fn tables(&self, level: u32) -> (u64, u64) {
         let shift = PAGE_SHIFT + 9 * level;
@@ -324,7 +333,7 @@ impl GuestTables {
 
     /// Bytes of memory that the tables take.
     pub fn needed_bytes(&self) -> u64 {
-        (1..=4).map(|level| self.tables(level).1).sum::<u64>() << PAGE_SHIFT
+        (self.lowest()..=4).map(|level| self.tables(level).1).sum::<u64>() << PAGE_SHIFT
     }
 
     /// Address of the first table of `level`: the root comes first, the lowest level last.
@@ -336,32 +345,32 @@ impl GuestTables {
     ///
     /// # Errors
     /// [`GuestError::TablesTooBig`], or an access that failed.
-    pub fn build<V: FaultHandler, F: HardwareFormat>(&self, cpu: &mut Cpu<V, F>) -> Result<u64, GuestError> {
+    pub fn build<C: GuestCpu>(&self, cpu: &mut C) -> Result<u64, GuestError> {
         let needed_bytes = self.needed_bytes();
         if needed_bytes > self.memory_bytes {
             return Err(GuestError::TablesTooBig { needed_bytes, size_bytes: self.memory_bytes });
         }
-        let mut set = |level: u32, gva: u64, target: u64| {
+        let mut set = |level: u32, gva: u64, entry: u64| {
             let (first, _) = self.tables(level);
             let table = (gva >> (PAGE_SHIFT + 9 * level)) - first;
             let index = gva >> (PAGE_SHIFT + 9 * (level - 1)) & 0x1ff;
             let at = Gva(self.base(level) + table * PAGE_SIZE + index * 8);
-            cpu.write(at, target | PRESENT | WRITABLE).map_err(|error| GuestError::Access {
+            cpu.write(at, entry | PRESENT | WRITABLE).map_err(|error| GuestError::Access {
                 gva: at,
                 action: Action::Write,
                 error,
             })
         };
-        for level in 2..=4 {
+        for level in self.lowest() + 1..=4 {
             let (first, count) = self.tables(level - 1);
             for child in 0..count {
                 let gva = (first + child) << (PAGE_SHIFT + 9 * (level - 1));
                 set(level, gva, self.base(level - 1) + child * PAGE_SIZE)?;
             }
         }
-        for page in 0..self.nr_pages {
-            let offset = page << PAGE_SHIFT;
-            set(1, self.gva.0 + offset, self.gpa.0 + offset)?;
+        let large = if self.page_size == PageSize::Size4K { 0 } else { PAGE };
+        for offset in (0..self.nr_pages << PAGE_SHIFT).step_by(self.page_size.size_bytes() as usize) {
+            set(self.lowest(), self.gva.0 + offset, (self.gpa.0 + offset) | large)?;
         }
         Ok(self.base(4))
     }
@@ -427,13 +436,17 @@ mod tests {
 
     #[test]
     fn guest_tables_know_their_size() {
-        let tables = GuestTables { memory: Gpa(0), memory_bytes: 0, gva: REGION_GVA, gpa: Gpa(0), nr_pages: 512 };
+        let page_size = PageSize::Size4K;
+        let (gva, gpa) = (REGION_GVA, Gpa(0));
+        let tables = GuestTables { memory: gpa, memory_bytes: 0, gva, gpa, nr_pages: 512, page_size };
         assert_eq!(tables.needed_bytes(), 4 * PAGE_SIZE);
         let tables = GuestTables { nr_pages: 513, ..tables };
         assert_eq!(tables.needed_bytes(), 5 * PAGE_SIZE);
         // 1 GiB and a page: another table of levels 2 and 1.
         let tables = GuestTables { nr_pages: (1 << 18) + 1, ..tables };
         assert_eq!(tables.needed_bytes(), (1 + 1 + 2 + 513) * PAGE_SIZE);
+        let large = GuestTables { page_size: PageSize::Size2M, ..tables };
+        assert_eq!(large.needed_bytes(), (1 + 1 + 2) * PAGE_SIZE);
         let tables = GuestTables { nr_pages: 0, ..tables };
         assert_eq!(tables.needed_bytes(), 4 * PAGE_SIZE);
     }

@@ -2,7 +2,7 @@
 //!
 //! Its shape is that of KVM's memory stress selftests: a test region of `nr_vcpus * bytes_per_vcpu`, split evenly into
 //! `nr_slots` slots with numbers from 1 on, of which each virtual CPU owns an equal part; and, if the guest has paging
-//! on, its page tables in one more slot. All threads are started before anything is measured, and sleep between runs.
+//! on, its page tables in one more slot: one address space for all virtual CPUs. All threads are started before anything is measured, and sleep between runs.
 //!
 //! # The protocol of a run
 //! [`Machine::run`] posts a [`Program`] to all threads and returns when the last has done its pass.
@@ -21,8 +21,11 @@ mod events_tests;
 mod nodes;
 #[cfg(test)]
 mod nodes_tests;
+mod parts;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_shadow;
 mod worker;
 
 use std::fmt;
@@ -31,20 +34,23 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crossbeam_utils::CachePadded;
-use slat::{DirtyTracking, Gpa, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, Vcpu, Vm};
+use slat::{Gpa, Gva, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, Vcpu, Vm};
 use thiserror::Error;
 
 pub use config::{ConfigError, HostEvents, MAX_VCPUS, MachineConfig, Pins};
 use crew::{Busy, Crew, Finished, Work};
 use nodes::Seats;
-use worker::{Answer, Job, Parts, Repeat, Signals, Worker};
+pub use parts::shadow_paging;
+use parts::{add_tables_slot, new_cpu, new_shadow_cpu};
+pub(crate) use parts::{enough_tables, overhead_bytes};
+use worker::{Answer, Job, Parts, Repeat, Seat, Signals, Worker};
 
-use crate::commit::{FlushDomain, FlushMethod, NotRestartable, Port};
-use crate::cpu::{Counters, Cpu, Paging};
-use crate::guest::{self, GuestError, GuestTables, Ledger, Program, ProgramError, ROUND_END};
+use crate::commit::{FlushDomain, FlushMethod, NotRestartable};
+use crate::cpu::Counters;
+use crate::guest::{GuestCpu, GuestError, GuestTables, Ledger, Program, ProgramError, ROUND_END};
 use crate::host::{BackingSlice, HostError, MachineHost};
-use crate::memory::{Backing, BackingKind, MemoryError, Reserved};
-use crate::numa::{NodeMap, NumaError, ReadCounts};
+use crate::memory::{Backing, MemoryError, Reserved};
+use crate::numa::{NodeMap, NumaError};
 use crate::topology::{self, PinError};
 use crate::walk::HardwareFormat;
 
@@ -229,14 +235,14 @@ impl<F: HardwareFormat> Machine<F> {
             Some(method) => FlushDomain::with_method(method)?,
             None => FlushDomain::new(),
         });
-        let max_tables = config.max_tables.unwrap_or_else(|| enough_tables(config.nr_vcpus, layout.nr_pages));
+        let max_tables = config.max_tables.unwrap_or_else(|| parts::most_tables(config, layout.nr_pages));
         let host = MachineHost::with_nodes(Arc::clone(&flush_domain), max_tables, Arc::clone(seats.nodes()))?;
         let vm = Arc::new(Vm::new(host, config.engine)?);
         if let Some(nr_entries) = config.dirty_ring_entries {
             vm.enable_dirty_ring(nr_entries)?;
         }
 
-        let overhead = Reserved::new(overhead_bytes(config.nr_vcpus, layout.nr_pages))?;
+        let overhead = Reserved::new(parts::all_overhead_bytes(config, layout.nr_pages))?;
         let size_bytes = layout.nr_pages << PAGE_SHIFT;
         let region = match config.host_events {
             HostEvents::None => Backing::new(config.backing, size_bytes)?,
@@ -266,12 +272,11 @@ impl<F: HardwareFormat> Machine<F> {
             slots.push(slot);
         }
 
-        let (tables, tables_memory) = match config.paging {
-            Paging::Off => (None, None),
-            Paging::TwoDimensional => {
-                let (tables, memory) = add_tables_slot(&vm, config.nr_slots + 1, layout.nr_pages)?;
-                (Some(tables), Some(memory))
-            }
+        let (tables, tables_memory) = if config.has_guest_tables() {
+            let (tables, memory) = add_tables_slot(&vm, config, layout.nr_pages)?;
+            (Some(tables), Some(memory))
+        } else {
+            (None, None)
         };
         vm.host().set_memory_spans(seats.place(&region, tables_memory.as_ref())?);
 
@@ -282,20 +287,12 @@ impl<F: HardwareFormat> Machine<F> {
         });
         let mut works: Vec<Work<Job, Result<Answer, GuestError>>> = Vec::with_capacity(config.nr_vcpus);
         for index in 0..config.nr_vcpus {
-            let cpu = new_cpu(&vm, config, seats.counts(index))?;
-            let mut worker = Worker::<F> {
-                cpu,
-                index: index as u64,
-                nr_vcpus: config.nr_vcpus as u64,
-                pages_per_vcpu: layout.pages_per_vcpu,
-                seat: Some(seats.of(index, config)),
-                signals: Arc::clone(&signals),
-                ledger: region.pages().map(|pages| {
-                    let first_page = index as u64 * layout.pages_per_vcpu;
-                    (Ledger::new(first_page, layout.pages_per_vcpu), Arc::clone(pages))
-                }),
-            };
-            works.push(Box::new(move |job| worker.work(job)));
+            let seat = seats.of(index, config);
+            works.push(if config.is_shadow() {
+                work(new_shadow_cpu(&vm, config)?, index, seat, config, &region, &signals)
+            } else {
+                work(new_cpu(&vm, config, seats.counts(index))?, index, seat, config, &region, &signals)
+            });
         }
         let crew = Crew::start(works).map_err(|(vcpu, source)| MachineError::Thread { vcpu, source })?;
         let machine = Machine {
@@ -327,8 +324,8 @@ impl<F: HardwareFormat> Machine<F> {
         }
         if let Some(tables) = tables {
             for answer in self.do_job(Job::BuildTables(tables))?.0 {
-                if let Answer::Cr3(cr3) = answer {
-                    self.do_job(Job::TurnPagingOn { cr3 })?;
+                if let Answer::Root(root) = answer {
+                    self.do_job(Job::TurnPagingOn { root })?;
                 }
             }
         }
@@ -446,54 +443,30 @@ impl Progress {
     }
 }
 
-/// Tables that a machine may have at a time: twice what maps its memory by 4 KiB, for those whose freeing is put off, and
-/// some to spare. It only costs address space.
-pub(crate) fn enough_tables(nr_vcpus: usize, nr_pages: u64) -> u64 {
-    const TO_SPARE: u64 = 1 << 16;
-    2 * (nr_pages >> 9) + 8 * nr_vcpus as u64 + TO_SPARE
-}
-
-/// Memory beside the guest's, rounded up: a thread's stack, TLB and record (about 75 KiB), page tables (0.2% of what
-/// they map by 4 KiB), bitmaps and a checker's copy of the pages (0.5%), the program itself.
-pub(crate) fn overhead_bytes(nr_vcpus: usize, nr_pages: u64) -> u64 {
-    (8 << 20) + nr_vcpus as u64 * (128 << 10) + (nr_pages << PAGE_SHIFT) / 128
-}
-
-/// A CPU with the guest's paging off, whose walks are counted in `counts` if there are several nodes.
-fn new_cpu<F: HardwareFormat>(
-    vm: &Arc<Vm<MachineHost, F>>,
+/// What the thread of virtual CPU `index` does, on `cpu`.
+fn work<F: HardwareFormat, C: GuestCpu<Handler = Vcpu<MachineHost, F>> + Send + 'static>(
+    cpu: C,
+    index: usize,
+    seat: Seat,
     config: &MachineConfig,
-    counts: &Arc<ReadCounts>,
-) -> Result<Cpu<Vcpu<MachineHost, F>, F>, MachineError> {
-    let host = vm.host();
-    let cpu = Cpu::new(vm.create_vcpu()?, Port::new(host.flush_domain()), 1, vm.root(), config.tlb);
-    let cpu = match config.engine.dirty_tracking {
-        DirtyTracking::PageModificationLog => cpu.with_modification_log(host.modification_logs().add()),
-        DirtyTracking::WriteProtect(_) | DirtyTracking::DirtyBit => cpu,
+    region: &Backing,
+    signals: &Arc<Signals>,
+) -> Work<Job, Result<Answer, GuestError>> {
+    let pages_per_vcpu = config.bytes_per_vcpu >> PAGE_SHIFT;
+    let mut worker = Worker {
+        cpu,
+        region: Gva(REGION_GPA.0),
+        index: index as u64,
+        nr_vcpus: config.nr_vcpus as u64,
+        pages_per_vcpu,
+        seat: Some(seat),
+        signals: Arc::clone(signals),
+        ledger: region.pages().map(|pages| {
+            let first_page = index as u64 * pages_per_vcpu;
+            (Ledger::new(first_page, pages_per_vcpu), Arc::clone(pages))
+        }),
     };
-    cpu.exit_guest_mode();
-    Ok(cpu.with_walk_counter(host.walk_counter(counts)))
-}
-
-/// Adds the slot for the guest's tables, which map the whole region; says where they go, and in which memory.
-fn add_tables_slot<F: HardwareFormat>(
-    vm: &Vm<MachineHost, F>,
-    slot: u32,
-    nr_pages: u64,
-) -> Result<(GuestTables, Backing), MachineError> {
-    let mut tables =
-        GuestTables { memory: TABLES_GPA, memory_bytes: 0, gva: guest::REGION_GVA, gpa: REGION_GPA, nr_pages };
-    tables.memory_bytes = tables.needed_bytes().next_multiple_of(PAGE_SIZE);
-    let backing = Backing::new(BackingKind::Anonymous, tables.memory_bytes)?;
-    vm.set_user_memory_region(MemoryRegion {
-        slot,
-        flags: MemoryRegionFlags::empty(),
-        guest_phys_addr: TABLES_GPA,
-        memory_size: tables.memory_bytes,
-        backing: Some(BackingSlice { backing: backing.clone(), offset_bytes: 0 }),
-        userfault_bitmap: None,
-    })?;
-    Ok((tables, backing))
+    Box::new(move |job| worker.work(job))
 }
 
 /// All answers, or the first failure. A virtual CPU's own error goes before a panic, which may be its consequence.
@@ -518,7 +491,7 @@ fn report(finished: Finished<Result<Answer, GuestError>>) -> Result<RunReport, M
         .into_iter()
         .map(|answer| match answer {
             Answer::Ran(report) => report,
-            Answer::Done | Answer::Pinned(_) | Answer::Cr3(_) => VcpuReport::default(),
+            Answer::Done | Answer::Pinned(_) | Answer::Root(_) => VcpuReport::default(),
         })
         .collect();
     Ok(RunReport { wall, vcpus })

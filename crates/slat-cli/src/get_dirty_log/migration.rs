@@ -12,11 +12,12 @@ use std::time::{Duration, Instant};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use slat_machine::clock::timestamp_ns;
+use slat_machine::guest::GuestCpu;
 use slat_machine::memory::Backing;
 use slat_machine::walk::HardwareFormat;
 
 use super::pattern::{check_log, nr_words};
-use super::subject::{Slat, SlatCpu, Subject, get_dirty_log, write_page};
+use super::subject::{Slat, Subject, get_dirty_log, write_page};
 use super::{GetDirtyLogArgs, Method, progress};
 use crate::failure::{Failure, check_failed};
 use crate::results::Samples;
@@ -84,18 +85,19 @@ struct Guest {
     fault_ns: Vec<f64>,
 }
 
-/// Measures `methods` in turns.
-pub(super) fn measure<F: HardwareFormat>(
+/// Measures `methods` in turns, each on the engine that `new` makes for it.
+pub(super) fn measure<F: HardwareFormat, C: GuestCpu + Send>(
     args: &GetDirtyLogArgs,
     methods: &[Method],
     memory: &Backing,
+    new: impl Fn(Method, &Backing) -> Result<Slat<F, C>, Failure>,
 ) -> Result<Vec<Migration>, Failure> {
     let nr_pages = args.nr_pages();
     let all: Vec<u32> = (0..nr_pages).collect();
     let mut log = vec![0; nr_words(nr_pages)];
     let mut subjects = Vec::new();
     for &method in methods {
-        let mut slat = Slat::<F>::new(method, memory)?;
+        let mut slat = new(method, memory)?;
         slat.write(&all, 0)?;
         slat.get_dirty_log(&mut log)?;
         subjects.push((slat, Migration::new(method)));
@@ -134,7 +136,11 @@ struct Turn<'a> {
 
 impl Turn<'_> {
     /// Runs the guest, and harvests. Returns how many values it wrote.
-    fn run<F: HardwareFormat>(&mut self, slat: &mut Slat<F>, migration: &mut Migration) -> Result<u64, Failure> {
+    fn run<F: HardwareFormat, C: GuestCpu + Send>(
+        &mut self,
+        slat: &mut Slat<F, C>,
+        migration: &mut Migration,
+    ) -> Result<u64, Failure> {
         let method = migration.method;
         let (vm, cpu) = slat.parts();
         let (stats_before, counters_before) = (vm.stats(), cpu.counters());
@@ -207,8 +213,8 @@ impl Turn<'_> {
 }
 
 /// Writes pages at random until it is over.
-fn run_guest<F: HardwareFormat>(
-    cpu: &mut SlatCpu<F>,
+fn run_guest<C: GuestCpu>(
+    cpu: &mut C,
     nr_pages: u32,
     rate: u32,
     mut rng: SmallRng,

@@ -50,9 +50,10 @@ const VIEWS: [View; 4] = [
 pub(super) fn print(out: &mut impl Write, args: &GetDirtyLogArgs, notes: &Notes, cells: &[Cell]) -> io::Result<()> {
     writeln!(
         out,
-        "Taking the dirty log of one slot of {} pages, memory: {}, tables: {}; the guest has stopped at each call.",
+        "Taking the dirty log of one slot of {} pages, memory: {}, paging: {}, tables: {}; the guest has stopped at each call.",
         args.nr_pages(),
         args.backing,
+        args.paging.name(),
         args.format.name()
     )?;
     if args.workload == Workload::Table {
@@ -133,12 +134,21 @@ fn print_framebuffer(out: &mut impl Write, cells: &[Cell]) -> io::Result<()> {
     Ok(())
 }
 
+/// The labels that all figures have.
+fn labels(args: &GetDirtyLogArgs, method: Method) -> BTreeMap<&'static str, Value> {
+    let mut labels = BTreeMap::from([("method", Value::from(method.name()))]);
+    if method.is_engine() {
+        labels.insert("paging", args.paging.name().into());
+    }
+    labels
+}
+
 /// The object of `--json`.
 pub(super) fn results(args: &GetDirtyLogArgs, notes: &Notes, cells: &[Cell]) -> Results {
     let mut results = Vec::new();
     for cell in cells {
         for series in &cell.series {
-            let mut labels = BTreeMap::from([("method", Value::from(series.method.name()))]);
+            let mut labels = labels(args, series.method);
             match cell.pattern {
                 Some(pattern) => {
                     labels.insert("pages", Value::from(cell.nr_dirty as u64));
@@ -188,6 +198,7 @@ fn object(args: &GetDirtyLogArgs, host: Value, results: Vec<Figure>) -> Results 
             "rate": (args.workload == Workload::Migration).then(|| args.guest_rate()),
             "backing": args.backing.to_string(),
             "format": args.format.name(),
+            "paging": args.paging.name(),
             "seed": args.seed,
         }),
         host,
@@ -278,9 +289,10 @@ pub(super) fn print_migration(out: &mut impl Write, args: &GetDirtyLogArgs, all:
     };
     writeln!(
         out,
-        "Migration of one slot of {} pages, memory: {}, tables: {}; the guest writes {rate}, at random, on a thread of its own.",
+        "Migration of one slot of {} pages, memory: {}, paging: {}, tables: {}; the guest writes {rate}, at random, on a thread of its own.",
         args.nr_pages(),
         args.backing,
+        args.paging.name(),
         args.format.name()
     )?;
     let nr_harvests = all.first().map_or(0, |run| run.harvest_ns.len());
@@ -304,7 +316,8 @@ pub(super) fn print_migration(out: &mut impl Write, args: &GetDirtyLogArgs, all:
 pub(super) fn migration_results(args: &GetDirtyLogArgs, all: &[Migration]) -> Results {
     let mut results = Vec::new();
     for run in all {
-        let labels = BTreeMap::from([("method", Value::from(run.method.name())), ("workload", "migration".into())]);
+        let mut labels = labels(args, run.method);
+        labels.insert("workload", "migration".into());
         for line in &LINES {
             let value = (line.value)(run);
             results.push(Figure { name: line.name.to_owned(), value, unit: line.unit, labels: labels.clone() });

@@ -1,17 +1,23 @@
 //! Who has a slot with a dirty log, and a guest that writes it.
 //!
 //! The guests of the engine and of its peers are the same software CPU, which walks tables of the same format over the
-//! same memory; only who answers its faults, and who takes the log, differs. All memory was touched before: no write
-//! waits for the kernel.
+//! same memory; only who answers its faults, and who takes the log, differs. With `--paging shadow` the engine's is a CPU
+//! without a second stage, whose tables the engine finds by a reverse map. All memory was touched before: no write waits for
+//! the kernel.
 
 use std::sync::Arc;
 
-use slat::{Config, DirtyTracking, Gpa, Gva, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, Vcpu, Vm, WriteProtection};
+use slat::{
+    Config, DirtyTracking, Gpa, Gva, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, PageSize, Paging, Vcpu, Vm,
+    WriteProtection,
+};
 use slat_machine::commit::{FlushDomain, FlushMethod, Port};
-use slat_machine::cpu::{Cpu, FaultHandler};
+use slat_machine::cpu::Cpu;
+use slat_machine::guest::{GuestCpu, GuestError, GuestTables};
 use slat_machine::host::{BackingSlice, MachineHost};
-use slat_machine::machine::MachineError;
+use slat_machine::machine::{MachineError, TABLES_GPA, shadow_paging};
 use slat_machine::memory::{Backing, BackingKind};
+use slat_machine::shadow_cpu::ShadowCpu;
 use slat_machine::tlb::Geometry;
 use slat_machine::walk::HardwareFormat;
 
@@ -22,6 +28,8 @@ use crate::failure::{Failure, check_failed};
 const SLOT_GPA: Gpa = Gpa(4 << 30);
 /// Its number.
 const SLOT: u32 = 0;
+/// The slot of the tables of a guest without a second stage.
+const TABLES_SLOT: u32 = 1;
 
 /// A slot with a dirty log, and a guest that writes it. Guest and log are used in turn, by one thread.
 pub(super) trait Subject {
@@ -53,59 +61,93 @@ pub(super) fn page(gpa: Gpa) -> u32 {
 
 /// Writes `value` to `page` as the guest.
 #[inline]
-pub(super) fn write_page<V: FaultHandler, F: HardwareFormat>(
-    cpu: &mut Cpu<V, F>,
-    page: u32,
-    value: u64,
-) -> Result<(), Failure> {
+pub(super) fn write_page<C: GuestCpu>(cpu: &mut C, page: u32, value: u64) -> Result<(), Failure> {
     cpu.write(Gva(gpa(page).0), value)
         .map_err(|error| check_failed(format_args!("the guest wrote page {page}: {error}")))
 }
 
 /// Writes `value` to `pages` as the guest, which is back in its VMM afterwards, as a real vCPU would be.
-pub(super) fn write_pages<V: FaultHandler, F: HardwareFormat>(
-    cpu: &mut Cpu<V, F>,
-    pages: &[u32],
-    value: u64,
-) -> Result<(), Failure> {
+pub(super) fn write_pages<C: GuestCpu>(cpu: &mut C, pages: &[u32], value: u64) -> Result<(), Failure> {
     let written = pages.iter().try_for_each(|&page| write_page(cpu, page, value));
     cpu.exit_guest_mode();
     written
 }
 
-/// A vCPU of the engine.
-pub(super) type SlatCpu<F> = Cpu<Vcpu<MachineHost, F>, F>;
-
-/// The engine: a VM with a slot that logs.
-pub(super) struct Slat<F: HardwareFormat> {
+/// The engine: a VM with a slot that logs, and its vCPU.
+pub(super) struct Slat<F: HardwareFormat, C> {
     vm: Arc<Vm<MachineHost, F>>,
-    cpu: SlatCpu<F>,
+    cpu: C,
 }
 
-impl<F: HardwareFormat> Slat<F> {
+impl<F: HardwareFormat> Slat<F, Cpu<Vcpu<MachineHost, F>, F>> {
     /// The engine as `method` has it: [`Method::Slat`] or [`Method::SlatLeaf`].
-    pub(super) fn new(method: Method, memory: &Backing) -> Result<Slat<F>, Failure> {
-        let flush_domain = Arc::new(FlushDomain::new());
-        // Many times what maps the slot.
-        let max_tables = (memory.size_bytes() >> PAGE_SHIFT) / 128 + (1 << 12);
-        let host = MachineHost::new(Arc::clone(&flush_domain), max_tables).map_err(MachineError::from)?;
-        let vm = Arc::new(Vm::new(host, config(method))?);
-        vm.set_user_memory_region(MemoryRegion {
-            slot: SLOT,
-            flags: MemoryRegionFlags::LOG_DIRTY_PAGES,
-            guest_phys_addr: SLOT_GPA,
-            memory_size: memory.size_bytes(),
-            backing: Some(BackingSlice { backing: memory.clone(), offset_bytes: 0 }),
-            userfault_bitmap: None,
-        })?;
-        let cpu = Cpu::new(vm.create_vcpu()?, Port::new(&flush_domain), 1, vm.root(), Geometry::default());
+    pub(super) fn new(method: Method, memory: &Backing) -> Result<Self, Failure> {
+        let vm = vm(config(method), memory, 0)?;
+        let cpu = Cpu::new(vm.create_vcpu()?, Port::new(vm.host().flush_domain()), 1, vm.root(), Geometry::default());
         Ok(Slat { vm, cpu })
     }
+}
 
+impl<F: HardwareFormat> Slat<F, ShadowCpu<Vcpu<MachineHost, F>>> {
+    /// The same without a second stage. The guest's own tables map the slot where it is, by pages of 2 MiB as those of the real
+    /// KVM's guest do; what is logged are pages of 4 KiB all the same.
+    pub(super) fn shadow(method: Method, memory: &Backing) -> Result<Self, Failure> {
+        let nr_pages = memory.size_bytes() >> PAGE_SHIFT;
+        let paging = shadow_paging(nr_pages);
+        let vm = vm::<F>(config(method).with_paging(Paging::Shadow(paging)), memory, 2 * u64::from(paging.max_pages))?;
+        let tables = GuestTables {
+            memory: TABLES_GPA,
+            memory_bytes: 0,
+            gva: Gva(SLOT_GPA.0),
+            gpa: SLOT_GPA,
+            nr_pages,
+            page_size: PageSize::Size2M,
+        };
+        let tables = GuestTables { memory_bytes: tables.needed_bytes(), ..tables };
+        let backing = Backing::new(BackingKind::Anonymous, tables.memory_bytes).map_err(MachineError::from)?;
+        vm.set_user_memory_region(MemoryRegion {
+            slot: TABLES_SLOT,
+            flags: MemoryRegionFlags::empty(),
+            guest_phys_addr: TABLES_GPA,
+            memory_size: tables.memory_bytes,
+            backing: Some(BackingSlice { backing, offset_bytes: 0 }),
+            userfault_bitmap: None,
+        })?;
+        let mut cpu = ShadowCpu::new(vm.create_vcpu()?, Port::new(vm.host().flush_domain()), 1, Geometry::default());
+        let start = |error| check_failed(format_args!("the guest turned its paging on: {error}"));
+        let root = tables.build(&mut cpu).map_err(start)?;
+        cpu.turn_paging_on(root).map_err(GuestError::Start).map_err(start)?;
+        cpu.exit_guest_mode();
+        Ok(Slat { vm, cpu })
+    }
+}
+
+impl<F: HardwareFormat, C> Slat<F, C> {
     /// VM and vCPU apart, for a guest that runs on a thread of its own.
-    pub(super) fn parts(&mut self) -> (&Vm<MachineHost, F>, &mut SlatCpu<F>) {
+    pub(super) fn parts(&mut self) -> (&Vm<MachineHost, F>, &mut C) {
         (&self.vm, &mut self.cpu)
     }
+}
+
+/// A VM with `memory` as the slot, which logs; and with as many tables as that needs, and `nr_more_tables`.
+fn vm<F: HardwareFormat>(
+    config: Config,
+    memory: &Backing,
+    nr_more_tables: u64,
+) -> Result<Arc<Vm<MachineHost, F>>, Failure> {
+    // Many times what maps the slot.
+    let max_tables = (memory.size_bytes() >> PAGE_SHIFT) / 128 + (1 << 12) + nr_more_tables;
+    let host = MachineHost::new(Arc::new(FlushDomain::new()), max_tables).map_err(MachineError::from)?;
+    let vm = Arc::new(Vm::new(host, config)?);
+    vm.set_user_memory_region(MemoryRegion {
+        slot: SLOT,
+        flags: MemoryRegionFlags::LOG_DIRTY_PAGES,
+        guest_phys_addr: SLOT_GPA,
+        memory_size: memory.size_bytes(),
+        backing: Some(BackingSlice { backing: memory.clone(), offset_bytes: 0 }),
+        userfault_bitmap: None,
+    })?;
+    Ok(vm)
 }
 
 /// How the engine is to protect pages again.
@@ -122,7 +164,7 @@ pub(super) fn get_dirty_log<F: HardwareFormat>(vm: &Vm<MachineHost, F>, log: &mu
     Ok(vm.get_dirty_log(SLOT, log)?)
 }
 
-impl<F: HardwareFormat> Subject for Slat<F> {
+impl<F: HardwareFormat, C: GuestCpu> Subject for Slat<F, C> {
     fn write(&mut self, pages: &[u32], value: u64) -> Result<(), Failure> {
         write_pages(&mut self.cpu, pages, value)
     }

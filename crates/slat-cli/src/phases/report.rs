@@ -112,6 +112,40 @@ pub(crate) const OTHERS: [Other; 16] = [
     Other { name: "verified", title: "Reads verified", unit: "count", value: |run| Some(run.nr_verified as f64) },
 ];
 
+/// Those of shadow paging.
+pub(crate) const SHADOW_OTHERS: [Other; 5] = [
+    Other {
+        name: "page_faults",
+        title: "Page faults (exits)",
+        unit: "count",
+        value: |run| Some(run.stats.page_faults as f64),
+    },
+    Other {
+        name: "entries_synced",
+        title: "Shadow entries made or compared",
+        unit: "count",
+        value: |run| Some(run.stats.entries_synced as f64),
+    },
+    Other {
+        name: "shadow_evictions",
+        title: "Shadow tables evicted",
+        unit: "count",
+        value: |run| Some(run.stats.shadow_evictions as f64),
+    },
+    Other {
+        name: "shadow_tables",
+        title: "Shadow tables",
+        unit: "count",
+        value: |run| Some(run.nr_shadow_tables as f64),
+    },
+    Other {
+        name: "shadow_leaves",
+        title: "Shadow leaves",
+        unit: "count",
+        value: |run| Some(run.stats.shadow_leaves() as f64),
+    },
+];
+
 /// A quantile of a histogram, over all runs.
 struct Quantile {
     name: &'static str,

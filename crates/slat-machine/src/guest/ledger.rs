@@ -14,10 +14,8 @@ use std::sync::atomic::{Ordering, fence};
 
 use slat::Gva;
 
-use super::{Action, GuestError, Program, Sharing, Touch, value};
-use crate::cpu::{Cpu, FaultHandler};
+use super::{Action, GuestCpu, GuestError, Program, Sharing, Touch, value};
 use crate::memory::{Discards, Pages};
-use crate::walk::HardwareFormat;
 
 /// No page holds it: the ledger does not know what the page holds.
 const UNKNOWN: u64 = u64::MAX;
@@ -105,8 +103,8 @@ impl Ledger {
 ///
 /// # Errors
 /// [`GuestError`]: the access failed or found a wrong value.
-pub fn touch<V: FaultHandler, F: HardwareFormat>(
-    cpu: &mut Cpu<V, F>,
+pub fn touch<C: GuestCpu>(
+    cpu: &mut C,
     program: &Program,
     region: Gva,
     touch: Touch,

@@ -1,6 +1,6 @@
 //! What a machine is made of, and whether it makes sense.
 
-use slat::{Config, MAX_SLOTS, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE};
+use slat::{Config, MAX_SLOTS, MemoryRegionFlags, PAGE_SHIFT, PAGE_SIZE, PageSize};
 use thiserror::Error;
 
 use crate::commit::FlushMethod;
@@ -54,13 +54,17 @@ pub struct MachineConfig {
     pub host_events: HostEvents,
     /// Flags that the test region's slots are created with.
     pub region_flags: MemoryRegionFlags,
-    /// How the VM's memory is managed. With page-modification logging the CPUs have a log each.
+    /// How the VM's memory is managed. With page-modification logging the CPUs have a log each; with shadow paging they have no
+    /// second stage ([`ShadowCpu`](crate::shadow_cpu::ShadowCpu)), and how many shadow tables a guest needs says
+    /// [`shadow_paging`](super::shadow_paging).
     pub engine: Config,
     /// Entries of each CPU's dirty ring; `None`: slots log in bitmaps. A CPU whose ring is full waits until somebody has
     /// harvested and reset it ([`Vm::reset_dirty_rings`](slat::Vm::reset_dirty_rings)), or stops it.
     pub dirty_ring_entries: Option<u32>,
-    /// Whether the guest has paging on.
+    /// Whether a guest with a second stage has its own paging on. With shadow paging it has, in any case.
     pub paging: Paging,
+    /// Size of the pages in the guest's own tables.
+    pub guest_page_size: PageSize,
     /// Processors to pin threads to; `None`: wherever the scheduler likes, but for `pinning` on the host's nodes.
     pub pins: Option<Pins>,
     /// The nodes of memory, tables and virtual CPUs. Virtual CPU i of n has its home on node i * nodes / n, counting those
@@ -89,6 +93,7 @@ impl Default for MachineConfig {
             engine: Config::default(),
             dirty_ring_entries: None,
             paging: Paging::Off,
+            guest_page_size: PageSize::Size4K,
             pins: None,
             nodes: Nodes::One,
             pinning: Pinning::On,
@@ -148,6 +153,9 @@ pub enum ConfigError {
         /// What was asked for.
         backing: BackingKind,
     },
+    /// With shadow paging nobody counts what walks read.
+    #[error("the walks of shadow tables are not counted: there can only be one node")]
+    ShadowNodes,
     /// Not one processor for each virtual CPU.
     #[error("{nr_pins} processors to pin {nr_vcpus} vCPUs to")]
     Pins {
@@ -166,6 +174,16 @@ pub(super) struct Layout {
 }
 
 impl MachineConfig {
+    /// Whether the CPUs have no second stage.
+    pub(super) fn is_shadow(&self) -> bool {
+        self.engine.paging != slat::Paging::SecondStage
+    }
+
+    /// Whether the guest has tables of its own.
+    pub(super) fn has_guest_tables(&self) -> bool {
+        self.is_shadow() || self.paging == Paging::TwoDimensional
+    }
+
     pub(super) fn layout(&self) -> Result<Layout, ConfigError> {
         let MachineConfig { nr_vcpus, bytes_per_vcpu, nr_slots, .. } = *self;
         if nr_vcpus == 0 {
@@ -185,15 +203,15 @@ impl MachineConfig {
         if nr_slots == 0 || !nr_pages.is_multiple_of(nr_slots.into()) {
             return Err(ConfigError::Slots { nr_pages, nr_slots });
         }
-        let max_slots = match self.paging {
-            Paging::Off => MAX_SLOTS - 1,
-            Paging::TwoDimensional => MAX_SLOTS - 2,
-        };
+        let max_slots = if self.has_guest_tables() { MAX_SLOTS - 2 } else { MAX_SLOTS - 1 };
         if nr_slots > max_slots {
             return Err(ConfigError::TooManySlots { nr_slots, max_slots });
         }
         if self.host_events != HostEvents::None && self.backing != BackingKind::Anonymous {
             return Err(ConfigError::HostEvents { backing: self.backing });
+        }
+        if self.is_shadow() && self.nodes != Nodes::One {
+            return Err(ConfigError::ShadowNodes);
         }
         if let Some(pins) = &self.pins
             && pins.vcpus.len() != nr_vcpus
@@ -242,5 +260,15 @@ mod tests {
         assert_eq!(layout(events), Err(ConfigError::HostEvents { backing: BackingKind::Shmem }));
         let pins = |config: &mut MachineConfig| config.pins = Some(Pins { vcpus: vec![0, 1], main: None });
         assert_eq!(layout(pins), Err(ConfigError::Pins { nr_pins: 2, nr_vcpus: 3 }));
+        let shadow = slat::Paging::Shadow(slat::ShadowPaging::default());
+        let engine = Config::default().with_paging(shadow);
+        assert!(MachineConfig { engine, ..good.clone() }.layout().is_ok());
+        let nodes = Nodes::virtual_nodes(2);
+        assert_eq!(MachineConfig { engine, nodes, ..good.clone() }.layout(), Err(ConfigError::ShadowNodes));
+        let config = MachineConfig { nr_vcpus: 1, bytes_per_vcpu: 32763 << 12, nr_slots: 32763, ..good.clone() };
+        assert!(matches!(
+            MachineConfig { engine, ..config }.layout(),
+            Err(ConfigError::TooManySlots { max_slots: 32762, .. })
+        ));
     }
 }

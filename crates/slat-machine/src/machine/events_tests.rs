@@ -2,16 +2,17 @@
 
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use slat::{AccessTracking, Config, Ept, Locking, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::{AccessTracking, Config, Ept, Locking, Npt, PAGE_SIZE, Stage2, Sv39x4, Sv48x4};
 
 use super::*;
+use crate::cpu::Paging;
 use crate::guest::{Order, Sharing, value};
 use crate::memory::{Effect, FrameUse, Snapshot};
 
 const NR_PAGES_PER_VCPU: u64 = 24;
 const NR_SPARE: u64 = 16;
 
-fn config(nr_vcpus: usize) -> MachineConfig {
+pub(super) fn config(nr_vcpus: usize) -> MachineConfig {
     MachineConfig {
         nr_vcpus,
         bytes_per_vcpu: NR_PAGES_PER_VCPU * PAGE_SIZE,
@@ -27,7 +28,7 @@ fn reading() -> Program {
 
 /// What may happen to pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Event {
+pub(super) enum Event {
     Discard,
     Move,
     Protect,
@@ -35,7 +36,7 @@ enum Event {
     Invalidate,
 }
 
-const EVENTS: [Event; 5] = [Event::Discard, Event::Move, Event::Protect, Event::SwapOut, Event::Invalidate];
+pub(super) const EVENTS: [Event; 5] = [Event::Discard, Event::Move, Event::Protect, Event::SwapOut, Event::Invalidate];
 
 /// Does `event` somewhere; holds and verifies a few snapshots on the way.
 fn happen<F: HardwareFormat>(machine: &Machine<F>, event: Event, rng: &mut SmallRng, snapshots: &mut Vec<Snapshot>) {
@@ -64,7 +65,12 @@ fn check_frames<F: HardwareFormat>(machine: &Machine<F>) {
 }
 
 /// Lets `events` happen from two threads while guests run and verify, with dirty logging.
-fn run_beside<F: HardwareFormat>(config: &MachineConfig, events: &[Event], sharing: Sharing, nr_events: usize) {
+pub(super) fn run_beside<F: HardwareFormat>(
+    config: &MachineConfig,
+    events: &[Event],
+    sharing: Sharing,
+    nr_events: usize,
+) {
     let machine = Machine::<F>::new(config).unwrap();
     machine.set_region_flags(MemoryRegionFlags::LOG_DIRTY_PAGES).unwrap();
     machine.run(Program { sharing, ..Program::default() }).unwrap();

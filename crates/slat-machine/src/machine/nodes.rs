@@ -10,11 +10,14 @@ use std::time::Instant;
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
-use slat::{Host, Hpa, NodeId, PAGE_SHIFT, TablePlacement};
+use slat::{Gva, Host, Hpa, NodeId, PAGE_SHIFT, TablePlacement, Vcpu};
 
 use super::worker::{Job, Parts, Repeat, Seat, Worker};
-use super::{Machine, MachineConfig, MachineError, RunReport, answers, new_cpu, report};
-use crate::guest::{Ledger, Program};
+use super::{
+    Machine, MachineConfig, MachineError, REGION_GPA, RunReport, TABLES_GPA, answers, new_cpu, new_shadow_cpu, report,
+};
+use crate::guest::{GuestCpu, GuestError, Ledger, Program};
+use crate::host::MachineHost;
 use crate::memory::Backing;
 use crate::numa::policy::Strictness;
 use crate::numa::spans::{MemorySpan, divide};
@@ -171,7 +174,7 @@ impl<F: HardwareFormat> Machine<F> {
     }
 
     /// Runs `program` once, as [`run`](Self::run) does, with each part of the region touched by whom `first_touch` says.
-    /// If it is the calling thread, that has a CPU of its own, without paging, and does all parts in their order; the
+    /// If it is the calling thread, that has a CPU of its own, without paging but for shadow tables, and does all parts in their order; the
     /// report then has one entry, for that, and an error names virtual CPU 0.
     ///
     /// # Errors
@@ -184,28 +187,44 @@ impl<F: HardwareFormat> Machine<F> {
                 self.post(program, Repeat::Once, Parts::OfOthers)?;
                 report(self.crew.finish())
             }
+            FirstTouch::Main if self.config.is_shadow() => {
+                let cpu = new_shadow_cpu(&self.vm, &self.config)?;
+                self.populate_here(cpu, program, |worker| worker.turn_paging_on(TABLES_GPA.0))
+            }
             FirstTouch::Main => {
-                let nr_vcpus = self.seats.homes.len();
-                let mut worker = Worker::<F> {
-                    cpu: new_cpu(&self.vm, &self.config, self.seats.counts(nr_vcpus))?,
-                    index: 0,
-                    nr_vcpus: nr_vcpus as u64,
-                    pages_per_vcpu: self.config.bytes_per_vcpu >> PAGE_SHIFT,
-                    seat: None,
-                    signals: Arc::clone(&self.signals),
-                    ledger: self.region.pages().map(|pages| (Ledger::new(0, 0), Arc::clone(pages))),
-                };
-                self.post_job(&program, Job::ForgetPages)?;
-                let begin = Instant::now();
-                let parts: Vec<u64> = (0..worker.nr_vcpus).collect();
-                // The job is collected, whatever came of this.
-                let ran = worker.run(&program, Repeat::Once, &parts);
-                let wall = begin.elapsed();
-                worker.cpu.exit_guest_mode();
-                answers(self.crew.finish())?;
-                let vcpu = ran.map_err(|error| MachineError::Guest { vcpu: 0, error })?;
-                Ok(RunReport { wall, vcpus: vec![vcpu] })
+                let cpu = new_cpu(&self.vm, &self.config, self.seats.counts(self.seats.homes.len()))?;
+                self.populate_here(cpu, program, |_| Ok(()))
             }
         }
+    }
+
+    /// Runs `program` on the calling thread, with `cpu`, once `start` has made that ready.
+    fn populate_here<C: GuestCpu<Handler = Vcpu<MachineHost, F>>>(
+        &self,
+        cpu: C,
+        program: Program,
+        start: impl FnOnce(&mut Worker<C>) -> Result<(), GuestError>,
+    ) -> Result<RunReport, MachineError> {
+        let mut worker = Worker {
+            cpu,
+            region: Gva(REGION_GPA.0),
+            index: 0,
+            nr_vcpus: self.seats.homes.len() as u64,
+            pages_per_vcpu: self.config.bytes_per_vcpu >> PAGE_SHIFT,
+            seat: None,
+            signals: Arc::clone(&self.signals),
+            ledger: self.region.pages().map(|pages| (Ledger::new(0, 0), Arc::clone(pages))),
+        };
+        start(&mut worker).map_err(|error| MachineError::Guest { vcpu: 0, error })?;
+        self.post_job(&program, Job::ForgetPages)?;
+        let begin = Instant::now();
+        let parts: Vec<u64> = (0..worker.nr_vcpus).collect();
+        // The job is collected, whatever came of this.
+        let ran = worker.run(&program, Repeat::Once, &parts);
+        let wall = begin.elapsed();
+        worker.cpu.exit_guest_mode();
+        answers(self.crew.finish())?;
+        let vcpu = ran.map_err(|error| MachineError::Guest { vcpu: 0, error })?;
+        Ok(RunReport { wall, vcpus: vec![vcpu] })
     }
 }

@@ -2,10 +2,12 @@
 
 #![expect(unsafe_code, reason = "reads the engine's tables as hardware does")]
 
-use slat::{Config, Ept, Host, Hpa, NodeId, Npt, PageSize, Stage2, Sv39x4, Sv48x4, TablePlacement};
+use slat::{Config, Ept, Host, Hpa, NodeId, Npt, PAGE_SIZE, PageSize, Stage2, Sv39x4, Sv48x4, TablePlacement};
 
 use super::*;
+use crate::cpu::Paging;
 use crate::guest::{Order, Sharing};
+use crate::memory::BackingKind;
 use crate::numa::policy;
 use crate::numa::tests::FakeSysfs;
 use crate::numa::{FirstTouch, MemoryPolicy, Nodes, Pinning, WalkReads};

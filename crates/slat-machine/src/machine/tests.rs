@@ -1,17 +1,19 @@
 //! The machine with the engine: guests that verify what they read, and the dirty log against what they wrote.
 
-use slat::{Config, Ept, Format, Host, Locking, Npt, Stage2, Sv39x4, Sv48x4};
+use slat::{Config, DirtyTracking, Ept, Format, Host, Locking, Npt, PAGE_SIZE, Stage2, Sv39x4, Sv48x4};
 
 use super::*;
+use crate::cpu::Paging;
 use crate::guest::{Order, Sharing, value};
+use crate::memory::BackingKind;
 
 const KIB: u64 = 1 << 10;
 
-fn small() -> MachineConfig {
+pub(super) fn small() -> MachineConfig {
     MachineConfig { nr_vcpus: 4, bytes_per_vcpu: 256 * KIB, nr_slots: 2, ..MachineConfig::default() }
 }
 
-fn dirty_pages<F: HardwareFormat>(machine: &Machine<F>) -> Vec<u64> {
+pub(super) fn dirty_pages<F: HardwareFormat>(machine: &Machine<F>) -> Vec<u64> {
     let mut dirty = Vec::new();
     for slot in machine.slots() {
         let mut bitmap = vec![0; slot.nr_pages.div_ceil(64) as usize];
@@ -22,7 +24,7 @@ fn dirty_pages<F: HardwareFormat>(machine: &Machine<F>) -> Vec<u64> {
     dirty
 }
 
-fn populate_then_log<F: HardwareFormat + Format>(config: &MachineConfig) {
+pub(super) fn populate_then_log<F: HardwareFormat + Format>(config: &MachineConfig) {
     let machine = Machine::<F>::new(config).unwrap();
     let nr_pages = machine.nr_pages();
     let report = machine.run(Program::default()).unwrap();
@@ -258,15 +260,18 @@ fn the_logs_name_the_pages_that_guests_wrote() {
     }
 }
 
-/// Huge pages are split and put back beside guests, whose TLBs notice if there are two sizes of one page at a time.
-fn toggle_logging_beside_guests<F: HardwareFormat>() {
-    let config = MachineConfig {
+pub(super) fn huge() -> MachineConfig {
+    MachineConfig {
         nr_vcpus: 3,
         bytes_per_vcpu: 4 << 20,
         backing: BackingKind::AnonymousThp,
         ..MachineConfig::default()
-    };
-    let machine = Machine::<F>::new(&config).unwrap();
+    }
+}
+
+/// Huge pages are split and put back beside guests, whose TLBs notice if there are two sizes of one page at a time.
+pub(super) fn toggle_logging_beside_guests<F: HardwareFormat>(config: &MachineConfig) {
+    let machine = Machine::<F>::new(config).unwrap();
     machine.run(Program::default()).unwrap();
     let program = Program {
         order: Order::Random,
@@ -294,11 +299,12 @@ fn toggle_logging_beside_guests<F: HardwareFormat>() {
 
 #[test]
 fn huge_pages_come_and_go_beside_guests_of_every_format() {
-    toggle_logging_beside_guests::<Npt>();
-    toggle_logging_beside_guests::<Ept>();
-    toggle_logging_beside_guests::<Stage2>();
-    toggle_logging_beside_guests::<Sv39x4>();
-    toggle_logging_beside_guests::<Sv48x4>();
+    let config = huge();
+    toggle_logging_beside_guests::<Npt>(&config);
+    toggle_logging_beside_guests::<Ept>(&config);
+    toggle_logging_beside_guests::<Stage2>(&config);
+    toggle_logging_beside_guests::<Sv39x4>(&config);
+    toggle_logging_beside_guests::<Sv48x4>(&config);
 }
 
 #[test]

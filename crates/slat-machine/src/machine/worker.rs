@@ -10,9 +10,9 @@ use rand::RngExt;
 use rand::rngs::SmallRng;
 use slat::{Exit, Gva, Vcpu};
 
-use super::{MachineError, REGION_GPA, VcpuReport};
-use crate::cpu::{Cpu, CpuError, Paging};
-use crate::guest::{self, GuestError, GuestTables, Ledger, Program, Sharing, Touches};
+use super::{MachineError, VcpuReport};
+use crate::cpu::CpuError;
+use crate::guest::{self, GuestCpu, GuestError, GuestTables, Ledger, Program, Sharing, Touches};
 use crate::host::MachineHost;
 use crate::memory::Pages;
 use crate::numa::NodeMap;
@@ -47,9 +47,9 @@ pub(super) enum Job {
     ForgetPages,
     /// The first virtual CPU builds the guest's tables.
     BuildTables(GuestTables),
-    /// All turn paging on with this value in CR3.
+    /// All turn paging on, with the root of the guest's tables there.
     TurnPagingOn {
-        cr3: u64,
+        root: u64,
     },
     Run {
         program: Program,
@@ -62,7 +62,8 @@ pub(super) enum Job {
 pub(super) enum Answer {
     Done,
     Pinned(Result<(), MachineError>),
-    Cr3(u64),
+    /// The root of the guest's tables.
+    Root(u64),
     Ran(VcpuReport),
 }
 
@@ -121,8 +122,10 @@ impl Seat {
 }
 
 /// A virtual CPU as its thread has it.
-pub(super) struct Worker<F: HardwareFormat> {
-    pub(super) cpu: Cpu<Vcpu<MachineHost, F>, F>,
+pub(super) struct Worker<C> {
+    pub(super) cpu: C,
+    /// Where the region is for the guest: at its guest-physical address, until the guest's paging is on.
+    pub(super) region: Gva,
     pub(super) index: u64,
     pub(super) nr_vcpus: u64,
     pub(super) pages_per_vcpu: u64,
@@ -133,7 +136,7 @@ pub(super) struct Worker<F: HardwareFormat> {
     pub(super) ledger: Option<(Ledger, Arc<Pages>)>,
 }
 
-impl<F: HardwareFormat> Worker<F> {
+impl<F: HardwareFormat, C: GuestCpu<Handler = Vcpu<MachineHost, F>>> Worker<C> {
     pub(super) fn work(&mut self, job: &Job) -> Result<Answer, GuestError> {
         let answer = self.do_job(job);
         self.cpu.exit_guest_mode();
@@ -157,12 +160,9 @@ impl<F: HardwareFormat> Worker<F> {
                 }
                 Ok(Answer::Done)
             }
-            Job::BuildTables(tables) if self.index == 0 => tables.build(&mut self.cpu).map(Answer::Cr3),
+            Job::BuildTables(tables) if self.index == 0 => tables.build(&mut self.cpu).map(Answer::Root),
             Job::BuildTables(_) => Ok(Answer::Done),
-            Job::TurnPagingOn { cr3 } => self.cpu.load_cr3(cr3).map_err(GuestError::Start).map(|()| {
-                self.cpu.set_paging(Paging::TwoDimensional);
-                Answer::Done
-            }),
+            Job::TurnPagingOn { root } => self.turn_paging_on(root).map(|()| Answer::Done),
             Job::Run { program, repeat, parts } => {
                 let parts = match (parts, &self.seat) {
                     (Parts::OfOthers, Some(seat)) => seat.parts_of_others.clone(),
@@ -178,12 +178,16 @@ impl<F: HardwareFormat> Worker<F> {
         answer
     }
 
+    /// Turns paging on: the guest's tables are built, with their root there.
+    pub(super) fn turn_paging_on(&mut self, root: u64) -> Result<(), GuestError> {
+        self.cpu.turn_paging_on(root).map_err(GuestError::Start)?;
+        self.region = guest::REGION_GVA;
+        Ok(())
+    }
+
     /// Runs `program` on the parts `parts` of the region, or on all of it if that is shared.
     pub(super) fn run(&mut self, program: &Program, repeat: Repeat, parts: &[u64]) -> Result<VcpuReport, GuestError> {
-        let region = match self.cpu.paging() {
-            Paging::Off => Gva(REGION_GPA.0),
-            Paging::TwoDimensional => guest::REGION_GVA,
-        };
+        let region = self.region;
         let before = self.cpu.counters();
         let begin = Instant::now();
         let signals = &*self.signals;

@@ -19,7 +19,7 @@ pub(crate) const PRESENT: u64 = 1 << 0;
 pub(crate) const WRITABLE: u64 = 1 << 1;
 const ACCESSED: u64 = 1 << 5;
 const DIRTY: u64 = 1 << 6;
-const PAGE: u64 = 1 << 7;
+pub(crate) const PAGE: u64 = 1 << 7;
 const NO_EXECUTE: u64 = 1 << 63;
 const LARGE_PAT: u64 = 1 << 12;
 

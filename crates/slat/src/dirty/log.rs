@@ -284,9 +284,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
             drop(locked);
             if let (Some(first), Some(mmu)) = (first, tree.mmu(self.record)) {
                 // The second stage first, then what was made of it. Whatever leaves have lost W, and before: as with the flush.
-                for page in taken.pages() {
-                    mmu.write_protect(Gfn(first.0 + page), &mut narrowed);
-                }
+                mmu.write_protect(taken.pages().map(|page| Gfn(first.0 + page)), &mut narrowed);
             }
             let turn_len = reached - turn.start;
             hand_out(done..done + turn_len, &taken);

@@ -130,6 +130,14 @@ impl Frames {
         Some(&node(&node_2m.below[index(gfn, Level::L2M)])?[index(gfn, Level::L4K)])
     }
 
+    /// The records of the pages of the block of 2 MiB that `gfn` is in, if there are any.
+    #[inline]
+    pub(super) fn of_block(&self, gfn: Gfn) -> Option<&[Frame; NR_ENTRIES]> {
+        let node_1g = node(&self.top[index(gfn, Level(4))])?;
+        let node_2m = node(&node_1g.below[index(gfn, Level::L1G)])?;
+        node(&node_2m.below[index(gfn, Level::L2M)])
+    }
+
     /// Visits the records of all blocks that share a frame with `range`, of every size, as far as there are any.
     pub(super) fn for_each(&self, range: GfnRange, mut visit: impl FnMut(&Frame, Gfn, Level)) {
         let blocks = |range: GfnRange, level: Level| {

@@ -187,9 +187,11 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             next = self.shadow.pages.behind(place);
             let page = self.shadow.pages.get(place.page);
             let cell = self.cell(page.table(), place.index);
-            if cell.load(Ordering::Relaxed) & WRITABLE != 0 {
+            let value = cell.load(Ordering::Relaxed);
+            if value & WRITABLE != 0 {
                 debt.incur(self);
-                cell.fetch_and(!WRITABLE, Ordering::AcqRel);
+                // Nobody else changes a leaf: its frame is locked, and hardware finds A and D set.
+                cell.store(value & !WRITABLE, Ordering::Release);
             }
         }
     }

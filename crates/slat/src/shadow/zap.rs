@@ -2,6 +2,9 @@
 //!
 //! Whatever loses an entry, or a right of one, is in debt until the CPUs are flushed ([`Debt`]).
 
+use arrayvec::ArrayVec;
+
+use super::frames::Frame;
 use super::page::{EntryPlace, NR_ENTRIES, PageRef, Target};
 use super::{Mmu, WRITABLE};
 use crate::addr::{Gfn, GfnRange, Level};
@@ -13,6 +16,9 @@ use crate::table::retire::TableChain;
 
 /// Pages that an eviction takes away at once, for one flush.
 const PAGES_PER_EVICTION: usize = 16;
+
+/// Frames whose leaves are looked for together.
+const FRAMES_PER_BATCH: usize = 32;
 
 /// Changes that the CPUs must be flushed for, and the tables that may be freed then. To be paid, outside of all locks, by
 /// [`Debt::pay`].
@@ -110,16 +116,47 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         });
     }
 
-    /// Takes the right to write from the shadow leaves of `gfn`, of every size: its page is to be logged anew. The caller owes
-    /// a flush of the page in any case.
-    pub(crate) fn write_protect(&self, gfn: Gfn, debt: &mut Debt) {
+    /// Takes the right to write from the shadow leaves of `pages`, of every size: they are to be logged anew. They come in rising
+    /// order. The caller owes a flush of them in any case.
+    pub(crate) fn write_protect(&self, pages: impl Iterator<Item = Gfn>, debt: &mut Debt) {
         // As in `take_away`. The caller has taken W by an atomic operation.
         fence_after_rmw();
-        for level in [Level::L4K, Level::L2M, Level::L1G] {
-            let Some(frame) = self.shadow.frames.get(gfn, level) else { continue };
+        let frames = &self.shadow.frames;
+        let mut block = None;
+        let mut of_block = None;
+        let mut batch = ArrayVec::<&Frame, FRAMES_PER_BATCH>::new();
+        for gfn in pages {
+            let first = Gfn(gfn.0 & !(Level::L2M.nr_pages() - 1));
+            if block != Some(first) {
+                block = Some(first);
+                // Once for all of its pages: their second stage has changed before, all of it.
+                for level in [Level::L2M, Level::L1G] {
+                    if let Some(frame) = frames.get(gfn, level)
+                        && !frame.is_idle()
+                    {
+                        let _guard = frame.lock.lock(self.host());
+                        self.protect_leaves(frame, debt);
+                    }
+                }
+                of_block = frames.of_block(gfn);
+            }
+            let Some(of_block) = of_block else { continue };
+            let frame = &of_block[gfn.0 as usize % NR_ENTRIES];
             if frame.is_idle() {
                 continue;
             }
+            // Locks keep the CPU from loading ahead, so what it will need is fetched for many before the first is locked.
+            self.shadow.pages.prefetch(frame.leaves.load(Ordering::Relaxed));
+            if batch.is_full() {
+                self.protect_batch(&mut batch, debt);
+            }
+            batch.push(frame);
+        }
+        self.protect_batch(&mut batch, debt);
+    }
+
+    fn protect_batch(&self, batch: &mut ArrayVec<&Frame, FRAMES_PER_BATCH>, debt: &mut Debt) {
+        for frame in batch.drain(..) {
             let _guard = frame.lock.lock(self.host());
             self.protect_leaves(frame, debt);
         }
