@@ -28,8 +28,8 @@ use crate::boxed::{ZeroedWords, try_box};
 use crate::error::Error;
 use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
-/// Entries of a shadow table.
-pub(super) const NR_ENTRIES: usize = 512;
+/// Entries of a shadow table. (Of four under shuttle, with formats that have such tables: each visit of an entry is a step.)
+pub(super) const NR_ENTRIES: usize = if cfg!(shuttle) { 4 } else { 512 };
 const INDEX_BITS: u32 = NR_ENTRIES.trailing_zeros();
 
 /// The number of a shadow page's record, from 1 on: 0 is none.

@@ -17,7 +17,7 @@ use crate::sync::Ordering;
 const PAGES_PER_TURN: usize = 64;
 
 /// Entries of the guest's that are read under one lock.
-const ENTRIES_PER_READ: usize = 64;
+const ENTRIES_PER_READ: usize = if NR_ENTRIES < 64 { NR_ENTRIES } else { 64 };
 
 /// Parents of one page that are looked at: with more, it is taken for one that is below everything.
 const MAX_PARENTS: usize = 16;

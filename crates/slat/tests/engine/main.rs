@@ -9,6 +9,9 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../support/shadow_cpu.rs"]
+#[allow(dead_code, reason = "others need more of it")]
+mod shadow_cpu;
 
 mod bad_input;
 mod break_before_make;
@@ -33,6 +36,9 @@ mod overtaken_huge;
 mod overtaken_invalidate;
 mod peers_bugs;
 mod prefault;
+mod shadow;
+mod shadow_bad_input;
+mod shadow_threads;
 mod support_matrix;
 mod userfault;
 mod userfault_kvm;

@@ -5,13 +5,20 @@ use crate::common::TestHost;
 use crate::common::log::{
     ACCESS_TRACKINGS, DIRTY_TRACKINGS, HUGE_PAGE_LOGGINGS, LOCKINGS, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World,
 };
+use crate::shadow_cpu;
 use slat::{
-    AccessTracking, Config, DirtyTracking, Ept, Error, Format, GfnRange, HugePageLogging, ManualProtect, Npt, PageSize,
-    Stage2, Sv39x4, Sv48x4, Vm, WriteProtection,
+    Access, AccessTracking, Config, DirtyTracking, Ept, Error, Format, GfnRange, HugePageLogging, ManualProtect, Npt,
+    PageSize, Paging, ShadowPaging, Stage2, Sv39x4, Sv48x4, Vm, WriteProtection,
 };
 
 /// What is documented: who has no hardware that could do it is told so.
 fn expected<F: Format>(config: Config) -> Result<(), Error> {
+    if config.paging != Paging::SecondStage && F::NAME != Npt::NAME {
+        return Err(Error::NoShadowPaging { format: F::NAME });
+    }
+    if config.paging != Paging::SecondStage && config.access_tracking != AccessTracking::Faults {
+        return Err(Error::ShadowNeedsFaults);
+    }
     match (config.dirty_tracking, config.access_tracking) {
         (DirtyTracking::PageModificationLog, _) if !F::HAS_MODIFICATION_LOG => {
             Err(Error::NoModificationLog { format: F::NAME })
@@ -84,6 +91,57 @@ fn is_exact<F: Format>(config: Config) {
     world.finish(&[SLOT]);
 }
 
+/// Pages of a guest without a second stage: a block that is huge, and one of small pages.
+const SHADOW_PAGES: u64 = 1024;
+
+/// As [`is_exact`], with shadow tables. The guest has its paging off: what it writes is at its own address.
+fn is_exact_with_shadow_tables(config: Config) {
+    let vm = shadow_cpu::new_vm(config, SHADOW_PAGES, 8, NO_FLAGS);
+    let mut cpu = shadow_cpu::Cpu::new(&vm);
+    shadow_cpu::move_page(&vm, 600);
+    let write = |cpu: &mut shadow_cpu::Cpu, pages: &[u64]| {
+        for &page in pages {
+            let found = cpu.access(page << 12, Access::Write, |page| page.gfn());
+            assert_eq!(found, Ok(page), "{config:?}");
+        }
+    };
+    write(&mut cpu, &[1, 2, 700]);
+    vm.set_user_memory_region(shadow_cpu::region(SHADOW_PAGES, LOG, None)).unwrap();
+    let take = || -> Vec<u64> {
+        let mut bitmap = [0; SHADOW_PAGES as usize / 64];
+        vm.get_dirty_log(0, &mut bitmap).unwrap();
+        if config.manual_protect != ManualProtect::Disabled {
+            vm.clear_dirty_log(0, 0, SHADOW_PAGES, &bitmap).unwrap();
+        }
+        (0..SHADOW_PAGES).filter(|page| bitmap[*page as usize / 64] >> (page % 64) & 1 != 0).collect()
+    };
+    let all: Vec<u64> = (0..SHADOW_PAGES).collect();
+    let initially = if config.manual_protect == ManualProtect::InitiallySet { all.clone() } else { vec![] };
+    assert_eq!(take(), initially, "{config:?}: at first");
+    let marks_whole = config.huge_page_logging == HugePageLogging::MarkWhole;
+    for written in [&[0, 2, 511, 600, 1000][..], &[2, 3, 600, 601], &[513], &all] {
+        write(&mut cpu, written);
+        for page in [5, 200, 570] {
+            assert_eq!(cpu.page_at(page << 12), Ok(page));
+        }
+        let in_block = written.iter().any(|&page| page < 512);
+        let logged: Vec<u64> = all
+            .iter()
+            .copied()
+            .filter(|page| written.contains(page) || marks_whole && in_block && *page < 512)
+            .collect();
+        assert_eq!(take(), logged, "{config:?}");
+        assert_eq!(take(), [0; 0], "{config:?}");
+    }
+    // What is taken away, moved, or aged stays in the log.
+    write(&mut cpu, &[700, 701]);
+    shadow_cpu::move_page(&vm, 700);
+    vm.age_range(GfnRange::new(slat::Gfn(0), SHADOW_PAGES)).unwrap();
+    assert_eq!(take(), [700, 701], "{config:?}");
+    write(&mut cpu, &[701]);
+    assert_eq!(take(), [701], "{config:?}");
+}
+
 /// Runs `check` for each configuration.
 fn each_configuration(mut check: impl FnMut(Config)) {
     for locking in LOCKINGS {
@@ -121,6 +179,28 @@ fn tries_all<F: Format>() -> (u32, u32) {
         }
     });
     (nr_tried, nr_had)
+}
+
+#[test]
+fn every_configuration_with_shadow_tables_is_refused_as_documented_or_exact() {
+    let mut nr_had = 0;
+    each_configuration(|config| {
+        let paging = Paging::Shadow(ShadowPaging::default());
+        let config = config.with_paging(paging).with_access_tracking(config.access_tracking);
+        let found = [
+            Vm::<_, Npt>::new(TestHost::default(), config).map(drop),
+            Vm::<_, Ept>::new(TestHost::default(), config).map(drop),
+            Vm::<_, Stage2>::new(TestHost::default(), config).map(drop),
+            Vm::<_, Sv48x4>::new(TestHost::default(), config).map(drop),
+        ];
+        let others = [expected::<Ept>(config), expected::<Stage2>(config), expected::<Sv48x4>(config)];
+        assert_eq!((found[0], &found[1..]), (expected::<Npt>(config), &others[..]), "{config:?}");
+        if found[0].is_ok() {
+            nr_had += 1;
+            is_exact_with_shadow_tables(config);
+        }
+    });
+    assert_eq!(nr_had, 36);
 }
 
 #[test]
@@ -179,7 +259,7 @@ fn line(dirty_tracking: DirtyTracking) -> String {
     )
 }
 
-/// The table of DESIGN.md: `cargo test --test engine support_matrix::table -- --nocapture` prints it.
+/// The table of DESIGN.md: `cargo test --test support_matrix table -- --nocapture` prints it.
 #[test]
 fn the_table_of_what_can_be_had() {
     let head = "| writes found out by | NPT and G-stage, accessed bit | the same, faults | EPT, accessed bit | EPT, faults | stage 2, either |\n|---|---|---|---|---|---|";

@@ -1,7 +1,5 @@
 //! Shadow paging, case by case: a guest with long-mode tables in its memory, and a CPU that walks the shadow tables.
 
-#![cfg(not(any(loom, shuttle)))]
-#![allow(missing_docs)]
 #![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
 
 mod world;

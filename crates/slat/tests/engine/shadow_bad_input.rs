@@ -1,0 +1,687 @@
+//! Shadow paging: what is refused and what faults, calls in every order, addresses at the ends, guest tables where no memory is
+//! or none that may be touched, and each paging mode once.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::shadow_cpu::{A, Cpu, D, G, P, TestHost, TestVm, U, W, index, new_vm, region};
+use slat::{
+    Access, AccessTracking, Config, DirtyTracking, Ept, Error, Exit, Format, Gfn, GfnRange, Gpa, GuestAccess, Gva,
+    LocalFlush, MemoryAttributes, MemoryFaultFlags, MemoryRegionFlags, Npt, Outcome, PageSize, Paging, PagingRegisters,
+    Privilege, ShadowPaging, ShadowStrategy, Stage2, Sv39x4, UserfaultBitmap, Vm,
+};
+
+const NR_PAGES: u64 = 1024;
+const PG: u64 = 1 << 31 | 1;
+const WP: u64 = 1 << 16;
+const PSE: u64 = 1 << 4;
+const PAE: u64 = 1 << 5;
+const PGE: u64 = 1 << 7;
+const LA57: u64 = 1 << 12;
+const PCIDE: u64 = 1 << 17;
+const LME: u64 = 1 << 8;
+const NXE: u64 = 1 << 11;
+const KEEP: u64 = 1 << 63;
+/// A mebibyte, and on: PS, bit 7.
+const LARGE: u64 = 1 << 7;
+
+/// Long mode with four levels.
+const LONG: PagingRegisters = PagingRegisters { cr0: PG | WP, cr3: ROOT << 12, cr4: PAE, efer: LME | NXE };
+/// Where the top tables are, and the others behind them.
+const ROOT: u64 = 0x10;
+const DATA: u64 = 0x80;
+const VA: u64 = 0x0000_1234_5678_9000;
+const READ: GuestAccess = GuestAccess { access: Access::Read, privilege: Privilege::Supervisor };
+const GENERAL_PROTECTION: Result<Outcome, Error> = Ok(Outcome::Exit(Exit::GeneralProtection));
+const RESUMED: Result<Outcome, Error> = Ok(Outcome::Resume);
+
+fn config(strategy: ShadowStrategy) -> Config {
+    Config::default().with_paging(Paging::Shadow(ShadowPaging { strategy, ..ShadowPaging::default() }))
+}
+
+fn vm() -> Arc<TestVm> {
+    new_vm(config(ShadowStrategy::RootCache), NR_PAGES, 8, MemoryRegionFlags::empty())
+}
+
+fn new_in<F: Format>(config: Config) -> Result<(), Error> {
+    Vm::<TestHost, F>::new(TestHost::new(512, 0), config).map(drop)
+}
+
+/// Makes tables of `levels` from frame `root` on, whose others follow it, and maps the page at `va`.
+fn map(vm: &TestVm, root: u64, levels: u32, va: u64, gfn: u64, bits: u64) {
+    let mut table = root;
+    for level in (2..=levels).rev() {
+        vm.host().store(table, index(va, level), (table + 1) << 12 | P | W | U);
+        table += 1;
+    }
+    vm.host().store(table, index(va, 1), gfn << 12 | bits);
+}
+
+/// Sets entry `index` of 4 bytes.
+fn store_32(vm: &TestVm, gfn: u64, index: u64, value: u64) {
+    let shift = index % 2 * 32;
+    let word = vm.host().load(gfn, index / 2);
+    vm.host().store(gfn, index / 2, word & !(0xffff_ffff << shift) | value << shift);
+}
+
+/// A guest in long mode that has the page at `VA`.
+fn guest(vm: &Arc<TestVm>) -> Cpu {
+    map(vm, ROOT, 4, VA, DATA, P | W | U);
+    let mut cpu = Cpu::new(vm);
+    cpu.set_registers(LONG);
+    assert_eq!(cpu.page_at(VA), Ok(DATA));
+    cpu
+}
+
+fn mmio(gpa: u64, access: Access) -> Exit {
+    Exit::Mmio { gpa: Gpa(gpa), access }
+}
+
+fn delete(vm: &TestVm, slot: u32) {
+    vm.set_user_memory_region(slat::MemoryRegion {
+        slot,
+        memory_size: 0,
+        ..region(0, MemoryRegionFlags::empty(), None)
+    })
+    .unwrap();
+}
+
+/// Slot 1: `nr_pages` behind slot 0 of memory that has pages from `first` on.
+fn second_slot(flags: MemoryRegionFlags, first: u64, nr_pages: u64) -> slat::MemoryRegion<u64> {
+    slat::MemoryRegion { slot: 1, guest_phys_addr: Gpa(NR_PAGES << 12), ..region(nr_pages, flags, Some(first)) }
+}
+
+#[test]
+fn what_cannot_be_had_is_refused() {
+    let shadow = config(ShadowStrategy::RootCache);
+    assert_eq!(new_in::<Npt>(shadow), Ok(()));
+    assert_eq!(new_in::<Ept>(shadow), Err(Error::NoShadowPaging { format: Ept::NAME }));
+    assert_eq!(new_in::<Stage2>(shadow), Err(Error::NoShadowPaging { format: Stage2::NAME }));
+    assert_eq!(new_in::<Sv39x4>(shadow), Err(Error::NoShadowPaging { format: Sv39x4::NAME }));
+    let by_bits = shadow.with_access_tracking(AccessTracking::AccessedBit);
+    assert_eq!(new_in::<Npt>(by_bits), Err(Error::ShadowNeedsFaults));
+    assert_eq!(new_in::<Npt>(shadow.with_dirty_tracking(DirtyTracking::DirtyBit)), Err(Error::NoDirtyBit));
+    let logs = shadow.with_dirty_tracking(DirtyTracking::PageModificationLog);
+    assert_eq!(new_in::<Npt>(logs), Err(Error::NoModificationLog { format: Npt::NAME }));
+    let with = |previous_roots, max_pages| {
+        let paging = ShadowPaging { previous_roots, max_pages, ..ShadowPaging::default() };
+        new_in::<Npt>(Config::default().with_paging(Paging::Shadow(paging)))
+    };
+    assert_eq!(with(31, 64), Ok(()));
+    assert_eq!(with(0, 1 << 20), Ok(()));
+    assert_eq!(with(32, 64), Err(Error::TooManyRoots { previous_roots: 32 }));
+    assert_eq!(with(3, 63), Err(Error::BadShadowPages { max_pages: 63 }));
+    assert_eq!(with(3, (1 << 20) + 1), Err(Error::BadShadowPages { max_pages: (1 << 20) + 1 }));
+}
+
+#[test]
+fn without_shadow_paging_there_is_none() {
+    let vm = new_vm_without();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.paging_registers(), Err(Error::NotShadow));
+    assert_eq!(vcpu.set_paging_registers(LONG), Err(Error::NotShadow));
+    assert_eq!(vcpu.load_cr3(0), Err(Error::NotShadow));
+    assert_eq!(vcpu.invlpg(Gva(0)), Err(Error::NotShadow));
+    assert_eq!(vcpu.invpcid(9, [0, 0]), Err(Error::NotShadow));
+    assert_eq!(vcpu.entry(), Err(Error::NotShadow));
+    assert_eq!(vcpu.handle_page_fault(Gva(0), READ), Err(Error::NotShadow));
+    assert_eq!(vcpu.write_guest_table(Gpa(0), &[]), Err(Error::NotShadow));
+    assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), RESUMED);
+    assert_eq!((vm.nr_shadow_pages(), vm.shadow_pages_peak(), vm.stats().shadow_leaves()), (0, 0, 0));
+}
+
+fn new_vm_without() -> Arc<TestVm> {
+    new_vm(Config::default(), NR_PAGES, 8, MemoryRegionFlags::empty())
+}
+
+#[test]
+fn registers_that_cannot_be_are_the_guests_fault_and_change_nothing() {
+    let vm = vm();
+    let mut cpu = guest(&vm);
+    let with_pcids = PagingRegisters { cr4: PAE | PCIDE, ..LONG };
+    for bad in [
+        PagingRegisters { cr0: 1 << 31, ..LONG },
+        PagingRegisters { cr4: 0, ..LONG },
+        PagingRegisters { cr4: PCIDE, efer: 0, ..LONG },
+        PagingRegisters { cr4: PAE | 1 << 22, ..LONG },
+        PagingRegisters { cr4: PAE | 1 << 23, ..LONG },
+        PagingRegisters { cr4: PAE | 1 << 24, ..LONG },
+        PagingRegisters { cr4: PAE | 1 << 28, ..LONG },
+        PagingRegisters { cr3: 1 << 48, ..LONG },
+        PagingRegisters { cr3: KEEP, ..LONG },
+        // One register at a time, as an instruction does.
+        PagingRegisters { cr4: PAE | LA57, ..LONG },
+        PagingRegisters { efer: NXE, ..LONG },
+    ] {
+        assert_eq!(cpu.vcpu().set_paging_registers(bad), GENERAL_PROTECTION, "{bad:x?}");
+        assert_eq!(cpu.vcpu().paging_registers(), Ok(LONG));
+    }
+    for bad in [LONG.cr3 | KEEP, 1 << 48, 1 << 62] {
+        assert_eq!(cpu.vcpu().load_cr3(bad), GENERAL_PROTECTION, "{bad:x}");
+    }
+    for (kind, pcid, va) in [(4, 0, 0), (u64::MAX, 0, 0), (2, 1 << 12, 0), (0, 0, 1 << 47), (0, 1, 0), (1, 1, 0)] {
+        assert_eq!(cpu.vcpu().invpcid(kind, [pcid, va]), GENERAL_PROTECTION, "{kind} {pcid:x} {va:x}");
+    }
+    for va in [1 << 47, 0xffff_7fff_ffff_ffff, 1 << 63] {
+        assert_eq!(cpu.vcpu().handle_page_fault(Gva(va), READ), GENERAL_PROTECTION, "{va:x}");
+        assert_eq!(cpu.vcpu().invlpg(Gva(va)), RESUMED, "INVLPG of what is no address does nothing");
+    }
+    // PCIDs may be turned on only while the PCID is 0.
+    cpu.load_cr3(LONG.cr3 | 0x18);
+    assert_eq!(
+        cpu.vcpu().set_paging_registers(PagingRegisters { cr3: LONG.cr3 | 0x18, ..with_pcids }),
+        GENERAL_PROTECTION
+    );
+    cpu.load_cr3(LONG.cr3);
+    cpu.set_registers(with_pcids);
+    assert_eq!(cpu.page_at(VA), Ok(DATA));
+}
+
+#[test]
+fn calls_in_any_order() {
+    let vm = vm();
+    let mut cpu = Cpu::new(&vm);
+    // Without paging, as a CPU begins.
+    assert_eq!(cpu.vcpu().handle_page_fault(Gva(DATA << 12), READ), RESUMED);
+    assert_eq!(cpu.page_at(DATA << 12), Ok(DATA));
+    cpu.invlpg(0);
+    cpu.invpcid(2, 0, 0);
+    cpu.load_cr3(0xffff_f000);
+    assert_eq!(cpu.page_at(DATA << 12), Ok(DATA), "CR3 means nothing yet");
+    assert_eq!(cpu.page_at(0xffff_f000), Err(mmio(0xffff_f000, Access::Read)));
+    assert_eq!(cpu.vcpu().handle_page_fault(Gva(1 << 32), READ), GENERAL_PROTECTION);
+    map(&vm, ROOT, 4, VA, DATA, P | W | U);
+    cpu.set_registers(LONG);
+    let first = cpu.vcpu().entry().unwrap();
+    assert_eq!(first.flush, LocalFlush::None, "it was told already");
+    assert_eq!(cpu.vcpu().entry(), Ok(first));
+    // Two share the root, and one goes.
+    let mut other = guest(&vm);
+    assert_eq!(other.vcpu().entry().unwrap().root, first.root);
+    drop(cpu);
+    assert_eq!(other.page_at(VA), Ok(DATA));
+    let nr_pages = vm.nr_shadow_pages();
+    let third = guest(&vm);
+    drop(other);
+    assert_eq!(vm.nr_shadow_pages(), nr_pages);
+    drop(third);
+    assert_eq!((vm.nr_shadow_pages(), vm.stats().shadow_leaves()), (0, 0));
+    // And again from nothing.
+    assert_eq!(guest(&vm).page_at(VA), Ok(DATA));
+}
+
+#[test]
+fn addresses_at_the_ends() {
+    let vm = vm();
+    let mut cpu = Cpu::new(&vm);
+    let ends = [0, 0x7fff_ffff_f000, 0xffff_8000_0000_0000, 0xffff_ffff_ffff_f000];
+    for (nth, va) in (0..).zip(ends) {
+        let root = ROOT + 4 * nth;
+        map(&vm, root, 4, va, DATA + nth, P | W);
+        cpu.set_registers(PagingRegisters { cr3: root << 12, ..LONG });
+        assert_eq!(cpu.page_at(va), Ok(DATA + nth));
+        assert_eq!(cpu.load(va + 0xff8).map(drop), Ok(()));
+        cpu.store(va + 0xff0, 7).unwrap();
+        assert_eq!(vm.host().load(DATA + nth, 0xff0 / 8), 7);
+        cpu.invlpg(va | 0xfff);
+        assert_eq!(cpu.page_at(va), Ok(DATA + nth));
+    }
+    // The last page that 32 bits name; there is none behind it.
+    store_32(&vm, 0x30, 1023, 0x31 << 12 | P | W);
+    store_32(&vm, 0x31, 1023, DATA << 12 | P | W);
+    cpu.set_registers(PagingRegisters { cr0: PG | WP, cr3: 0x30 << 12, cr4: 0, efer: 0 });
+    assert_eq!(cpu.page_at(0xffff_f000), Ok(DATA));
+    assert_eq!(cpu.vcpu().handle_page_fault(Gva(1 << 32), READ), GENERAL_PROTECTION);
+    assert!(matches!(cpu.page_at(0), Err(Exit::PageFault { gva: Gva(0), error_code: 0 })));
+}
+
+#[test]
+fn tables_where_there_is_no_memory() {
+    for strategy in [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
+        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let mut cpu = guest(&vm);
+        let hole = NR_PAGES + 3;
+        cpu.load_cr3(hole << 12);
+        let place = (hole << 12) + index(VA, 4) * 8;
+        assert!(
+            matches!(cpu.page_at(VA), Err(Exit::Mmio { gpa, access: Access::Read }) if gpa.0 & !0xfff == hole << 12)
+        );
+        for top in [(1 << 36) - 1, hole] {
+            cpu.load_cr3(top << 12);
+            assert!(matches!(cpu.page_at(VA), Err(Exit::Mmio { .. })), "{top:x}");
+        }
+        // Memory comes, with tables in it.
+        vm.set_user_memory_region(second_slot(MemoryRegionFlags::empty(), ROOT - 3, 4)).unwrap();
+        assert_eq!(cpu.page_at(VA), Ok(DATA), "{strategy:?}: {place:x}");
+        // And goes, under the current root.
+        delete(&vm, 1);
+        assert!(matches!(cpu.page_at(VA), Err(Exit::Mmio { gpa, .. }) if gpa.0 & !0xfff == hole << 12));
+        cpu.load_cr3(ROOT << 12);
+        assert_eq!(cpu.page_at(VA), Ok(DATA));
+        // A table of each level, and the page.
+        for level in [3, 2, 1] {
+            let (table, at) = (ROOT + 3 - level, index(VA, level as u32 + 1));
+            let old = vm.host().load(table, at);
+            let entry = (NR_PAGES + level) << 12 | P | W | U;
+            assert_eq!(cpu.vcpu().write_guest_table(Gpa((table << 12) + at * 8), &entry.to_le_bytes()), RESUMED);
+            let place = (NR_PAGES + level) * 4096 + index(VA, level as u32) * 8;
+            assert_eq!(cpu.page_at(VA), Err(mmio(place, Access::Read)), "{strategy:?}: level {level}");
+            // Beyond what the guest can address.
+            let entry = 1 << 48 | P | W | U;
+            assert_eq!(cpu.vcpu().write_guest_table(Gpa((table << 12) + at * 8), &u64::to_le_bytes(entry)), RESUMED);
+            assert_eq!(cpu.page_at(VA), Err(Exit::PageFault { gva: Gva(VA), error_code: 9 }));
+            assert_eq!(cpu.vcpu().write_guest_table(Gpa((table << 12) + at * 8), &old.to_le_bytes()), RESUMED);
+        }
+        assert_eq!(cpu.page_at(VA), Ok(DATA));
+        // All of it goes.
+        delete(&vm, 0);
+        assert!(matches!(cpu.page_at(VA), Err(Exit::Mmio { gpa, .. }) if gpa.0 >> 12 == ROOT));
+        assert_eq!(vm.stats().shadow_leaves(), 0);
+        vm.set_user_memory_region(region(NR_PAGES, MemoryRegionFlags::empty(), Some(0))).unwrap();
+        assert_eq!(cpu.page_at(VA), Ok(DATA));
+    }
+}
+
+#[test]
+fn tables_that_may_only_be_read() {
+    let vm = vm();
+    let mut cpu = guest(&vm);
+    // Slot 1 has pages 0x40 on; the tables are there, and the page is not.
+    let first = 0x40;
+    vm.set_user_memory_region(second_slot(MemoryRegionFlags::READONLY, first, 8)).unwrap();
+    for (nth, level) in (2..=4).rev().enumerate() {
+        let next = NR_PAGES + nth as u64 + 1;
+        vm.host().store(first + nth as u64, index(VA, level), next << 12 | P | W | U);
+    }
+    vm.host().store(first + 3, index(VA, 1), DATA << 12 | P | W | U);
+    cpu.load_cr3(NR_PAGES << 12);
+    for _ in 0..2 {
+        assert_eq!(cpu.page_at(VA), Ok(DATA));
+        cpu.store(VA, 5).unwrap();
+        assert_eq!(vm.host().load(DATA, 0), 5);
+        assert_eq!(vm.host().load(first + 3, index(VA, 1)) & (A | D), 0, "nobody can set the marks");
+        cpu.load_cr3(NR_PAGES << 12);
+    }
+    // The guest writes its table: a device is meant.
+    vm.host().store(first + 3, index(VA, 1) + 1, (NR_PAGES + 3) << 12 | P | W);
+    assert_eq!(cpu.page_at(VA + 0x1000), Ok(first + 3));
+    assert_eq!(cpu.store(VA + 0x1008, 1), Err(mmio((NR_PAGES + 3) * 4096 + 8, Access::Write)));
+    let gpa = (NR_PAGES + 3) << 12;
+    assert_eq!(cpu.vcpu().write_guest_table(Gpa(gpa), &[1; 8]), Ok(Outcome::Exit(mmio(gpa, Access::Write))));
+}
+
+#[test]
+fn tables_that_user_space_withholds() {
+    let vm = vm();
+    let mut cpu = guest(&vm);
+    let words: Arc<Vec<AtomicU64>> = Arc::new(vec![AtomicU64::new(0b1111)]);
+    let bitmap = UserfaultBitmap::new(Arc::<Vec<AtomicU64>>::clone(&words), PageSize::Size4K);
+    let slot = second_slot(MemoryRegionFlags::USERFAULT, ROOT, 8);
+    vm.set_user_memory_region(slat::MemoryRegion { userfault_bitmap: Some(bitmap), ..slot }).unwrap();
+    let withheld = |page: u64| Exit::MemoryFault {
+        flags: MemoryFaultFlags::USERFAULT,
+        gpa: Gpa((NR_PAGES + page) << 12),
+        size: 4096,
+    };
+    cpu.load_cr3(NR_PAGES << 12);
+    assert_eq!(cpu.page_at(VA), Err(withheld(0)));
+    let write = cpu.vcpu().write_guest_table(Gpa(NR_PAGES << 12), &[0; 8]);
+    assert_eq!(write, Ok(Outcome::Exit(withheld(0))));
+    words[0].store(0b1110, Ordering::SeqCst);
+    // The top table leads to the others in slot 0.
+    assert_eq!(cpu.page_at(VA), Ok(DATA));
+    words[0].store(0b1111, Ordering::SeqCst);
+    assert_eq!(vm.rescan_userfault(1, 0, 8), Ok(4));
+    assert_eq!(cpu.page_at(VA), Err(withheld(0)), "what was made of it is gone");
+}
+
+#[test]
+fn tables_in_private_memory() {
+    let vm = vm();
+    let mut cpu = guest(&vm);
+    vm.set_user_memory_region(second_slot(MemoryRegionFlags::GUEST_MEMFD, ROOT, 8)).unwrap();
+    vm.set_memory_attributes(Gpa(NR_PAGES << 12), 4096, MemoryAttributes::PRIVATE).unwrap();
+    cpu.load_cr3(NR_PAGES << 12);
+    assert_eq!(cpu.page_at(VA), Ok(DATA));
+    vm.set_memory_attributes(Gpa(NR_PAGES << 12), 4096, MemoryAttributes::empty()).unwrap();
+    assert_eq!(cpu.page_at(VA), Ok(DATA));
+}
+
+#[test]
+fn tables_that_the_engine_cannot_reach() {
+    let vm = vm();
+    map(&vm, ROOT, 4, VA, DATA, P | W | U);
+    vm.host().has_no_pointers.store(true, Ordering::Relaxed);
+    let mut vcpu = vm.create_vcpu().unwrap();
+    assert_eq!(vcpu.set_paging_registers(LONG), RESUMED);
+    vcpu.entry().unwrap();
+    let error = vcpu.handle_page_fault(Gva(VA), READ);
+    assert_eq!(error, Err(Error::NoGuestMemory { gpa: Gpa((ROOT << 12) + index(VA, 4) * 8) }));
+    assert_eq!(vcpu.write_guest_table(Gpa(0x5008), &[0; 8]), Err(Error::NoGuestMemory { gpa: Gpa(0x5008) }));
+    vm.host().has_no_pointers.store(false, Ordering::Relaxed);
+    assert_eq!(vcpu.handle_page_fault(Gva(VA), READ), RESUMED);
+    assert_eq!(vcpu.write_guest_table(Gpa(0x5008), &[1, 2, 3, 4, 5, 6, 7, 8]), RESUMED);
+    assert_eq!(vm.host().load(5, 1), 0x0807_0605_0403_0201);
+}
+
+#[test]
+fn emulated_writes_of_every_size() {
+    let vm = vm();
+    let mut cpu = guest(&vm);
+    let vcpu = cpu.vcpu();
+    let bytes: Vec<u8> = (1..=65).collect();
+    for (gpa, len) in [(0x5000, 0), (0x5000, 65), (0x5fff, 2), (0x5fc1, 64), (u64::MAX, 1)] {
+        let error = vcpu.write_guest_table(Gpa(gpa), &bytes[..len]);
+        match gpa {
+            u64::MAX => assert!(matches!(error, Err(Error::AddressTooHigh { .. })), "{error:?}"),
+            _ => assert_eq!(error, Err(Error::BadWrite { gpa: Gpa(gpa), len })),
+        }
+    }
+    assert!((0..511).all(|index| vm.host().load(5, index) == 0), "nothing was written");
+    let gpa = (NR_PAGES << 12) + 1;
+    assert_eq!(vcpu.write_guest_table(Gpa(gpa), &[1]), Ok(Outcome::Exit(mmio(gpa, Access::Write))));
+    let mut expected = [0; 4096 - 8];
+    for (gpa, len) in
+        [(0x5fb8_usize, 64), (0x5001, 1), (0x5003, 3), (0x500d, 9), (0x5021, 63), (0x5064, 4), (0x5070, 8)]
+    {
+        assert_eq!(vcpu.write_guest_table(Gpa(gpa as u64), &bytes[..len]), RESUMED);
+        let at = gpa % 4096;
+        if at + len <= expected.len() {
+            expected[at..at + len].copy_from_slice(&bytes[..len]);
+        } else {
+            unreachable!("the last word has the stamp");
+        }
+    }
+    let found: Vec<u8> = (0..511).flat_map(|index| vm.host().load(5, index).to_le_bytes()).collect();
+    assert!(found == expected, "{found:x?}");
+}
+
+#[test]
+fn a_table_that_points_to_itself() {
+    for strategy in [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
+        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let mut cpu = guest(&vm);
+        // Entry 5 of the top table.
+        let own = ROOT << 12 | P | W | U;
+        assert_eq!(cpu.vcpu().write_guest_table(Gpa((ROOT << 12) + 40), &own.to_le_bytes()), RESUMED);
+        let [top, other] =
+            [0x5 << 39 | 5 << 30 | 5 << 21 | 5 << 12, 0x5 << 39 | 5 << 30 | 5 << 21 | index(VA, 4) << 12];
+        assert_eq!(cpu.page_at(top), Ok(ROOT));
+        assert_eq!(cpu.page_at(other), Ok(ROOT + 1));
+        // Through itself it writes its tables: another page at `VA`, by way of the lowest.
+        let leaf = 5 << 39 | VA >> 9 & !7 & ((1 << 39) - 1);
+        assert_eq!(cpu.load(leaf).unwrap() >> 12, DATA);
+        cpu.store(leaf, (DATA + 1) << 12 | P | W | U).unwrap();
+        cpu.invlpg(VA);
+        assert_eq!(cpu.page_at(VA), Ok(DATA + 1), "{strategy:?}");
+        // And takes the entry away that it writes through.
+        cpu.store(top + 40, 0).unwrap();
+        cpu.load_cr3(ROOT << 12);
+        assert_eq!(cpu.load(top), Err(Exit::PageFault { gva: Gva(top), error_code: 0 }));
+        assert_eq!(cpu.page_at(VA), Ok(DATA + 1));
+    }
+}
+
+#[test]
+fn five_levels() {
+    let vm = vm();
+    let mut cpu = Cpu::new(&vm);
+    let va = 0x00ab_1234_5678_9000;
+    map(&vm, ROOT, 5, va, DATA, P | W | U);
+    cpu.set_registers(PagingRegisters { cr4: PAE | LA57, ..LONG });
+    assert_eq!(cpu.vcpu().entry().unwrap().levels, 5);
+    assert_eq!(cpu.page_at(va), Ok(DATA));
+    cpu.store(va, 1).unwrap();
+    assert_eq!(vm.host().load(ROOT + 4, index(va, 1)) & (A | D), A | D);
+    assert_eq!(cpu.vcpu().handle_page_fault(Gva(1 << 56), READ), GENERAL_PROTECTION);
+    // With four, by way of no paging.
+    cpu.set_registers(PagingRegisters::default());
+    assert_eq!(cpu.page_at(DATA << 12), Ok(DATA));
+    cpu.set_registers(PagingRegisters { cr3: (ROOT + 1) << 12, ..LONG });
+    assert_eq!(cpu.page_at(va & ((1 << 47) - 1)), Ok(DATA));
+}
+
+#[test]
+fn physical_address_extension() {
+    let vm = vm();
+    let mut cpu = Cpu::new(&vm);
+    // Two tables of page-directory pointers in one page, neither at its beginning.
+    for (nth, offset) in [(0, 0x20), (1, 0xfe0)] {
+        let tables = ROOT + 1 + 2 * nth;
+        vm.host().store(ROOT, offset / 8 + 3 - (nth * 2), tables << 12 | P);
+        vm.host().store(tables, 3, (tables + 1) << 12 | P | W | U);
+        vm.host().store(tables + 1, 7, (DATA + nth) << 12 | P | W | U);
+    }
+    let registers = PagingRegisters { cr0: PG | WP, cr3: ROOT << 12 | 0x20, cr4: PAE, efer: NXE };
+    cpu.set_registers(registers);
+    let vas = [3 << 30 | 3 << 21 | 7 << 12, 1 << 30 | 3 << 21 | 7 << 12];
+    assert_eq!(cpu.page_at(vas[0]), Ok(DATA));
+    assert!(matches!(cpu.page_at(vas[1]), Err(Exit::PageFault { error_code: 0, .. })));
+    cpu.load_cr3(ROOT << 12 | 0xfe0);
+    assert_eq!(cpu.page_at(vas[1]), Ok(DATA + 1));
+    assert!(matches!(cpu.page_at(vas[0]), Err(Exit::PageFault { error_code: 0, .. })));
+    cpu.store(vas[1], 3).unwrap();
+    assert_eq!(vm.host().load(ROOT + 4, 7) & (A | D), A | D);
+    assert_eq!(vm.host().load(ROOT, (0xfe0 / 8) + 1) & (A | W), 0, "there are none in these entries");
+    // A write to one table of the page leaves the other.
+    assert_eq!(cpu.vcpu().write_guest_table(Gpa((ROOT << 12) + 0x38), &[0; 8]), RESUMED);
+    assert_eq!(cpu.page_at(vas[1]), Ok(DATA + 1));
+    cpu.load_cr3(ROOT << 12 | 0x20);
+    assert!(matches!(cpu.page_at(vas[0]), Err(Exit::PageFault { error_code: 0, .. })));
+}
+
+#[test]
+fn two_levels_of_32_bits() {
+    let vm = vm();
+    let mut cpu = Cpu::new(&vm);
+    for (nth, va) in (0..).zip([0x0040_1000_u64, 0x7fe0_2000, 0xc060_3000]) {
+        store_32(&vm, ROOT, va >> 22, (ROOT + 1 + nth) << 12 | P | W | U);
+        store_32(&vm, ROOT + 1 + nth, va >> 12 & 1023, (DATA + nth) << 12 | P | W | U);
+    }
+    // 4 MiB from page 0 on.
+    store_32(&vm, ROOT, 0x200, P | W | U | LARGE);
+    cpu.set_registers(PagingRegisters { cr0: PG | WP, cr3: ROOT << 12, cr4: PSE, efer: 0 });
+    for (nth, va) in (0..).zip([0x0040_1000, 0x7fe0_2000, 0xc060_3000]) {
+        assert_eq!(cpu.page_at(va), Ok(DATA + nth));
+    }
+    for page in [1, 511, 512, 1000] {
+        assert_eq!(cpu.page_at(0x8000_0000 + page * 4096), Ok(page));
+        cpu.store(0x8000_0000 + 0x200 * 4096 + 8 * (page % 500), page).unwrap();
+    }
+    assert_eq!(vm.host().load(ROOT, 0x100) & (A | D), A | D);
+    assert_eq!(
+        cpu.page_at(0x8000_0000 + NR_PAGES * 4096),
+        Err(Exit::PageFault { gva: Gva(0x8040_0000), error_code: 0 })
+    );
+    // Without PSE it points to a table.
+    cpu.set_registers(PagingRegisters { cr0: PG | WP, cr3: ROOT << 12, cr4: 0, efer: 0 });
+    assert!(matches!(cpu.page_at(0x8000_1000), Err(Exit::PageFault { error_code: 0, .. })));
+    assert_eq!(cpu.page_at(0x0040_1000), Ok(DATA));
+}
+
+#[test]
+fn two_modes_over_the_same_tables() {
+    for strategy in [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
+        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let mut long = guest(&vm);
+        let lowest = ROOT + 3;
+        // The other's: `lowest` is its lowest table, and its page directory too.
+        let mut pae = Cpu::new(&vm);
+        let at = index(VA, 1);
+        vm.host().store(0x30, 0, 0x31 << 12 | P);
+        vm.host().store(0x30, 1, lowest << 12 | P);
+        vm.host().store(0x31, 0, lowest << 12 | P | W | U);
+        vm.host().store(DATA, 0, (DATA + 5) << 12 | P | W);
+        // It sees `lowest` itself.
+        vm.host().store(lowest, at + 1, lowest << 12 | P | W);
+        pae.set_registers(PagingRegisters { cr0: PG | WP, cr3: 0x30 << 12, cr4: PAE, efer: NXE });
+        let (as_lowest, as_directory) = (at << 12, 1 << 30 | at << 21);
+        assert_eq!(pae.page_at(as_lowest), Ok(DATA));
+        assert_eq!(pae.page_at(as_directory), Ok(DATA + 5), "{strategy:?}");
+        // One writes, the other flushes.
+        for (page, in_page) in [(DATA + 1, DATA + 6), (DATA, DATA + 5)] {
+            vm.host().store(page, 0, in_page << 12 | P | W);
+            pae.store(((at + 1) << 12) + at * 8, page << 12 | P | W | U).unwrap();
+            pae.invlpg(as_lowest);
+            pae.invlpg(as_directory);
+            assert_eq!((pae.page_at(as_lowest), pae.page_at(as_directory)), (Ok(page), Ok(in_page)), "{strategy:?}");
+            long.invlpg(VA);
+            assert_eq!(long.page_at(VA), Ok(page), "{strategy:?}");
+        }
+    }
+}
+
+/// What was global when it was made, and is not now, goes with a load of CR3.
+#[test]
+fn pages_that_were_global_once() {
+    let vm = vm();
+    let mut cpu = guest(&vm);
+    let (table, at) = (ROOT + 3, index(VA, 1));
+    vm.host().store(table, at + 1, table << 12 | P | W);
+    let place = VA + 4096 + at * 8;
+    let entry = |gfn: u64, bits: u64| gfn << 12 | P | W | U | A | D | bits;
+    let with_globals = PagingRegisters { cr4: PAE | PGE, ..LONG };
+    cpu.set_registers(with_globals);
+    for (gfn, without) in [(DATA + 1, with_globals), (DATA + 3, LONG)] {
+        cpu.store(place, entry(gfn, G)).unwrap();
+        cpu.invlpg(VA);
+        assert_eq!(cpu.page_at(VA), Ok(gfn));
+        if without == with_globals {
+            cpu.store(place, entry(gfn, 0)).unwrap();
+            cpu.invlpg(VA);
+        } else {
+            cpu.set_registers(without);
+        }
+        assert_eq!(cpu.page_at(VA), Ok(gfn));
+        cpu.store(place, entry(gfn + 1, 0)).unwrap();
+        cpu.load_cr3(LONG.cr3);
+        assert_eq!(cpu.page_at(VA), Ok(gfn + 1));
+    }
+}
+
+/// A second-stage fault has nothing to do with the shadow tables: it maps the page, and so do prefaults.
+#[test]
+fn second_stage_faults_fill_the_second_stage_alone() {
+    let vm = vm();
+    let mut cpu = guest(&vm);
+    drop(vm.invalidate_range(GfnRange::new(Gfn(0), NR_PAGES)).unwrap());
+    assert_eq!(vm.stats().shadow_leaves(), 0);
+    assert_eq!(cpu.vcpu().handle_fault(Gpa(0), Access::Write), RESUMED);
+    assert_eq!(cpu.vcpu().pre_fault_memory(Gpa(0), NR_PAGES << 12, Access::Write), Ok(NR_PAGES << 12));
+    assert_eq!(vm.stats().shadow_leaves(), 0);
+    let (faults, resolves) = (vm.stats().faults, vm.host().nr_resolves.load(Ordering::Relaxed));
+    assert_eq!(cpu.page_at(VA), Ok(DATA));
+    cpu.store(VA, 1).unwrap();
+    assert_eq!(vm.stats().faults, faults, "the second stage had all of it");
+    assert_eq!(vm.host().nr_resolves.load(Ordering::Relaxed), resolves);
+    assert!(vm.stats().shadow_leaves() > 0);
+}
+
+/// What was aged is seen when it is used again.
+#[test]
+fn aged_pages_that_are_used_again() {
+    let vm = vm();
+    let mut cpu = guest(&vm);
+    let page = GfnRange::new(Gfn(DATA), 1);
+    for _ in 0..2 {
+        // The second stage has a huge page, which is aged as a whole.
+        assert_eq!(vm.age_range(page), Ok(1));
+        assert_eq!(vm.test_age_range(page), Ok(0));
+        assert_eq!(cpu.page_at(VA), Ok(DATA));
+        assert_eq!(vm.test_age_range(page), Ok(1), "the guest has read it");
+    }
+}
+
+/// A large page of the guest's has its own tables in it, and is there first. What the guest writes there must be seen.
+#[test]
+fn a_large_page_with_tables_in_it() {
+    for strategy in [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
+        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let window = 0x7f_c000_0000_u64;
+        // The tables that show it are elsewhere.
+        let top = 600;
+        for (table, level, next) in [(top, 4, top + 1), (top + 1, 3, top + 2)] {
+            vm.host().store(table, index(window, level), next << 12 | P | W);
+        }
+        vm.host().store(top + 2, index(window, 2), P | W | LARGE | A | D);
+        map(&vm, ROOT, 4, VA, DATA, P | W | U);
+        vm.host().store(top, index(VA, 4), (ROOT + 1) << 12 | P | W | U);
+        // Another table of the lowest level.
+        vm.host().store(0x38, index(VA, 1), (DATA + 1) << 12 | P | W | U);
+        let mut cpu = Cpu::new(&vm);
+        cpu.set_registers(PagingRegisters { cr3: top << 12, ..LONG });
+        let place = window + ((ROOT + 2) << 12) + index(VA, 2) * 8;
+        // It is written as one page, before there are shadow tables of what is in it.
+        cpu.store(place, (ROOT + 3) << 12 | P | W | U).unwrap();
+        assert_eq!(vm.stats().shadow_leaves(), 1, "{strategy:?}");
+        assert_eq!(cpu.page_at(VA), Ok(DATA));
+        for (table, page) in [(0x38, DATA + 1), (ROOT + 3, DATA), (0x38, DATA + 1)] {
+            cpu.store(place, table << 12 | P | W | U).unwrap();
+            cpu.invlpg(VA);
+            assert_eq!(cpu.page_at(VA), Ok(page), "{strategy:?}");
+        }
+        assert_eq!(vm.stats().emulated_writes, 3, "{strategy:?}");
+    }
+}
+
+/// A root that another vCPU has built, with entries that are stale for that one alone.
+#[test]
+fn a_root_that_another_has() {
+    for strategy in [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
+        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let mut cpu = guest(&vm);
+        vm.host().store(ROOT + 3, index(VA, 1) + 1, (ROOT + 3) << 12 | P | W);
+        let mut other = Cpu::new(&vm);
+        for page in [DATA + 1, DATA + 2] {
+            // It does not flush.
+            cpu.store(VA + 4096 + index(VA, 1) * 8, page << 12 | P | W | U).unwrap();
+            other.set_registers(PagingRegisters::default());
+            other.set_registers(LONG);
+            assert_eq!(other.page_at(VA), Ok(page), "{strategy:?}");
+        }
+    }
+}
+
+/// A root that was remembered, and taken away, and whose record is another table's by now.
+#[test]
+fn roots_that_were_evicted() {
+    for strategy in [ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
+        let paging = ShadowPaging { strategy, max_pages: 64, ..ShadowPaging::default() };
+        let config = Config::default().with_paging(Paging::Shadow(paging));
+        let vm = new_vm(config, NR_PAGES, 8, MemoryRegionFlags::empty());
+        let mut cpu = guest(&vm);
+        cpu.set_registers(PagingRegisters { cr4: PAE | PCIDE, ..LONG });
+        // Another top table, with very many below it.
+        let root = 0x100;
+        vm.host().store(root, 0, (root + 1) << 12 | P | W);
+        vm.host().store(root + 1, 0, (root + 2) << 12 | P | W);
+        for nth in 0..200 {
+            vm.host().store(root + 2, nth, (root + 3 + nth) << 12 | P | W);
+            vm.host().store(root + 3 + nth, 0, (600 + nth) << 12 | P | W);
+        }
+        for _ in 0..3 {
+            cpu.load_cr3(LONG.cr3 | 1 | KEEP);
+            assert_eq!(cpu.page_at(VA), Ok(DATA), "{strategy:?}");
+            cpu.load_cr3(root << 12 | 2 | KEEP);
+            for nth in 0..200 {
+                assert_eq!(cpu.page_at(nth << 21), Ok(600 + nth), "{strategy:?}");
+            }
+        }
+        assert!(vm.stats().shadow_evictions > 100 && vm.shadow_pages_peak() <= 64);
+    }
+}
+
+/// While the host has pages, faults make the guest try again, and do not wait.
+#[test]
+fn faults_while_the_host_has_the_page() {
+    let vm = vm();
+    let mut cpu = guest(&vm);
+    for page in [DATA, ROOT, ROOT + 3] {
+        let invalidation = vm.invalidate_range(GfnRange::new(Gfn(page), 1)).unwrap();
+        for _ in 0..3 {
+            assert_eq!(cpu.vcpu().handle_page_fault(Gva(VA), READ), RESUMED);
+        }
+        drop(invalidation);
+        assert_eq!(cpu.page_at(VA), Ok(DATA));
+    }
+}

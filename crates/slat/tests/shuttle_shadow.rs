@@ -1,0 +1,485 @@
+//! Shadow paging under shuttle: two vCPUs that edit tables and flush, each stopped at every atomic access, beside a host that
+//! moves pages, harvests the dirty log and ages.
+//!
+//! An entry that is edited goes through versions, one editor each. Who flushes after the editor's store of a version is over
+//! must get to the page of that version, or of a later one that was begun since. Shadow tables have four entries here, and so
+//! has the format; of a guest's table three are used, and the fourth word of each page is its stamp (`support/shadow_cpu.rs`).
+//!
+//! `RUSTFLAGS="--cfg shuttle" cargo test -p slat --release --test 'shuttle_*'`
+#![cfg(shuttle)]
+#![allow(missing_docs)]
+#![allow(unsafe_code, reason = "a format")]
+
+#[path = "support/schedules.rs"]
+mod schedules;
+#[path = "support/shadow_cpu.rs"]
+#[allow(dead_code, reason = "others need more of it")]
+mod shadow_cpu;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use schedules::check_less;
+use shadow_cpu::{Cpu, P, TestVm, U, W, WORDS, move_page, new_vm};
+use shuttle::rand::{Rng, thread_rng};
+use shuttle::thread;
+use slat::{
+    Access, Config, Entry, Exit, Format, Gfn, GfnRange, Hpa, Level, MemoryRegionFlags, Npt, Paging, Pfn, ShadowPaging,
+    ShadowStrategy,
+};
+
+/// [`Npt`] with tables of four entries, of three levels. A level is nine bits of the address all the same.
+#[derive(Debug)]
+struct Shape;
+
+// SAFETY: entries are Npt's; only the number of levels and entries differs.
+unsafe impl Format for Shape {
+    // What has shadow paging.
+    const NAME: &'static str = Npt::NAME;
+    const ROOT_LEVEL: Level = Level(3);
+    const GPA_BITS: u32 = 32;
+    const HPA_BITS: u32 = Npt::HPA_BITS;
+    const ROOT_ENTRIES: usize = 4;
+    const TABLE_ENTRIES: usize = 4;
+    const WRITABLE: u64 = Npt::WRITABLE;
+    const ACCESSED: u64 = Npt::ACCESSED;
+    const DIRTY: u64 = Npt::DIRTY;
+    const HAS_DIRTY_BIT: bool = Npt::HAS_DIRTY_BIT;
+    const HOST_WRITABLE: u64 = Npt::HOST_WRITABLE;
+    const WAS_DIRTY: u64 = Npt::WAS_DIRTY;
+    const GENERATION: u64 = Npt::GENERATION & 7 << Npt::GENERATION.trailing_zeros();
+    const BREAK_BEFORE_MAKE: bool = Npt::BREAK_BEFORE_MAKE;
+    const HAS_MODIFICATION_LOG: bool = Npt::HAS_MODIFICATION_LOG;
+
+    fn is_present(entry: Entry) -> bool {
+        Npt::is_present(entry)
+    }
+
+    fn is_leaf(entry: Entry, level: Level) -> bool {
+        Npt::is_leaf(entry, level)
+    }
+
+    fn leaf(pfn: Pfn, level: Level) -> Entry {
+        Npt::leaf(pfn, level)
+    }
+
+    fn table(table: Hpa) -> Entry {
+        Npt::table(table)
+    }
+
+    fn address(entry: Entry, level: Level) -> Hpa {
+        Npt::address(entry, level)
+    }
+}
+
+const SCHEDULES: usize = 500;
+
+const NR_PAGES: u64 = 4 * 512;
+const NR_SPARE: u64 = 8;
+
+/// Tables: two top ones, and what both lead to.
+const TOPS: [u64; 2] = [0, 515];
+const LEVEL_3: u64 = 1;
+const LEVEL_2: u64 = 2;
+const LOWEST: [u64; 2] = [512, 513];
+/// A table of level 2 that comes and goes.
+const OTHER: u64 = 514;
+/// They show the tables: `WINDOW` those of the lowest level and `OTHER`, `UPPER_WINDOW` those above.
+const WINDOW: u64 = 1536;
+const WINDOW_LEVEL_2: u64 = 1537;
+const UPPER_WINDOW: u64 = 1538;
+/// What the first place of `LOWEST[0]` maps in turn.
+const PAGES: [u64; 3] = [1024, 1025, 1026];
+/// What the second places of `LOWEST` map.
+const MARKS: [u64; 2] = [1027, 1539];
+const ALL_PAGES: [u64; 16] = [0, 1, 2, 3, 512, 513, 514, 515, 1024, 1025, 1026, 1027, 1536, 1537, 1538, 1539];
+
+/// Goes through `LEVEL_2`'s first entry to `LOWEST[0]`'s first.
+const LEAF_VA: u64 = 0;
+/// Goes through `LEVEL_2`'s third entry to the second of a table of the lowest level.
+const LINK_VA: u64 = 2 << 21 | 1 << 12;
+/// Goes through `LEVEL_3`'s second entry, and `OTHER`'s first.
+const OTHER_VA: u64 = 1 << 30 | 1 << 12;
+/// Where the guest sees its tables.
+const LEAF_PLACE: u64 = 1 << 21;
+const OTHER_PLACE: u64 = 1 << 21 | 2 << 12;
+const LEVEL_3_PLACE: u64 = 2 << 30;
+const LINK_PLACE: u64 = 2 << 30 | 1 << 12 | 16;
+
+fn table(gfn: u64) -> u64 {
+    gfn << 12 | P | W | U
+}
+
+fn random(below: u64) -> u64 {
+    thread_rng().gen_range(0..below)
+}
+
+/// An entry with one editor.
+#[derive(Default)]
+struct Place {
+    /// The last version whose store has begun, or is over.
+    begun: AtomicU64,
+    over: AtomicU64,
+}
+
+#[derive(Default)]
+struct Places {
+    leaf: Place,
+    link: Place,
+    other: Place,
+}
+
+fn page_of_leaf(version: u64) -> u64 {
+    PAGES[version as usize % 3]
+}
+
+fn page_of_link(version: u64) -> u64 {
+    MARKS[version as usize % 2]
+}
+
+impl Place {
+    /// Writes the next version, which is `entry` of it, at `va`. Returns it.
+    fn edit(&self, cpu: &mut Cpu, va: u64, entry: fn(u64) -> u64) -> u64 {
+        let version = self.begun.load(Ordering::SeqCst) + 1;
+        self.begun.store(version, Ordering::SeqCst);
+        cpu.store(va, entry(version)).unwrap();
+        self.over.store(version, Ordering::SeqCst);
+        version
+    }
+
+    /// What is at `va` must be of version `floor`, or later.
+    fn check(&self, cpu: &mut Cpu, va: u64, floor: u64, page: fn(u64) -> u64) {
+        let found = cpu.page_at(va).unwrap();
+        let ceiling = self.begun.load(Ordering::SeqCst);
+        assert!(
+            (floor..=ceiling).any(|version| page(version) == found),
+            "{va:#x} is page {found}, of versions {floor} to {ceiling}"
+        );
+    }
+
+    /// Flushes, and then what is at `va` must be what is there now.
+    fn flush_and_check(&self, guest: &mut Guest, va: u64, page: fn(u64) -> u64) {
+        let floor = self.over.load(Ordering::SeqCst);
+        guest.flush(va);
+        self.check(&mut guest.cpu, va, floor, page);
+    }
+}
+
+/// A CPU, and what its guest knows.
+struct Guest {
+    cpu: Cpu,
+    number: u64,
+    top: usize,
+    written: HashMap<u64, u64>,
+    nr_writes: u64,
+}
+
+impl Guest {
+    fn cr3(&self) -> u64 {
+        TOPS[self.top] << 12 | self.top as u64
+    }
+
+    /// Flushes, some way, at least what translates `va`.
+    fn flush(&mut self, va: u64) {
+        let pcid = self.top as u64;
+        match random(6) {
+            0 | 1 => self.cpu.invlpg(va),
+            2 => self.cpu.invpcid(0, pcid, va),
+            3 => self.cpu.invpcid(1, pcid, 0),
+            4 => self.cpu.invpcid(3, 0, 0),
+            _ => self.cpu.load_cr3(self.cr3()),
+        }
+    }
+
+    /// To the other root, or to the same; what was flushed before may be kept.
+    fn switch(&mut self, top: usize, keep: u64) {
+        self.top = top;
+        self.cpu.load_cr3(self.cr3() | keep << 63);
+    }
+
+    /// Writes its own word of the page at `va`, and reads it.
+    fn write(&mut self, va: u64) {
+        self.nr_writes += 1;
+        let (own, value) = (self.number, self.nr_writes);
+        let written = self.cpu.access(va, Access::Write, |page| {
+            page.word(own).store(value, Ordering::SeqCst);
+            page.gfn()
+        });
+        self.written.insert(written.unwrap(), value);
+        let (gfn, found) =
+            self.cpu.access(va, Access::Read, |page| (page.gfn(), page.word(own).load(Ordering::SeqCst))).unwrap();
+        assert_eq!(found, self.written.get(&gfn).copied().unwrap_or(0), "page {gfn} at {va:#x}");
+    }
+}
+
+struct World {
+    vm: Arc<TestVm>,
+    places: Arc<Places>,
+    copies: HashMap<u64, Vec<u64>>,
+}
+
+impl World {
+    fn new() -> World {
+        let strategy = [ShadowStrategy::RootCache, ShadowStrategy::PcidTagged, ShadowStrategy::Baseline];
+        let strategy = strategy[random(3) as usize];
+        let paging = Paging::Shadow(ShadowPaging { strategy, previous_roots: 1, max_pages: slat::MIN_SHADOW_PAGES });
+        let config = Config::default().with_paging(paging);
+        let vm = new_vm(config, NR_PAGES, NR_SPARE, MemoryRegionFlags::LOG_DIRTY_PAGES);
+        let host = vm.host();
+        for top in TOPS {
+            host.store(top, 0, table(LEVEL_3));
+        }
+        host.store(LEVEL_3, 0, table(LEVEL_2));
+        host.store(LEVEL_3, 1, table(OTHER));
+        host.store(LEVEL_3, 2, table(WINDOW_LEVEL_2));
+        host.store(LEVEL_2, 0, table(LOWEST[0]));
+        host.store(LEVEL_2, 1, table(WINDOW));
+        host.store(LEVEL_2, 2, table(LOWEST[0]));
+        host.store(OTHER, 0, table(LOWEST[0]));
+        host.store(WINDOW_LEVEL_2, 0, table(UPPER_WINDOW));
+        host.store(WINDOW, 0, table(LOWEST[0]));
+        host.store(WINDOW, 1, table(LOWEST[1]));
+        host.store(WINDOW, 2, table(OTHER));
+        host.store(UPPER_WINDOW, 0, table(LEVEL_3));
+        host.store(UPPER_WINDOW, 1, table(LEVEL_2));
+        host.store(LOWEST[0], 0, table(page_of_leaf(0)));
+        for (lowest, mark) in LOWEST.into_iter().zip(MARKS) {
+            host.store(lowest, 1, table(mark));
+        }
+        let copies = ALL_PAGES.iter().map(|&gfn| (gfn, host.copy_of(gfn))).collect();
+        World { vm, places: Arc::default(), copies }
+    }
+
+    fn guest(&self, number: u64) -> Guest {
+        let mut guest = Guest { cpu: Cpu::new(&self.vm), number, top: 0, written: HashMap::new(), nr_writes: 0 };
+        guest.cpu.long_mode(0);
+        guest
+    }
+
+    /// When all are done: nothing is lost, and nothing left.
+    fn end(mut self, guests: Vec<Guest>) {
+        copy_dirty(&self.vm, &mut self.copies);
+        for gfn in ALL_PAGES {
+            assert_eq!(self.copies[&gfn], self.vm.host().copy_of(gfn), "page {gfn} was lost");
+        }
+        drop(guests);
+        // (Of leaves, too: where a shadow table is freed, they have been taken away. To count them is many steps.)
+        assert_eq!(self.vm.nr_shadow_pages(), 0);
+    }
+}
+
+fn copy_dirty(vm: &TestVm, copies: &mut HashMap<u64, Vec<u64>>) {
+    let mut bitmap = [0; NR_PAGES as usize / 64];
+    vm.get_dirty_log(0, &mut bitmap).unwrap();
+    for gfn in ALL_PAGES {
+        if bitmap[gfn as usize / 64] >> (gfn % 64) & 1 != 0 {
+            copies.insert(gfn, vm.host().copy_of(gfn));
+        }
+    }
+    assert_eq!(WORDS, 4);
+}
+
+/// What a guest does; its answer comes back.
+fn spawn(mut guest: Guest, run: impl FnOnce(&mut Guest) + Send + 'static) -> thread::JoinHandle<Guest> {
+    thread::spawn(move || {
+        run(&mut guest);
+        guest
+    })
+}
+
+/// Both guests run, beside what the host does.
+fn beside(
+    editor: impl FnOnce(&mut Guest, &Places) + Send + 'static,
+    other: impl FnOnce(&mut Guest, &Places) + Send + 'static,
+    host: impl FnOnce(&TestVm, &mut HashMap<u64, Vec<u64>>),
+) {
+    let mut world = World::new();
+    let (first, second) = (world.guest(0), world.guest(1));
+    let places = Arc::clone(&world.places);
+    let first = spawn(first, move |guest| editor(guest, &places));
+    let places = Arc::clone(&world.places);
+    let second = spawn(second, move |guest| other(guest, &places));
+    host(&world.vm, &mut world.copies);
+    let guests = vec![first.join().unwrap(), second.join().unwrap()];
+    world.end(guests);
+}
+
+fn edit_leaf(guest: &mut Guest, places: &Places) {
+    for _ in 0..2 {
+        places.leaf.edit(&mut guest.cpu, LEAF_PLACE, |version| table(page_of_leaf(version)));
+        places.leaf.flush_and_check(guest, LEAF_VA, page_of_leaf);
+    }
+}
+
+fn edit_link(guest: &mut Guest, places: &Places) {
+    for _ in 0..2 {
+        places.link.edit(&mut guest.cpu, LINK_PLACE, |version| table(LOWEST[version as usize % 2]));
+        places.link.flush_and_check(guest, LINK_VA, page_of_link);
+    }
+}
+
+/// Looks at everything, sometimes from another root.
+fn watch(guest: &mut Guest, places: &Places) {
+    for _ in 0..2 {
+        if random(3) == 0 {
+            let top = random(2) as usize;
+            guest.switch(top, 0);
+        }
+        if random(2) == 0 {
+            places.leaf.flush_and_check(guest, LEAF_VA, page_of_leaf);
+        } else {
+            places.link.flush_and_check(guest, LINK_VA, page_of_link);
+        }
+    }
+}
+
+#[test]
+fn an_edit_of_a_leaf_is_seen_by_who_flushes() {
+    check_less(4 * SCHEDULES, || beside(edit_leaf, |guest, places| watch_leaf(guest, places), |_, _| {}));
+}
+
+fn watch_leaf(guest: &mut Guest, places: &Places) {
+    for _ in 0..3 {
+        places.leaf.flush_and_check(guest, LEAF_VA, page_of_leaf);
+    }
+}
+
+#[test]
+fn an_edit_of_a_link_is_seen_by_who_flushes() {
+    check_less(2 * SCHEDULES, || {
+        beside(
+            edit_link,
+            |guest, places| (0..3).for_each(|_| places.link.flush_and_check(guest, LINK_VA, page_of_link)),
+            |_, _| {},
+        );
+    });
+}
+
+#[test]
+fn edits_of_a_leaf_below_a_link_that_is_edited() {
+    check_less(2 * SCHEDULES, || {
+        beside(
+            edit_leaf,
+            |guest, places| {
+                edit_link(guest, places);
+                places.leaf.flush_and_check(guest, LEAF_VA, page_of_leaf);
+            },
+            |_, _| {},
+        );
+    });
+}
+
+/// A frame becomes a table, and ceases to be one, while the other writes it, and harvests take the right to write from it.
+#[test]
+fn a_table_that_comes_and_goes() {
+    check_less(2 * SCHEDULES, || {
+        beside(
+            |guest, places| {
+                for _ in 0..4 {
+                    places.other.edit(&mut guest.cpu, OTHER_PLACE, |version| table(LOWEST[version as usize % 2]));
+                }
+            },
+            |guest, places| {
+                for nth in 0..3 {
+                    guest.cpu.store(LEVEL_3_PLACE + 8, if nth % 2 == 0 { 0 } else { table(OTHER) }).unwrap();
+                    if nth % 2 == 0 {
+                        guest.flush(OTHER_VA);
+                        assert!(matches!(guest.cpu.page_at(OTHER_VA), Err(Exit::PageFault { .. })));
+                    } else {
+                        places.other.flush_and_check(guest, OTHER_VA, page_of_link);
+                    }
+                }
+                guest.cpu.store(LEVEL_3_PLACE + 8, table(OTHER)).unwrap();
+                places.other.flush_and_check(guest, OTHER_VA, page_of_link);
+                places.other.flush_and_check(guest, OTHER_VA, page_of_link);
+            },
+            |vm, copies| (0..3).for_each(|_| copy_dirty(vm, copies)),
+        );
+    });
+}
+
+/// One root after the other, with nothing flushed but what must be.
+#[test]
+fn roots_that_are_kept_see_what_was_flushed() {
+    check_less(SCHEDULES, || {
+        beside(
+            edit_leaf,
+            |guest, places| {
+                guest.cpu.page_at(LEAF_VA).unwrap();
+                guest.switch(1, 1);
+                guest.cpu.page_at(LEAF_VA).unwrap();
+                let floor = places.leaf.over.load(Ordering::SeqCst);
+                // In the PCID that is not current: it is done when that is switched to.
+                match random(2) {
+                    0 => guest.cpu.invpcid(0, 0, LEAF_VA),
+                    _ => guest.cpu.invpcid(1, 0, 0),
+                }
+                guest.switch(0, 1);
+                places.leaf.check(&mut guest.cpu, LEAF_VA, floor, page_of_leaf);
+            },
+            |_, _| {},
+        );
+    });
+}
+
+#[test]
+fn beside_a_host_that_moves_pages() {
+    check_less(SCHEDULES, || {
+        beside(
+            |guest, places| {
+                edit_leaf(guest, places);
+                guest.write(LEAF_VA);
+            },
+            |guest, places| {
+                watch(guest, places);
+                guest.write(LINK_VA);
+            },
+            |vm, _| {
+                for _ in 0..2 {
+                    move_page(vm, ALL_PAGES[random(16) as usize]);
+                }
+            },
+        );
+    });
+}
+
+#[test]
+fn beside_harvests_no_write_is_lost() {
+    check_less(SCHEDULES, || {
+        beside(
+            |guest, _| (0..3).for_each(|_| guest.write(LEAF_VA)),
+            |guest, places| {
+                guest.write(LEAF_VA);
+                edit_link(guest, places);
+                guest.write(LINK_VA);
+            },
+            |vm, copies| (0..3).for_each(|_| copy_dirty(vm, copies)),
+        );
+    });
+}
+
+#[test]
+fn beside_everything() {
+    check_less(SCHEDULES, || {
+        beside(
+            |guest, places| {
+                guest.write(LEAF_VA);
+                edit_leaf(guest, places);
+                guest.write(LEAF_VA);
+            },
+            |guest, places| {
+                edit_link(guest, places);
+                guest.write(LINK_VA);
+                places.leaf.flush_and_check(guest, LEAF_VA, page_of_leaf);
+            },
+            |vm, copies| {
+                for _ in 0..2 {
+                    move_page(vm, ALL_PAGES[random(16) as usize]);
+                    copy_dirty(vm, copies);
+                    vm.age_range(GfnRange::new(Gfn(512 * random(4)), 4)).unwrap();
+                }
+            },
+        );
+    });
+}
