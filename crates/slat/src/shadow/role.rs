@@ -65,7 +65,11 @@ impl Role {
 
     /// The role of the page one level below, made as `made` from part `part` of its frame, with `rights` left to it.
     pub(super) fn below(self, made: Made, part: u64, rights: Rights) -> Role {
-        let kept = self.0 & !(7 << LEVEL_SHIFT | 3 << MADE_SHIFT | 7 << RIGHTS_SHIFT | 0xff << PART_SHIFT);
+        let mut kept = self.0 & !(7 << LEVEL_SHIFT | 3 << MADE_SHIFT | 7 << RIGHTS_SHIFT | 0xff << PART_SHIFT);
+        if made == Made::Large {
+            // It follows from the guest's one entry, which is above, and serves all PCIDs whose entry says the same.
+            kept &= (1 << TAG_SHIFT) - 1;
+        }
         Role(
             kept | u64::from(self.level().0 - 1) << LEVEL_SHIFT
                 | (made as u64) << MADE_SHIFT
