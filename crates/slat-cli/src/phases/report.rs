@@ -122,7 +122,7 @@ pub(crate) const SHADOW_OTHERS: [Other; 5] = [
     },
     Other {
         name: "entries_synced",
-        title: "Shadow entries made or compared",
+        title: "Shadow entries synchronized",
         unit: "count",
         value: |run| Some(run.stats.entries_synced as f64),
     },
