@@ -53,7 +53,7 @@ const MAX_CPUS: usize = 8;
 /// The frame of a page that has none.
 const NO_FRAME: u64 = u64::MAX;
 /// Freed tables that are kept, to see whether somebody writes to them.
-const QUARANTINE: usize = if cfg!(shuttle) { usize::MAX } else { 256 };
+const QUARANTINE: usize = if cfg!(shuttle) { 1 << 20 } else { 256 };
 
 /// Lets others run.
 pub fn pause() {
