@@ -24,9 +24,9 @@ use schedules::check_less;
 
 type Shape = world::Breaking<3>;
 
-const SCHEDULES: usize = 1000;
+const SCHEDULES: usize = 500;
 /// Of scenarios with few steps.
-const SCHEDULES_OF_SHORT: usize = 10_000;
+const SCHEDULES_OF_SHORT: usize = 4_000;
 
 #[test]
 fn beside_invalidations_guests_see_only_what_the_host_allows() {

@@ -30,7 +30,7 @@ const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 
 /// Schedules of each kind for each test; `SHUTTLE_SCHEDULES` in the environment sets another number.
-const SCHEDULES: usize = 10_000;
+const SCHEDULES: usize = 4_000;
 /// Switches at which a priority schedule may strike.
 const PCT_DEPTH: usize = 4;
 

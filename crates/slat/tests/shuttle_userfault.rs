@@ -15,7 +15,7 @@ mod world;
 use schedules::check_less;
 use world::{Breaking, Tiny};
 
-const SCHEDULES: usize = 1000;
+const SCHEDULES: usize = 500;
 
 #[test]
 fn a_page_that_was_taken_back_is_not_mapped() {

@@ -5,7 +5,7 @@ use shuttle::scheduler::{PctScheduler, RandomScheduler};
 
 /// Schedules of each kind for each test; `SHUTTLE_SCHEDULES` in the environment sets another number, and
 /// `SHUTTLE_SEED` the random schedule of a failure, alone.
-const SCHEDULES: usize = 10_000;
+const SCHEDULES: usize = 4_000;
 /// Switches at which a priority schedule may strike.
 const PCT_DEPTH: usize = 4;
 
