@@ -2,4 +2,4 @@
 # All operations at once on overcommitted CPUs, everything verified. Hours by hand: STRESS_SECONDS=7200 ci/stress.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
-cargo run --release -- stress --seconds "${STRESS_SECONDS:-20}" --seed "${STRESS_SEED:-1}"
+cargo run --release -- stress --seconds "${STRESS_SECONDS:-15}" --seed "${STRESS_SEED:-1}"
