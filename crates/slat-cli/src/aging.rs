@@ -11,7 +11,6 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
-use indicatif::{ProgressBar, ProgressStyle};
 use slat::{AccessTracking, Config, GfnRange, Locking, PAGE_SHIFT, PageSize};
 use slat_machine::commit::FlushMethod;
 use slat_machine::guest::{Program, Sharing};
@@ -22,7 +21,8 @@ use slat_machine::walk::HardwareFormat;
 
 use crate::args::{FormatArg, LockArg, TrackingArg, locking_name, positive, size_bytes, tracking_name, with_format};
 use crate::failure::{Failure, check_failed};
-use crate::results::{self, ResultsFile};
+use crate::results::Outcome;
+use crate::session::Session;
 
 /// What `slat aging` takes.
 #[derive(Clone, Debug, Args)]
@@ -144,29 +144,23 @@ struct Series {
     runs: Vec<Run>,
 }
 
-/// Runs the experiment and prints it.
-pub(crate) fn run(args: &AgingArgs) -> Result<(), Failure> {
-    let file = args.json.as_deref().map(ResultsFile::open).transpose()?;
-    let series = measure(args)?;
-    results::deliver(file, || report::results(args, &series), |out| report::print(out, args, &series))
-}
-
-/// All runs, interleaved.
-fn measure(args: &AgingArgs) -> Result<Vec<Series>, Failure> {
+/// Runs the experiment: all runs, interleaved.
+pub(crate) fn run(args: &AgingArgs, session: &Session) -> Result<Outcome, Failure> {
     let mut all = Vec::new();
     for &locking in args.lock.lockings() {
         all.extend(args.tracking.trackings().iter().map(|&tracking| Series { tracking, locking, runs: Vec::new() }));
     }
-    let progress = ProgressBar::new(u64::from(args.runs) * all.len() as u64);
-    if let Ok(style) = ProgressStyle::with_template("{bar:30} run {pos}/{len}  {msg}  {elapsed}") {
-        progress.set_style(style);
-    }
+    let outcome = |all: &[Series]| {
+        let measured: Vec<&Series> = all.iter().filter(|series| !series.runs.is_empty()).collect();
+        Outcome::new(&report::results(args, &measured), |out| report::print(out, args, &measured))
+    };
+    let progress = session.progress(u64::from(args.runs) * all.len() as u64);
     let nr_series = all.len();
     for run in 0..args.runs as usize {
         for turn in 0..nr_series {
             // Each run begins with another series: whoever comes first or last has no advantage.
             let series = &mut all[(run + turn) % nr_series];
-            progress.set_message(format!("{}, lock {}", tracking_name(series.tracking), locking_name(series.locking)));
+            progress.begin(format!("{}, lock {}", tracking_name(series.tracking), locking_name(series.locking)));
             let config = MachineConfig {
                 nr_vcpus: args.vcpus,
                 bytes_per_vcpu: args.bytes,
@@ -175,11 +169,12 @@ fn measure(args: &AgingArgs) -> Result<Vec<Series>, Failure> {
                 ..MachineConfig::default()
             };
             series.runs.push(with_format!(args.format, F => run_once::<F>(args, &config)?));
-            progress.inc(1);
+            progress.step();
+            session.so_far(outcome(&all)?);
         }
     }
-    progress.finish_and_clear();
-    Ok(all)
+    drop(progress);
+    outcome(&all)
 }
 
 fn run_once<F: HardwareFormat>(args: &AgingArgs, config: &MachineConfig) -> Result<Run, Failure> {

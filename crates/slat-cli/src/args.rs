@@ -1,6 +1,6 @@
 //! The command line. Short options are those of KVM's selftests, each with a long name.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use slat::{
@@ -9,15 +9,18 @@ use slat::{
 };
 use slat_machine::memory::BackingKind;
 
-use crate::aging::AgingArgs;
-use crate::cr3::Cr3Args;
-use crate::demand_paging::DemandPagingArgs;
+use crate::aging::{self, AgingArgs};
+use crate::cr3::{self, Cr3Args};
 use crate::demand_paging::resolver::ResolverArgs;
+use crate::demand_paging::{self, DemandPagingArgs};
+use crate::dirty_log;
 use crate::failure::Failure;
-use crate::get_dirty_log::GetDirtyLogArgs;
-use crate::memslots::MemslotsArgs;
-use crate::split::SplitArgs;
-use crate::stress::StressArgs;
+use crate::get_dirty_log::{self, GetDirtyLogArgs};
+use crate::memslots::{self, MemslotsArgs};
+use crate::results::Outcome;
+use crate::session::Session;
+use crate::split::{self, SplitArgs};
+use crate::stress::{self, StressArgs};
 
 /// Experiments on second-level address translation, on a software machine with real threads and real memory.
 ///
@@ -50,6 +53,38 @@ pub(crate) enum Command {
     Cr3(Cr3Args),
     /// All operations at once beside running guests, on overcommitted CPUs, with everything verified.
     Stress(StressArgs),
+}
+
+impl Command {
+    /// Runs the experiment.
+    pub(crate) fn run(&self, session: &Session) -> Result<Outcome, Failure> {
+        match self {
+            Command::DirtyLog(args) => dirty_log::run(args, session),
+            Command::Split(args) => split::run(args, session),
+            Command::DemandPaging(args) => demand_paging::run(args, session),
+            Command::DemandPagingResolver(_) => Err(Failure::Usage("the resolver is no experiment".to_owned())),
+            Command::GetDirtyLog(args) => get_dirty_log::run(args, session),
+            Command::Memslots(args) => memslots::run(args, session),
+            Command::Aging(args) => aging::run(args, session),
+            Command::Cr3(args) => cr3::run(args, session),
+            Command::Stress(args) => stress::run(args, session),
+        }
+    }
+
+    /// Where its results go besides the screen.
+    pub(crate) fn json(&self) -> Option<&Path> {
+        match self {
+            Command::DirtyLog(args) => args.json.as_deref(),
+            Command::Split(args) => args.log.json.as_deref(),
+            Command::DemandPaging(args) => args.json.as_deref(),
+            Command::DemandPagingResolver(_) => None,
+            Command::GetDirtyLog(args) => args.json.as_deref(),
+            Command::Memslots(args) => args.json.as_deref(),
+            Command::Aging(args) => args.json.as_deref(),
+            Command::Cr3(args) => args.json.as_deref(),
+            Command::Stress(args) => args.json.as_deref(),
+        }
+    }
 }
 
 /// What `slat dirty-log` takes, and whatever else goes through its phases.

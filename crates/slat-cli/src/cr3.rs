@@ -30,7 +30,8 @@ use slat_machine::kernel::{Isolation, Pcids, WorkloadMix};
 
 use crate::args::positive;
 use crate::failure::Failure;
-use crate::results::{self, ResultsFile};
+use crate::results::Outcome;
+use crate::session::Session;
 use run::Run;
 use switch::Switch;
 
@@ -177,34 +178,42 @@ struct Column {
     runs: Vec<Run>,
 }
 
-/// Runs the experiment and prints it.
-pub(crate) fn run(args: &Cr3Args) -> Result<(), Failure> {
+/// Runs the experiment.
+pub(crate) fn run(args: &Cr3Args, session: &Session) -> Result<Outcome, Failure> {
     let most_vcpus = args.vcpus.iter().copied().max().unwrap_or(1);
     if args.steps < u64::from(most_vcpus) {
         return Err(Failure::Usage(format!("{} steps for {most_vcpus} vCPUs", args.steps)));
     }
-    let file = args.json.as_deref().map(ResultsFile::open).transpose()?;
     let clock_ns = timed::clock_ns();
     let mut rng = SmallRng::seed_from_u64(args.seed);
     let mut columns: Vec<Column> = Vec::new();
+    let outcome = |columns: &[Column], switches: &[Switch]| {
+        let columns: Vec<&Column> = columns.iter().filter(|column| !column.runs.is_empty()).collect();
+        let results = report::results(args, &columns, switches);
+        Outcome::new(&results, |out| report::print(out, args, &columns, switches))
+    };
+    let strategies = args.strategy.strategies();
+    let nr_runs = args.vcpus.len() as u64 * u64::from(args.runs) * strategies.len() as u64;
+    let progress = session.progress(nr_runs + 1);
     for &nr_vcpus in &args.vcpus {
         let new = |&strategy| Column { strategy, nr_vcpus, runs: Vec::new() };
         let first = columns.len();
-        columns.extend(args.strategy.strategies().iter().map(new));
+        columns.extend(strategies.iter().map(new));
         for _ in 0..args.runs {
             let seed = rng.random();
             let mut order: Vec<usize> = (first..columns.len()).collect();
             order.shuffle(&mut rng);
             for index in order {
                 let column = &mut columns[index];
+                progress.begin(format!("{}, {}", report::vcpus(nr_vcpus), strategy_name(column.strategy)));
                 column.runs.push(run::run(args, column.strategy, nr_vcpus, seed, clock_ns)?);
+                progress.step();
+                session.so_far(outcome(&columns, &[])?);
             }
         }
     }
+    progress.begin("the switch itself".to_owned());
     let switches: Vec<Switch> = switch::measure(args)?;
-    results::deliver(
-        file,
-        || report::results(args, &columns, &switches),
-        |out| report::print(out, args, &columns, &switches),
-    )
+    drop(progress);
+    outcome(&columns, &switches)
 }

@@ -14,39 +14,32 @@ pub(crate) mod resolver;
 mod run;
 mod source;
 
-use std::time::Duration;
-
-use indicatif::{ProgressBar, ProgressStyle};
 use slat::PAGE_SIZE;
 use slat_machine::topology;
 
 use crate::failure::Failure;
-use crate::results::{self, ResultsFile};
-use case::Case;
+use crate::results::Outcome;
+use crate::session::Session;
 use options::DEFAULT_BYTES_PER_VCPU;
 pub(crate) use options::DemandPagingArgs;
 use report::Report;
 use run::Measured;
 use source::Source;
 
-/// How often the progress is drawn while a run lasts.
-const TICK: Duration = Duration::from_millis(200);
-
-/// Runs the experiment and prints it.
-pub(crate) fn run(args: &DemandPagingArgs) -> Result<(), Failure> {
+/// Runs the experiment.
+pub(crate) fn run(args: &DemandPagingArgs, session: &Session) -> Result<Outcome, Failure> {
     args.check()?;
     if let Some(address) = &args.serve {
-        return source::serve(args, address);
+        return source::serve(args, address, session);
     }
-    let file = args.json.as_deref().map(ResultsFile::open).transpose()?;
     let available_bytes = topology::available_memory_bytes();
     let bytes_per_vcpu = |nr_vcpus| args.bytes.unwrap_or_else(|| fitting_bytes(nr_vcpus, available_bytes));
     let cases = |nr_vcpus| args.cases(nr_vcpus, bytes_per_vcpu(nr_vcpus));
-    args.nr_vcpus().iter().flat_map(|&nr_vcpus| cases(nr_vcpus)).try_for_each(|case| run::check(args, &case))?;
+    let all = args.nr_vcpus().iter().flat_map(|&nr_vcpus| cases(nr_vcpus));
+    all.clone().try_for_each(|case| run::check(args, &case))?;
     let most = args.nr_vcpus().iter().map(|&nr_vcpus| bytes_per_vcpu(nr_vcpus).saturating_mul(nr_vcpus as u64)).max();
-    let source = Source::open(args, most.unwrap_or(0))?;
+    let source = Source::open(args, most.unwrap_or(0), session)?;
     let mut remarks: Vec<String> = source.remark().into_iter().collect();
-    let mut measured = Vec::new();
     for &nr_vcpus in args.nr_vcpus() {
         let bytes_per_vcpu = bytes_per_vcpu(nr_vcpus);
         if bytes_per_vcpu < args.bytes.unwrap_or(DEFAULT_BYTES_PER_VCPU) {
@@ -56,14 +49,37 @@ pub(crate) fn run(args: &DemandPagingArgs) -> Result<(), Failure> {
                 DEFAULT_BYTES_PER_VCPU >> 20,
             ));
         }
-        measured.extend(measure(args, &source, &cases(nr_vcpus))?);
     }
+    let outcome = |all: &[Measured]| {
+        let measured: Vec<&Measured> = all.iter().filter(|measured| !measured.runs.is_empty()).collect();
+        let remarks: Vec<String> = remarks.iter().cloned().chain(run::remarks(args, &measured)).collect();
+        let report = Report { args, measured: &measured, remarks: &remarks };
+        Outcome::new(&report.results(), |out| report.print(out))
+    };
+    let progress = session.progress(u64::from(args.nr_runs()) * all.count() as u64);
+    let mut measured: Vec<Measured> = Vec::new();
+    for &nr_vcpus in args.nr_vcpus() {
+        let cases = cases(nr_vcpus);
+        let first = measured.len();
+        measured.extend(cases.iter().map(|&case| Measured { case, runs: Vec::new() }));
+        for number in 0..args.nr_runs() as usize {
+            for turn in 0..cases.len() {
+                // Each round begins with another case: whoever comes first or last has no advantage.
+                let which = (number + turn) % cases.len();
+                let case = &cases[which];
+                let (backing, uffds, mode) = (case.backing, case.uffds.describe(), case.mode);
+                progress.begin(format!("{nr_vcpus} vCPUs, {backing}, {uffds}, {mode}"));
+                measured[first + which].runs.push(run::once(args, case, &source)?);
+                progress.step();
+                session.so_far(outcome(&measured)?);
+            }
+        }
+    }
+    drop(progress);
     if measured.is_empty() {
         return Err(Failure::Usage("--modes: the tables of this format have none of these rows".to_owned()));
     }
-    remarks.extend(run::remarks(args, &measured));
-    let report = Report { args, measured: &measured, remarks: &remarks };
-    results::deliver(file, || report.results(), |out| report.print(out))
+    outcome(&measured)
 }
 
 /// As much as the published tables have for each vCPU; halved until all of it fits beside everything else.
@@ -75,35 +91,6 @@ fn fitting_bytes(nr_vcpus: usize, available_bytes: Option<u64>) -> u64 {
         bytes /= 2;
     }
     bytes
-}
-
-/// All runs of the cases, in turns.
-fn measure(args: &DemandPagingArgs, source: &Source, cases: &[Case]) -> Result<Vec<Measured>, Failure> {
-    let mut measured: Vec<Measured> = cases.iter().map(|&case| Measured { case, runs: Vec::new() }).collect();
-    let progress = ProgressBar::new(u64::from(args.nr_runs()) * cases.len() as u64);
-    if let Ok(style) = ProgressStyle::with_template("{bar:30} run {pos}/{len}  {msg}  {elapsed}") {
-        progress.set_style(style);
-    }
-    progress.enable_steady_tick(TICK);
-    for number in 0..args.nr_runs() as usize {
-        for turn in 0..cases.len() {
-            // Each round begins with another case: whoever comes first or last has no advantage.
-            let which = (number + turn) % cases.len();
-            let case = &cases[which];
-            progress.set_message(format!(
-                "{} vCPUs, {}, {}, {}",
-                case.nr_vcpus,
-                case.backing,
-                case.uffds.describe(),
-                case.mode
-            ));
-            let run = run::once(args, case, source)?;
-            measured[which].runs.push(run);
-            progress.inc(1);
-        }
-    }
-    progress.finish_and_clear();
-    Ok(measured)
 }
 
 #[cfg(test)]

@@ -1,37 +1,38 @@
 //! The demonstration: what `slat` does without a command. The main job, small enough for any Linux machine.
 
-use std::io::{self, Write};
-
 use clap::Parser;
+use serde_json::Value;
 
-use crate::args::{Cli, Command};
-use crate::dirty_log;
+use crate::args::Cli;
 use crate::failure::Failure;
+use crate::results::Outcome;
+use crate::session::Session;
 
 /// What is run, as a command line that the reader can type.
 const COMMANDS: [&str; 2] =
     ["slat dirty-log -v 4 -b 256M -i 5 --runs 5", "slat dirty-log -v 4 -b 96M -i 5 --runs 5 -o --check"];
 
 /// Runs the demonstration.
-pub(crate) fn run() -> Result<(), Failure> {
-    writeln!(
-        io::stdout(),
-        "slat: second-stage page tables of a virtual machine, on software CPUs with real threads and real memory.\n"
+pub(crate) fn run(session: &Session) -> Result<Outcome, Failure> {
+    session.say(
+        "slat: second-stage page tables of a virtual machine, on software CPUs with real threads and real memory.\n\n",
     )?;
     for command in COMMANDS {
-        writeln!(io::stdout(), "$ {command}")?;
-        let Some(Command::DirtyLog(args)) = Cli::parse_from(command.split(' ')).command else {
-            unreachable!("the demonstration's commands are dirty-log")
+        session.say(&format!("$ {command}\n"))?;
+        let Some(command) = Cli::parse_from(command.split(' ')).command else {
+            unreachable!("the demonstration's commands are experiments")
         };
-        dirty_log::run(&args)?;
-        writeln!(io::stdout())?;
+        let outcome = command.run(session)?;
+        session.say(&outcome.text)?;
+        session.say("\n")?;
     }
-    writeln!(
-        io::stdout(),
-        "Four vCPUs filled their memory, then wrote it again while dirty logging was on, once with one lock around the\n\
-         tables, once with a reader/writer lock, and once with none: the same engine, the same work. Every page was read\n\
-         back as it was written, and in the second run every harvest of the log was held against memory: no page lost.\n\
-         Next: `cargo run --release -- dirty-log --help`, or `cargo run --release -- dirty-log -v 64 -b 8M --check`."
-    )?;
-    Ok(())
+    Ok(Outcome {
+        text: "Four vCPUs filled their memory, then wrote it again while dirty logging was on, once with one lock around the\n\
+               tables, once with a reader/writer lock, and once with none: the same engine, the same work. Every page was read\n\
+               back as it was written, and in the second run every harvest of the log was held against memory: no page lost.\n\
+               Next: `cargo run --release -- compare --quick`, or `cargo run --release -- dirty-log --help`.\n"
+            .to_owned(),
+        json: Value::Null,
+        failure: None,
+    })
 }

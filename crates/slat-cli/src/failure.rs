@@ -9,6 +9,8 @@ use slat_machine::machine::MachineError;
 use slat_machine::source::SourceError;
 use thiserror::Error;
 
+use crate::session::INTERRUPTED;
+
 /// A failure of the command, as one line.
 #[derive(Debug, Error)]
 pub(crate) enum Failure {
@@ -32,6 +34,12 @@ pub(crate) enum Failure {
     /// Nobody takes what is printed.
     #[error("cannot print: {0}")]
     Print(#[from] std::io::Error),
+    /// The user ended it.
+    #[error("interrupted{}", if *measured { ": what is above was measured until then" } else { " before anything was measured" })]
+    Interrupted {
+        /// Whether there is something.
+        measured: bool,
+    },
 }
 
 impl Failure {
@@ -40,6 +48,7 @@ impl Failure {
             Failure::Check(_) => 1,
             Failure::Usage(_) => 2,
             Failure::CannotServe(_) | Failure::Write { .. } | Failure::Print(_) => 3,
+            Failure::Interrupted { .. } => INTERRUPTED,
         })
     }
 }

@@ -24,16 +24,16 @@ mod subject;
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use indicatif::{ProgressBar, ProgressStyle};
 use slat::PAGE_SHIFT;
 use slat_machine::memory::{Backing, BackingKind};
 use slat_machine::walk::HardwareFormat;
 
 use crate::args::{FormatArg, check_shadow_format, positive, size_bytes, with_format};
 use crate::failure::Failure;
-use crate::results::{self, ResultsFile};
+use crate::results::Outcome;
+use crate::session::Session;
 use kvm::{Facts, KvmPeer};
-use measure::Bench;
+use measure::{Bench, Cell};
 use pattern::Pattern;
 use peer::Peer;
 use subject::{Slat, Subject};
@@ -224,33 +224,26 @@ struct Notes {
     missing: Vec<String>,
 }
 
-/// Runs the experiment and prints it.
-pub(crate) fn run(args: &GetDirtyLogArgs) -> Result<(), Failure> {
+/// Runs the experiment.
+pub(crate) fn run(args: &GetDirtyLogArgs, session: &Session) -> Result<Outcome, Failure> {
     let methods = check_usage(args)?;
-    let file = args.json.as_deref().map(ResultsFile::open).transpose()?;
-    if args.workload == Workload::Migration {
-        let memory = subject::memory(args.backing, args.slot_bytes())?;
-        let migrations = with_format!(args.format, F => match args.paging {
-            PagingArg::SecondStage => migration::measure(args, &methods, &memory, Slat::<F, _>::new),
-            PagingArg::Shadow => migration::measure(args, &methods, &memory, Slat::<F, _>::shadow),
-        })?;
-        return results::deliver(
-            file,
-            || report::migration_results(args, &migrations),
-            |out| report::print_migration(out, args, &migrations),
-        );
-    }
     let memory = subject::memory(args.backing, args.slot_bytes())?;
+    if args.workload == Workload::Migration {
+        return with_format!(args.format, F => match args.paging {
+            PagingArg::SecondStage => migration::measure(args, session, &methods, &memory, Slat::<F, _>::new),
+            PagingArg::Shadow => migration::measure(args, session, &methods, &memory, Slat::<F, _>::shadow),
+        });
+    }
     let (subjects, notes) = with_format!(args.format, F => subjects::<F>(args, &methods, &memory))?;
     let mut bench = Bench::new(subjects, memory);
-    let cells = with_another_thread(|| {
-        bench.populate()?;
-        match args.workload {
-            Workload::Framebuffer => Ok(vec![measure::framebuffer(args, &mut bench)?]),
-            _ => measure::table(args, &mut bench),
-        }
-    })?;
-    results::deliver(file, || report::results(args, &notes, &cells), |out| report::print(out, args, &notes, &cells))
+    let outcome = |cells: &[Cell]| {
+        Outcome::new(&report::results(args, &notes, cells), |out| report::print(out, args, &notes, cells))
+    };
+    bench.populate(session)?;
+    match args.workload {
+        Workload::Framebuffer => measure::framebuffer(args, session, &mut bench, outcome),
+        _ => measure::table(args, session, &mut bench, outcome),
+    }
 }
 
 /// The methods to measure, without KVM.
@@ -332,25 +325,4 @@ fn working_kvm(memory: &Backing) -> Result<(KvmPeer, Facts), String> {
     // Takes the page's bit too: what comes after begins with a clean log.
     kvm.write(&[0], 1).and_then(|()| kvm.get_dirty_log(&mut log)).map_err(|failure| failure.to_string())?;
     Ok((kvm, facts))
-}
-
-fn progress(length: u64) -> ProgressBar {
-    let progress = ProgressBar::new(length);
-    if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}  {elapsed}") {
-        progress.set_style(style);
-    }
-    progress
-}
-
-/// Runs `action` beside a thread that sleeps: a process of one thread gets the barriers of a flush for nothing, and no
-/// hypervisor has only one.
-fn with_another_thread<T>(action: impl FnOnce() -> T) -> T {
-    let (alive, end) = std::sync::mpsc::channel::<()>();
-    std::thread::scope(|scope| {
-        // Nothing is ever sent: it ends when the sender goes.
-        scope.spawn(move || end.recv().is_ok());
-        let result = action();
-        drop(alive);
-        result
-    })
 }

@@ -1,6 +1,6 @@
 //! The command `slat`: it parses, runs an experiment on the software machine, and prints.
 //!
-//! Exit codes: 0 done and verified; 1 a check failed; 2 bad usage; 3 this machine cannot serve an option.
+//! Exit codes: 0 done and verified; 1 a check failed; 2 bad usage; 3 this machine cannot serve an option; 130 interrupted.
 
 mod aging;
 mod args;
@@ -13,6 +13,7 @@ mod get_dirty_log;
 mod memslots;
 mod phases;
 mod results;
+mod session;
 mod split;
 mod stress;
 mod table;
@@ -23,23 +24,17 @@ use std::process::ExitCode;
 use clap::Parser;
 
 use args::{Cli, Command};
+use failure::Failure;
+use results::ResultsFile;
 
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => return usage(&error),
     };
-    let result = match cli.command {
-        None => demo::run(),
-        Some(Command::DirtyLog(args)) => dirty_log::run(&args),
-        Some(Command::Split(args)) => split::run(&args),
-        Some(Command::DemandPaging(args)) => demand_paging::run(&args),
-        Some(Command::DemandPagingResolver(args)) => demand_paging::resolver::main(&args),
-        Some(Command::GetDirtyLog(args)) => get_dirty_log::run(&args),
-        Some(Command::Memslots(args)) => memslots::run(&args),
-        Some(Command::Aging(args)) => aging::run(&args),
-        Some(Command::Cr3(args)) => cr3::run(&args),
-        Some(Command::Stress(args)) => stress::run(&args),
+    let result = match &cli.command {
+        Some(Command::DemandPagingResolver(args)) => demand_paging::resolver::main(args),
+        _ => measure(cli),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -49,6 +44,16 @@ fn main() -> ExitCode {
             failure.exit_code()
         }
     }
+}
+
+/// Runs an experiment.
+fn measure(cli: Cli) -> Result<(), Failure> {
+    let file = cli.command.as_ref().and_then(Command::json).map(ResultsFile::open).transpose()?;
+    let words: Vec<String> = std::iter::once("slat".to_owned()).chain(std::env::args().skip(1)).collect();
+    session::run(&words.join(" "), file, move |session| match &cli.command {
+        None => demo::run(session),
+        Some(command) => command.run(session),
+    })
 }
 
 /// What clap has to say: help as it is; a mistake in one line.

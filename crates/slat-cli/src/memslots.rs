@@ -13,12 +13,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use indicatif::{ProgressBar, ProgressStyle};
 use slat::Locking;
 
 use crate::args::{FormatArg, LockArg, locking_name, positive, with_format};
 use crate::failure::Failure;
-use crate::results::{self, ResultsFile};
+use crate::results::Outcome;
+use crate::session::Session;
 use area::MAX_AREA_SLOTS;
 use experiments::{Run, Test};
 
@@ -83,7 +83,6 @@ fn slots(text: &str) -> Result<u32, String> {
 struct Series {
     test: Test,
     locking: Locking,
-    /// At least one.
     runs: Vec<Run>,
 }
 
@@ -99,12 +98,32 @@ impl Series {
     }
 }
 
-/// Runs the experiment and prints it.
-pub(crate) fn run(args: &MemslotsArgs) -> Result<(), Failure> {
+/// Runs the experiment.
+pub(crate) fn run(args: &MemslotsArgs, session: &Session) -> Result<Outcome, Failure> {
     let tests = selected_tests(args)?;
-    let file = args.json.as_deref().map(ResultsFile::open).transpose()?;
-    let series = measure(args, tests)?;
-    results::deliver(file, || report::results(args, &series), |out| report::print(out, args, &series))
+    let lockings = args.lock.lockings();
+    let outcome = |all: &[Series]| {
+        let measured: Vec<&Series> = all.iter().filter(|series| !series.runs.is_empty()).collect();
+        Outcome::new(&report::results(args, &measured), |out| report::print(out, args, &measured))
+    };
+    let progress = session.progress(tests.len() as u64 * u64::from(args.runs) * lockings.len() as u64);
+    let mut all = Vec::new();
+    for &test in tests {
+        let first = all.len();
+        all.extend(lockings.iter().map(|&locking| Series { test, locking, runs: Vec::new() }));
+        for run in 0..args.runs as usize {
+            for turn in 0..lockings.len() {
+                // Each run begins with another locking: whoever comes first or last has no advantage.
+                let series = &mut all[first + (run + turn) % lockings.len()];
+                progress.begin(format!("{}, lock {}", test.name(), locking_name(series.locking)));
+                series.runs.push(with_format!(args.format, F => experiments::run::<F>(args, test, series.locking)?));
+                progress.step();
+                session.so_far(outcome(&all)?);
+            }
+        }
+    }
+    drop(progress);
+    outcome(&all)
 }
 
 fn selected_tests(args: &MemslotsArgs) -> Result<&'static [Test], Failure> {
@@ -116,29 +135,4 @@ fn selected_tests(args: &MemslotsArgs) -> Result<&'static [Test], Failure> {
         return Err(Failure::Usage("test 4, move inactive area, needs at least 2 slots".to_owned()));
     }
     Ok(tests)
-}
-
-fn measure(args: &MemslotsArgs, tests: &[Test]) -> Result<Vec<Series>, Failure> {
-    let lockings = args.lock.lockings();
-    let progress = ProgressBar::new(tests.len() as u64 * u64::from(args.runs) * lockings.len() as u64);
-    if let Ok(style) = ProgressStyle::with_template("{bar:30} run {pos}/{len}  {msg}  {elapsed}") {
-        progress.set_style(style);
-    }
-    let mut all = Vec::new();
-    for &test in tests {
-        let mut of_test: Vec<Series> =
-            lockings.iter().map(|&locking| Series { test, locking, runs: Vec::new() }).collect();
-        for run in 0..args.runs as usize {
-            for turn in 0..lockings.len() {
-                // Each run begins with another locking: whoever comes first or last has no advantage.
-                let series = &mut of_test[(run + turn) % lockings.len()];
-                progress.set_message(format!("{}, lock {}", test.name(), locking_name(series.locking)));
-                series.runs.push(with_format!(args.format, F => experiments::run::<F>(args, test, series.locking)?));
-                progress.inc(1);
-            }
-        }
-        all.append(&mut of_test);
-    }
-    progress.finish_and_clear();
-    Ok(all)
 }

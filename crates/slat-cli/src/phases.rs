@@ -14,7 +14,6 @@ use std::num::NonZeroUsize;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
 use slat::{Config, Level, ManualProtect, MemoryRegionFlags, NodeId, PAGE_SHIFT, PageSize, Stats};
 use slat_machine::commit::FlushMethod;
@@ -29,6 +28,8 @@ use crate::args::{
     with_format,
 };
 use crate::failure::Failure;
+use crate::results::Outcome;
+use crate::session::Session;
 use logs::{Form, Logs};
 use oracle::{Again, Besides};
 
@@ -89,28 +90,29 @@ pub(crate) struct Roles {
     pub(crate) nr_splitters: Option<NonZeroUsize>,
 }
 
-/// Does all runs, interleaved: `run` gets the number of the run and that of the column.
+/// Does all runs, interleaved: `run` gets the number of the run and that of the column; `outcome` makes of the columns what
+/// the experiment gives.
 pub(crate) fn measure(
-    columns: &mut [Column],
+    session: &Session,
+    mut columns: Vec<Column>,
     nr_runs: u32,
+    outcome: impl Fn(&[Column]) -> Result<Outcome, Failure>,
     mut run: impl FnMut(u32, usize) -> Result<Run, Failure>,
-) -> Result<(), Failure> {
-    let progress = ProgressBar::new(u64::from(nr_runs) * columns.len() as u64);
-    if let Ok(style) = ProgressStyle::with_template("{bar:30} run {pos}/{len}  {msg}  {elapsed}") {
-        progress.set_style(style);
-    }
+) -> Result<Outcome, Failure> {
+    let progress = session.progress(u64::from(nr_runs) * columns.len() as u64);
     for number in 0..nr_runs {
         for turn in 0..columns.len() {
             // Each run begins with another column: whoever comes first or last has no advantage.
             let which = (number as usize + turn) % columns.len();
-            progress.set_message(columns[which].title.clone());
+            progress.begin(columns[which].title.clone());
             let figures = run(number, which)?;
             columns[which].runs.push(figures);
-            progress.inc(1);
+            progress.step();
+            session.so_far(outcome(&columns)?);
         }
     }
-    progress.finish_and_clear();
-    Ok(())
+    drop(progress);
+    outcome(&columns)
 }
 
 /// The machine that the options name.

@@ -1,5 +1,5 @@
-//! Results as every experiment gives them: named figures with a unit and labels, written as one JSON object; and the
-//! small statistics over runs.
+//! What every experiment gives: a text for people and named figures with a unit and labels, which are written as one JSON
+//! object; and the small statistics over runs.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -22,13 +22,38 @@ pub(crate) struct Figure {
     pub(crate) labels: BTreeMap<&'static str, Value>,
 }
 
-/// All that `--json` writes.
+/// The figures of an experiment, and what they are figures of.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Results {
     pub(crate) experiment: &'static str,
     pub(crate) config: Value,
     pub(crate) host: Value,
     pub(crate) results: Vec<Figure>,
+}
+
+/// What an experiment gives.
+#[derive(Clone, Debug)]
+pub(crate) struct Outcome {
+    /// What is printed.
+    pub(crate) text: String,
+    /// The object of `--json`.
+    pub(crate) json: Value,
+    /// A check that failed, although there are figures.
+    pub(crate) failure: Option<String>,
+}
+
+impl Outcome {
+    /// An outcome of `results`, and of what `print` prints.
+    pub(crate) fn new(
+        results: &Results,
+        print: impl FnOnce(&mut Vec<u8>) -> io::Result<()>,
+    ) -> Result<Outcome, Failure> {
+        let mut text = Vec::new();
+        print(&mut text)?;
+        let text = String::from_utf8_lossy(&text).into_owned();
+        let json = serde_json::to_value(results).map_err(io::Error::from)?;
+        Ok(Outcome { text, json, failure: None })
+    }
 }
 
 /// What all figures were measured on, for `--json`.
@@ -53,42 +78,48 @@ pub(crate) fn measured_on(host: &HostDescription, flush_method: FlushMethod) -> 
 }
 
 /// The file of `--json`, opened before the work begins: a path that cannot be written is found out then. What it held
-/// stays until there are results.
+/// stays until there are results, and a file that was not there does not stay without.
 #[derive(Debug)]
 pub(crate) struct ResultsFile {
     path: PathBuf,
     file: BufWriter<File>,
+    /// It was not there, and nothing is in it yet.
+    is_new: bool,
 }
 
 impl ResultsFile {
     pub(crate) fn open(path: &Path) -> Result<ResultsFile, Failure> {
-        match OpenOptions::new().write(true).create(true).truncate(false).open(path) {
-            Ok(file) => Ok(ResultsFile { path: path.to_owned(), file: BufWriter::new(file) }),
+        let open = |options: &mut OpenOptions| options.write(true).open(path);
+        let (file, is_new) = match open(OpenOptions::new().create_new(true)) {
+            Ok(file) => (Ok(file), true),
+            Err(_) => (open(&mut OpenOptions::new()), false),
+        };
+        match file {
+            Ok(file) => Ok(ResultsFile { path: path.to_owned(), file: BufWriter::new(file), is_new }),
             Err(source) => Err(Failure::Write { path: path.to_owned(), source }),
         }
     }
 
     /// Writes the object.
-    pub(crate) fn write(mut self, results: &Results) -> Result<(), Failure> {
+    pub(crate) fn write(mut self, object: &Value) -> Result<(), Failure> {
+        self.is_new = false;
         // Only a regular file has a length to cut.
         let is_regular = self.file.get_ref().metadata().is_ok_and(|metadata| metadata.is_file());
         let cut = if is_regular { self.file.get_ref().set_len(0) } else { Ok(()) };
-        cut.and_then(|()| serde_json::to_writer_pretty(&mut self.file, results).map_err(io::Error::from))
+        cut.and_then(|()| serde_json::to_writer_pretty(&mut self.file, object).map_err(io::Error::from))
             .and_then(|()| writeln!(self.file))
             .and_then(|()| self.file.flush())
-            .map_err(|source| Failure::Write { path: self.path, source })
+            .map_err(|source| Failure::Write { path: self.path.clone(), source })
     }
 }
 
-/// Writes the results to `file`, if there is one, and prints them: each also if the other cannot be done.
-pub(crate) fn deliver(
-    file: Option<ResultsFile>,
-    results: impl FnOnce() -> Results,
-    print: impl FnOnce(&mut io::StdoutLock<'_>) -> io::Result<()>,
-) -> Result<(), Failure> {
-    let written = file.map_or(Ok(()), |file| file.write(&results()));
-    print(&mut io::stdout().lock())?;
-    written
+impl Drop for ResultsFile {
+    fn drop(&mut self) {
+        if self.is_new {
+            // An empty file is left behind, at worst.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
 }
 
 /// Figures of several runs.

@@ -23,7 +23,8 @@ use slat_machine::numa::{FirstTouch, MemoryPolicy, NodeMap, Nodes, Pinning};
 use crate::args::{DirtyLogArgs, PagingArg, SplitWhen, positive};
 use crate::failure::{Failure, check_failed};
 use crate::phases::{self, Column, Roles, Run};
-use crate::results::{self, ResultsFile};
+use crate::results::Outcome;
+use crate::session::Session;
 
 /// Virtual nodes where the host has but one.
 const DEFAULT_NR_NODES: u32 = 8;
@@ -267,8 +268,8 @@ impl Layout {
     }
 }
 
-/// Runs the experiment and prints it.
-pub(crate) fn run(args: &SplitArgs) -> Result<(), Failure> {
+/// Runs the experiment.
+pub(crate) fn run(args: &SplitArgs, session: &Session) -> Result<Outcome, Failure> {
     let &[locking] = args.log.lock.lockings() else {
         return Err(Failure::Usage("--lock all: the columns are the placements, so choose one lock".to_owned()));
     };
@@ -287,20 +288,21 @@ pub(crate) fn run(args: &SplitArgs) -> Result<(), Failure> {
     let mut config = phases::machine_config(&args.log)?;
     config.engine.locking = locking;
     config.nodes = layout.nodes.clone();
-    let file = args.log.json.as_deref().map(ResultsFile::open).transpose()?;
     let placements = args.placement.placements();
     let title = |placement| Column::new("placement", placement_name(placement), placement_name(placement).to_owned());
-    let mut columns: Vec<Column> = placements.iter().copied().map(title).collect();
-    phases::measure(&mut columns, args.log.runs, |run, which| {
+    let columns: Vec<Column> = placements.iter().copied().map(title).collect();
+    let outcome = |columns: &[Column]| {
+        let report = report::new(args, columns);
+        Outcome::new(&report::results(&report, args, &layout), |out| report::print(out, &report, args, &layout))
+    };
+    phases::measure(session, columns, args.log.runs, outcome, |run, which| {
         let mut config = config.clone();
         config.pinning = args.pinning.pinning(args.log.seed, run);
         config.engine.split_table_placement = placements[which];
         config.engine.fault_table_placement =
             args.fault_placement.map_or(placements[which], FaultPlacementArg::placement);
         run_apart(args, &config, &layout)
-    })?;
-    let report = report::new(args, &columns);
-    results::deliver(file, || report::results(&report, args, &layout), |out| report::print(out, &report, args, &layout))
+    })
 }
 
 /// One run, by a thread of its own: where that sits, and what its policy is, is not for the next.

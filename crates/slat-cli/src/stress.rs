@@ -18,8 +18,8 @@ mod turn;
 mod watch;
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -35,7 +35,8 @@ use crate::args::{
     splitting_name, tracking_name, with_format,
 };
 use crate::failure::{Failure, check_failed};
-use crate::results::{self, ResultsFile};
+use crate::results::Outcome;
+use crate::session::Session;
 use tally::Tally;
 use watch::Watch;
 
@@ -122,43 +123,54 @@ impl Plan {
     }
 }
 
-/// What a run did.
+/// What a run has done.
 struct Summary {
+    begin: Instant,
     tally: Arc<Tally>,
-    wall: Duration,
+    turns: Mutex<Turns>,
+}
+
+#[derive(Default)]
+struct Turns {
     /// What each turn ran on.
     plans: Vec<String>,
-    nr_combinations: usize,
     flush_method: Option<FlushMethod>,
 }
 
-/// Runs the stress and prints what was done.
-pub(crate) fn run(args: &StressArgs) -> Result<(), Failure> {
-    let file = args.json.as_deref().map(ResultsFile::open).transpose()?;
-    let summary = supervise(args)?;
-    results::deliver(file, || report::results(args, &summary), |out| report::print(out, args, &summary))
+impl Default for Summary {
+    fn default() -> Summary {
+        Summary { begin: Instant::now(), tally: Arc::default(), turns: Mutex::default() }
+    }
 }
 
-/// Has all turns done by another thread, and watches.
-fn supervise(args: &StressArgs) -> Result<Summary, Failure> {
-    let watch = Arc::new(Watch::default());
+impl Summary {
+    fn turns(&self) -> MutexGuard<'_, Turns> {
+        self.turns.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Runs the experiment: has all turns done by another thread, and watches.
+pub(crate) fn run(args: &StressArgs, session: &Session) -> Result<Outcome, Failure> {
+    let (watch, summary) = (Arc::new(Watch::default()), Arc::new(Summary::default()));
     let (sender, receiver) = mpsc::channel();
     let turns = {
-        let (args, watch) = (args.clone(), Arc::clone(&watch));
+        let (args, watch, summary) = (args.clone(), Arc::clone(&watch), Arc::clone(&summary));
         // Nobody may wait for it any more.
-        move || drop(sender.send(all_turns(&args, &watch)))
+        move || drop(sender.send(all_turns(&args, &watch, &summary)))
     };
+    let outcome = || Outcome::new(&report::results(args, &summary), |out| report::print(out, args, &summary));
     thread::Builder::new()
         .name("turns".to_owned())
         .spawn(turns)
         .map_err(|error| Failure::CannotServe(format!("no thread: {error}")))?;
     loop {
         match receiver.recv_timeout(WATCH_PERIOD) {
-            Ok(result) => return result,
+            Ok(result) => return result.and_then(|()| outcome()),
             Err(RecvTimeoutError::Timeout) => {
                 watch
                     .look(Instant::now())
                     .map_err(|stuck| check_failed(format_args!("{stuck}, seed {}", args.seed)))?;
+                session.so_far(outcome()?);
             }
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(check_failed(format_args!("the thread of the turns panicked, seed {}", args.seed)));
@@ -191,18 +203,11 @@ fn some_dirty_tracking(format: FormatArg, tracking: AccessTracking, rng: &mut Sm
     }
 }
 
-fn all_turns(args: &StressArgs, watch: &Watch) -> Result<Summary, Failure> {
-    let begin = Instant::now();
-    let deadline = begin + Duration::from_secs(args.seconds.into());
+fn all_turns(args: &StressArgs, watch: &Watch, summary: &Summary) -> Result<(), Failure> {
+    let seconds = Duration::from_secs(args.seconds.into());
+    let deadline = summary.begin + seconds;
     let combinations = combinations(args);
-    let turn = ((deadline - begin) / combinations.len() as u32).clamp(MIN_TURN, MAX_TURN);
-    let mut summary = Summary {
-        tally: Arc::default(),
-        wall: Duration::ZERO,
-        plans: Vec::new(),
-        nr_combinations: 0,
-        flush_method: None,
-    };
+    let turn = (seconds / combinations.len() as u32).clamp(MIN_TURN, MAX_TURN);
     let mut rng = SmallRng::seed_from_u64(args.seed);
     for (number, &(locking, format, tracking)) in combinations.iter().cycle().enumerate() {
         if Instant::now() >= deadline {
@@ -227,12 +232,12 @@ fn all_turns(args: &StressArgs, watch: &Watch) -> Result<Summary, Failure> {
         };
         let end = deadline.min(Instant::now() + turn);
         let result = with_format!(format, F => turn::run::<F>(&plan, end, &summary.tally, watch));
-        summary.flush_method = Some(result.map_err(|failure| in_turn(failure, &plan))?);
-        summary.plans.push(plan.describe());
+        let flush_method = result.map_err(|failure| in_turn(failure, &plan))?;
+        let mut turns = summary.turns();
+        turns.flush_method = Some(flush_method);
+        turns.plans.push(plan.describe());
     }
-    summary.nr_combinations = combinations.len().min(summary.plans.len());
-    summary.wall = begin.elapsed();
-    Ok(summary)
+    Ok(())
 }
 
 /// A failed check, with what it takes to see it again.

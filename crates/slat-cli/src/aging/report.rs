@@ -38,7 +38,7 @@ fn still_idle(series: &Series) -> Vec<(&'static str, u64)> {
 }
 
 /// Prints the lines of KVM's test (of each run, if there is one series), the tables, and what has to be said about them.
-pub(super) fn print(out: &mut impl Write, args: &AgingArgs, all: &[Series]) -> io::Result<()> {
+pub(super) fn print(out: &mut impl Write, args: &AgingArgs, all: &[&Series]) -> io::Result<()> {
     let host = HostDescription::read();
     writeln!(
         out,
@@ -78,12 +78,12 @@ pub(super) fn print(out: &mut impl Write, args: &AgingArgs, all: &[Series]) -> i
     )
 }
 
-fn header(all: &[Series], first: String) -> Vec<String> {
+fn header(all: &[&Series], first: String) -> Vec<String> {
     let title = |series: &Series| format!("{}, lock {}", tracking_name(series.tracking), locking_name(series.locking));
-    std::iter::once(first).chain(all.iter().map(title)).collect()
+    std::iter::once(first).chain(all.iter().copied().map(title)).collect()
 }
 
-fn print_tables(out: &mut impl Write, all: &[Series]) -> io::Result<()> {
+fn print_tables(out: &mut impl Write, all: &[&Series]) -> io::Result<()> {
     let nr_runs = all.first().map_or(0, |series| series.runs.len());
     let mut times = table::figures(header(all, format!("seconds, mean ({nr_runs} runs)")));
     let mut details = table::figures(header(all, "ns a page / pages / faults / flushes, mean of a run".to_owned()));
@@ -98,17 +98,17 @@ fn print_tables(out: &mut impl Write, all: &[Series]) -> io::Result<()> {
             let [pages, faults, flushes] = counts.map(|count| samples(series, index, count).mean());
             format!("{page_ns:.1} / {pages:.0} / {faults:.0} / {flushes:.0}")
         };
-        details.add_row(table::row(name().chain(all.iter().map(detail))));
+        details.add_row(table::row(name().chain(all.iter().copied().map(detail))));
     }
     let mut idle = table::figures(header(all, "pages still idle after, worst run".to_owned()));
-    for (check, (used_by, _)) in all.first().map(still_idle).unwrap_or_default().into_iter().enumerate() {
+    for (check, (used_by, _)) in all.first().copied().map(still_idle).unwrap_or_default().into_iter().enumerate() {
         let counts = all.iter().map(|series| still_idle(series)[check].1.to_string());
         idle.add_row(table::row(std::iter::once(used_by.to_owned()).chain(counts)));
     }
     writeln!(out, "\n{times}\n\n{details}\n\n{idle}\n")
 }
 
-fn print_warnings(out: &mut impl Write, args: &AgingArgs, all: &[Series]) -> io::Result<()> {
+fn print_warnings(out: &mut impl Write, args: &AgingArgs, all: &[&Series]) -> io::Result<()> {
     let mut warned = false;
     for series in all {
         let Some(Run { nr_pages, .. }) = series.runs.first() else { continue };
@@ -138,7 +138,7 @@ fn print_warnings(out: &mut impl Write, args: &AgingArgs, all: &[Series]) -> io:
 }
 
 /// The object of `--json`.
-pub(super) fn results(args: &AgingArgs, all: &[Series]) -> Results {
+pub(super) fn results(args: &AgingArgs, all: &[&Series]) -> Results {
     let mut results = Vec::new();
     for series in all {
         let labels = BTreeMap::from([

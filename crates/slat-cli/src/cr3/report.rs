@@ -173,16 +173,16 @@ impl Column {
 }
 
 /// The columns by number of vCPUs.
-fn by_vcpus(columns: &[Column]) -> impl Iterator<Item = &[Column]> {
+fn by_vcpus<'a, 'b>(columns: &'a [&'b Column]) -> impl Iterator<Item = &'a [&'b Column]> {
     columns.chunk_by(|one, next| one.nr_vcpus == next.nr_vcpus && one.strategy != next.strategy)
 }
 
-fn baseline(columns: &[Column]) -> Option<&Column> {
-    columns.iter().find(|column| column.strategy == ShadowStrategy::Baseline)
+fn baseline<'a>(columns: &[&'a Column]) -> Option<&'a Column> {
+    columns.iter().copied().find(|column| column.strategy == ShadowStrategy::Baseline)
 }
 
 /// Prints the tables, and what has to be said about the figures.
-pub(super) fn print(out: &mut impl Write, args: &Cr3Args, columns: &[Column], switches: &[Switch]) -> io::Result<()> {
+pub(super) fn print(out: &mut impl Write, args: &Cr3Args, columns: &[&Column], switches: &[Switch]) -> io::Result<()> {
     writeln!(
         out,
         "The compile of a kernel in miniature, page-table isolation {}, PCIDs {}: {} steps, 1/{:.0} of a build of {}.\n",
@@ -201,8 +201,8 @@ pub(super) fn print(out: &mut impl Write, args: &Cr3Args, columns: &[Column], sw
 }
 
 /// How often things happened, in the build and here.
-fn print_rates(out: &mut impl Write, columns: &[Column]) -> io::Result<()> {
-    let firsts: Vec<&Column> = by_vcpus(columns).filter_map(|columns| columns.first()).collect();
+fn print_rates(out: &mut impl Write, columns: &[&Column]) -> io::Result<()> {
+    let firsts: Vec<&Column> = by_vcpus(columns).filter_map(|columns| columns.first().copied()).collect();
     let header = ["In 1000 steps".to_owned(), "the build".to_owned()].into_iter();
     let mut figures = table::figures(header.chain(firsts.iter().map(|column| vcpus(column.nr_vcpus))));
     for ((name, counted), done) in build::COUNTED.into_iter().zip(DONE) {
@@ -217,11 +217,12 @@ fn print_rates(out: &mut impl Write, columns: &[Column]) -> io::Result<()> {
     writeln!(out, "{figures}\n")
 }
 
-fn vcpus(nr_vcpus: u16) -> String {
+/// A number of vCPUs in words.
+pub(super) fn vcpus(nr_vcpus: u16) -> String {
     format!("{nr_vcpus} vCPU{}", if nr_vcpus == 1 { "" } else { "s" })
 }
 
-fn print_columns(out: &mut impl Write, args: &Cr3Args, columns: &[Column]) -> io::Result<()> {
+fn print_columns(out: &mut impl Write, args: &Cr3Args, columns: &[&Column]) -> io::Result<()> {
     let title = |nr_vcpus| match args.runs {
         1 => format!("{}, one run", vcpus(nr_vcpus)),
         runs => format!("{}, median of {runs} runs", vcpus(nr_vcpus)),
@@ -230,7 +231,7 @@ fn print_columns(out: &mut impl Write, args: &Cr3Args, columns: &[Column]) -> io
     let first = columns.iter().take(1).map(|column| title(column.nr_vcpus));
     let mut figures = table::figures(first.chain(names));
     let mut add = |title: &str, show: &dyn Fn(&Column) -> String| {
-        figures.add_row(table::row(std::iter::once(title.to_owned()).chain(columns.iter().map(show))));
+        figures.add_row(table::row(std::iter::once(title.to_owned()).chain(columns.iter().copied().map(show))));
     };
     for (factor, _, title) in EXIT_COSTS {
         let cost = f64::from(args.exit_cost_ns) * factor;
@@ -268,7 +269,7 @@ fn print_switches(out: &mut impl Write, args: &Cr3Args, switches: &[Switch]) -> 
     writeln!(out, "{figures}\n")
 }
 
-fn print_notes(out: &mut impl Write, args: &Cr3Args, columns: &[Column]) -> io::Result<()> {
+fn print_notes(out: &mut impl Write, args: &Cr3Args, columns: &[&Column]) -> io::Result<()> {
     writeln!(
         out,
         "Guest time: what program and kernel work ({:.1} us a step, of the build), time in the engine (measured), and exits \
@@ -294,7 +295,7 @@ fn print_notes(out: &mut impl Write, args: &Cr3Args, columns: &[Column]) -> io::
 }
 
 /// The object of `--json`.
-pub(super) fn results(args: &Cr3Args, columns: &[Column], switches: &[Switch]) -> Results {
+pub(super) fn results(args: &Cr3Args, columns: &[&Column], switches: &[Switch]) -> Results {
     let mut results = Vec::new();
     for columns in by_vcpus(columns) {
         for column in columns {

@@ -128,7 +128,7 @@ fn quantity_text(value: f64, unit: &str) -> String {
 /// All that was measured.
 pub(super) struct Report<'a> {
     pub(super) args: &'a DemandPagingArgs,
-    pub(super) measured: &'a [Measured],
+    pub(super) measured: &'a [&'a Measured],
     /// What has to be said besides.
     pub(super) remarks: &'a [String],
 }
@@ -143,7 +143,7 @@ impl Report<'_> {
         let is_beside = move |other: &Case| {
             (other.nr_vcpus, other.backing, other.uffds) == (case.nr_vcpus, case.backing, case.uffds)
         };
-        self.measured.iter().filter(move |measured| is_beside(&measured.case))
+        self.measured.iter().copied().filter(move |measured| is_beside(&measured.case))
     }
 
     /// The run without userfault beside `case`.
@@ -350,7 +350,7 @@ impl Report<'_> {
             let mut cells = vec![mode.name().to_owned()];
             for &nr_vcpus in &columns {
                 let is_it = |case: &Case| in_group(case) && case.mode == mode && case.nr_vcpus == nr_vcpus;
-                let found = self.measured.iter().find(|measured| is_it(&measured.case));
+                let found = self.measured.iter().copied().find(|measured| is_it(&measured.case));
                 cells.push(found.and_then(cell).unwrap_or_else(nothing));
                 if let Some((_, group, published)) = group.as_ref().filter(|_| has_published(nr_vcpus)) {
                     let value = (published.value)(group, mode, nr_vcpus);

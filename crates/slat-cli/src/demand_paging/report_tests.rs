@@ -47,7 +47,9 @@ fn measured(args: &DemandPagingArgs, rates: impl Fn(&Case) -> Vec<f64>) -> Vec<M
 
 fn printed(args: &DemandPagingArgs, measured: &[Measured]) -> String {
     let mut out = Vec::new();
-    Report { args, measured, remarks: &["A remark.".to_owned()] }.print(&mut out).unwrap();
+    Report { args, measured: &measured.iter().collect::<Vec<_>>(), remarks: &["A remark.".to_owned()] }
+        .print(&mut out)
+        .unwrap();
     String::from_utf8(out).unwrap()
 }
 
@@ -130,7 +132,7 @@ fn results_have_the_medians_and_the_labels() {
         Mode::Exits => vec![80.0, 150.0, 320.0],
         _ => vec![10.0, 30.0, 40.0],
     });
-    let results = Report { args: &args, measured: &measured, remarks: &[] }.results();
+    let results = Report { args: &args, measured: &measured.iter().collect::<Vec<_>>(), remarks: &[] }.results();
     let find = |name: &str, mode: &str, uffds: &str| {
         let mut found = results.results.iter().filter(|figure| {
             let labels = &figure.labels;

@@ -8,6 +8,7 @@
 use std::io::Read;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
@@ -82,6 +83,8 @@ impl ResolverProcess {
         if let Some(Copier { window }) = copier {
             command.args(["--copier", &window.to_string()]);
         }
+        // What interrupts the command from a terminal goes to its whole group: the resolver ends with its socket, and not before.
+        command.process_group(0);
         command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).stderr(Stdio::piped());
         let child = command.spawn().map_err(failed)?;
         Ok((ResolverProcess { child }, ours))

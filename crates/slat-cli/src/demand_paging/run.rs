@@ -255,7 +255,7 @@ fn config(args: &DemandPagingArgs, case: &Case, contents: Pattern) -> Result<Dem
 }
 
 /// What has to be said about the runs.
-pub(super) fn remarks(args: &DemandPagingArgs, measured: &[Measured]) -> Vec<String> {
+pub(super) fn remarks(args: &DemandPagingArgs, measured: &[&Measured]) -> Vec<String> {
     let runs = || measured.iter().flat_map(|measured| &measured.runs);
     let mut remarks = Vec::new();
     if let Some(fewest) = runs().filter_map(|run| run.nr_killed).min()

@@ -11,6 +11,8 @@ use slat_machine::source::{Pattern, PeerAddress, PeerServer, SourceSpec};
 
 use super::options::{DemandPagingArgs, SourceArg};
 use crate::failure::Failure;
+use crate::results::Outcome;
+use crate::session::Session;
 
 /// An opened `--source`. While it lives, so does its peer.
 #[derive(Debug)]
@@ -23,11 +25,11 @@ pub(super) struct Source {
 
 impl Source {
     /// The source that the options name, with at least `nr_bytes` if it is a file that is to be created.
-    pub(super) fn open(args: &DemandPagingArgs, nr_bytes: u64) -> Result<Source, Failure> {
+    pub(super) fn open(args: &DemandPagingArgs, nr_bytes: u64, session: &Session) -> Result<Source, Failure> {
         let contents = args.contents.contents().unwrap_or(Pattern::Mixed { seed: 0 });
         let delay_ns = args.delay_us * 1000;
         let own_peer = |address| -> Result<Source, Failure> {
-            let peer = PeerServer::start(address, args.contents.clone())?;
+            let peer = start(address, args, session)?;
             Ok(Source { spec: SourceSpec::peer(peer.address().clone()), contents, delay_ns, peer: Some(peer) })
         };
         let mut source = match &args.source {
@@ -72,14 +74,21 @@ impl Source {
 }
 
 /// Serves the pages of `--contents` until the process is ended.
-pub(super) fn serve(args: &DemandPagingArgs, address: &PeerAddress) -> Result<(), Failure> {
-    let peer = PeerServer::start(address.clone(), args.contents.clone())?;
-    let mut out = std::io::stdout();
-    writeln!(out, "Serving {} at {}", args.contents, peer.address())?;
-    out.flush()?;
+pub(super) fn serve(args: &DemandPagingArgs, address: &PeerAddress, session: &Session) -> Result<Outcome, Failure> {
+    let peer = start(address.clone(), args, session)?;
+    session.say(&format!("Serving {} at {}\n", args.contents, peer.address()))?;
     loop {
         std::thread::park();
     }
+}
+
+/// Starts a peer, whose socket does not outlive the process.
+fn start(address: PeerAddress, args: &DemandPagingArgs, session: &Session) -> Result<PeerServer, Failure> {
+    let peer = PeerServer::start(address, args.contents.clone())?;
+    if let PeerAddress::Unix(path) = peer.address() {
+        session.remove_if_interrupted(path.clone());
+    }
+    Ok(peer)
 }
 
 /// Writes a file of pages. One that is there already is somebody's.
@@ -89,7 +98,7 @@ fn create(path: &Path, contents: Pattern, nr_pages: u64) -> std::io::Result<()> 
     file.flush()
 }
 
-/// A path for a socket that no other process takes, and none has left behind: one that is interrupted leaves its own.
+/// A path for a socket that no other process takes, and none has left behind: one that is killed leaves its own.
 fn own_path() -> PathBuf {
     let path = |number: u64| std::env::temp_dir().join(format!("slat-pages-{}-{number}.socket", std::process::id()));
     let mut number = 0;

@@ -10,9 +10,10 @@ use slat::{PAGE_SHIFT, PAGE_SIZE};
 use slat_machine::memory::Backing;
 
 use super::pattern::{Pattern, check_log, nr_words, set_bits};
-use super::{GetDirtyLogArgs, Method, Subjects, progress};
+use super::{GetDirtyLogArgs, Method, Subjects};
 use crate::failure::{Failure, check_failed};
-use crate::results::Samples;
+use crate::results::{Outcome, Samples};
+use crate::session::Session;
 
 /// A method that has spent this time on a cell, its guest's writes included, takes part in no further run.
 const METHOD_TIME: Duration = Duration::from_millis(150);
@@ -99,16 +100,15 @@ impl Bench {
 
     /// Has every guest write all pages once, so that all that comes after finds them mapped; checks that the log has all
     /// pages then, and next none.
-    pub(super) fn populate(&mut self) -> Result<(), Failure> {
+    pub(super) fn populate(&mut self, session: &Session) -> Result<(), Failure> {
         let all: Vec<u32> = (0..self.nr_pages).collect();
-        let progress = progress(self.subjects.len() as u64);
+        let progress = session.progress(self.subjects.len() as u64);
         for which in 0..self.subjects.len() {
-            progress.set_message(format!("populate {}", self.subjects[which].0.name()));
+            progress.begin(format!("populate {}", self.subjects[which].0.name()));
             self.write_and_get(which, &all)?;
             self.get(which, &[])?;
-            progress.inc(1);
+            progress.step();
         }
-        progress.finish_and_clear();
         Ok(())
     }
 
@@ -169,16 +169,21 @@ impl Bench {
     }
 }
 
-/// The table: for each pattern, each number of dirty pages.
-pub(super) fn table(args: &GetDirtyLogArgs, bench: &mut Bench) -> Result<Vec<Cell>, Failure> {
+/// The table: for each pattern, each number of dirty pages. `outcome` makes of them what the experiment gives.
+pub(super) fn table(
+    args: &GetDirtyLogArgs,
+    session: &Session,
+    bench: &mut Bench,
+    outcome: impl Fn(&[Cell]) -> Result<Outcome, Failure>,
+) -> Result<Outcome, Failure> {
     let powers = || (0..u32::BITS).map(|shift| 1 << shift).take_while(|&pages| pages <= bench.nr_pages).collect();
     let numbers: Vec<u32> = args.pages.clone().unwrap_or_else(powers);
     let mut rng = SmallRng::seed_from_u64(args.seed);
-    let progress = progress((args.patterns().len() * numbers.len()) as u64);
+    let progress = session.progress((args.patterns().len() * numbers.len()) as u64);
     let mut cells: Vec<Cell> = Vec::new();
     for &pattern in args.patterns() {
         for &nr_dirty in &numbers {
-            progress.set_message(format!("{}, {nr_dirty} dirty pages", pattern.name()));
+            progress.begin(format!("{}, {nr_dirty} dirty pages", pattern.name()));
             // The whole slot is the same pages in each pattern, and takes longest.
             let whole = cells.iter().find(|cell| nr_dirty == bench.nr_pages && cell.nr_dirty == f64::from(nr_dirty));
             let cell = match whole {
@@ -186,11 +191,12 @@ pub(super) fn table(args: &GetDirtyLogArgs, bench: &mut Bench) -> Result<Vec<Cel
                 None => measure_cell(args, bench, pattern, nr_dirty, &mut rng)?,
             };
             cells.push(cell);
-            progress.inc(1);
+            progress.step();
+            session.so_far(outcome(&cells)?);
         }
     }
-    progress.finish_and_clear();
-    Ok(cells)
+    drop(progress);
+    outcome(&cells)
 }
 
 fn measure_cell(
@@ -219,21 +225,33 @@ const PIXEL_BYTES: u64 = 4;
 /// Rectangles that a burst draws, at most.
 const MAX_RECTANGLES: u64 = 4;
 
-/// The framebuffer: each burst draws some rectangles.
-pub(super) fn framebuffer(args: &GetDirtyLogArgs, bench: &mut Bench) -> Result<Cell, Failure> {
+/// Bursts before what was measured so far is handed over again: they are short, and handing over is not for the caches.
+const BURSTS_BETWEEN: u32 = 50;
+
+/// The framebuffer: each burst draws some rectangles. `outcome` makes of its one cell what the experiment gives.
+pub(super) fn framebuffer(
+    args: &GetDirtyLogArgs,
+    session: &Session,
+    bench: &mut Bench,
+    outcome: impl Fn(&[Cell]) -> Result<Outcome, Failure>,
+) -> Result<Outcome, Failure> {
     let mut rng = SmallRng::seed_from_u64(args.seed);
-    let mut series = bench.new_series();
+    let mut cell = Cell { pattern: None, nr_dirty: 0.0, series: bench.new_series() };
     let mut nr_dirty = 0;
-    let progress = progress(args.max_runs().into());
-    for _ in 0..args.max_runs() {
+    let progress = session.progress(args.max_runs().into());
+    for number in 1..=args.max_runs() {
         let pages = draw(bench.nr_pages, &mut rng);
         nr_dirty += pages.len();
+        cell.nr_dirty = nr_dirty as f64 / f64::from(number);
         // Bursts are short, and differ: all methods have them all.
-        bench.run((0..series.len()).collect(), &pages, 1, &mut series, &mut rng)?;
-        progress.inc(1);
+        bench.run((0..cell.series.len()).collect(), &pages, 1, &mut cell.series, &mut rng)?;
+        progress.step();
+        if number.is_multiple_of(BURSTS_BETWEEN) {
+            session.so_far(outcome(std::slice::from_ref(&cell))?);
+        }
     }
-    progress.finish_and_clear();
-    Ok(Cell { pattern: None, nr_dirty: nr_dirty as f64 / f64::from(args.max_runs()), series })
+    drop(progress);
+    outcome(&[cell])
 }
 
 /// The pages that a burst writes on a screen of `nr_pages` pages, in rising order: at least one.

@@ -18,9 +18,10 @@ use slat_machine::walk::HardwareFormat;
 
 use super::pattern::{check_log, nr_words};
 use super::subject::{Slat, Subject, get_dirty_log, write_page};
-use super::{GetDirtyLogArgs, Method, progress};
+use super::{GetDirtyLogArgs, Method, report};
 use crate::failure::{Failure, check_failed};
-use crate::results::Samples;
+use crate::results::{Outcome, Samples};
+use crate::session::Session;
 
 /// Pages that the guest writes in a second, unless told otherwise.
 const DEFAULT_RATE: u32 = 100_000;
@@ -88,38 +89,45 @@ struct Guest {
 /// Measures `methods` in turns, each on the engine that `new` makes for it.
 pub(super) fn measure<F: HardwareFormat, C: GuestCpu + Send>(
     args: &GetDirtyLogArgs,
+    session: &Session,
     methods: &[Method],
     memory: &Backing,
     new: impl Fn(Method, &Backing) -> Result<Slat<F, C>, Failure>,
-) -> Result<Vec<Migration>, Failure> {
+) -> Result<Outcome, Failure> {
     let nr_pages = args.nr_pages();
-    let all: Vec<u32> = (0..nr_pages).collect();
+    let pages: Vec<u32> = (0..nr_pages).collect();
     let mut log = vec![0; nr_words(nr_pages)];
     let mut subjects = Vec::new();
+    let mut all = Vec::new();
     for &method in methods {
         let mut slat = new(method, memory)?;
-        slat.write(&all, 0)?;
+        slat.write(&pages, 0)?;
         slat.get_dirty_log(&mut log)?;
-        subjects.push((slat, Migration::new(method)));
+        subjects.push(slat);
+        all.push(Migration::new(method));
     }
+    let outcome = |all: &[Migration]| {
+        Outcome::new(&report::migration_results(args, all), |out| report::print_migration(out, args, all))
+    };
     let nr_turns = args.max_runs().div_ceil(HARVESTS_PER_TURN);
-    let progress = progress(u64::from(nr_turns) * subjects.len() as u64);
+    let progress = session.progress(u64::from(nr_turns) * subjects.len() as u64);
     let mut copy: Vec<Option<u64>> = vec![Some(0); nr_pages as usize];
     let mut next_value = 1;
     for number in 0..nr_turns {
         let nr_harvests = HARVESTS_PER_TURN.min(args.max_runs() - number * HARVESTS_PER_TURN);
         for place in 0..subjects.len() {
             let which = (number as usize + place) % subjects.len();
-            let (slat, migration) = &mut subjects[which];
-            progress.set_message(migration.method.name());
+            let (slat, migration) = (&mut subjects[which], &mut all[which]);
+            progress.begin(migration.method.name().to_owned());
             let rng = SmallRng::seed_from_u64(args.seed.wrapping_add(number.into()));
             let mut turn = Turn { args, memory, log: &mut log, copy: &mut copy, rng, nr_harvests, next_value };
             next_value += turn.run(slat, migration)?;
-            progress.inc(1);
+            progress.step();
+            session.so_far(outcome(&all)?);
         }
     }
-    progress.finish_and_clear();
-    Ok(subjects.into_iter().map(|(_, migration)| migration).collect())
+    drop(progress);
+    outcome(&all)
 }
 
 struct Turn<'a> {

@@ -58,7 +58,7 @@ fn stall_s(series: &Series, per_mille: u32) -> Option<f64> {
 const STALLS: [(&str, &str, u32); 2] = [("guest_stall_p50", "stall p50", 500), ("guest_stall_p99", "stall p99", 990)];
 
 /// Prints the lines of KVM's test, then the table, and what has to be said about the figures.
-pub(super) fn print(out: &mut impl Write, args: &MemslotsArgs, all: &[Series]) -> io::Result<()> {
+pub(super) fn print(out: &mut impl Write, args: &MemslotsArgs, all: &[&Series]) -> io::Result<()> {
     writeln!(
         out,
         "{} pages in {} slots of {} pages (the last one has the rest), 1 vCPU, tables: {}",
@@ -72,7 +72,7 @@ pub(super) fn print(out: &mut impl Write, args: &MemslotsArgs, all: &[Series]) -
     }
     print_table(out, all)?;
     let host = HostDescription::read();
-    if let Some(run) = all.first().and_then(Series::best) {
+    if let Some(run) = all.first().and_then(|series| series.best()) {
         writeln!(out, "{}", measured_on(&host, run.flush_method))?;
     }
     if host.nr_cpus < 2 {
@@ -114,7 +114,7 @@ fn print_series(out: &mut impl Write, args: &MemslotsArgs, series: &Series) -> i
     writeln!(out, "Best slot setup time for the whole test area was {setup:.9}s\n")
 }
 
-fn print_table(out: &mut impl Write, all: &[Series]) -> io::Result<()> {
+fn print_table(out: &mut impl Write, all: &[&Series]) -> io::Result<()> {
     let titles = COLUMNS.iter().map(|column| column.title).chain(STALLS.map(|(_, title, _)| title));
     let header = ["best run, counts of one iteration", "lock"].into_iter().chain(titles);
     let mut figures = table::figures(header.map(str::to_owned));
@@ -141,7 +141,7 @@ fn cell(value: f64, unit: &str) -> String {
 }
 
 /// The object of `--json`.
-pub(super) fn results(args: &MemslotsArgs, all: &[Series]) -> Results {
+pub(super) fn results(args: &MemslotsArgs, all: &[&Series]) -> Results {
     let mut results = Vec::new();
     for series in all {
         let Some(best) = series.best() else { continue };
@@ -165,7 +165,7 @@ pub(super) fn results(args: &MemslotsArgs, all: &[Series]) -> Results {
         push("verified", nr_verified as f64, "count");
         push("runs", series.runs.len() as f64, "count");
     }
-    let flush_method = all.first().and_then(Series::best).map(|run| run.flush_method);
+    let flush_method = all.first().and_then(|series| series.best()).map(|run| run.flush_method);
     Results {
         experiment: "memslots",
         config: json!({

@@ -193,14 +193,14 @@ fn quantile(column: &Column, quantile: &Quantile) -> Option<f64> {
 }
 
 /// How many times as fast as `base` each phase of `column` is: the median over the runs, each against the run of `base`
-/// beside it, so that it holds when the machine's speed drifts.
-fn speed(phase: &Phase, column: &Column, base: &Column) -> f64 {
+/// beside it, so that it holds when the machine's speed drifts. `None` without such runs.
+fn speed(phase: &Phase, column: &Column, base: &Column) -> Option<f64> {
     let mut ratios = Samples::default();
     for (run, base) in column.runs.iter().zip(&base.runs) {
         let total = |run| (phase.times)(run).iter().sum::<Duration>().as_secs_f64();
         ratios.push(total(base) / total(run).max(f64::MIN_POSITIVE));
     }
-    ratios.quantile(500)
+    (ratios.len() != 0).then(|| ratios.quantile(500))
 }
 
 fn mean(column: &Column, value: fn(&Run) -> Option<f64>) -> Option<f64> {
@@ -329,12 +329,16 @@ impl Report<'_> {
     }
 
     fn print_phases(&self, out: &mut impl Write) -> io::Result<()> {
-        let mut phases = table::figures(self.header(&format!("seconds, mean ({} runs)", self.args.runs)));
+        let nr_runs = self.columns.iter().map(|column| column.runs.len()).max().unwrap_or(0);
+        let mut phases = table::figures(self.header(&format!("seconds, mean ({nr_runs} runs)")));
         let mut spread = table::figures(self.header("p50 / p99 / worst, and number of values"));
         for phase in self.phases() {
             let columns: Vec<Samples> = self.columns.iter().map(|column| samples(column, phase.times)).collect();
             let name = || std::iter::once(phase.title.to_owned());
-            let means = columns.iter().map(|samples| format!("{:.9}s", samples.mean()));
+            let means = columns.iter().map(|samples| match samples.len() {
+                0 => "-".to_owned(),
+                _ => format!("{:.9}s", samples.mean()),
+            });
             phases.add_row(table::row(name().chain(means)));
             let spreads = columns.iter().map(|samples| {
                 let [median, p99, worst] = [500, 990, 1000].map(|rank| humanly(samples.quantile(rank), "s"));
@@ -346,7 +350,8 @@ impl Report<'_> {
         if let Some((base, name)) = self.base() {
             let mut speeds = table::figures(self.header(&format!("speed against {name}, median of paired runs")));
             for phase in self.phases() {
-                let ratios = self.columns.iter().map(|column| format!("{:.2}", speed(phase, column, base)));
+                let ratio = |column| speed(phase, column, base).map_or("-".to_owned(), |ratio| format!("{ratio:.2}"));
+                let ratios = self.columns.iter().map(ratio);
                 speeds.add_row(table::row(std::iter::once(phase.title.to_owned()).chain(ratios)));
             }
             writeln!(out, "\n{speeds}")?;
@@ -394,7 +399,7 @@ impl Report<'_> {
     /// The object of `--json`. `more` is what else was configured.
     pub(crate) fn results(&self, experiment: &'static str, more: Value) -> Results {
         let mut results = Vec::new();
-        for column in self.columns {
+        for column in self.columns.iter().filter(|column| !column.runs.is_empty()) {
             let mut push = |name: String, value: f64, unit: &'static str| {
                 results.push(Figure { name, value, unit, labels: column.labels.clone() });
             };
@@ -405,9 +410,9 @@ impl Report<'_> {
                 push(format!("{}_p50", phase.name), samples.quantile(500), "s");
                 push(format!("{}_p99", phase.name), samples.quantile(990), "s");
                 push(format!("{}_max", phase.name), samples.quantile(1000), "s");
-                if let Some((base, name)) = self.base() {
-                    let name = format!("{}_speed_vs_{}", phase.name, name.replace('-', "_"));
-                    push(name, speed(phase, column, base), "ratio");
+                let Some((base, name)) = self.base() else { continue };
+                if let Some(speed) = speed(phase, column, base) {
+                    push(format!("{}_speed_vs_{}", phase.name, name.replace('-', "_")), speed, "ratio");
                 }
             }
             for other in &self.others {

@@ -224,7 +224,7 @@ pub(super) fn results(report: &Report<'_>, args: &SplitArgs, layout: &Layout) ->
         "main_node": layout.main_node.map(|node| node.0),
     });
     let mut results = report.results("split", config);
-    for column in report.columns {
+    for column in report.columns.iter().filter(|column| !column.runs.is_empty()) {
         for &node in layout.map.ids() {
             let mut labels: BTreeMap<_, _> = column.labels.clone();
             labels.insert("node", node.0.into());

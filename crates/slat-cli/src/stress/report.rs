@@ -7,26 +7,32 @@ use serde_json::json;
 use slat_machine::topology::HostDescription;
 
 use super::tally::{FIGURES, Part};
-use super::{StressArgs, Summary};
+use super::{StressArgs, Summary, Turns, combinations};
 use crate::args::{FormatArg, LockArg, TrackingArg, locking_name, tracking_name};
-use crate::results::{Figure, Results};
+use crate::results::{Figure, Results, host_json};
 use crate::table;
+
+/// Combinations that had a turn.
+fn nr_combinations(args: &StressArgs, turns: &Turns) -> usize {
+    combinations(args).len().min(turns.plans.len())
+}
 
 /// Prints the table.
 pub(super) fn print(out: &mut impl Write, args: &StressArgs, summary: &Summary) -> io::Result<()> {
     let host = HostDescription::read();
+    let turns = summary.turns();
     writeln!(
         out,
         "Stress of {} vCPUs on {} CPUs for {:.1} s, seed {}: {} turns, {} combinations of lock, format and tracking.",
         args.vcpus,
         host.nr_cpus,
-        summary.wall.as_secs_f64(),
+        summary.begin.elapsed().as_secs_f64(),
         args.seed,
-        summary.plans.len(),
-        summary.nr_combinations
+        turns.plans.len(),
+        nr_combinations(args, &turns),
     )?;
     if args.verbose {
-        for plan in &summary.plans {
+        for plan in &turns.plans {
             writeln!(out, "{plan}")?;
         }
     }
@@ -37,7 +43,7 @@ pub(super) fn print(out: &mut impl Write, args: &StressArgs, summary: &Summary) 
         }
         writeln!(out, "\n{table}")?;
     }
-    if let Some(method) = summary.flush_method {
+    if let Some(method) = turns.flush_method {
         writeln!(out, "\nTLB flush: {method}.")?;
     }
     writeln!(out, "Verified: all that was checked is as it should be.")
@@ -46,12 +52,13 @@ pub(super) fn print(out: &mut impl Write, args: &StressArgs, summary: &Summary) 
 /// The object of `--json`.
 pub(super) fn results(args: &StressArgs, summary: &Summary) -> Results {
     let host = HostDescription::read();
+    let turns = summary.turns();
     let figure = |name: &str, value: f64, unit| Figure { name: name.to_owned(), value, unit, labels: BTreeMap::new() };
     let mut results: Vec<Figure> =
         FIGURES.iter().map(|&(which, _, name, _)| figure(name, summary.tally.get(which) as f64, "count")).collect();
-    results.push(figure("turns", summary.plans.len() as f64, "count"));
-    results.push(figure("combinations", summary.nr_combinations as f64, "count"));
-    results.push(figure("wall", summary.wall.as_secs_f64(), "s"));
+    results.push(figure("turns", turns.plans.len() as f64, "count"));
+    results.push(figure("combinations", nr_combinations(args, &turns) as f64, "count"));
+    results.push(figure("wall", summary.begin.elapsed().as_secs_f64(), "s"));
     Results {
         experiment: "stress",
         config: json!({
@@ -62,14 +69,7 @@ pub(super) fn results(args: &StressArgs, summary: &Summary) -> Results {
             "format": args.format.map_or("all", FormatArg::name),
             "tracking": if args.tracking == TrackingArg::Both { "both" } else { tracking_name(args.tracking.trackings()[0]) },
         }),
-        host: json!({
-            "cpu_model": host.cpu_model,
-            "cpus": host.nr_cpus,
-            "kernel": host.kernel_release,
-            "memory_bytes": host.memory_bytes,
-            "measured_on": "software CPUs",
-            "flush_method": summary.flush_method.map(|method| method.to_string()),
-        }),
+        host: host_json(&host, turns.flush_method),
         results,
     }
 }

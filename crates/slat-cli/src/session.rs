@@ -1,0 +1,234 @@
+//! What stands between an experiment and the outside while it runs: progress, what was measured so far, and the user, who
+//! may interrupt it.
+//!
+//! # Protocol
+//! - The experiment runs on a thread of its own. It never looks whether somebody interrupts it; after each run it hands over
+//!   an [`Outcome`] of what was measured so far ([`Session::so_far`]).
+//! - The main thread waits for its end, or for SIGINT, SIGTERM or SIGHUP. Then it delivers the last outcome that it has and
+//!   ends the process: so this takes the same short time whatever the experiment is doing, even if it hangs.
+//! - Nobody else writes to the standard output, or to the file of `--json`.
+
+use std::io::{self, Write};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::failure::Failure;
+use crate::results::{Outcome, ResultsFile};
+
+/// How often the time is drawn while a run lasts.
+const TICK: Duration = Duration::from_millis(200);
+
+/// The stack of an experiment: what a main thread has.
+const STACK_BYTES: usize = 8 << 20;
+
+/// The exit code of a process that SIGINT ended, as shells give it.
+pub(crate) const INTERRUPTED: u8 = 130;
+
+/// What an experiment sees of the outside.
+#[derive(Clone)]
+pub(crate) struct Session {
+    shared: Arc<Shared>,
+    /// What an outcome so far becomes a part of.
+    whole: Arc<dyn Fn(Outcome) -> Outcome + Send + Sync>,
+}
+
+struct Shared {
+    so_far: Mutex<Option<Outcome>>,
+    bars: MultiProgress,
+    /// Files to remove when the process is ended in the middle.
+    temporary: Mutex<Vec<PathBuf>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Session {
+    fn new() -> Session {
+        let shared = Shared { so_far: Mutex::default(), bars: MultiProgress::new(), temporary: Mutex::default() };
+        Session { shared: Arc::new(shared), whole: Arc::new(|outcome| outcome) }
+    }
+
+    /// A session for a part of this one's experiment: what was measured so far is what `whole` makes of the part's.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for an experiment that runs others"))]
+    pub(crate) fn within(&self, whole: impl Fn(Outcome) -> Outcome + Send + Sync + 'static) -> Session {
+        let outer = Arc::clone(&self.whole);
+        Session { shared: Arc::clone(&self.shared), whole: Arc::new(move |outcome| outer(whole(outcome))) }
+    }
+
+    /// Hands over what was measured so far.
+    pub(crate) fn so_far(&self, outcome: Outcome) {
+        *lock(&self.shared.so_far) = Some((self.whole)(outcome));
+    }
+
+    /// Prints what is finished before the rest is.
+    pub(crate) fn say(&self, text: &str) -> Result<(), Failure> {
+        self.shared.bars.suspend(|| print(text))
+    }
+
+    /// Shows how far an experiment of `nr_runs` runs is.
+    pub(crate) fn progress(&self, nr_runs: u64) -> Progress {
+        let bar = self.shared.bars.add(ProgressBar::new(nr_runs));
+        if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}  {elapsed}") {
+            bar.set_style(style);
+        }
+        bar.enable_steady_tick(TICK);
+        Progress { bar }
+    }
+
+    /// Has `path` removed if the process is ended in the middle.
+    pub(crate) fn remove_if_interrupted(&self, path: PathBuf) {
+        lock(&self.shared.temporary).push(path);
+    }
+
+    /// Nothing is drawn any more, nothing is left behind.
+    fn close(&self) {
+        // That there is nothing to clear is no failure.
+        let _ = self.shared.bars.clear();
+        self.shared.bars.set_draw_target(ProgressDrawTarget::hidden());
+        for path in lock(&self.shared.temporary).drain(..) {
+            // Somebody may have removed it already.
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+/// How far an experiment is. It is gone from the screen when it is dropped.
+pub(crate) struct Progress {
+    bar: ProgressBar,
+}
+
+impl Progress {
+    /// The run that begins.
+    pub(crate) fn begin(&self, run: String) {
+        self.bar.set_message(run);
+    }
+
+    /// It has ended.
+    pub(crate) fn step(&self) {
+        self.bar.inc(1);
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+enum Event {
+    Ended(thread::Result<Result<Outcome, Failure>>),
+    Interrupted,
+}
+
+/// Runs `experiment` and delivers what it gives: prints its text, and writes its object to `file`, as made by `command`.
+pub(crate) fn run(
+    command: &str,
+    file: Option<ResultsFile>,
+    experiment: impl FnOnce(&Session) -> Result<Outcome, Failure> + Send + 'static,
+) -> Result<(), Failure> {
+    let (sender, events) = mpsc::channel();
+    interrupt_by_signals(sender.clone())?;
+    let session = Session::new();
+    {
+        let session = session.clone();
+        let body = move || {
+            let result = catch_unwind(AssertUnwindSafe(|| experiment(&session)));
+            // The main thread waits for it, unless it was interrupted.
+            drop(sender.send(Event::Ended(result)));
+        };
+        let thread = thread::Builder::new().name("experiment".to_owned()).stack_size(STACK_BYTES).spawn(body);
+        thread.map_err(|error| Failure::CannotServe(format!("no thread: {error}")))?;
+    }
+    wait(command, file, &session, &events)
+}
+
+fn wait(command: &str, file: Option<ResultsFile>, session: &Session, events: &Receiver<Event>) -> Result<(), Failure> {
+    match events.recv() {
+        Ok(Event::Ended(Ok(result))) => {
+            let outcome = result?;
+            deliver(file, &outcome, command, false)?;
+            outcome.failure.map_or(Ok(()), |what| Err(Failure::Check(what)))
+        }
+        Ok(Event::Ended(Err(panic))) => resume_unwind(panic),
+        Ok(Event::Interrupted) | Err(mpsc::RecvError) => {
+            let so_far = lock(&session.shared.so_far).take();
+            session.close();
+            if let Some(outcome) = &so_far {
+                deliver(file, outcome, command, true)?;
+            }
+            Err(Failure::Interrupted { measured: so_far.is_some() })
+        }
+    }
+}
+
+/// The first signal interrupts; the second ends the process on the spot, should the first be stuck in a pipe.
+fn interrupt_by_signals(sender: Sender<Event>) -> Result<(), Failure> {
+    let again = AtomicBool::new(false);
+    let handler = move || {
+        // Relaxed: it is alone on its thread.
+        if again.swap(true, Ordering::Relaxed) || sender.send(Event::Interrupted).is_err() {
+            std::process::exit(INTERRUPTED.into());
+        }
+    };
+    ctrlc::set_handler(handler).map_err(|error| Failure::CannotServe(format!("no handler of signals: {error}")))
+}
+
+/// Writes the object and prints the text: each also if the other cannot be done.
+fn deliver(file: Option<ResultsFile>, outcome: &Outcome, command: &str, interrupted: bool) -> Result<(), Failure> {
+    let written = file.map_or(Ok(()), |file| {
+        let mut object = outcome.json.clone();
+        object["command"] = command.into();
+        object["interrupted"] = interrupted.into();
+        file.write(&object)
+    });
+    print(&outcome.text)?;
+    written
+}
+
+fn print(text: &str) -> Result<(), Failure> {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes())?;
+    Ok(out.flush()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn outcome(text: &str) -> Outcome {
+        Outcome { text: text.to_owned(), json: json!({}), failure: None }
+    }
+
+    #[test]
+    fn the_outcome_of_a_part_becomes_the_wholes() {
+        let session = Session::new();
+        let part = session.within(|part| outcome(&format!("b {} c", part.text)));
+        let part_of_part = part.within(|part| outcome(&format!("[{}]", part.text)));
+        part_of_part.so_far(outcome("x"));
+        assert_eq!(lock(&session.shared.so_far).take().unwrap().text, "b [x] c");
+    }
+
+    #[test]
+    fn an_interrupted_experiment_delivers_what_it_has() {
+        let (sender, events) = mpsc::channel();
+        let session = Session::new();
+        let path = std::env::temp_dir().join(format!("slat-session-test-{}", std::process::id()));
+        std::fs::write(&path, "").unwrap();
+        session.remove_if_interrupted(path.clone());
+        sender.send(Event::Interrupted).unwrap();
+        assert!(matches!(wait("slat", None, &session, &events), Err(Failure::Interrupted { measured: false })));
+        assert!(!path.exists());
+        session.so_far(outcome(""));
+        sender.send(Event::Interrupted).unwrap();
+        assert!(matches!(wait("slat", None, &session, &events), Err(Failure::Interrupted { measured: true })));
+    }
+}
