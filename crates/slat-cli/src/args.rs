@@ -10,6 +10,7 @@ use slat::{
 use slat_machine::memory::BackingKind;
 
 use crate::aging::{self, AgingArgs};
+use crate::compare::{self, CompareArgs};
 use crate::cr3::{self, Cr3Args};
 use crate::demand_paging::resolver::ResolverArgs;
 use crate::demand_paging::{self, DemandPagingArgs};
@@ -34,6 +35,8 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
+    /// The five published systems, their baselines, slat, and the peers of this machine, in one run.
+    Compare(CompareArgs),
     /// Populate, enable dirty logging, dirty, get and clear the log, disable: each phase timed, for each locking.
     DirtyLog(DirtyLogArgs),
     /// The same phases over huge pages on several nodes, for each placement of the tables that replace them.
@@ -59,6 +62,7 @@ impl Command {
     /// Runs the experiment.
     pub(crate) fn run(&self, session: &Session) -> Result<Outcome, Failure> {
         match self {
+            Command::Compare(args) => compare::run(args, session),
             Command::DirtyLog(args) => dirty_log::run(args, session),
             Command::Split(args) => split::run(args, session),
             Command::DemandPaging(args) => demand_paging::run(args, session),
@@ -74,6 +78,7 @@ impl Command {
     /// Where its results go besides the screen.
     pub(crate) fn json(&self) -> Option<&Path> {
         match self {
+            Command::Compare(args) => args.json.as_deref(),
             Command::DirtyLog(args) => args.json.as_deref(),
             Command::Split(args) => args.log.json.as_deref(),
             Command::DemandPaging(args) => args.json.as_deref(),
@@ -83,6 +88,14 @@ impl Command {
             Command::Aging(args) => args.json.as_deref(),
             Command::Cr3(args) => args.json.as_deref(),
             Command::Stress(args) => args.json.as_deref(),
+        }
+    }
+
+    /// Where what it prints goes besides the screen.
+    pub(crate) fn markdown(&self) -> Option<&Path> {
+        match self {
+            Command::Compare(args) => args.markdown.as_deref(),
+            _ => None,
         }
     }
 }

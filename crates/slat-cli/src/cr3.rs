@@ -43,7 +43,7 @@ const MAX_VCPUS: u16 = 128;
 #[command(allow_negative_numbers = true)]
 pub(crate) struct Cr3Args {
     /// Numbers of vCPUs, one after the other; they divide the work.
-    #[arg(short = 'v', long = "vcpus", value_delimiter = ',', value_name = "N,...", default_value = "1,4", value_parser = vcpus)]
+    #[arg(short = 'v', long = "vcpus", value_delimiter = ',', value_name = "N,...", default_value = "1,4", value_parser = nr_vcpus)]
     pub(crate) vcpus: Vec<u16>,
     /// Page-table isolation: whether the guest kernel has tables of its own, so that CR3 is loaded at each entry and exit.
     #[arg(long, value_enum, default_value_t = Switched::On)]
@@ -115,7 +115,7 @@ fn tables() -> RangedI64ValueParser<u32> {
     clap::value_parser!(u32).range(i64::from(MIN_SHADOW_PAGES)..=i64::from(MAX_SHADOW_PAGES))
 }
 
-fn vcpus(text: &str) -> Result<u16, String> {
+fn nr_vcpus(text: &str) -> Result<u16, String> {
     match positive::<u16>(text)? {
         vcpus if vcpus > MAX_VCPUS => Err(format!("must be at most {MAX_VCPUS}")),
         vcpus => Ok(vcpus),
@@ -171,6 +171,11 @@ fn strategy_name(strategy: ShadowStrategy) -> &'static str {
     }
 }
 
+/// A number of vCPUs in words.
+pub(crate) fn vcpus(nr_vcpus: u16) -> String {
+    format!("{nr_vcpus} vCPU{}", if nr_vcpus == 1 { "" } else { "s" })
+}
+
 /// A strategy with some number of vCPUs, and its runs.
 struct Column {
     strategy: ShadowStrategy,
@@ -205,7 +210,7 @@ pub(crate) fn run(args: &Cr3Args, session: &Session) -> Result<Outcome, Failure>
             order.shuffle(&mut rng);
             for index in order {
                 let column = &mut columns[index];
-                progress.begin(format!("{}, {}", report::vcpus(nr_vcpus), strategy_name(column.strategy)));
+                progress.begin(format!("{}, {}", vcpus(nr_vcpus), strategy_name(column.strategy)));
                 column.runs.push(run::run(args, column.strategy, nr_vcpus, seed, clock_ns)?);
                 progress.step();
                 session.so_far(outcome(&columns, &[])?);

@@ -20,6 +20,7 @@ use slat_machine::topology;
 use crate::failure::Failure;
 use crate::results::Outcome;
 use crate::session::Session;
+use case::Mode;
 use options::DEFAULT_BYTES_PER_VCPU;
 pub(crate) use options::DemandPagingArgs;
 use report::Report;
@@ -82,6 +83,13 @@ pub(crate) fn run(args: &DemandPagingArgs, session: &Session) -> Result<Outcome,
     outcome(&measured)
 }
 
+/// The published pages per second for each of `nr_vcpus` vCPUs, of the row `mode` with anonymous memory on x86.
+pub(crate) fn published_rate(mode: &str, nr_vcpus: usize) -> Option<f64> {
+    let [anonymous, ..] = &published::X86;
+    let mode = Mode::ALL.into_iter().find(|known| known.name() == mode)?;
+    anonymous.rate(mode, nr_vcpus)
+}
+
 /// As much as the published tables have for each vCPU; halved until all of it fits beside everything else.
 fn fitting_bytes(nr_vcpus: usize, available_bytes: Option<u64>) -> u64 {
     // The rest is for tables, stacks, the source, and for whoever else runs here.
@@ -96,6 +104,12 @@ fn fitting_bytes(nr_vcpus: usize, available_bytes: Option<u64>) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn published_rates_are_found_by_name() {
+        assert_eq!(published_rate("missing-1r", 8), Some(26_059.0));
+        assert_eq!((published_rate("uf", 3), published_rate("minor", 8), published_rate("", 8)), (None, None, None));
+    }
 
     #[test]
     fn memory_is_halved_until_it_fits() {

@@ -33,6 +33,7 @@ pub(crate) fn run(session: &Session) -> Result<Outcome, Failure> {
                Next: `cargo run --release -- compare --quick`, or `cargo run --release -- dirty-log --help`.\n"
             .to_owned(),
         json: Value::Null,
+        markdown: None,
         failure: None,
     })
 }

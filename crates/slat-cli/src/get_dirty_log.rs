@@ -30,7 +30,7 @@ use slat_machine::walk::HardwareFormat;
 
 use crate::args::{FormatArg, check_shadow_format, positive, size_bytes, with_format};
 use crate::failure::Failure;
-use crate::results::Outcome;
+use crate::results::{NotRun, Outcome};
 use crate::session::Session;
 use kvm::{Facts, KvmPeer};
 use measure::{Bench, Cell};
@@ -220,8 +220,7 @@ impl Method {
 struct Notes {
     /// What KVM this is, if it was measured.
     kvm: Option<Facts>,
-    /// What is not there.
-    missing: Vec<String>,
+    not_run: Vec<NotRun>,
 }
 
 /// Runs the experiment.
@@ -288,7 +287,7 @@ fn subjects<F: HardwareFormat>(
     memory: &Backing,
 ) -> Result<(Subjects, Notes), Failure> {
     let mut subjects: Subjects = Vec::new();
-    let mut notes = Notes { kvm: None, missing: Vec::new() };
+    let mut notes = Notes { kvm: None, not_run: Vec::new() };
     for &method in methods {
         let subject: Box<dyn Subject> = match method {
             Method::Slat | Method::SlatLeaf => match args.paging {
@@ -296,7 +295,8 @@ fn subjects<F: HardwareFormat>(
                 PagingArg::Shadow => Box::new(Slat::<F, _>::shadow(method, memory)?),
             },
             Method::Xchg16 if !peer::has_exchange16() => {
-                notes.missing.push("xchg16 is not measured: the CPUs have no exchange of 16 bytes.".to_owned());
+                let why = "the CPUs have no exchange of 16 bytes".to_owned();
+                notes.not_run.push(NotRun { what: "xchg16".to_owned(), why });
                 continue;
             }
             _ => Box::new(Peer::<F>::new(method, memory)),
@@ -312,7 +312,7 @@ fn subjects<F: HardwareFormat>(
             Err(why) if args.peer == PeerArg::Kvm => {
                 return Err(Failure::CannotServe(format!("there is no KVM to measure: {why}")));
             }
-            Err(why) => notes.missing.push(format!("KVM is not measured, it cannot be used here: {why}.")),
+            Err(why) => notes.not_run.push(NotRun { what: "KVM of this machine".to_owned(), why }),
         }
     }
     Ok((subjects, notes))

@@ -4,6 +4,7 @@
 
 mod aging;
 mod args;
+mod compare;
 mod cr3;
 mod demand_paging;
 mod demo;
@@ -19,6 +20,7 @@ mod stress;
 mod table;
 
 use std::io::Write;
+use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -26,6 +28,7 @@ use clap::Parser;
 use args::{Cli, Command};
 use failure::Failure;
 use results::ResultsFile;
+use session::Files;
 
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
@@ -48,9 +51,11 @@ fn main() -> ExitCode {
 
 /// Runs an experiment.
 fn measure(cli: Cli) -> Result<(), Failure> {
-    let file = cli.command.as_ref().and_then(Command::json).map(ResultsFile::open).transpose()?;
+    let open =
+        |path: fn(&Command) -> Option<&Path>| cli.command.as_ref().and_then(path).map(ResultsFile::open).transpose();
+    let files = Files { json: open(Command::json)?, markdown: open(Command::markdown)? };
     let words: Vec<String> = std::iter::once("slat".to_owned()).chain(std::env::args().skip(1)).collect();
-    session::run(&words.join(" "), file, move |session| match &cli.command {
+    session::run(&words.join(" "), files, move |session| match &cli.command {
         None => demo::run(session),
         Some(command) => command.run(session),
     })

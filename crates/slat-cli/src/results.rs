@@ -2,8 +2,9 @@
 //! object; and the small statistics over runs.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::{File, OpenOptions};
-use std::io::{self, BufWriter, Write};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
@@ -29,6 +30,22 @@ pub(crate) struct Results {
     pub(crate) config: Value,
     pub(crate) host: Value,
     pub(crate) results: Vec<Figure>,
+    /// What could not be measured on this machine, and why.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) not_run: Vec<NotRun>,
+}
+
+/// What could not be measured.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub(crate) struct NotRun {
+    pub(crate) what: String,
+    pub(crate) why: String,
+}
+
+impl fmt::Display for NotRun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Not measured: {}: {}.", self.what, self.why)
+    }
 }
 
 /// What an experiment gives.
@@ -38,6 +55,8 @@ pub(crate) struct Outcome {
     pub(crate) text: String,
     /// The object of `--json`.
     pub(crate) json: Value,
+    /// What `--markdown` writes, where there is such an option.
+    pub(crate) markdown: Option<String>,
     /// A check that failed, although there are figures.
     pub(crate) failure: Option<String>,
 }
@@ -52,7 +71,7 @@ impl Outcome {
         print(&mut text)?;
         let text = String::from_utf8_lossy(&text).into_owned();
         let json = serde_json::to_value(results).map_err(io::Error::from)?;
-        Ok(Outcome { text, json, failure: None })
+        Ok(Outcome { text, json, markdown: None, failure: None })
     }
 }
 
@@ -77,12 +96,12 @@ pub(crate) fn measured_on(host: &HostDescription, flush_method: FlushMethod) -> 
     )
 }
 
-/// The file of `--json`, opened before the work begins: a path that cannot be written is found out then. What it held
+/// A file that results go to, opened before the work begins: a path that cannot be written is found out then. What it held
 /// stays until there are results, and a file that was not there does not stay without.
 #[derive(Debug)]
 pub(crate) struct ResultsFile {
     path: PathBuf,
-    file: BufWriter<File>,
+    file: File,
     /// It was not there, and nothing is in it yet.
     is_new: bool,
 }
@@ -95,20 +114,18 @@ impl ResultsFile {
             Err(_) => (open(&mut OpenOptions::new()), false),
         };
         match file {
-            Ok(file) => Ok(ResultsFile { path: path.to_owned(), file: BufWriter::new(file), is_new }),
+            Ok(file) => Ok(ResultsFile { path: path.to_owned(), file, is_new }),
             Err(source) => Err(Failure::Write { path: path.to_owned(), source }),
         }
     }
 
-    /// Writes the object.
-    pub(crate) fn write(mut self, object: &Value) -> Result<(), Failure> {
+    /// Writes `content`.
+    pub(crate) fn write(mut self, content: &str) -> Result<(), Failure> {
         self.is_new = false;
         // Only a regular file has a length to cut.
-        let is_regular = self.file.get_ref().metadata().is_ok_and(|metadata| metadata.is_file());
-        let cut = if is_regular { self.file.get_ref().set_len(0) } else { Ok(()) };
-        cut.and_then(|()| serde_json::to_writer_pretty(&mut self.file, object).map_err(io::Error::from))
-            .and_then(|()| writeln!(self.file))
-            .and_then(|()| self.file.flush())
+        let is_regular = self.file.metadata().is_ok_and(|metadata| metadata.is_file());
+        let cut = if is_regular { self.file.set_len(0) } else { Ok(()) };
+        cut.and_then(|()| self.file.write_all(content.as_bytes()))
             .map_err(|source| Failure::Write { path: self.path.clone(), source })
     }
 }

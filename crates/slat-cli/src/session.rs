@@ -57,7 +57,6 @@ impl Session {
     }
 
     /// A session for a part of this one's experiment: what was measured so far is what `whole` makes of the part's.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for an experiment that runs others"))]
     pub(crate) fn within(&self, whole: impl Fn(Outcome) -> Outcome + Send + Sync + 'static) -> Session {
         let outer = Arc::clone(&self.whole);
         Session { shared: Arc::clone(&self.shared), whole: Arc::new(move |outcome| outer(whole(outcome))) }
@@ -128,10 +127,16 @@ enum Event {
     Interrupted,
 }
 
-/// Runs `experiment` and delivers what it gives: prints its text, and writes its object to `file`, as made by `command`.
+/// Where results go besides the screen.
+pub(crate) struct Files {
+    pub(crate) json: Option<ResultsFile>,
+    pub(crate) markdown: Option<ResultsFile>,
+}
+
+/// Runs `experiment` and delivers what it gives: prints its text, and writes it to `files`, as made by `command`.
 pub(crate) fn run(
     command: &str,
-    file: Option<ResultsFile>,
+    files: Files,
     experiment: impl FnOnce(&Session) -> Result<Outcome, Failure> + Send + 'static,
 ) -> Result<(), Failure> {
     let (sender, events) = mpsc::channel();
@@ -147,14 +152,14 @@ pub(crate) fn run(
         let thread = thread::Builder::new().name("experiment".to_owned()).stack_size(STACK_BYTES).spawn(body);
         thread.map_err(|error| Failure::CannotServe(format!("no thread: {error}")))?;
     }
-    wait(command, file, &session, &events)
+    wait(command, files, &session, &events)
 }
 
-fn wait(command: &str, file: Option<ResultsFile>, session: &Session, events: &Receiver<Event>) -> Result<(), Failure> {
+fn wait(command: &str, files: Files, session: &Session, events: &Receiver<Event>) -> Result<(), Failure> {
     match events.recv() {
         Ok(Event::Ended(Ok(result))) => {
             let outcome = result?;
-            deliver(file, &outcome, command, false)?;
+            deliver(files, &outcome, command, false)?;
             outcome.failure.map_or(Ok(()), |what| Err(Failure::Check(what)))
         }
         Ok(Event::Ended(Err(panic))) => resume_unwind(panic),
@@ -162,7 +167,7 @@ fn wait(command: &str, file: Option<ResultsFile>, session: &Session, events: &Re
             let so_far = lock(&session.shared.so_far).take();
             session.close();
             if let Some(outcome) = &so_far {
-                deliver(file, outcome, command, true)?;
+                deliver(files, outcome, command, true)?;
             }
             Err(Failure::Interrupted { measured: so_far.is_some() })
         }
@@ -181,16 +186,16 @@ fn interrupt_by_signals(sender: Sender<Event>) -> Result<(), Failure> {
     ctrlc::set_handler(handler).map_err(|error| Failure::CannotServe(format!("no handler of signals: {error}")))
 }
 
-/// Writes the object and prints the text: each also if the other cannot be done.
-fn deliver(file: Option<ResultsFile>, outcome: &Outcome, command: &str, interrupted: bool) -> Result<(), Failure> {
-    let written = file.map_or(Ok(()), |file| {
-        let mut object = outcome.json.clone();
-        object["command"] = command.into();
-        object["interrupted"] = interrupted.into();
-        file.write(&object)
-    });
+/// Writes the files and prints the text: each also if another cannot be done.
+fn deliver(files: Files, outcome: &Outcome, command: &str, interrupted: bool) -> Result<(), Failure> {
+    let mut object = outcome.json.clone();
+    object["command"] = command.into();
+    object["interrupted"] = interrupted.into();
+    let json = files.json.map_or(Ok(()), |file| file.write(&format!("{object:#}\n")));
+    let markdown = files.markdown.zip(outcome.markdown.as_deref());
+    let markdown = markdown.map_or(Ok(()), |(file, text)| file.write(text));
     print(&outcome.text)?;
-    written
+    json.and(markdown)
 }
 
 fn print(text: &str) -> Result<(), Failure> {
@@ -205,7 +210,7 @@ mod tests {
     use serde_json::json;
 
     fn outcome(text: &str) -> Outcome {
-        Outcome { text: text.to_owned(), json: json!({}), failure: None }
+        Outcome { text: text.to_owned(), json: json!({}), markdown: None, failure: None }
     }
 
     #[test]
@@ -225,10 +230,16 @@ mod tests {
         std::fs::write(&path, "").unwrap();
         session.remove_if_interrupted(path.clone());
         sender.send(Event::Interrupted).unwrap();
-        assert!(matches!(wait("slat", None, &session, &events), Err(Failure::Interrupted { measured: false })));
+        assert!(matches!(
+            wait("slat", Files { json: None, markdown: None }, &session, &events),
+            Err(Failure::Interrupted { measured: false })
+        ));
         assert!(!path.exists());
         session.so_far(outcome(""));
         sender.send(Event::Interrupted).unwrap();
-        assert!(matches!(wait("slat", None, &session, &events), Err(Failure::Interrupted { measured: true })));
+        assert!(matches!(
+            wait("slat", Files { json: None, markdown: None }, &session, &events),
+            Err(Failure::Interrupted { measured: true })
+        ));
     }
 }

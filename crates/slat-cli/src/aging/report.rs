@@ -180,5 +180,6 @@ pub(super) fn results(args: &AgingArgs, all: &[&Series]) -> Results {
         }),
         host: host_json(&HostDescription::read(), flush_method),
         results,
+        not_run: Vec::new(),
     }
 }

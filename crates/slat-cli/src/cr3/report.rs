@@ -10,7 +10,7 @@ use slat_machine::topology::HostDescription;
 
 use super::run::Run;
 use super::switch::{self, Switch};
-use super::{Column, Cr3Args, Switched, build, model, strategy_name};
+use super::{Column, Cr3Args, Switched, build, model, strategy_name, vcpus};
 use crate::results::{Figure, Results, Samples, host_json, measured_on};
 use crate::table::{self, humanly};
 
@@ -155,11 +155,21 @@ const DONE: [fn(&Counters) -> u64; 8] = [
 ];
 
 impl Column {
-    /// The median of the runs.
-    fn median(&self, value: impl Fn(&Run) -> f64) -> f64 {
+    fn samples(&self, value: impl Fn(&Run) -> f64) -> Samples {
         let mut samples = Samples::default();
         self.runs.iter().for_each(|run| samples.push(value(run)));
-        samples.quantile(500)
+        samples
+    }
+
+    /// The median of the runs.
+    fn median(&self, value: impl Fn(&Run) -> f64) -> f64 {
+        self.samples(value).quantile(500)
+    }
+
+    /// What results have of a figure, each by what its name ends with: the median, and besides.
+    fn statistics(&self, value: impl Fn(&Run) -> f64) -> [(&'static str, f64); 3] {
+        let samples = self.samples(value);
+        [("", samples.quantile(500)), ("_mean", samples.mean()), ("_deviation", samples.deviation())]
     }
 
     /// How many times as fast as `baseline` this is: the median of runs, each with the other's.
@@ -215,11 +225,6 @@ fn print_rates(out: &mut impl Write, columns: &[&Column]) -> io::Result<()> {
         ));
     }
     writeln!(out, "{figures}\n")
-}
-
-/// A number of vCPUs in words.
-pub(super) fn vcpus(nr_vcpus: u16) -> String {
-    format!("{nr_vcpus} vCPU{}", if nr_vcpus == 1 { "" } else { "s" })
 }
 
 fn print_columns(out: &mut impl Write, args: &Cr3Args, columns: &[&Column]) -> io::Result<()> {
@@ -310,14 +315,20 @@ pub(super) fn results(args: &Cr3Args, columns: &[&Column], switches: &[Switch]) 
             };
             for (factor, suffix, _) in EXIT_COSTS {
                 let cost = f64::from(args.exit_cost_ns) * factor;
-                push(format!("guest_time{suffix}"), column.median(|run| run.guest_time_s(cost)), "s");
+                let name = format!("guest_time{suffix}");
+                for (suffix, value) in column.statistics(|run| run.guest_time_s(cost)) {
+                    push(format!("{name}{suffix}"), value, "s");
+                }
                 if let Some(base) = baseline(columns) {
                     push(format!("gain{suffix}"), column.gain(base, cost), "ratio");
                 }
             }
             for row in ROWS {
-                push(row.name.to_owned(), column.median(row.value), row.unit);
+                for (suffix, value) in column.statistics(row.value) {
+                    push(format!("{}{suffix}", row.name), value, row.unit);
+                }
             }
+            push("runs".to_owned(), column.runs.len() as f64, "count");
         }
     }
     for switch in switches {
@@ -355,5 +366,6 @@ pub(super) fn results(args: &Cr3Args, columns: &[&Column], switches: &[Switch]) 
         }),
         host: host_json(&HostDescription::read(), flush_method),
         results,
+        not_run: Vec::new(),
     }
 }

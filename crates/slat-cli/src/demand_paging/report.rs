@@ -444,6 +444,7 @@ impl Report<'_> {
             config: self.config(),
             host: host_json(&HostDescription::read(), flush_method),
             results,
+            not_run: Vec::new(),
         }
     }
 

@@ -63,7 +63,7 @@ pub(super) fn print(out: &mut impl Write, args: &GetDirtyLogArgs, notes: &Notes,
         Workload::Framebuffer => print_framebuffer(out, cells)?,
         _ => print_patterns(out, args, notes, cells)?,
     }
-    notes.missing.iter().try_for_each(|line| writeln!(out, "{line}"))?;
+    notes.not_run.iter().try_for_each(|line| writeln!(out, "{line}"))?;
     writeln!(out, "{}", measured_on(&HostDescription::read(), flush_method()))?;
     if let Some(facts) = &notes.kvm {
         writeln!(
@@ -174,7 +174,7 @@ pub(super) fn results(args: &GetDirtyLogArgs, notes: &Notes, cells: &[Cell]) -> 
             }
         }
     }
-    object(args, host(Some(notes)), results)
+    Results { not_run: notes.not_run.clone(), ..object(args, host(Some(notes)), results) }
 }
 
 fn host(notes: Option<&Notes>) -> Value {
@@ -203,6 +203,7 @@ fn object(args: &GetDirtyLogArgs, host: Value, results: Vec<Figure>) -> Results 
         }),
         host,
         results,
+        not_run: Vec::new(),
     }
 }
 

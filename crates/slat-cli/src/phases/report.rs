@@ -203,10 +203,11 @@ fn speed(phase: &Phase, column: &Column, base: &Column) -> Option<f64> {
     (ratios.len() != 0).then(|| ratios.quantile(500))
 }
 
-fn mean(column: &Column, value: fn(&Run) -> Option<f64>) -> Option<f64> {
+/// The figures of the runs that have it; `None` if none has.
+fn samples_of(column: &Column, value: fn(&Run) -> Option<f64>) -> Option<Samples> {
     let mut samples = Samples::default();
     column.runs.iter().filter_map(value).for_each(|value| samples.push(value));
-    (samples.len() != 0).then(|| samples.mean())
+    (samples.len() != 0).then_some(samples)
 }
 
 /// A time as dirty_log_perf_test prints it.
@@ -363,7 +364,10 @@ impl Report<'_> {
         let figure = |value: Option<f64>, unit| value.map_or("-".to_owned(), |value| humanly(value, unit));
         let mut others = table::figures(self.header("mean of a run"));
         for other in &self.others {
-            let values = self.columns.iter().map(|column| figure(mean(column, other.value), other.unit));
+            let values = self
+                .columns
+                .iter()
+                .map(|column| figure(samples_of(column, other.value).map(|samples| samples.mean()), other.unit));
             others.add_row(table::row(std::iter::once(other.title.to_owned()).chain(values)));
         }
         for which in &QUANTILES {
@@ -416,8 +420,9 @@ impl Report<'_> {
                 }
             }
             for other in &self.others {
-                if let Some(value) = mean(column, other.value) {
-                    push(other.name.to_owned(), value, other.unit);
+                if let Some(samples) = samples_of(column, other.value) {
+                    push(other.name.to_owned(), samples.mean(), other.unit);
+                    push(format!("{}_deviation", other.name), samples.deviation(), other.unit);
                 }
             }
             for which in &QUANTILES {
@@ -432,7 +437,13 @@ impl Report<'_> {
         if let (Value::Object(config), Value::Object(more)) = (&mut config, more) {
             config.extend(more);
         }
-        Results { experiment, config, host: host_json(&HostDescription::read(), flush_method), results }
+        Results {
+            experiment,
+            config,
+            host: host_json(&HostDescription::read(), flush_method),
+            results,
+            not_run: Vec::new(),
+        }
     }
 }
 

@@ -71,5 +71,6 @@ pub(super) fn results(args: &StressArgs, summary: &Summary) -> Results {
         }),
         host: host_json(&host, turns.flush_method),
         results,
+        not_run: Vec::new(),
     }
 }
