@@ -34,33 +34,38 @@ fn interrupt(mut child: Child, signal: &str, delay: Duration) -> Output {
 
 #[test]
 fn every_experiment_ends_with_what_was_measured_so_far() {
-    for (number, args) in [
+    let commands = [
         "dirty-log -v 2 -b 1M --runs 1000000",
         "split -v 2 -b 2M --runs 1000000",
         "demand-paging -v 2 -b 64K -i 1000000",
         "demand-paging -v 2 -b 64K -i 1000000 -k --delivery ring -s shmem",
-        "get-dirty-log -b 64M --peer none",
-        "get-dirty-log -b 16M --peer none --workload framebuffer --runs 1000000",
-        "get-dirty-log -b 16M --workload migration --runs 1000000",
+        "get-dirty-log -b 4M --peer none --in-a-row 1000 --runs 1000000",
+        "get-dirty-log -b 4M --peer none --workload framebuffer --runs 1000000",
+        "get-dirty-log -b 4M --workload migration --runs 1000000",
         "memslots -l 1 -r 1000000 -s 16",
         "aging -v 1 -b 48M --runs 1000000",
         "cr3 --steps 200 --runs 1000000",
         "stress --seconds 1000",
-    ]
-    .into_iter()
-    .enumerate()
-    {
-        let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("interrupted-{number}.json"));
-        let child = start(&format!("{args} --json {}", path.display()));
-        let output = interrupt(child, "-INT", Duration::from_secs(5));
-        assert_eq!(output.status.code(), Some(130), "slat {args}: {}", stderr(&output));
-        assert!(stderr(&output).contains("interrupted: what is above"), "slat {args}: {}", stderr(&output));
-        assert!(!output.stdout.is_empty(), "slat {args}");
-        let object: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
-        assert_eq!(object["interrupted"], true, "slat {args}");
-        assert!(!object["results"].as_array().unwrap().is_empty(), "slat {args}");
-        assert!(object["command"].as_str().unwrap().starts_with("slat "), "slat {args}");
-    }
+    ];
+    // All at once: it is about their ends, not about what they measure.
+    thread::scope(|scope| {
+        for (number, args) in commands.into_iter().enumerate() {
+            scope.spawn(move || ends_with_what_was_measured(number, args));
+        }
+    });
+}
+
+fn ends_with_what_was_measured(number: usize, args: &str) {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("interrupted-{number}.json"));
+    let child = start(&format!("{args} --json {}", path.display()));
+    let output = interrupt(child, "-INT", Duration::from_secs(12));
+    assert_eq!(output.status.code(), Some(130), "slat {args}: {}", stderr(&output));
+    assert!(stderr(&output).contains("interrupted: what is above"), "slat {args}: {}", stderr(&output));
+    assert!(!output.stdout.is_empty(), "slat {args}");
+    let object: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    assert_eq!(object["interrupted"], true, "slat {args}");
+    assert!(!object["results"].as_array().unwrap().is_empty(), "slat {args}");
+    assert!(object["command"].as_str().unwrap().starts_with("slat "), "slat {args}");
 }
 
 #[test]
