@@ -30,9 +30,21 @@ pub(crate) struct Results {
     pub(crate) config: Value,
     pub(crate) host: Value,
     pub(crate) results: Vec<Figure>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) histograms: Vec<Distribution>,
     /// What could not be measured on this machine, and why.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) not_run: Vec<NotRun>,
+}
+
+/// How latencies were distributed, over all runs.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Distribution {
+    pub(crate) name: &'static str,
+    pub(crate) unit: &'static str,
+    pub(crate) labels: BTreeMap<&'static str, Value>,
+    /// The buckets that are not empty: the largest value that falls into each, and the number of values in it.
+    pub(crate) buckets: Vec<(u64, u64)>,
 }
 
 /// What could not be measured.

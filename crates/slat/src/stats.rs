@@ -2,23 +2,23 @@
 //! when [`Vm::stats`](crate::Vm::stats) is read.
 //!
 //! A recorder has one writer at a time, so counting is a plain load and store on a line that nobody else writes. Time
-//! comes from [`Host::timestamp_ns`](crate::Host::timestamp_ns): lock waits are always timed, faults by sample (one in
-//! [`SAMPLE_PERIOD`]), because reading the clock twice costs as much as a fault. Sums that are extrapolated from the
-//! sample say so.
+//! comes from [`Host::timestamp_ns`](crate::Host::timestamp_ns): lock waits are always timed, faults and holds of the lock
+//! by sample (one in [`SAMPLE_PERIOD`]), because reading the clock twice costs as much as a fault. Sums that are
+//! extrapolated from the sample say so.
 
 use core::array;
 
 use crate::addr::Level;
 use crate::sync::{AtomicU64, Ordering};
 
-/// One fault in so many is timed.
+/// One fault in so many is timed, and one hold of the lock.
 pub(crate) const SAMPLE_PERIOD: u64 = 128;
 
-/// Whether a fault is timed before which the vCPU had `nr_faults`. In turns an even and an odd one: where each page costs two
-/// faults, an exit and one that maps it, both are seen.
+/// Whether a fault is timed before which the vCPU had `nr_before`; and so with holds of the lock. In turns an even and an odd
+/// one: where each page costs two faults, an exit and one that maps it, both are seen.
 #[inline]
-pub(crate) fn is_sampled(nr_faults: u64) -> bool {
-    let place = nr_faults % (2 * SAMPLE_PERIOD);
+pub(crate) fn is_sampled(nr_before: u64) -> bool {
+    let place = nr_before % (2 * SAMPLE_PERIOD);
     place == 8 || place == SAMPLE_PERIOD + 9
 }
 
@@ -45,6 +45,10 @@ macro_rules! counters {
             pub guest_stall_ns: Histogram,
             /// Waits for the VM's lock in nanoseconds, where one had to be waited for at all.
             pub lock_wait_ns: Histogram,
+            /// Holds of the VM's lock in nanoseconds, from taking it to giving it back, with the time for which its holder had
+            /// no CPU; a sample. Empty with [`Locking::None`](crate::Locking::None). A long operation lets go between its
+            /// turns, and each turn is a hold of its own.
+            pub lock_hold_ns: Histogram,
         }
 
         impl Stats {
@@ -54,6 +58,7 @@ macro_rules! counters {
                 self.resolve_ns.add(&recorder.resolve_ns);
                 self.guest_stall_ns.add(&recorder.guest_stall_ns);
                 self.lock_wait_ns.add(&recorder.lock_wait_ns);
+                self.lock_hold_ns.add(&recorder.lock_hold_ns);
             }
         }
     };
@@ -121,7 +126,9 @@ counters! {
     TablesAllocated tables_allocated,
     /// Tables given back to the host.
     TablesFreed tables_freed,
-    /// Times that a section had to wait for the VM's lock.
+    /// Times that a section took the VM's lock, on either side; 0 with [`Locking::None`](crate::Locking::None).
+    LockAcquisitions lock_acquisitions,
+    /// Those of them that had to wait for it.
     LockWaits lock_waits,
     /// Calls of [`Vcpu::handle_page_fault`](crate::Vcpu::handle_page_fault).
     PageFaults page_faults,
@@ -240,6 +247,9 @@ fn bucket_top(index: usize) -> u64 {
     if index < SUB_BUCKETS {
         return index as u64;
     }
+    if index == NR_BUCKETS - 1 {
+        return u64::MAX;
+    }
     let exponent = index / SUB_BUCKETS - 1;
     (((SUB_BUCKETS + index % SUB_BUCKETS + 1) as u64) << exponent) - 1
 }
@@ -252,6 +262,7 @@ pub(crate) struct Recorder {
     pub(crate) resolve_ns: Recording,
     pub(crate) guest_stall_ns: Recording,
     pub(crate) lock_wait_ns: Recording,
+    pub(crate) lock_hold_ns: Recording,
 }
 
 impl Recorder {
@@ -262,6 +273,7 @@ impl Recorder {
             resolve_ns: Recording::new(),
             guest_stall_ns: Recording::new(),
             lock_wait_ns: Recording::new(),
+            lock_hold_ns: Recording::new(),
         }
     }
 
@@ -362,19 +374,36 @@ impl Histogram {
         let count = self.count();
         let rank = (u128::from(count) * u128::from(per_mille.min(1000))).div_ceil(1000) as u64;
         let mut seen = 0;
-        for (index, &n) in self.buckets.iter().enumerate() {
+        let reached = self.buckets().find(|&(_, n)| {
             seen += n;
-            if n != 0 && seen >= rank {
-                return bucket_top(index).min(self.max);
-            }
-        }
-        0
+            seen >= rank
+        });
+        reached.map_or(0, |(top, _)| top.min(self.max))
+    }
+
+    /// The buckets that are not empty, in order: the largest value that falls into the bucket, in nanoseconds, and the number
+    /// of values recorded there.
+    ///
+    /// The bounds are the same in every histogram. The last bucket, of values from about 18 minutes on, is bounded by
+    /// `u64::MAX` only.
+    pub fn buckets(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        let counts = self.buckets.iter().enumerate();
+        counts.filter(|&(_, &n)| n != 0).map(|(index, &n)| (bucket_top(index), n))
     }
 }
 
 #[cfg(all(test, not(any(loom, shuttle))))]
 mod tests {
     use super::*;
+
+    /// A histogram of `values`.
+    fn histogram_of(values: impl IntoIterator<Item = u64>) -> Histogram {
+        let recording = Recording::new();
+        values.into_iter().for_each(|value| recording.record(value));
+        let mut histogram = Histogram::default();
+        histogram.add(&recording);
+        histogram
+    }
 
     #[test]
     fn buckets_are_ordered_and_tight() {
@@ -392,17 +421,54 @@ mod tests {
 
     #[test]
     fn quantiles_of_a_known_distribution() {
-        let recording = Recording::new();
-        for value in 1..=1000 {
-            recording.record(value);
-        }
-        let mut histogram = Histogram::default();
-        assert_eq!((histogram.count(), histogram.quantile(500)), (0, 0));
-        histogram.add(&recording);
+        let empty = Histogram::default();
+        assert_eq!((empty.count(), empty.quantile(500)), (0, 0));
+        let histogram = histogram_of(1..=1000);
         assert_eq!((histogram.count(), histogram.sum(), histogram.max()), (1000, 500_500, 1000));
         assert!((500..=563).contains(&histogram.quantile(500)), "{}", histogram.quantile(500));
         assert!((990..=1000).contains(&histogram.quantile(990)), "{}", histogram.quantile(990));
         assert_eq!(histogram.quantile(1000), 1000);
         assert_eq!(histogram.quantile(0), 1);
+    }
+
+    #[test]
+    fn the_buckets_hold_what_was_recorded() {
+        assert_eq!(Histogram::default().buckets().next(), None);
+        let histogram = histogram_of([0, 7, 7, 16, 17, 18, 1 << 39, u64::MAX, u64::MAX - 1]);
+        let top_of_39 = (1 << 39) + (1 << 36) - 1;
+        let buckets = [(0, 1), (7, 2), (17, 2), (19, 1), (top_of_39, 1), (u64::MAX, 2)];
+        assert!(histogram.buckets().eq(buckets), "{histogram:?}");
+        assert_eq!(histogram.buckets().map(|(_, n)| n).sum::<u64>(), histogram.count());
+    }
+
+    #[test]
+    fn a_quantile_is_the_top_of_the_bucket_that_reaches_it() {
+        let histogram = histogram_of((0..2000).map(|value| value * value).chain([u64::MAX]));
+        for per_mille in 0..=1000 {
+            let rank = (histogram.count() * per_mille).div_ceil(1000).max(1);
+            let (mut seen, mut last_top) = (0, None);
+            for (top, n) in histogram.buckets() {
+                assert!(last_top < Some(top), "bucket up to {top} after {last_top:?}");
+                last_top = Some(top);
+                if seen < rank && seen + n >= rank {
+                    assert_eq!(histogram.quantile(per_mille as u32), top, "{per_mille}");
+                }
+                seen += n;
+            }
+        }
+        // Not more than there was, though its bucket goes on.
+        assert_eq!(histogram_of([1000]).quantile(1000), 1000);
+    }
+
+    #[test]
+    fn merged_histograms_have_the_buckets_of_both() {
+        let low_and_high = (0..100).chain(5000..5100);
+        let mut merged = histogram_of(0..100);
+        merged.merge(&histogram_of(5000..5100));
+        let at_once = histogram_of(low_and_high);
+        assert!(merged.buckets().eq(at_once.buckets()));
+        assert_eq!((merged.sum(), merged.max()), (at_once.sum(), at_once.max()));
+        merged.merge(&Histogram::default());
+        assert!(merged.buckets().eq(at_once.buckets()));
     }
 }

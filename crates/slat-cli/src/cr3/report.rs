@@ -366,6 +366,7 @@ pub(super) fn results(args: &Cr3Args, columns: &[&Column], switches: &[Switch]) 
         }),
         host: host_json(&HostDescription::read(), flush_method),
         results,
+        histograms: Vec::new(),
         not_run: Vec::new(),
     }
 }

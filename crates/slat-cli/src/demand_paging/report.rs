@@ -444,6 +444,7 @@ impl Report<'_> {
             config: self.config(),
             host: host_json(&HostDescription::read(), flush_method),
             results,
+            histograms: Vec::new(),
             not_run: Vec::new(),
         }
     }

@@ -203,6 +203,7 @@ fn object(args: &GetDirtyLogArgs, host: Value, results: Vec<Figure>) -> Results 
         }),
         host,
         results,
+        histograms: Vec::new(),
         not_run: Vec::new(),
     }
 }

@@ -180,6 +180,7 @@ pub(super) fn results(args: &MemslotsArgs, all: &[&Series]) -> Results {
         }),
         host: host_json(&HostDescription::read(), flush_method),
         results,
+        histograms: Vec::new(),
         not_run: Vec::new(),
     }
 }

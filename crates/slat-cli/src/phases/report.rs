@@ -9,7 +9,7 @@ use slat_machine::topology::HostDescription;
 
 use super::{Column, Run, manual_protect};
 use crate::args::{DirtyLogArgs, DirtyTrackingArg, HugePagesArg, dirty_tracking, manual_protect_name, protection_name};
-use crate::results::{Figure, Results, Samples, host_json, measured_on};
+use crate::results::{Distribution, Figure, Results, Samples, host_json, measured_on};
 use crate::table::{self, humanly};
 
 /// A phase: its name in results, its name in the table, and its durations in one run.
@@ -151,16 +151,21 @@ struct Quantile {
     name: &'static str,
     title: &'static str,
     per_mille: u32,
-    histogram: fn(&Stats) -> &Histogram,
+    histogram: OfStats,
 }
 
-const QUANTILES: [Quantile; 6] = [
+type OfStats = fn(&Stats) -> &Histogram;
+
+const QUANTILES: [Quantile; 9] = [
     Quantile { name: "guest_stall_p50", title: "Guest stall in a fault, p50", per_mille: 500, histogram: stall },
     Quantile { name: "guest_stall_p99", title: "Guest stall in a fault, p99", per_mille: 990, histogram: stall },
     Quantile { name: "guest_stall_max", title: "Guest stall in a fault, worst", per_mille: 1000, histogram: stall },
     Quantile { name: "lock_wait_p50", title: "Wait for the lock, p50", per_mille: 500, histogram: lock_wait },
     Quantile { name: "lock_wait_p99", title: "Wait for the lock, p99", per_mille: 990, histogram: lock_wait },
     Quantile { name: "lock_wait_max", title: "Wait for the lock, worst", per_mille: 1000, histogram: lock_wait },
+    Quantile { name: "lock_hold_p50", title: "Held the lock, p50", per_mille: 500, histogram: lock_hold },
+    Quantile { name: "lock_hold_p99", title: "Held the lock, p99", per_mille: 990, histogram: lock_hold },
+    Quantile { name: "lock_hold_max", title: "Held the lock, worst", per_mille: 1000, histogram: lock_hold },
 ];
 
 fn stall(stats: &Stats) -> &Histogram {
@@ -169,6 +174,22 @@ fn stall(stats: &Stats) -> &Histogram {
 
 fn lock_wait(stats: &Stats) -> &Histogram {
     &stats.lock_wait_ns
+}
+
+fn lock_hold(stats: &Stats) -> &Histogram {
+    &stats.lock_hold_ns
+}
+
+/// The distributions that results have as a whole.
+const HISTOGRAMS: [(&str, OfStats); 4] =
+    [("fault", |stats| &stats.fault_ns), ("guest_stall", stall), ("lock_wait", lock_wait), ("lock_hold", lock_hold)];
+
+fn over_runs(column: &Column, histogram: OfStats) -> Histogram {
+    let mut sum = Histogram::default();
+    for run in &column.runs {
+        sum.merge(histogram(&run.stats));
+    }
+    sum
 }
 
 fn seconds(ns: u64) -> f64 {
@@ -185,10 +206,7 @@ fn samples(column: &Column, times: fn(&Run) -> Vec<Duration>) -> Samples {
 
 /// The quantile in seconds, over all runs; `None` if nothing was recorded.
 fn quantile(column: &Column, quantile: &Quantile) -> Option<f64> {
-    let mut sum = Histogram::default();
-    for run in &column.runs {
-        sum.merge((quantile.histogram)(&run.stats));
-    }
+    let sum = over_runs(column, quantile.histogram);
     (sum.count() != 0).then(|| seconds(sum.quantile(quantile.per_mille)))
 }
 
@@ -390,7 +408,7 @@ impl Report<'_> {
         writeln!(
             out,
             "Guest stall, resolve and engine time are from a sample of the faults ({nr_samples} of them), without waits for a \
-             CPU; waits for the lock are all of them, and include waits for a CPU."
+             CPU; waits for the lock are all of them, holds of it a sample, and both include waits for a CPU."
         )?;
         let verified: u64 = self.runs().map(|run| run.nr_verified).sum();
         write!(out, "Verified: {verified} reads found what was written")?;
@@ -442,8 +460,22 @@ impl Report<'_> {
             config,
             host: host_json(&HostDescription::read(), flush_method),
             results,
+            histograms: self.histograms(),
             not_run: Vec::new(),
         }
+    }
+
+    fn histograms(&self) -> Vec<Distribution> {
+        let mut all = Vec::new();
+        for column in self.columns {
+            for (name, histogram) in HISTOGRAMS {
+                let buckets: Vec<(u64, u64)> = over_runs(column, histogram).buckets().collect();
+                if !buckets.is_empty() {
+                    all.push(Distribution { name, unit: "ns", labels: column.labels.clone(), buckets });
+                }
+            }
+        }
+        all
     }
 }
 

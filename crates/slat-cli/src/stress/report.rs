@@ -71,6 +71,7 @@ pub(super) fn results(args: &StressArgs, summary: &Summary) -> Results {
         }),
         host: host_json(&host, turns.flush_method),
         results,
+        histograms: Vec::new(),
         not_run: Vec::new(),
     }
 }

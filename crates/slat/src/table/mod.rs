@@ -24,7 +24,7 @@ use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
 use crate::shadow::{Mmu, Shadow};
-use crate::stats::Counter;
+use crate::stats::{Counter, is_sampled};
 use crate::sync::{AtomicU64, Lock, LockGuard, Locking, Ordering, Side};
 use entry::Stamp;
 use generation::Generations;
@@ -53,7 +53,43 @@ pub(crate) struct Tree<H: Host, F: Format> {
 /// the fields is the order of leaving: section, lock.
 pub(crate) struct LockedSection<'a, H: Host> {
     pub(crate) section: Section<'a>,
-    _guard: Option<LockGuard<'a, H>>,
+    _lock: Option<HeldLock<'a, H>>,
+}
+
+/// The VM's lock, until it is dropped.
+struct HeldLock<'a, H: Host> {
+    _guard: LockGuard<'a, H>,
+    timed: Option<TimedHold<'a, H>>,
+}
+
+/// By how many the holds that are timed come after the faults that are. Small, for calls that take the lock some dozen times;
+/// not so small that some faults without the lock undo it.
+const HOLDS_APART: u64 = 32;
+
+/// A hold of the lock that is timed.
+struct TimedHold<'a, H: Host> {
+    host: &'a H,
+    record: &'a Record,
+    start_ns: u64,
+}
+
+impl<H: Host> Drop for HeldLock<'_, H> {
+    /// Runs before the lock is given back. After that would be too late for the clock: to wake a sleeper costs more than most
+    /// holds, and may cost the CPU.
+    #[inline]
+    fn drop(&mut self) {
+        if let Some(timed) = &self.timed {
+            timed.record();
+        }
+    }
+}
+
+impl<H: Host> TimedHold<'_, H> {
+    #[cold]
+    fn record(&self) {
+        let hold_ns = self.host.timestamp_ns().saturating_sub(self.start_ns);
+        self.record.stats.lock_hold_ns.record(hold_ns);
+    }
 }
 
 impl<H: Host, F: Format> Tree<H, F> {
@@ -112,19 +148,33 @@ impl<H: Host, F: Format> Tree<H, F> {
     /// Enters a section that changes the tree, after waiting for the VM's lock if there is one.
     #[inline(always)]
     pub(crate) fn enter<'a>(&'a self, record: &'a Record, side: Side) -> LockedSection<'a, H> {
-        let guard = match self.lock.locking() {
+        let lock = match self.lock.locking() {
             Locking::None => None,
             _ => Some(self.acquire(record, side)),
         };
-        LockedSection { section: self.epochs.enter(record), _guard: guard }
+        LockedSection { section: self.epochs.enter(record), _lock: lock }
     }
 
+    /// Takes the lock.
+    ///
+    /// Holds are timed by sample, where waits are all timed: who waits has lost more than two readings of the clock, but most
+    /// holds are as short as these, and each would keep the others out for twice as long. Whether this one is timed is found
+    /// out before the lock is taken; and it is not the hold of a fault that is timed, where each fault takes the lock once, or
+    /// the guest's stall would have both clocks in it.
     #[inline]
-    fn acquire<'a>(&'a self, record: &'a Record, side: Side) -> LockGuard<'a, H> {
-        match self.lock.try_acquire(&self.host, side) {
+    fn acquire<'a>(&'a self, record: &'a Record, side: Side) -> HeldLock<'a, H> {
+        let is_timed = is_sampled(record.stats.get(Counter::LockAcquisitions).wrapping_sub(HOLDS_APART));
+        record.stats.count(Counter::LockAcquisitions);
+        let guard = match self.lock.try_acquire(&self.host, side) {
             Some(guard) => guard,
             None => self.wait_for_lock(record, side),
-        }
+        };
+        HeldLock { _guard: guard, timed: if is_timed { Some(self.time_hold(record)) } else { None } }
+    }
+
+    #[cold]
+    fn time_hold<'a>(&'a self, record: &'a Record) -> TimedHold<'a, H> {
+        TimedHold { host: &self.host, record, start_ns: self.host.timestamp_ns() }
     }
 
     #[cold]

@@ -272,6 +272,8 @@ pub struct TestHost {
     parked: Mutex<(Vec<(usize, u64)>, u64)>,
     wakeup: Condvar,
     start: Instant,
+    /// How far the engine's clock is ahead of the machine's.
+    pub clock_ahead_ns: Arc<AtomicU64>,
     pub resolves: AtomicU64,
     /// Times that the host was asked whether a page is resident.
     pub asked_resident: AtomicU64,
@@ -303,6 +305,7 @@ impl Default for TestHost {
             parked: Mutex::default(),
             wakeup: Condvar::new(),
             start: Instant::now(),
+            clock_ahead_ns: Arc::default(),
             resolves: AtomicU64::new(0),
             asked_resident: AtomicU64::new(0),
             modification_log: Mutex::default(),
@@ -576,7 +579,7 @@ unsafe impl Host for TestHost {
     }
 
     fn timestamp_ns(&self) -> u64 {
-        self.start.elapsed().as_nanos() as u64
+        self.start.elapsed().as_nanos() as u64 + self.clock_ahead_ns.load(Ordering::Relaxed)
     }
 }
 

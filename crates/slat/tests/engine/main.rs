@@ -30,6 +30,7 @@ mod huge_pages;
 mod huge_placement;
 mod invalidate;
 mod kvm_cases;
+mod lock_hold;
 mod overtaken;
 mod overtaken_dirty;
 mod overtaken_huge;
