@@ -162,6 +162,9 @@ pub(crate) struct DirtyLogArgs {
     /// The lock that the engine takes on the VM; `all` compares the three in one table.
     #[arg(long, value_enum, default_value_t = LockArg::All)]
     pub(crate) lock: LockArg,
+    /// Whether to measure the KVM of this machine in the same runs: if it works, always, or never.
+    #[arg(long, value_enum, default_value_t = PeerArg::None)]
+    pub(crate) peer: PeerArg,
     /// Format of the second-stage tables.
     #[arg(long, value_enum, default_value_t = FormatArg::Npt)]
     pub(crate) format: FormatArg,
@@ -442,6 +445,28 @@ impl PagingArg {
             PagingArg::Flat => "flat",
             PagingArg::TwoDimensional => "2d",
             PagingArg::Shadow => "shadow",
+        }
+    }
+}
+
+/// Whether the KVM of this machine is measured in the same runs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum PeerArg {
+    /// If this machine's KVM works, and can do what is asked for.
+    Auto,
+    /// Always.
+    Kvm,
+    /// Never.
+    None,
+}
+
+impl PeerArg {
+    /// The name in options and results.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            PeerArg::Auto => "auto",
+            PeerArg::Kvm => "kvm",
+            PeerArg::None => "none",
         }
     }
 }

@@ -9,10 +9,6 @@
 //! Methods are interleaved run by run, on the same pages of the same memory, in an order that is drawn anew for each run.
 //! Every log is held against the pages that were written.
 
-#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
-mod kvm;
-#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
-#[path = "get_dirty_log/kvm_missing.rs"]
 mod kvm;
 mod measure;
 mod migration;
@@ -28,18 +24,16 @@ use slat::PAGE_SHIFT;
 use slat_machine::memory::{Backing, BackingKind};
 use slat_machine::walk::HardwareFormat;
 
-use crate::args::{FormatArg, check_shadow_format, positive, size_bytes, with_format};
+use crate::args::{FormatArg, PeerArg, check_shadow_format, positive, size_bytes, with_format};
 use crate::failure::Failure;
+use crate::kvm::{Facts, MAX_REGION_BYTES};
 use crate::results::{NotRun, Outcome};
 use crate::session::Session;
-use kvm::{Facts, KvmPeer};
+use kvm::KvmPeer;
 use measure::{Bench, Cell};
 use pattern::Pattern;
 use peer::Peer;
 use subject::{Slat, Subject};
-
-/// The largest slot: that of the real KVM's guest, whose tables have room for no more.
-const MAX_BYTES: u64 = 64 << 30;
 
 /// What `slat get-dirty-log` takes.
 #[derive(Clone, Debug, Args)]
@@ -124,10 +118,10 @@ impl GetDirtyLogArgs {
     }
 }
 
-/// A size of the slot.
+/// A size of the slot, which the real KVM's guest can have too.
 fn slot_bytes(text: &str) -> Result<u64, String> {
     match size_bytes(text)? {
-        bytes if bytes > MAX_BYTES => Err(format!("must be at most {}G", MAX_BYTES >> 30)),
+        bytes if bytes > MAX_REGION_BYTES => Err(format!("must be at most {}G", MAX_REGION_BYTES >> 30)),
         bytes => Ok(bytes),
     }
 }
@@ -140,16 +134,6 @@ pub(crate) enum Workload {
     Framebuffer,
     /// A guest that writes while the log is taken.
     Migration,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub(crate) enum PeerArg {
-    /// If this machine's KVM works.
-    Auto,
-    /// Always.
-    Kvm,
-    /// Never.
-    None,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
@@ -320,7 +304,8 @@ fn subjects<F: HardwareFormat>(
 
 /// A KVM whose guest was seen to write, and whose log was taken.
 fn working_kvm(memory: &Backing) -> Result<(KvmPeer, Facts), String> {
-    let (mut kvm, facts) = KvmPeer::new(memory).map_err(|trouble| trouble.to_string())?;
+    let kvm = KvmPeer::new(memory).and_then(|kvm| Ok((kvm, crate::kvm::facts()?)));
+    let (mut kvm, facts) = kvm.map_err(|trouble| trouble.to_string())?;
     let mut log = vec![0; pattern::nr_words((memory.size_bytes() >> PAGE_SHIFT) as u32)];
     // Takes the page's bit too: what comes after begins with a clean log.
     kvm.write(&[0], 1).and_then(|()| kvm.get_dirty_log(&mut log)).map_err(|failure| failure.to_string())?;

@@ -11,6 +11,11 @@ mod demo;
 mod dirty_log;
 mod failure;
 mod get_dirty_log;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod kvm;
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+#[path = "kvm_missing.rs"]
+mod kvm;
 mod memslots;
 mod phases;
 mod results;

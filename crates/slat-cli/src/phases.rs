@@ -34,7 +34,7 @@ use logs::{Form, Logs};
 use oracle::{Again, Besides};
 
 /// The round that populating writes; dirty rounds follow.
-const POPULATE_ROUND: u64 = 1;
+pub(crate) const POPULATE_ROUND: u64 = 1;
 
 /// What one run of the phases showed.
 pub(crate) struct Run {
@@ -49,6 +49,14 @@ pub(crate) struct Run {
     /// One for each round, unless getting clears.
     pub(crate) clear: Vec<Duration>,
     pub(crate) disable: Duration,
+    /// Reads that found what they should.
+    pub(crate) nr_verified: u64,
+    /// `None`: it was not the engine.
+    pub(crate) engine: Option<EngineRun>,
+}
+
+/// What the engine and its machine say about a run.
+pub(crate) struct EngineRun {
     /// The engine's counters before the last phase.
     pub(crate) stats_before_disabling: Stats,
     /// And after it.
@@ -59,8 +67,6 @@ pub(crate) struct Run {
     pub(crate) dirty_reads: WalkReads,
     /// Tables after the last of them.
     pub(crate) tables_by_node: Vec<(NodeId, u64)>,
-    /// Reads that found what they should.
-    pub(crate) nr_verified: u64,
     pub(crate) flush_method: FlushMethod,
 }
 
@@ -175,7 +181,7 @@ pub(crate) fn machine_config(args: &DirtyLogArgs) -> Result<MachineConfig, Failu
 }
 
 /// What getting the log does.
-fn manual_protect(args: &DirtyLogArgs) -> ManualProtect {
+pub(crate) fn manual_protect(args: &DirtyLogArgs) -> ManualProtect {
     match args.tracking {
         _ if args.get_clears => ManualProtect::Disabled,
         // Rings are empty when logging begins.
@@ -285,13 +291,15 @@ fn run_on<F: HardwareFormat>(args: &DirtyLogArgs, config: &MachineConfig, roles:
         get: get_times,
         clear: clear_times,
         disable,
-        stats_before_disabling,
-        stats,
-        nr_shadow_tables: machine.vm().nr_shadow_pages(),
-        dirty_reads,
-        tables_by_node,
         nr_verified,
-        flush_method: machine.flush_method(),
+        engine: Some(EngineRun {
+            stats_before_disabling,
+            stats,
+            nr_shadow_tables: machine.vm().nr_shadow_pages(),
+            dirty_reads,
+            tables_by_node,
+            flush_method: machine.flush_method(),
+        }),
     })
 }
 
@@ -350,7 +358,7 @@ fn split_all<F: HardwareFormat>(
 }
 
 /// How long `action` takes.
-fn timed<E>(action: impl FnOnce() -> Result<(), E>) -> Result<Duration, E> {
+pub(crate) fn timed<E>(action: impl FnOnce() -> Result<(), E>) -> Result<Duration, E> {
     let begin = Instant::now();
     action()?;
     Ok(begin.elapsed())

@@ -20,7 +20,7 @@ use slat::{NodeId, TablePlacement};
 use slat_machine::machine::{MachineConfig, MachineError};
 use slat_machine::numa::{FirstTouch, MemoryPolicy, NodeMap, Nodes, Pinning};
 
-use crate::args::{DirtyLogArgs, PagingArg, SplitWhen, positive};
+use crate::args::{DirtyLogArgs, PagingArg, PeerArg, SplitWhen, positive};
 use crate::failure::{Failure, check_failed};
 use crate::phases::{self, Column, Roles, Run};
 use crate::results::Outcome;
@@ -41,6 +41,7 @@ const MAX_THREADS: usize = 1024;
     mut_arg("backing", |arg| arg.default_value("anonymous_thp")),
     mut_arg("lock", |arg| arg.default_value("none").help("The lock that the engine takes on the VM")),
     mut_arg("cpus", |arg| arg.long("cpus")),
+    mut_arg("peer", |arg| arg.hide(true)),
     mut_arg("split", |arg| arg.help(
         "When huge pages are split: ahead of time, right before logging is turned on, by --threads threads; or each by its \
          first write"
@@ -283,6 +284,9 @@ pub(crate) fn run(args: &SplitArgs, session: &Session) -> Result<Outcome, Failur
         return Err(Failure::Usage(
             "--paging shadow is for dirty-log: what walks of shadow tables read is not counted".into(),
         ));
+    }
+    if args.log.peer != PeerArg::None {
+        return Err(Failure::Usage("--peer is for dirty-log: the KVM of this machine has no virtual nodes".into()));
     }
     let layout = Layout::new(args)?;
     let mut config = phases::machine_config(&args.log)?;

@@ -6,7 +6,7 @@ mod common;
 
 use std::path::PathBuf;
 
-use common::{assert_ok, assert_refused};
+use common::{assert_ok, assert_refused, slat_without_kvm, stderr};
 use serde_json::Value;
 
 #[test]
@@ -55,6 +55,15 @@ fn bad_usage_exits_with_2() {
         ("dirty-log -v 1 -c 0,1,2", "1 vCPUs need 1"),
         ("dirty-log -c x", "invalid digit"),
         ("dirty-log -v 1 -b 3M -s anonymous_hugetlb_2mb", "page size"),
+        ("dirty-log --peer maybe", "auto, kvm, none"),
+        ("dirty-log --peer kvm --tracking ring", "--tracking ring is for the engine only"),
+        ("dirty-log --peer kvm --tracking dirty-bit", "--peer none leaves KVM out"),
+        ("dirty-log --peer kvm --huge-pages mark-whole", "KVM logs pages of 4 KiB"),
+        ("dirty-log --peer kvm -w 99", "--write-percent"),
+        ("dirty-log --peer kvm -a", "--random-access"),
+        ("dirty-log --peer kvm -e", "--run-while-disabling"),
+        ("dirty-log --peer kvm -v 2 -b 33G", "64 GiB in all"),
+        ("split --peer auto", "--peer is for dirty-log"),
         ("dirty-log --no-such-option", "unexpected argument"),
         ("no-such-command", "unrecognized subcommand"),
     ] {
@@ -148,6 +157,76 @@ fn json_has_every_figure_for_every_locking() {
         let (tables, unit) = figure("tables_bytes", lock);
         assert!(tables >= 4096.0 * 7.0 && unit == "bytes", "{tables} bytes of tables for {lock}");
     }
+}
+
+#[test]
+fn kvm_has_a_column_beside_the_locks() {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("dirty_log_kvm.json");
+    for args in [
+        "-v 2 -b 1M -i 3",
+        "-v 3 -b 20K -x 5 -o",
+        "-v 2 -b 1M -g -s shmem",
+        "-v 2 -b 4M -s anonymous_thp --format ept --paging 2d",
+        "-v 1 -b 4K --paging shadow",
+        "-v 8 -b 64K -o --check",
+    ] {
+        let printed = assert_ok(&format!("dirty-log --runs 2 --peer auto {args} --json {}", path.display()));
+        let object: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+        assert_eq!(object["config"]["peer"], "auto");
+        let figures: Vec<&Value> = object["results"].as_array().unwrap().iter().collect();
+        let of_kvm: Vec<&Value> = figures.iter().copied().filter(|figure| figure["labels"]["lock"] == "kvm").collect();
+        if object["host"]["kvm"].is_null() {
+            // This machine has none that works.
+            assert!(printed.contains("Not measured: KVM of this machine: ") && of_kvm.is_empty(), "{printed}");
+            continue;
+        }
+        assert!(of_kvm.iter().all(|figure| {
+            let on = figure["labels"]["measured_on"].as_str().unwrap();
+            on.starts_with("hardware: KVM of this machine (")
+        }));
+        let mut others = figures.iter().filter(|figure| figure["labels"]["lock"] != "kvm");
+        assert!(others.all(|figure| figure["labels"]["measured_on"].is_null()));
+        let value = |name: &str| {
+            let found: Vec<&&Value> = of_kvm.iter().filter(|figure| figure["name"] == name).collect();
+            assert!(found.len() <= 1, "{args}: {name}");
+            found.first().map(|figure| figure["value"].as_f64().unwrap())
+        };
+        for name in
+            ["populate_memory", "enable_dirty_logging", "dirty_memory", "get_dirty_log", "disable_dirty_logging"]
+        {
+            assert!(value(name).is_some_and(|seconds| seconds > 0.0), "{args}: {name}");
+            assert!(value(&format!("{name}_speed_vs_exclusive")).is_some_and(|speed| speed > 0.0), "{args}: {name}");
+        }
+        assert_eq!(value("clear_dirty_log").is_some(), !args.contains("-g"), "{args}");
+        // The engine's counters are not KVM's.
+        assert!(value("faults").is_none() && value("guest_stall_p50").is_none(), "{args}");
+        assert_eq!(value("runs"), Some(2.0));
+        let nr_logs = if args.contains("-i 3") { 2 * 4 } else { 2 * 3 };
+        assert!(printed.contains(&format!("kvm: {nr_logs} logs had exactly the pages that were written")), "{printed}");
+        assert!(printed.contains("kvm: measured on hardware: KVM of this machine"), "{printed}");
+    }
+}
+
+#[test]
+fn what_kvm_cannot_do_is_measured_without_it() {
+    let printed = assert_ok("dirty-log -v 2 -b 1M --runs 1 --lock none --peer auto -w 50");
+    assert!(printed.contains("Not measured: KVM of this machine: its guest cannot do --write-percent"), "{printed}");
+    assert!(!printed.contains(" kvm |"), "{printed}");
+    let printed = assert_ok("dirty-log -v 2 -b 1M --runs 1 --lock none");
+    assert!(!printed.contains("Not measured") && !printed.contains(" kvm |"), "{printed}");
+}
+
+#[test]
+fn without_a_kvm_the_engine_is_measured_and_the_output_says_so() {
+    let output = slat_without_kvm("dirty-log -v 2 -b 1M --runs 1 --lock none --peer auto");
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let printed = String::from_utf8(output.stdout).unwrap();
+    assert!(printed.contains("Not measured: KVM of this machine: "), "{printed}");
+    assert!(printed.contains("Disabling dirty logging time: 0."), "{printed}");
+    let output = slat_without_kvm("dirty-log -v 2 -b 1M --runs 1 --lock none --peer kvm");
+    assert_eq!(output.status.code(), Some(3), "{}", stderr(&output));
+    assert!(stderr(&output).contains("there is no KVM to measure: "), "{}", stderr(&output));
+    assert!(output.stdout.is_empty());
 }
 
 #[test]

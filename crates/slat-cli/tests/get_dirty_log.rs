@@ -5,19 +5,12 @@
 mod common;
 
 use std::path::PathBuf;
-use std::process::{Command, Output};
 
-use common::{assert_ok, assert_refused, slat, stderr};
+use common::{assert_ok, assert_refused, slat, slat_without_kvm, stderr};
 use serde_json::Value;
 
 const METHODS: [&str; 7] = ["srcu-copy", "xchg", "xchg-find-next", "xchg-first-to-last", "xchg16", "slat", "slat-leaf"];
 const PATTERNS: [&str; 3] = ["run", "stride", "random"];
-
-/// Runs with so few file descriptors that no KVM can be had, whatever the machine has.
-fn without_kvm(args: &str) -> Output {
-    let script = "ulimit -n 4; exec \"$0\" \"$@\"";
-    Command::new("sh").args(["-c", script, env!("CARGO_BIN_EXE_slat")]).args(args.split_whitespace()).output().unwrap()
-}
 
 /// Runs with `args`, and returns what `--json` wrote.
 #[track_caller]
@@ -74,7 +67,7 @@ fn bad_usage_exits_with_2() {
 fn what_this_machine_cannot_serve_exits_with_3() {
     let output = slat("get-dirty-log --json /no/such/folder/results.json");
     assert_eq!(output.status.code(), Some(3));
-    let output = without_kvm("get-dirty-log -b 1M -n 1 --peer kvm");
+    let output = slat_without_kvm("get-dirty-log -b 1M -n 1 --peer kvm");
     assert_eq!(output.status.code(), Some(3), "{}", stderr(&output));
     assert!(stderr(&output).contains("there is no KVM to measure: "), "{}", stderr(&output));
     assert!(output.stdout.is_empty());
@@ -82,7 +75,7 @@ fn what_this_machine_cannot_serve_exits_with_3() {
 
 #[test]
 fn without_a_kvm_the_rest_is_measured_and_the_output_says_so() {
-    let output = without_kvm("get-dirty-log -b 1M -n 1,256 --runs 2");
+    let output = slat_without_kvm("get-dirty-log -b 1M -n 1,256 --runs 2");
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let printed = String::from_utf8(output.stdout).unwrap();
     assert!(printed.contains("Not measured: KVM of this machine: "), "{printed}");

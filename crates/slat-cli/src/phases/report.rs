@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use slat::{Histogram, PAGE_SIZE, Stats};
 use slat_machine::topology::HostDescription;
 
-use super::{Column, Run, manual_protect};
+use super::{Column, EngineRun, Run, manual_protect};
 use crate::args::{DirtyLogArgs, DirtyTrackingArg, HugePagesArg, dirty_tracking, manual_protect_name, protection_name};
 use crate::results::{Distribution, Figure, Results, Samples, host_json, measured_on};
 use crate::table::{self, humanly};
@@ -42,72 +42,82 @@ pub(crate) struct Other {
     pub(crate) value: fn(&Run) -> Option<f64>,
 }
 
+/// One of the engine's counters; `None` if it was not the engine.
+pub(crate) fn count(run: &Run, of: fn(&Stats) -> u64) -> Option<f64> {
+    run.engine.as_ref().map(|engine| of(&engine.stats) as f64)
+}
+
+/// A time in ns among them, in seconds.
+fn time(run: &Run, of: fn(&Stats) -> u64) -> Option<f64> {
+    run.engine.as_ref().map(|engine| seconds(of(&engine.stats)))
+}
+
 /// Those that any experiment has.
 pub(crate) const OTHERS: [Other; 16] = [
-    Other { name: "faults", title: "Faults", unit: "count", value: |run| Some(run.stats.faults as f64) },
+    Other { name: "faults", title: "Faults", unit: "count", value: |run| count(run, |stats| stats.faults) },
     Other {
         name: "spurious",
         title: "  of them spurious",
         unit: "count",
-        value: |run| Some(run.stats.spurious as f64),
+        value: |run| count(run, |stats| stats.spurious),
     },
-    Other { name: "retries", title: "Retries", unit: "count", value: |run| Some(run.stats.retries as f64) },
-    Other { name: "exits", title: "Exits (ring full)", unit: "count", value: |run| Some(run.stats.exits as f64) },
-    Other { name: "flushes", title: "Flushes", unit: "count", value: |run| Some(run.stats.flushes as f64) },
+    Other { name: "retries", title: "Retries", unit: "count", value: |run| count(run, |stats| stats.retries) },
+    Other { name: "exits", title: "Exits (ring full)", unit: "count", value: |run| count(run, |stats| stats.exits) },
+    Other { name: "flushes", title: "Flushes", unit: "count", value: |run| count(run, |stats| stats.flushes) },
     Other {
         name: "pages_protected",
         title: "Leaves protected or cleaned",
         unit: "count",
-        value: |run| Some(run.stats.protected as f64),
+        value: |run| count(run, |stats| stats.protected),
     },
     Other {
         name: "tables_closed",
         title: "Tables protected lazily",
         unit: "count",
-        value: |run| Some(run.stats.tables_closed as f64),
+        value: |run| count(run, |stats| stats.tables_closed),
     },
-    Other { name: "splits", title: "Huge pages split", unit: "count", value: |run| Some(run.stats.splits as f64) },
+    Other { name: "splits", title: "Huge pages split", unit: "count", value: |run| count(run, |stats| stats.splits) },
     Other {
         name: "recoveries",
         title: "Huge pages put back",
         unit: "count",
-        value: |run| Some(run.stats.recoveries as f64),
+        value: |run| count(run, |stats| stats.recoveries),
     },
     Other {
         name: "lock_waits",
         title: "Waits for the lock",
         unit: "count",
-        value: |run| Some(run.stats.lock_waits as f64),
+        value: |run| count(run, |stats| stats.lock_waits),
     },
     Other {
         name: "lock_wait_time",
         title: "Time in these waits (all vCPUs)",
         unit: "s",
-        value: |run| Some(seconds(run.stats.lock_wait_ns.sum())),
+        value: |run| time(run, |stats| stats.lock_wait_ns.sum()),
     },
     Other {
         name: "resolve_time",
         title: "Resolve time (all vCPUs)",
         unit: "s",
-        value: |run| Some(seconds(run.stats.resolve_time_ns())),
+        value: |run| time(run, Stats::resolve_time_ns),
     },
     Other {
         name: "engine_time",
         title: "Engine time (all vCPUs)",
         unit: "s",
-        value: |run| Some(seconds(run.stats.engine_time_ns())),
+        value: |run| time(run, Stats::engine_time_ns),
     },
     Other {
         name: "tables_bytes",
         title: "Tables",
         unit: "bytes",
-        value: |run| Some((run.stats.live_tables() * PAGE_SIZE) as f64),
+        value: |run| count(run, |stats| stats.live_tables() * PAGE_SIZE),
     },
     Other {
         name: "leaves_2m",
         title: "Leaves of 2 MiB",
         unit: "count",
-        value: |run| Some(run.stats.installed_2m as f64),
+        value: |run| count(run, |stats| stats.installed_2m),
     },
     Other { name: "verified", title: "Reads verified", unit: "count", value: |run| Some(run.nr_verified as f64) },
 ];
@@ -118,31 +128,31 @@ pub(crate) const SHADOW_OTHERS: [Other; 5] = [
         name: "page_faults",
         title: "Page faults (exits)",
         unit: "count",
-        value: |run| Some(run.stats.page_faults as f64),
+        value: |run| count(run, |stats| stats.page_faults),
     },
     Other {
         name: "entries_synced",
         title: "Shadow entries synchronized",
         unit: "count",
-        value: |run| Some(run.stats.entries_synced as f64),
+        value: |run| count(run, |stats| stats.entries_synced),
     },
     Other {
         name: "shadow_evictions",
         title: "Shadow tables evicted",
         unit: "count",
-        value: |run| Some(run.stats.shadow_evictions as f64),
+        value: |run| count(run, |stats| stats.shadow_evictions),
     },
     Other {
         name: "shadow_tables",
         title: "Shadow tables",
         unit: "count",
-        value: |run| Some(run.nr_shadow_tables as f64),
+        value: |run| run.engine.as_ref().map(|engine| engine.nr_shadow_tables as f64),
     },
     Other {
         name: "shadow_leaves",
         title: "Shadow leaves",
         unit: "count",
-        value: |run| Some(run.stats.shadow_leaves() as f64),
+        value: |run| count(run, Stats::shadow_leaves),
     },
 ];
 
@@ -186,8 +196,8 @@ const HISTOGRAMS: [(&str, OfStats); 4] =
 
 fn over_runs(column: &Column, histogram: OfStats) -> Histogram {
     let mut sum = Histogram::default();
-    for run in &column.runs {
-        sum.merge(histogram(&run.stats));
+    for engine in column.runs.iter().filter_map(|run| run.engine.as_ref()) {
+        sum.merge(histogram(&engine.stats));
     }
     sum
 }
@@ -301,6 +311,10 @@ impl Report<'_> {
         self.columns.iter().flat_map(|column| &column.runs)
     }
 
+    fn engine_runs(&self) -> impl Iterator<Item = &EngineRun> {
+        self.runs().filter_map(|run| run.engine.as_ref())
+    }
+
     /// The titles of a table's columns, the first being `first`.
     pub(crate) fn header(&self, first: &str) -> Vec<String> {
         std::iter::once(first.to_owned()).chain(self.columns.iter().map(|column| column.title.clone())).collect()
@@ -398,13 +412,13 @@ impl Report<'_> {
     /// Says what has to be said about the figures.
     pub(crate) fn print_notes(&self, out: &mut impl Write) -> io::Result<()> {
         let (args, host) = (self.args, HostDescription::read());
-        if let Some(run) = self.runs().next() {
+        if let Some(run) = self.engine_runs().next() {
             writeln!(out, "{}", measured_on(&host, run.flush_method))?;
         }
         if args.vcpus > host.nr_cpus {
             writeln!(out, "{} vCPUs on {} CPUs: the times measure the scheduler too.", args.vcpus, host.nr_cpus)?;
         }
-        let nr_samples: u64 = self.runs().map(|run| run.stats.guest_stall_ns.count()).sum();
+        let nr_samples: u64 = self.engine_runs().map(|run| run.stats.guest_stall_ns.count()).sum();
         writeln!(
             out,
             "Guest stall, resolve and engine time are from a sample of the faults ({nr_samples} of them), without waits for a \
@@ -450,7 +464,7 @@ impl Report<'_> {
             }
             push("runs".to_owned(), column.runs.len() as f64, "count");
         }
-        let flush_method = self.runs().next().map(|run| run.flush_method);
+        let flush_method = self.engine_runs().next().map(|run| run.flush_method);
         let mut config = config_json(self.args);
         if let (Value::Object(config), Value::Object(more)) = (&mut config, more) {
             config.extend(more);

@@ -5,77 +5,82 @@ use std::io::{self, Write};
 
 use serde_json::json;
 use slat::NodeId;
-use slat_machine::numa::Nodes;
+use slat_machine::numa::{Nodes, WalkReads};
 
 use super::{Layout, SplitArgs, placement_name, policy_name};
 use crate::args::{HugePagesArg, PagingArg, SplitWhen, locking_name};
-use crate::phases::report::{Base, OTHERS, Other, Report};
-use crate::phases::{Column, Run};
+use crate::phases::report::{Base, OTHERS, Other, Report, count};
+use crate::phases::{Column, EngineRun, Run};
 use crate::results::{Figure, Results};
 use crate::table;
 
 /// The figures of this experiment.
 const FIGURES: [Other; 13] = [
-    Other { name: "split_pages", title: "Huge pages split", unit: "count", value: |run| count(run.stats.splits) },
+    Other {
+        name: "split_pages",
+        title: "Huge pages split",
+        unit: "count",
+        value: |run| count(run, |stats| stats.splits),
+    },
     Other {
         name: "split_tables",
         title: "Tables of splits",
         unit: "count",
-        value: |run| count(run.stats.split_tables),
+        value: |run| count(run, |stats| stats.split_tables),
     },
     Other {
         name: "remote_split_tables",
         title: "  on another node than their memory",
         unit: "count",
-        value: |run| count(run.stats.remote_split_tables),
+        value: |run| count(run, |stats| stats.remote_split_tables),
     },
     Other {
         name: "fault_tables",
         title: "Tables of faults",
         unit: "count",
-        value: |run| count(run.stats.fault_tables),
+        value: |run| count(run, |stats| stats.fault_tables),
     },
     Other {
         name: "remote_fault_tables",
         title: "  on another node than their memory",
         unit: "count",
-        value: |run| count(run.stats.remote_fault_tables),
+        value: |run| count(run, |stats| stats.remote_fault_tables),
     },
     Other {
         name: "local_walk_reads",
         title: "Walk reads of leaf tables, local",
         unit: "count",
-        value: |run| count(run.dirty_reads.leaf_table_local),
+        value: |run| reads(run, |reads| reads.leaf_table_local),
     },
     Other {
         name: "remote_walk_reads",
         title: "Walk reads of leaf tables, remote",
         unit: "count",
-        value: |run| count(run.dirty_reads.leaf_table_remote),
+        value: |run| reads(run, |reads| reads.leaf_table_remote),
     },
     Other {
         name: "remote_share",
         title: "  share of remote ones",
         unit: "ratio",
-        value: |run| share(run.dirty_reads.leaf_table_remote, run.dirty_reads.leaf_table_local),
+        value: |run| share(run, |reads| (reads.leaf_table_remote, reads.leaf_table_local)),
     },
     Other {
         name: "local_walk_reads_all_levels",
         title: "Walk reads of all tables, local",
         unit: "count",
-        value: |run| count(run.dirty_reads.local),
+        value: |run| reads(run, |reads| reads.local),
     },
     Other {
         name: "remote_walk_reads_all_levels",
         title: "Walk reads of all tables, remote",
         unit: "count",
-        value: |run| count(run.dirty_reads.remote),
+        value: |run| reads(run, |reads| reads.remote),
     },
     Other {
         name: "remote_share_all_levels",
         title: "  share of remote ones",
         unit: "ratio",
-        value: |run| share(run.dirty_reads.remote, run.dirty_reads.local),
+        value: |run| share(run, |reads| (reads.remote, reads.local)),
     },
     Other {
         name: "recover_time",
@@ -87,17 +92,22 @@ const FIGURES: [Other; 13] = [
         name: "recover_flushes",
         title: "  flushes of it",
         unit: "count",
-        value: |run| count(run.stats.flushes - run.stats_before_disabling.flushes),
+        value: |run| run.engine.as_ref().map(recover_flushes),
     },
 ];
 
-fn count(count: u64) -> Option<f64> {
-    Some(count as f64)
+fn reads(run: &Run, of: fn(&WalkReads) -> u64) -> Option<f64> {
+    run.engine.as_ref().map(|engine| of(&engine.dirty_reads) as f64)
 }
 
-/// The share of `remote` in both; `None` if there is nothing.
-fn share(remote: u64, local: u64) -> Option<f64> {
+/// The share of the first, remote ones, in both; `None` if there is nothing.
+fn share(run: &Run, of: fn(&WalkReads) -> (u64, u64)) -> Option<f64> {
+    let (remote, local) = of(&run.engine.as_ref()?.dirty_reads);
     (remote + local != 0).then(|| remote as f64 / (remote + local) as f64)
+}
+
+fn recover_flushes(engine: &EngineRun) -> f64 {
+    (engine.stats.flushes - engine.stats_before_disabling.flushes) as f64
 }
 
 pub(super) fn new<'a>(args: &'a SplitArgs, columns: &'a [Column]) -> Report<'a> {
@@ -114,8 +124,9 @@ pub(super) fn new<'a>(args: &'a SplitArgs, columns: &'a [Column]) -> Report<'a> 
 
 /// Tables on `node`, the mean over runs.
 fn tables_on(column: &Column, node: NodeId) -> f64 {
-    let tables_on = |run: &Run| run.tables_by_node.iter().filter(|of| of.0 == node).map(|of| of.1).sum::<u64>();
-    column.runs.iter().map(tables_on).sum::<u64>() as f64 / column.runs.len().max(1) as f64
+    let tables_on = |run: &EngineRun| run.tables_by_node.iter().filter(|of| of.0 == node).map(|of| of.1).sum::<u64>();
+    column.runs.iter().filter_map(|run| run.engine.as_ref()).map(tables_on).sum::<u64>() as f64
+        / column.runs.len().max(1) as f64
 }
 
 /// Prints the tables, and what has to be said about the figures.
@@ -195,7 +206,7 @@ fn print_notes(out: &mut impl Write, report: &Report<'_>, args: &SplitArgs, layo
              dirtying."
         )?,
     }
-    let runs = || report.columns.iter().flat_map(|column| &column.runs);
+    let runs = || report.columns.iter().flat_map(|column| &column.runs).filter_map(|run| run.engine.as_ref());
     if args.log.huge_pages == HugePagesArg::Split && runs().all(|run| run.stats.splits == 0) {
         let reason = if runs().all(|run| run.stats.installed_2m + run.stats.installed_1g == 0) {
             "the memory was not mapped by huge pages"

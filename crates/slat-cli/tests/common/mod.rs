@@ -8,6 +8,12 @@ pub fn slat(args: &str) -> Output {
     Command::new(env!("CARGO_BIN_EXE_slat")).args(args.split_whitespace()).output().unwrap()
 }
 
+/// Runs with so few file descriptors that no KVM can be had, whatever the machine has.
+pub fn slat_without_kvm(args: &str) -> Output {
+    let script = "ulimit -n 4; exec \"$0\" \"$@\"";
+    Command::new("sh").args(["-c", script, env!("CARGO_BIN_EXE_slat")]).args(args.split_whitespace()).output().unwrap()
+}
+
 pub fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }

@@ -60,11 +60,20 @@ impl Facts {
             (true, _) => "EPT",
             (_, true) => "NPT",
             _ if self.modules.iter().any(|module| module != "kvm") => {
-                return "shadow page tables (no module has ept or npt on)".to_owned();
+                return "shadow page tables, as no module has ept or npt on".to_owned();
             }
-            _ => return "not known (no vendor module is to be seen)".to_owned(),
+            _ => return "not known, as no vendor module is to be seen".to_owned(),
         };
         format!("{tables}, {} MMU", if is_on("tdp_mmu") { "TDP" } else { "not the TDP" })
+    }
+
+    /// What figures of this KVM were measured on, in short.
+    pub(crate) fn measured_on(&self) -> String {
+        format!("hardware: KVM of this machine ({}; {})", self.module_names(), self.translation())
+    }
+
+    fn module_names(&self) -> String {
+        if self.modules.is_empty() { "none to be seen".to_owned() } else { self.modules.join(", ") }
     }
 
     /// For people.
@@ -76,7 +85,7 @@ impl Facts {
             format!(
                 "KVM: API {}, modules: {}, guest memory by {}; {}.",
                 self.api_version,
-                if self.modules.is_empty() { "none to be seen".to_owned() } else { self.modules.join(", ") },
+                self.module_names(),
                 self.translation(),
                 parameters.join(", ")
             ),

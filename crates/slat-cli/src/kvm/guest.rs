@@ -1,0 +1,119 @@
+//! A guest of the real KVM: a vCPU that runs a program at CPL 3, which writes one word to each of some pages of the
+//! region. Its page tables, descriptors and programs are in the *system* (`system`).
+//!
+//! A program ends by a write to where nothing is mapped. The handler of that page fault, at CPL 0, writes to an I/O port,
+//! which brings the thread back here; CR2, the pushed RIP and the counter say whether all was done. (A software interrupt
+//! would do, but there are KVMs whose guests cannot have one.) Each run sets all registers anew.
+//!
+//! Sources: AMD APM vol. 2, 8.2.15 (page faults); the kernel's documentation of the KVM API.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use kvm_bindings::{kvm_regs, kvm_sregs};
+use kvm_ioctls::{VcpuExit, VcpuFd};
+use slat_machine::memory::Backing;
+
+use super::system::{EXIT_GVA, Program, System, WRITE_LISTED, WRITE_PAGES, page_gpa};
+use super::watchdog::Watchdog;
+use super::{Shape, Trouble, tried};
+
+const PAGE_FAULT: u16 = 14;
+/// The bit that is always one.
+const RFLAGS: u64 = 1 << 1;
+
+/// How long a run may take in which `nr_vcpus` vCPUs write `nr_pages` pages each: a write fault costs 25 to 90 us
+/// where KVM has shadow page tables and a CPU for itself, and they may all wait for one lock.
+fn patience(nr_pages: u64, nr_vcpus: u64) -> Duration {
+    Duration::from_secs(20) + Duration::from_millis(nr_pages.saturating_mul(nr_vcpus))
+}
+
+/// A vCPU with its programs. One thread drives it.
+pub(crate) struct Guest {
+    // In front of the memory: with a vCPU, its VM lives.
+    vcpu: VcpuFd,
+    system: System,
+    _region: Backing,
+    index: u64,
+    nr_vcpus: u64,
+    /// The system registers at CPL 3.
+    sregs: kvm_sregs,
+    watchdog: Watchdog,
+}
+
+impl Guest {
+    /// The guest with number `index` of a VM of `shape`.
+    pub(super) fn new(
+        vcpu: VcpuFd,
+        index: u64,
+        shape: &Shape,
+        system: &System,
+        region: &Backing,
+    ) -> Result<Guest, Trouble> {
+        let sregs = system.user_sregs(index, tried("get the system registers", vcpu.get_sregs())?);
+        Ok(Guest {
+            vcpu,
+            system: system.clone(),
+            _region: region.clone(),
+            index,
+            nr_vcpus: shape.nr_vcpus as u64,
+            sregs,
+            watchdog: Watchdog::new(),
+        })
+    }
+
+    /// Writes `value` to each of `pages`, at least one and not more than its list has room for, in this order.
+    pub(crate) fn write_listed(&mut self, pages: &[u32], value: u64) -> Result<(), Trouble> {
+        let list = self.system.set_list(self.index, pages)?;
+        self.write(&WRITE_LISTED, list, pages.len() as u64, value)
+    }
+
+    /// Writes `first` to the first of `pages`, which is not empty, `first + 1` to the second, and so on.
+    pub(crate) fn write_pages(&mut self, pages: Range<u64>, first: u64) -> Result<(), Trouble> {
+        self.write(&WRITE_PAGES, page_gpa(pages.start), pages.end - pages.start, first)
+    }
+
+    /// Runs `program` from its start to its end.
+    fn write(&mut self, program: &Program, rsi: u64, nr_pages: u64, value: u64) -> Result<(), Trouble> {
+        let regs = kvm_regs {
+            rip: program.start(),
+            rsi,
+            rcx: nr_pages,
+            rax: value,
+            rdx: EXIT_GVA,
+            rflags: RFLAGS,
+            ..kvm_regs::default()
+        };
+        tried("set the system registers", self.vcpu.set_sregs(&self.sregs))?;
+        tried("set the registers", self.vcpu.set_regs(&regs))?;
+        let port = self.run(nr_pages)?;
+
+        let regs = tried("get the registers", self.vcpu.get_regs())?;
+        let cr2 = tried("get the system registers", self.vcpu.get_sregs())?.cr2;
+        let ended = (port, cr2, self.system.pushed_rip(self.index), regs.rcx);
+        if ended != (PAGE_FAULT, EXIT_GVA, program.last(), 0) {
+            return Err(Trouble(format!("the guest ended with exception, CR2, RIP, RCX {ended:#x?}")));
+        }
+        Ok(())
+    }
+
+    /// Runs until the guest writes to a port, and says which.
+    fn run(&mut self, nr_pages: u64) -> Result<u16, Trouble> {
+        let Guest { vcpu, watchdog, nr_vcpus, .. } = self;
+        let why = watchdog.watch(patience(nr_pages, *nr_vcpus), || {
+            loop {
+                match vcpu.run() {
+                    Ok(VcpuExit::IoOut(port, _)) => return Ok(port),
+                    Ok(other) => return Err(format!("{other:?}")),
+                    Err(error) if error.errno() == libc::EINTR && !watchdog.has_expired() => (),
+                    Err(error) if error.errno() == libc::EINTR => return Err("it does not end".to_owned()),
+                    Err(error) => return Err(error.to_string()),
+                }
+            }
+        });
+        why.map_err(|why| {
+            let rip = self.vcpu.get_regs().map_or(0, |regs| regs.rip);
+            Trouble(format!("run the guest: {why}, at {rip:#x}"))
+        })
+    }
+}
