@@ -18,6 +18,7 @@ use crate::dirty_log;
 use crate::failure::Failure;
 use crate::get_dirty_log::{self, GetDirtyLogArgs};
 use crate::memslots::{self, MemslotsArgs};
+use crate::peers::{self, PeersArgs};
 use crate::results::Outcome;
 use crate::session::Session;
 use crate::split::{self, SplitArgs};
@@ -54,6 +55,8 @@ pub(crate) enum Command {
     Aging(AgingArgs),
     /// The compile of a kernel in a guest with shadow tables, in miniature: what loads of CR3 cost, for each strategy.
     Cr3(Cr3Args),
+    /// Operations on the tables, and page faults, beside published Rust crates.
+    Peers(PeersArgs),
     /// All operations at once beside running guests, on overcommitted CPUs, with everything verified.
     Stress(StressArgs),
 }
@@ -71,6 +74,7 @@ impl Command {
             Command::Memslots(args) => memslots::run(args, session),
             Command::Aging(args) => aging::run(args, session),
             Command::Cr3(args) => cr3::run(args, session),
+            Command::Peers(args) => peers::run(args, session),
             Command::Stress(args) => stress::run(args, session),
         }
     }
@@ -87,6 +91,7 @@ impl Command {
             Command::Memslots(args) => args.json.as_deref(),
             Command::Aging(args) => args.json.as_deref(),
             Command::Cr3(args) => args.json.as_deref(),
+            Command::Peers(args) => args.json.as_deref(),
             Command::Stress(args) => args.json.as_deref(),
         }
     }

@@ -17,6 +17,7 @@ mod kvm;
 #[path = "kvm_missing.rs"]
 mod kvm;
 mod memslots;
+mod peers;
 mod phases;
 mod results;
 mod session;

@@ -45,6 +45,7 @@ fn every_experiment_ends_with_what_was_measured_so_far() {
         "memslots -l 1 -r 1000000 -s 16",
         "aging -v 1 -b 48M --runs 1000000",
         "cr3 --steps 200 --runs 1000000",
+        "peers --pages 512 -t 1 --runs 1000000",
         "stress --seconds 1000",
     ];
     // All at once: it is about their ends, not about what they measure.

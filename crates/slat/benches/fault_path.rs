@@ -1,5 +1,5 @@
-//! One fault on memory that is there already, beside the only published Rust fault path (`axaddrspace` behind a mutex),
-//! and beside the same engine behind std's locks.
+//! One fault on memory that is there already, with each locking, and beside the same engine behind std's locks. (Beside a
+//! published Rust crate: `slat peers --only fault`.)
 //!
 //! Each measurement has a fresh VM and its own threads, started beforehand, pinned where there are CPUs enough, and let
 //! go together; it takes the time from the first fault to the last. All faults are writes; table memory is touched
@@ -28,10 +28,6 @@ mod host;
 #[cfg(not(any(loom, shuttle)))]
 #[path = "../tests/support/membarrier.rs"]
 mod membarrier;
-
-#[cfg(not(any(loom, shuttle)))]
-#[path = "fault/peer.rs"]
-mod peer;
 #[cfg(not(any(loom, shuttle)))]
 #[path = "fault/report.rs"]
 mod report;

@@ -2,7 +2,7 @@
 //!
 //! 1. *Splits*: all of a VM's memory, one thread and two, with the tables' allocation from memory that was touched before.
 //!    Two threads with a VM each have nothing in common but that memory and the caches: what they gain is what the machine
-//!    has to give. The peers do the bare change of the tables, with `&mut self` and a call for each leaf.
+//!    has to give. (Beside published Rust crates: `slat peers --only split-2m`.)
 //! 2. *Recovery*: leaves of 4 KiB that are all there become leaves of 2 MiB.
 //! 3. *Beside*: a vCPU's writes in a second while another thread splits or recovers the memory that it works in, against
 //!    the same thread doing that to another VM's memory. The ratio is taken within pairs of runs, of which the one or the
@@ -14,9 +14,6 @@
 //! `cargo bench -p slat --bench huge_pages -- table` prints the tables, `-- table 31` with 31 rounds, `-- table 31 splits`
 //! of the parts with this in their names. Two CPUs are few for this; where they have other users, look at `best` and at CPU time.
 
-#[cfg(not(any(loom, shuttle)))]
-#[path = "peers/aarch64.rs"]
-mod aarch64;
 #[cfg(not(any(loom, shuttle)))]
 #[path = "fault/arena.rs"]
 mod arena;
@@ -33,25 +30,14 @@ mod cpus;
 #[path = "../tests/support/futex_park.rs"]
 mod futex_park;
 #[cfg(not(any(loom, shuttle)))]
-#[path = "peers/generic.rs"]
-mod generic;
-#[cfg(not(any(loom, shuttle)))]
 #[path = "huge_pages/logging.rs"]
 mod logging;
 #[cfg(not(any(loom, shuttle)))]
 #[path = "../tests/support/membarrier.rs"]
 mod membarrier;
 #[cfg(not(any(loom, shuttle)))]
-#[path = "peers/operation.rs"]
-#[expect(dead_code, reason = "only splits are measured here")]
-mod operation;
-#[cfg(not(any(loom, shuttle)))]
 #[path = "huge_pages/recovery.rs"]
 mod recovery;
-#[cfg(not(any(loom, shuttle)))]
-#[path = "fault/run.rs"]
-#[expect(dead_code, reason = "what `operation` needs")]
-mod run;
 #[cfg(not(any(loom, shuttle)))]
 #[path = "huge_pages/splits.rs"]
 mod splits;

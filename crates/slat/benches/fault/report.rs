@@ -56,8 +56,6 @@ impl Line {
             Kind::StdMutex => "slat in std's Mutex",
             Kind::StdRwLock => "slat in std's RwLock",
             Kind::DirtyLog => "slat, no lock, dirty log",
-            Kind::Peer => "axaddrspace in a Mutex",
-            Kind::PeerAsAxvm => "axvm's axaddrspace",
         }
     }
 
@@ -74,7 +72,7 @@ const fn own(kind: Kind, nr_threads: u64) -> Line {
     Line::new(kind, nr_threads, Order::Partitioned)
 }
 
-const LINES: [Line; 37] = [
+const LINES: [Line; 33] = [
     own(NONE, 1),
     own(Kind::SlatEpt, 1),
     own(SHARED, 1),
@@ -83,8 +81,6 @@ const LINES: [Line; 37] = [
     own(EXCLUSIVE, 1),
     own(IN_EXCLUSIVE, 1),
     own(Kind::StdMutex, 1),
-    own(Kind::Peer, 1),
-    own(Kind::PeerAsAxvm, 1),
     own(Kind::DirtyLog, 1),
     own(NONE, 2),
     own(Kind::SlatEpt, 2),
@@ -94,8 +90,6 @@ const LINES: [Line; 37] = [
     own(EXCLUSIVE, 2),
     own(IN_EXCLUSIVE, 2),
     own(Kind::StdMutex, 2),
-    own(Kind::Peer, 2),
-    own(Kind::PeerAsAxvm, 2),
     own(Kind::DirtyLog, 2),
     Line::new(NONE, 2, Order::Same),
     Line::new(NONE, 2, Order::Opposite),
@@ -126,14 +120,9 @@ const fn ratio(what: &'static str, ours: Line, other: Line, aim: &'static str) -
     Ratio { what, ours, other, aim }
 }
 
-const RATIOS: [Ratio; 22] = [
+const RATIOS: [Ratio; 17] = [
     ratio("no lock: 2 threads / 1", own(NONE, 2), own(NONE, 1), ">= 1.8"),
     ratio("dirty log: 2 threads / 1", own(Kind::DirtyLog, 2), own(Kind::DirtyLog, 1), ">= 1.8"),
-    ratio("axaddrspace: 2 threads / 1", own(Kind::Peer, 2), own(Kind::Peer, 1), ""),
-    ratio("no lock / axaddrspace, 1 thread", own(NONE, 1), own(Kind::Peer, 1), ""),
-    ratio("no lock / axaddrspace, 2 threads", own(NONE, 2), own(Kind::Peer, 2), ">= 10"),
-    ratio("no lock / axvm's, 1 thread", own(NONE, 1), own(Kind::PeerAsAxvm, 1), ""),
-    ratio("no lock / axvm's, 2 threads", own(NONE, 2), own(Kind::PeerAsAxvm, 2), ">= 10"),
     ratio("EPT / NPT, 1 thread", own(Kind::SlatEpt, 1), own(NONE, 1), ""),
     ratio("EPT / NPT, 2 threads", own(Kind::SlatEpt, 2), own(NONE, 2), ""),
     ratio("exclusive / Mutex, 1 thread", own(EXCLUSIVE, 1), own(Kind::StdMutex, 1), ">= 0.87"),

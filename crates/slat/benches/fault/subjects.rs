@@ -1,4 +1,4 @@
-//! What is measured: the engine with each locking, with each format, behind std's locks, and the peer.
+//! What is measured: the engine with each locking, with each format, and behind std's locks.
 
 use std::sync::{Arc, Mutex, RwLock};
 
@@ -8,7 +8,6 @@ use slat::{Ept, Format, Locking, Npt, Stats, Vm};
 use super::arena::Memory;
 use super::futex_park::FutexPark;
 use super::host::{self, FaultHost};
-use super::peer::{Peer, Remap};
 use super::run::{self, Shape, Subject, Times};
 
 /// What serves the faults, and which faults.
@@ -26,10 +25,6 @@ pub(crate) enum Kind {
     OwnLock(Locking),
     /// Leaves that are write-protected because the slot logs.
     DirtyLog,
-    /// `axaddrspace` inside a `std::sync::Mutex`.
-    Peer,
-    /// The same, replacing a mapping as its own hypervisor does.
-    PeerAsAxvm,
 }
 
 /// What a run took, and what the engine counted meanwhile.
@@ -81,12 +76,6 @@ impl Subject for InOwnLock {
     }
 }
 
-impl Subject for Peer {
-    fn cpu(&self) -> impl FnMut(u64) {
-        |page| self.write_fault(page)
-    }
-}
-
 /// Runs faults of `shape` on a new VM, and sees that they did what they are for.
 pub(crate) fn measure(memory: Memory, kind: Kind, shape: Shape) -> Measured {
     memory.reset();
@@ -109,14 +98,6 @@ pub(crate) fn measure(memory: Memory, kind: Kind, shape: Shape) -> Measured {
             Measured { times, stats: vm.stats() }
         }
         Kind::DirtyLog => gives_write_back(&host::new_vm::<Npt>(memory, Locking::None, shape.memory_pages()), shape),
-        Kind::Peer | Kind::PeerAsAxvm => {
-            let remap = if kind == Kind::Peer { Remap::MapFirst } else { Remap::UnmapFirst };
-            let peer = Peer::new(memory, remap, shape.memory_pages());
-            let times = run::run(&peer, shape);
-            // It takes a frame for each call, also where one is mapped.
-            assert_eq!(peer.nr_frames(), shape.nr_faults());
-            return Measured { times, stats: Stats::default() };
-        }
     };
     if kind != Kind::DirtyLog {
         assert_eq!((measured.stats.faults, measured.stats.installed_4k), (shape.nr_faults(), shape.nr_pages()));

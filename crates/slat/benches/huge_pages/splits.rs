@@ -1,4 +1,4 @@
-//! What a split costs by itself, on one thread and on two; and what the bare change of the tables costs in two peers.
+//! What a split costs by itself, on one thread and on two.
 
 use std::sync::{Arc, Barrier};
 use std::thread;
@@ -6,12 +6,9 @@ use std::time::Instant;
 
 use slat::{Config, PageSize};
 
-use super::aarch64::Aarch64;
 use super::arena::Memory;
 use super::bench_host::BenchHost;
 use super::cpus::{cpu_time, cpus, pin};
-use super::generic::Generic;
-use super::operation::{Frames, Table};
 use super::timing::{median, quantile};
 use super::world::{self, BLOCK, Backing, BenchVm, GIB};
 
@@ -28,10 +25,6 @@ enum Subject {
     Slat { size: PageSize, nr_threads: u64 },
     /// slat, two threads that have nothing in common but the host's memory: each has a VM of its own.
     TwoVms,
-    /// `page-table-generic`, a call for each leaf.
-    Generic,
-    /// `aarch64-paging`, a call for each leaf.
-    Aarch64,
 }
 
 struct Line {
@@ -44,7 +37,7 @@ const fn slat(name: &'static str, size: PageSize, nr_threads: u64, nr_gib: u64) 
     Line { name, subject: Subject::Slat { size, nr_threads }, nr_gib }
 }
 
-const LINES: [Line; 9] = [
+const LINES: [Line; 7] = [
     slat("8 GiB of 2M", PageSize::Size2M, 1, 8),
     slat("8 GiB of 2M, two threads", PageSize::Size2M, 2, 8),
     slat("16 GiB of 2M", PageSize::Size2M, 1, 16),
@@ -52,8 +45,6 @@ const LINES: [Line; 9] = [
     Line { name: "16 GiB of 2M, two threads, a VM each", subject: Subject::TwoVms, nr_gib: 16 },
     slat("8 x 1G, to 4K", PageSize::Size1G, 1, 8),
     slat("8 x 1G, to 4K, two threads", PageSize::Size1G, 2, 8),
-    Line { name: "8 GiB of 2M: page-table-generic", subject: Subject::Generic, nr_gib: 8 },
-    Line { name: "8 GiB of 2M: aarch64-paging", subject: Subject::Aarch64, nr_gib: 8 },
 ];
 
 /// Of which lines the first is compared with the second: one thread, and two.
@@ -94,19 +85,6 @@ fn split(parts: &[(&BenchVm, u64)], size: PageSize, nr_pages: u64) -> Took {
     took
 }
 
-fn split_peer(mut peer: impl Table + Send, nr_pages: u64) -> Took {
-    peer.map_range(0, nr_pages, Frames::Aligned);
-    let begin_cpu = cpu_time();
-    let begin = Instant::now();
-    (0..nr_pages).step_by(BLOCK as usize).for_each(|page| peer.split(page));
-    let took = Took { wall_ns: begin.elapsed().as_nanos() as f64, cpu_ns: (cpu_time() - begin_cpu).as_nanos() as f64 };
-    for page in (BLOCK - 1..nr_pages).step_by(BLOCK as usize) {
-        let leaf = peer.look(page).unwrap();
-        assert!(!leaf.huge && leaf.frame == Frames::Aligned.frame(page), "page {page}");
-    }
-    took
-}
-
 /// A VM with `nr_pages`, mapped by leaves of `size`.
 fn mapped(memory: Memory, nr_pages: u64, size: PageSize) -> Arc<BenchVm> {
     let backing = Backing::Whole(size);
@@ -127,8 +105,6 @@ fn measure(memory: Memory, line: &Line, nr_pages: u64) -> Took {
             let vms = [(); 2].map(|()| mapped(memory, nr_pages / 2, PageSize::Size2M));
             split(&[(&vms[0], 0), (&vms[1], 0)], PageSize::Size2M, nr_pages)
         }
-        Subject::Generic => split_peer(Generic::new(memory), nr_pages),
-        Subject::Aarch64 => split_peer(Aarch64::new(memory), nr_pages),
     }
 }
 

@@ -2,6 +2,7 @@
 
 #![expect(unsafe_code, reason = "its interface is unsafe: whoever maps may break memory safety")]
 
+use slat::Hpa;
 use x86_64::structures::paging::mapper::TranslateResult;
 use x86_64::structures::paging::mapper::{MappedFrame, MappedPageTable, Mapper, PageTableFrameMapping, Translate};
 use x86_64::structures::paging::{
@@ -9,7 +10,7 @@ use x86_64::structures::paging::{
 };
 use x86_64::{PhysAddr, VirtAddr};
 
-use super::arena::Memory;
+use super::memory::Memory;
 use super::operation::{BLOCK_PAGES, Frames, Leaf, Pages, Table, address};
 
 const READ_ONLY: PageTableFlags =
@@ -23,7 +24,7 @@ struct Tables(Memory);
 unsafe impl PageTableFrameMapping for Tables {
     #[inline]
     fn frame_to_pointer(&self, frame: PhysFrame) -> *mut PageTable {
-        self.0.pointer(frame.start_address().as_u64() as usize).cast()
+        self.0.pointer(Hpa(frame.start_address().as_u64())).cast()
     }
 }
 
@@ -31,12 +32,12 @@ unsafe impl PageTableFrameMapping for Tables {
 unsafe impl FrameAllocator<Size4KiB> for Tables {
     #[inline]
     fn allocate_frame(&mut self) -> Option<PhysFrame> {
-        self.0.allocate().map(|frame| PhysFrame::containing_address(PhysAddr::new(frame as u64)))
+        self.0.allocate().map(|table| PhysFrame::containing_address(PhysAddr::new(table.0)))
     }
 }
 
 pub(crate) struct X86 {
-    root: usize,
+    root: Hpa,
     mapper: MappedPageTable<'static, Tables>,
     memory: Memory,
 }
@@ -52,8 +53,8 @@ fn frame<S: PageSize>(frame: u64) -> PhysFrame<S> {
 }
 
 impl X86 {
-    pub(crate) fn new(memory: Memory) -> X86 {
-        let root = memory.allocate().unwrap();
+    pub(crate) fn new(memory: Memory) -> Option<X86> {
+        let root = memory.allocate()?;
         let table: *mut PageTable = memory.pointer(root).cast();
         // SAFETY: the frame is nobody else's, and of a table's size and alignment.
         let table = unsafe {
@@ -61,7 +62,8 @@ impl X86 {
             &mut *table
         };
         // SAFETY: the root is empty; the arena's mapping is right.
-        X86 { root, mapper: unsafe { MappedPageTable::new(table, Tables(memory)) }, memory }
+        let mapper = unsafe { MappedPageTable::new(table, Tables(memory)) };
+        Some(X86 { root, mapper, memory })
     }
 
     #[inline]
@@ -71,7 +73,8 @@ impl X86 {
     {
         let frame = frame::<S>(frames.frame(number));
         let mut tables = Tables(self.memory);
-        // SAFETY: no CPU walks these tables. An error means that the page is mapped already.
+        // SAFETY: no CPU walks these tables. An error: the page is mapped already, or the check will
+        // show it.
         let result =
             unsafe { self.mapper.map_to_with_table_flags(page::<S>(number), frame, WRITABLE, PARENT, &mut tables) };
         if let Ok(flush) = result {
@@ -82,30 +85,40 @@ impl X86 {
     #[inline]
     fn write_protect(&mut self, number: u64) {
         // SAFETY: as in `map_to`.
-        unsafe { self.mapper.update_flags(page::<Size4KiB>(number), READ_ONLY) }.unwrap().ignore();
+        if let Ok(flush) = unsafe { self.mapper.update_flags(page::<Size4KiB>(number), READ_ONLY) } {
+            flush.ignore();
+        }
     }
 
-    fn free_subtree(memory: Memory, frame: usize, level: u32) {
+    /// Gives a table of `level` back, with all that it leads to.
+    ///
+    /// # Safety
+    /// It is a table of such a tree, of which nobody uses anything any more.
+    unsafe fn free_subtree(memory: Memory, table: Hpa, level: u32) {
         if level > 1 {
-            // SAFETY: a table of this tree, which is the caller's alone.
-            let table = unsafe { &*memory.pointer(frame).cast::<PageTable>() };
+            // SAFETY: a table, which nobody writes any more.
+            let table = unsafe { &*memory.pointer(table).cast::<PageTable>() };
             let is_table = |flags: PageTableFlags| {
                 flags.contains(PageTableFlags::PRESENT) && !flags.contains(PageTableFlags::HUGE_PAGE)
             };
             for entry in table.iter().filter(|entry| is_table(entry.flags())) {
-                X86::free_subtree(memory, entry.addr().as_u64() as usize, level - 1);
+                // SAFETY: a table of the same tree, one level below.
+                unsafe { X86::free_subtree(memory, Hpa(entry.addr().as_u64()), level - 1) };
             }
         }
-        memory.free(frame);
+        // SAFETY: the mapper allocated it, and only one entry led to it.
+        unsafe { memory.free(table) };
     }
 }
 
 impl Drop for X86 {
     fn drop(&mut self) {
-        X86::free_subtree(self.memory, self.root, 4);
+        // SAFETY: the tree of four levels is the mapper's, which goes, and is not used from here on.
+        unsafe { X86::free_subtree(self.memory, self.root, 4) };
     }
 }
 
+// What is left undone shows in the check.
 impl Table for X86 {
     #[inline]
     fn map(&mut self, pages: Pages) {
@@ -125,8 +138,8 @@ impl Table for X86 {
     fn query(&mut self, start: u64, mask: u64, pages: Pages) -> u64 {
         // For the one size that is known to be there: the fastest that it has.
         let frame = |number: u64| {
-            let frame = self.mapper.translate_page(page::<Size4KiB>(start + (number & mask))).unwrap();
-            frame.start_address().as_u64() >> 12
+            let found = self.mapper.translate_page(page::<Size4KiB>(start + (number & mask)));
+            found.map_or(0, |frame| frame.start_address().as_u64() >> 12)
         };
         pages.iter().map(frame).sum()
     }
@@ -148,10 +161,6 @@ impl Table for X86 {
 
     fn unmap_range(&mut self, first: u64, nr_pages: u64) {
         (first..first + nr_pages).for_each(|page| self.unmap_single(page));
-    }
-
-    fn split(&mut self, _page: u64) {
-        unreachable!("it cannot");
     }
 
     fn look(&mut self, page: u64) -> Option<Leaf> {

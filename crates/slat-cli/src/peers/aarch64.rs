@@ -10,39 +10,35 @@ use aarch64_paging::Mapping;
 use aarch64_paging::descriptor::{PhysicalAddress, Stage2Attributes};
 use aarch64_paging::paging::{Constraints, MemoryRegion, PageTable, Stage2, Translation};
 
-use super::arena::{FRAME_BYTES, Memory};
+use slat::Hpa;
+use slat_machine::phys;
+
+use super::memory::{Memory, TABLE_BYTES};
 use super::operation::{Frames, Leaf, Pages, Table, address};
 
 /// A table of its, by pointer.
 type Pointer = NonNull<PageTable<Stage2Attributes>>;
 
-struct Tables {
-    memory: Memory,
-}
-
-impl Tables {
-    /// Physical address of the frame that physical address 0 would have the pointer of.
-    fn frame_of(&self, table: Pointer) -> usize {
-        table.as_ptr().addr().wrapping_sub(self.memory.pointer(0).addr())
-    }
-}
+struct Tables(Memory);
 
 impl Translation<Stage2Attributes> for Tables {
     fn allocate_table(&mut self) -> (Pointer, PhysicalAddress) {
-        let frame = self.memory.allocate().unwrap();
-        let table = self.memory.pointer(frame);
+        // It has no way to say that there is none; there are as many as any job needs.
+        let frame = self.0.allocate().expect("a table");
+        let table = self.0.pointer(frame);
         // SAFETY: the frame is nobody else's, and that large.
-        unsafe { table.write_bytes(0, FRAME_BYTES) };
-        (NonNull::new(table.cast()).unwrap(), PhysicalAddress(frame))
+        unsafe { table.write_bytes(0, TABLE_BYTES) };
+        (NonNull::new(table.cast()).expect("no table is at 0"), PhysicalAddress(frame.0 as usize))
     }
 
     unsafe fn deallocate_table(&mut self, table: Pointer) {
-        self.memory.free(self.frame_of(table));
+        // SAFETY: the caller's promise: it was allocated above, and is not used any more.
+        unsafe { self.0.free(phys::hpa_of(table.as_ptr())) };
     }
 
     #[inline]
     fn physical_to_virtual(&self, frame: PhysicalAddress) -> Pointer {
-        NonNull::new(self.memory.pointer(frame.0).cast()).unwrap()
+        NonNull::new(self.0.pointer(Hpa(frame.0 as u64)).cast()).expect("no table is at 0")
     }
 }
 
@@ -63,32 +59,31 @@ fn region(first: u64, nr_pages: u64) -> MemoryRegion {
 
 impl Aarch64 {
     pub(crate) fn new(memory: Memory) -> Aarch64 {
-        Aarch64(Mapping::new(Tables { memory }, 0, Stage2))
+        Aarch64(Mapping::new(Tables(memory), 0, Stage2))
     }
 
     #[inline]
     fn set(&mut self, first: u64, nr_pages: u64, frames: Frames, flags: Stage2Attributes) {
         let constraints = if frames == Frames::Aligned { Constraints::empty() } else { Constraints::NO_BLOCK_MAPPINGS };
         let frame = PhysicalAddress(address(frames.frame(first)));
-        self.0.map_range(&region(first, nr_pages), frame, flags, constraints).unwrap();
+        let _ = self.0.map_range(&region(first, nr_pages), frame, flags, constraints);
     }
 
     /// The descriptor of the leaf for `page`: its physical address, flags and level.
     #[inline]
     fn descriptor(&self, page: u64) -> Option<(usize, Stage2Attributes, usize)> {
         let mut found = None;
-        self.0
-            .walk_range(&region(page, 1), &mut |_, descriptor, level| {
-                if descriptor.is_valid() {
-                    found = Some((descriptor.output_address().0, descriptor.flags(), level));
-                }
-                Ok(())
-            })
-            .unwrap();
+        let _ = self.0.walk_range(&region(page, 1), &mut |_, descriptor, level| {
+            if descriptor.is_valid() {
+                found = Some((descriptor.output_address().0, descriptor.flags(), level));
+            }
+            Ok(())
+        });
         found
     }
 }
 
+// What is left undone shows in the check.
 impl Table for Aarch64 {
     #[inline]
     fn map(&mut self, pages: Pages) {
@@ -105,7 +100,8 @@ impl Table for Aarch64 {
 
     #[inline]
     fn query(&mut self, start: u64, mask: u64, pages: Pages) -> u64 {
-        pages.iter().map(|page| self.descriptor(start + (page & mask)).unwrap().0 as u64 >> 12).sum()
+        let frame = |page: u64| self.descriptor(start + (page & mask)).map_or(0, |found| found.0 as u64 >> 12);
+        pages.iter().map(frame).sum()
     }
 
     fn protect(&mut self, pages: Pages) {
@@ -120,7 +116,7 @@ impl Table for Aarch64 {
             }
             descriptor.modify_flags(Stage2Attributes::empty(), Stage2Attributes::S2AP_ACCESS_WO)
         };
-        self.0.modify_range(&region(first, nr_pages), &protect).unwrap();
+        let _ = self.0.modify_range(&region(first, nr_pages), &protect);
     }
 
     #[inline]
@@ -130,7 +126,7 @@ impl Table for Aarch64 {
 
     fn unmap_range(&mut self, first: u64, nr_pages: u64) {
         let (pages, no_frame) = (region(first, nr_pages), PhysicalAddress(0));
-        self.0.map_range(&pages, no_frame, Stage2Attributes::empty(), Constraints::empty()).unwrap();
+        let _ = self.0.map_range(&pages, no_frame, Stage2Attributes::empty(), Constraints::empty());
     }
 
     #[inline]

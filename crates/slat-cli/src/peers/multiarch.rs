@@ -1,33 +1,36 @@
 //! `page_table_multiarch`: its x86-64 tables, by a cursor for each call. It splits nothing.
 
-use std::sync::OnceLock;
+#![expect(unsafe_code, reason = "gives tables back")]
 
 use memory_addr::{PhysAddr, VirtAddr};
 use page_table_multiarch::x86_64::X64PageTable;
 use page_table_multiarch::{MappingFlags, PageSize, PagingHandler};
+use slat::Hpa;
+use slat_machine::phys;
 
-use super::arena::Memory;
+use super::memory::Memory;
 use super::operation::{Frames, Leaf, Pages, Table, address};
 
 /// Its hooks have no `self`.
-static MEMORY: OnceLock<Memory> = OnceLock::new();
-
 struct Tables;
 
 impl PagingHandler for Tables {
     fn alloc_frames(nr_frames: usize, _align: usize) -> Option<PhysAddr> {
-        assert_eq!(nr_frames, 1);
-        MEMORY.get()?.allocate().map(PhysAddr::from_usize)
+        // These tables ask for one at a time.
+        let memory = Memory::of_process().filter(|_| nr_frames == 1)?;
+        memory.allocate().map(|table| PhysAddr::from_usize(table.0 as usize))
     }
 
-    fn dealloc_frames(frame: PhysAddr, nr_frames: usize) {
-        assert_eq!(nr_frames, 1);
-        MEMORY.get().unwrap().free(frame.as_usize());
+    fn dealloc_frames(frame: PhysAddr, _nr_frames: usize) {
+        if let Some(memory) = Memory::of_process() {
+            // SAFETY: a page table gives back what it allocated above, once, when nothing leads to it any more.
+            unsafe { memory.free(Hpa(frame.as_usize() as u64)) };
+        }
     }
 
     #[inline]
     fn phys_to_virt(frame: PhysAddr) -> VirtAddr {
-        VirtAddr::from_ptr_of(MEMORY.get().unwrap().pointer(frame.as_usize()))
+        VirtAddr::from_ptr_of(phys::ptr_of(Hpa(frame.as_usize() as u64)))
     }
 }
 
@@ -47,18 +50,18 @@ fn frame_address(frames: Frames, page: u64) -> PhysAddr {
 }
 
 impl Multiarch {
-    pub(crate) fn new(memory: Memory) -> Multiarch {
-        MEMORY.get_or_init(|| memory);
-        Multiarch(X64PageTable::try_new().unwrap())
+    pub(crate) fn new() -> Option<Multiarch> {
+        X64PageTable::try_new().ok().map(Multiarch)
     }
 }
 
+// What is left undone shows in the check.
 impl Table for Multiarch {
     #[inline]
     fn map(&mut self, pages: Pages) {
         let mut cursor = self.0.cursor();
         for page in pages.iter() {
-            // An error: it is mapped already.
+            // An error: it is mapped already, or the check will show it.
             let _ = cursor.map(virtual_address(page), frame_address(Frames::Shifted, page), PageSize::Size4K, WRITABLE);
         }
     }
@@ -66,14 +69,14 @@ impl Table for Multiarch {
     fn map_range(&mut self, first: u64, nr_pages: u64, frames: Frames) {
         let frame = |address: VirtAddr| frame_address(frames, (address.as_usize() >> 12) as u64);
         let (size, allow_huge) = (address(nr_pages), frames == Frames::Aligned);
-        self.0.cursor().map_region(virtual_address(first), frame, size, WRITABLE, allow_huge).unwrap();
+        let _ = self.0.cursor().map_region(virtual_address(first), frame, size, WRITABLE, allow_huge);
     }
 
     #[inline]
     fn query(&mut self, start: u64, mask: u64, pages: Pages) -> u64 {
         let frame = |page: u64| {
-            let (frame, ..) = self.0.query(virtual_address(start + (page & mask))).unwrap();
-            frame.as_usize() as u64 >> 12
+            let found = self.0.query(virtual_address(start + (page & mask)));
+            found.map_or(0, |(frame, ..)| frame.as_usize() as u64 >> 12)
         };
         pages.iter().map(frame).sum()
     }
@@ -81,26 +84,21 @@ impl Table for Multiarch {
     fn protect(&mut self, pages: Pages) {
         let mut cursor = self.0.cursor();
         for page in pages.iter() {
-            cursor.protect(virtual_address(page), READ_ONLY).unwrap();
+            let _ = cursor.protect(virtual_address(page), READ_ONLY);
         }
     }
 
     fn protect_range(&mut self, first: u64, nr_pages: u64) {
-        self.0.cursor().protect_region(virtual_address(first), address(nr_pages), READ_ONLY).unwrap();
+        let _ = self.0.cursor().protect_region(virtual_address(first), address(nr_pages), READ_ONLY);
     }
 
     #[inline]
     fn unmap_single(&mut self, page: u64) {
-        // An error: it is unmapped already.
         let _ = self.0.cursor().unmap(virtual_address(page));
     }
 
     fn unmap_range(&mut self, first: u64, nr_pages: u64) {
-        self.0.cursor().unmap_region(virtual_address(first), address(nr_pages)).unwrap();
-    }
-
-    fn split(&mut self, _page: u64) {
-        unreachable!("it cannot");
+        let _ = self.0.cursor().unmap_region(virtual_address(first), address(nr_pages));
     }
 
     fn look(&mut self, page: u64) -> Option<Leaf> {

@@ -3,14 +3,17 @@
 //! A page is taken away by its plan-and-apply pair, which leaves empty tables to it: its other way looks through the 512
 //! entries of the table each time.
 
+#![expect(unsafe_code, reason = "gives tables back")]
+
 use ax_memory_addr::{PhysAddr, VirtAddr};
 use page_table_generic::{FrameAllocator, MapConfig, PageTable, PageTableEntry, TableMeta};
+use slat::Hpa;
 
-use super::arena::{FRAME_BYTES, Memory};
+use super::memory::{Memory, TABLE_BYTES};
 use super::operation::{Frames, Leaf, Pages, Table, address};
 
 const PRESENT: usize = 1 << 0;
-const READ_WRITE: usize = 1 << 1;
+pub(crate) const READ_WRITE: usize = 1 << 1;
 const USER: usize = 1 << 2;
 const ACCESSED: usize = 1 << 5;
 const DIRTY: usize = 1 << 6;
@@ -20,7 +23,7 @@ const ADDRESS: usize = 0x000f_ffff_ffff_f000;
 /// A long-mode entry (AMD APM vol. 2, 5.4.1). Its configuration is its low bits.
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
-struct LongModeEntry(usize);
+pub(crate) struct LongModeEntry(usize);
 
 impl PageTableEntry for LongModeEntry {
     type PteConfig = usize;
@@ -68,12 +71,12 @@ impl PageTableEntry for LongModeEntry {
 
 /// Four levels of long-mode tables.
 #[derive(Clone, Copy)]
-struct LongMode;
+pub(crate) struct LongMode;
 
 impl TableMeta for LongMode {
     type P = LongModeEntry;
 
-    const PAGE_SIZE: usize = FRAME_BYTES;
+    const PAGE_SIZE: usize = TABLE_BYTES;
     const LEVEL_BITS: &[usize] = &[9, 9, 9, 9];
     const MAX_BLOCK_LEVEL: usize = 3;
 
@@ -82,27 +85,36 @@ impl TableMeta for LongMode {
 }
 
 #[derive(Clone, Copy)]
-struct Tables(Memory);
+pub(crate) struct Tables(Memory);
 
 impl FrameAllocator for Tables {
     fn alloc_frame(&self) -> Option<PhysAddr> {
-        self.0.allocate().map(PhysAddr::from_usize)
+        self.0.allocate().map(|table| PhysAddr::from_usize(table.0 as usize))
     }
 
     fn dealloc_frame(&self, frame: PhysAddr) {
-        self.0.free(frame.as_usize());
+        // SAFETY: a page table gives back what it allocated, once, when nothing leads to it any more.
+        unsafe { self.0.free(Hpa(frame.as_usize() as u64)) };
     }
 
     #[inline]
     fn phys_to_virt(&self, paddr: PhysAddr) -> *mut u8 {
-        self.0.pointer(paddr.as_usize())
+        self.0.pointer(Hpa(paddr.as_usize() as u64))
     }
 }
 
-const READ_ONLY: usize = PRESENT | USER | ACCESSED;
-const WRITABLE: usize = READ_ONLY | READ_WRITE | DIRTY;
+/// Its tables with these entries.
+pub(crate) type LongModeTables = PageTable<LongMode, Tables>;
 
-pub(crate) struct Generic(PageTable<LongMode, Tables>);
+pub(crate) const READ_ONLY: usize = PRESENT | USER | ACCESSED;
+pub(crate) const WRITABLE: usize = READ_ONLY | READ_WRITE | DIRTY;
+
+/// Long-mode tables with nothing in them; `None` without memory.
+pub(crate) fn new_tables(memory: Memory) -> Option<LongModeTables> {
+    PageTable::new(Tables(memory)).ok()
+}
+
+pub(crate) struct Generic(LongModeTables);
 
 #[inline]
 fn virtual_address(page: u64) -> VirtAddr {
@@ -115,20 +127,21 @@ fn frame_address(frames: Frames, page: u64) -> PhysAddr {
 }
 
 impl Generic {
-    pub(crate) fn new(memory: Memory) -> Generic {
-        Generic(PageTable::new(Tables(memory)).unwrap())
+    pub(crate) fn new(memory: Memory) -> Option<Generic> {
+        new_tables(memory).map(Generic)
     }
 }
 
+// What is left undone shows in the check.
 impl Table for Generic {
     #[inline]
     fn map(&mut self, pages: Pages) {
         for page in pages.iter() {
-            // An error: it is mapped already.
+            // An error: it is mapped already, or the check will show it.
             let _ = self.0.map(&MapConfig {
                 vaddr: virtual_address(page),
                 paddr: frame_address(Frames::Shifted, page),
-                size: FRAME_BYTES,
+                size: TABLE_BYTES,
                 pte: WRITABLE,
                 allow_huge: false,
                 flush: false,
@@ -148,11 +161,11 @@ impl Table for Generic {
                     allow_huge: frames == Frames::Aligned,
                     flush: false,
                 };
-                self.0.map(&config).unwrap();
+                let _ = self.0.map(&config);
             }
             Frames::ShiftedUnknown => {
                 let frame = |address: VirtAddr| frame_address(frames, (address.as_usize() >> 12) as u64);
-                self.0.map_region(start, frame, size, WRITABLE).unwrap();
+                let _ = self.0.map_region(start, frame, size, WRITABLE);
             }
         }
     }
@@ -160,43 +173,41 @@ impl Table for Generic {
     #[inline]
     fn query(&mut self, start: u64, mask: u64, pages: Pages) -> u64 {
         let frame = |page: u64| {
-            let (frame, ..) = self.0.query(virtual_address(start + (page & mask))).unwrap();
-            frame.as_usize() as u64 >> 12
+            let found = self.0.query(virtual_address(start + (page & mask)));
+            found.map_or(0, |(frame, ..)| frame.as_usize() as u64 >> 12)
         };
         pages.iter().map(frame).sum()
     }
 
     fn protect(&mut self, pages: Pages) {
         for page in pages.iter() {
-            self.0.protect_page(virtual_address(page), READ_ONLY).unwrap();
+            let _ = self.0.protect_page(virtual_address(page), READ_ONLY);
         }
     }
 
     fn protect_range(&mut self, first: u64, nr_pages: u64) {
-        self.0.protect_region(virtual_address(first), address(nr_pages), READ_ONLY).unwrap();
+        let _ = self.0.protect_region(virtual_address(first), address(nr_pages), READ_ONLY);
     }
 
     #[inline]
     fn unmap_single(&mut self, page: u64) {
-        // An error: it is unmapped already.
         if let Ok(plan) = self.0.plan_unmap_page(virtual_address(page)) {
-            self.0.try_unmap_page_with(plan).unwrap();
+            let _ = self.0.try_unmap_page_with(plan);
         }
     }
 
     fn unmap_range(&mut self, first: u64, nr_pages: u64) {
-        self.0.unmap(virtual_address(first), address(nr_pages)).unwrap();
+        let _ = self.0.unmap(virtual_address(first), address(nr_pages));
     }
 
     #[inline]
     fn split(&mut self, page: u64) {
-        // An error: it is split already.
         let _ = self.0.split_huge_page(virtual_address(page));
     }
 
     fn look(&mut self, page: u64) -> Option<Leaf> {
         let (frame, config, size) = self.0.query(virtual_address(page)).ok()?;
         let frame = frame.as_usize() as u64 >> 12;
-        Some(Leaf { frame, writable: config & READ_WRITE != 0, huge: size > FRAME_BYTES })
+        Some(Leaf { frame, writable: config & READ_WRITE != 0, huge: size > TABLE_BYTES })
     }
 }

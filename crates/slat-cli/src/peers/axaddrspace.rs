@@ -1,0 +1,163 @@
+//! `axaddrspace`, the one published Rust crate with the path of a second-stage fault, over `page-table-generic`, which it is
+//! made for.
+//!
+//! A fault takes a frame from a counter, since its backend asks for them one by one, and maps it; what is mapped already is
+//! replaced. That is the best that its interface allows: `axvm` (0.8.5), the hypervisor of its authors, unmaps first in any
+//! case.
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use ax_memory_addr::{PhysAddr, VirtAddr};
+use axaddrspace::{AddrSpace, AddrSpaceError, AddrSpaceResult, MappingFlags, NestedPageTableOps, PageSize};
+use axvm_types::GuestPhysAddr;
+use page_table_generic::{MapConfig, PagingError};
+use slat::Hpa;
+
+use super::generic::{self, LongModeTables, READ_ONLY, READ_WRITE, WRITABLE};
+use super::memory::{Memory, TABLE_BYTES};
+use super::operation::{Leaf, PART_PAGES, Table, address};
+
+/// The first frame for guest pages.
+const FIRST_FRAME: usize = 1 << 24;
+
+/// The nested page table.
+struct Nested {
+    tables: LongModeTables,
+    memory: Memory,
+    /// Frames given to guest pages so far.
+    nr_frames: AtomicUsize,
+}
+
+fn convert(_error: PagingError) -> AddrSpaceError {
+    AddrSpaceError::MappingState
+}
+
+fn virtual_address(gpa: GuestPhysAddr) -> VirtAddr {
+    VirtAddr::from_usize(gpa.as_usize())
+}
+
+fn page_size(size_bytes: usize) -> PageSize {
+    match size_bytes {
+        TABLE_BYTES => PageSize::Size4K,
+        0x20_0000 => PageSize::Size2M,
+        _ => PageSize::Size1G,
+    }
+}
+
+/// An entry's bits. All of the memory may be read and executed.
+#[inline]
+fn bits(flags: MappingFlags) -> usize {
+    if flags.contains(MappingFlags::WRITE) { WRITABLE } else { READ_ONLY }
+}
+
+fn flags(bits: usize) -> MappingFlags {
+    let mut flags = MappingFlags::READ | MappingFlags::EXECUTE;
+    flags.set(MappingFlags::WRITE, bits & READ_WRITE != 0);
+    flags
+}
+
+impl NestedPageTableOps for Nested {
+    fn root_paddr(&self) -> PhysAddr {
+        self.tables.root_paddr()
+    }
+
+    fn levels(&self) -> usize {
+        4
+    }
+
+    #[inline]
+    fn alloc_frame(&self) -> Option<PhysAddr> {
+        // No read-modify-write: whoever faults has it for itself.
+        let index = self.nr_frames.load(Ordering::Relaxed);
+        self.nr_frames.store(index + 1, Ordering::Relaxed);
+        Some(PhysAddr::from_usize((FIRST_FRAME + index) * TABLE_BYTES))
+    }
+
+    fn dealloc_frame(&self, _paddr: PhysAddr) {}
+
+    fn phys_to_virt(&self, paddr: PhysAddr) -> VirtAddr {
+        VirtAddr::from_mut_ptr_of(self.memory.pointer(Hpa(paddr.as_usize() as u64)))
+    }
+
+    fn map(&mut self, vaddr: GuestPhysAddr, paddr: PhysAddr, size: PageSize, flags: MappingFlags) -> AddrSpaceResult {
+        let allow_huge = size.is_huge();
+        let (vaddr, pte) = (virtual_address(vaddr), bits(flags));
+        let config = MapConfig { vaddr, paddr, size: size.into(), pte, allow_huge, flush: false };
+        self.tables.map(&config).map_err(convert)
+    }
+
+    fn unmap(&mut self, vaddr: GuestPhysAddr) -> AddrSpaceResult<(PhysAddr, MappingFlags, PageSize)> {
+        let (paddr, bits, size_bytes) = self.tables.unmap_page(virtual_address(vaddr)).map_err(convert)?;
+        Ok((paddr, flags(bits), page_size(size_bytes)))
+    }
+
+    fn map_linear(
+        &mut self,
+        vaddr: GuestPhysAddr,
+        paddr: PhysAddr,
+        size: usize,
+        flags: MappingFlags,
+        allow_huge: bool,
+    ) -> AddrSpaceResult {
+        self.tables.map_linear_pages(virtual_address(vaddr), paddr, size, bits(flags), allow_huge).map_err(convert)
+    }
+
+    fn unmap_region(&mut self, start: GuestPhysAddr, size: usize) -> AddrSpaceResult {
+        self.tables.unmap(virtual_address(start), size).map_err(convert)
+    }
+
+    #[inline]
+    fn remap(&mut self, start: GuestPhysAddr, paddr: PhysAddr, flags: MappingFlags) -> bool {
+        let start = GuestPhysAddr::from(start.as_usize() & !(TABLE_BYTES - 1));
+        self.map(start, paddr, PageSize::Size4K, flags).is_ok()
+            || self.tables.remap_page(virtual_address(start), paddr, bits(flags)).is_ok()
+    }
+
+    fn protect_region(&mut self, start: GuestPhysAddr, size: usize, new_flags: MappingFlags) -> bool {
+        self.tables.protect_region(virtual_address(start), size, bits(new_flags)).is_ok()
+    }
+
+    fn query(&self, vaddr: GuestPhysAddr) -> AddrSpaceResult<(PhysAddr, MappingFlags, PageSize)> {
+        let (paddr, bits, size_bytes) = self.tables.query(virtual_address(vaddr)).map_err(convert)?;
+        Ok((paddr, flags(bits), page_size(size_bytes)))
+    }
+}
+
+/// A VM's memory as the peer manages it.
+pub(crate) struct FaultSpace {
+    space: AddrSpace<Nested>,
+    /// Frames that the check has seen.
+    seen: HashSet<u64>,
+}
+
+impl FaultSpace {
+    /// Memory for the pages of `nr_threads` threads, nothing of it mapped; `None` without memory for tables.
+    pub(crate) fn new(memory: Memory, nr_threads: u64) -> Option<FaultSpace> {
+        let nested = Nested { tables: generic::new_tables(memory)?, memory, nr_frames: AtomicUsize::new(0) };
+        let (start, size) = (GuestPhysAddr::from(0), address(nr_threads * PART_PAGES));
+        let mut space = AddrSpace::new_empty(nested, start, size).ok()?;
+        space.map_alloc(start, size, MappingFlags::READ | MappingFlags::WRITE | MappingFlags::EXECUTE, false).ok()?;
+        Some(FaultSpace { space, seen: HashSet::new() })
+    }
+}
+
+impl Table for FaultSpace {
+    #[inline]
+    fn fault(&mut self, page: u64) {
+        // Where it refuses, the check shows it.
+        let _ = self.space.handle_page_fault(GuestPhysAddr::from(address(page)), MappingFlags::WRITE);
+    }
+
+    fn look(&mut self, page: u64) -> Option<Leaf> {
+        let (frame, flags, size) = self.space.page_table().query(GuestPhysAddr::from(address(page))).ok()?;
+        let frame = frame.as_usize() as u64 >> 12;
+        Some(Leaf { frame, writable: flags.contains(MappingFlags::WRITE), huge: size.is_huge() })
+    }
+
+    /// Any that the counter has given, but each to one page.
+    fn is_right_frame(&mut self, _expected: u64, found: u64) -> bool {
+        let end = FIRST_FRAME + self.space.page_table().nr_frames.load(Ordering::Relaxed);
+        (FIRST_FRAME as u64..end as u64).contains(&found) && self.seen.insert(found)
+    }
+}

@@ -1,0 +1,249 @@
+//! slat beside its peers. Its operations are those of a hypervisor, so each does more than the peers' next to it: a mapping
+//! is a fault that is served before it happens, a protection begins a dirty log or takes it, and an unmapping is
+//! an invalidation that faults respect until it is over. Splits are bare ones, as the peers'.
+
+#![expect(unsafe_code, reason = "the promise of the trait Host")]
+
+use std::alloc::Layout;
+use std::array;
+use std::sync::Arc;
+
+use slat::sync::AtomicU32;
+use slat::{
+    Access, AllocationWait, Config, Error, Gfn, GfnRange, Gone, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, Npt,
+    PageSize, Park, Pfn, Resolved, TableNode, Vcpu, Vm,
+};
+
+use super::measure::Shared;
+use super::memory::Memory;
+use super::operation::{BATCH, BLOCK_PAGES, Frames, Job, Leaf, Operation, PART_PAGES, Pages, Table, address};
+
+/// The surroundings of the software machine, without its CPUs and with frames that need not be looked for: so that the
+/// engine is what is measured.
+struct FrameHost(Memory);
+
+impl Park for FrameHost {
+    fn park(&self, word: &AtomicU32, expected: u32) {
+        self.0.host().park(word, expected);
+    }
+
+    fn unpark_one(&self, word: *const AtomicU32) -> bool {
+        self.0.host().unpark_one(word)
+    }
+
+    fn unpark_all(&self, word: *const AtomicU32) {
+        self.0.host().unpark_all(word);
+    }
+}
+
+#[inline]
+fn resolved(frames: Frames, gfn: Gfn) -> Resolved {
+    let max_size = if frames == Frames::ShiftedUnknown { PageSize::Size4K } else { PageSize::Size2M };
+    Resolved { pfn: Pfn(frames.frame(gfn.0)), max_size, writable: true }
+}
+
+// SAFETY: tables are those of a `MachineHost`, which keeps what this trait promises of them, and lives as long as the
+// process; no CPU walks the tables, so there is nothing to flush; a page's frame is a fixed number.
+unsafe impl Host for FrameHost {
+    type Backing = Frames;
+
+    fn allocate_table(&self, layout: Layout, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
+        self.0.host().allocate_table(layout, node, wait)
+    }
+
+    unsafe fn free_table(&self, table: Hpa, layout: Layout) {
+        // SAFETY: the caller's promise, handed on.
+        unsafe { self.0.host().free_table(table, layout) };
+    }
+
+    #[inline]
+    fn table_ptr(&self, table: Hpa) -> *mut u8 {
+        self.0.pointer(table)
+    }
+
+    #[inline]
+    fn resolve(&self, frames: &Frames, gfn: Gfn, _page: u64, _access: Access) -> Result<Resolved, Gone> {
+        Ok(resolved(*frames, gfn))
+    }
+
+    /// All of the memory is there.
+    #[inline]
+    fn resolve_resident(&self, frames: &Frames, gfn: Gfn, _page: u64, _access: Access) -> Option<Resolved> {
+        Some(resolved(*frames, gfn))
+    }
+
+    fn flush(&self, _ranges: &[GfnRange]) {}
+
+    fn has_barrier_on_all_cpus(&self) -> bool {
+        self.0.host().has_barrier_on_all_cpus()
+    }
+
+    fn barrier_on_all_cpus(&self) {
+        self.0.host().barrier_on_all_cpus();
+    }
+
+    fn yield_now(&self) {
+        self.0.host().yield_now();
+    }
+
+    fn timestamp_ns(&self) -> u64 {
+        self.0.host().timestamp_ns()
+    }
+}
+
+/// A VM with a slot for the memory of each thread.
+pub(crate) struct Engine {
+    vm: Arc<Vm<FrameHost, Npt>>,
+    job: Job,
+}
+
+fn set_slot(
+    vm: &Vm<FrameHost, Npt>,
+    part: u64,
+    nr_pages: u64,
+    flags: MemoryRegionFlags,
+    backing: Option<Frames>,
+) -> Result<(), Error> {
+    let (guest_phys_addr, memory_size) = (Gpa(address(part * PART_PAGES) as u64), address(nr_pages) as u64);
+    vm.set_user_memory_region(MemoryRegion {
+        slot: part as u32,
+        flags,
+        guest_phys_addr,
+        memory_size,
+        backing,
+        userfault_bitmap: None,
+    })
+    .map(drop)
+}
+
+impl Engine {
+    /// A VM, brought to where the operation begins.
+    ///
+    /// # Errors
+    /// The engine's.
+    pub(crate) fn new(memory: Memory, job: Job) -> Result<Engine, Error> {
+        let vm = Arc::new(Vm::new(FrameHost(memory), Config::default())?);
+        // Pages that are mapped for writing then are dirty: there is something to take and to protect.
+        let logs = job.operation == Operation::Protect4k;
+        let flags = if logs { MemoryRegionFlags::LOG_DIRTY_PAGES } else { MemoryRegionFlags::empty() };
+        for part in 0..job.nr_threads {
+            set_slot(&vm, part, job.part_pages(), flags, Some(job.frames()))?;
+        }
+        let engine = Engine { vm, job };
+        job.prepare(&mut engine.hands()?);
+        Ok(engine)
+    }
+
+    /// A thread's hands on it.
+    ///
+    /// # Errors
+    /// The engine's.
+    pub(crate) fn hands(&self) -> Result<Hands, Error> {
+        let bitmap = vec![0; self.job.part_pages().div_ceil(64) as usize];
+        Ok(Hands { vcpu: self.vm.create_vcpu()?, bitmap })
+    }
+
+    /// What follows [`Job::check`]: the engine's own count.
+    ///
+    /// # Errors
+    /// Which count is wrong, as a sentence.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let (stats, pages) = (self.vm.stats(), self.job.all_pages());
+        let expect = |what: &str, counted: u64| {
+            if counted == pages { Ok(()) } else { Err(format!("{what}: {counted} pages counted, {pages} used")) }
+        };
+        match self.job.operation {
+            Operation::MapRange2m => expect("2 MiB leaves", stats.installed_2m * BLOCK_PAGES)?,
+            Operation::Split2m => expect("splits", stats.splits * BLOCK_PAGES)?,
+            Operation::Fault => expect("faults", stats.faults)?,
+            _ => {}
+        }
+        if !matches!(self.job.operation, Operation::MapRange2m | Operation::Split2m) {
+            expect("4 KiB leaves", stats.installed_4k)?;
+        }
+        if matches!(self.job.operation, Operation::ProtectRange | Operation::Protect4k) {
+            expect("protected", stats.protected + BLOCK_PAGES * stats.tables_closed)?;
+        }
+        Ok(())
+    }
+}
+
+impl Shared for Engine {
+    type Hands = Hands;
+
+    #[inline]
+    fn each(&self, step: impl Fn(&mut Hands, u64) -> u64) -> Result<impl FnMut(u64) -> u64, Error> {
+        let mut hands = self.hands()?;
+        Ok(move |call| step(&mut hands, call))
+    }
+}
+
+/// One vCPU, and what its thread does with the VM.
+pub(crate) struct Hands {
+    vcpu: Vcpu<FrameHost, Npt>,
+    bitmap: Vec<u64>,
+}
+
+#[inline]
+fn gpa(page: u64) -> Gpa {
+    Gfn(page).gpa()
+}
+
+// What is left undone shows in the check.
+impl Table for Hands {
+    #[inline]
+    fn fault(&mut self, page: u64) {
+        let _ = self.vcpu.handle_fault(gpa(page), Access::Write);
+    }
+
+    #[inline]
+    fn map(&mut self, pages: Pages) {
+        let list: [Gpa; BATCH as usize] = array::from_fn(|index| gpa(pages.first + index as u64 * pages.step));
+        let _ = self.vcpu.pre_fault_pages(&list[..pages.nr_pages.min(BATCH) as usize], Access::Write);
+    }
+
+    #[inline]
+    fn map_single(&mut self, page: u64) {
+        self.fault(page);
+    }
+
+    fn map_range(&mut self, first: u64, nr_pages: u64, _frames: Frames) {
+        let _ = self.vcpu.pre_fault_memory(gpa(first), address(nr_pages) as u64, Access::Write);
+    }
+
+    #[inline]
+    fn query(&mut self, start: u64, mask: u64, pages: Pages) -> u64 {
+        let Ok(reader) = self.vcpu.vm().read_tables() else { return 0 };
+        let mut cursor = reader.cursor();
+        pages.iter().map(|page| cursor.query(gpa(start + (page & mask))).map_or(0, |found| found.pfn.0)).sum()
+    }
+
+    fn protect(&mut self, pages: Pages) {
+        let slot = pages.first / PART_PAGES;
+        let _ = self.vcpu.vm().get_dirty_log(slot as u32, &mut self.bitmap);
+    }
+
+    fn protect_range(&mut self, first: u64, nr_pages: u64) {
+        let _ = set_slot(self.vcpu.vm(), first / PART_PAGES, nr_pages, MemoryRegionFlags::LOG_DIRTY_PAGES, None);
+    }
+
+    #[inline]
+    fn unmap_single(&mut self, page: u64) {
+        self.unmap_range(page, 1);
+    }
+
+    #[inline]
+    fn unmap_range(&mut self, first: u64, nr_pages: u64) {
+        drop(self.vcpu.vm().invalidate_range(GfnRange::new(Gfn(first), nr_pages)));
+    }
+
+    #[inline]
+    fn split(&mut self, page: u64) {
+        let _ = self.vcpu.vm().split_range(GfnRange::new(Gfn(page), BLOCK_PAGES), PageSize::Size4K);
+    }
+
+    fn look(&mut self, page: u64) -> Option<Leaf> {
+        let found = self.vcpu.vm().read_tables().ok()?.cursor().query(gpa(page))?;
+        Some(Leaf { frame: found.pfn.0, writable: found.writable, huge: found.size != PageSize::Size4K })
+    }
+}
