@@ -96,6 +96,26 @@ const PHASES: [Phase; 6] = [
     },
 ];
 
+/// The published crates that keep tables.
+const TABLE_CRATES: [&str; 4] = ["page-table-generic", "page_table_multiarch", "x86_64", "aarch64-paging"];
+
+/// slat beside published crates, by `slat peers`, the third experiment of S1: several threads share their tables by a mutex.
+fn crates(figure: &'static str, title: &str, nr_threads: u16, names: &[&str]) -> Comparison {
+    let side = |name: &str, role| Side::new(name, role, &[("subject", name)]).measured_on(HOST_CPUS);
+    let peer = |name: &&str| Side { claim: (nr_threads > 1).then_some(BETTER), ..side(name, Role::Peer) };
+    Comparison {
+        name: format!("{figure}_{nr_threads}_threads"),
+        title: format!("{title}, {nr_threads} thread{}, a page", if nr_threads == 1 { "" } else { "s" }),
+        experiment: 2,
+        figure,
+        labels: vec![("threads", nr_threads.into())],
+        unit: "ns",
+        better: Better::Less,
+        published: None,
+        sides: std::iter::once(side("slat", Role::Slat)).chain(names.iter().map(peer)).collect(),
+    }
+}
+
 fn parallel_faults(size: Size) -> System {
     let nr_vcpus = 4;
     let [partitioned, overlapping] = match size {
@@ -129,6 +149,15 @@ fn parallel_faults(size: Size) -> System {
             });
         }
     }
+    let (threads, runs): (&[u16], _) = match size {
+        Size::Quick => (&[1, 2], 5),
+        Size::Default => (&[1, 2, 4], 25),
+    };
+    for &nr_threads in threads {
+        comparisons.push(crates("fault", "Page fault on a fresh page", nr_threads, &["axaddrspace"]));
+        comparisons.push(crates("map-4k", "Map a page of 4 KiB", nr_threads, &TABLE_CRATES));
+    }
+    let threads = threads.iter().map(u16::to_string).collect::<Vec<_>>().join(",");
     System {
         system: "S1",
         title: "Parallel page faults on the second stage",
@@ -136,6 +165,7 @@ fn parallel_faults(size: Size) -> System {
         experiments: vec![
             Planned::new(format!("slat dirty-log -v {nr_vcpus} {partitioned} --peer auto")),
             Planned::new(format!("slat dirty-log -v {nr_vcpus} {overlapping} -o --peer auto")),
+            Planned::new(format!("slat peers --only fault,map-4k -t {threads} --runs {runs}")),
         ],
         comparisons,
     }
