@@ -31,7 +31,7 @@ reuse (a split that failed tries again with the same table), split-freezes (a ca
 (a protection skips what a split has broken), split-unreported, no-freeze, mark-never (recover).
 """
 from collections import namedtuple
-from explore import BUG, main
+from explore import BUG, main, put
 
 Shared = namedtuple('Shared', 'P T counter published frames gone pending huge psc small log B')
 PAGES = {'inval': (0, 1), 'unlink': (0, 1), 'inval0': (0,), 'oom0': (0,)}
@@ -75,10 +75,6 @@ def wrong(state):
                 if pc == 'mark' and loc[0][p]: break
                 if kind == 'harvest' and pc in ('walk', 'below', 'protect', 'flush-taken') and loc[0][p]: break
             else: return f'page {p} may be written and is not marked'
-
-
-def put(t, i, v):
-    return t[:i] + (v,) + t[i + 1:]
 
 
 def frozen(e):

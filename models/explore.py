@@ -15,6 +15,11 @@ gc.disable()
 BUG = sys.argv[1] if len(sys.argv) > 1 else None
 
 
+def put(t, i, v):
+    """The tuple `t` with `v` at place `i`."""
+    return t[:i] + (v,) + t[i + 1:]
+
+
 def explore(init, step, wrong):
     """Returns the number of states and, if something is wrong, (what, trace)."""
     ids, states, came, todo = {init: 0}, [init], [None], deque([0])

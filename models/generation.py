@@ -20,7 +20,7 @@ admit-outside (a turn is admitted, and then opens its section), renew-always (wh
 value of T from one section to the next).
 """
 from collections import namedtuple
-from explore import BUG, main
+from explore import BUG, main, put
 
 Shared = namedtuple('Shared', 'T L B admitted limit renewing renewed era announced')
 GENERATIONS = 3 if BUG == 'three-generations' else 4
@@ -32,10 +32,6 @@ def make(kinds):
     first = {'push': 'look', 'install': 'install'}
     return Shared((0, 0), (0, None), (0, 0), 0, WINDOW, 0, 0, 1, (0,) * len(kinds)), tuple(
         (k.rstrip('0123456789'), first.get(k, 'begin'), (int(k[5:]),) if k[0] == 't' else ()) for k in kinds)
-
-
-def put(t, i, v):
-    return t[:i] + (v,) + t[i + 1:]
 
 
 def wrong(state):

@@ -19,7 +19,7 @@ leaks), freeze-early (before the unlinking: walks go round), leave-hung (what wa
 old-stamp (unlinks with the stamp of the invalidation).
 """
 from collections import namedtuple
-from explore import BUG, main
+from explore import BUG, main, put
 
 Shared = namedtuple('Shared', 'R U V counter published frame retired')
 LAST_PASS = {'part': 1, 'beside': 1, 'stay': 1, 'edge': 2, 'mid': 2, 'whole': 3}
@@ -48,10 +48,6 @@ def wrong(state):
     if all(t[1] == 'end' for t in threads):
         linked = 1 + (v is not None) if u is not None else 0
         if linked + len(s.retired) != len(s.U) + len(s.V): return 'table leaked'
-
-
-def put(t, i, v):
-    return t[:i] + (v,) + t[i + 1:]
 
 
 def step(state, i):

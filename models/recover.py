@@ -28,7 +28,7 @@ with its own stamp: a greater one may be inside), retire-first (before the entry
 is right, but somebody waits.
 """
 from collections import namedtuple
-from explore import BUG, main
+from explore import BUG, main, put
 
 Shared = namedtuple('Shared', 'P T counter published frames gone psc pending')
 PAGES = {'inval': (0, 1), 'unlink': (0, 1), 'inval0': (0,), 'recover': (), 'stall': (), 'fault0': (0,)}
@@ -50,10 +50,6 @@ def wrong(state):
             if e[0] == 'L' and s.P not in (('T', i), ('B', i)) and BUG != 'recover-no-freeze':
                 return 'leaf in an unlinked table'
             if e[0] == 'L' and s.P == ('T', i) and (p, e[1]) in s.gone: return 'leaf of a frame that is gone'
-
-
-def put(t, i, v):
-    return t[:i] + (v,) + t[i + 1:]
 
 
 def frozen(e):

@@ -27,7 +27,7 @@ is frozen before what is behind it), broken-as-table (frozen), no-freeze-below, 
 broken any more), keep (low: nothing given up if its exchange fails), keep-below (top: what frozen entries name).
 """
 from collections import namedtuple
-from explore import BUG, main
+from explore import BUG, main, put
 
 Shared = namedtuple('Shared', 'P U S counter published frames gone pending psc given')
 PAGES = {'inval': (0, 1), 'inval0': (0,)}
@@ -74,10 +74,6 @@ def wrong(state):
         tables = {('U', k) for k in range(len(s.U))} | {('S', i) for i in range(len(s.S))}
         if tables - reached - set(s.given): return 'table lost'
         if s.P[0] == 'B' or s.P[0] == 'T' and any(e[0] == 'B' for e in s.U[s.P[1]]): return 'entry left broken'
-
-
-def put(t, i, v):
-    return t[:i] + (v,) + t[i + 1:]
 
 
 def step(state, i):

@@ -31,7 +31,7 @@ no-reread, flags-first (before the leaf is there), mark-one, log-bits (dirty bit
 changed nothing does not flush).
 """
 from collections import namedtuple
-from explore import BUG, main
+from explore import BUG, main, put
 
 Shared = namedtuple('Shared', 'P T counter published slots log B tlb psc late frames gone pending big')
 PAGES = {'inval': (0, 1), 'unlink': (0, 1), 'inval0': (0,), 'shrink0': (0,), 'halves': (0, 1)}
@@ -53,10 +53,6 @@ def make(kinds):
     mode = int(dbit), int('whole' in kinds)
     threads = tuple((k, first.get(k, 'look' if k in FAULTS else 'publish'), mode, ()) for k in kinds if k not in START)
     return guest(s), threads
-
-
-def put(t, i, v):
-    return t[:i] + (v,) + t[i + 1:]
 
 
 def guest(s):

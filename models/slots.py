@@ -23,7 +23,7 @@ withdraw-before-set, check-before-read (ranges before the entry), slots-before-r
 two reads is missed by both)}: each breaks it.
 """
 from collections import namedtuple
-from explore import BUG, main
+from explore import BUG, main, put
 
 Shared = namedtuple('Shared', 'P T counter published slots claimed versions freed')
 ORDER = {'check-before-read': 'res', 'slots-before-ranges': 'esr'}.get(BUG, 'ers')
@@ -53,10 +53,6 @@ def wrong(state):
     linked = {p[1] for p in s.P if p[0] == 'T'}
     for i, e in enumerate(s.T):
         if e[0] == 'L' and i not in linked: return 'leaf in an unlinked table'
-
-
-def put(T, i, v):
-    return T[:i] + (v,) + T[i + 1:]
 
 
 def step(state, i):

@@ -46,7 +46,7 @@ Right too, so no rule: the flag between the range and the stamp; no look at a bi
 does not look whether a bit is still set; a recovery that does not look at the flag again.
 """
 from collections import namedtuple
-from explore import BUG, main
+from explore import BUG, main, put
 
 Shared = namedtuple('Shared', 'P T counter published slot on bits content attrs tlb clears armed room bad')
 Look = namedtuple('Look', 'n entries counter free slot bits attrs frames')
@@ -100,10 +100,6 @@ def take(kind):
 
 def pages_of(kind):
     return (int(kind[-1]),) if kind[-1] in '01' and 'big' not in MODE else BOTH
-
-
-def put(t, i, v):
-    return t[:i] + (v,) + t[i + 1:]
 
 
 def mapped(s, p):

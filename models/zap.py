@@ -33,7 +33,7 @@ flush-if-changed (not by one that found nothing mapped), free-before-flush, tabl
 unlink-full (a table goes as it is, without the first pass).
 """
 from collections import namedtuple
-from explore import BUG, main
+from explore import BUG, main, put
 
 Shared = namedtuple('Shared', 'P T counter published frames gone tables psc tlb pending')
 NR_FILLS = 3
@@ -79,10 +79,6 @@ def wrong(state):
         if s.P == ('T', i):
             if 'F' in table: return 'frozen entry in a linked table'
         elif table[0][0] in 'LK' or table[1][0] in 'LK': return 'leaf in an unlinked table'
-
-
-def put(t, i, v):
-    return t[:i] + (v,) + t[i + 1:]
 
 
 def step(state, i):

@@ -7,6 +7,10 @@
 #![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
 
 #[cfg(not(any(loom, shuttle)))]
+#[path = "../tests/support/guest_memory.rs"]
+mod guest_memory;
+
+#[cfg(not(any(loom, shuttle)))]
 mod bench {
     use std::alloc::{Layout, alloc_zeroed, dealloc};
     use std::hint::black_box;
@@ -21,6 +25,8 @@ mod bench {
         ShadowPaging, ShadowStrategy, TableNode, Vcpu, Vm,
     };
 
+    use super::guest_memory::Memory;
+
     /// Pages that each vCPU faults on in a round.
     const PAGES_PER_VCPU: u64 = 16 << 10;
     const MAX_VCPUS: u64 = 2;
@@ -29,23 +35,6 @@ mod bench {
     const NR_FRAMES: u64 = NR_DATA + 1024;
     const ROUNDS: usize = 11;
     const SWITCHES: u64 = 1 << 20;
-
-    struct Memory {
-        start: *mut u8,
-        layout: Layout,
-    }
-
-    // SAFETY: only an address; what is behind it is accessed atomically.
-    unsafe impl Send for Memory {}
-    // SAFETY: as above.
-    unsafe impl Sync for Memory {}
-
-    impl Drop for Memory {
-        fn drop(&mut self) {
-            // SAFETY: allocated with this layout.
-            unsafe { dealloc(self.start, self.layout) }
-        }
-    }
 
     struct BenchHost(Memory);
 
@@ -77,8 +66,7 @@ mod bench {
         }
 
         fn resolve(&self, _: &(), _: Gfn, page: u64, _: Access) -> Result<Resolved, Gone> {
-            let start = self.0.start.expose_provenance() as u64;
-            Ok(Resolved { pfn: Pfn((start >> 12) + page), max_size: PageSize::Size4K, writable: true })
+            Ok(Resolved { pfn: Pfn((self.0.start() >> 12) + page), max_size: PageSize::Size4K, writable: true })
         }
 
         fn guest_memory_ptr(&self, frame: Pfn) -> Option<*mut u8> {
@@ -103,9 +91,7 @@ mod bench {
 
     impl World {
         fn new(strategy: ShadowStrategy) -> World {
-            let layout = Layout::from_size_align(NR_FRAMES as usize * 4096, 2 << 20).unwrap();
-            // SAFETY: the layout has a size.
-            let host = BenchHost(Memory { start: unsafe { alloc_zeroed(layout) }, layout });
+            let host = BenchHost(Memory::new(NR_FRAMES, 2 << 20));
             let paging = Paging::Shadow(ShadowPaging { strategy, ..ShadowPaging::default() });
             let vm = Arc::new(Vm::new(host, Config::default().with_paging(paging)).unwrap());
             let region = MemoryRegion {
@@ -123,9 +109,9 @@ mod bench {
         }
 
         fn word(&self, gpa: u64) -> &AtomicU64 {
-            let start = self.vm.host().0.start;
+            let host = self.vm.host();
             // SAFETY: inside the memory, and aligned.
-            unsafe { &*start.wrapping_add(gpa as usize).cast::<AtomicU64>() }
+            unsafe { &*host.table_ptr(Hpa(host.0.start() + gpa)).cast::<AtomicU64>() }
         }
 
         /// The guest's tables map all data pages at their own addresses, and then those of a second process.

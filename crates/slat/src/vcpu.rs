@@ -12,6 +12,7 @@
 
 #![expect(unsafe_code, reason = "the vCPU's record is kept alive by its VM")]
 
+mod act;
 mod fault_around;
 mod on_leaf;
 mod plan;
@@ -31,16 +32,15 @@ use crate::dirty::log;
 use crate::dirty::ring::DirtyRing;
 use crate::dirty::rings::OwnedRing;
 use crate::error::Error;
-use crate::format::{Entry, Format};
+use crate::format::Format;
 use crate::host::{AllocationWait, Host, Resolved};
-use crate::second_stage::install::{self, Changed, NewLeaf, Rights};
-use crate::second_stage::{split, zap};
+use crate::second_stage::install::{Changed, NewLeaf};
 use crate::shadow::roots::Roots;
 use crate::slot::{MemoryAttributes, MemoryFaultFlags, MemoryRegionFlags};
 use crate::stats::{Counter, is_sampled};
-use crate::sync::{Locking, Side, fence_after_rmw};
+use crate::sync::Locking;
 use crate::table::Tree;
-use crate::table::entry::{self, Stamp, State};
+use crate::table::entry::{self, State};
 use crate::table::frames::{TableCache, TableUse};
 use crate::table::retire::{OwnedRecord, Record, Section};
 use crate::table::walk::Cursor;
@@ -480,152 +480,5 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         self.tables
             .top_up::<H, F>(host, &self.record.stats, nr_tables, node, AllocationWait::Allowed)
             .map_err(|()| Error::OutOfMemory)
-    }
-
-    /// Step 3 for an entry that is empty, or a leaf that the host has now allowed to be written.
-    #[inline]
-    fn install(&mut self, plan: &InstallPlan<'_, H::Backing>, leaf: NewLeaf) -> Result<Step, Changed> {
-        match plan.found {
-            Found::Empty(stamp) => self.install_on_empty(plan, stamp, leaf),
-            Found::ReadOnly(value, seen) => self.install_instead(plan, value, seen, leaf),
-            Found::Lacking(_) => unreachable!("no frame is asked for"),
-        }
-    }
-
-    #[inline]
-    fn install_on_empty(
-        &mut self,
-        plan: &InstallPlan<'_, H::Backing>,
-        seen: Stamp,
-        leaf: NewLeaf,
-    ) -> Result<Step, Changed> {
-        let locked = self.vm.tree.enter(self.record, Side::Read);
-        self.install_on_empty_in(&locked.section, plan.level, seen, leaf)
-    }
-
-    /// [`install_on_empty`](Self::install_on_empty) for an entry that was of level `highest`, and empty with `seen`.
-    #[inline]
-    fn install_on_empty_in(
-        &mut self,
-        section: &Section<'_>,
-        highest: Level,
-        seen: Stamp,
-        leaf: NewLeaf,
-    ) -> Result<Step, Changed> {
-        let mut cursor = Cursor::new(&self.vm.tree, section, self.gfn);
-        let (value, State::Empty(stamp)) = cursor.descend_to_lowest() else { return Err(Changed) };
-        // Another stamp: the range was taken away since the look. A higher or lower entry than then: the leaf may not fit,
-        // or need more tables than were taken.
-        if stamp != seen || cursor.level() > highest || cursor.level() < leaf.level {
-            return Err(Changed);
-        }
-        self.install_at(&cursor, section, value, stamp, leaf)
-    }
-
-    /// Takes the leaf `value` away and installs `leaf` in its place, in one section: between the two, and before the host
-    /// has answered, a reader would put the read-only leaf back, again and again.
-    ///
-    /// A leaf has no stamp that would tell whether the page was taken away since the look, and the very same leaf put back
-    /// by another fault after the host has forbidden what it answered here. The counter tells, read once more when the leaf
-    /// is gone: if this fault's stamp is the only one since the look, nobody has. If somebody has taken a stamp, wherever,
-    /// the entry is left empty, and the fault asks again. Who takes one later finds what is installed here, and zaps it.
-    ///
-    /// No flush is owed: the frame is the same, and CPUs may use it until an invalidation, which flushes; and one that has
-    /// the leaf cached faults on the write and walks anew (Intel SDM vol. 3C, "Operations that Invalidate Cached Mappings":
-    /// an EPT violation drops the translation that caused it; so it is wherever a right is given). There is nothing to tell
-    /// the host: through such a leaf nothing was written, and the page is in use. A huge leaf of which the host gives a part
-    /// is split before, so that its other pages stay.
-    #[cold]
-    fn install_instead(
-        &mut self,
-        plan: &InstallPlan<'_, H::Backing>,
-        value: Entry,
-        seen: Stamp,
-        leaf: NewLeaf,
-    ) -> Result<Step, Changed> {
-        let tree = &self.vm.tree;
-        let locked = tree.enter(self.record, Side::Read);
-        let section = &locked.section;
-        let mut cursor = Cursor::new(tree, section, self.gfn);
-        let (found, _) = cursor.descend_to_lowest();
-        let level = cursor.level();
-        if found != value || level > plan.level || level < leaf.level {
-            return Err(Changed);
-        }
-        if level > leaf.level {
-            if F::BREAK_BEFORE_MAKE {
-                drop(locked);
-                split::split_by_breaking(tree, &self.vm.slots, self.record, self.tables, self.gfn, value, level)?;
-            } else {
-                install::split(&cursor, &tree.host, self.tables, value)?;
-            }
-            return Err(Changed);
-        }
-        if self.frame_in(value, level) != leaf.pfn {
-            return Err(Changed);
-        }
-        let stamp = tree.next_stamp();
-        // If nothing comes of it here, others may put something smaller there.
-        let stamp = if F::BREAK_BEFORE_MAKE && level > Level::L4K { stamp.unflushed() } else { stamp };
-        let empty = install::take_away(&cursor, value, stamp)?;
-        self.count(zap::zapped_leaf(level));
-        // A store-load pair with who takes a stamp, and then looks at the entry.
-        fence_after_rmw();
-        if tree.current_stamp().follows(seen) {
-            self.install_at(&cursor, section, empty, stamp, leaf)
-        } else {
-            Err(Changed)
-        }
-    }
-
-    /// The frame of this fault's page in the leaf `leaf` of `level`.
-    fn frame_in(&self, leaf: Entry, level: Level) -> Pfn {
-        Pfn(entry::frame::<F>(leaf, level).0 + (self.gfn.0 & (level.nr_pages() - 1)))
-    }
-
-    /// Whether the host has given a page that is mapped read-only another frame, and not invalidated it: then the leaf is
-    /// still there, and nobody has taken a stamp since the look.
-    #[inline]
-    fn is_another_frame(&self, plan: &InstallPlan<'_, H::Backing>, leaf: &NewLeaf) -> bool {
-        let Found::ReadOnly(value, seen) = plan.found else { return false };
-        if self.frame_in(value, plan.level) == leaf.pfn {
-            return false;
-        }
-        let tree = &self.vm.tree;
-        let section = tree.epochs.enter(self.record);
-        let mut cursor = Cursor::new(tree, &section, self.gfn);
-        cursor.descend_to_lowest().0 == value && tree.current_stamp() == seen
-    }
-
-    /// Installs `leaf` in the entry at the cursor, which is `value`, empty with `stamp`.
-    #[inline]
-    fn install_at(
-        &mut self,
-        cursor: &Cursor<'_, H, F>,
-        section: &Section<'_>,
-        value: Entry,
-        stamp: Stamp,
-        leaf: NewLeaf,
-    ) -> Result<Step, Changed> {
-        install::install(cursor, &self.vm.tree.host, self.tables, value, stamp, leaf)?;
-        self.count(installed(leaf.level));
-        if leaf.rights == Rights::Writable && self.marks(leaf.level) {
-            self.mark(section, self.gfn, self.gfn.block(leaf.level));
-        }
-        // Below a closed entry the leaf is of no use to a write yet.
-        Ok(if self.access == Access::Write && cursor.is_closed() { Step::Nearer } else { Step::Done })
-    }
-
-    /// Whether this fault is to mark the pages of a leaf of `level` that it makes writable. Where CPUs' dirty bits are the
-    /// log, they tell of leaves of 4 KiB; what is written at once has its dirty bit set here, so that no CPU will tell.
-    #[inline]
-    fn marks(&self, level: Level) -> bool {
-        self.marks_for(self.access, level)
-    }
-
-    /// As [`marks`](Self::marks), of a leaf that is installed for `access`.
-    #[inline]
-    fn marks_for(&self, access: Access, level: Level) -> bool {
-        access == Access::Write || self.vm.tree.config.first_write_faults(level)
     }
 }

@@ -7,6 +7,8 @@
 #![cfg(shuttle)]
 #![allow(missing_docs)]
 
+#[path = "support/schedules.rs"]
+mod schedules;
 #[path = "support/stepped_world.rs"]
 mod world;
 
@@ -14,9 +16,8 @@ use std::sync::Arc;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use shuttle::rand::{Rng, thread_rng};
-use shuttle::scheduler::{PctScheduler, RandomScheduler};
-use shuttle::{Runner, thread};
+use schedules::{check, random, random_locking};
+use shuttle::thread;
 use slat::{
     Access, Config, DirtyTracking, Error, Exit, Format, Gfn, GfnRange, Gpa, HugePageLogging, Locking, ManualProtect,
     MemoryRegionFlags, PAGE_SIZE, PageSize, WriteProtection,
@@ -28,31 +29,6 @@ use world::{
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
-
-/// Schedules of each kind for each test; `SHUTTLE_SCHEDULES` in the environment sets another number.
-const SCHEDULES: usize = 4_000;
-/// Switches at which a priority schedule may strike.
-const PCT_DEPTH: usize = 4;
-
-/// Runs `scenario` in many schedules.
-fn check(scenario: fn()) {
-    let schedules = std::env::var("SHUTTLE_SCHEDULES").map_or(SCHEDULES, |number| number.parse().unwrap());
-    let mut config = shuttle::Config::new();
-    // The statistics of a record are built on the stack.
-    config.stack_size = 1 << 18;
-    config.max_steps = shuttle::MaxSteps::FailAfter(2_000_000);
-    Runner::new(RandomScheduler::new(schedules), config.clone()).run(scenario);
-    Runner::new(PctScheduler::new(PCT_DEPTH, schedules), config).run(scenario);
-}
-
-fn random(below: u64) -> u64 {
-    thread_rng().gen_range(0..below)
-}
-
-fn random_locking() -> Locking {
-    // Mostly without: that is what is to be tried.
-    [Locking::None, Locking::None, Locking::None, Locking::Shared, Locking::Exclusive][random(5) as usize]
-}
 
 fn random_access() -> Access {
     [Access::Write, Access::Read][random(2) as usize]

@@ -20,25 +20,18 @@ mod world;
 use std::sync::Arc;
 
 use copied::Copied;
-use schedules::check;
+use schedules::{check, pick, random};
 use shuttle::thread;
-use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Gfn, GfnRange, Gpa, HugePageLogging, HugePageSplitting, Locking,
-    ManualProtect, MemoryRegionFlags, PAGE_SIZE, PageSize, WriteProtection,
-};
+use slat::{Access, Config, Gfn, GfnRange, Gpa, Locking, MemoryRegionFlags, PAGE_SIZE, PageSize};
 use tlb_world::{
     AreaBacking, BLOCK, Choices, Guest, MOVING, Memory, PAGES, PLACES, STAYING, TestVm, is_written_unseen, new_vm,
-    random, slot, take_away, zapping,
+    random_config, slot, take_away, zapping,
 };
 
 type Shape = world::Tiny<3>;
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
-
-fn pick<T: Copy>(from: &[T]) -> T {
-    from[random(from.len() as u64) as usize]
-}
 
 /// A range of `area` at `place`: a page, some pages, or all.
 fn random_range(place: u64) -> GfnRange {
@@ -172,25 +165,6 @@ fn change_staying(vm: &Arc<TestVm>, config: &Config, nr_turns: u64) -> Option<Co
         copy.harvest_twice(vm);
     }
     copy
-}
-
-/// Any way to manage memory.
-fn random_config() -> Config {
-    // Mostly without: that is what is to be tried.
-    let locking = pick(&[Locking::None, Locking::None, Locking::None, Locking::Shared, Locking::Exclusive]);
-    let access_tracking = pick(&[AccessTracking::AccessedBit, AccessTracking::AccessedBit, AccessTracking::Faults]);
-    let by_writes = [WriteProtection::Lazy, WriteProtection::LeafByLeaf].map(DirtyTracking::WriteProtect);
-    let by_dirty_bits = [DirtyTracking::DirtyBit, DirtyTracking::PageModificationLog];
-    let dirty_tracking = match access_tracking {
-        AccessTracking::Faults => pick(&by_writes),
-        AccessTracking::AccessedBit => pick(&[by_writes, by_dirty_bits].concat()),
-    };
-    Config::with_locking(locking)
-        .with_access_tracking(access_tracking)
-        .with_dirty_tracking(dirty_tracking)
-        .with_manual_protect(pick(&[ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet]))
-        .with_huge_page_logging(pick(&[HugePageLogging::Split, HugePageLogging::MarkWhole]))
-        .with_huge_page_splitting(pick(&[HugePageSplitting::Eager, HugePageSplitting::Lazy]))
 }
 
 fn everything() {

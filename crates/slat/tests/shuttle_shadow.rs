@@ -20,9 +20,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use schedules::check_less;
+use schedules::{check_less, random};
 use shadow_cpu::{Cpu, P, TestVm, U, W, WORDS, move_page, new_vm};
-use shuttle::rand::{Rng, thread_rng};
 use shuttle::thread;
 use slat::{
     Access, Config, Entry, Exit, Format, Gfn, GfnRange, Hpa, Level, MemoryRegionFlags, Npt, Paging, Pfn, ShadowPaging,
@@ -109,10 +108,6 @@ const LINK_PLACE: u64 = 2 << 30 | 1 << 12 | 16;
 
 fn table(gfn: u64) -> u64 {
     gfn << 12 | P | W | U
-}
-
-fn random(below: u64) -> u64 {
-    thread_rng().gen_range(0..below)
 }
 
 /// An entry with one editor.

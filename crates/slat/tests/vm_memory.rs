@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use common::guest::Guest;
+use common::random::Random;
 use common::{TestBacking, TestHost, change, each, region, vm};
 use slat::{
     Access, Config, Error, Format, Gpa, Locking, ManualProtect, MemoryRegion, MemoryRegionFlags, Npt, Outcome,
@@ -408,12 +409,9 @@ impl<F: Format> World<F> {
 
     /// Pages until told to stop: a few of them often, all of them now and then.
     fn until_stopped(&self, seed: u64, mut write: impl FnMut(usize)) {
-        let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        let mut random = Random::new(seed);
         while !self.stop.load(Ordering::Relaxed) {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            write(if state & 3 != 0 { (state >> 8) % 4 * 43 } else { (state >> 8) % NR_PAGES as u64 } as usize);
+            write(if random.below(4) != 0 { random.below(4) * 43 } else { random.below(NR_PAGES as u64) } as usize);
         }
     }
 

@@ -6,7 +6,7 @@
 //! effect before the flush returns, which is all that the engine relies on.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::time::Duration;
 
 use slat::{Access, Exit, Format, Gpa, Outcome, Vcpu, Vm};
@@ -138,5 +138,14 @@ impl<F: Format> Guest<F> {
                 }
             }
         }
+    }
+}
+
+/// Tells guests to stop when it goes, also because a check has failed.
+pub struct Stop<'a>(pub &'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
     }
 }

@@ -1,6 +1,7 @@
 //! A host for tests: table memory whose physical addresses are not its pointers, an allocation that fails when told to,
-//! a record of flushes and of leaves taken away, frames that are numbers without memory behind them; and a reference walk.
+//! a record of flushes and of leaves taken away.
 //! A flush, a resolve or an allocation can be overtaken, and frames and tables have nodes if a test wants it.
+//! `backing` has frames that are numbers without memory behind them; `tables` a reference walk;
 //! `broken` has a format that needs break-before-make, and who sees that it is kept; `log` has a slot's dirty log and a CPU that sets A and D;
 //! `guest` has threads that walk the tables as CPUs do, beside everybody else; `trap` and `hooked` stop or overtake a thread where it matters.
 
@@ -8,10 +9,13 @@
 #![allow(missing_docs)]
 #![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
 
+mod backing;
 pub mod broken;
 pub mod guest;
 pub mod hooked;
 pub mod log;
+pub mod random;
+mod tables;
 pub mod trap;
 
 #[cfg(target_os = "linux")]
@@ -20,16 +24,18 @@ mod membarrier;
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::cell::Cell;
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::mem::take;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, RwLock};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::Instant;
 
+pub use backing::{Frame, PRIVATE_PFN, TestBacking, Writes};
 use slat::{
-    Access, AllocationWait, Config, Entry, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, HugePageSplitting, Level,
-    Locking, MemoryRegion, MemoryRegionFlags, NodeId, PageSize, Park, Pfn, Resolved, TableNode, Vm, ZappedLeaf,
+    Access, AllocationWait, Config, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, HugePageSplitting, Locking,
+    MemoryRegion, MemoryRegionFlags, NodeId, PageSize, Park, Pfn, Resolved, TableNode, Vm, ZappedLeaf,
 };
+pub use tables::*;
 
 /// A test for each format and locking: `$test::<Format>(locking)`. Those of other processors than x86 with one locking each.
 #[allow(unused_macros, reason = "each test binary uses a part")]
@@ -122,99 +128,6 @@ impl InsideHost {
 impl Drop for InsideHost {
     fn drop(&mut self) {
         INSIDE_HOST.set(INSIDE_HOST.get() - 1);
-    }
-}
-
-/// What a backing says about writes to a page.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Writes {
-    /// Also a read is answered with a frame that may be written.
-    Allowed,
-    /// A write is; a read is answered with a frame that may not be written.
-    IfAskedFor,
-    /// A write finds that the page is gone.
-    Refused,
-}
-
-/// What a page has instead of the frame of its number.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Frame {
-    pub pfn: u64,
-    pub writes: Writes,
-}
-
-/// The frame of a page that is private, less the one that it has as a shared one. 16 TiB.
-pub const PRIVATE_PFN: u64 = 1 << 32;
-
-/// Frames are given out by number: page n of a backing is frame `first_pfn + n`, unless it was given another.
-#[derive(Debug)]
-pub struct TestBacking {
-    pub first_pfn: u64,
-    pub nr_pages: u64,
-    pub max_size: PageSize,
-    /// Whether a read is answered with a frame that may be written.
-    pub read_gives_writable: AtomicBool,
-    /// Whether a write finds that any page is gone. To be set only while the pages are invalidated.
-    pub writes_are_refused: AtomicBool,
-    pub gone: AtomicBool,
-    /// Pages with another frame, each a block of its own. To be changed only while the page is invalidated.
-    pub frames: RwLock<BTreeMap<u64, Frame>>,
-    /// Pages of which the host says, when asked, that they are resident.
-    pub resident: RwLock<BTreeSet<u64>>,
-    /// Whether it says so of a page in any case.
-    pub is_resident: fn(u64) -> bool,
-    /// Set by drop.
-    pub dropped: Arc<AtomicBool>,
-}
-
-impl TestBacking {
-    pub fn new(first_pfn: u64, nr_pages: u64, max_size: PageSize) -> TestBacking {
-        TestBacking {
-            first_pfn,
-            nr_pages,
-            max_size,
-            read_gives_writable: AtomicBool::new(true),
-            writes_are_refused: AtomicBool::new(false),
-            gone: AtomicBool::new(false),
-            frames: RwLock::default(),
-            resident: RwLock::default(),
-            is_resident: |_| false,
-            dropped: Arc::default(),
-        }
-    }
-}
-
-impl TestBacking {
-    /// The frame of page `page`, and the largest block around it that is contiguous.
-    fn frame(&self, page: u64) -> (Frame, PageSize) {
-        let writes = if self.writes_are_refused.load(Ordering::SeqCst) {
-            Writes::Refused
-        } else if self.read_gives_writable.load(Ordering::SeqCst) {
-            Writes::Allowed
-        } else {
-            Writes::IfAskedFor
-        };
-        let frames = self.frames.read().unwrap();
-        if let Some(&frame) = frames.get(&page) {
-            return (frame, PageSize::Size4K);
-        }
-        let pfn = self.first_pfn + page;
-        // Blocks are of frames, which need not lie as the guest's pages do.
-        let is_contiguous = |size: &PageSize| {
-            let nr_pages = size.level().nr_pages();
-            let inside = pfn % nr_pages;
-            let block = page.saturating_sub(inside)..page + nr_pages - inside;
-            *size <= self.max_size && frames.range(block).next().is_none()
-        };
-        let sizes = [PageSize::Size1G, PageSize::Size2M];
-        let size = sizes.into_iter().find(is_contiguous).unwrap_or(PageSize::Size4K);
-        (Frame { pfn, writes }, size)
-    }
-}
-
-impl Drop for TestBacking {
-    fn drop(&mut self) {
-        self.dropped.store(true, Ordering::SeqCst);
     }
 }
 
@@ -581,94 +494,6 @@ unsafe impl Host for TestHost {
     fn timestamp_ns(&self) -> u64 {
         self.start.elapsed().as_nanos() as u64 + self.clock_ahead_ns.load(Ordering::Relaxed)
     }
-}
-
-/// What the tables say about an address.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Translation {
-    /// Frame of the 4 KiB page.
-    pub pfn: Pfn,
-    pub level: Level,
-    pub writable: bool,
-    pub entry: Entry,
-}
-
-/// The lowest entry for `gfn`: where it is, what it holds, its level.
-pub fn walk<F: Format>(host: &TestHost, root: Hpa, gfn: Gfn) -> (*mut u64, Entry, Level) {
-    walk_with::<F>(host, root, gfn, |_| ())
-}
-
-/// [`walk`] that shows each table entry on the way.
-fn walk_with<F: Format>(host: &TestHost, root: Hpa, gfn: Gfn, through: impl FnMut(Entry)) -> (*mut u64, Entry, Level) {
-    hooked::without_looks(|| walk_quietly::<F>(host, root, gfn, through))
-}
-
-fn walk_quietly<F: Format>(
-    host: &TestHost,
-    root: Hpa,
-    gfn: Gfn,
-    mut through: impl FnMut(Entry),
-) -> (*mut u64, Entry, Level) {
-    let (mut table, mut level) = (root, F::ROOT_LEVEL);
-    loop {
-        let nr_entries = if level == F::ROOT_LEVEL { F::ROOT_ENTRIES } else { F::TABLE_ENTRIES };
-        let index = (gfn.0 / level.nr_pages()) as usize % nr_entries;
-        // SAFETY: inside a live table.
-        let cell = unsafe { host.table_ptr(table).cast::<u64>().add(index) };
-        // SAFETY: as above; atomic, because others may write.
-        let entry = Entry(unsafe { AtomicU64::from_ptr(cell) }.load(Ordering::SeqCst));
-        assert_ne!(entry.0, POISON, "a walk for {gfn} in a table that was freed");
-        if !F::is_present(entry) || F::is_leaf(entry, level) {
-            return (cell, entry, level);
-        }
-        through(entry);
-        table = F::address(entry, level);
-        level = Level(level.0 - 1);
-    }
-}
-
-/// What the entries of a table hold.
-pub fn entries_of(host: &TestHost, table: Hpa) -> [u64; 512] {
-    std::array::from_fn(|index| {
-        // SAFETY: inside a live table.
-        let cell = unsafe { host.table_ptr(table).cast::<u64>().add(index) };
-        // SAFETY: as above; atomic, because others may write.
-        unsafe { AtomicU64::from_ptr(cell) }.load(Ordering::SeqCst)
-    })
-}
-
-/// Address of the lowest entry for `gfn`, and its level.
-pub fn lowest_entry<F: Format>(host: &TestHost, root: Hpa, gfn: Gfn) -> (*mut u64, Level) {
-    let (cell, _, level) = walk::<F>(host, root, gfn);
-    (cell, level)
-}
-
-/// Walks as hardware does. Only for a moment in which no table is freed; else see `guest`.
-pub fn translate<F: Format>(vm: &Vm<TestHost, F>, gpa: Gpa) -> Option<Translation> {
-    let mut writable = true;
-    let (_, entry, level) = walk_with::<F>(vm.host(), vm.root(), gpa.gfn(), |entry| {
-        // Each entry on the way must allow it, where such entries have rights.
-        writable &= F::GENERATION == 0 || entry.0 & F::WRITABLE == F::WRITABLE;
-    });
-    F::is_present(entry).then(|| Translation {
-        pfn: Pfn(hooked::without_looks(|| F::address(entry, level)).pfn().0 + gpa.gfn().0 % level.nr_pages()),
-        level,
-        writable: writable && entry.0 & F::WRITABLE == F::WRITABLE,
-        entry,
-    })
-}
-
-/// What hardware does at an access that the leaf `found` at `gpa` allows: sets A, and D for a write if it knows one. Says
-/// whether the leaf was still there and allowed it. For who keeps its table from being freed.
-pub fn set_accessed_and_dirty<F: Format>(vm: &Vm<TestHost, F>, gpa: Gpa, found: Translation, access: Access) -> bool {
-    let (cell, entry, level) = walk::<F>(vm.host(), vm.root(), gpa.gfn());
-    if entry != found.entry || level != found.level || (access == Access::Write && !found.writable) {
-        return false;
-    }
-    let bits = F::ACCESSED | if access == Access::Write && F::HAS_DIRTY_BIT { F::DIRTY } else { 0 };
-    // SAFETY: an entry of a live table, as the caller promises; by compare-and-exchange, as hardware does it.
-    let cell = unsafe { AtomicU64::from_ptr(cell) };
-    cell.compare_exchange(entry.0, entry.0 | bits, Ordering::SeqCst, Ordering::SeqCst).is_ok()
 }
 
 pub const MIB: u64 = 1 << 20;

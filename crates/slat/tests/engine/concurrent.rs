@@ -8,6 +8,7 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use crate::common::guest::Guest;
+use crate::common::random::Random;
 use crate::common::{GIB, MIB, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
 use slat::{Access, Error, Exit, Format, Gpa, Locking, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
@@ -16,18 +17,6 @@ const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 
 /// How long each test runs for one locking and format, where it does not count rounds.
 const RUN: Duration = Duration::from_millis(300);
-
-/// A step of a cheap random sequence; `state` is not 0.
-fn random(state: &mut u64) -> u64 {
-    *state ^= *state << 13;
-    *state ^= *state >> 7;
-    *state ^= *state << 17;
-    *state
-}
-
-fn seed(thread: u64) -> u64 {
-    thread.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1
-}
 
 each!(of_vcpus_that_fault_on_one_page_one_wins_and_none_fails, same_page);
 fn same_page<F: Format>(locking: Locking) {
@@ -75,7 +64,7 @@ fn different_orders<F: Format>(locking: Locking) {
             let mut guest = Guest::new(&vm);
             scope.spawn(move || {
                 // Odd strides visit every page once.
-                let stride = (seed(index) % nr_pages) | 1;
+                let stride = (Random::new(index).next() % nr_pages) | 1;
                 let stride = if stride.is_multiple_of(5) { stride + 2 } else { stride };
                 for turn in 0..nr_pages {
                     let page = (index * 37 + turn * stride) % nr_pages;
@@ -161,11 +150,11 @@ impl Versions {
 
 /// Accesses the changing slot, and now and then the one behind it, which never changes, until `stop`.
 fn live_in_changing_memory<F: Format>(mut guest: Guest<F>, thread: u64, versions: &Versions, stop: &AtomicBool) {
-    let mut state = seed(thread);
+    let mut random = Random::new(thread);
     while !stop.load(Ordering::Relaxed) {
-        let random = random(&mut state);
-        let access = if random & 1 == 0 { Access::Write } else { Access::Read };
-        let page = (random >> 8) % (life::SPACE + 16);
+        let number = random.next();
+        let access = if number & 1 == 0 { Access::Write } else { Access::Read };
+        let page = (number >> 8) % (life::SPACE + 16);
         let gfn = life::START + page;
         let gpa = Gpa(gfn * PAGE_SIZE);
         if page >= life::SPACE {
@@ -239,10 +228,10 @@ fn dropped_backing<F: Format>(locking: Locking) {
         for thread in 0..8 {
             let (mut guest, stop) = (Guest::new(&vm), &stop);
             scope.spawn(move || {
-                let mut state = seed(thread);
+                let mut random = Random::new(thread);
                 while !stop.load(Ordering::Relaxed) {
                     // The host checks that it never resolves in a backing that was dropped.
-                    let gpa = Gpa(random(&mut state) % 16 * PAGE_SIZE);
+                    let gpa = Gpa(random.next() % 16 * PAGE_SIZE);
                     let _ = guest.try_access(gpa, Access::Write, drop);
                 }
             });
@@ -278,9 +267,9 @@ fn busy_slot<F: Format>(locking: Locking) {
         for thread in 0..4 {
             let (mut guest, stop) = (Guest::new(&vm), &stop);
             scope.spawn(move || {
-                let mut state = seed(thread);
+                let mut random = Random::new(thread);
                 while !stop.load(Ordering::Relaxed) {
-                    let gfn = random(&mut state) % 72;
+                    let gfn = random.next() % 72;
                     let found = guest.try_access(Gpa(gfn * PAGE_SIZE), Access::Write, |found| found.pfn.0);
                     // The slot is at 0 or at 8 pages.
                     assert!(found.is_err() || found == Ok(0x1000 + gfn) || found == Ok(0x1000 + gfn - 8), "{found:x?}");
@@ -290,11 +279,11 @@ fn busy_slot<F: Format>(locking: Locking) {
         for thread in 0..2 {
             let (vm, stop, done) = (&vm, &stop, &done[thread as usize]);
             scope.spawn(move || {
-                let mut state = seed(thread + 100);
+                let mut random = Random::new(thread + 100);
                 while !stop.load(Ordering::Relaxed) {
-                    let random = random(&mut state);
-                    let flags = if random & 1 == 0 { NO_FLAGS } else { LOG };
-                    let gpa = if random & 2 == 0 { 0 } else { 8 * PAGE_SIZE };
+                    let number = random.next();
+                    let flags = if number & 1 == 0 { NO_FLAGS } else { LOG };
+                    let gpa = if number & 2 == 0 { 0 } else { 8 * PAGE_SIZE };
                     match vm.set_user_memory_region(change(0, flags, gpa, SIZE)) {
                         Ok(()) => drop(done.fetch_add(1, Ordering::Relaxed)),
                         Err(error) => {

@@ -14,10 +14,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::common::guest::Guest;
+use crate::common::guest::{Guest, Stop};
 use crate::common::log::{
     HUGE_PAGE_LOGGINGS, LOCKINGS, LOG, MANUAL_PROTECTS, NO_FLAGS, dirty_trackings, pages_of, write_as_hardware,
 };
+use crate::common::random::Random;
 use crate::common::{MIB, TestHost, Translation, assert_no_table_is_left, change, region, translate};
 use slat::{
     Access, AccessTracking, Config, Error, Exit, Format, Gfn, GfnRange, Gpa, Level, ManualProtect, MemoryRegionFlags,
@@ -228,13 +229,6 @@ impl<F: Format> World<F> {
                 let guest = Guest::new(&self.vm);
                 scope.spawn(move || self.write_until_stopped(guest, index));
             }
-            /// Stops the guests also when a check has failed.
-            struct Stop<'a>(&'a AtomicBool);
-            impl Drop for Stop<'_> {
-                fn drop(&mut self) {
-                    self.0.store(true, Ordering::SeqCst);
-                }
-            }
             let _stop = Stop(&self.stop);
             host();
         });
@@ -245,22 +239,6 @@ fn for_a_while(mut turn: impl FnMut()) {
     let start = Instant::now();
     while start.elapsed() < RUN {
         turn();
-    }
-}
-
-/// Numbers for a guest to choose by.
-struct Random(u64);
-
-impl Random {
-    fn new(seed: u64) -> Random {
-        Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
-    }
-
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
     }
 }
 

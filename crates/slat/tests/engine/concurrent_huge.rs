@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use crate::common::broken::Broken;
 use crate::common::guest::Guest;
 use crate::common::log::{LOG, NO_FLAGS, dirty_trackings, write_as_hardware};
+use crate::common::random::Random;
 use crate::common::{
     Frame, TestBacking, TestHost, Translation, Writes, assert_no_table_is_left, change, set_accessed_and_dirty,
     translate,
@@ -395,7 +396,7 @@ impl<F: Format> World<F> {
         });
         std::thread::scope(|scope| {
             for (index, role) in (0..).zip(roles) {
-                let (mut guest, mut random) = (Guest::new(&self.vm), Random::new(index));
+                let (mut guest, mut random) = (Guest::new(&self.vm), Random::new(index + 1));
                 scope.spawn(move || {
                     let _stop = Stop(&self.stop);
                     while self.goes_on() {
@@ -426,7 +427,7 @@ impl<F: Format> World<F> {
             _ => (range_of(block * BIG, BIG), PageSize::Size4K),
         };
         guest.during_fault(|_| self.vm.split_range(range, largest).unwrap());
-        random.pause();
+        pause(random);
     }
 
     fn take_away(&self, guest: &mut Guest<F>, random: &mut Random) {
@@ -444,11 +445,11 @@ impl<F: Format> World<F> {
                     self.move_page(layout, hot);
                 }
             });
-            random.pause();
+            pause(random);
         }
         // Pages that stay moved would leave no huge page.
         self.invalidate(guest, range, |layout, hot| self.move_back(layout, hot));
-        random.pause();
+        pause(random);
     }
 
     fn change_slots(&self, _: &mut Guest<F>, random: &mut Random) {
@@ -457,8 +458,8 @@ impl<F: Format> World<F> {
             1 | 2 => self.log(),
             _ => {}
         }
-        random.pause();
-        random.pause();
+        pause(random);
+        pause(random);
     }
 
     /// When all have stopped.
@@ -537,25 +538,9 @@ impl<F: Format> World<F> {
     }
 }
 
-/// Numbers for a thread to choose by.
-struct Random(u64);
-
-impl Random {
-    /// Lets the others go on for a while, so that not all is in pieces all the time.
-    fn pause(&mut self) {
-        std::thread::sleep(Duration::from_micros(self.below(2000)));
-    }
-
-    fn new(seed: u64) -> Random {
-        Random(seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
-    }
-
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 16) % end
-    }
+/// Lets the others go on for a while, so that not all is in pieces all the time.
+fn pause(random: &mut Random) {
+    std::thread::sleep(Duration::from_micros(random.below(2000)));
 }
 
 /// The ways to find out writes, and what becomes of huge pages then.

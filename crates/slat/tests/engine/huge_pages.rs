@@ -1,5 +1,8 @@
 //! Huge pages: split ahead of time, by whom and where; and put back when logging ends.
 
+mod kvm_page_splitting;
+mod without_memory;
+
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -110,6 +113,7 @@ macro_rules! each_format {
         }
     };
 }
+use each_format;
 
 fn sizes<F: Format>(world: &World<F>) -> (u64, u64, u64) {
     pages(&world.vm)
@@ -128,78 +132,6 @@ fn world_with<F: Format>(config: Config, slot: Slot, access: Access) -> World<F>
 
 fn zapped<F: Format>(world: &World<F>) -> Vec<ZappedLeaf> {
     world.vm.host().take_zapped()
-}
-
-/// KVM's dirty_log_page_splitting_test: two vCPUs, each with a slot of its own, and two passes.
-fn kvm_page_splitting<F: Format>(config: Config, size: PageSize, slot_pages: u64) {
-    // Not each page, which is a matter of time only; but some of each block.
-    const STRIDE: usize = 37;
-    let mut world = World::<F>::new(config);
-    let slots = [0, 1].map(|id| Slot::huge(id, u64::from(id) * slot_pages, slot_pages, size));
-    slots.iter().for_each(|slot| world.create(*slot, NO_FLAGS));
-    let mut other = world.vm.create_vcpu().unwrap();
-    let mut touch_all = |world: &mut World<F>| {
-        for slot in slots {
-            std::mem::swap(&mut world.vcpu, &mut other);
-            world.write_all(slot, (0..slot.nr_pages).step_by(STRIDE));
-        }
-    };
-    touch_all(&mut world);
-    let nr_pages = 2 * slot_pages;
-    let initial = match size {
-        PageSize::Size1G => (0, 0, nr_pages / HUGE),
-        _ => (0, nr_pages / BIG, 0),
-    };
-    assert_eq!(sizes(&world), initial, "populated");
-    slots.iter().for_each(|slot| world.set_flags(*slot, LOG));
-    let all_split = (nr_pages, 0, 0);
-    let is_late = config.manual_protect == ManualProtect::InitiallySet;
-    assert_eq!(sizes(&world), if is_late { initial } else { all_split }, "enabled");
-    let expected: Vec<u64> = (0..slot_pages).step_by(STRIDE).collect();
-    for pass in 0..2 {
-        touch_all(&mut world);
-        for slot in slots {
-            let got = world.get(slot);
-            if is_late && pass == 0 {
-                assert_eq!(got.len() as u64, slot_pages);
-            } else {
-                assert_eq!(got, expected, "{config:?} in pass {pass}");
-            }
-            if config.manual_protect != ManualProtect::Disabled {
-                assert_eq!(world.clear(slot, &(0..slot_pages).collect::<Vec<_>>()), Ok(got.len() as u64));
-            }
-        }
-        assert_eq!(sizes(&world), all_split, "pass {pass}");
-    }
-    slots.iter().for_each(|slot| world.set_flags(*slot, NO_FLAGS));
-    touch_all(&mut world);
-    assert_eq!(sizes(&world), initial, "disabled");
-    drop(other);
-    world.finish(&slots);
-}
-
-#[test]
-fn kvm_page_splitting_test() {
-    for manual in MANUAL_PROTECTS {
-        for tracking in dirty_trackings::<Ept>() {
-            let config = Config::default().with_manual_protect(manual).with_dirty_tracking(tracking);
-            kvm_page_splitting::<Ept>(config, PageSize::Size2M, 8 * BIG);
-            kvm_page_splitting::<Ept>(config, PageSize::Size1G, HUGE);
-        }
-        for tracking in dirty_trackings::<Npt>() {
-            let config = Config::default().with_manual_protect(manual).with_dirty_tracking(tracking);
-            kvm_page_splitting::<Npt>(config, PageSize::Size2M, 8 * BIG);
-            kvm_page_splitting::<Broken>(config, PageSize::Size2M, 8 * BIG);
-        }
-        kvm_page_splitting::<Broken>(Config::default().with_manual_protect(manual), PageSize::Size1G, HUGE);
-        for tracking in dirty_trackings::<Sv39x4>() {
-            let config = Config::default().with_manual_protect(manual).with_dirty_tracking(tracking);
-            kvm_page_splitting::<Sv39x4>(config, PageSize::Size2M, 8 * BIG);
-        }
-        let config = Config::default().with_manual_protect(manual);
-        kvm_page_splitting::<Stage2>(config, PageSize::Size2M, 8 * BIG);
-        kvm_page_splitting::<Sv48x4>(config, PageSize::Size2M, 8 * BIG);
-    }
 }
 
 each_format!(a_hole_has_the_table_taken_away_and_the_next_access_brings_the_huge_page, hole);
@@ -530,111 +462,6 @@ fn reader<F: Format>(config: Config) {
     assert_eq!(world.vm.recover_range(slot.range()), Ok(2048 - again));
     world.vm.reclaim();
     assert_eq!(world.vm.host().live_tables() as u64, nr_linked());
-    world.finish(&[slot]);
-}
-
-/// A page's frame, and whether it may be written.
-type Seen = Option<(u64, bool)>;
-
-/// All that the guest sees of a slot.
-fn seen<F: Format>(world: &World<F>, slot: Slot) -> Vec<Seen> {
-    world.entries(slot).into_iter().map(|found| found.map(|found| (found.pfn.0, found.writable))).collect()
-}
-
-each_format!(a_split_for_which_there_is_no_memory_leaves_the_rest_as_it_was, out_of_memory);
-fn out_of_memory<F: Format>(config: Config) {
-    let slot = Slot::huge(1, HUGE, 6 * BIG, PageSize::Size2M);
-    for k in 0..6 {
-        let world = world_with::<F>(config, slot, Access::Write);
-        let (vm, before) = (&world.vm, seen(&world, slot));
-        let nr_tables = vm.host().live_tables();
-        vm.host().fail_after(k);
-        assert_eq!(vm.split_range(slot.range(), PageSize::Size4K), Err(Error::OutOfMemory), "with {k} tables");
-        vm.host().never_fail();
-        let k = k as u64;
-        assert_eq!(sizes(&world), (k * BIG, 6 - k, 0));
-        assert_eq!(vm.host().live_tables() as u64, nr_tables as u64 + k);
-        // In a format that breaks leaves first, the parts may wait for their first write.
-        let is_same = |(now, before): (&Seen, &Seen)| {
-            now.map(|now| now.0) == before.map(|before| before.0) && (F::BREAK_BEFORE_MAKE || now == before)
-        };
-        assert!(seen(&world, slot).iter().zip(&before).all(is_same));
-        assert_eq!(vm.split_range(slot.range(), PageSize::Size4K), Ok(6 - k));
-        assert_eq!((sizes(&world), zapped(&world).len()), ((6 * BIG, 0, 0), 0));
-        world.finish(&[slot]);
-    }
-}
-
-each_format!(a_1g_page_split_half_way_for_want_of_memory_is_all_there, out_of_memory_1g);
-fn out_of_memory_1g<F: Format>(config: Config) {
-    let slot = Slot::huge(1, HUGE, HUGE, PageSize::Size1G);
-    for k in [0, 1, 2, 100, 511, 512] {
-        let world = world_with::<F>(config, slot, Access::Write);
-        world.vm.host().fail_after(k);
-        assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Err(Error::OutOfMemory));
-        world.vm.host().never_fail();
-        let nr_2m_split = (k as u64).saturating_sub(1);
-        let expected = if k == 0 { (0, 0, 1) } else { (nr_2m_split * BIG, 512 - nr_2m_split, 0) };
-        assert_eq!(sizes(&world), expected);
-        assert!((0..HUGE).step_by(97).all(|page| world.at(slot.gfn(page)).unwrap().pfn.0 == slot.first_pfn + page));
-        assert_eq!(world.vm.recover_range(slot.range()), Ok(nr_2m_split + u64::from(k != 0)));
-        assert_eq!(sizes(&world), (0, 0, 1));
-        world.finish(&[slot]);
-    }
-}
-
-each_format!(logging_begins_without_memory_and_the_log_is_exact, logging_without_memory);
-fn logging_without_memory<F: Format>(config: Config) {
-    let slot = Slot::huge(1, HUGE, 4 * BIG, PageSize::Size2M);
-    for manual in MANUAL_PROTECTS {
-        for k in 0..5 {
-            let mut world = world_with::<F>(config.with_manual_protect(manual), slot, Access::Write);
-            world.vm.host().fail_after(k);
-            world.set_flags(slot, LOG);
-            if manual == ManualProtect::InitiallySet {
-                assert_eq!(world.clear(slot, &(0..4 * BIG).collect::<Vec<_>>()), Ok(4 * BIG));
-            }
-            world.vm.host().never_fail();
-            let k = k.min(4) as u64;
-            assert_eq!(sizes(&world), (k * BIG, 4 - k, 0));
-            assert!((0..4 * BIG).all(|page| !world.is_writable(slot, page)), "all is protected");
-            let written = [0, 511, 512, 1025, 2047];
-            world.write_all(slot, written);
-            assert_eq!(world.take(slot), written, "with {k} tables");
-            assert_eq!(sizes(&world), (4 * BIG, 0, 0), "the first write splits");
-            world.set_flags(slot, NO_FLAGS);
-            assert_eq!((sizes(&world), zapped(&world).len()), ((0, 4, 0), 0));
-            world.finish(&[slot]);
-        }
-    }
-}
-
-each_format!(a_table_that_is_not_at_hand_is_asked_for_again_by_who_may_wait, waits);
-fn waits<F: Format>(config: Config) {
-    let slot = Slot::huge(1, HUGE, 5 * BIG, PageSize::Size2M);
-    let mut world = world_with::<F>(config, slot, Access::Write);
-    let asked = |world: &World<F>| -> Vec<AllocationWait> {
-        std::mem::take(&mut *world.vm.host().asked.lock().unwrap()).into_iter().map(|(_, wait)| wait).collect()
-    };
-    assert!(asked(&world).iter().all(|wait| *wait == AllocationWait::Allowed), "faults hold nothing when they ask");
-    world.vm.host().refuses_who_cannot_wait.store(true, Ordering::SeqCst);
-    assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Ok(5));
-    assert_eq!(asked(&world), [AllocationWait::Never, AllocationWait::Allowed].repeat(5));
-    assert_eq!(world.vm.recover_range(slot.range()), Ok(5));
-    assert_eq!(asked(&world), []);
-    world.set_flags(slot, LOG);
-    assert_eq!(asked(&world), [AllocationWait::Never, AllocationWait::Allowed].repeat(5));
-    world.set_flags(slot, NO_FLAGS);
-    world.vm.host().refuses_who_cannot_wait.store(false, Ordering::SeqCst);
-    assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Ok(5));
-    assert_eq!(asked(&world), [AllocationWait::Never; 5]);
-    world.vm.recover_range(slot.range()).unwrap();
-    // Neither: the error says so, and each is tried.
-    world.vm.host().fail_after(0);
-    assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Err(Error::OutOfMemory));
-    world.vm.host().never_fail();
-    assert_eq!(asked(&world), [AllocationWait::Never, AllocationWait::Allowed]);
-    assert_eq!(world.write(slot, 0), 0);
     world.finish(&[slot]);
 }
 

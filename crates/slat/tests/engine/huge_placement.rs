@@ -22,6 +22,18 @@ const POLICIES: [TablePlacement; 4] = [
 /// Nodes take turns by 2 MiB; this thread is on one, and its policy says another.
 const NODES: Nodes = Nodes { frames_apart: BIG, nr_nodes: 4, caller: 3, policy: 1, without_memory: None };
 
+/// `$test::<Format>(..)` for each format.
+macro_rules! of_each_format {
+    ($test:ident($($argument:expr),*)) => {
+        $test::<Npt>($($argument),*);
+        $test::<Ept>($($argument),*);
+        $test::<Broken>($($argument),*);
+        $test::<Stage2>($($argument),*);
+        $test::<Sv39x4>($($argument),*);
+        $test::<Sv48x4>($($argument),*);
+    };
+}
+
 /// A world with nodes.
 fn world<F: Format>(config: Config, nodes: Nodes) -> World<F> {
     let world = World::<F>::new(config);
@@ -112,12 +124,7 @@ fn splits<F: Format>(config: Config) {
 #[test]
 fn tables_of_splits_lie_where_they_should() {
     for locking in [Locking::None, Locking::Exclusive] {
-        splits::<Npt>(Config::with_locking(locking));
-        splits::<Ept>(Config::with_locking(locking));
-        splits::<Broken>(Config::with_locking(locking));
-        splits::<Stage2>(Config::with_locking(locking));
-        splits::<Sv39x4>(Config::with_locking(locking));
-        splits::<Sv48x4>(Config::with_locking(locking));
+        of_each_format!(splits(Config::with_locking(locking)));
     }
 }
 
@@ -169,12 +176,7 @@ fn faults<F: Format>(config: Config) {
 #[test]
 fn tables_of_faults_lie_where_they_should() {
     for locking in [Locking::None, Locking::Exclusive] {
-        faults::<Npt>(Config::with_locking(locking));
-        faults::<Ept>(Config::with_locking(locking));
-        faults::<Broken>(Config::with_locking(locking));
-        faults::<Stage2>(Config::with_locking(locking));
-        faults::<Sv39x4>(Config::with_locking(locking));
-        faults::<Sv48x4>(Config::with_locking(locking));
+        of_each_format!(faults(Config::with_locking(locking)));
     }
 }
 
@@ -200,12 +202,7 @@ fn without_memory<F: Format>(config: Config) {
 
 #[test]
 fn a_node_without_memory_has_remote_tables() {
-    without_memory::<Npt>(Config::default());
-    without_memory::<Ept>(Config::default());
-    without_memory::<Broken>(Config::default());
-    without_memory::<Stage2>(Config::default());
-    without_memory::<Sv39x4>(Config::default());
-    without_memory::<Sv48x4>(Config::default());
+    of_each_format!(without_memory(Config::default()));
 }
 
 /// What is left over of one node is not used for another, and goes back.
@@ -239,12 +236,7 @@ fn left_over<F: Format>(config: Config) {
 
 #[test]
 fn a_table_left_over_from_another_node_is_not_used() {
-    left_over::<Npt>(Config::default());
-    left_over::<Ept>(Config::default());
-    left_over::<Broken>(Config::default());
-    left_over::<Stage2>(Config::default());
-    left_over::<Sv39x4>(Config::default());
-    left_over::<Sv48x4>(Config::default());
+    of_each_format!(left_over(Config::default()));
 }
 
 /// A huge page that the host gives read-only; of which it then gives a small one for writing: the fault splits, and the
@@ -278,12 +270,7 @@ fn split_by_a_copy<F: Format>(config: Config, nodes: Nodes) {
 
 #[test]
 fn a_part_of_a_huge_page_that_is_given_for_writing_splits_it_by_the_policy_of_splits() {
-    split_by_a_copy::<Npt>(Config::default(), NODES);
-    split_by_a_copy::<Ept>(Config::default(), NODES);
-    split_by_a_copy::<Broken>(Config::default(), NODES);
-    split_by_a_copy::<Stage2>(Config::default(), NODES);
-    split_by_a_copy::<Sv39x4>(Config::default(), NODES);
-    split_by_a_copy::<Sv48x4>(Config::default(), NODES);
+    of_each_format!(split_by_a_copy(Config::default(), NODES));
 }
 
 /// An invalidation of a part splits by the policy of splits, and refines an empty entry by that of faults.
@@ -315,10 +302,5 @@ fn split_by_an_invalidation<F: Format>(config: Config) {
 
 #[test]
 fn an_invalidation_of_a_part_places_its_tables() {
-    split_by_an_invalidation::<Npt>(Config::default());
-    split_by_an_invalidation::<Ept>(Config::default());
-    split_by_an_invalidation::<Broken>(Config::default());
-    split_by_an_invalidation::<Stage2>(Config::default());
-    split_by_an_invalidation::<Sv39x4>(Config::default());
-    split_by_an_invalidation::<Sv48x4>(Config::default());
+    of_each_format!(split_by_an_invalidation(Config::default()));
 }

@@ -5,7 +5,9 @@
 mod world;
 
 use slat::{Access, Exit, Gfn, GfnRange, Gva, LocalFlush, Outcome, Privilege, ShadowStrategy};
-use world::{A, D, G, NX, P, PS, U, W, World};
+use world::World;
+
+use crate::shadow_cpu::{A, D, G, NX, P, PS, U, W};
 
 const STRATEGIES: [ShadowStrategy; 3] =
     [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged];

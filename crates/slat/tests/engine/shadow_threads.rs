@@ -8,26 +8,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
+use crate::common::random::Random;
 use crate::shadow_cpu::{A, ADDRESS, Cpu, D, G, P, TestVm, U, W, index, move_page, new_vm, region};
-use rng::Rng;
 use slat::{
     Access, AccessTracking, Config, DirtyTracking, Exit, Gfn, GfnRange, MemoryRegionFlags, PageSize, Paging,
     ShadowPaging, ShadowStrategy, WriteProtection,
 };
-
-mod rng {
-    /// Xorshift (Marsaglia 2003).
-    pub struct Rng(pub u64);
-
-    impl Rng {
-        pub fn below(&mut self, end: u64) -> u64 {
-            self.0 ^= self.0 << 13;
-            self.0 ^= self.0 >> 7;
-            self.0 ^= self.0 << 17;
-            (self.0 >> 11) % end
-        }
-    }
-}
 
 const NR_CPUS: usize = 3;
 const NR_SPACES: usize = 3;
@@ -111,7 +97,7 @@ struct Kernel<'c> {
     number: usize,
     common: &'c Common,
     cpu: Cpu,
-    rng: Rng,
+    rng: Random,
     current: usize,
     /// What the tables of each space say.
     leaves: [[Leaves; NR_TABLES]; NR_SPACES],
@@ -157,7 +143,7 @@ impl<'c> Kernel<'c> {
             number,
             common,
             cpu,
-            rng: Rng(seed),
+            rng: Random::new(seed),
             current: 0,
             leaves: Default::default(),
             links: std::array::from_fn(|_| std::array::from_fn(|t| t)),
@@ -426,7 +412,7 @@ fn run(strategy: ShadowStrategy, protection: WriteProtection, seed: u64) {
         let vm = &vm;
         scope.spawn(move || {
             let _alarm = Alarm(&common.is_over);
-            let mut rng = Rng(seed ^ 0x5555);
+            let mut rng = Random::new(seed ^ 0x5555);
             for _ in 0..NR_ROUNDS {
                 common.barrier.wait();
                 while !common.is_over.load(Ordering::SeqCst) {
@@ -453,7 +439,7 @@ fn run(strategy: ShadowStrategy, protection: WriteProtection, seed: u64) {
         let copies = &mut copies;
         scope.spawn(move || {
             let _alarm = Alarm(&common.is_over);
-            let mut rng = Rng(seed ^ 0x9999);
+            let mut rng = Random::new(seed ^ 0x9999);
             for round in 0..NR_ROUNDS {
                 common.barrier.wait();
                 while !common.is_over.load(Ordering::SeqCst) {

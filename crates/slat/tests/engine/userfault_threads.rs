@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use crate::common::broken::Broken;
 use crate::common::guest::Guest;
 use crate::common::log::{LOG, NO_FLAGS, pages_of, write_as_hardware};
+use crate::common::random::Random;
 use crate::common::{PRIVATE_PFN, TestHost, assert_no_table_is_left, change, region};
 use slat::{
     Access, AccessTracking, Config, DirtyTracking, Ept, Exit, FaultAround, Format, Gfn, GfnRange, HugePageLogging,
@@ -29,11 +30,6 @@ const NR_GUESTS: u64 = 3;
 const SHARED: u8 = 0;
 const PRIVATE: u8 = 1;
 const CHANGING: u8 = 2;
-
-fn random(state: &mut u64) -> u64 {
-    *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-    *state >> 33
-}
 
 /// A page, as user space and the guests know it.
 #[derive(Default)]
@@ -110,10 +106,10 @@ impl<F: Format> Scene<F> {
 
     /// Turns it off, and on again with the other words; or changes the words while it is on. Everything is filled before it is
     /// off; what is empty when it is on again was emptied before.
-    fn toggle(&self, seed: &mut u64) {
+    fn toggle(&self, random: &mut Random) {
         let mut on = self.on.write().unwrap();
         let next = on.map_or(0, |index| 1 - index);
-        if on.is_some() && random(seed).is_multiple_of(2) {
+        if on.is_some() && random.next().is_multiple_of(2) {
             self.pages.iter().for_each(|page| page.is_filled.store(true, Ordering::Relaxed));
             self.change(NO_FLAGS, USERFAULT, None);
             *on = None;
@@ -124,7 +120,7 @@ impl<F: Format> Scene<F> {
         for block in 0..self.blocks.len() {
             let is_set = old.is_some_and(|words| words[block / 64].load(Ordering::Relaxed) >> (block % 64) & 1 != 0);
             let word = &self.words[next][block / 64];
-            if is_set || random(seed).is_multiple_of(3) {
+            if is_set || random.next().is_multiple_of(3) {
                 word.fetch_or(1 << (block % 64), Ordering::Release);
             } else {
                 word.fetch_and(!(1 << (block % 64)), Ordering::Release);
@@ -140,10 +136,10 @@ impl<F: Format> Scene<F> {
     }
 
     /// Nobody else changes attributes.
-    fn set_attributes(&self, seed: &mut u64) {
-        let first = random(seed) % PAGES;
-        let nr_pages = [1, 7, 512][random(seed) as usize % 3].min(PAGES - first);
-        let to = [SHARED, PRIVATE][random(seed) as usize % 2];
+    fn set_attributes(&self, random: &mut Random) {
+        let first = random.next() % PAGES;
+        let nr_pages = [1, 7, 512][random.next() as usize % 3].min(PAGES - first);
+        let to = [SHARED, PRIVATE][random.next() as usize % 2];
         let pages = &self.pages[first as usize..(first + nr_pages) as usize];
         pages.iter().for_each(|page| page.attribute.store(CHANGING, Ordering::SeqCst));
         let attributes = if to == PRIVATE { MemoryAttributes::PRIVATE } else { MemoryAttributes::empty() };
@@ -218,7 +214,7 @@ fn run<F: Format>(config: Config, granularity: PageSize, logs: MemoryRegionFlags
         nr_exits: AtomicU64::new(0),
         nr_taken: AtomicU64::new(0),
     };
-    scene.toggle(&mut 1);
+    scene.toggle(&mut Random::new(1));
     let sets_dirty = matches!(config.dirty_tracking, DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog);
     let scene = &scene;
     let is_over = || scene.is_over.load(Ordering::Relaxed);
@@ -226,18 +222,18 @@ fn run<F: Format>(config: Config, granularity: PageSize, logs: MemoryRegionFlags
         for index in 0..NR_GUESTS {
             threads.spawn(move || {
                 let mut guest = Guest::new(&scene.vm);
-                let mut seed = index;
+                let mut random = Random::new(index);
                 while !is_over() {
                     // Mostly where others are.
-                    let span = if random(&mut seed).is_multiple_of(4) { PAGES } else { 64 };
-                    let page = (random(&mut seed) % span + random(&mut seed) % 3 * 512) % PAGES;
-                    if random(&mut seed).is_multiple_of(16) {
+                    let span = if random.next().is_multiple_of(4) { PAGES } else { 64 };
+                    let page = (random.next() % span + random.next() % 3 * 512) % PAGES;
+                    if random.next().is_multiple_of(16) {
                         let size = (PAGES - page).min(100) * PAGE_SIZE;
-                        let access = if random(&mut seed).is_multiple_of(2) { Access::Write } else { Access::Read };
+                        let access = if random.next().is_multiple_of(2) { Access::Write } else { Access::Read };
                         let gpa = Gfn(FIRST + page).gpa();
                         let _ = guest.during_fault(|guest| guest.vcpu.pre_fault_memory(gpa, size, access));
                     }
-                    let access = if random(&mut seed).is_multiple_of(2) { Access::Write } else { Access::Read };
+                    let access = if random.next().is_multiple_of(2) { Access::Write } else { Access::Read };
                     if let Some(block) = scene.access(&mut guest, page, access, sets_dirty) {
                         scene.nr_exits.fetch_add(1, Ordering::Relaxed);
                         scene.resolve(block);
@@ -246,18 +242,18 @@ fn run<F: Format>(config: Config, granularity: PageSize, logs: MemoryRegionFlags
             });
         }
         threads.spawn(|| {
-            let mut seed = 77;
+            let mut random = Random::new(77);
             while !is_over() {
-                let nr_blocks = 1 + random(&mut seed) as usize % scene.blocks.len().min(100);
-                scene.take_back(random(&mut seed) as usize % (scene.blocks.len() - nr_blocks + 1), nr_blocks);
+                let nr_blocks = 1 + random.next() as usize % scene.blocks.len().min(100);
+                scene.take_back(random.next() as usize % (scene.blocks.len() - nr_blocks + 1), nr_blocks);
             }
         });
         threads.spawn(|| {
-            let mut seed = 99;
+            let mut random = Random::new(99);
             while !is_over() {
-                match random(&mut seed) % 8 {
-                    0 => scene.toggle(&mut seed),
-                    1..=3 => scene.set_attributes(&mut seed),
+                match random.next() % 8 {
+                    0 => scene.toggle(&mut random),
+                    1..=3 => scene.set_attributes(&mut random),
                     4 if logs.is_empty() => scene.change(LOG, NO_FLAGS, None),
                     5 if logs.is_empty() => scene.change(NO_FLAGS, LOG, None),
                     4 | 5 => scene.harvest(),

@@ -1,5 +1,7 @@
 //! The plain model: slots, leaves and tables as maps, and what each operation should do to them.
 
+#[path = "plain_dirty_log.rs"]
+mod dirty_log;
 #[path = "plain_huge.rs"]
 mod huge;
 #[path = "plain_userfault.rs"]
@@ -472,143 +474,6 @@ impl Model {
         nr_used
     }
 
-    /// Takes the right to write, or the dirty bits, from the pages `bits` of the slot that has `range`: where there are many
-    /// in a block, from the entry above.
-    fn protect(&mut self, range: GfnRange, bits: &[u64]) {
-        const FEW: u64 = 16;
-        let is_lazy = self.closes && self.config.dirty_tracking == DirtyTracking::WriteProtect(WriteProtection::Lazy);
-        let by_dirty_bits = self.logs_by_dirty_bits();
-        let has = |gfn: u64| {
-            let page = gfn.wrapping_sub(range.start.0);
-            page < range.nr_pages() && bits[page as usize / 64] >> (page % 64) & 1 != 0
-        };
-        let blocks: Vec<u64> =
-            self.tables.range((Level::L2M, 0)..=(Level::L2M, u64::MAX)).map(|table| table.1).collect();
-        let mut just_closed = BTreeSet::new();
-        for first in blocks.into_iter().filter(|first| is_lazy && range.covers(Gfn(*first).block(Level::L2M))) {
-            if (first..first + 512).filter(|gfn| has(*gfn)).count() as u64 > FEW {
-                self.closed.insert(first);
-                just_closed.insert(first);
-            }
-        }
-        let first = self.leaf_at(range.start).map_or(range.start.0, |(first, _)| first);
-        for (&first, leaf) in self.leaves.range_mut(first..range.end.0) {
-            let block = GfnRange::new(Gfn(first), leaf.level.nr_pages()).intersection(range);
-            if just_closed.contains(&Gfn(first).align_down(Level::L2M).0) || !(block.start.0..block.end.0).any(has) {
-                continue;
-            }
-            if by_dirty_bits {
-                (leaf.dirty, leaf.was_dirty) = (false, leaf.dirty || leaf.was_dirty);
-            }
-            if !by_dirty_bits || leaf.level > Level::L4K {
-                leaf.writable = false;
-            }
-        }
-    }
-
-    /// Whether slot `id` can be asked for the log of `nr_pages` from `first_page` on, with a bitmap that is long enough.
-    pub fn check_range(&self, id: u32, (first_page, nr_pages): (u64, u64)) -> Result<(), Error> {
-        let slot = self.slots.get(&id).ok_or(Error::NoSuchSlot { slot: id })?;
-        let slot_pages = slot.range.nr_pages();
-        if !slot.flags.contains(LOG) {
-            Err(Error::NotLogging { slot: id })
-        } else if u128::from(first_page) + u128::from(nr_pages) > u128::from(slot_pages) {
-            Err(Error::LogRangePastEnd { slot: id, first_page, nr_pages, slot_pages })
-        } else if first_page % 64 != 0 || (nr_pages % 64 != 0 && first_page + nr_pages != slot_pages) {
-            Err(Error::UnalignedLogRange { slot: id, first_page, nr_pages })
-        } else {
-            Ok(())
-        }
-    }
-
-    /// What the log of slot `id` says of some pages; taken, unless that is done by clearing.
-    pub fn get(&mut self, id: u32, pages: (u64, u64)) -> Result<Vec<u64>, Error> {
-        self.check_range(id, pages)?;
-        self.collect(id, pages);
-        let words = words_of(pages);
-        let found = self.slots[&id].dirty[words.clone()].to_vec();
-        if self.config.manual_protect == ManualProtect::Disabled {
-            self.take(id, words.start, &found);
-        }
-        Ok(found)
-    }
-
-    /// Clears what `mask` names of some pages of the log of slot `id`. Returns their number.
-    pub fn clear(&mut self, id: u32, pages: (u64, u64), mask: &[u64]) -> Result<u64, Error> {
-        self.check_range(id, pages)?;
-        let words = words_of(pages);
-        let is_eager = self.config.huge_page_splitting == HugePageSplitting::Eager;
-        if is_eager && self.config.manual_protect == ManualProtect::InitiallySet {
-            let start = self.slots[&id].range.start.0 + pages.0;
-            let range = GfnRange::new(Gfn(start), pages.1);
-            let is_named = |block: GfnRange| {
-                let named = block.intersection(range);
-                let (first, last) = (named.start.0 - start, named.end.0 - 1 - start);
-                mask[first as usize / 64..=last as usize / 64].iter().any(|word| *word != 0)
-            };
-            self.split_range(range, self.largest_logged_write(), is_named);
-        }
-        let bits: Vec<u64> =
-            self.slots[&id].dirty[words.clone()].iter().zip(mask).map(|(word, mask)| word & mask).collect();
-        self.take(id, words.start, &bits);
-        Ok(bits.iter().map(|word| u64::from(word.count_ones())).sum())
-    }
-
-    /// Marks what the CPUs know of.
-    fn collect(&mut self, id: u32, pages: (u64, u64)) {
-        match self.config.dirty_tracking {
-            DirtyTracking::WriteProtect(_) => {}
-            DirtyTracking::DirtyBit => {
-                let start = self.slots[&id].range.start.0 + pages.0;
-                let leaves = self.leaves.range(start..start + pages.1);
-                let dirty: Vec<u64> = leaves
-                    .filter(|(_, leaf)| leaf.level == Level::L4K && leaf.dirty)
-                    .map(|(first, _)| *first)
-                    .collect();
-                dirty.into_iter().for_each(|gfn| self.mark(GfnRange::new(Gfn(gfn), 1)));
-            }
-            DirtyTracking::PageModificationLog => {
-                std::mem::take(&mut self.logged).into_iter().for_each(|gfn| self.mark(GfnRange::new(gfn, 1)));
-            }
-        }
-    }
-
-    /// Takes `bits`, all set, from the words from `first` on, and protects their pages, as many words at a time as the
-    /// engine does in a turn: the pages of a block count together only within one.
-    fn take(&mut self, id: u32, first: usize, bits: &[u64]) {
-        const SUMMARY_WORD: usize = 64;
-        let Some(slot) = self.slots.get_mut(&id) else { return };
-        let range = slot.range;
-        let mut turn = vec![0; slot.dirty.len()];
-        let mut nr_words = 0;
-        for (index, &word) in (first..).zip(bits) {
-            if index % SUMMARY_WORD == 0 && nr_words > SUMMARY_WORD {
-                self.protect(range, &turn);
-                turn.fill(0);
-                nr_words = 0;
-            }
-            if let Some(slot) = self.slots.get_mut(&id) {
-                slot.dirty[index] &= !word;
-            }
-            turn[index] = word;
-            nr_words += usize::from(word != 0);
-        }
-        if nr_words != 0 {
-            self.protect(range, &turn);
-        }
-    }
-
-    /// What [`Vm::mark_dirty`](slat::Vm::mark_dirty) does.
-    pub fn mark_dirty(&mut self, id: u32, first_page: u64, nr_pages: u64) -> Result<(), Error> {
-        let slot = self.slots.get_mut(&id).ok_or(Error::NoSuchSlot { slot: id })?;
-        let slot_pages = slot.range.nr_pages();
-        if u128::from(first_page) + u128::from(nr_pages) > u128::from(slot_pages) {
-            return Err(Error::LogRangePastEnd { slot: id, first_page, nr_pages, slot_pages });
-        }
-        slot.mark(GfnRange::new(Gfn(slot.range.start.0 + first_page), nr_pages));
-        Ok(())
-    }
-
     /// What a change of an existing slot must answer; done, if that is `Ok`.
     pub fn change(
         &mut self,
@@ -652,10 +517,4 @@ impl Model {
         }
         Ok(())
     }
-}
-
-/// The words of a log that hold `pages` (first and number).
-fn words_of((first_page, nr_pages): (u64, u64)) -> std::ops::Range<usize> {
-    let first = first_page as usize / 64;
-    first..first + nr_pages.div_ceil(64) as usize
 }

@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use slat::ManualProtect;
 
-use crate::tlb_world::{BLOCK, PAGES, STAYING, TestVm, random};
+use crate::schedules::random;
+use crate::tlb_world::{BLOCK, PAGES, STAYING, TestVm};
 
 pub struct Copied {
     nr_writes: [u64; PAGES],

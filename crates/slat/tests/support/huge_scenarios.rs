@@ -5,15 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use shuttle::thread::{self, JoinHandle};
-use slat::{
-    Access, AccessTracking, Config, DirtyTracking, Gfn, GfnRange, HugePageLogging, HugePageSplitting, Locking,
-    ManualProtect, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, WriteProtection,
-};
+use slat::{Access, Config, Gfn, GfnRange, MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize};
 
 use crate::copied::Copied;
+use crate::schedules::{pick, random};
 use crate::tlb_world::{
-    AreaBacking, BLOCK, Choices, Guest, Memory, PAGES, PLACES, STAYING, TestVm, is_written_unseen, new_vm, random,
-    take_away, zapping,
+    AreaBacking, BLOCK, Choices, Guest, Memory, PAGES, PLACES, STAYING, TestVm, is_written_unseen, new_vm, random_config, take_away, zapping,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -26,27 +23,6 @@ const GUESTS: usize = 2;
 const RECOVERER: usize = GUESTS;
 /// Recoveries, of all schedules: so that a test can say that there were some.
 pub static RECOVERIES: AtomicU64 = AtomicU64::new(0);
-
-fn pick<T: Copy>(from: &[T]) -> T {
-    from[random(from.len() as u64) as usize]
-}
-
-fn random_config() -> Config {
-    let locking = pick(&[Locking::None, Locking::None, Locking::None, Locking::Shared, Locking::Exclusive]);
-    let access_tracking = pick(&[AccessTracking::AccessedBit, AccessTracking::AccessedBit, AccessTracking::Faults]);
-    let by_writes = [WriteProtection::Lazy, WriteProtection::LeafByLeaf].map(DirtyTracking::WriteProtect);
-    let by_dirty_bits = [DirtyTracking::DirtyBit, DirtyTracking::PageModificationLog];
-    let dirty_tracking = match access_tracking {
-        AccessTracking::Faults => pick(&by_writes),
-        AccessTracking::AccessedBit => pick(&[by_writes, by_dirty_bits].concat()),
-    };
-    Config::with_locking(locking)
-        .with_access_tracking(access_tracking)
-        .with_dirty_tracking(dirty_tracking)
-        .with_manual_protect(pick(&[ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet]))
-        .with_huge_page_logging(pick(&[HugePageLogging::Split, HugePageLogging::MarkWhole]))
-        .with_huge_page_splitting(pick(&[HugePageSplitting::Eager, HugePageSplitting::Lazy]))
-}
 
 /// A slot of the area's pages from `first` on.
 fn make_slot(vm: &Arc<TestVm>, id: usize, flags: MemoryRegionFlags, first: u64, nr_pages: u64) {
@@ -260,15 +236,21 @@ pub fn beside_halves() {
     finish(&vm);
 }
 
-/// One page is taken away by a host that allows no huge leaf any more when that is done, beside one recovery that has asked
-/// before. Few steps, so that a schedule that strikes between the right two is likely.
-pub fn beside_a_host_that_wants_small_leaves() {
+/// A VM whose block is in small leaves and may be one; and a guest.
+fn new_split_vm() -> (Arc<TestVm>, Guest) {
     let vm = new_vm(&Choices { config: Config::default(), fails_one_in: None }, GUESTS + 2);
     vm.host().with_memory(|memory| memory.place(STAYING, &[PLACE]));
     make_slot(&vm, STAYING, NO_FLAGS, 0, BLOCK);
     let mut guest = Guest::new(&vm, 0);
     guest.prefault(PLACE, BLOCK, Access::Read);
     vm.split_range(ALL, PageSize::Size4K).unwrap();
+    (vm, guest)
+}
+
+/// One page is taken away by a host that allows no huge leaf any more when that is done, beside one recovery that has asked
+/// before. Few steps, so that a schedule that strikes between the right two is likely.
+pub fn beside_a_host_that_wants_small_leaves() {
+    let (vm, mut guest) = new_split_vm();
     let guest = thread::spawn(move || (0..3).for_each(|_| guest.access(PLACE, Access::Read)));
     let recoverer = spawn_one_recovery(&vm);
     take_away(&vm, &[GfnRange::new(Gfn(PLACE), 1)], |memory| memory.only_pages(STAYING, true));
@@ -288,12 +270,7 @@ fn be_late() {
 /// A page is written and taken away while the table that it is in is being put back: whoever meets that tells what was
 /// written. Few steps.
 pub fn beside_one_that_meets_it() {
-    let vm = new_vm(&Choices { config: Config::default(), fails_one_in: None }, GUESTS + 2);
-    vm.host().with_memory(|memory| memory.place(STAYING, &[PLACE]));
-    make_slot(&vm, STAYING, NO_FLAGS, 0, BLOCK);
-    let mut guest = Guest::new(&vm, 0);
-    guest.prefault(PLACE, BLOCK, Access::Read);
-    vm.split_range(ALL, PageSize::Size4K).unwrap();
+    let (vm, mut guest) = new_split_vm();
     let guest = thread::spawn(move || {
         be_late();
         (0..2).for_each(|_| guest.access(PLACE, Access::Write));

@@ -1,7 +1,9 @@
-//! How many schedules of each kind a test tries.
+//! How many schedules of each kind a test tries, and what is left to chance in one.
 
 use shuttle::Runner;
+use shuttle::rand::{Rng, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
+use slat::Locking;
 
 /// Schedules of each kind for each test; `SHUTTLE_SCHEDULES` in the environment sets another number, and
 /// `SHUTTLE_SEED` the random schedule of a failure, alone.
@@ -29,4 +31,19 @@ pub fn check_less(most: usize, scenario: fn()) {
     }
     Runner::new(RandomScheduler::new(schedules), config.clone()).run(scenario);
     Runner::new(PctScheduler::new(PCT_DEPTH, schedules), config).run(scenario);
+}
+
+pub fn random(below: u64) -> u64 {
+    thread_rng().gen_range(0..below)
+}
+
+#[allow(dead_code, reason = "some tests choose by number")]
+pub fn pick<T: Copy>(from: &[T]) -> T {
+    from[random(from.len() as u64) as usize]
+}
+
+#[allow(dead_code, reason = "some tests have no lock")]
+pub fn random_locking() -> Locking {
+    // Mostly without: that is what is to be tried.
+    pick(&[Locking::None, Locking::None, Locking::None, Locking::Shared, Locking::Exclusive])
 }

@@ -1,5 +1,4 @@
-//! A guest's memory, whose frames the host moves, and CPUs that walk shadow tables, with all that a CPU may cache: translations,
-//! and the places of tables of the lowest level, both until a flush names them.
+//! A guest's memory, whose frames the host moves, and CPUs that walk shadow tables (`shadow_cpu/cpu.rs`).
 //!
 //! Each page of the guest's has a stamp, its own number, in a word that no table uses: so whoever gets to a page knows whether
 //! it is the one that was meant. A frame that the guest has left is poisoned, and so is a shadow table that is freed. Before
@@ -10,15 +9,21 @@
 #![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
+#[path = "shadow_cpu/cpu.rs"]
+mod cpu;
+#[path = "guest_memory.rs"]
+pub mod guest_memory;
+
+pub use cpu::*;
+use guest_memory::Memory;
 use slat::sync::{AtomicU32, AtomicU64, full_fence};
 use slat::{
-    Access, AllocationWait, Config, Exit, Gfn, GfnRange, Gone, Gpa, GuestAccess, GuestEntry, Gva, Host, Hpa,
-    LocalFlush, MemoryRegion, MemoryRegionFlags, Outcome, PageSize, PagingRegisters, Park, Pfn, Privilege, Resolved,
-    TableNode, Vcpu, Vm,
+    Access, AllocationWait, Config, Gfn, GfnRange, Gone, Gpa, Host, Hpa, MemoryRegion, MemoryRegionFlags, PageSize,
+    Park, Pfn, Resolved, TableNode, Vm,
 };
 
 #[cfg(shuttle)]
@@ -34,9 +39,9 @@ pub const W: u64 = 1 << 1;
 pub const U: u64 = 1 << 2;
 pub const A: u64 = 1 << 5;
 pub const D: u64 = 1 << 6;
+pub const PS: u64 = 1 << 7;
 pub const G: u64 = 1 << 8;
-const PAGE_SIZE_BIT: u64 = 1 << 7;
-const NO_EXECUTE: u64 = 1 << 63;
+pub const NX: u64 = 1 << 63;
 pub const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
 /// Words of a page that are used: under shuttle each costs a step.
@@ -86,23 +91,6 @@ fn stamp_of(gfn: u64) -> u64 {
 /// Whether a table has an entry for the page: under shuttle they have few.
 fn is_used(gfn: u64) -> bool {
     gfn % BLOCK < WORDS
-}
-
-struct Memory {
-    start: *mut u8,
-    layout: Layout,
-}
-
-// SAFETY: only an address; what is behind it is accessed atomically.
-unsafe impl Send for Memory {}
-// SAFETY: as above.
-unsafe impl Sync for Memory {}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // SAFETY: allocated with this layout.
-        unsafe { dealloc(self.start, self.layout) }
-    }
 }
 
 #[derive(Default)]
@@ -223,11 +211,9 @@ impl TestHost {
         let nr_used = (0..nr_pages).filter(|&gfn| is_used(gfn)).count() as u64;
         // Blocks of frames where there may be huge pages.
         let align = if cfg!(shuttle) { 4096 } else { 2 << 20 };
-        let layout = Layout::from_size_align(((nr_used + nr_spare) * 4096) as usize, align).unwrap();
         let frame_of = |gfn: u64| if is_used(gfn) { gfn / BLOCK * WORDS + gfn % BLOCK } else { NO_FRAME };
         let host = TestHost {
-            // SAFETY: the layout has a size.
-            memory: Memory { start: unsafe { alloc_zeroed(layout) }, layout },
+            memory: Memory::new(nr_used + nr_spare, align),
             frames: (0..nr_pages).map(|gfn| AtomicU64::new(frame_of(gfn))).collect(),
             free: Mutex::new((nr_used..nr_used + nr_spare).collect()),
             tables: Mutex::default(),
@@ -245,7 +231,7 @@ impl TestHost {
     }
 
     fn pfn(&self, frame: u64) -> Pfn {
-        Hpa(self.memory.start.expose_provenance() as u64 + frame * 4096 + BIAS).pfn()
+        Hpa(self.memory.start() + frame * 4096 + BIAS).pfn()
     }
 
     fn word(&self, hpa: Hpa) -> &AtomicU64 {
@@ -365,278 +351,7 @@ pub fn new_vm(config: Config, nr_pages: u64, nr_spare: u64, flags: MemoryRegionF
     vm
 }
 
-pub fn region(nr_pages: u64, flags: MemoryRegionFlags, backing: Option<u64>) -> MemoryRegion<u64> {
+pub fn region<B>(nr_pages: u64, flags: MemoryRegionFlags, backing: Option<B>) -> MemoryRegion<B> {
     let memory_size = nr_pages * 4096;
     MemoryRegion { slot: 0, flags, guest_phys_addr: Gpa(0), memory_size, backing, userfault_bitmap: None }
-}
-
-/// A place in a page: of data, or of a table.
-#[derive(Clone, Copy)]
-pub struct Page<'h> {
-    host: &'h TestHost,
-    hpa: Hpa,
-}
-
-impl<'h> Page<'h> {
-    pub fn word(self, index: u64) -> &'h AtomicU64 {
-        self.host.word(Hpa(self.hpa.0 + index * 8))
-    }
-
-    /// Which page it is.
-    pub fn gfn(self) -> u64 {
-        let stamp = self.word(STAMP).load(Ordering::SeqCst);
-        let gfn = stamp >> 12 & 0xfff;
-        assert_eq!(stamp, stamp_of(gfn), "a CPU has got to a page that is not the guest's");
-        gfn
-    }
-}
-
-#[derive(Clone, Copy)]
-struct Cached {
-    page: Hpa,
-    writable: bool,
-    user: bool,
-    executable: bool,
-}
-
-impl Cached {
-    fn through(self, entry: u64) -> Cached {
-        Cached {
-            page: Hpa(entry & ADDRESS),
-            writable: self.writable && entry & W != 0,
-            user: self.user && entry & U != 0,
-            executable: self.executable && entry & NO_EXECUTE == 0,
-        }
-    }
-}
-
-/// One CPU of the guest's.
-pub struct Cpu {
-    pub vm: Arc<TestVm>,
-    vcpu: Vcpu<TestHost, Shape>,
-    /// It must be entered again.
-    has_exited: bool,
-    index: usize,
-    privilege: Privilege,
-    loaded: GuestEntry,
-    translations: HashMap<(u16, u64), Cached>,
-    /// Tables of the lowest level, and the rights on the way to them, by PCID and 2 MiB of address.
-    tables: HashMap<(u16, u64), Cached>,
-    /// Flushes of the host's that it has heard of.
-    seen_flushes: u64,
-}
-
-/// Ends an access, also one whose check has failed: others must not wait for it for ever.
-struct Over<'a>(&'a AtomicU64);
-
-impl Drop for Over<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_add(1, Ordering::SeqCst);
-    }
-}
-
-impl Cpu {
-    pub fn new(vm: &Arc<TestVm>) -> Cpu {
-        let index = vm.host().nr_cpus.fetch_add(1, Ordering::SeqCst);
-        assert!(index < MAX_CPUS);
-        let mut vcpu = vm.create_vcpu().unwrap();
-        let loaded = vcpu.entry().unwrap();
-        Cpu {
-            vm: Arc::clone(vm),
-            vcpu,
-            has_exited: false,
-            index,
-            privilege: Privilege::Supervisor,
-            loaded,
-            translations: HashMap::new(),
-            tables: HashMap::new(),
-            seen_flushes: 0,
-        }
-    }
-
-    /// Long mode with PCIDs, global pages and write protection.
-    pub fn long_mode(&mut self, cr3: u64) {
-        let registers =
-            PagingRegisters { cr0: 1 << 31 | 1 << 16 | 1, cr3, cr4: 1 << 5 | 1 << 17 | 1 << 7, efer: 1 << 8 | 1 << 11 };
-        self.set_registers(registers);
-    }
-
-    pub fn set_registers(&mut self, registers: PagingRegisters) {
-        self.resumes(|vcpu| vcpu.set_paging_registers(registers).unwrap());
-    }
-
-    pub fn load_cr3(&mut self, value: u64) {
-        self.resumes(|vcpu| vcpu.load_cr3(value).unwrap());
-    }
-
-    pub fn invlpg(&mut self, va: u64) {
-        self.resumes(|vcpu| vcpu.invlpg(Gva(va)).unwrap());
-    }
-
-    pub fn invpcid(&mut self, kind: u64, pcid: u64, va: u64) {
-        self.resumes(|vcpu| vcpu.invpcid(kind, [pcid, va]).unwrap());
-    }
-
-    /// For calls that the rest here does not make.
-    pub fn vcpu(&mut self) -> &mut Vcpu<TestHost, Shape> {
-        self.has_exited = true;
-        &mut self.vcpu
-    }
-
-    fn resumes(&mut self, call: impl FnOnce(&mut Vcpu<TestHost, Shape>) -> Outcome) {
-        assert_eq!(call(&mut self.vcpu), Outcome::Resume);
-        self.enter();
-    }
-
-    /// Loads what the engine says before the guest runs.
-    fn enter(&mut self) {
-        self.loaded = self.vcpu.entry().unwrap();
-        let pcid = self.loaded.pcid;
-        match self.loaded.flush {
-            LocalFlush::None => {}
-            LocalFlush::Page(gva) => self.forget(gva.0, |_| true),
-            LocalFlush::Context => {
-                self.translations.retain(|key, _| key.0 != pcid);
-                self.tables.retain(|key, _| key.0 != pcid);
-            }
-            LocalFlush::All => self.forget_all(),
-        }
-    }
-
-    fn forget_all(&mut self) {
-        self.translations.clear();
-        self.tables.clear();
-    }
-
-    /// Forgets what it translates `va` by, in those PCIDs.
-    fn forget(&mut self, va: u64, is_meant: impl Fn(u16) -> bool) {
-        self.translations.retain(|key, _| !is_meant(key.0) || key.1 != va >> 12);
-        self.tables.retain(|key, _| !is_meant(key.0) || key.1 != va >> 21);
-    }
-
-    fn allows(&self, cached: Cached, access: Access) -> bool {
-        (self.privilege != Privilege::User || cached.user)
-            && match access {
-                Access::Read => true,
-                Access::Write => cached.writable,
-                Access::Execute => cached.executable,
-            }
-    }
-
-    fn entry_in(&self, table: Hpa, va: u64, level: u32) -> u64 {
-        let entry = self.vm.host().word(Hpa(table.0 + index(va, level) * 8)).load(Ordering::SeqCst);
-        assert_ne!(entry, POISON, "a CPU walks a table that was freed");
-        entry
-    }
-
-    /// The translation that the CPU uses for `va`, which was cached or which it finds now.
-    fn translate(&mut self, va: u64, access: Access) -> Option<Cached> {
-        let pcid = self.loaded.pcid;
-        let key = (pcid, va >> 12);
-        if let Some(&cached) = self.translations.get(&key) {
-            if self.allows(cached, access) {
-                return Some(cached);
-            }
-            // As a fault does.
-            self.forget(va, |of| of == pcid);
-        }
-        let cached = self.walk_from_cached_table(va).or_else(|| {
-            // The table may be there, and not that of the entry any more.
-            self.tables.remove(&(pcid, va >> 21));
-            self.walk(va)
-        })?;
-        if !self.allows(cached, access) {
-            self.forget(va, |of| of == pcid);
-            return None;
-        }
-        self.translations.insert(key, cached);
-        Some(cached)
-    }
-
-    fn walk_from_cached_table(&self, va: u64) -> Option<Cached> {
-        let table = *self.tables.get(&(self.loaded.pcid, va >> 21))?;
-        let entry = self.entry_in(table.page, va, 1);
-        (entry & P != 0).then(|| table.through(entry))
-    }
-
-    fn walk(&mut self, va: u64) -> Option<Cached> {
-        let mut cached = Cached { page: self.loaded.root, writable: true, user: true, executable: true };
-        for level in (1..=u32::from(self.loaded.levels)).rev() {
-            if level == 1 {
-                self.tables.insert((self.loaded.pcid, va >> 21), cached);
-            }
-            let entry = self.entry_in(cached.page, va, level);
-            if entry & P == 0 {
-                return None;
-            }
-            cached = cached.through(entry);
-            if level > 1 && entry & PAGE_SIZE_BIT != 0 {
-                cached.page.0 += va & ((1 << (12 + 9 * (level - 1))) - 1) & !0xfff;
-                break;
-            }
-        }
-        Some(cached)
-    }
-
-    /// One access at `va`, with `effect` on the page that it gets to. A fault is served, and then it is tried again, until it
-    /// gets there or exits.
-    pub fn access<R>(&mut self, va: u64, access: Access, effect: impl Fn(Page<'_>) -> R) -> Result<R, Exit> {
-        if std::mem::take(&mut self.has_exited) {
-            self.enter();
-        }
-        for _ in 0..100_000 {
-            if let Some(result) = self.during_access(va, access, &effect) {
-                return Ok(result);
-            }
-            let access = GuestAccess { access, privilege: self.privilege };
-            let outcome = self.vcpu.handle_page_fault(Gva(va), access).unwrap();
-            self.enter();
-            match outcome {
-                Outcome::Resume => pause(),
-                Outcome::Exit(exit) => return Err(exit),
-            }
-        }
-        panic!("{va:#x} still faults");
-    }
-
-    fn during_access<R>(&mut self, va: u64, access: Access, effect: impl Fn(Page<'_>) -> R) -> Option<R> {
-        let vm = Arc::clone(&self.vm);
-        let host = vm.host();
-        let word = &host.accesses[self.index];
-        word.fetch_add(1, Ordering::SeqCst);
-        let _over = Over(word);
-        full_fence();
-        let nr_flushes = host.nr_flushes.load(Ordering::SeqCst);
-        if nr_flushes != self.seen_flushes {
-            self.seen_flushes = nr_flushes;
-            self.forget_all();
-        }
-        self.translate(va, access).map(|cached| effect(Page { host, hpa: cached.page }))
-    }
-
-    /// Writes a word as the guest does: with a table, the hypervisor emulates it.
-    pub fn store(&mut self, va: u64, value: u64) -> Result<(), Exit> {
-        let index = va % 4096 / 8;
-        match self.access(va, Access::Write, |page| page.word(index).store(value, Ordering::SeqCst)) {
-            Err(Exit::EmulateWrite { gpa }) => {
-                assert_eq!(gpa.0 % 4096, va % 4096);
-                self.resumes(|vcpu| vcpu.write_guest_table(gpa, &value.to_le_bytes()).unwrap());
-                Ok(())
-            }
-            result => result,
-        }
-    }
-
-    pub fn load(&mut self, va: u64) -> Result<u64, Exit> {
-        self.access(va, Access::Read, |page| page.word(va % 4096 / 8).load(Ordering::SeqCst))
-    }
-
-    /// Which page is at `va`.
-    pub fn page_at(&mut self, va: u64) -> Result<u64, Exit> {
-        self.access(va, Access::Read, |page| page.gfn())
-    }
-}
-
-pub fn index(va: u64, level: u32) -> u64 {
-    va >> (12 + 9 * (level - 1)) & 511
 }

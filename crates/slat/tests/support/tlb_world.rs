@@ -15,15 +15,15 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, Weak};
 
-use shuttle::rand::{Rng, thread_rng};
 use slat::sync::{AtomicU32, AtomicU64};
 use slat::{
-    Access, AccessTracking, AllocationWait, Config, Entry, Error, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level,
-    MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode, Vcpu, Vm,
-    ZappedLeaf,
+    Access, AccessTracking, AllocationWait, Config, DirtyTracking, Entry, Error, Format, Gfn, GfnRange, Gone, Gpa,
+    Host, Hpa, HugePageLogging, HugePageSplitting, Level, ManualProtect, MemoryRegion, MemoryRegionFlags, Outcome,
+    PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode, Vcpu, Vm, WriteProtection, ZappedLeaf,
 };
 
 use crate::Shape;
+use crate::schedules::{pick, random, random_locking};
 use crate::world::{ShuttleHost, find};
 
 pub type TestVm = Vm<TlbHost, Shape>;
@@ -38,8 +38,22 @@ pub const STAYING: usize = 1;
 /// Where the areas' slots may begin.
 pub const PLACES: [&[u64]; 2] = [&[0, BLOCK], &[2 * BLOCK]];
 
-pub fn random(below: u64) -> u64 {
-    thread_rng().gen_range(0..below)
+/// Any way to manage memory.
+pub fn random_config() -> Config {
+    let locking = random_locking();
+    let access_tracking = pick(&[AccessTracking::AccessedBit, AccessTracking::AccessedBit, AccessTracking::Faults]);
+    let by_writes = [WriteProtection::Lazy, WriteProtection::LeafByLeaf].map(DirtyTracking::WriteProtect);
+    let by_dirty_bits = [DirtyTracking::DirtyBit, DirtyTracking::PageModificationLog];
+    let dirty_tracking = match access_tracking {
+        AccessTracking::Faults => pick(&by_writes),
+        AccessTracking::AccessedBit => pick(&[by_writes, by_dirty_bits].concat()),
+    };
+    Config::with_locking(locking)
+        .with_access_tracking(access_tracking)
+        .with_dirty_tracking(dirty_tracking)
+        .with_manual_protect(pick(&[ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet]))
+        .with_huge_page_logging(pick(&[HugePageLogging::Split, HugePageLogging::MarkWhole]))
+        .with_huge_page_splitting(pick(&[HugePageSplitting::Eager, HugePageSplitting::Lazy]))
 }
 
 /// A page of an area.

@@ -4,14 +4,14 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use shuttle::rand::{Rng, thread_rng};
 use shuttle::thread;
 use slat::sync::AtomicU64;
 use slat::{
-    Access, Config, DirtyTracking, Exit, FaultAround, Format, Gfn, GfnRange, Gpa, Locking, MemoryAttributes,
-    MemoryRegion, MemoryRegionFlags, PAGE_SIZE, PageSize, UserfaultBitmap,
+    Access, Config, DirtyTracking, Exit, FaultAround, Format, Gfn, GfnRange, Gpa, MemoryAttributes, MemoryRegion,
+    MemoryRegionFlags, PAGE_SIZE, PageSize, UserfaultBitmap,
 };
 
+use crate::schedules::{pick, random, random_locking};
 use crate::world::{self, Guest, PRIVATE_PFN, TestVm, assert_no_table_is_left, backing, new_vm_with, walk};
 
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
@@ -23,14 +23,6 @@ const BLOCK: u64 = 512;
 /// Pages that guests use: those that have entries of their own.
 const PAGES: u64 = 4;
 const FIRST_PFN: u64 = 1 << 20;
-
-fn random(below: u64) -> u64 {
-    thread_rng().gen_range(0..below)
-}
-
-fn pick<T: Copy>(from: &[T]) -> T {
-    from[random(from.len() as u64) as usize]
-}
 
 /// The slot of one block, its words, and which of its pages are filled, and private.
 struct Scene<F: Format> {
@@ -45,7 +37,7 @@ struct Scene<F: Format> {
 }
 
 fn random_config() -> Config {
-    Config::with_locking(pick(&[Locking::None, Locking::None, Locking::None, Locking::Shared, Locking::Exclusive]))
+    Config::with_locking(random_locking())
         .with_dirty_tracking(pick(&[Config::default().dirty_tracking, DirtyTracking::DirtyBit]))
         .with_fault_around(pick(&[FaultAround::Off, FaultAround::Pages(2)]))
 }

@@ -7,19 +7,12 @@ use std::sync::{Arc, Mutex};
 
 use slat::{
     Access, AllocationWait, Config, Exit, Gfn, GfnRange, Gone, Gpa, GuestAccess, Gva, Host, Hpa, LocalFlush,
-    MemoryRegion, MemoryRegionFlags, Npt, Outcome, PageSize, Paging, PagingRegisters, Park, Pfn, Privilege, Resolved,
-    ShadowPaging, ShadowStrategy, TableNode, Vcpu, Vm,
+    MemoryRegionFlags, Npt, Outcome, PageSize, Paging, PagingRegisters, Park, Pfn, Privilege, Resolved, ShadowPaging,
+    ShadowStrategy, TableNode, Vcpu, Vm,
 };
 
-pub const P: u64 = 1 << 0;
-pub const W: u64 = 1 << 1;
-pub const U: u64 = 1 << 2;
-pub const A: u64 = 1 << 5;
-pub const D: u64 = 1 << 6;
-pub const PS: u64 = 1 << 7;
-pub const G: u64 = 1 << 8;
-pub const NX: u64 = 1 << 63;
-const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
+use crate::shadow_cpu::guest_memory::Memory;
+use crate::shadow_cpu::{ADDRESS, Cached, P, U, W, index, region, registers_with_pcids, walk};
 
 /// Host-physical address less pointer.
 const BIAS: u64 = 1 << 47;
@@ -28,23 +21,6 @@ const BIAS: u64 = 1 << 47;
 pub const NR_FRAMES: u64 = 1 << 10;
 /// Frames that the host has for it.
 const NR_HOST_FRAMES: u64 = 2 << 10;
-
-struct Memory {
-    start: *mut u8,
-    layout: Layout,
-}
-
-// SAFETY: only an address; what is behind it is accessed atomically.
-unsafe impl Send for Memory {}
-// SAFETY: as above.
-unsafe impl Sync for Memory {}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // SAFETY: allocated with this layout.
-        unsafe { dealloc(self.start, self.layout) }
-    }
-}
 
 pub struct TestHost {
     memory: Memory,
@@ -106,7 +82,7 @@ unsafe impl Host for TestHost {
 
 impl TestHost {
     fn pfn(&self, frame: u64) -> Pfn {
-        Hpa(self.memory.start.expose_provenance() as u64 + frame * 4096 + BIAS).pfn()
+        Hpa(self.memory.start() + frame * 4096 + BIAS).pfn()
     }
 
     fn word(&self, hpa: Hpa) -> &AtomicU64 {
@@ -126,31 +102,21 @@ pub struct World {
     next_table: u64,
 }
 
-#[derive(Clone, Copy)]
-struct Cached {
-    page: Hpa,
-    writable: bool,
-    user: bool,
-    executable: bool,
-}
-
 impl World {
     pub fn new(strategy: ShadowStrategy) -> World {
         World::with_pages(strategy, 4096)
     }
 
     pub fn with_pages(strategy: ShadowStrategy, max_pages: u32) -> World {
-        let layout = Layout::from_size_align(NR_HOST_FRAMES as usize * 4096, 2 << 20).unwrap();
         let host = TestHost {
-            // SAFETY: the layout has a size.
-            memory: Memory { start: unsafe { alloc_zeroed(layout) }, layout },
+            memory: Memory::new(NR_HOST_FRAMES, 2 << 20),
             frames: Mutex::new((0..NR_FRAMES).collect()),
             live_tables: AtomicI64::new(0),
             flushes: AtomicU64::new(0),
         };
         let paging = Paging::Shadow(ShadowPaging { strategy, max_pages, ..ShadowPaging::default() });
         let vm = Arc::new(Vm::new(host, Config::default().with_paging(paging)).unwrap());
-        vm.set_user_memory_region(region(MemoryRegionFlags::empty(), Some(()))).unwrap();
+        vm.set_user_memory_region(region(NR_FRAMES, MemoryRegionFlags::empty(), Some(()))).unwrap();
         let vcpu = vm.create_vcpu().unwrap();
         World { vm, vcpu, privilege: Privilege::Supervisor, tlb: HashMap::new(), flushes: 0, next_table: 0 }
     }
@@ -240,8 +206,7 @@ impl World {
     }
 
     pub fn long_mode_with_pcids(&mut self, cr3: u64) {
-        let cr4 = 1 << 5 | 1 << 17 | 1 << 7;
-        self.registers(PagingRegisters { cr0: 1 << 31 | 1 << 16 | 1, cr3, cr4, efer: 1 << 8 | 1 << 11 });
+        self.registers(registers_with_pcids(cr3));
     }
 
     fn registers(&mut self, registers: PagingRegisters) {
@@ -283,15 +248,6 @@ impl World {
         Ok(())
     }
 
-    fn allows(&self, cached: Cached, access: Access) -> bool {
-        (self.privilege != Privilege::User || cached.user)
-            && match access {
-                Access::Read => true,
-                Access::Write => cached.writable,
-                Access::Execute => cached.executable,
-            }
-    }
-
     fn translate(&mut self, va: u64, access: Access) -> Result<Option<Hpa>, Exit> {
         for _ in 0..100 {
             let entry = self.vcpu.entry().unwrap();
@@ -306,9 +262,9 @@ impl World {
                 LocalFlush::None | LocalFlush::All => {}
             }
             let key = (entry.pcid, va >> 12);
-            let cached = self.tlb.get(&key).copied().filter(|&cached| self.allows(cached, access));
+            let cached = self.tlb.get(&key).copied().filter(|cached| cached.allows(access, self.privilege));
             if let Some(cached) = cached.or_else(|| self.walk(entry.root, entry.levels, va))
-                && self.allows(cached, access)
+                && cached.allows(access, self.privilege)
             {
                 self.tlb.insert(key, cached);
                 return Ok(Some(Hpa(cached.page.0 + va % 4096)));
@@ -323,23 +279,8 @@ impl World {
     }
 
     fn walk(&self, root: Hpa, levels: u8, va: u64) -> Option<Cached> {
-        let mut cached = Cached { page: root, writable: true, user: true, executable: true };
-        for level in (1..=u32::from(levels)).rev() {
-            let entry = self.vm.host().word(Hpa(cached.page.0 + index(va, level) * 8)).load(Ordering::Relaxed);
-            if entry & P == 0 {
-                return None;
-            }
-            cached.writable &= entry & W != 0;
-            cached.user &= entry & U != 0;
-            cached.executable &= entry & NX == 0;
-            cached.page = Hpa(entry & ADDRESS);
-            if level == 1 || entry & PS != 0 {
-                let offset = va & ((1 << (12 + 9 * (level - 1))) - 1) & !0xfff;
-                cached.page = Hpa(cached.page.0 + offset);
-                break;
-            }
-        }
-        Some(cached)
+        let word = |place| self.vm.host().word(Hpa(place)).load(Ordering::Relaxed);
+        walk(root, levels, va, |cached, level| word(cached.page.0 + index(va, level) * 8))
     }
 
     /// Gives page `gfn` another frame, with its contents. Returns it.
@@ -360,7 +301,7 @@ impl World {
 
     pub fn log(&self, on: bool) {
         let flags = if on { MemoryRegionFlags::LOG_DIRTY_PAGES } else { MemoryRegionFlags::empty() };
-        self.vm.set_user_memory_region(region(flags, None)).unwrap();
+        self.vm.set_user_memory_region(region::<()>(NR_FRAMES, flags, None)).unwrap();
     }
 
     pub fn dirty(&self) -> Vec<u64> {
@@ -373,7 +314,7 @@ impl World {
     pub fn check_end(self) {
         let World { vm, vcpu, .. } = self;
         drop(vcpu);
-        let mut gone = region(MemoryRegionFlags::empty(), None);
+        let mut gone = region(NR_FRAMES, MemoryRegionFlags::empty(), None);
         gone.memory_size = 0;
         vm.set_user_memory_region(gone).unwrap();
         vm.reclaim();
@@ -381,21 +322,6 @@ impl World {
         assert_eq!(vm.nr_shadow_pages(), 0, "shadow tables are left");
         assert_eq!(vm.host().live_tables.load(Ordering::Relaxed), 1 + second_stage_tables(&vm), "tables are left");
     }
-}
-
-fn region(flags: MemoryRegionFlags, backing: Option<()>) -> MemoryRegion<()> {
-    MemoryRegion {
-        slot: 0,
-        flags,
-        guest_phys_addr: Gpa(0),
-        memory_size: NR_FRAMES * 4096,
-        backing,
-        userfault_bitmap: None,
-    }
-}
-
-fn index(va: u64, level: u32) -> u64 {
-    va >> (12 + 9 * (level - 1)) & 511
 }
 
 /// Tables of the second stage below its root. (An emptied slot's are kept where an invalidation refined empty entries.)

@@ -1,0 +1,75 @@
+//! KVM's dirty_log_page_splitting_test.
+
+use super::*;
+
+/// KVM's dirty_log_page_splitting_test: two vCPUs, each with a slot of its own, and two passes.
+fn kvm_page_splitting<F: Format>(config: Config, size: PageSize, slot_pages: u64) {
+    // Not each page, which is a matter of time only; but some of each block.
+    const STRIDE: usize = 37;
+    let mut world = World::<F>::new(config);
+    let slots = [0, 1].map(|id| Slot::huge(id, u64::from(id) * slot_pages, slot_pages, size));
+    slots.iter().for_each(|slot| world.create(*slot, NO_FLAGS));
+    let mut other = world.vm.create_vcpu().unwrap();
+    let mut touch_all = |world: &mut World<F>| {
+        for slot in slots {
+            std::mem::swap(&mut world.vcpu, &mut other);
+            world.write_all(slot, (0..slot.nr_pages).step_by(STRIDE));
+        }
+    };
+    touch_all(&mut world);
+    let nr_pages = 2 * slot_pages;
+    let initial = match size {
+        PageSize::Size1G => (0, 0, nr_pages / HUGE),
+        _ => (0, nr_pages / BIG, 0),
+    };
+    assert_eq!(sizes(&world), initial, "populated");
+    slots.iter().for_each(|slot| world.set_flags(*slot, LOG));
+    let all_split = (nr_pages, 0, 0);
+    let is_late = config.manual_protect == ManualProtect::InitiallySet;
+    assert_eq!(sizes(&world), if is_late { initial } else { all_split }, "enabled");
+    let expected: Vec<u64> = (0..slot_pages).step_by(STRIDE).collect();
+    for pass in 0..2 {
+        touch_all(&mut world);
+        for slot in slots {
+            let got = world.get(slot);
+            if is_late && pass == 0 {
+                assert_eq!(got.len() as u64, slot_pages);
+            } else {
+                assert_eq!(got, expected, "{config:?} in pass {pass}");
+            }
+            if config.manual_protect != ManualProtect::Disabled {
+                assert_eq!(world.clear(slot, &(0..slot_pages).collect::<Vec<_>>()), Ok(got.len() as u64));
+            }
+        }
+        assert_eq!(sizes(&world), all_split, "pass {pass}");
+    }
+    slots.iter().for_each(|slot| world.set_flags(*slot, NO_FLAGS));
+    touch_all(&mut world);
+    assert_eq!(sizes(&world), initial, "disabled");
+    drop(other);
+    world.finish(&slots);
+}
+
+#[test]
+fn kvm_page_splitting_test() {
+    for manual in MANUAL_PROTECTS {
+        for tracking in dirty_trackings::<Ept>() {
+            let config = Config::default().with_manual_protect(manual).with_dirty_tracking(tracking);
+            kvm_page_splitting::<Ept>(config, PageSize::Size2M, 8 * BIG);
+            kvm_page_splitting::<Ept>(config, PageSize::Size1G, HUGE);
+        }
+        for tracking in dirty_trackings::<Npt>() {
+            let config = Config::default().with_manual_protect(manual).with_dirty_tracking(tracking);
+            kvm_page_splitting::<Npt>(config, PageSize::Size2M, 8 * BIG);
+            kvm_page_splitting::<Broken>(config, PageSize::Size2M, 8 * BIG);
+        }
+        kvm_page_splitting::<Broken>(Config::default().with_manual_protect(manual), PageSize::Size1G, HUGE);
+        for tracking in dirty_trackings::<Sv39x4>() {
+            let config = Config::default().with_manual_protect(manual).with_dirty_tracking(tracking);
+            kvm_page_splitting::<Sv39x4>(config, PageSize::Size2M, 8 * BIG);
+        }
+        let config = Config::default().with_manual_protect(manual);
+        kvm_page_splitting::<Stage2>(config, PageSize::Size2M, 8 * BIG);
+        kvm_page_splitting::<Sv48x4>(config, PageSize::Size2M, 8 * BIG);
+    }
+}

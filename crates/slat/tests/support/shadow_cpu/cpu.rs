@@ -1,0 +1,298 @@
+//! CPUs that walk shadow tables, with all that a CPU may cache: translations, and the places of tables of the lowest level,
+//! both until a flush names them.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use slat::sync::{AtomicU64, full_fence};
+use slat::{Access, Exit, GuestAccess, GuestEntry, Gva, Hpa, LocalFlush, Outcome, PagingRegisters, Privilege, Vcpu};
+
+use super::{ADDRESS, MAX_CPUS, NX, P, POISON, PS, STAMP, Shape, TestHost, TestVm, U, W, pause, stamp_of};
+
+/// A place in a page: of data, or of a table.
+#[derive(Clone, Copy)]
+pub struct Page<'h> {
+    host: &'h TestHost,
+    hpa: Hpa,
+}
+
+impl<'h> Page<'h> {
+    pub fn word(self, index: u64) -> &'h AtomicU64 {
+        self.host.word(Hpa(self.hpa.0 + index * 8))
+    }
+
+    /// Which page it is.
+    pub fn gfn(self) -> u64 {
+        let stamp = self.word(STAMP).load(Ordering::SeqCst);
+        let gfn = stamp >> 12 & 0xfff;
+        assert_eq!(stamp, stamp_of(gfn), "a CPU has got to a page that is not the guest's");
+        gfn
+    }
+}
+
+/// What a walk has come to, and the rights on the way to it.
+#[derive(Clone, Copy)]
+pub struct Cached {
+    pub page: Hpa,
+    writable: bool,
+    user: bool,
+    executable: bool,
+}
+
+impl Cached {
+    fn through(self, entry: u64) -> Cached {
+        Cached {
+            page: Hpa(entry & ADDRESS),
+            writable: self.writable && entry & W != 0,
+            user: self.user && entry & U != 0,
+            executable: self.executable && entry & NX == 0,
+        }
+    }
+
+    pub fn allows(self, access: Access, privilege: Privilege) -> bool {
+        (privilege != Privilege::User || self.user)
+            && match access {
+                Access::Read => true,
+                Access::Write => self.writable,
+                Access::Execute => self.executable,
+            }
+    }
+}
+
+/// Walks from `root` on for `va`, by `entry_in` (what the walk has come to, and the level of the entry that is to be read
+/// there).
+pub fn walk(root: Hpa, levels: u8, va: u64, mut entry_in: impl FnMut(Cached, u32) -> u64) -> Option<Cached> {
+    let mut cached = Cached { page: root, writable: true, user: true, executable: true };
+    for level in (1..=u32::from(levels)).rev() {
+        let entry = entry_in(cached, level);
+        if entry & P == 0 {
+            return None;
+        }
+        cached = cached.through(entry);
+        if level > 1 && entry & PS != 0 {
+            cached.page.0 += va & ((1 << (12 + 9 * (level - 1))) - 1) & !0xfff;
+            break;
+        }
+    }
+    Some(cached)
+}
+
+/// Long mode with PCIDs, global pages and write protection.
+pub fn registers_with_pcids(cr3: u64) -> PagingRegisters {
+    PagingRegisters { cr0: 1 << 31 | 1 << 16 | 1, cr3, cr4: 1 << 5 | 1 << 17 | 1 << 7, efer: 1 << 8 | 1 << 11 }
+}
+
+/// One CPU of the guest's.
+pub struct Cpu {
+    pub vm: Arc<TestVm>,
+    vcpu: Vcpu<TestHost, Shape>,
+    /// It must be entered again.
+    has_exited: bool,
+    index: usize,
+    privilege: Privilege,
+    loaded: GuestEntry,
+    translations: HashMap<(u16, u64), Cached>,
+    /// Tables of the lowest level, and the rights on the way to them, by PCID and 2 MiB of address.
+    tables: HashMap<(u16, u64), Cached>,
+    /// Flushes of the host's that it has heard of.
+    seen_flushes: u64,
+}
+
+/// Ends an access, also one whose check has failed: others must not wait for it for ever.
+struct Over<'a>(&'a AtomicU64);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+impl Cpu {
+    pub fn new(vm: &Arc<TestVm>) -> Cpu {
+        let index = vm.host().nr_cpus.fetch_add(1, Ordering::SeqCst);
+        assert!(index < MAX_CPUS);
+        let mut vcpu = vm.create_vcpu().unwrap();
+        let loaded = vcpu.entry().unwrap();
+        Cpu {
+            vm: Arc::clone(vm),
+            vcpu,
+            has_exited: false,
+            index,
+            privilege: Privilege::Supervisor,
+            loaded,
+            translations: HashMap::new(),
+            tables: HashMap::new(),
+            seen_flushes: 0,
+        }
+    }
+
+    pub fn long_mode(&mut self, cr3: u64) {
+        self.set_registers(registers_with_pcids(cr3));
+    }
+
+    pub fn set_registers(&mut self, registers: PagingRegisters) {
+        self.resumes(|vcpu| vcpu.set_paging_registers(registers).unwrap());
+    }
+
+    pub fn load_cr3(&mut self, value: u64) {
+        self.resumes(|vcpu| vcpu.load_cr3(value).unwrap());
+    }
+
+    pub fn invlpg(&mut self, va: u64) {
+        self.resumes(|vcpu| vcpu.invlpg(Gva(va)).unwrap());
+    }
+
+    pub fn invpcid(&mut self, kind: u64, pcid: u64, va: u64) {
+        self.resumes(|vcpu| vcpu.invpcid(kind, [pcid, va]).unwrap());
+    }
+
+    /// For calls that the rest here does not make.
+    pub fn vcpu(&mut self) -> &mut Vcpu<TestHost, Shape> {
+        self.has_exited = true;
+        &mut self.vcpu
+    }
+
+    fn resumes(&mut self, call: impl FnOnce(&mut Vcpu<TestHost, Shape>) -> Outcome) {
+        assert_eq!(call(&mut self.vcpu), Outcome::Resume);
+        self.enter();
+    }
+
+    /// Loads what the engine says before the guest runs.
+    fn enter(&mut self) {
+        self.loaded = self.vcpu.entry().unwrap();
+        let pcid = self.loaded.pcid;
+        match self.loaded.flush {
+            LocalFlush::None => {}
+            LocalFlush::Page(gva) => self.forget(gva.0, |_| true),
+            LocalFlush::Context => {
+                self.translations.retain(|key, _| key.0 != pcid);
+                self.tables.retain(|key, _| key.0 != pcid);
+            }
+            LocalFlush::All => self.forget_all(),
+        }
+    }
+
+    fn forget_all(&mut self) {
+        self.translations.clear();
+        self.tables.clear();
+    }
+
+    /// Forgets what it translates `va` by, in those PCIDs.
+    fn forget(&mut self, va: u64, is_meant: impl Fn(u16) -> bool) {
+        self.translations.retain(|key, _| !is_meant(key.0) || key.1 != va >> 12);
+        self.tables.retain(|key, _| !is_meant(key.0) || key.1 != va >> 21);
+    }
+
+    fn entry_in(&self, table: Hpa, va: u64, level: u32) -> u64 {
+        let entry = self.vm.host().word(Hpa(table.0 + index(va, level) * 8)).load(Ordering::SeqCst);
+        assert_ne!(entry, POISON, "a CPU walks a table that was freed");
+        entry
+    }
+
+    /// The translation that the CPU uses for `va`, which was cached or which it finds now.
+    fn translate(&mut self, va: u64, access: Access) -> Option<Cached> {
+        let pcid = self.loaded.pcid;
+        let key = (pcid, va >> 12);
+        if let Some(&cached) = self.translations.get(&key) {
+            if cached.allows(access, self.privilege) {
+                return Some(cached);
+            }
+            // As a fault does.
+            self.forget(va, |of| of == pcid);
+        }
+        let cached = self.walk_from_cached_table(va).or_else(|| {
+            // The table may be there, and not that of the entry any more.
+            self.tables.remove(&(pcid, va >> 21));
+            self.walk(va)
+        })?;
+        if !cached.allows(access, self.privilege) {
+            self.forget(va, |of| of == pcid);
+            return None;
+        }
+        self.translations.insert(key, cached);
+        Some(cached)
+    }
+
+    fn walk_from_cached_table(&self, va: u64) -> Option<Cached> {
+        let table = *self.tables.get(&(self.loaded.pcid, va >> 21))?;
+        let entry = self.entry_in(table.page, va, 1);
+        (entry & P != 0).then(|| table.through(entry))
+    }
+
+    fn walk(&mut self, va: u64) -> Option<Cached> {
+        let mut table = None;
+        let found = walk(self.loaded.root, self.loaded.levels, va, |cached, level| {
+            if level == 1 {
+                table = Some(cached);
+            }
+            self.entry_in(cached.page, va, level)
+        });
+        if let Some(table) = table {
+            self.tables.insert((self.loaded.pcid, va >> 21), table);
+        }
+        found
+    }
+
+    /// One access at `va`, with `effect` on the page that it gets to. A fault is served, and then it is tried again, until it
+    /// gets there or exits.
+    pub fn access<R>(&mut self, va: u64, access: Access, effect: impl Fn(Page<'_>) -> R) -> Result<R, Exit> {
+        if std::mem::take(&mut self.has_exited) {
+            self.enter();
+        }
+        for _ in 0..100_000 {
+            if let Some(result) = self.during_access(va, access, &effect) {
+                return Ok(result);
+            }
+            let access = GuestAccess { access, privilege: self.privilege };
+            let outcome = self.vcpu.handle_page_fault(Gva(va), access).unwrap();
+            self.enter();
+            match outcome {
+                Outcome::Resume => pause(),
+                Outcome::Exit(exit) => return Err(exit),
+            }
+        }
+        panic!("{va:#x} still faults");
+    }
+
+    fn during_access<R>(&mut self, va: u64, access: Access, effect: impl Fn(Page<'_>) -> R) -> Option<R> {
+        let vm = Arc::clone(&self.vm);
+        let host = vm.host();
+        let word = &host.accesses[self.index];
+        word.fetch_add(1, Ordering::SeqCst);
+        let _over = Over(word);
+        full_fence();
+        let nr_flushes = host.nr_flushes.load(Ordering::SeqCst);
+        if nr_flushes != self.seen_flushes {
+            self.seen_flushes = nr_flushes;
+            self.forget_all();
+        }
+        self.translate(va, access).map(|cached| effect(Page { host, hpa: cached.page }))
+    }
+
+    /// Writes a word as the guest does: with a table, the hypervisor emulates it.
+    pub fn store(&mut self, va: u64, value: u64) -> Result<(), Exit> {
+        let index = va % 4096 / 8;
+        match self.access(va, Access::Write, |page| page.word(index).store(value, Ordering::SeqCst)) {
+            Err(Exit::EmulateWrite { gpa }) => {
+                assert_eq!(gpa.0 % 4096, va % 4096);
+                self.resumes(|vcpu| vcpu.write_guest_table(gpa, &value.to_le_bytes()).unwrap());
+                Ok(())
+            }
+            result => result,
+        }
+    }
+
+    pub fn load(&mut self, va: u64) -> Result<u64, Exit> {
+        self.access(va, Access::Read, |page| page.word(va % 4096 / 8).load(Ordering::SeqCst))
+    }
+
+    /// Which page is at `va`.
+    pub fn page_at(&mut self, va: u64) -> Result<u64, Exit> {
+        self.access(va, Access::Read, |page| page.gfn())
+    }
+}
+
+pub fn index(va: u64, level: u32) -> u64 {
+    va >> (12 + 9 * (level - 1)) & 511
+}
