@@ -21,7 +21,7 @@ use crate::args::Cli;
 use crate::failure::Failure;
 use crate::results::{NotRun, Outcome, host_json};
 use crate::session::Session;
-use comparison::{Evaluation, Measured};
+use comparison::{Comparison, Evaluation, Measured};
 use systems::{Planned, System};
 
 /// What `slat compare` takes.
@@ -111,6 +111,18 @@ impl SystemResult {
             not_run,
             experiments,
         }
+    }
+}
+
+impl SystemResult {
+    /// Says which comparisons came to nothing although their experiment was run.
+    fn note_missing(&mut self, plan: &System) {
+        let was_run = |of: &Comparison| self.experiments.get(of.experiment).is_some_and(|object| !object.is_null());
+        let was_made = |of: &Comparison| self.comparisons.iter().any(|made| made.name == of.name);
+        let missing = plan.comparisons.iter().filter(|of| was_run(of) && !was_made(of));
+        let note = |of: &Comparison| NotRun { what: of.title.clone(), why: format!("no figure {}", of.figure) };
+        let missing: Vec<NotRun> = missing.map(note).collect();
+        self.not_run.extend(missing);
     }
 }
 
@@ -226,7 +238,8 @@ pub(crate) fn run(args: &CompareArgs, session: &Session) -> Result<Outcome, Fail
                 Err(failure) => return Err(failure),
             }
         }
-        let done = SystemResult::new(&plan, experiments, not_run);
+        let mut done = SystemResult::new(&plan, experiments, not_run);
+        done.note_missing(&plan);
         session.say(&report::system(&done))?;
         all.done.push(done);
         session.so_far(all.outcome(None)?);

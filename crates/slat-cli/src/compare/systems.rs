@@ -150,12 +150,12 @@ fn parallel_faults(size: Size) -> System {
         }
     }
     let (threads, runs): (&[u16], _) = match size {
-        Size::Quick => (&[1, 2], 5),
-        Size::Default => (&[1, 2, 4], 25),
+        Size::Quick => (&[1, 2], 11),
+        Size::Default => (&[1, 2], 31),
     };
     for &nr_threads in threads {
         comparisons.push(crates("fault", "Page fault on a fresh page", nr_threads, &["axaddrspace"]));
-        comparisons.push(crates("map-4k", "Map a page of 4 KiB", nr_threads, &TABLE_CRATES));
+        comparisons.push(crates("map_4k", "Map a page of 4 KiB", nr_threads, &TABLE_CRATES));
     }
     let threads = threads.iter().map(u16::to_string).collect::<Vec<_>>().join(",");
     System {
