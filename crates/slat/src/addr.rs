@@ -69,7 +69,7 @@ impl Gpa {
     /// Whether the address is a multiple of the page size.
     #[inline]
     pub const fn is_page_aligned(self) -> bool {
-        self.0.is_multiple_of(PAGE_SIZE)
+        self.0 % PAGE_SIZE == 0
     }
 }
 

@@ -9,6 +9,24 @@ use crate::second_stage::age::AccessTracking;
 use crate::sync::Locking;
 
 /// How a VM's memory is managed.
+///
+/// # Example
+/// ```
+/// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
+/// # use host::*;
+/// use slat::*;
+/// # fn main() -> Result<(), Error> {
+/// // For Intel: dirty pages from the CPUs' logs, sixteen pages for each fault.
+/// let config = Config::default()
+///     .with_dirty_tracking(DirtyTracking::PageModificationLog)
+///     .with_fault_around(FaultAround::Pages(16));
+/// assert!(Vm::<Heap, Ept>::new(Heap, config).is_ok());
+/// // What does not go together is refused.
+/// let refused = Vm::<Heap, Npt>::new(Heap, config).err();
+/// assert_eq!(refused, Some(Error::NoModificationLog { format: "npt" }));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub struct Config {
@@ -282,10 +300,10 @@ impl Config {
                 return Err(Error::BadShadowPages { max_pages });
             }
         }
-        if let FaultAround::Pages(nr_pages) = self.fault_around
-            && !(nr_pages.is_power_of_two() && (2..=MAX_FAULT_AROUND_PAGES).contains(&nr_pages))
-        {
-            return Err(Error::BadFaultAround { nr_pages });
+        if let FaultAround::Pages(nr_pages) = self.fault_around {
+            if !(nr_pages.is_power_of_two() && (2..=MAX_FAULT_AROUND_PAGES).contains(&nr_pages)) {
+                return Err(Error::BadFaultAround { nr_pages });
+            }
         }
         let needs_dirty_bit = match self.dirty_tracking {
             DirtyTracking::WriteProtect(_) => false,

@@ -1,5 +1,6 @@
 //! What the engine asks of its surroundings, and all that an embedder writes: memory for tables, frames for guest
-//! pages, a TLB flush, and a few words with the scheduler. This page is the porting guide.
+//! pages, a TLB flush, and a few words with the scheduler. [`guide`](crate::guide) has the order in which to write it, and
+//! what is held at each call.
 //!
 //! A `Host` value belongs to one [`Vm`](crate::Vm); a hypervisor's value typically points to the VM's own state.
 //! The engine calls it from any thread, several at a time. What each call may do is said at the method: "may block"
@@ -178,7 +179,8 @@ pub unsafe trait Host: Park + Send + Sync {
 
     /// Where the engine may read the guest's memory in `frame`, and write it, a word at a time and atomically: its page tables,
     /// of which shadow tables are made. A frame that [`resolve`](Host::resolve) gave; the pointer stays valid until the page is
-    /// invalidated. `None` if there is none: shadow paging then is not to be had. Called inside a section and must not block.
+    /// invalidated. `None` if there is none: shadow paging then is not to be had. Called under the lock of the guest frame; must
+    /// not block.
     #[inline]
     fn guest_memory_ptr(&self, _frame: Pfn) -> Option<*mut u8> {
         None
@@ -205,7 +207,8 @@ pub unsafe trait Host: Park + Send + Sync {
         false
     }
 
-    /// Lets others run. May block.
+    /// Lets others run. May block, but for no vCPU: with shadow paging, who waits for the lock of a guest frame calls it while it
+    /// holds that of a shadow table.
     #[inline]
     fn yield_now(&self) {}
 

@@ -14,8 +14,14 @@
 //!
 //! # How to use it
 //! Implement [`Host`] (memory for tables, frames for guest pages, a TLB flush), make a [`Vm`] of it for a table
-//! [`Format`] ([`Npt`], [`Ept`], [`Stage2`], [`Sv39x4`] or [`Sv48x4`]), give it slots by [`Vm::set_user_memory_region`], point the hardware at [`Vm::root`],
-//! and call [`Vcpu::handle_fault`] for each second-stage fault. Names are KVM's where KVM has one.
+//! [`Format`] ([`Npt`], [`Ept`], [`Stage2`], [`Sv39x4`] or [`Sv48x4`]), give it slots by [`Vm::set_user_memory_region`],
+//! point the hardware at [`Vm::root`], and call [`Vcpu::handle_fault`] for each second-stage fault. Names are KVM's where
+//! KVM has one.
+//!
+//! [`guide`] says in which order to write that, what each call may wait for, what is held when the host is called, and what a
+//! flush owes; [`guide::porting`] is a list to check a port by. Three programs in `examples/` run, and check what they show:
+//! `smallest_host` (no operating system, less than 150 lines), `toy_vmm` (a VMM with vCPU threads, an MMU notifier and a
+//! migration, step by step) and `vm_memory` (devices written for the crate vm-memory).
 //!
 //! ```
 //! # use std::alloc::{Layout, alloc, dealloc};
@@ -89,10 +95,25 @@
 //! CR4.PCIDE set, CR4.PGE clear, and with the guest's CR4.SMEP and SMAP while the guest's paging is on. [`Host::flush`] names
 //! guest frames, which such a CPU knows nothing of: it forgets everything.
 //!
-//! # What it may block on
-//! Only on what the [`Host`] does in [`allocate_table`](Host::allocate_table), [`resolve`](Host::resolve) and
-//! [`flush`](Host::flush), and, if the [`Locking`] is not `None`, on the VM's lock. DESIGN.md has the protocol, and for
-//! each operation what it may wait for.
+//! # What it can do
+//! | for | there is |
+//! |---|---|
+//! | slots | created, deleted, moved, re-flagged beside running vCPUs; read-only ones: [`Vm::set_user_memory_region`] |
+//! | faults | 4 KiB, 2 MiB and 1 GiB; neighbours along with them ([`FaultAround`]); ahead of time ([`Vcpu::pre_fault_memory`], [`Vcpu::pre_fault_pages`]) |
+//! | the host's memory management | [`Vm::invalidate_range`] (an MMU notifier), what the guest did reported ([`Host::leaf_zapped`]); [`Vm::age_range`] |
+//! | the dirty log | as a bitmap, with KVM's manual protect and initially-all-set, or as rings ([`Vm::enable_dirty_ring`]); found out by write protection, dirty bits or modification logs ([`DirtyTracking`]) |
+//! | huge pages | split when logging begins, or when written, or kept ([`HugePageLogging`]); put back when it ends ([`Vm::recover_range`]); tables on the right node ([`TablePlacement`]) |
+//! | demand paging | exits for pages whose bit is set ([`UserfaultBitmap`]), pages taken back ([`Vm::rescan_userfault`]) |
+//! | private memory | attributes of pages in guest_memfds ([`Vm::set_memory_attributes`]) |
+//! | hardware without a second stage | [`Paging::Shadow`] |
+//! | looking | [`Vm::stats`], [`Vm::read_tables`] |
+//!
+//! # Cargo features
+//! None is on by default: the engine is `no_std` and needs `alloc`.
+//! - `vm-memory` (needs std): `SlotBitmap` makes a slot's dirty log the bitmap of the vm-memory region that has its memory, and
+//!   `CheckedMemory` refuses a device what a vCPU would exit for.
+//!
+//! Rust 1.85 or newer: that compiler builds the library in each run of the checks. `cfg(loom)` and `cfg(shuttle)` are for the engine's own tests.
 
 #![no_std]
 
@@ -104,6 +125,7 @@ mod config;
 mod dirty;
 mod error;
 mod format;
+pub mod guide;
 mod host;
 mod second_stage;
 mod shadow;

@@ -322,6 +322,27 @@ impl Recording {
 }
 
 /// A histogram of durations with buckets no wider than an eighth of their value.
+///
+/// # Example
+/// ```
+/// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
+/// # use host::*;
+/// use slat::*;
+/// # fn main() -> Result<(), Error> {
+/// # let vm = vm_with_memory(Config::default(), MemoryRegionFlags::empty());
+/// # let mut vcpu = vm.create_vcpu()?;
+/// for page in 0..256 {
+///     assert_eq!(vcpu.handle_fault(Gpa(page * PAGE_SIZE), Access::Read)?, Outcome::Resume);
+/// }
+/// // Of several runs together:
+/// let mut stall_ns = Histogram::default();
+/// stall_ns.merge(&vm.stats().guest_stall_ns);
+/// let (median, p99, worst) = (stall_ns.quantile(500), stall_ns.quantile(990), stall_ns.max());
+/// assert!(median <= p99 && p99 <= worst);
+/// println!("guest stall: {median} ns, {p99} ns, {worst} ns, of {} faults", stall_ns.count());
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct Histogram {
     buckets: [u64; NR_BUCKETS],

@@ -171,6 +171,27 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// # Errors
     /// [`Error::AddressTooHigh`], [`Error::BackingGone`], [`Error::BadResolve`], [`Error::UserfaultBitmapGone`],
     /// [`Error::OutOfMemory`]; nothing has changed then for the guest, and the same fault may be tried again.
+    ///
+    /// # Example
+    /// ```
+    /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
+    /// # use host::*;
+    /// use slat::*;
+    /// # fn main() -> Result<(), Error> {
+    /// # let vm = vm_with_memory(Config::default(), MemoryRegionFlags::READONLY);
+    /// # let mut vcpu = vm.create_vcpu()?;
+    /// // What the hardware's exit says: where, and what the guest did.
+    /// let (gpa, access) = (Gpa(0x3008), Access::Read);
+    /// match vcpu.handle_fault(gpa, access)? {
+    ///     Outcome::Resume => { /* run the guest again */ }
+    ///     Outcome::Exit(Exit::Mmio { gpa, access }) => panic!("emulate a device: {access:?} at {gpa}"),
+    ///     Outcome::Exit(exit) => panic!("see to {exit:?} first"),
+    /// }
+    /// // A read-only slot is a device to those who write: a flash memory, say.
+    /// assert!(matches!(vcpu.handle_fault(gpa, Access::Write)?, Outcome::Exit(Exit::Mmio { .. })));
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, Error> {
         let mut fault = self.fault(gpa, access)?;
         let record = fault.record;
@@ -442,10 +463,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// Flushes what CPUs may have cached of the entry, if nothing can be made of it before that.
     #[inline]
     fn flush_before_make(&self, plan: &InstallPlan<'_, H::Backing>) {
-        if F::BREAK_BEFORE_MAKE
-            && let Found::Empty(stamp) = plan.found
-            && stamp.is_unflushed()
-        {
+        if F::BREAK_BEFORE_MAKE && matches!(plan.found, Found::Empty(stamp) if stamp.is_unflushed()) {
             self.vm.tree.flush(self.record, &[self.gfn.block(plan.level)]);
         }
     }

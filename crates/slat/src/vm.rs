@@ -99,6 +99,26 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # Errors
     /// [`Error::NoSuchSlot`], [`Error::NotLogging`], [`Error::BitmapTooShort`], [`Error::OutOfMemory`],
     /// [`Error::DirtyRingInUse`]. No mark is lost by them, unless the slot is deleted or ceases to log while this call runs.
+    ///
+    /// # Example
+    /// ```
+    /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
+    /// # use host::*;
+    /// use slat::*;
+    /// # fn main() -> Result<(), Error> {
+    /// let vm = vm_with_memory(Config::default(), MemoryRegionFlags::LOG_DIRTY_PAGES);
+    /// let mut vcpu = vm.create_vcpu()?;
+    /// for gpa in [0x3008, 0x4_5000] {
+    ///     assert_eq!(vcpu.handle_fault(Gpa(gpa), Access::Write)?, Outcome::Resume);
+    /// }
+    /// let mut bitmap = [0; 4];
+    /// assert_eq!(vm.get_dirty_log(0, &mut bitmap)?, 2);
+    /// assert_eq!(bitmap, [1 << 3, 1 << (0x45 - 64), 0, 0]);
+    /// // A new log has begun.
+    /// assert_eq!(vm.get_dirty_log(0, &mut bitmap)?, 0);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn get_dirty_log(&self, slot: u32, bitmap: &mut [u64]) -> Result<u64, Error> {
         self.get_or_copy(slot, None, bitmap)
     }
@@ -135,6 +155,24 @@ impl<H: Host, F: Format> Vm<H, F> {
     ///
     /// # Errors
     /// As there.
+    ///
+    /// # Example
+    /// ```
+    /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
+    /// # use host::*;
+    /// use slat::*;
+    /// # fn main() -> Result<(), Error> {
+    /// let vm = vm_with_memory(Config::default().with_manual_protect(ManualProtect::Enabled), MemoryRegionFlags::LOG_DIRTY_PAGES);
+    /// let mut vcpu = vm.create_vcpu()?;
+    /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Write)?, Outcome::Resume);
+    /// // To get it is to copy it; what is going to be sent is cleared, and then read.
+    /// let mut bitmap = [0; 4];
+    /// assert_eq!(vm.get_dirty_log(0, &mut bitmap)?, 1);
+    /// assert_eq!(vm.clear_dirty_log(0, 0, 64, &bitmap[..1])?, 1);
+    /// assert_eq!(vm.get_dirty_log(0, &mut bitmap)?, 0);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn clear_dirty_log(&self, slot: u32, first_page: u64, nr_pages: u64, bitmap: &[u64]) -> Result<u64, Error> {
         self.check_uses_bitmaps(slot)?;
         let record = self.tree.epochs.borrow_record()?;
@@ -151,6 +189,21 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # Errors
     /// [`Error::NoSuchSlot`], [`Error::LogRangePastEnd`], [`Error::OutOfMemory`]. [`Error::DirtyRingInUse`]: as with KVM,
     /// rings take the writes of vCPUs alone, and whoever else writes keeps account of it.
+    ///
+    /// # Example
+    /// ```
+    /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
+    /// # use host::*;
+    /// use slat::*;
+    /// # fn main() -> Result<(), Error> {
+    /// let vm = vm_with_memory(Config::default(), MemoryRegionFlags::LOG_DIRTY_PAGES);
+    /// // A device has written two pages.
+    /// vm.mark_dirty(0, 7, 2)?;
+    /// let mut bitmap = [0; 4];
+    /// assert_eq!((vm.get_dirty_log(0, &mut bitmap)?, bitmap[0]), (2, 0b11 << 7));
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn mark_dirty(&self, slot: u32, first_page: u64, nr_pages: u64) -> Result<(), Error> {
         self.check_uses_bitmaps(slot)?;
         let record = self.tree.epochs.borrow_record()?;
@@ -189,6 +242,32 @@ impl<H: Host, F: Format> Vm<H, F> {
     ///
     /// # Errors
     /// [`Error::BadRingSize`], [`Error::RingNeedsPageFaults`], [`Error::VcpusExist`], [`Error::DirtyRingEnabled`].
+    ///
+    /// # Example
+    /// ```
+    /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
+    /// # use host::*;
+    /// use slat::*;
+    /// # fn main() -> Result<(), Error> {
+    /// let vm = vm(Config::default());
+    /// vm.enable_dirty_ring(256)?;
+    /// vm.set_user_memory_region(region(MemoryRegionFlags::LOG_DIRTY_PAGES, 1 << 20))?;
+    /// let mut vcpu = vm.create_vcpu()?;
+    /// let mut gpa = Gpa(0);
+    /// while vcpu.handle_fault(gpa, Access::Write)? == Outcome::Resume {
+    ///     gpa = Gpa(gpa.0 + PAGE_SIZE);
+    /// }
+    /// // It has stopped with `Exit::DirtyRingFull`: take the entries, make room, and only then read the pages.
+    /// let mut pages = Vec::new();
+    /// for ring in vm.dirty_rings() {
+    ///     ring.harvest(|dirty| pages.push((dirty.slot, dirty.page)));
+    /// }
+    /// assert_eq!(pages, (0..192).map(|page| (0, page)).collect::<Vec<_>>());
+    /// assert_eq!(vm.reset_dirty_rings()?, 192);
+    /// assert_eq!(vcpu.handle_fault(gpa, Access::Write)?, Outcome::Resume);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn enable_dirty_ring(&self, nr_entries: u32) -> Result<(), Error> {
         let Config { dirty_tracking, huge_page_logging, .. } = self.tree.config;
         match (dirty_tracking, huge_page_logging) {
@@ -234,6 +313,27 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # Errors
     /// [`Error::EmptyRange`], [`Error::AddressTooHigh`]; [`Error::OutOfMemory`]: there is no room to publish the range.
     /// Nothing has changed then.
+    ///
+    /// # Example
+    /// ```
+    /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
+    /// # use host::*;
+    /// use slat::*;
+    /// # fn main() -> Result<(), Error> {
+    /// let vm = vm_with_memory(Config::default(), MemoryRegionFlags::empty());
+    /// let mut vcpu = vm.create_vcpu()?;
+    /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Write)?, Outcome::Resume);
+    /// let taken_away = vm.invalidate_range(GfnRange::new(Gfn(3), 1))?;
+    /// assert_eq!(vm.read_tables()?.cursor().query(Gpa(0x3008)), None);
+    /// // Here the host gives the page another frame. A vCPU that wants it comes back for as long as that takes:
+    /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Resume);
+    /// assert_eq!(vm.read_tables()?.cursor().query(Gpa(0x3008)), None);
+    /// drop(taken_away);
+    /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Resume);
+    /// assert!(vm.read_tables()?.cursor().query(Gpa(0x3008)).is_some());
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn invalidate_range(&self, range: GfnRange) -> Result<Invalidation<'_>, Error> {
         self.check_range(range)?;
         let record = self.tree.epochs.borrow_record()?;
@@ -252,6 +352,27 @@ impl<H: Host, F: Format> Vm<H, F> {
     ///
     /// # Errors
     /// [`Error::EmptyRange`], [`Error::AddressTooHigh`]; [`Error::OutOfMemory`]: the leaves that are left are as they were.
+    ///
+    /// # Example
+    /// ```
+    /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
+    /// # use host::*;
+    /// use slat::*;
+    /// # fn main() -> Result<(), Error> {
+    /// let vm = vm(Config::default());
+    /// vm.set_user_memory_region(region(MemoryRegionFlags::empty(), 4 << 20))?;
+    /// let mut vcpu = vm.create_vcpu()?;
+    /// vcpu.pre_fault_memory(Gpa(0), 4 << 20, Access::Write)?;
+    /// assert_eq!(vm.stats().pages_2m(), 2);
+    /// // The first huge page in pages of 4 KiB, and back.
+    /// let first = GfnRange::new(Gfn(0), 512);
+    /// assert_eq!(vm.split_range(first, PageSize::Size4K)?, 1);
+    /// assert_eq!((vm.stats().pages_2m(), vm.stats().pages_4k()), (1, 512));
+    /// assert_eq!(vm.recover_range(first)?, 1);
+    /// assert_eq!((vm.stats().pages_2m(), vm.stats().pages_4k()), (2, 0));
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn split_range(&self, range: GfnRange, largest: PageSize) -> Result<u64, Error> {
         self.check_range(range)?;
         if largest.level() >= F::ROOT_LEVEL {
@@ -282,6 +403,26 @@ impl<H: Host, F: Format> Vm<H, F> {
     ///
     /// # Errors
     /// [`Error::EmptyRange`], [`Error::AddressTooHigh`], [`Error::OutOfMemory`].
+    ///
+    /// # Example
+    /// ```
+    /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
+    /// # use host::*;
+    /// use slat::*;
+    /// # fn main() -> Result<(), Error> {
+    /// let vm = vm_with_memory(Config::default(), MemoryRegionFlags::empty());
+    /// let mut vcpu = vm.create_vcpu()?;
+    /// for page in 0..3 {
+    ///     assert_eq!(vcpu.handle_fault(Gpa(page * PAGE_SIZE), Access::Read)?, Outcome::Resume);
+    /// }
+    /// let range = GfnRange::new(Gfn(0), 256);
+    /// assert_eq!(vm.test_age_range(range)?, 3);
+    /// assert_eq!(vm.age_range(range)?, 3);
+    /// // Nobody has used any since.
+    /// assert_eq!(vm.age_range(range)?, 0);
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn age_range(&self, range: GfnRange) -> Result<u64, Error> {
         self.age_or_test(range, Aging::Age)
     }
@@ -321,6 +462,22 @@ impl<H: Host, F: Format> Vm<H, F> {
     }
 
     /// The counters and histograms of all vCPUs and calls so far.
+    ///
+    /// # Example
+    /// ```
+    /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
+    /// # use host::*;
+    /// use slat::*;
+    /// # fn main() -> Result<(), Error> {
+    /// let vm = vm_with_memory(Config::default(), MemoryRegionFlags::empty());
+    /// let mut vcpu = vm.create_vcpu()?;
+    /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Resume);
+    /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Resume);
+    /// let stats = vm.stats();
+    /// assert_eq!((stats.faults, stats.spurious, stats.installed_4k, stats.pages_4k()), (2, 1, 1, 1));
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn stats(&self) -> Stats {
         let mut stats = Stats::default();
         for record in self.tree.epochs.records() {

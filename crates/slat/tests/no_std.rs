@@ -9,12 +9,13 @@ use std::process::{Command, Output};
 
 const ENGINE: &str = env!("CARGO_MANIFEST_DIR");
 
-/// The fixture, copied to where it may leave a lock file, with the workspace's own versions.
+/// The fixture, copied to where it may leave a lock file, with the workspace's own versions. (Its manifest has another name, or
+/// cargo would leave it out of the engine's package, as it does with packages inside of packages.)
 fn copy_of_the_fixture() -> PathBuf {
     let fixture = Path::new(ENGINE).join("tests/no_std");
     let copy = Path::new(env!("CARGO_TARGET_TMPDIR")).join("no_std");
     fs::create_dir_all(copy.join("src")).unwrap();
-    let manifest = fs::read_to_string(fixture.join("Cargo.toml")).unwrap();
+    let manifest = fs::read_to_string(fixture.join("manifest.toml")).unwrap();
     let absolute = manifest.replace("path = \"../..\"", &format!("path = {ENGINE:?}"));
     assert_ne!(manifest, absolute, "the fixture no longer names the engine by its path");
     fs::write(copy.join("Cargo.toml"), absolute).unwrap();

@@ -138,9 +138,7 @@ impl Bitmap {
         let mut bitmap = Bitmap::new(nr_pages)?;
         bitmap.clean = u64::MAX;
         // Relaxed, both: publishing the bitmap releases them.
-        if let Some(last) = bitmap.words.last()
-            && !nr_pages.is_multiple_of(PAGES_PER_WORD)
-        {
+        if let Some(last) = bitmap.words.last().filter(|_| nr_pages % PAGES_PER_WORD != 0) {
             last.store(!bits(0, nr_pages % PAGES_PER_WORD), Ordering::Relaxed);
         }
         let nr_words = bitmap.words.len() as u64;

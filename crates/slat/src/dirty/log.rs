@@ -122,7 +122,7 @@ fn words_of<B>(
     let (first_page, nr_pages) = pages.unwrap_or((0, slot_pages));
     check_pages(id, slot_pages, first_page, nr_pages)?;
     let is_end = first_page + nr_pages == slot_pages;
-    if !first_page.is_multiple_of(PAGES_PER_WORD) || !(is_end || nr_pages.is_multiple_of(PAGES_PER_WORD)) {
+    if first_page % PAGES_PER_WORD != 0 || !(is_end || nr_pages % PAGES_PER_WORD == 0) {
         return Err(Error::UnalignedLogRange { slot: id, first_page, nr_pages });
     }
     let needed = bitmap::nr_words(nr_pages);

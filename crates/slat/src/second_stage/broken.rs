@@ -112,13 +112,12 @@ impl<H: Host, F: Format> Telling<'_, H, F> {
                     }
                 }
                 // A table that was to be linked stays its owner's: perhaps it is linked yet.
-                if breaking == Breaking::Recovery
-                    && state != State::Frozen
-                    && let Err(found) = entry.freeze_as_was::<F>(value)
-                {
-                    value = found;
-                    (self.nr_4k, self.nr_2m) = told;
-                    continue;
+                if breaking == Breaking::Recovery && state != State::Frozen {
+                    if let Err(found) = entry.freeze_as_was::<F>(value) {
+                        value = found;
+                        (self.nr_4k, self.nr_2m) = told;
+                        continue;
+                    }
                 }
                 let leaf = match (state, breaking) {
                     (State::Leaf | State::Tracked, _) => value,

@@ -28,10 +28,8 @@ impl FlushToken {
 
     /// Owes a flush of `range`.
     pub(crate) fn owe(&mut self, range: GfnRange) {
-        if let Some(last) = self.ranges.last_mut()
-            && range.start <= last.end
-            && last.start <= range.end
-        {
+        let touches = |last: &&mut GfnRange| range.start <= last.end && last.start <= range.end;
+        if let Some(last) = self.ranges.last_mut().filter(touches) {
             last.start = last.start.min(range.start);
             last.end = last.end.max(range.end);
         } else {

@@ -76,6 +76,23 @@ pub struct TableCursor<'r, H: Host, F: Format> {
 
 impl<H: Host, F: Format> TableCursor<'_, H, F> {
     /// What the tables say about the page at `gpa`; `None` if nothing is mapped, or the format has no such address.
+    ///
+    /// # Example
+    /// ```
+    /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
+    /// # use host::*;
+    /// use slat::*;
+    /// # fn main() -> Result<(), Error> {
+    /// let vm = vm_with_memory(Config::default(), MemoryRegionFlags::LOG_DIRTY_PAGES);
+    /// assert_eq!(vm.create_vcpu()?.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Resume);
+    /// let tables = vm.read_tables()?;
+    /// let mut cursor = tables.cursor();
+    /// let found = cursor.query(Gpa(0x3fff)).expect("the fault has mapped it");
+    /// assert_eq!((found.size, found.writable, found.accessed), (PageSize::Size4K, false, true));
+    /// assert_eq!(cursor.query(Gpa(0x4000)), None);
+    /// # Ok(())
+    /// # }
+    /// ```
     #[inline]
     pub fn query(&mut self, gpa: Gpa) -> Option<Translation> {
         if gpa.0 >> F::GPA_BITS != 0 {
@@ -84,9 +101,8 @@ impl<H: Host, F: Format> TableCursor<'_, H, F> {
         let gfn = gpa.gfn();
         // Not from a table between root and pages: there the last page was huge, and its neighbours may be.
         let level = self.cursor.level();
-        if (level == Level::L4K || level == F::ROOT_LEVEL)
-            && let Some(entry) = self.cursor.move_to_entry(gfn, Level::L4K)
-        {
+        let may_move = level == Level::L4K || level == F::ROOT_LEVEL;
+        if let Some(entry) = may_move.then(|| self.cursor.move_to_entry(gfn, Level::L4K)).flatten() {
             let value = entry.load();
             match entry::state::<F>(value, Level::L4K) {
                 State::Leaf | State::Tracked => return Some(self.translation(value, Level::L4K, gfn)),

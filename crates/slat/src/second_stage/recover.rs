@@ -168,21 +168,17 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
             nr_blocks += 1;
             let (value, state) = cursor.descend_to(level);
             let block = cursor.block();
-            if state == State::Table
-                && range.covers(block)
-                && let Some((index, leaf)) = first_leaf::<F>(cursor.table_below(value), level.down())
-            {
+            let is_meant = state == State::Table && range.covers(block);
+            let first = is_meant.then(|| first_leaf::<F>(cursor.table_below(value), level.down())).flatten();
+            if let Some((index, leaf)) = first {
                 let parts = level.down();
                 let gfn = Gfn(block.start.0 + index * parts.nr_pages());
                 let pfn = entry::frame::<F>(leaf, parts);
                 let is_aligned = (pfn.0 ^ gfn.0) & (level.nr_pages() - 1) == 0;
                 // Inside a range that is being taken away the host's answer may be of the past, and no stamp would tell.
                 let is_free = tree.published.free_level(gfn, level) == Some(level);
-                if is_aligned
-                    && is_free
-                    && let Some(slot) = self.slots.find(&section, gfn)
-                    && self.may_recover(&slot, block, level)
-                {
+                let slot = (is_aligned && is_free).then(|| self.slots.find(&section, gfn)).flatten();
+                if let Some(slot) = slot.filter(|slot| self.may_recover(slot, block, level)) {
                     let page = gfn.0 - slot.range().start.0;
                     let backing = slot.keep_for_resolve(record);
                     let is_host_writable = entry::is_host_writable::<F>(leaf);

@@ -317,7 +317,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         if second.level < level || (level > Level::L4K && frame.nr_tables().load(Ordering::Relaxed) != 0) {
             return Err(NotMade::TooLarge);
         }
-        debug_assert!(second.pfn.0.is_multiple_of(level.nr_pages()));
+        debug_assert!(second.pfn.0 % level.nr_pages() == 0);
         let writes = access == Access::Write;
         if writes && !second.is_writable {
             return Err(NotMade::NotMapped);

@@ -51,7 +51,7 @@ impl BitLock {
                 return is_wanted().then_some(guard);
             }
             nr_turns = nr_turns.wrapping_add(1);
-            if nr_turns.is_multiple_of(PATIENCE) {
+            if nr_turns % PATIENCE == 0 {
                 host.yield_now();
             } else {
                 spin_loop();
@@ -65,7 +65,7 @@ impl BitLock {
         let mut nr_turns = 0_u32;
         loop {
             nr_turns = nr_turns.wrapping_add(1);
-            if nr_turns.is_multiple_of(PATIENCE) {
+            if nr_turns % PATIENCE == 0 {
                 host.yield_now();
             } else {
                 spin_loop();

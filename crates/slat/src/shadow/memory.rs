@@ -77,7 +77,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
 
     /// The guest's entry of `size_bytes` at `gpa`.
     pub(super) fn read_guest(&self, gpa: Gpa, size_bytes: u64) -> Result<u64, NoMemory> {
-        debug_assert!(gpa.0.is_multiple_of(size_bytes));
+        debug_assert!(gpa.0 % size_bytes == 0);
         self.with_guest_memory(gpa, |pointer, _, _| {
             // SAFETY: the frame's memory is there (see the module), and the entry is aligned inside of it.
             Ok(unsafe { load(pointer, size_bytes) })
@@ -141,7 +141,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             while done < bytes.len() {
                 let at = pointer.wrapping_add(done);
                 let rest = &bytes[done..];
-                let is_aligned = |size: usize| (gpa.0 as usize + done).is_multiple_of(size);
+                let is_aligned = |size: usize| (gpa.0 as usize + done) % size == 0;
                 if let (Some(word), true) = (rest.first_chunk::<8>(), is_aligned(8)) {
                     // SAFETY: as in `read_guest`. Release: what was written before is seen by who reads the entry.
                     unsafe { &*at.cast::<AtomicU64>() }.store(u64::from_le_bytes(*word), Ordering::Release);

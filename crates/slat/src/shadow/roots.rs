@@ -302,7 +302,7 @@ impl Roots {
             if is_behind || !is_of_mode || (is_meant && self.is_deferred(place, pcid)) {
                 continue;
             }
-            if is_meant && let Some(page) = root.page {
+            if let Some(page) = root.page.filter(|_| is_meant) {
                 mmu.sync_address(self.mode, page, gva, &mut debt);
             }
             self.roots[place].position = self.nr_addresses;

@@ -107,10 +107,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             }
             self.narrow_leaves(gfn, level, debt);
             // Not before: a table that is gone need not be a leaf of anything.
-            while level == Level::L4K
-                && frame.pages.load(Ordering::Relaxed) != 0
-                && let Some(page) = self.page_of_lost_frame(gfn)
-            {
+            while level == Level::L4K && frame.pages.load(Ordering::Relaxed) != 0 {
+                let Some(page) = self.page_of_lost_frame(gfn) else { break };
                 self.zap_page(page, debt);
             }
         });
@@ -131,9 +129,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 block = Some(first);
                 // Once for all of its pages: their second stage has changed before, all of it.
                 for level in [Level::L2M, Level::L1G] {
-                    if let Some(frame) = frames.get(gfn, level)
-                        && !frame.is_idle()
-                    {
+                    if let Some(frame) = frames.get(gfn, level).filter(|frame| !frame.is_idle()) {
                         let _guard = frame.lock.lock(self.host());
                         self.protect_leaves(frame, debt);
                     }

@@ -64,7 +64,7 @@ impl<B> MemoryRegion<B> {
         if !gpa.is_page_aligned() {
             return Err(Error::UnalignedAddress { gpa });
         }
-        if !memory_size.is_multiple_of(PAGE_SIZE) {
+        if memory_size % PAGE_SIZE != 0 {
             return Err(Error::UnalignedSize { slot, memory_size });
         }
         match gpa.0.checked_add(memory_size) {

@@ -84,7 +84,7 @@ impl UserfaultBitmap {
             return Err(Error::BadUserfaultGranularity { slot, size_bytes: granularity.size_bytes() });
         }
         let block_pages = self.level().nr_pages();
-        if !range.start.0.is_multiple_of(block_pages) {
+        if range.start.0 % block_pages != 0 {
             return Err(Error::UnalignedUserfaultSlot { slot, gpa: range.start.gpa() });
         }
         let needed = range.nr_pages().div_ceil(block_pages).div_ceil(u64::from(u64::BITS)) as usize;

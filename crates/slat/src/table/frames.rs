@@ -45,7 +45,7 @@ fn allocate<H: Host, F: Format>(host: &H, level: Level, node: TableNode, wait: A
     let layout = layout::<F>(level);
     let table = host.allocate_table(layout, node, wait)?;
     debug_assert!(
-        table.0.is_multiple_of(layout.align() as u64) && table.0 >> F::HPA_BITS == 0,
+        table.0 % layout.align() as u64 == 0 && table.0 >> F::HPA_BITS == 0,
         "the host allocated a table at {table}, which is not aligned to its size or beyond the format's addresses"
     );
     Some(table)

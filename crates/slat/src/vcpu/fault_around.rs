@@ -97,9 +97,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 entry::empty(stamp.flushed())
             };
             // What must be flushed first is left to a fault of its own.
-            if let State::Empty(stamp) = entry::state::<F>(value, Level::L4K)
-                && !stamp.is_unflushed()
-            {
+            if matches!(entry::state::<F>(value, Level::L4K), State::Empty(stamp) if !stamp.is_unflushed()) {
                 neighbours.push(gfn, value);
             }
         }

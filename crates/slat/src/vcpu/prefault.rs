@@ -33,11 +33,30 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// For the first page: [`Error::NoMemory`] if no slot has it, or not for writing; [`Error::Busy`] if it is being taken
     /// away at this moment, by an invalidation or a change of its slot: try again; [`Error::DirtyRingFull`];
     /// [`Error::MemoryFault`] where a fault would exit; and those of [`handle_fault`](Vcpu::handle_fault). [`Error::UnalignedAddress`], [`Error::BadSize`].
+    ///
+    /// # Example
+    /// ```
+    /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
+    /// # use host::*;
+    /// use slat::*;
+    /// # fn main() -> Result<(), Error> {
+    /// let vm = vm_with_memory(Config::default(), MemoryRegionFlags::empty());
+    /// let mut vcpu = vm.create_vcpu()?;
+    /// assert_eq!(vcpu.pre_fault_memory(Gpa(0), 64 * PAGE_SIZE, Access::Write)?, 64 * PAGE_SIZE);
+    /// // Pages that the guest used before it was put into a snapshot.
+    /// assert_eq!(vcpu.pre_fault_pages(&[Gpa(0x5_0000), Gpa(0x7_1000)], Access::Read)?, 2);
+    /// assert_eq!((vm.stats().pages_4k(), vm.stats().faults), (66, 0));
+    /// // A range that has no memory from its middle on.
+    /// assert_eq!(vcpu.pre_fault_memory(Gpa(0xf_f000), 2 * PAGE_SIZE, Access::Read)?, PAGE_SIZE);
+    /// assert_eq!(vcpu.pre_fault_memory(Gpa(1 << 20), PAGE_SIZE, Access::Read), Err(Error::NoMemory { gpa: Gpa(1 << 20) }));
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn pre_fault_memory(&mut self, gpa: Gpa, size_bytes: u64, access: Access) -> Result<u64, Error> {
         if !gpa.is_page_aligned() {
             return Err(Error::UnalignedAddress { gpa });
         }
-        if size_bytes == 0 || !size_bytes.is_multiple_of(PAGE_SIZE) {
+        if size_bytes == 0 || size_bytes % PAGE_SIZE != 0 {
             return Err(Error::BadSize { size_bytes });
         }
         let range = GfnRange::new(gpa.gfn(), size_bytes >> PAGE_SHIFT);
@@ -248,11 +267,11 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             let value = run.pop::<F>(leaf_level);
             if nth + 1 == nr_known && nr_known < nr_wanted {
                 let gfn = Gfn(pages.start.0 + nr_known as u64 * leaf_pages);
-                if let Ok(resolved) = plan.resolve(host, gfn, access)
-                    && let Ok(leaf) = plan.leaf::<F>(&tree.config, max_opened, gfn, access, resolved)
-                    // A smaller one ends it: it needs a table of its own.
-                    && leaf.level >= leaf_level
-                {
+                let leaf_for = |resolved| plan.leaf::<F>(&tree.config, max_opened, gfn, access, resolved).ok();
+                let resolved = plan.resolve(host, gfn, access).ok();
+                let next = resolved.and_then(|resolved| Some((resolved, leaf_for(resolved)?)));
+                // A smaller one ends it: it needs a table of its own.
+                if let Some((resolved, leaf)) = next.filter(|(_, leaf)| leaf.level >= leaf_level) {
                     any_writable |= leaf.rights == Rights::Writable;
                     run = run_from(gfn, resolved, leaf);
                     nr_known = nr_wanted.min(nr_known + nr_in(&run));

@@ -73,6 +73,35 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     ///
     /// # Errors
     /// [`Error::NotShadow`].
+    ///
+    /// # Example
+    /// ```
+    /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
+    /// # use host::*;
+    /// use slat::*;
+    /// # fn main() -> Result<(), Error> {
+    /// let paging = Paging::Shadow(ShadowPaging { strategy: ShadowStrategy::PcidTagged, ..ShadowPaging::default() });
+    /// let vm = vm_with_memory(Config::default().with_paging(paging), MemoryRegionFlags::empty());
+    /// let mut vcpu = vm.create_vcpu()?;
+    /// # for root in [0x1000_u64, 0x5000] {
+    /// #     for level in 0..4 {
+    /// #         let (at, next) = (root + level * 0x1000, if level < 3 { root + (level + 1) * 0x1000 } else { 0x9000 });
+    /// #         assert_eq!(vcpu.write_guest_table(Gpa(at), &(next | 0b111).to_le_bytes())?, Outcome::Resume);
+    /// #     }
+    /// # }
+    /// // The guest has turned long mode on, with PCIDs (CR4.PAE and CR4.PCIDE), and tables at 0x1000.
+    /// let registers = PagingRegisters { cr0: 1 << 31 | 1, cr3: 0x1000, cr4: 1 << 5 | 1 << 17, efer: 1 << 8 };
+    /// assert_eq!(vcpu.set_paging_registers(registers)?, Outcome::Resume);
+    /// let entry = vcpu.entry()?;
+    /// // It switches to the tables at 0x5000, and back: the root is remembered, and nothing is built.
+    /// assert_eq!(vcpu.load_cr3(0x5000)?, Outcome::Resume);
+    /// assert_ne!(vcpu.entry()?.root, entry.root);
+    /// let built = vm.stats().shadow_pages_built;
+    /// assert_eq!(vcpu.load_cr3(1 << 63 | 0x1000)?, Outcome::Resume);
+    /// assert_eq!((vcpu.entry()?.root, vm.stats().shadow_pages_built), (entry.root, built));
+    /// # Ok(())
+    /// # }
+    /// ```
     #[inline]
     pub fn load_cr3(&mut self, value: u64) -> Result<Outcome, Error> {
         let (mmu, roots) = self.shadow()?;
@@ -117,6 +146,31 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// [`Error::NotShadow`], [`Error::NoGuestMemory`], and those of [`handle_fault`](Vcpu::handle_fault);
     /// [`Error::OutOfMemory`] also if so many vCPUs are in different address spaces that all shadow tables
     /// ([`ShadowPaging::max_pages`](crate::ShadowPaging::max_pages)) are on somebody's way. Nothing has changed then for the guest.
+    ///
+    /// # Example
+    /// ```
+    /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
+    /// # use host::*;
+    /// use slat::*;
+    /// # fn main() -> Result<(), Error> {
+    /// let vm = vm_with_memory(Config::default().with_paging(Paging::Shadow(ShadowPaging::default())), MemoryRegionFlags::empty());
+    /// let mut vcpu = vm.create_vcpu()?;
+    /// // The guest's tables, from 0x1000 on, map page 0 of its address space to frame 9, not for writing.
+    /// for (at, next) in [(0x1000_u64, 0x2000_u64), (0x2000, 0x3000), (0x3000, 0x4000), (0x4000, 0x9000)] {
+    ///     let entry = if next == 0x9000 { next | 0b001 } else { next | 0b011 };
+    ///     assert_eq!(vcpu.write_guest_table(Gpa(at), &entry.to_le_bytes())?, Outcome::Resume);
+    /// }
+    /// let registers = PagingRegisters { cr0: 1 << 31 | 1 << 16 | 1, cr3: 0x1000, cr4: 1 << 5, efer: 1 << 8 };
+    /// assert_eq!(vcpu.set_paging_registers(registers)?, Outcome::Resume);
+    /// let read = GuestAccess { access: Access::Read, privilege: Privilege::Supervisor };
+    /// assert_eq!(vcpu.handle_page_fault(Gva(0x10), read)?, Outcome::Resume);
+    /// // A write is the guest's own fault: present, a write.
+    /// let write = GuestAccess { access: Access::Write, ..read };
+    /// let exit = Exit::PageFault { gva: Gva(0x10), error_code: 0b11 };
+    /// assert_eq!(vcpu.handle_page_fault(Gva(0x10), write)?, Outcome::Exit(exit));
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn handle_page_fault(&mut self, gva: Gva, access: GuestAccess) -> Result<Outcome, Error> {
         let (mmu, roots) = self.shadow()?;
         mmu.count(Counter::PageFaults);

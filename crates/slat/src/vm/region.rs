@@ -31,6 +31,29 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// For a bad description the variant that names its fault; [`Error::OutOfMemory`]. [`Error::SlotBusy`] if another
     /// thread is changing the same slot, in whatever way, at this moment: KVM would wait for it, here nobody waits. On an
     /// error the slot is as it was; if memory ran out, mappings may have been taken away, and the next access faults.
+    ///
+    /// # Example
+    /// ```
+    /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
+    /// # use host::*;
+    /// use slat::*;
+    /// # fn main() -> Result<(), Error> {
+    /// let vm = vm(Config::default());
+    /// // Created, with memory behind it.
+    /// vm.set_user_memory_region(region(MemoryRegionFlags::empty(), 1 << 20))?;
+    /// // Other flags, and then another place: the backing stays.
+    /// vm.set_user_memory_region(change(MemoryRegionFlags::LOG_DIRTY_PAGES, 1 << 20))?;
+    /// let moved = MemoryRegion { guest_phys_addr: Gpa(1 << 30), ..change(MemoryRegionFlags::LOG_DIRTY_PAGES, 1 << 20) };
+    /// vm.set_user_memory_region(moved)?;
+    /// // Another slot may not overlap it.
+    /// let other = MemoryRegion { slot: 1, guest_phys_addr: Gpa(1 << 30), ..region(MemoryRegionFlags::empty(), 4096) };
+    /// assert_eq!(vm.set_user_memory_region(other), Err(Error::Overlap { slot: 1, gpa: Gpa(1 << 30), other: 0 }));
+    /// // Deleted: no size.
+    /// vm.set_user_memory_region(change(MemoryRegionFlags::empty(), 0))?;
+    /// assert_eq!(vm.get_dirty_log(0, &mut [0; 4]), Err(Error::NoSuchSlot { slot: 0 }));
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn set_user_memory_region(&self, region: MemoryRegion<H::Backing>) -> Result<(), Error> {
         let range = region.check(F::GPA_BITS)?;
         let deletes = range.is_empty();
@@ -138,7 +161,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         }
         let begins_to_log = begins.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
         if moves {
-            if !begins_to_log && let Some(log) = claim.log_of(&after) {
+            if let Some(log) = claim.log_of(&after).filter(|_| !begins_to_log) {
                 // See `dirty/log.rs`.
                 log.mark(0, range.nr_pages());
             }

@@ -26,6 +26,34 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # Errors
     /// [`Error::NoSuchSlot`], [`Error::NotUserfault`], [`Error::EmptyRange`], [`Error::LogRangePastEnd`],
     /// [`Error::UserfaultBitmapGone`], [`Error::OutOfMemory`]. With the last two, a part may be done.
+    ///
+    /// # Example
+    /// ```
+    /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
+    /// # use host::*;
+    /// use slat::*;
+    /// # fn main() -> Result<(), Error> {
+    /// use std::sync::Arc;
+    /// use std::sync::atomic::{AtomicU64, Ordering};
+    /// let vm = vm(Config::default());
+    /// // No page of the slot has come yet.
+    /// let words = Arc::new((0..4).map(|_| AtomicU64::new(u64::MAX)).collect::<Vec<_>>());
+    /// let bitmap = UserfaultBitmap::new(Arc::<Vec<AtomicU64>>::clone(&words), PageSize::Size4K);
+    /// let slot = region(MemoryRegionFlags::USERFAULT, 1 << 20);
+    /// vm.set_user_memory_region(MemoryRegion { userfault_bitmap: Some(bitmap), ..slot })?;
+    /// let mut vcpu = vm.create_vcpu()?;
+    /// let fault = Exit::MemoryFault { flags: MemoryFaultFlags::USERFAULT, gpa: Gpa(0x3000), size: PAGE_SIZE };
+    /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Exit(fault));
+    /// // Page 3 is filled, and then its bit cleared, with release.
+    /// words[0].fetch_and(!(1 << 3), Ordering::Release);
+    /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Resume);
+    /// // It is taken back: the bit first.
+    /// words[0].fetch_or(1 << 3, Ordering::Release);
+    /// assert_eq!(vm.rescan_userfault(0, 3, 1)?, 1);
+    /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Exit(fault));
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn rescan_userfault(&self, slot: u32, first_page: u64, nr_pages: u64) -> Result<u64, Error> {
         let record = self.tree.epochs.borrow_record()?;
         let result = rescan::rescan(&self.tree, &self.slots, &record, slot, first_page, nr_pages);
@@ -76,6 +104,24 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # Errors
     /// [`Error::UnalignedAddress`], [`Error::BadSize`], [`Error::AddressTooHigh`], [`Error::UnknownAttributes`],
     /// [`Error::NoGuestMemfd`], [`Error::OutOfMemory`].
+    ///
+    /// # Example
+    /// ```
+    /// # mod host { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/support/doc_host.rs")); }
+    /// # use host::*;
+    /// use slat::*;
+    /// # fn main() -> Result<(), Error> {
+    /// let vm = vm_with_memory(Config::default(), MemoryRegionFlags::GUEST_MEMFD);
+    /// // The guest has asked for a private page. From now on its faults there are for `Host::resolve_private`.
+    /// vm.set_memory_attributes(Gpa(0x3000), PAGE_SIZE, MemoryAttributes::PRIVATE)?;
+    /// assert_eq!(vm.create_vcpu()?.handle_fault(Gpa(0x3008), Access::Write)?, Outcome::Resume);
+    /// // The VMM has no mapping of it.
+    /// let refused = Error::MemoryFault { flags: MemoryFaultFlags::PRIVATE, gpa: Gpa(0x3000), size: PAGE_SIZE };
+    /// assert_eq!(vm.check_access(Gpa(0x2ff8), 16), Err(refused));
+    /// assert_eq!(vm.check_access(Gpa(0x2ff0), 16), Ok(()));
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn set_memory_attributes(&self, gpa: Gpa, size_bytes: u64, attributes: MemoryAttributes) -> Result<(), Error> {
         if MemoryAttributes::from_bits(attributes.bits()).is_none() {
             return Err(Error::UnknownAttributes { attributes: attributes.bits() });
@@ -83,7 +129,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         if !gpa.is_page_aligned() {
             return Err(Error::UnalignedAddress { gpa });
         }
-        if !size_bytes.is_multiple_of(PAGE_SIZE) {
+        if size_bytes % PAGE_SIZE != 0 {
             return Err(Error::BadSize { size_bytes });
         }
         let range = self.check_bytes(gpa, size_bytes)?;

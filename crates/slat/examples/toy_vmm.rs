@@ -1,0 +1,495 @@
+//! A toy VMM is given second-stage paging, in seven steps: the loop with exits, slots, the root, faults, flush and park, an
+//! MMU notifier, the dirty log of a migration. Everything is in one process, and nothing but std is used: a vCPU is a thread
+//! that interprets a small program, its CPU has a TLB and walks the tables that slat keeps, and host memory is one vector.
+//!
+//! While four vCPUs run, one thread moves their pages to other frames, and another migrates them to a "destination". In the
+//! end every word that the guest has counted must be right, at the source and at the destination.
+//!
+//!     cargo run -p slat --example toy_vmm
+#![expect(unsafe_code, reason = "a host promises memory, and a CPU follows addresses")]
+
+use std::alloc::Layout;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
+
+use slat::{
+    Access, AccessTracking, AllocationWait, Config, Error, Exit, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Locking,
+    MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode, Vm,
+};
+
+const NR_VCPUS: u64 = 4;
+/// Pages that each vCPU counts in; one more, page 0, is for all of them.
+const PAGES_PER_VCPU: u64 = 24;
+const RAM_PAGES: u64 = 1 + NR_VCPUS * PAGES_PER_VCPU;
+const RAM_START: Gpa = Gpa(0x4000_0000);
+const NR_ROUNDS: u64 = 2000;
+/// The device: a byte that is written here is sent.
+const UART: Gpa = Gpa(0x1000_0000);
+const RAM_SLOT: u32 = 0;
+/// How long it takes to send the pages of a round.
+const TRANSFER_TIME: Duration = Duration::from_micros(200);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Step 1: the guest, and the loop with exits.
+//
+// A VMM has this before it has paging: a CPU that runs the guest until it cannot go on (for KVM and on bare metal, the
+// instruction that enters the guest), and a loop that looks why. Second-stage paging adds one more reason: a fault.
+
+#[derive(Clone, Copy)]
+enum Instruction {
+    /// The word there must be this.
+    Check(Gpa, u64),
+    /// One more, atomically.
+    Increment(Gpa),
+    Store(Gpa, u64),
+}
+
+/// What the program of vCPU `number` does: counts in its own pages and in the common one, and says that it is done.
+fn program(number: u64) -> Vec<Instruction> {
+    let page = |page: u64| Gpa(RAM_START.0 + page * PAGE_SIZE + 8 * number);
+    let own = 1 + number * PAGES_PER_VCPU..1 + (number + 1) * PAGES_PER_VCPU;
+    let count = |round, at| [Instruction::Check(at, round), Instruction::Increment(at)];
+    let round =
+        |round| own.clone().flat_map(move |own| count(round, page(own))).chain([Instruction::Increment(RAM_START)]);
+    (0..NR_ROUNDS).flat_map(round).chain([Instruction::Store(UART, number)]).collect()
+}
+
+enum CpuExit {
+    Halt,
+    Fault(Gpa, Access),
+}
+
+/// A CPU in guest mode: it executes until it is at the end, or the tables do not allow an access.
+struct Cpu {
+    number: usize,
+    program: Vec<Instruction>,
+    next: usize,
+    /// Frame of the guest to frame of the host, and whether it may be written.
+    tlb: HashMap<Gfn, (Pfn, bool)>,
+    /// The flush that the TLB is as new as.
+    flushed: u64,
+}
+
+impl Cpu {
+    fn run(&mut self, host: &VmHost, root: Hpa) -> CpuExit {
+        while let Some(&instruction) = self.program.get(self.next) {
+            if let Err(fault) = self.execute(host, root, instruction) {
+                return fault;
+            }
+            self.next += 1;
+        }
+        CpuExit::Halt
+    }
+
+    fn execute(&mut self, host: &VmHost, root: Hpa, instruction: Instruction) -> Result<(), CpuExit> {
+        let (gpa, access) = match instruction {
+            Instruction::Check(gpa, _) => (gpa, Access::Read),
+            Instruction::Increment(gpa) | Instruction::Store(gpa, _) => (gpa, Access::Write),
+        };
+        // See step 5: from here to the end of `_guest_mode` a flush waits for this CPU.
+        let (_guest_mode, flushes) = host.enter_guest(self.number);
+        if self.flushed != flushes {
+            self.tlb.clear();
+            self.flushed = flushes;
+        }
+        let hpa = self.translate(&host.machine, root, gpa, access).ok_or(CpuExit::Fault(gpa, access))?;
+        let word = host.machine.word(hpa);
+        match instruction {
+            Instruction::Check(_, expected) => assert_eq!(word.load(Ordering::Relaxed), expected, "at {gpa}"),
+            Instruction::Increment(_) => drop(word.fetch_add(1, Ordering::Relaxed)),
+            Instruction::Store(_, value) => word.store(value, Ordering::Relaxed),
+        }
+        Ok(())
+    }
+}
+
+/// Counts the vCPUs that are not done.
+struct Running<'a>(&'a AtomicU64);
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Release);
+    }
+}
+
+/// The loop of one vCPU's thread.
+fn run_vcpu(
+    vm: &Arc<Vm<VmHost, Npt>>,
+    number: u64,
+    uart: &Mutex<Vec<u64>>,
+    _running: Running<'_>,
+) -> Result<(), Error> {
+    let mut vcpu = vm.create_vcpu()?;
+    let program = program(number);
+    let mut cpu = Cpu { number: number as usize, program, next: 0, tlb: HashMap::new(), flushed: 0 };
+    loop {
+        match cpu.run(vm.host(), vm.root()) {
+            CpuExit::Halt => return Ok(()),
+            // Step 4: a fault. slat repairs the tables, or says what is left to the VMM.
+            CpuExit::Fault(gpa, access) => match vcpu.handle_fault(gpa, access)? {
+                Outcome::Resume => {}
+                // No memory: a device. Do what the instruction wanted, and go on behind it.
+                Outcome::Exit(Exit::Mmio { gpa: UART, .. }) => {
+                    let Instruction::Store(_, byte) = cpu.program[cpu.next] else { panic!("the UART is never read") };
+                    uart.lock().unwrap().push(byte);
+                    cpu.next += 1;
+                }
+                Outcome::Exit(exit) => panic!("the program does not do what leads to {exit:?}"),
+            },
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Step 2: slots.
+//
+// Which memory the guest has, and what is behind it. slat keeps the `Backing` with the slot, and shows it to `resolve`.
+
+/// The guest's memory: the frame of each page, as soon as it has one. The VMM and the slot share it.
+struct Ram(Mutex<Vec<Option<Pfn>>>);
+
+fn set_slot(vm: &Vm<VmHost, Npt>, flags: MemoryRegionFlags, backing: Option<Arc<Ram>>) -> Result<(), Error> {
+    vm.set_user_memory_region(MemoryRegion {
+        slot: RAM_SLOT,
+        flags,
+        guest_phys_addr: RAM_START,
+        memory_size: RAM_PAGES * PAGE_SIZE,
+        // Given once: a change of flags keeps it.
+        backing,
+        userfault_bitmap: None,
+    })
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Step 3: the root.
+//
+// `Vm::root` goes into the register that the hardware starts from (nCR3, EPTP, VTTBR, hgatp), here an argument of `Cpu::run`.
+// Host memory must be reachable by its address.
+
+/// Host memory: frames, and which of them are free.
+struct Machine {
+    memory: Vec<Frame>,
+    free: Vec<AtomicU64>,
+}
+
+#[repr(C, align(4096))]
+struct Frame([AtomicU64; 512]);
+
+impl Machine {
+    fn new(nr_frames: u64) -> Machine {
+        let memory = (0..nr_frames).map(|_| Frame([const { AtomicU64::new(0) }; 512])).collect();
+        Machine { memory, free: (0..nr_frames / 64).map(|_| AtomicU64::new(u64::MAX)).collect() }
+    }
+
+    /// Takes a free frame. Waits for nobody.
+    fn allocate(&self) -> Option<Pfn> {
+        let take_lowest = |free: u64| free.checked_sub(1).map(|less| free & less);
+        (0..).zip(&self.free).find_map(|(index, free)| {
+            // Acquire: sees the last owner done with the frame.
+            let free = free.fetch_update(Ordering::Acquire, Ordering::Relaxed, take_lowest).ok()?;
+            Some(Pfn(index * 64 + u64::from(free.trailing_zeros())))
+        })
+    }
+
+    fn free(&self, pfn: Pfn) {
+        self.free[pfn.0 as usize / 64].fetch_or(1 << (pfn.0 % 64), Ordering::Release);
+    }
+
+    fn nr_free(&self) -> u32 {
+        self.free.iter().map(|free| free.load(Ordering::Relaxed).count_ones()).sum()
+    }
+
+    fn frame(&self, pfn: Pfn) -> &[AtomicU64; 512] {
+        &self.memory[pfn.0 as usize].0
+    }
+
+    fn word(&self, hpa: Hpa) -> &AtomicU64 {
+        &self.frame(hpa.pfn())[(hpa.0 % PAGE_SIZE / 8) as usize]
+    }
+}
+
+impl Cpu {
+    /// Looks into the TLB, and walks the tables (AMD APM vol. 2, 5.3 and 15.25.5). As a CPU without accessed and dirty bits:
+    /// the VM is configured for it.
+    fn translate(&mut self, machine: &Machine, root: Hpa, gpa: Gpa, access: Access) -> Option<Hpa> {
+        const PRESENT: u64 = 1 << 0;
+        const WRITABLE: u64 = 1 << 1;
+        const HUGE: u64 = 1 << 7;
+        const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
+        let writes = access == Access::Write;
+        let cached = self.tlb.get(&gpa.gfn()).copied();
+        let (pfn, _) = cached.filter(|&(_, writable)| writable || !writes).or_else(|| {
+            let mut table = root.0;
+            let mut writable = true;
+            for level in (0..4).rev() {
+                let index = gpa.0 >> (12 + 9 * level) & 511;
+                // Acquire: who sees the entry of a table sees what is in the table.
+                let entry = machine.word(Hpa(table + index * 8)).load(Ordering::Acquire);
+                if entry & PRESENT == 0 {
+                    return None;
+                }
+                assert!(level == 0 || entry & HUGE == 0, "`resolve` gives single pages");
+                writable &= entry & WRITABLE != 0;
+                table = entry & ADDRESS;
+            }
+            self.tlb.insert(gpa.gfn(), (Hpa(table).pfn(), writable));
+            (writable || !writes).then_some((Hpa(table).pfn(), writable))
+        })?;
+        Some(Hpa(pfn.hpa().0 + gpa.0 % PAGE_SIZE))
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Step 4: faults.
+//
+// `handle_fault` (in the loop above) asks the host two things: memory for tables, and the frame of the page.
+
+/// The surroundings of one VM.
+struct VmHost {
+    machine: Arc<Machine>,
+    start: Instant,
+    /// Step 5: how often was flushed; whether each vCPU's CPU is in guest mode; who sleeps on which word.
+    flushes: AtomicU64,
+    in_guest: [AtomicBool; NR_VCPUS as usize],
+    sleepers: Mutex<Vec<(usize, Thread)>>,
+}
+
+// SAFETY: a table has a frame of its own, whose owner is whoever cleared its bit; the vector never grows, so frames stay where
+// they are; `flush` is argued there; and a page's frame changes only while the page is taken away (`move_page`).
+unsafe impl Host for VmHost {
+    type Backing = Arc<Ram>;
+
+    fn allocate_table(&self, layout: Layout, _node: TableNode, _wait: AllocationWait) -> Option<Hpa> {
+        assert_eq!(layout.size() as u64, PAGE_SIZE, "every table of the format `Npt` is one frame");
+        self.machine.allocate().map(Pfn::hpa)
+    }
+
+    unsafe fn free_table(&self, table: Hpa, _layout: Layout) {
+        self.machine.free(table.pfn());
+    }
+
+    fn table_ptr(&self, table: Hpa) -> *mut u8 {
+        self.machine.memory.as_ptr().cast::<u8>().cast_mut().wrapping_add(table.0 as usize)
+    }
+
+    /// On demand: a page gets a frame when it is used for the first time. It is given zeroed, or the guest would see what the
+    /// frame was before.
+    fn resolve(&self, ram: &Arc<Ram>, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Gone> {
+        let frame = &mut ram.0.lock().unwrap()[page as usize];
+        if frame.is_none() {
+            let pfn = self.machine.allocate().ok_or(Gone)?;
+            self.machine.frame(pfn).iter().for_each(|word| word.store(0, Ordering::Relaxed));
+            *frame = Some(pfn);
+        }
+        let pfn = frame.ok_or(Gone)?;
+        Ok(Resolved { pfn, max_size: PageSize::Size4K, writable: true })
+    }
+
+    /// Step 5.
+    fn flush(&self, _ranges: &[GfnRange]) {
+        // SeqCst: the other half of the pair in `enter_guest`. As a release it hands on the changed tables, too.
+        self.flushes.fetch_add(1, Ordering::SeqCst);
+        for in_guest in &self.in_guest {
+            // A CPU that enters from now on forgets its TLB first. This one may be using it: one instruction. (On hardware, an
+            // interrupt makes it leave. A thread that is preempted right here holds the flush up: a real host takes the CPU out
+            // of the guest when it preempts it, and a software CPU needs the care of `slat-machine`'s module `commit`.)
+            while in_guest.load(Ordering::SeqCst) {
+                thread::yield_now();
+            }
+        }
+    }
+
+    fn yield_now(&self) {
+        thread::yield_now();
+    }
+
+    fn timestamp_ns(&self) -> u64 {
+        self.start.elapsed().as_nanos() as u64
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Step 5: flush and park.
+//
+// CPUs cache translations. When `Host::flush` returns, none of them may use an older one any more: each has forgotten it, or is
+// not in the guest and forgets it before it enters. Parking is for a VM with a lock only, which slat does not need.
+
+struct GuestMode<'h>(&'h AtomicBool);
+
+impl VmHost {
+    /// Enters guest mode, until the guard is dropped. Returns the flush that the TLB must be as new as.
+    fn enter_guest(&self, number: usize) -> (GuestMode<'_>, u64) {
+        let in_guest = &self.in_guest[number];
+        // SeqCst, as in `flush`: I say that I am in the guest, then look how often was flushed; it counts, then looks who is in
+        // the guest. One of the two sees the other.
+        in_guest.store(true, Ordering::SeqCst);
+        (GuestMode(in_guest), self.flushes.load(Ordering::SeqCst))
+    }
+}
+
+impl Drop for GuestMode<'_> {
+    fn drop(&mut self) {
+        // Release: the flush that sees this sees the access done.
+        self.0.store(false, Ordering::Release);
+    }
+}
+
+impl Park for VmHost {
+    fn park(&self, word: &AtomicU32, expected: u32) {
+        let key = (word as *const AtomicU32).addr();
+        let mut sleepers = self.sleepers.lock().unwrap();
+        // Under the mutex, so that no unpark comes between the look and the entry in the list.
+        if word.load(Ordering::Relaxed) != expected {
+            return;
+        }
+        sleepers.push((key, thread::current()));
+        drop(sleepers);
+        thread::park();
+        // A return for no reason is allowed, but nobody is to wake who does not sleep.
+        self.sleepers.lock().unwrap().retain(|(other, thread)| *other != key || thread.id() != thread::current().id());
+    }
+
+    fn unpark_one(&self, word: *const AtomicU32) -> bool {
+        let mut sleepers = self.sleepers.lock().unwrap();
+        let position = sleepers.iter().position(|(key, _)| *key == word.addr());
+        position.map(|position| sleepers.swap_remove(position).1.unpark()).is_some()
+    }
+
+    fn unpark_all(&self, word: *const AtomicU32) {
+        while self.unpark_one(word) {}
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Step 6: the MMU notifier.
+//
+// The host swaps, compacts, merges pages. Whoever changes the frame of a page takes the page away first, and does his work
+// while the `Invalidation` lives: no CPU uses the page, no fault maps it.
+
+/// Moves page `page` to another frame. Returns whether it had one.
+fn move_page(vm: &Vm<VmHost, Npt>, ram: &Ram, page: u64) -> Result<bool, Error> {
+    let machine = &vm.host().machine;
+    let taken_away = vm.invalidate_range(GfnRange::new(Gfn(RAM_START.gfn().0 + page), 1))?;
+    let mut frames = ram.0.lock().unwrap();
+    let Some(old) = frames[page as usize] else { return Ok(false) };
+    let Some(new) = machine.allocate() else { return Ok(false) };
+    for (from, to) in machine.frame(old).iter().zip(machine.frame(new)) {
+        // What is left behind is garbage: a CPU that still used the old frame would be found out.
+        to.store(from.swap(0xdead_dead_dead_dead, Ordering::Relaxed), Ordering::Relaxed);
+    }
+    frames[page as usize] = Some(new);
+    machine.free(old);
+    // Only now may faults ask again: they get the new frame.
+    drop(taken_away);
+    Ok(true)
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Step 7: the dirty log.
+//
+// A migration copies everything, then, round by round, what was written since; at last, with the vCPUs stopped, the rest.
+
+/// Copies to `destination` what was written since the last round. Returns how many pages that was.
+fn dirty_log_round(vm: &Vm<VmHost, Npt>, ram: &Ram, destination: &mut [[u64; 512]]) -> Result<u64, Error> {
+    let mut bitmap = [0; RAM_PAGES.div_ceil(64) as usize];
+    // First the log, then the pages: what is written in between is in the next round.
+    let nr_pages = vm.get_dirty_log(RAM_SLOT, &mut bitmap)?;
+    let is_dirty = |page: &usize| bitmap[page / 64] >> (page % 64) & 1 != 0;
+    (0..RAM_PAGES as usize).filter(is_dirty).for_each(|page| copy_page(vm, ram, page, &mut destination[page]));
+    Ok(nr_pages)
+}
+
+fn copy_page(vm: &Vm<VmHost, Npt>, ram: &Ram, page: usize, destination: &mut [u64; 512]) {
+    // Holding the mutex: the frame must not be moved meanwhile.
+    let frames = ram.0.lock().unwrap();
+    let Some(frame) = frames[page] else { return };
+    for (word, copy) in vm.host().machine.frame(frame).iter().zip(destination) {
+        *copy = word.load(Ordering::Relaxed);
+    }
+}
+
+fn run(machine: &Arc<Machine>, locking: Locking) -> Result<(), Error> {
+    let host = VmHost {
+        machine: Arc::clone(machine),
+        start: Instant::now(),
+        flushes: AtomicU64::new(0),
+        in_guest: [const { AtomicBool::new(false) }; NR_VCPUS as usize],
+        sleepers: Mutex::default(),
+    };
+    let config = Config::with_locking(locking).with_access_tracking(AccessTracking::Faults);
+    let vm = Arc::new(Vm::<VmHost, Npt>::new(host, config)?);
+    let ram = Arc::new(Ram(Mutex::new(vec![None; RAM_PAGES as usize])));
+    let uart = Mutex::new(Vec::new());
+    set_slot(&vm, MemoryRegionFlags::empty(), Some(Arc::clone(&ram)))?;
+
+    let mut destination = vec![[0; 512]; RAM_PAGES as usize];
+    let nr_running = AtomicU64::new(NR_VCPUS);
+    let (mut nr_rounds, mut nr_copied) = (0, 0);
+    let nr_moved = thread::scope(|threads| {
+        let (vm, ram, uart, nr_running) = (&vm, &ram, &uart, &nr_running);
+        let start = |number| threads.spawn(move || run_vcpu(vm, number, uart, Running(nr_running)));
+        let mut vcpus: Vec<_> = (0..NR_VCPUS / 2).map(start).collect();
+        let mover = threads.spawn(move || {
+            let mut nr_moved = 0;
+            loop {
+                // Once more when they are done, so that each page was moved for sure.
+                let is_last = nr_running.load(Ordering::Acquire) == 0;
+                for page in 0..RAM_PAGES {
+                    nr_moved += u64::from(move_page(vm, ram, page)?);
+                }
+                if is_last {
+                    return Ok::<_, Error>(nr_moved);
+                }
+            }
+        });
+        // The migration: log, and copy everything. Some vCPUs run, others are started only now.
+        set_slot(vm, MemoryRegionFlags::LOG_DIRTY_PAGES, None)?;
+        (0..RAM_PAGES as usize).for_each(|page| copy_page(vm, ram, page, &mut destination[page]));
+        vcpus.extend((NR_VCPUS / 2..NR_VCPUS).map(start));
+        while nr_running.load(Ordering::Acquire) != 0 {
+            nr_copied += dirty_log_round(vm, ram, &mut destination)?;
+            nr_rounds += 1;
+            thread::sleep(TRANSFER_TIME);
+        }
+        vcpus.into_iter().try_for_each(|vcpu| vcpu.join().expect("a vCPU panicked"))?;
+        mover.join().expect("the mover panicked")
+    })?;
+    nr_copied += dirty_log_round(&vm, &ram, &mut destination)?;
+
+    // The guest checked what it read. Here: what it wrote, in its memory and in the copy.
+    for (page, copy) in destination.iter().enumerate() {
+        let mut now = [0; 512];
+        copy_page(&vm, &ram, page, &mut now);
+        assert!(*copy == now, "page {page} of the destination is old");
+        let expected = if page == 0 { NR_ROUNDS * NR_VCPUS } else { NR_ROUNDS };
+        let counted = if page == 0 { 0 } else { (page as u64 - 1) / PAGES_PER_VCPU };
+        assert_eq!(now[counted as usize], expected, "page {page} has lost something");
+    }
+    let mut sent = uart.into_inner().unwrap();
+    sent.sort_unstable();
+    assert!(sent.into_iter().eq(0..NR_VCPUS), "each vCPU has said once that it is done");
+    // The vCPUs that were started late have written all of their pages while the slot logged.
+    assert!(nr_moved >= RAM_PAGES && nr_copied >= NR_VCPUS / 2 * PAGES_PER_VCPU);
+    let stats = vm.stats();
+    println!(
+        "locking {locking:?}: {} faults, {nr_moved} pages moved, {nr_copied} pages copied in {nr_rounds} rounds and the last",
+        stats.faults
+    );
+
+    // No CPU walks the tables any more. With the VM they go, all of them.
+    drop(vm);
+    ram.0.lock().unwrap().iter_mut().filter_map(Option::take).for_each(|pfn| machine.free(pfn));
+    Ok(())
+}
+
+fn main() -> Result<(), Error> {
+    let machine = Arc::new(Machine::new(1024));
+    for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
+        run(&machine, locking)?;
+        assert_eq!(machine.nr_free(), 1024, "a frame of a table, or of the guest, was not given back");
+    }
+    Ok(())
+}
