@@ -26,38 +26,50 @@ use crate::session::Session;
 
 /// What `slat aging` takes.
 #[derive(Clone, Debug, Args)]
-#[command(allow_negative_numbers = true)]
+#[command(allow_negative_numbers = true, after_help = "Example: slat aging -v 8 -b 64M --tracking accessed-bit")]
 pub(crate) struct AgingArgs {
     /// Number of vCPUs.
-    #[arg(short = 'v', long = "vcpus", default_value_t = 4, value_parser = positive::<usize>)]
+    #[arg(short = 'v', long, value_name = "N", default_value_t = 4, value_parser = positive::<usize>)]
     pub(crate) vcpus: usize,
-    /// Memory for each vCPU in bytes, with an optional suffix K, M, G or T.
-    #[arg(short = 'b', long = "bytes", default_value = "256M", value_parser = size_bytes)]
+    /// Memory for each vCPU.
+    ///
+    /// In bytes, or with K, M, G or T behind the number; a multiple of the page size.
+    #[arg(short = 'b', long, value_name = "SIZE", default_value = "256M", value_parser = size_bytes)]
     pub(crate) bytes: u64,
-    /// Where the memory comes from: anonymous, anonymous_thp, anonymous_hugetlb_2mb, anonymous_hugetlb_1gb, shmem.
-    #[arg(short = 's', long = "backing", default_value = "anonymous")]
+    /// Kind of memory, e.g. shmem.
+    ///
+    /// One of anonymous, anonymous_thp, anonymous_hugetlb_2mb, anonymous_hugetlb_1gb, shmem.
+    #[arg(short = 's', long, value_name = "KIND", default_value = "anonymous")]
     pub(crate) backing: BackingKind,
     /// All vCPUs access all memory, instead of a part each.
-    #[arg(short = 'o', long = "overlap")]
+    #[arg(short = 'o', long)]
     pub(crate) overlap: bool,
-    /// If more than a tenth of the pages that were used still count as idle: above 0 warn, 0 fail, below 0 fail unless the
-    /// TLBs are large enough to hide that many accesses.
-    #[arg(short = 'w', long = "warn-idle", value_name = "N", default_value_t = -1)]
+    /// Idle pages: 1 warns, 0 fails, -1 decides.
+    ///
+    /// If more than a tenth of the pages that were used still count as idle: above 0 warn, 0 fail, below 0 fail unless the TLBs
+    /// are large enough to hide that many accesses.
+    #[arg(short = 'w', long, value_name = "N", default_value_t = -1)]
     pub(crate) warn_idle: i32,
+    /// Tracking.
+    ///
     /// How accesses are found out.
-    #[arg(long, value_enum, default_value_t = TrackingArg::Both)]
+    #[arg(long, value_name = "HOW", value_enum, default_value_t = TrackingArg::Both)]
     pub(crate) tracking: TrackingArg,
-    /// How much one call marks idle: a page (which sees a huge page once), or the range of a slot.
+    /// What a call marks idle.
+    ///
+    /// A page (which sees a huge page once), or the range of a slot.
     #[arg(long, value_enum, default_value_t = PassArg::Range)]
     pub(crate) pass: PassArg,
-    /// The lock that the engine takes on the VM; `all` compares the three.
+    /// Lock.
+    ///
+    /// What the engine takes on the VM; `all` compares the three in one table.
     #[arg(long, value_enum, default_value_t = LockArg::None)]
     pub(crate) lock: LockArg,
     /// Format of the second-stage tables.
     #[arg(long, value_enum, default_value_t = FormatArg::Npt)]
     pub(crate) format: FormatArg,
     /// Runs of which the mean is taken.
-    #[arg(long, default_value_t = 3, value_parser = positive::<u32>)]
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = positive::<u32>)]
     pub(crate) runs: u32,
     /// Write the results to this file as JSON.
     #[arg(long, value_name = "FILE")]
@@ -278,7 +290,7 @@ fn judge(args: &AgingArgs, used_by: &'static str, nr_young: u64, nr_pages: u64) 
     };
     if is_too_many(nr_idle, nr_pages) && !only_warns {
         return Err(check_failed(format_args!(
-            "too many pages still idle after \"{used_by}\": {nr_idle} out of {nr_pages}"
+            "too many pages still idle after \"{used_by}\": {nr_idle} out of {nr_pages} (-w 1 only warns)"
         )));
     }
     Ok(StillIdle { used_by, nr_idle })

@@ -21,14 +21,16 @@ use crate::memslots::{self, MemslotsArgs};
 use crate::peers::{self, PeersArgs};
 use crate::results::Outcome;
 use crate::session::Session;
+use crate::shell::{CompletionsArgs, ManArgs};
 use crate::split::{self, SplitArgs};
 use crate::stress::{self, StressArgs};
 
-/// Experiments on second-level address translation, on a software machine with real threads and real memory.
+/// Experiments on second-level address translation, on a software machine.
 ///
-/// Without a command it runs the demonstration: the phases of a dirty-logging migration with each locking.
+/// The machine has real threads and real memory. Without a command it runs the demonstration: the phases of a dirty-logging
+/// migration with each locking.
 #[derive(Debug, Parser)]
-#[command(name = "slat", version, about)]
+#[command(name = "slat", version, after_help = "Example: slat compare --quick")]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Option<Command>,
@@ -36,29 +38,57 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// The five published systems, their baselines, slat, and the peers of this machine, in one run.
+    /// Compare the five systems with their baselines and peers.
+    ///
+    /// The five published systems in one run, each with its baseline, slat, and the real peers that this machine has; it fails
+    /// if slat loses a comparison that it claims to win.
     Compare(CompareArgs),
-    /// Populate, enable dirty logging, dirty, get and clear the log, disable: each phase timed, for each locking.
+    /// Time the phases of a migration, with each locking.
+    ///
+    /// Populate memory, enable dirty logging, dirty memory, get and clear the log, disable logging: each phase timed, as KVM's
+    /// dirty_log_perf_test does it.
     DirtyLog(DirtyLogArgs),
-    /// The same phases over huge pages on several nodes, for each placement of the tables that replace them.
+    /// Split huge pages on several nodes, by placement of the tables.
+    ///
+    /// The phases of `slat dirty-log` over huge pages on several nodes, for each placement of the tables that replace them.
     Split(SplitArgs),
-    /// Memory that is brought page by page as vCPUs touch it: by userfaultfd, by userfault exits, through rings.
+    /// Bring memory page by page, as vCPUs touch it.
+    ///
+    /// By userfaultfd, by userfault exits, or through rings: as KVM's demand_paging_test does it, and more.
     DemandPaging(DemandPagingArgs),
     /// The resolver of `demand-paging --delivery ring`, which starts it.
     #[command(hide = true)]
     DemandPagingResolver(ResolverArgs),
-    /// What one call costs that takes the dirty log of a slot: the engine, its peers, and the KVM of this machine.
+    /// Time a call that takes the dirty log, beside its peers and KVM.
+    ///
+    /// What one call costs that takes the dirty log of a slot: the engine, the ways of KVM around the year 2012, and the KVM of
+    /// this machine.
     GetDirtyLog(GetDirtyLogArgs),
-    /// Map, unmap and move memory beside a running vCPU, over many slots: iterations per second of each.
+    /// Map, unmap and move memory beside a running vCPU.
+    ///
+    /// Over many slots: iterations per second of each test of KVM's memslot_perf_test.
     Memslots(MemslotsArgs),
-    /// Find out which pages a guest uses: populate, write, read, mark idle, write, mark idle, read; each phase timed.
+    /// Find out which pages a guest uses.
+    ///
+    /// Populate, write, read, mark idle, write, mark idle, read; each phase timed, as KVM's access_tracking_perf_test does it.
     Aging(AgingArgs),
-    /// The compile of a kernel in a guest with shadow tables, in miniature: what loads of CR3 cost, for each strategy.
+    /// Compile a kernel in miniature: what loads of CR3 cost.
+    ///
+    /// With shadow tables. The guest's work is that of a compile of a kernel that was counted; it is done with each strategy for
+    /// its loads of CR3.
     Cr3(Cr3Args),
-    /// Operations on the tables, and page faults, beside published Rust crates.
+    /// Time operations on the tables beside published Rust crates.
+    ///
+    /// And page faults.
     Peers(PeersArgs),
-    /// All operations at once beside running guests, on overcommitted CPUs, with everything verified.
+    /// Do everything at once, on overcommitted CPUs, and verify it.
+    ///
+    /// All operations at once beside running guests. What is not chosen is taken in turns.
     Stress(StressArgs),
+    /// Print the completions of a shell.
+    Completions(CompletionsArgs),
+    /// Print the manual pages, or write them to a folder.
+    Man(ManArgs),
 }
 
 impl Command {
@@ -69,7 +99,9 @@ impl Command {
             Command::DirtyLog(args) => dirty_log::run(args, session),
             Command::Split(args) => split::run(args, session),
             Command::DemandPaging(args) => demand_paging::run(args, session),
-            Command::DemandPagingResolver(_) => Err(Failure::Usage("the resolver is no experiment".to_owned())),
+            Command::DemandPagingResolver(_) | Command::Completions(_) | Command::Man(_) => {
+                Err(Failure::Usage("this command is no experiment; choose another".to_owned()))
+            }
             Command::GetDirtyLog(args) => get_dirty_log::run(args, session),
             Command::Memslots(args) => memslots::run(args, session),
             Command::Aging(args) => aging::run(args, session),
@@ -86,7 +118,7 @@ impl Command {
             Command::DirtyLog(args) => args.json.as_deref(),
             Command::Split(args) => args.log.json.as_deref(),
             Command::DemandPaging(args) => args.json.as_deref(),
-            Command::DemandPagingResolver(_) => None,
+            Command::DemandPagingResolver(_) | Command::Completions(_) | Command::Man(_) => None,
             Command::GetDirtyLog(args) => args.json.as_deref(),
             Command::Memslots(args) => args.json.as_deref(),
             Command::Aging(args) => args.json.as_deref(),
@@ -107,79 +139,98 @@ impl Command {
 
 /// What `slat dirty-log` takes, and whatever else goes through its phases.
 #[derive(Clone, Debug, Args)]
-#[command(allow_negative_numbers = true)]
+#[command(allow_negative_numbers = true, after_help = "Example: slat dirty-log -v 8 -b 64M -o --lock none --check")]
 pub(crate) struct DirtyLogArgs {
     /// Number of vCPUs.
-    #[arg(short = 'v', long = "vcpus", default_value_t = 4, value_parser = positive::<usize>)]
+    #[arg(short = 'v', long, value_name = "N", default_value_t = 4, value_parser = positive::<usize>)]
     pub(crate) vcpus: usize,
-    /// Memory for each vCPU in bytes, with an optional suffix K, M, G or T.
-    #[arg(short = 'b', long = "bytes", default_value = "256M", value_parser = size_bytes)]
+    /// Memory for each vCPU.
+    ///
+    /// In bytes, or with K, M, G or T behind the number; a multiple of the page size.
+    #[arg(short = 'b', long, value_name = "SIZE", default_value = "256M", value_parser = size_bytes)]
     pub(crate) bytes: u64,
-    /// Rounds of dirtying memory, getting the log and clearing it.
-    #[arg(short = 'i', long = "iterations", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    pub(crate) iterations: u32,
+    /// Kind of memory, e.g. shmem.
+    ///
+    /// One of anonymous, anonymous_thp, anonymous_hugetlb_2mb, anonymous_hugetlb_1gb, shmem.
+    #[arg(short = 's', long, value_name = "KIND", default_value = "anonymous")]
+    pub(crate) backing: BackingKind,
+    /// Number of slots that the memory is divided into.
+    #[arg(short = 'x', long, value_name = "N", default_value_t = 1, value_parser = positive::<usize>, hide_short_help = true)]
+    pub(crate) slots: usize,
     /// All vCPUs access all memory, instead of a part each.
-    #[arg(short = 'o', long = "overlap")]
+    #[arg(short = 'o', long)]
     pub(crate) overlap: bool,
-    /// Share of the accesses of the dirty phase that are writes, in percent.
-    #[arg(short = 'w', long = "write-percent", default_value_t = 100, value_parser = clap::value_parser!(u8).range(0..=100))]
+    /// Rounds of dirtying and taking the log.
+    ///
+    /// Of dirtying memory, getting the log and clearing it.
+    #[arg(short = 'i', long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub(crate) iterations: u32,
+    /// Writes among the accesses of the dirty phase, in percent.
+    #[arg(short = 'w', long, value_name = "PERCENT", default_value_t = 100, value_parser = clap::value_parser!(u8).range(0..=100), hide_short_help = true)]
     pub(crate) write_percent: u8,
     /// Access pages in random order in the dirty phase.
-    #[arg(short = 'a', long = "random-access")]
+    #[arg(short = 'a', long, hide_short_help = true)]
     pub(crate) random_access: bool,
-    /// Number of slots that the memory is divided into.
-    #[arg(short = 'x', long = "slots", default_value_t = 1, value_parser = positive::<usize>)]
-    pub(crate) slots: usize,
-    /// Where the memory comes from: anonymous, anonymous_thp, anonymous_hugetlb_2mb, anonymous_hugetlb_1gb, shmem.
-    #[arg(short = 's', long = "backing", default_value = "anonymous")]
-    pub(crate) backing: BackingKind,
     /// Run the vCPUs while logging is being disabled.
-    #[arg(short = 'e', long = "run-while-disabling")]
+    #[arg(short = 'e', long, hide_short_help = true)]
     pub(crate) run_while_disabling: bool,
-    /// Getting the log clears it. Else all pages are dirty when logging begins, getting the log copies it, and clearing it
-    /// is a phase of its own (manual protect, initially set). Rings are empty when logging begins.
-    #[arg(short = 'g', long = "get-clears")]
+    /// Getting the log clears it.
+    ///
+    /// Else all pages are dirty when logging begins, getting the log copies it, and clearing it is a phase of its own (manual
+    /// protect, initially set). Rings are empty when logging begins.
+    #[arg(short = 'g', long, hide_short_help = true)]
     pub(crate) get_clears: bool,
-    /// How the dirty log finds out what the guest has written; `pml` needs `--format ept`, and `dirty-bit` another one than
-    /// `stage2`.
-    #[arg(long, value_enum, default_value_t = DirtyTrackingArg::WriteProtect)]
+    /// How writes are found.
+    ///
+    /// `pml` needs `--format ept`, and `dirty-bit` another one than `stage2`.
+    #[arg(long, value_name = "HOW", value_enum, default_value_t = DirtyTrackingArg::WriteProtect)]
     pub(crate) tracking: DirtyTrackingArg,
     /// Entries of each vCPU's ring, a power of two, with `--tracking ring`.
-    #[arg(long, default_value_t = MAX_DIRTY_RING_ENTRIES, value_name = "ENTRIES")]
+    #[arg(long, value_name = "N", default_value_t = MAX_DIRTY_RING_ENTRIES, hide_short_help = true)]
     pub(crate) ring_entries: u32,
-    /// How pages are write-protected, where that is the tracking. Where table entries have no rights (`stage2`, `gstage`) both
-    /// are leaf by leaf.
-    #[arg(long, value_enum, default_value_t = ProtectionArg::Lazy)]
+    /// How pages are write-protected, where that is the tracking.
+    ///
+    /// Where table entries have no rights (`stage2`, `gstage`) both are leaf by leaf.
+    #[arg(long, value_name = "HOW", value_enum, default_value_t = ProtectionArg::Lazy, hide_short_help = true)]
     pub(crate) protection: ProtectionArg,
     /// What the first write to a huge page does while logging is on.
-    #[arg(long, value_enum, default_value_t = HugePagesArg::Split)]
+    #[arg(long, value_name = "WHAT", value_enum, default_value_t = HugePagesArg::Split, hide_short_help = true)]
     pub(crate) huge_pages: HugePagesArg,
-    /// When the huge pages of a slot that logs are split: ahead of time by the main thread, when logging begins or the log is
-    /// cleared; or each by its first write.
-    #[arg(long, value_enum, default_value_t = SplitWhen::Eager)]
+    /// When the huge pages of a slot that logs are split.
+    ///
+    /// Ahead of time by the main thread, when logging begins or the log is cleared; or each by its first write.
+    #[arg(long, value_name = "WHEN", value_enum, default_value_t = SplitWhen::Eager, hide_short_help = true)]
     pub(crate) split: SplitWhen,
-    /// Seed of the random choices.
-    #[arg(short = 'r', long = "seed", default_value_t = 1)]
-    pub(crate) seed: u64,
-    /// Pin vCPUs to CPUs: a list with a CPU for each vCPU, and optionally one more for the main thread.
-    #[arg(short = 'c', long = "pin", value_delimiter = ',', value_name = "CPU,...")]
+    /// Pin vCPUs to CPUs: one for each, and perhaps one for the main thread.
+    #[arg(short = 'c', long = "pin", value_delimiter = ',', value_name = "CPU,...", hide_short_help = true)]
     pub(crate) cpus: Option<Vec<u32>>,
-    /// The lock that the engine takes on the VM; `all` compares the three in one table.
+    /// Lock.
+    ///
+    /// What the engine takes on the VM; `all` compares the three in one table.
     #[arg(long, value_enum, default_value_t = LockArg::All)]
     pub(crate) lock: LockArg,
-    /// Whether to measure the KVM of this machine in the same runs: if it works, always, or never.
+    /// KVM of this machine.
+    ///
+    /// Whether to measure it in the same runs: if it works, always, or never.
     #[arg(long, value_enum, default_value_t = PeerArg::None)]
     pub(crate) peer: PeerArg,
     /// Format of the second-stage tables.
     #[arg(long, value_enum, default_value_t = FormatArg::Npt)]
     pub(crate) format: FormatArg,
+    /// Guest's paging.
+    ///
     /// Whether the guest translates its own addresses too, and whether there is a second stage for what comes of that.
     #[arg(long, value_enum, default_value_t = PagingArg::Flat)]
     pub(crate) paging: PagingArg,
     /// Runs of which the mean is taken.
-    #[arg(long, default_value_t = 3, value_parser = positive::<u32>)]
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = positive::<u32>)]
     pub(crate) runs: u32,
-    /// Hold every harvest of the dirty log against the guest's memory, stopped and running.
+    /// Seed of the random choices.
+    #[arg(short = 'r', long, value_name = "N", default_value_t = 1, hide_short_help = true)]
+    pub(crate) seed: u64,
+    /// Hold every harvest of the log against memory.
+    ///
+    /// The guest's, stopped and running.
     #[arg(long)]
     pub(crate) check: bool,
     /// Write the results to this file as JSON.

@@ -26,6 +26,7 @@ use systems::{Planned, System};
 
 /// What `slat compare` takes.
 #[derive(Clone, Debug, Args)]
+#[command(after_help = "Example: slat compare --quick --only S1,S5 --json results.json")]
 pub(crate) struct CompareArgs {
     /// Small sizes and few runs: about 2 minutes instead of about 15.
     #[arg(long)]

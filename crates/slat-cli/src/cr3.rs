@@ -40,47 +40,64 @@ const MAX_VCPUS: u16 = 128;
 
 /// What `slat cr3` takes.
 #[derive(Clone, Debug, Args)]
-#[command(allow_negative_numbers = true)]
+#[command(allow_negative_numbers = true, after_help = "Example: slat cr3 -v 4 --steps 10000 --pcid off")]
 pub(crate) struct Cr3Args {
-    /// Numbers of vCPUs, one after the other; they divide the work.
-    #[arg(short = 'v', long = "vcpus", value_delimiter = ',', value_name = "N,...", default_value = "1,4", value_parser = nr_vcpus)]
+    /// Numbers of vCPUs.
+    ///
+    /// One after the other; they divide the work.
+    #[arg(short = 'v', long, value_delimiter = ',', value_name = "N,...", default_value = "1,4", value_parser = nr_vcpus)]
     pub(crate) vcpus: Vec<u16>,
-    /// Page-table isolation: whether the guest kernel has tables of its own, so that CR3 is loaded at each entry and exit.
-    #[arg(long, value_enum, default_value_t = Switched::On)]
-    pub(crate) isolation: Switched,
-    /// Whether the guest has PCIDs; without, each load of CR3 flushes.
-    #[arg(long, value_enum, default_value_t = Switched::On)]
-    pub(crate) pcid: Switched,
-    /// What becomes of shadow tables when CR3 is loaded; `all` compares the three in one table.
-    #[arg(long, value_enum, default_value_t = StrategyArg::All)]
+    /// Steps of the whole guest.
+    ///
+    /// A visit to its kernel each. The build that was counted has 11 million.
+    #[arg(long, value_name = "N", default_value_t = 30_000, value_parser = positive::<u64>)]
+    pub(crate) steps: u64,
+    /// Strategy.
+    ///
+    /// What becomes of shadow tables when CR3 is loaded. `all` compares the three in one table.
+    #[arg(long, value_name = "WHAT", value_enum, default_value_t = StrategyArg::All)]
     pub(crate) strategy: StrategyArg,
-    /// Roots that each vCPU remembers beside the current one.
+    /// Page-table isolation.
+    ///
+    /// Whether the guest's kernel has tables of its own, so that CR3 is loaded at each entry and exit.
+    #[arg(long, value_name = "ON", value_enum, default_value_t = Switched::On)]
+    pub(crate) isolation: Switched,
+    /// PCIDs.
+    ///
+    /// Whether the guest has them; without, each load of CR3 flushes.
+    #[arg(long, value_name = "ON", value_enum, default_value_t = Switched::On)]
+    pub(crate) pcid: Switched,
+    /// Roots that a vCPU remembers.
+    ///
+    /// Beside the current one.
     #[arg(
         long,
+        value_name = "N",
         default_value_t = ShadowPaging::default().previous_roots,
         value_parser = clap::value_parser!(u8).range(..=i64::from(MAX_PREVIOUS_ROOTS))
     )]
     pub(crate) previous_roots: u8,
-    /// Most shadow tables at a time. By default more than there are, so that strategies show how many they want.
-    #[arg(long, default_value_t = 16_384, value_name = "TABLES", value_parser = tables())]
+    /// Most shadow tables at a time.
+    ///
+    /// By default more than there are, so that strategies show how many they want.
+    #[arg(long, default_value_t = 16_384, value_name = "N", value_parser = tables())]
     pub(crate) max_pages: u32,
     /// Most processes of each vCPU.
-    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=64))]
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=64), hide_short_help = true)]
     pub(crate) processes: u16,
-    /// Steps of the whole guest, a visit to its kernel each; the build has 11 million.
-    #[arg(long, default_value_t = 30_000, value_parser = positive::<u64>)]
-    pub(crate) steps: u64,
     /// Pages that a process touches in each step, of those that are there.
-    #[arg(long, default_value_t = build::TOUCHES)]
+    #[arg(long, value_name = "N", default_value_t = build::TOUCHES, hide_short_help = true)]
     pub(crate) touches: u32,
-    /// What an exit costs in nanoseconds, there and back; half and twice of it are shown along.
+    /// Nanoseconds of an exit.
+    ///
+    /// What it costs, there and back; half and twice of it are shown along.
     #[arg(long, default_value_t = model::EXIT_COST_NS, value_name = "NS")]
     pub(crate) exit_cost_ns: u32,
     /// Runs of which the median is taken.
-    #[arg(long, default_value_t = 3, value_parser = positive::<u32>)]
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = positive::<u32>)]
     pub(crate) runs: u32,
     /// Seed of the random choices.
-    #[arg(short = 'r', long = "seed", default_value_t = 1)]
+    #[arg(short = 'r', long, value_name = "N", default_value_t = 1)]
     pub(crate) seed: u64,
     /// Write the results to this file as JSON.
     #[arg(long, value_name = "FILE")]
@@ -187,7 +204,10 @@ struct Column {
 pub(crate) fn run(args: &Cr3Args, session: &Session) -> Result<Outcome, Failure> {
     let most_vcpus = args.vcpus.iter().copied().max().unwrap_or(1);
     if args.steps < u64::from(most_vcpus) {
-        return Err(Failure::Usage(format!("{} steps for {most_vcpus} vCPUs", args.steps)));
+        return Err(Failure::Usage(format!(
+            "{} steps for {most_vcpus} vCPUs; choose more steps, or fewer vCPUs",
+            args.steps
+        )));
     }
     let clock_ns = timed::clock_ns();
     let mut rng = SmallRng::seed_from_u64(args.seed);

@@ -78,7 +78,9 @@ pub(crate) fn run(args: &DemandPagingArgs, session: &Session) -> Result<Outcome,
     }
     drop(progress);
     if measured.is_empty() {
-        return Err(Failure::Usage("--modes: the tables of this format have none of these rows".to_owned()));
+        return Err(Failure::Usage(
+            "--modes: the tables of this format have none of these rows; choose others".to_owned(),
+        ));
     }
     outcome(&measured)
 }

@@ -1,6 +1,11 @@
-//! Why the command failed, and the exit code for it.
+//! Why the command failed, what to do about it, and the exit code for it: one line that names the value and ends with what to
+//! do next. What that is depends on the kind of failure ([`Failure::next_step`]), or, where this machine does not serve, on
+//! what it was that did not: then the text has it.
+
+mod advice;
 
 use std::fmt;
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -9,6 +14,7 @@ use slat_machine::machine::MachineError;
 use slat_machine::source::SourceError;
 use thiserror::Error;
 
+use crate::help;
 use crate::session::INTERRUPTED;
 
 /// A failure of the command, as one line.
@@ -20,7 +26,7 @@ pub(crate) enum Failure {
     /// No machine could do what was asked for.
     #[error("{0}")]
     Usage(String),
-    /// This machine cannot do what was asked for.
+    /// This machine cannot do what was asked for, and what to do next.
     #[error("this machine cannot do that: {0}")]
     CannotServe(String),
     /// The results could not be written.
@@ -51,6 +57,44 @@ impl Failure {
             Failure::Interrupted { .. } => INTERRUPTED,
         })
     }
+
+    /// What to do next, as the end of the line; `words` are those of the command line.
+    pub(crate) fn next_step(&self, words: &[String]) -> String {
+        match self {
+            Failure::Check(_) => {
+                format!("; please report this with its seed and the command line: {}", command_line(words))
+            }
+            Failure::Usage(_) => help::hint(words),
+            Failure::Write { source, .. } => format!("; {}", after_write(source.kind())),
+            Failure::Print(_) => "; read the output to its end, or write it to a file".to_owned(),
+            Failure::CannotServe(_) | Failure::Interrupted { .. } => String::new(),
+        }
+    }
+}
+
+/// The command line, as in results and in what is to be reported.
+pub(crate) fn command_line(words: &[String]) -> String {
+    let behind_name = words.iter().skip(1).map(String::as_str);
+    std::iter::once("slat").chain(behind_name).collect::<Vec<_>>().join(" ")
+}
+
+fn after_write(kind: ErrorKind) -> &'static str {
+    match kind {
+        ErrorKind::NotFound => "make its folder first, or name another",
+        ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => "name a place that you may write to",
+        ErrorKind::AlreadyExists => "remove it, or name another",
+        ErrorKind::IsADirectory => "name a file in it",
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "make room, or name another place",
+        _ => "name another place",
+    }
+}
+
+/// What to do where the KVM of this machine fails.
+pub(crate) const LEAVE_KVM_OUT: &str = "; leave it out with --peer none";
+
+/// A thread that cannot be started.
+pub(crate) fn no_thread(error: &std::io::Error) -> Failure {
+    Failure::CannotServe(format!("no thread: {error}; {}", advice::THREADS))
 }
 
 /// An error with its causes, on one line.
@@ -67,9 +111,15 @@ fn with_causes(error: &dyn std::error::Error) -> String {
     line
 }
 
+/// The same, and what to do about it.
+fn advised(error: &dyn std::error::Error, advice: &str) -> String {
+    let line = with_causes(error);
+    if advice.is_empty() { line } else { format!("{line}; {advice}") }
+}
+
 impl From<MachineError> for Failure {
     fn from(error: MachineError) -> Failure {
-        let line = with_causes(&error);
+        let line = advised(&error, advice::of_machine(&error));
         match &error {
             MachineError::Config(_) | MachineError::Program(_) | MachineError::NoOtherNode => Failure::Usage(line),
             MachineError::Engine(slat::Error::SlotTooHigh { .. } | slat::Error::BadRingSize { .. }) => {
@@ -77,7 +127,7 @@ impl From<MachineError> for Failure {
             }
             MachineError::Memory(memory) if memory.is_bad_usage() => Failure::Usage(line),
             MachineError::Numa(numa) if numa.is_bad_usage() => Failure::Usage(line),
-            MachineError::Guest { .. } | MachineError::Panicked { .. } => Failure::Check(line),
+            MachineError::Guest { .. } | MachineError::Panicked { .. } => Failure::Check(with_causes(&error)),
             _ => Failure::CannotServe(line),
         }
     }
@@ -91,7 +141,7 @@ impl From<slat::Error> for Failure {
 
 impl From<SourceError> for Failure {
     fn from(error: SourceError) -> Failure {
-        let line = with_causes(&error);
+        let line = advised(&error, advice::of_source(&error));
         match error {
             // The options name a file that does not go with the memory that they name.
             SourceError::FileTooShort { .. } | SourceError::NotLoopback { .. } => Failure::Usage(line),
@@ -102,15 +152,15 @@ impl From<SourceError> for Failure {
 
 impl From<DemandPagingError> for Failure {
     fn from(error: DemandPagingError) -> Failure {
-        let line = with_causes(&error);
+        let line = advised(&error, advice::of_paging(&error));
         match &error {
             error if error.is_bad_usage() => Failure::Usage(line),
             DemandPagingError::WrongWord { .. }
             | DemandPagingError::FilledTwice { .. }
             | DemandPagingError::MissedWrite { .. }
-            | DemandPagingError::FalseReport { .. } => Failure::Check(line),
-            DemandPagingError::Vcpus { errors } => paging_failed(errors.iter().map(|(_, error)| error), line),
-            DemandPagingError::Background { error, .. } => paging_failed(std::iter::once(error), line),
+            | DemandPagingError::FalseReport { .. } => Failure::Check(with_causes(&error)),
+            DemandPagingError::Vcpus { errors } => paging_failed(errors.iter().map(|(_, error)| error), &error),
+            DemandPagingError::Background { error: of_one, .. } => paging_failed(std::iter::once(of_one), &error),
             _ => Failure::CannotServe(line),
         }
     }
@@ -120,28 +170,87 @@ impl From<ServeError> for Failure {
     fn from(error: ServeError) -> Failure {
         match error {
             ServeError::Source(error) => error.into(),
-            error => Failure::CannotServe(with_causes(&error)),
+            error => Failure::CannotServe(advised(&error, advice::of_serving(&error))),
         }
     }
 }
 
 /// Pages that did not get to a vCPU: a page that is wrong is more than one that nobody has.
-fn paging_failed<'a>(errors: impl Iterator<Item = &'a VcpuError> + Clone, line: String) -> Failure {
+fn paging_failed<'a>(errors: impl Iterator<Item = &'a VcpuError> + Clone, whole: &DemandPagingError) -> Failure {
+    let line = || advised(whole, advice::of_paging(whole));
     let is_wrong = |error: &VcpuError| matches!(error, VcpuError::WrongWord { .. } | VcpuError::Panicked { .. });
     let is_usage = |error: &VcpuError| match error {
         VcpuError::Source(error) => matches!(**error, SourceError::FileTooShort { .. }),
         _ => false,
     };
     if errors.clone().any(is_wrong) {
-        Failure::Check(line)
+        Failure::Check(with_causes(whole))
     } else if errors.clone().any(is_usage) {
-        Failure::Usage(line)
+        Failure::Usage(line())
     } else {
-        Failure::CannotServe(line)
+        Failure::CannotServe(line())
     }
 }
 
 /// A check that failed.
 pub(crate) fn check_failed(what: impl fmt::Display) -> Failure {
     Failure::Check(what.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use slat_machine::source::SourceSpec;
+
+    use super::*;
+
+    fn words(line: &str) -> Vec<String> {
+        line.split(' ').map(str::to_owned).collect()
+    }
+
+    /// The whole line, and the exit code's class.
+    #[track_caller]
+    fn assert_line(failure: Failure, command: &str, expected: &str) {
+        let line = format!("{failure}{}", failure.next_step(&words(command)));
+        assert_eq!(line, expected);
+        assert!(!line.contains('\n'), "{line}");
+    }
+
+    #[test]
+    fn every_failure_says_what_to_do_next() {
+        assert_line(
+            Failure::Check("page 3 is lost".to_owned()),
+            "/usr/bin/slat stress -v 4",
+            "check failed: page 3 is lost; please report this with its seed and the command line: slat stress -v 4",
+        );
+        assert_line(
+            Failure::Usage("--threads 0".to_owned()),
+            "slat split --threads 0",
+            "--threads 0 (try `slat split --help`)",
+        );
+        let write = |kind: ErrorKind| Failure::Write { path: "/a/b".into(), source: kind.into() };
+        assert_line(
+            write(ErrorKind::PermissionDenied),
+            "slat aging",
+            "cannot write /a/b: permission denied; name a place that you may write to",
+        );
+        for kind in [ErrorKind::NotFound, ErrorKind::AlreadyExists, ErrorKind::StorageFull, ErrorKind::Other] {
+            assert!(write(kind).next_step(&[]).contains("name another"), "{kind:?}");
+        }
+        let no_thread = no_thread(&ErrorKind::WouldBlock.into());
+        assert_line(
+            no_thread,
+            "slat",
+            "this machine cannot do that: no thread: operation would block; choose fewer vCPUs, or raise `ulimit -u`",
+        );
+    }
+
+    #[test]
+    fn what_a_library_refuses_comes_with_the_option_that_changes_it() {
+        let slots = MachineError::from(slat::Error::SlotTooHigh { slot: 40_000 });
+        let Failure::Usage(line) = Failure::from(slots) else { panic!("not usage") };
+        assert!(line.contains("slot 40000") && line.ends_with("; choose fewer slots"), "{line}");
+        let missing: SourceSpec = "file:/no/such/file".parse().unwrap();
+        let Failure::CannotServe(line) = Failure::from(missing.open().err().unwrap()) else { panic!("served") };
+        assert!(line.contains("/no/such/file") && line.ends_with("--create-source"), "{line}");
+    }
 }

@@ -39,53 +39,79 @@ use subject::{Slat, Subject};
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,
-    after_help = "Methods: srcu-copy copies the set of slots with the other half of the log, and waits for a grace period; \
-                  xchg exchanges each word with zero, and visits its bits by mask, by a search for the next, or from the \
-                  first to the last; xchg16 exchanges two words at a time; slat is the engine as it is by default, which \
-                  protects lazily, slat-leaf the engine when it protects leaf by leaf; kvm is this machine's KVM (--peer)."
+    after_help = "Example: slat get-dirty-log -n 1,64,4096 -p random --runs 20",
+    after_long_help = "Methods: srcu-copy copies the set of slots with the other half of the log, and waits for a grace period; \
+                       xchg exchanges each word with zero, and visits its bits by mask, by a search for the next, or from \
+                       the first to the last; xchg16 exchanges two words at a time; slat is the engine as it is by default, \
+                       which protects lazily, slat-leaf the engine when it protects leaf by leaf; kvm is this machine's KVM \
+                       (--peer).\n\n\
+                       Example: slat get-dirty-log -n 1,64,4096 -p random --runs 20"
 )]
 pub(crate) struct GetDirtyLogArgs {
+    /// Size of the slot [default: 1G; framebuffer: 8M].
+    ///
+    /// In bytes, with an optional suffix K, M, G or T.
+    #[arg(short = 'b', long, value_name = "SIZE", value_parser = slot_bytes)]
+    pub(crate) bytes: Option<u64>,
+    /// Load.
+    ///
     /// What is dirtied, and how.
-    #[arg(long, value_enum, default_value_t = Workload::Table)]
+    #[arg(long, value_name = "WHAT", value_enum, default_value_t = Workload::Table)]
     pub(crate) workload: Workload,
-    /// Numbers of dirty pages for the table; by default the powers of two up to the whole slot.
-    #[arg(short = 'n', long = "pages", value_delimiter = ',', value_name = "N,...", value_parser = positive::<u32>)]
+    /// Dirty pages [default: powers of two up to all].
+    ///
+    /// For the table.
+    #[arg(short = 'n', long, value_delimiter = ',', value_name = "N,...", value_parser = positive::<u32>)]
     pub(crate) pages: Option<Vec<u32>>,
-    /// How dirty pages lie in the slot, for the table; by default all.
-    #[arg(short = 'p', long = "pattern", value_enum, value_delimiter = ',')]
+    /// How dirty pages lie.
+    ///
+    /// In the slot, for the table; by default all.
+    #[arg(short = 'p', long, value_name = "HOW,...", value_enum, value_delimiter = ',')]
     pub(crate) pattern: Option<Vec<Pattern>>,
-    /// Methods to measure, besides KVM; by default all that there are for the workload.
-    #[arg(long, value_enum, value_delimiter = ',')]
+    /// Methods.
+    ///
+    /// To take the log, besides KVM; by default all that there are for the workload.
+    #[arg(long, value_name = "HOW,...", value_enum, value_delimiter = ',')]
     pub(crate) method: Option<Vec<Method>>,
-    /// Whether to measure the KVM of this machine in the same runs: if it works, always, or never.
+    /// KVM of this machine.
+    ///
+    /// Whether to measure it in the same runs: if it works, always, or never.
     #[arg(long, value_enum, default_value_t = PeerArg::Auto)]
     pub(crate) peer: PeerArg,
-    /// Size of the slot in bytes, with an optional suffix K, M, G or T; by default 1G, for the framebuffer 8M.
-    #[arg(short = 'b', long = "bytes", value_parser = slot_bytes)]
-    pub(crate) bytes: Option<u64>,
-    /// Runs at most, of each number and pattern (default 500; fewer where they take long, but 3), bursts (500), or harvests
-    /// of a migration (100).
-    #[arg(long, value_parser = positive::<u32>)]
-    pub(crate) runs: Option<u32>,
-    /// Calls of one method in a row, for the table, each behind writes of its guest to the same pages. With 1 a call finds
-    /// much of its code and data out of the caches; with more the fixed costs, and the pages', are those of warm caches.
-    #[arg(long, default_value_t = 1, value_parser = positive::<u32>)]
+    /// Calls of one method in a row, for the table.
+    ///
+    /// Each behind writes of its guest to the same pages. With 1 a call finds much of its code and data out of the caches; with
+    /// more the fixed costs, and the pages', are those of warm caches.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = positive::<u32>, hide_short_help = true)]
     pub(crate) in_a_row: u32,
-    /// Pages that a migration's guest writes in a second; 0: as many as it can. By default 100000.
-    #[arg(long)]
+    /// Pages a second that a migration's guest writes [default: 100000].
+    ///
+    /// 0: as many as it can.
+    #[arg(long, value_name = "N", hide_short_help = true)]
     pub(crate) rate: Option<u32>,
-    /// Where the memory comes from: anonymous, anonymous_thp, anonymous_hugetlb_2mb, anonymous_hugetlb_1gb, shmem.
-    #[arg(short = 's', long = "backing", default_value = "anonymous")]
+    /// Kind of memory, e.g. shmem.
+    ///
+    /// One of anonymous, anonymous_thp, anonymous_hugetlb_2mb, anonymous_hugetlb_1gb, shmem.
+    #[arg(short = 's', long, value_name = "KIND", default_value = "anonymous")]
     pub(crate) backing: BackingKind,
-    /// Format of the second-stage tables, of the engine and of its peers in software. Where table entries have no rights
-    /// (`stage2`, `gstage`) `slat` is the same as `slat-leaf`.
+    /// Format of the second-stage tables.
+    ///
+    /// Of the engine and of its peers in software. Where table entries have no rights (`stage2`, `gstage`) `slat` is the same as
+    /// `slat-leaf`.
     #[arg(long, value_enum, default_value_t = FormatArg::Npt)]
     pub(crate) format: FormatArg,
+    /// Paging.
+    ///
     /// Whether the engine's CPU has a second stage. Its peers' always has, the real KVM's as this machine has.
     #[arg(long, value_enum, default_value_t = PagingArg::SecondStage)]
     pub(crate) paging: PagingArg,
+    /// Runs at most [default: 500; migration: 100].
+    ///
+    /// Of each number and pattern (fewer where they take long, but 3); bursts; or harvests of a migration.
+    #[arg(long, value_name = "N", value_parser = positive::<u32>)]
+    pub(crate) runs: Option<u32>,
     /// Seed of the random choices.
-    #[arg(long, default_value_t = 1)]
+    #[arg(short = 'r', long, value_name = "N", default_value_t = 1, hide_short_help = true)]
     pub(crate) seed: u64,
     /// Write the results to this file as JSON.
     #[arg(long, value_name = "FILE")]
@@ -236,27 +262,36 @@ fn check_usage(args: &GetDirtyLogArgs) -> Result<Vec<Method>, Failure> {
         check_shadow_format(args.format)?;
     }
     if args.workload != Workload::Table && (args.pages.is_some() || args.pattern.is_some()) {
-        return usage("--pages and --pattern are for the table".to_owned());
+        return usage("--pages and --pattern are for the table; leave them out".to_owned());
     }
     if args.workload != Workload::Migration && args.rate.is_some() {
-        return usage("--rate is for the migration".to_owned());
+        return usage("--rate is for the migration; leave it out".to_owned());
     }
     if args.workload == Workload::Migration && args.peer == PeerArg::Kvm {
-        return usage("the migration compares the engine's two ways: there is no peer".to_owned());
+        return usage(
+            "the migration compares the engine's two ways: there is no peer; leave --peer kvm out".to_owned(),
+        );
     }
     let nr_pages = args.nr_pages();
     if let Some(pages) = args.pages.iter().flatten().find(|&&pages| pages > nr_pages) {
-        return usage(format!("{pages} dirty pages of a slot that has {nr_pages}"));
+        return usage(format!(
+            "{pages} dirty pages of a slot that has {nr_pages}; choose fewer, or a larger slot (-b)"
+        ));
     }
     let of_workload = |method: Method| args.workload != Workload::Migration || method.is_engine();
     let Some(chosen) = &args.method else {
         return Ok(Method::SOFTWARE.into_iter().filter(|&method| of_workload(method)).collect());
     };
     if let Some(method) = chosen.iter().find(|&&method| !of_workload(method)) {
-        return usage(format!("the migration compares the engine's two ways: there is no {}", method.name()));
+        return usage(format!(
+            "the migration compares the engine's two ways: there is no {}; choose slat or slat-leaf",
+            method.name()
+        ));
     }
     if chosen.contains(&Method::Xchg16) && !peer::has_exchange16() {
-        return Err(Failure::CannotServe("its CPUs have no exchange of 16 bytes, for xchg16".to_owned()));
+        return Err(Failure::CannotServe(
+            "its CPUs have no exchange of 16 bytes, for xchg16; choose another --method".to_owned(),
+        ));
     }
     // In the order of the columns, each once.
     Ok(Method::SOFTWARE.into_iter().filter(|method| chosen.contains(method)).collect())
@@ -294,7 +329,9 @@ fn subjects<F: HardwareFormat>(
                 notes.kvm = Some(facts);
             }
             Err(why) if args.peer == PeerArg::Kvm => {
-                return Err(Failure::CannotServe(format!("there is no KVM to measure: {why}")));
+                return Err(Failure::CannotServe(format!(
+                    "there is no KVM to measure: {why}; leave --peer kvm out, or get access to /dev/kvm"
+                )));
             }
             Err(why) => notes.not_run.push(NotRun { what: "KVM of this machine".to_owned(), why }),
         }

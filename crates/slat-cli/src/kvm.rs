@@ -27,7 +27,7 @@ use kvm_ioctls::{Kvm, VmFd};
 use slat::{ManualProtect, PAGE_SHIFT};
 use slat_machine::memory::{Backing, BackingKind};
 
-use crate::failure::Failure;
+use crate::failure::{Failure, LEAVE_KVM_OUT};
 pub(crate) use facts::Facts;
 pub(crate) use guest::Guest;
 use system::{REGION_GPA, SYSTEM_GPA, System};
@@ -59,7 +59,7 @@ impl fmt::Display for Trouble {
 
 impl From<Trouble> for Failure {
     fn from(trouble: Trouble) -> Failure {
-        Failure::CannotServe(format!("KVM: {trouble}"))
+        Failure::CannotServe(format!("KVM: {trouble}{LEAVE_KVM_OUT}"))
     }
 }
 

@@ -6,7 +6,7 @@ use serde_json::Value;
 use slat::ManualProtect;
 use slat_machine::memory::Backing;
 
-use crate::failure::Failure;
+use crate::failure::{Failure, LEAVE_KVM_OUT};
 
 /// The largest region that `kvm` can have.
 pub(crate) const MAX_REGION_BYTES: u64 = 64 << 30;
@@ -22,7 +22,7 @@ impl fmt::Display for Trouble {
 
 impl From<Trouble> for Failure {
     fn from(trouble: Trouble) -> Failure {
-        Failure::CannotServe(format!("KVM: {trouble}"))
+        Failure::CannotServe(format!("KVM: {trouble}{LEAVE_KVM_OUT}"))
     }
 }
 

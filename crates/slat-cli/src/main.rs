@@ -11,6 +11,7 @@ mod demo;
 mod dirty_log;
 mod failure;
 mod get_dirty_log;
+mod help;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 mod kvm;
 #[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
@@ -21,6 +22,7 @@ mod peers;
 mod phases;
 mod results;
 mod session;
+mod shell;
 mod split;
 mod stress;
 mod table;
@@ -29,54 +31,57 @@ use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::FromArgMatches;
 
 use args::{Cli, Command};
 use failure::Failure;
+use help::Detail;
 use results::ResultsFile;
 use session::Files;
 
 fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let words: Vec<String> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
+    let detail = if words.iter().any(|word| word == "--help-all") { Detail::Everything } else { Detail::Screen };
+    let parsed = help::command(detail).try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
+    let cli = match parsed {
         Ok(cli) => cli,
-        Err(error) => return usage(&error),
+        Err(error) => return usage(&error, &words),
     };
+    let is_resolver = matches!(cli.command, Some(Command::DemandPagingResolver(_)));
     let result = match &cli.command {
         Some(Command::DemandPagingResolver(args)) => demand_paging::resolver::main(args),
-        _ => measure(cli),
+        Some(Command::Completions(args)) => shell::completions(args),
+        Some(Command::Man(args)) => shell::man(args),
+        _ => measure(cli, &words),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
+            // A resolver's parent says it.
+            let next_step = if is_resolver { String::new() } else { failure.next_step(&words) };
             // Where the line cannot be written, the exit code still says it.
-            let _ = writeln!(std::io::stderr(), "slat: {failure}");
+            let _ = writeln!(std::io::stderr(), "slat: {failure}{next_step}");
             failure.exit_code()
         }
     }
 }
 
 /// Runs an experiment.
-fn measure(cli: Cli) -> Result<(), Failure> {
+fn measure(cli: Cli, words: &[String]) -> Result<(), Failure> {
     let open =
         |path: fn(&Command) -> Option<&Path>| cli.command.as_ref().and_then(path).map(ResultsFile::open).transpose();
     let files = Files { json: open(Command::json)?, markdown: open(Command::markdown)? };
-    let words: Vec<String> = std::iter::once("slat".to_owned()).chain(std::env::args().skip(1)).collect();
-    session::run(&words.join(" "), files, move |session| match &cli.command {
+    session::run(&failure::command_line(words), files, move |session| match &cli.command {
         None => demo::run(session),
         Some(command) => command.run(session),
     })
 }
 
 /// What clap has to say: help as it is; a mistake in one line.
-fn usage(error: &clap::Error) -> ExitCode {
+fn usage(error: &clap::Error, words: &[String]) -> ExitCode {
     if !error.use_stderr() {
         return if error.print().is_ok() { ExitCode::SUCCESS } else { ExitCode::from(3) };
     }
-    let text = error.to_string();
-    let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
-    let what = lines.next().unwrap_or_default().trim_start_matches("error: ");
-    // The line behind it, if it belongs to it: the values that there are.
-    let more = lines.next().filter(|line| line.starts_with('[')).unwrap_or_default();
-    let _ = writeln!(std::io::stderr(), "slat: {what} {more}{}(try --help)", if more.is_empty() { "" } else { " " });
+    let _ = writeln!(std::io::stderr(), "slat: {}", help::mistake(error, words));
     ExitCode::from(2)
 }

@@ -26,42 +26,53 @@ use experiments::{Run, Test};
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,
-    after_help = "Tests: 0 map, 1 unmap, 2 unmap chunked, 3 move active area, 4 move inactive area, 5 RW.\n\
-                  KVM's test has an option -q, to turn off the quirk that deleting or moving one slot takes away the \
-                  pages of all. slat has no such quirk, and so no -q."
+    after_help = "Tests: 0 map, 1 unmap, 2 unmap chunked, 3 move active area,\n       4 move inactive area, 5 RW\n\
+                  Example: slat memslots -s 512 -l 1 -f 0 -e 1",
+    after_long_help = "Tests: 0 map, 1 unmap, 2 unmap chunked, 3 move active area, 4 move inactive area, 5 RW.\n\n\
+                       KVM's test has an option -q, to turn off the quirk that deleting or moving one slot takes away the \
+                       pages of all. slat has no such quirk, and so no -q.\n\n\
+                       Example: slat memslots -s 512 -l 1 -f 0 -e 1"
 )]
 pub(crate) struct MemslotsArgs {
     /// First test to run.
-    #[arg(short = 'f', long = "first-test", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=5))]
+    #[arg(short = 'f', long, value_name = "TEST", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=5))]
     pub(crate) first_test: u8,
     /// Last test to run.
-    #[arg(short = 'e', long = "last-test", default_value_t = 5, value_parser = clap::value_parser!(u8).range(0..=5))]
+    #[arg(short = 'e', long, value_name = "TEST", default_value_t = 5, value_parser = clap::value_parser!(u8).range(0..=5))]
     pub(crate) last_test: u8,
-    /// Seconds for which a test repeats its iteration.
-    #[arg(short = 'l', long = "seconds", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=86400))]
+    /// Seconds for which a test repeats.
+    #[arg(short = 'l', long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=86400))]
     pub(crate) seconds: u32,
-    /// Runs of each test, of which the best counts.
-    #[arg(short = 'r', long = "runs", default_value_t = 1, value_parser = positive::<u32>)]
-    pub(crate) runs: u32,
-    /// Number of slots that the area is divided into; -1: as many as there can be, 32763.
-    #[arg(short = 's', long = "slots", default_value = "1024", value_parser = slots)]
+    /// Slots of the area; -1: 32763.
+    ///
+    /// Into which it is divided; -1: as many as there can be.
+    #[arg(short = 's', long, value_name = "N", default_value = "1024", value_parser = slots)]
     pub(crate) slots: u32,
-    /// Seconds to wait for the guest in one step of a test.
-    #[arg(short = 't', long = "timeout", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=86400))]
+    /// Seconds to wait for one step.
+    ///
+    /// Of a test, by the guest.
+    #[arg(short = 't', long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=86400))]
     pub(crate) timeout: u32,
-    /// Extra checks, for which tests take longer: every page instead of the first and the last; that what was discarded is
-    /// gone; and a slot that is moved stays until the guest has looked.
-    #[arg(short = 'd', long = "extra-checks")]
+    /// Extra checks, for which tests take longer.
+    ///
+    /// Every page instead of the first and the last; that what was discarded is gone; and a slot that is moved stays until the
+    /// guest has looked.
+    #[arg(short = 'd', long)]
     pub(crate) extra_checks: bool,
     /// Say more about each run.
-    #[arg(short = 'v', long = "verbose")]
+    #[arg(short = 'v', long)]
     pub(crate) verbose: bool,
-    /// The lock that the engine takes on the VM; `all` compares the three.
+    /// Lock.
+    ///
+    /// What the engine takes on the VM; `all` compares the three in one table.
     #[arg(long, value_enum, default_value_t = LockArg::None)]
     pub(crate) lock: LockArg,
     /// Format of the second-stage tables.
     #[arg(long, value_enum, default_value_t = FormatArg::Npt)]
     pub(crate) format: FormatArg,
+    /// Runs, of which the best counts.
+    #[arg(short = 'r', long, value_name = "N", default_value_t = 1, value_parser = positive::<u32>)]
+    pub(crate) runs: u32,
     /// Write the results to this file as JSON.
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
@@ -129,10 +140,14 @@ pub(crate) fn run(args: &MemslotsArgs, session: &Session) -> Result<Outcome, Fai
 fn selected_tests(args: &MemslotsArgs) -> Result<&'static [Test], Failure> {
     let (first, last) = (usize::from(args.first_test), usize::from(args.last_test));
     let Some(tests) = Test::ALL.get(first..=last).filter(|tests| !tests.is_empty()) else {
-        return Err(Failure::Usage(format!("the first test, {first}, comes after the last, {last}")));
+        return Err(Failure::Usage(format!(
+            "the first test, {first}, comes after the last, {last}; choose -f up to -e"
+        )));
     };
     if tests.contains(&Test::MoveInactive) && args.slots < 2 {
-        return Err(Failure::Usage("test 4, move inactive area, needs at least 2 slots".to_owned()));
+        return Err(Failure::Usage(
+            "test 4, move inactive area, needs at least 2 slots; choose more (-s), or -e 3".to_owned(),
+        ));
     }
     Ok(tests)
 }

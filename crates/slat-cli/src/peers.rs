@@ -94,7 +94,8 @@ fn pages(text: &str) -> Result<u64, String> {
 pub(crate) fn run(args: &PeersArgs, session: &Session) -> Result<Outcome, Failure> {
     let (threads, operations) = (args.threads(), args.operations());
     let most_threads = threads.last().copied().unwrap_or(1);
-    let memory = Memory::for_threads(most_threads).map_err(|error| Failure::CannotServe(error.to_string()))?;
+    let memory = Memory::for_threads(most_threads)
+        .map_err(|error| Failure::CannotServe(format!("{error}; choose fewer threads (-t)")))?;
     let mut measured = Measured::new(&operations, &threads, Subject::ALL, args.pages);
     let outcome =
         |measured: &Measured| Outcome::new(&report::results(args, measured), |out| report::print(out, args, measured));

@@ -27,7 +27,7 @@ use crate::args::{
     DirtyLogArgs, DirtyTrackingArg, FormatArg, HugePagesArg, PagingArg, check_shadow_format, dirty_tracking,
     with_format,
 };
-use crate::failure::Failure;
+use crate::failure::{Failure, no_thread};
 use crate::results::Outcome;
 use crate::session::Session;
 use logs::{Form, Logs};
@@ -152,8 +152,8 @@ pub(crate) fn machine_config(args: &DirtyLogArgs) -> Result<MachineConfig, Failu
         None => None,
         Some(cpus) => Some(pins(cpus, args.vcpus)?),
     };
-    let nr_slots =
-        u32::try_from(args.slots).map_err(|_| Failure::Usage(format!("{} slots are too many", args.slots)))?;
+    let nr_slots = u32::try_from(args.slots)
+        .map_err(|_| Failure::Usage(format!("{} slots are too many; choose fewer (-x)", args.slots)))?;
     let engine = Config::default()
         .with_dirty_tracking(dirty_tracking(args.tracking, args.protection))
         .with_manual_protect(manual_protect(args))
@@ -346,7 +346,7 @@ fn split_all<F: HardwareFormat>(
         let mut others = Vec::new();
         for thread in 1..nr_threads {
             let other = thread::Builder::new().spawn_scoped(scope, move || beside(thread));
-            others.push(other.map_err(|error| Failure::CannotServe(format!("no thread: {error}")))?);
+            others.push(other.map_err(|error| no_thread(&error))?);
         }
         let mut result = split(0);
         for other in others {

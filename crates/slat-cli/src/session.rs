@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::failure::Failure;
+use crate::failure::{Failure, no_thread};
 use crate::results::{Outcome, ResultsFile};
 
 /// How often the time is drawn while a run lasts.
@@ -150,7 +150,7 @@ pub(crate) fn run(
             drop(sender.send(Event::Ended(result)));
         };
         let thread = thread::Builder::new().name("experiment".to_owned()).stack_size(STACK_BYTES).spawn(body);
-        thread.map_err(|error| Failure::CannotServe(format!("no thread: {error}")))?;
+        thread.map_err(|error| no_thread(&error))?;
     }
     wait(command, files, &session, &events)
 }
@@ -183,7 +183,9 @@ fn interrupt_by_signals(sender: Sender<Event>) -> Result<(), Failure> {
             std::process::exit(INTERRUPTED.into());
         }
     };
-    ctrlc::set_handler(handler).map_err(|error| Failure::CannotServe(format!("no handler of signals: {error}")))
+    ctrlc::set_handler(handler).map_err(|error| {
+        Failure::CannotServe(format!("no handler of signals: {error}; please report this with the command line"))
+    })
 }
 
 /// Writes the files and prints the text: each also if another cannot be done.
@@ -198,7 +200,8 @@ fn deliver(files: Files, outcome: &Outcome, command: &str, interrupted: bool) ->
     json.and(markdown)
 }
 
-fn print(text: &str) -> Result<(), Failure> {
+/// Prints `text`, now.
+pub(crate) fn print(text: &str) -> Result<(), Failure> {
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes())?;
     Ok(out.flush()?)

@@ -15,13 +15,13 @@ mod report;
 use std::num::{NonZeroUsize, ParseIntError};
 use std::thread;
 
-use clap::{Args, ValueEnum};
+use clap::{Arg, Args, ValueEnum};
 use slat::{NodeId, TablePlacement};
 use slat_machine::machine::{MachineConfig, MachineError};
 use slat_machine::numa::{FirstTouch, MemoryPolicy, NodeMap, Nodes, Pinning};
 
 use crate::args::{DirtyLogArgs, PagingArg, PeerArg, SplitWhen, positive};
-use crate::failure::{Failure, check_failed};
+use crate::failure::{Failure, check_failed, no_thread};
 use crate::phases::{self, Column, Roles, Run};
 use crate::results::Outcome;
 use crate::session::Session;
@@ -36,48 +36,75 @@ const MAX_THREADS: usize = 1024;
 #[derive(Clone, Debug, Args)]
 #[command(
     allow_negative_numbers = true,
-    mut_arg("vcpus", |arg| arg.default_value("8")),
-    mut_arg("bytes", |arg| arg.default_value("64M")),
-    mut_arg("backing", |arg| arg.default_value("anonymous_thp")),
-    mut_arg("lock", |arg| arg.default_value("none").help("The lock that the engine takes on the VM")),
-    mut_arg("cpus", |arg| arg.long("cpus")),
-    mut_arg("peer", |arg| arg.hide(true)),
-    mut_arg("split", |arg| arg.help(
-        "When huge pages are split: ahead of time, right before logging is turned on, by --threads threads; or each by its \
-         first write"
-    )),
+    after_help = "Example: slat split -v 8 -b 16M --nodes 4 --placement all --split eager",
+    mut_args(for_split)
 )]
 pub(crate) struct SplitArgs {
-    #[command(flatten)]
-    pub(crate) log: DirtyLogArgs,
+    /// Virtual nodes: a number, a list, or `host`.
+    ///
     /// A number of virtual nodes; or their numbers, with commas between them; or `host` for the nodes of this machine. By
     /// default those of this machine if it has several, else 8 virtual ones.
-    #[arg(long, value_parser = nodes, value_name = "N|N,...|host")]
+    #[arg(long, value_parser = nodes, value_name = "NODES")]
     pub(crate) nodes: Option<NodesArg>,
-    /// Virtual nodes that have CPUs but no memory: theirs is that of the next node.
-    #[arg(long, value_delimiter = ',', value_name = "N,...")]
+    /// Virtual nodes that have CPUs but no memory.
+    ///
+    /// Theirs is that of the next node.
+    #[arg(long, value_delimiter = ',', value_name = "N,...", hide_short_help = true)]
     pub(crate) memoryless: Vec<u32>,
-    /// Where the tables are that replace huge pages; `all` compares the three in one table.
-    #[arg(long, value_enum, default_value_t = PlacementArg::All)]
+    /// Where the tables are.
+    ///
+    /// Those that replace huge pages; `all` compares the three in one table.
+    #[arg(long, value_name = "WHERE", value_enum, default_value_t = PlacementArg::All)]
     pub(crate) placement: PlacementArg,
-    /// Where the tables are that faults link; by default as `--placement`. Faults of vCPUs have the policy `local`.
-    #[arg(long, value_enum)]
+    /// Where the tables are that faults link; by default as `--placement`.
+    ///
+    /// Faults of vCPUs have the policy `local`.
+    #[arg(long, value_name = "WHERE", value_enum, hide_short_help = true)]
     pub(crate) fault_placement: Option<FaultPlacementArg>,
-    /// Where the memory of the threads that split comes from, for caller-policy: `local`, `preferred:N`, `interleave`.
-    #[arg(long, value_parser = policy, default_value = "interleave")]
+    /// Memory policy of the threads that split, for caller-policy.
+    ///
+    /// Where their memory comes from: `local`, `preferred:N`, `interleave`.
+    #[arg(long, value_parser = policy, default_value = "interleave", hide_short_help = true)]
     pub(crate) policy: MemoryPolicy,
-    /// Whether vCPUs stay on the nodes of their memory.
-    #[arg(long = "pin", value_enum, default_value_t = PinArg::On)]
+    /// vCPUs stay on their nodes.
+    ///
+    /// Which are those of their memory.
+    #[arg(long = "pin", value_name = "PIN", value_enum, default_value_t = PinArg::On)]
     pub(crate) pinning: PinArg,
-    /// Who touches the memory of a vCPU first: itself, a vCPU of another node, or the main thread.
-    #[arg(long, value_enum, default_value_t = FirstTouchArg::Own)]
+    /// Who touches the memory of a vCPU first.
+    ///
+    /// Itself, a vCPU of another node, or the main thread.
+    #[arg(long, value_name = "WHO", value_enum, default_value_t = FirstTouchArg::Own, hide_short_help = true)]
     pub(crate) first_touch: FirstTouchArg,
-    /// Threads that split ahead of time, each a part of the memory, all on the node of the main thread.
-    #[arg(long, default_value_t = 1, value_parser = positive::<usize>)]
+    /// Threads that split ahead of time.
+    ///
+    /// Each a part of the memory, all on the node of the main thread.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = positive::<usize>)]
     pub(crate) threads: usize,
-    /// The node of the main thread; by default the first.
-    #[arg(long, value_name = "N")]
+    /// Node of the main thread; by default the first.
+    #[arg(long, value_name = "N", hide_short_help = true)]
     pub(crate) main_node: Option<u32>,
+    #[command(flatten)]
+    pub(crate) log: DirtyLogArgs,
+}
+
+/// What is not as in `slat dirty-log`.
+fn for_split(arg: Arg) -> Arg {
+    match arg.get_id().as_str() {
+        "vcpus" => arg.default_value("8"),
+        "bytes" => arg.default_value("64M"),
+        "backing" => arg.default_value("anonymous_thp"),
+        "lock" => arg.default_value("none").long_help("Lock that the engine takes on the VM"),
+        "cpus" => arg.long("cpus"),
+        "peer" => arg.hide(true),
+        "split" => arg.hide_short_help(false).help("When huge pages split").long_help(
+            "When huge pages are split: ahead of time, right before logging is turned on, by --threads threads; or each by \
+             its first write",
+        ),
+        // `paging`: a second stage, always, for what walks of shadow tables read is not counted.
+        "overlap" | "tracking" | "check" | "paging" => arg.hide_short_help(true),
+        _ => arg,
+    }
 }
 
 /// The nodes that `--nodes` names.
@@ -241,7 +268,7 @@ impl Layout {
         let nodes = match nodes {
             Nodes::Virtual { nodes, .. } => Nodes::Virtual { nodes, without_memory },
             _ if !without_memory.is_empty() => {
-                return Err(Failure::Usage("--memoryless needs virtual nodes".to_owned()));
+                return Err(Failure::Usage("--memoryless needs virtual nodes; choose --nodes N".to_owned()));
             }
             of_host => of_host,
         };
@@ -251,7 +278,10 @@ impl Layout {
         }
         let main_node = NodeId(args.main_node.unwrap_or(map.ids()[0].0));
         if !map.ids().contains(&main_node) {
-            return Err(Failure::Usage(format!("--main-node: there is no node {}", main_node.0)));
+            return Err(Failure::Usage(format!(
+                "--main-node: there is no node {}; choose one of --nodes",
+                main_node.0
+            )));
         }
         let is_main_pinned = args.log.cpus.as_ref().is_some_and(|cpus| cpus.len() > args.log.vcpus);
         let main_node = if nodes == Nodes::Host && is_main_pinned { None } else { Some(main_node) };
@@ -263,7 +293,7 @@ impl Layout {
         if let MemoryPolicy::Preferred(node) = args.policy
             && !map.ids().contains(&node)
         {
-            return Err(Failure::Usage(format!("--policy: there is no node {}", node.0)));
+            return Err(Failure::Usage(format!("--policy: there is no node {}; choose one of --nodes", node.0)));
         }
         Ok(Layout { nodes, map, main_node })
     }
@@ -275,18 +305,20 @@ pub(crate) fn run(args: &SplitArgs, session: &Session) -> Result<Outcome, Failur
         return Err(Failure::Usage("--lock all: the columns are the placements, so choose one lock".to_owned()));
     };
     if args.log.cpus.is_some() && args.pinning == PinArg::Off {
-        return Err(Failure::Usage("--cpus pins vCPUs, --pin off does not".to_owned()));
+        return Err(Failure::Usage("--cpus pins vCPUs, --pin off does not; choose one".to_owned()));
     }
     if args.threads > MAX_THREADS {
-        return Err(Failure::Usage(format!("{} threads are more than {MAX_THREADS}", args.threads)));
+        return Err(Failure::Usage(format!("{} threads are more than {MAX_THREADS}; choose fewer", args.threads)));
     }
     if args.log.paging == PagingArg::Shadow {
         return Err(Failure::Usage(
-            "--paging shadow is for dirty-log: what walks of shadow tables read is not counted".into(),
+            "--paging shadow is for dirty-log: what walks of shadow tables read is not counted; leave it out".into(),
         ));
     }
     if args.log.peer != PeerArg::None {
-        return Err(Failure::Usage("--peer is for dirty-log: the KVM of this machine has no virtual nodes".into()));
+        return Err(Failure::Usage(
+            "--peer is for dirty-log: the KVM of this machine has no virtual nodes; leave it out".into(),
+        ));
     }
     let layout = Layout::new(args)?;
     let mut config = phases::machine_config(&args.log)?;
@@ -324,7 +356,7 @@ fn run_apart(args: &SplitArgs, config: &MachineConfig, layout: &Layout) -> Resul
     };
     thread::scope(|scope| {
         let main = thread::Builder::new().spawn_scoped(scope, || phases::run_once(&args.log, config, roles));
-        let main = main.map_err(|error| Failure::CannotServe(format!("no thread: {error}")))?;
+        let main = main.map_err(|error| no_thread(&error))?;
         main.join().unwrap_or_else(|_| Err(check_failed("the main thread of a run panicked")))
     })
 }

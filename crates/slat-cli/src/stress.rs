@@ -34,7 +34,7 @@ use crate::args::{
     FormatArg, LockArg, TrackingArg, dirty_tracking_name, locking_name, manual_protect_name, positive, protection_name,
     splitting_name, tracking_name, with_format,
 };
-use crate::failure::{Failure, check_failed};
+use crate::failure::{Failure, check_failed, no_thread};
 use crate::results::Outcome;
 use crate::session::Session;
 use tally::Tally;
@@ -42,29 +42,37 @@ use watch::Watch;
 
 /// What `slat stress` takes. What is not chosen is taken in turns.
 #[derive(Clone, Debug, Args)]
-#[command(allow_negative_numbers = true)]
+#[command(allow_negative_numbers = true, after_help = "Example: slat stress --seconds 60 -v 64 --seed 7")]
 pub(crate) struct StressArgs {
-    /// For how long, in seconds.
-    #[arg(long, default_value_t = 10, value_parser = positive::<u32>)]
-    pub(crate) seconds: u32,
     /// Number of vCPUs.
-    #[arg(short = 'v', long = "vcpus", default_value_t = 8, value_parser = positive::<usize>)]
+    #[arg(short = 'v', long, value_name = "N", default_value_t = 8, value_parser = positive::<usize>)]
     pub(crate) vcpus: usize,
-    /// Seed of the random choices: of the machines, and of the order in which each thread does what.
-    #[arg(short = 'r', long, default_value_t = 1)]
-    pub(crate) seed: u64,
-    /// The lock that the engine takes on the VM.
+    /// For how long, in seconds.
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = positive::<u32>)]
+    pub(crate) seconds: u32,
+    /// Tracking.
+    ///
+    /// How accesses are found out.
+    #[arg(long, value_name = "HOW", value_enum, default_value_t = TrackingArg::Both)]
+    pub(crate) tracking: TrackingArg,
+    /// Print what each turn ran on.
+    ///
+    /// The plan that the seed makes.
+    #[arg(long)]
+    pub(crate) verbose: bool,
+    /// Lock.
+    ///
+    /// What the engine takes on the VM; `all` takes them in turns.
     #[arg(long, value_enum, default_value_t = LockArg::All)]
     pub(crate) lock: LockArg,
     /// Format of the second-stage tables; all in turns if none is chosen.
     #[arg(long, value_enum)]
     pub(crate) format: Option<FormatArg>,
-    /// How the engine finds out what the guest has used.
-    #[arg(long, value_enum, default_value_t = TrackingArg::Both)]
-    pub(crate) tracking: TrackingArg,
-    /// Print what each turn ran on: the plan that the seed makes.
-    #[arg(long)]
-    pub(crate) verbose: bool,
+    /// Seed of the random choices.
+    ///
+    /// Of the machines, and of the order in which each thread does what.
+    #[arg(short = 'r', long, value_name = "N", default_value_t = 1)]
+    pub(crate) seed: u64,
     /// Write the results to this file as JSON.
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
@@ -159,10 +167,7 @@ pub(crate) fn run(args: &StressArgs, session: &Session) -> Result<Outcome, Failu
         move || drop(sender.send(all_turns(&args, &watch, &summary)))
     };
     let outcome = || Outcome::new(&report::results(args, &summary), |out| report::print(out, args, &summary));
-    thread::Builder::new()
-        .name("turns".to_owned())
-        .spawn(turns)
-        .map_err(|error| Failure::CannotServe(format!("no thread: {error}")))?;
+    thread::Builder::new().name("turns".to_owned()).spawn(turns).map_err(|error| no_thread(&error))?;
     loop {
         match receiver.recv_timeout(WATCH_PERIOD) {
             Ok(result) => return result.and_then(|()| outcome()),

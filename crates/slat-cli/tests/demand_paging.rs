@@ -302,9 +302,11 @@ fn slow_run() -> (std::process::Child, u32) {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    let children = format!("/proc/{0}/task/{0}/children", slat.id());
+    let threads = format!("/proc/{}/task", slat.id());
     let resolver = eventually("there is no resolver", || {
-        let text = fs::read_to_string(&children).ok()?;
+        // It is a child of the thread that runs the experiment.
+        let children = |thread: fs::DirEntry| fs::read_to_string(thread.path().join("children")).ok();
+        let text: String = fs::read_dir(&threads).ok()?.flatten().filter_map(children).collect();
         let child = text.split_whitespace().next()?.parse().ok()?;
         // It is the new program already.
         let command = fs::read(format!("/proc/{child}/cmdline")).ok()?;

@@ -16,7 +16,7 @@ use slat_machine::tlb::Geometry;
 use super::Cr3Args;
 use super::model::Parts;
 use super::timed::Timed;
-use crate::failure::{Failure, check_failed};
+use crate::failure::{Failure, check_failed, no_thread};
 
 /// Tables of the engine's, at most: many times what there can be.
 const MAX_TABLES: u64 = 1 << 20;
@@ -201,7 +201,7 @@ fn on_threads<I: Send, O: Send>(
         let mut threads = Vec::with_capacity(items.len());
         for item in items {
             let thread = thread::Builder::new().spawn_scoped(scope, move || action(item));
-            threads.push(thread.map_err(|error| Failure::CannotServe(format!("no thread: {error}")))?);
+            threads.push(thread.map_err(|error| no_thread(&error))?);
         }
         let join = |thread: thread::ScopedJoinHandle<'_, Result<O, Failure>>| {
             thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))

@@ -19,96 +19,137 @@ pub(super) const DEFAULT_BYTES_PER_VCPU: u64 = 64 << 20;
 
 /// What `slat demand-paging` takes.
 #[derive(Clone, Debug, Args)]
-#[command(allow_negative_numbers = true)]
+#[command(
+    allow_negative_numbers = true,
+    after_help = "Example: slat demand-paging -v 8 -b 16M -u MISSING -k",
+    after_long_help = "Example: slat demand-paging -v 8 -b 16M -u MISSING -k\n\
+                  Example: slat demand-paging --matrix --vcpus 2,8 -b 1M --modes none,missing,uf"
+)]
 pub(crate) struct DemandPagingArgs {
-    /// Number of vCPUs, or several, each of which is run [default: 4; 2,8,64 with --matrix].
-    #[arg(short = 'v', long = "vcpus", value_delimiter = ',', value_parser = positive::<usize>, value_name = "N,...")]
+    /// Numbers of vCPUs [default: 4; with --matrix 2,8,64].
+    ///
+    /// Run one after the other.
+    #[arg(short = 'v', long, value_delimiter = ',', value_parser = positive::<usize>, value_name = "N,...")]
     pub(crate) vcpus: Option<Vec<usize>>,
-    /// Memory for each vCPU in bytes, with an optional suffix K, M, G or T [default: 64M, or less where not so much fits].
-    #[arg(short = 'b', long = "bytes", value_parser = size_bytes)]
+    /// Memory for each vCPU [default: 64M].
+    ///
+    /// In bytes, or with K, M, G or T behind the number; a multiple of the page size. By default less than 64M where not so
+    /// much fits.
+    #[arg(short = 'b', long, value_name = "SIZE", value_parser = size_bytes)]
     pub(crate) bytes: Option<u64>,
-    /// One userfaultfd descriptor for all memory, instead of one for the memory of each vCPU. `-o` implies it.
-    #[arg(short = 'a', long = "single-uffd")]
-    pub(crate) single_uffd: bool,
-    /// Bring pages by userfaultfd: MISSING ones are copied; MINOR ones are there already and get mapped, which needs memory
-    /// that is shared.
-    #[arg(short = 'u', long = "uffd", value_enum, ignore_case = true)]
+    /// Kind of memory, e.g. shmem.
+    ///
+    /// One of anonymous, anonymous_thp, anonymous_hugetlb_2mb, anonymous_hugetlb_1gb, shmem, guest_memfd.
+    #[arg(short = 's', long, value_name = "KIND", default_value = "anonymous")]
+    pub(crate) backing: PagedBacking,
+    /// Whether `-s guest_memfd` may be a memory file that stands in.
+    ///
+    /// Where /dev/kvm gives none.
+    #[arg(long, value_name = "WHICH", value_enum, default_value_t = GuestMemfdArg::Any, hide_short_help = true)]
+    pub(crate) guest_memfd: GuestMemfdArg,
+    /// All vCPUs access all memory, instead of a part each.
+    #[arg(short = 'o', long, hide_short_help = true)]
+    pub(crate) overlap: bool,
+    /// Bring pages by userfaultfd.
+    ///
+    /// MISSING ones are copied; MINOR ones are there already and get mapped, which needs memory that is shared.
+    #[arg(short = 'u', long, value_name = "MODE", value_enum, ignore_case = true)]
     pub(crate) uffd: Option<UffdArg>,
+    /// One userfaultfd descriptor for all memory, instead of one for each vCPU.
+    ///
+    /// `-o` implies it.
+    #[arg(short = 'a', long, hide_short_help = true)]
+    pub(crate) single_uffd: bool,
     /// Threads that read each descriptor [default: 1].
-    #[arg(short = 'r', long = "readers", value_parser = positive::<usize>)]
+    #[arg(short = 'r', long, value_name = "N", value_parser = positive::<usize>, hide_short_help = true)]
     pub(crate) readers: Option<usize>,
-    /// Bring pages by userfault exits. With -u, that catches what vCPUs do, and userfaultfd what the process does.
-    #[arg(short = 'k', long = "userfault")]
+    /// Bring pages by userfault exits.
+    ///
+    /// With -u, that catches what vCPUs do, and userfaultfd what the process does.
+    #[arg(short = 'k', long)]
     pub(crate) userfault: bool,
-    /// How requests of vCPUs get to who brings the pages: by an exit, which the vCPU's own thread serves; or through rings in
-    /// shared memory, which a resolver serves (needs -k and memory that is shared).
-    #[arg(long, value_enum, default_value_t = DeliveryArg::Exit)]
+    /// Delivery of requests.
+    ///
+    /// How they get to who brings pages. By an exit, which the vCPU's own thread serves; or through rings in shared memory,
+    /// which a resolver serves (needs -k and memory that is shared).
+    #[arg(long, value_name = "HOW", value_enum, default_value_t = DeliveryArg::Exit)]
     pub(crate) delivery: DeliveryArg,
     /// Where the resolver of `--delivery ring` runs.
-    #[arg(long, value_enum, default_value_t = ResolverArg::Process)]
+    #[arg(long, value_name = "WHERE", value_enum, default_value_t = ResolverArg::Process, hide_short_help = true)]
     pub(crate) resolver: ResolverArg,
-    /// Threads of the resolver process.
-    #[arg(long, default_value_t = 1, value_parser = positive::<usize>, value_name = "N")]
-    pub(crate) resolver_threads: usize,
-    /// Kill the resolver process so many times, each at a random moment, and go on with another.
-    #[arg(long, default_value_t = 0, value_name = "TIMES")]
+    /// Kill the resolver process so many times, and go on with another.
+    ///
+    /// Each at a random moment.
+    #[arg(long, default_value_t = 0, value_name = "N", hide_short_help = true)]
     pub(crate) kill_resolver: u32,
-    /// Seed of these moments.
-    #[arg(long, default_value_t = 1)]
-    pub(crate) seed: u64,
-    /// Delay of each page's source, in microseconds. Pages are awaited side by side.
+    /// Delay of the source, in microseconds.
+    ///
+    /// Of each page; pages are awaited side by side.
     #[arg(short = 'd', long = "delay", default_value_t = 0, value_name = "USEC", value_parser = clap::value_parser!(u64).range(0..=5_000_000))]
     pub(crate) delay_us: u64,
-    /// Where the memory comes from: anonymous, anonymous_thp, anonymous_hugetlb_2mb, anonymous_hugetlb_1gb, shmem,
-    /// guest_memfd.
-    #[arg(short = 's', long = "backing", default_value = "anonymous")]
-    pub(crate) backing: PagedBacking,
-    /// Whether `-s guest_memfd` may be a memory file that stands in where /dev/kvm gives none.
-    #[arg(long, value_enum, default_value_t = GuestMemfdArg::Any)]
-    pub(crate) guest_memfd: GuestMemfdArg,
     /// What a bit of the userfault bitmap stands for, and so what arrives at a time.
-    #[arg(long, value_enum, default_value_t = GranularityArg::Size4K, ignore_case = true)]
+    #[arg(long, value_name = "SIZE", value_enum, default_value_t = GranularityArg::Size4K, ignore_case = true, hide_short_help = true)]
     pub(crate) granularity: GranularityArg,
-    /// All vCPUs access all memory, instead of a part each.
-    #[arg(short = 'o', long = "overlap")]
-    pub(crate) overlap: bool,
-    /// Pin vCPUs to CPUs: a list with a CPU for each vCPU, and optionally one more for the main thread.
-    #[arg(short = 'c', long = "pin", value_delimiter = ',', value_name = "CPU,...")]
-    pub(crate) cpus: Option<Vec<u32>>,
-    /// Where pages come from: `pattern` or `constant:BYTE` makes them up; `file:PATH`; a peer behind a socket, `unix:PATH` or
-    /// `tcp:127.0.0.1:PORT`. With `unix` or `tcp` alone, the command itself is the peer.
+    /// Source of pages, e.g. file:PATH.
+    ///
+    /// `pattern` or `constant:BYTE` makes them up; `file:PATH`; a peer behind a socket, `unix:PATH` or `tcp:127.0.0.1:PORT`.
+    /// With `unix` or `tcp` alone, the command itself is the peer.
     #[arg(long, default_value = "pattern", value_parser = source, value_name = "SOURCE")]
     pub(crate) source: SourceArg,
-    /// What the pages of a file or a peer hold, against which all that arrives is verified: `pattern:SEED` or `constant:BYTE`.
-    #[arg(long, default_value = "pattern", value_parser = contents, value_name = "SOURCE")]
+    /// What the pages of a file or a peer hold: `pattern:SEED` or `constant:BYTE`.
+    ///
+    /// All that arrives is verified against it.
+    #[arg(long, default_value = "pattern", value_parser = contents, value_name = "SOURCE", hide_short_help = true)]
     pub(crate) contents: SourceSpec,
-    /// Write this file first, with enough pages of `--contents` for `--source file:PATH`. It must not be there yet.
-    #[arg(long, value_name = "PATH")]
+    /// Write this file first, with enough pages of `--contents` for `--source file:PATH`.
+    ///
+    /// It must not be there yet.
+    #[arg(long, value_name = "PATH", hide_short_help = true)]
     pub(crate) create_source: Option<PathBuf>,
-    /// Run nothing: serve the pages of `--contents` at this address, `unix:PATH` or `tcp:127.0.0.1:PORT`, until interrupted.
-    #[arg(long, value_name = "ADDRESS", value_parser = address)]
+    /// Run nothing: serve the pages of `--contents` at this address.
+    ///
+    /// `unix:PATH` or `tcp:127.0.0.1:PORT`, until interrupted.
+    #[arg(long, value_name = "ADDRESS", value_parser = address, hide_short_help = true)]
     pub(crate) serve: Option<PeerAddress>,
-    /// Bring pages that nobody asked for yet, in the background. Those that are asked for come first.
+    /// Bring other pages in the background.
+    ///
+    /// Those that nobody asked for yet. Those that are asked for come first.
     #[arg(long)]
     pub(crate) copier: bool,
     /// Log dirty pages while paging, and hold the log against memory.
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     pub(crate) log_dirty: bool,
-    /// Host threads that run the vCPUs, in turns when they are fewer [default: the runner's choice].
-    #[arg(long, value_parser = positive::<usize>, value_name = "N")]
+    /// Run the rows of the published tables.
+    ///
+    /// And print these beside: those of x86, or with `--format stage2` those of arm64.
+    #[arg(long, conflicts_with_all = ["uffd", "single_uffd", "userfault", "delivery", "backing", "overlap", "granularity", "guest_memfd"])]
+    pub(crate) matrix: bool,
+    /// Of the matrix, only such rows as missing or uf.
+    ///
+    /// Of none, missing, missing-1r, missing+uf, minor, minor-1r, minor+uf, uf, uf-ring.
+    #[arg(long, value_delimiter = ',', value_parser = mode, value_name = "MODE,...")]
+    pub(super) modes: Option<Vec<Mode>>,
+    /// Host threads that run the vCPUs [default: the runner's choice].
+    ///
+    /// In turns when they are fewer.
+    #[arg(long, value_parser = positive::<usize>, value_name = "N", hide_short_help = true)]
     pub(crate) threads: Option<usize>,
+    /// Pin vCPUs to CPUs: one for each, and perhaps one for the main thread.
+    #[arg(short = 'c', long = "pin", value_delimiter = ',', value_name = "CPU,...", hide_short_help = true)]
+    pub(crate) cpus: Option<Vec<u32>>,
     /// Format of the second-stage tables.
     #[arg(long, value_enum, default_value_t = FormatArg::Npt)]
     pub(crate) format: FormatArg,
-    /// Runs of each row, of which the median is taken; those of different rows take turns [default: 1; 3 with --matrix].
-    #[arg(short = 'i', long = "iterations", value_parser = positive::<u32>, value_name = "N")]
+    /// Runs of which the median is taken [default: 1 or 3].
+    ///
+    /// Of each row: 1, or 3 with --matrix. Those of different rows take turns.
+    #[arg(short = 'i', long = "runs", alias = "iterations", value_parser = positive::<u32>, value_name = "N")]
     pub(crate) iterations: Option<u32>,
-    /// Run the rows of the published tables and print these beside: those of x86, or with `--format stage2` those of arm64.
-    #[arg(long, conflicts_with_all = ["uffd", "single_uffd", "userfault", "delivery", "backing", "overlap", "granularity", "guest_memfd"])]
-    pub(crate) matrix: bool,
-    /// Of the matrix, these rows only: none, missing, missing-1r, missing+uf, minor, minor-1r, minor+uf, uf, uf-ring.
-    #[arg(long, value_delimiter = ',', value_parser = mode, value_name = "MODE,...")]
-    pub(super) modes: Option<Vec<Mode>>,
+    /// Seed of the random choices.
+    ///
+    /// Of the moments at which the resolver is killed.
+    #[arg(long, value_name = "N", default_value_t = 1, hide_short_help = true)]
+    pub(crate) seed: u64,
     /// Write the results to this file as JSON.
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
@@ -252,30 +293,30 @@ impl DemandPagingArgs {
             return refuse("--pin has a CPU for each vCPU: choose one number of vCPUs");
         }
         if self.cpus.is_some() && self.threads.is_some() {
-            return refuse("--pin and --threads: a vCPU that is pinned has a thread of its own");
+            return refuse("--pin and --threads: a vCPU that is pinned has a thread of its own; choose one");
         }
         if self.kill_resolver > 0 && (self.delivery != DeliveryArg::Ring || self.resolver != ResolverArg::Process) {
-            return refuse("--kill-resolver needs --delivery ring with --resolver process");
+            return refuse("--kill-resolver needs --delivery ring with --resolver process; add them");
         }
         if self.kill_resolver > 0 && self.log_dirty {
             return refuse("--kill-resolver and --log-dirty: rounds that are logged are not interrupted; choose one");
         }
         if self.matrix {
             return if self.readers.is_some() {
-                refuse("--matrix has rows of one reader and of many, not -r")
+                refuse("--matrix has rows of one reader and of many, not -r; leave it out")
             } else {
                 Ok(())
             };
         }
         if self.modes.is_some() {
-            return refuse("--modes chooses rows of --matrix");
+            return refuse("--modes chooses rows of --matrix; add it");
         }
         if self.readers.is_some() && self.uffd.is_none() {
-            return refuse("-r: there is no descriptor to read without -u");
+            return refuse("-r: there is no descriptor to read without -u; add it");
         }
         if self.delivery == DeliveryArg::Ring {
             if !self.userfault {
-                return refuse("--delivery ring delivers userfault requests: it needs -k");
+                return refuse("--delivery ring delivers userfault requests: it needs -k; add it");
             }
             if self.uffd.is_some() {
                 return refuse(
@@ -283,7 +324,7 @@ impl DemandPagingArgs {
                 );
             }
             if !self.is_shared() {
-                return refuse("--delivery ring needs memory that the resolver can map: -s shmem");
+                return refuse("--delivery ring needs memory that the resolver can map; choose -s shmem");
             }
         }
         if self.uffd == Some(UffdArg::Minor) && !self.is_shared() {

@@ -470,7 +470,6 @@ impl Report<'_> {
             "log_dirty": args.log_dirty,
             "threads": args.threads,
             "kill_resolver": args.kill_resolver,
-            "resolver_threads": args.resolver_threads,
             "granularity_bytes": args.granularity.page_size().size_bytes(),
             "format": args.format.name(),
             "iterations": args.nr_runs(),

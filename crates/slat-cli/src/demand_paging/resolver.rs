@@ -38,9 +38,6 @@ pub(crate) struct ResolverArgs {
     /// Latency of each page, in nanoseconds.
     #[arg(long)]
     delay_ns: u64,
-    /// Threads that serve.
-    #[arg(long)]
-    threads: u32,
     /// Pages that the background copier has in flight.
     #[arg(long)]
     copier: Option<usize>,
@@ -48,11 +45,12 @@ pub(crate) struct ResolverArgs {
 
 /// The process's main function.
 pub(crate) fn main(args: &ResolverArgs) -> Result<(), Failure> {
-    let no_socket = |error| Failure::CannotServe(format!("there is no socket to a virtual machine: {error}"));
+    let no_socket =
+        |error| Failure::CannotServe(format!("there is no socket to a virtual machine: {error}; use --delivery ring"));
     let stream = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().map_err(no_socket)?);
     let config = ServeConfig {
         source: args.source.clone().delayed_by(args.delay_ns),
-        nr_threads: args.threads,
+        nr_threads: 1,
         copier: args.copier.map(|window| Copier { window }),
         timeout: PATIENCE,
     };
@@ -68,18 +66,15 @@ pub(super) struct ResolverProcess {
 
 impl ResolverProcess {
     /// Starts one, and returns the virtual machine's end of its socket.
-    pub(super) fn start(
-        source: &Source,
-        nr_threads: usize,
-        copier: Option<Copier>,
-    ) -> Result<(ResolverProcess, UnixStream), Failure> {
-        let failed = |error| Failure::CannotServe(format!("the resolver process cannot be started: {error}"));
+    pub(super) fn start(source: &Source, copier: Option<Copier>) -> Result<(ResolverProcess, UnixStream), Failure> {
+        let failed = |error| {
+            Failure::CannotServe(format!("the resolver process cannot be started: {error}; use --resolver thread"))
+        };
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
         let mut command = Command::new(std::env::current_exe().map_err(failed)?);
         command.arg(COMMAND);
         command.args(["--source", &source.spec().to_string()]);
         command.args(["--delay-ns", &source.delay_ns().to_string()]);
-        command.args(["--threads", &nr_threads.to_string()]);
         if let Some(Copier { window }) = copier {
             command.args(["--copier", &window.to_string()]);
         }
@@ -108,7 +103,8 @@ impl ResolverProcess {
     /// Waits for the end of a process whose virtual machine has closed the socket or is about to, and says why it failed, if
     /// it did.
     pub(super) fn finish(self) -> Result<(), Failure> {
-        let does_not_end = || Err(Failure::CannotServe("the resolver process does not end".to_owned()));
+        let does_not_end =
+            || Err(Failure::CannotServe("the resolver process does not end; use --resolver thread".to_owned()));
         self.end_within(PATIENCE).unwrap_or_else(does_not_end)
     }
 
@@ -125,7 +121,11 @@ impl ResolverProcess {
                 Ok(Some(status)) => break status,
                 Ok(None) if begin.elapsed() < patience => std::thread::sleep(Duration::from_millis(1)),
                 Ok(None) => return None,
-                Err(error) => return Some(Err(Failure::CannotServe(format!("the resolver process: {error}")))),
+                Err(error) => {
+                    return Some(Err(Failure::CannotServe(format!(
+                        "the resolver process: {error}; use --resolver thread"
+                    ))));
+                }
             }
         };
         let mut said = String::new();
@@ -140,7 +140,7 @@ impl ResolverProcess {
             Some(_) if !reason.is_empty() => {
                 Err(Failure::CannotServe(reason.trim_start_matches("this machine cannot do that: ").to_owned()))
             }
-            _ => Err(Failure::CannotServe(format!("the resolver process has ended: {status}"))),
+            _ => Err(Failure::CannotServe(format!("the resolver process has ended: {status}; use --resolver thread"))),
         })
     }
 }

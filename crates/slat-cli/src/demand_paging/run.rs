@@ -81,7 +81,7 @@ fn on<F: HardwareFormat>(args: &DemandPagingArgs, case: &Case, source: &Source) 
     }
     let Paged { report, total_time, nr_logged, nr_killed } = match (case.mode, args.resolver) {
         (Mode::None, _) => page(&mut paging, Resolver::Nobody, &config)?,
-        (Mode::Ring, ResolverArg::Process) => page_elsewhere(&mut paging, &config, args, case, source)?,
+        (Mode::Ring, ResolverArg::Process) => page_elsewhere(&mut paging, &config, args, source)?,
         _ => page(&mut paging, Resolver::Source(source.spec().clone()), &config)?,
     };
     let nr_verified = paging.verify()?;
@@ -140,16 +140,14 @@ fn page_elsewhere<F: HardwareFormat>(
     paging: &mut DemandPaging<F>,
     config: &DemandPagingConfig,
     args: &DemandPagingArgs,
-    case: &Case,
     source: &Source,
 ) -> Result<Paged, Failure> {
-    let nr_threads = args.resolver_threads.min(case.nr_vcpus);
     let begin = Instant::now();
     let mut nr_killed = 0;
     let mut random = SmallRng::seed_from_u64(args.seed);
     while nr_killed < args.kill_resolver {
         let delay = random.random_range(Duration::ZERO..LONGEST_LIFE);
-        let mut process = attach(paging, config, nr_threads, source)?;
+        let mut process = attach(paging, config, source)?;
         let (paged, was_killed) = process.kill_during(delay, || page(paging, Resolver::Elsewhere, config));
         nr_killed += u32::from(was_killed);
         match paged {
@@ -163,7 +161,7 @@ fn page_elsewhere<F: HardwareFormat>(
             }
         }
     }
-    let process = attach(paging, config, nr_threads, source)?;
+    let process = attach(paging, config, source)?;
     let paged = page(paging, Resolver::Elsewhere, config);
     let elapsed = begin.elapsed();
     paging.delivery().into_iter().for_each(Delivery::detach);
@@ -188,15 +186,16 @@ fn with_kills(paged: Paged, nr_killed: u32, elapsed: Duration) -> Paged {
 fn attach<F: HardwareFormat>(
     paging: &DemandPaging<F>,
     config: &DemandPagingConfig,
-    nr_threads: usize,
     source: &Source,
 ) -> Result<ResolverProcess, Failure> {
-    let no_rings = || Failure::CannotServe("there are no rings for a resolver".to_owned());
+    let no_rings = || Failure::CannotServe("there are no rings for a resolver; use --delivery ring".to_owned());
     let delivery = paging.delivery().ok_or_else(no_rings)?;
-    let (process, socket) = ResolverProcess::start(source, nr_threads, config.copier)?;
+    let (process, socket) = ResolverProcess::start(source, config.copier)?;
     if let Err(error) = delivery.attach(socket) {
         process.finish()?;
-        return Err(Failure::CannotServe(format!("the resolver process cannot be attached: {error}")));
+        return Err(Failure::CannotServe(format!(
+            "the resolver process cannot be attached: {error}; use --resolver thread"
+        )));
     }
     Ok(process)
 }
@@ -205,10 +204,10 @@ fn check_guest_memfd<F: HardwareFormat>(paging: &DemandPaging<F>) -> Result<(), 
     use slat_machine::memory::guest_memfd::Origin;
     match paging.guest_memfd().map(|memory| memory.origin()) {
         Some(Origin::Kvm) => Ok(()),
-        Some(Origin::Memfd { why }) => {
-            Err(Failure::CannotServe(format!("there is no guest_memfd (--guest-memfd kvm): {why}")))
-        }
-        None => Err(Failure::Usage("--guest-memfd kvm needs -s guest_memfd".to_owned())),
+        Some(Origin::Memfd { why }) => Err(Failure::CannotServe(format!(
+            "there is no guest_memfd: {why}; leave --guest-memfd kvm out for memory that stands in"
+        ))),
+        None => Err(Failure::Usage("--guest-memfd kvm needs -s guest_memfd; add it".to_owned())),
     }
 }
 

@@ -20,7 +20,7 @@ use slat_machine::memory::{Backing, BackingKind};
 use slat_machine::topology::pin_current_thread;
 
 use crate::args::{DirtyLogArgs, DirtyTrackingArg, HugePagesArg, PeerArg, manual_protect_name};
-use crate::failure::{Failure, check_failed};
+use crate::failure::{Failure, LEAVE_KVM_OUT, check_failed};
 use crate::kvm::{Facts, KvmVm, Logging, MAX_REGION_BYTES, Shape, Trouble, facts, nearest_manual_protect};
 use crate::phases::{self, Column, POPULATE_ROUND, Run, timed};
 use crate::results::{NotRun, Results};
@@ -61,10 +61,9 @@ impl Peer {
         match Kvm::new(args) {
             Ok(kvm) => Ok(Peer { kvm: Some(kvm), not_run: None }),
             Err(failure @ Failure::Check(_)) => Err(failure),
-            Err(why) if is_wanted => Err(Failure::CannotServe(format!(
-                "there is no KVM to measure: {}; --peer none leaves it out",
-                reason(&why)
-            ))),
+            Err(why) if is_wanted => {
+                Err(Failure::CannotServe(format!("there is no KVM to measure: {}{LEAVE_KVM_OUT}", reason(&why))))
+            }
             Err(why) => without(Some(reason(&why))),
         }
     }
@@ -81,7 +80,7 @@ impl Peer {
     pub(super) fn run(&self) -> Result<Run, Failure> {
         match &self.kvm {
             Some(kvm) => kvm.plan.run(),
-            None => Err(Failure::CannotServe("there is no KVM to measure".to_owned())),
+            None => Err(Failure::CannotServe(format!("there is no KVM to measure{LEAVE_KVM_OUT}"))),
         }
     }
 
@@ -138,10 +137,12 @@ fn cannot(args: &DirtyLogArgs) -> Option<String> {
     }
 }
 
-/// Why not, without the words that go before it.
+/// Why not, without the words that go before it and behind it.
 fn reason(failure: &Failure) -> String {
     match failure {
-        Failure::CannotServe(why) | Failure::Usage(why) => why.trim_start_matches("KVM: ").to_owned(),
+        Failure::CannotServe(why) | Failure::Usage(why) => {
+            why.trim_start_matches("KVM: ").trim_end_matches(LEAVE_KVM_OUT).to_owned()
+        }
         other => other.to_string(),
     }
 }

@@ -99,7 +99,7 @@ impl<F: HardwareFormat> Area<F> {
         let taken_away = self.vm.invalidate_range(GfnRange::new(gpa(pages.start).gfn(), nr_pages))?;
         let result = self.backing.discard(pages.start << PAGE_SHIFT, nr_pages << PAGE_SHIFT);
         drop(taken_away);
-        result.map_err(|error| Failure::CannotServe(error.to_string()))
+        result.map_err(|error| Failure::CannotServe(format!("{error}; please report this with the command line")))
     }
 
     /// The area's memory as the host has it: page n begins at n times the page size.

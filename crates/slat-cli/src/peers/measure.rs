@@ -154,7 +154,7 @@ fn on_slat(job: Job, memory: Memory) -> Result<Duration, Failure> {
 /// # Errors
 /// A check failed, or there was no memory.
 fn measure_once(memory: Memory, subject: Subject, job: Job) -> Result<f64, Failure> {
-    let no_memory = || Failure::CannotServe("there is no memory for tables".to_owned());
+    let no_memory = || Failure::CannotServe("there is no memory for tables; choose fewer pages or threads".to_owned());
     let wall = match subject {
         Subject::Slat => on_slat(job, memory),
         Subject::Axaddrspace => on_peer(job, FaultSpace::new(memory, job.nr_threads).ok_or_else(no_memory)?),

@@ -26,7 +26,7 @@ use super::logs::Log;
 use super::operators::{self, Calls, Operator};
 use super::tally::{Figure, Tally};
 use super::watch::{Beat, Counter, Watch, counter_of};
-use crate::failure::{Failure, check_failed};
+use crate::failure::{Failure, check_failed, no_thread};
 
 /// Time between two rounds of the guests: writes of one round look alike.
 const ROUND: Duration = Duration::from_millis(2);
@@ -160,8 +160,7 @@ fn start<F: HardwareFormat>(
         beat.end();
         result
     };
-    let no_thread = |error| Failure::CannotServe(format!("no thread: {error}"));
-    thread::Builder::new().name(name).spawn(work).map_err(no_thread)
+    thread::Builder::new().name(name).spawn(work).map_err(|error| no_thread(&error))
 }
 
 /// The guests' bursts until `end`. Returns the last round.

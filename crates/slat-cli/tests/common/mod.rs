@@ -26,7 +26,7 @@ pub fn assert_ok(args: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Runs with `args`; expects exit code `code` and one line that has `what`.
+/// Runs with `args`; expects exit code `code` and one line that has `what`, and what to do next.
 #[track_caller]
 pub fn assert_refused(args: &str, code: i32, what: &str) {
     let output = slat(args);
@@ -34,5 +34,11 @@ pub fn assert_refused(args: &str, code: i32, what: &str) {
     assert_eq!(output.status.code(), Some(code), "slat {args}: {message}");
     assert!(message.contains(what), "slat {args}: {message}");
     assert_eq!(message.lines().count(), 1, "slat {args}: {message}");
+    let next_step = match code {
+        1 => "; please report this with its seed and the command line: slat ",
+        2 => " (try `slat ",
+        _ => "; ",
+    };
+    assert!(message.contains(next_step), "slat {args}: {message}");
     assert!(output.stdout.is_empty(), "slat {args}");
 }

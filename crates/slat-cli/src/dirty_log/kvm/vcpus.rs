@@ -10,7 +10,7 @@ use slat_machine::guest::value;
 use slat_machine::machine::{MachineError, Pins};
 use slat_machine::topology::pin_current_thread;
 
-use crate::failure::{Failure, check_failed};
+use crate::failure::{Failure, check_failed, no_thread};
 use crate::kvm::Guest;
 
 /// Pages to write, and what to write to the first of them.
@@ -49,7 +49,7 @@ impl Seat {
         thread::Builder::new()
             .name(format!("kvm vcpu {index}"))
             .spawn_scoped(scope, work)
-            .map_err(|error| Failure::CannotServe(format!("no thread for vCPU {index}: {error}")))?;
+            .map_err(|error| no_thread(&error))?;
         Ok(Seat { jobs, endings })
     }
 

@@ -1,0 +1,182 @@
+//! What to do about what a library refused. Its errors say what is wrong in its own terms; these are the options and
+//! permissions of the command that change it. Errors that name them themselves get none.
+
+use slat_machine::demand_paging::{DemandPagingError, PagingConfigError, ServeError, VcpuError};
+use slat_machine::host::HostError;
+use slat_machine::machine::{ConfigError, MachineError};
+use slat_machine::memory::MemoryError;
+use slat_machine::numa::NumaError;
+use slat_machine::source::SourceError;
+use slat_machine::topology::PinError;
+use slat_machine::userfaultfd::UserfaultfdError;
+
+/// Nothing of which the user can be the cause.
+const REPORT: &str = "please report this with the command line";
+
+/// A thread that cannot be started.
+pub(super) const THREADS: &str = "choose fewer vCPUs, or raise `ulimit -u`";
+
+const LESS_MEMORY: &str = "choose less memory or fewer vCPUs";
+const PEER: &str = "look at the peer, or start another: slat demand-paging --serve ADDRESS";
+const NO_USERFAULTFD: &str = "bring pages by userfault exits instead (-k, without -u)";
+
+pub(super) fn of_machine(error: &MachineError) -> &'static str {
+    match error {
+        MachineError::Config(error) => of_config(error),
+        MachineError::Memory(error) => of_memory(error),
+        MachineError::Host(error) => of_host(error),
+        MachineError::Engine(error) => of_engine(error),
+        MachineError::Pin(error) => of_pin(error),
+        MachineError::Numa(error) => of_numa(error),
+        MachineError::NoOtherNode => "choose more nodes (--nodes) or vCPUs, or --first-touch own",
+        MachineError::Thread { .. } => THREADS,
+        _ => REPORT,
+    }
+}
+
+fn of_config(error: &ConfigError) -> &'static str {
+    match error {
+        ConfigError::NoVcpus => "choose at least one (-v)",
+        ConfigError::TooManyVcpus { .. } => "choose fewer (-v)",
+        ConfigError::TooManySlots { .. } => "choose fewer slots",
+        ConfigError::BytesPerVcpu { .. } => "choose another size (-b)",
+        ConfigError::TooBig { .. } => LESS_MEMORY,
+        ConfigError::Slots { .. } => "choose another number of slots, or more memory",
+        ConfigError::Pins { .. } => "name a CPU for each vCPU",
+        _ => REPORT,
+    }
+}
+
+fn of_memory(error: &MemoryError) -> &'static str {
+    match error {
+        MemoryError::ZeroSize | MemoryError::UnalignedSize { .. } => {
+            "choose another size, or another kind of memory (-s)"
+        }
+        MemoryError::NotEnoughMemory { .. } => LESS_MEMORY,
+        // It has the command for it.
+        MemoryError::NotEnoughHugePages { .. } => "",
+        MemoryError::UnknownKind { .. } | MemoryError::NotShared { .. } => "choose another kind of memory (-s)",
+        MemoryError::System { .. } => "choose less memory, or another kind (-s)",
+        _ => REPORT,
+    }
+}
+
+fn of_host(error: &HostError) -> &'static str {
+    match error {
+        HostError::NoAddressSpace { .. } => "raise `ulimit -v`, or choose less memory",
+        HostError::Numa(error) => of_numa(error),
+        _ => REPORT,
+    }
+}
+
+fn of_engine(error: &slat::Error) -> &'static str {
+    match error {
+        slat::Error::SlotTooHigh { .. } => "choose fewer slots",
+        slat::Error::BadRingSize { .. } => "choose another --ring-entries",
+        slat::Error::BadShadowPages { .. } => "choose another --max-pages",
+        slat::Error::OutOfMemory => LESS_MEMORY,
+        _ => REPORT,
+    }
+}
+
+fn of_pin(error: &PinError) -> &'static str {
+    match error {
+        PinError::NoSuchCpu { .. } => "name CPUs of this machine: `lscpu --extended` lists them",
+        _ => "name CPUs that this process may use: `taskset -cp $$` lists them",
+    }
+}
+
+fn of_numa(error: &NumaError) -> &'static str {
+    if error.is_bad_usage() { "choose other --nodes" } else { "use virtual nodes: --nodes 8" }
+}
+
+pub(super) fn of_source(error: &SourceError) -> &'static str {
+    match error {
+        SourceError::OpenFile { .. } => "name a file that is there, or write it first with --create-source",
+        SourceError::FileTooShort { .. } => "name a larger file, or choose less memory (-b)",
+        SourceError::ReadFile { .. } => "name another file (--source)",
+        SourceError::NotLoopback { .. } => "choose unix:PATH, or tcp:127.0.0.1:PORT",
+        SourceError::Serve { .. } => "choose another address",
+        SourceError::Connect { .. } | SourceError::NotASource { .. } => {
+            "start the peer first: slat demand-paging --serve ADDRESS"
+        }
+        SourceError::Broken { .. }
+        | SourceError::Closed { .. }
+        | SourceError::Silent { .. }
+        | SourceError::NotRequested { .. }
+        | SourceError::Duplicate { .. }
+        | SourceError::WrongSize { .. }
+        | SourceError::Refused { .. }
+        | SourceError::Ended { .. } => PEER,
+        _ => REPORT,
+    }
+}
+
+fn of_userfaultfd(error: &UserfaultfdError) -> &'static str {
+    match error {
+        UserfaultfdError::NotPermitted { .. }
+        | UserfaultfdError::NotSupported { .. }
+        | UserfaultfdError::MissingFeature { .. }
+        | UserfaultfdError::MissingIoctl { .. } => NO_USERFAULTFD,
+        UserfaultfdError::MinorNeedsShared { .. } => "choose -s shmem",
+        // One descriptor for each vCPU may be more than there can be.
+        UserfaultfdError::System { .. } => "raise `ulimit -n`, or choose one descriptor (-a)",
+        _ => REPORT,
+    }
+}
+
+pub(super) fn of_paging(error: &DemandPagingError) -> &'static str {
+    match error {
+        DemandPagingError::Config(error) => of_paging_config(error),
+        DemandPagingError::Memory(error) => of_memory(error),
+        DemandPagingError::Host(error) => of_host(error),
+        DemandPagingError::Engine(error) => of_engine(error),
+        DemandPagingError::Userfaultfd(error) => of_userfaultfd(error),
+        DemandPagingError::Pin(error) => of_pin(error),
+        DemandPagingError::Delivery(_) => "raise `ulimit -n`, or choose fewer vCPUs",
+        DemandPagingError::Thread(_) => THREADS,
+        DemandPagingError::WrongResolver { .. } => "choose another --delivery",
+        DemandPagingError::Vcpus { errors } => errors.first().map_or(REPORT, |(_, error)| of_vcpu(error)),
+        DemandPagingError::Background { error, .. } => of_vcpu(error),
+        _ => REPORT,
+    }
+}
+
+fn of_paging_config(error: &PagingConfigError) -> &'static str {
+    match error {
+        PagingConfigError::Vcpus { .. } => "choose another number (-v)",
+        PagingConfigError::BytesPerVcpu { .. } => "choose another size (-b)",
+        PagingConfigError::TooBig { .. } => LESS_MEMORY,
+        PagingConfigError::NeedsFile { .. } => "choose -s shmem",
+        PagingConfigError::NeedsSmallPages { .. } => "choose memory of small pages (-s), and --granularity 4K",
+        PagingConfigError::UnknownBacking { .. } | PagingConfigError::NeedsMapping { .. } => {
+            "choose another kind of memory (-s)"
+        }
+        PagingConfigError::Readers { .. } => "choose another number (-r)",
+        PagingConfigError::NeedsThreadPerVcpu { .. } => "leave --threads out",
+        PagingConfigError::NoCopier { .. } => "leave --copier out, or choose -k without -u",
+        PagingConfigError::Pins { .. } => "name a CPU for each vCPU (--pin)",
+        _ => REPORT,
+    }
+}
+
+fn of_vcpu(error: &VcpuError) -> &'static str {
+    match error {
+        VcpuError::Source(error) => of_source(error),
+        VcpuError::Delivery(_) => "choose fewer vCPUs, or --resolver thread",
+        VcpuError::Userfaultfd(error) => of_userfaultfd(error),
+        VcpuError::Pin(error) => of_pin(error),
+        VcpuError::Resolver { .. } => "look at --source",
+        _ => REPORT,
+    }
+}
+
+pub(super) fn of_serving(error: &ServeError) -> &'static str {
+    match error {
+        ServeError::Source(error) => of_source(error),
+        ServeError::Handshake(_) => "raise `ulimit -n`, or use --resolver thread",
+        ServeError::NoMemory => "choose -s shmem",
+        ServeError::Thread(_) => THREADS,
+        _ => "use --resolver thread",
+    }
+}

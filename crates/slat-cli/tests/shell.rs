@@ -1,0 +1,132 @@
+//! What the command says of itself as its user sees it: help, completions, manual pages, and what to do after a failure.
+#![allow(missing_docs)]
+
+mod common;
+
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use common::{assert_ok, assert_refused};
+
+/// Runs `program` with `input`; its error output, or `None` where there is no such program.
+fn fed(program: &str, args: &[&str], input: &str) -> Option<(bool, String, String)> {
+    let mut command = Command::new(program);
+    command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().ok()?;
+    let mut stdin = child.stdin.take().unwrap();
+    let input = input.to_owned();
+    let writer = std::thread::spawn(move || stdin.write_all(input.as_bytes()));
+    let output = child.wait_with_output().unwrap();
+    writer.join().unwrap().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    Some((output.status.success(), text(&output.stdout), text(&output.stderr)))
+}
+
+fn folder(name: &str) -> PathBuf {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = fs::remove_dir_all(&path);
+    fs::create_dir_all(&path).unwrap();
+    path
+}
+
+#[test]
+fn help_is_short_and_help_all_is_long() {
+    for command in ["", "dirty-log", "split", "man"] {
+        let short = assert_ok(&format!("{command} --help"));
+        assert_eq!(short, assert_ok(&format!("{command} -h")));
+        assert!(short.lines().count() <= 24 && short.lines().all(|line| line.chars().count() <= 80), "{short}");
+        let long = assert_ok(&format!("{command} --help-all"));
+        assert!(long.lines().count() > short.lines().count() && long.contains("--help-all"), "{long}");
+    }
+    assert!(!assert_ok("dirty-log --help").contains("--ring-entries"));
+    assert!(assert_ok("dirty-log --help-all").contains("--ring-entries"));
+}
+
+#[test]
+fn completions_are_scripts_of_the_shell() {
+    let bash = assert_ok("completions bash");
+    assert!(bash.contains("dirty-log") && bash.contains("--ring-entries") && bash.contains("huge-page-node"));
+    // Where the shell is there, it has the last word.
+    for (shell, check) in [("bash", "-n"), ("zsh", "-n"), ("fish", "--no-execute")] {
+        let script = assert_ok(&format!("completions {shell}"));
+        assert!(script.contains("get-dirty-log") && !script.contains("demand-paging-resolver"), "{shell}");
+        if let Some((is_ok, _, stderr)) = fed(shell, &[check], &script) {
+            assert!(is_ok && stderr.is_empty(), "{shell}: {stderr}");
+        }
+    }
+    let script = format!(
+        "{bash}\nCOMP_WORDS=(slat dirty-log --ring); COMP_CWORD=2\n_slat slat --ring dirty-log; echo $COMPREPLY"
+    );
+    if let Some((is_ok, stdout, stderr)) = fed("bash", &[], &script) {
+        assert!(is_ok && stdout.trim() == "--ring-entries", "{stdout}{stderr}");
+    }
+}
+
+#[test]
+fn manual_pages_are_written_and_render() {
+    let folder = folder("man");
+    assert_eq!(assert_ok(&format!("man -o {}", folder.display())), "");
+    let mut names: Vec<String> =
+        fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    for name in ["slat.1", "slat-dirty-log.1", "slat-split.1", "slat-man.1"] {
+        assert!(names.iter().any(|there| there == name), "{name}: {names:?}");
+    }
+    assert!(!names.iter().any(|name| name.contains("resolver")), "{names:?}");
+    let all = assert_ok("man");
+    for name in &names {
+        let page = fs::read_to_string(folder.join(name)).unwrap();
+        assert!(page.contains(".TH") && page.contains(".SH SYNOPSIS") && all.contains(&page), "{name}");
+        for (program, args) in
+            [("groff", &["-man", "-Tutf8", "-P-cbou", "-ww", "-"][..]), ("mandoc", &["-Tlint", "-Werror"])]
+        {
+            if let Some((is_ok, stdout, stderr)) = fed(program, args, &page) {
+                assert!(is_ok && (program != "groff" || stdout.contains("NAME")), "{program} {name}: {stderr}");
+            }
+        }
+    }
+    let page = fs::read_to_string(folder.join("slat-dirty-log.1")).unwrap();
+    for what in ["ring\\-entries", "leaf\\-by\\-leaf", "Example: slat dirty"] {
+        assert!(page.contains(what), "no {what} in:\n{page}");
+    }
+}
+
+#[test]
+fn what_cannot_be_done_says_what_to_do() {
+    for (args, code, what) in [
+        ("completions", 2, "<SHELL> (try `slat completions --help`)"),
+        ("completions tcsh", 2, "[possible values: bash, elvish, fish, powershell, zsh]"),
+        ("man -o", 2, "(try `slat man --help`)"),
+        (
+            "man -o /no/such/folder",
+            3,
+            "cannot write /no/such/folder/slat.1: No such file or directory (os error 2); make its",
+        ),
+        ("man -o /dev/null", 3, "cannot write /dev/null/slat.1"),
+        ("dirty-log --vcpu 3", 2, "; a similar argument exists: '--vcpus' (try `slat dirty-log --help`)"),
+        ("dirty-log --tracking pml", 2, "with npt tables (try `slat dirty-log --help`)"),
+        (
+            "dirty-log -v 1 -b 8K -x 3",
+            2,
+            "choose another number of slots, or more memory (try `slat dirty-log --help`)",
+        ),
+        ("dirty-log -v 8 -b 1T", 3, "MiB are available; choose less memory or fewer vCPUs"),
+        ("dirty-log -v 1 -b 4K -c 99999", 3, "; name CPUs"),
+        ("dirty-log -v 1 -b 4K --json /no/such/file", 3, "; make its folder first"),
+        ("split --nodes 2 --memoryless 2", 2, "choose other --nodes (try `slat split --help`)"),
+        (
+            "demand-paging -v 1 -b 64K -k --source unix:/no/such",
+            3,
+            "; start the peer first: slat demand-paging --serve",
+        ),
+        (
+            "aging -v 1 -b 1M --runs 1 -w 0",
+            1,
+            "with its seed and the command line: slat aging -v 1 -b 1M --runs 1 -w 0",
+        ),
+    ] {
+        assert_refused(args, code, what);
+    }
+}
