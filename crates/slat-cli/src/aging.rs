@@ -323,11 +323,11 @@ mod tests {
     use clap::Parser;
 
     use super::*;
-    use crate::args::{Cli, Command};
+    use crate::args::{Cli, Command, Experiment};
 
     fn args(line: &str) -> AgingArgs {
         match Cli::parse_from(format!("slat aging {line}").split_whitespace()).command {
-            Some(Command::Aging(args)) => args,
+            Some(Command::Experiment(Experiment::Aging(args))) => args,
             other => unreachable!("{other:?}"),
         }
     }

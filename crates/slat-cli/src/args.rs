@@ -19,6 +19,7 @@ use crate::failure::Failure;
 use crate::get_dirty_log::{self, GetDirtyLogArgs};
 use crate::memslots::{self, MemslotsArgs};
 use crate::peers::{self, PeersArgs};
+use crate::report::ReportArgs;
 use crate::results::Outcome;
 use crate::session::Session;
 use crate::shell::{CompletionsArgs, ManArgs};
@@ -37,7 +38,25 @@ pub(crate) struct Cli {
 }
 
 #[derive(Debug, Subcommand)]
+#[expect(clippy::large_enum_variant, reason = "there is one of it")]
 pub(crate) enum Command {
+    #[command(flatten)]
+    Experiment(Experiment),
+    /// Make one page of results, with tables and plots.
+    ///
+    /// To open in a browser; several results are compared.
+    Report(ReportArgs),
+    /// Print the completions of a shell.
+    Completions(CompletionsArgs),
+    /// Print the manual pages, or write them to a folder.
+    Man(ManArgs),
+    /// The resolver of `demand-paging --delivery ring`, which starts it.
+    #[command(hide = true)]
+    DemandPagingResolver(ResolverArgs),
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Experiment {
     /// Compare the five systems with their baselines and peers.
     ///
     /// The five published systems in one run, each with its baseline, slat, and the real peers that this machine has; it fails
@@ -56,9 +75,6 @@ pub(crate) enum Command {
     ///
     /// By userfaultfd, by userfault exits, or through rings: as KVM's demand_paging_test does it, and more.
     DemandPaging(DemandPagingArgs),
-    /// The resolver of `demand-paging --delivery ring`, which starts it.
-    #[command(hide = true)]
-    DemandPagingResolver(ResolverArgs),
     /// Time a call that takes the dirty log, beside its peers and KVM.
     ///
     /// What one call costs that takes the dirty log of a slot: the engine, the ways of KVM around the year 2012, and the KVM of
@@ -85,53 +101,45 @@ pub(crate) enum Command {
     ///
     /// All operations at once beside running guests. What is not chosen is taken in turns.
     Stress(StressArgs),
-    /// Print the completions of a shell.
-    Completions(CompletionsArgs),
-    /// Print the manual pages, or write them to a folder.
-    Man(ManArgs),
 }
 
-impl Command {
+impl Experiment {
     /// Runs the experiment.
     pub(crate) fn run(&self, session: &Session) -> Result<Outcome, Failure> {
         match self {
-            Command::Compare(args) => compare::run(args, session),
-            Command::DirtyLog(args) => dirty_log::run(args, session),
-            Command::Split(args) => split::run(args, session),
-            Command::DemandPaging(args) => demand_paging::run(args, session),
-            Command::DemandPagingResolver(_) | Command::Completions(_) | Command::Man(_) => {
-                Err(Failure::Usage("this command is no experiment; choose another".to_owned()))
-            }
-            Command::GetDirtyLog(args) => get_dirty_log::run(args, session),
-            Command::Memslots(args) => memslots::run(args, session),
-            Command::Aging(args) => aging::run(args, session),
-            Command::Cr3(args) => cr3::run(args, session),
-            Command::Peers(args) => peers::run(args, session),
-            Command::Stress(args) => stress::run(args, session),
+            Experiment::Compare(args) => compare::run(args, session),
+            Experiment::DirtyLog(args) => dirty_log::run(args, session),
+            Experiment::Split(args) => split::run(args, session),
+            Experiment::DemandPaging(args) => demand_paging::run(args, session),
+            Experiment::GetDirtyLog(args) => get_dirty_log::run(args, session),
+            Experiment::Memslots(args) => memslots::run(args, session),
+            Experiment::Aging(args) => aging::run(args, session),
+            Experiment::Cr3(args) => cr3::run(args, session),
+            Experiment::Peers(args) => peers::run(args, session),
+            Experiment::Stress(args) => stress::run(args, session),
         }
     }
 
     /// Where its results go besides the screen.
     pub(crate) fn json(&self) -> Option<&Path> {
         match self {
-            Command::Compare(args) => args.json.as_deref(),
-            Command::DirtyLog(args) => args.json.as_deref(),
-            Command::Split(args) => args.log.json.as_deref(),
-            Command::DemandPaging(args) => args.json.as_deref(),
-            Command::DemandPagingResolver(_) | Command::Completions(_) | Command::Man(_) => None,
-            Command::GetDirtyLog(args) => args.json.as_deref(),
-            Command::Memslots(args) => args.json.as_deref(),
-            Command::Aging(args) => args.json.as_deref(),
-            Command::Cr3(args) => args.json.as_deref(),
-            Command::Peers(args) => args.json.as_deref(),
-            Command::Stress(args) => args.json.as_deref(),
+            Experiment::Compare(args) => args.json.as_deref(),
+            Experiment::DirtyLog(args) => args.json.as_deref(),
+            Experiment::Split(args) => args.log.json.as_deref(),
+            Experiment::DemandPaging(args) => args.json.as_deref(),
+            Experiment::GetDirtyLog(args) => args.json.as_deref(),
+            Experiment::Memslots(args) => args.json.as_deref(),
+            Experiment::Aging(args) => args.json.as_deref(),
+            Experiment::Cr3(args) => args.json.as_deref(),
+            Experiment::Peers(args) => args.json.as_deref(),
+            Experiment::Stress(args) => args.json.as_deref(),
         }
     }
 
     /// Where what it prints goes besides the screen.
     pub(crate) fn markdown(&self) -> Option<&Path> {
         match self {
-            Command::Compare(args) => args.markdown.as_deref(),
+            Experiment::Compare(args) => args.markdown.as_deref(),
             _ => None,
         }
     }

@@ -17,7 +17,7 @@ use serde::Serialize;
 use serde_json::Value;
 use slat_machine::topology::HostDescription;
 
-use crate::args::Cli;
+use crate::args::{Cli, Command};
 use crate::failure::Failure;
 use crate::results::{NotRun, Outcome, host_json};
 use crate::session::Session;
@@ -252,7 +252,9 @@ pub(crate) fn run(args: &CompareArgs, session: &Session) -> Result<Outcome, Fail
 fn run_planned(planned: &Planned, session: &Session, not_run: &mut Vec<NotRun>) -> Result<Value, Failure> {
     for command in std::iter::once(&planned.command).chain(&planned.instead) {
         let cli = Cli::try_parse_from(command.split(' ')).map_err(|error| Failure::Usage(error.to_string()))?;
-        let Some(experiment) = cli.command else { return Err(Failure::Usage(format!("{command}: no experiment"))) };
+        let Some(Command::Experiment(experiment)) = cli.command else {
+            return Err(Failure::Usage(format!("{command} is no experiment; choose one of `slat --help`")));
+        };
         match experiment.run(session) {
             Ok(mut outcome) => {
                 outcome.json["command"] = command.as_str().into();
@@ -279,7 +281,7 @@ mod tests {
                 for planned in &plan.experiments {
                     for command in std::iter::once(&planned.command).chain(&planned.instead) {
                         let cli = Cli::try_parse_from(command.split(' '));
-                        assert!(cli.is_ok_and(|cli| cli.command.is_some()), "{command}");
+                        assert!(cli.is_ok_and(|cli| matches!(cli.command, Some(Command::Experiment(_)))), "{command}");
                     }
                 }
                 for comparison in &plan.comparisons {

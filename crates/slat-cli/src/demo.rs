@@ -3,7 +3,7 @@
 use clap::Parser;
 use serde_json::Value;
 
-use crate::args::Cli;
+use crate::args::{Cli, Command};
 use crate::failure::Failure;
 use crate::results::Outcome;
 use crate::session::Session;
@@ -19,10 +19,10 @@ pub(crate) fn run(session: &Session) -> Result<Outcome, Failure> {
     )?;
     for command in COMMANDS {
         session.say(&format!("$ {command}\n"))?;
-        let Some(command) = Cli::parse_from(command.split(' ')).command else {
+        let Some(Command::Experiment(experiment)) = Cli::parse_from(command.split(' ')).command else {
             unreachable!("the demonstration's commands are experiments")
         };
-        let outcome = command.run(session)?;
+        let outcome = experiment.run(session)?;
         session.say(&outcome.text)?;
         session.say("\n")?;
     }

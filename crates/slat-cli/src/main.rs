@@ -20,6 +20,7 @@ mod kvm;
 mod memslots;
 mod peers;
 mod phases;
+mod report;
 mod results;
 mod session;
 mod shell;
@@ -33,8 +34,8 @@ use std::process::ExitCode;
 
 use clap::FromArgMatches;
 
-use args::{Cli, Command};
-use failure::Failure;
+use args::{Cli, Command, Experiment};
+use failure::{Failure, command_line};
 use help::Detail;
 use results::ResultsFile;
 use session::Files;
@@ -48,11 +49,13 @@ fn main() -> ExitCode {
         Err(error) => return usage(&error, &words),
     };
     let is_resolver = matches!(cli.command, Some(Command::DemandPagingResolver(_)));
-    let result = match &cli.command {
-        Some(Command::DemandPagingResolver(args)) => demand_paging::resolver::main(args),
-        Some(Command::Completions(args)) => shell::completions(args),
-        Some(Command::Man(args)) => shell::man(args),
-        _ => measure(cli, &words),
+    let result = match cli.command {
+        None => session::run(&command_line(&words), Files::default(), demo::run),
+        Some(Command::Experiment(experiment)) => measure(experiment, &words),
+        Some(Command::Report(args)) => report::run(&args),
+        Some(Command::Completions(args)) => shell::completions(&args),
+        Some(Command::Man(args)) => shell::man(&args),
+        Some(Command::DemandPagingResolver(args)) => demand_paging::resolver::main(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -67,14 +70,10 @@ fn main() -> ExitCode {
 }
 
 /// Runs an experiment.
-fn measure(cli: Cli, words: &[String]) -> Result<(), Failure> {
-    let open =
-        |path: fn(&Command) -> Option<&Path>| cli.command.as_ref().and_then(path).map(ResultsFile::open).transpose();
-    let files = Files { json: open(Command::json)?, markdown: open(Command::markdown)? };
-    session::run(&failure::command_line(words), files, move |session| match &cli.command {
-        None => demo::run(session),
-        Some(command) => command.run(session),
-    })
+fn measure(experiment: Experiment, words: &[String]) -> Result<(), Failure> {
+    let open = |path: Option<&Path>| path.map(ResultsFile::open).transpose();
+    let files = Files { json: open(experiment.json())?, markdown: open(experiment.markdown())? };
+    session::run(&command_line(words), files, move |session| experiment.run(session))
 }
 
 /// What clap has to say: help as it is; a mistake in one line.

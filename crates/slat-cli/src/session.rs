@@ -128,6 +128,7 @@ enum Event {
 }
 
 /// Where results go besides the screen.
+#[derive(Default)]
 pub(crate) struct Files {
     pub(crate) json: Option<ResultsFile>,
     pub(crate) markdown: Option<ResultsFile>,

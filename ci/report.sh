@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# The page of `slat report` in a real browser: pages of the sample results, and of those in the folder $SLAT_RESULTS if there
+# are any. What a person would notice is checked by report_browser.py; the screenshots stay in target/report.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+browser=""
+for name in chromium chromium-browser google-chrome; do
+    if command -v "$name" >/dev/null; then browser=$name && break; fi
+done
+if [[ -z $browser ]]; then
+    apt-get update -qq
+    apt-get install -y -qq --no-install-recommends chromium >/dev/null
+    browser=chromium
+fi
+
+out=${CARGO_TARGET_DIR:-target}/report
+samples=crates/slat-cli/tests/data
+cargo build -p slat-cli
+slat=${CARGO_TARGET_DIR:-target}/debug/slat
+rm -rf "$out"
+mkdir -p "$out"
+
+# All systems, the same before and after, and each experiment.
+pages=()
+page() {
+    local name=$1
+    shift
+    "$slat" report "$@" -o "$out/$name.html"
+    pages+=("$out/$name.html")
+}
+page compare "$samples/compare.json"
+page before_after "$samples/compare.json" "$samples/compare_after.json"
+page experiments "$samples"/{dirty_log,demand_paging,get_dirty_log,split,cr3,stress}.json
+if [[ -n ${SLAT_RESULTS:-} ]]; then
+    for result in "$SLAT_RESULTS"/*.json; do
+        page "results_$(basename "$result" .json)" "$result"
+    done
+fi
+python3 ci/report_browser.py "$browser" "$out" "${pages[@]}"

@@ -1,0 +1,100 @@
+//! `slat report`: results as one page to look at: tables, and plots where people would rather look.
+//!
+//! It reads what `--json` wrote (`report/input.rs`), finds what of several files belongs together and what has changed
+//! (`groups.rs`), decides on plots by the names of figures (`plots.rs`, `histograms.rs`), draws them (`draw.rs`, `ink.rs`), and
+//! lays the page out (`page.rs` and the tables that it calls). The page needs nothing besides itself: no script, no font, no
+//! other file. It is there as a whole or not at all.
+
+mod differences;
+mod draw;
+mod groups;
+mod histograms;
+mod ink;
+mod input;
+mod page;
+mod plot;
+mod plots;
+mod quantity;
+mod systems;
+mod tables;
+
+use std::fs::{File, Permissions};
+use std::io::{self, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+
+use crate::failure::Failure;
+
+/// What `slat report` takes.
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "Example: slat report before.json after.json -o report.html")]
+pub(crate) struct ReportArgs {
+    /// Results that --json wrote, of any command; several are compared with the first.
+    #[arg(value_name = "RESULT.json", required = true)]
+    results: Vec<PathBuf>,
+    /// The page to write.
+    #[arg(short, long, value_name = "FILE", default_value = "report.html")]
+    output: PathBuf,
+}
+
+impl From<input::InputError> for Failure {
+    fn from(error: input::InputError) -> Failure {
+        Failure::Usage(error.to_string())
+    }
+}
+
+/// Reads the results, writes the page, and says so.
+pub(crate) fn run(args: &ReportArgs) -> Result<(), Failure> {
+    let inputs = input::read_all(&args.results)?;
+    let output = real_path(&args.output);
+    if args.results.iter().any(|path| real_path(path) == output) {
+        let path = args.output.display();
+        return Err(Failure::Usage(format!("{path} is a result to read; name another file for the page (-o)")));
+    }
+    let page = page::page(&inputs).map_err(Failure::CannotServe)?;
+    write(&output, page.html.as_bytes()).map_err(|source| Failure::Write { path: args.output.clone(), source })?;
+    let nr_files = match inputs.len() {
+        1 => "1 result".to_owned(),
+        nr => format!("{nr} results"),
+    };
+    let kib = page.html.len().div_ceil(1024);
+    let path = args.output.display();
+    writeln!(io::stdout(), "Wrote {path}: {nr_files}, {} plots, {kib} KiB. Open it in a browser.", page.nr_plots)?;
+    Ok(())
+}
+
+/// The file itself, where links lead to it.
+fn real_path(path: &Path) -> PathBuf {
+    path.canonicalize().unwrap_or_else(|_| path.to_owned())
+}
+
+/// Writes all or nothing: a page that was there stays until there is a new one.
+fn write(path: &Path, text: &[u8]) -> io::Result<()> {
+    match path.metadata() {
+        // A device or a pipe has nothing to keep, and must stay what it is.
+        Ok(metadata) if !metadata.is_file() && !metadata.is_dir() => {
+            File::options().write(true).open(path)?.write_all(text)
+        }
+        Ok(metadata) if metadata.is_dir() => Err(io::Error::from(io::ErrorKind::IsADirectory)),
+        found => {
+            // What may read the old page may read the new one.
+            let mode = found.map_or(0o666, |metadata| metadata.permissions().mode());
+            let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            let mut file = tempfile::Builder::new()
+                .prefix(".report")
+                .permissions(Permissions::from_mode(mode & 0o777))
+                .tempfile_in(directory)
+                .map_err(without_path)?;
+            file.write_all(text)?;
+            file.persist(path).map_err(|error| error.error)?;
+            Ok(())
+        }
+    }
+}
+
+/// An error of the temporary file, without its name, which nobody knows.
+fn without_path(error: io::Error) -> io::Error {
+    error.raw_os_error().map_or(error.kind().into(), io::Error::from_raw_os_error)
+}

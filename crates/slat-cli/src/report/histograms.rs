@@ -1,0 +1,190 @@
+//! Plots of latencies: how often something took how long.
+
+use super::ink::NR_SERIES;
+use super::input::Histogram;
+use super::plot::{Axis, Body, Data, Plot, Point, Scale, Series, Shape};
+use super::plots::{Shown, labels, varying};
+use super::quantity;
+
+/// Steps of a plot in each doubling: the engine's eight would draw its rounding, not the guest.
+const STEPS_IN_OCTAVE: f64 = 2.0;
+
+const QUANTILES: [(&str, f64); 4] = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999)];
+
+/// One plot for each name.
+pub(crate) fn plots(shown: &[Shown<'_>]) -> Vec<Plot> {
+    let mut names: Vec<&str> = Vec::new();
+    for histogram in shown.iter().flat_map(|shown| &shown.result.histograms) {
+        if !names.contains(&histogram.name.as_str()) {
+            names.push(&histogram.name);
+        }
+    }
+    names.into_iter().flat_map(|name| plots_of(name, shown)).collect()
+}
+
+fn plots_of(name: &str, shown: &[Shown<'_>]) -> Vec<Plot> {
+    let of = |shown: &Shown<'_>| -> Vec<usize> {
+        (0..shown.result.histograms.len()).filter(|&index| shown.result.histograms[index].name == name).collect()
+    };
+    // Of all names: what is measured in one case only is named all the same.
+    let vary = varying(shown.iter().flat_map(|shown| &shown.result.histograms).map(|histogram| &histogram.labels));
+    let mut inks: Vec<String> = Vec::new();
+    let mut series = Vec::new();
+    let mut unit = "ns";
+    for (file, one) in shown.iter().enumerate() {
+        for index in of(one) {
+            let histogram = &one.result.histograms[index];
+            let label = labels(&histogram.labels, &vary);
+            let ink = inks.iter().position(|ink| *ink == label).unwrap_or_else(|| {
+                inks.push(label.clone());
+                inks.len() - 1
+            });
+            if !histogram.unit.is_empty() {
+                unit = &histogram.unit;
+            }
+            let dash = if shown.len() > 1 { file } else { ink };
+            let name = match one.name(&label) {
+                name if name.is_empty() => "all".to_owned(),
+                name => name,
+            };
+            series.push((histogram, Series { name, ink, dash, points: shares(histogram) }));
+        }
+    }
+    let least = series.iter().flat_map(|(_, series)| &series.points).map(|point| point.y).fold(1.0, f64::min);
+    for (_, series) in &mut series {
+        series.points = outline(&series.points, least / 2.0);
+    }
+    let nr_plots = inks.len().div_ceil(NR_SERIES);
+    (0..nr_plots)
+        .map(|plot| {
+            let (of, series): (Vec<&Histogram>, Vec<Series>) = series
+                .iter()
+                .filter(|(_, series)| series.ink / NR_SERIES == plot)
+                .map(|(of, series)| (*of, series.clone()))
+                .unzip();
+            let title = match name {
+                "guest_stall" => "Stalls of the guest in a fault".to_owned(),
+                "fault" => "Time of a fault".to_owned(),
+                "lock_wait" => "Waits for the lock".to_owned(),
+                "lock_hold" => "Time that the lock is held".to_owned(),
+                other => quantity::title(other),
+            };
+            let title = if nr_plots > 1 { format!("{title} ({} of {nr_plots})", plot + 1) } else { title };
+            let mut head = vec![String::new(), "times".to_owned()];
+            head.extend(QUANTILES.iter().map(|(name, _)| (*name).to_owned()));
+            head.push("worst".to_owned());
+            let rows = of.iter().zip(&series).map(|(of, series)| row(of, &series.name, unit)).collect();
+            Plot {
+                title,
+                description:
+                    "How often it took how long: the share of all times, on a logarithmic axis. Further to the \
+                              left is better; what stands alone on the right are the worst."
+                        .to_owned(),
+                data: Data { head, rows },
+                body: Body::Series {
+                    x: Axis::new("Time", unit, Scale::Log),
+                    y: Axis::new("Share of all", "share", Scale::Log),
+                    shape: Shape::Steps,
+                    series,
+                },
+            }
+        })
+        .collect()
+}
+
+/// Buckets that hold something sensible, from the shortest time to the longest.
+fn buckets(histogram: &Histogram) -> Vec<(f64, f64)> {
+    let is_sensible =
+        |&(upper, count): &(f64, f64)| upper.is_finite() && upper >= 0.0 && count.is_finite() && count > 0.0;
+    let mut buckets: Vec<(f64, f64)> = histogram.buckets.iter().copied().filter(is_sensible).collect();
+    buckets.sort_by(|a, b| a.0.total_cmp(&b.0));
+    buckets
+}
+
+/// The share of each step that has one; `x` is the step's upper edge.
+fn shares(histogram: &Histogram) -> Vec<Point> {
+    let buckets = buckets(histogram);
+    let all: f64 = buckets.iter().map(|(_, count)| count).sum();
+    let mut points: Vec<Point> = Vec::new();
+    for (upper, count) in buckets {
+        // A time of zero is below the first step.
+        let step = (upper.max(1.0).log2() * STEPS_IN_OCTAVE).ceil();
+        let x = (step / STEPS_IN_OCTAVE).exp2();
+        match points.last_mut() {
+            Some(last) if last.x == x => last.y += count / all,
+            _ => points.push(Point { x, y: count / all, deviation: None }),
+        }
+    }
+    points
+}
+
+/// The line above the steps: a point wherever a level begins. Steps that have no share are at `ground`, since a logarithmic
+/// axis has no zero.
+fn outline(shares: &[Point], ground: f64) -> Vec<Point> {
+    let width = (1.0 / STEPS_IN_OCTAVE).exp2();
+    let mut outline: Vec<Point> = Vec::new();
+    let mut end: Option<f64> = None;
+    let at = |x, y| Point { x, y, deviation: None };
+    for share in shares {
+        let begin = share.x / width;
+        match end {
+            None => outline.push(at(begin, ground)),
+            // Edges are powers of two: what lies between two of them is a step at least.
+            Some(end) if begin > end * 1.01 => outline.push(at(end, ground)),
+            Some(_) => {}
+        }
+        outline.push(at(begin, share.y));
+        end = Some(share.x);
+    }
+    outline.extend(end.map(|end| at(end, ground)));
+    outline
+}
+
+/// How many, and quantiles.
+fn row(histogram: &Histogram, name: &str, unit: &str) -> Vec<String> {
+    let buckets = buckets(histogram);
+    let all: f64 = buckets.iter().map(|(_, count)| count).sum();
+    let quantile = |share: f64| {
+        let mut below = 0.0;
+        let found = buckets.iter().find(|(_, count)| {
+            below += count;
+            below >= share * all
+        });
+        quantity::quantity(found.map(|(upper, _)| *upper), unit)
+    };
+    let mut cells = vec![name.to_owned(), quantity::quantity(Some(all), "count")];
+    cells.extend(QUANTILES.iter().map(|(_, share)| quantile(*share)));
+    cells.push(quantity::quantity(buckets.last().map(|(upper, _)| *upper), unit));
+    cells
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn histogram(buckets: &[(f64, f64)]) -> Histogram {
+        Histogram { name: "fault".to_owned(), unit: "ns".to_owned(), buckets: buckets.to_vec(), ..Histogram::default() }
+    }
+
+    #[test]
+    fn quantiles_are_upper_ends_of_buckets() {
+        let cells = row(&histogram(&[(100.0, 98.0), (200.0, 1.0), (3000.0, 1.0), (50.0, 0.0)]), "x", "ns");
+        assert_eq!(cells, ["x", "100", "100\u{a0}ns", "100\u{a0}ns", "200\u{a0}ns", "3.00\u{a0}µs", "3.00\u{a0}µs"]);
+    }
+
+    #[test]
+    fn shares_add_up_whatever_the_buckets_are() {
+        let points = shares(&histogram(&[(7.0, 1.0), (0.0, 2.0), (1e300, 1.0), (-1.0, 5.0), (9.0, f64::NAN)]));
+        assert!((points.iter().map(|point| point.y).sum::<f64>() - 1.0).abs() < 1e-12, "{points:?}");
+        assert!(points.windows(2).all(|pair| pair[0].x < pair[1].x), "{points:?}");
+        assert!(shares(&histogram(&[])).is_empty());
+    }
+
+    #[test]
+    fn the_outline_comes_down_where_there_is_nothing() {
+        let outline = outline(&shares(&histogram(&[(64.0, 1.0), (90.0, 1.0), (1024.0, 2.0)])), 0.1);
+        let levels: Vec<f64> = outline.iter().map(|point| point.y).collect();
+        assert_eq!(levels, [0.1, 0.25, 0.25, 0.1, 0.5, 0.1]);
+        assert!(outline.windows(2).all(|pair| pair[0].x <= pair[1].x), "{outline:?}");
+    }
+}

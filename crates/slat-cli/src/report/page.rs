@@ -1,0 +1,265 @@
+//! The page. Whatever comes from a file is escaped by the template library; only drawings are taken as they are.
+
+use humantime::format_rfc3339_seconds;
+use maud::{DOCTYPE, Markup, PreEscaped, html};
+
+use super::draw::{self, Drawing};
+use super::groups::{Group, groups, text};
+use super::input::{Content, Input};
+use super::plot::{Body, Data, Plot};
+use super::plots::{plots, shown};
+use super::quantity::quantity;
+use super::{differences, ink, systems, tables};
+
+/// Rows of one table; what is beyond is in the file.
+const MAX_ROWS: usize = 2000;
+
+/// A page, and how many plots it has.
+#[derive(Debug)]
+pub(crate) struct Page {
+    pub(crate) html: String,
+    pub(crate) nr_plots: usize,
+}
+
+/// The page of all files; an error is one of drawing.
+pub(crate) fn page(inputs: &[Input]) -> Result<Page, String> {
+    let groups = groups(inputs);
+    let mut drawn = Vec::new();
+    let mut nr_plots = 0;
+    for group in &groups {
+        let mut figures = Vec::new();
+        for plot in plots(group, inputs) {
+            figures.push(figure(&plot, nr_plots)?);
+            nr_plots += 1;
+        }
+        drawn.push(figures);
+    }
+    let systems = systems::systems(inputs);
+    let of_system = |system: Option<&str>| -> Vec<Markup> {
+        let these = groups.iter().zip(&drawn).filter(|(group, _)| group.system == system);
+        these.map(|(group, figures)| experiment(group, &groups, figures, inputs)).collect()
+    };
+    let html = html! {
+        (DOCTYPE)
+        html lang="en" {
+            head {
+                meta charset="utf-8";
+                meta name="viewport" content="width=device-width, initial-scale=1";
+                meta name="color-scheme" content="light dark";
+                title { "slat report: " (names(inputs)) }
+                // No request goes out, not even for an icon.
+                link rel="icon" href="data:,";
+                style { (PreEscaped(include_str!("style.css"))) (PreEscaped(ink::dark_rules())) }
+            }
+            body {
+                header {
+                    h1 { "slat report" }
+                    p.note { "slat: second-level address translation. slat " (env!("CARGO_PKG_VERSION")) " wrote this page; it needs nothing besides itself." }
+                    (files(inputs))
+                }
+                main {
+                    (claims(inputs))
+                    @if inputs.len() > 1 { (differences::markup(&groups, inputs)) }
+                    @for system in &systems {
+                        section {
+                            h2 { (system.system) @if !system.title.is_empty() { ". " (system.title) } }
+                            (system.markup(inputs))
+                            @for experiment in of_system(Some(system.system)) { (experiment) }
+                        }
+                    }
+                    @for experiment in of_system(None) { section { (experiment) } }
+                }
+            }
+        }
+    };
+    Ok(Page { html: html.into_string(), nr_plots })
+}
+
+fn names(inputs: &[Input]) -> String {
+    let labels: Vec<&str> = inputs.iter().take(3).map(|input| input.label.as_str()).collect();
+    let more = if inputs.len() > 3 { ", …" } else { "" };
+    format!("{}{more}", labels.join(", "))
+}
+
+/// What each file is, and the machine that it was measured on.
+fn files(inputs: &[Input]) -> Markup {
+    html! {
+        div.files { @for input in inputs { article {
+            h2 { (input.label) }
+            @if input.is_interrupted() {
+                p.warning role="note" { strong { "Interrupted: " } "what was measured until then." }
+            }
+            dl {
+                dt { "File" } dd { code { (input.path.display()) } @if let Some(written) = input.written { ", " (format_rfc3339_seconds(written)) } }
+                dt { "Command" } dd { code { (input.command().map_or_else(|| format!("slat {}", input.experiment()), str::to_owned)) } }
+                @let host = input.host();
+                dt { "Machine" } dd {
+                    (host.cpu_model.as_deref().unwrap_or("unknown CPU"))
+                    @if let Some(cpus) = &host.cpus { ", " (text(cpus)) " CPUs" }
+                    @if let Some(bytes) = host.memory_bytes { ", " (quantity(Some(bytes), "bytes")) }
+                    @if let Some(kernel) = &host.kernel { ", Linux " (kernel) }
+                }
+                @if let Some(on) = &host.measured_on { dt { "Measured on" } dd { (on) @if on == "software CPUs" { ": threads, memory and tables are real, the CPU's address translation is a program" } } }
+                @if let Some(method) = &host.flush_method { dt { "TLB flush" } dd { (method) } }
+                @if let Some(kvm) = host.kvm.as_ref().filter(|kvm| !kvm.is_null()) { dt { "KVM" } dd { (kvm_facts(kvm)) } }
+                @if let Content::Compared(compared) = &input.content {
+                    @if let Some(size) = compared.config.get("size") { dt { "Size" } dd { (text(size)) } }
+                    @if let Some(seconds) = compared.seconds { dt { "Took" } dd { (quantity(Some(seconds), "s")) } }
+                }
+            }
+        } } }
+    }
+}
+
+/// How KVM translates, or all that is known of it.
+fn kvm_facts(kvm: &serde_json::Value) -> String {
+    kvm.get("translation").map_or_else(|| text(kvm), text)
+}
+
+/// What slat claims, and whether it holds.
+fn claims(inputs: &[Input]) -> Markup {
+    let compared = inputs.iter().filter_map(|input| match &input.content {
+        Content::Compared(compared) => Some((input, &compared.claims)),
+        Content::One(_) => None,
+    });
+    html! {
+        @for (input, claims) in compared {
+            @if let (Some(made), Some(held)) = (claims.made, claims.held) {
+                p.claims {
+                    @if inputs.len() > 1 { (input.label) ": " }
+                    (tally(made == held && claims.lost.is_empty(), &format!("{held} of {made} claims held")))
+                }
+            }
+            @if !claims.lost.is_empty() { ul.lost { @for lost in &claims.lost { li { (tally(false, "lost")) " " (lost) } } } }
+        }
+    }
+}
+
+/// Good or bad, in a sign, a word and a color.
+pub(crate) fn tally(is_good: bool, text: &str) -> Markup {
+    html! { @if is_good { span.good { "✓ " (text) } } @else { span.bad { "✗ " (text) } } }
+}
+
+/// A box that scrolls by itself, so that the page does not.
+pub(crate) fn scroll(name: &str, inside: Markup) -> Markup {
+    html! { div.scroll tabindex="0" role="region" aria-label=(name) { (inside) } }
+}
+
+/// One experiment: its plots, and its figures in each file.
+fn experiment(group: &Group<'_>, all: &[Group<'_>], figures: &[Markup], inputs: &[Input]) -> Markup {
+    let settings_of_its_own = group.own_settings(all);
+    let not_run = group.results.iter().flatten().flat_map(|result| &result.not_run);
+    let left_out = group.results.iter().flatten().count().saturating_sub(shown(group, inputs).len());
+    html! {
+        div.experiment {
+            @if group.system.is_some() { h3 { code { (group.title()) } } } @else { h2 { code { (group.title()) } } }
+            @if !settings_of_its_own.is_empty() { p.note { (settings_of_its_own) } }
+            @for not_run in not_run { p { strong { "Not measured: " (not_run.what) ": " } (not_run.why) } }
+            @if group.results.iter().flatten().any(|result| result.interrupted) {
+                p.warning role="note" { strong { "Interrupted: " } "what was measured until then." }
+            }
+            @if !figures.is_empty() {
+                @if left_out > 0 { p.note { "Plots show the first and the last result." } }
+                div.plots { @for figure in figures { (figure) } }
+            }
+            // A result by itself is its tables; beside others they are looked up.
+            @for (input, result) in inputs.iter().zip(&group.results) { @if let Some(result) = result {
+                details open[figures.is_empty() && inputs.len() == 1] {
+                    summary { "All figures" @if inputs.len() > 1 { " of " (input.label) } " (" (result.results.len()) ")" }
+                    @let table = tables::figures(result);
+                    @if !table.caption.is_empty() { p.note { (table.caption) } }
+                    (data_table("Figures", &table.data))
+                    (settings(&result.config))
+                }
+            } }
+        }
+    }
+}
+
+/// The settings of an experiment.
+fn settings(config: &serde_json::Value) -> Markup {
+    let settings = config.as_object().filter(|settings| !settings.is_empty());
+    html! {
+        @if let Some(settings) = settings {
+            p.note { "Settings: " @for (place, (key, value)) in settings.iter().enumerate() { @if place > 0 { ", " } (key) " " (text(value)) } }
+        }
+    }
+}
+
+fn data_table(name: &str, data: &Data) -> Markup {
+    html! {
+        (scroll(name, html! {
+            table {
+                thead { tr { @for cell in &data.head { th scope="col" { (cell) } } } }
+                tbody { @for row in data.rows.iter().take(MAX_ROWS) { tr {
+                    @for (column, cell) in row.iter().enumerate() {
+                        @if column == 0 { th scope="row" { (cell) } } @else { td { (cell) } }
+                    }
+                } } }
+            }
+        }))
+        @if data.rows.len() > MAX_ROWS { p.note { "… and " (data.rows.len() - MAX_ROWS) " more in the file." } }
+    }
+}
+
+/// A plot with its legend and the table of what it shows.
+fn figure(plot: &Plot, number: usize) -> Result<Markup, String> {
+    let drawing = draw::draw(plot)?;
+    let legend = legend(plot)?;
+    let left_out = plot.nr_left_out();
+    Ok(html! {
+        figure.plot {
+            figcaption { (plot.title) }
+            (svg(&drawing, &format!("plot{number}"), &plot.title, &plot.description))
+            (legend)
+            p.note {
+                (plot.description)
+                @if left_out > 0 { " Not drawn: " (left_out) " values that have no place on such an axis (zero, negative, or out of range)." }
+            }
+            details { summary { "Data" } (data_table(&plot.title, &plot.data)) }
+        }
+    })
+}
+
+fn svg(drawing: &Drawing, id: &str, title: &str, description: &str) -> Markup {
+    html! {
+        svg.drawing viewBox=(format!("0 0 {} {}", drawing.width, drawing.height)) role="img"
+            aria-labelledby=(format!("{id}-title {id}-desc")) {
+            title id=(format!("{id}-title")) { (title) }
+            desc id=(format!("{id}-desc")) { (description) }
+            (PreEscaped(&drawing.elements))
+        }
+    }
+}
+
+/// A drawing that says nothing by itself.
+fn small(drawing: &Drawing) -> Markup {
+    let (width, height) = (drawing.width / 2, drawing.height / 2);
+    html! {
+        svg.key viewBox=(format!("0 0 {} {}", drawing.width, drawing.height)) width=(width) height=(height) aria-hidden="true" {
+            (PreEscaped(&drawing.elements))
+        }
+    }
+}
+
+/// Which line or part is which.
+fn legend(plot: &Plot) -> Result<Markup, String> {
+    let keys: Vec<(Drawing, &str)> = match &plot.body {
+        Body::Series { shape, series, .. } => {
+            let key = |series| draw::key(series, *shape);
+            series.iter().map(|series| Ok((key(series)?, series.name.as_str()))).collect::<Result<_, String>>()?
+        }
+        Body::Bars { parts, .. } if parts.len() > 1 => {
+            let key = |part| draw::part_key(part, parts.len());
+            parts
+                .iter()
+                .enumerate()
+                .map(|(part, name)| Ok((key(part)?, name.as_str())))
+                .collect::<Result<_, String>>()?
+        }
+        Body::Bars { .. } => Vec::new(),
+    };
+    Ok(html! {
+        @if !keys.is_empty() { ul.legend { @for (drawing, name) in &keys { li { (small(drawing)) span { (name) } } } } }
+    })
+}

@@ -1,0 +1,131 @@
+//! What a plot shows, before it is drawn: so that the same figures can stand in the table beside it.
+
+/// How far apart values lie on an axis.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Scale {
+    Linear,
+    /// Values that are not above zero have no place on it.
+    Log,
+}
+
+/// An axis.
+#[derive(Clone, Debug)]
+pub(crate) struct Axis {
+    pub(crate) title: String,
+    pub(crate) unit: String,
+    pub(crate) scale: Scale,
+    /// Where to label it; `None`: at round values.
+    pub(crate) ticks: Option<Vec<f64>>,
+}
+
+impl Axis {
+    pub(crate) fn new(title: &str, unit: &str, scale: Scale) -> Axis {
+        Axis { title: title.to_owned(), unit: unit.to_owned(), scale, ticks: None }
+    }
+}
+
+/// A value at a place, and by how much it varies.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) struct Point {
+    pub(crate) x: f64,
+    pub(crate) y: f64,
+    pub(crate) deviation: Option<f64>,
+}
+
+/// A line.
+#[derive(Clone, Debug)]
+pub(crate) struct Series {
+    pub(crate) name: String,
+    /// Its color and marker. The same of several files has one.
+    pub(crate) ink: usize,
+    /// Its dashes.
+    pub(crate) dash: usize,
+    /// From left to right.
+    pub(crate) points: Vec<Point>,
+}
+
+/// A bar.
+#[derive(Clone, Debug)]
+pub(crate) struct Bar {
+    pub(crate) name: String,
+    /// The length of each part of the plot's; `None`: it has no such part.
+    pub(crate) parts: Vec<Option<f64>>,
+    /// Of a bar of one part.
+    pub(crate) deviation: Option<f64>,
+}
+
+/// How series are drawn.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Shape {
+    /// A line through markers.
+    Line,
+    /// A level from each point to the next.
+    Steps,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) enum Body {
+    Series { x: Axis, y: Axis, shape: Shape, series: Vec<Series> },
+    Bars { x: Axis, parts: Vec<String>, bars: Vec<Bar> },
+}
+
+/// A plot, and a table of what it shows.
+#[derive(Clone, Debug)]
+pub(crate) struct Plot {
+    pub(crate) title: String,
+    /// What to see in it, for who cannot see it too.
+    pub(crate) description: String,
+    pub(crate) body: Body,
+    pub(crate) data: Data,
+}
+
+/// A table of text.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Data {
+    pub(crate) head: Vec<String>,
+    /// The first cell of each names it.
+    pub(crate) rows: Vec<Vec<String>>,
+}
+
+/// Values that cannot be drawn make pictures that lie, or none.
+pub(crate) fn is_drawable(value: f64, scale: Scale) -> bool {
+    // Far beyond what is measured, and far enough from where arithmetic ends.
+    let has_a_place = value.is_finite() && value.abs() < 1e100;
+    match scale {
+        Scale::Linear => has_a_place,
+        Scale::Log => has_a_place && value > 1e-100,
+    }
+}
+
+impl Plot {
+    /// Whether there is something to see.
+    pub(crate) fn is_worth_drawing(&self) -> bool {
+        match &self.body {
+            Body::Series { x, y, series, .. } => {
+                let points = series.iter().flat_map(|series| &series.points);
+                points.filter(|point| is_drawable(point.x, x.scale) && is_drawable(point.y, y.scale)).count() > 0
+            }
+            Body::Bars { x, bars, .. } => bars.iter().any(|bar| total(bar, x.scale) > 0.0),
+        }
+    }
+
+    /// How many values have no place in the plot.
+    pub(crate) fn nr_left_out(&self) -> usize {
+        match &self.body {
+            Body::Series { x, y, series, .. } => series
+                .iter()
+                .flat_map(|series| &series.points)
+                .filter(|point| !is_drawable(point.x, x.scale) || !is_drawable(point.y, y.scale))
+                .count(),
+            Body::Bars { x, bars, .. } => {
+                let parts = bars.iter().flat_map(|bar| bar.parts.iter().flatten());
+                parts.filter(|&&part| !is_drawable(part, x.scale) || part < 0.0).count()
+            }
+        }
+    }
+}
+
+/// The length of a bar.
+pub(crate) fn total(bar: &Bar, scale: Scale) -> f64 {
+    bar.parts.iter().flatten().filter(|&&part| is_drawable(part, scale) && part > 0.0).sum()
+}

@@ -1,0 +1,354 @@
+//! Which plots an experiment has: found by the names of its figures, so that the parts of a comparison have them too, and
+//! so that an experiment that comes later gets those that fit.
+
+use std::collections::BTreeMap;
+
+use serde_json::Value;
+
+use super::groups::{Group, Measured, measured, text};
+use super::histograms;
+use super::ink::NR_SERIES;
+use super::input::{Experiment, Input};
+use super::plot::{Axis, Bar, Body, Data, Plot, Point, Scale, Series, Shape};
+use super::quantity;
+
+/// More files than these would hide each other in a plot: then the first and the last are shown.
+const MAX_OVERLAID: usize = 4;
+
+/// Phases of a migration, in their order; the others of their names are parts of these.
+const PHASES: [&str; 6] = [
+    "populate_memory",
+    "enable_dirty_logging",
+    "dirty_memory",
+    "get_dirty_log",
+    "clear_dirty_log",
+    "disable_dirty_logging",
+];
+
+/// Phases of the search for idle pages.
+const AGING_PHASES: [&str; 7] = [
+    "populate_memory",
+    "write_populated_memory",
+    "read_populated_memory",
+    "mark_populated_idle",
+    "write_idle_memory",
+    "mark_written_idle",
+    "read_idle_memory",
+];
+
+/// A file's result of the experiment, as plots show it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shown<'a> {
+    /// What the file is called, if there are several of them.
+    pub(crate) file: Option<&'a str>,
+    pub(crate) result: &'a Experiment,
+}
+
+impl Shown<'_> {
+    /// The name of a series or bar of this file.
+    pub(crate) fn name(&self, name: &str) -> String {
+        match self.file {
+            Some(file) if name.is_empty() => file.to_owned(),
+            Some(file) => format!("{name} · {file}"),
+            None => name.to_owned(),
+        }
+    }
+}
+
+/// The results of a group that plots show.
+pub(crate) fn shown<'a>(group: &Group<'a>, inputs: &'a [Input]) -> Vec<Shown<'a>> {
+    let present: Vec<usize> = (0..inputs.len()).filter(|&file| group.results[file].is_some()).collect();
+    let chosen = match present[..] {
+        [first, .., last] if present.len() > MAX_OVERLAID => vec![first, last],
+        _ => present,
+    };
+    let label = |file: usize| (chosen.len() > 1).then_some(inputs[file].label.as_str());
+    chosen.iter().filter_map(|&file| group.results[file].map(|result| Shown { file: label(file), result })).collect()
+}
+
+/// All plots of a group that have something to show.
+pub(crate) fn plots(group: &Group<'_>, inputs: &[Input]) -> Vec<Plot> {
+    let shown = shown(group, inputs);
+    let figures = Figures { of: shown.iter().map(|shown| (*shown, measured(shown.result))).collect() };
+    let mut plots = Vec::new();
+    if figures.has("dirty_memory") {
+        plots.extend(figures.stack(
+            "Phases",
+            "Time of each phase; dirtying, getting and clearing are of one round.",
+            "Time",
+            &PHASES,
+        ));
+        let title = "Phases after populating";
+        plots.extend(figures.stack(title, "The same without the phase that takes the longest.", "Time", &PHASES[1..]));
+    } else if figures.has("mark_populated_idle") {
+        plots.extend(figures.stack("Phases", "Time of each phase.", "Time", &AGING_PHASES));
+    }
+    plots.extend(figures.lines(&Lines {
+        figure: "paging_rate",
+        title: "Paging rate",
+        description: "Pages that each vCPU gets in a second, by the number of vCPUs. Higher is better.",
+        x: Axis::new("vCPUs", "count", Scale::Log),
+        y: Axis::new("Pages for each vCPU", "pages/s", Scale::Log),
+        along: "vcpus",
+        series: "mode",
+    }));
+    plots.extend(figures.lines(&Lines {
+        figure: "get_dirty_log",
+        title: "Harvest of the dirty log",
+        description: "Time of one call, by the number of dirty pages that it finds. Lower is better.",
+        x: Axis::new("Dirty pages", "count", Scale::Log),
+        y: Axis::new("Time of a call", "ns", Scale::Log),
+        along: "pages",
+        series: "method",
+    }));
+    for (figure, title) in
+        [("fault", "Fault"), ("map_4k", "Map a page"), ("query", "Query"), ("unmap_4k", "Unmap a page")]
+    {
+        plots.extend(figures.lines(&Lines {
+            figure,
+            title,
+            description: "Time of one page, by the number of threads that call. Lower is better.",
+            x: Axis::new("Threads", "count", Scale::Log),
+            y: Axis::new("Time of a page", "ns", Scale::Log),
+            along: "threads",
+            series: "subject",
+        }));
+    }
+    for (title, names) in [
+        ("Walks that read a leaf's table", ["local_walk_reads", "remote_walk_reads"]),
+        ("Reads of tables of all levels", ["local_walk_reads_all_levels", "remote_walk_reads_all_levels"]),
+    ] {
+        plots.extend(figures.stack(
+            title,
+            "Reads of tables on the reader's own node, and on others. Fewer remote ones are better.",
+            "Reads",
+            &names,
+        ));
+    }
+    for (name, title, description) in [
+        ("guest_time", "Guest time", "Time that the guest took. Lower is better."),
+        ("cr3_switch", "Load of CR3", "Time of one load of CR3. Lower is better."),
+        ("iteration", "Iteration", "Time of one iteration. Lower is better."),
+    ] {
+        plots.extend(figures.stack(title, description, "Time", &[name]));
+    }
+    plots.extend(histograms::plots(&shown));
+    plots.retain(Plot::is_worth_drawing);
+    plots
+}
+
+/// A plot of a figure along one label.
+struct Lines {
+    figure: &'static str,
+    title: &'static str,
+    description: &'static str,
+    x: Axis,
+    y: Axis,
+    /// The label that the horizontal axis shows.
+    along: &'static str,
+    /// The label that there is a line for each value of. Whatever else varies has a plot for each value.
+    series: &'static str,
+}
+
+/// The figures of the files that are shown.
+struct Figures<'a> {
+    of: Vec<(Shown<'a>, Vec<Measured<'a>>)>,
+}
+
+impl<'a> Figures<'a> {
+    fn has(&self, name: &str) -> bool {
+        self.all(name).next().is_some()
+    }
+
+    fn all(&self, name: &str) -> impl Iterator<Item = &Measured<'a>> {
+        self.of.iter().flat_map(|(_, figures)| figures).filter(move |figure| figure.name == name)
+    }
+
+    /// Bars of which each has one part for each of `names`.
+    fn stack(&self, title: &str, description: &str, axis: &str, names: &[&str]) -> Option<Plot> {
+        let present: Vec<&str> = names.iter().copied().filter(|name| self.has(name)).collect();
+        let unit = self.all(present.first()?).next()?.unit;
+        let vary = varying(present.iter().flat_map(|name| self.all(name)).map(|figure| figure.labels));
+        let mut bars: Vec<(String, Bar)> = Vec::new();
+        for (shown, figures) in &self.of {
+            for figure in figures.iter().filter(|figure| present.contains(&figure.name) && figure.unit == unit) {
+                let name = shown.name(&labels(figure.labels, &vary));
+                let place = bars.iter().position(|(of, _)| *of == name).unwrap_or_else(|| {
+                    bars.push((name.clone(), Bar { name, parts: vec![None; present.len()], deviation: None }));
+                    bars.len() - 1
+                });
+                let bar = &mut bars[place].1;
+                if let Some(part) = present.iter().position(|name| *name == figure.name) {
+                    bar.parts[part] = figure.mean;
+                }
+                if present.len() == 1 {
+                    bar.deviation = figure.deviation;
+                }
+            }
+        }
+        // Bars that are compared stand beside each other.
+        let mut order: Vec<String> = Vec::new();
+        let base = |name: &str| name.rsplit_once(" · ").map_or(name, |(base, _)| base).to_owned();
+        if self.of.len() > 1 {
+            for (name, _) in &bars {
+                let base = base(name);
+                if !order.contains(&base) {
+                    order.push(base);
+                }
+            }
+            bars.sort_by_key(|(name, _)| order.iter().position(|of| *of == base(name)));
+        }
+        let bars: Vec<Bar> = bars.into_iter().map(|(_, bar)| bar).collect();
+        let parts: Vec<String> = present.iter().map(|name| quantity::title(name)).collect();
+        let head = std::iter::once(String::new()).chain(parts.iter().cloned()).collect();
+        let cells = |bar: &Bar| {
+            let figures = bar.parts.iter().map(|part| quantity::measured(*part, bar.deviation, None, unit));
+            std::iter::once(bar.name.clone()).chain(figures).collect()
+        };
+        Some(Plot {
+            title: title.to_owned(),
+            description: description.to_owned(),
+            data: Data { head, rows: bars.iter().map(cells).collect() },
+            body: Body::Bars { x: Axis::new(axis, unit, Scale::Linear), parts, bars },
+        })
+    }
+
+    /// Plots with a line for each value of a label and each file.
+    fn lines(&self, of: &Lines) -> Vec<Plot> {
+        let has_place = |figure: &&Measured<'a>| figure.labels.get(of.along).is_some_and(Value::is_number);
+        let vary = varying(self.all(of.figure).filter(has_place).map(|figure| figure.labels));
+        // What only some of the lines have at all tells nothing apart.
+        let differs = |key: &str| {
+            let mut values = self.all(of.figure).filter(has_place).filter_map(|figure| figure.labels.get(key));
+            let first = values.next();
+            values.any(|value| Some(value) != first)
+        };
+        let is_other = |key: &&str| *key != of.along && *key != of.series && differs(key);
+        let others: Vec<&str> = vary.iter().copied().filter(is_other).collect();
+        let mut titles: Vec<String> = Vec::new();
+        for figure in self.all(of.figure).filter(has_place) {
+            let title = labels(figure.labels, &others);
+            if !titles.contains(&title) {
+                titles.push(title);
+            }
+        }
+        let mut plots = Vec::new();
+        // One ink for a value in all of the plots.
+        let mut inks: Vec<String> = Vec::new();
+        for title in titles {
+            let mut series: Vec<Series> = Vec::new();
+            for (file, (shown, figures)) in self.of.iter().enumerate() {
+                let here = figures.iter().filter(|figure| figure.name == of.figure).filter(has_place);
+                for figure in here.filter(|figure| labels(figure.labels, &others) == title) {
+                    let method = figure.labels.get(of.series).map(text).unwrap_or_default();
+                    let ink = inks.iter().position(|ink| *ink == method).unwrap_or_else(|| {
+                        inks.push(method.clone());
+                        inks.len() - 1
+                    });
+                    let name = shown.name(&method);
+                    let place = series.iter().position(|series| series.name == name).unwrap_or_else(|| {
+                        let dash = if self.of.len() > 1 { file } else { ink };
+                        series.push(Series { name, ink, dash, points: Vec::new() });
+                        series.len() - 1
+                    });
+                    let (Some(x), Some(y)) = (figure.labels[of.along].as_f64(), figure.mean) else { continue };
+                    series[place].points.push(Point { x, y, deviation: figure.deviation });
+                }
+            }
+            plots.extend(of.plots(&title, series));
+        }
+        plots
+    }
+}
+
+impl Lines {
+    /// One plot, or several where there are more lines than can be told apart.
+    fn plots(&self, title: &str, mut series: Vec<Series>) -> Vec<Plot> {
+        let mut ticks: Vec<f64> = series.iter().flat_map(|series| &series.points).map(|point| point.x).collect();
+        ticks.sort_by(f64::total_cmp);
+        ticks.dedup();
+        for series in &mut series {
+            series.points.sort_by(|a, b| a.x.total_cmp(&b.x));
+        }
+        let title = if title.is_empty() { self.title.to_owned() } else { format!("{}: {title}", self.title) };
+        let mut pages: Vec<usize> = series.iter().map(|series| series.ink / NR_SERIES).collect();
+        pages.sort_unstable();
+        pages.dedup();
+        let nr_plots = pages.len();
+        let plot = |(place, page): (usize, &usize)| {
+            let series = series.iter().filter(|series| series.ink / NR_SERIES == *page).cloned().collect();
+            let title = if nr_plots > 1 { format!("{title} ({} of {nr_plots})", place + 1) } else { title.clone() };
+            self.plot(title, &ticks, series)
+        };
+        pages.iter().enumerate().map(plot).collect()
+    }
+
+    fn plot(&self, title: String, ticks: &[f64], series: Vec<Series>) -> Plot {
+        let head =
+            std::iter::once(self.x.title.clone()).chain(series.iter().map(|series| series.name.clone())).collect();
+        let cell = |series: &Series, x: f64| match series.points.iter().find(|point| point.x == x) {
+            Some(point) => quantity::measured(Some(point.y), point.deviation, None, &self.y.unit),
+            None => "–".to_owned(),
+        };
+        let row = |&x: &f64| {
+            let cells = series.iter().map(|series| cell(series, x));
+            std::iter::once(quantity::quantity(Some(x), &self.x.unit)).chain(cells).collect()
+        };
+        let data = Data { head, rows: ticks.iter().map(row).collect() };
+        let description = self.description.to_owned();
+        // A line needs two ends.
+        let body = if let [_] = ticks {
+            let bar = |series: &Series| Bar {
+                name: series.name.clone(),
+                parts: vec![series.points.first().map(|point| point.y)],
+                deviation: series.points.first().and_then(|point| point.deviation),
+            };
+            let x = Axis { scale: Scale::Linear, ..self.y.clone() };
+            Body::Bars { x, parts: vec![self.y.title.clone()], bars: series.iter().map(bar).collect() }
+        } else {
+            let mut x = self.x.clone();
+            // As many as have room beside each other.
+            x.ticks = (ticks.len() <= 6 && are_apart(ticks)).then(|| ticks.to_vec());
+            Body::Series { x, y: self.y.clone(), shape: Shape::Line, series }
+        };
+        Plot { title, description, body, data }
+    }
+}
+
+/// Whether labels at these places of a logarithmic axis leave each other room.
+fn are_apart(ticks: &[f64]) -> bool {
+    let (Some(&first), Some(&last)) = (ticks.first(), ticks.last()) else { return false };
+    let whole = (last / first).ln();
+    ticks.windows(2).all(|pair| (pair[1] / pair[0]).ln() > whole / 8.0)
+}
+
+/// The labels that do not have one value in all.
+pub(crate) fn varying<'a>(all: impl Iterator<Item = &'a BTreeMap<String, Value>>) -> Vec<&'a str> {
+    let mut values: BTreeMap<&str, &Value> = BTreeMap::new();
+    let mut vary = Vec::new();
+    let mut nr_seen: BTreeMap<&str, usize> = BTreeMap::new();
+    let mut nr_all = 0;
+    for labels in all {
+        nr_all += 1;
+        for (key, value) in labels {
+            *nr_seen.entry(key).or_default() += 1;
+            if *values.entry(key).or_insert(value) != value && !vary.contains(&key.as_str()) {
+                vary.push(key.as_str());
+            }
+        }
+    }
+    // What some have and others have not varies too.
+    for (key, nr) in nr_seen {
+        if nr != nr_all && !vary.contains(&key) {
+            vary.push(key);
+        }
+    }
+    vary
+}
+
+/// Those labels that vary, as a name.
+pub(crate) fn labels(labels: &BTreeMap<String, Value>, keys: &[&str]) -> String {
+    let named = |(key, value): (&String, &Value)| format!("{} {}", key.replace('_', " "), text(value));
+    let chosen = labels.iter().filter(|(key, _)| keys.contains(&key.as_str())).map(named);
+    chosen.collect::<Vec<_>>().join(", ")
+}

@@ -1,0 +1,481 @@
+//! `slat report` as its user sees it: what stands on the page, one clear line for each file that is none, and a page that is
+//! there as a whole or not at all. How it looks is checked in a browser (`ci/report.sh`).
+#![allow(missing_docs)]
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use common::{assert_ok, assert_refused, slat, stderr};
+use serde_json::{Value, json};
+
+/// A folder of a test's own.
+fn folder(test: &str) -> PathBuf {
+    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("report").join(test);
+    let _ = fs::remove_dir_all(&folder);
+    fs::create_dir_all(&folder).unwrap();
+    folder
+}
+
+/// Writes results, and returns what `slat report` makes of them.
+#[track_caller]
+fn page(test: &str, results: &[Value]) -> String {
+    let folder = folder(test);
+    let mut args = "report".to_owned();
+    for (index, result) in results.iter().enumerate() {
+        let path = folder.join(format!("r{index}.json"));
+        fs::write(&path, result.to_string()).unwrap();
+        args += &format!(" {}", path.display());
+    }
+    page_of(&args, &folder)
+}
+
+#[track_caller]
+fn page_of(args: &str, folder: &Path) -> String {
+    let path = folder.join("page.html");
+    let said = assert_ok(&format!("{args} -o {}", path.display()));
+    let html = fs::read_to_string(&path).unwrap();
+    assert_eq!(said.lines().count(), 1, "{said}");
+    assert!(
+        said.contains(&path.display().to_string()) && said.contains(&format!("{} plots", nr_plots(&html))),
+        "{said}"
+    );
+    assert_alone(&html);
+    html
+}
+
+fn nr_plots(html: &str) -> usize {
+    html.matches("<svg class=\"drawing\"").count()
+}
+
+/// The page needs nothing from elsewhere, and runs nothing.
+#[track_caller]
+fn assert_alone(html: &str) {
+    for what in ["http:", "https:", "//", "<script", "<img", "<iframe", "src=", "url(", "@import", "onload", "NaN"] {
+        let found = html.find(what).map(|place| &html[place.saturating_sub(40)..(place + 40).min(html.len())]);
+        assert_eq!(found, None, "{what}");
+    }
+    assert_eq!(html.matches("href=").count(), 1, "only the icon, which is empty");
+    assert!(html.starts_with("<!DOCTYPE html>") && html.ends_with("</html>"));
+}
+
+fn samples() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data")
+}
+
+/// A result as an experiment writes it.
+fn result(figures: Value) -> Value {
+    json!({
+        "experiment": "dirty-log", "command": "slat dirty-log -v 2", "config": { "vcpus": 2 }, "interrupted": false,
+        "host": { "cpu_model": "A CPU", "cpus": 2, "kernel": "6.1", "memory_bytes": 1 << 30, "measured_on": "software CPUs" },
+        "results": figures,
+    })
+}
+
+fn figure(name: &str, value: impl Into<Value>, unit: &str, labels: Value) -> Value {
+    json!({ "name": name, "value": value.into(), "unit": unit, "labels": labels })
+}
+
+/// A mean with its deviation and number of runs.
+fn measured(name: &str, mean: f64, deviation: f64, runs: u32) -> Vec<Value> {
+    let labels = json!({ "of": name });
+    vec![
+        figure(name, mean, "s", labels.clone()),
+        figure(&format!("{name}_deviation"), deviation, "s", labels.clone()),
+        figure("runs", runs, "count", labels),
+    ]
+}
+
+/// Where texts stand, one behind the other.
+#[track_caller]
+fn assert_in_order(html: &str, texts: &[&str]) {
+    let mut from = 0;
+    for text in texts {
+        let place = html[from..].find(text).unwrap_or_else(|| panic!("no {text:?} behind {:?}", &html[..from].len()));
+        from += place + text.len();
+    }
+}
+
+#[test]
+fn each_experiment_has_its_plots_and_tables() {
+    for (sample, titles) in [
+        ("dirty_log", &["Phases", "Phases after populating", "Stalls of the guest in a fault"][..]),
+        ("demand_paging", &["Paging rate: backing anonymous"]),
+        ("get_dirty_log", &["Harvest of the dirty log"]),
+        ("split", &["Walks that read a leaf's table", "Phases"]),
+        ("cr3", &["Guest time", "Load of CR3"]),
+        ("stress", &[]),
+    ] {
+        let path = samples().join(format!("{sample}.json"));
+        let html = page_of(&format!("report {}", path.display()), &folder(sample));
+        for title in titles {
+            let escaped = title.replace('\'', "&#39;");
+            assert!(html.contains(title) || html.contains(&escaped), "{sample}: no plot {title}");
+        }
+        assert!(nr_plots(&html) >= titles.len(), "{sample}: {} plots", nr_plots(&html));
+        // Each plot says what it shows, and has its figures beside it.
+        assert_eq!(html.matches("role=\"img\" aria-labelledby=").count(), nr_plots(&html));
+        assert_eq!(html.matches("<summary>Data</summary>").count(), nr_plots(&html));
+        let object: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+        assert_in_order(&html, &["Command", object["command"].as_str().unwrap(), "Intel", "All figures"]);
+    }
+}
+
+#[test]
+fn a_comparison_shows_each_system_with_what_was_published() {
+    let path = samples().join("compare.json");
+    let html = page_of(&format!("report {}", path.display()), &folder("compare"));
+    let object: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
+    let claims = &object["claims"];
+    assert!(html.contains(&format!("{} of {} claims held", claims["held"], claims["made"])));
+    assert_in_order(&html, &["<h2>S1. ", "published baseline", "<h2>S2. ", "<h2>S3. ", "<h2>S4. ", "<h2>S5. "]);
+    for system in object["systems"].as_array().unwrap() {
+        for comparison in system["comparisons"].as_array().unwrap() {
+            assert!(html.contains(comparison["title"].as_str().unwrap()), "{}", comparison["title"]);
+        }
+        for not_run in system["not_run"].as_array().unwrap() {
+            assert!(html.contains(not_run["why"].as_str().unwrap()), "{not_run}");
+        }
+    }
+    assert!(nr_plots(&html) >= 8, "{}", nr_plots(&html));
+}
+
+/// A comparison of one figure, whose slat takes `time` and claims `ratio`.
+fn compared(time: f64, ratio: f64) -> Value {
+    let claim = json!({ "at_least": 1.0, "holds": ratio >= 1.0 });
+    json!({
+        "experiment": "compare", "command": "slat compare", "config": { "size": "quick", "only": ["S1"] }, "host": {},
+        "interrupted": false, "seconds": 100.0,
+        "systems": [{
+            "system": "S1", "title": "Faults", "experiments": [], "not_run": [{ "what": "KVM", "why": "no /dev/kvm" }],
+            "comparisons": [{
+                "name": "populate", "title": "Populate", "unit": "s", "better": "less",
+                "published": { "on": "96 vCPUs", "baseline": 110.193, "proposed": 16.112 },
+                "sides": [
+                    { "name": "none", "role": "slat", "mean": time, "deviation": time / 100.0, "runs": 5,
+                      "measured_on": "software CPUs", "ratio": null, "claim": null },
+                    { "name": "exclusive", "role": "baseline", "mean": 2.0, "deviation": 0.1, "runs": 5,
+                      "measured_on": "software CPUs", "ratio": ratio, "claim": claim },
+                ],
+            }],
+        }],
+        "claims": { "made": 1, "held": u8::from(ratio >= 1.0), "lost": if ratio < 1.0 { json!(["populate is lost"]) } else { json!([]) } },
+    })
+}
+
+#[test]
+fn claims_are_held_or_lost_in_words() {
+    let held = page("held", &[compared(1.0, 2.0)]);
+    assert_in_order(
+        &held,
+        &[
+            "✓ 1 of 1 claims held",
+            "Populate",
+            "(less is better)",
+            "published baseline",
+            "110\u{a0}s",
+            "published proposal",
+            "16.1\u{a0}s",
+            "6.84×",
+            "96 vCPUs",
+            "none",
+            "1.00 ± 0.01\u{a0}s (5)",
+            "exclusive",
+            "2.00×",
+            "software CPUs",
+            "✓ held",
+            "at least 1.00×",
+            "Not run",
+            "KVM",
+            "no /dev/kvm",
+        ],
+    );
+    let lost = page("lost", &[compared(4.0, 0.5)]);
+    assert_in_order(&lost, &["✗ 0 of 1 claims held", "✗ lost", "populate is lost", "exclusive", "0.50×", "✗ lost"]);
+
+    let both = page("held_and_lost", &[compared(1.0, 2.0), compared(4.0, 0.5)]);
+    assert_in_order(&both, &["r0: mean", "r1: mean", "none", "1.00 ±", "4.00 ±", "✗ 0.25× as good", "beyond noise"]);
+    assert_in_order(&both, &["exclusive", "same", "2.00× / 0.50×", "✓ held", "✗ lost"]);
+}
+
+#[test]
+fn changes_are_sorted_and_held_against_the_noise() {
+    let before = [
+        measured("big", 1.0, 0.01, 5),
+        measured("small", 1.0, 0.01, 5),
+        measured("noisy", 1.0, 0.5, 5),
+        measured("once", 1.0, 0.0, 1),
+        measured("still", 1.0, 0.1, 5),
+        measured("gone", 1.0, 0.1, 5),
+    ];
+    let after = [
+        measured("small", 1.1, 0.01, 5),
+        measured("big", 0.25, 0.01, 5),
+        measured("noisy", 1.4, 0.5, 5),
+        measured("once", 3.0, 0.0, 1),
+        measured("still", 1.0, 0.1, 5),
+        measured("new", 1.0, 0.1, 5),
+    ];
+    let results = [result(before.concat().into()), result(after.concat().into())];
+    let html = page("changes", &results);
+    assert!(
+        html.contains(
+            "5 figures are in two results or more: <strong>2 changed beyond noise</strong>, 1 within, 1 nobody"
+        ),
+        "{html}"
+    );
+    assert_in_order(
+        &html,
+        &[
+            "What changed",
+            "<table class=\"changes\">",
+            "Big",
+            "1.00 ± 0.01\u{a0}s (5)",
+            "250 ± 10\u{a0}ms (5)",
+            "0.25×, beyond noise",
+            "Small",
+            "1.10×, beyond noise",
+            "Changed, noise unknown (1)",
+            "Once",
+            "3.00×",
+            "Changed within noise (1)",
+            "Noisy",
+            "1.40×",
+            "The same (1)",
+            "Still",
+        ],
+    );
+    assert!(!html.contains("Not the same experiment"));
+
+    let mut other = results[1].clone();
+    other["config"]["vcpus"] = 8.into();
+    let html = page("settings", &[results[0].clone(), other]);
+    assert_in_order(&html, &["Not the same experiment", "slat dirty-log -v 2", "vcpus: 2 / 8"]);
+
+    let mut other = results[1].clone();
+    other["experiment"] = "aging".into();
+    assert!(page("nothing_in_common", &[results[0].clone(), other]).contains("no figure in common"));
+}
+
+#[test]
+fn a_before_and_an_after_are_in_one_plot() {
+    let path = |name: &str| samples().join(format!("{name}.json")).display().to_string();
+    let one = page_of(&format!("report {}", path("compare")), &folder("before"));
+    let two = page_of(&format!("report {} {}", path("compare"), path("compare_after")), &folder("before_after"));
+    assert_eq!(nr_plots(&one), nr_plots(&two));
+    for text in ["lock none · compare:", "lock none · compare_after:", "slat · compare_after"] {
+        assert!(two.contains(text), "{text}");
+    }
+}
+
+#[test]
+fn a_peer_has_a_column_that_says_what_it_was_measured_on() {
+    let figures = json!([
+        figure("dirty_memory", 1.0, "s", json!({ "lock": "none" })),
+        figure("dirty_memory", 2.0, "s", json!({ "lock": "kvm", "measured_on": "hardware" })),
+        figure("tables", 3.0, "count", json!({ "lock": "none", "node": 0 })),
+        figure("tables", 4.0, "count", json!({ "lock": "none", "node": 1 })),
+    ]);
+    let html = page("peer", &[result(figures)]);
+    assert_in_order(
+        &html,
+        &[
+            "All figures",
+            ">none</th>",
+            ">kvm, measured on hardware</th>",
+            ">Dirty memory</th><td>1.00\u{a0}s</td><td>2.00\u{a0}s</td>",
+        ],
+    );
+    assert_in_order(&html, &[">Tables, node 0</th><td>3</td><td>–</td>", ">Tables, node 1</th><td>4</td><td>–</td>"]);
+}
+
+#[test]
+fn fifty_results_fit() {
+    let results: Vec<Value> =
+        (0..50).map(|index| result(measured("figure", f64::from(index), 0.0, 3).into())).collect();
+    let html = page("fifty", &results);
+    assert!(html.contains("r49") && html.contains("1 figures are in two results or more"));
+}
+
+#[test]
+fn text_of_a_result_is_text() {
+    let evil = "<script>alert('x')</script>\"&<b>";
+    let mut result = result(json!([
+        figure("dirty_memory", 1.0, "s", json!({ evil: evil })),
+        figure("dirty_memory", 2.0, "s", json!({ evil: "other" })),
+        figure(evil, 1.0, evil, json!({ "lock": evil })),
+        figure("paging_rate", 1.0, evil, json!({ "vcpus": 1, "mode": evil })),
+        figure("paging_rate", 2.0, evil, json!({ "vcpus": 2, "mode": evil })),
+    ]));
+    result["command"] = evil.into();
+    result["experiment"] = evil.into();
+    result["config"] = json!({ evil: evil });
+    for key in ["cpu_model", "kernel", "measured_on", "flush_method", "kvm"] {
+        result["host"][key] = evil.into();
+    }
+    result["histograms"] =
+        json!([{ "name": evil, "unit": evil, "labels": { "lock": evil }, "buckets": [[1, 1], [2, 3]] }]);
+    let html = page("evil", &[result.clone()]);
+    assert!(!html.contains("<b>") && !html.contains("<script") && html.contains("&lt;script&gt;"));
+    assert!(nr_plots(&html) >= 3);
+    page("evil_twice", &[result.clone(), result]);
+
+    let text =
+        compared(1.0, 2.0).to_string().replace("96 vCPUs", "<b>").replace("Populate", "<b>").replace("KVM", "<b>");
+    let text = text.replace("software CPUs", "<b>").replace("exclusive", "<b>").replace("Faults", "<b>");
+    assert!(!page("evil_comparison", &[serde_json::from_str(&text).unwrap()]).contains("<b>"));
+}
+
+#[test]
+fn values_that_have_no_place_on_an_axis_are_left_out_and_counted() {
+    let harvest =
+        |value: Value, pages: Value| figure("get_dirty_log", value, "ns", json!({ "method": "slat", "pages": pages }));
+    let values = [json!(10.0), json!(0), json!(-5), json!(1e300), json!(1e-300), json!(null), json!(2000.0)];
+    let figures: Vec<Value> =
+        values.into_iter().enumerate().map(|(index, value)| harvest(value, (1 << index).into())).collect();
+    let html = page("odd_values", &[result(figures.into())]);
+    assert_eq!(nr_plots(&html), 1);
+    assert!(html.contains("Not drawn: 4 values"), "{html}");
+
+    // Nothing to draw at all, or nothing to draw it along.
+    for (name, figures) in [
+        ("zeros", vec![harvest(0.into(), 1.into()), harvest(0.into(), 2.into())]),
+        ("words", vec![harvest(1.into(), "many".into())]),
+        ("nulls", vec![harvest(Value::Null, 1.into())]),
+        ("huge", vec![figure("dirty_memory", 1e308, "s", json!({})), figure("populate_memory", 1e308, "s", json!({}))]),
+    ] {
+        assert_eq!(nr_plots(&page(name, &[result(figures.into())])), 0, "{name}");
+    }
+    // One value is a bar, and one run has no deviation.
+    let html = page("one_value", &[result(json!([harvest(5.into(), 1.into()), harvest(6.into(), 1.into())]))]);
+    assert_eq!(nr_plots(&html), 1);
+    let html = page("one_run", &[result(measured("dirty_memory", 1.0, 0.0, 1).into())]);
+    assert!(html.contains("mean ± deviation of 1 run") && !html.contains("1.00 ±"), "{html}");
+    // Far apart, and as close as numbers are.
+    let apart = [1e-90, 1e90].map(|value| harvest(value.into(), value.into()));
+    let close = [1.0, 1.0 + f64::EPSILON].map(|value| harvest(value.into(), value.into()));
+    page("apart", &[result(apart.to_vec().into())]);
+    page("close", &[result(close.to_vec().into())]);
+    for (mean, deviation) in [(1e300, 1e300), (1e-300, 1e-300), (0.0, 0.0), (-1.0, 1e300)] {
+        let results = [1.0, 0.5].map(|factor| result(measured("dirty_memory", mean * factor, deviation, 3).into()));
+        page("extreme", &results);
+    }
+}
+
+#[test]
+fn what_was_interrupted_says_so() {
+    let mut one = result(measured("dirty_memory", 1.0, 0.1, 2).into());
+    one["interrupted"] = true.into();
+    assert!(page("interrupted", &[one]).contains("Interrupted"));
+    let mut whole = compared(1.0, 2.0);
+    whole["interrupted"] = true.into();
+    assert!(page("interrupted_compare", &[whole]).contains("Interrupted"));
+}
+
+#[test]
+fn results_of_other_versions_are_read() {
+    // Before there were commands, histograms and interruptions.
+    let old = json!({ "experiment": "dirty-log", "config": {}, "host": {}, "results": [figure("dirty_memory", 1, "s", json!({}))] });
+    assert!(page("old", &[old]).contains("slat dirty-log"));
+    let mut new = result(measured("walks", 1.0, 0.1, 2).into());
+    new["experiment"] = "teleport".into();
+    new["new_field"] = json!({ "a": [1] });
+    new["results"][0]["new_field"] = 1.into();
+    let html = page("unknown", &[new]);
+    assert_in_order(&html, &["slat dirty-log -v 2", "<details open>", "Walks"]);
+    let bare = json!({ "experiment": "x", "results": [{ "name": "a" }] });
+    assert!(page("bare", &[bare]).contains("slat x"));
+}
+
+#[test]
+fn files_that_are_no_results_are_refused_in_one_line() {
+    let folder = folder("refused");
+    let write = |name: &str, text: &str| fs::write(folder.join(name), text).unwrap();
+    write("good.json", &result(measured("figure", 1.0, 0.1, 2).into()).to_string());
+    write("empty.json", " \n");
+    write("cut.json", "{\"experiment\": \"dirty-log\", \"results\": [");
+    write("text.json", "Phases of a migration\n");
+    write("array.json", "[1, 2]");
+    write("other.json", "{\"name\": \"package\", \"version\": \"1\"}");
+    write("no_results.json", "{\"experiment\": \"dirty-log\"}");
+    write("bad_results.json", "{\"experiment\": \"dirty-log\", \"results\": [{\"name\": 5}]}");
+    write("bad_value.json", "{\"experiment\": \"a\", \"results\": [{\"name\": \"a\", \"value\": \"fast\"}]}");
+    write("no_figures.json", "{\"experiment\": \"aging\", \"results\": []}");
+    write(
+        "stopped.json",
+        "{\"experiment\": \"a\", \"command\": \"slat a -v 1\", \"interrupted\": true, \"results\": []}",
+    );
+    write("no_systems.json", "{\"experiment\": \"compare\", \"systems\": []}");
+    write("huge.json", "{\"experiment\": \"a\", \"results\": [{\"name\": \"a\", \"value\": 1e999}]}");
+    write("deep.json", &"[".repeat(100_000));
+    fs::write(folder.join("binary.json"), [0xff, 0xfe, 0]).unwrap();
+    let at = folder.display();
+    let output = folder.join("page.html");
+    for (files, what) in [
+        (format!("{at}/missing.json"), "missing.json: No such file"),
+        (format!("{at}"), "Is a directory"),
+        (format!("{at}/empty.json"), "is empty"),
+        (format!("{at}/cut.json"), "is not JSON"),
+        (format!("{at}/text.json"), "is not JSON"),
+        (format!("{at}/binary.json"), "is not JSON"),
+        (format!("{at}/deep.json"), "is not JSON"),
+        (format!("{at}/huge.json"), "is not JSON"),
+        (format!("{at}/array.json"), "not an object"),
+        (format!("{at}/other.json"), "names no experiment"),
+        (format!("{at}/no_results.json"), "missing field `results`"),
+        (format!("{at}/bad_results.json"), "invalid type"),
+        (format!("{at}/bad_value.json"), "invalid type"),
+        (format!("{at}/no_figures.json"), "holds no figures; run its command again: slat aging"),
+        (format!("{at}/stopped.json"), "interrupted; run its command again: slat a -v 1"),
+        (format!("{at}/no_systems.json"), "holds no figures"),
+        (format!("{at}/good.json {at}/text.json"), "text.json is not JSON"),
+        (format!("{at}/good.json {at}/../refused/good.json"), "is there twice"),
+        ("/dev/zero".to_owned(), "name files that --json wrote"),
+        (String::new(), "RESULT.json"),
+    ] {
+        assert_refused(&format!("report {files} -o {}", output.display()), 2, what);
+        assert!(!output.exists(), "{files}");
+    }
+}
+
+#[test]
+fn the_page_is_there_as_a_whole_or_not_at_all() {
+    let folder = folder("whole");
+    let input = folder.join("a.json");
+    fs::write(&input, result(measured("figure", 1.0, 0.1, 2).into()).to_string()).unwrap();
+    let (input, at) = (input.display(), folder.display());
+
+    // Where no name is given.
+    let output =
+        Command::new(env!("CARGO_BIN_EXE_slat")).args(["report", "a.json"]).current_dir(&folder).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let page = fs::read_to_string(folder.join("report.html")).unwrap();
+
+    // An old page stays as it is, and nothing lies beside it.
+    let nr_files = || fs::read_dir(&folder).unwrap().count();
+    assert_eq!(nr_files(), 2);
+    assert_refused(&format!("report {at}/missing.json -o {at}/report.html"), 2, "missing.json");
+    assert_eq!(fs::read_to_string(folder.join("report.html")).unwrap(), page);
+    assert_refused(&format!("report {input} -o {input}"), 2, "is a result to read");
+    assert_refused(&format!("report {input} -o {at}"), 3, "cannot write");
+    assert_refused(&format!("report {input} -o {at}/no/page.html"), 3, "cannot write");
+    assert_refused(&format!("report {input} -o /proc/page.html"), 3, "cannot write");
+    assert_refused(&format!("report {input} -o /dev/full"), 3, "cannot write");
+    assert_eq!(nr_files(), 2);
+    assert_eq!(slat(&format!("report {input} -o /dev/null")).status.code(), Some(0));
+
+    // A link stays one; rights stay as they were.
+    let target = folder.join("target.html");
+    fs::write(&target, "old").unwrap();
+    std::os::unix::fs::symlink(&target, folder.join("link.html")).unwrap();
+    let mut rights = target.metadata().unwrap().permissions();
+    std::os::unix::fs::PermissionsExt::set_mode(&mut rights, 0o600);
+    fs::set_permissions(&target, rights).unwrap();
+    let rights = target.metadata().unwrap().permissions();
+    assert_ok(&format!("report {input} -o {at}/link.html"));
+    assert!(folder.join("link.html").is_symlink());
+    assert!(fs::read_to_string(&target).unwrap().starts_with("<!DOCTYPE"));
+    assert_eq!(target.metadata().unwrap().permissions(), rights);
+}
