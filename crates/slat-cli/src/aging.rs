@@ -180,7 +180,7 @@ pub(crate) fn run(args: &AgingArgs, session: &Session) -> Result<Outcome, Failur
                 engine: Config::with_locking(series.locking).with_access_tracking(series.tracking),
                 ..MachineConfig::default()
             };
-            series.runs.push(with_format!(args.format, F => run_once::<F>(args, &config)?));
+            series.runs.push(with_format!(args.format, F => run_once::<F>(args, &config, session)?));
             progress.step();
             session.so_far(outcome(&all)?);
         }
@@ -189,8 +189,9 @@ pub(crate) fn run(args: &AgingArgs, session: &Session) -> Result<Outcome, Failur
     outcome(&all)
 }
 
-fn run_once<F: HardwareFormat>(args: &AgingArgs, config: &MachineConfig) -> Result<Run, Failure> {
+fn run_once<F: HardwareFormat>(args: &AgingArgs, config: &MachineConfig, session: &Session) -> Result<Run, Failure> {
     let machine = Machine::<F>::new(config)?;
+    let _watched = session.watch(machine.vm());
     let nr_pages = machine.nr_pages();
     let sharing = if args.overlap { Sharing::Overlapping } else { Sharing::Partitioned };
     let nr_touches = if args.overlap { nr_pages * args.vcpus as u64 } else { nr_pages };

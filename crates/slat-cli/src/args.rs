@@ -35,6 +35,9 @@ use crate::stress::{self, StressArgs};
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Option<Command>,
+    /// Show what the machine does while it runs, on the standard error.
+    #[arg(long, global = true, display_order = 1000)]
+    pub(crate) live: bool,
 }
 
 #[derive(Debug, Subcommand)]

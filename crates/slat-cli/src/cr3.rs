@@ -231,7 +231,7 @@ pub(crate) fn run(args: &Cr3Args, session: &Session) -> Result<Outcome, Failure>
             for index in order {
                 let column = &mut columns[index];
                 progress.begin(format!("{}, {}", vcpus(nr_vcpus), strategy_name(column.strategy)));
-                column.runs.push(run::run(args, column.strategy, nr_vcpus, seed, clock_ns)?);
+                column.runs.push(run::run(args, column.strategy, nr_vcpus, seed, clock_ns, session)?);
                 progress.step();
                 session.so_far(outcome(&columns, &[])?);
             }

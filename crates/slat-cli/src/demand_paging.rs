@@ -70,7 +70,7 @@ pub(crate) fn run(args: &DemandPagingArgs, session: &Session) -> Result<Outcome,
                 let case = &cases[which];
                 let (backing, uffds, mode) = (case.backing, case.uffds.describe(), case.mode);
                 progress.begin(format!("{nr_vcpus} vCPUs, {backing}, {uffds}, {mode}"));
-                measured[first + which].runs.push(run::once(args, case, &source)?);
+                measured[first + which].runs.push(run::once(args, case, &source, session)?);
                 progress.step();
                 session.so_far(outcome(&measured)?);
             }

@@ -50,6 +50,6 @@ pub(crate) fn run(args: &DirtyLogArgs, session: &Session) -> Result<Outcome, Fai
         };
         let mut config = config.clone();
         config.engine.locking = locking;
-        phases::run_once(args, &config, Roles::default())
+        phases::run_once(args, &config, Roles::default(), session)
     })
 }

@@ -17,6 +17,7 @@ mod kvm;
 #[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
 #[path = "kvm_missing.rs"]
 mod kvm;
+mod live;
 mod memslots;
 mod peers;
 mod phases;
@@ -37,6 +38,7 @@ use clap::FromArgMatches;
 use args::{Cli, Command, Experiment};
 use failure::{Failure, command_line};
 use help::Detail;
+use live::View;
 use results::ResultsFile;
 use session::Files;
 
@@ -49,9 +51,10 @@ fn main() -> ExitCode {
         Err(error) => return usage(&error, &words),
     };
     let is_resolver = matches!(cli.command, Some(Command::DemandPagingResolver(_)));
+    let view = if cli.live { View::Live } else { View::Progress };
     let result = match cli.command {
-        None => session::run(&command_line(&words), Files::default(), demo::run),
-        Some(Command::Experiment(experiment)) => measure(experiment, &words),
+        None => session::run(&command_line(&words), view, Files::default(), demo::run),
+        Some(Command::Experiment(experiment)) => measure(experiment, view, &words),
         Some(Command::Report(args)) => report::run(&args),
         Some(Command::Completions(args)) => shell::completions(&args),
         Some(Command::Man(args)) => shell::man(&args),
@@ -70,10 +73,10 @@ fn main() -> ExitCode {
 }
 
 /// Runs an experiment.
-fn measure(experiment: Experiment, words: &[String]) -> Result<(), Failure> {
+fn measure(experiment: Experiment, view: View, words: &[String]) -> Result<(), Failure> {
     let open = |path: Option<&Path>| path.map(ResultsFile::open).transpose();
     let files = Files { json: open(experiment.json())?, markdown: open(experiment.markdown())? };
-    session::run(&command_line(words), files, move |session| experiment.run(session))
+    session::run(&command_line(words), view, files, move |session| experiment.run(session))
 }
 
 /// What clap has to say: help as it is; a mistake in one line.

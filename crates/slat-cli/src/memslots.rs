@@ -127,7 +127,9 @@ pub(crate) fn run(args: &MemslotsArgs, session: &Session) -> Result<Outcome, Fai
                 // Each run begins with another locking: whoever comes first or last has no advantage.
                 let series = &mut all[first + (run + turn) % lockings.len()];
                 progress.begin(format!("{}, lock {}", test.name(), locking_name(series.locking)));
-                series.runs.push(with_format!(args.format, F => experiments::run::<F>(args, test, series.locking)?));
+                series
+                    .runs
+                    .push(with_format!(args.format, F => experiments::run::<F>(args, test, series.locking, session)?));
                 progress.step();
                 session.so_far(outcome(&all)?);
             }

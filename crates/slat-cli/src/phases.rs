@@ -206,12 +206,23 @@ pub(crate) fn pins(cpus: &[u32], nr_vcpus: usize) -> Result<Pins, Failure> {
 }
 
 /// Goes through the phases once, on a machine of its own.
-pub(crate) fn run_once(args: &DirtyLogArgs, config: &MachineConfig, roles: Roles) -> Result<Run, Failure> {
-    with_format!(args.format, F => run_on::<F>(args, config, roles))
+pub(crate) fn run_once(
+    args: &DirtyLogArgs,
+    config: &MachineConfig,
+    roles: Roles,
+    session: &Session,
+) -> Result<Run, Failure> {
+    with_format!(args.format, F => run_on::<F>(args, config, roles, session))
 }
 
-fn run_on<F: HardwareFormat>(args: &DirtyLogArgs, config: &MachineConfig, roles: Roles) -> Result<Run, Failure> {
+fn run_on<F: HardwareFormat>(
+    args: &DirtyLogArgs,
+    config: &MachineConfig,
+    roles: Roles,
+    session: &Session,
+) -> Result<Run, Failure> {
     let machine = Machine::<F>::new(config)?;
+    let _watched = session.watch(machine.vm());
     take_seat(&machine, roles)?;
     let sharing = if args.overlap { Sharing::Overlapping } else { Sharing::Partitioned };
     let populate = Program { sharing, seed: args.seed, round: POPULATE_ROUND, ..Program::default() };

@@ -18,8 +18,12 @@ use std::thread;
 use std::time::Duration;
 
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use slat::Vm;
+use slat_machine::host::MachineHost;
+use slat_machine::walk::HardwareFormat;
 
 use crate::failure::{Failure, no_thread};
+use crate::live::{Live, View, Watched};
 use crate::results::{Outcome, ResultsFile};
 
 /// How often the time is drawn while a run lasts.
@@ -42,18 +46,26 @@ pub(crate) struct Session {
 struct Shared {
     so_far: Mutex<Option<Outcome>>,
     bars: MultiProgress,
+    /// If the user wants to see what machines do.
+    live: Option<Live>,
     /// Files to remove when the process is ended in the middle.
     temporary: Mutex<Vec<PathBuf>>,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+/// Locks, whoever may have panicked.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Session {
-    fn new() -> Session {
-        let shared = Shared { so_far: Mutex::default(), bars: MultiProgress::new(), temporary: Mutex::default() };
-        Session { shared: Arc::new(shared), whole: Arc::new(|outcome| outcome) }
+    fn new(view: View) -> Result<Session, Failure> {
+        let bars = MultiProgress::new();
+        let live = match view {
+            View::Progress => None,
+            View::Live => Some(Live::start(&bars)?),
+        };
+        let shared = Shared { so_far: Mutex::default(), bars, live, temporary: Mutex::default() };
+        Ok(Session { shared: Arc::new(shared), whole: Arc::new(|outcome| outcome) })
     }
 
     /// A session for a part of this one's experiment: what was measured so far is what `whole` makes of the part's.
@@ -79,7 +91,13 @@ impl Session {
             bar.set_style(style);
         }
         bar.enable_steady_tick(TICK);
-        Progress { bar }
+        Progress { bar, live: self.shared.live.clone() }
+    }
+
+    /// With `--live`, shows what `vm` does, until the answer is dropped. To be called when the machine is there, and before what
+    /// is measured.
+    pub(crate) fn watch<F: HardwareFormat>(&self, vm: &Arc<Vm<MachineHost, F>>) -> Option<Watched> {
+        self.shared.live.as_ref().map(|live| live.watch(vm))
     }
 
     /// Has `path` removed if the process is ended in the middle.
@@ -87,11 +105,18 @@ impl Session {
         lock(&self.shared.temporary).push(path);
     }
 
-    /// Nothing is drawn any more, nothing is left behind.
+    /// Nothing is drawn any more.
     fn close(&self) {
+        if let Some(live) = &self.shared.live {
+            live.end();
+        }
         // That there is nothing to clear is no failure.
         let _ = self.shared.bars.clear();
         self.shared.bars.set_draw_target(ProgressDrawTarget::hidden());
+    }
+
+    /// What would be left behind is removed.
+    fn clean_up(&self) {
         for path in lock(&self.shared.temporary).drain(..) {
             // Somebody may have removed it already.
             let _ = std::fs::remove_file(path);
@@ -102,11 +127,15 @@ impl Session {
 /// How far an experiment is. It is gone from the screen when it is dropped.
 pub(crate) struct Progress {
     bar: ProgressBar,
+    live: Option<Live>,
 }
 
 impl Progress {
     /// The run that begins.
     pub(crate) fn begin(&self, run: String) {
+        if let Some(live) = &self.live {
+            live.begin(self.bar.position() + 1, self.bar.length().unwrap_or_default(), &run);
+        }
         self.bar.set_message(run);
     }
 
@@ -134,15 +163,17 @@ pub(crate) struct Files {
     pub(crate) markdown: Option<ResultsFile>,
 }
 
-/// Runs `experiment` and delivers what it gives: prints its text, and writes it to `files`, as made by `command`.
+/// Runs `experiment`, shows of it what `view` says, and delivers what it gives: prints its text, and writes it to `files`, as
+/// made by `command`.
 pub(crate) fn run(
     command: &str,
+    view: View,
     files: Files,
     experiment: impl FnOnce(&Session) -> Result<Outcome, Failure> + Send + 'static,
 ) -> Result<(), Failure> {
     let (sender, events) = mpsc::channel();
     interrupt_by_signals(sender.clone())?;
-    let session = Session::new();
+    let session = Session::new(view)?;
     {
         let session = session.clone();
         let body = move || {
@@ -157,7 +188,9 @@ pub(crate) fn run(
 }
 
 fn wait(command: &str, files: Files, session: &Session, events: &Receiver<Event>) -> Result<(), Failure> {
-    match events.recv() {
+    let event = events.recv();
+    session.close();
+    match event {
         Ok(Event::Ended(Ok(result))) => {
             let outcome = result?;
             deliver(files, &outcome, command, false)?;
@@ -166,7 +199,7 @@ fn wait(command: &str, files: Files, session: &Session, events: &Receiver<Event>
         Ok(Event::Ended(Err(panic))) => resume_unwind(panic),
         Ok(Event::Interrupted) | Err(mpsc::RecvError) => {
             let so_far = lock(&session.shared.so_far).take();
-            session.close();
+            session.clean_up();
             if let Some(outcome) = &so_far {
                 deliver(files, outcome, command, true)?;
             }
@@ -219,7 +252,7 @@ mod tests {
 
     #[test]
     fn the_outcome_of_a_part_becomes_the_wholes() {
-        let session = Session::new();
+        let session = Session::new(View::Progress).unwrap();
         let part = session.within(|part| outcome(&format!("b {} c", part.text)));
         let part_of_part = part.within(|part| outcome(&format!("[{}]", part.text)));
         part_of_part.so_far(outcome("x"));
@@ -229,7 +262,7 @@ mod tests {
     #[test]
     fn an_interrupted_experiment_delivers_what_it_has() {
         let (sender, events) = mpsc::channel();
-        let session = Session::new();
+        let session = Session::new(View::Progress).unwrap();
         let path = std::env::temp_dir().join(format!("slat-session-test-{}", std::process::id()));
         std::fs::write(&path, "").unwrap();
         session.remove_if_interrupted(path.clone());

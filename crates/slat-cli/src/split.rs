@@ -337,12 +337,12 @@ pub(crate) fn run(args: &SplitArgs, session: &Session) -> Result<Outcome, Failur
         config.engine.split_table_placement = placements[which];
         config.engine.fault_table_placement =
             args.fault_placement.map_or(placements[which], FaultPlacementArg::placement);
-        run_apart(args, &config, &layout)
+        run_apart(args, &config, &layout, session)
     })
 }
 
 /// One run, by a thread of its own: where that sits, and what its policy is, is not for the next.
-fn run_apart(args: &SplitArgs, config: &MachineConfig, layout: &Layout) -> Result<Run, Failure> {
+fn run_apart(args: &SplitArgs, config: &MachineConfig, layout: &Layout, session: &Session) -> Result<Run, Failure> {
     let uses_policy = [config.engine.split_table_placement, config.engine.fault_table_placement]
         .contains(&TablePlacement::CallerPolicy);
     let roles = Roles {
@@ -355,7 +355,7 @@ fn run_apart(args: &SplitArgs, config: &MachineConfig, layout: &Layout) -> Resul
         },
     };
     thread::scope(|scope| {
-        let main = thread::Builder::new().spawn_scoped(scope, || phases::run_once(&args.log, config, roles));
+        let main = thread::Builder::new().spawn_scoped(scope, || phases::run_once(&args.log, config, roles, session));
         let main = main.map_err(|error| no_thread(&error))?;
         main.join().unwrap_or_else(|_| Err(check_failed("the main thread of a run panicked")))
     })

@@ -163,8 +163,9 @@ pub(crate) fn run(args: &StressArgs, session: &Session) -> Result<Outcome, Failu
     let (sender, receiver) = mpsc::channel();
     let turns = {
         let (args, watch, summary) = (args.clone(), Arc::clone(&watch), Arc::clone(&summary));
+        let session = session.clone();
         // Nobody may wait for it any more.
-        move || drop(sender.send(all_turns(&args, &watch, &summary)))
+        move || drop(sender.send(all_turns(&args, &watch, &summary, &session)))
     };
     let outcome = || Outcome::new(&report::results(args, &summary), |out| report::print(out, args, &summary));
     thread::Builder::new().name("turns".to_owned()).spawn(turns).map_err(|error| no_thread(&error))?;
@@ -208,7 +209,7 @@ fn some_dirty_tracking(format: FormatArg, tracking: AccessTracking, rng: &mut Sm
     }
 }
 
-fn all_turns(args: &StressArgs, watch: &Watch, summary: &Summary) -> Result<(), Failure> {
+fn all_turns(args: &StressArgs, watch: &Watch, summary: &Summary, session: &Session) -> Result<(), Failure> {
     let seconds = Duration::from_secs(args.seconds.into());
     let deadline = summary.begin + seconds;
     let combinations = combinations(args);
@@ -236,7 +237,7 @@ fn all_turns(args: &StressArgs, watch: &Watch, summary: &Summary) -> Result<(), 
             nr_slots: 1 << rng.random_range(0..3),
         };
         let end = deadline.min(Instant::now() + turn);
-        let result = with_format!(format, F => turn::run::<F>(&plan, end, &summary.tally, watch));
+        let result = with_format!(format, F => turn::run::<F>(&plan, end, &summary.tally, watch, session));
         let flush_method = result.map_err(|failure| in_turn(failure, &plan))?;
         let mut turns = summary.turns();
         turns.flush_method = Some(flush_method);

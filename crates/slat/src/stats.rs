@@ -374,6 +374,15 @@ impl Histogram {
         self.max = self.max.max(other.max);
     }
 
+    /// What was recorded since `earlier` was read from the same VM. The largest value is known as exactly as the buckets are.
+    pub fn since(&self, earlier: &Histogram) -> Histogram {
+        let buckets: [u64; NR_BUCKETS] =
+            array::from_fn(|index| self.buckets[index].saturating_sub(earlier.buckets[index]));
+        let last = buckets.iter().rposition(|&n| n != 0);
+        let max = last.map_or(0, |index| bucket_top(index).min(self.max));
+        Histogram { buckets, sum: self.sum.saturating_sub(earlier.sum), max }
+    }
+
     /// Number of recorded values.
     pub fn count(&self) -> u64 {
         self.buckets.iter().sum()
@@ -491,5 +500,18 @@ mod tests {
         assert_eq!((merged.sum(), merged.max()), (at_once.sum(), at_once.max()));
         merged.merge(&Histogram::default());
         assert!(merged.buckets().eq(at_once.buckets()));
+    }
+
+    #[test]
+    fn what_came_since_is_what_is_more() {
+        let earlier = histogram_of([1_000_000; 100]);
+        let later = histogram_of([1_000_000; 100].into_iter().chain(1..=10));
+        assert_eq!((earlier.since(&earlier).count(), earlier.since(&earlier).max()), (0, 0));
+        let since = later.since(&earlier);
+        assert_eq!((since.count(), since.sum()), (10, 55));
+        // The bucket of 10 is that of 10 alone; the million from before is not in it.
+        assert_eq!((since.quantile(500), since.quantile(1000), since.max()), (5, 10, 10));
+        // Not of the same VM: nothing, and no overflow.
+        assert_eq!((earlier.since(&later).count(), earlier.since(&later).quantile(990)), (0, 0));
     }
 }

@@ -8,6 +8,7 @@ use alloc::sync::Arc;
 
 use crate::addr::{Gfn, GfnRange, Gpa, Hpa, PageSize};
 use crate::config::{Config, DirtyTracking, HugePageLogging, ManualProtect};
+use crate::dirty::bitmap::Bitmap;
 use crate::dirty::log::{self, LogCall};
 use crate::dirty::ring::DirtyRing;
 use crate::dirty::rings::{Rings, RingsReset};
@@ -219,6 +220,21 @@ impl<H: Host, F: Format> Vm<H, F> {
         self.check_uses_bitmaps(slot)?;
         let record = self.tree.epochs.borrow_record()?;
         log::is_marked(&self.slots, &self.tree.epochs.enter(&record), slot, page)
+    }
+
+    /// How many pages are marked in the dirty logs of all slots at this moment, or pushed into dirty rings and not reset yet (a
+    /// page may be there more than once). It takes nothing and holds nobody up: for whoever wants to see how a migration gets
+    /// on. What CPUs know by dirty bits and modification logs is not marked before somebody takes the log.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn nr_marked_dirty(&self) -> Result<u64, Error> {
+        if self.rings.are_enabled() {
+            return Ok(self.rings.iter().map(DirtyRing::nr_used).sum());
+        }
+        let record = self.tree.epochs.borrow_record()?;
+        let section = self.tree.epochs.enter(&record);
+        Ok(self.slots.all(&section).filter_map(|slot| slot.log().map(Bitmap::nr_marked)).sum())
     }
 
     fn check_uses_bitmaps(&self, slot: u32) -> Result<(), Error> {

@@ -17,6 +17,7 @@ use super::Cr3Args;
 use super::model::Parts;
 use super::timed::Timed;
 use crate::failure::{Failure, check_failed, no_thread};
+use crate::session::Session;
 
 /// Tables of the engine's, at most: many times what there can be.
 const MAX_TABLES: u64 = 1 << 20;
@@ -112,6 +113,7 @@ pub(super) fn run(
     nr_vcpus: u16,
     seed: u64,
     clock_ns: f64,
+    session: &Session,
 ) -> Result<Run, Failure> {
     let config = kernel::Config {
         nr_vcpus,
@@ -121,6 +123,7 @@ pub(super) fn run(
     };
     let kernel = Kernel::new(config).map_err(|error| Failure::Usage(error.to_string()))?;
     let machine = ShadowMachine::new(args, strategy, config.memory_bytes())?;
+    let _watched = session.watch(&machine.vm);
     let mix = args.mix();
     let nr_steps = |vcpu: u16| steps_of(args.steps, nr_vcpus, vcpu);
     let seed = |vcpu: u16| seed.wrapping_add(u64::from(vcpu));

@@ -22,6 +22,7 @@ use super::source::Source;
 use crate::args::with_format;
 use crate::failure::{Failure, check_failed};
 use crate::phases;
+use crate::session::Session;
 
 /// Requests that the background copier has in flight while no vCPU waits.
 const COPIER_WINDOW: usize = 16;
@@ -69,13 +70,19 @@ pub(super) struct Measured {
 }
 
 /// Runs `case` once.
-pub(super) fn once(args: &DemandPagingArgs, case: &Case, source: &Source) -> Result<Run, Failure> {
-    with_format!(args.format, F => on::<F>(args, case, source))
+pub(super) fn once(args: &DemandPagingArgs, case: &Case, source: &Source, session: &Session) -> Result<Run, Failure> {
+    with_format!(args.format, F => on::<F>(args, case, source, session))
 }
 
-fn on<F: HardwareFormat>(args: &DemandPagingArgs, case: &Case, source: &Source) -> Result<Run, Failure> {
+fn on<F: HardwareFormat>(
+    args: &DemandPagingArgs,
+    case: &Case,
+    source: &Source,
+    session: &Session,
+) -> Result<Run, Failure> {
     let config = config(args, case, source.contents())?;
     let mut paging = DemandPaging::<F>::new(&config)?;
+    let _watched = session.watch(paging.vm());
     if args.guest_memfd == GuestMemfdArg::Kvm {
         check_guest_memfd(&paging)?;
     }

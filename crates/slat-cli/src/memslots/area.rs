@@ -113,6 +113,10 @@ impl<F: HardwareFormat> Area<F> {
         Ok(Cpu::new(self.vm.create_vcpu()?, port, 1, self.vm.root(), Geometry::default()))
     }
 
+    pub(super) fn vm(&self) -> &Arc<Vm<MachineHost, F>> {
+        &self.vm
+    }
+
     pub(super) fn stats(&self) -> slat::Stats {
         self.vm.stats()
     }

@@ -19,6 +19,7 @@ use super::MemslotsArgs;
 use super::area::{AREA_PAGES, Area};
 use super::guest::{Guest, Job, VALUES, pages};
 use crate::failure::{Failure, check_failed};
+use crate::session::Session;
 
 /// What test 0 maps.
 const MAP_PAGES: u64 = pages(32 << 20);
@@ -103,8 +104,14 @@ struct Bench<'a, F: HardwareFormat> {
 }
 
 /// Runs `test` once.
-pub(super) fn run<F: HardwareFormat>(args: &MemslotsArgs, test: Test, locking: Locking) -> Result<Run, Failure> {
+pub(super) fn run<F: HardwareFormat>(
+    args: &MemslotsArgs,
+    test: Test,
+    locking: Locking,
+    session: &Session,
+) -> Result<Run, Failure> {
     let (area, setup) = Area::<F>::new(args.slots, locking)?;
+    let _watched = session.watch(area.vm());
     let guest = Guest::start(area.create_cpu()?, Duration::from_secs(args.timeout.into()))?;
     let time = Duration::from_secs(args.seconds.into());
     let mut bench = Bench { area: &area, guest, extra_checks: args.extra_checks, time, tally: Tally::default() };

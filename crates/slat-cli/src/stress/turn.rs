@@ -27,6 +27,7 @@ use super::operators::{self, Calls, Operator};
 use super::tally::{Figure, Tally};
 use super::watch::{Beat, Counter, Watch, counter_of};
 use crate::failure::{Failure, check_failed, no_thread};
+use crate::session::Session;
 
 /// Time between two rounds of the guests: writes of one round look alike.
 const ROUND: Duration = Duration::from_millis(2);
@@ -95,6 +96,7 @@ pub(super) fn run<F: HardwareFormat>(
     end: Instant,
     tally: &Arc<Tally>,
     watch: &Watch,
+    session: &Session,
 ) -> Result<FlushMethod, Failure> {
     let main = Beat::default();
     // Making a machine may take its time, too.
@@ -122,6 +124,7 @@ pub(super) fn run<F: HardwareFormat>(
         tally: Arc::clone(tally),
         stop: AtomicBool::new(false),
     });
+    let _watched = session.watch(world.machine.vm());
     let mut crew = Crew { world: Arc::clone(&world), threads: Vec::new() };
     let mut counters: Vec<(String, Counter)> = Vec::new();
     for (index, operator) in operators::ALL.into_iter().enumerate() {

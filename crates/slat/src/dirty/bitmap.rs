@@ -316,6 +316,23 @@ impl Bitmap {
     /// Copies the words `range` to `out`, which is zero. Returns the number of pages set. Changes nothing.
     pub(crate) fn copy(&self, range: Range<usize>, out: &mut [u64]) -> u64 {
         let mut nr_pages = 0;
+        self.look(range.clone(), |index, marks| {
+            out[index - range.start] = marks;
+            nr_pages += nr_bits(marks);
+        });
+        nr_pages
+    }
+
+    /// How many pages are marked.
+    pub(crate) fn nr_marked(&self) -> u64 {
+        let mut nr_pages = 0;
+        self.look(0..self.words.len(), |_, marks| nr_pages += nr_bits(marks));
+        nr_pages
+    }
+
+    /// Calls `see` with the number and the marks of those words of `range` that have any.
+    #[inline]
+    fn look(&self, range: Range<usize>, mut see: impl FnMut(usize, u64)) {
         let mut next = range.start;
         loop {
             next = self.skip_clean(next..range.end);
@@ -326,13 +343,10 @@ impl Bitmap {
             // Acquire, both: what was written before a mark that is seen here is seen by the caller.
             for index in SetBits(self.summary[group].load(Ordering::Acquire) & in_range) {
                 let index = group * GROUP_WORDS + index;
-                let word = self.marks(index, Ordering::Acquire);
-                out[index - range.start] = word;
-                nr_pages += nr_bits(word);
+                see(index, self.marks(index, Ordering::Acquire));
             }
             next = end;
         }
-        nr_pages
     }
 
     /// Whether page `page` is marked.

@@ -175,7 +175,7 @@ impl DirtyRing {
 
     /// Entries that are not empty. For the vCPU's thread it is so until there are less; for others it may be an old answer.
     #[inline]
-    fn nr_used(&self) -> u64 {
+    pub(crate) fn nr_used(&self) -> u64 {
         // In this order, with `first` by acquire: all that was reset was pushed before.
         let first = self.first_index();
         self.pushed.load(Ordering::Relaxed) - first

@@ -356,6 +356,11 @@ impl<B> Slots<B> {
         self.current(section).find(gfn).map(|&entry| SlotView { entry, section })
     }
 
+    /// All slots, in the order of their ranges.
+    pub(crate) fn all<'s>(&'s self, section: &'s Section<'s>) -> impl Iterator<Item = SlotView<'s, B>> {
+        self.current(section).entries.iter().map(|&entry| SlotView { entry, section })
+    }
+
     /// The slot of number `id`.
     pub(crate) fn by_id<'s>(&self, section: &'s Section<'s>, id: u32) -> Option<SlotView<'s, B>> {
         self.current(section).by_id(id).map(|&entry| SlotView { entry, section })

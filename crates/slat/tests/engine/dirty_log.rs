@@ -260,7 +260,9 @@ fn marks<F: Format>(config: Config) {
                 (0..200).filter(|page| world.vm.is_marked_dirty(1, *page) == Ok(true)).collect::<Vec<_>>(),
                 marked
             );
+            assert_eq!(world.vm.nr_marked_dirty(), Ok(marked.len() as u64), "the neighbour has none");
             assert_eq!(world.take(slot), marked);
+            assert_eq!(world.vm.nr_marked_dirty(), Ok(0));
             assert_eq!(world.take(slot), [0; 0]);
             assert_eq!(world.vm.mark_dirty(1, 0, 200), Ok(()));
             assert_eq!(world.take(slot).len(), 200);

@@ -439,7 +439,10 @@ fn what_goes_not_together_is_refused_and_changes_nothing() {
     assert_eq!(vm.mark_dirty(0, 0, 1), Err(in_use));
     assert_eq!(vm.is_marked_dirty(0, 9), Err(in_use));
     assert_eq!(bitmap, [0; 16]);
+    assert_eq!(vm.nr_marked_dirty(), Ok(1));
     assert_eq!(harvest(&vm), pages_of(0, [9]));
+    assert_eq!(vm.reset_dirty_rings(), Ok(1));
+    assert_eq!(vm.nr_marked_dirty(), Ok(0));
 
     let vm = new(Config::default());
     drop(vm.create_vcpu().unwrap());
