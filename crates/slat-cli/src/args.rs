@@ -35,7 +35,7 @@ use crate::stress::{self, StressArgs};
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Option<Command>,
-    /// Show what the machine does while it runs, on the standard error.
+    /// Show what the machine does while it runs.
     #[arg(long, global = true, display_order = 1000)]
     pub(crate) live: bool,
 }

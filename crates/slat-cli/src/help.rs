@@ -140,7 +140,8 @@ mod tests {
             assert!(text.contains("Example: slat "), "{text}");
             for arg in command.get_arguments().filter(|arg| !arg.is_hide_set()) {
                 assert!(arg.get_help().is_some_and(|help| !help.to_string().is_empty()), "{name}: {arg} has no help");
-                let long = arg.get_long().map_or(arg.get_id().as_str().to_uppercase(), |long| format!("--{long}"));
+                let names = || arg.get_value_names().and_then(<[_]>::first).map_or(arg.get_id().as_str(), |name| name);
+                let long = arg.get_long().map_or_else(|| names().to_owned(), |long| format!("--{long}"));
                 assert!(text.contains(&long), "{name}: {long}\n{text}");
             }
         }

@@ -44,7 +44,7 @@ fn systems_come_with_figures_claims_and_what_was_published() {
     assert_eq!((&comparison["name"], &comparison["better"]), (&"local_walk_reads".into(), &"more".into()));
     let sides = comparison["sides"].as_array().unwrap();
     let [slat, caller, _policy] = &sides[..] else { panic!("{sides:?}") };
-    assert_eq!((&slat["role"], &slat["ratio"], &slat["runs"]), (&"slat".into(), &Value::Null, &3.into()));
+    assert_eq!((&slat["role"], &slat["ratio"], &slat["runs"]), (&"slat".into(), &Value::Null, &5.into()));
     // One node of eight is the splitting thread's own.
     assert_eq!(caller["ratio"], 8.0);
     assert_eq!(caller["claim"]["holds"], true);

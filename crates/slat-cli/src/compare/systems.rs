@@ -58,31 +58,31 @@ struct Phase {
 
 const PHASES: [Phase; 6] = [
     Phase {
-        figure: "populate_memory",
+        figure: "populate_memory_total",
         title: "Populate memory",
         published: Some([110.193, 16.112, 117.31, 141.155]),
         claim: None,
     },
     Phase {
-        figure: "enable_dirty_logging",
+        figure: "enable_dirty_logging_total",
         title: "Enable dirty logging",
         published: Some([4.829, 7.057, 0.191, 0.245]),
         claim: None,
     },
     Phase {
-        figure: "dirty_memory",
-        title: "Dirty memory, a round",
+        figure: "dirty_memory_total",
+        title: "Dirty memory, all rounds",
         published: Some([3.949, 0.275, 0.193, 0.236]),
         claim: None,
     },
     Phase {
-        figure: "get_dirty_log",
-        title: "Get dirty log, a round",
+        figure: "get_dirty_log_total",
+        title: "Get dirty log, all rounds",
         published: Some([0.822, 5.468, 2.33, 2.35]),
         claim: None,
     },
     Phase {
-        figure: "disable_dirty_logging",
+        figure: "disable_dirty_logging_total",
         title: "Disable dirty logging",
         published: Some([2.995, 3.088, 0.059, 0.075]),
         claim: None,
@@ -119,7 +119,7 @@ fn crates(figure: &'static str, title: &str, nr_threads: u16, names: &[&str]) ->
 fn parallel_faults(size: Size) -> System {
     let nr_vcpus = 4;
     let [partitioned, overlapping] = match size {
-        Size::Quick => ["-b 32M -i 2 --runs 3", "-b 16M -i 2 --runs 3"],
+        Size::Quick => ["-b 32M -i 2 --runs 5", "-b 16M -i 2 --runs 5"],
         Size::Default => ["-b 64M -i 3 --runs 7", "-b 32M -i 3 --runs 7"],
     };
     let mut comparisons = Vec::new();
@@ -173,7 +173,7 @@ fn parallel_faults(size: Size) -> System {
 
 fn userfault(size: Size) -> System {
     let (vcpus, options): (&[usize], _) = match size {
-        Size::Quick => (&[2, 8], "-b 4M -i 3"),
+        Size::Quick => (&[2, 8, 64], "-b 2M -i 3"),
         Size::Default => (&[2, 8, 64], "-b 16M -i 5"),
     };
     let list = vcpus.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
@@ -215,7 +215,7 @@ fn userfault(size: Size) -> System {
 
 fn shadow_paging(size: Size) -> System {
     let options = match size {
-        Size::Quick => "--steps 6000 --runs 3",
+        Size::Quick => "--steps 6000 --runs 5",
         Size::Default => "--steps 30000 --runs 5",
     };
     let mut comparisons = Vec::new();
@@ -255,7 +255,7 @@ fn shadow_paging(size: Size) -> System {
 
 fn numa_splitting(size: Size) -> System {
     let options = match size {
-        Size::Quick => "-b 16M --runs 3",
+        Size::Quick => "-b 16M --runs 5",
         Size::Default => "-b 64M -i 5 --runs 10",
     };
     let side = |name: &str, role, placement| Side::new(name, role, &[("placement", placement)]);
@@ -288,8 +288,8 @@ fn numa_splitting(size: Size) -> System {
                 Some(BETTER),
             ),
             new("remote_walk_reads", "Reads of leaf tables on another node", "count", Better::Less, None),
-            new("split_time", "Splitting all huge pages", "s", Better::Less, None),
-            new("dirty_memory", "Dirty memory, a round", "s", Better::Less, None),
+            new("split_time_total", "Splitting all huge pages", "s", Better::Less, None),
+            new("dirty_memory_total", "Dirty memory, all rounds", "s", Better::Less, None),
         ],
     }
 }
@@ -315,7 +315,7 @@ const ROWS: [Row; 8] = [
 
 fn dirty_log(size: Size) -> System {
     let options = match size {
-        Size::Quick => "--runs 30",
+        Size::Quick => "--runs 50",
         Size::Default => "--runs 300",
     };
     let pages = ROWS.iter().map(|row| row.pages.to_string()).collect::<Vec<_>>().join(",");

@@ -214,6 +214,13 @@ fn samples(column: &Column, times: fn(&Run) -> Vec<Duration>) -> Samples {
     samples
 }
 
+/// A phase's time of each run, all rounds together.
+fn totals(column: &Column, phase: &Phase) -> Samples {
+    let mut totals = Samples::default();
+    column.runs.iter().for_each(|run| totals.push((phase.times)(run).iter().sum::<Duration>().as_secs_f64()));
+    totals
+}
+
 /// The quantile in seconds, over all runs; `None` if nothing was recorded.
 fn quantile(column: &Column, quantile: &Quantile) -> Option<f64> {
     let sum = over_runs(column, quantile.histogram);
@@ -446,6 +453,11 @@ impl Report<'_> {
                 push(format!("{}_p50", phase.name), samples.quantile(500), "s");
                 push(format!("{}_p99", phase.name), samples.quantile(990), "s");
                 push(format!("{}_max", phase.name), samples.quantile(1000), "s");
+                // The first round differs from those behind it, so a figure of runs is of all rounds of each.
+                let totals = totals(column, phase);
+                push(format!("{}_total", phase.name), totals.mean(), "s");
+                push(format!("{}_total_deviation", phase.name), totals.deviation(), "s");
+                push(format!("{}_total_p50", phase.name), totals.quantile(500), "s");
                 let Some((base, name)) = self.base() else { continue };
                 if let Some(speed) = speed(phase, column, base) {
                     push(format!("{}_speed_vs_{}", phase.name, name.replace('-', "_")), speed, "ratio");
