@@ -322,6 +322,9 @@ fn are_apart(ticks: &[f64]) -> bool {
     ticks.windows(2).all(|pair| (pair[1] / pair[0]).ln() > whole / 8.0)
 }
 
+/// Labels that say more of what another one tells apart: where a figure was measured, and what only the engine has.
+const TOLD_BY_OTHERS: [&str; 2] = ["measured_on", "paging"];
+
 /// The labels that do not have one value in all.
 pub(crate) fn varying<'a>(all: impl Iterator<Item = &'a BTreeMap<String, Value>>) -> Vec<&'a str> {
     let mut values: BTreeMap<&str, &Value> = BTreeMap::new();
@@ -332,14 +335,15 @@ pub(crate) fn varying<'a>(all: impl Iterator<Item = &'a BTreeMap<String, Value>>
         nr_all += 1;
         for (key, value) in labels {
             *nr_seen.entry(key).or_default() += 1;
-            if *values.entry(key).or_insert(value) != value && !vary.contains(&key.as_str()) {
+            let differs = *values.entry(key).or_insert(value) != value && key != "measured_on";
+            if differs && !vary.contains(&key.as_str()) {
                 vary.push(key.as_str());
             }
         }
     }
     // What some have and others have not varies too.
     for (key, nr) in nr_seen {
-        if nr != nr_all && !vary.contains(&key) {
+        if nr != nr_all && !vary.contains(&key) && !TOLD_BY_OTHERS.contains(&key) {
             vary.push(key);
         }
     }
