@@ -186,7 +186,7 @@ pub struct TestHost {
     wakeup: Condvar,
     start: Instant,
     /// How far the engine's clock is ahead of the machine's.
-    pub clock_ahead_ns: Arc<AtomicU64>,
+    pub clock_ahead_ns: AtomicU64,
     pub resolves: AtomicU64,
     /// Times that the host was asked whether a page is resident.
     pub asked_resident: AtomicU64,
@@ -218,7 +218,7 @@ impl Default for TestHost {
             parked: Mutex::default(),
             wakeup: Condvar::new(),
             start: Instant::now(),
-            clock_ahead_ns: Arc::default(),
+            clock_ahead_ns: AtomicU64::new(0),
             resolves: AtomicU64::new(0),
             asked_resident: AtomicU64::new(0),
             modification_log: Mutex::default(),

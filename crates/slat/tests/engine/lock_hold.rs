@@ -50,9 +50,9 @@ fn hold_with_a_minute_at_look(locking: Locking, nth: u32) -> Option<u64> {
     let mut vcpu = vm.create_vcpu().unwrap();
     fill(&mut vcpu, 0..40);
     assert_eq!(vm.stats().lock_hold_ns.count(), 0);
-    let clock = Arc::clone(&vm.host().clock_ahead_ns);
+    let of_clock = Arc::clone(&vm);
     at_look(Npt::ROOT_LEVEL, nth, move || {
-        clock.fetch_add(MINUTE_NS, Ordering::Relaxed);
+        of_clock.host().clock_ahead_ns.fetch_add(MINUTE_NS, Ordering::Relaxed);
     });
     fill(&mut vcpu, 40..41);
     let holds = vm.stats().lock_hold_ns;
