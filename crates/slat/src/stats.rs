@@ -69,7 +69,7 @@ counters! {
     Faults faults,
     /// Faults that found nothing to do: somebody else was first, or the CPU used an old translation.
     Spurious spurious,
-    /// Times that a fault had to start over because the tables or slots changed under it.
+    /// Times that a fault had to start over: tables or slots changed under it, or its page is being taken away.
     Retries retries,
     /// Leaves installed by faults and prefaults that map 4 KiB.
     Installed4K installed_4k,

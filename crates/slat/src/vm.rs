@@ -55,7 +55,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// A VM without memory.
     ///
     /// # Errors
-    /// [`Error::NoDirtyBit`], [`Error::NoDirtyBitInFormat`], [`Error::NoModificationLog`], [`Error::BadFaultAround`]: this
+    /// [`Error::NoDirtyBit`], [`Error::NoDirtyBitInFormat`], [`Error::NoModificationLog`], [`Error::BadFaultAround`],
+    /// [`Error::NoShadowPaging`], [`Error::ShadowNeedsFaults`], [`Error::TooManyRoots`], [`Error::BadShadowPages`]: this
     /// configuration cannot be had.
     /// [`Error::OutOfMemory`].
     pub fn new(host: H, config: Config) -> Result<Vm<H, F>, Error> {

@@ -12,7 +12,7 @@ use alloc::boxed::Box;
 use core::array;
 use core::ptr;
 
-use super::lock::BitLock;
+use super::lock::WordLock;
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::boxed::try_box;
 use crate::error::Error;
@@ -23,7 +23,7 @@ const NR_ENTRIES: usize = 512;
 
 /// One guest frame, or block of them.
 pub(super) struct Frame {
-    pub(super) lock: BitLock,
+    pub(super) lock: WordLock,
     /// First of the shadow leaves that map it; 0 if none does.
     pub(super) leaves: AtomicU32,
     /// First of the shadow pages made from the guest table in it; 0 if none is.
@@ -33,7 +33,7 @@ pub(super) struct Frame {
 
 impl Frame {
     fn new() -> Frame {
-        Frame { lock: BitLock::new(), leaves: AtomicU32::new(0), pages: AtomicU32::new(0), count: AtomicU32::new(0) }
+        Frame { lock: WordLock::new(), leaves: AtomicU32::new(0), pages: AtomicU32::new(0), count: AtomicU32::new(0) }
     }
 
     /// Of a block: how many shadow pages are made from guest tables in it. While there are any, no leaf maps the block.
@@ -49,7 +49,7 @@ impl Frame {
         &self.count
     }
 
-    /// Whether nobody has anything here, nor is about to: see [`BitLock::is_free`].
+    /// Whether nobody has anything here, nor is about to: see [`WordLock::is_free`].
     #[inline]
     pub(super) fn is_idle(&self) -> bool {
         self.lock.is_free() && self.leaves.load(Ordering::Relaxed) == 0 && self.pages.load(Ordering::Relaxed) == 0

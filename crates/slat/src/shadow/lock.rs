@@ -15,38 +15,38 @@ const HELD: u32 = 1;
 const PATIENCE: u32 = 128;
 
 #[derive(Debug)]
-pub(super) struct BitLock(AtomicU32);
+pub(super) struct WordLock(AtomicU32);
 
 #[must_use]
-pub(super) struct BitGuard<'l>(&'l BitLock);
+pub(super) struct WordGuard<'l>(&'l WordLock);
 
-impl BitLock {
-    pub(super) fn new() -> BitLock {
-        BitLock(AtomicU32::new(FREE))
+impl WordLock {
+    pub(super) fn new() -> WordLock {
+        WordLock(AtomicU32::new(FREE))
     }
 
     /// Waits until the lock is free and takes it.
     #[inline]
-    pub(super) fn lock<H: Host>(&self, host: &H) -> BitGuard<'_> {
+    pub(super) fn lock<H: Host>(&self, host: &H) -> WordGuard<'_> {
         // Acquire: sees what the last holder did.
         if self.0.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).is_err() {
             self.wait(host);
         }
         // A store-load pair with `is_free`.
         fence_after_rmw();
-        BitGuard(self)
+        WordGuard(self)
     }
 
     /// As [`lock`](Self::lock), as long as `is_wanted`: `None` if it is not any more when the lock is taken, or before.
     #[inline]
-    pub(super) fn lock_while<H: Host>(&self, host: &H, is_wanted: impl Fn() -> bool) -> Option<BitGuard<'_>> {
+    pub(super) fn lock_while<H: Host>(&self, host: &H, is_wanted: impl Fn() -> bool) -> Option<WordGuard<'_>> {
         let mut nr_turns = 0_u32;
         while is_wanted() {
             if self.0.load(Ordering::Relaxed) == FREE
                 && self.0.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).is_ok()
             {
                 fence_after_rmw();
-                let guard = BitGuard(self);
+                let guard = WordGuard(self);
                 // Once more: what makes it unwanted needs the lock from here on.
                 return is_wanted().then_some(guard);
             }
@@ -86,7 +86,7 @@ impl BitLock {
     }
 }
 
-impl Drop for BitGuard<'_> {
+impl Drop for WordGuard<'_> {
     #[inline]
     fn drop(&mut self) {
         self.0.0.store(FREE, Ordering::Release);

@@ -21,7 +21,7 @@ use core::ptr;
 
 use crossbeam_utils::CachePadded;
 
-use super::lock::BitLock;
+use super::lock::WordLock;
 use super::role::Role;
 use crate::addr::{Gfn, Gpa, Hpa};
 use crate::boxed::{ZeroedWords, try_box};
@@ -130,7 +130,7 @@ const LIFE_PINS: u64 = LIFE_ORPHAN - 1;
 /// The record of a shadow page.
 pub(super) struct ShadowPage {
     /// Who makes entries holds it.
-    pub(super) lock: BitLock,
+    pub(super) lock: WordLock,
     life: AtomicU64,
     gfn: AtomicU64,
     role: AtomicU64,
@@ -154,7 +154,7 @@ pub(super) struct ShadowPage {
 impl ShadowPage {
     fn new() -> ShadowPage {
         ShadowPage {
-            lock: BitLock::new(),
+            lock: WordLock::new(),
             life: AtomicU64::new(0),
             gfn: AtomicU64::new(0),
             role: AtomicU64::new(0),

@@ -155,11 +155,11 @@ impl Roots {
         value: u64,
     ) -> Result<(), GeneralProtection> {
         let (cr3, keep) = self.mode.check_cr3(value, F::GPA_BITS)?;
-        mmu.count(Counter::Cr3Loads);
         self.registers.cr3 = cr3;
         if self.mode.paging() == PagingMode::Off {
             return Ok(());
         }
+        mmu.count(Counter::Cr3Loads);
         if self.strategy == ShadowStrategy::Baseline {
             self.drop_current(mmu);
             return Ok(());

@@ -99,7 +99,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     }
 
     fn take_away(&self, range: GfnRange, debt: &mut Debt) {
-        // Pairs with the lock of a frame: see `BitLock::is_free`.
+        // Pairs with the lock of a frame: see `WordLock::is_free`.
         full_fence();
         self.shadow.frames.for_each(range, |frame, gfn, level| {
             if frame.is_idle() {
@@ -295,7 +295,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
     }
 
-    fn unlist(&self, frame: &super::frames::Frame, number: u32) {
+    fn unlist(&self, frame: &Frame, number: u32) {
         let pages = &self.shadow.pages;
         let next = pages.get(number).next_of_frame.load(Ordering::Relaxed);
         let mut before = &frame.pages;

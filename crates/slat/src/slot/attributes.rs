@@ -1,8 +1,9 @@
 //! What each page of a guest_memfd slot is: shared with the VMM, or private to the guest. One bit a page, which belongs to
 //! the slot.
 //!
-//! A fault reads the bit after its entry, and asks the host for the one memory or the other. Whoever changes bits takes a
-//! stamp afterwards and takes the pages away: the order of `table/stamp.rs`.
+//! A fault reads the bit after its entry, and asks the host for the one memory or the other. Whoever changes bits does so in
+//! the middle of an invalidation: the range is published and a stamp taken before, the pages are taken away behind. A fault
+//! that read the old bit finds the stamp or the range, and starts over (`models/userfault.py`, rule `store-first`).
 
 use alloc::boxed::Box;
 
@@ -34,7 +35,7 @@ impl PrivatePages {
         try_box(PrivatePages(ZeroedWords::new(nr_words(nr_pages))?))
     }
 
-    /// The bits of word number `index`. Acquire: the stamp that a fault has seen tells of bits that were set before.
+    /// The bits of word number `index`. Acquire: what a fault reads next is not older than the bits.
     fn word(&self, index: usize) -> u64 {
         self.0[index].load(Ordering::Acquire)
     }
@@ -57,7 +58,7 @@ impl PrivatePages {
     /// Makes all of `pages`, numbers within the slot, what `attributes` says.
     pub(crate) fn set(&self, pages: GfnRange, attributes: MemoryAttributes) {
         for (index, mask) in words_of(pages) {
-            // Release: whoever has seen the stamp that is taken next sees the bits.
+            // Release: whoever sees the bits sees the range published, and the stamp that was taken for it.
             if attributes.contains(MemoryAttributes::PRIVATE) {
                 self.0[index].fetch_or(mask, Ordering::Release);
             } else {

@@ -14,7 +14,7 @@
 //! Retired tables need no memory of their own: their entries are empty or frozen, nobody makes anything else of them, and
 //! a frozen entry has room for a payload. The first carries the link to the next table of the list, the second the tag.
 //!
-//! A section is short: no flush, no allocation, no resolve, no yield inside. What must outlive a section while the host
+//! A section is short: no flush, no allocation that waits, no resolve, no yield inside. What must outlive a section while the host
 //! resolves a page (the slot's backing) is protected by [`Record::resolving`] instead.
 
 #![expect(unsafe_code, reason = "records and retired tables are reached by raw pointers")]

@@ -69,7 +69,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
 
     /// The guest has loaded CR3 with `value`: the address of a table, with PCIDs on also the PCID (bits 11 to 0), and bit 63 if
     /// nothing is to be flushed (Intel SDM vol. 2B, "MOV - Move to/from Control Registers"). A switch to a root that the vCPU
-    /// remembers, and without a flush, takes no lock.
+    /// remembers, and without a flush, takes no lock. (It flushes if the root that it leaves was taken away meanwhile.)
     ///
     /// # Errors
     /// [`Error::NotShadow`].
