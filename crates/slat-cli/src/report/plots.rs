@@ -322,9 +322,6 @@ fn are_apart(ticks: &[f64]) -> bool {
     ticks.windows(2).all(|pair| (pair[1] / pair[0]).ln() > whole / 8.0)
 }
 
-/// Labels that say more of what another one tells apart: where a figure was measured, and what only the engine has.
-const TOLD_BY_OTHERS: [&str; 2] = ["measured_on", "paging"];
-
 /// The labels that do not have one value in all.
 pub(crate) fn varying<'a>(all: impl Iterator<Item = &'a BTreeMap<String, Value>>) -> Vec<&'a str> {
     let mut values: BTreeMap<&str, &Value> = BTreeMap::new();
@@ -335,15 +332,15 @@ pub(crate) fn varying<'a>(all: impl Iterator<Item = &'a BTreeMap<String, Value>>
         nr_all += 1;
         for (key, value) in labels {
             *nr_seen.entry(key).or_default() += 1;
-            let differs = *values.entry(key).or_insert(value) != value && key != "measured_on";
+            let differs = *values.entry(key).or_insert(value) != value;
             if differs && !vary.contains(&key.as_str()) {
                 vary.push(key.as_str());
             }
         }
     }
-    // What some have and others have not varies too.
+    // What some have and others have not varies too; but that peers have no paging of the engine's says nothing.
     for (key, nr) in nr_seen {
-        if nr != nr_all && !vary.contains(&key) && !TOLD_BY_OTHERS.contains(&key) {
+        if nr != nr_all && !vary.contains(&key) && key != "paging" {
             vary.push(key);
         }
     }
@@ -352,7 +349,12 @@ pub(crate) fn varying<'a>(all: impl Iterator<Item = &'a BTreeMap<String, Value>>
 
 /// Those labels that vary, as a name.
 pub(crate) fn labels(labels: &BTreeMap<String, Value>, keys: &[&str]) -> String {
-    let named = |(key, value): (&String, &Value)| format!("{} {}", key.replace('_', " "), text(value));
+    // What a figure was measured on may be described at length, behind a colon.
+    let named = |(key, value): (&String, &Value)| {
+        let value = text(value);
+        let described = if key == "measured_on" { value.split(':').next().unwrap_or_default() } else { &value };
+        format!("{} {described}", key.replace('_', " "))
+    };
     let chosen = labels.iter().filter(|(key, _)| keys.contains(&key.as_str())).map(named);
     chosen.collect::<Vec<_>>().join(", ")
 }
