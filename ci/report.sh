@@ -4,20 +4,14 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-browser=""
-for name in chromium chromium-browser google-chrome; do
-    if command -v "$name" >/dev/null; then browser=$name && break; fi
+for browser in chromium chromium-browser google-chrome; do
+    if command -v "$browser" >/dev/null; then break; fi
 done
-if [[ -z $browser ]]; then
-    apt-get update -qq
-    apt-get install -y -qq --no-install-recommends chromium >/dev/null
-    browser=chromium
-fi
 
 out=${CARGO_TARGET_DIR:-target}/report
 samples=crates/slat-cli/tests/data
-cargo build -p slat-cli
-slat=${CARGO_TARGET_DIR:-target}/debug/slat
+cargo build --release --bin slat
+slat=${CARGO_TARGET_DIR:-target}/release/slat
 rm -rf "$out"
 mkdir -p "$out"
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What the checks need beyond Rust itself: its formatter and linter, the fuzzer with a C++ compiler for its runtime, and
-# Python for the protocol's models.
+# What the checks need beyond Rust itself: its formatter and linter, the fuzzer with a C++ compiler for its runtime, Python
+# for the protocol's models, and a browser for the report.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo fmt --version >/dev/null 2>&1 || rustup component add rustfmt
@@ -9,7 +9,8 @@ cargo fuzz --version >/dev/null 2>&1 || cargo install cargo-fuzz --locked
 missing=()
 command -v python3 >/dev/null || missing+=(python3)
 command -v c++ >/dev/null || missing+=(g++)
+command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || missing+=(chromium)
 if ((${#missing[@]})); then
     apt-get update -qq
-    apt-get install -y -qq "${missing[@]}"
+    apt-get install -y -qq --no-install-recommends "${missing[@]}"
 fi

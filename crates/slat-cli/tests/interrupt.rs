@@ -59,7 +59,7 @@ fn every_experiment_ends_with_what_was_measured_so_far() {
 fn ends_with_what_was_measured(number: usize, args: &str) {
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("interrupted-{number}.json"));
     let child = start(&format!("{args} --json {}", path.display()));
-    let output = interrupt(child, "-INT", Duration::from_secs(12));
+    let output = interrupt(child, "-INT", Duration::from_secs(9));
     assert_eq!(output.status.code(), Some(130), "slat {args}: {}", stderr(&output));
     assert!(stderr(&output).contains("interrupted: what is above"), "slat {args}: {}", stderr(&output));
     assert!(!output.stdout.is_empty(), "slat {args}");

@@ -120,7 +120,7 @@ fn parallel_faults(size: Size) -> System {
     let nr_vcpus = 4;
     let [partitioned, overlapping] = match size {
         Size::Quick => ["-b 32M -i 2 --runs 5", "-b 16M -i 2 --runs 5"],
-        Size::Default => ["-b 64M -i 3 --runs 7", "-b 32M -i 3 --runs 7"],
+        Size::Default => ["-b 64M -i 3 --runs 10", "-b 32M -i 3 --runs 10"],
     };
     let mut comparisons = Vec::new();
     for (experiment, access) in ["partitioned", "overlapping"].into_iter().enumerate() {
@@ -174,7 +174,8 @@ fn parallel_faults(size: Size) -> System {
 fn userfault(size: Size) -> System {
     let (vcpus, options): (&[usize], _) = match size {
         Size::Quick => (&[2, 8, 64], "-b 2M -i 3"),
-        Size::Default => (&[2, 8, 64], "-b 16M -i 5"),
+        // As much memory for each vCPU as the published figures have, if it fits.
+        Size::Default => (&[2, 8, 64], "-i 3"),
     };
     let list = vcpus.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
     let command = |modes| format!("slat demand-paging --matrix --vcpus {list} {options} --modes {modes}");
@@ -216,7 +217,7 @@ fn userfault(size: Size) -> System {
 fn shadow_paging(size: Size) -> System {
     let options = match size {
         Size::Quick => "--steps 6000 --runs 5",
-        Size::Default => "--steps 30000 --runs 5",
+        Size::Default => "--steps 30000 --runs 7",
     };
     let mut comparisons = Vec::new();
     // Wall times of the published compile, in seconds.
