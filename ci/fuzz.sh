@@ -4,5 +4,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # The tests' own build, which is there already: of the whole workspace, or the dependencies would be built anew.
-PROPTEST_CASES="${PROPTEST_CASES:-2000}" cargo test --workspace --test model
+PROPTEST_CASES="${PROPTEST_CASES:-1000}" cargo test --workspace --test model
 RUSTC_BOOTSTRAP=1 cargo fuzz run operations -- -max_total_time="${FUZZ_SECONDS:-15}" -len_control=0 -max_len=800

@@ -2,6 +2,6 @@
 # loom: every interleaving of small models of single structures, up to a bound of preemptions.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom LOOM_MAX_PREEMPTIONS="${LOOM_MAX_PREEMPTIONS:-3}"
+export RUSTFLAGS="--cfg loom -D warnings" CARGO_TARGET_DIR=target/loom LOOM_MAX_PREEMPTIONS="${LOOM_MAX_PREEMPTIONS:-3}"
 cargo test -p slat --release --lib loom
 cargo test -p slat --release --test 'loom_*'

@@ -290,7 +290,9 @@ mod tests {
                     assert_eq!(nr_slat, 1, "{}", comparison.name);
                 }
                 let claims = plan.comparisons.iter().flat_map(|of| &of.sides).filter(|side| side.claim.is_some());
-                assert!(claims.count() > 0, "{system:?} claims nothing");
+                // On one CPU some claims make no sense.
+                let is_alone = slat_machine::topology::usable_cpus().len() == 1;
+                assert!(claims.count() > 0 || is_alone, "{system:?} claims nothing");
             }
         }
     }
