@@ -28,7 +28,7 @@ use systems::{Planned, System};
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "Example: slat compare --quick --only S1,S5 --json results.json")]
 pub(crate) struct CompareArgs {
-    /// Small sizes and few runs: about 2 minutes instead of about 15.
+    /// Small sizes and few runs: about a minute instead of six.
     #[arg(long)]
     pub(crate) quick: bool,
     /// These systems only.
