@@ -27,8 +27,9 @@ check() {
     models+=("$*")
 }
 
-check zap no-stamp stamp-before-publish check-before-read no-inherit refine-no-inherit huge-ignores-published no-flush \
-    flush-if-changed free-before-flush table-before-flush split-no-dirty tracked-clean blind-exchange report-late unlink-full
+check zap no-stamp stamp-before-publish check-before-read no-inherit refine-no-inherit stamp-again stamp-passed \
+    huge-ignores-published no-flush flush-if-changed free-before-flush table-before-flush split-no-dirty tracked-clean \
+    blind-exchange report-late unlink-full
 check levels no-freeze-upper freeze-early leave-hung old-stamp
 check slots no-stamp stamp-before-publish old-stamp withdraw-before-set check-before-read slots-before-ranges
 check published see-torn stamp-before-fill blind-claim check-before-read withdraw-early withdraw-claim-first \
@@ -46,7 +47,7 @@ check summary summary-first word-first store-zero mask-clears never-again look-a
 check dirty_bit no-restart restart-first log-late clear-first no-flush clear-all mark-late mark-once blind-zap flags-first \
     fault-no-mark publish-late keep-dirty
 check break recover-no-flush split-no-flush split-at-once cancel-plain install-no-flush flush-first oom-plain oom-drops-flag \
-    refine-no-flush instead-plain reuse split-freezes skip-split split-unreported no-freeze mark-never
+    refine-unflushed refine-published instead-plain reuse split-freezes skip-split split-unreported no-freeze mark-never
 check userfault no-stamp no-zap flush-if-changed no-flush flush-first flag-last stamp-first withdraw-first store-first \
     bit-first slot-first ranges-last resolve-first attribute-first clear-first counter-last no-counter huge-while-on \
     huge-beside run-bits run-attributes one-attribute no-fence stamp-if-empty pass-broken bare-unlink bare-plain \

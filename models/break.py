@@ -13,12 +13,13 @@ Recover:     table -> broken -> freeze leaf by leaf -> flush -> huge leaf, D of 
 Split:       table i is filled with the parts -> leaf -> broken -> flush -> table; if that fails, table i is retired.
 Cancel:      ('r': each entry is frozen) each leaf is reported -> a stamp is taken -> broken -> empty, unflushed.
 Fault (small, big: of what size the host allows; a write to page 0, small1: 1): entry (broken: cancel) -> published
-             ranges -> unflushed: flush -> exchange on the very value -> flags -> mark. A leaf without W: gets it ->
-             flags -> mark.
+             ranges -> unflushed: flush -> exchange on the very value -> flags -> mark. Empty with another stamp, not
+             unflushed: published ranges (none: where one is, the flush may be still to come) -> a table with that stamp
+             takes its place. A leaf without W: gets it -> flags -> mark.
 Instead:     a huge leaf is replaced by itself: stamp -> empty, unflushed -> counter as at the look: the leaf.
 Invalidator: publish -> stamp -> walk -> flush -> the host frees the frames -> withdraw. inval: both pages, plain
-             stamps; unlink: and the table; inval0: page 0, huge leaf: split; empty entry: flush -> refine; oom0:
-             without memory: the leaf, or the empty entry, goes as a whole, unflushed.
+             stamps; unlink: and the table; inval0: page 0, huge leaf: split; oom0: without memory: the leaf goes as a
+             whole, unflushed. An empty entry gets a stamp as a whole, and keeps the flag.
 Harvest:     takes bits -> walk: W goes; broken: of a split, W of the parts goes; of a recovery: skip -> flush. `on`:
              the log is published -> the same walk -> flush.
 Wrong: a CPU has cached a block and a table for the same page; a leaf of a frame that is gone, or a frame that is gone,
@@ -26,7 +27,7 @@ was written, and nobody was told; a frozen entry in a linked table; a page may b
 not marked.
 Run: python3 break.py [RULE]. Each of these breaks it: recover-no-flush, split-no-flush, split-at-once (as where no
 break is needed), cancel-plain (stamp without the flag), install-no-flush, flush-first (before the entry is looked at),
-oom-plain, oom-drops-flag (a stamp for a whole entry, covered in part, loses the flag), refine-no-flush, instead-plain,
+oom-plain, oom-drops-flag (a stamp for a whole entry, covered in part, loses the flag), refine-unflushed, refine-published, instead-plain,
 reuse (a split that failed tries again with the same table), split-freezes (a canceller freezes the parts), skip-split
 (a protection skips what a split has broken), split-unreported, no-freeze, mark-never (recover).
 """
@@ -202,12 +203,17 @@ def step(state, i):
         elif pc == 'act':
             seen, frames = loc
             if P[0] == 'T': yield go('install', loc + (P[1],))
+            elif P[0] == 'E' and P != seen and (not P[2] or BUG == 'refine-unflushed'): yield go('refine-ranges', (P,))
             elif P != seen: yield go('end')
             elif kind == 'big' and not s.published and frames[0] == frames[1]:
                 yield go('mark', ((1, 1),), P=('L', frames, 1, 0))
             else:
                 beside = (put(seen, 2, 0),) * 2
                 yield go('mark', (block,), P=('T', len(T)), T=T + (put(beside, own, ('L', frames[own], 1, 0)),))
+        elif pc == 'refine-ranges': yield go('end' if s.published and BUG != 'refine-published' else 'refine', loc)
+        elif pc == 'refine':
+            if P != loc[0]: yield go('end')
+            else: yield go('end', P=('T', len(T)), T=T + ((put(P, 2, 0),) * 2,))
         elif pc == 'install':
             seen, frames, table = loc
             if T[table][own] != put(seen, 2, 0): yield go('end')
@@ -251,25 +257,16 @@ def step(state, i):
         stamp, n = loc
         if P[0] == 'B': yield go('cancel', (P, 0, ('walk', loc)))
         elif P[0] == 'E' and P[1] >= stamp: yield go('flush', loc)
-        elif P[0] == 'E' and kind == 'inval0':
-            yield go('refine' if BUG == 'refine-no-flush' else 'refine-flush', loc + (P,))
         elif P[0] == 'T' and n == 2: yield go('put-above', loc + (P, s.counter + 1), counter=s.counter + 1)
         elif P[0] == 'T': yield go('below', loc + (P[1],))
         elif P[0] == 'L' and kind == 'inval0': yield go('split', (('walk', loc), None))
         elif P[0] == 'L':
             yield go('put-above', loc + (P, stamp), pending=told(*((p, f, P[3]) for p, f in enumerate(P[1]))))
         else: yield go('put-above', loc + (P, stamp))
-    elif pc == 'refine-flush': yield go('refine', loc, **dropped)
-    elif pc == 'refine':
-        stamp, n, old = loc
-        if P != old: yield go('walk', loc[:2])
-        else: yield go('walk', loc[:2], P=('T', len(T)), T=T + ((put(old, 2, 0),) * 2,))
     elif pc == 'put-above':
         stamp, n, old, new = loc
-        if kind != 'oom0': flag = 0
-        elif old[0] == 'E' and BUG == 'oom-drops-flag': flag = 0
-        elif old[0] == 'E': flag = old[2]
-        else: flag = int(BUG != 'oom-plain')
+        if old[0] == 'E': flag = old[2] if BUG != 'oom-drops-flag' else 0
+        else: flag = int(kind == 'oom0' and BUG != 'oom-plain')
         if P != old: yield go('walk', (stamp, n))
         else: yield go('flush', loc[:2], P=('E', new, flag))
     elif pc == 'below':
@@ -305,7 +302,7 @@ table+recover+recover+small split+split+small
 inval+inval0 split+inval0 split+small+inval0 table+recover+small+big table+recover+oom0+small split+oom0+small+small
 split+inval+small table+recover+inval+cpu table+recover+unlink+small split+inval+cpu+small split+small+big+inval+cpu
 oom0+small1 oom0+small1+small1 table+recover+oom0+small1 table+recover+small+oom0+small1 split+small+oom0+small1
-instead+small1+inval0 split+small+inval0+small1'''
+instead+small1+inval0 split+small+inval0+small1 split+small1+big+instead'''
 
 if __name__ == "__main__":
     main([tuple(c.split('+')) for c in CONFIGURATIONS.split()], make, step, wrong)

@@ -6,14 +6,16 @@ page; an invalidation moves the page to the next one, and the old frame is gone.
 Fault (fault0, fault1: of that page; huge0: the host would have a huge leaf):
              look: entry -> published ranges, one by one: the page is in one, or the leaf is no larger than what they
              leave -> resolve -> walk again, exchange if the entry is empty with the very stamp seen, and not lower than
-             the leaf. A tracked leaf is given back.
+             the leaf. A tracked leaf is given back. If P is empty with another stamp, it is refined: a table with that
+             stamp takes its place.
 Age (age0, age1): leaf -> tracked.
 Invalidator (zap0, zap1: of that page; zap: of both; oom0, oom1: of that page, with no memory for tables; keep0, keep: the
-             host takes no frame away): publish -> stamp -> what it covers in part is refined (empty entry -> table with
-             that stamp; huge leaf -> table of leaves) -> first pass: each entry; a leaf is reported to the host, then
-             exchanged for empty from the value reported; an empty one is stamped -> second pass, if it covers all of the
-             table: what is linked now is unlinked, for an empty entry with a stamp of its own -> the table goes on the
-             list of retired ones -> flush, retire -> the host frees the frames -> withdraw.
+             host takes no frame away; turn: of both, with a new turn, from P on, for each entry; half: of both, and its first
+             pass is over, where a table hung that was empty): publish -> stamp -> a huge leaf that it covers in part is
+             split -> first pass: each entry; a leaf is reported to the host, then exchanged for empty from the value reported; an empty one is
+             stamped, P as a whole even if it is covered in part -> second pass, if it covers all of the table: what is
+             linked now is unlinked -> the table goes on the list of retired ones -> flush, retire -> the host frees the
+             frames -> withdraw. The stamp taken at first is for entries of a table; P gets a fresh one each time.
              The list uses the entry of page 0, which is frozen then. That of page 1 stays as it is.
 CPU:         at any moment fills its cache of tables from P, or a translation from a cached table or from P; a write sets D
              in the entry. A flush of a page drops what it has cached of the page, and of the tables above it.
@@ -27,17 +29,18 @@ Reports: an invalidator that finds the page empty returns, and its host frees th
 have reported it before, and no leaf may go out of sight with its table. A report may be made twice, and the second one may
 come when the frame is gone: nobody waits, so that cannot be helped, and a host must bear it.
 Run: python3 zap.py [BUG]. Each of these breaks it: no-stamp, stamp-before-publish, check-before-read, no-inherit,
-refine-no-inherit, huge-ignores-published (only where an entry that is covered in part is stamped as a whole), no-flush,
-flush-if-changed (not by one that found nothing mapped), free-before-flush, table-before-flush, split-no-dirty, tracked-clean
-(tracking forgets D), blind-exchange (a leaf is taken away whatever its D is by now), report-late (after the exchange),
-unlink-full (a table goes as it is, without the first pass).
+refine-no-inherit, stamp-again (P gets the invalidator's stamp, in each pass), stamp-passed (in the first pass alone),
+huge-ignores-published, no-flush, flush-if-changed (not by one that found nothing mapped), free-before-flush,
+table-before-flush, split-no-dirty, tracked-clean (tracking forgets D), blind-exchange (a leaf is taken away whatever its D is
+by now), report-late (after the exchange), unlink-full (a table goes as it is, without the first pass).
 """
 from collections import namedtuple
 from explore import BUG, main, put
 
 Shared = namedtuple('Shared', 'P T counter published frames gone tables psc tlb pending')
 NR_FILLS = 3
-INVALIDATORS = ('zap', 'oom', 'keep')
+INVALIDATORS = ('zap', 'oom', 'keep', 'turn', 'half')
+WHOLE = ('zap', 'keep', 'turn', 'half')
 LAST = {'free-before-flush': ('host', 'flush', 'retire', 'withdrawn'),
         'table-before-flush': ('retire', 'flush', 'host', 'withdrawn')}.get(BUG, ('flush', 'retire', 'host', 'withdrawn'))
 CONFIGURATIONS = '''
@@ -45,10 +48,10 @@ fault0+fault1+zap0 fault0+fault1+zap fault0+zap0+zap huge0+zap1 huge0+fault1+zap
 huge0+oom0+cpu huge0+oom1+cpu huge0+zap1+zap huge0+oom1+zap0 huge0+fault1+oom1+zap0
 from-leaf+zap0+zap+cpu from-leaf+zap0+zap1+cpu from-leaf+oom0+zap+cpu from-table+zap0+zap+cpu from-table+zap+zap+cpu
 from-table+age0+zap0+cpu from-table+age0+fault0+zap+cpu fault0+fault1+zap1+zap fault1+zap+zap from-page1+fault1+zap1+zap+cpu
-from-page1+age1+fault1+zap1+zap from-table+fault0+zap0+zap+cpu
+from-page1+age1+fault1+zap1+zap from-table+fault0+zap0+zap+cpu fault0+zap0+half+turn
 from-leaf+fault0+zap0+zap+cpu from-table+fault0+keep0+zap0+cpu from-table+fault0+keep+keep0+cpu
 from-leaf+fault0+oom0+keep+cpu from-leaf+huge0+oom1+keep0+cpu'''
-PAGES = {'zap': (0, 1), 'zap0': (0,), 'zap1': (1,), 'oom0': (0,), 'oom1': (1,),
+PAGES = {'zap': (0, 1), 'turn': (0, 1), 'half': (0, 1), 'zap0': (0,), 'zap1': (1,), 'oom0': (0,), 'oom1': (1,),
          'keep': (0, 1), 'keep0': (0,), 'fault0': (0,), 'fault1': (1,), 'huge0': (0,), 'age0': (0,), 'age1': (1,)}
 
 
@@ -59,7 +62,12 @@ def make(kinds):
     if 'from-page1' in kinds: P, T = ('T', 0), ((('E', 0), ('L', 0, 0)),)
     first = {'fault': 'look', 'huge': 'look', 'age': 'look', 'cpu': NR_FILLS}
     threads = tuple((k, first.get(k.rstrip('01'), 'publish'), ()) for k in kinds if not k.startswith('from'))
-    return Shared(P, T, 0, frozenset(), (0, 0), frozenset(), frozenset(), None, (None, None), frozenset()), threads
+    counter, published = 0, frozenset()
+    if 'half' in kinds:
+        n = kinds.index('half')
+        P, T, counter, published = ('T', 0), ((('E', 1), ('E', 1)),), 1, frozenset({(n, (0, 1))})
+        threads = put(threads, n, ('half', 'walk', (1, False, (), 2)))
+    return Shared(P, T, counter, published, (0, 0), frozenset(), frozenset(), None, (None, None), frozenset()), threads
 
 
 def leaf_of(s, p):
@@ -157,7 +165,11 @@ def step(state, i):
         if P[0] == 'L': yield go('end')
         elif P[0] == 'T': yield go('end') if huge else go('act-below', loc + (P[1],))
         elif P[1] == seen: yield go('link', (P, huge, frames))
-        else: yield go('end')
+        else: yield go('refine', (P,))
+    elif pc == 'refine':
+        e = ('E', 0 if BUG == 'refine-no-inherit' else loc[0][1])
+        if P != loc[0]: yield go('end')
+        else: yield go('end', P=('T', len(T)), T=T + ((e, e),))
     elif pc == 'link':
         (_, stamp), huge, frames = loc
         beside = ('E', 0 if BUG == 'no-inherit' else stamp)
@@ -180,29 +192,31 @@ def step(state, i):
     elif pc == 'stamp': yield go('walk', (s.counter + 1, False, (), 0), counter=s.counter + 1)
     elif pc == 'walk':
         stamp, changed, tables, n = loc[:4]
-        whole = kind in ('zap', 'keep', 'oom0', 'oom1')
+        whole = kind in WHOLE + ('oom0', 'oom1')
         if P[0] == 'E' and P[1] >= stamp: yield after_parent(go, kind, loc[:4])
-        elif P[0] == 'T' and kind in ('zap', 'keep') and (n == 2 or BUG == 'unlink-full'):
+        elif P[0] == 'T' and kind in WHOLE and (n == 2 or BUG == 'unlink-full'):
             yield go('unlink', (stamp, changed, tables, 2, P[1], s.counter + 1), counter=s.counter + 1)
         elif P[0] == 'T': yield go('below', loc[:4] + (P[1],))
-        elif P[0] == 'L' and whole and BUG != 'report-late': yield go('tell-above', loc[:4] + (P,))
-        else: yield go('zap-above' if whole else 'refine', loc[:4] + (P,))
-    elif pc == 'tell-above': yield go('zap-above', loc, **report(loc[4], (0, 1)))
-    elif pc == 'refine':
+        elif P[0] == 'L' and not whole: yield go('split', loc[:4] + (P,))
+        elif P[0] == 'L' and BUG != 'report-late': yield go('tell-above', loc[:4] + (P,))
+        elif BUG == 'stamp-again' or BUG == 'stamp-passed' and n < 2: yield go('zap-above', loc[:4] + (P, stamp))
+        else: yield go('zap-above', loc[:4] + (P, s.counter + 1), counter=s.counter + 1)
+    elif pc == 'tell-above':
+        own = BUG in ('stamp-again', 'stamp-passed')
+        fresh = loc[0] if own else s.counter + 1
+        yield go('zap-above', loc + (fresh,), counter=max(s.counter, fresh), **report(loc[4], (0, 1)))
+    elif pc == 'split':
         old = loc[4]
         if P != old: yield go('walk', loc[:4])
-        elif old[0] == 'E':
-            e = ('E', 0 if BUG == 'refine-no-inherit' else old[1])
-            yield go('below', loc[:4] + (len(T),), P=('T', len(T)), T=T + ((e, e),))
         else:
             part = [('L', f, 0 if BUG == 'split-no-dirty' else old[2]) for f in old[1]]
             yield go('below', loc[:4] + (len(T),), P=('T', len(T)), T=T + (tuple(part),))
     elif pc == 'zap-above':
-        old = loc[4]
+        old, new = loc[4:]
         if P[:2] != old[:2] or P != old and BUG != 'blind-exchange': yield go('walk', loc[:4])
         elif old[0] == 'L' and BUG == 'report-late':
-            yield go('report', (loc[0], True) + loc[2:4] + (None, P), P=('E', loc[0]))
-        else: yield after_parent(go, kind, (loc[0], loc[1] or old[0] == 'L') + loc[2:4], P=('E', loc[0]))
+            yield go('report', (loc[0], True) + loc[2:4] + (None, P), P=('E', new))
+        else: yield after_parent(go, kind, (loc[0], loc[1] or old[0] == 'L') + loc[2:4], P=('E', new))
     elif pc == 'below':
         stamp, changed, tables, n, table = loc
         e = T[table][pages[n]]
@@ -243,14 +257,15 @@ def next_fill(go, n, **changes):
 
 def after_entry(go, kind, loc, **changes):
     """Where an invalidator goes on after an entry of the table loc[4]."""
-    if kind not in ('zap', 'keep'): return go(LAST[0], loc[:4], **changes)
+    if kind not in WHOLE: return go(LAST[0], loc[:4], **changes)
     n = loc[3] + 1
-    return go('walk' if n == 2 else 'below', loc[:3] + (n,) + (loc[4:] if n < 2 else ()), **changes)
+    if n == 2 or kind == 'turn': return go('walk', loc[:3] + (n,), **changes)
+    return go('below', loc[:3] + (n,) + loc[4:], **changes)
 
 
 def after_parent(go, kind, loc, **changes):
     """Where an invalidator goes on after P."""
-    again = kind in ('zap', 'keep') and loc[3] < 2
+    again = kind in WHOLE and loc[3] < 2
     return go('walk' if again else LAST[0], loc[:3] + (2,), **changes)
 
 

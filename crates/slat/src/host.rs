@@ -89,10 +89,10 @@ pub unsafe trait Host: Park + Send + Sync {
     /// if that has some. The contents do not matter.
     ///
     /// With [`AllocationWait::Allowed`] it may block, and `None` means that there is no memory: a fault then fails with
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) and has changed nothing, an invalidation takes more away than it
-    /// was asked to, a huge page that was to be split ahead of time is split when it is written. With
-    /// [`AllocationWait::Never`] it must not block, and `None` means that the engine asks again when it may: a host may
-    /// always answer that.
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) and has changed nothing, a huge page that was to be split ahead of
+    /// time is split when it is written. With [`AllocationWait::Never`] it must not block, and `None` means that nothing is
+    /// at hand: a split asks again when it may wait, and an invalidation, which never waits for memory, takes the whole of a
+    /// huge leaf away instead of a part. A host may always answer that.
     fn allocate_table(&self, layout: Layout, node: TableNode, wait: AllocationWait) -> Option<Hpa>;
 
     /// The node that a frame of guest memory, or of a table, is on. Asked whenever a table is allocated and linked: a mere

@@ -27,7 +27,7 @@ use alloc::sync::Arc;
 use plan::{Found, InstallPlan, LeafPlan, Plan, Step};
 use timing::Timing;
 
-use crate::addr::{Access, Gfn, GfnRange, Gpa, Gva, Level, Pfn};
+use crate::addr::{Access, Gfn, GfnRange, Gpa, Gva, Level, PageSize, Pfn};
 use crate::dirty::log;
 use crate::dirty::ring::DirtyRing;
 use crate::dirty::rings::OwnedRing;
@@ -45,6 +45,10 @@ use crate::table::frames::{TableCache, TableUse};
 use crate::table::retire::{OwnedRecord, Record, Section};
 use crate::table::walk::Cursor;
 use crate::vm::Vm;
+
+/// So often an invalidation may overtake a fault before it maps a small page where a larger one would do: that is overtaken
+/// by invalidations of this very page alone.
+const OVERTAKEN_BEFORE_SMALL_LEAF: u32 = 4;
 
 /// Flags of slots in which it is not the host alone who says what a fault may map.
 const LOOK_CLOSER: MemoryRegionFlags =
@@ -218,7 +222,17 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         let record = unsafe { record.get() };
         // SAFETY: as above, and its rings.
         let ring = self.ring.as_ref().map(|ring| unsafe { ring.get() });
-        Ok(Fault { vm: &self.vm, record, ring, tables: &mut self.tables, gfn, gpa, access, timing: None })
+        Ok(Fault {
+            vm: &self.vm,
+            record,
+            ring,
+            tables: &mut self.tables,
+            gfn,
+            gpa,
+            access,
+            nr_overtaken: 0,
+            timing: None,
+        })
     }
 }
 
@@ -257,6 +271,8 @@ struct Fault<'v, H: Host, F: Format> {
     gfn: Gfn,
     gpa: Gpa,
     access: Access,
+    /// How often an invalidation came between a look at an empty entry and the exchange.
+    nr_overtaken: u32,
     timing: Option<Timing>,
 }
 
@@ -340,7 +356,10 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     }
 
     #[inline]
-    fn leaf(&self, plan: &InstallPlan<'_, H::Backing>, gfn: Gfn, resolved: Resolved) -> Result<NewLeaf, Error> {
+    fn leaf(&self, plan: &InstallPlan<'_, H::Backing>, gfn: Gfn, mut resolved: Resolved) -> Result<NewLeaf, Error> {
+        if self.nr_overtaken >= OVERTAKEN_BEFORE_SMALL_LEAF {
+            resolved.max_size = PageSize::Size4K;
+        }
         plan.leaf::<F>(&self.vm.tree.config, self.max_opened(), gfn, self.access, resolved)
     }
 

@@ -1,5 +1,5 @@
-//! The single steps that faults and zaps do to the tree: install a leaf, give access back, split a huge leaf, refine an
-//! empty entry, take away what is there.
+//! The single steps that faults and zaps do to the tree: install a leaf, give access back, split a huge leaf, take away
+//! what is there.
 //!
 //! All run inside a section, on what a cursor found there, and neither allocate nor wait: the tables that they link come
 //! from the caller's cache. Each is one compare-and-exchange; `Err(Changed)` means that somebody was faster and that the
@@ -99,6 +99,13 @@ pub(crate) struct Prepared {
     pub(crate) pfn: Pfn,
 }
 
+impl Prepared {
+    /// An entry of `level` that is empty with `stamp`: what hangs above it then says the same, piece by piece.
+    pub(crate) fn empty(stamp: Stamp, level: Level, pfn: Pfn) -> Prepared {
+        Prepared { entry: entry::empty(stamp), level, nr_tables: 0, pfn }
+    }
+}
+
 /// Puts `prepared` where it belongs below the cursor's entry `value`, as [`install`] does with a leaf.
 #[inline]
 pub(crate) fn link<H: Host, F: Format>(
@@ -152,23 +159,6 @@ pub(crate) fn give_back_to<F: Format>(
     };
     let new = used_leaf::<F>(new, Some(access), tracking);
     entry.compare_exchange::<F>(value, new).map_err(|_| Changed)
-}
-
-/// Replaces the empty entry `value` at the cursor, which has `stamp`, by a table whose entries are all empty with that
-/// stamp. It says the same, piece by piece.
-///
-/// The cache must hold a table.
-pub(crate) fn refine<H: Host, F: Format>(
-    cursor: &Cursor<'_, H, F>,
-    host: &H,
-    cache: &mut TableCache,
-    value: Entry,
-    stamp: Stamp,
-) -> Result<(), Changed> {
-    let table = cache.prepare::<H, F>(host, 0, |_| entry::empty(stamp.flushed()));
-    cursor.entry().compare_exchange::<F>(value, table).map_err(|_| Changed)?;
-    cache.linked(host, cursor.stats(), 1, TableUse::Fault, None);
-    Ok(())
 }
 
 /// Replaces the huge leaf `value` at the cursor, tracked or not, by a table of leaves one level lower that allow the same. No

@@ -9,9 +9,17 @@
 //! their table. For another zap of the same page may find it empty already, and its caller then frees the frame: by then
 //! all must have been told, whoever was to tell it and was preempted (`models/zap.py`).
 //!
-//! What lies beside the range stays as it is. An entry that the range covers in part is refined first: a huge leaf is
-//! split, an empty entry gets a table whose entries inherit its stamp, so that faults beside the range go on undisturbed.
-//! Only where there is no memory for the table, the entry goes as a whole: its neighbours fault again, or once more.
+//! A huge leaf that the range covers in part is split first, so that what lies beside the range stays mapped. The table
+//! for that is asked for without waiting: an invalidation may run inside the host's reclaim of memory. Without memory the
+//! whole leaf goes, and its neighbours fault again. An empty entry gets the stamp as a whole: no table is made for memory
+//! that was never mapped, and a fault beside the range that had looked already looks once more (`vcpu/act.rs`).
+//!
+//! # Which stamp
+//! An entry of the lowest level gets the zap's own stamp; each entry above gets a fresh one, taken for it alone. So no
+//! value ever comes back to a page, which `table/stamp.rs` relies on. Entries of the lowest level are visited by the first
+//! pass alone, which moves forward: it gives the own stamp to each page at most once. An entry above may speak for pages
+//! that this zap has stamped already: where the table that they were in was unlinked meanwhile, in a further pass, and in a
+//! rescan, which brings several ranges with one stamp.
 //!
 //! Unlinked tables wait for open sections. So that they never pile up, not even behind a section that was suspended, no
 //! more are unlinked while [`MAX_PUT_OFF_TABLES`] wait: tables then stay linked, and their entries are emptied in place.
@@ -22,7 +30,7 @@ use super::{broken, split};
 use crate::addr::{Gfn, GfnRange, Hpa, Level};
 use crate::dirty::log;
 use crate::format::{Entry, Format};
-use crate::host::{AllocationWait, Host, TableNode, ZappedLeaf};
+use crate::host::{AllocationWait, Host, ZappedLeaf};
 use crate::slot::set::Slots;
 use crate::stats::Counter;
 use crate::sync::Side;
@@ -46,8 +54,7 @@ pub(super) const MAX_PUT_OFF_TABLES: u64 = 1024;
 pub(crate) enum Faults {
     /// The range is published, until the flush is paid.
     KeptOut,
-    /// Nothing, if user space changes its mind. So no table may be unlinked: it could have leaves again. Nor are any made, for
-    /// pages that nobody has: an empty entry gets the stamp as a whole, which costs a fault beside the range one more look.
+    /// Nothing, if user space changes its mind. So no table may be unlinked: it could have leaves again.
     MayComeBack,
 }
 
@@ -75,7 +82,6 @@ pub(crate) fn zap_range<H: Host, F: Format>(
         tables: TableCache::new(),
         is_out_of_memory: false,
         leaves_tables: false,
-        flushed: None,
     };
     let mut pass = Level::L4K;
     // From the second pass on there is work only if a whole block of the level is in the range.
@@ -93,15 +99,6 @@ pub(crate) fn zap_range<H: Host, F: Format>(
                     tree.reclaim();
                     tree.host.yield_now();
                     gfn
-                }
-                TurnEnd::NeedsTable(gfn, node) => {
-                    zap.take_table(record, node);
-                    gfn
-                }
-                TurnEnd::Flush(block, value) => {
-                    tree.flush(record, &[block]);
-                    zap.flushed = Some((block, value));
-                    next.max(block.start)
                 }
                 TurnEnd::Break(gfn, value, level) => {
                     // Whether it worked or the entry has changed meanwhile: look again.
@@ -135,12 +132,8 @@ enum TurnEnd {
     At(Gfn),
     /// Somebody else should run.
     Yield(Gfn),
-    /// An entry that is covered in part needs a table from this node.
-    NeedsTable(Gfn, TableNode),
     /// A leaf that is covered in part must be broken before it is split.
     Break(Gfn, Entry, Level),
-    /// This block, whose entry has this value, must be flushed before a table is made of it.
-    Flush(GfnRange, Entry),
 }
 
 /// A zap under way.
@@ -155,21 +148,13 @@ struct Zap<'z, H: Host, F: Format> {
     is_out_of_memory: bool,
     /// Too many unlinked tables are waiting: some were left linked.
     leaves_tables: bool,
-    /// The block that was flushed last so that a table can be made of it, and its entry before that.
-    flushed: Option<(GfnRange, Entry)>,
 }
 
 impl<H: Host, F: Format> Zap<'_, H, F> {
-    /// Takes a table from the host.
-    fn take_table(&mut self, record: &Record, node: TableNode) {
-        let result = self.tables.top_up::<H, F>(&self.tree.host, &record.stats, 1, node, AllocationWait::Allowed);
-        self.is_out_of_memory = result.is_err();
-    }
-
     /// One section's worth of a pass: the lowest empties entries, a higher one unlinks the tables that hang on entries of
     /// its level.
     fn turn(&mut self, section: &Section<'_>, start: Gfn, pass: Level) -> TurnEnd {
-        let (range, stamp) = (self.range, self.stamp);
+        let range = self.range;
         let mut cursor = Cursor::new(self.tree, section, start);
         let mut visited = 0;
         let mut zapped = 0;
@@ -179,10 +164,6 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
             }
             let (entry, level, block) = (cursor.entry(), cursor.level(), cursor.block());
             let value = entry.load();
-            let is_whole = range.covers(block) || self.is_out_of_memory;
-            // Beside the range nobody is kept from making something else before the flush.
-            let may_come_back = self.faults == Faults::MayComeBack || !range.covers(block);
-            let stamp = if F::BREAK_BEFORE_MAKE && may_come_back { stamp.unflushed() } else { stamp };
             let done = match entry::state::<F>(value, level) {
                 State::Frozen => {
                     cursor.restart();
@@ -193,13 +174,20 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
                     continue;
                 }
                 State::Empty(found) if found >= self.stamp => Ok(()),
-                State::Empty(_) if is_whole || self.faults == Faults::MayComeBack => {
+                State::Empty(found) => {
+                    let stamp = self.stamp_for(level);
+                    // A flush that is needed before the next make still is; nothing is taken away here that would need one.
+                    let stamp = if found.is_unflushed() { stamp.unflushed() } else { stamp };
                     install::take_away(&cursor, value, stamp).map(drop)
                 }
-                State::Leaf | State::Tracked if is_whole => {
+                State::Leaf | State::Tracked if self.goes_whole(section, value, level, block) => {
                     // First: see the module. If hardware sets A or D meanwhile, the exchange fails, and is told anew.
                     mark_dirty(self.tree, self.slots, section, value, level, block);
                     report(self.tree, value, level, block);
+                    let stamp = self.stamp_for(level);
+                    // Beside the range nothing keeps a fault from making something else before the flush.
+                    let may_come_back = self.faults == Faults::MayComeBack || !range.covers(block);
+                    let stamp = if F::BREAK_BEFORE_MAKE && may_come_back { stamp.unflushed() } else { stamp };
                     let done = install::take_away(&cursor, value, stamp).map(drop);
                     if done.is_ok() {
                         // And once more: a harvest may have taken the mark and cleared D, and a CPU have set it again, before
@@ -211,29 +199,16 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
                     }
                     done
                 }
-                state @ (State::Empty(_) | State::Leaf | State::Tracked) => {
-                    let host = &self.tree.host;
-                    let node = self.node_for(value, level, state);
-                    if !self.tables.has(1, node) {
-                        break TurnEnd::NeedsTable(cursor.gfn(), node);
-                    }
+                State::Leaf | State::Tracked => {
                     if F::BREAK_BEFORE_MAKE {
-                        match state {
-                            // A zap that has emptied it may not have flushed yet.
-                            State::Empty(_) if self.flushed == Some((block, value)) => {}
-                            State::Empty(_) => break TurnEnd::Flush(block, value),
-                            _ => break TurnEnd::Break(cursor.gfn(), value, level),
-                        }
+                        break TurnEnd::Break(cursor.gfn(), value, level);
                     }
                     // Whether it worked or the entry has changed meanwhile: look again.
-                    let _: Result<(), Changed> = match state {
-                        State::Empty(found) => install::refine(&cursor, host, &mut self.tables, value, found),
-                        _ => install::split(&cursor, host, &mut self.tables, value),
-                    };
+                    let _: Result<(), Changed> = install::split(&cursor, &self.tree.host, &mut self.tables, value);
                     continue;
                 }
                 State::Table if level == pass && range.covers(block) && self.may_unlink() => {
-                    // A stamp of its own: greater ones may have been left inside (`table/stamp.rs`).
+                    // A fresh stamp: greater ones than the zap's may have been left inside (`table/stamp.rs`).
                     let done = install::take_away(&cursor, value, self.tree.next_stamp()).map(drop);
                     if done.is_ok() {
                         // Not earlier: a table that is still linked must not have frozen entries, or walks would spin.
@@ -269,12 +244,24 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
         end
     }
 
-    /// Where a table is to lie that replaces `value` of `level`, a leaf or empty.
-    fn node_for(&self, value: Entry, level: Level, state: State) -> TableNode {
-        match state {
-            State::Empty(_) => self.tree.config.fault_table_placement.node_for(&self.tree.host, None),
-            _ => split::placement_of::<H, F>(&self.tree.config, &self.tree.host, value, level),
+    /// The stamp for an entry of `level` that is to be empty; see the module.
+    fn stamp_for(&self, level: Level) -> Stamp {
+        if level == Level::L4K { self.stamp } else { self.tree.next_stamp() }
+    }
+
+    /// Whether the leaf `value`, which maps `block`, goes as it is: the range covers it, or there is no memory for the table
+    /// that it is to be split into. Else the cache has that table.
+    fn goes_whole(&mut self, section: &Section<'_>, value: Entry, level: Level, block: GfnRange) -> bool {
+        if self.range.covers(block) || self.is_out_of_memory {
+            return true;
         }
+        let Tree { host, config, .. } = self.tree;
+        let node = split::placement_of::<H, F>(config, host, value, level);
+        if !self.tables.has(1, node) {
+            let stats = &section.record().stats;
+            self.is_out_of_memory = self.tables.top_up::<H, F>(host, stats, 1, node, AllocationWait::Never).is_err();
+        }
+        self.is_out_of_memory
     }
 
     fn may_unlink(&mut self) -> bool {
@@ -286,8 +273,8 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
     /// Gives a table that this thread unlinked inside `section`, and whose entries have `level`, to the token.
     ///
     /// The entries of the lowest level are empty, each with a stamp of this zap or of one after it, so that no fault
-    /// installs anything there any more: they may stay as they are. In a table above, another zap could still hang a table
-    /// on an entry to refine it: those are frozen, and what was hung there is taken along.
+    /// installs anything there any more: they may stay as they are. In a table above, a fault beside the ranges of all
+    /// invalidations could still hang a table on an entry: those are frozen, and what was hung there is taken along.
     fn take_over(&mut self, section: &Section<'_>, table: Hpa, level: Level, start: Gfn) {
         let cells = frames::linked_entries::<H, F>(&self.tree.host, section, table, level);
         for (index, cell) in (0..).zip(cells) {

@@ -11,7 +11,7 @@
 //!
 //! | from -> to | who | how |
 //! |---|---|---|
-//! | empty -> leaf, table | fault, prefault; a zap of a part (table) | compare-and-exchange on the very value read, if its stamp is the one that was seen; the entries of a new table inherit the stamp of the entry that it hangs on |
+//! | empty -> leaf, table | fault, prefault | compare-and-exchange on the very value read, if its stamp is the one that was seen; the entries of a new table inherit the stamp of the entry that it hangs on |
 //! | empty -> empty, greater stamp | zap | compare-and-exchange |
 //! | leaf -> leaf, same frame | fault (gives W back), protect, age | compare-and-exchange; a single AND at the lowest level, to clear only; never an OR |
 //! | leaf -> tracked, same frame | age, where there is no A bit | compare-and-exchange; W is dropped, D is kept |

@@ -23,11 +23,28 @@
 //! # Stamps do not only rise
 //! A page's stamp is that of its lowest entry, and two things may replace a greater stamp by a smaller one. A fault that
 //! takes a read-only leaf away (`vcpu`) has taken its stamp before the exchange. And a change that unlinks a table takes
-//! along what later changes have left inside. Hence "the very stamp" and not "at most that stamp"; and hence each
-//! unlinking takes a stamp of its own, so that no value ever comes back to a page. Then whoever looked before the
-//! unlinking fails. Whoever looks after it must see the later change as published: that change published, made a full
-//! fence, and then walked into the table, so before the table was unlinked; the fault reads the parent entry, and then the
-//! ranges. (`models/slots.py` and `models/upgrade.py` show what happens otherwise.)
+//! along what later changes have left inside. Hence "the very stamp" and not "at most that stamp"; and hence the rule
+//! below. A fault that looked before an unlinking then fails, for the unlinking has a fresh stamp. A fault that looks after
+//! it must see the later change as published: that change published, made a full fence, and then walked into the table, so
+//! before the table was unlinked; the fault reads the parent entry, and then the ranges. (`models/slots.py` and
+//! `models/upgrade.py` show what happens otherwise.)
+//!
+//! # No stamp comes back to a page
+//! "The very stamp" proves that nothing has happened since the look only if no stamp is given to a page twice. Each place
+//! that stores a stamp keeps to that:
+//! - A zap gives its own stamp to entries of the lowest level alone, and to each page once (`second_stage/zap.rs`).
+//! - All else is a *fresh* stamp, which is taken for one exchange and stored by that one alone: that of a zap for an entry
+//!   above the lowest level, empty or a leaf; of an unlinking; of who cancels what is broken; of a fault that replaces a
+//!   read-only leaf.
+//! - The entries of a new table inherit the stamp of the entry that it hangs on: to each page the stamp that it has. What
+//!   goes with it is the flag *unflushed*, which is no part of the stamp: the table is made once the flush is over, and no
+//!   entry gets the flag back without another stamp.
+//!
+//! Otherwise this goes wrong, with a block of pages and four changes (`models/zap.py`, rules stamp-again, stamp-passed and
+//! one-stamp): K takes the fresh stamp u for an unlinking of the block. J takes its own stamp S, greater than u, visits the
+//! page, and a fault F reads S there. I publishes the page, zaps it and holds it. K unlinks: the block is empty with u. J
+//! comes by the block once more, finds u below S, and stores S. A neighbour's fault hangs a table there, the page inherits
+//! S, and F, which looked at the published ranges before I was among them, installs on S what I has taken away.
 
 use super::entry::Stamp;
 use crate::sync::{AtomicU64, Ordering};

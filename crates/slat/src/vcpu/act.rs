@@ -6,7 +6,7 @@ use super::{Fault, installed};
 use crate::addr::{Access, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::host::Host;
-use crate::second_stage::install::{self, Changed, NewLeaf, Rights};
+use crate::second_stage::install::{self, Changed, NewLeaf, Prepared, Rights};
 use crate::second_stage::{split, zap};
 use crate::sync::{Side, fence_after_rmw};
 use crate::table::entry::{self, Stamp, State};
@@ -49,9 +49,32 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         // Another stamp: the range was taken away since the look. A higher or lower entry than then: the leaf may not fit,
         // or need more tables than were taken.
         if stamp != seen || cursor.level() > highest || cursor.level() < leaf.level {
+            if stamp != seen && cursor.level() <= highest {
+                self.refine(&cursor, value, stamp, &leaf);
+            }
             return Err(Changed);
         }
         self.install_at(&cursor, section, value, stamp, leaf)
+    }
+
+    /// Makes sure that this fault gets through beside invalidations of its neighbours, which give a stamp to the whole empty
+    /// entry at the cursor, again and again. The entry, `value` with `stamp`, is replaced by the tables that were taken for
+    /// `leaf`, whose entries are all empty with that stamp. They say the same, piece by piece, so nothing has to be looked at
+    /// before. From then on only what is invalidated in the block of `leaf` overtakes this fault; if even that is too much,
+    /// the next leaf is a small one.
+    #[cold]
+    pub(super) fn refine(&mut self, cursor: &Cursor<'_, H, F>, value: Entry, stamp: Stamp, leaf: &NewLeaf) {
+        self.nr_overtaken = self.nr_overtaken.saturating_add(1);
+        // Where a break must come before a make, the entry has to be flushed by now. A zap flushes what it has emptied before
+        // it withdraws its range; one that keeps no fault out says so in the stamp.
+        let is_flushed = !F::BREAK_BEFORE_MAKE
+            || !stamp.is_unflushed()
+                && self.vm.tree.published.free_level(self.gfn, cursor.level()) == Some(cursor.level());
+        if cursor.level() > leaf.level && is_flushed {
+            let empty = Prepared::empty(stamp, leaf.level, leaf.pfn);
+            // If the entry has changed once more, the next look finds out.
+            let _: Result<(), Changed> = install::link(cursor, &self.vm.tree.host, self.tables, value, stamp, empty);
+        }
     }
 
     /// Takes the leaf `value` away and installs `leaf` in its place, in one section: between the two, and before the host

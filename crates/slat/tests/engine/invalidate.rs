@@ -200,8 +200,10 @@ fn neighbours<F: Format>(locking: Locking) {
         let vm = vm::<F>(locking);
         vm.set_user_memory_region(region(0, 0, 512 * GIB, 512 * BLOCK_1G, size)).unwrap();
         let mut vcpu = vm.create_vcpu().unwrap();
-        // The first one refines the entries around the page.
-        drop(vm.invalidate_range(pages(0, 1)).unwrap());
+        // So that the page has an entry of its own, and nothing is mapped there.
+        let held = vm.invalidate_range(pages(0, 1)).unwrap();
+        assert_eq!(read(&mut vcpu, 1), Some((512 * BLOCK_1G + 1, Level::L4K)));
+        drop(held);
         let stop = AtomicBool::new(false);
         let nr_invalidations = AtomicU64::new(0);
         std::thread::scope(|scope| {

@@ -41,6 +41,7 @@ mod shadow;
 mod shadow_bad_input;
 mod shadow_threads;
 mod support_matrix;
+mod untouched;
 mod userfault;
 mod userfault_kvm;
 mod userfault_overtaken;

@@ -264,14 +264,18 @@ impl Model {
         }
     }
 
-    /// Makes tables of the entries that `range` covers in part: what lies beside it stays.
-    fn refine(&mut self, range: GfnRange) {
+    /// Splits the huge leaves that `range` covers in part: what lies beside it stays.
+    fn split_edges(&mut self, range: GfnRange) {
         for edge in [range.start, Gfn(range.end.0 - 1)] {
             let mut level = self.root_level;
             while !range.covers(edge.block(level)) {
                 let first = edge.align_down(level).0;
-                if self.tables.insert((level, first)) {
+                if self.leaves.get(&first).is_some_and(|leaf| leaf.level == level) {
+                    self.tables.insert((level, first));
                     self.split(first);
+                }
+                if !self.tables.contains(&(level, first)) {
+                    break;
                 }
                 level = level.down();
             }
@@ -296,7 +300,7 @@ impl Model {
     }
 
     pub fn take_away(&mut self, range: GfnRange) {
-        self.refine(range);
+        self.split_edges(range);
         let gone: Vec<u64> = self.leaves.range(range.start.0..range.end.0).map(|(&first, _)| first).collect();
         for first in gone {
             self.zap_leaf(first);

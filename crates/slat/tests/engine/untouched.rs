@@ -1,0 +1,135 @@
+//! Invalidations where nothing is mapped: they make no table, ask for no memory, and hold no neighbour up.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::common::{Call, GIB, TestHost, assert_no_table_is_left, each, lazily_splitting, region, translate, vm};
+use slat::{
+    Access, AllocationWait, Config, FaultAround, Format, Gfn, GfnRange, Level, Locking, MemoryRegionFlags, Outcome,
+    PageSize, Vcpu, Vm,
+};
+
+/// Pages of a block.
+const BLOCK_2M: u64 = 512;
+const BLOCK_1G: u64 = 512 * 512;
+
+fn page(gfn: u64) -> GfnRange {
+    GfnRange::new(Gfn(gfn), 1)
+}
+
+fn level_at<F: Format>(vm: &Vm<TestHost, F>, gfn: u64) -> Option<Level> {
+    translate(vm, Gfn(gfn).gpa()).map(|found| found.level)
+}
+
+each!(invalidations_of_memory_that_was_never_mapped_make_no_table, never_mapped);
+fn never_mapped<F: Format>(locking: Locking) {
+    let nr_pages = 1 << (F::GPA_BITS - 12).min(30);
+    let vm = vm::<F>(locking);
+    vm.set_user_memory_region(region(0, 0, nr_pages << 12, nr_pages, PageSize::Size1G)).unwrap();
+    // A balloon that a guest drives, page by page, all over the slot.
+    for n in 0..16_384 {
+        drop(vm.invalidate_range(page(n * (nr_pages / 16_384))).unwrap());
+        drop(vm.invalidate_range(page(nr_pages - 1)).unwrap());
+    }
+    assert_eq!((vm.host().live_tables(), vm.stats().fault_tables), (1, 0));
+    // What is mapped there later is as large as ever.
+    let mut vcpu = vm.create_vcpu().unwrap();
+    for gfn in [0, nr_pages - 1] {
+        assert_eq!(vcpu.handle_fault(Gfn(gfn).gpa(), Access::Write), Ok(Outcome::Resume));
+        assert_eq!(level_at(&vm, gfn), Some(Level::L1G));
+    }
+    drop(vcpu);
+    vm.set_user_memory_region(crate::common::change(0, MemoryRegionFlags::empty(), 0, 0)).unwrap();
+    assert_no_table_is_left(&vm);
+}
+
+/// Has page `neighbour` invalidated at each resolve from now on, and counts them.
+fn invalidate_at_each_resolve<F: Format>(vm: &Arc<Vm<TestHost, F>>, neighbour: u64, nr_resolves: &Arc<AtomicU32>) {
+    let (again, nr_resolves) = (Arc::clone(vm), Arc::clone(nr_resolves));
+    vm.host().overtake(Call::Resolve, 1, move || {
+        drop(again.invalidate_range(page(neighbour)).unwrap());
+        // Not for ever: a fault that does not get through is to fail the test.
+        if nr_resolves.fetch_add(1, Ordering::SeqCst) < 100 {
+            invalidate_at_each_resolve(&again, neighbour, &nr_resolves);
+        }
+    });
+}
+
+/// How often `access` asks the host for a page, if at each time page `neighbour`, which is not mapped either, is invalidated.
+fn nr_resolves_beside<F: Format>(
+    config: Config,
+    size: PageSize,
+    neighbour: u64,
+    access: fn(&mut Vcpu<TestHost, F>),
+) -> u32 {
+    let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
+    vm.set_user_memory_region(region(0, 0, 4 * GIB, 4 * BLOCK_1G, size)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let nr_resolves = Arc::default();
+    invalidate_at_each_resolve(&vm, neighbour, &nr_resolves);
+    access(&mut vcpu);
+    // The host has the VM otherwise.
+    assert!(!vm.host().was_overtaken());
+    assert!(level_at(&vm, 1).is_some() && level_at(&vm, neighbour).is_none());
+    nr_resolves.load(Ordering::SeqCst)
+}
+
+each!(a_fault_gets_through_beside_invalidations_of_neighbours_that_are_not_mapped, gets_through);
+fn gets_through<F: Format>(locking: Locking) {
+    let write = |vcpu: &mut Vcpu<TestHost, F>| {
+        assert_eq!(vcpu.handle_fault(Gfn(1).gpa(), Access::Write), Ok(Outcome::Resume));
+    };
+    let pre_fault = |vcpu: &mut Vcpu<TestHost, F>| {
+        assert_eq!(vcpu.pre_fault_memory(Gfn(1).gpa(), 4096, Access::Write), Ok(4096));
+    };
+    for size in [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G] {
+        // In the same 2 MiB, 1 GiB, entry of the root.
+        for neighbour in [2, 3 * BLOCK_2M, 3 * BLOCK_1G] {
+            for around in [FaultAround::Off, FaultAround::Pages(16)] {
+                let config = lazily_splitting(locking).with_fault_around(around);
+                for access in [write, pre_fault] {
+                    let nr_resolves = nr_resolves_beside::<F>(config, size, neighbour, access);
+                    assert!(nr_resolves <= 8, "{nr_resolves} for {size:?} beside {neighbour:#x}, {around:?}");
+                }
+            }
+        }
+    }
+}
+
+each!(a_page_that_was_overtaken_once_is_as_large_as_ever, as_large);
+fn as_large<F: Format>(locking: Locking) {
+    for size in [PageSize::Size2M, PageSize::Size1G] {
+        let vm = vm::<F>(locking);
+        vm.set_user_memory_region(region(0, 0, 4 * GIB, 4 * BLOCK_1G, size)).unwrap();
+        let mut vcpu = vm.create_vcpu().unwrap();
+        let other = Arc::clone(&vm);
+        vm.host().overtake(Call::Resolve, 1, move || drop(other.invalidate_range(page(2)).unwrap()));
+        assert_eq!(vcpu.handle_fault(Gfn(1).gpa(), Access::Write), Ok(Outcome::Resume));
+        assert!(vm.host().was_overtaken());
+        assert_eq!((level_at(&vm, 1), vm.stats().retries), (Some(size.level()), 1));
+    }
+}
+
+each!(no_invalidation_waits_for_memory, never_waits);
+fn never_waits<F: Format>(locking: Locking) {
+    for (refuses, left) in [(false, Some(Level::L4K)), (true, None)] {
+        for size in [PageSize::Size2M, PageSize::Size1G] {
+            let vm = vm::<F>(locking);
+            vm.set_user_memory_region(region(0, 0, 2 * GIB, 2 * BLOCK_1G, size)).unwrap();
+            let mut vcpu = vm.create_vcpu().unwrap();
+            assert_eq!(vcpu.handle_fault(Gfn(4).gpa(), Access::Write), Ok(Outcome::Resume));
+            vm.host().asked.lock().unwrap().clear();
+            vm.host().refuses_who_cannot_wait.store(refuses, Ordering::SeqCst);
+            vm.host().record_zapped();
+            drop(vm.invalidate_range(page(3)).unwrap());
+            let asked = std::mem::take(&mut *vm.host().asked.lock().unwrap());
+            assert!(!asked.is_empty() && asked.iter().all(|&(_, wait)| wait == AllocationWait::Never), "{asked:?}");
+            // The whole leaf goes where the memory for a table is not at hand.
+            assert_eq!((level_at(&vm, 3), level_at(&vm, 4)), (None, left));
+            let gone = if refuses { GfnRange::new(Gfn(0), size.level().nr_pages()) } else { page(3) };
+            assert_eq!(vm.host().take_zapped().iter().map(|leaf| leaf.range).collect::<Vec<_>>(), [gone]);
+            vm.host().refuses_who_cannot_wait.store(false, Ordering::SeqCst);
+            assert_eq!(vcpu.handle_fault(Gfn(4).gpa(), Access::Write), Ok(Outcome::Resume));
+        }
+    }
+}
