@@ -77,7 +77,11 @@ fn age_turn<H: Host, F: Format>(
         // A tracked leaf has not been used since it was aged.
         if let (leaf, State::Leaf) = cursor.descend_to_lowest() {
             match age_leaf(tree.config.access_tracking, &cursor, leaf, aging) {
-                Ok(Used::Yes) => *nr_used += cursor.block().intersection(range).nr_pages(),
+                Ok(Used::Yes) => {
+                    // Not what lies before the cursor: that was counted by its parts, before a recovery made them one leaf.
+                    let rest = GfnRange { start: cursor.gfn(), end: range.end };
+                    *nr_used += cursor.block().intersection(rest).nr_pages();
+                }
                 Ok(Used::No) => {}
                 Err(Changed) => continue,
             }

@@ -390,3 +390,30 @@ fn aging_brings_nothing_back_that_was_taken_away() {
         }
     }
 }
+
+/// An aging of small leaves is overtaken at its `nth` look by a recovery that makes them one. Each page counts once.
+fn aging_is_overtaken_by_a_recovery(range: GfnRange, nth: u32) -> bool {
+    let vm = Arc::new(Vm::<TestHost, Hooked>::new(TestHost::default(), Config::default()).unwrap());
+    vm.set_user_memory_region(region(0, 0, 4 * MIB, 0x1000, PageSize::Size2M)).unwrap();
+    assert_eq!(vm.create_vcpu().unwrap().handle_fault(Gfn(3).gpa(), Access::Write), Ok(Outcome::Resume));
+    assert_eq!(vm.split_range(pages(0, 512), PageSize::Size4K), Ok(1));
+    let recovering = Arc::clone(&vm);
+    at_look(Level(4), nth, move || {
+        let recover = move || assert_eq!(recovering.recover_range(pages(0, 512)), Ok(1));
+        std::thread::spawn(recover).join().unwrap();
+    });
+    assert_eq!(vm.age_range(range), Ok(range.nr_pages()), "{nth}");
+    was_called()
+}
+
+#[test]
+fn what_an_aging_has_counted_by_its_parts_is_not_counted_once_more() {
+    for range in [pages(0, 512), pages(5, 100)] {
+        let (mut nth, mut nr_overtaken) = (1, 0);
+        while aging_is_overtaken_by_a_recovery(range, nth) {
+            nr_overtaken += 1;
+            nth += 1 + nth / 3;
+        }
+        assert!(nr_overtaken > 10, "{nr_overtaken}");
+    }
+}
