@@ -32,8 +32,8 @@
 //!
 //! | method | called by | what is held | may it block? |
 //! |---|---|---|---|
-//! | [`allocate_table`](Host::allocate_table), wait allowed | faults, prefaults, invalidations that cut a huge page, splits, shadow tables, `Vm::new` | nothing | yes |
-//! | `allocate_table`, [`AllocationWait::Never`] | splits ahead of time | section, lock | no |
+//! | [`allocate_table`](Host::allocate_table), wait allowed | faults, prefaults, splits, shadow tables, `Vm::new` | nothing | yes |
+//! | `allocate_table`, [`AllocationWait::Never`] | splits ahead of time; invalidations, slots that go and rescans, where they cut a huge page | section, lock | no |
 //! | [`free_table`](Host::free_table) | whoever reclaims: any change of slots, invalidation, `reclaim`; the end of vCPU and VM | perhaps section, lock | no |
 //! | [`table_ptr`](Host::table_ptr) | each step of each walk | section, perhaps lock | no |
 //! | [`node_of`](Host::node_of) | whoever allocates or links a table | perhaps section, lock | no |
@@ -70,10 +70,10 @@
 //! |---|---|
 //! | [`Vcpu::handle_fault`], [`Vcpu::pre_fault_memory`], [`Vcpu::pre_fault_pages`] | resolve, allocation; flush only with break before make (Arm) |
 //! | [`Vm::set_user_memory_region`]: a new slot; flags that neither begin nor end anything | - |
-//! | the same: deleted, moved, `USERFAULT` on | flush, allocation |
+//! | the same: deleted, moved, `USERFAULT` on | flush |
 //! | the same: `LOG_DIRTY_PAGES` on | flush, and allocation where huge pages are split |
 //! | the same: `LOG_DIRTY_PAGES` or `USERFAULT` off | resolve, flush |
-//! | [`Vm::invalidate_range`], [`Vm::set_memory_attributes`] | flush, and allocation where the range cuts a huge page |
+//! | [`Vm::invalidate_range`], [`Vm::set_memory_attributes`] | flush |
 //! | dropping the [`Invalidation`] | - |
 //! | [`Vm::rescan_userfault`] | flush |
 //! | [`Vm::get_dirty_log`], [`Vm::clear_dirty_log`], [`Vm::reset_dirty_rings`] | flush; with modification logs their drain; a clear with initially-all-set also allocation |
@@ -82,7 +82,16 @@
 //! | [`Vm::age_range`], [`Vm::test_age_range`], [`Vm::read_tables`], [`Vm::mark_dirty`], [`Vm::is_marked_dirty`], [`Vm::check_access`], [`Vm::stats`], [`Vm::reclaim`] | - (to age shadow paging: flush) |
 //! | [`Vcpu::handle_page_fault`], [`Vcpu::write_guest_table`], and CR3, INVLPG, INVPCID | as a fault, flush, and whoever works on the same shadow table or guest frame |
 //!
-//! No call waits for a vCPU, running or not: a section that a preempted vCPU has open only puts frees off.
+//! # The promise, and where it ends
+//! No call takes a lock on the VM, and none waits for a thread of the engine that was preempted, a vCPU's or another's: a
+//! section that stays open only puts frees off. These are all the exceptions:
+//! - **What the host does.** A call that blocks on a method of the host (the table above) waits as long as that takes. An
+//!   [`Invalidation`] that the host holds keeps faults in its range out until it is dropped, also if the thread that holds it
+//!   is preempted: each fault returns at once, and the guest comes back. Faults beside the range, and other invalidations of
+//!   it, go on.
+//! - **A VM that asks for a lock** ([`Locking::Shared`], [`Locking::Exclusive`]): its calls wait for the holder.
+//! - **Shadow paging.** Each guest frame and each shadow table has a lock, which is held for some dozen instructions: a thread
+//!   that needs the same one waits for a holder that was preempted.
 //!
 //! # What flush, park and the rest owe to memory order
 //! - **`flush`** separates three things. What the engine has written into the tables before the call must be seen by every walk
