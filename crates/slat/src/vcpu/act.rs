@@ -162,13 +162,19 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         stamp: Stamp,
         leaf: NewLeaf,
     ) -> Result<Step, Changed> {
-        install::install(cursor, &self.vm.tree.host, self.tables, value, stamp, leaf)?;
+        // Below a closed entry the leaf is of no use to a write yet. Who opens the entry gives the right to write, and marks
+        // the page: if it were marked here too, a ring would have it twice.
+        let is_nearer = self.access == Access::Write && cursor.is_closed();
+        let rights = match leaf.rights {
+            Rights::Writable if is_nearer => Rights::WriteProtected,
+            rights => rights,
+        };
+        install::install(cursor, &self.vm.tree.host, self.tables, value, stamp, NewLeaf { rights, ..leaf })?;
         self.count(installed(leaf.level));
-        if leaf.rights == Rights::Writable && self.marks(leaf.level) {
+        if rights == Rights::Writable && self.marks(leaf.level) {
             self.mark(section, self.gfn, self.gfn.block(leaf.level));
         }
-        // Below a closed entry the leaf is of no use to a write yet.
-        Ok(if self.access == Access::Write && cursor.is_closed() { Step::Nearer } else { Step::Done })
+        Ok(if is_nearer { Step::Nearer } else { Step::Done })
     }
 
     /// Whether this fault is to mark the pages of a leaf of `level` that it makes writable. Where CPUs' dirty bits are the
