@@ -325,8 +325,8 @@ pub enum Error {
         /// The number of entries that was asked for.
         nr_entries: u32,
     },
-    /// Dirty rings are enabled before the VM has its first vCPU, or never.
-    #[error("dirty rings cannot be enabled: the VM has vCPUs already")]
+    /// Dirty rings are enabled while the VM has no vCPU, and no huge pages are being put back.
+    #[error("dirty rings cannot be enabled: the VM has vCPUs")]
     VcpusExist,
     /// Dirty rings were enabled before.
     #[error("dirty rings are enabled already")]

@@ -33,7 +33,7 @@ use crate::dirty::ring::DirtyRing;
 use crate::dirty::rings::OwnedRing;
 use crate::error::Error;
 use crate::format::Format;
-use crate::host::{AllocationWait, Host, Resolved};
+use crate::host::{AllocationWait, Gone, Host, Resolved};
 use crate::second_stage::install::{Changed, NewLeaf};
 use crate::shadow::roots::Roots;
 use crate::slot::{MemoryAttributes, MemoryFaultFlags, MemoryRegionFlags};
@@ -245,9 +245,10 @@ impl<H: Host, F: Format> Drop for Vcpu<H, F> {
         self.tables.drain::<H, F>(&self.vm.tree.host, &record.stats);
         // SAFETY: as above.
         unsafe { owned.give_back() }
-        if let Some(ring) = self.ring.take() {
+        match self.ring.take() {
             // SAFETY: as above, and its rings.
-            unsafe { ring.give_back() }
+            Some(ring) => unsafe { ring.give_back() },
+            None => self.vm.rings.leave(),
         }
     }
 }
@@ -311,7 +312,10 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 }
                 Plan::Cancel => self.cancel(),
                 Plan::Install(plan) => {
-                    let resolved = self.resolve(&plan)?;
+                    let Ok(resolved) = self.resolve(&plan)? else {
+                        self.count(Counter::Retries);
+                        continue;
+                    };
                     self.flush_before_make(&plan);
                     let leaf = self.leaf(&plan, self.gfn, resolved)?;
                     if self.is_another_frame(&plan, &leaf) {
@@ -459,8 +463,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         self.vm.slots.find(&section, self.gfn)?.check_userfault(self.gfn).err()
     }
 
-    /// Step 2: the frame.
-    fn resolve(&mut self, plan: &InstallPlan<'_, H::Backing>) -> Result<Resolved, Error> {
+    /// Step 2: the frame. [`Changed`] if there is none, and the look that asked for it has been overtaken.
+    fn resolve(&mut self, plan: &InstallPlan<'_, H::Backing>) -> Result<Result<Resolved, Changed>, Error> {
         let host = &self.vm.tree.host;
         let resolve = || plan.resolve(host, self.gfn, self.access);
         let resolved = match &mut self.timing {
@@ -476,7 +480,33 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 resolved
             }
         };
-        resolved.map_err(|_| Error::BackingGone { gpa: self.gpa })
+        match resolved {
+            Ok(resolved) => Ok(Ok(resolved)),
+            Err(Gone) if self.is_overtaken(plan) => Ok(Err(Changed)),
+            Err(Gone) => Err(Error::BackingGone { gpa: self.gpa }),
+        }
+    }
+
+    /// Whether what `plan` was made of has changed since its look: the entry, the ranges that are being taken away, or what
+    /// user space says of the page. Then the host's answer may be of the past: user space has taken the page back, say, and
+    /// thrown its contents away.
+    #[cold]
+    fn is_overtaken(&self, plan: &InstallPlan<'_, H::Backing>) -> bool {
+        let Vm { tree, slots, .. } = self.vm;
+        let section = tree.epochs.enter(self.record);
+        let mut cursor = Cursor::new(tree, &section, self.gfn);
+        // In the order of `look`. A change that is over has left another stamp.
+        let (value, state) = cursor.descend_to_lowest();
+        let is_same = match plan.found {
+            Found::Empty(stamp) => state == State::Empty(stamp),
+            Found::ReadOnly(leaf, stamp) => value == leaf && tree.current_stamp() == stamp,
+            Found::Lacking(_) => unreachable!("no frame is asked for"),
+        };
+        let is_free = is_same && tree.published.free_level(self.gfn, cursor.level()).is_some();
+        let slot = if is_free { slots.find(&section, self.gfn) } else { None };
+        slot.is_none_or(|slot| {
+            slot.check_userfault(self.gfn).is_err() || slot.attributes_of(self.gfn) != plan.attributes
+        })
     }
 
     /// Flushes what CPUs may have cached of the entry, if nothing can be made of it before that.

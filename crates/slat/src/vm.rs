@@ -129,7 +129,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// of 64. `nr_pages` is one too, or the range ends with the slot.
     ///
     /// # Errors
-    /// As there, and [`Error::UnalignedLogRange`], [`Error::LogRangePastEnd`].
+    /// As there, and [`Error::UnalignedLogRange`], [`Error::EmptyRange`], [`Error::LogRangePastEnd`].
     pub fn get_dirty_log_range(
         &self,
         slot: u32,
@@ -189,8 +189,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// vCPUs have written, the emulation of a device for instance. To be called when it is written.
     ///
     /// # Errors
-    /// [`Error::NoSuchSlot`], [`Error::LogRangePastEnd`], [`Error::OutOfMemory`]. [`Error::DirtyRingInUse`]: as with KVM,
-    /// rings take the writes of vCPUs alone, and whoever else writes keeps account of it.
+    /// [`Error::NoSuchSlot`], [`Error::EmptyRange`], [`Error::LogRangePastEnd`], [`Error::OutOfMemory`].
+    /// [`Error::DirtyRingInUse`]: as with KVM, rings take the writes of vCPUs alone, and whoever else writes keeps account of it.
     ///
     /// # Example
     /// ```
@@ -242,8 +242,9 @@ impl<H: Host, F: Format> Vm<H, F> {
         if self.rings.are_enabled() { Err(Error::DirtyRingInUse { slot }) } else { Ok(()) }
     }
 
-    /// Gives each vCPU a dirty ring of `nr_entries` entries, instead of the bitmaps of the slots. To be called before the
-    /// first vCPU is made: so it is for the VM's life. KVM's `KVM_CAP_DIRTY_LOG_RING`.
+    /// Gives each vCPU a dirty ring of `nr_entries` entries, instead of the bitmaps of the slots. To be called while there is
+    /// no vCPU: so it is for the VM's life. KVM's `KVM_CAP_DIRTY_LOG_RING`. If there were vCPUs before, the slots that log
+    /// are write-protected; what their bitmaps have by then is lost, so take them before.
     ///
     /// In a slot that logs, each fault that opens a page for writing is then an entry in the ring of its vCPU
     /// ([`Vcpu::dirty_ring`]); a page may be there more than once. When [`DIRTY_RING_RESERVE`](crate::DIRTY_RING_RESERVE) entries are left, the vCPU's faults
@@ -258,7 +259,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// as one for writing, and pages of 2 MiB only where 512 entries are free.
     ///
     /// # Errors
-    /// [`Error::BadRingSize`], [`Error::RingNeedsPageFaults`], [`Error::VcpusExist`], [`Error::DirtyRingEnabled`].
+    /// [`Error::BadRingSize`], [`Error::RingNeedsPageFaults`], [`Error::DirtyRingEnabled`], [`Error::OutOfMemory`].
+    /// [`Error::VcpusExist`]: also while another thread puts huge pages back ([`recover_range`](Vm::recover_range)).
     ///
     /// # Example
     /// ```
@@ -287,10 +289,13 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// ```
     pub fn enable_dirty_ring(&self, nr_entries: u32) -> Result<(), Error> {
         let Config { dirty_tracking, huge_page_logging, .. } = self.tree.config;
-        match (dirty_tracking, huge_page_logging) {
-            (DirtyTracking::WriteProtect(_), HugePageLogging::Split) => self.rings.enable(nr_entries),
-            _ => Err(Error::RingNeedsPageFaults),
+        if !matches!((dirty_tracking, huge_page_logging), (DirtyTracking::WriteProtect(_), HugePageLogging::Split)) {
+            return Err(Error::RingNeedsPageFaults);
         }
+        let record = self.tree.epochs.borrow_record()?;
+        self.rings.enable(nr_entries)?;
+        self.begin_to_log_by_rings(&record);
+        Ok(())
     }
 
     /// The dirty rings of all vCPUs, those that are gone included: a later vCPU takes over one of theirs, with what is in it.

@@ -120,7 +120,7 @@ fn words_of<B>(
 ) -> Result<Range<usize>, Error> {
     let slot_pages = slot.range().nr_pages();
     let (first_page, nr_pages) = pages.unwrap_or((0, slot_pages));
-    check_pages(id, slot_pages, first_page, nr_pages)?;
+    slot.check_pages(first_page, nr_pages)?;
     let is_end = first_page + nr_pages == slot_pages;
     if first_page % PAGES_PER_WORD != 0 || !(is_end || nr_pages % PAGES_PER_WORD == 0) {
         return Err(Error::UnalignedLogRange { slot: id, first_page, nr_pages });
@@ -131,13 +131,6 @@ fn words_of<B>(
     }
     let first = (first_page / PAGES_PER_WORD) as usize;
     Ok(first..first + needed)
-}
-
-fn check_pages(id: u32, slot_pages: u64, first_page: u64, nr_pages: u64) -> Result<(), Error> {
-    match first_page.checked_add(nr_pages) {
-        Some(end) if end <= slot_pages => Ok(()),
-        _ => Err(Error::LogRangePastEnd { slot: id, first_page, nr_pages, slot_pages }),
-    }
 }
 
 /// The slot as a turn finds it.
@@ -424,7 +417,7 @@ pub(crate) fn mark_pages<B>(
     // hands it to somebody who then sees the writes.
     full_fence();
     let slot = slots.by_id(section, id).ok_or(Error::NoSuchSlot { slot: id })?;
-    check_pages(id, slot.range().nr_pages(), first_page, nr_pages)?;
+    slot.check_pages(first_page, nr_pages)?;
     if let Some(log) = slot.log() {
         log.mark(first_page, nr_pages);
     }
@@ -435,7 +428,7 @@ pub(crate) fn mark_pages<B>(
 pub(crate) fn is_marked<B>(slots: &Slots<B>, section: &Section<'_>, id: u32, page: u64) -> Result<bool, Error> {
     let slot = slots.by_id(section, id).ok_or(Error::NoSuchSlot { slot: id })?;
     let log = slot.log().ok_or(Error::NotLogging { slot: id })?;
-    check_pages(id, slot.range().nr_pages(), page, 1)?;
+    slot.check_pages(page, 1)?;
     Ok(log.is_marked(page))
 }
 

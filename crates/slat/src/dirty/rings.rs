@@ -23,26 +23,33 @@ use crate::host::Host;
 use crate::second_stage::flush::FlushToken;
 use crate::second_stage::protect::Protector;
 use crate::slot::set::Slots;
-use crate::sync::{AtomicPtr, AtomicU32, Ordering, Side};
+use crate::sync::{AtomicPtr, AtomicU64, Ordering, Side};
 use crate::table::Tree;
 use crate::table::retire::{Record, Section};
 
-/// Not decided whether the VM has rings: it has no vCPU yet.
-const UNDECIDED: u32 = 0;
-/// The VM has vCPUs, and no rings.
-const NO_RINGS: u32 = u32::MAX;
+/// Set in [`Rings::state`] if the VM has rings; the rest is their size.
+const ENABLED: u64 = 1 << 63;
 
 /// The rings of one VM, or none.
 pub(crate) struct Rings {
-    /// Size of each ring; or [`UNDECIDED`], or [`NO_RINGS`]. One word, so that of the first vCPU and the call that enables
-    /// rings one comes first.
-    nr_entries: AtomicU32,
+    /// [`ENABLED`] and the size of each ring; or how many vCPUs and recoveries of huge pages there are, which open pages and
+    /// push none. One word, so that of these and the call that enables rings one comes first.
+    state: AtomicU64,
     first: AtomicPtr<DirtyRing>,
+}
+
+/// As long as this lives, the VM has no rings.
+pub(crate) struct WithoutRings<'r>(&'r Rings);
+
+impl Drop for WithoutRings<'_> {
+    fn drop(&mut self) {
+        self.0.leave();
+    }
 }
 
 impl Rings {
     pub(crate) fn new() -> Rings {
-        Rings { nr_entries: AtomicU32::new(UNDECIDED), first: AtomicPtr::new(ptr::null_mut()) }
+        Rings { state: AtomicU64::new(0), first: AtomicPtr::new(ptr::null_mut()) }
     }
 
     /// Gives each vCPU that is made from now on a ring of `nr_entries`.
@@ -50,26 +57,49 @@ impl Rings {
         if !nr_entries.is_power_of_two() || !(MIN_DIRTY_RING_ENTRIES..=MAX_DIRTY_RING_ENTRIES).contains(&nr_entries) {
             return Err(Error::BadRingSize { nr_entries });
         }
-        // Relaxed, here and below: the number says it all.
-        match self.nr_entries.compare_exchange(UNDECIDED, nr_entries, Ordering::Relaxed, Ordering::Relaxed) {
+        // Acquire: sees the leaves of the vCPUs that are gone. Relaxed on failure: the number says it all.
+        match self.state.compare_exchange(0, ENABLED | u64::from(nr_entries), Ordering::Acquire, Ordering::Relaxed) {
             Ok(_) => Ok(()),
-            Err(NO_RINGS) => Err(Error::VcpusExist),
-            Err(_) => Err(Error::DirtyRingEnabled),
+            Err(state) if state & ENABLED != 0 => Err(Error::DirtyRingEnabled),
+            Err(_) => Err(Error::VcpusExist),
         }
     }
 
     /// Whether pages are logged by rings, and not by bitmaps.
     pub(crate) fn are_enabled(&self) -> bool {
-        !matches!(self.nr_entries.load(Ordering::Relaxed), UNDECIDED | NO_RINGS)
+        // Relaxed: once there are rings, there always are. Where more is asked for, there is a fence.
+        self.state.load(Ordering::Relaxed) & ENABLED != 0
     }
 
-    /// The ring for a new vCPU, if vCPUs have rings. The last thing in making one that may fail: from now on they have rings
-    /// or they have not.
+    /// Keeps the VM without rings, if it has none. `Err` is the size of its rings.
+    fn enter(&self) -> Result<(), u32> {
+        let more = |state: u64| (state & ENABLED == 0).then_some(state + 1);
+        // Relaxed, both: the number says it all.
+        match self.state.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more) {
+            Ok(_) => Ok(()),
+            Err(enabled) => Err(enabled as u32),
+        }
+    }
+
+    /// As long as the answer lives, the VM has no rings; `None` if it has some.
+    pub(crate) fn keep_out(&self) -> Option<WithoutRings<'_>> {
+        self.enter().ok().map(|()| WithoutRings(self))
+    }
+
+    /// The ring for a new vCPU, if vCPUs have rings. The last thing in making one that may fail. A vCPU without one keeps the
+    /// VM without rings, until it [leaves](Rings::leave).
     pub(crate) fn take(&self) -> Result<Option<OwnedRing>, Error> {
-        match self.nr_entries.compare_exchange(UNDECIDED, NO_RINGS, Ordering::Relaxed, Ordering::Relaxed) {
-            Ok(_) | Err(NO_RINGS) => Ok(None),
+        match self.enter() {
+            Ok(()) => Ok(None),
             Err(nr_entries) => self.take_ring(nr_entries).map(Some),
         }
+    }
+
+    /// A vCPU that has no ring is gone.
+    pub(crate) fn leave(&self) {
+        // Release: see `enable`.
+        let before = self.state.fetch_sub(1, Ordering::Release);
+        debug_assert!(before & ENABLED == 0 && before != 0, "it has not entered");
     }
 
     fn take_ring(&self, nr_entries: u32) -> Result<OwnedRing, Error> {

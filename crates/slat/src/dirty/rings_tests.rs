@@ -17,12 +17,21 @@ fn only_sizes_that_kvm_takes_and_only_once() {
 }
 
 #[test]
-fn a_vcpu_decides_that_there_are_no_rings() {
+fn as_long_as_there_are_vcpus_there_are_no_rings() {
     let rings = Rings::new();
     assert!(rings.take().unwrap().is_none());
     assert_eq!(rings.enable(256), Err(Error::VcpusExist));
     assert!(rings.take().unwrap().is_none() && !rings.are_enabled());
+    rings.leave();
+    assert_eq!(rings.enable(256), Err(Error::VcpusExist));
     assert_eq!(rings.iter().count(), 0);
+    // Nor while huge pages are put back.
+    let recovery = rings.keep_out().unwrap();
+    rings.leave();
+    assert_eq!(rings.enable(256), Err(Error::VcpusExist));
+    drop(recovery);
+    assert_eq!(rings.enable(256), Ok(()));
+    assert!(rings.keep_out().is_none() && rings.take().unwrap().is_some());
 }
 
 #[test]

@@ -62,6 +62,30 @@ impl FlushToken {
     }
 }
 
+/// A token that is paid when this is dropped: also where what a caller supplies panics between two steps.
+pub(crate) struct PaidAtEnd<'t, H: Host, F: Format> {
+    tree: &'t Tree<H, F>,
+    record: &'t Record,
+    pub(crate) token: FlushToken,
+}
+
+impl<'t, H: Host, F: Format> PaidAtEnd<'t, H, F> {
+    pub(crate) fn new(tree: &'t Tree<H, F>, record: &'t Record) -> PaidAtEnd<'t, H, F> {
+        PaidAtEnd { tree, record, token: FlushToken::new() }
+    }
+
+    /// Flushes what is owed by now, and retires the tables.
+    pub(crate) fn pay(&mut self) {
+        self.token.pay(self.tree, self.record);
+    }
+}
+
+impl<H: Host, F: Format> Drop for PaidAtEnd<'_, H, F> {
+    fn drop(&mut self) {
+        self.pay();
+    }
+}
+
 impl Drop for FlushToken {
     fn drop(&mut self) {
         debug_assert!(self.ranges.is_empty() && self.tables.len() == 0, "a flush is still owed");

@@ -28,13 +28,13 @@
 
 use super::age::AccessTracking;
 use super::broken::{cancel, find_broken, give_up};
-use super::flush::FlushToken;
+use super::flush::PaidAtEnd;
 use super::install::Changed;
 use super::zap::{MAX_PUT_OFF_TABLES, TABLES_PER_FLUSH};
 use crate::addr::{Access, Gfn, GfnRange, Level, Pfn};
 use crate::config::{DirtyTracking, HugePageLogging};
 use crate::dirty::log;
-use crate::dirty::rings::Rings;
+use crate::dirty::rings::{Rings, WithoutRings};
 use crate::format::{Entry, Format};
 use crate::host::{Host, Resolved};
 use crate::slot::MemoryAttributes;
@@ -61,8 +61,9 @@ pub(crate) fn recover_range<H: Host, F: Format>(
     rings: &Rings,
 ) -> u64 {
     let max_put_off = MAX_PUT_OFF_TABLES + tree.nr_linked_tables();
-    let token = FlushToken::new();
-    let mut recovery = Recovery { tree, slots, record, rings, max_put_off, token, nr_recovered: 0 };
+    let owed = PaidAtEnd::new(tree, record);
+    let without_rings = rings.keep_out();
+    let mut recovery = Recovery { tree, slots, record, without_rings, max_put_off, owed, nr_recovered: 0 };
     let mut level = Level::L2M;
     while level <= F::ROOT_LEVEL.min(Level::L1G) && range.has_block(level) {
         if recovery.pass(range, level).is_none() {
@@ -70,9 +71,10 @@ pub(crate) fn recover_range<H: Host, F: Format>(
         }
         level = level.up();
     }
-    recovery.token.pay(tree, record);
+    let Recovery { owed, nr_recovered, .. } = recovery;
+    drop(owed);
     tree.reclaim();
-    recovery.nr_recovered
+    nr_recovered
 }
 
 /// A table that may become a leaf.
@@ -112,9 +114,9 @@ struct Recovery<'r, H: Host, F: Format> {
     tree: &'r Tree<H, F>,
     slots: &'r Slots<H::Backing>,
     record: &'r Record,
-    rings: &'r Rings,
+    without_rings: Option<WithoutRings<'r>>,
     max_put_off: u64,
-    token: FlushToken,
+    owed: PaidAtEnd<'r, H, F>,
     nr_recovered: u64,
 }
 
@@ -147,8 +149,8 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
 
     /// Makes sure that one more table may be given up.
     fn make_room(&mut self) -> Option<()> {
-        if self.token.tables.len() >= TABLES_PER_FLUSH {
-            self.token.pay(self.tree, self.record);
+        if self.owed.token.tables.len() >= TABLES_PER_FLUSH {
+            self.owed.pay();
         }
         if self.tree.epochs.nr_put_off_tables() >= self.max_put_off {
             // The section that they waited for may be over by now.
@@ -253,7 +255,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         let broken = entry::broken(table, Breaking::Recovery);
         cursor.entry().compare_exchange::<F>(value, broken).map_err(|_| Changed)?;
         if !F::BREAK_BEFORE_MAKE {
-            self.token.owe(block);
+            self.owed.token.owe(block);
         }
         let first = Pfn(pfn.0 & !(level.nr_pages() - 1));
         // Only now: the entry has no stamp, and the block may have been emptied, its slot deleted, and all be filled anew,
@@ -262,8 +264,8 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         fence_after_rmw();
         let is_overtaken = tree.current_stamp() != seen;
         let slot = self.slots.find(&locked.section, gfn).filter(|slot| self.may_recover(slot, block, level));
-        // Rings come before the first vCPU, and so before any leaf that is found here.
-        let may_write = slot.as_ref().is_some_and(|slot| !slot.logs()) && !self.rings.are_enabled();
+        // What is made writable here is marked in the slot's bitmap, and in no ring.
+        let may_write = slot.as_ref().is_some_and(|slot| !slot.logs()) && self.without_rings.is_some();
         let leaf = slot
             .filter(|_| !is_overtaken)
             .and_then(|_| gather::<F>(leaves, level.down(), first))
@@ -271,7 +273,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         if !F::BREAK_BEFORE_MAKE {
             // At the very cell: a walk from the root could end at a broken entry above, while this one is still broken.
             self.make(&locked.section, &cursor, broken, leaf);
-            give_up(tree, &locked.section, table, level.down(), &mut self.token);
+            give_up(tree, &locked.section, table, level.down(), &mut self.owed.token);
             return Ok(());
         }
         drop(locked);
@@ -280,7 +282,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         if let Some(cursor) = find_broken(tree, self.slots, &locked.section, block.start, level) {
             self.make(&locked.section, &cursor, broken, leaf);
         }
-        give_up(tree, &locked.section, table, level.down(), &mut self.token);
+        give_up(tree, &locked.section, table, level.down(), &mut self.owed.token);
         Ok(())
     }
 

@@ -7,7 +7,7 @@
 
 use arrayvec::ArrayVec;
 
-use super::flush::FlushToken;
+use super::flush::PaidAtEnd;
 use super::zap::{self, Faults};
 use crate::addr::{Gfn, GfnRange};
 use crate::error::Error;
@@ -48,7 +48,7 @@ pub(crate) fn rescan<H: Host, F: Format>(
         let stamp = tree.next_stamp();
         // As in `invalidate`: what faults must see is visible before the walk finds any table linked.
         fence_after_rmw();
-        let mut token = FlushToken::new();
+        let mut owed = PaidAtEnd::new(tree, record);
         let mut nr_withheld = 0;
         let mut next = pages.start;
         let done = loop {
@@ -67,11 +67,11 @@ pub(crate) fn rescan<H: Host, F: Format>(
             drop(section);
             for run in runs {
                 nr_withheld += run.nr_pages();
-                zap::zap_range(tree, slots, record, run, stamp, Faults::MayComeBack, &mut token);
-                token.owe(run);
+                zap::zap_range(tree, slots, record, run, stamp, Faults::MayComeBack, &mut owed.token);
+                owed.token.owe(run);
             }
         };
-        token.pay(tree, record);
+        drop(owed);
         if done? {
             return Ok(nr_withheld);
         }
@@ -79,15 +79,8 @@ pub(crate) fn rescan<H: Host, F: Format>(
 }
 
 fn check_pages<B>(slot: &SlotView<'_, B>, first_page: u64, nr_pages: u64) -> Result<(), Error> {
-    let (id, range) = (slot.id(), slot.range());
-    if nr_pages == 0 {
-        let start = Gfn(range.start.0.saturating_add(first_page));
-        return Err(Error::EmptyRange { start, end: start });
-    }
-    if first_page.checked_add(nr_pages).is_none_or(|end| end > range.nr_pages()) {
-        return Err(Error::LogRangePastEnd { slot: id, first_page, nr_pages, slot_pages: range.nr_pages() });
-    }
-    if slot.userfault().is_none() { Err(Error::NotUserfault { slot: id }) } else { Ok(()) }
+    slot.check_pages(first_page, nr_pages)?;
+    if slot.userfault().is_none() { Err(Error::NotUserfault { slot: slot.id() }) } else { Ok(()) }
 }
 
 /// Finds runs of pages in `pages` from `next` on whose bit is set, until there are enough, and moves `next` on.

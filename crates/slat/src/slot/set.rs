@@ -14,6 +14,7 @@
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;
+use core::mem;
 use core::ptr::{self, NonNull};
 
 use super::attributes::{MemoryAttributes, PrivatePages};
@@ -189,6 +190,22 @@ impl<'s, B> SlotView<'s, B> {
         self.private().is_none_or(|private| private.are_alike(pages))
     }
 
+    /// Whether the slot has `nr_pages` pages, and that is not none, from its page `first_page` on.
+    ///
+    /// # Errors
+    /// [`Error::EmptyRange`], [`Error::LogRangePastEnd`].
+    pub(crate) fn check_pages(&self, first_page: u64, nr_pages: u64) -> Result<(), Error> {
+        let range = self.range();
+        if nr_pages == 0 {
+            let start = Gfn(range.start.0.saturating_add(first_page));
+            return Err(Error::EmptyRange { start, end: start });
+        }
+        match first_page.checked_add(nr_pages) {
+            Some(end) if end <= range.nr_pages() => Ok(()),
+            _ => Err(Error::LogRangePastEnd { slot: self.id(), first_page, nr_pages, slot_pages: range.nr_pages() }),
+        }
+    }
+
     /// Takes the slot along, out of the section, to resolve a page in its backing. `record` is the section's.
     pub(crate) fn keep_for_resolve<'r>(&self, record: &'r Record) -> BackingRef<'r, B> {
         debug_assert!(ptr::eq(record, self.section.record()));
@@ -217,9 +234,17 @@ impl<B> Drop for BackingRef<'_, B> {
     }
 }
 
-/// A slot that the caller has claimed: nobody else changes it.
+/// A slot that the caller has claimed: nobody else changes it, until this is dropped. So a panic of what a caller supplies
+/// leaves it free.
 pub(crate) struct Claim<B> {
     pub(crate) entry: SlotEntry<B>,
+}
+
+impl<B> Drop for Claim<B> {
+    fn drop(&mut self) {
+        // Release: hands the state that this change left over to the next.
+        self.slot().claimed.store(false, Ordering::Release);
+    }
 }
 
 impl<B> Claim<B> {
@@ -240,15 +265,10 @@ impl<B> Claim<B> {
         // SAFETY: as for `log_of`.
         self.entry.userfault.map(|userfault| unsafe { userfault.as_ref() })
     }
-
-    /// Lets others change the slot.
-    pub(crate) fn release(self) {
-        self.slot().claimed.store(false, Ordering::Release);
-    }
 }
 
 /// What a change does to the set. What it says to add is owned by the change until it is published.
-pub(crate) enum Change<B> {
+enum Change<B> {
     Insert(SlotEntry<B>),
     /// Replaces the entry of a claimed slot.
     Replace(SlotEntry<B>),
@@ -356,6 +376,13 @@ impl<B> Slots<B> {
         self.current(section).find(gfn).map(|&entry| SlotView { entry, section })
     }
 
+    /// The slot that has `gfn`, or else the first one above it.
+    pub(crate) fn find_from<'s>(&self, section: &'s Section<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
+        let entries = &self.current(section).entries;
+        let first = entries.partition_point(|entry| entry.range.end <= gfn);
+        entries.get(first).map(|&entry| SlotView { entry, section })
+    }
+
     /// All slots, in the order of their ranges.
     pub(crate) fn all<'s>(&'s self, section: &'s Section<'s>) -> impl Iterator<Item = SlotView<'s, B>> {
         self.current(section).entries.iter().map(|&entry| SlotView { entry, section })
@@ -390,10 +417,44 @@ impl<B> Slots<B> {
         }
     }
 
+    /// Publishes the set with the new slot `entry`, which the caller has claimed as it was made.
+    ///
+    /// On an error nothing was published, and the slot still belongs to the caller.
+    pub(crate) fn insert(&self, epochs: &Epochs, record: &Record, entry: SlotEntry<B>) -> Result<(), Error> {
+        self.publish(epochs, record, &Change::Insert(entry))?;
+        // The claim that it was made with.
+        drop(Claim { entry });
+        Ok(())
+    }
+
+    /// Publishes the set with `after` instead of the entry of the claimed slot.
+    ///
+    /// On an error nothing was published, and what is new in `after` still belongs to the caller.
+    pub(crate) fn replace(
+        &self,
+        epochs: &Epochs,
+        record: &Record,
+        claim: &Claim<B>,
+        after: SlotEntry<B>,
+    ) -> Result<(), Error> {
+        debug_assert!(claim.entry.slot == after.slot);
+        self.publish(epochs, record, &Change::Replace(after))
+    }
+
+    /// Publishes the set without the claimed slot, which stays claimed: who still finds it in an old set must not change it.
+    ///
+    /// On an error nothing was published, and the slot is free to be changed.
+    pub(crate) fn remove(&self, epochs: &Epochs, record: &Record, claim: Claim<B>) -> Result<(), Error> {
+        self.publish(epochs, record, &Change::Remove(claim.entry))?;
+        // Retired by now, and perhaps freed: not to be touched.
+        mem::forget(claim);
+        Ok(())
+    }
+
     /// Publishes `change` of the set that is current by then. Whatever is out of the set afterwards is retired.
     ///
     /// On an error nothing was published, and what the change would have added still belongs to the caller.
-    pub(crate) fn publish(&self, epochs: &Epochs, record: &Record, change: &Change<B>) -> Result<(), Error> {
+    fn publish(&self, epochs: &Epochs, record: &Record, change: &Change<B>) -> Result<(), Error> {
         let nothing = Retired { next: ptr::null_mut(), tag: 0, set: None, slot: None, log: None, userfault: None };
         let mut node = try_box(nothing)?;
         let mut capacity = self.current(&epochs.enter(record)).entries.len() + 1;
@@ -532,11 +593,6 @@ impl<B> SlotEntry<B> {
             free(self.log);
             free(self.userfault);
         }
-    }
-
-    /// The claim that a new slot begins with.
-    pub(crate) fn claim(self) -> Claim<B> {
-        Claim { entry: self }
     }
 }
 

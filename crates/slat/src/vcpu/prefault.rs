@@ -175,7 +175,10 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 Plan::TakenAway => return Err(Error::Busy { gpa: self.gpa }),
                 Plan::Cancel => self.cancel().map(|_| self.gfn),
                 Plan::Install(plan) => {
-                    let resolved = self.resolve(&plan)?;
+                    let Ok(resolved) = self.resolve(&plan)? else {
+                        self.count(Counter::Retries);
+                        continue;
+                    };
                     self.flush_before_make(&plan);
                     let leaf = NewLeaf { used: None, ..self.leaf(&plan, self.gfn, resolved)? };
                     if self.is_another_frame(&plan, &leaf) {

@@ -1,7 +1,7 @@
 //! Slots: how they are made, changed and deleted, and what a change of their flags takes with it.
 
 use super::Vm;
-use crate::addr::GfnRange;
+use crate::addr::{Gfn, GfnRange};
 use crate::boxed::try_box;
 use crate::config::{HugePageSplitting, ManualProtect};
 use crate::dirty::bitmap::Bitmap;
@@ -10,7 +10,7 @@ use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::invalidate::Invalidation;
 use crate::second_stage::{protect, recover, split};
-use crate::slot::set::{Attachments, Change, Claim, SlotEntry};
+use crate::slot::set::{Attachments, Claim, SlotEntry};
 use crate::slot::{MemoryRegion, MemoryRegionFlags};
 use crate::sync::full_fence;
 use crate::table::retire::Record;
@@ -62,7 +62,7 @@ impl<H: Host, F: Format> Vm<H, F> {
             None if range.is_empty() => Err(Error::NoSuchSlot { slot: region.slot }),
             None => self.create_slot(&record, region, range),
             Some(claim) if range.is_empty() => self.delete_slot(&record, claim),
-            Some(claim) => self.change_slot(&record, claim, &region, range),
+            Some(claim) => self.change_slot(&record, &claim, &region, range),
         };
         drop(record);
         self.tree.reclaim();
@@ -79,42 +79,16 @@ impl<H: Host, F: Format> Vm<H, F> {
         let backing = backing.ok_or(Error::NoBacking { slot: id })?;
         let entry = SlotEntry::new(id, range, flags, backing, attachments)?;
         // Nothing was mapped there, and faults that looked before see no memory: no stamp is needed.
-        match self.slots.publish(&self.tree.epochs, record, &Change::Insert(entry)) {
-            Ok(()) => {
-                entry.claim().release();
-                Ok(())
-            }
-            Err(error) => {
-                entry.discard();
-                Err(error)
-            }
-        }
+        self.slots.insert(&self.tree.epochs, record, entry).inspect_err(|_| entry.discard())
     }
 
     fn delete_slot(&self, record: &Record, claim: Claim<H::Backing>) -> Result<(), Error> {
         // Until the set without the slot is published: no fault maps it again, and nothing takes its place.
-        let result = Invalidation::new(&self.tree, &self.slots, record, claim.entry.range)
-            .and_then(|_taken_away| self.slots.publish(&self.tree.epochs, record, &Change::Remove(claim.entry)));
-        if result.is_err() {
-            claim.release();
-        }
-        // A deleted slot stays claimed: whoever still finds it in an old set must not change it.
-        result
+        let _taken_away = Invalidation::new(&self.tree, &self.slots, record, claim.entry.range)?;
+        self.slots.remove(&self.tree.epochs, record, claim)
     }
 
     fn change_slot(
-        &self,
-        record: &Record,
-        claim: Claim<H::Backing>,
-        region: &MemoryRegion<H::Backing>,
-        range: GfnRange,
-    ) -> Result<(), Error> {
-        let result = self.try_change_slot(record, &claim, region, range);
-        claim.release();
-        result
-    }
-
-    fn try_change_slot(
         &self,
         record: &Record,
         claim: &Claim<H::Backing>,
@@ -151,9 +125,9 @@ impl<H: Host, F: Format> Vm<H, F> {
         let after = before.changed(range, flags, attachments);
         let published = if moves || begins_userfault {
             Invalidation::new(&self.tree, &self.slots, record, before.range)
-                .and_then(|_taken_away| self.slots.publish(&self.tree.epochs, record, &Change::Replace(after)))
+                .and_then(|_taken_away| self.slots.replace(&self.tree.epochs, record, claim, after))
         } else {
-            self.slots.publish(&self.tree.epochs, record, &Change::Replace(after))
+            self.slots.replace(&self.tree.epochs, record, claim, after)
         };
         if let Err(error) = published {
             after.discard_change(&before);
@@ -168,7 +142,7 @@ impl<H: Host, F: Format> Vm<H, F> {
             return Ok(());
         }
         if begins_to_log {
-            self.begin_to_log(record, after);
+            self.begin_to_log(record, range);
         }
         if ends.intersects(MemoryRegionFlags::LOG_DIRTY_PAGES | MemoryRegionFlags::USERFAULT) {
             self.recover(record, range);
@@ -176,10 +150,29 @@ impl<H: Host, F: Format> Vm<H, F> {
         Ok(())
     }
 
-    /// Write-protects a slot whose new flags are published.
-    fn begin_to_log(&self, record: &Record, entry: SlotEntry<H::Backing>) {
+    /// Write-protects all slots that log, when rings have been enabled. No vCPU was there at that moment, but there may have
+    /// been some before, and they have left pages that can be written without a fault.
+    pub(super) fn begin_to_log_by_rings(&self, record: &Record) {
+        // A store-load pair with a slot that begins to log: there are rings, then which slots log?
+        full_fence();
+        let mut next = Gfn(0);
+        loop {
+            let section = self.tree.epochs.enter(record);
+            let Some(slot) = self.slots.find_from(&section, next) else { return };
+            let (range, logs) = (slot.range(), slot.logs());
+            drop(section);
+            if logs {
+                // If it is moved or deleted meanwhile, what was mapped is taken away.
+                self.begin_to_log(record, range);
+            }
+            next = range.end;
+        }
+    }
+
+    /// Write-protects a slot at `range` whose new flags are published.
+    fn begin_to_log(&self, record: &Record, range: GfnRange) {
         // A store-load pair (`dirty/log.rs`): the flag is visible before leaves are looked at; and before it is asked
-        // whether there are rings. If there are none yet, there is no vCPU either, and so nothing that could be written.
+        // whether there are rings. Who enables them does it the other way round.
         full_fence();
         if self.tree.config.manual_protect == ManualProtect::InitiallySet && !self.rings.are_enabled() {
             // All pages are marked, and each is protected when its mark is taken.
@@ -189,11 +182,11 @@ impl<H: Host, F: Format> Vm<H, F> {
         // by the first write.
         if self.tree.config.huge_page_splitting == HugePageSplitting::Eager {
             let target = self.tree.config.largest_logged_write();
-            let _ = split::split_range(&self.tree, &self.slots, record, entry.range, target, |_| true);
+            let _ = split::split_range(&self.tree, &self.slots, record, range, target, |_| true);
         }
-        protect::protect_slot(&self.tree, record, entry.range);
+        protect::protect_slot(&self.tree, record, range);
         // Whether or not a leaf changed: one that is protected already may still be cached as writable.
-        self.tree.flush(record, &[entry.range]);
+        self.tree.flush(record, &[range]);
     }
 
     pub(super) fn recover(&self, record: &Record, range: GfnRange) -> u64 {

@@ -1,5 +1,7 @@
 //! What user space says of single pages: at which of them faults exit to it, and which are private to the guest.
 
+use core::convert::Infallible;
+
 use super::Vm;
 use crate::addr::{Gfn, GfnRange, Gpa, PAGE_SHIFT, PAGE_SIZE};
 use crate::error::Error;
@@ -73,24 +75,20 @@ impl<H: Host, F: Format> Vm<H, F> {
     pub fn check_access(&self, gpa: Gpa, size_bytes: u64) -> Result<(), Error> {
         let range = self.check_bytes(gpa, size_bytes)?;
         let record = self.tree.epochs.borrow_record()?;
-        self.for_parts(
-            &record,
-            range,
-            |gfn| Error::NoMemory { gpa: gfn.gpa() },
-            |slot, part| {
-                if slot.is_plain() {
-                    return Ok(());
+        self.for_parts(&record, range, |slot, part| {
+            let slot = slot.ok_or(Error::NoMemory { gpa: part.start.gpa() })?;
+            if slot.is_plain() {
+                return Ok(());
+            }
+            for gfn in (part.start.0..part.end.0).map(Gfn) {
+                slot.check_userfault(gfn)?;
+                if slot.attributes_of(gfn).contains(MemoryAttributes::PRIVATE) {
+                    let flags = MemoryFaultFlags::PRIVATE;
+                    return Err(Error::MemoryFault { flags, gpa: gfn.gpa(), size: PAGE_SIZE });
                 }
-                for gfn in (part.start.0..part.end.0).map(Gfn) {
-                    slot.check_userfault(gfn)?;
-                    if slot.attributes_of(gfn).contains(MemoryAttributes::PRIVATE) {
-                        let flags = MemoryFaultFlags::PRIVATE;
-                        return Err(Error::MemoryFault { flags, gpa: gfn.gpa(), size: PAGE_SIZE });
-                    }
-                }
-                Ok(())
-            },
-        )
+            }
+            Ok(())
+        })
     }
 
     /// Makes the `size_bytes` bytes from `gpa` on private to the guest, or shared. Both are multiples of 4 KiB, and all of the
@@ -98,8 +96,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// When this has returned, no CPU uses the memory that a page had before; what is in it stays. KVM's
     /// `KVM_SET_MEMORY_ATTRIBUTES`.
     ///
-    /// Of calls for one page at the same time, one is the last. If a slot of the range goes meanwhile, so do the attributes of
-    /// its pages.
+    /// Of calls for one page at the same time, one is the last. If a slot of the range is deleted meanwhile, the attributes of
+    /// its pages go with it; all other pages of the range get theirs.
     ///
     /// # Errors
     /// [`Error::UnalignedAddress`], [`Error::BadSize`], [`Error::AddressTooHigh`], [`Error::UnknownAttributes`],
@@ -133,14 +131,17 @@ impl<H: Host, F: Format> Vm<H, F> {
             return Err(Error::BadSize { size_bytes });
         }
         let range = self.check_bytes(gpa, size_bytes)?;
-        let none = |gfn: Gfn| Error::NoGuestMemfd { gpa: gfn.gpa() };
         // First whether all of it can be had.
         let record = self.tree.epochs.borrow_record()?;
-        self.for_parts(&record, range, none, |slot, part| slot.private().map(|_| ()).ok_or(none(part.start)))?;
+        self.for_parts(&record, range, |slot, part| {
+            let has_private = slot.is_some_and(|slot| slot.private().is_some());
+            if has_private { Ok(()) } else { Err(Error::NoGuestMemfd { gpa: part.start.gpa() }) }
+        })?;
         let taken_away = Invalidation::new(&self.tree, &self.slots, &record, range)?;
-        // A slot that has gone meanwhile took its pages with it.
-        let _: Result<(), Error> = self.for_parts(&record, range, none, |slot, part| {
-            if let Some(private) = slot.private() {
+        // A slot that has gone meanwhile took its pages with it, and another may have come in its place. All other pages of
+        // the range get their attributes.
+        let Ok(()) = self.for_parts::<Infallible>(&record, range, |slot, part| {
+            if let Some((slot, private)) = slot.and_then(|slot| Some((slot, slot.private()?))) {
                 let first = part.start.0 - slot.range().start.0;
                 private.set(GfnRange::new(Gfn(first), part.nr_pages()), attributes);
             }
@@ -174,20 +175,25 @@ impl<H: Host, F: Format> Vm<H, F> {
         Ok(range)
     }
 
-    /// Does `step` for the parts of `range`, each in one slot; `none` where there is no slot.
-    fn for_parts(
+    /// Calls `step` for each part of `range`, from its start to its end: for what one slot has of it, or for a hole between
+    /// slots. A section is open during each call, and a slot is looked up again in each.
+    fn for_parts<E>(
         &self,
         record: &Record,
         range: GfnRange,
-        none: impl Fn(Gfn) -> Error,
-        mut step: impl FnMut(&SlotView<'_, H::Backing>, GfnRange) -> Result<(), Error>,
-    ) -> Result<(), Error> {
+        mut step: impl FnMut(Option<&SlotView<'_, H::Backing>>, GfnRange) -> Result<(), E>,
+    ) -> Result<(), E> {
         let mut next = range.start;
         while next < range.end {
             let section = self.tree.epochs.enter(record);
-            let slot = self.slots.find(&section, next).ok_or(none(next))?;
-            let end = range.end.min(slot.range().end).min(Gfn(next.0 + PAGES_PER_TURN));
-            step(&slot, GfnRange { start: next, end })?;
+            let slot = self.slots.find_from(&section, next);
+            let (slot, end) = match slot.as_ref().map(SlotView::range) {
+                Some(found) if found.contains(next) => (slot.as_ref(), found.end.min(Gfn(next.0 + PAGES_PER_TURN))),
+                Some(found) => (None, found.start),
+                None => (None, range.end),
+            };
+            let end = end.min(range.end);
+            step(slot, GfnRange { start: next, end })?;
             next = end;
         }
         Ok(())

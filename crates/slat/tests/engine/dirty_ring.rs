@@ -2,6 +2,8 @@
 //! nothing is lost when guests write, threads harvest and reset, and slots change, all at once.
 
 mod beside_guests;
+mod enabled_late;
+mod pushed_once;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -12,9 +14,9 @@ use crate::common::guest::{Guest, Stop};
 use crate::common::hooked::{Hooked, at_look, was_called};
 use crate::common::{GIB, MIB, TestHost, assert_no_table_is_left, change, each, region, translate};
 use slat::{
-    Access, AccessTracking, Config, DIRTY_RING_RESERVE, DirtyPage, DirtyRingEntry, DirtyTracking, Error, Exit, Format,
-    Gfn, GfnRange, Gpa, HugePageLogging, Level, Locking, ManualProtect, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE,
-    PageSize, Vcpu, Vm, WriteProtection,
+    Access, AccessTracking, Config, DIRTY_RING_RESERVE, DirtyPage, DirtyRingEntry, DirtyTracking, Error, Exit,
+    FaultAround, Format, Gfn, GfnRange, Gpa, HugePageLogging, Level, Locking, ManualProtect, MemoryRegionFlags, Npt,
+    Outcome, PAGE_SIZE, PageSize, Vcpu, Vm, WriteProtection,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -445,9 +447,10 @@ fn what_goes_not_together_is_refused_and_changes_nothing() {
     assert_eq!(vm.nr_marked_dirty(), Ok(0));
 
     let vm = new(Config::default());
-    drop(vm.create_vcpu().unwrap());
+    let vcpu = vm.create_vcpu().unwrap();
     assert_eq!(vm.enable_dirty_ring(256), Err(Error::VcpusExist));
     assert_eq!(vm.dirty_rings().count(), 0);
+    drop(vcpu);
 }
 
 #[test]
@@ -455,9 +458,11 @@ fn of_enabling_and_vcpus_made_at_once_one_comes_first() {
     for _ in 0..200 {
         let vm = Arc::new(Vm::<TestHost, Npt>::new(TestHost::default(), Config::default()).unwrap());
         let (enabled, rings) = std::thread::scope(|scope| {
-            let vcpus = [(); 2].map(|()| scope.spawn(|| vm.create_vcpu().unwrap().dirty_ring().is_some()));
+            let vcpus = [(); 2].map(|()| scope.spawn(|| vm.create_vcpu().unwrap()));
             let enabled = vm.enable_dirty_ring(256);
-            (enabled, vcpus.map(|vcpu| vcpu.join().unwrap()))
+            // All of them exist until here.
+            let vcpus = vcpus.map(|vcpu| vcpu.join().unwrap());
+            (enabled, vcpus.map(|vcpu| vcpu.dirty_ring().is_some()))
         });
         assert!(matches!(enabled, Ok(()) | Err(Error::VcpusExist)));
         assert_eq!(rings, [enabled.is_ok(); 2]);

@@ -13,6 +13,8 @@ mod common;
 #[allow(dead_code, reason = "others need more of it")]
 mod shadow_cpu;
 
+mod attributes;
+mod backing_gone;
 mod bad_input;
 mod break_before_make;
 mod closing;
@@ -31,6 +33,7 @@ mod huge_placement;
 mod invalidate;
 mod kvm_cases;
 mod lock_hold;
+mod log_ranges;
 mod overtaken;
 mod overtaken_dirty;
 mod overtaken_huge;
@@ -42,6 +45,7 @@ mod shadow_bad_input;
 mod shadow_threads;
 mod support_matrix;
 mod untouched;
+mod unwinding;
 mod userfault;
 mod userfault_kvm;
 mod userfault_overtaken;

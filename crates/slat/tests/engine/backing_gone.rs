@@ -1,0 +1,160 @@
+//! A host that answers `Gone` says so of the moment at which it was asked. If user space has changed what the answer depends
+//! on meanwhile, the fault looks again, and does what is right by now.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::common::{Call, MIB, PRIVATE_PFN, TestBacking, TestHost, change, each, region, translate, vm};
+use slat::{
+    Access, Error, Exit, Format, Gfn, GfnRange, Gpa, Locking, MemoryAttributes, MemoryFaultFlags, MemoryRegion,
+    MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, UserfaultBitmap, Vcpu, Vm,
+};
+
+const BOTH: MemoryRegionFlags = MemoryRegionFlags::USERFAULT.union(MemoryRegionFlags::GUEST_MEMFD);
+const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
+const SIZE: u64 = 4 * MIB;
+const START: u64 = 2 * MIB;
+/// The page that the guest touches.
+const GPA: Gpa = Gpa(START + 3 * PAGE_SIZE);
+const RESUMED: Result<Outcome, Error> = Ok(Outcome::Resume);
+
+struct World<F: Format> {
+    vm: Arc<Vm<TestHost, F>>,
+    vcpu: Vcpu<TestHost, F>,
+    words: Arc<Vec<AtomicU64>>,
+    backing: Arc<TestBacking>,
+}
+
+/// What is done while the host is asked. It then answers `Gone` once.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Meanwhile {
+    Nothing,
+    SetsBit,
+    TakesBack,
+    TakesBackAndGives,
+    MakesPrivate,
+    Invalidates,
+    Deletes,
+    Replaces,
+}
+
+impl Meanwhile {
+    fn run<F: Format>(self, vm: &Vm<TestHost, F>, words: &[AtomicU64]) {
+        let set_bit = || words[0].fetch_or(1 << 3, Ordering::Release);
+        match self {
+            Meanwhile::Nothing => {}
+            Meanwhile::SetsBit => drop(set_bit()),
+            Meanwhile::TakesBack | Meanwhile::TakesBackAndGives => {
+                set_bit();
+                assert_eq!(vm.rescan_userfault(0, 3, 1), Ok(1));
+                if self == Meanwhile::TakesBackAndGives {
+                    words[0].fetch_and(!(1 << 3), Ordering::Release);
+                }
+            }
+            Meanwhile::MakesPrivate => vm.set_memory_attributes(GPA, PAGE_SIZE, MemoryAttributes::PRIVATE).unwrap(),
+            Meanwhile::Invalidates => drop(vm.invalidate_range(GfnRange::new(GPA.gfn(), 1)).unwrap()),
+            Meanwhile::Deletes | Meanwhile::Replaces => {
+                vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
+                if self == Meanwhile::Replaces {
+                    vm.set_user_memory_region(region(0, START, SIZE, 0x8000, PageSize::Size4K)).unwrap();
+                }
+            }
+        }
+    }
+}
+
+impl<F: Format> World<F> {
+    fn new(locking: Locking) -> World<F> {
+        let vm = vm::<F>(locking);
+        let words: Arc<Vec<AtomicU64>> = Arc::new((0..16).map(|_| AtomicU64::new(0)).collect());
+        let bitmap = UserfaultBitmap::new(Arc::<Vec<AtomicU64>>::clone(&words), PageSize::Size4K);
+        let memory = region(0, START, SIZE, 0x400, PageSize::Size4K);
+        let backing = Arc::clone(memory.backing.as_ref().unwrap());
+        vm.set_user_memory_region(MemoryRegion { flags: BOTH, userfault_bitmap: Some(bitmap), ..memory }).unwrap();
+        let vcpu = vm.create_vcpu().unwrap();
+        World { vm, vcpu, words, backing }
+    }
+
+    /// Lets the next resolve be overtaken by `meanwhile`, and answer `Gone`.
+    fn overtake(&self, meanwhile: Meanwhile) {
+        let (vm, words, backing) = (Arc::downgrade(&self.vm), Arc::clone(&self.words), Arc::clone(&self.backing));
+        self.vm.host().overtake(Call::Resolve, 1, move || {
+            let vm = vm.upgrade().unwrap();
+            meanwhile.run(&vm, &words);
+            backing.gone.store(true, Ordering::SeqCst);
+            let backing = Arc::clone(&backing);
+            vm.host().overtake(Call::Resolve, 1, move || backing.gone.store(false, Ordering::SeqCst));
+        });
+    }
+}
+
+const WITHHELD: Exit = Exit::MemoryFault { flags: MemoryFaultFlags::USERFAULT, gpa: GPA, size: PAGE_SIZE };
+
+each!(a_fault_whose_page_goes_looks_again_before_it_says_so, page_goes);
+fn page_goes<F: Format>(locking: Locking) {
+    let gone = Error::BackingGone { gpa: GPA };
+    for access in [Access::Read, Access::Write] {
+        let mmio = Exit::Mmio { gpa: GPA, access };
+        for (meanwhile, expected, pfn) in [
+            (Meanwhile::Nothing, Err(gone), None),
+            (Meanwhile::SetsBit, Ok(Outcome::Exit(WITHHELD)), None),
+            (Meanwhile::TakesBack, Ok(Outcome::Exit(WITHHELD)), None),
+            (Meanwhile::TakesBackAndGives, RESUMED, Some(0x403)),
+            (Meanwhile::MakesPrivate, RESUMED, Some(PRIVATE_PFN + 0x403)),
+            (Meanwhile::Invalidates, RESUMED, Some(0x403)),
+            (Meanwhile::Deletes, Ok(Outcome::Exit(mmio)), None),
+            (Meanwhile::Replaces, RESUMED, Some(0x8003)),
+        ] {
+            let mut world = World::<F>::new(locking);
+            world.overtake(meanwhile);
+            assert_eq!(world.vcpu.handle_fault(GPA, access), expected, "{access:?}, {meanwhile:?}");
+            assert_eq!(translate(&world.vm, GPA).map(|found| found.pfn.0), pfn, "{access:?}, {meanwhile:?}");
+            // And before the guest asks.
+            let mut world = World::<F>::new(locking);
+            world.overtake(meanwhile);
+            let expected = match expected {
+                Ok(Outcome::Resume) => Ok(PAGE_SIZE),
+                Ok(Outcome::Exit(Exit::MemoryFault { flags, gpa, size })) => {
+                    Err(Error::MemoryFault { flags, gpa, size })
+                }
+                Ok(Outcome::Exit(_)) => Err(Error::NoMemory { gpa: GPA }),
+                Err(error) => Err(error),
+            };
+            assert_eq!(world.vcpu.pre_fault_memory(GPA, PAGE_SIZE, access), expected, "{access:?}, {meanwhile:?}");
+        }
+    }
+}
+
+// The page is mapped for reading only, and gone for a write.
+each!(nor_does_a_write_to_a_read_only_leaf, write_to_read_only);
+fn write_to_read_only<F: Format>(locking: Locking) {
+    for (meanwhile, expected) in [
+        (Meanwhile::Nothing, Err(Error::BackingGone { gpa: GPA })),
+        (Meanwhile::SetsBit, Ok(Outcome::Exit(WITHHELD))),
+        (Meanwhile::TakesBack, Ok(Outcome::Exit(WITHHELD))),
+        (Meanwhile::MakesPrivate, RESUMED),
+        (Meanwhile::Invalidates, RESUMED),
+    ] {
+        let mut world = World::<F>::new(locking);
+        world.backing.read_gives_writable.store(false, Ordering::SeqCst);
+        assert_eq!(world.vcpu.handle_fault(GPA, Access::Read), RESUMED);
+        assert!(!translate(&world.vm, GPA).unwrap().writable);
+        world.overtake(meanwhile);
+        assert_eq!(world.vcpu.handle_fault(GPA, Access::Write), expected, "{meanwhile:?}");
+    }
+}
+
+// While the page is being taken away, the guest comes back.
+each!(a_page_that_is_gone_while_it_is_taken_away_is_asked_for_later, taken_away);
+fn taken_away<F: Format>(locking: Locking) {
+    let mut world = World::<F>::new(locking);
+    let (vm, backing) = (Arc::clone(&world.vm), Arc::clone(&world.backing));
+    world.vm.host().overtake(Call::Resolve, 1, move || {
+        // Leaked: it is being taken away for good.
+        std::mem::forget(vm.invalidate_range(GfnRange::new(Gfn(GPA.0 / PAGE_SIZE), 1)).unwrap());
+        backing.gone.store(true, Ordering::SeqCst);
+    });
+    assert_eq!(world.vcpu.handle_fault(GPA, Access::Read), RESUMED);
+    assert_eq!(translate(&world.vm, GPA), None);
+    assert_eq!(world.vcpu.handle_fault(GPA, Access::Read), RESUMED);
+}

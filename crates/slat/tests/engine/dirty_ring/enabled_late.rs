@@ -1,0 +1,61 @@
+//! Rings that are enabled when the VM had vCPUs and has none any more: what these left writable is protected.
+
+use super::*;
+
+#[test]
+fn rings_are_refused_while_a_vcpu_exists_and_not_after() {
+    let vm = Arc::new(Vm::<TestHost, Npt>::new(TestHost::default(), Config::default()).unwrap());
+    let vcpus = [(); 3].map(|()| vm.create_vcpu().unwrap());
+    for vcpu in vcpus {
+        assert_eq!(vm.enable_dirty_ring(256), Err(Error::VcpusExist));
+        assert_eq!(vm.enable_dirty_ring(1), Err(Error::BadRingSize { nr_entries: 1 }));
+        assert!(vcpu.dirty_ring().is_none());
+    }
+    assert_eq!(vm.enable_dirty_ring(256), Ok(()));
+    assert_eq!(vm.enable_dirty_ring(256), Err(Error::DirtyRingEnabled));
+    let vcpu = vm.create_vcpu().unwrap();
+    assert!(vcpu.dirty_ring().is_some());
+    drop(vcpu);
+    // For the VM's life.
+    assert_eq!(vm.enable_dirty_ring(512), Err(Error::DirtyRingEnabled));
+    assert!(vm.create_vcpu().unwrap().dirty_ring().is_some());
+    assert_eq!(vm.dirty_rings().count(), 1);
+}
+
+each!(what_vcpus_of_before_left_writable_is_pushed_when_it_is_written, left_writable);
+fn left_writable<F: Format>(locking: Locking) {
+    for manual_protect in [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet] {
+        for size in [PageSize::Size4K, PageSize::Size2M] {
+            let config = Config::with_locking(locking).with_manual_protect(manual_protect);
+            let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
+            vm.set_user_memory_region(region(0, 0, 4 * MIB, 512, size)).unwrap();
+            vm.set_user_memory_region(region(1, GIB, 4 * MIB, 1 << 20, size)).unwrap();
+            let mut vcpu = vm.create_vcpu().unwrap();
+            (0..40).for_each(|page| write(&mut vcpu, page));
+            vm.set_user_memory_region(change(0, LOG, 0, 4 * MIB)).unwrap();
+            (20..60).for_each(|page| write(&mut vcpu, page));
+            write(&mut vcpu, GIB / PAGE_SIZE);
+            drop(vcpu);
+            let nr_flushes = vm.host().nr_flushes();
+            vm.enable_dirty_ring(1024).unwrap();
+            assert!(vm.host().nr_flushes() > nr_flushes, "CPUs may have it cached");
+            assert!((0..1024).all(|page| !is_writable(&vm, page)), "{manual_protect:?}, {size:?}");
+            assert!(is_writable(&vm, GIB / PAGE_SIZE), "of a slot that does not log");
+            let mut vcpu = vm.create_vcpu().unwrap();
+            [3, 30, 50, 700].into_iter().for_each(|page| write(&mut vcpu, page));
+            assert_eq!(harvest(&vm), pages_of(0, [3, 30, 50, 700]), "{manual_protect:?}, {size:?}");
+            assert_eq!(vm.reset_dirty_rings(), Ok(4));
+            // The other one begins to log only now.
+            vm.set_user_memory_region(change(1, LOG, GIB, 4 * MIB)).unwrap();
+            write(&mut vcpu, GIB / PAGE_SIZE);
+            assert_eq!(harvest(&vm), pages_of(1, [0]));
+            assert_eq!(vm.reset_dirty_rings(), Ok(1));
+            // It ceases to: nothing that can be written is unseen when it begins again.
+            vm.set_user_memory_region(change(0, NO_FLAGS, 0, 4 * MIB)).unwrap();
+            vm.set_user_memory_region(change(0, LOG, 0, 4 * MIB)).unwrap();
+            assert!((0..1024).all(|page| !is_writable(&vm, page)));
+            drop(vcpu);
+            end(&vm, &[0, 1]);
+        }
+    }
+}
