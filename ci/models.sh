@@ -41,7 +41,7 @@ check recover_log no-published stamp-first slot-first copy-W no-reread flags-fir
     swap-blindly retire-first cancel-no-freeze skip-no-flush
 check recover_levels walk-again not-down table-as-nothing broken-first broken-as-table no-freeze-below give-early keep keep-below
 check lazy close-if-open flush-if-changed skip-closed blind-open no-clear mark-if-opened flags-first flags-once \
-    install-no-mark protect-first publish-late path-first
+    install-no-mark protect-first publish-late path-first mark-first clear-late
 check generation no-window three-generations admit-outside renew-always renew-blindly turn-again two-sections
 check summary summary-first word-first store-zero mask-clears never-again look-away
 check dirty_bit no-restart restart-first log-late clear-first no-flush clear-all mark-late mark-once blind-zap flags-first \

@@ -164,7 +164,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         let Some(record) = &self.record else { unreachable!("taken only by drop") };
         // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the record came from.
         let record = unsafe { record.get() };
-        log::mark_written(&self.vm.slots, &self.vm.tree.epochs.enter(record), written);
+        log::mark_written(&self.vm.slots, &self.vm.tree.epochs, record, written);
     }
 
     /// Serves a second-stage fault: the guest did `access` at `gpa`, and the tables did not allow it.
@@ -311,11 +311,14 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                     return Ok(Outcome::Resume);
                 }
                 Plan::Cancel => self.cancel(),
-                Plan::Install(plan) => {
+                Plan::Install(mut plan) => {
                     let Ok(resolved) = self.resolve(&plan)? else {
                         self.count(Counter::Retries);
                         continue;
                     };
+                    if plan.flags.contains(MemoryRegionFlags::GUEST_MEMFD) {
+                        self.narrow_to_alike(&mut plan, resolved.max_size.level());
+                    }
                     self.flush_before_make(&plan);
                     let leaf = self.leaf(&plan, self.gfn, resolved)?;
                     if self.is_another_frame(&plan, &leaf) {
@@ -449,11 +452,28 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         if slot.check_userfault(self.gfn).is_err() {
             return Told::Withheld;
         }
-        let mut level = max_level;
-        while level > Level::L4K && !slot.allows_leaf(self.gfn.block(level), level) {
-            level = level.down();
-        }
+        let level = slot.userfault().map_or(max_level, |userfault| max_level.min(userfault.level()));
         Told::May(slot.attributes_of(self.gfn), level)
+    }
+
+    /// Narrows the level up to which `plan` allows leaves, to the largest one up to `largest` whose pages have the attributes
+    /// of the fault's. Not asked in the look, which does not know yet how large a block the host has: a block of 512 GiB has
+    /// 2 Mi words of attributes.
+    ///
+    /// As in the look they are read after the entry was. If they are changed after that, the entry gets another stamp, or is
+    /// replaced by a table, before they are stored; then nothing is installed.
+    #[cold]
+    fn narrow_to_alike(&self, plan: &mut InstallPlan<'_, H::Backing>, largest: Level) {
+        let Vm { tree, slots, .. } = self.vm;
+        let section = tree.epochs.enter(self.record);
+        let largest = plan.max_level.min(largest).min(Level::L1G);
+        plan.max_level = Level::L4K;
+        if let Some(slot) = slots.find(&section, self.gfn) {
+            // From below: what is not alike is mostly found out soon.
+            while plan.max_level < largest && slot.are_alike(self.gfn.block(plan.max_level.up())) {
+                plan.max_level = plan.max_level.up();
+            }
+        }
     }
 
     /// What user space is to do before the page can be mapped; `None` if it has done that meanwhile.

@@ -8,7 +8,6 @@ use alloc::sync::Arc;
 
 use crate::addr::{Gfn, GfnRange, Gpa, Hpa, PageSize};
 use crate::config::{Config, DirtyTracking, HugePageLogging, ManualProtect};
-use crate::dirty::bitmap::Bitmap;
 use crate::dirty::log::{self, LogCall};
 use crate::dirty::ring::DirtyRing;
 use crate::dirty::rings::{Rings, RingsReset};
@@ -209,7 +208,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     pub fn mark_dirty(&self, slot: u32, first_page: u64, nr_pages: u64) -> Result<(), Error> {
         self.check_uses_bitmaps(slot)?;
         let record = self.tree.epochs.borrow_record()?;
-        log::mark_pages(&self.slots, &self.tree.epochs.enter(&record), slot, first_page, nr_pages)
+        log::mark_pages(&self.slots, &self.tree.epochs, &record, slot, first_page, nr_pages)
     }
 
     /// Whether page `page` of slot `slot` is marked in its dirty log at this moment.
@@ -234,8 +233,7 @@ impl<H: Host, F: Format> Vm<H, F> {
             return Ok(self.rings.iter().map(DirtyRing::nr_used).sum());
         }
         let record = self.tree.epochs.borrow_record()?;
-        let section = self.tree.epochs.enter(&record);
-        Ok(self.slots.all(&section).filter_map(|slot| slot.log().map(Bitmap::nr_marked)).sum())
+        Ok(log::nr_marked(&self.slots, &self.tree.epochs, &record))
     }
 
     fn check_uses_bitmaps(&self, slot: u32) -> Result<(), Error> {

@@ -149,6 +149,21 @@ impl Bitmap {
         Ok(bitmap)
     }
 
+    /// What it takes of the heap, in bytes.
+    pub(crate) fn size_bytes(&self) -> u64 {
+        (size_of::<Bitmap>() + size_of_val(&*self.words) + size_of_val(&*self.summary)) as u64
+    }
+
+    /// Clears all marks, turn by turn as a harvest does: whoever marks meanwhile leaves no mark that is never found.
+    pub(crate) fn clear_all(&self) {
+        let mut taken = TakenWords::new();
+        let mut next = 0;
+        while next < self.words.len() {
+            taken.clear();
+            next = self.take(next..self.words.len().min(next + WORDS_PER_TURN), &mut taken);
+        }
+    }
+
     /// The marks in word `index`.
     #[inline]
     fn marks(&self, index: usize, ordering: Ordering) -> u64 {
@@ -323,10 +338,11 @@ impl Bitmap {
         nr_pages
     }
 
-    /// How many pages are marked.
-    pub(crate) fn nr_marked(&self) -> u64 {
+    /// How many pages are marked in the words `range`, as far as there are such.
+    pub(crate) fn nr_marked(&self, range: Range<usize>) -> u64 {
         let mut nr_pages = 0;
-        self.look(0..self.words.len(), |_, marks| nr_pages += nr_bits(marks));
+        let end = range.end.min(self.words.len());
+        self.look(range.start.min(end)..end, |_, marks| nr_pages += nr_bits(marks));
         nr_pages
     }
 

@@ -38,6 +38,16 @@
 //! have another address now, so a migration has to send them again anyway.) A harvest looks up where the slot is after it
 //! has taken the bits, so that it protects the leaves that matter.
 //!
+//! # Logging that ends and begins again
+//! A slot keeps its log when it ceases to log: so one that begins and ends to log again and again, behind a section that stays
+//! open, takes no more memory each time. Enabling clears the marks of the last time before it publishes the flag; where all
+//! bits are set from the beginning, it marks all pages after it has published the flag, as a move does.
+//!
+//! A call that found the slot in the last time may still use the log. If it marks a page then, the page is reported although
+//! nobody has written it since: no harm. If it takes marks, it re-arms their pages and hands them out, as any harvest. Before
+//! the flag is published, faults could open such a page again and not mark it; but enabling protects all pages after that, or
+//! marks them.
+//!
 //! # Rings
 //! Where vCPUs have dirty rings (`ring`), slots have no bitmap, and a fault that made a leaf writable pushes its pages
 //! into its vCPU's ring at (4), whatever was pushed before. Enabling is as above.
@@ -63,11 +73,17 @@ use crate::slot::set::{SlotView, Slots};
 use crate::sync::{Side, fence_after_rmw, full_fence};
 use crate::table::Tree;
 use crate::table::entry::{self, EntryRef, State};
-use crate::table::retire::{Record, Section};
+use crate::table::retire::{Epochs, Record, Section};
 use crate::table::walk::{self, Cursor};
 
-/// Pages whose dirty bits are looked at before a walk asks whether it should yield.
-const PAGES_PER_TURN: u64 = 1 << 15;
+/// Pages whose dirty bits are looked at before a walk leaves its section for a while.
+const PAGES_PER_TURN: u64 = 1 << 13;
+
+/// Pages that are marked one by one before the section is left for a while.
+const MARKS_PER_TURN: usize = 1 << 12;
+
+/// Pages of as many words as a turn looks at.
+const PAGES_OF_WORDS: u64 = WORDS_PER_TURN as u64 * PAGES_PER_WORD;
 
 /// Marks the pages of `block`, for which the caller has just made a leaf writable by compare-and-exchange in `section`,
 /// if the slot that has them now logs: in `ring` if the caller's vCPU has one, which has room for them, else in the slot's
@@ -196,6 +212,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         loop {
             let section = self.tree.epochs.enter(self.record);
             let Found { log, words, turn, .. } = self.find(&section, pages, out.len(), done)?;
+            section.visit(turn.len() as u64);
             let copied = &mut out[done..done + turn.len()];
             copied.fill(0);
             nr_pages += log.copy(turn.clone(), copied);
@@ -270,6 +287,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
             };
             taken.clear();
             let reached = take(log, turn.clone(), done, &mut taken);
+            locked.section.visit((reached - turn.start) as u64 + taken.offsets().len() as u64 * PAGES_PER_WORD);
             let mut first = None;
             if !taken.is_empty() {
                 first = Some(self.rearm(&locked.section, &slot, turn.start, &taken, &mut token, &mut nr_pages));
@@ -329,7 +347,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
                 // A call that is refused changes nothing: what the CPUs have logged is for the next.
                 self.find(&self.tree.epochs.enter(self.record), pages, bitmap_len, 0)?;
                 self.tree.host.drain_modification_logs(&mut |written| {
-                    mark_written(self.slots, &self.tree.epochs.enter(self.record), written);
+                    mark_written(self.slots, &self.tree.epochs, self.record, written);
                 });
                 Ok(())
             }
@@ -348,6 +366,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
             let mut cursor = Cursor::new(self.tree, &section, slot.range().start);
             let mut next = first + done;
             while next < turn_end {
+                section.visit(Level::L2M.nr_pages());
                 next = mark_dirty_in_table(&mut cursor, log, slot.range(), next, end);
             }
             if next >= end {
@@ -397,18 +416,23 @@ fn mark_dirty_in_table<H: Host, F: Format>(
 }
 
 /// Marks the pages that hold the addresses `written`, as far as their slots log.
-pub(crate) fn mark_written<B>(slots: &Slots<B>, section: &Section<'_>, written: &[Gpa]) {
+pub(crate) fn mark_written<B>(slots: &Slots<B>, epochs: &Epochs, record: &Record, written: &[Gpa]) {
     // The store-load pairs of the module: it was a CPU that set D, before it or another handed the address over.
     full_fence();
-    for gpa in written {
-        mark_if_logging(slots, section, None, gpa.gfn(), gpa.gfn().block(Level::L4K));
+    for written in written.chunks(MARKS_PER_TURN) {
+        let section = epochs.enter(record);
+        section.visit(written.len() as u64);
+        for gpa in written {
+            mark_if_logging(slots, &section, None, gpa.gfn(), gpa.gfn().block(Level::L4K));
+        }
     }
 }
 
 /// Marks `nr_pages` pages from `first_page` on of slot `id`, which the caller has written, if it logs.
 pub(crate) fn mark_pages<B>(
     slots: &Slots<B>,
-    section: &Section<'_>,
+    epochs: &Epochs,
+    record: &Record,
     id: u32,
     first_page: u64,
     nr_pages: u64,
@@ -416,12 +440,40 @@ pub(crate) fn mark_pages<B>(
     // A store-load pair: the pages are written before "marked already" is read, so that a harvest which takes the bit later
     // hands it to somebody who then sees the writes.
     full_fence();
-    let slot = slots.by_id(section, id).ok_or(Error::NoSuchSlot { slot: id })?;
-    slot.check_pages(first_page, nr_pages)?;
-    if let Some(log) = slot.log() {
-        log.mark(first_page, nr_pages);
+    let (mut next, mut left) = (first_page, nr_pages);
+    loop {
+        let section = epochs.enter(record);
+        let slot = slots.by_id(&section, id).ok_or(Error::NoSuchSlot { slot: id })?;
+        slot.check_pages(next, left)?;
+        let turn = left.min(PAGES_OF_WORDS);
+        if let Some(log) = slot.log() {
+            section.visit(turn / PAGES_PER_WORD + 2);
+            log.mark(next, turn);
+        }
+        (next, left) = (next + turn, left - turn);
+        if left == 0 {
+            return Ok(());
+        }
     }
-    Ok(())
+}
+
+/// How many pages are marked in the logs of all slots. One that is moved meanwhile may be left out, or counted twice.
+pub(crate) fn nr_marked<B>(slots: &Slots<B>, epochs: &Epochs, record: &Record) -> u64 {
+    let (mut nr_pages, mut next) = (0, Gfn(0));
+    loop {
+        let section = epochs.enter(record);
+        let Some(slot) = slots.find_from(&section, next) else { return nr_pages };
+        let range = slot.range();
+        let Some(log) = slot.log() else {
+            next = range.end;
+            continue;
+        };
+        let first = (next.0.max(range.start.0) - range.start.0) / PAGES_PER_WORD;
+        let words = first as usize..first as usize + WORDS_PER_TURN;
+        section.visit(words.len() as u64);
+        next = Gfn(range.start.0 + words.end as u64 * PAGES_PER_WORD).min(range.end);
+        nr_pages += log.nr_marked(words);
+    }
 }
 
 /// Whether page `page` of slot `id` is marked.

@@ -262,6 +262,7 @@ impl<H: Host, F: Format> RingsReset<'_, H, F> {
         let words = in_order(words);
         tree.generations.renew_if_low(&tree.epochs, || tree.host.barrier_on_all_cpus());
         let locked = tree.enter(self.record, Side::Write);
+        locked.section.visit(words.len() as u64 * PAGES_PER_WORD);
         for words in words.chunk_by(|word, next| word.slot == next.slot) {
             // A slot that was deleted, or moved, since the pages were pushed had all of them taken away and flushed, before
             // it was seen to be gone. What is at its new place, or in another slot by the same number, was pushed for itself.

@@ -45,7 +45,7 @@ pub(crate) enum Aging {
     Test,
 }
 
-/// Entries visited before a walk asks whether it should yield.
+/// Entries visited before a walk leaves its section for a while.
 const ENTRIES_PER_TURN: u64 = 4096;
 
 /// Ages or tests `range`. Returns the number of its pages that the guest has used.
@@ -56,7 +56,7 @@ pub(crate) fn age_range<H: Host, F: Format>(tree: &Tree<H, F>, record: &Record, 
         let section = tree.epochs.enter(record);
         next = age_turn(tree, &section, GfnRange { start: next, end: range.end }, aging, &mut nr_used);
         drop(section);
-        if next < range.end {
+        if next < range.end && tree.host.should_yield() {
             tree.host.yield_now();
         }
     }
@@ -88,10 +88,11 @@ fn age_turn<H: Host, F: Format>(
         }
         cursor.advance();
         visited += 1;
-        if visited % ENTRIES_PER_TURN == 0 && tree.host.should_yield() {
+        if visited == ENTRIES_PER_TURN {
             break;
         }
     }
+    section.visit(visited);
     cursor.gfn()
 }
 

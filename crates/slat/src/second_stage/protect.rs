@@ -32,7 +32,7 @@ use crate::table::generation::Admission;
 use crate::table::retire::{Record, Section};
 use crate::table::walk::Cursor;
 
-/// Entries visited before a long walk asks whether it should yield.
+/// Entries visited before a long walk leaves its section for a while.
 const ENTRIES_PER_TURN: u64 = 4096;
 
 /// Pages of a table that are protected leaf by leaf even if it could be closed, when there are no more of them.
@@ -362,15 +362,14 @@ pub(crate) fn protect_slot<H: Host, F: Format>(tree: &Tree<H, F>, record: &Recor
             // What was not one step was a table of leaves.
             visited += if protector.nr_closed > nr_closed { 1 } else { Level::L2M.nr_pages() };
             if visited >= ENTRIES_PER_TURN {
-                visited = 0;
-                if tree.should_yield() {
-                    break;
-                }
+                break;
             }
         }
         protector.finish(record);
+        locked.section.visit(visited);
+        let yields = next < slot.end && tree.should_yield();
         drop(locked);
-        if next < slot.end {
+        if yields {
             tree.host.yield_now();
         }
     }

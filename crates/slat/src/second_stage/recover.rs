@@ -49,8 +49,8 @@ use crate::table::walk::Cursor;
 /// How often a block is tried at which somebody else is at work.
 const MAX_TRIES: usize = 8;
 
-/// Blocks looked at before the section is left for a while.
-const BLOCKS_PER_TURN: u64 = 256;
+/// Entries, and words of attributes, looked at before the section is left for a while.
+const STEPS_PER_TURN: u64 = 4096;
 
 /// Puts huge leaves back in `range`, as large as the host and the slots' logs allow. Returns how many tables became leaves.
 pub(crate) fn recover_range<H: Host, F: Format>(
@@ -165,12 +165,13 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         let section = tree.epochs.enter(record);
         let seen = tree.current_stamp();
         let mut cursor = Cursor::new(tree, &section, start);
-        let mut nr_blocks = 0;
-        while cursor.gfn() < range.end && nr_blocks < BLOCKS_PER_TURN {
-            nr_blocks += 1;
+        let mut nr_steps = 0;
+        while cursor.gfn() < range.end && nr_steps < STEPS_PER_TURN {
             let (value, state) = cursor.descend_to(level);
             let block = cursor.block();
             let is_meant = state == State::Table && range.covers(block);
+            let entries = block.nr_pages() / level.down().nr_pages();
+            nr_steps += 1 + if is_meant { entries } else { 0 };
             let first = is_meant.then(|| first_leaf::<F>(cursor.table_below(value), level.down())).flatten();
             if let Some((index, leaf)) = first {
                 let parts = level.down();
@@ -180,6 +181,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
                 // Inside a range that is being taken away the host's answer may be of the past, and no stamp would tell.
                 let is_free = tree.published.free_level(gfn, level) == Some(level);
                 let slot = (is_aligned && is_free).then(|| self.slots.find(&section, gfn)).flatten();
+                nr_steps += slot.as_ref().map_or(0, |slot| slot.steps_of(block));
                 if let Some(slot) = slot.filter(|slot| self.may_recover(slot, block, level)) {
                     let page = gfn.0 - slot.range().start.0;
                     let backing = slot.keep_for_resolve(record);
@@ -200,6 +202,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
             }
             cursor.move_to(block.end);
         }
+        section.visit(nr_steps);
         Look::Next(cursor.gfn())
     }
 

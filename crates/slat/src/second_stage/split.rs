@@ -29,8 +29,8 @@ use crate::table::frames::{TableCache, TableUse};
 use crate::table::retire::{Record, Section, TableChain};
 use crate::table::walk::Cursor;
 
-/// Leaves split, or entries passed by, before a walk asks whether it should yield.
-const STEPS_PER_TURN: u64 = 64;
+/// Leaves split, or entries passed by, before a walk leaves its section for a while.
+const STEPS_PER_TURN: u64 = 32;
 
 /// Splits all leaves larger than `target` that reach into `range` and whose block `is_wanted`. Returns how many it has split.
 ///
@@ -126,6 +126,7 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
                     return TurnEnd::Break(cursor.gfn(), value, cursor.level());
                 }
                 let whole = parts_of::<F>(config, value, cursor.level());
+                section.visit(cursor.level().nr_pages() / cursor.level().down().nr_pages());
                 if install::split_into(&cursor, host, &mut self.tables, value, whole).is_ok() {
                     self.nr_split += 1;
                 }
@@ -133,8 +134,9 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
             } else {
                 cursor.advance();
             }
+            section.visit(1);
             nr_steps += 1;
-            if nr_steps % STEPS_PER_TURN == 0 && self.tree.should_yield() {
+            if nr_steps == STEPS_PER_TURN {
                 break;
             }
         }

@@ -40,7 +40,7 @@ use crate::table::frames::{self, TableCache};
 use crate::table::retire::{Record, Section};
 use crate::table::walk::Cursor;
 
-/// Entries visited before a walk asks whether it should yield (a table that is unlinked counts as many).
+/// Entries visited before a walk leaves its section for a while (a table that is unlinked counts as many).
 const ENTRIES_PER_TURN: u64 = 4096;
 
 /// Tables unlinked before the flush for them is paid and they are retired.
@@ -233,13 +233,12 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
                     break TurnEnd::Yield(cursor.gfn());
                 }
                 if visited >= ENTRIES_PER_TURN {
-                    visited = 0;
-                    if self.tree.should_yield() {
-                        break TurnEnd::Yield(cursor.gfn());
-                    }
+                    let next = cursor.gfn();
+                    break if self.tree.should_yield() { TurnEnd::Yield(next) } else { TurnEnd::At(next) };
                 }
             }
         };
+        section.visit(visited);
         section.record().stats.add(Counter::Zapped, zapped);
         end
     }

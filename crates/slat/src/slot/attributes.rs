@@ -35,6 +35,11 @@ impl PrivatePages {
         try_box(PrivatePages(ZeroedWords::new(nr_words(nr_pages))?))
     }
 
+    /// What it takes of the heap, in bytes.
+    pub(crate) fn size_bytes(&self) -> u64 {
+        size_of_val(&*self.0) as u64
+    }
+
     /// The bits of word number `index`. Acquire: what a fault reads next is not older than the bits.
     fn word(&self, index: usize) -> u64 {
         self.0[index].load(Ordering::Acquire)

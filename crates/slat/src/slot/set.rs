@@ -4,7 +4,8 @@
 //! Lifetimes. A set, a slot, a dirty bitmap and what refers to a userfault bitmap are freed when they are out of the published set and no section is open
 //! that could have found them (`table/retire.rs`); a slot also not while a vCPU resolves a page in its backing. The
 //! change that takes them out owns them: it puts them on the list of retired things, for which it has allocated the node
-//! before. So reading takes no reference count, and no line is shared by faults.
+//! before. So reading takes no reference count, and no line is shared by faults. What the list holds is bounded: a change is
+//! refused when it is too much ([`MAX_RETIRED_BYTES`]). A log is not retired when its slot ceases to log: the slot keeps it.
 //!
 //! One change of a slot at a time: it *claims* the slot, and another that comes meanwhile gets [`Error::SlotBusy`]. While
 //! a slot is being deleted or moved its range is published as taken away (`table/stamp.rs`), and the slot stays in the set
@@ -46,7 +47,8 @@ pub(crate) struct SlotEntry<B> {
     pub(crate) id: u32,
     pub(crate) flags: MemoryRegionFlags,
     slot: NonNull<Slot<B>>,
-    /// The dirty log, if `flags` has `LOG_DIRTY_PAGES` and the VM does not log by rings.
+    /// The dirty log, if `flags` has `LOG_DIRTY_PAGES` and the VM does not log by rings. It stays with the slot when that flag
+    /// goes, for when it comes again.
     log: Option<NonNull<Bitmap>>,
     /// The pages at which faults exit, if `flags` has `USERFAULT`.
     userfault: Option<NonNull<UserfaultBitmap>>,
@@ -68,10 +70,18 @@ pub(crate) struct SlotSet<B> {
     by_id: Vec<u32>,
 }
 
+/// What retired things may hold, in bytes, before further changes of slots are refused. That comes to pass only behind a
+/// section that stays open: what no section can have found is freed first.
+pub(crate) const MAX_RETIRED_BYTES: u64 = 256 << 20;
+/// As many changes may have left something in any case, however large their slots are.
+const MIN_RETIRED: u64 = 64;
+
 /// Things that a change took out of the published set.
 struct Retired<B> {
     next: *mut Retired<B>,
     tag: u64,
+    /// What it holds, less the slot's backing.
+    size_bytes: u64,
     set: Option<NonNull<SlotSet<B>>>,
     slot: Option<NonNull<Slot<B>>>,
     log: Option<NonNull<Bitmap>>,
@@ -87,8 +97,9 @@ pub(crate) struct Slots<B> {
 
 struct RetiredList<B> {
     first: AtomicPtr<Retired<B>>,
-    /// Only a count.
+    /// Only counts.
     len: AtomicU64,
+    size_bytes: AtomicU64,
 }
 
 // SAFETY: the raw pointers own what they point to, or share it by the rules of the module; backings are Send and Sync.
@@ -112,6 +123,11 @@ impl<'s, B> SlotView<'s, B> {
         self.entry.range
     }
 
+    /// Notes steps in the section in which it was found.
+    pub(crate) fn visit(&self, nr_steps: u64) {
+        self.section.visit(nr_steps);
+    }
+
     pub(crate) fn flags(&self) -> MemoryRegionFlags {
         self.entry.flags
     }
@@ -131,7 +147,7 @@ impl<'s, B> SlotView<'s, B> {
     #[inline]
     pub(crate) fn log(&self) -> Option<&'s Bitmap> {
         // SAFETY: found in an open section, which is borrowed for 's.
-        self.entry.log.map(|log| unsafe { log.as_ref() })
+        self.entry.log.filter(|_| self.logs()).map(|log| unsafe { log.as_ref() })
     }
 
     /// Whether all of its pages are what the host says, and nothing more.
@@ -186,8 +202,21 @@ impl<'s, B> SlotView<'s, B> {
         if self.userfault().is_some_and(|userfault| level > userfault.level()) || !range.covers(block) {
             return false;
         }
-        let pages = GfnRange::new(Gfn(block.start.0 - range.start.0), block.nr_pages());
-        self.private().is_none_or(|private| private.are_alike(pages))
+        self.are_alike(block)
+    }
+
+    /// Whether all pages of `block` are in the slot, and are what the first is: private or shared. Not for more than 1 GiB.
+    pub(crate) fn are_alike(&self, block: GfnRange) -> bool {
+        let range = self.range();
+        let Some(private) = self.private().filter(|_| range.covers(block)) else { return range.covers(block) };
+        debug_assert!(block.nr_pages() <= Level::L1G.nr_pages());
+        self.section.visit(self.steps_of(block));
+        private.are_alike(GfnRange::new(Gfn(block.start.0 - range.start.0), block.nr_pages()))
+    }
+
+    /// The most words that are looked at to learn whether the pages of `block` are alike.
+    pub(crate) fn steps_of(&self, block: GfnRange) -> u64 {
+        self.private().map_or(0, |_| block.nr_pages() / u64::from(u64::BITS) + 1)
     }
 
     /// Whether the slot has `nr_pages` pages, and that is not none, from its page `first_page` on.
@@ -253,7 +282,7 @@ impl<B> Claim<B> {
         unsafe { self.entry.slot.as_ref() }
     }
 
-    /// The log that the slot's published entry `entry` has.
+    /// The log that the slot's published entry `entry` has, whether it logs or did so before.
     pub(crate) fn log_of<'c>(&'c self, entry: &'c SlotEntry<B>) -> Option<&'c Bitmap> {
         debug_assert!(entry.slot == self.entry.slot);
         // SAFETY: only the claim's owner takes a log out of the set, and so can retire it.
@@ -357,7 +386,8 @@ impl<B> SlotSet<B> {
 impl<B> Slots<B> {
     pub(crate) fn new() -> Result<Slots<B>, Error> {
         let empty = Box::into_raw(try_box(SlotSet { entries: Vec::new(), by_id: Vec::new() })?);
-        let retired = RetiredList { first: AtomicPtr::new(ptr::null_mut()), len: AtomicU64::new(0) };
+        let (len, size_bytes) = (AtomicU64::new(0), AtomicU64::new(0));
+        let retired = RetiredList { first: AtomicPtr::new(ptr::null_mut()), len, size_bytes };
         Ok(Slots { current: AtomicPtr::new(empty), retired: CachePadded::new(retired) })
     }
 
@@ -381,11 +411,6 @@ impl<B> Slots<B> {
         let entries = &self.current(section).entries;
         let first = entries.partition_point(|entry| entry.range.end <= gfn);
         entries.get(first).map(|&entry| SlotView { entry, section })
-    }
-
-    /// All slots, in the order of their ranges.
-    pub(crate) fn all<'s>(&'s self, section: &'s Section<'s>) -> impl Iterator<Item = SlotView<'s, B>> {
-        self.current(section).entries.iter().map(|&entry| SlotView { entry, section })
     }
 
     /// The slot of number `id`.
@@ -455,8 +480,7 @@ impl<B> Slots<B> {
     ///
     /// On an error nothing was published, and what the change would have added still belongs to the caller.
     fn publish(&self, epochs: &Epochs, record: &Record, change: &Change<B>) -> Result<(), Error> {
-        let nothing = Retired { next: ptr::null_mut(), tag: 0, set: None, slot: None, log: None, userfault: None };
-        let mut node = try_box(nothing)?;
+        let mut node = try_box(Retired::nothing())?;
         let mut capacity = self.current(&epochs.enter(record)).entries.len() + 1;
         loop {
             // Allocation, outside of the section.
@@ -480,6 +504,8 @@ impl<B> Slots<B> {
                 node.userfault = before.and_then(|before| before.userfault).filter(|&bitmap| Some(bitmap) != kept.1);
                 node.slot = matches!(change, Change::Remove(_)).then_some(removed.slot);
             }
+            // SAFETY: what `old` has is there as long as this section is open, and the change's claim is held.
+            node.size_bytes = unsafe { node.holds(old, change) };
             let new = Box::into_raw(new);
             // SeqCst: release for the set's contents; and the store of the store-load pairs with `mark_if_logging`.
             // The section keeps `old` from being freed and its address used again, so equal pointers are equal sets.
@@ -499,6 +525,8 @@ impl<B> Slots<B> {
 
     fn push_retired(&self, node: *mut Retired<B>) {
         self.retired.len.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the node belongs to this thread until it is on the list.
+        self.retired.size_bytes.fetch_add(unsafe { (*node).size_bytes }, Ordering::Relaxed);
         let mut head = self.retired.first.load(Ordering::Relaxed);
         loop {
             // SAFETY: the node belongs to this thread until the exchange succeeds.
@@ -515,6 +543,21 @@ impl<B> Slots<B> {
         self.retired.len.load(Ordering::Relaxed)
     }
 
+    /// Frees what changes have left, if that is too much; an error if it still is. To be called before a change.
+    ///
+    /// # Errors
+    /// [`Error::TooMuchRetired`].
+    pub(crate) fn make_room(&self, epochs: &Epochs, barrier_on_all_cpus: impl FnOnce()) -> Result<(), Error> {
+        let held = || {
+            let (len, size_bytes) = (self.nr_retired(), self.retired.size_bytes.load(Ordering::Relaxed));
+            (len >= MIN_RETIRED && size_bytes >= MAX_RETIRED_BYTES).then_some(size_bytes)
+        };
+        if held().is_some() {
+            self.reclaim(epochs, barrier_on_all_cpus);
+        }
+        held().map_or(Ok(()), |size_bytes| Err(Error::TooMuchRetired { size_bytes }))
+    }
+
     /// Frees the retired sets, slots and logs that nobody can use any more.
     pub(crate) fn reclaim(&self, epochs: &Epochs, barrier_on_all_cpus: impl FnOnce()) {
         // A look first: mostly there is nothing, and then the line stays where it is.
@@ -529,6 +572,7 @@ impl<B> Slots<B> {
             let node = unsafe { Box::from_raw(next) };
             next = node.next;
             self.retired.len.fetch_sub(1, Ordering::Relaxed);
+            self.retired.size_bytes.fetch_sub(node.size_bytes, Ordering::Relaxed);
             if node.tag < oldest && !node.slot.is_some_and(|slot| epochs.is_resolving(slot)) {
                 // SAFETY: no section can have found it, nobody resolves in it, and nothing but this node refers to it.
                 unsafe { node.free_all() };
@@ -567,11 +611,11 @@ impl<B> SlotEntry<B> {
         Ok(SlotEntry { range, id, flags, slot, log: leak(log), userfault: leak(userfault) })
     }
 
-    /// The same slot elsewhere, with other flags; with what `attachments` has, or else with what it had, if the flags still
-    /// ask for it.
+    /// The same slot elsewhere, with other flags; with what `attachments` has, or else with what it had: its log in any case,
+    /// its userfault bitmap if the flags still ask for it.
     pub(crate) fn changed(self, range: GfnRange, flags: MemoryRegionFlags, attachments: Attachments) -> SlotEntry<B> {
         let Attachments { log, userfault } = attachments;
-        let log = leak(log).or(self.log.filter(|_| flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES)));
+        let log = leak(log).or(self.log);
         let userfault = leak(userfault).or(self.userfault.filter(|_| flags.contains(MemoryRegionFlags::USERFAULT)));
         SlotEntry { range, flags, log, userfault, ..self }
     }
@@ -608,6 +652,28 @@ unsafe fn free<T>(thing: Option<NonNull<T>>) {
 }
 
 impl<B> Retired<B> {
+    fn nothing() -> Retired<B> {
+        let next = ptr::null_mut();
+        Retired { next, tag: 0, size_bytes: 0, set: None, slot: None, log: None, userfault: None }
+    }
+
+    /// How many bytes it will hold, with the set `old`, when `change` of that is published.
+    ///
+    /// # Safety
+    /// What the node has is not freed meanwhile.
+    unsafe fn holds(&self, old: &SlotSet<B>, change: &Change<B>) -> u64 {
+        let set = old.entries.capacity() * size_of::<SlotEntry<B>>() + old.by_id.capacity() * size_of::<u32>();
+        let fixed = size_of::<Retired<B>>() + size_of::<SlotSet<B>>() + size_of::<Slot<B>>();
+        // SAFETY: as the caller promises.
+        let (slot, log, userfault) = unsafe {
+            let slot = self.slot.and_then(|slot| slot.as_ref().private.as_deref().map(PrivatePages::size_bytes));
+            let log = self.log.map(|log| log.as_ref().size_bytes());
+            let nr_pages = old.by_id(change.id()).map_or(0, |before| before.range.nr_pages());
+            (slot, log, self.userfault.map(|bitmap| bitmap.as_ref().needed_bytes(nr_pages)))
+        };
+        [slot, log, userfault].into_iter().flatten().sum::<u64>() + (set + fixed) as u64
+    }
+
     /// # Safety
     /// Nobody uses what the node holds.
     unsafe fn free_all(&self) {

@@ -92,6 +92,12 @@ impl UserfaultBitmap {
         if words < needed { Err(Error::BitmapTooShort { slot, words, needed }) } else { Ok(()) }
     }
 
+    /// Bytes of the words that a slot of `nr_pages` pages needs.
+    pub(crate) fn needed_bytes(&self, nr_pages: u64) -> u64 {
+        let nr_bits = nr_pages.div_ceil(self.level().nr_pages());
+        nr_bits.div_ceil(u64::from(u64::BITS)) * size_of::<AtomicU64>() as u64
+    }
+
     /// The largest leaf that a bit tells of.
     #[inline]
     pub(crate) fn level(&self) -> Level {

@@ -174,11 +174,15 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 },
                 Plan::TakenAway => return Err(Error::Busy { gpa: self.gpa }),
                 Plan::Cancel => self.cancel().map(|_| self.gfn),
-                Plan::Install(plan) => {
+                Plan::Install(mut plan) => {
                     let Ok(resolved) = self.resolve(&plan)? else {
                         self.count(Counter::Retries);
                         continue;
                     };
+                    if plan.flags.contains(MemoryRegionFlags::GUEST_MEMFD) {
+                        // And the block of the table that such leaves may fill.
+                        self.narrow_to_alike(&mut plan, resolved.max_size.level().up());
+                    }
                     self.flush_before_make(&plan);
                     let leaf = NewLeaf { used: None, ..self.leaf(&plan, self.gfn, resolved)? };
                     if self.is_another_frame(&plan, &leaf) {

@@ -29,8 +29,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     ///
     /// # Errors
     /// For a bad description the variant that names its fault; [`Error::OutOfMemory`]. [`Error::SlotBusy`] if another
-    /// thread is changing the same slot, in whatever way, at this moment: KVM would wait for it, here nobody waits. On an
-    /// error the slot is as it was; if memory ran out, mappings may have been taken away, and the next access faults.
+    /// thread is changing the same slot, in whatever way, at this moment: KVM would wait for it, here nobody waits.
+    /// [`Error::TooMuchRetired`]: what earlier changes left cannot be freed yet. On an error the slot is as it was; if memory ran out, mappings may have been taken away, and the next access faults.
     ///
     /// # Example
     /// ```
@@ -58,6 +58,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         let range = region.check(F::GPA_BITS)?;
         let deletes = range.is_empty();
         let record = self.tree.epochs.borrow_record()?;
+        self.slots.make_room(&self.tree.epochs, || self.tree.host.barrier_on_all_cpus())?;
         let result = match self.slots.claim(&self.tree.epochs, &record, region.slot)? {
             None if range.is_empty() => Err(Error::NoSuchSlot { slot: region.slot }),
             None => self.create_slot(&record, region, range),
@@ -122,6 +123,14 @@ impl<H: Host, F: Format> Vm<H, F> {
             // Before anything is taken away: a description that is refused changes nothing. `publish` asks again.
             self.slots.check_vacant(&self.tree.epochs, record, id, range)?;
         }
+        let begins_to_log = begins.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
+        let logs_still = (flags & before.flags).contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
+        // The log of the last time, if the slot logged before. See `dirty/log.rs`.
+        let kept_log = claim.log_of(&before).filter(|_| begins_to_log);
+        let is_marked_at_first = self.tree.config.manual_protect == ManualProtect::InitiallySet;
+        if let Some(log) = kept_log.filter(|_| !is_marked_at_first) {
+            log.clear_all();
+        }
         let after = before.changed(range, flags, attachments);
         let published = if moves || begins_userfault {
             Invalidation::new(&self.tree, &self.slots, record, before.range)
@@ -133,12 +142,13 @@ impl<H: Host, F: Format> Vm<H, F> {
             after.discard_change(&before);
             return Err(error);
         }
-        let begins_to_log = begins.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
+        let moved_log = claim.log_of(&after).filter(|_| moves && logs_still);
+        if let Some(log) = moved_log.or(kept_log.filter(|_| is_marked_at_first)) {
+            // A store-load pair, see `dirty/log.rs`.
+            full_fence();
+            log.mark(0, range.nr_pages());
+        }
         if moves {
-            if let Some(log) = claim.log_of(&after).filter(|_| !begins_to_log) {
-                // See `dirty/log.rs`.
-                log.mark(0, range.nr_pages());
-            }
             return Ok(());
         }
         if begins_to_log {
@@ -211,8 +221,8 @@ impl<H: Host, F: Format> Vm<H, F> {
                 attachments.userfault = Some(try_box(bitmap.clone())?);
             }
         }
-        let logs = claim.is_some_and(|claim| claim.entry.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES));
-        if flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES) && !logs && !self.rings.are_enabled() {
+        let has_log = claim.is_some_and(|claim| claim.log_of(&claim.entry).is_some());
+        if flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES) && !has_log && !self.rings.are_enabled() {
             let new = match self.tree.config.manual_protect {
                 ManualProtect::Disabled | ManualProtect::Enabled => Bitmap::new,
                 ManualProtect::InitiallySet => Bitmap::new_marked,

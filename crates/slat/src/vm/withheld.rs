@@ -13,8 +13,10 @@ use crate::slot::set::SlotView;
 use crate::slot::{MemoryAttributes, MemoryFaultFlags};
 use crate::table::retire::Record;
 
-/// Pages looked at before the section is left for a while.
-const PAGES_PER_TURN: u64 = 1 << 20;
+/// Pages looked at one by one before the section is left for a while.
+const PAGES_PER_TURN: u64 = 1 << 12;
+/// Pages whose attributes are set, by words of 64, before the section is left for a while.
+const PAGES_SET_PER_TURN: u64 = PAGES_PER_TURN * u64::BITS as u64;
 
 impl<H: Host, F: Format> Vm<H, F> {
     /// Takes away the mappings of those of `nr_pages` pages from `first_page` on of slot `slot` whose bit is set in its
@@ -75,12 +77,13 @@ impl<H: Host, F: Format> Vm<H, F> {
     pub fn check_access(&self, gpa: Gpa, size_bytes: u64) -> Result<(), Error> {
         let range = self.check_bytes(gpa, size_bytes)?;
         let record = self.tree.epochs.borrow_record()?;
-        self.for_parts(&record, range, |slot, part| {
+        self.for_parts(&record, range, PAGES_PER_TURN, |slot, part| {
             let slot = slot.ok_or(Error::NoMemory { gpa: part.start.gpa() })?;
             if slot.is_plain() {
                 return Ok(());
             }
             for gfn in (part.start.0..part.end.0).map(Gfn) {
+                slot.visit(1);
                 slot.check_userfault(gfn)?;
                 if slot.attributes_of(gfn).contains(MemoryAttributes::PRIVATE) {
                     let flags = MemoryFaultFlags::PRIVATE;
@@ -133,16 +136,17 @@ impl<H: Host, F: Format> Vm<H, F> {
         let range = self.check_bytes(gpa, size_bytes)?;
         // First whether all of it can be had.
         let record = self.tree.epochs.borrow_record()?;
-        self.for_parts(&record, range, |slot, part| {
+        self.for_parts(&record, range, u64::MAX, |slot, part| {
             let has_private = slot.is_some_and(|slot| slot.private().is_some());
             if has_private { Ok(()) } else { Err(Error::NoGuestMemfd { gpa: part.start.gpa() }) }
         })?;
         let taken_away = Invalidation::new(&self.tree, &self.slots, &record, range)?;
         // A slot that has gone meanwhile took its pages with it, and another may have come in its place. All other pages of
         // the range get their attributes.
-        let Ok(()) = self.for_parts::<Infallible>(&record, range, |slot, part| {
+        let Ok(()) = self.for_parts::<Infallible>(&record, range, PAGES_SET_PER_TURN, |slot, part| {
             if let Some((slot, private)) = slot.and_then(|slot| Some((slot, slot.private()?))) {
                 let first = part.start.0 - slot.range().start.0;
+                slot.visit(part.nr_pages() / u64::from(u64::BITS) + 2);
                 private.set(GfnRange::new(Gfn(first), part.nr_pages()), attributes);
             }
             Ok(())
@@ -176,11 +180,13 @@ impl<H: Host, F: Format> Vm<H, F> {
     }
 
     /// Calls `step` for each part of `range`, from its start to its end: for what one slot has of it, or for a hole between
-    /// slots. A section is open during each call, and a slot is looked up again in each.
+    /// slots. A section is open during each call, and a slot is looked up again in each. The part of a slot has no more than
+    /// `max_pages`.
     fn for_parts<E>(
         &self,
         record: &Record,
         range: GfnRange,
+        max_pages: u64,
         mut step: impl FnMut(Option<&SlotView<'_, H::Backing>>, GfnRange) -> Result<(), E>,
     ) -> Result<(), E> {
         let mut next = range.start;
@@ -188,7 +194,9 @@ impl<H: Host, F: Format> Vm<H, F> {
             let section = self.tree.epochs.enter(record);
             let slot = self.slots.find_from(&section, next);
             let (slot, end) = match slot.as_ref().map(SlotView::range) {
-                Some(found) if found.contains(next) => (slot.as_ref(), found.end.min(Gfn(next.0 + PAGES_PER_TURN))),
+                Some(found) if found.contains(next) => {
+                    (slot.as_ref(), found.end.min(Gfn(next.0.saturating_add(max_pages))))
+                }
                 Some(found) => (None, found.start),
                 None => (None, range.end),
             };

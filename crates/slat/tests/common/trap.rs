@@ -38,6 +38,36 @@ impl Trap {
     }
 }
 
+/// What is called each time that a table is looked at, but for those that it looks at itself.
+type AtTable = Box<dyn FnMut() + Send>;
+
+#[derive(Default)]
+pub struct Probe(Mutex<Option<AtTable>>);
+
+impl Probe {
+    pub fn set(&self, at_table: impl FnMut() + Send + 'static) {
+        *self.0.lock().unwrap() = Some(Box::new(at_table));
+    }
+
+    pub fn remove(&self) {
+        *self.0.lock().unwrap() = None;
+    }
+
+    fn pass(&self) {
+        let set = self.0.lock().unwrap().take();
+        if let Some(mut at_table) = set {
+            at_table();
+            *self.0.lock().unwrap() = Some(at_table);
+        }
+    }
+}
+
+impl std::fmt::Debug for Probe {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Probe").finish_non_exhaustive()
+    }
+}
+
 /// [`TestHost`] with a trap in `resolve` and in `resolve_resident`, one in `table_ptr` (so inside a section) and one in `flush`, and the order of
 /// what is told to it.
 #[derive(Debug, Default)]
@@ -47,6 +77,7 @@ pub struct TrapHost {
     pub in_resident: Trap,
     pub in_section: Trap,
     pub in_flush: Trap,
+    pub at_table: Probe,
     /// Looks at tables since somebody last asked whether to yield, or flushed; and the most that ever were.
     step: AtomicU64,
     pub longest_step: AtomicU64,
@@ -92,6 +123,7 @@ unsafe impl Host for TrapHost {
 
     fn table_ptr(&self, table: Hpa) -> *mut u8 {
         self.in_section.pass();
+        self.at_table.pass();
         let step = self.step.fetch_add(1, Ordering::SeqCst) + 1;
         self.longest_step.fetch_max(step, Ordering::SeqCst);
         self.host.table_ptr(table)

@@ -367,7 +367,7 @@ fn marked<F: Format>(config: Config) {
                 let mut random = Random::new(77);
                 while !world.stop.load(Ordering::Relaxed) {
                     let first = random.next() % NR_PAGES;
-                    let nr_pages = (random.next() % 70).min(NR_PAGES - first);
+                    let nr_pages = (1 + random.next() % 70).min(NR_PAGES - first);
                     vmm.during_fault(|_| {
                         for page in first..first + nr_pages {
                             world.contents[page as usize].fetch_add(1, Ordering::SeqCst);

@@ -118,7 +118,6 @@ fn ranges<F: Format>(config: Config) {
         let flushes = world.take_flushes();
         assert!(flushes.len() == 1 && flushes[0].iter().all(|range| GfnRange::new(slot.gfn(64), 64).covers(*range)));
         assert_eq!(world.get_range(slot, 64, 64), [0; 0]);
-        assert_eq!(world.get_range(slot, 192, 0), [0; 0]);
         assert_eq!(world.take_flushes().len(), 0);
         assert_eq!(world.get_range(slot, 4032, 128), [4095, 4096, 4097]);
         assert_eq!(world.get_range(slot, 8256, 36), [8256, 8291]);
@@ -158,7 +157,6 @@ fn masks<F: Format>(config: Config) {
             behind[10] = u64::MAX << (700 % 64);
             behind[11..].fill(u64::MAX);
             assert_eq!(world.vm.clear_dirty_log(1, 0, 700, &behind), Ok(0));
-            assert_eq!(world.vm.clear_dirty_log(1, 64, 0, &[]), Ok(0));
             assert_eq!((world.entries(slot), world.take_flushes().len()), (before.clone(), 0));
             assert_eq!(world.clear(slot, &[2, 3, 69, 300, 301]), Ok(3));
             assert_eq!(world.take_flushes().len(), 1);
@@ -242,7 +240,6 @@ fn marks<F: Format>(config: Config) {
             assert_eq!(world.vm.is_marked_dirty(7, 0), Err(Error::NoSuchSlot { slot: 7 }));
             assert_eq!(world.vm.is_marked_dirty(2, 0), Err(Error::NotLogging { slot: 2 }));
             assert_eq!(world.vm.is_marked_dirty(1, 200), Err(past_end(200, 1)));
-            assert_eq!((world.vm.mark_dirty(1, 0, 0), world.vm.mark_dirty(1, 200, 0)), (Ok(()), Ok(())));
             assert_eq!(world.take(slot), [0; 0]);
             // A slot that does not log has nothing to mark; its neighbour is not hit.
             assert_eq!(world.vm.mark_dirty(2, 0, 10), Ok(()));
@@ -297,6 +294,7 @@ fn refused<F: Format>(config: Config) {
             let past_end =
                 |first_page, nr_pages| Error::LogRangePastEnd { slot: 1, first_page, nr_pages, slot_pages: 200 };
             let too_short = |words, needed| Error::BitmapTooShort { slot: 1, words, needed };
+            let empty = |first| Error::EmptyRange { start: slot.gfn(first), end: slot.gfn(first) };
             let max = u64::MAX;
             // Slot, first page, pages, words, and what is answered.
             let cases = [
@@ -308,8 +306,8 @@ fn refused<F: Format>(config: Config) {
                 (1, 63, 64, 9, unaligned(63, 64)),
                 (1, 65, 135, 9, unaligned(65, 135)),
                 (1, 199, 1, 9, unaligned(199, 1)),
-                (1, 200, 0, 9, unaligned(200, 0)),
-                (1, 32, 0, 9, unaligned(32, 0)),
+                (1, 200, 0, 9, empty(200)),
+                (1, 32, 0, 9, empty(32)),
                 (1, 0, 1, 9, unaligned(0, 1)),
                 (1, 0, 63, 9, unaligned(0, 63)),
                 (1, 0, 199, 9, unaligned(0, 199)),
@@ -317,7 +315,7 @@ fn refused<F: Format>(config: Config) {
                 (1, 0, 201, 9, past_end(0, 201)),
                 (1, 0, 256, 9, past_end(0, 256)),
                 (1, 192, 64, 9, past_end(192, 64)),
-                (1, 256, 0, 9, past_end(256, 0)),
+                (1, 256, 0, 9, empty(256)),
                 (1, 256, 64, 9, past_end(256, 64)),
                 (1, 0, max, 9, past_end(0, max)),
                 (1, 64, max - 63, 9, past_end(64, max - 63)),

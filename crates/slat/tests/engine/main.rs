@@ -40,6 +40,7 @@ mod overtaken_huge;
 mod overtaken_invalidate;
 mod peers_bugs;
 mod prefault;
+mod section_length;
 mod shadow;
 mod shadow_bad_input;
 mod shadow_threads;

@@ -43,6 +43,8 @@ impl Model {
         let slot_pages = slot.range.nr_pages();
         if !slot.flags.contains(LOG) {
             Err(Error::NotLogging { slot: id })
+        } else if nr_pages == 0 {
+            Err(empty_range(slot, first_page))
         } else if u128::from(first_page) + u128::from(nr_pages) > u128::from(slot_pages) {
             Err(Error::LogRangePastEnd { slot: id, first_page, nr_pages, slot_pages })
         } else if first_page % 64 != 0 || (nr_pages % 64 != 0 && first_page + nr_pages != slot_pages) {
@@ -133,12 +135,21 @@ impl Model {
     pub fn mark_dirty(&mut self, id: u32, first_page: u64, nr_pages: u64) -> Result<(), Error> {
         let slot = self.slots.get_mut(&id).ok_or(Error::NoSuchSlot { slot: id })?;
         let slot_pages = slot.range.nr_pages();
+        if nr_pages == 0 {
+            return Err(empty_range(slot, first_page));
+        }
         if u128::from(first_page) + u128::from(nr_pages) > u128::from(slot_pages) {
             return Err(Error::LogRangePastEnd { slot: id, first_page, nr_pages, slot_pages });
         }
         slot.mark(GfnRange::new(Gfn(slot.range.start.0 + first_page), nr_pages));
         Ok(())
     }
+}
+
+/// What is said of no pages from `first_page` on of `slot`.
+fn empty_range(slot: &Slot, first_page: u64) -> Error {
+    let start = Gfn(slot.range.start.0.saturating_add(first_page));
+    Error::EmptyRange { start, end: start }
 }
 
 /// The words of a log that hold `pages` (first and number).
