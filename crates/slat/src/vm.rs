@@ -6,7 +6,7 @@ mod withheld;
 
 use alloc::sync::Arc;
 
-use crate::addr::{Gfn, GfnRange, Gpa, Hpa, PageSize};
+use crate::addr::{Gfn, GfnRange, Gpa, Hpa, PAGE_SIZE, PageSize};
 use crate::config::{Config, DirtyTracking, HugePageLogging, ManualProtect};
 use crate::dirty::log::{self, LogCall};
 use crate::dirty::ring::DirtyRing;
@@ -527,7 +527,9 @@ impl<H: Host, F: Format> Vm<H, F> {
         let whole = self.tree.whole();
         if !whole.covers(range) {
             let beyond = if whole.contains(range.start) { whole.end } else { range.start };
-            return Err(Error::AddressTooHigh { gpa: beyond.gpa(), gpa_bits: F::GPA_BITS });
+            // Frames have more numbers than addresses.
+            let gpa = Gpa(beyond.0.saturating_mul(PAGE_SIZE));
+            return Err(Error::AddressTooHigh { gpa, gpa_bits: F::GPA_BITS });
         }
         Ok(())
     }

@@ -16,7 +16,7 @@ use crate::addr::{Gfn, GfnRange, Level, Pfn};
 use crate::dirty::bitmap::{Bitmap, TakenWords};
 use crate::format::{Entry, Format, Npt};
 use crate::slot::MemoryRegionFlags;
-use crate::slot::set::{Attachments, Change, SlotEntry, Slots};
+use crate::slot::set::{Attachments, SlotEntry, Slots};
 use crate::sync::{AtomicU64, fence_after_rmw, full_fence};
 use crate::table::entry::{self, EntryRef};
 use crate::table::retire::{Epochs, Fences};
@@ -161,8 +161,7 @@ impl World {
         let slot = SlotEntry::new(0, RANGE, MemoryRegionFlags::empty(), (), Attachments::default())
             .expect("memory for a slot");
         let record = world.epochs.borrow_record().expect("memory for a record");
-        world.slots.publish(&world.epochs, &record, &Change::Insert(slot)).expect("memory for a set");
-        slot.claim().release();
+        world.slots.insert(&world.epochs, &record, slot).expect("memory for a set");
         drop(record);
         world
     }
@@ -184,10 +183,9 @@ impl World {
             MemoryRegionFlags::LOG_DIRTY_PAGES,
             Attachments { log: Some(log), userfault: None },
         );
-        self.slots.publish(&self.epochs, &record, &Change::Replace(after)).expect("memory for a set");
+        self.slots.replace(&self.epochs, &record, &claim, after).expect("memory for a set");
         full_fence();
         self.leaf.protect();
-        claim.release();
     }
 }
 

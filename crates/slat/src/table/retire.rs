@@ -111,7 +111,7 @@ impl<'a> Section<'a> {
             assert!(steps <= MAX_SECTION_STEPS, "a section of {steps} steps");
         }
         #[cfg(not(debug_assertions))]
-        let _ = nr_steps;
+        let _ = (nr_steps, MAX_SECTION_STEPS);
     }
 }
 

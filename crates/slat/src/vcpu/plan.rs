@@ -6,7 +6,7 @@ use crate::error::Error;
 use crate::format::{Entry, Format};
 use crate::host::{Gone, Host, Resolved};
 use crate::second_stage::install::{NewLeaf, Rights};
-use crate::slot::set::BackingRef;
+use crate::slot::view::BackingRef;
 use crate::slot::{MemoryAttributes, MemoryRegionFlags};
 use crate::table::entry::Stamp;
 

@@ -9,7 +9,7 @@ use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::invalidate::Invalidation;
 use crate::second_stage::rescan;
-use crate::slot::set::SlotView;
+use crate::slot::view::SlotView;
 use crate::slot::{MemoryAttributes, MemoryFaultFlags};
 use crate::table::retire::Record;
 

@@ -6,8 +6,8 @@ use std::sync::atomic::Ordering;
 
 use crate::common::{GIB, MIB, TestBacking, TestHost, Translation, assert_no_table_is_left, change, region, translate};
 use slat::{
-    Access, Config, Ept, Error, Exit, Format, Gpa, Level, Locking, MAX_SLOTS, MemoryRegion, MemoryRegionFlags, Npt,
-    Outcome, PAGE_SIZE, PageSize, Stage2, Sv39x4, Sv48x4, Vcpu, Vm,
+    Access, Config, Ept, Error, Exit, Format, Gfn, GfnRange, Gpa, Level, Locking, MAX_SLOTS, MemoryAttributes,
+    MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Stage2, Sv39x4, Sv48x4, Vcpu, Vm,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -244,6 +244,58 @@ fn sizes<F: Format>(world: World<F>) {
     for slot in [0, 3, MAX_SLOTS - 1] {
         world.refused(change(slot, NO_FLAGS, 0, 0), Error::NoSuchSlot { slot });
         world.refused(change(slot, LOG, A, 0), Error::NoSuchSlot { slot });
+    }
+    world.finish();
+}
+
+each!(ranges_of_frames_and_bytes_that_cannot_be_are_refused, frames);
+fn frames<F: Format>(world: World<F>) {
+    let (gpa_bits, nr_frames) = (F::GPA_BITS, 1 << (F::GPA_BITS - 12));
+    let refused = |start, end, error: Error| {
+        let (range, before) = (GfnRange { start: Gfn(start), end: Gfn(end) }, world.seen());
+        let vm = &world.vm;
+        assert_eq!(vm.invalidate_range(range).map(|_| 0), Err(error), "{range:?}");
+        assert_eq!(vm.split_range(range, PageSize::Size4K), Err(error), "{range:?}");
+        assert_eq!(vm.recover_range(range), Err(error), "{range:?}");
+        assert_eq!(vm.age_range(range), Err(error), "{range:?}");
+        assert_eq!(vm.test_age_range(range), Err(error), "{range:?}");
+        assert_eq!(world.seen(), before, "{range:?}");
+    };
+    let a = A / PAGE_SIZE;
+    for (start, end) in [(0, 0), (a, a), (a + 1, a), (nr_frames, nr_frames), (u64::MAX, 0), (u64::MAX, u64::MAX)] {
+        refused(start, end, Error::EmptyRange { start: Gfn(start), end: Gfn(end) });
+    }
+    // The first address that is too high; and what is more than an address can say.
+    for (start, end, beyond) in [
+        (0, nr_frames + 1, nr_frames << 12),
+        (a, u64::MAX, nr_frames << 12),
+        (nr_frames, nr_frames + 1, nr_frames << 12),
+        (nr_frames + 7, u64::MAX, (nr_frames + 7) << 12),
+        (1 << 52, (1 << 52) + 1, u64::MAX),
+        (u64::MAX - 1, u64::MAX, u64::MAX),
+    ] {
+        refused(start, end, Error::AddressTooHigh { gpa: Gpa(beyond), gpa_bits });
+    }
+    let space = 1 << F::GPA_BITS;
+    let too_high = |gpa: u64| Error::AddressTooHigh { gpa: Gpa(gpa), gpa_bits };
+    for (gpa, size_bytes, error) in [
+        (A, 0, Error::BadSize { size_bytes: 0 }),
+        (u64::MAX - 4095, 0, Error::BadSize { size_bytes: 0 }),
+        (space, PAGE_SIZE, too_high(space)),
+        (A, space, too_high(space)),
+        (u64::MAX - 4095, PAGE_SIZE, too_high(u64::MAX - 4095)),
+        (u64::MAX - 4095, 2 * PAGE_SIZE, too_high(u64::MAX - 4095)),
+        (PAGE_SIZE, u64::MAX - 4095, too_high(PAGE_SIZE)),
+    ] {
+        let before = world.seen();
+        let private = MemoryAttributes::PRIVATE;
+        assert_eq!(
+            world.vm.set_memory_attributes(Gpa(gpa), size_bytes, private),
+            Err(error),
+            "{gpa:#x} {size_bytes:#x}"
+        );
+        assert_eq!(world.vm.check_access(Gpa(gpa), size_bytes), Err(error), "{gpa:#x}, {size_bytes:#x}");
+        assert_eq!(world.seen(), before);
     }
     world.finish();
 }

@@ -1,0 +1,170 @@
+//! A slot as a section finds it: what it is, what user space has said of its pages, and how its backing is taken along.
+
+#![expect(unsafe_code, reason = "slots are reached by raw pointers, which an open section keeps alive")]
+
+use core::ptr::{self, NonNull};
+
+use super::attributes::{MemoryAttributes, PrivatePages};
+use super::region::MemoryRegionFlags;
+use super::set::{Slot, SlotEntry};
+use super::userfault::{MemoryFaultFlags, UserfaultBitmap};
+use crate::addr::{Gfn, GfnRange, Level, PAGE_SHIFT};
+use crate::dirty::bitmap::Bitmap;
+use crate::error::Error;
+use crate::table::retire::{Record, Section};
+
+/// A slot as found in a section.
+pub(crate) struct SlotView<'s, B> {
+    pub(super) entry: SlotEntry<B>,
+    pub(super) section: &'s Section<'s>,
+}
+
+impl<'s, B> SlotView<'s, B> {
+    /// Whether `other`, found in the same section, is the same slot, wherever it is.
+    pub(crate) fn is_same_slot(&self, other: &SlotView<'_, B>) -> bool {
+        self.entry.slot == other.entry.slot
+    }
+
+    pub(crate) fn range(&self) -> GfnRange {
+        self.entry.range
+    }
+
+    /// Notes steps in the section in which it was found.
+    pub(crate) fn visit(&self, nr_steps: u64) {
+        self.section.visit(nr_steps);
+    }
+
+    pub(crate) fn flags(&self) -> MemoryRegionFlags {
+        self.entry.flags
+    }
+
+    /// The slot's number.
+    #[inline]
+    pub(crate) fn id(&self) -> u32 {
+        self.entry.id
+    }
+
+    /// Whether writes are logged.
+    #[inline]
+    pub(crate) fn logs(&self) -> bool {
+        self.entry.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES)
+    }
+
+    #[inline]
+    pub(crate) fn log(&self) -> Option<&'s Bitmap> {
+        // SAFETY: found in an open section, which is borrowed for 's.
+        self.entry.log.filter(|_| self.logs()).map(|log| unsafe { log.as_ref() })
+    }
+
+    /// Whether all of its pages are what the host says, and nothing more.
+    #[inline]
+    pub(crate) fn is_plain(&self) -> bool {
+        !self.entry.flags.intersects(MemoryRegionFlags::USERFAULT | MemoryRegionFlags::GUEST_MEMFD)
+    }
+
+    /// The pages at which faults exit.
+    #[inline]
+    pub(crate) fn userfault(&self) -> Option<&'s UserfaultBitmap> {
+        // SAFETY: found in an open section, which is borrowed for 's.
+        self.entry.userfault.map(|userfault| unsafe { userfault.as_ref() })
+    }
+
+    /// What each page is, if the slot has a guest_memfd.
+    #[inline]
+    pub(crate) fn private(&self) -> Option<&PrivatePages> {
+        // SAFETY: as above.
+        unsafe { self.entry.slot.as_ref() }.private.as_deref()
+    }
+
+    /// What page `gfn` of the slot is.
+    #[inline]
+    pub(crate) fn attributes_of(&self, gfn: Gfn) -> MemoryAttributes {
+        self.private().map_or(MemoryAttributes::empty(), |private| private.of(gfn.0 - self.range().start.0))
+    }
+
+    /// Whether a fault on page `gfn` of the slot may map it.
+    ///
+    /// # Errors
+    /// [`Error::MemoryFault`]: user space is asked first. [`Error::UserfaultBitmapGone`].
+    pub(crate) fn check_userfault(&self, gfn: Gfn) -> Result<(), Error> {
+        let Some(userfault) = self.userfault() else { return Ok(()) };
+        match userfault.is_set(gfn.0 - self.range().start.0) {
+            Some(false) => Ok(()),
+            Some(true) => {
+                let mut flags = MemoryFaultFlags::USERFAULT;
+                flags.set(MemoryFaultFlags::PRIVATE, self.attributes_of(gfn).contains(MemoryAttributes::PRIVATE));
+                let block = gfn.block(userfault.level());
+                let end = block.end.min(self.range().end);
+                let size = GfnRange { start: block.start, end }.nr_pages() << PAGE_SHIFT;
+                Err(Error::MemoryFault { flags, gpa: block.start.gpa(), size })
+            }
+            None => Err(Error::UserfaultBitmapGone { slot: self.id(), gpa: gfn.gpa() }),
+        }
+    }
+
+    /// Whether one leaf of `level` may map `block`, for all that user space has said of its pages.
+    pub(crate) fn allows_leaf(&self, block: GfnRange, level: Level) -> bool {
+        let range = self.range();
+        if self.userfault().is_some_and(|userfault| level > userfault.level()) || !range.covers(block) {
+            return false;
+        }
+        self.are_alike(block)
+    }
+
+    /// Whether all pages of `block` are in the slot, and are what the first is: private or shared. Not for more than 1 GiB.
+    pub(crate) fn are_alike(&self, block: GfnRange) -> bool {
+        let range = self.range();
+        let Some(private) = self.private().filter(|_| range.covers(block)) else { return range.covers(block) };
+        debug_assert!(block.nr_pages() <= Level::L1G.nr_pages());
+        self.section.visit(self.steps_of(block));
+        private.are_alike(GfnRange::new(Gfn(block.start.0 - range.start.0), block.nr_pages()))
+    }
+
+    /// The most words that are looked at to learn whether the pages of `block` are alike.
+    pub(crate) fn steps_of(&self, block: GfnRange) -> u64 {
+        self.private().map_or(0, |_| block.nr_pages() / u64::from(u64::BITS) + 1)
+    }
+
+    /// Whether the slot has `nr_pages` pages, and that is not none, from its page `first_page` on.
+    ///
+    /// # Errors
+    /// [`Error::EmptyRange`], [`Error::LogRangePastEnd`].
+    pub(crate) fn check_pages(&self, first_page: u64, nr_pages: u64) -> Result<(), Error> {
+        let range = self.range();
+        if nr_pages == 0 {
+            let start = Gfn(range.start.0.saturating_add(first_page));
+            return Err(Error::EmptyRange { start, end: start });
+        }
+        match first_page.checked_add(nr_pages) {
+            Some(end) if end <= range.nr_pages() => Ok(()),
+            _ => Err(Error::LogRangePastEnd { slot: self.id(), first_page, nr_pages, slot_pages: range.nr_pages() }),
+        }
+    }
+
+    /// Takes the slot along, out of the section, to resolve a page in its backing. `record` is the section's.
+    pub(crate) fn keep_for_resolve<'r>(&self, record: &'r Record) -> BackingRef<'r, B> {
+        debug_assert!(ptr::eq(record, self.section.record()));
+        record.resolving(self.entry.slot);
+        BackingRef { slot: self.entry.slot, record }
+    }
+}
+
+/// A slot's backing, kept by the announcement in a record until this is dropped.
+pub(crate) struct BackingRef<'r, B> {
+    slot: NonNull<Slot<B>>,
+    record: &'r Record,
+}
+
+impl<B> BackingRef<'_, B> {
+    pub(crate) fn get(&self) -> &B {
+        // SAFETY: `keep_for_resolve` announced the slot in the record, inside a section in which it was published; it is
+        // not freed as long as the announcement stands, and that is until `drop`.
+        unsafe { &self.slot.as_ref().backing }
+    }
+}
+
+impl<B> Drop for BackingRef<'_, B> {
+    fn drop(&mut self) {
+        self.record.resolved();
+    }
+}
