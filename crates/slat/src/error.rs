@@ -76,8 +76,9 @@ pub enum Error {
         /// The slot.
         slot: u32,
     },
-    /// What earlier changes of slots have left cannot be freed yet, and is too much: a thread that was preempted inside a
-    /// call, or a [`TableReader`](crate::TableReader), may still use it. Try again later.
+    /// What earlier changes of slots have left cannot be freed yet, and is too much: a thread that
+    /// was preempted inside a call, or a [`TableReader`](crate::TableReader), may still use it. Try
+    /// again later.
     #[error("{size_bytes} bytes that earlier changes of slots left wait to be freed")]
     TooMuchRetired {
         /// Bytes of slot sets, logs and bitmaps that wait.

@@ -116,10 +116,12 @@
 //! [`Outcome::Exit`] is no error: user space has work to do first. No input makes the engine panic, but a host that breaks its
 //! contract (`unsafe trait`) breaks everything.
 //!
-//! Behind a section that stays open (a thread that was preempted inside a call, a [`TableReader`] that is kept) nothing waits,
-//! but what is unlinked there is not freed. What it may hold is bounded: 1024 tables; and of slots that change, sets, logs and
-//! bitmaps of 256 MiB (64 changes in any case). Then [`Vm::set_user_memory_region`] answers [`Error::TooMuchRetired`], until
-//! the section is over. Backings of deleted slots are not counted. A slot that has logged keeps its log, 1/32768 of its size.
+//! Behind a section that stays open (a thread that was preempted inside a call, a [`TableReader`]
+//! that is kept) nothing waits, but what is unlinked there is not freed. What it may hold is
+//! bounded: 1024 tables; and of slots that change, sets, logs and bitmaps of 256 MiB (64 changes in
+//! any case). Then [`Vm::set_user_memory_region`] answers [`Error::TooMuchRetired`], until the
+//! section is over. Backings of deleted slots are not counted. A slot that has logged keeps its
+//! log, 1/32768 of its size.
 //!
 //! # The examples on these pages
 //! They are run as tests. Their host, and the functions that make a VM with it (`vm`, `vm_with_memory` with slot 0 of 1 MiB at

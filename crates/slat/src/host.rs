@@ -199,9 +199,10 @@ pub unsafe trait Host: Park + Send + Sync {
     #[inline]
     fn barrier_on_all_cpus(&self) {}
 
-    /// Whether the caller's CPU is wanted by somebody else, so that a long operation should call
-    /// [`yield_now`](Host::yield_now). Asked every few thousand entries that a walk passes by, and every few that it changes,
-    /// inside the section and the lock or between two: a mere look. The section is left from time to time in any case.
+    /// Whether the caller's CPU is wanted for something else, so that a long operation should call
+    /// [`yield_now`](Host::yield_now). Asked every few thousand entries that a walk passes by, and
+    /// every few that it changes, inside the section and the lock or between two: a mere look. The
+    /// section is left from time to time in any case.
     #[inline]
     fn should_yield(&self) -> bool {
         false

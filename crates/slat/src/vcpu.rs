@@ -456,12 +456,13 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         Told::May(slot.attributes_of(self.gfn), level)
     }
 
-    /// Narrows the level up to which `plan` allows leaves, to the largest one up to `largest` whose pages have the attributes
-    /// of the fault's. Not asked in the look, which does not know yet how large a block the host has: a block of 512 GiB has
-    /// 2 Mi words of attributes.
+    /// Narrows the level up to which `plan` allows leaves, to the largest one up to `largest` whose
+    /// pages have the attributes of the fault's. Not asked in the look, which does not know yet how
+    /// large a block the host has: a block of 512 GiB has 2 Mi words of attributes.
     ///
-    /// As in the look they are read after the entry was. If they are changed after that, the entry gets another stamp, or is
-    /// replaced by a table, before they are stored; then nothing is installed.
+    /// As in the look they are read after the entry was. If they are changed after that, the entry
+    /// gets another stamp, or is replaced by a table, before they are stored; then nothing is
+    /// installed.
     #[cold]
     fn narrow_to_alike(&self, plan: &mut InstallPlan<'_, H::Backing>, largest: Level) {
         let Vm { tree, slots, .. } = self.vm;
@@ -483,7 +484,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         self.vm.slots.find(&section, self.gfn)?.check_userfault(self.gfn).err()
     }
 
-    /// Step 2: the frame. [`Changed`] if there is none, and the look that asked for it has been overtaken.
+    /// Step 2: the frame. [`Changed`] if there is none, and the look that asked for it has been
+    /// overtaken.
     fn resolve(&mut self, plan: &InstallPlan<'_, H::Backing>) -> Result<Result<Resolved, Changed>, Error> {
         let host = &self.vm.tree.host;
         let resolve = || plan.resolve(host, self.gfn, self.access);
@@ -507,9 +509,9 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         }
     }
 
-    /// Whether what `plan` was made of has changed since its look: the entry, the ranges that are being taken away, or what
-    /// user space says of the page. Then the host's answer may be of the past: user space has taken the page back, say, and
-    /// thrown its contents away.
+    /// Whether what `plan` was made of has changed since its look: the entry, the ranges that are
+    /// being taken away, or what user space says of the page. Then the host's answer may be of the
+    /// past: user space has taken the page back, say, and thrown its contents away.
     #[cold]
     fn is_overtaken(&self, plan: &InstallPlan<'_, H::Backing>) -> bool {
         let Vm { tree, slots, .. } = self.vm;

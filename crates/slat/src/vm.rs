@@ -128,7 +128,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// of 64. `nr_pages` is one too, or the range ends with the slot.
     ///
     /// # Errors
-    /// As there, and [`Error::UnalignedLogRange`], [`Error::EmptyRange`], [`Error::LogRangePastEnd`].
+    /// As there, and [`Error::UnalignedLogRange`], [`Error::EmptyRange`],
+    /// [`Error::LogRangePastEnd`].
     pub fn get_dirty_log_range(
         &self,
         slot: u32,
@@ -188,8 +189,10 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// vCPUs have written, the emulation of a device for instance. To be called when it is written.
     ///
     /// # Errors
-    /// [`Error::NoSuchSlot`], [`Error::EmptyRange`], [`Error::LogRangePastEnd`], [`Error::OutOfMemory`].
-    /// [`Error::DirtyRingInUse`]: as with KVM, rings take the writes of vCPUs alone, and whoever else writes keeps account of it.
+    /// [`Error::NoSuchSlot`], [`Error::EmptyRange`], [`Error::LogRangePastEnd`],
+    /// [`Error::OutOfMemory`].
+    /// [`Error::DirtyRingInUse`]: as with KVM, rings take the writes of vCPUs alone, and whoever
+    /// else writes keeps account of it.
     ///
     /// # Example
     /// ```
@@ -240,9 +243,10 @@ impl<H: Host, F: Format> Vm<H, F> {
         if self.rings.are_enabled() { Err(Error::DirtyRingInUse { slot }) } else { Ok(()) }
     }
 
-    /// Gives each vCPU a dirty ring of `nr_entries` entries, instead of the bitmaps of the slots. To be called while there is
-    /// no vCPU: so it is for the VM's life. KVM's `KVM_CAP_DIRTY_LOG_RING`. If there were vCPUs before, the slots that log
-    /// are write-protected; what their bitmaps have by then is lost, so take them before.
+    /// Gives each vCPU a dirty ring of `nr_entries` entries, instead of the bitmaps of the slots.
+    /// To be called while there is no vCPU: so it is for the VM's life. KVM's
+    /// `KVM_CAP_DIRTY_LOG_RING`. If there were vCPUs before, the slots that log are
+    /// write-protected; what their bitmaps have by then is lost, so take them before.
     ///
     /// In a slot that logs, each fault that opens a page for writing is then an entry in the ring of its vCPU
     /// ([`Vcpu::dirty_ring`]); a page may be there more than once. When [`DIRTY_RING_RESERVE`](crate::DIRTY_RING_RESERVE) entries are left, the vCPU's faults
@@ -257,8 +261,10 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// as one for writing, and pages of 2 MiB only where 512 entries are free.
     ///
     /// # Errors
-    /// [`Error::BadRingSize`], [`Error::RingNeedsPageFaults`], [`Error::DirtyRingEnabled`], [`Error::OutOfMemory`].
-    /// [`Error::VcpusExist`]: also while another thread puts huge pages back ([`recover_range`](Vm::recover_range)).
+    /// [`Error::BadRingSize`], [`Error::RingNeedsPageFaults`], [`Error::DirtyRingEnabled`],
+    /// [`Error::OutOfMemory`].
+    /// [`Error::VcpusExist`]: also while another thread puts huge pages back
+    /// ([`recover_range`](Vm::recover_range)).
     ///
     /// # Example
     /// ```

@@ -1,5 +1,6 @@
-//! What the engine's bookkeeping costs: page tables at most 0.21% of the memory that they map by 4 KiB, everything else
-//! at most 0.1%. And what changes of slots leave behind a section that stays open: no more than a bound.
+//! What the engine's bookkeeping costs: page tables at most 0.21% of the memory that they map by 4
+//! KiB, everything else at most 0.1%. And what changes of slots leave behind a section that stays
+//! open: no more than a bound.
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
 #![allow(unsafe_code, reason = "a counting allocator, and the host's contract")]

@@ -154,7 +154,7 @@ impl Bitmap {
         (size_of::<Bitmap>() + size_of_val(&*self.words) + size_of_val(&*self.summary)) as u64
     }
 
-    /// Clears all marks, turn by turn as a harvest does: whoever marks meanwhile leaves no mark that is never found.
+    /// Clears all marks, turn by turn as a harvest does: a mark that is set meanwhile is not lost.
     pub(crate) fn clear_all(&self) {
         let mut taken = TakenWords::new();
         let mut next = 0;

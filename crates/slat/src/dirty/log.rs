@@ -39,14 +39,15 @@
 //! has taken the bits, so that it protects the leaves that matter.
 //!
 //! # Logging that ends and begins again
-//! A slot keeps its log when it ceases to log: so one that begins and ends to log again and again, behind a section that stays
-//! open, takes no more memory each time. Enabling clears the marks of the last time before it publishes the flag; where all
-//! bits are set from the beginning, it marks all pages after it has published the flag, as a move does.
+//! A slot keeps its log when it ceases to log: so one that begins and ends to log again and again,
+//! behind a section that stays open, takes no more memory each time. Enabling clears the marks of
+//! the last time before it publishes the flag; where all bits are set from the beginning, it marks
+//! all pages after it has published the flag, as a move does.
 //!
-//! A call that found the slot in the last time may still use the log. If it marks a page then, the page is reported although
-//! nobody has written it since: no harm. If it takes marks, it re-arms their pages and hands them out, as any harvest. Before
-//! the flag is published, faults could open such a page again and not mark it; but enabling protects all pages after that, or
-//! marks them.
+//! A call that found the slot in the last time may still use the log. If it marks a page then, the
+//! page is reported although no CPU has written it since: no harm. If it takes marks, it re-arms
+//! their pages and hands them out, as any harvest. Before the flag is published, faults could open
+//! such a page again and not mark it; but enabling protects all pages after that, or marks them.
 //!
 //! # Rings
 //! Where vCPUs have dirty rings (`ring`), slots have no bitmap, and a fault that made a leaf writable pushes its pages
@@ -458,7 +459,8 @@ pub(crate) fn mark_pages<B>(
     }
 }
 
-/// How many pages are marked in the logs of all slots. One that is moved meanwhile may be left out, or counted twice.
+/// How many pages are marked in the logs of all slots. One that is moved meanwhile may be left out,
+/// or counted twice.
 pub(crate) fn nr_marked<B>(slots: &Slots<B>, epochs: &Epochs, record: &Record) -> u64 {
     let (mut nr_pages, mut next) = (0, Gfn(0));
     loop {

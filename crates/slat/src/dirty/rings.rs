@@ -32,8 +32,9 @@ const ENABLED: u64 = 1 << 63;
 
 /// The rings of one VM, or none.
 pub(crate) struct Rings {
-    /// [`ENABLED`] and the size of each ring; or how many vCPUs and recoveries of huge pages there are, which open pages and
-    /// push none. One word, so that of these and the call that enables rings one comes first.
+    /// [`ENABLED`] and the size of each ring; or how many vCPUs and recoveries of huge pages there
+    /// are, which open pages and push none. One word, so that of these and the call that enables
+    /// rings one comes first.
     state: AtomicU64,
     first: AtomicPtr<DirtyRing>,
 }
@@ -57,7 +58,8 @@ impl Rings {
         if !nr_entries.is_power_of_two() || !(MIN_DIRTY_RING_ENTRIES..=MAX_DIRTY_RING_ENTRIES).contains(&nr_entries) {
             return Err(Error::BadRingSize { nr_entries });
         }
-        // Acquire: sees the leaves of the vCPUs that are gone. Relaxed on failure: the number says it all.
+        // Acquire: sees the leaves of the vCPUs that are gone. Relaxed on failure: the number says
+        // it all.
         match self.state.compare_exchange(0, ENABLED | u64::from(nr_entries), Ordering::Acquire, Ordering::Relaxed) {
             Ok(_) => Ok(()),
             Err(state) if state & ENABLED != 0 => Err(Error::DirtyRingEnabled),
@@ -67,7 +69,8 @@ impl Rings {
 
     /// Whether pages are logged by rings, and not by bitmaps.
     pub(crate) fn are_enabled(&self) -> bool {
-        // Relaxed: once there are rings, there always are. Where more is asked for, there is a fence.
+        // Relaxed: once there are rings, there always are. Where more is asked for, there is a
+        // fence.
         self.state.load(Ordering::Relaxed) & ENABLED != 0
     }
 
@@ -86,8 +89,8 @@ impl Rings {
         self.enter().ok().map(|()| WithoutRings(self))
     }
 
-    /// The ring for a new vCPU, if vCPUs have rings. The last thing in making one that may fail. A vCPU without one keeps the
-    /// VM without rings, until it [leaves](Rings::leave).
+    /// The ring for a new vCPU, if vCPUs have rings. The last thing in making one that may fail. A
+    /// vCPU without one keeps the VM without rings, until it [leaves](Rings::leave).
     pub(crate) fn take(&self) -> Result<Option<OwnedRing>, Error> {
         match self.enter() {
             Ok(()) => Ok(None),

@@ -62,7 +62,8 @@ impl FlushToken {
     }
 }
 
-/// A token that is paid when this is dropped: also where what a caller supplies panics between two steps.
+/// A token that is paid when this is dropped: also where what a caller supplies panics between two
+/// steps.
 pub(crate) struct PaidAtEnd<'t, H: Host, F: Format> {
     tree: &'t Tree<H, F>,
     record: &'t Record,

@@ -40,7 +40,8 @@ use crate::table::frames::{self, TableCache};
 use crate::table::retire::{Record, Section};
 use crate::table::walk::Cursor;
 
-/// Entries visited before a walk leaves its section for a while (a table that is unlinked counts as many).
+/// Entries visited before a walk leaves its section for a while (a table that is unlinked counts as
+/// many).
 const ENTRIES_PER_TURN: u64 = 4096;
 
 /// Tables unlinked before the flush for them is paid and they are retired.

@@ -1,8 +1,9 @@
 //! Slots: ranges of guest-physical memory, each with a backing and flags.
 //!
-//! `region` is the caller's side: what a slot may look like. `set` is the engine's: the published set, which faults read
-//! without a lock, and how it is replaced; `view` is what they find. What user space says of single pages: `userfault` has those at which faults exit,
-//! `attributes` those that are private.
+//! `region` is the caller's side: what a slot may look like. `set` is the engine's: the published
+//! set, which faults read without a lock, and how it is replaced; `view` is what they find. What
+//! user space says of single pages: `userfault` has those at which faults exit, `attributes` those
+//! that are private.
 
 pub(crate) mod attributes;
 pub(crate) mod region;

@@ -1,11 +1,13 @@
 //! The published set of slots: an immutable sorted array behind one pointer. Faults look a frame up without a lock; a
 //! change builds a new array and swaps the pointer by compare-and-exchange, starting over if another change came first.
 //!
-//! Lifetimes. A set, a slot, a dirty bitmap and what refers to a userfault bitmap are freed when they are out of the published set and no section is open
-//! that could have found them (`table/retire.rs`); a slot also not while a vCPU resolves a page in its backing. The
-//! change that takes them out owns them: it puts them on the list of retired things, for which it has allocated the node
-//! before. So reading takes no reference count, and no line is shared by faults. What the list holds is bounded: a change is
-//! refused when it is too much ([`MAX_RETIRED_BYTES`]). A log is not retired when its slot ceases to log: the slot keeps it.
+//! Lifetimes. A set, a slot, a dirty bitmap and what refers to a userfault bitmap are freed when
+//! they are out of the published set and no section is open that could have found them
+//! (`table/retire.rs`); a slot also not while a vCPU resolves a page in its backing. The change
+//! that takes them out owns them: it puts them on the list of retired things, for which it has
+//! allocated the node before. So reading takes no reference count, and no line is shared by faults.
+//! What the list holds is bounded: a change is refused when it is too much ([`MAX_RETIRED_BYTES`]).
+//! A log is not retired when its slot ceases to log: the slot keeps it.
 //!
 //! One change of a slot at a time: it *claims* the slot, and another that comes meanwhile gets [`Error::SlotBusy`]. While
 //! a slot is being deleted or moved its range is published as taken away (`table/stamp.rs`), and the slot stays in the set
@@ -48,8 +50,8 @@ pub(crate) struct SlotEntry<B> {
     pub(crate) id: u32,
     pub(crate) flags: MemoryRegionFlags,
     pub(super) slot: NonNull<Slot<B>>,
-    /// The dirty log, if `flags` has `LOG_DIRTY_PAGES` and the VM does not log by rings. It stays with the slot when that flag
-    /// goes, for when it comes again.
+    /// The dirty log, if `flags` has `LOG_DIRTY_PAGES` and the VM does not log by rings. It stays
+    /// with the slot when that flag goes, for when it comes again.
     pub(super) log: Option<NonNull<Bitmap>>,
     /// The pages at which faults exit, if `flags` has `USERFAULT`.
     pub(super) userfault: Option<NonNull<UserfaultBitmap>>,
@@ -71,8 +73,8 @@ pub(crate) struct SlotSet<B> {
     by_id: Vec<u32>,
 }
 
-/// What retired things may hold, in bytes, before further changes of slots are refused. That comes to pass only behind a
-/// section that stays open: what no section can have found is freed first.
+/// What retired things may hold, in bytes, before further changes of slots are refused. That comes
+/// to pass only behind a section that stays open: what no section can have found is freed first.
 pub(crate) const MAX_RETIRED_BYTES: u64 = 256 << 20;
 /// As many changes may have left something in any case, however large their slots are.
 const MIN_RETIRED: u64 = 64;
@@ -108,8 +110,8 @@ unsafe impl<B: Send + Sync> Send for Slots<B> {}
 // SAFETY: as above.
 unsafe impl<B: Send + Sync> Sync for Slots<B> {}
 
-/// A slot that the caller has claimed: nobody else changes it, until this is dropped. So a panic of what a caller supplies
-/// leaves it free.
+/// A slot that the caller has claimed: no other call changes it, until this is dropped. So a panic
+/// of what a caller supplies leaves it free.
 pub(crate) struct Claim<B> {
     pub(crate) entry: SlotEntry<B>,
 }
@@ -311,7 +313,8 @@ impl<B> Slots<B> {
         self.publish(epochs, record, &Change::Replace(after))
     }
 
-    /// Publishes the set without the claimed slot, which stays claimed: who still finds it in an old set must not change it.
+    /// Publishes the set without the claimed slot, which stays claimed: a call that still finds it
+    /// in an old set must not change it.
     ///
     /// On an error nothing was published, and the slot is free to be changed.
     pub(crate) fn remove(&self, epochs: &Epochs, record: &Record, claim: Claim<B>) -> Result<(), Error> {
@@ -349,7 +352,8 @@ impl<B> Slots<B> {
                 node.userfault = before.and_then(|before| before.userfault).filter(|&bitmap| Some(bitmap) != kept.1);
                 node.slot = matches!(change, Change::Remove(_)).then_some(removed.slot);
             }
-            // SAFETY: what `old` has is there as long as this section is open, and the change's claim is held.
+            // SAFETY: what `old` has is there as long as this section is open, and the change's
+            // claim is held.
             node.size_bytes = unsafe { node.holds(old, change) };
             let new = Box::into_raw(new);
             // SeqCst: release for the set's contents; and the store of the store-load pairs with `mark_if_logging`.
@@ -388,7 +392,8 @@ impl<B> Slots<B> {
         self.retired.len.load(Ordering::Relaxed)
     }
 
-    /// Frees what changes have left, if that is too much; an error if it still is. To be called before a change.
+    /// Frees what changes have left, if that is too much; an error if it still is. To be called
+    /// before a change.
     ///
     /// # Errors
     /// [`Error::TooMuchRetired`].
@@ -456,8 +461,8 @@ impl<B> SlotEntry<B> {
         Ok(SlotEntry { range, id, flags, slot, log: leak(log), userfault: leak(userfault) })
     }
 
-    /// The same slot elsewhere, with other flags; with what `attachments` has, or else with what it had: its log in any case,
-    /// its userfault bitmap if the flags still ask for it.
+    /// The same slot elsewhere, with other flags; with what `attachments` has, or else with what it
+    /// had: its log in any case, its userfault bitmap if the flags still ask for it.
     pub(crate) fn changed(self, range: GfnRange, flags: MemoryRegionFlags, attachments: Attachments) -> SlotEntry<B> {
         let Attachments { log, userfault } = attachments;
         let log = leak(log).or(self.log);

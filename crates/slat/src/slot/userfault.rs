@@ -27,10 +27,11 @@ use crate::sync::{AtomicU64, Ordering};
 /// The memory of a userfault bitmap, which user space owns: an array on the heap, or memory that it shares with the process
 /// that fetches the pages.
 pub trait UserfaultWords: Send + Sync {
-    /// The words: always the same ones, as long as they are there. Memory that was taken away is not answered for: with fewer
-    /// words than the slot needs, a fault behind them fails with [`Error::UserfaultBitmapGone`]. Called by each fault in the
-    /// slot, inside a section: must not block. If it panics, the call that asked for them unwinds, and has left nothing half
-    /// done: what it took away is flushed, and its slot can be changed.
+    /// The words: always the same ones, as long as they are there. Memory that was taken away is
+    /// not answered for: with fewer words than the slot needs, a fault behind them fails with
+    /// [`Error::UserfaultBitmapGone`]. Called by each fault in the slot, inside a section: must not
+    /// block. If it panics, the call that asked for them unwinds, and has left nothing half done:
+    /// what it took away is flushed, and its slot can be changed.
     fn words(&self) -> &[AtomicU64];
 }
 

@@ -1,4 +1,5 @@
-//! A slot as a section finds it: what it is, what user space has said of its pages, and how its backing is taken along.
+//! A slot as a section finds it: what it is, what user space has said of its pages, and how its
+//! backing is taken along.
 
 #![expect(unsafe_code, reason = "slots are reached by raw pointers, which an open section keeps alive")]
 
@@ -111,7 +112,8 @@ impl<'s, B> SlotView<'s, B> {
         self.are_alike(block)
     }
 
-    /// Whether all pages of `block` are in the slot, and are what the first is: private or shared. Not for more than 1 GiB.
+    /// Whether all pages of `block` are in the slot, and are what the first is: private or shared.
+    /// Not for more than 1 GiB.
     pub(crate) fn are_alike(&self, block: GfnRange) -> bool {
         let range = self.range();
         let Some(private) = self.private().filter(|_| range.covers(block)) else { return range.covers(block) };
@@ -141,7 +143,8 @@ impl<'s, B> SlotView<'s, B> {
         }
     }
 
-    /// Takes the slot along, out of the section, to resolve a page in its backing. `record` is the section's.
+    /// Takes the slot along, out of the section, to resolve a page in its backing. `record` is the
+    /// section's.
     pub(crate) fn keep_for_resolve<'r>(&self, record: &'r Record) -> BackingRef<'r, B> {
         debug_assert!(ptr::eq(record, self.section.record()));
         record.resolving(self.entry.slot);
@@ -157,8 +160,9 @@ pub(crate) struct BackingRef<'r, B> {
 
 impl<B> BackingRef<'_, B> {
     pub(crate) fn get(&self) -> &B {
-        // SAFETY: `keep_for_resolve` announced the slot in the record, inside a section in which it was published; it is
-        // not freed as long as the announcement stands, and that is until `drop`.
+        // SAFETY: `keep_for_resolve` announced the slot in the record, inside a section in which it
+        // was published; it is not freed as long as the announcement stands, and that is until
+        // `drop`.
         unsafe { &self.slot.as_ref().backing }
     }
 }

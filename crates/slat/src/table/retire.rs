@@ -14,9 +14,10 @@
 //! Retired tables need no memory of their own: their entries are empty or frozen, nobody makes anything else of them, and
 //! a frozen entry has room for a payload. The first carries the link to the next table of the list, the second the tag.
 //!
-//! A section is short: no flush, no allocation that waits, no resolve, no yield inside, and no more than
-//! [`MAX_SECTION_STEPS`] steps, whatever the host says of yielding. (A change of slots copies the whole set in one, at most
-//! [`MAX_SLOTS`](crate::MAX_SLOTS) entries; and how long a `TableReader` is kept open is its user's matter.) What must outlive a section while the host
+//! A section is short: no flush, no allocation that waits, no resolve, no yield inside, and no more
+//! than [`MAX_SECTION_STEPS`] steps, whatever the host says of yielding. (A change of slots copies
+//! the whole set in one, at most [`MAX_SLOTS`](crate::MAX_SLOTS) entries; and how long a
+//! `TableReader` is kept open is its user's matter.) What must outlive a section while the host
 //! resolves a page (the slot's backing) is protected by [`Record::resolving`] instead.
 
 #![expect(unsafe_code, reason = "records and retired tables are reached by raw pointers")]
@@ -38,8 +39,9 @@ use crate::sync::{
     AtomicBool, AtomicPtr, AtomicU64, Ordering, fence_after_rmw, fence_against_remote_barrier, full_fence,
 };
 
-/// Most entries of tables, words of bitmaps, and pages that a section visits: what is retired behind it waits no longer. A walk
-/// that has more to do leaves its section long before, and goes on in another. Checked in builds with debug assertions.
+/// Most entries of tables, words of bitmaps, and pages that a section visits: what is retired
+/// behind it waits no longer. A walk that has more to do leaves its section long before, and goes
+/// on in another. Checked in builds with debug assertions.
 pub(crate) const MAX_SECTION_STEPS: u64 = 1 << 15;
 
 /// Announcement of a record whose owner is in no section.

@@ -162,8 +162,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         stamp: Stamp,
         leaf: NewLeaf,
     ) -> Result<Step, Changed> {
-        // Below a closed entry the leaf is of no use to a write yet. Who opens the entry gives the right to write, and marks
-        // the page: if it were marked here too, a ring would have it twice.
+        // Below a closed entry the leaf is of no use to a write yet. The step that opens the entry
+        // gives the right to write, and marks the page: if it were marked here too, a ring would
+        // have it twice.
         let is_nearer = self.access == Access::Write && cursor.is_closed();
         let rights = match leaf.rights {
             Rights::Writable if is_nearer => Rights::WriteProtected,

@@ -28,9 +28,12 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// bit was set before.
     ///
     /// # Errors
-    /// For a bad description the variant that names its fault; [`Error::OutOfMemory`]. [`Error::SlotBusy`] if another
-    /// thread is changing the same slot, in whatever way, at this moment: KVM would wait for it, here nobody waits.
-    /// [`Error::TooMuchRetired`]: what earlier changes left cannot be freed yet. On an error the slot is as it was; if memory ran out, mappings may have been taken away, and the next access faults.
+    /// For a bad description the variant that names its fault; [`Error::OutOfMemory`].
+    /// [`Error::SlotBusy`] if another thread is changing the same slot, in whatever way, at this
+    /// moment: KVM would wait for it, here nobody waits.
+    /// [`Error::TooMuchRetired`]: what earlier changes left cannot be freed yet. On an error the
+    /// slot is as it was; if memory ran out, mappings may have been taken away, and the next access
+    /// faults.
     ///
     /// # Example
     /// ```
@@ -160,8 +163,9 @@ impl<H: Host, F: Format> Vm<H, F> {
         Ok(())
     }
 
-    /// Write-protects all slots that log, when rings have been enabled. No vCPU was there at that moment, but there may have
-    /// been some before, and they have left pages that can be written without a fault.
+    /// Write-protects all slots that log, when rings have been enabled. No vCPU was there at that
+    /// moment, but there may have been some before, and they have left pages that can be written
+    /// without a fault.
     pub(super) fn begin_to_log_by_rings(&self, record: &Record) {
         // A store-load pair with a slot that begins to log: there are rings, then which slots log?
         full_fence();
@@ -182,7 +186,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// Write-protects a slot at `range` whose new flags are published.
     fn begin_to_log(&self, record: &Record, range: GfnRange) {
         // A store-load pair (`dirty/log.rs`): the flag is visible before leaves are looked at; and before it is asked
-        // whether there are rings. Who enables them does it the other way round.
+        // whether there are rings. A call that enables them does it the other way round.
         full_fence();
         if self.tree.config.manual_protect == ManualProtect::InitiallySet && !self.rings.are_enabled() {
             // All pages are marked, and each is protected when its mark is taken.

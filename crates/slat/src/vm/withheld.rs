@@ -99,8 +99,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// When this has returned, no CPU uses the memory that a page had before; what is in it stays. KVM's
     /// `KVM_SET_MEMORY_ATTRIBUTES`.
     ///
-    /// Of calls for one page at the same time, one is the last. If a slot of the range is deleted meanwhile, the attributes of
-    /// its pages go with it; all other pages of the range get theirs.
+    /// Of calls for one page at the same time, one is the last. If a slot of the range is deleted
+    /// meanwhile, the attributes of its pages go with it; all other pages of the range get theirs.
     ///
     /// # Errors
     /// [`Error::UnalignedAddress`], [`Error::BadSize`], [`Error::AddressTooHigh`], [`Error::UnknownAttributes`],
@@ -141,8 +141,8 @@ impl<H: Host, F: Format> Vm<H, F> {
             if has_private { Ok(()) } else { Err(Error::NoGuestMemfd { gpa: part.start.gpa() }) }
         })?;
         let taken_away = Invalidation::new(&self.tree, &self.slots, &record, range)?;
-        // A slot that has gone meanwhile took its pages with it, and another may have come in its place. All other pages of
-        // the range get their attributes.
+        // A slot that has gone meanwhile took its pages with it, and another may have come in its
+        // place. All other pages of the range get their attributes.
         let Ok(()) = self.for_parts::<Infallible>(&record, range, PAGES_SET_PER_TURN, |slot, part| {
             if let Some((slot, private)) = slot.and_then(|slot| Some((slot, slot.private()?))) {
                 let first = part.start.0 - slot.range().start.0;
@@ -179,9 +179,9 @@ impl<H: Host, F: Format> Vm<H, F> {
         Ok(range)
     }
 
-    /// Calls `step` for each part of `range`, from its start to its end: for what one slot has of it, or for a hole between
-    /// slots. A section is open during each call, and a slot is looked up again in each. The part of a slot has no more than
-    /// `max_pages`.
+    /// Calls `step` for each part of `range`, from its start to its end: for what one slot has of
+    /// it, or for a hole between slots. A section is open during each call, and a slot is looked up
+    /// again in each. The part of a slot has no more than `max_pages`.
     fn for_parts<E>(
         &self,
         record: &Record,

@@ -1,5 +1,5 @@
-//! Attributes of pages beside slots that come and go: what `set_memory_attributes` promises holds for each page whose slot is
-//! there before and after the call.
+//! Attributes of pages beside slots that come and go: what `set_memory_attributes` promises holds
+//! for each page whose slot is there before and after the call.
 
 use std::sync::Arc;
 
@@ -66,7 +66,8 @@ impl Meanwhile {
         }
     }
 
-    /// What page `page` must be after a call that makes all of them `attributes`: `None` if it has no slot.
+    /// What page `page` must be after a call that makes all of them `attributes`: `None` if it has
+    /// no slot.
     fn expected(self, page: u64, attributes: MemoryAttributes) -> Option<MemoryAttributes> {
         let slot = (page / PAGES) as u32;
         match self {
@@ -111,7 +112,8 @@ fn slots_that_go_meanwhile<F: Format>(locking: Locking) {
     }
 }
 
-/// Before anything is changed, all of the range is looked at: the first page that cannot be private is named.
+/// Before anything is changed, all of the range is looked at: the first page that cannot be private
+/// is named.
 #[test]
 fn a_hole_is_refused_before_anything_changes() {
     let vm = vm::<slat::Npt>(Locking::None);

@@ -1,5 +1,6 @@
-//! A host that answers `Gone` says so of the moment at which it was asked. If user space has changed what the answer depends
-//! on meanwhile, the fault looks again, and does what is right by now.
+//! A host that answers `Gone` says so of the moment at which it was asked. If user space has
+//! changed what the answer depends on meanwhile, the fault looks again, and does what is right by
+//! now.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

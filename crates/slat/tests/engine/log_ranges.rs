@@ -1,5 +1,5 @@
-//! Ranges of a slot's pages that cannot be: of the dirty log and of the userfault bitmap. Each call refuses them alike, and
-//! before anything changes.
+//! Ranges of a slot's pages that cannot be: of the dirty log and of the userfault bitmap. Each call
+//! refuses them alike, and before anything changes.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -34,7 +34,8 @@ fn world<F: Format>(locking: Locking, manual_protect: ManualProtect) -> Vm<TestH
     Arc::into_inner(vm).unwrap()
 }
 
-/// What each call says of `nr_pages` pages from `first_page` on: get, clear, mark, rescan. Nothing may change.
+/// What each call says of `nr_pages` pages from `first_page` on: get, clear, mark, rescan. Nothing
+/// may change.
 fn refused<F: Format>(vm: &Vm<TestHost, F>, first_page: u64, nr_pages: u64) -> [Error; 4] {
     let before = (vm.nr_marked_dirty(), vm.stats().flushes, vm.stats().protected);
     let mut bitmap = [0x55aa; 4];

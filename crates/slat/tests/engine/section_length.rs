@@ -1,5 +1,6 @@
-//! No section visits more than a bounded number of entries, words or pages, even if the host never says that it should yield:
-//! what is retired behind one is freed soon. Builds with debug assertions check each section; here it is seen from outside.
+//! No section visits more than a bounded number of entries, words or pages, even if the host never
+//! says that it should yield: what is retired behind one is freed soon. Builds with debug
+//! assertions check each section; here it is seen from outside.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -20,8 +21,8 @@ const PRIVATE: MemoryAttributes = MemoryAttributes::PRIVATE;
 const RESUMED: Result<Outcome, Error> = Ok(Outcome::Resume);
 const TIB: u64 = 1 << 40;
 
-/// Deletes slot `victim` at the first look of somebody who has a section open, and counts the looks until what was deleted is
-/// freed: that is when the section is over, or the first after it.
+/// Deletes slot `victim` at the first look of a thread that has a section open, and counts the
+/// looks until what was deleted is freed: that is when the section is over, or the first after it.
 struct Victim {
     id: u32,
     dropped: Arc<AtomicBool>,
@@ -90,7 +91,7 @@ impl Walk {
 }
 
 #[test]
-fn a_walk_leaves_its_section_after_some_tables_even_if_nobody_wants_the_cpu() {
+fn a_walk_leaves_its_section_after_some_tables_whatever_the_host_says() {
     let mut freed_after = Vec::new();
     for walk in [Walk::BeginsToLog, Walk::Invalidates, Walk::Ages, Walk::Harvests, Walk::Recovers] {
         let vm = trap_vm_with::<Npt>(walk.config());
@@ -135,7 +136,7 @@ impl UserfaultWords for Watched {
 }
 
 #[test]
-fn who_asks_for_many_pages_asks_in_many_sections() {
+fn many_pages_are_checked_in_many_sections() {
     let vm = vm::<Npt>(Locking::None);
     let words = (0..PAGES / 64).map(|_| AtomicU64::new(0)).collect();
     let words = Arc::new(Watched { words, at_look: Mutex::default() });

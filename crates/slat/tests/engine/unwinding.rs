@@ -1,5 +1,5 @@
-//! What a caller supplies may panic: the words of a userfault bitmap, a host's resolve. The panic goes through to the caller,
-//! and leaves nothing claimed, published or unflushed.
+//! What a caller supplies may panic: the words of a userfault bitmap, a host's resolve. The panic
+//! goes through to the caller, and leaves nothing claimed, published or unflushed.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;

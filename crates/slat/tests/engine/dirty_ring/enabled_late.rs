@@ -1,4 +1,5 @@
-//! Rings that are enabled when the VM had vCPUs and has none any more: what these left writable is protected.
+//! Rings that are enabled when the VM had vCPUs and has none any more: what these left writable is
+//! protected.
 
 use super::*;
 

@@ -1,5 +1,5 @@
-//! A write is pushed once: also the first one after a reset, below a table entry that the reset has closed, whether its page
-//! is mapped or not.
+//! A write is pushed once: also the first one after a reset, below a table entry that the reset has
+//! closed, whether its page is mapped or not.
 
 use std::collections::BTreeMap;
 
