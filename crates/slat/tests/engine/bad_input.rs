@@ -285,7 +285,8 @@ fn frames<F: Format>(world: World<F>) {
         (A, space, too_high(space)),
         (u64::MAX - 4095, PAGE_SIZE, too_high(u64::MAX - 4095)),
         (u64::MAX - 4095, 2 * PAGE_SIZE, too_high(u64::MAX - 4095)),
-        (PAGE_SIZE, u64::MAX - 4095, too_high(PAGE_SIZE)),
+        (PAGE_SIZE, u64::MAX - 4095, too_high(space)),
+        (2 * PAGE_SIZE, u64::MAX - 4095, too_high(2 * PAGE_SIZE)),
     ] {
         let before = world.seen();
         let private = MemoryAttributes::PRIVATE;
