@@ -17,21 +17,29 @@
 //! For the same reason a fill can tell whether a format's rule of break before make was kept ([`CpuError::TlbConflict`]): what
 //! the walk found was in the tables before any flush that the TLB has not caught up with began. So if a translation of another size is cached for the
 //! same page, no flush came between the two.
+//!
+//! A CPU of Arm or RISC-V also remembers its faults ([`kept`]): it goes on to answer an access with the same fault, until the page
+//! is flushed on all CPUs, or on this one at the end of the fault ([`flush_local`]).
 
 #![expect(unsafe_code, reason = "the CPU accesses guest memory through raw pointers")]
 
+mod kept;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
 mod tests_conflict;
 #[cfg(test)]
+mod tests_kept;
+#[cfg(test)]
 mod tests_log;
 
 use std::marker::PhantomData;
 
-use slat::{Access, Exit, Format, Gpa, Gva, Host, Hpa, Outcome, PageSize, Vcpu};
+use slat::{Access, Exit, Format, Gfn, GfnRange, Gpa, Gva, Host, Hpa, Outcome, PageSize, Vcpu};
 use thiserror::Error;
 
+pub(crate) use self::kept::flush_local;
+use self::kept::{KeptFaults, take_local_flush};
 use crate::commit::{Generation, Port, Stale};
 use crate::modification_log::ModificationLog;
 use crate::numa::{WalkCounter, WalkReads};
@@ -199,6 +207,7 @@ pub struct Cpu<V, F> {
     log: Option<ModificationLog>,
     counter: Option<WalkCounter>,
     tlb: Tlb,
+    kept: KeptFaults,
     /// The generation that the TLB is of.
     caught_up: Generation,
     root: Hpa,
@@ -219,6 +228,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
             log: None,
             counter: None,
             tlb: Tlb::new(geometry),
+            kept: KeptFaults::default(),
             root,
             context: Context { vm, pcid: Context::UNPAGED },
             paging: Paging::Off,
@@ -391,9 +401,13 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
     fn catch_up(&mut self, generation: Generation) {
         self.counters.nr_flushes_seen += generation.nr_flushes_since(self.caught_up);
         self.counters.nr_translations_dropped += match self.port.flushed_since(self.caught_up, generation) {
-            Some(ranges) => ranges.as_slice().iter().map(|&range| self.tlb.drop_range(range)).sum(),
+            Some(ranges) => {
+                ranges.as_slice().iter().for_each(|&range| self.kept.drop_range(range));
+                ranges.as_slice().iter().map(|&range| self.tlb.drop_range(range)).sum()
+            }
             None => {
                 self.counters.nr_full_drops += 1;
+                self.kept.drop_range(GfnRange { start: Gfn(0), end: Gfn(u64::MAX) });
                 self.tlb.clear()
             }
         };
@@ -409,8 +423,15 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         generation: Generation,
         nr_faults: &mut u64,
     ) -> Result<Option<Hpa>, CpuError> {
-        self.counters.nr_walks += 1;
-        let stop = match self.walk(gva, access, generation) {
+        let kept = if self.paging == Paging::Off { self.kept.find(Gpa(gva.0), access) } else { None };
+        let found = match kept {
+            Some(fault) => Err(GuestStop::SecondStage(Stop::Fault(fault))),
+            None => {
+                self.counters.nr_walks += 1;
+                self.walk(gva, access, generation)
+            }
+        };
+        let stop = match found {
             Ok(mapping) => {
                 debug_assert_eq!(generation, self.caught_up, "a fill is of the TLB's generation");
                 // With paging, the guest's own tables may change sizes without a flush: nothing is to be seen there.
@@ -440,7 +461,16 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
                 if *nr_faults > PATIENT_FAULTS {
                     std::thread::yield_now();
                 }
-                match self.handler.handle_fault(fault.gpa, fault.access)? {
+                // With paging, the guest's own tables may be what denies the access.
+                if self.paging == Paging::Off && F::keeps(fault) {
+                    self.kept.keep(fault);
+                }
+                let outcome = self.handler.handle_fault(fault.gpa, fault.access);
+                // What is cached of other pages of a larger one stays: it may have been cached in parts.
+                if let Some(gpa) = take_local_flush() {
+                    self.kept.drop_range(GfnRange::new(gpa.gfn(), 1));
+                }
+                match outcome? {
                     Outcome::Resume => Ok(None),
                     Outcome::Exit(exit) => Err(CpuError::Exit(exit)),
                 }

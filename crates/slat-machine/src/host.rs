@@ -31,6 +31,7 @@ use thiserror::Error;
 
 use crate::clock;
 use crate::commit::FlushDomain;
+use crate::cpu;
 use crate::membarrier;
 use crate::memory::{Backing, Pages};
 use crate::modification_log::ModificationLogs;
@@ -256,6 +257,10 @@ unsafe impl Host for MachineHost {
         // Relaxed: a statistic.
         self.nr_flushes.fetch_add(1, Ordering::Relaxed);
         self.flush_domain.flush(ranges);
+    }
+
+    fn flush_local(&self, gpa: Gpa) {
+        cpu::flush_local(gpa);
     }
 
     fn drain_modification_logs(&self, log: &mut dyn FnMut(&[Gpa])) {

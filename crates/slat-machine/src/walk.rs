@@ -108,6 +108,12 @@ pub trait HardwareFormat: slat::Format {
     /// conflict abort). The machine's then always do. Others use either.
     const HAS_TLB_CONFLICTS: bool;
 
+    /// Whether the processors may go on to answer the access with `fault`, which a walk has given, until a flush of the page.
+    /// The machine's then always do.
+    fn keeps(_fault: Fault) -> bool {
+        false
+    }
+
     /// Translates `gpa` through the tables under the walker's root and sets accessed and dirty bits.
     ///
     /// # Errors

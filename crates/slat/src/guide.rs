@@ -13,7 +13,7 @@
 //!    say then is told by [`Vm::read_tables`].
 //! 3. **The root and the faults**: [`Vm::root`] goes into the hardware, and what it faults on to [`Vcpu::handle_fault`]. A
 //!    guest runs now, as long as nothing is taken away from it.
-//! 4. **[`Host::flush`]**. Now slots may be deleted and moved, and the dirty log be read. [`Vm::stats`] has times if
+//! 4. **[`Host::flush`]**, and on Arm and RISC-V [`Host::flush_local`]. Now slots may be deleted and moved, and the dirty log be read. [`Vm::stats`] has times if
 //!    [`Host::timestamp_ns`] is a clock; a constant will do.
 //! 5. **The host's own memory management**: [`Vm::invalidate_range`] around each change of a frame, of whatever reason (swap,
 //!    copy on write, compaction, a page that is freed). [`Host::leaf_zapped`] tells what the guest did with it.
@@ -40,8 +40,9 @@
 //! | [`resolve`](Host::resolve), [`resolve_private`](Host::resolve_private) | faults, prefaults; recoveries, and so whoever turns logging or userfault off | nothing | yes |
 //! | [`resolve_resident`](Host::resolve_resident) | faults, with fault-around | nothing | no |
 //! | [`flush`](Host::flush) | whoever takes rights away; with break before make, faults too | nothing, but ranges may be published | yes, though for no CPU that does not run |
+//! | [`flush_local`](Host::flush_local) | faults on Arm and RISC-V, at their end | nothing | no |
 //! | [`drain_modification_logs`](Host::drain_modification_logs) | harvests, with page-modification logging | nothing | yes, as `flush` |
-//! | [`leaf_zapped`](Host::leaf_zapped) | invalidations, slots that go, rescans, recoveries that are cancelled | section, lock | no |
+//! | [`leaf_zapped`](Host::leaf_zapped) | invalidations, slots that go, rescans, recoveries that are cancelled; faults that replace a leaf; the end of the VM | section, lock | no |
 //! | [`guest_memory_ptr`](Host::guest_memory_ptr) | shadow paging | the lock of the guest frame | no |
 //! | [`barrier_on_all_cpus`](Host::barrier_on_all_cpus) | whoever reclaims, protects or harvests | nothing | as `flush` |
 //! | [`should_yield`](Host::should_yield) | long calls | section, lock | no |
@@ -103,7 +104,11 @@
 //!   guest; with a full fence between the two on both sides (`toy_vmm`, step 5).
 //! - **It may do more than it was asked.** Forgetting everything for each call is right, and slow. On Arm the combined
 //!   translations of both stages go too, not those of stage 2 alone.
-//! - **After [`Outcome::Resume`] nothing is owed.** A CPU that does not see the new leaf yet faults once more, and is told so.
+//! - **After [`Outcome::Resume`] nothing is owed**, but on Arm and RISC-V what [`Host::flush_local`] does, which is called just
+//!   before. A CPU that does not see the new leaf yet faults once more: the fault is spurious. On x86 a fault drops what caused
+//!   it. On Arm the CPU may keep the translation that lacked the right, and on RISC-V the entry that was not valid, until that
+//!   CPU flushes the page. The flush is of the CPU that the thread runs on. If the hypervisor moves the vCPU before it enters
+//!   the guest, the guest may fault once more there, and is flushed there; so it always gets on.
 //! - **`resolve`** hands over the frame's contents: the leaf is published with release, behind it.
 //! - **`park`** orders nothing. But its comparison and the falling asleep are one step with respect to the unparks.
 //! - **A userfault bit** is cleared with release, behind the page's contents.
@@ -128,8 +133,8 @@
 //! address 0, `region` and `change` to describe slot 0), are in `tests/support/doc_host.rs`.
 //!
 //! # The end of a VM
-//! Take every CPU out of the guest, flush, and let no thread keep a [`Vcpu`]; then drop the last `Arc` of the [`Vm`]. All tables
-//! go back to the host, then the host is dropped, and then the backings of the slots that are left: a backing keeps what it needs.
+//! Take every CPU out of the guest, flush, and let no thread keep a [`Vcpu`]; then drop the last `Arc` of the [`Vm`]. What is
+//! mapped by then is told to [`Host::leaf_zapped`] (dirty pages of a file, say), all tables go back to the host, then the host is dropped, and then the backings of the slots that are left: a backing keeps what it needs.
 
 #[cfg(doc)]
 use crate::*;

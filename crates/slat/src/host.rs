@@ -155,6 +155,18 @@ pub unsafe trait Host: Park + Send + Sync {
     /// that is so; it must not wait for a CPU that is not running. May block.
     fn flush(&self, ranges: &[GfnRange]);
 
+    /// Makes the CPU that the calling thread runs on forget what it has cached of the page of 4 KiB at `gpa`, of this VM: the
+    /// entries of the tables, valid or not, and what was combined of both stages. Called in formats with
+    /// [`NEEDS_LOCAL_FLUSH`](crate::Format::NEEDS_LOCAL_FLUSH) (Arm, RISC-V), each time before
+    /// [`Vcpu::handle_fault`](crate::Vcpu::handle_fault) returns [`Outcome::Resume`](crate::Outcome::Resume), by the thread that
+    /// has called that. Without it, a guest may fault on that page for ever.
+    ///
+    /// No other CPU is meant, and none is waited for. If the thread moves to another CPU before the guest goes on, that one may
+    /// have the old entry, too: the guest then faults once more, and that CPU is flushed. Called outside of sections and of the
+    /// lock; must not block. On x86 it is never called.
+    #[inline]
+    fn flush_local(&self, _gpa: Gpa) {}
+
     /// Gives `log` the pages that CPUs of this VM have written down in their page-modification logs (Intel SDM vol. 3C,
     /// "Page-Modification Logging"), a part at a time; what was given need not be kept. A page may be given twice, and one may
     /// be given that no CPU has made dirty in the end. For [`DirtyTracking::PageModificationLog`](crate::DirtyTracking).
@@ -170,6 +182,9 @@ pub unsafe trait Host: Park + Send + Sync {
     /// A leaf is taken away: whoever manages the memory may want to know that the page was used or written. When
     /// [`Vm::invalidate_range`](crate::Vm::invalidate_range) returns, all that the guest did in the range has been told. (A
     /// CPU that has the leaf cached may write until the flush, but only through one that is `dirty` already.)
+    ///
+    /// A [`Vm`](crate::Vm) that is dropped tells of all leaves that are left, before it gives the tables back: the CPUs have left
+    /// the guest by then. A fault that replaces a leaf by one that may be written tells of that as well, if it was used.
     ///
     /// It may be told more than once, also for a page that another call has invalidated meanwhile: take it as news of the
     /// guest's pages, and do not touch the frame for it. Called inside a section and the lock: note it, do not block, and do

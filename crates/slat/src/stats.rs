@@ -67,7 +67,8 @@ macro_rules! counters {
 counters! {
     /// Calls of [`Vcpu::handle_fault`](crate::Vcpu::handle_fault).
     Faults faults,
-    /// Faults that found nothing to do: somebody else was first, or the CPU used an old translation.
+    /// Faults that found nothing to do: somebody else was first, or the CPU used an old translation; or nothing but to set the
+    /// accessed or the dirty bit, which the CPU does not.
     Spurious spurious,
     /// Times that a fault had to start over: tables or slots changed under it, or its page is being taken away.
     Retries retries,

@@ -170,7 +170,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// Serves a second-stage fault: the guest did `access` at `gpa`, and the tables did not allow it.
     ///
     /// Blocks only in [`Host::allocate_table`], [`Host::resolve`] and [`Host::flush`], and for the VM's lock if it has
-    /// one.
+    /// one. Where the format needs it, [`Host::flush_local`] is called last, so the thread of the vCPU is the caller.
     ///
     /// # Errors
     /// [`Error::AddressTooHigh`], [`Error::BackingGone`], [`Error::BadResolve`], [`Error::UserfaultBitmapGone`],
@@ -208,6 +208,10 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         }
         // The one call of it, so that it needs no frame of its own.
         let result = fault.serve();
+        // A right given back, a new leaf, or a spurious fault: the CPU may still have what it faulted on.
+        if F::NEEDS_LOCAL_FLUSH && result == Ok(Outcome::Resume) {
+            fault.vm.tree.host.flush_local(gpa);
+        }
         if fault.timing.is_some() {
             fault.stop_timing();
         }
@@ -291,6 +295,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                     self.count(Counter::Spurious);
                     return Ok(Outcome::Resume);
                 }
+                Plan::SetMarks(_) => self.set_marks(),
                 Plan::Exit => {
                     self.count(Counter::Exits);
                     return Ok(Outcome::Exit(Exit::Mmio { gpa: self.gpa, access: self.access }));
@@ -388,7 +393,12 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let is_closed = writes && cursor.is_closed();
         let found = match state {
             State::Leaf if !writes || (entry::is_writable::<F>(value) && !is_closed) => {
-                return Plan::Spurious(cursor.level());
+                let level = cursor.level();
+                return if entry::is_marked::<F>(value, self.access) {
+                    Plan::Spurious(level)
+                } else {
+                    Plan::SetMarks(level)
+                };
             }
             State::Leaf | State::Tracked if !writes || entry::is_host_writable::<F>(value) => Found::Lacking(value),
             // A leaf has no stamp; see `install_instead`.

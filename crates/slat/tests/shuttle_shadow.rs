@@ -49,6 +49,7 @@ unsafe impl Format for Shape {
     const WAS_DIRTY: u64 = Npt::WAS_DIRTY;
     const GENERATION: u64 = Npt::GENERATION & 7 << Npt::GENERATION.trailing_zeros();
     const BREAK_BEFORE_MAKE: bool = Npt::BREAK_BEFORE_MAKE;
+    const NEEDS_LOCAL_FLUSH: bool = Npt::NEEDS_LOCAL_FLUSH;
     const HAS_MODIFICATION_LOG: bool = Npt::HAS_MODIFICATION_LOG;
 
     fn is_present(entry: Entry) -> bool {

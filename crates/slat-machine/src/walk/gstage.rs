@@ -53,6 +53,12 @@ impl HardwareFormat for slat::Sv39x4 {
     const LOGS_MODIFICATIONS: bool = false;
     const HAS_TLB_CONFLICTS: bool = false;
 
+    /// Entries may be cached that are not valid, or allow less (Privileged Architecture, "Supervisor Memory-Management Fence
+    /// Instruction"): the processor has no Svvptc.
+    fn keeps(_fault: Fault) -> bool {
+        true
+    }
+
     #[inline(always)]
     fn walk<C: CountReads>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
         walk_from::<3, C>(walker, gpa, access, purpose)
@@ -64,6 +70,12 @@ impl HardwareFormat for slat::Sv48x4 {
     const GUEST_PML4E_RESERVED: u64 = 0;
     const LOGS_MODIFICATIONS: bool = false;
     const HAS_TLB_CONFLICTS: bool = false;
+
+    /// Entries may be cached that are not valid, or allow less (Privileged Architecture, "Supervisor Memory-Management Fence
+    /// Instruction"): the processor has no Svvptc.
+    fn keeps(_fault: Fault) -> bool {
+        true
+    }
 
     #[inline(always)]
     fn walk<C: CountReads>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {

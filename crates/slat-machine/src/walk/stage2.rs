@@ -53,12 +53,20 @@ const ISS_WRITE: u64 = 1 << 6;
 /// Fault status codes, of level 0.
 const STATUS_TRANSLATION: u64 = 0b00_0100;
 const STATUS_PERMISSION: u64 = 0b00_1100;
+/// The bits of a status that are not its level.
+const STATUS_TYPE: u64 = 0b11_1100;
 
 impl HardwareFormat for slat::Stage2 {
     const GUEST_PHYSICAL_BITS: u32 = 48;
     const GUEST_PML4E_RESERVED: u64 = 0;
     const LOGS_MODIFICATIONS: bool = false;
     const HAS_TLB_CONFLICTS: bool = true;
+
+    /// What is not valid, or has the access flag clear, is never held in a TLB; what lacks a permission may be (Arm ARM, "TLB
+    /// maintenance").
+    fn keeps(fault: Fault) -> bool {
+        fault.code & STATUS_TYPE == STATUS_PERMISSION
+    }
 
     // Always: a walk that is called, and hands its result over in memory, takes a fifth longer.
     #[inline(always)]

@@ -4,7 +4,7 @@
 //! virtual ones of Sv39 and Sv48.
 //!
 //! Hardware sets A and D (Svadu, enabled by `menvcfg.ADUE` for the G-stage); where it does not (Svade), clear ones fault, and
-//! [`AccessTracking::Faults`](crate::AccessTracking::Faults) leaves none clear in a leaf that needs it. All accesses of a
+//! the fault sets them. [`AccessTracking::Faults`](crate::AccessTracking::Faults) leaves none clear in a leaf that needs it. All accesses of a
 //! guest count as user accesses here, so U is set in each leaf.
 //!
 //! An entry with R, W and X clear points to a table, and has no room for rights: it cannot be closed. Physical addresses have
@@ -71,6 +71,7 @@ macro_rules! gstage {
             const WAS_DIRTY: u64 = SOFTWARE_9;
             const GENERATION: u64 = 0;
             const BREAK_BEFORE_MAKE: bool = false;
+            const NEEDS_LOCAL_FLUSH: bool = true;
             const HAS_MODIFICATION_LOG: bool = false;
 
             #[inline]

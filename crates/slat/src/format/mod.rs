@@ -84,6 +84,13 @@ pub unsafe trait Format: Send + Sync + 'static {
     /// (Intel SDM vol. 3A, "Recommended Invalidation" and vol. 3C, "Invalidating Cached Translation Information"; AMD APM
     /// vol. 2, 5.5.2): both say the same.
     const BREAK_BEFORE_MAKE: bool;
+    /// Whether a CPU that has faulted may go on with what it faulted on until it flushes that itself, whatever the tables say by
+    /// then: with a leaf that had fewer rights (Arm ARM, "TLB maintenance": a translation that gives a permission fault may be
+    /// held in a TLB), or with an entry that was not valid (RISC-V Privileged Architecture, "Supervisor Memory-Management Fence
+    /// Instruction": implementations may cache invalid entries). The engine then calls
+    /// [`Host::flush_local`](crate::Host::flush_local) before a guest goes on. Where it is `false`, a fault drops what caused it
+    /// (Intel SDM vol. 3C, "Operations that Invalidate Cached Mappings"; AMD APM vol. 2, 5.5.2).
+    const NEEDS_LOCAL_FLUSH: bool;
     /// Whether CPUs that walk such tables can log which pages they set dirty (page-modification logging).
     const HAS_MODIFICATION_LOG: bool;
 

@@ -50,6 +50,7 @@ unsafe impl Format for Npt {
     const WAS_DIRTY: u64 = SOFTWARE_53;
     const GENERATION: u64 = TABLE_SOFTWARE;
     const BREAK_BEFORE_MAKE: bool = false;
+    const NEEDS_LOCAL_FLUSH: bool = false;
     const HAS_MODIFICATION_LOG: bool = false;
 
     #[inline]

@@ -3,7 +3,7 @@
 //! the root down: its level 0 is level 4 here, its level 3 is level 1. VTCR_EL2 is to say so (T0SZ 16, SL0 2, TG0 0), with DS
 //! clear: addresses have 48 bits.
 //!
-//! Hardware sets the access flag (FEAT_HAFDBS, VTCR_EL2.HA); where it does not, a clear flag faults, and
+//! Hardware sets the access flag (FEAT_HAFDBS, VTCR_EL2.HA); where it does not, a clear flag faults, and the fault sets it.
 //! [`AccessTracking::Faults`](crate::AccessTracking::Faults) leaves none clear. The dirty state that hardware can manage
 //! (VTCR_EL2.HD, DBM in bit 51) is not used: there S2AP\[1\] alone would say both that a page may be written and that it was.
 //! So D is a bit of software, set with the right to write, and dirty bits are no way to log.
@@ -60,6 +60,7 @@ unsafe impl Format for Stage2 {
     const WAS_DIRTY: u64 = SOFTWARE_56;
     const GENERATION: u64 = 0;
     const BREAK_BEFORE_MAKE: bool = true;
+    const NEEDS_LOCAL_FLUSH: bool = true;
     const HAS_MODIFICATION_LOG: bool = false;
 
     #[inline]

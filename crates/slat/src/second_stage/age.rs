@@ -19,7 +19,8 @@ use crate::table::walk::Cursor;
 /// How accesses of the guest are found out.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum AccessTracking {
-    /// By the accessed bit of the leaves.
+    /// By the accessed bit of the leaves. A CPU that does not set it, but faults where it is clear (Arm with VTCR_EL2.HA clear,
+    /// RISC-V with Svade), may be used as well: the fault sets it. On EPT it must be on.
     #[default]
     AccessedBit,
     /// By faults: for CPUs that do not set accessed bits (EPT with the EPTP's bit 6 clear, Intel SDM vol. 3C, "Accessed and

@@ -319,7 +319,7 @@ pub(super) fn mark_dirty<H: Host, F: Format>(
 
 /// Tells the host what the guest did through `leaf` of `level`, which maps `range` and is about to go.
 #[inline]
-pub(super) fn report<H: Host, F: Format>(tree: &Tree<H, F>, leaf: Entry, level: Level, range: GfnRange) {
+pub(crate) fn report<H: Host, F: Format>(tree: &Tree<H, F>, leaf: Entry, level: Level, range: GfnRange) {
     tree.host.leaf_zapped(ZappedLeaf {
         range,
         pfn: entry::frame::<F>(leaf, level),

@@ -13,7 +13,7 @@
 //! |---|---|---|
 //! | empty -> leaf, table | fault, prefault | compare-and-exchange on the very value read, if its stamp is the one that was seen; the entries of a new table inherit the stamp of the entry that it hangs on |
 //! | empty -> empty, greater stamp | zap | compare-and-exchange |
-//! | leaf -> leaf, same frame | fault (gives W back), protect, age | compare-and-exchange; a single AND at the lowest level, to clear only; never an OR |
+//! | leaf -> leaf, same frame | fault (gives W back; sets A and D for a CPU that does not), protect, age | compare-and-exchange; a single AND at the lowest level, to clear only; never an OR |
 //! | leaf -> tracked, same frame | age, where there is no A bit | compare-and-exchange; W is dropped, D is kept |
 //! | tracked -> leaf, same frame | fault | compare-and-exchange |
 //! | leaf, tracked -> table | split | compare-and-exchange; permissions, A and D are copied exactly, so no flush is owed. By way of broken, with a flush, where the format says so |
@@ -46,7 +46,7 @@
 //! still have a tracked leaf cached, as it was before: that only hides accesses until the translation is replaced, and
 //! whoever takes the leaf away flushes.
 
-use crate::addr::{Hpa, Level, Pfn};
+use crate::addr::{Access, Hpa, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::sync::{AtomicU64, Ordering};
 
@@ -338,6 +338,19 @@ pub(crate) fn is_accessed<F: Format>(leaf: Entry) -> bool {
 /// Whether the guest has written through a leaf, tracked or not, since it was installed.
 pub(crate) fn is_dirty<F: Format>(leaf: Entry) -> bool {
     leaf.0 & if F::is_present(leaf) { F::DIRTY | F::WAS_DIRTY } else { TRACKED_DIRTY } != 0
+}
+
+/// Whether `leaf` has A, and for a write D: then a CPU that does not set them does not fault for them.
+#[inline]
+pub(crate) fn is_marked<F: Format>(leaf: Entry, access: Access) -> bool {
+    marked::<F>(leaf, access) == leaf
+}
+
+/// `leaf` with A, and for a write D.
+#[inline]
+pub(crate) fn marked<F: Format>(leaf: Entry, access: Access) -> Entry {
+    let dirty = if access == Access::Write { F::DIRTY } else { 0 };
+    Entry(leaf.0 | F::ACCESSED | dirty)
 }
 
 /// Whether the guest has written through a leaf since hardware's dirty bit was last cleared for the log. Not asked of

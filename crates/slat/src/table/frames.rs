@@ -12,9 +12,10 @@ use core::slice;
 use super::Tree;
 use super::entry::{self, Stamp, State};
 use super::retire::Section;
-use crate::addr::{Hpa, Level, Pfn};
+use crate::addr::{Gfn, Hpa, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::host::{AllocationWait, Host, TableNode};
+use crate::second_stage::zap;
 use crate::stats::{Counter, Recorder};
 use crate::sync::{AtomicU64, Ordering};
 
@@ -127,29 +128,32 @@ unsafe fn build<H: Host>(host: &H, table: Hpa, nr_entries: usize, mut entry: imp
     }
 }
 
-/// Frees all tables of a tree.
+/// Frees all tables of a tree, and tells the host of all leaves, as an invalidation of everything would.
 pub(crate) fn free_tree<H: Host, F: Format>(tree: &mut Tree<H, F>) {
     // SAFETY: the tree is the caller's alone.
-    unsafe { free_subtree::<H, F>(&tree.host, tree.root(), F::ROOT_LEVEL) }
+    unsafe { free_subtree::<H, F>(tree, tree.root(), F::ROOT_LEVEL, Gfn(0)) }
 }
 
-/// Frees a table with all below it.
+/// Frees a table for the pages from `start` on with all below it, and tells the host of the leaves. No entry is broken: calls
+/// that break one are over, and so are what they borrow.
 ///
 /// # Safety
-/// The table belongs to a tree of which the caller is the only user.
-unsafe fn free_subtree<H: Host, F: Format>(host: &H, table: Hpa, level: Level) {
-    if level > Level::L4K {
-        // SAFETY: the table is linked in a tree of which the caller is the only user, so it stays for this loop.
-        for cell in unsafe { entries(host, table, nr_entries::<F>(level)) } {
-            let value = Entry(cell.load(Ordering::Relaxed));
-            if entry::state::<F>(value, level) == State::Table {
-                // SAFETY: the caller's promise, and linked once only.
-                unsafe { free_subtree::<H, F>(host, F::address(value, level), level.down()) }
-            }
+/// The table belongs to `tree`, of which the caller is the only user.
+unsafe fn free_subtree<H: Host, F: Format>(tree: &Tree<H, F>, table: Hpa, level: Level, start: Gfn) {
+    // SAFETY: the table is linked in a tree of which the caller is the only user, so it stays for this loop.
+    let cells = unsafe { entries(&tree.host, table, nr_entries::<F>(level)) };
+    for (index, cell) in (0..).zip(cells) {
+        let value = Entry(cell.load(Ordering::Relaxed));
+        let gfn = Gfn(start.0 + index * level.nr_pages());
+        match entry::state::<F>(value, level) {
+            // SAFETY: the caller's promise, and linked once only.
+            State::Table => unsafe { free_subtree::<H, F>(tree, F::address(value, level), level.down(), gfn) },
+            State::Leaf | State::Tracked => zap::report(tree, value, level, gfn.block(level)),
+            State::Empty(_) | State::Broken | State::Frozen => {}
         }
     }
     // SAFETY: it was allocated for `level`, and nobody else uses the tree.
-    unsafe { free::<H, F>(host, table, level) }
+    unsafe { free::<H, F>(&tree.host, table, level) }
 }
 
 /// What a table is linked for: each has its placement and its counters.

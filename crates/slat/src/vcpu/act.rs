@@ -87,8 +87,10 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     ///
     /// No flush is owed: the frame is the same, and CPUs may use it until an invalidation, which flushes; and one that has
     /// the leaf cached faults on the write and walks anew (Intel SDM vol. 3C, "Operations that Invalidate Cached Mappings":
-    /// an EPT violation drops the translation that caused it; so it is wherever a right is given). There is nothing to tell
-    /// the host: through such a leaf nothing was written, and the page is in use. A huge leaf of which the host gives a part
+    /// an EPT violation drops the translation that caused it; elsewhere the end of each fault does,
+    /// [`Host::flush_local`]; so it is wherever a right is given). That
+    /// the page was used is told to the host before the leaf goes, as by a zap (the fault may be overtaken, and then nothing
+    /// else would tell), and kept in the leaf that takes its place. A huge leaf of which the host gives a part
     /// is split before, so that its other pages stay.
     #[cold]
     fn install_instead(
@@ -122,6 +124,11 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let stamp = tree.next_stamp();
         // If nothing comes of it here, others may put something smaller there.
         let stamp = if F::BREAK_BEFORE_MAKE && level > Level::L4K { stamp.unflushed() } else { stamp };
+        let is_accessed = entry::is_accessed::<F>(value);
+        if is_accessed {
+            zap::report(tree, value, level, cursor.block());
+        }
+        let leaf = NewLeaf { used: leaf.used.or(is_accessed.then_some(Access::Read)), ..leaf };
         let empty = install::take_away(&cursor, value, stamp)?;
         self.count(zap::zapped_leaf(level));
         // A store-load pair with who takes a stamp, and then looks at the entry.

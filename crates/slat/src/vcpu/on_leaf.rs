@@ -78,6 +78,32 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         Ok(())
     }
 
+    /// Sets A, and for a write D, of a leaf that allows the access: a CPU that sets none faults until they are set (Arm with
+    /// VTCR_EL2.HA clear: "Access flag fault"; RISC-V without Svadu, Svade). What the CPU is about to do is what the bits say.
+    ///
+    /// Where CPUs' dirty bits are the log, the page is marked as well, as for any leaf that this fault makes dirty
+    /// ([`marks_for`](Self::marks_for)): no CPU will put it into a modification log. Elsewhere a leaf that may be written has
+    /// been marked.
+    #[cold]
+    pub(super) fn set_marks(&self) -> Result<Step, Changed> {
+        let tree = &self.vm.tree;
+        let locked = tree.enter(self.record, Side::Read);
+        let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
+        let (value, state) = cursor.descend_to_lowest();
+        let writes = self.access == Access::Write;
+        if state != State::Leaf || (writes && (!entry::is_writable::<F>(value) || cursor.is_closed())) {
+            return Err(Changed);
+        }
+        let marked = entry::marked::<F>(value, self.access);
+        // If hardware or another fault was first, the next look says what is left.
+        cursor.entry().compare_exchange::<F>(value, marked).map_err(|_| Changed)?;
+        if writes && !tree.config.first_write_faults(cursor.level()) {
+            self.mark(&locked.section, self.gfn, cursor.block());
+        }
+        self.count(Counter::Spurious);
+        Ok(Step::Done)
+    }
+
     /// Step 3 for a leaf below a closed entry, where there is a lock to take.
     fn push_down(&self) -> Result<Step, Changed> {
         let locked = self.vm.tree.enter(self.record, Side::Read);

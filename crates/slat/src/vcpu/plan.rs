@@ -14,6 +14,8 @@ use crate::table::entry::Stamp;
 pub(super) enum Plan<'r, B> {
     /// Nothing: the entry, of this level, allows the access.
     Spurious(Level),
+    /// Set A, and for a write D: the entry, of this level, allows the access and lacks nothing else.
+    SetMarks(Level),
     Exit,
     /// Nothing, before user space has done something.
     Withheld,

@@ -166,7 +166,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 return Err(Error::DirtyRingFull { gpa: self.gpa });
             }
             let changed = match self.look() {
-                Plan::Spurious(level) => return Ok(self.gfn.block(level).end),
+                // The guest has not used the page yet.
+                Plan::Spurious(level) | Plan::SetMarks(level) => return Ok(self.gfn.block(level).end),
                 Plan::Exit => return Err(Error::NoMemory { gpa: self.gpa }),
                 Plan::Withheld => match self.why_withheld() {
                     None => Err(Changed),

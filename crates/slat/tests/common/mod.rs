@@ -74,6 +74,7 @@ macro_rules! bits_of {
         const WAS_DIRTY: u64 = <$format>::WAS_DIRTY;
         const GENERATION: u64 = <$format>::GENERATION;
         const HAS_MODIFICATION_LOG: bool = <$format>::HAS_MODIFICATION_LOG;
+        const NEEDS_LOCAL_FLUSH: bool = <$format>::NEEDS_LOCAL_FLUSH;
 
         fn is_present(entry: slat::Entry) -> bool {
             <$format>::is_present(entry)
@@ -174,7 +175,9 @@ pub struct TestHost {
     graveyard: Mutex<VecDeque<(u64, Layout)>>,
     pub flushes: Mutex<Vec<Vec<GfnRange>>>,
     /// Leaves that were taken away, if they are to be recorded.
-    pub zapped: Mutex<Option<Vec<ZappedLeaf>>>,
+    pub zapped: Arc<Mutex<Option<Vec<ZappedLeaf>>>>,
+    /// Pages that a CPU was to forget at the end of its fault.
+    pub local_flushes: Mutex<Vec<Gpa>>,
     /// Whether everybody who asks is to yield.
     pub always_yields: AtomicBool,
     /// Whether others run between a resolve and its use.
@@ -211,7 +214,8 @@ impl Default for TestHost {
             allocations_left: AtomicI64::new(-1),
             graveyard: Mutex::default(),
             flushes: Mutex::default(),
-            zapped: Mutex::default(),
+            zapped: Arc::default(),
+            local_flushes: Mutex::default(),
             always_yields: AtomicBool::new(false),
             is_slow: AtomicBool::new(false),
             gate: guest::Gate::default(),
@@ -321,6 +325,7 @@ impl Drop for TestHost {
         }
         // Here, where it counts as the host's.
         drop((take(&mut self.tables), take(&mut self.graveyard), take(&mut self.flushes), take(&mut self.zapped)));
+        drop(take(&mut self.local_flushes));
         drop((take(&mut self.gate.words), take(&mut self.parked), take(&mut self.modification_log)));
         drop((take(&mut self.hook), take(&mut self.asked), take(&mut self.nodes), take(&mut self.table_nodes)));
     }
@@ -454,6 +459,11 @@ unsafe impl Host for TestHost {
         self.gate.wait_for_accesses();
         broken::flushed(ranges);
         self.flushes.lock().unwrap().push(ranges.to_vec());
+    }
+
+    fn flush_local(&self, gpa: Gpa) {
+        let _inside = InsideHost::enter();
+        self.local_flushes.lock().unwrap().push(gpa);
     }
 
     fn drain_modification_logs(&self, log: &mut dyn FnMut(&[Gpa])) {

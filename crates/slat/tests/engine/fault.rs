@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::common::{Frame, GIB, MIB, TestHost, Writes, change, region, translate, vm};
+use crate::common::{Frame, GIB, MIB, TestHost, Translation, Writes, change, region, translate, vm};
 use slat::{
     Access, Entry, Ept, Error, Exit, Format, Gfn, GfnRange, Gpa, Level, Locking, MemoryRegionFlags, Npt, Outcome,
     PageSize, Pfn, Stage2, Sv39x4, Sv48x4, Vm,
@@ -37,9 +37,10 @@ fn maps<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     // It may be written; where CPUs set no D, that counts as written.
     assert_eq!(mapped.entry.0 & F::DIRTY == 0, F::HAS_DIRTY_BIT);
     assert_eq!(translate(&vm, Gpa(0x10000)), None);
-    // Again: spurious, and the frame stays.
+    // Again: spurious, and the frame stays. Now it is written.
     assert_eq!(vcpu.handle_fault(Gpa(0x11008), Access::Write), Ok(Outcome::Resume));
-    assert_eq!(translate(&vm, Gpa(0x11000)), Some(mapped));
+    let written = Translation { entry: Entry(mapped.entry.0 | F::DIRTY), ..mapped };
+    assert_eq!(translate(&vm, Gpa(0x11000)), Some(written));
     let stats = vm.stats();
     let nr_tables = u64::from(F::ROOT_LEVEL.0);
     assert_eq!((stats.faults, stats.spurious, stats.installed_4k, stats.live_tables()), (2, 1, 1, nr_tables));

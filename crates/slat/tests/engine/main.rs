@@ -44,6 +44,7 @@ mod section_length;
 mod shadow;
 mod shadow_bad_input;
 mod shadow_threads;
+mod strict_cpu;
 mod support_matrix;
 mod untouched;
 mod unwinding;

@@ -40,6 +40,7 @@ unsafe impl<const LEVELS: u8, const BREAKS: bool> Format for Tiny<LEVELS, BREAKS
     const WAS_DIRTY: u64 = Npt::WAS_DIRTY;
     const GENERATION: u64 = Npt::GENERATION & 7 << Npt::GENERATION.trailing_zeros();
     const BREAK_BEFORE_MAKE: bool = BREAKS;
+    const NEEDS_LOCAL_FLUSH: bool = false;
     const HAS_MODIFICATION_LOG: bool = true;
 
     fn is_present(entry: Entry) -> bool {
