@@ -45,6 +45,15 @@
 //! and 6 for what the leaf was), or the table (broken, with bit 11 if that is to be linked and not to be taken away). CPUs may
 //! still have a tracked leaf cached, as it was before: that only hides accesses until the translation is replaced, and
 //! whoever takes the leaf away flushes.
+//!
+//! # L1 terminal fault
+//! A CPU may load from the address in an entry that is not present, ahead of the fault, if the L1 data cache has that address; and
+//! the guest may find out what was there (Intel, "Deep Dive: Intel Analysis of L1 Terminal Fault", CVE-2018-3646). So no entry that
+//! is not present has an address in bits 12 to 51 at which there is memory: what stands there (an address, a number) is inverted.
+//! An address below half of what the CPU's cache tells apart (2^43 on the CPUs concerned, if not more) is then above it. Numbers
+//! have their lowest 12 bits in bits 52 to 63, so that the rest stays small: stamps below 2^43 are out of reach, which last 14
+//! years at 10000 changes a second. A host with memory beyond that half keeps guests apart from it by other means (flushes
+//! of the L1 data cache at entry), as such a host has to anyway.
 
 use crate::addr::{Access, Hpa, Level, Pfn};
 use crate::format::{Entry, Format};
@@ -67,20 +76,78 @@ const FROZEN_WAS_DIRTY: u64 = 1 << 55;
 const FROZEN_TRACKED: u64 = 1 << 56;
 const PAYLOAD_SHIFT: u32 = 12;
 /// Bits 12 to 51: no format may have wider host-physical addresses ([`Format::HPA_BITS`]).
-const TRACKED_ADDRESS: u64 = (1 << 52) - (1 << PAYLOAD_SHIFT);
+const ADDRESS: u64 = (1 << 52) - (1 << PAYLOAD_SHIFT);
+/// Frozen, and it was nothing.
+const FROZEN_NOTHING: u64 = FROZEN_BIT | ADDRESS;
+
+/// The bits by which an entry that is not present keeps `address`; see the module on L1 terminal faults.
+#[inline]
+const fn hidden_address(address: Hpa) -> u64 {
+    debug_assert!(address.0 & !ADDRESS == 0);
+    address.0 ^ ADDRESS
+}
+
+/// The address that such an entry keeps.
+#[inline]
+const fn address_in(entry: Entry) -> Hpa {
+    Hpa(!entry.0 & ADDRESS)
+}
+
+/// The bits by which it keeps `number`, which has 52 bits at most.
+#[inline]
+const fn hidden_number(number: u64) -> u64 {
+    debug_assert!(number < 1 << (u64::BITS - PAYLOAD_SHIFT));
+    (number & ADDRESS | number << (u64::BITS - PAYLOAD_SHIFT)) ^ ADDRESS
+}
+
+/// The number in such bits.
+#[inline]
+const fn number_in(bits: u64) -> u64 {
+    !bits & ADDRESS | bits >> (u64::BITS - PAYLOAD_SHIFT)
+}
 
 /// A moment in the life of the VM's tables: the value of the stamp counter when a range was taken away. Those of the counter
-/// are even.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(crate) struct Stamp(pub(crate) u64);
+/// are even. It is kept as the empty entry that has it, so that a fault, which only compares, has nothing to decode.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Stamp(u64);
+
+impl PartialOrd for Stamp {
+    fn partial_cmp(&self, other: &Stamp) -> Option<core::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Stamp {
+    fn cmp(&self, other: &Stamp) -> core::cmp::Ordering {
+        self.number().cmp(&other.number())
+    }
+}
+
+impl core::fmt::Debug for Stamp {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "Stamp({})", self.number())
+    }
+}
 
 impl Stamp {
     /// The stamp of tables that nothing was ever taken from.
-    pub(crate) const FIRST: Stamp = Stamp(0);
+    pub(crate) const FIRST: Stamp = Stamp(hidden_number(0));
+
+    /// The stamp that the counter says `number` for: 52 bits, so at one stamp a microsecond they last 71 years.
+    #[inline]
+    pub(crate) fn from_number(number: u64) -> Stamp {
+        Stamp(hidden_number(number))
+    }
+
+    /// What the counter said, perhaps with the mark of [`unflushed`](Stamp::unflushed).
+    #[inline]
+    pub(crate) fn number(self) -> u64 {
+        number_in(self.0)
+    }
 
     /// Whether nobody has taken a stamp between `earlier` and this one.
     pub(crate) fn follows(self, earlier: Stamp) -> bool {
-        self.0 == earlier.0 + Stamp::STEP
+        self.number() == earlier.number() + Stamp::STEP
     }
 
     /// From one stamp of the counter to the next.
@@ -89,20 +156,23 @@ impl Stamp {
     /// This stamp, of an entry at which CPUs may have a translation cached of another size than the next that is made there,
     /// in a format that does not allow that ([`Format::BREAK_BEFORE_MAKE`]).
     pub(crate) fn unflushed(self) -> Stamp {
-        Stamp(self.0 | 1)
+        Stamp(self.0 | Stamp::UNFLUSHED)
     }
 
     /// This stamp, once that flush is over.
     #[inline]
     pub(crate) fn flushed(self) -> Stamp {
-        Stamp(self.0 & !1)
+        Stamp(self.0 & !Stamp::UNFLUSHED)
     }
 
     /// Whether a flush must come before anything is made of an entry with this stamp.
     #[inline]
     pub(crate) fn is_unflushed(self) -> bool {
-        self.0 & 1 != 0
+        self.0 & Stamp::UNFLUSHED != 0
     }
+
+    /// The lowest bit of the number, where an entry has it.
+    const UNFLUSHED: u64 = 1 << (u64::BITS - PAYLOAD_SHIFT);
 }
 
 /// What an entry is; see the module's table.
@@ -121,7 +191,7 @@ pub(crate) fn state<F: Format>(entry: Entry, level: Level) -> State {
     if !F::is_present(entry) {
         // The most frequent one by one test.
         if entry.0 & (FROZEN_BIT | TRACKED_BIT | BROKEN_BIT) == 0 {
-            State::Empty(Stamp(entry.0 >> PAYLOAD_SHIFT))
+            State::Empty(Stamp(entry.0))
         } else if entry.0 & FROZEN_BIT != 0 {
             State::Frozen
         } else if entry.0 & BROKEN_BIT != 0 {
@@ -138,9 +208,7 @@ pub(crate) fn state<F: Format>(entry: Entry, level: Level) -> State {
 
 #[inline]
 pub(crate) fn empty(stamp: Stamp) -> Entry {
-    // 51 bits: at one stamp a microsecond they last 71 years.
-    debug_assert!(stamp.0 < 1 << (u64::BITS - PAYLOAD_SHIFT));
-    Entry(stamp.0 << PAYLOAD_SHIFT)
+    Entry(stamp.0)
 }
 
 /// Why an entry is broken.
@@ -154,19 +222,18 @@ pub(crate) enum Breaking {
 
 /// A broken entry where the table at `table` was, or is to be.
 pub(crate) fn broken(table: Hpa, breaking: Breaking) -> Entry {
-    debug_assert!(table.0 & !TRACKED_ADDRESS == 0);
     let kind = match breaking {
         Breaking::Recovery => 0,
         Breaking::Split => BROKEN_FOR_SPLIT,
     };
-    Entry(table.0 | BROKEN_BIT | kind)
+    Entry(hidden_address(table) | BROKEN_BIT | kind)
 }
 
 /// What [`broken`] was made with.
 pub(crate) fn table_of_broken(entry: Entry) -> (Hpa, Breaking) {
     debug_assert!(entry.0 & BROKEN_BIT != 0);
     let breaking = if entry.0 & BROKEN_FOR_SPLIT == 0 { Breaking::Recovery } else { Breaking::Split };
-    (Hpa(entry.0 & TRACKED_ADDRESS), breaking)
+    (address_in(entry), breaking)
 }
 
 /// What a frozen entry was, if it was frozen by [`EntryRef::freeze_as_was`].
@@ -184,17 +251,13 @@ pub(crate) fn before_freezing<F: Format>(entry: Entry, level: Level) -> Frozen {
     debug_assert!(entry.0 & FROZEN_BIT != 0);
     let bit = |from: u64, to: u64| if entry.0 & from != 0 { to } else { 0 };
     if entry.0 & FROZEN_LEAF == 0 {
-        return if entry.0 & FROZEN_TABLE != 0 {
-            Frozen::Table(Hpa(entry.0 & TRACKED_ADDRESS))
-        } else {
-            Frozen::Nothing
-        };
+        return if entry.0 & FROZEN_TABLE != 0 { Frozen::Table(address_in(entry)) } else { Frozen::Nothing };
     }
     let attributes = bit(FROZEN_HOST_WRITABLE, F::HOST_WRITABLE)
         | bit(FROZEN_DIRTY, F::DIRTY)
         | bit(FROZEN_ACCESSED, F::ACCESSED)
         | bit(FROZEN_WAS_DIRTY, F::WAS_DIRTY);
-    let leaf = Entry(F::leaf(Hpa(entry.0 & TRACKED_ADDRESS).pfn(), level).0 | attributes);
+    let leaf = Entry(F::leaf(address_in(entry).pfn(), level).0 | attributes);
     Frozen::Leaf(if entry.0 & FROZEN_TRACKED != 0 { tracked::<F>(leaf, level) } else { leaf })
 }
 
@@ -202,7 +265,7 @@ pub(crate) fn before_freezing<F: Format>(entry: Entry, level: Level) -> Frozen {
 #[inline]
 pub(crate) fn frame_before_freezing(entry: Entry) -> Option<Pfn> {
     debug_assert!(entry.0 & FROZEN_BIT != 0);
-    (entry.0 & FROZEN_LEAF != 0).then(|| Hpa(entry.0 & TRACKED_ADDRESS).pfn())
+    (entry.0 & FROZEN_LEAF != 0).then(|| address_in(entry).pfn())
 }
 
 /// What leaves, tracked or not, said together before they were frozen.
@@ -251,7 +314,7 @@ fn frozen_as_was<F: Format>(value: Entry, level: Level) -> Entry {
         found @ (State::Leaf | State::Tracked) => {
             let leaf = untracked::<F>(value, level);
             let bit = |from: u64, to: u64| if leaf.0 & from != 0 { to } else { 0 };
-            frame::<F>(leaf, level).hpa().0
+            hidden_address(frame::<F>(leaf, level).hpa())
                 | FROZEN_BIT
                 | FROZEN_LEAF
                 | bit(F::HOST_WRITABLE, FROZEN_HOST_WRITABLE)
@@ -260,8 +323,8 @@ fn frozen_as_was<F: Format>(value: Entry, level: Level) -> Entry {
                 | bit(F::WAS_DIRTY, FROZEN_WAS_DIRTY)
                 | if found == State::Tracked { FROZEN_TRACKED } else { 0 }
         }
-        State::Table => F::address(value, level).0 | FROZEN_TABLE | FROZEN_BIT,
-        State::Empty(_) | State::Broken | State::Frozen => FROZEN_BIT,
+        State::Table => hidden_address(F::address(value, level)) | FROZEN_TABLE | FROZEN_BIT,
+        State::Empty(_) | State::Broken | State::Frozen => FROZEN_NOTHING,
     })
 }
 
@@ -269,26 +332,26 @@ fn frozen_as_was<F: Format>(value: Entry, level: Level) -> Entry {
 #[inline]
 pub(crate) fn frozen_link(next: Hpa) -> Entry {
     debug_assert!(next.0 & ((1 << PAYLOAD_SHIFT) - 1) == 0);
-    Entry(next.0 | FROZEN_BIT)
+    // With what it may have above bit 51: the end of a list is no address.
+    Entry(next.0 ^ ADDRESS | FROZEN_BIT)
 }
 
 /// A frozen entry that carries the number `payload` (below 2^52).
 #[inline]
 pub(crate) fn frozen_number(payload: u64) -> Entry {
-    debug_assert!(payload < 1 << (u64::BITS - PAYLOAD_SHIFT));
-    Entry(payload << PAYLOAD_SHIFT | FROZEN_BIT)
+    Entry(hidden_number(payload) | FROZEN_BIT)
 }
 
 /// The link in a [`frozen_link`].
 pub(crate) fn link_of(entry: Entry) -> Hpa {
     debug_assert!(entry.0 & FROZEN_BIT != 0);
-    Hpa(entry.0 & !((1 << PAYLOAD_SHIFT) - 1))
+    Hpa((entry.0 ^ ADDRESS) & !((1 << PAYLOAD_SHIFT) - 1))
 }
 
 /// The number in a [`frozen_number`].
 pub(crate) fn number_of(entry: Entry) -> u64 {
     debug_assert!(entry.0 & FROZEN_BIT != 0);
-    entry.0 >> PAYLOAD_SHIFT
+    number_in(entry.0)
 }
 
 /// Whether table entries of the format can be closed: they have a right to write, and generations.
@@ -370,7 +433,7 @@ pub(crate) fn cleaned_for_log<F: Format>(leaf: Entry) -> Entry {
 /// The frame of a leaf, tracked or not.
 #[inline]
 pub(crate) fn frame<F: Format>(leaf: Entry, level: Level) -> Pfn {
-    if F::is_present(leaf) { F::address(leaf, level).pfn() } else { Hpa(leaf.0 & TRACKED_ADDRESS).pfn() }
+    if F::is_present(leaf) { F::address(leaf, level).pfn() } else { address_in(leaf).pfn() }
 }
 
 /// The bits of a leaf that belong to software and to hardware's use of it, and are copied when it is split.
@@ -380,10 +443,9 @@ fn attributes<F: Format>(leaf: Entry) -> u64 {
 
 /// The tracked form of `leaf`: not to be used by hardware, and not accessed since.
 pub(crate) fn tracked<F: Format>(leaf: Entry, level: Level) -> Entry {
-    debug_assert!(frame::<F>(leaf, level).hpa().0 & !TRACKED_ADDRESS == 0);
     let host_writable = if is_host_writable::<F>(leaf) { TRACKED_HOST_WRITABLE } else { 0 };
     let dirty = if is_dirty::<F>(leaf) { TRACKED_DIRTY } else { 0 };
-    Entry(frame::<F>(leaf, level).hpa().0 | TRACKED_BIT | host_writable | dirty)
+    Entry(hidden_address(frame::<F>(leaf, level).hpa()) | TRACKED_BIT | host_writable | dirty)
 }
 
 /// The leaf that `leaf` is or, if it is tracked, was: then without the right to write, and not accessed.
@@ -465,7 +527,7 @@ impl<'s> EntryRef<'s> {
     #[inline]
     pub(crate) fn freeze(&self) -> Entry {
         // AcqRel: what the entry pointed to must be seen as its writer left it.
-        Entry(self.cell.swap(FROZEN_BIT, Ordering::AcqRel))
+        Entry(self.cell.swap(FROZEN_NOTHING, Ordering::AcqRel))
     }
 
     /// Freezes `value`, if it is still there, in a way that says what it was, and returns that; else says what is there.
@@ -514,3 +576,7 @@ impl<'s> EntryRef<'s> {
         );
     }
 }
+
+#[cfg(test)]
+#[path = "entry_tests.rs"]
+mod tests;

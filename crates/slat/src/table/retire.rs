@@ -29,7 +29,7 @@ use crossbeam_utils::CachePadded;
 
 use super::entry;
 use super::frames;
-use crate::addr::{Hpa, Level, PAGE_SHIFT};
+use crate::addr::{Hpa, Level};
 use crate::boxed::try_box;
 use crate::error::Error;
 use crate::format::{Entry, Format};
@@ -48,7 +48,7 @@ pub(crate) const MAX_SECTION_STEPS: u64 = 1 << 15;
 const IDLE: u64 = 0;
 
 /// The end of a list of tables. An address that no table has: the first page of memory may be one.
-const NO_TABLE: Hpa = Hpa(u64::MAX << PAGE_SHIFT);
+const NO_TABLE: Hpa = Hpa(0xfff << 52);
 
 /// What one thread at a time (a vCPU, or a thread inside a VM call) shows to the others. On lines of its own: the owner
 /// writes it at every fault.

@@ -54,13 +54,13 @@ pub(crate) struct StampCounter(AtomicU64);
 
 impl StampCounter {
     pub(crate) fn new() -> StampCounter {
-        StampCounter(AtomicU64::new(Stamp::FIRST.0))
+        StampCounter(AtomicU64::new(Stamp::FIRST.number()))
     }
 
     /// A stamp greater than all before.
     pub(crate) fn next(&self) -> Stamp {
         // AcqRel: release hands on what the caller published, acquire takes over what earlier takers published.
-        Stamp(self.0.fetch_add(Stamp::STEP, Ordering::AcqRel) + Stamp::STEP)
+        Stamp::from_number(self.0.fetch_add(Stamp::STEP, Ordering::AcqRel) + Stamp::STEP)
     }
 
     /// The greatest stamp so far. Whoever took it, or one before, has published what it stands for, and the caller will
@@ -68,7 +68,7 @@ impl StampCounter {
     pub(crate) fn current(&self) -> Stamp {
         // Acquire: pairs with the release of every taker so far (they form one release sequence), and comes before the
         // caller's reads of what they published.
-        Stamp(self.0.load(Ordering::Acquire))
+        Stamp::from_number(self.0.load(Ordering::Acquire))
     }
 }
 

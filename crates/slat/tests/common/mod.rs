@@ -401,7 +401,9 @@ unsafe impl Host for TestHost {
         let pointer = self.table_ptr(table);
         for word in 0..layout.size() / 8 {
             // SAFETY: inside the table. Garbage, to be noticed by a walk that should not be here any more.
-            unsafe { AtomicU64::from_ptr(pointer.cast::<u64>().add(word)) }.store(POISON, Ordering::SeqCst);
+            let entry = unsafe { AtomicU64::from_ptr(pointer.cast::<u64>().add(word)) }.swap(POISON, Ordering::SeqCst);
+            // No format has less than 48 bits of host-physical address, and no test has memory in the upper half of 51.
+            assert!(entry & 7 != 0 || entry >> 50 & 1 == 1, "{entry:#x} is not present, and has an address in reach");
         }
         let mut graveyard = self.graveyard.lock().unwrap();
         graveyard.push_back((table.0, layout));

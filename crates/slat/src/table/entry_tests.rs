@@ -1,0 +1,91 @@
+//! Entries that are not present: what they keep comes back, and none of them has an address at which a CPU could find memory.
+
+use super::*;
+use crate::format::{Ept, Npt, Stage2, Sv39x4, Sv48x4};
+
+/// Bits of a physical address that CPUs' L1 data caches tell apart: those that L1 terminal faults concern have 44 or 46.
+const CACHE_BITS: core::ops::RangeInclusive<u32> = 44..=52;
+
+/// No bit that says leaf or present, and an address in the upper half of what any cache tells apart.
+fn assert_out_of_reach<F: Format>(entry: Entry) {
+    assert!(!F::is_present(entry), "{}: {entry:?} is present", F::NAME);
+    for bits in CACHE_BITS {
+        let address = entry.0 & ADDRESS & ((1 << bits) - 1);
+        assert!(address >= 1 << (bits - 1), "{}: {entry:?} has address {address:#x} for {bits} bits", F::NAME);
+    }
+}
+
+/// Below half of 44 bits.
+const ADDRESSES: [u64; 6] = [0, 0x1000, 0x20_0000, 0x1234_5678_9000, 0x3ff_ffff_f000, 0x7ff_ffe0_0000];
+
+fn keeps_out_of_reach<F: Format>() {
+    for level in [Level::L4K, Level::L2M, Level::L1G] {
+        for address in ADDRESSES.map(|address| Hpa(address & ((1 << 43) - 1) & !((level.nr_pages() << 12) - 1))) {
+            keeps_address_out_of_reach::<F>(address, level);
+        }
+    }
+    for table in ADDRESSES.map(|address| Hpa(address & ((1 << 43) - 1))) {
+        for breaking in [Breaking::Recovery, Breaking::Split] {
+            let entry = broken(table, breaking);
+            assert_eq!((state::<F>(entry, Level::L2M), table_of_broken(entry)), (State::Broken, (table, breaking)));
+            assert_out_of_reach::<F>(entry);
+        }
+        let frozen = frozen_as_was::<F>(F::table(table), Level::L2M);
+        assert_eq!(before_freezing::<F>(frozen, Level::L2M), Frozen::Table(table));
+        assert_out_of_reach::<F>(frozen);
+        let link = frozen_link(table);
+        assert_eq!((state::<F>(link, Level::L4K), link_of(link)), (State::Frozen, table));
+        assert_eq!(before_freezing::<F>(link, Level::L4K), Frozen::Nothing, "links look like nothing");
+        assert_out_of_reach::<F>(link);
+    }
+    let cell = AtomicU64::new(empty(Stamp::FIRST).0);
+    let entry = EntryRef::new(&cell, Level::L2M);
+    entry.freeze();
+    assert_eq!(before_freezing::<F>(entry.load(), Level::L2M), Frozen::Nothing);
+    assert_out_of_reach::<F>(entry.load());
+    assert_out_of_reach::<F>(frozen_as_was::<F>(empty(Stamp::FIRST), Level::L2M));
+    let mut before = None;
+    for number in [0, 1, 2, 4, 4094, 4095, 4096, 4097, 4098, 1 << 20, (1 << 32) + 6, (1 << 43) - 2, (1 << 43) - 1] {
+        let stamp = Stamp::from_number(number);
+        assert_eq!((stamp.number(), state::<F>(empty(stamp), Level::L4K)), (number, State::Empty(stamp)));
+        assert_out_of_reach::<F>(empty(stamp));
+        assert!(before < Some(stamp), "stamps are in the order of their numbers");
+        before = Some(stamp);
+        assert_eq!(stamp.unflushed().number(), number | 1);
+        assert_eq!((stamp.flushed().number(), stamp.is_unflushed()), (number & !1, number % 2 == 1));
+        let tag = frozen_number(number);
+        assert_eq!((state::<F>(tag, Level::L4K), number_of(tag)), (State::Frozen, number));
+        assert_eq!(before_freezing::<F>(tag, Level::L4K), Frozen::Nothing);
+        assert_out_of_reach::<F>(tag);
+    }
+    assert_eq!(Stamp::FIRST, Stamp::from_number(0));
+    // All numbers come back, also those that are too large to be kept out of reach.
+    let last = (1 << 52) - 1;
+    assert_eq!((Stamp::from_number(last).number(), number_of(frozen_number(last))), (last, last));
+}
+
+/// A tracked leaf of `level` at `address`, and a leaf that was frozen.
+fn keeps_address_out_of_reach<F: Format>(address: Hpa, level: Level) {
+    for attributes in [0, F::HOST_WRITABLE, F::DIRTY, F::HOST_WRITABLE | F::DIRTY] {
+        let leaf = Entry(F::leaf(address.pfn(), level).0 | attributes);
+        let kept = tracked::<F>(leaf, level);
+        assert_eq!((state::<F>(kept, level), untracked::<F>(kept, level)), (State::Tracked, leaf));
+        assert_eq!(frame::<F>(kept, level), address.pfn());
+        assert_out_of_reach::<F>(kept);
+        for leaf in [leaf, Entry(leaf.0 | F::ACCESSED), kept] {
+            let frozen = frozen_as_was::<F>(leaf, level);
+            assert_eq!(before_freezing::<F>(frozen, level), Frozen::Leaf(leaf));
+            assert_eq!(frame_before_freezing(frozen), Some(address.pfn()));
+            assert_out_of_reach::<F>(frozen);
+        }
+    }
+}
+
+#[test]
+fn what_is_not_present_has_no_address_at_which_there_is_memory() {
+    keeps_out_of_reach::<Npt>();
+    keeps_out_of_reach::<Ept>();
+    keeps_out_of_reach::<Stage2>();
+    keeps_out_of_reach::<Sv39x4>();
+    keeps_out_of_reach::<Sv48x4>();
+}
