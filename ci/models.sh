@@ -47,7 +47,8 @@ check summary summary-first word-first store-zero mask-clears never-again look-a
 check dirty_bit no-restart restart-first log-late clear-first no-flush clear-all mark-late mark-once blind-zap flags-first \
     fault-no-mark publish-late keep-dirty
 check break recover-no-flush split-no-flush split-at-once cancel-plain install-no-flush flush-first oom-plain oom-drops-flag \
-    refine-unflushed refine-published instead-plain reuse split-freezes skip-split split-unreported no-freeze mark-never
+    refine-unflushed refine-published instead-plain reuse split-freezes split-copies-W split-mark-never \
+    split-marks-first split-unreported no-freeze mark-never
 check userfault no-stamp no-zap flush-if-changed no-flush flush-first flag-last stamp-first withdraw-first store-first \
     bit-first slot-first ranges-last resolve-first attribute-first clear-first counter-last no-counter huge-while-on \
     huge-beside run-bits run-attributes one-attribute no-fence stamp-if-empty pass-broken bare-unlink bare-plain \

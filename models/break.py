@@ -10,7 +10,8 @@ present is cached at once: `huge` (0 no, 1, 2 writable), `psc` (tables), `small`
 all. 'cpu' sets D, too.
 Recover:     table -> broken -> freeze leaf by leaf -> flush -> huge leaf, D of all, W if the slot did not log at first
              -> flags again: logs: mark both pages. One was empty: cancel. T is retired: its entries overwritten.
-Split:       table i is filled with the parts -> leaf -> broken -> flush -> table; if that fails, table i is retired.
+Split:       does the slot log? -> table i is filled with the parts, W only if not -> leaf -> broken -> flush -> table -> if
+             the parts have W, flags again: logs: mark both pages. If it fails, table i is retired.
 Cancel:      ('r': each entry is frozen) each leaf is reported -> a stamp is taken -> broken -> empty, unflushed.
 Fault (small, big: of what size the host allows; a write to page 0, small1: 1): entry (broken: cancel) -> published
              ranges -> unflushed: flush -> exchange on the very value -> flags -> mark. Empty with another stamp, not
@@ -20,16 +21,16 @@ Instead:     a huge leaf is replaced by itself: stamp -> empty, unflushed -> cou
 Invalidator: publish -> stamp -> walk -> flush -> the host frees the frames -> withdraw. inval: both pages, plain
              stamps; unlink: and the table; inval0: page 0, huge leaf: split; oom0: without memory: the leaf goes as a
              whole, unflushed. An empty entry gets a stamp as a whole, and keeps the flag.
-Harvest:     takes bits -> walk: W goes; broken: of a split, W of the parts goes; of a recovery: skip -> flush. `on`:
-             the log is published -> the same walk -> flush.
+Harvest:     takes bits -> walk: W goes; broken: skip -> flush. `on`: the log is published -> the same walk -> flush.
 Wrong: a CPU has cached a block and a table for the same page; a leaf of a frame that is gone, or a frame that is gone,
 was written, and nobody was told; a frozen entry in a linked table; a page may be written in a slot that logs, and is
 not marked.
 Run: python3 break.py [RULE]. Each of these breaks it: recover-no-flush, split-no-flush, split-at-once (as where no
 break is needed), cancel-plain (stamp without the flag), install-no-flush, flush-first (before the entry is looked at),
-oom-plain, oom-drops-flag (a stamp for a whole entry, covered in part, loses the flag), refine-unflushed, refine-published, instead-plain,
-reuse (a split that failed tries again with the same table), split-freezes (a canceller freezes the parts), skip-split
-(a protection skips what a split has broken), split-unreported, no-freeze, mark-never (recover).
+oom-plain, oom-drops-flag (a stamp for a whole entry, covered in part, loses the flag), refine-unflushed,
+refine-published, instead-plain, reuse (a split that failed tries again with the same table), split-freezes (a canceller
+freezes the parts), split-copies-W (of a slot that logs), split-mark-never, split-marks-first (before the table is linked),
+split-unreported, no-freeze, mark-never (recover).
 """
 from collections import namedtuple
 from explore import BUG, main, put
@@ -73,7 +74,7 @@ def wrong(state):
     for p in (0, 1):
         if max(s.small[p], s.huge) == 2 and not s.B[p]:
             for kind, pc, loc in threads:
-                if pc == 'mark' and loc[0][p]: break
+                if pc in ('mark', 'split-mark') and loc[0][p]: break
                 if kind == 'harvest' and pc in ('walk', 'below', 'protect', 'flush-taken') and loc[0][p]: break
             else: return f'page {p} may be written and is not marked'
 
@@ -163,16 +164,25 @@ def step(state, i):
     elif pc == 'split-break':
         then, table, leaf = loc
         if P != leaf: yield go('split', loc[:2])
+        else: yield go('split-fill', loc + (s.log,))
+    elif pc == 'split-fill':
+        then, table, leaf, logs = loc
+        if P != leaf: yield go('split', loc[:2])
         else:
-            t, tables = fill(leaf, table)
+            keeps_w = leaf[2] and (not logs or BUG == 'split-copies-W')
+            t, tables = fill(put(leaf, 2, int(keeps_w)), table)
+            marks = keeps_w and not logs
             if BUG == 'split-at-once': yield go(*then, P=('T', t), T=tables)
-            else: yield go('split-make' if BUG == 'split-no-flush' else 'split-flush', (then, t), P=('B', t, 's'), T=tables)
-    elif pc == 'split-flush': yield go('split-make', loc, **dropped)
+            else: yield go('split-make' if BUG == 'split-no-flush' else 'split-flush', (then, t, marks), P=('B', t, 's'), T=tables)
+    elif pc == 'split-flush': yield go('split-make' if BUG != 'split-marks-first' else 'split-marks-first', loc, **dropped)
+    elif pc == 'split-marks-first': yield go('split-make', put(loc, 2, False), B=(1, 1) if loc[2] and s.log else s.B)
     elif pc == 'split-make':
-        then, table = loc
-        if P == ('B', table, 's'): yield go(*then, P=('T', table))
-        elif BUG == 'reuse': yield go('split', loc)
-        else: yield go(*then, T=put(T, table, ('X', 'X')))
+        then, table, marks = loc
+        if P != ('B', table, 's'):
+            yield go('split', loc[:2]) if BUG == 'reuse' else go(*then, T=put(T, table, ('X', 'X')))
+        elif marks and BUG != 'split-mark-never': yield go('split-mark', ((1, 1), then), P=('T', table))
+        else: yield go(*then, P=('T', table))
+    elif pc == 'split-mark': yield go(*loc[1], B=(1, 1) if s.log else s.B)
 
     elif kind in FAULTS:
         own = FAULTS[kind]
@@ -240,7 +250,7 @@ def step(state, i):
         taken = loc[0]
         if pc == 'walk':
             if P[0] == 'L' and P[2]: yield go('protect', (taken, P))
-            elif P[0] == 'T' or P[0] == 'B' and P[2] == 's' and BUG != 'skip-split': yield go('below', (taken, P[1], 0))
+            elif P[0] == 'T': yield go('below', (taken, P[1], 0))
             else: yield go('flush-taken', loc)
         elif pc == 'protect': yield go('flush-taken', loc, P=put(P, 2, 0)) if P == loc[1] else go('walk', (taken,))
         elif pc == 'below':

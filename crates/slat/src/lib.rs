@@ -115,7 +115,12 @@
 //!
 //! Rust 1.85 or newer: that compiler builds the library in each run of the checks. `cfg(loom)` and `cfg(shuttle)` are for the engine's own tests.
 
+//! Targets with pointers of 64 bits: numbers of pages, of words in a bitmap and of bytes in a page table are `usize`.
+
 #![no_std]
+
+#[cfg(not(target_pointer_width = "64"))]
+compile_error!("slat needs pointers of 64 bits: a slot's pages are counted, and its bitmaps are indexed, by usize");
 
 extern crate alloc;
 

@@ -130,7 +130,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     pub(crate) fn new(vm: Arc<Vm<H, F>>) -> Result<Vcpu<H, F>, Error> {
         let roots = Vcpu::new_roots(&vm)?;
         let record = vm.tree.epochs.take_record()?;
-        match vm.rings.take() {
+        match vm.tree.rings.take() {
             Ok(ring) => {
                 if let Some(shadow) = &vm.tree.shadow {
                     shadow.add_vcpu();
@@ -252,7 +252,7 @@ impl<H: Host, F: Format> Drop for Vcpu<H, F> {
         match self.ring.take() {
             // SAFETY: as above, and its rings.
             Some(ring) => unsafe { ring.give_back() },
-            None => self.vm.rings.leave(),
+            None => self.vm.tree.rings.leave(),
         }
     }
 }

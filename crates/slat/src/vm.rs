@@ -10,7 +10,7 @@ use crate::addr::{Gfn, GfnRange, Gpa, Hpa, PAGE_SIZE, PageSize};
 use crate::config::{Config, DirtyTracking, HugePageLogging, ManualProtect};
 use crate::dirty::log::{self, LogCall};
 use crate::dirty::ring::DirtyRing;
-use crate::dirty::rings::{Rings, RingsReset};
+use crate::dirty::rings::RingsReset;
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
@@ -30,12 +30,11 @@ use crate::vcpu::Vcpu;
 ///
 /// All methods may be called from several threads at once, beside the faults of its vCPUs.
 ///
-/// Dropping it frees all tables at once: stop the CPUs that walk them, and flush their translations, before the last
+/// Dropping it tells the host of all that is mapped ([`Host::leaf_zapped`]), and frees all tables: stop the CPUs that walk them, and flush their translations, before the last
 /// reference goes.
 pub struct Vm<H: Host, F: Format> {
     pub(crate) tree: Tree<H, F>,
     pub(crate) slots: Slots<H::Backing>,
-    pub(crate) rings: Rings,
 }
 
 /// What a VM may be able to do: KVM's capabilities, `KVM_CAP_*`.
@@ -61,7 +60,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     pub fn new(host: H, config: Config) -> Result<Vm<H, F>, Error> {
         config.check::<F>()?;
         let slots = Slots::new()?;
-        Ok(Vm { tree: Tree::new(host, config)?, slots, rings: Rings::new() })
+        Ok(Vm { tree: Tree::new(host, config)?, slots })
     }
 
     /// The VM's surroundings.
@@ -232,15 +231,15 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # Errors
     /// [`Error::OutOfMemory`].
     pub fn nr_marked_dirty(&self) -> Result<u64, Error> {
-        if self.rings.are_enabled() {
-            return Ok(self.rings.iter().map(DirtyRing::nr_used).sum());
+        if self.tree.rings.are_enabled() {
+            return Ok(self.tree.rings.iter().map(DirtyRing::nr_used).sum());
         }
         let record = self.tree.epochs.borrow_record()?;
         Ok(log::nr_marked(&self.slots, &self.tree.epochs, &record))
     }
 
     fn check_uses_bitmaps(&self, slot: u32) -> Result<(), Error> {
-        if self.rings.are_enabled() { Err(Error::DirtyRingInUse { slot }) } else { Ok(()) }
+        if self.tree.rings.are_enabled() { Err(Error::DirtyRingInUse { slot }) } else { Ok(()) }
     }
 
     /// Gives each vCPU a dirty ring of `nr_entries` entries, instead of the bitmaps of the slots.
@@ -297,14 +296,14 @@ impl<H: Host, F: Format> Vm<H, F> {
             return Err(Error::RingNeedsPageFaults);
         }
         let record = self.tree.epochs.borrow_record()?;
-        self.rings.enable(nr_entries)?;
+        self.tree.rings.enable(nr_entries)?;
         self.begin_to_log_by_rings(&record);
         Ok(())
     }
 
     /// The dirty rings of all vCPUs, those that are gone included: a later vCPU takes over one of theirs, with what is in it.
     pub fn dirty_rings(&self) -> impl Iterator<Item = &DirtyRing> {
-        self.rings.iter()
+        self.tree.rings.iter()
     }
 
     /// Makes room of the entries that were harvested from the dirty rings, and has the pages logged anew: what the guest
@@ -317,11 +316,11 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # Errors
     /// [`Error::NoDirtyRing`], [`Error::OutOfMemory`].
     pub fn reset_dirty_rings(&self) -> Result<u64, Error> {
-        if !self.rings.are_enabled() {
+        if !self.tree.rings.are_enabled() {
             return Err(Error::NoDirtyRing);
         }
         let record = self.tree.epochs.borrow_record()?;
-        Ok(RingsReset { tree: &self.tree, slots: &self.slots, record: &record }.reset(self.rings.iter()))
+        Ok(RingsReset { tree: &self.tree, slots: &self.slots, record: &record }.reset(self.tree.rings.iter()))
     }
 
     /// Takes the guest frames of `range` away from the guest until the answer is dropped: the host is going to give the

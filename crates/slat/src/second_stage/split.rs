@@ -11,13 +11,14 @@
 //! the leaf that it stood at.
 //!
 //! Where the format needs it ([`Format::BREAK_BEFORE_MAKE`]) the leaf is broken first, and flushed, and then the table
-//! linked. Whoever meets the broken entry meanwhile cancels that (`broken`); the table may then still be read by others,
+//! linked; its leaves allow the same unless the slot logs ([`split_by_breaking`]). Whoever meets the broken entry meanwhile cancels that (`broken`); the table may then still be read by others,
 //! and is retired.
 
 use super::broken::find_broken;
 use super::install::{self, Changed};
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::config::Config;
+use crate::dirty::log;
 use crate::error::Error;
 use crate::format::{Entry, Format};
 use crate::host::{AllocationWait, Host, TableNode};
@@ -150,18 +151,19 @@ pub(crate) fn placement_of<H: Host, F: Format>(config: &Config, host: &H, value:
 }
 
 /// The leaf of `level` whose parts are to replace `value`: the same, but where leaves of the parts' level need not fault on
-/// their first write to be seen, it may be written if the host allows it. After a break it may not be written at all: a
-/// harvest that passed the broken entry by has not protected the parts.
+/// their first write to be seen, it may be written if the host allows it.
 pub(crate) fn parts_of<F: Format>(config: &Config, value: Entry, level: Level) -> Entry {
-    if F::BREAK_BEFORE_MAKE && F::is_present(value) {
-        return Entry(value.0 & !F::WRITABLE);
-    }
     let may_write = !config.first_write_faults(level.down()) && entry::is_host_writable::<F>(value);
     if F::is_present(value) && may_write { Entry(value.0 | F::WRITABLE) } else { value }
 }
 
 /// Replaces the leaf `value` of `level`, more than 4 KiB, that maps `gfn` by a table, with a break and a flush between. The
 /// cache must hold a table. Called outside of sections.
+///
+/// Who protects passes the broken entry by. So the parts may be written if the leaf might be, but only where the slot does not
+/// log before the break; and when they are linked, this reads the slot's flags again and marks all of them if it logs by then,
+/// as a recovery does with what it makes writable (`recover`). Rings have no room for so many: then the first write of each part
+/// gives the right back.
 pub(crate) fn split_by_breaking<H: Host, F: Format>(
     tree: &Tree<H, F>,
     slots: &Slots<H::Backing>,
@@ -177,7 +179,8 @@ pub(crate) fn split_by_breaking<H: Host, F: Format>(
         return Err(Changed);
     }
     let block = cursor.block();
-    let whole = parts_of::<F>(&tree.config, value, level);
+    let keeps_write = slots.find(&locked.section, gfn).is_some_and(|slot| !slot.logs()) && !tree.rings.are_enabled();
+    let whole = if keeps_write || !F::is_present(value) { value } else { Entry(value.0 & !F::WRITABLE) };
     let table = install::prepare_parts::<H, F>(&tree.host, tables, whole, level);
     let broken = entry::broken(F::address(table, level), Breaking::Split);
     cursor.entry().compare_exchange::<F>(value, broken).map_err(|_| Changed)?;
@@ -190,6 +193,9 @@ pub(crate) fn split_by_breaking<H: Host, F: Format>(
         .is_some_and(|cursor| cursor.entry().compare_exchange::<F>(broken, table).is_ok())
     {
         install::count_split(&record.stats, level);
+        if entry::is_writable::<F>(whole) {
+            log::mark_if_logging(slots, &locked.section, None, block.start, block);
+        }
         return Ok(());
     }
     drop(locked);

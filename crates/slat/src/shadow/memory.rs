@@ -141,7 +141,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             while done < bytes.len() {
                 let at = pointer.wrapping_add(done);
                 let rest = &bytes[done..];
-                let is_aligned = |size: usize| (gpa.0 as usize + done) % size == 0;
+                let is_aligned = |size: usize| ((gpa.0 % PAGE_SIZE) as usize + done) % size == 0;
                 if let (Some(word), true) = (rest.first_chunk::<8>(), is_aligned(8)) {
                     // SAFETY: as in `read_guest`. Release: what was written before is seen by who reads the entry.
                     unsafe { &*at.cast::<AtomicU64>() }.store(u64::from_le_bytes(*word), Ordering::Release);

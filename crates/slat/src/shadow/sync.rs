@@ -279,5 +279,5 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
 /// The entry of `level` that translates `gva`.
 #[inline]
 pub(super) fn index_of(gva: Gva, level: Level) -> usize {
-    (gva.0 >> PAGE_SHIFT) as usize / level.nr_pages() as usize % NR_ENTRIES
+    ((gva.0 >> PAGE_SHIFT) / level.nr_pages()) as usize % NR_ENTRIES
 }

@@ -20,6 +20,7 @@ use crossbeam_utils::CachePadded;
 use crate::addr::{Gfn, GfnRange, Hpa};
 use crate::boxed::try_box;
 use crate::config::{Config, Paging};
+use crate::dirty::rings::Rings;
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
@@ -42,6 +43,8 @@ pub(crate) struct Tree<H: Host, F: Format> {
     stamps: CachePadded<StampCounter>,
     pub(crate) published: PublishedRanges,
     pub(crate) epochs: Epochs,
+    /// Where pages are logged, if not in bitmaps.
+    pub(crate) rings: Rings,
     /// What hardware walks instead of this tree.
     pub(crate) shadow: Option<Box<Shadow>>,
     /// Away from what faults read.
@@ -110,6 +113,7 @@ impl<H: Host, F: Format> Tree<H, F> {
             stamps: CachePadded::new(StampCounter::new()),
             published: PublishedRanges::default(),
             epochs: Epochs::new(fences),
+            rings: Rings::new(),
             shadow,
             nr_reclaimed: CachePadded::new(AtomicU64::new(0)),
             format: PhantomData,

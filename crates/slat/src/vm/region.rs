@@ -188,7 +188,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         // A store-load pair (`dirty/log.rs`): the flag is visible before leaves are looked at; and before it is asked
         // whether there are rings. A call that enables them does it the other way round.
         full_fence();
-        if self.tree.config.manual_protect == ManualProtect::InitiallySet && !self.rings.are_enabled() {
+        if self.tree.config.manual_protect == ManualProtect::InitiallySet && !self.tree.rings.are_enabled() {
             // All pages are marked, and each is protected when its mark is taken.
             return;
         }
@@ -204,7 +204,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     }
 
     pub(super) fn recover(&self, record: &Record, range: GfnRange) -> u64 {
-        recover::recover_range(&self.tree, &self.slots, record, range, &self.rings)
+        recover::recover_range(&self.tree, &self.slots, record, range, &self.tree.rings)
     }
 
     /// What a slot needs that becomes what `region`, of `range`, says, and that it has not yet, if it is `claim`'s.
@@ -226,7 +226,7 @@ impl<H: Host, F: Format> Vm<H, F> {
             }
         }
         let has_log = claim.is_some_and(|claim| claim.log_of(&claim.entry).is_some());
-        if flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES) && !has_log && !self.rings.are_enabled() {
+        if flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES) && !has_log && !self.tree.rings.are_enabled() {
             let new = match self.tree.config.manual_protect {
                 ManualProtect::Disabled | ManualProtect::Enabled => Bitmap::new,
                 ManualProtect::InitiallySet => Bitmap::new_marked,

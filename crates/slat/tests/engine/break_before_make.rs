@@ -9,7 +9,7 @@ use std::thread;
 use crate::common::broken::{self, Breaking};
 use crate::common::hooked::at_look;
 use crate::common::log::{LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World};
-use crate::common::{Call, Frame, MIB, TestBacking, Writes, region, translate};
+use crate::common::{Call, Frame, MIB, TestBacking, Writes, change, region, translate};
 use slat::{
     Access, AllocationWait, Config, Format, Gfn, GfnRange, Gpa, HugePageLogging, Level, Locking, ManualProtect, Npt,
     Outcome, PAGE_SIZE, PageSize, Pfn, Stage2,
@@ -288,4 +288,59 @@ fn cancels_late<F: Format>() {
     assert_eq!((translation.level, translation.pfn), (Level::L4K, Pfn(slot.first_pfn + BIG + 100)));
     assert_eq!(world.vm.create_vcpu().unwrap().handle_fault(Gfn(BIG + 100).gpa(), Access::Read), Ok(Outcome::Resume));
     world.finish(&[slot]);
+}
+
+each_broken!(the_parts_of_a_leaf_that_may_be_written_may_be_written_where_nothing_logs, keep_write);
+fn keep_write<F: Format>() {
+    for config in configs() {
+        // A split ahead of time, and one for a part that is taken away.
+        let mut world = world::<F>(config);
+        world.vm.split_range(GfnRange::new(SLOT.gfn(0), BIG), PageSize::Size4K).unwrap();
+        drop(world.vm.invalidate_range(GfnRange::new(SLOT.gfn(BIG + 7), 1)).unwrap());
+        assert_eq!(world.vm.stats().pages_4k(), 2 * BIG - 1);
+        for page in (0..2 * BIG).filter(|&page| page != BIG + 7) {
+            assert!(world.is_writable(SLOT, page), "page {page} was writable");
+        }
+        assert_eq!(world.write_all(SLOT, (0..2 * BIG).filter(|&page| page != BIG + 7)), 0, "no write faults");
+        // Where the slot logs, each part's first write is to be seen.
+        world.set_flags(SLOT, LOG);
+        assert!((0..4 * BIG).all(|page| !world.is_writable(SLOT, page)));
+        assert_eq!(world.write_all(SLOT, [3, 3 * BIG]), 2);
+        assert_eq!(world.take(SLOT), [3, 3 * BIG]);
+        assert!(broken::observed().0 >= 4);
+        world.finish(&[SLOT]);
+    }
+}
+
+each_broken!(a_slot_that_begins_to_log_in_a_split_has_the_parts_that_may_be_written_in_its_log, begins_to_log);
+fn begins_to_log<F: Format>() {
+    for config in configs() {
+        for manual in MANUAL_PROTECTS {
+            let mut world = world::<F>(config.with_manual_protect(manual));
+            let vm = Arc::clone(&world.vm);
+            // The split has broken the leaf. Who turns the log on passes it by.
+            world.vm.host().overtake(Call::Flush, 1, move || {
+                let changed = change(SLOT.id, LOG, SLOT.first * PAGE_SIZE, SLOT.nr_pages * PAGE_SIZE);
+                vm.set_user_memory_region(changed).unwrap();
+                if manual == ManualProtect::InitiallySet {
+                    let all = vec![u64::MAX; SLOT.nr_words()];
+                    assert_eq!(vm.clear_dirty_log(SLOT.id, 0, SLOT.nr_pages, &all), Ok(SLOT.nr_pages));
+                }
+            });
+            world.vm.split_range(GfnRange::new(SLOT.gfn(0), BIG), PageSize::Size4K).unwrap();
+            assert!(world.vm.host().was_overtaken());
+            let is_open = |world: &World<Breaking<F>>| (0..BIG).filter(|&page| world.is_writable(SLOT, page)).collect();
+            let open: Vec<u64> = is_open(&world);
+            let logged = world.take(SLOT);
+            assert!(
+                open.iter().all(|page| logged.contains(page)),
+                "{manual:?}: what may be written unseen is in the log"
+            );
+            assert_eq!(is_open(&world), [0; 0], "{manual:?}");
+            world.write_all(SLOT, [5, 700]);
+            assert_eq!(world.take(SLOT), [5, 700], "{manual:?}");
+            let _ = broken::observed();
+            world.finish(&[SLOT]);
+        }
+    }
 }

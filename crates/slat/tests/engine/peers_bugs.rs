@@ -114,8 +114,7 @@ fn one_page_taken<F: Format>(locking: Locking) {
         drop(vm.invalidate_range(GfnRange::new(Gfn(taken), 1)).unwrap());
         for page in 0..block_pages {
             let found = translate(&vm, Gfn(page).gpa()).map(|found| (found.pfn.0, found.writable));
-            // After a break the others are given the right to write one by one.
-            let expected = (GIB / PAGE_SIZE + page, !F::BREAK_BEFORE_MAKE);
+            let expected = (GIB / PAGE_SIZE + page, true);
             assert_eq!(found, (page != taken).then_some(expected), "page {page}");
         }
         assert_eq!(vm.host().resolves.load(Ordering::SeqCst), resolves, "a neighbour was resolved again");
