@@ -209,7 +209,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         // The one call of it, so that it needs no frame of its own.
         let result = fault.serve();
         // A right given back, a new leaf, or a spurious fault: the CPU may still have what it faulted on.
-        if F::NEEDS_LOCAL_FLUSH && result == Ok(Outcome::Resume) {
+        if F::NEEDS_LOCAL_FLUSH && matches!(result, Ok(Outcome::Resume)) {
             fault.vm.tree.host.flush_local(gpa);
         }
         if fault.timing.is_some() {

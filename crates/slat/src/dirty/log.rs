@@ -20,8 +20,8 @@
 //! while another vCPU writes through the leaf; or who has marked the page and not the summary above it yet; or a
 //! clear by masks that is taking the last marks beside it.) Of harvests of
 //! the same pages that run at once, each page is reported by one at least. When all calls have returned, one harvest is
-//! exact. (A recovery of huge leaves, `second_stage/recover.rs`, is such a call: a harvest passes by what it has broken, and it
-//! marks.)
+//! exact. (A recovery of huge leaves, `second_stage/recover.rs`, is such a call, and so is a split that breaks the leaf first: a
+//! harvest passes by what it has broken, and it marks.)
 //!
 //! # Dirty bits of the CPUs
 //! With [`DirtyTracking::DirtyBit`] and [`DirtyTracking::PageModificationLog`] leaves of 4 KiB keep W, and above read "D" for

@@ -220,8 +220,8 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
                 State::Leaf => self.protect_huge(value),
                 // A tracked leaf has lost W already. If it is still cached as writable, its bit was set when it got W and
                 // not taken since, so whoever takes it now flushes.
-                // Nor what is broken: a huge leaf that comes of it either cannot be written, or is marked as a whole, for its
-                // maker reads the flags after this (`broken`).
+                // Nor what is broken: what comes of it, a huge leaf or a table, either cannot be written, or is marked as a
+                // whole, for its maker reads the flags after this (`broken`, `split`).
                 State::Tracked | State::Empty(_) | State::Frozen | State::Broken => Ok(()),
             };
             if done.is_ok() {

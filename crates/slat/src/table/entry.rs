@@ -107,7 +107,9 @@ const fn number_in(bits: u64) -> u64 {
 }
 
 /// A moment in the life of the VM's tables: the value of the stamp counter when a range was taken away. Those of the counter
-/// are even. It is kept as the empty entry that has it, so that a fault, which only compares, has nothing to decode.
+/// are even. It is kept as the complement of the empty entry that has it, so that a fault, which only compares, has next to
+/// nothing to decode. (As the entry itself it would cost more: the compiler then takes the two for one, and carries along
+/// what it knows of entries.)
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Stamp(u64);
 
@@ -131,18 +133,18 @@ impl core::fmt::Debug for Stamp {
 
 impl Stamp {
     /// The stamp of tables that nothing was ever taken from.
-    pub(crate) const FIRST: Stamp = Stamp(hidden_number(0));
+    pub(crate) const FIRST: Stamp = Stamp(!hidden_number(0));
 
     /// The stamp that the counter says `number` for: 52 bits, so at one stamp a microsecond they last 71 years.
     #[inline]
     pub(crate) fn from_number(number: u64) -> Stamp {
-        Stamp(hidden_number(number))
+        Stamp(!hidden_number(number))
     }
 
     /// What the counter said, perhaps with the mark of [`unflushed`](Stamp::unflushed).
     #[inline]
     pub(crate) fn number(self) -> u64 {
-        number_in(self.0)
+        number_in(!self.0)
     }
 
     /// Whether nobody has taken a stamp between `earlier` and this one.
@@ -156,22 +158,22 @@ impl Stamp {
     /// This stamp, of an entry at which CPUs may have a translation cached of another size than the next that is made there,
     /// in a format that does not allow that ([`Format::BREAK_BEFORE_MAKE`]).
     pub(crate) fn unflushed(self) -> Stamp {
-        Stamp(self.0 | Stamp::UNFLUSHED)
+        Stamp(self.0 & !Stamp::UNFLUSHED)
     }
 
     /// This stamp, once that flush is over.
     #[inline]
     pub(crate) fn flushed(self) -> Stamp {
-        Stamp(self.0 & !Stamp::UNFLUSHED)
+        Stamp(self.0 | Stamp::UNFLUSHED)
     }
 
     /// Whether a flush must come before anything is made of an entry with this stamp.
     #[inline]
     pub(crate) fn is_unflushed(self) -> bool {
-        self.0 & Stamp::UNFLUSHED != 0
+        self.0 & Stamp::UNFLUSHED == 0
     }
 
-    /// The lowest bit of the number, where an entry has it.
+    /// The lowest bit of the number, where an entry has it; inverted here.
     const UNFLUSHED: u64 = 1 << (u64::BITS - PAYLOAD_SHIFT);
 }
 
@@ -191,7 +193,7 @@ pub(crate) fn state<F: Format>(entry: Entry, level: Level) -> State {
     if !F::is_present(entry) {
         // The most frequent one by one test.
         if entry.0 & (FROZEN_BIT | TRACKED_BIT | BROKEN_BIT) == 0 {
-            State::Empty(Stamp(entry.0))
+            State::Empty(Stamp(!entry.0))
         } else if entry.0 & FROZEN_BIT != 0 {
             State::Frozen
         } else if entry.0 & BROKEN_BIT != 0 {
@@ -208,7 +210,7 @@ pub(crate) fn state<F: Format>(entry: Entry, level: Level) -> State {
 
 #[inline]
 pub(crate) fn empty(stamp: Stamp) -> Entry {
-    Entry(stamp.0)
+    Entry(!stamp.0)
 }
 
 /// Why an entry is broken.

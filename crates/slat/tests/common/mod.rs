@@ -27,7 +27,7 @@ use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
 use std::mem::take;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::Instant;
 
 pub use backing::{Frame, PRIVATE_PFN, TestBacking, Writes};
@@ -175,7 +175,9 @@ pub struct TestHost {
     graveyard: Mutex<VecDeque<(u64, Layout)>>,
     pub flushes: Mutex<Vec<Vec<GfnRange>>>,
     /// Leaves that were taken away, if they are to be recorded.
-    pub zapped: Arc<Mutex<Option<Vec<ZappedLeaf>>>>,
+    pub zapped: Mutex<Option<Vec<ZappedLeaf>>>,
+    /// Who is to hear of them, although the host may be gone by then.
+    pub hears_zapped: Mutex<Option<mpsc::Sender<ZappedLeaf>>>,
     /// Pages that a CPU was to forget at the end of its fault.
     pub local_flushes: Mutex<Vec<Gpa>>,
     /// Whether everybody who asks is to yield.
@@ -214,7 +216,8 @@ impl Default for TestHost {
             allocations_left: AtomicI64::new(-1),
             graveyard: Mutex::default(),
             flushes: Mutex::default(),
-            zapped: Arc::default(),
+            zapped: Mutex::default(),
+            hears_zapped: Mutex::default(),
             local_flushes: Mutex::default(),
             always_yields: AtomicBool::new(false),
             is_slow: AtomicBool::new(false),
@@ -325,7 +328,7 @@ impl Drop for TestHost {
         }
         // Here, where it counts as the host's.
         drop((take(&mut self.tables), take(&mut self.graveyard), take(&mut self.flushes), take(&mut self.zapped)));
-        drop(take(&mut self.local_flushes));
+        drop((take(&mut self.hears_zapped), take(&mut self.local_flushes)));
         drop((take(&mut self.gate.words), take(&mut self.parked), take(&mut self.modification_log)));
         drop((take(&mut self.hook), take(&mut self.asked), take(&mut self.nodes), take(&mut self.table_nodes)));
     }
@@ -480,6 +483,9 @@ unsafe impl Host for TestHost {
         let _inside = InsideHost::enter();
         if let Some(zapped) = self.zapped.lock().unwrap().as_mut() {
             zapped.push(leaf);
+        }
+        if let Some(hears) = self.hears_zapped.lock().unwrap().as_ref() {
+            hears.send(leaf).unwrap();
         }
     }
 

@@ -2,6 +2,7 @@
 //! One sets neither A nor D, and faults where they are clear. A guest on either gets on after a bounded number of faults.
 
 use std::mem::take;
+use std::sync::mpsc;
 
 use slat::{
     Access, AccessTracking, Config, Exit, Format, GfnRange, Gpa, Locking, MemoryRegionFlags, Outcome, PAGE_SIZE,
@@ -216,18 +217,15 @@ fn dropped<F: Format>(locking: Locking) {
     world.write(HUGE, 7);
     world.read(SLOT, 9);
     drop(world.vm.invalidate_range(GfnRange::new(SLOT.gfn(9), 1)).unwrap());
-    let expected = {
-        world.vm.host().record_zapped();
-        let frames = |gfn, nr_pages| GfnRange::new(gfn, nr_pages);
-        [
-            (frames(SLOT.gfn(0), 1), SLOT.first_pfn),
-            (frames(SLOT.gfn(5), 1), SLOT.first_pfn + 5),
-            (HUGE.range(), HUGE.first_pfn),
-        ]
-    };
-    let zapped = world.vm.host().zapped.clone();
+    let expected = [
+        (GfnRange::new(SLOT.gfn(0), 1), SLOT.first_pfn),
+        (GfnRange::new(SLOT.gfn(5), 1), SLOT.first_pfn + 5),
+        (HUGE.range(), HUGE.first_pfn),
+    ];
+    let (tell, told) = mpsc::channel();
+    *world.vm.host().hears_zapped.lock().unwrap() = Some(tell);
     drop(world);
-    let mut told = zapped.lock().unwrap().take().unwrap();
+    let mut told: Vec<_> = told.iter().collect();
     told.sort_by_key(|leaf| leaf.range.start);
     assert_eq!(told.iter().map(|leaf| (leaf.range, leaf.pfn.0)).collect::<Vec<_>>(), expected);
     assert!(told.iter().all(|leaf| leaf.accessed));
