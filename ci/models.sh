@@ -54,8 +54,8 @@ check userfault no-stamp no-zap flush-if-changed no-flush flush-first flag-last 
     huge-beside run-bits run-attributes one-attribute no-fence stamp-if-empty pass-broken bare-unlink bare-plain \
     drop-debt swap-only recover-no-counter recover-no-flag recover-no-ranges recover-no-attributes \
     recover-one-attribute recover-attributes-first
-check shadow no-reread invlpg-no-lock no-local-flush local-flush-if-changed unsync-late bitmap-late \
-    write-while-syncing pass-syncing no-flush flush-first flush-if-cleared compare-first no-seq drop-if-synced \
+check shadow no-reread invlpg-no-lock no-local-flush local-flush-if-changed fault-keeps fault-lock-blind \
+    fault-skip-syncing unsync-late bitmap-late write-while-syncing pass-syncing no-flush flush-first flush-if-cleared compare-first no-seq drop-if-synced \
     register-late link-first no-link-sync part-lock unregister-first walk-no-lock keep-dead-root root-not-synced \
     no-second-reread create-late leaf-first store-blind visit-if-zapped visit-first flush-before-visit no-visit \
     skip-empty leaves-before-lock visit-one-size insert-first number-late number-first no-huge no-clear \

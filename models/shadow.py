@@ -2,16 +2,19 @@
 program.
 
 A guest thread is a vCPU's number and its operations, one after the other: e, E edits entry 0, 1 of a table; f, F faults
-on it; i: INVLPG of entry 0; c: loads CR3 without bit 63; m, w: a write that is emulated. After an INVLPG or a load of
-CR3 a vCPU must not use what the guest's entry had only before (`floor`). CPUs are at their worst: what may be cached is
-cached at once, until it is flushed; of the versions of an entry the oldest is kept. Who waits for a lock lets its
-holder run, and a circle is found as "waits". A section whose data nobody touches without the lock is one step.
+on it; i: INVLPG of entry 0; p: a page fault of the guest's there; c: loads CR3 without bit 63; m, w: a write that is
+emulated. After an INVLPG, a page fault or a load of CR3 a vCPU must not use what the guest's entry had only before
+(`floor`). CPUs are at their worst: what may be cached is cached at once, until it is flushed; of the versions of an
+entry the oldest is kept. Who waits for a lock lets its holder run, and a circle is found as "waits". A section whose
+data nobody touches without the lock is one step.
 
 sync: a guest table T of level 1, its entries g, the shadow entries s. x: a shadow leaf of T has W; w: as a CPU has
   cached it. `state`: U(nsync), Y (syncing), S(ynced). `bit`: T's page is on the bitmap of unsync ones. protect: takes W
   for the host.
   Fault:   guest entry -> page lock, no writer, the entry as seen -> shadow entry. INVLPG: page lock, guest entry ->
            what differs goes -> this CPU is flushed, in any case.
+  Page fault (of the guest's): page lock free? -> shadow entry, bitmap: as INVLPG, if an entry is there and T is on the
+           bitmap -> this CPU, by the fault itself. Lock held: as INVLPG.
   Write:   lacks W: frame lock: on the bitmap -> U, seq moves on, W.
   CR3:     bitmap -> frame lock: Y, seq, W is taken -> all CPUs are flushed, in any case -> page lock: entries are
            compared, what differs goes -> frame lock: S, if still Y and the seq is the same -> this CPU.
@@ -52,9 +55,10 @@ that is gone is used; a page may be written, and nobody marks it; a fault goes o
 another.
 
 Run: python3 shadow.py [RULE]. Each of these breaks it: sync: no-reread, invlpg-no-lock, no-local-flush,
-local-flush-if-changed, unsync-late (W first), bitmap-late, write-while-syncing (W, but still Y), pass-syncing (also by
-who links), no-flush, flush-first, flush-if-cleared, compare-first, no-seq, drop-if-synced. link: register-late,
-link-first, no-link-sync, part-lock (not held all the time), unregister-first, walk-no-lock, keep-dead-root,
+local-flush-if-changed, fault-keeps, fault-lock-blind (a lock that is held), fault-skip-syncing, unsync-late (W first),
+bitmap-late, write-while-syncing (W, but still Y), pass-syncing (also by who links), no-flush, flush-first,
+flush-if-cleared, compare-first, no-seq, drop-if-synced. link: register-late, link-first, no-link-sync, part-lock (not
+held all the time), unregister-first, walk-no-lock, keep-dead-root,
 root-not-synced. second: no-second-reread, create-late (the record behind the look), leaf-first (before its table),
 store-blind, visit-if-zapped, visit-first, flush-before-visit, no-visit, skip-empty (lock or not), leaves-before-lock,
 visit-one-size. track: insert-first, number-late, number-first (of a zap), no-huge, no-clear, no-track-flush,
@@ -134,6 +138,14 @@ class sync:
         elif pc == 'm-store': yield after(g=put(s.g, 0, s.g[0] + 1), writers=s.writers - 1)
 
         elif pc == 'i': yield go('i-read', loc + (s.g[0],))
+        elif pc == 'p':                                                 # a page fault; loc: op, what must be seen
+            if BUG == 'fault-keeps': yield go('i-flush', loc + (s.g[0],))
+            elif BUG == 'fault-lock-blind' or not any(name == 'P' for name, _ in s.locks):
+                yield go('p-entry', loc + (s.g[0],))
+            else: yield go('i-read', loc + (s.g[0],))
+        elif pc == 'p-entry':
+            if s.s[0] is None: yield go('i-flush', loc)
+            else: yield go('i-read' if (s.state == 'U' if BUG == 'fault-skip-syncing' else s.bit) else 'i-flush', loc)
         elif pc == 'i-read': yield go('i-drop', loc + (s.g[0],), take=None if BUG == 'invlpg-no-lock' else 'P')
         elif pc == 'i-drop':                                            # loc: op, what must be seen, guest entry
             same = s.s[0] == loc[2]
@@ -525,7 +537,7 @@ second+read+lazy+push+write second+hole+write+read+harvest+zap link+linkR+linkM+
 second+huge+read2+read+split+harvest+zap track+small-W+track+track+0wi track+track+track+huge-W+0w
 zap+vcpu+fault+sync+zap+zap+reuse track+small-W+protect+track+invlpg+0w sync+0ecfi+1fEci+protect
 second+record+read+write+harvest+zap track+track+track+small+0wi link+linkR+linkM+unlinkR+0ec+1f
-link+linkR+linkM+zapR+0ec+1f'''
+link+linkR+linkM+zapR+0ec+1f sync+0ep+1f sync+0epe+1fc sync+0eiep+1f'''
 
 if __name__ == "__main__":
     main([tuple(c.split('+')) for c in CONFIGURATIONS.split()], make, step, wrong)

@@ -20,7 +20,7 @@
 //!   keeps until the next entry.
 //! - A translation serves each access that needs no rights but those of the walk that made it, whoever makes the access. Else
 //!   the CPU walks anew before it faults, as hardware may; and if it then faults, it keeps the translation, as long as
-//!   it may (Intel's processors would drop it).
+//!   it may (Intel's processors would drop it): until the page fault is the guest's own.
 //! - A write that the hypervisor wants emulated ([`Exit::EmulateWrite`]) is handed back to it as a write to guest-physical
 //!   memory, which completes the access. An [exchange](ShadowCpu::exchange) is not: to emulate it needs a read and a write in
 //!   one piece, and there is only the write.
@@ -385,7 +385,13 @@ impl<V: ShadowHandler> ShadowCpu<V> {
         match self.handler.handle_page_fault(gva, GuestAccess { access, privilege: self.privilege })? {
             Outcome::Resume => Ok(Miss::Again),
             Outcome::Exit(Exit::EmulateWrite { gpa }) => Ok(Miss::Emulate(gpa)),
-            Outcome::Exit(exit) => Err(exit.into()),
+            Outcome::Exit(exit) => {
+                if let Exit::PageFault { .. } = exit {
+                    // Intel SDM vol. 3A, "Operations that Invalidate TLBs and Paging-Structure Caches".
+                    self.tlb.invalidate_page(loaded.context, gva.0);
+                }
+                Err(exit.into())
+            }
         }
     }
 

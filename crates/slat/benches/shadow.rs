@@ -140,7 +140,7 @@ mod bench {
             let mut vcpu = self.vm.create_vcpu().unwrap();
             let registers =
                 PagingRegisters { cr0: 1 << 31 | 1 << 16 | 1, cr3, cr4: 1 << 17 | 1 << 5, efer: 1 << 11 | 1 << 8 };
-            assert_eq!(vcpu.set_paging_registers(registers), Ok(Outcome::Resume));
+            assert_eq!(vcpu.set_paging_registers(registers), Ok(()));
             vcpu
         }
 

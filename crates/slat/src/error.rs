@@ -4,6 +4,7 @@
 use thiserror::Error;
 
 use crate::addr::{Gfn, Gpa};
+use crate::shadow::PagingRegister;
 use crate::slot::MemoryFaultFlags;
 
 /// An operation that could not be done.
@@ -158,6 +159,14 @@ pub enum Error {
     NoGuestMemory {
         /// The address.
         gpa: Gpa,
+    },
+    /// Registers that were to be restored are those of no vCPU: this one cannot have that value beside the others.
+    #[error("{register:?} cannot hold {value:#x} beside the other paging registers")]
+    BadPagingRegister {
+        /// The register.
+        register: PagingRegister,
+        /// What it was to hold.
+        value: u64,
     },
     /// A write that is to be emulated has no bytes, too many, or crosses a page.
     #[error("a write of {len} bytes at {gpa} cannot be emulated at once")]

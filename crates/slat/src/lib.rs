@@ -90,7 +90,7 @@
 //! A VM made with [`Paging::Shadow`] keeps shadow tables, which lead from the guest's virtual addresses to the host's frames.
 //! Everything above stays as it is; besides, the host says where guest memory can be read ([`Host::guest_memory_ptr`]), and each
 //! vCPU's CPU exits for page faults ([`Vcpu::handle_page_fault`]), for writes of CR0, CR4 and EFER
-//! ([`Vcpu::set_paging_registers`]), for loads of CR3 ([`Vcpu::load_cr3`]), and for INVLPG and INVPCID ([`Vcpu::invlpg`],
+//! ([`Vcpu::write_paging_register`]), for loads of CR3 ([`Vcpu::load_cr3`]), and for INVLPG and INVPCID ([`Vcpu::invlpg`],
 //! [`Vcpu::invpcid`]). Before it runs again it loads what [`Vcpu::entry`] says. Hardware walks with CR0.WP, EFER.NXE and
 //! CR4.PCIDE set, CR4.PGE clear, and with the guest's CR4.SMEP and SMAP while the guest's paging is on. [`Host::flush`] names
 //! guest frames, which such a CPU knows nothing of: it forgets everything.
@@ -160,7 +160,7 @@ pub use host::{AllocationWait, Gone, Host, Resolved, TableNode, ZappedLeaf};
 pub use second_stage::age::AccessTracking;
 pub use second_stage::invalidate::Invalidation;
 pub use second_stage::query::{TableCursor, TableReader, Translation};
-pub use shadow::{GuestAccess, GuestEntry, LocalFlush, PagingRegisters, Privilege};
+pub use shadow::{GuestAccess, GuestEntry, LocalFlush, PagingRegister, PagingRegisters, Privilege};
 pub use slot::{
     MAX_SLOTS, MemoryAttributes, MemoryFaultFlags, MemoryRegion, MemoryRegionFlags, UserfaultBitmap, UserfaultWords,
 };

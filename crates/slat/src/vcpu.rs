@@ -76,12 +76,20 @@ pub enum Outcome {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Exit {
-    /// The address has no memory, or the guest wrote to a read-only slot: a device is meant.
+    /// The address that the guest accesses has no memory, or the guest wrote to a read-only slot: a device is meant.
     Mmio {
         /// The address.
         gpa: Gpa,
         /// What the guest did.
         access: Access,
+    },
+    /// A table of the guest's, which the CPU would read to translate `gva`, is where no memory is. What the guest accesses is not
+    /// known; hardware reads what a device gives it, mostly ones, and acts on that. With shadow paging.
+    TableMmio {
+        /// The address that the guest accesses.
+        gva: Gva,
+        /// Where the entry of the table would be.
+        gpa: Gpa,
     },
     /// User space must see to the page before the guest can use it: fetch it, and clear its bit in the slot's
     /// [`UserfaultBitmap`](crate::UserfaultBitmap). KVM's `KVM_EXIT_MEMORY_FAULT`.
@@ -103,8 +111,9 @@ pub enum Exit {
     /// What the guest wrote into a register, or gave to an instruction, cannot be: a general-protection fault, #GP(0), is to be
     /// injected, and nothing has changed. With shadow paging.
     GeneralProtection,
-    /// The guest writes into one of its page tables: the instruction is to be emulated, its write made by
-    /// [`Vcpu::write_guest_table`]. With shadow paging.
+    /// The guest writes into one of its page tables, or where its CPU cannot be let write: the instruction is to be emulated, its
+    /// write made by [`Vcpu::write_guest_table`]. It is never a device's address: there was memory that may be written. With shadow
+    /// paging.
     EmulateWrite {
         /// The address.
         gpa: Gpa,

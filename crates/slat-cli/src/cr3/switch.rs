@@ -117,8 +117,7 @@ impl Bench {
             values.push(gpa | if pcide != 0 { root | keep } else { 0 });
         }
         let cr3 = values[0] & !CR3_KEEP;
-        resumed(vcpu.set_paging_registers(PagingRegisters { cr0: CR0, cr3, cr4: CR4_PAE, efer: EFER })?)?;
-        resumed(vcpu.set_paging_registers(PagingRegisters { cr0: CR0, cr3, cr4: CR4_PAE | pcide, efer: EFER })?)?;
+        vcpu.set_paging_registers(PagingRegisters { cr0: CR0, cr3, cr4: CR4_PAE | pcide, efer: EFER })?;
         for &value in &values {
             resumed(vcpu.load_cr3(value)?)?;
             vcpu.entry()?;

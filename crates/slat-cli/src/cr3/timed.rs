@@ -1,6 +1,6 @@
 //! The engine behind a CPU, with a clock around each call.
 
-use slat::{Error, Gpa, GuestAccess, GuestEntry, Gva, Outcome, PagingRegisters};
+use slat::{Error, Gpa, GuestAccess, GuestEntry, Gva, Outcome, PagingRegister, PagingRegisters};
 use slat_machine::clock::timestamp_ns;
 use slat_machine::shadow_cpu::ShadowHandler;
 
@@ -51,7 +51,11 @@ impl<V: ShadowHandler> ShadowHandler for Timed<V> {
         self.time(V::entry)
     }
 
-    fn set_paging_registers(&mut self, registers: PagingRegisters) -> Result<Outcome, Error> {
+    fn write_paging_register(&mut self, register: PagingRegister, value: u64) -> Result<Outcome, Error> {
+        self.time(|handler| handler.write_paging_register(register, value))
+    }
+
+    fn set_paging_registers(&mut self, registers: PagingRegisters) -> Result<(), Error> {
         self.time(|handler| handler.set_paging_registers(registers))
     }
 

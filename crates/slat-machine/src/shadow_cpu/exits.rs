@@ -1,6 +1,6 @@
 //! The guest's instructions that exit to the hypervisor, and what is counted of all exits.
 
-use slat::{Gpa, Gva, Outcome, PagingRegisters, Privilege};
+use slat::{Gpa, Gva, Outcome, PagingRegister, PagingRegisters, Privilege};
 
 use super::{NeededRights, ShadowCpu, ShadowCpuError, ShadowHandler};
 use crate::cpu::CR3_KEEP;
@@ -82,7 +82,7 @@ impl<V: ShadowHandler> ShadowCpu<V> {
     /// # Errors
     /// [`ShadowCpuError`]: nothing has changed.
     pub fn mov_to_cr0(&mut self, value: u64) -> Result<(), ShadowCpuError> {
-        self.write_register(PagingRegisters { cr0: value, ..self.registers })
+        self.write_register(PagingRegister::Cr0, value)
     }
 
     /// MOV to CR4.
@@ -90,7 +90,7 @@ impl<V: ShadowHandler> ShadowCpu<V> {
     /// # Errors
     /// [`ShadowCpuError`]: nothing has changed.
     pub fn mov_to_cr4(&mut self, value: u64) -> Result<(), ShadowCpuError> {
-        self.write_register(PagingRegisters { cr4: value, ..self.registers })
+        self.write_register(PagingRegister::Cr4, value)
     }
 
     /// WRMSR of IA32_EFER.
@@ -98,7 +98,7 @@ impl<V: ShadowHandler> ShadowCpu<V> {
     /// # Errors
     /// [`ShadowCpuError`]: nothing has changed.
     pub fn write_efer(&mut self, value: u64) -> Result<(), ShadowCpuError> {
-        self.write_register(PagingRegisters { efer: value, ..self.registers })
+        self.write_register(PagingRegister::Efer, value)
     }
 
     /// MOV to CR3: with CR4.PCIDE, bit 63 says that translations of the PCID may be kept.
@@ -139,16 +139,22 @@ impl<V: ShadowHandler> ShadowCpu<V> {
     /// [`ShadowCpuError`]: nothing has changed.
     pub fn set_registers(&mut self, registers: PagingRegisters) -> Result<(), ShadowCpuError> {
         self.loaded = None;
-        finish(self.handler.set_paging_registers(registers)?)?;
-        self.registers = registers;
-        self.needed = NeededRights::new(registers, self.privilege);
+        self.handler.set_paging_registers(registers)?;
+        self.now_has(registers);
         Ok(())
     }
 
-    fn write_register(&mut self, registers: PagingRegisters) -> Result<(), ShadowCpuError> {
+    fn write_register(&mut self, register: PagingRegister, value: u64) -> Result<(), ShadowCpuError> {
         self.begin_exit()?;
         self.counters.nr_register_exits += 1;
-        self.set_registers(registers)
+        finish(self.handler.write_paging_register(register, value)?)?;
+        self.now_has(self.registers.with(register, value));
+        Ok(())
+    }
+
+    fn now_has(&mut self, registers: PagingRegisters) {
+        self.registers = registers;
+        self.needed = NeededRights::new(registers, self.privilege);
     }
 
     /// Leaves the guest at an instruction that only the supervisor may use. To get there, it must have been entered.

@@ -1,6 +1,6 @@
 //! The hypervisor's side of a CPU without a second stage.
 
-use slat::{Error, Format, Gpa, GuestAccess, GuestEntry, Gva, Host, Outcome, PagingRegisters, Vcpu};
+use slat::{Error, Format, Gpa, GuestAccess, GuestEntry, Gva, Host, Outcome, PagingRegister, PagingRegisters, Vcpu};
 
 /// Who handles the exits: the engine's [`Vcpu`], or a test.
 pub trait ShadowHandler {
@@ -10,11 +10,17 @@ pub trait ShadowHandler {
     /// The engine's: the guest cannot run.
     fn entry(&mut self) -> Result<GuestEntry, Error>;
 
-    /// The guest writes CR0, CR4 or EFER, or the hypervisor sets all of them: see [`Vcpu::set_paging_registers`].
+    /// The guest writes CR0, CR4 or EFER: see [`Vcpu::write_paging_register`].
     ///
     /// # Errors
     /// The engine's.
-    fn set_paging_registers(&mut self, registers: PagingRegisters) -> Result<Outcome, Error>;
+    fn write_paging_register(&mut self, register: PagingRegister, value: u64) -> Result<Outcome, Error>;
+
+    /// The hypervisor sets all of them: see [`Vcpu::set_paging_registers`].
+    ///
+    /// # Errors
+    /// The engine's.
+    fn set_paging_registers(&mut self, registers: PagingRegisters) -> Result<(), Error>;
 
     /// The guest writes CR3: see [`Vcpu::load_cr3`].
     ///
@@ -52,7 +58,11 @@ impl<H: Host, F: Format> ShadowHandler for Vcpu<H, F> {
         Vcpu::entry(self)
     }
 
-    fn set_paging_registers(&mut self, registers: PagingRegisters) -> Result<Outcome, Error> {
+    fn write_paging_register(&mut self, register: PagingRegister, value: u64) -> Result<Outcome, Error> {
+        Vcpu::write_paging_register(self, register, value)
+    }
+
+    fn set_paging_registers(&mut self, registers: PagingRegisters) -> Result<(), Error> {
         Vcpu::set_paging_registers(self, registers)
     }
 

@@ -2,7 +2,7 @@
 
 use super::tests::*;
 use super::*;
-use slat::Error;
+use slat::{Error, PagingRegister};
 
 /// What the hypervisor was asked since the last time.
 fn calls(world: &World) -> Vec<Call> {
@@ -23,14 +23,11 @@ fn each_exit_is_followed_by_one_entry() {
     let registers = long_mode(0);
     let expected = |call: Call| vec![Call::Entry, call];
     assert_eq!(cpu.mov_to_cr4(registers.cr4), Ok(()));
-    let mut now = PagingRegisters { cr4: registers.cr4, ..PagingRegisters::default() };
-    assert_eq!(calls(&world), expected(Call::SetRegisters(now)));
+    assert_eq!(calls(&world), expected(Call::WriteRegister(PagingRegister::Cr4, registers.cr4)));
     assert_eq!(cpu.write_efer(registers.efer), Ok(()));
-    now.efer = registers.efer;
-    assert_eq!(calls(&world), expected(Call::SetRegisters(now)));
+    assert_eq!(calls(&world), expected(Call::WriteRegister(PagingRegister::Efer, registers.efer)));
     assert_eq!(cpu.mov_to_cr0(registers.cr0), Ok(()));
-    now.cr0 = registers.cr0;
-    assert_eq!(calls(&world), expected(Call::SetRegisters(now)));
+    assert_eq!(calls(&world), expected(Call::WriteRegister(PagingRegister::Cr0, registers.cr0)));
     assert_eq!(cpu.mov_to_cr3(1 << 63 | 0x5003), Ok(()));
     assert_eq!(calls(&world), expected(Call::LoadCr3(1 << 63 | 0x5003)));
     assert_eq!(cpu.registers(), PagingRegisters { cr3: 0x5003, ..registers });
@@ -159,8 +156,6 @@ fn exceptions_go_to_the_guest_and_other_exits_to_user_space() {
             answer(&world, Answer::Exit(exit));
             assert_eq!(operation(&mut cpu, 0x1000), Err(expected));
         }
-        answer(&world, Answer::Exit(exit));
-        assert_eq!(cpu.set_registers(long_mode(0)), Err(expected));
         assert_eq!(cpu.registers(), before, "nothing has changed");
         answer(&world, Answer::Exit(exit));
         assert_eq!(cpu.invlpg(at(1)), Err(expected));
@@ -169,6 +164,10 @@ fn exceptions_go_to_the_guest_and_other_exits_to_user_space() {
     }
     answer(&world, Answer::Fail(Error::NotShadow));
     assert_eq!(cpu.read(at(1)), Err(ShadowCpuError::Engine(Error::NotShadow)));
+    let (before, bad) = (cpu.registers(), Error::BadPagingRegister { register: PagingRegister::Cr0, value: 1 << 31 });
+    answer(&world, Answer::Fail(bad));
+    assert_eq!(cpu.set_registers(long_mode(0)), Err(ShadowCpuError::Engine(bad)));
+    assert_eq!(cpu.registers(), before, "nothing has changed");
     // After all of them the guest is entered again.
     calls(&world);
     assert_eq!((cpu.read(at(0)), calls(&world)), (Ok(0), vec![Call::Entry]));
@@ -260,8 +259,12 @@ impl ShadowHandler for Idle {
         Ok(self.0)
     }
 
-    fn set_paging_registers(&mut self, _: PagingRegisters) -> Result<Outcome, Error> {
+    fn write_paging_register(&mut self, _: PagingRegister, _: u64) -> Result<Outcome, Error> {
         Ok(Outcome::Resume)
+    }
+
+    fn set_paging_registers(&mut self, _: PagingRegisters) -> Result<(), Error> {
+        Ok(())
     }
 
     fn load_cr3(&mut self, _: u64) -> Result<Outcome, Error> {

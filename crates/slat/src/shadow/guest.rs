@@ -10,12 +10,14 @@
 //! Sections are those of the Intel SDM vol. 3A in editions where "Paging" is chapter 4 (it is 5 in later ones). Three
 //! choices where processors differ: 1 GiB pages, PSE-36 and execute-disable are there. Bit 8 of an entry that points to
 //! a table is ignored, as Intel has it. And with PAE the four PDPTEs are read from memory at each walk, as AMD's
-//! processors do for a guest with nested paging (APM vol. 2, "Legacy PAE Mode" under 15.25): a reserved bit in one is a
-//! #PF when it is used, not a #GP when CR3 is loaded.
+//! processors do for a guest with nested paging (APM vol. 2, "Legacy PAE Mode" under 15.25), and not from registers that
+//! a load of CR3 fills. A guest that keeps to the manuals loads CR3 after it has changed one, and finds no difference. As
+//! Intel has it (4.4.1), such a load is a #GP if one has a reserved bit set; one that gets such a bit afterwards is a #PF
+//! with RSVD when it is used.
 
 use super::registers::{
-    CR0_PE, CR0_PG, CR0_WP, CR3_KEEP, CR3_PCID, CR4_LA57, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_PSE, CR4_SMAP, CR4_SMEP,
-    CR4_UNSUPPORTED, EFER_LMA, EFER_LME, EFER_NXE, GuestAccess, PagingRegisters, Privilege,
+    CR0_CD, CR0_NW, CR0_PE, CR0_PG, CR0_WP, CR3_KEEP, CR3_PCID, CR4_LA57, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_PSE,
+    CR4_SMAP, CR4_SMEP, CR4_UNSUPPORTED, EFER_LME, EFER_NXE, GuestAccess, PagingRegister, PagingRegisters, Privilege,
 };
 use crate::addr::{Access, Gfn, Gpa, Gva, LEVEL_SHIFT, Level, PAGE_SHIFT, PAGE_SIZE};
 
@@ -133,22 +135,22 @@ impl GuestMode {
     /// The mode that `registers` select, for a guest with `gpa_bits` guest-physical address bits (32 to 52).
     ///
     /// # Errors
-    /// Registers that no vCPU can hold, because the instruction that would make them so raises #GP: PG without PE; LME and
-    /// PG without PAE (4.1.2); PCIDE outside long mode (4.10.1); a reserved bit of CR3; a bit of CR4 that shadow paging
-    /// does not support ([`PagingRegisters::cr4`]).
-    pub(crate) fn new(registers: PagingRegisters, gpa_bits: u32) -> Result<GuestMode, GeneralProtection> {
+    /// The register that no vCPU can hold beside the others, because the instruction that would make it so raises #GP: CR0
+    /// for PG without PE; CR4 for LME and PG without PAE (4.1.2), for PCIDE outside long mode (4.10.1), and for a bit that
+    /// shadow paging does not support ([`PagingRegisters::cr4`]); CR3 for a reserved bit.
+    pub(crate) fn new(registers: PagingRegisters, gpa_bits: u32) -> Result<GuestMode, PagingRegister> {
         let PagingRegisters { cr0, cr3, cr4, efer } = registers;
         let paging = match (cr0 & CR0_PG != 0, efer & EFER_LME != 0, cr4 & CR4_PAE != 0) {
             (false, ..) => PagingMode::Off,
-            _ if cr0 & CR0_PE == 0 => return Err(GeneralProtection),
+            _ if cr0 & CR0_PE == 0 => return Err(PagingRegister::Cr0),
             (true, false, false) => PagingMode::TwoLevel,
             (true, false, true) => PagingMode::Pae,
-            (true, true, false) => return Err(GeneralProtection),
+            (true, true, false) => return Err(PagingRegister::Cr4),
             (true, true, true) if cr4 & CR4_LA57 != 0 => PagingMode::FiveLevel,
             (true, true, true) => PagingMode::FourLevel,
         };
         if cr4 & CR4_UNSUPPORTED != 0 || cr4 & CR4_PCIDE != 0 && !paging.is_long() {
-            return Err(GeneralProtection);
+            return Err(PagingRegister::Cr4);
         }
         let is_on = paging != PagingMode::Off;
         let mut modifiers = Modifiers::empty();
@@ -161,37 +163,40 @@ impl GuestMode {
         modifiers.set(Modifiers::NO_EXECUTE, is_on && paging != PagingMode::TwoLevel && efer & EFER_NXE != 0);
         let mode = GuestMode { paging, modifiers, gpa_bits: gpa_bits as u8 };
         if cr3 & (CR3_KEEP | mode.reserved_cr3(gpa_bits)) != 0 {
-            return Err(GeneralProtection);
+            return Err(PagingRegister::Cr3);
         }
         Ok(mode)
     }
 
-    /// The mode that `new` selects, if a vCPU that has `old` may get there. One instruction changes one register, and the
-    /// rules of MOV to CR0, MOV to CR4 and WRMSR then hold; if more than one register changes, it is a reset or a saved
-    /// state that is loaded, and `new` has only to be possible. (LMA does not count: the CPU changes it with CR0.PG.)
+    /// The registers, and the mode that they select, of a vCPU that has `old` and writes `value` into `register`: by MOV to CR0,
+    /// MOV to CR4 or WRMSR. (CR3 has [rules of its own](Self::check_cr3).)
     ///
     /// What depends on the code segment is the caller's to check: neither setting PG with LME in a 64-bit segment nor
     /// clearing PG in 64-bit mode is allowed.
     ///
     /// # Errors
     /// As [`GuestMode::new`], which has the rules for PG, PAE and for turning paging off with PCIDE; besides: LA57 changes in
-    /// long mode, LME changes while paging is on (4.1.2), or PCIDE is set while the PCID in CR3 is not 0 (4.10.1).
-    pub(crate) fn check_change(
+    /// long mode (4.1.2), LME changes with paging on, PCIDE is set while the PCID in CR3 is not 0 (4.10.1).
+    pub(crate) fn check_write(
         old: PagingRegisters,
-        new: PagingRegisters,
+        register: PagingRegister,
+        value: u64,
         gpa_bits: u32,
-    ) -> Result<GuestMode, GeneralProtection> {
-        let mode = GuestMode::new(new, gpa_bits)?;
-        let efer = (old.efer ^ new.efer) & !EFER_LMA;
-        let changes = [old.cr0 ^ new.cr0, old.cr3 ^ new.cr3, old.cr4 ^ new.cr4, efer];
-        if changes.iter().filter(|&&change| change != 0).count() != 1 {
-            return Ok(mode);
-        }
-        let [_, _, cr4, efer] = changes;
-        let la57 = cr4 & CR4_LA57 != 0 && mode.paging.is_long();
-        let pcide = cr4 & new.cr4 & CR4_PCIDE != 0 && new.cr3 & CR3_PCID != 0;
-        let lme = efer & EFER_LME != 0 && new.cr0 & CR0_PG != 0;
-        if la57 || pcide || lme { Err(GeneralProtection) } else { Ok(mode) }
+    ) -> Result<(PagingRegisters, GuestMode), GeneralProtection> {
+        let new = old.with(register, value);
+        let mode = GuestMode::new(new, gpa_bits).map_err(|_| GeneralProtection)?;
+        let changed_cr4 = old.cr4 ^ new.cr4;
+        let la57 = changed_cr4 & CR4_LA57 != 0 && mode.paging.is_long();
+        let pcide = changed_cr4 & new.cr4 & CR4_PCIDE != 0 && new.cr3 & CR3_PCID != 0;
+        let lme = (old.efer ^ new.efer) & EFER_LME != 0 && new.cr0 & CR0_PG != 0;
+        if la57 || pcide || lme { Err(GeneralProtection) } else { Ok((new, mode)) }
+    }
+
+    /// Whether a MOV to CR0 or CR4 that changes `old` into `new`, which selects this mode, loads the PDPTEs (4.4.1).
+    pub(crate) fn loads_pdptes(self, old: PagingRegisters, new: PagingRegisters) -> bool {
+        self.paging == PagingMode::Pae
+            && ((old.cr0 ^ new.cr0) & (CR0_CD | CR0_NW | CR0_PG) != 0
+                || (old.cr4 ^ new.cr4) & (CR4_PAE | CR4_PGE | CR4_PSE | CR4_SMEP) != 0)
     }
 
     /// The paging mode.

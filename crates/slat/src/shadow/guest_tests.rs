@@ -1,6 +1,7 @@
 //! Each rule with registers, entries and addresses written out.
 
 use super::*;
+use crate::shadow::registers::EFER_LMA;
 
 const GPA_BITS: u32 = 46;
 const LONG: PagingRegisters =
@@ -80,22 +81,23 @@ fn modifiers_count_where_they_take_effect() {
 }
 
 #[test]
-fn impossible_registers_are_general_protection_faults() {
-    for registers in [
-        PagingRegisters { cr0: CR0_PG, ..PAE },
-        PagingRegisters { cr4: 0, ..LONG },
-        with_cr4(OFF, CR4_PCIDE),
-        with_cr4(PAE, CR4_PCIDE),
-        with_cr3(LONG, 1 << 46),
-        with_cr3(LONG, 1 << 62),
-        with_cr3(LONG, 1 << 63),
-        with_cr3(TWO_LEVEL, 1 << 63),
-        with_cr4(LONG, 1 << 22),
-        with_cr4(LONG, 1 << 23),
-        with_cr4(LONG, 1 << 24),
-        with_cr4(LONG, 1 << 28),
+fn impossible_registers_are_named() {
+    use PagingRegister::{Cr0, Cr3, Cr4};
+    for (registers, register) in [
+        (PagingRegisters { cr0: CR0_PG, ..PAE }, Cr0),
+        (PagingRegisters { cr4: 0, ..LONG }, Cr4),
+        (with_cr4(OFF, CR4_PCIDE), Cr4),
+        (with_cr4(PAE, CR4_PCIDE), Cr4),
+        (with_cr3(LONG, 1 << 46), Cr3),
+        (with_cr3(LONG, 1 << 62), Cr3),
+        (with_cr3(LONG, 1 << 63), Cr3),
+        (with_cr3(TWO_LEVEL, 1 << 63), Cr3),
+        (with_cr4(LONG, 1 << 22), Cr4),
+        (with_cr4(LONG, 1 << 23), Cr4),
+        (with_cr4(LONG, 1 << 24), Cr4),
+        (with_cr4(LONG, 1 << 28), Cr4),
     ] {
-        assert_eq!(GuestMode::new(registers, GPA_BITS), Err(GeneralProtection), "{registers:x?}");
+        assert_eq!(GuestMode::new(registers, GPA_BITS), Err(register), "{registers:x?}");
     }
     mode(with_cr3(LONG, 0x3fff_ffff_ffff));
     GuestMode::new(with_cr3(LONG, 1 << 51), 52).unwrap();
@@ -105,43 +107,69 @@ fn impossible_registers_are_general_protection_faults() {
 
 #[test]
 fn instructions_change_registers_by_the_rules() {
-    let check = |old, new| GuestMode::check_change(old, new, GPA_BITS);
+    use PagingRegister::{Cr0, Cr4, Efer};
+    let check = |old, register, value| {
+        let new = GuestMode::check_write(old, register, value, GPA_BITS)?;
+        assert_eq!(new.0, old.with(register, value));
+        Ok(new.1.paging())
+    };
     let pcids = with_cr4(LONG, CR4_PCIDE);
     // CR0.
-    check(OFF, TWO_LEVEL).unwrap();
-    check(TWO_LEVEL, OFF).unwrap();
+    assert_eq!(check(OFF, Cr0, TWO_LEVEL.cr0), Ok(PagingMode::TwoLevel));
+    assert_eq!(check(TWO_LEVEL, Cr0, OFF.cr0), Ok(PagingMode::Off));
     let no_paging = PagingRegisters { cr0: CR0_PE, ..LONG };
-    // LMA goes with PG, and is no second change.
-    check(PagingRegisters { efer: EFER_LME | EFER_NXE, ..no_paging }, LONG).unwrap();
-    check(LONG, no_paging).unwrap();
-    // Nor does it hide the one.
-    assert_eq!(check(LONG, PagingRegisters { efer: LONG.efer & !EFER_LMA, ..FIVE_LEVEL }), Err(GeneralProtection));
-    assert_eq!(check(pcids, PagingRegisters { cr0: CR0_PE, ..pcids }), Err(GeneralProtection));
+    // LMA goes with PG: the CPU changes it.
+    assert_eq!(
+        check(PagingRegisters { efer: EFER_LME | EFER_NXE, ..no_paging }, Cr0, LONG.cr0),
+        Ok(PagingMode::FourLevel)
+    );
+    assert_eq!(check(LONG, Cr0, CR0_PE), Ok(PagingMode::Off));
+    assert_eq!(check(LONG, Efer, LONG.efer & !EFER_LMA), Ok(PagingMode::FourLevel));
+    assert_eq!(check(pcids, Cr0, CR0_PE), Err(GeneralProtection));
     let no_pae = PagingRegisters { cr4: 0, ..no_paging };
-    assert_eq!(check(no_pae, PagingRegisters { cr0: LONG.cr0, ..no_pae }), Err(GeneralProtection));
+    assert_eq!(check(no_pae, Cr0, LONG.cr0), Err(GeneralProtection));
     // CR4.
-    assert_eq!(check(LONG, FIVE_LEVEL), Err(GeneralProtection));
-    assert_eq!(check(FIVE_LEVEL, LONG), Err(GeneralProtection));
-    check(PAE, with_cr4(PAE, CR4_LA57)).unwrap();
-    assert_eq!(check(LONG, PagingRegisters { cr4: 0, ..LONG }), Err(GeneralProtection));
-    check(PAE, PagingRegisters { cr4: 0, ..PAE }).unwrap();
-    assert_eq!(check(PAE, with_cr4(PAE, CR4_PCIDE)), Err(GeneralProtection));
-    check(with_cr3(LONG, 0x1000), with_cr3(pcids, 0x1000)).unwrap();
+    assert_eq!(check(LONG, Cr4, FIVE_LEVEL.cr4), Err(GeneralProtection));
+    assert_eq!(check(FIVE_LEVEL, Cr4, LONG.cr4), Err(GeneralProtection));
+    assert_eq!(check(PAE, Cr4, PAE.cr4 | CR4_LA57), Ok(PagingMode::Pae));
+    assert_eq!(check(LONG, Cr4, 0), Err(GeneralProtection));
+    assert_eq!(check(PAE, Cr4, 0), Ok(PagingMode::TwoLevel));
+    assert_eq!(check(PAE, Cr4, PAE.cr4 | CR4_PCIDE), Err(GeneralProtection));
+    assert_eq!(check(OFF, Cr4, PAE.cr4 | CR4_PCIDE), Err(GeneralProtection));
+    assert_eq!(check(with_cr3(LONG, 0x1000), Cr4, pcids.cr4), Ok(PagingMode::FourLevel));
     for bit in 0..12 {
-        assert_eq!(check(with_cr3(LONG, 1 << bit), with_cr3(pcids, 1 << bit)), Err(GeneralProtection));
+        assert_eq!(check(with_cr3(LONG, 1 << bit), Cr4, pcids.cr4), Err(GeneralProtection));
     }
     // They may be there when PCIDs are on already, or go.
-    check(with_cr3(pcids, 0x1005), with_cr3(with_cr4(pcids, CR4_SMEP), 0x1005)).unwrap();
-    check(with_cr3(pcids, 0x1005), with_cr3(LONG, 0x1005)).unwrap();
+    assert_eq!(check(with_cr3(pcids, 0x1005), Cr4, pcids.cr4 | CR4_SMEP), Ok(PagingMode::FourLevel));
+    assert_eq!(check(with_cr3(pcids, 0x1005), Cr4, LONG.cr4), Ok(PagingMode::FourLevel));
     // EFER.
-    assert_eq!(check(PAE, PagingRegisters { efer: EFER_NXE | EFER_LME, ..PAE }), Err(GeneralProtection));
-    assert_eq!(check(LONG, PagingRegisters { efer: EFER_NXE, ..LONG }), Err(GeneralProtection));
-    check(no_paging, PagingRegisters { efer: 0, ..no_paging }).unwrap();
-    check(LONG, without_nxe(LONG)).unwrap();
-    // A reset, and a saved state: several at once.
-    check(with_cr3(pcids, 0x1005), PagingRegisters::default()).unwrap();
-    check(PagingRegisters::default(), with_cr3(with_cr4(FIVE_LEVEL, CR4_PCIDE), 0x1005)).unwrap();
-    assert_eq!(check(OFF, with_cr4(PAE, CR4_PCIDE)), Err(GeneralProtection));
+    assert_eq!(check(PAE, Efer, EFER_NXE | EFER_LME), Err(GeneralProtection));
+    assert_eq!(check(LONG, Efer, EFER_NXE), Err(GeneralProtection));
+    assert_eq!(check(no_paging, Efer, 0), Ok(PagingMode::Off));
+    assert_eq!(check(LONG, Efer, without_nxe(LONG).efer), Ok(PagingMode::FourLevel));
+}
+
+/// 4.4.1.
+#[test]
+fn pdptes_are_loaded_by_some_changes() {
+    let loads = |old: PagingRegisters, register, value| {
+        let (new, mode) = GuestMode::check_write(old, register, value, GPA_BITS).unwrap();
+        mode.loads_pdptes(old, new)
+    };
+    for bit in [CR4_PGE, CR4_PSE, CR4_SMEP] {
+        assert!(loads(PAE, PagingRegister::Cr4, PAE.cr4 ^ bit));
+        assert!(!loads(LONG, PagingRegister::Cr4, LONG.cr4 ^ bit));
+    }
+    assert!(!loads(PAE, PagingRegister::Cr4, PAE.cr4 ^ CR4_SMAP));
+    assert!(loads(PagingRegisters { cr4: 0, ..PAE }, PagingRegister::Cr4, PAE.cr4));
+    for bit in [CR0_CD, CR0_NW] {
+        assert!(loads(PAE, PagingRegister::Cr0, PAE.cr0 ^ bit));
+    }
+    assert!(!loads(PAE, PagingRegister::Cr0, PAE.cr0 ^ CR0_WP));
+    assert!(loads(PagingRegisters { cr0: CR0_PE, ..PAE }, PagingRegister::Cr0, PAE.cr0));
+    assert!(!loads(PAE, PagingRegister::Cr0, CR0_PE));
+    assert!(!loads(PAE, PagingRegister::Efer, 0));
 }
 
 #[test]

@@ -20,6 +20,8 @@ use crate::table::frames;
 pub(super) enum NotMade {
     /// Something has changed since the walk: walk again.
     Changed,
+    /// An emulated write to the guest's table is under way: nothing is made of its entries until that is over.
+    BeingWritten,
     /// The second stage must be asked for the frame.
     NotMapped,
     /// The leaf must be smaller.
@@ -135,6 +137,11 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         let page = pages.get(number);
         let generation = page.prepare(gfn, role, table);
         let mut debt = Debt::new();
+        let kinds = role.mark_kind().bits();
+        if self.shadow.made_kinds.load(Ordering::Relaxed) & kinds != kinds {
+            // Before the page is found, and an entry is made of it: see `set_marks`.
+            self.shadow.made_kinds.fetch_or(kinds, Ordering::Relaxed);
+        }
         if role.is_of_table() {
             // Before the page is listed: from then on no leaf of a block around it is made.
             for level in [Level::L2M, Level::L1G] {
@@ -242,7 +249,11 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     fn is_as_seen(&self, page: PageNumber, index: usize, seen: SeenEntry) -> Result<(), NotMade> {
         let Some(seen) = seen else { return Ok(()) };
         let (gpa, size_bytes) = self.shadow.pages.get(page).guest_entry(index);
-        if self.read_guest_for_entry(gpa, size_bytes)? == Some(seen) { Ok(()) } else { Err(NotMade::Changed) }
+        match self.read_guest_for_entry(gpa, size_bytes)? {
+            Some(entry) if entry == seen => Ok(()),
+            Some(_) => Err(NotMade::Changed),
+            None => Err(NotMade::BeingWritten),
+        }
     }
 
     /// Makes entry `index` of `above` lead to `below`, whose guest entry is `seen`. Who has walked through it meanwhile has

@@ -1,9 +1,15 @@
-//! The locks of shadow paging: one word each, held for a few dozen instructions, never across an allocation, a resolve or a
-//! flush.
+//! The locks of shadow paging: one word each, never held across an allocation, a resolve or a flush.
 //!
 //! There are very many, one for each guest frame that is in use and one for each shadow page, so that vCPUs meet only where
 //! they work on the same page. Here, and nowhere else in the engine, a vCPU can wait for another that was preempted: it gives
 //! its CPU away then. (What a frame has is a list, and lists that several threads link and unlink want a lock.)
+//!
+//! Most are held for a few dozen instructions. Longer is the lock of a page held in three cases: while up to 64 of its entries are
+//! compared with the guest's; while all of its entries are taken away; and that of an upper page, while a page is linked below it,
+//! until all that is unsync below has been compared. And the lock of a frame while all leaves that map it lose a right.
+//!
+//! An emulated write spans a flush, and holds no lock meanwhile. A fault that would make an entry of the table then makes none
+//! and resumes the guest: it does not wait for the flush.
 
 use crate::host::Host;
 use crate::sync::{AtomicU32, Ordering, fence_after_rmw, spin_loop};

@@ -7,6 +7,7 @@
 #![expect(unsafe_code, reason = "reads and writes the guest's page tables, and the hardware's, through raw pointers")]
 
 use super::frames::Frame;
+use super::guest::{Decoded, GuestMode};
 use super::page::NR_ENTRIES;
 use super::{Mmu, SecondStage};
 use crate::addr::{Gfn, Gpa, Hpa, Level, PAGE_SIZE};
@@ -106,6 +107,19 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             }
             Ok(())
         })
+    }
+
+    /// Whether one of the four PDPTEs at `gpa` has a reserved bit set; `None` if the second stage must be asked for the page first.
+    pub(crate) fn has_bad_pdpte(&self, mode: GuestMode, gpa: Gpa) -> Result<Option<bool>, Error> {
+        if self.frame_of_memory(gpa.gfn())?.is_none() {
+            return Ok(None);
+        }
+        let mut entries = [0; 4];
+        match self.read_guest_entries(gpa, mode.entry_bytes(), &mut entries) {
+            Ok(()) => Ok(Some(entries.iter().any(|&entry| mode.decode(entry, Level::L1G) == Decoded::Reserved))),
+            Err(NoMemory::NotMapped) => Ok(None),
+            Err(NoMemory::NoPointer) => Err(Error::NoGuestMemory { gpa }),
+        }
     }
 
     /// Sets `bits` in the guest's entry `old` of `size_bytes` at `gpa`.

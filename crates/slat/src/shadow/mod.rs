@@ -57,7 +57,7 @@ pub(crate) mod walk;
 mod write;
 mod zap;
 
-pub use registers::{GuestAccess, GuestEntry, LocalFlush, PagingRegisters, Privilege};
+pub use registers::{GuestAccess, GuestEntry, LocalFlush, PagingRegister, PagingRegisters, Privilege};
 
 use crossbeam_utils::CachePadded;
 
@@ -67,7 +67,7 @@ use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
 use crate::stats::Counter;
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::table::Tree;
 use crate::table::entry::{self, State};
 use crate::table::retire::Record;
@@ -101,6 +101,8 @@ pub(crate) struct Shadow {
     /// Changes that CPUs may not have been flushed for: see the module.
     nr_debts: CachePadded<AtomicU64>,
     nr_vcpus: AtomicU64,
+    /// Of which kinds pages were ever made: [`MarkKind`](role::MarkKind).
+    made_kinds: AtomicU32,
 }
 
 impl Shadow {
@@ -111,6 +113,7 @@ impl Shadow {
             pages: Pages::new(config.max_pages)?,
             nr_debts: CachePadded::new(AtomicU64::new(0)),
             nr_vcpus: AtomicU64::new(0),
+            made_kinds: AtomicU32::new(0),
         })
     }
 

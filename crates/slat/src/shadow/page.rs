@@ -444,6 +444,12 @@ impl Pages {
         self.unsync[index / 64].fetch_and(!(1 << (index % 64)), Ordering::AcqRel);
     }
 
+    /// Whether the page may not be synchronized.
+    pub(super) fn is_unsync(&self, number: PageNumber) -> bool {
+        let index = number as usize - 1;
+        self.unsync[index / 64].load(Ordering::Acquire) & 1 << (index % 64) != 0
+    }
+
     /// The first page from number `from` on that may not be synchronized.
     pub(super) fn next_unsync(&self, from: PageNumber) -> Option<PageNumber> {
         let first = from as usize - 1;

@@ -8,6 +8,10 @@ use crate::addr::{Access, Gva, Hpa};
 pub(super) const CR0_PE: u64 = 1 << 0;
 /// CR0.WP, bit 16: supervisors too obey R/W.
 pub(super) const CR0_WP: u64 = 1 << 16;
+/// CR0.NW, bit 29, and CR0.CD, bit 30: caching. With PAE a change loads the PDPTEs.
+pub(super) const CR0_NW: u64 = 1 << 29;
+/// As CR0.NW.
+pub(super) const CR0_CD: u64 = 1 << 30;
 /// CR0.PG, bit 31: paging.
 pub(super) const CR0_PG: u64 = 1 << 31;
 
@@ -38,6 +42,7 @@ pub(super) const CR4_UNSUPPORTED: u64 = 1 << 22 | 1 << 23 | 1 << 24 | 1 << 28;
 /// EFER.LME, bit 8: paging, once on, is long mode's.
 pub(super) const EFER_LME: u64 = 1 << 8;
 /// EFER.LMA, bit 10: LME and CR0.PG, as the CPU reports it.
+#[cfg(test)]
 pub(super) const EFER_LMA: u64 = 1 << 10;
 /// EFER.NXE, bit 11: bit 63 of an entry forbids execution.
 pub(super) const EFER_NXE: u64 = 1 << 11;
@@ -55,6 +60,42 @@ pub struct PagingRegisters {
     pub cr4: u64,
     /// IA32_EFER: LME and NXE count. LMA is not looked at: it follows from LME and CR0.PG.
     pub efer: u64,
+}
+
+/// One of the [`PagingRegisters`].
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum PagingRegister {
+    /// CR0.
+    Cr0,
+    /// CR3.
+    Cr3,
+    /// CR4.
+    Cr4,
+    /// IA32_EFER.
+    Efer,
+}
+
+impl PagingRegisters {
+    /// The value of one.
+    pub fn get(self, register: PagingRegister) -> u64 {
+        match register {
+            PagingRegister::Cr0 => self.cr0,
+            PagingRegister::Cr3 => self.cr3,
+            PagingRegister::Cr4 => self.cr4,
+            PagingRegister::Efer => self.efer,
+        }
+    }
+
+    /// The same with `value` in one of them.
+    #[must_use]
+    pub fn with(self, register: PagingRegister, value: u64) -> PagingRegisters {
+        match register {
+            PagingRegister::Cr0 => PagingRegisters { cr0: value, ..self },
+            PagingRegister::Cr3 => PagingRegisters { cr3: value, ..self },
+            PagingRegister::Cr4 => PagingRegisters { cr4: value, ..self },
+            PagingRegister::Efer => PagingRegisters { efer: value, ..self },
+        }
+    }
 }
 
 /// An access by a guest-virtual address, as the guest's own page tables judge it.

@@ -6,7 +6,7 @@
 //! entries of 4 bytes makes several shadow pages).
 
 use super::guest::{GuestMode, PagingMode, Rights};
-use crate::addr::Level;
+use crate::addr::{Gpa, Level};
 
 /// What a page's entries are made from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -33,6 +33,26 @@ const RIGHTS_SHIFT: u32 = 8;
 const MODE_SHIFT: u32 = 11;
 const PART_SHIFT: u32 = 16;
 const TAG_SHIFT: u32 = 24;
+
+bitflags::bitflags! {
+    /// Entries in which A and D, bits 5 and 6, mean something else to a vCPU in another paging mode than to the one that sets
+    /// them for its own access. (In all others they are where no level's entry has anything else.)
+    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+    pub(super) struct MarkKind: u32 {
+        /// PAE's PDPTEs, in which the bits are reserved.
+        const PDPTES = 1 << 0;
+        /// Entries of 8 bytes, to whose address the bits of their upper half belong.
+        const WIDE = 1 << 1;
+    }
+}
+
+impl MarkKind {
+    /// What misreads marks in the entry of `size_bytes` at `gpa`.
+    #[inline]
+    pub(super) fn of_mark(gpa: Gpa, size_bytes: u64) -> MarkKind {
+        if size_bytes == 4 && gpa.0 % 8 == 4 { MarkKind::WIDE } else { MarkKind::PDPTES }
+    }
+}
 
 /// Bytes of a table.
 const TABLE_BYTES: u64 = 4096;
@@ -159,6 +179,15 @@ impl Role {
 
     fn is_of_pae(self) -> bool {
         self.0 >> PAGING_SHIFT & 7 == PagingMode::Pae as u64
+    }
+
+    /// To which marks of vCPUs in other modes the entries of such a page are exposed.
+    pub(super) fn mark_kind(self) -> MarkKind {
+        match (self.is_of_table(), self.is_of_two_levels()) {
+            (false, _) | (true, true) => MarkKind::empty(),
+            (true, false) if self.is_of_pae() && self.level() == Level::L1G => MarkKind::PDPTES | MarkKind::WIDE,
+            (true, false) => MarkKind::WIDE,
+        }
     }
 
     /// Where in the guest's table shadow entry `index` is made from: offset and size in bytes.

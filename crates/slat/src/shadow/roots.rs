@@ -20,7 +20,7 @@ use arrayvec::ArrayVec;
 use super::Mmu;
 use super::guest::{GeneralProtection, GuestMode, Keep, PagingMode};
 use super::page::PageRef;
-use super::registers::{GuestEntry, LocalFlush, PagingRegisters};
+use super::registers::{GuestEntry, LocalFlush, PagingRegister, PagingRegisters};
 use super::role::{Role, part_for};
 use super::walk::View;
 use super::zap::Debt;
@@ -76,6 +76,14 @@ pub(crate) struct Roots {
     addresses: [Gva; NR_ADDRESSES],
     nr_addresses: u64,
     flush: LocalFlush,
+}
+
+/// What a vCPU's registers are to be.
+pub(crate) struct NewRegisters {
+    pub(crate) registers: PagingRegisters,
+    pub(crate) mode: GuestMode,
+    /// Whether to get there loads the PDPTEs, which must be good ([`Mmu::has_bad_pdpte`]).
+    pub(crate) loads_pdptes: bool,
 }
 
 /// An INVPCID's type (Intel SDM vol. 2A, "INVPCID").
@@ -259,16 +267,44 @@ impl Roots {
         root.is_stale_on_cpu = true;
     }
 
-    /// The guest writes other registers.
+    /// What the guest's write of `value` into `register` leads to.
+    pub(crate) fn check_write<F: Format>(
+        &self,
+        register: PagingRegister,
+        value: u64,
+    ) -> Result<NewRegisters, GeneralProtection> {
+        let (registers, mode) = GuestMode::check_write(self.registers, register, value, F::GPA_BITS)?;
+        Ok(NewRegisters { registers, mode, loads_pdptes: mode.loads_pdptes(self.registers, registers) })
+    }
+
+    /// The mode, if it is one in which a load of CR3 loads PDPTEs, too.
+    #[inline]
+    pub(crate) fn pae(&self) -> Option<GuestMode> {
+        (self.mode.paging() == PagingMode::Pae).then_some(self.mode)
+    }
+
+    /// The registers of a vCPU that is restored, or reset.
+    pub(crate) fn restore<H: Host, F: Format>(
+        &mut self,
+        mmu: Mmu<'_, H, F>,
+        registers: PagingRegisters,
+    ) -> Result<(), Error> {
+        let mode = GuestMode::new(registers, F::GPA_BITS)
+            .map_err(|register| Error::BadPagingRegister { register, value: registers.get(register) })?;
+        self.set_registers(mmu, registers, mode);
+        Ok(())
+    }
+
+    /// The vCPU has other registers. Everything is flushed, which is more than some of their changes ask for (Intel SDM vol. 3A,
+    /// "Operations that Invalidate TLBs and Paging-Structure Caches").
     pub(crate) fn set_registers<H: Host, F: Format>(
         &mut self,
         mmu: Mmu<'_, H, F>,
         registers: PagingRegisters,
-    ) -> Result<(), GeneralProtection> {
-        let mode = GuestMode::check_change(self.registers, registers, F::GPA_BITS)?;
+        mode: GuestMode,
+    ) {
         self.registers = registers;
         self.mode = mode;
-        // More than some of them flush (Intel SDM vol. 3A, "Operations that Invalidate TLBs and Paging-Structure Caches").
         self.now += 1;
         self.all_flushed_at = self.now;
         self.flush = LocalFlush::All;
@@ -278,7 +314,6 @@ impl Roots {
             self.select(mmu);
             self.bring_up_to_date(mmu, self.current);
         }
-        Ok(())
     }
 
     /// INVLPG.
@@ -308,9 +343,34 @@ impl Roots {
             self.roots[place].position = self.nr_addresses;
         }
         debt.pay(&mmu);
-        // Somebody may have taken away a large page of the guest's, of which the CPU has cached other parts too, and not have
-        // flushed yet.
+        // Another thread may have taken away a large page of the guest's, of which the CPU has cached other parts too, and not
+        // have flushed yet. Otherwise the CPU has nothing cached that no shadow entry says, and what the entry said wrongly was
+        // flushed above, on all CPUs. So the flush of this one page takes nothing away that is wrong, and no test can notice
+        // that it is left out. It stands for what the guest has asked of its CPU, and costs what INVLPG costs there.
         self.owe(if mmu.is_in_debt() { LocalFlush::All } else { LocalFlush::Page(gva) });
+    }
+
+    /// The guest is given a page fault at `gva`. That flushes the address in the current PCID (Intel SDM vol. 3A, 4.10.4.1): the
+    /// access, done again, must not meet what the guest's tables do not say any more. Where nothing is stale, which is the
+    /// ordinary case, this takes no lock and flushes nothing.
+    pub(crate) fn page_faulted<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>, gva: Gva) {
+        let pcid = self.pcid();
+        // Those that can be switched to without a flush.
+        let is_of_pcid = |place: usize, root: &Root| {
+            place != self.current && root.page.is_some() && self.mode.pcid(root.cr3) == pcid
+        };
+        if self.mode.pcide() && self.roots.iter().enumerate().any(|(place, root)| is_of_pcid(place, root)) {
+            return self.invalidate_address(mmu, gva, Some(pcid));
+        }
+        if let Some(page) = self.roots[self.current].page.filter(|&page| mmu.may_be_stale(page, gva)) {
+            let mut debt = Debt::new();
+            mmu.sync_address(self.mode, page, gva, &mut debt);
+            debt.pay(&mmu);
+        }
+        // As for INVLPG.
+        if mmu.is_in_debt() {
+            self.owe(LocalFlush::All);
+        }
     }
 
     /// Whether a flush of `pcid`, or of an address of all PCIDs, is put off until the root is switched to.
@@ -427,15 +487,18 @@ impl Roots {
         })
     }
 
-    /// What a fault is served by; or the address of the guest's top table, if the second stage must be asked for that first.
+    /// What a fault at `gva` is served by; or the address of the entry of the guest's top table, if the second stage must be asked for
+    /// that first.
     pub(crate) fn view<'u, H: Host, F: Format>(
         &mut self,
         mmu: Mmu<'_, H, F>,
+        gva: Gva,
         unmarkable: &'u [Gfn],
     ) -> Result<Result<View<'u>, Gpa>, Error> {
         let root = self.build(mmu)?;
         if mmu.shadow.pages.get(root.number).role().is_empty_root() {
-            return Ok(Err(self.mode.root_table(self.registers.cr3)));
+            let table = self.mode.root_table(self.registers.cr3);
+            return Ok(Err(self.mode.entry_gpa(table, self.mode.root_level(), gva)));
         }
         Ok(Ok(View { mode: self.mode, cr3: self.registers.cr3, root, unmarkable }))
     }

@@ -11,7 +11,7 @@ use crate::format::Format;
 use crate::host::Host;
 use crate::shadow::guest::{Decoded, GuestMode};
 use crate::stats::Counter;
-use crate::sync::Ordering;
+use crate::sync::{Ordering, full_fence};
 
 /// Pages that are protected, and compared, for one flush.
 const PAGES_PER_TURN: usize = 64;
@@ -34,6 +34,9 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     /// this was called.
     pub(super) fn sync_root(&self, mode: GuestMode, root: PageRef) {
         let pages = &self.shadow.pages;
+        // A store-load pair with `Pages::note_unsync`. One side: the guest stores an entry, flushes, and looks here which pages are
+        // unsync. The other side: a page is noted as unsync, its lock is taken, and the guest's entry is read.
+        full_fence();
         let mut from = 1;
         // Each time those that are there: what becomes unsync meanwhile may be met, or not.
         while from != 0 {
@@ -177,17 +180,23 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
 
     /// Compares the entries of a page of the lowest level with the guest's, and takes away what they do not give any more. Returns
     /// how many there were.
+    ///
+    /// The page's lock is left between one read of the guest's entries and the next, so that no vCPU waits for all 512: what is
+    /// made in between is made of what the guest's entry says then.
     fn compare_page(&self, mode: GuestMode, reference: PageRef, debt: &mut Debt) -> u64 {
         let page = self.shadow.pages.get(reference.number);
-        // Only in this generation is it a page of the lowest level, of which the lock may be waited for.
-        let Some(_guard) = page.lock.lock_while(self.host(), || page.is_alive(reference.generation)) else {
-            return 0;
-        };
-        let mut nr_compared = 0;
-        for first in (0..NR_ENTRIES).step_by(ENTRIES_PER_READ) {
-            let places = first..first + ENTRIES_PER_READ;
-            if places.clone().all(|index| page.target(index) == Target::None) {
-                continue;
+        let (mut nr_compared, mut first) = (0, 0);
+        while first < NR_ENTRIES {
+            // Only in this generation is it a page of the lowest level, of which the lock may be waited for.
+            let Some(_guard) = page.lock.lock_while(self.host(), || page.is_alive(reference.generation)) else {
+                return nr_compared;
+            };
+            let has_none = |first: usize| (first..first + ENTRIES_PER_READ).all(|at| page.target(at) == Target::None);
+            while first < NR_ENTRIES && has_none(first) {
+                first += ENTRIES_PER_READ;
+            }
+            if first == NR_ENTRIES {
+                break;
             }
             let mut entries = [0; ENTRIES_PER_READ];
             let (gpa, size_bytes) = page.guest_entry(first);
@@ -195,12 +204,13 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             if self.read_guest_entries(gpa, size_bytes, &mut entries).is_err() {
                 entries.fill(0);
             }
-            for index in places {
+            for (index, entry) in (first..).zip(entries) {
                 if page.target(index) != Target::None {
-                    self.compare_entry(mode, reference.number, index, entries[index - first], debt);
+                    self.compare_entry(mode, reference.number, index, entry, debt);
                     nr_compared += 1;
                 }
             }
+            first += ENTRIES_PER_READ;
         }
         nr_compared
     }
@@ -245,6 +255,33 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         if page.target(place.index) == Target::Leaf(gfn) {
             debt.incur(self);
             self.cell(page.table(), place.index).fetch_and(!WRITABLE, Ordering::AcqRel);
+        }
+    }
+
+    /// Whether what translates `gva` from `root` on may be made of an entry that the guest has changed. A look without locks: for a
+    /// page fault of the guest's, after which mostly nothing is stale.
+    pub(super) fn may_be_stale(&self, root: PageRef, gva: Gva) -> bool {
+        let pages = &self.shadow.pages;
+        // A store-load pair with `WordLock::lock`. One side: the guest stores its entry, and the lock is found free here. The
+        // other side: the lock is taken, and the guest's entry is read (`link`, `install_leaf`).
+        full_fence();
+        let mut reference = root;
+        loop {
+            let page = pages.get(reference.number);
+            let role = page.role();
+            // Before the target: what earlier holders made is seen then, and later ones read the entry as it is now.
+            let is_free = page.lock.is_free();
+            let target = page.target(index_of(gva, role.level()));
+            if !is_free || !page.is_alive(reference.generation) {
+                return true;
+            }
+            match target {
+                Target::None => return false,
+                Target::Link(below) => reference = below,
+                Target::Leaf(_) => {
+                    return role.level() == Level::L4K && role.is_of_table() && pages.is_unsync(reference.number);
+                }
+            }
         }
     }
 

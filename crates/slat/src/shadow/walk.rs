@@ -10,7 +10,7 @@ use super::install::{NotMade, SeenEntry, ShadowLeaf};
 use super::memory::{Exchanged, NoMemory};
 use super::page::{PageRef, Target};
 use super::registers::{GuestAccess, Privilege};
-use super::role::{Made, part_for};
+use super::role::{Made, MarkKind, part_for};
 use super::sync::index_of;
 use super::zap::Debt;
 use crate::addr::{Access, Gfn, Gpa, Gva, Level, PAGE_SHIFT, PAGE_SIZE};
@@ -18,7 +18,7 @@ use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
 use crate::stats::Counter;
-use crate::sync::Ordering;
+use crate::sync::{Ordering, fence_after_rmw};
 use crate::vcpu::Exit;
 
 /// The deepest tables of a guest.
@@ -43,12 +43,17 @@ pub(crate) enum Step {
     Done,
     /// Something has changed: once more.
     Again,
+    /// The guest's table is being written for the guest, which ends with a flush: nothing is done until then, and the guest tries
+    /// again meanwhile.
+    Later,
     /// User space, or the guest, must act.
     Exit(Exit),
-    /// The second stage must be asked for the page first.
+    /// The second stage must be asked for the page first that the guest accesses.
     Map(Gpa, Access),
-    /// The same, for a table of the guest's that is to be marked.
+    /// The same, for a table of the guest's that the walk reads.
     MapTable(Gpa),
+    /// The same, for a table of the guest's that is to be marked.
+    MapMarked(Gpa),
 }
 
 /// One entry of a walk.
@@ -88,7 +93,7 @@ impl From<Error> for Stop {
 
 fn no_memory(gpa: Gpa, no_memory: NoMemory) -> Stop {
     match no_memory {
-        NoMemory::NotMapped => Stop::Step(Step::Map(gpa, Access::Read)),
+        NoMemory::NotMapped => Stop::Step(Step::MapTable(gpa)),
         NoMemory::NoPointer => Stop::Error(Error::NoGuestMemory { gpa }),
     }
 }
@@ -182,6 +187,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 Ok(Step::Done)
             }
             Err(NotMade::Changed | NotMade::TooLarge) => Ok(Step::Again),
+            Err(NotMade::BeingWritten) => Ok(Step::Later),
             Err(NotMade::NotMapped) => Ok(Step::Map(gpa, access)),
             Err(NotMade::Tracked) => Ok(Step::Exit(Exit::EmulateWrite { gpa })),
         }
@@ -213,15 +219,17 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
         match self.mark_guest(gpa, size_bytes, value, missing) {
             Ok(Exchanged::Yes) => {
-                if view.mode.paging() == PagingMode::Pae {
-                    // Elsewhere A and D are where no other level's entry has anything. Here the same word may serve as one of the
-                    // topmost, in which they are reserved.
-                    self.drop_made_of(gpa.gfn(), gpa.0 % PAGE_SIZE, size_bytes, debt);
+                // A store-load pair with `new_page`, and the lock of a page. One side: the bits are set, and no role is known that
+                // they mean something else to. The other side: it is known, the page is locked, and the entry is read.
+                fence_after_rmw();
+                let kinds = MarkKind::of_mark(gpa, size_bytes);
+                if self.shadow.made_kinds.load(Ordering::Relaxed) & kinds.bits() != 0 {
+                    self.drop_misread(gpa.gfn(), gpa.0 % PAGE_SIZE, size_bytes, kinds, debt);
                 }
                 Ok(Some(value | missing))
             }
             Ok(Exchanged::No) => Ok(None),
-            Err(NoMemory::NotMapped) => Err(Stop::Step(Step::MapTable(gpa))),
+            Err(NoMemory::NotMapped) => Err(Stop::Step(Step::MapMarked(gpa))),
             Err(NoMemory::NoPointer) => Err(Stop::Error(Error::NoGuestMemory { gpa })),
         }
     }
@@ -313,11 +321,18 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         // The page that is accessed, of the guest's large one.
         let page_number = gva.0 >> PAGE_SHIFT;
         let gfn = if is_paged { Gfn(walk.leaf.gfn.0 + page_number % walk.leaf.nr_pages) } else { Gfn(page_number) };
+        let gpa = Gpa(gfn.gpa().0 + gva.0 % PAGE_SIZE);
         if self.must_emulate(view, walk.rights, access) {
-            return Ok(Step::Exit(Exit::EmulateWrite { gpa: Gpa(gfn.gpa().0 + gva.0 % PAGE_SIZE) }));
+            // A device, or memory that is read-only, is no page to emulate a write to: the second stage says so first.
+            let is_writable = self.second_stage(gfn).is_some_and(|second| second.is_writable);
+            return Ok(if is_writable {
+                Step::Exit(Exit::EmulateWrite { gpa })
+            } else {
+                Step::Map(gpa, Access::Write)
+            });
         }
         if self.frame_of_memory(gfn)?.is_none() {
-            return Ok(Step::Map(Gpa(gfn.gpa().0 + gva.0 % PAGE_SIZE), access.access));
+            return Ok(Step::Map(gpa, access.access));
         }
         let shadow_leaf = Self::shadow_leaf(walk.leaf, walk.rights, access, gfn);
         let leaf_at = usize::from(walk.leaf_level.0) - 1;
@@ -371,6 +386,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                     }
                     match self.link(mode, reference, index, seen, new, debt) {
                         Ok(()) => new,
+                        Err(NotMade::BeingWritten) => return Ok(Step::Later),
                         Err(_) => return Ok(Step::Again),
                     }
                 }

@@ -9,6 +9,7 @@
 use super::Mmu;
 use super::memory::NoMemory;
 use super::page::{EntryPlace, PageRef};
+use super::role::{MarkKind, Role};
 use super::zap::Debt;
 use crate::addr::{Gfn, Gpa, Level, PAGE_SIZE};
 use crate::error::Error;
@@ -66,13 +67,29 @@ impl<H: Host, F: Format> Mmu<'_, H, F> {
                 self.count(Counter::ShadowFloods);
                 continue;
             }
-            let (start, end) = role.entries_of(offset, len);
-            let Some(_guard) = page.lock.lock_while(self.host(), || page.is_alive(reference.generation)) else {
-                continue;
-            };
-            for index in start..end {
-                self.drop_entry(EntryPlace { page: reference.number, index }, debt);
+            self.drop_entries_of(reference, role, offset, len, debt);
+        }
+    }
+
+    /// As [`drop_made_of`](Self::drop_made_of), for marks that a vCPU has set: takes away what `kinds` have made of it.
+    #[cold]
+    pub(super) fn drop_misread(&self, gfn: Gfn, offset: u64, len: u64, kinds: MarkKind, debt: &mut Debt) {
+        let mut last = None;
+        while let Some(reference) = self.page_behind(gfn, last) {
+            last = Some(reference);
+            let role = self.shadow.pages.get(reference.number).role();
+            if role.mark_kind().intersects(kinds) {
+                self.drop_entries_of(reference, role, offset, len, debt);
             }
+        }
+    }
+
+    fn drop_entries_of(&self, reference: PageRef, role: Role, offset: u64, len: u64, debt: &mut Debt) {
+        let page = self.shadow.pages.get(reference.number);
+        let (start, end) = role.entries_of(offset, len);
+        let Some(_guard) = page.lock.lock_while(self.host(), || page.is_alive(reference.generation)) else { return };
+        for index in start..end {
+            self.drop_entry(EntryPlace { page: reference.number, index }, debt);
         }
     }
 

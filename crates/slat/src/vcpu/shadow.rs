@@ -13,10 +13,10 @@ use crate::boxed::try_box;
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
-use crate::shadow::guest::GeneralProtection;
+use crate::shadow::guest::{GeneralProtection, GuestMode};
 use crate::shadow::roots::Roots;
 use crate::shadow::walk::{MAX_TABLES, Step};
-use crate::shadow::{GuestAccess, GuestEntry, Mmu, PagingRegisters};
+use crate::shadow::{GuestAccess, GuestEntry, Mmu, PagingRegister, PagingRegisters};
 use crate::stats::Counter;
 use crate::table::retire::Record;
 use crate::vm::Vm;
@@ -57,22 +57,73 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         self.roots.as_ref().map(|roots| roots.registers()).ok_or(Error::NotShadow)
     }
 
-    /// The guest has written CR0, CR4 or EFER, or the vCPU was reset: its registers are to be `registers`. What the CPU has cached
-    /// is flushed as a whole.
+    /// The guest writes `value` into CR0, CR4 or EFER (MOV to CR0, MOV to CR4, WRMSR). What the CPU has cached is flushed as a
+    /// whole. For CR3 this is [`load_cr3`](Vcpu::load_cr3).
+    ///
+    /// The rules of these instructions hold (Intel SDM vol. 3A, 4.1.2, 4.4.1, 4.10.1): a value that the register cannot have is
+    /// [`Exit::GeneralProtection`], and nothing has changed. Where PAE's PDPTEs are loaded, that goes for a reserved bit in one
+    /// of them; to read them may block as [`handle_fault`](Vcpu::handle_fault) does, and exit as that does. Then nothing has
+    /// changed either, and the guest is to execute the instruction again.
     ///
     /// # Errors
-    /// [`Error::NotShadow`].
-    pub fn set_paging_registers(&mut self, registers: PagingRegisters) -> Result<Outcome, Error> {
+    /// [`Error::NotShadow`]; where PDPTEs are loaded [`Error::NoGuestMemory`] and those of
+    /// [`handle_fault`](Vcpu::handle_fault).
+    pub fn write_paging_register(&mut self, register: PagingRegister, value: u64) -> Result<Outcome, Error> {
+        if register == PagingRegister::Cr3 {
+            return self.load_cr3(value);
+        }
+        let (_, roots) = self.shadow()?;
+        let Ok(new) = roots.check_write::<F>(register, value) else {
+            return Ok(Outcome::Exit(Exit::GeneralProtection));
+        };
+        if new.loads_pdptes {
+            match self.check_pdptes(new.mode, new.registers.cr3)? {
+                Outcome::Resume => {}
+                exit => return Ok(exit),
+            }
+        }
         let (mmu, roots) = self.shadow()?;
-        Ok(or_general_protection(roots.set_registers(mmu, registers)))
+        roots.set_registers(mmu, new.registers, new.mode);
+        Ok(Outcome::Resume)
+    }
+
+    /// Restores the registers of a vCPU: of a saved one, or of one that was reset. What the CPU has cached is flushed as a whole.
+    /// (PAE's PDPTEs are not looked at: memory may not be there yet.)
+    ///
+    /// # Errors
+    /// [`Error::NotShadow`]; [`Error::BadPagingRegister`] if no vCPU can have these registers together. Nothing has changed then.
+    pub fn set_paging_registers(&mut self, registers: PagingRegisters) -> Result<(), Error> {
+        let (mmu, roots) = self.shadow()?;
+        roots.restore(mmu, registers)
+    }
+
+    /// Looks at the PDPTEs that CR3's value `cr3` leads to: a reserved bit in one is #GP. Where no memory is, there is nothing
+    /// to look at; a walk will say so.
+    #[cold]
+    fn check_pdptes(&mut self, mode: GuestMode, cr3: u64) -> Result<Outcome, Error> {
+        let gpa = mode.root_table(cr3);
+        loop {
+            let (mmu, _) = self.shadow()?;
+            match mmu.has_bad_pdpte(mode, gpa)? {
+                Some(true) => return Ok(Outcome::Exit(Exit::GeneralProtection)),
+                Some(false) => return Ok(Outcome::Resume),
+                None => {}
+            }
+            match self.handle_fault(gpa, Access::Read)? {
+                Outcome::Resume => {}
+                Outcome::Exit(Exit::Mmio { .. }) => return Ok(Outcome::Resume),
+                exit => return Ok(exit),
+            }
+        }
     }
 
     /// The guest has loaded CR3 with `value`: the address of a table, with PCIDs on also the PCID (bits 11 to 0), and bit 63 if
     /// nothing is to be flushed (Intel SDM vol. 2B, "MOV - Move to/from Control Registers"). A switch to a root that the vCPU
-    /// remembers, and without a flush, takes no lock. (It flushes if the root that it leaves was taken away meanwhile.)
+    /// remembers, and without a flush, takes no lock. (It flushes if the root that it leaves was taken away meanwhile.) With PAE
+    /// paging the PDPTEs are checked as by [`write_paging_register`](Vcpu::write_paging_register).
     ///
     /// # Errors
-    /// [`Error::NotShadow`].
+    /// [`Error::NotShadow`]; with PAE paging [`Error::NoGuestMemory`] and those of [`handle_fault`](Vcpu::handle_fault).
     ///
     /// # Example
     /// ```
@@ -91,7 +142,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// # }
     /// // The guest has turned long mode on, with PCIDs (CR4.PAE and CR4.PCIDE), and tables at 0x1000.
     /// let registers = PagingRegisters { cr0: 1 << 31 | 1, cr3: 0x1000, cr4: 1 << 5 | 1 << 17, efer: 1 << 8 };
-    /// assert_eq!(vcpu.set_paging_registers(registers)?, Outcome::Resume);
+    /// vcpu.set_paging_registers(registers)?;
     /// let entry = vcpu.entry()?;
     /// // It switches to the tables at 0x5000, and back: the root is remembered, and nothing is built.
     /// assert_eq!(vcpu.load_cr3(0x5000)?, Outcome::Resume);
@@ -104,6 +155,13 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// ```
     #[inline]
     pub fn load_cr3(&mut self, value: u64) -> Result<Outcome, Error> {
+        let (_, roots) = self.shadow()?;
+        if let Some(mode) = roots.pae() {
+            match self.check_pdptes(mode, value)? {
+                Outcome::Resume => {}
+                exit => return Ok(exit),
+            }
+        }
         let (mmu, roots) = self.shadow()?;
         Ok(or_general_protection(roots.load_cr3(mmu, value)))
     }
@@ -139,8 +197,9 @@ impl<H: Host, F: Format> Vcpu<H, F> {
 
     /// Serves a page fault that the CPU took on the shadow tables: the guest did `access` at `gva`.
     ///
-    /// Blocks as [`handle_fault`](Vcpu::handle_fault) does; besides, for as long as another works on the same guest frame, or
-    /// the same shadow table.
+    /// Blocks as [`handle_fault`](Vcpu::handle_fault) does; besides, for as long as another thread works on the same guest frame,
+    /// or the same shadow table. It waits for no other's flush: while an emulated write to a table on the way is under way, it
+    /// resumes the guest, which faults again.
     ///
     /// # Errors
     /// [`Error::NotShadow`], [`Error::NoGuestMemory`], and those of [`handle_fault`](Vcpu::handle_fault);
@@ -161,7 +220,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     ///     assert_eq!(vcpu.write_guest_table(Gpa(at), &entry.to_le_bytes())?, Outcome::Resume);
     /// }
     /// let registers = PagingRegisters { cr0: 1 << 31 | 1 << 16 | 1, cr3: 0x1000, cr4: 1 << 5, efer: 1 << 8 };
-    /// assert_eq!(vcpu.set_paging_registers(registers)?, Outcome::Resume);
+    /// vcpu.set_paging_registers(registers)?;
     /// let read = GuestAccess { access: Access::Read, privilege: Privilege::Supervisor };
     /// assert_eq!(vcpu.handle_page_fault(Gva(0x10), read)?, Outcome::Resume);
     /// // A write is the guest's own fault: present, a write.
@@ -180,26 +239,43 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         let mut unmarkable = ArrayVec::<_, MAX_TABLES>::new();
         for _ in 0..MAX_TURNS {
             let (mmu, roots) = self.shadow()?;
-            let step = match roots.view(mmu, &unmarkable)? {
+            let step = match roots.view(mmu, gva, &unmarkable)? {
                 Ok(view) => mmu.serve(&view, gva, access)?,
-                Err(table) => Step::Map(table, Access::Read),
+                Err(table) => Step::MapTable(table),
             };
             match step {
                 Step::Done => return Ok(Outcome::Resume),
                 Step::Again => {
                     mmu.count(Counter::Retries);
-                    // Somebody may be in the midst of something: of an emulated write, with its flush.
+                    // Another thread may be in the midst of a change.
                     mmu.host().yield_now();
                 }
-                Step::Exit(exit) => return Ok(Outcome::Exit(exit)),
+                Step::Later => {
+                    mmu.count(Counter::Retries);
+                    mmu.host().yield_now();
+                    return Ok(Outcome::Resume);
+                }
+                Step::Exit(exit) => {
+                    if let Exit::PageFault { gva, .. } = exit {
+                        let (mmu, roots) = self.shadow()?;
+                        roots.page_faulted(mmu, gva);
+                    }
+                    return Ok(Outcome::Exit(exit));
+                }
                 Step::Map(gpa, access) => match self.handle_fault(gpa, access)? {
                     Outcome::Resume => {}
                     exit => return Ok(exit),
                 },
-                Step::MapTable(gpa) => match self.handle_fault(gpa, Access::Write)? {
+                Step::MapTable(gpa) => match self.handle_fault(gpa, Access::Read)? {
+                    Outcome::Resume => {}
+                    Outcome::Exit(Exit::Mmio { gpa, .. }) => return Ok(Outcome::Exit(Exit::TableMmio { gva, gpa })),
+                    exit => return Ok(exit),
+                },
+                Step::MapMarked(gpa) => match self.handle_fault(gpa, Access::Write)? {
                     Outcome::Resume => {}
                     // With more of them than a walk has, tables are being exchanged under it.
                     Outcome::Exit(Exit::Mmio { .. }) if !unmarkable.is_full() => unmarkable.push(gpa.gfn()),
+                    Outcome::Exit(Exit::Mmio { .. }) => return Ok(Outcome::Exit(Exit::TableMmio { gva, gpa })),
                     exit => return Ok(exit),
                 },
             }

@@ -4,7 +4,9 @@
 
 mod world;
 
-use slat::{Access, Exit, Gfn, GfnRange, Gva, LocalFlush, Outcome, Privilege, ShadowStrategy};
+use std::sync::{Arc, Mutex};
+
+use slat::{Access, Exit, Gfn, GfnRange, Gpa, GuestAccess, Gva, LocalFlush, Outcome, Privilege, ShadowStrategy};
 use world::World;
 
 use crate::shadow_cpu::{A, D, G, NX, P, PS, U, W};
@@ -95,6 +97,93 @@ fn the_guest_writes_its_own_tables() {
         world.write(window + place, 0x81 << 12 | P | W | U | A | D).unwrap();
         world.invlpg(VA);
         assert_eq!(world.read(VA), Ok(81));
+        world.check_end();
+    }
+}
+
+/// A page fault flushes its address (Intel SDM vol. 3A, "Operations that Invalidate TLBs and Paging-Structure Caches").
+#[test]
+fn a_page_fault_takes_the_stale_translation_away() {
+    for (strategy, first) in STRATEGIES.into_iter().flat_map(|strategy| [(strategy, 0x81 << 12 | P | A), (strategy, 0)])
+    {
+        let mut world = World::new(strategy);
+        let cr3 = world.map(0x10, VA, 0x80, P | A);
+        let window = 1 << 30;
+        let place = world.place_of(cr3, VA, 1);
+        world.map_more(cr3, window, place >> 12, P | W);
+        world.long_mode(cr3);
+        world.write_frame(0x80, 0, 80);
+        world.write_frame(0x81, 0, 81);
+        assert_eq!(world.read(VA), Ok(80));
+        world.write(window + place % 4096, first).unwrap();
+        assert_eq!(world.read(VA), Ok(80), "nothing was flushed: {strategy:?}");
+        let flushes = world.nr_flushes();
+        assert!(matches!(world.write(VA, 1), Err(Exit::PageFault { .. })));
+        assert_eq!(world.nr_flushes(), flushes + 1, "for what was stale");
+        world.write(window + place % 4096, 0x81 << 12 | P | A).unwrap();
+        assert_eq!(world.read(VA), Ok(81), "{strategy:?}: after the page fault");
+        let flushes = world.nr_flushes();
+        assert!(matches!(world.write(VA, 1), Err(Exit::PageFault { .. })));
+        assert!(matches!(world.read(VA + 4096), Err(Exit::PageFault { .. })));
+        assert_eq!(world.nr_flushes(), flushes, "nothing was stale: {strategy:?}");
+        world.check_end();
+    }
+}
+
+/// Two roots of one PCID: what one has cached for the address is not there for the other after its page fault.
+#[test]
+fn a_page_fault_is_one_of_its_pcid() {
+    for strategy in STRATEGIES {
+        let mut world = World::new(strategy);
+        let first = world.map(0x10, VA, 0x80, P | A);
+        let second = world.map(0x20, VA, 0x82, 0);
+        let window = 1 << 30;
+        let place = world.place_of(first, VA, 1);
+        world.map_more(second, window, place >> 12, P | W);
+        world.write_frame(0x80, 0, 80);
+        world.write_frame(0x81, 0, 81);
+        world.long_mode_with_pcids(first);
+        let keep = 1 << 63;
+        world.load_cr3(first | 1);
+        assert_eq!(world.read(VA), Ok(80));
+        world.load_cr3(second | 1 | keep);
+        world.write(window + place % 4096, 0x81 << 12 | P | A).unwrap();
+        assert!(matches!(world.read(VA), Err(Exit::PageFault { .. })));
+        world.load_cr3(first | 1 | keep);
+        assert_eq!(world.read(VA), Ok(81), "{strategy:?}");
+        world.check_end();
+    }
+}
+
+/// An emulated write spans a flush. A fault that needs the table meanwhile gives the CPU back to the guest.
+#[test]
+fn a_fault_does_not_wait_for_an_emulated_write() {
+    for strategy in STRATEGIES {
+        let mut world = World::new(strategy);
+        let cr3 = world.map(0x10, VA, 0x80, P | W | U);
+        world.long_mode(cr3);
+        assert_eq!(world.read(VA), Ok(0));
+        for level in [1, 2] {
+            let place = world.place_of(cr3, VA, level);
+            let entry = world.frame_word(place >> 12, place % 4096 / 8);
+            let mut other = world.vm.create_vcpu().unwrap();
+            other.set_paging_registers(world.vcpu.paging_registers().unwrap()).unwrap();
+            other.entry().unwrap();
+            let met = Arc::new(Mutex::new(None));
+            let (vm, result) = (Arc::clone(&world.vm), Arc::clone(&met));
+            vm.host().during_next_flush({
+                let vm = Arc::clone(&vm);
+                move || {
+                    let before = vm.host().nr_yields();
+                    let read = GuestAccess { access: Access::Read, privilege: Privilege::Supervisor };
+                    let outcome = other.handle_page_fault(Gva(VA), read);
+                    *result.lock().unwrap() = Some((outcome, vm.host().nr_yields() - before));
+                }
+            });
+            assert_eq!(world.vcpu.write_guest_table(Gpa(place), &entry.to_le_bytes()), Ok(Outcome::Resume));
+            assert_eq!(*met.lock().unwrap(), Some((Ok(Outcome::Resume), 1)), "{strategy:?}, level {level}");
+            assert_eq!(world.read(VA), Ok(0));
+        }
         world.check_end();
     }
 }

@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::shadow_cpu::{A, Cpu, D, G, P, TestHost, TestVm, U, W, index, new_vm, region};
 use slat::{
     Access, AccessTracking, Config, DirtyTracking, Ept, Error, Exit, Format, Gfn, GfnRange, Gpa, GuestAccess, Gva,
-    LocalFlush, MemoryAttributes, MemoryFaultFlags, MemoryRegionFlags, Npt, Outcome, PageSize, Paging, PagingRegisters,
-    Privilege, ShadowPaging, ShadowStrategy, Stage2, Sv39x4, UserfaultBitmap, Vm,
+    LocalFlush, MemoryAttributes, MemoryFaultFlags, MemoryRegionFlags, Npt, Outcome, PageSize, Paging, PagingRegister,
+    PagingRegisters, Privilege, ShadowPaging, ShadowStrategy, Stage2, Sv39x4, UserfaultBitmap, Vm,
 };
 
 const NR_PAGES: u64 = 1024;
@@ -122,6 +122,7 @@ fn without_shadow_paging_there_is_none() {
     let mut vcpu = vm.create_vcpu().unwrap();
     assert_eq!(vcpu.paging_registers(), Err(Error::NotShadow));
     assert_eq!(vcpu.set_paging_registers(LONG), Err(Error::NotShadow));
+    assert_eq!(vcpu.write_paging_register(PagingRegister::Cr0, 0), Err(Error::NotShadow));
     assert_eq!(vcpu.load_cr3(0), Err(Error::NotShadow));
     assert_eq!(vcpu.invlpg(Gva(0)), Err(Error::NotShadow));
     assert_eq!(vcpu.invpcid(9, [0, 0]), Err(Error::NotShadow));
@@ -140,22 +141,34 @@ fn new_vm_without() -> Arc<TestVm> {
 fn registers_that_cannot_be_are_the_guests_fault_and_change_nothing() {
     let vm = vm();
     let mut cpu = guest(&vm);
-    let with_pcids = PagingRegisters { cr4: PAE | PCIDE, ..LONG };
-    for bad in [
-        PagingRegisters { cr0: 1 << 31, ..LONG },
-        PagingRegisters { cr4: 0, ..LONG },
-        PagingRegisters { cr4: PCIDE, efer: 0, ..LONG },
-        PagingRegisters { cr4: PAE | 1 << 22, ..LONG },
-        PagingRegisters { cr4: PAE | 1 << 23, ..LONG },
-        PagingRegisters { cr4: PAE | 1 << 24, ..LONG },
-        PagingRegisters { cr4: PAE | 1 << 28, ..LONG },
-        PagingRegisters { cr3: 1 << 48, ..LONG },
-        PagingRegisters { cr3: KEEP, ..LONG },
-        // One register at a time, as an instruction does.
-        PagingRegisters { cr4: PAE | LA57, ..LONG },
-        PagingRegisters { efer: NXE, ..LONG },
+    // Registers that are restored.
+    for (bad, register) in [
+        (PagingRegisters { cr0: 1 << 31, ..LONG }, PagingRegister::Cr0),
+        (PagingRegisters { cr4: 0, ..LONG }, PagingRegister::Cr4),
+        (PagingRegisters { cr4: PCIDE, efer: 0, ..LONG }, PagingRegister::Cr4),
+        (PagingRegisters { cr4: PAE | 1 << 22, ..LONG }, PagingRegister::Cr4),
+        (PagingRegisters { cr4: PAE | 1 << 28, ..LONG }, PagingRegister::Cr4),
+        (PagingRegisters { cr3: 1 << 48, ..LONG }, PagingRegister::Cr3),
+        (PagingRegisters { cr3: KEEP, ..LONG }, PagingRegister::Cr3),
     ] {
-        assert_eq!(cpu.vcpu().set_paging_registers(bad), GENERAL_PROTECTION, "{bad:x?}");
+        let error = Error::BadPagingRegister { register, value: bad.get(register) };
+        assert_eq!(cpu.vcpu().set_paging_registers(bad), Err(error), "{bad:x?}");
+        assert_eq!(cpu.vcpu().paging_registers(), Ok(LONG));
+    }
+    // What the guest writes into one.
+    for (register, bad) in [
+        (PagingRegister::Cr0, 1 << 31),
+        (PagingRegister::Cr3, LONG.cr3 | KEEP),
+        (PagingRegister::Cr3, 1 << 48),
+        (PagingRegister::Cr4, 0),
+        (PagingRegister::Cr4, PAE | 1 << 22),
+        (PagingRegister::Cr4, PAE | 1 << 23),
+        (PagingRegister::Cr4, PAE | 1 << 24),
+        (PagingRegister::Cr4, PAE | 1 << 28),
+        (PagingRegister::Cr4, PAE | LA57),
+        (PagingRegister::Efer, NXE),
+    ] {
+        assert_eq!(cpu.vcpu().write_paging_register(register, bad), GENERAL_PROTECTION, "{register:?} = {bad:x}");
         assert_eq!(cpu.vcpu().paging_registers(), Ok(LONG));
     }
     for bad in [LONG.cr3 | KEEP, 1 << 48, 1 << 62] {
@@ -170,12 +183,16 @@ fn registers_that_cannot_be_are_the_guests_fault_and_change_nothing() {
     }
     // PCIDs may be turned on only while the PCID is 0.
     cpu.load_cr3(LONG.cr3 | 0x18);
-    assert_eq!(
-        cpu.vcpu().set_paging_registers(PagingRegisters { cr3: LONG.cr3 | 0x18, ..with_pcids }),
-        GENERAL_PROTECTION
-    );
+    assert_eq!(cpu.vcpu().write_paging_register(PagingRegister::Cr4, PAE | PCIDE), GENERAL_PROTECTION);
     cpu.load_cr3(LONG.cr3);
-    cpu.set_registers(with_pcids);
+    cpu.write_register(PagingRegister::Cr4, PAE | PCIDE);
+    assert_eq!(cpu.page_at(VA), Ok(DATA));
+    // A saved state may have both, though only one of its registers differs.
+    assert_eq!(cpu.vcpu().write_paging_register(PagingRegister::Cr3, LONG.cr3 | 0x18), RESUMED);
+    cpu.write_register(PagingRegister::Cr4, PAE);
+    cpu.set_registers(PagingRegisters { cr3: LONG.cr3 | 0x18, cr4: PAE | PCIDE, ..LONG });
+    cpu.set_registers(PagingRegisters { cr4: PAE | LA57, ..LONG });
+    cpu.set_registers(LONG);
     assert_eq!(cpu.page_at(VA), Ok(DATA));
 }
 
@@ -245,19 +262,17 @@ fn tables_where_there_is_no_memory() {
         let hole = NR_PAGES + 3;
         cpu.load_cr3(hole << 12);
         let place = (hole << 12) + index(VA, 4) * 8;
-        assert!(
-            matches!(cpu.page_at(VA), Err(Exit::Mmio { gpa, access: Access::Read }) if gpa.0 & !0xfff == hole << 12)
-        );
+        assert!(matches!(cpu.page_at(VA), Err(Exit::TableMmio { gva: Gva(VA), gpa }) if gpa.0 == place));
         for top in [(1 << 36) - 1, hole] {
             cpu.load_cr3(top << 12);
-            assert!(matches!(cpu.page_at(VA), Err(Exit::Mmio { .. })), "{top:x}");
+            assert!(matches!(cpu.page_at(VA), Err(Exit::TableMmio { .. })), "{top:x}");
         }
         // Memory comes, with tables in it.
         vm.set_user_memory_region(second_slot(MemoryRegionFlags::empty(), ROOT - 3, 4)).unwrap();
         assert_eq!(cpu.page_at(VA), Ok(DATA), "{strategy:?}: {place:x}");
         // And goes, under the current root.
         delete(&vm, 1);
-        assert!(matches!(cpu.page_at(VA), Err(Exit::Mmio { gpa, .. }) if gpa.0 & !0xfff == hole << 12));
+        assert!(matches!(cpu.page_at(VA), Err(Exit::TableMmio { gpa, .. }) if gpa.0 == place));
         cpu.load_cr3(ROOT << 12);
         assert_eq!(cpu.page_at(VA), Ok(DATA));
         // A table of each level, and the page.
@@ -267,7 +282,8 @@ fn tables_where_there_is_no_memory() {
             let entry = (NR_PAGES + level) << 12 | P | W | U;
             assert_eq!(cpu.vcpu().write_guest_table(Gpa((table << 12) + at * 8), &entry.to_le_bytes()), RESUMED);
             let place = (NR_PAGES + level) * 4096 + index(VA, level as u32) * 8;
-            assert_eq!(cpu.page_at(VA), Err(mmio(place, Access::Read)), "{strategy:?}: level {level}");
+            let exit = Exit::TableMmio { gva: Gva(VA), gpa: Gpa(place) };
+            assert_eq!(cpu.page_at(VA), Err(exit), "{strategy:?}: level {level}");
             // Beyond what the guest can address.
             let entry = 1 << 48 | P | W | U;
             assert_eq!(cpu.vcpu().write_guest_table(Gpa((table << 12) + at * 8), &u64::to_le_bytes(entry)), RESUMED);
@@ -277,7 +293,7 @@ fn tables_where_there_is_no_memory() {
         assert_eq!(cpu.page_at(VA), Ok(DATA));
         // All of it goes.
         delete(&vm, 0);
-        assert!(matches!(cpu.page_at(VA), Err(Exit::Mmio { gpa, .. }) if gpa.0 >> 12 == ROOT));
+        assert!(matches!(cpu.page_at(VA), Err(Exit::TableMmio { gpa, .. }) if gpa.0 >> 12 == ROOT));
         assert_eq!(vm.stats().shadow_leaves(), 0);
         vm.set_user_memory_region(region(NR_PAGES, MemoryRegionFlags::empty(), Some(0))).unwrap();
         assert_eq!(cpu.page_at(VA), Ok(DATA));
@@ -337,6 +353,57 @@ fn tables_that_user_space_withholds() {
     assert_eq!(cpu.page_at(VA), Err(withheld(0)), "what was made of it is gone");
 }
 
+/// Where the guest's supervisor may write a user's read-only page (CR0.WP clear, SMAP), and no shadow entry can say so.
+#[test]
+fn no_write_to_a_device_is_emulated() {
+    let vm = vm();
+    let mut cpu = guest(&vm);
+    vm.set_user_memory_region(second_slot(MemoryRegionFlags::READONLY, 0x40, 8)).unwrap();
+    let (memory, read_only, hole) = (DATA + 1, NR_PAGES, NR_PAGES + 100);
+    for (nth, gfn) in (1..).zip([memory, read_only, hole]) {
+        vm.host().store(ROOT + 3, index(VA, 1) + nth, gfn << 12 | P | U);
+    }
+    cpu.set_registers(PagingRegisters { cr0: PG, cr4: PAE | 1 << 21, ..LONG });
+    let write = GuestAccess { access: Access::Write, privilege: Privilege::SupervisorWithAc };
+    let mut exit = |nth: u64| cpu.vcpu().handle_page_fault(Gva(VA + (nth << 12) + 8), write);
+    assert_eq!(exit(1), Ok(Outcome::Exit(Exit::EmulateWrite { gpa: Gpa((memory << 12) + 8) })));
+    for (nth, gfn) in [(2, read_only), (3, hole)] {
+        assert_eq!(exit(nth), Ok(Outcome::Exit(mmio((gfn << 12) + 8, Access::Write))));
+    }
+}
+
+/// What [`ShadowStrategy`] says: a load of CR3 that keeps may find what another vCPU has cached since the PCID was left.
+#[test]
+fn a_kept_pcid_may_have_what_other_vcpus_cached() {
+    let strategies = [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged];
+    for strategy in strategies {
+        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        map(&vm, ROOT, 4, VA, DATA, 0);
+        map(&vm, 0x30, 4, VA, DATA + 2, P | W);
+        let (root, lowest, at) = (ROOT << 12 | 1, ROOT + 3, index(VA, 1));
+        let window = VA + 0x1000;
+        vm.host().store(lowest, at + 1, lowest << 12 | P | W);
+        let mut cpus = [(); 2].map(|()| Cpu::new(&vm));
+        for cpu in &mut cpus {
+            cpu.long_mode(ROOT << 12);
+            cpu.load_cr3(root);
+            assert!(cpu.page_at(VA).is_err());
+        }
+        let [first, second] = &mut cpus;
+        first.load_cr3(0x30 << 12 | 2);
+        // While the PCID is not the first CPU's, the second maps the page, uses it, and maps another, without a flush.
+        second.store(window + at * 8, DATA << 12 | P | W | A).unwrap();
+        assert_eq!(second.page_at(VA), Ok(DATA));
+        second.store(window + at * 8, (DATA + 1) << 12 | P | W | A).unwrap();
+        first.load_cr3(root | KEEP);
+        let kept = if strategy == ShadowStrategy::Baseline { DATA + 1 } else { DATA };
+        assert_eq!(first.page_at(VA), Ok(kept), "{strategy:?}");
+        // Any flush of the address, or of the PCID, ends that.
+        first.load_cr3(root);
+        assert_eq!(first.page_at(VA), Ok(DATA + 1), "{strategy:?}");
+    }
+}
+
 #[test]
 fn tables_in_private_memory() {
     let vm = vm();
@@ -355,7 +422,7 @@ fn tables_that_the_engine_cannot_reach() {
     map(&vm, ROOT, 4, VA, DATA, P | W | U);
     vm.host().has_no_pointers.store(true, Ordering::Relaxed);
     let mut vcpu = vm.create_vcpu().unwrap();
-    assert_eq!(vcpu.set_paging_registers(LONG), RESUMED);
+    assert_eq!(vcpu.set_paging_registers(LONG), Ok(()));
     vcpu.entry().unwrap();
     let error = vcpu.handle_page_fault(Gva(VA), READ);
     assert_eq!(error, Err(Error::NoGuestMemory { gpa: Gpa((ROOT << 12) + index(VA, 4) * 8) }));

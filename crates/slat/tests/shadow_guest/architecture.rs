@@ -2,7 +2,8 @@
 //! 32-bit paging with 4 MiB pages and PSE-36, PAE, and 4 and 5 levels. Rights, reserved bits, error codes, accessed and dirty.
 //!
 //! Where processors differ: 1 GiB pages, PSE-36 and execute-disable are there. With PAE the four PDPTEs are read from memory, as
-//! AMD's CPUs do for a guest with nested paging (APM vol. 2, 15.25): a reserved bit in one is a page fault.
+//! AMD's CPUs do for a guest with nested paging (APM vol. 2, 15.25): a reserved bit in one is a page fault. But a load of CR3, and
+//! what else loads PDPTEs on Intel's CPUs ("PDPTE Registers"), is a general-protection fault if one has a reserved bit.
 //!
 //! Nothing here caches; what may be stale is said in `stale`.
 
@@ -226,6 +227,21 @@ pub fn meaning(registers: &PagingRegisters, mode: Mode, level: u8, entry: u64, r
         (_, true) => Meaning::Page { gpa: entry & ADDRESS & large_base, rights, dirty, global },
         (_, false) => Meaning::Table { gpa: entry & ADDRESS, rights },
     }
+}
+
+/// Whether a MOV to CR0 or CR4 that changes `old` to `new` loads the PDPTEs ("PDPTE Registers"). With PAE each MOV to CR3 does.
+pub fn loads_pdptes(old: &PagingRegisters, new: &PagingRegisters) -> bool {
+    // CD and NW, too.
+    let by_cr0 = (old.cr0 ^ new.cr0) & (CR0_PG | 3 << 29) != 0;
+    let by_cr4 = (old.cr4 ^ new.cr4) & (CR4_PAE | CR4_PGE | CR4_PSE | CR4_SMEP) != 0;
+    Mode::of(new) == Mode::Pae && (by_cr0 || by_cr4)
+}
+
+/// Whether one of the four PDPTEs has a reserved bit set.
+pub fn has_bad_pdpte(registers: &PagingRegisters, read: impl Fn(u64) -> Option<u64>) -> bool {
+    let table = Mode::Pae.root(registers.cr3);
+    let is_bad = |entry| meaning(registers, Mode::Pae, 3, entry, Rights::ALL) == Meaning::Reserved;
+    (0..4).any(|index| read(table + 8 * index).is_some_and(is_bad))
 }
 
 /// An entry on the way of a walk.

@@ -1,6 +1,6 @@
 //! Programs that are written down: what was once wrong elsewhere, or needs more luck than a random program has.
 
-use slat::{Access, PagingRegisters, Privilege, ShadowStrategy};
+use slat::{Access, PagingRegister, PagingRegisters, Privilege, ShadowStrategy};
 
 use super::architecture::{
     ACCESSED, CR0_PE, CR0_PG, CR0_WP, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_PSE, DIRTY, EFER_LMA, EFER_LME, EFER_NXE, LARGE,
@@ -58,7 +58,7 @@ impl Scene {
             _ => (CR4_PAE | CR4_PCIDE | CR4_PGE, EFER_LME | EFER_LMA | EFER_NXE),
         };
         let registers = PagingRegisters { cr0: CR0_PE | CR0_PG | CR0_WP, cr3: root << 12, cr4, efer };
-        let _ = self.program.set_registers(cpu, registers);
+        self.program.set_registers(cpu, registers);
     }
 
     /// The guest's CPU writes the entry at `index` of a table by the page that is mapped at `window`.
@@ -201,9 +201,8 @@ fn a_child_is_not_reused_for_another_role() {
                 scene.use_pages(la, 3);
             }
             // As supervisors see it who do not mind read-only pages.
-            let mut registers = scene.program.oracle.cpus[1].registers;
-            registers.cr0 ^= CR0_WP;
-            let _ = scene.program.set_registers(1, registers);
+            let cr0 = scene.program.oracle.cpus[1].registers.cr0;
+            scene.program.write_register(1, PagingRegister::Cr0, cr0 ^ CR0_WP);
             scene.use_pages(0, 3);
             // The leaves, by the guest's own hand.
             scene.set_by(0, WINDOW_L1, step as u64 % 8, to(B + step as u64, bits));

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use slat::{
     Access, Config, DirtyTracking, Error, Exit, Gfn, GfnRange, Gpa, GuestAccess, Gva, Locking, MemoryRegion,
-    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, Paging, PagingRegisters, Privilege, ShadowPaging, ShadowStrategy, Vcpu,
-    Vm, WriteProtection,
+    MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, Paging, PagingRegister, PagingRegisters, Privilege, ShadowPaging,
+    ShadowStrategy, Vcpu, Vm, WriteProtection,
 };
 
 use super::architecture::{CR0_PG, CR4_SMAP, CR4_SMEP};
@@ -149,6 +149,10 @@ impl Engine {
                 Some(Observed::Fault { error_code })
             }
             Outcome::Exit(Exit::Mmio { gpa, access }) => Some(Observed::Mmio { gpa: gpa.0, access }),
+            Outcome::Exit(Exit::TableMmio { gva, gpa }) => {
+                assert_eq!(gva, Gva(la));
+                Some(Observed::TableMmio { gpa: gpa.0 })
+            }
             Outcome::Exit(Exit::EmulateWrite { gpa }) => {
                 assert_eq!(access, Access::Write, "an emulation at {gpa}");
                 Some(Observed::Reached { gpa: gpa.0, by: By::Emulation })
@@ -209,8 +213,13 @@ impl Subject for Engine {
         self.vm.host()
     }
 
-    fn set_registers(&mut self, cpu: usize, registers: PagingRegisters) -> Result<Executed, Error> {
-        let outcome = self.retry(|engine| engine.cpus[cpu].vcpu.set_paging_registers(registers))?;
+    fn set_registers(&mut self, cpu: usize, registers: PagingRegisters) -> Result<(), Error> {
+        self.cpus[cpu].must_enter = true;
+        self.retry(|engine| engine.cpus[cpu].vcpu.set_paging_registers(registers))
+    }
+
+    fn write_register(&mut self, cpu: usize, register: PagingRegister, value: u64) -> Result<Executed, Error> {
+        let outcome = self.retry(|engine| engine.cpus[cpu].vcpu.write_paging_register(register, value))?;
         Ok(self.executed(cpu, outcome))
     }
 

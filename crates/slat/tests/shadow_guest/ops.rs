@@ -9,6 +9,8 @@ pub enum Kind {
     Access,
     /// Changes an entry on the path of an address.
     Edit,
+    /// Lets an access fault where something else is cached, and accesses the address again, without a flush.
+    FaultAndRetry,
     /// Overwrites some entry, of a page that is or was a table or data.
     WildEdit,
     /// Several bytes at once, over more than one entry.
@@ -28,9 +30,10 @@ pub enum Kind {
 }
 
 /// All kinds, and how often each is drawn.
-const KINDS: [(Kind, usize); 15] = [
+const KINDS: [(Kind, usize); 16] = [
     (Kind::Access, 900),
     (Kind::Edit, 300),
+    (Kind::FaultAndRetry, 80),
     (Kind::WildEdit, 60),
     (Kind::LongWrite, 10),
     (Kind::LoadCr3, 120),

@@ -5,14 +5,14 @@
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
 
-use slat::{Access, PagingRegisters, Privilege};
+use slat::{Access, PagingRegister, PagingRegisters, Privilege};
 
 use super::architecture::{
     ACCESSED, CR0_PG, CR4_LA57, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_PSE, CR4_SMEP, DIRTY, EFER_LME, EFER_NXE, End, Mode,
-    PHYSICAL_BITS, Step, Walk, has_accessed_flag, walk,
+    PHYSICAL_BITS, Step, Walk, has_accessed_flag, has_bad_pdpte, loads_pdptes, walk,
 };
 use super::stale::{Caching, History, VirtualCpu};
-use super::subject::{Executed, Observed};
+use super::subject::{By, Executed, Observed};
 use super::world::{NR_GFNS, WORDS, World};
 
 pub struct Oracle {
@@ -90,14 +90,16 @@ impl Oracle {
                 gpa == expected && of == access && !self.history.has_memory(gpa)
             }
             // It is the CPU that reads, an entry of the table there.
-            (Observed::Mmio { gpa, access: of }, End::NoTable { gpa: expected }) => {
-                gpa >> 12 == expected >> 12 && of == Access::Read && !self.history.has_memory(gpa)
+            (Observed::TableMmio { gpa }, End::NoTable { gpa: expected }) => {
+                gpa == expected && !self.history.has_memory(gpa)
             }
             // What a CPU reads where no memory is: nothing, or ones.
             (Observed::Fault { error_code }, End::NoTable { .. }) => {
                 let rest = super::architecture::error_code(&self.cpus[cpu].registers, access, privilege, 0);
                 error_code & !0b1001 == rest
             }
+            // A device is not to be emulated as memory.
+            (Observed::Reached { gpa, by: By::Emulation }, _) if !self.history.has_memory(gpa) => false,
             (Observed::Reached { gpa, .. }, _) => {
                 let is_allowed = self.cpus[cpu].may_reach(&self.history, la, access, privilege, gpa);
                 self.nr_stale += u64::from(is_allowed && walk.end != End::Reached { gpa });
@@ -113,6 +115,10 @@ impl Oracle {
             walk.steps.iter().chain(&walk.bad).map(|step| (step.gpa, self.history.read(step.gpa))).collect::<Vec<_>>(),
             self.cpus[cpu].registers,
         );
+        if let Observed::Fault { .. } = observed {
+            let now = self.history.tick();
+            self.cpus[cpu].page_fault(la, now);
+        }
     }
 
     /// All memory is as it should be, or this page if one is named.
@@ -137,6 +143,11 @@ impl Oracle {
     /// MOV to CR3.
     pub fn load_cr3(&mut self, cpu: usize, value: u64) -> Executed {
         let now = self.history.tick();
+        let registers = self.cpus[cpu].registers;
+        let new = PagingRegisters { cr3: value, ..registers };
+        if Mode::of(&new) == Mode::Pae && self.has_bad_pdpte(&new) {
+            return Executed::GeneralProtection;
+        }
         let cpu = &mut self.cpus[cpu];
         let mode = cpu.mode();
         let mut cr3 = value;
@@ -158,8 +169,32 @@ impl Oracle {
         Executed::Done
     }
 
-    /// MOV to CR0 and CR4, WRMSR of EFER. What they flush is in "Operations that Invalidate TLBs and Paging-Structure Caches".
-    pub fn set_registers(&mut self, cpu: usize, new: PagingRegisters) -> Executed {
+    fn has_bad_pdpte(&self, registers: &PagingRegisters) -> bool {
+        has_bad_pdpte(registers, |gpa| self.history.read(gpa))
+    }
+
+    /// The CPU is reset, or restored.
+    pub fn set_registers(&mut self, cpu: usize, new: PagingRegisters) {
+        let now = self.history.tick();
+        let cpu = &mut self.cpus[cpu];
+        cpu.registers = new;
+        cpu.flush_all(now);
+        cpu.root_loaded(now);
+    }
+
+    /// MOV to CR0 and CR4, WRMSR of EFER, of values that only PDPTEs can make wrong.
+    pub fn write_register(&mut self, cpu: usize, register: PagingRegister, value: u64) -> Executed {
+        let old = self.cpus[cpu].registers;
+        let new = old.with(register, value);
+        if loads_pdptes(&old, &new) && self.has_bad_pdpte(&new) {
+            return Executed::GeneralProtection;
+        }
+        self.registers_written(cpu, new);
+        Executed::Done
+    }
+
+    /// What such an instruction flushes is in "Operations that Invalidate TLBs and Paging-Structure Caches".
+    pub fn registers_written(&mut self, cpu: usize, new: PagingRegisters) {
         let now = self.history.tick();
         let cpu = &mut self.cpus[cpu];
         let old = cpu.registers;
@@ -168,7 +203,6 @@ impl Oracle {
         let is_everything = changed(CR0_PG, old.cr0, new.cr0)
             || changed(CR4_PGE | CR4_PAE | CR4_PSE | CR4_LA57, old.cr4, new.cr4)
             || changed(EFER_LME | EFER_NXE, old.efer, new.efer)
-            || old.cr3 != new.cr3
             || old.cr4 & !new.cr4 & CR4_PCIDE != 0;
         let old_pcid = cpu.pcid();
         cpu.registers = new;
@@ -178,7 +212,6 @@ impl Oracle {
             cpu.flush_context(old_pcid, now);
         }
         cpu.root_loaded(now);
-        Executed::Done
     }
 
     pub fn invlpg(&mut self, cpu: usize, la: u64) {

@@ -4,11 +4,11 @@
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
 
-use slat::{Access, PagingRegisters, Privilege};
+use slat::{Access, PagingRegister, PagingRegisters, Privilege};
 
 use super::architecture::{
-    ACCESSED, CR0_WP, CR4_PCIDE, CR4_PGE, CR4_SMAP, CR4_SMEP, DIRTY, EFER_NXE, End, GLOBAL, LARGE, Mode, NO_EXECUTE,
-    PRESENT, USER, WRITABLE,
+    ACCESSED, CR0_PG, CR0_WP, CR4_PCIDE, CR4_PGE, CR4_SMAP, CR4_SMEP, DIRTY, EFER_NXE, End, GLOBAL, LARGE, Mode,
+    NO_EXECUTE, PRESENT, USER, WRITABLE,
 };
 use super::entries::{self, Layout, Order};
 use super::ops::{Kind, Op};
@@ -156,6 +156,7 @@ impl<S: Subject> Program<S> {
                 }
             }
             Kind::Edit => self.edit(cpu, random),
+            Kind::FaultAndRetry => self.fault_and_retry(cpu, random),
             Kind::WildEdit if self.layout.order == Order::ByLevel && random.chance(80) => {}
             Kind::WildEdit => {
                 let gpa = (self.layout.any_page(random) << 12) + entries::interesting_offset(random);
@@ -307,7 +308,7 @@ impl<S: Subject> Program<S> {
                 }
             }
             Observed::Fault { .. } => self.figures.faults += 1,
-            Observed::Mmio { .. } => {}
+            Observed::Mmio { .. } | Observed::TableMmio { .. } => {}
         }
         observed
     }
@@ -382,6 +383,37 @@ impl<S: Subject> Program<S> {
                 let la = if is_same { la } else { self.address(user, random) };
                 self.any_access(user, la, random);
             }
+        }
+    }
+
+    /// The page is cached; its entry loses a right or all of them, or leads to another page, without a flush; a write faults, which
+    /// flushes this address; the entry may get its rights back; and what the address leads to now may not be the old page.
+    fn fault_and_retry(&mut self, cpu: usize, random: &mut Random) {
+        let la = self.address(cpu, random);
+        self.repair_path(cpu, la, random);
+        self.access(cpu, la, Access::Read, Privilege::Supervisor, &[0; 8]);
+        let mode = self.oracle.cpus[cpu].mode();
+        let walk = self.oracle.walk(cpu, la, Access::Read, Privilege::SupervisorWithAc);
+        let Some(&step) = walk.steps.last().filter(|step| step.is_page) else { return };
+        let old = super::architecture::entry_in(self.oracle.history.read(step.gpa).unwrap(), step.gpa, mode);
+        let other = (old & 0xfff) | (self.layout.entry(mode, step.level, random) & 0x7fff_f000);
+        let lesser = match random.below(4) {
+            0 => 0,
+            1 => old & !(WRITABLE | USER),
+            _ => other & !WRITABLE,
+        };
+        let size = mode.entry_bytes() as usize;
+        self.write(step.gpa, &lesser.to_le_bytes()[..size], random);
+        self.access(cpu, la, Access::Write, Privilege::User, &[0; 8]);
+        if random.chance(60) {
+            self.write(step.gpa, &(other | PRESENT | ACCESSED).to_le_bytes()[..size], random);
+        }
+        // With another root of the PCID in between.
+        if random.chance(20) {
+            self.load_cr3(cpu, random);
+        }
+        for privilege in [Privilege::SupervisorWithAc, Privilege::User] {
+            self.access(cpu, la, Access::Read, privilege, &[0; 8]);
         }
     }
 
@@ -492,45 +524,60 @@ impl<S: Subject> Program<S> {
         assert_eq!(executed, expected, "CPU {cpu}: INVPCID {kind} of {descriptor:x?}");
     }
 
-    pub fn set_registers(&mut self, cpu: usize, registers: PagingRegisters) -> Executed {
+    pub fn set_registers(&mut self, cpu: usize, registers: PagingRegisters) {
         trace!(self, "CPU {cpu}: {registers:x?}");
         self.figures.steps += 1;
-        let expected = self.oracle.set_registers(cpu, registers);
-        let executed = self.subject.set_registers(cpu, registers).unwrap();
-        assert_eq!(executed, expected, "CPU {cpu}: {registers:x?}");
+        self.oracle.set_registers(cpu, registers);
+        self.subject.set_registers(cpu, registers).unwrap();
+    }
+
+    pub fn write_register(&mut self, cpu: usize, register: PagingRegister, value: u64) -> Executed {
+        trace!(self, "CPU {cpu}: {register:?} = {value:x?}");
+        self.figures.steps += 1;
+        let expected = self.oracle.write_register(cpu, register, value);
+        let executed = self.subject.write_register(cpu, register, value).unwrap();
+        assert_eq!(executed, expected, "CPU {cpu}: {register:?} = {value:x?}");
         executed
     }
 
     fn flip(&mut self, cpu: usize, random: &mut Random) {
-        let mut registers = self.oracle.cpus[cpu].registers;
+        let registers = self.oracle.cpus[cpu].registers;
         let mode = self.oracle.cpus[cpu].mode();
-        match random.below(7) {
-            0 | 1 => registers.cr0 ^= CR0_WP,
-            2 => registers.cr4 ^= CR4_SMEP,
-            3 => registers.cr4 ^= CR4_SMAP,
-            4 => registers.cr4 ^= CR4_PGE,
+        let (register, bit) = match random.below(7) {
+            0 | 1 => (PagingRegister::Cr0, CR0_WP),
+            2 => (PagingRegister::Cr4, CR4_SMEP),
+            3 => (PagingRegister::Cr4, CR4_SMAP),
+            4 => (PagingRegister::Cr4, CR4_PGE),
             // Which can be set only while the PCID is 0.
             5 if mode.is_long() && (registers.cr3 & 0xfff == 0 || self.oracle.cpus[cpu].has_pcids()) => {
-                registers.cr4 ^= CR4_PCIDE;
+                (PagingRegister::Cr4, CR4_PCIDE)
             }
-            _ => registers.efer ^= EFER_NXE,
-        }
-        self.set_registers(cpu, registers);
+            _ => (PagingRegister::Efer, EFER_NXE),
+        };
+        self.write_register(cpu, register, registers.get(register) ^ bit);
     }
 
     fn set_mode(&mut self, cpu: usize, mode: Mode, random: &mut Random) {
         let root = self.layout.root(mode, random);
-        if mode == Mode::Pae {
+        if mode == Mode::Pae && random.chance(90) {
             self.repair_pdptes(cpu, root, random);
         }
-        // From one mode to another there is no way but by none.
-        let old = self.oracle.cpus[cpu].mode();
-        if old != mode && old != Mode::Off {
-            let off = entries::registers(Mode::Off, 0, random);
-            self.set_registers(cpu, off);
-        }
         let registers = entries::registers(mode, root, random);
-        self.set_registers(cpu, registers);
+        if random.chance(50) {
+            return self.set_registers(cpu, registers);
+        }
+        // By the guest's instructions: from one mode to another there is no way but by none, and PCIDs come last.
+        let PagingRegisters { cr0, cr3, cr4, efer } = registers;
+        let old = self.oracle.cpus[cpu].registers;
+        self.write_register(cpu, PagingRegister::Cr4, old.cr4 & !CR4_PCIDE);
+        self.write_register(cpu, PagingRegister::Cr0, old.cr0 & !CR0_PG);
+        self.load_cr3_value(cpu, cr3);
+        self.write_register(cpu, PagingRegister::Cr4, cr4 & !CR4_PCIDE);
+        self.write_register(cpu, PagingRegister::Efer, efer);
+        let executed = self.write_register(cpu, PagingRegister::Cr0, cr0);
+        if executed == Executed::Done && cr3 & 0xfff == 0 {
+            self.write_register(cpu, PagingRegister::Cr4, cr4);
+        }
     }
 
     fn change_slot(&mut self, random: &mut Random) {

@@ -7,6 +7,8 @@
 //!   caches. Each is as it was at some time since the last flush that covers it, on that CPU.
 //! - Flushes cover what the manual says of each instruction, and pages of any size whole. Translations of a global page stay
 //!   when those of a PCID go, and serve all PCIDs.
+//! - A page fault is a flush of its address in the current PCID ("Operations that Invalidate TLBs and Paging-Structure
+//!   Caches"), also of global translations that were made in this PCID.
 //!
 //! - A CPU makes entries for the PCID that is current, so each was as it was at a time when the PCID was. ([`Caching`] says by
 //!   how much a strategy may miss that.)
@@ -152,6 +154,8 @@ pub struct VirtualCpu {
     pages: HashMap<(u16, u32, u64), Time>,
     /// Global translations, by size and number.
     global_pages: HashMap<(u32, u64), Time>,
+    /// Page faults, by PCID, size and number: those made global in the PCID went, too.
+    faults: HashMap<(u16, u32, u64), Time>,
 }
 
 /// Sizes of pages in all modes.
@@ -168,6 +172,7 @@ impl VirtualCpu {
             contexts: HashMap::new(),
             pages: HashMap::new(),
             global_pages: HashMap::new(),
+            faults: HashMap::new(),
         }
     }
 
@@ -189,6 +194,7 @@ impl VirtualCpu {
         self.contexts.clear();
         self.pages.clear();
         self.global_pages.clear();
+        self.faults.clear();
     }
 
     pub fn flush_all_but_global(&mut self, now: Time) {
@@ -212,6 +218,15 @@ impl VirtualCpu {
     pub fn flush_global_page(&mut self, la: u64, now: Time) {
         for shift in SHIFTS {
             self.global_pages.insert((shift, la >> shift), now);
+        }
+    }
+
+    /// The guest is given a page fault at `la`.
+    pub fn page_fault(&mut self, la: u64, now: Time) {
+        let pcid = self.pcid();
+        self.flush_page(pcid, la, now);
+        for shift in SHIFTS {
+            self.faults.insert((pcid, shift, la >> shift), now);
         }
     }
 
@@ -250,6 +265,9 @@ impl VirtualCpu {
         }
         let pcid = self.pcid();
         let search = Search { cpu: self, history, mode, la, access, privilege, target };
+        let mut pcids: Vec<u16> = self.roots.iter().map(|root| root.pcid).collect();
+        pcids.sort_unstable();
+        pcids.dedup();
         (1..=mode.levels().min(if mode == Mode::Pae { 2 } else { 3 })).any(|level| {
             let (shift, page) = (mode.shift(level), la >> mode.shift(level));
             let flushed = |time: Option<&Time>| time.copied().unwrap_or(0);
@@ -261,7 +279,11 @@ impl VirtualCpu {
             ];
             let global = self.all.max(flushed(self.global_pages.get(&(shift, page))));
             search.finds(level, private.into_iter().max().unwrap(), Of::Pcid(pcid))
-                || self.registers.cr4 & CR4_PGE != 0 && search.finds(level, global, Of::AnyPcid)
+                || self.registers.cr4 & CR4_PGE != 0
+                    && pcids.iter().any(|&pcid| {
+                        let faulted = flushed(self.faults.get(&(pcid, shift, page)));
+                        search.finds(level, global.max(faulted), Of::GlobalOf(pcid))
+                    })
         })
     }
 
@@ -279,16 +301,14 @@ impl VirtualCpu {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Of {
     Pcid(u16),
-    /// Global ones.
-    AnyPcid,
+    /// Global ones that were made in this PCID. They serve all.
+    GlobalOf(u16),
 }
 
 impl Of {
     fn includes(self, root: &Root) -> bool {
-        match self {
-            Of::Pcid(pcid) => root.pcid == pcid,
-            Of::AnyPcid => true,
-        }
+        let (Of::Pcid(pcid) | Of::GlobalOf(pcid)) = self;
+        root.pcid == pcid
     }
 }
 
@@ -338,7 +358,7 @@ impl Search<'_> {
                         Meaning::Page { gpa, rights, dirty, global } if level == leaf_level => {
                             let inside = self.la & ((1 << self.mode.shift(level)) - 1);
                             is_found |= gpa | inside == self.target
-                                && (of != Of::AnyPcid || global)
+                                && (matches!(of, Of::Pcid(_)) || global)
                                 && (self.access != Access::Write || dirty)
                                 && rights.permits(&self.cpu.registers, self.access, self.privilege);
                         }

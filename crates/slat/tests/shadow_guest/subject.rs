@@ -1,7 +1,7 @@
 //! What is examined: a guest's CPUs, as the guest sees them. The engine under the hypervisor's CPUs is one; CPUs that are
 //! made wrong on purpose, so that one knows that the oracle would notice, are the other.
 
-use slat::{Access, Error, PagingRegisters, Privilege};
+use slat::{Access, Error, PagingRegister, PagingRegisters, Privilege};
 
 use super::world::World;
 
@@ -40,6 +40,8 @@ pub enum Observed {
     Fault { error_code: u32 },
     /// No memory is at this address, where this was to be done.
     Mmio { gpa: u64, access: Access },
+    /// No memory is at this address, where an entry of a table was to be read.
+    TableMmio { gpa: u64 },
 }
 
 /// What the host does beside the guest.
@@ -59,7 +61,10 @@ pub enum HostEvent {
 
 pub trait Subject {
     fn world(&self) -> &World;
-    fn set_registers(&mut self, cpu: usize, registers: PagingRegisters) -> Result<Executed, Error>;
+    /// The registers of a CPU that is reset, or restored.
+    fn set_registers(&mut self, cpu: usize, registers: PagingRegisters) -> Result<(), Error>;
+    /// MOV to CR0 and CR4, WRMSR of EFER.
+    fn write_register(&mut self, cpu: usize, register: PagingRegister, value: u64) -> Result<Executed, Error>;
     fn load_cr3(&mut self, cpu: usize, value: u64) -> Result<Executed, Error>;
     fn invlpg(&mut self, cpu: usize, la: u64) -> Result<(), Error>;
     fn invpcid(&mut self, cpu: usize, kind: u64, descriptor: [u64; 2]) -> Result<Executed, Error>;

@@ -4,9 +4,11 @@
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::Ordering;
 
-use slat::{Access, Error, MemoryRegionFlags, PagingRegisters, Privilege};
+use slat::{Access, Error, MemoryRegionFlags, PagingRegister, PagingRegisters, Privilege};
 
-use super::architecture::{ACCESSED, DIRTY, End, GLOBAL, Mode, Rights, entry_in, has_accessed_flag, walk};
+use super::architecture::{
+    ACCESSED, DIRTY, End, GLOBAL, Mode, Rights, entry_in, has_accessed_flag, has_bad_pdpte, loads_pdptes, walk,
+};
 use super::oracle::Oracle;
 use super::stale::Caching;
 use super::subject::{By, Executed, HostEvent, Observed, Subject, Written};
@@ -23,6 +25,8 @@ pub enum LeftOut {
     InvlpgOfLargePage,
     /// In other PCIDs.
     InvlpgOfGlobal,
+    /// A page fault keeps what was cached for its address.
+    PageFault,
     LoadCr3,
     LoadCr3OfOtherRoot,
     InvpcidAddress,
@@ -38,13 +42,16 @@ pub enum LeftOut {
     Smap,
     Emulated,
     ReportOfWrite,
+    /// A load of PDPTEs takes any.
+    PdpteCheck,
 }
 
 /// Each rule.
-pub const LEFT_OUT: [LeftOut; 18] = [
+pub const LEFT_OUT: [LeftOut; 20] = [
     LeftOut::Invlpg,
     LeftOut::InvlpgOfLargePage,
     LeftOut::InvlpgOfGlobal,
+    LeftOut::PageFault,
     LeftOut::LoadCr3,
     LeftOut::LoadCr3OfOtherRoot,
     LeftOut::InvpcidAddress,
@@ -60,6 +67,7 @@ pub const LEFT_OUT: [LeftOut; 18] = [
     LeftOut::Smap,
     LeftOut::Emulated,
     LeftOut::ReportOfWrite,
+    LeftOut::PdpteCheck,
 ];
 
 #[derive(Clone, Copy, Debug)]
@@ -97,6 +105,12 @@ impl Toy {
         }
     }
 
+    /// Whether PDPTEs that are loaded are found bad.
+    fn has_bad_pdpte(&self, new: PagingRegisters) -> bool {
+        self.left_out != LeftOut::PdpteCheck
+            && has_bad_pdpte(&new, |gpa| self.world.word(gpa).map(|word| word.load(Ordering::SeqCst)))
+    }
+
     fn translate(&mut self, cpu: usize, la: u64, access: Access, privilege: Privilege) -> Observed {
         let mut registers = self.registers.cpus[cpu].registers;
         if self.left_out == LeftOut::WriteProtect {
@@ -107,6 +121,7 @@ impl Toy {
         }
         let pcid = if self.left_out == LeftOut::PcidTags { 0 } else { self.registers.cpus[cpu].pcid() };
         let keys = [(None, la >> 12), (Some(pcid), la >> 12)];
+        let before = keys.map(|key| self.cpus[cpu].cached.get(&key).copied());
         for key in keys {
             if let Some(&found) = self.cpus[cpu].cached.get(&key) {
                 let may = found.rights.permits(&registers, access, privilege);
@@ -120,8 +135,17 @@ impl Toy {
         let read = |gpa| self.world.word(gpa).map(|word| word.load(Ordering::SeqCst));
         let walked = walk(&registers, la, access, privilege, read);
         match walked.end {
-            End::NoTable { gpa } => Observed::Mmio { gpa, access: Access::Read },
-            End::Fault { error_code } => Observed::Fault { error_code },
+            End::NoTable { gpa } => Observed::TableMmio { gpa },
+            End::Fault { error_code } => {
+                if self.left_out == LeftOut::PageFault {
+                    for (key, cached) in keys.into_iter().zip(before) {
+                        cached.map(|cached| self.cpus[cpu].cached.insert(key, cached));
+                    }
+                } else {
+                    self.forget_page(cpu, la, |of| of.is_none() || of == Some(pcid));
+                }
+                Observed::Fault { error_code }
+            }
             End::Reached { gpa } if self.world.word(gpa).is_none() => Observed::Mmio { gpa, access },
             End::Reached { gpa } => {
                 for step in &walked.steps {
@@ -166,18 +190,33 @@ impl Subject for Toy {
         &self.world
     }
 
-    fn set_registers(&mut self, cpu: usize, registers: PagingRegisters) -> Result<Executed, Error> {
+    fn set_registers(&mut self, cpu: usize, registers: PagingRegisters) -> Result<(), Error> {
+        self.registers.set_registers(cpu, registers);
+        self.forget(cpu, |_| true);
+        Ok(())
+    }
+
+    fn write_register(&mut self, cpu: usize, register: PagingRegister, value: u64) -> Result<Executed, Error> {
         let old = self.registers.cpus[cpu].registers;
-        let executed = self.registers.set_registers(cpu, registers);
-        let only_global = PagingRegisters { cr4: old.cr4 ^ super::architecture::CR4_PGE, ..old } == registers;
-        if executed == Executed::Done && !(self.left_out == LeftOut::GlobalChange && only_global) {
+        let new = old.with(register, value);
+        if loads_pdptes(&old, &new) && self.has_bad_pdpte(new) {
+            return Ok(Executed::GeneralProtection);
+        }
+        self.registers.registers_written(cpu, new);
+        let only_global = PagingRegisters { cr4: old.cr4 ^ super::architecture::CR4_PGE, ..old } == new;
+        if !(self.left_out == LeftOut::GlobalChange && only_global) {
             self.forget(cpu, |_| true);
         }
-        Ok(executed)
+        Ok(Executed::Done)
     }
 
     fn load_cr3(&mut self, cpu: usize, value: u64) -> Result<Executed, Error> {
-        let old = self.registers.cpus[cpu].registers.cr3;
+        let registers = self.registers.cpus[cpu].registers;
+        let old = registers.cr3;
+        let new = PagingRegisters { cr3: value, ..registers };
+        if Mode::of(&new) == Mode::Pae && self.has_bad_pdpte(new) {
+            return Ok(Executed::GeneralProtection);
+        }
         let executed = self.registers.load_cr3(cpu, value);
         let keeps = value >> 63 == 1;
         let is_left_out = match self.left_out {

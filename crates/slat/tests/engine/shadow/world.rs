@@ -28,6 +28,9 @@ pub struct TestHost {
     frames: Mutex<Vec<u64>>,
     live_tables: AtomicI64,
     flushes: AtomicU64,
+    /// What is to happen in the midst of the next flush.
+    in_flush: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+    yields: AtomicU64,
 }
 
 impl Park for TestHost {
@@ -73,6 +76,14 @@ unsafe impl Host for TestHost {
 
     fn flush(&self, _: &[GfnRange]) {
         self.flushes.fetch_add(1, Ordering::Relaxed);
+        let hook = self.in_flush.lock().unwrap().take();
+        if let Some(hook) = hook {
+            hook();
+        }
+    }
+
+    fn yield_now(&self) {
+        self.yields.fetch_add(1, Ordering::Relaxed);
     }
 
     fn timestamp_ns(&self) -> u64 {
@@ -81,6 +92,14 @@ unsafe impl Host for TestHost {
 }
 
 impl TestHost {
+    pub fn during_next_flush(&self, hook: impl FnOnce() + Send + 'static) {
+        *self.in_flush.lock().unwrap() = Some(Box::new(hook));
+    }
+
+    pub fn nr_yields(&self) -> u64 {
+        self.yields.load(Ordering::Relaxed)
+    }
+
     fn pfn(&self, frame: u64) -> Pfn {
         Hpa(self.memory.start() + frame * 4096 + BIAS).pfn()
     }
@@ -113,6 +132,8 @@ impl World {
             frames: Mutex::new((0..NR_FRAMES).collect()),
             live_tables: AtomicI64::new(0),
             flushes: AtomicU64::new(0),
+            in_flush: Mutex::new(None),
+            yields: AtomicU64::new(0),
         };
         let paging = Paging::Shadow(ShadowPaging { strategy, max_pages, ..ShadowPaging::default() });
         let vm = Arc::new(Vm::new(host, Config::default().with_paging(paging)).unwrap());
@@ -127,6 +148,10 @@ impl World {
 
     pub fn write_frame(&self, gfn: u64, index: u64, value: u64) {
         self.guest_word(gfn * 4096 + index * 8).store(value, Ordering::Relaxed);
+    }
+
+    pub fn nr_flushes(&self) -> u64 {
+        self.vm.host().flushes.load(Ordering::Relaxed)
     }
 
     pub fn backing_word(&self, frame: u64) -> u64 {
@@ -210,7 +235,7 @@ impl World {
     }
 
     fn registers(&mut self, registers: PagingRegisters) {
-        assert_eq!(self.vcpu.set_paging_registers(registers), Ok(Outcome::Resume));
+        assert_eq!(self.vcpu.set_paging_registers(registers), Ok(()));
     }
 
     pub fn load_cr3(&mut self, value: u64) {
@@ -272,7 +297,12 @@ impl World {
             let access = GuestAccess { access, privilege: self.privilege };
             match self.vcpu.handle_page_fault(Gva(va), access).unwrap() {
                 Outcome::Resume => {}
-                Outcome::Exit(exit) => return Err(exit),
+                Outcome::Exit(exit) => {
+                    if matches!(exit, Exit::PageFault { .. }) {
+                        self.tlb.remove(&key);
+                    }
+                    return Err(exit);
+                }
             }
         }
         panic!("{va:#x} still faults");

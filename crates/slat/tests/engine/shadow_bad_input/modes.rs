@@ -2,6 +2,9 @@
 
 use super::*;
 
+const STRATEGIES: [ShadowStrategy; 3] =
+    [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged];
+
 #[test]
 fn five_levels() {
     let vm = vm();
@@ -81,7 +84,7 @@ fn two_levels_of_32_bits() {
 
 #[test]
 fn two_modes_over_the_same_tables() {
-    for strategy in [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
+    for strategy in STRATEGIES {
         let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         let mut long = guest(&vm);
         let lowest = ROOT + 3;
@@ -108,5 +111,128 @@ fn two_modes_over_the_same_tables() {
             long.invlpg(VA);
             assert_eq!(long.page_at(VA), Ok(page), "{strategy:?}");
         }
+    }
+}
+
+/// Intel SDM vol. 3A, 4.4.1.
+#[test]
+fn a_load_of_bad_pdptes_is_a_general_protection_fault() {
+    for strategy in STRATEGIES {
+        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let mut cpu = Cpu::new(&vm);
+        vm.host().store(ROOT, 0, (ROOT + 1) << 12 | P);
+        vm.host().store(ROOT + 1, 0, (ROOT + 2) << 12 | P | W | U);
+        vm.host().store(ROOT + 2, 7, DATA << 12 | P | W | U);
+        // A reserved bit in one that is not present means nothing; in one that is, it does.
+        let (good, unused, bad) = (ROOT << 12, ROOT << 12 | 0x20, ROOT << 12 | 0x40);
+        vm.host().store(ROOT, 4 + 1, (ROOT + 1) << 12 | W | U | A);
+        vm.host().store(ROOT, 8 + 2, (ROOT + 1) << 12 | P | A);
+        let pae = PagingRegisters { cr0: PG | WP, cr3: good, cr4: PAE, efer: NXE };
+        let va = 7 << 12;
+        cpu.set_registers(pae);
+        assert_eq!(cpu.page_at(va), Ok(DATA));
+        assert_eq!(cpu.vcpu().load_cr3(bad), GENERAL_PROTECTION, "{strategy:?}");
+        assert_eq!(cpu.vcpu().paging_registers(), Ok(pae), "nothing has changed");
+        assert_eq!(cpu.page_at(va), Ok(DATA));
+        assert_eq!(cpu.vcpu().load_cr3(unused), RESUMED);
+        assert_eq!(cpu.vcpu().write_paging_register(PagingRegister::Cr3, good), RESUMED);
+        assert_eq!(cpu.page_at(va), Ok(DATA));
+        // Some changes of CR0 and CR4 load them, too.
+        vm.host().store(ROOT, 3, (ROOT + 1) << 12 | P | W);
+        assert_eq!(cpu.vcpu().write_paging_register(PagingRegister::Cr4, PAE | PGE), GENERAL_PROTECTION);
+        assert_eq!(cpu.vcpu().paging_registers(), Ok(pae), "nothing has changed");
+        cpu.write_register(PagingRegister::Cr0, PG);
+        cpu.write_register(PagingRegister::Efer, 0);
+        assert_eq!(cpu.page_at(va), Ok(DATA), "{strategy:?}: no other does");
+        vm.host().store(ROOT, 3, 0);
+        cpu.write_register(PagingRegister::Cr4, PAE | PGE);
+        // Without paging nothing is looked at until it is turned on.
+        cpu.write_register(PagingRegister::Cr0, 1);
+        cpu.load_cr3(bad);
+        assert_eq!(cpu.vcpu().write_paging_register(PagingRegister::Cr0, PG), GENERAL_PROTECTION);
+        cpu.load_cr3(good);
+        cpu.write_register(PagingRegister::Cr0, PG);
+        assert_eq!(cpu.page_at(va), Ok(DATA));
+        // Where no memory is there is nothing to look at; a walk says so.
+        let hole = (NR_PAGES + 3) << 12;
+        cpu.load_cr3(hole);
+        assert_eq!(cpu.page_at(va), Err(Exit::TableMmio { gva: Gva(va), gpa: Gpa(hole) }));
+        vm.host().has_no_pointers.store(true, Ordering::Relaxed);
+        assert_eq!(cpu.vcpu().load_cr3(good), Err(Error::NoGuestMemory { gpa: Gpa(good) }));
+        vm.host().has_no_pointers.store(false, Ordering::Relaxed);
+        // A saved state is restored before its memory may be there: what is wrong is found when it is used.
+        cpu.set_registers(PagingRegisters { cr3: bad, ..pae });
+        let va = 2 << 30;
+        assert_eq!(cpu.page_at(va), Err(Exit::PageFault { gva: Gva(va), error_code: 0b1001 }));
+    }
+}
+
+/// A page that is not resident when PDPTEs are loaded.
+#[test]
+fn a_load_of_pdptes_exits_for_their_page() {
+    let vm = vm();
+    let mut cpu = Cpu::new(&vm);
+    let words = Arc::new(vec![AtomicU64::new(1)]);
+    let bitmap = UserfaultBitmap::new(Arc::<Vec<AtomicU64>>::clone(&words), PageSize::Size4K);
+    let slot =
+        slat::MemoryRegion { userfault_bitmap: Some(bitmap), ..second_slot(MemoryRegionFlags::USERFAULT, ROOT, 8) };
+    vm.set_user_memory_region(slot).unwrap();
+    let registers = PagingRegisters { cr0: PG | WP, cr3: ROOT << 12, cr4: PAE, efer: NXE };
+    cpu.set_registers(registers);
+    let exit = cpu.vcpu().load_cr3(NR_PAGES << 12);
+    assert!(matches!(exit, Ok(Outcome::Exit(Exit::MemoryFault { gpa, .. })) if gpa.0 == NR_PAGES << 12), "{exit:?}");
+    assert_eq!(cpu.vcpu().paging_registers(), Ok(registers), "nothing has changed");
+    words[0].store(0, Ordering::Release);
+    cpu.load_cr3(NR_PAGES << 12);
+}
+
+/// In PAE's PDPTEs the bits of A and D are reserved.
+#[test]
+fn marks_of_another_mode_change_what_pdptes_say() {
+    for strategy in STRATEGIES {
+        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let (mut pae, mut long) = (Cpu::new(&vm), Cpu::new(&vm));
+        let table = 0x30;
+        vm.host().store(table, 0, 0x31 << 12 | P);
+        vm.host().store(0x31, 3, 0x32 << 12 | P | W | U);
+        vm.host().store(0x32, 7, DATA << 12 | P | W | U);
+        // To the other it is a table of the lowest level, and the PDPTE a page.
+        map(&vm, table - 3, 4, 0, 0x31, P);
+        let va = 3 << 21 | 7 << 12;
+        pae.set_registers(PagingRegisters { cr0: PG | WP, cr3: table << 12, cr4: PAE, efer: NXE });
+        assert_eq!(pae.page_at(va), Ok(DATA));
+        long.set_registers(PagingRegisters { cr3: (table - 3) << 12, ..LONG });
+        assert_eq!(long.page_at(0), Ok(0x31));
+        assert_eq!(vm.host().load(table, 0), 0x31 << 12 | P | A);
+        pae.invlpg(va);
+        let fault = Exit::PageFault { gva: Gva(va), error_code: 0b1001 };
+        assert_eq!(pae.page_at(va), Err(fault), "{strategy:?}");
+        assert_eq!(pae.vcpu().load_cr3(table << 12), GENERAL_PROTECTION, "{strategy:?}");
+    }
+}
+
+/// In an entry of 8 bytes, A and D of the second of two entries of 4 bytes are in the address.
+#[test]
+fn marks_of_two_levels_change_addresses_of_wide_entries() {
+    for strategy in STRATEGIES {
+        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
+        let high = 1 << 32;
+        let slot = second_slot(MemoryRegionFlags::empty(), 0x50, 8);
+        vm.set_user_memory_region(slat::MemoryRegion { guest_phys_addr: Gpa(high), ..slot }).unwrap();
+        let (mut long, mut narrow) = (Cpu::new(&vm), Cpu::new(&vm));
+        // Entry 1 of this page directory leads to the first page above 4 GiB; its upper half maps page 0.
+        let (directory, va) = (0x32, 1 << 21);
+        map(&vm, 0x30, 4, 0, 0, 0);
+        vm.host().store(directory, 1, high | P | W | U);
+        vm.host().store(0x50, 0, DATA << 12 | P | W | U);
+        store_32(&vm, 0x60, 0, directory << 12 | P | W | U);
+        long.set_registers(PagingRegisters { cr3: 0x30 << 12, ..LONG });
+        assert_eq!(long.page_at(va), Ok(DATA));
+        narrow.set_registers(PagingRegisters { cr0: PG | WP, cr3: 0x60 << 12, cr4: 0, efer: 0 });
+        assert_eq!(narrow.page_at(3 << 12), Ok(0));
+        assert_eq!(vm.host().load(directory, 1) >> 32, P | A);
+        long.invlpg(va);
+        let gpa = Gpa((P | A) << 32);
+        assert_eq!(long.page_at(va), Err(Exit::TableMmio { gva: Gva(va), gpa }), "{strategy:?}");
     }
 }

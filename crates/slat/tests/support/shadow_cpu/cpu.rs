@@ -6,7 +6,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use slat::sync::{AtomicU64, full_fence};
-use slat::{Access, Exit, GuestAccess, GuestEntry, Gva, Hpa, LocalFlush, Outcome, PagingRegisters, Privilege, Vcpu};
+use slat::{
+    Access, Exit, GuestAccess, GuestEntry, Gva, Hpa, LocalFlush, Outcome, PagingRegister, PagingRegisters, Privilege,
+    Vcpu,
+};
 
 use super::{ADDRESS, MAX_CPUS, NX, P, POISON, PS, STAMP, Shape, TestHost, TestVm, U, W, pause, stamp_of};
 
@@ -132,7 +135,12 @@ impl Cpu {
     }
 
     pub fn set_registers(&mut self, registers: PagingRegisters) {
-        self.resumes(|vcpu| vcpu.set_paging_registers(registers).unwrap());
+        self.vcpu.set_paging_registers(registers).unwrap();
+        self.enter();
+    }
+
+    pub fn write_register(&mut self, register: PagingRegister, value: u64) {
+        self.resumes(|vcpu| vcpu.write_paging_register(register, value).unwrap());
     }
 
     pub fn load_cr3(&mut self, value: u64) {
