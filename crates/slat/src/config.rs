@@ -86,17 +86,27 @@ impl Default for ShadowPaging {
 }
 
 /// What becomes of shadow tables when the guest loads CR3 or flushes.
+///
+/// # What bit 63 of CR3 may keep
+/// With `RootCache` and `PcidTagged`, the vCPUs of a VM share tables. A load of CR3 with bit 63 set returns to a PCID that this
+/// vCPU has left without a flush. There it may find what *another* vCPU has cached for the PCID meanwhile: an entry as it was
+/// while the PCID was not current here, which this vCPU's own CPU could not have cached (Intel SDM vol. 3A, 4.10.2). Each flush
+/// by this vCPU of the address, or of the PCID, ends that; so does a page fault at the address.
+///
+/// A guest notices nothing that flushes, on each vCPU, what has changed since that vCPU left the PCID, at the latest when it
+/// returns to it: as Linux does by its `tlb_gen`. For another guest there is `Baseline`. (To synchronize each such load would
+/// cost what bit 63 saves: guests use the same few PCIDs on all of their vCPUs.)
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum ShadowStrategy {
     /// The root that was current is dropped with all that is reached from it alone, and the next one built anew. Bit 63 of CR3
     /// saves nothing.
     Baseline,
     /// Each vCPU remembers its last roots; a switch to one of them builds nothing, and synchronizes nothing if bit 63 is set.
-    /// Tables serve all PCIDs: what one of them may still have cached of an entry that has changed, all may. What INVLPG flushes
+    /// Tables serve all PCIDs and vCPUs: what one of them may still have cached of an entry that has changed, all may. What INVLPG flushes
     /// is flushed of all remembered roots at once.
     RootCache,
-    /// As `RootCache`, but each table belongs to one PCID, and what INVLPG flushes of others, too, is done when the guest switches
-    /// to them.
+    /// As `RootCache`, but each table belongs to one PCID (of all vCPUs), and what INVLPG flushes of others, too, is done when the
+    /// guest switches to them.
     PcidTagged,
 }
 

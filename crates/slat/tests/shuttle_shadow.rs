@@ -21,11 +21,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use schedules::{check_less, random};
-use shadow_cpu::{Cpu, P, TestVm, U, W, WORDS, move_page, new_vm};
+use shadow_cpu::{Cpu, P, TestVm, U, W, WORDS, move_page, new_vm, registers_with_pcids};
 use shuttle::thread;
 use slat::{
-    Access, Config, Entry, Exit, Format, Gfn, GfnRange, Hpa, Level, MemoryRegionFlags, Npt, Paging, Pfn, ShadowPaging,
-    ShadowStrategy,
+    Access, Config, Entry, Exit, Format, Gfn, GfnRange, Hpa, Level, MemoryRegionFlags, Npt, Paging, PagingRegisters,
+    Pfn, ShadowPaging, ShadowStrategy,
 };
 
 /// [`Npt`] with tables of four entries, of three levels. A level is nine bits of the address all the same.
@@ -179,8 +179,9 @@ impl Guest {
     /// Flushes, some way, at least what translates `va`.
     fn flush(&mut self, va: u64) {
         let pcid = self.top as u64;
-        match random(6) {
+        match random(7) {
             0 | 1 => self.cpu.invlpg(va),
+            6 => self.cpu.forbidden_fetch(va),
             2 => self.cpu.invpcid(0, pcid, va),
             3 => self.cpu.invpcid(1, pcid, 0),
             4 => self.cpu.invpcid(3, 0, 0),
@@ -249,7 +250,9 @@ impl World {
 
     fn guest(&self, number: u64) -> Guest {
         let mut guest = Guest { cpu: Cpu::new(&self.vm), number, top: 0, written: HashMap::new(), nr_writes: 0 };
-        guest.cpu.long_mode(0);
+        // With SMEP, so that there is something that the supervisor may not do.
+        let registers = registers_with_pcids(0);
+        guest.cpu.set_registers(PagingRegisters { cr4: registers.cr4 | 1 << 20, ..registers });
         guest
     }
 

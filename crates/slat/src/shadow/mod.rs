@@ -10,8 +10,8 @@
 //! # The parts
 //! `guest` says what the guest's tables mean, `memory` reads them. A shadow page (`page`) is a table of the hardware's, made
 //! from a guest frame in a `role`; `frames` has, for each guest frame, the leaves that map it and the pages made from it.
-//! `walk` and `install` serve the guest's page faults, `write` its writes to tables, `zap` takes away, `sync` brings pages up to date when the guest
-//! flushes, `roots` keeps the roots of each vCPU and says what a flush of the guest's concerns.
+//! `walk` and `install` serve the guest's page faults, `write` its writes to tables, `zap` takes away, `sync` brings pages up to
+//! date when the guest flushes, `roots` keeps the roots of each vCPU and says what a flush of the guest's concerns.
 //!
 //! # The protocol
 //! *Locks* (`lock`): one for each guest frame and one for each shadow page; see `page` for what each guards. Locks of pages
@@ -33,6 +33,10 @@
 //! the page is *syncing*; (2) one flush of all CPUs; (3) the entries of each page are compared with the guest's, under the
 //! page's lock; and if the guest has not written the table meanwhile, the page is in sync. Who meets a page that is syncing
 //! does all of that itself: what another is about to do is of no use to a flush that must be over.
+//!
+//! *Page faults of the guest's.* A page fault flushes its address, in the current PCID, as INVLPG does. Mostly nothing is stale there:
+//! a look without locks (`Mmu::may_be_stale`) tells. What it cannot tell, a lock that is held or an entry of a page that is unsync,
+//! is compared.
 //!
 //! *Links.* A link to a page makes all visible that is below it. So (1) the page learns of its new parent, (2) what is unsync
 //! below is compared with the guest's, (3) the link is written; all under the parent's lock. A vCPU that flushes either finds

@@ -99,7 +99,6 @@ impl<H: Host, F: Format> Vcpu<H, F> {
 
     /// Looks at the PDPTEs that CR3's value `cr3` leads to: a reserved bit in one is #GP. Where no memory is, there is nothing
     /// to look at; a walk will say so.
-    #[cold]
     fn check_pdptes(&mut self, mode: GuestMode, cr3: u64) -> Result<Outcome, Error> {
         let gpa = mode.root_table(cr3);
         loop {
@@ -155,12 +154,18 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// ```
     #[inline]
     pub fn load_cr3(&mut self, value: u64) -> Result<Outcome, Error> {
-        let (_, roots) = self.shadow()?;
+        let (mmu, roots) = self.shadow()?;
         if let Some(mode) = roots.pae() {
-            match self.check_pdptes(mode, value)? {
-                Outcome::Resume => {}
-                exit => return Ok(exit),
-            }
+            return self.load_pae_cr3(mode, value);
+        }
+        Ok(or_general_protection(roots.load_cr3(mmu, value)))
+    }
+
+    #[cold]
+    fn load_pae_cr3(&mut self, mode: GuestMode, value: u64) -> Result<Outcome, Error> {
+        match self.check_pdptes(mode, value)? {
+            Outcome::Resume => {}
+            exit => return Ok(exit),
         }
         let (mmu, roots) = self.shadow()?;
         Ok(or_general_protection(roots.load_cr3(mmu, value)))

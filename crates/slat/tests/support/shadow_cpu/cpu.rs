@@ -291,6 +291,21 @@ impl Cpu {
         }
     }
 
+    /// The supervisor fetches from a user's page, with SMEP: a page fault, which flushes the address.
+    pub fn forbidden_fetch(&mut self, va: u64) {
+        let fetch = GuestAccess { access: Access::Execute, privilege: Privilege::Supervisor };
+        loop {
+            let pcid = self.loaded.pcid;
+            let outcome = self.vcpu.handle_page_fault(Gva(va), fetch).unwrap();
+            if outcome != Outcome::Resume {
+                assert!(matches!(outcome, Outcome::Exit(Exit::PageFault { .. })), "{outcome:?}");
+                self.forget(va, |of| of == pcid);
+                return self.enter();
+            }
+            pause();
+        }
+    }
+
     pub fn load(&mut self, va: u64) -> Result<u64, Exit> {
         self.access(va, Access::Read, |page| page.word(va % 4096 / 8).load(Ordering::SeqCst))
     }
