@@ -353,57 +353,6 @@ fn tables_that_user_space_withholds() {
     assert_eq!(cpu.page_at(VA), Err(withheld(0)), "what was made of it is gone");
 }
 
-/// Where the guest's supervisor may write a user's read-only page (CR0.WP clear, SMAP), and no shadow entry can say so.
-#[test]
-fn no_write_to_a_device_is_emulated() {
-    let vm = vm();
-    let mut cpu = guest(&vm);
-    vm.set_user_memory_region(second_slot(MemoryRegionFlags::READONLY, 0x40, 8)).unwrap();
-    let (memory, read_only, hole) = (DATA + 1, NR_PAGES, NR_PAGES + 100);
-    for (nth, gfn) in (1..).zip([memory, read_only, hole]) {
-        vm.host().store(ROOT + 3, index(VA, 1) + nth, gfn << 12 | P | U);
-    }
-    cpu.set_registers(PagingRegisters { cr0: PG, cr4: PAE | 1 << 21, ..LONG });
-    let write = GuestAccess { access: Access::Write, privilege: Privilege::SupervisorWithAc };
-    let mut exit = |nth: u64| cpu.vcpu().handle_page_fault(Gva(VA + (nth << 12) + 8), write);
-    assert_eq!(exit(1), Ok(Outcome::Exit(Exit::EmulateWrite { gpa: Gpa((memory << 12) + 8) })));
-    for (nth, gfn) in [(2, read_only), (3, hole)] {
-        assert_eq!(exit(nth), Ok(Outcome::Exit(mmio((gfn << 12) + 8, Access::Write))));
-    }
-}
-
-/// What [`ShadowStrategy`] says: a load of CR3 that keeps may find what another vCPU has cached since the PCID was left.
-#[test]
-fn a_kept_pcid_may_have_what_other_vcpus_cached() {
-    let strategies = [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged];
-    for strategy in strategies {
-        let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
-        map(&vm, ROOT, 4, VA, DATA, 0);
-        map(&vm, 0x30, 4, VA, DATA + 2, P | W);
-        let (root, lowest, at) = (ROOT << 12 | 1, ROOT + 3, index(VA, 1));
-        let window = VA + 0x1000;
-        vm.host().store(lowest, at + 1, lowest << 12 | P | W);
-        let mut cpus = [(); 2].map(|()| Cpu::new(&vm));
-        for cpu in &mut cpus {
-            cpu.long_mode(ROOT << 12);
-            cpu.load_cr3(root);
-            assert!(cpu.page_at(VA).is_err());
-        }
-        let [first, second] = &mut cpus;
-        first.load_cr3(0x30 << 12 | 2);
-        // While the PCID is not the first CPU's, the second maps the page, uses it, and maps another, without a flush.
-        second.store(window + at * 8, DATA << 12 | P | W | A).unwrap();
-        assert_eq!(second.page_at(VA), Ok(DATA));
-        second.store(window + at * 8, (DATA + 1) << 12 | P | W | A).unwrap();
-        first.load_cr3(root | KEEP);
-        let kept = if strategy == ShadowStrategy::Baseline { DATA + 1 } else { DATA };
-        assert_eq!(first.page_at(VA), Ok(kept), "{strategy:?}");
-        // Any flush of the address, or of the PCID, ends that.
-        first.load_cr3(root);
-        assert_eq!(first.page_at(VA), Ok(DATA + 1), "{strategy:?}");
-    }
-}
-
 #[test]
 fn tables_in_private_memory() {
     let vm = vm();
