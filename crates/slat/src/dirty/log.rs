@@ -33,16 +33,19 @@
 //! be reported than was written, never less.)
 //!
 //! # Slots that move
-//! A slot that logs may be moved, and its log moves along. The move marks all of its pages, once the mappings at the old
-//! place are gone and flushed: a fault that was about to mark a page there would not find the slot any more. (All pages
-//! have another address now, so a migration has to send them again anyway.) A harvest looks up where the slot is after it
-//! has taken the bits, so that it protects the leaves that matter.
+//! A slot that logs may be moved. At its new place it has a new log, in which all pages are marked; that is published when
+//! the mappings at the old place are gone and flushed. So what was written there is marked, although a fault that was about
+//! to mark a page there finds no slot any more, or marks it in the old log. (All pages have another address now, so a
+//! migration has to send them again anyway.) A new log costs less than marks in the old one: what is marked at first takes
+//! no memory (`bitmap`). A harvest looks up where the slot is after it has taken the bits, so that it protects the leaves
+//! that matter. [`mark_pages`] makes a full fence between what the caller has written and its look for the slot: if it
+//! marks the old log, a harvest of the new one comes later, and the caller of that sees what was written.
 //!
 //! # Logging that ends and begins again
 //! A slot keeps its log when it ceases to log: so one that begins and ends to log again and again,
 //! behind a section that stays open, takes no more memory each time. Enabling clears the marks of
-//! the last time before it publishes the flag; where all bits are set from the beginning, it marks
-//! all pages after it has published the flag, as a move does.
+//! the last time before it publishes the flag. Where all bits are set from the beginning, it
+//! publishes a new log with the flag, as a move does.
 //!
 //! A call that found the slot in the last time may still use the log. If it marks a page then, the
 //! page is reported although no CPU has written it since: no harm. If it takes marks, it re-arms

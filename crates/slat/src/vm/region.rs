@@ -1,5 +1,7 @@
 //! Slots: how they are made, changed and deleted, and what a change of their flags takes with it.
 
+use alloc::boxed::Box;
+
 use super::Vm;
 use crate::addr::{Gfn, GfnRange};
 use crate::boxed::try_box;
@@ -127,11 +129,8 @@ impl<H: Host, F: Format> Vm<H, F> {
             self.slots.check_vacant(&self.tree.epochs, record, id, range)?;
         }
         let begins_to_log = begins.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
-        let logs_still = (flags & before.flags).contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
-        // The log of the last time, if the slot logged before. See `dirty/log.rs`.
-        let kept_log = claim.log_of(&before).filter(|_| begins_to_log);
-        let is_marked_at_first = self.tree.config.manual_protect == ManualProtect::InitiallySet;
-        if let Some(log) = kept_log.filter(|_| !is_marked_at_first) {
+        // The log of the last time, if it is to be used again. See `dirty/log.rs`.
+        if let Some(log) = claim.log_of(&before).filter(|_| begins_to_log && attachments.log.is_none()) {
             log.clear_all();
         }
         let after = before.changed(range, flags, attachments);
@@ -144,12 +143,6 @@ impl<H: Host, F: Format> Vm<H, F> {
         if let Err(error) = published {
             after.discard_change(&before);
             return Err(error);
-        }
-        let moved_log = claim.log_of(&after).filter(|_| moves && logs_still);
-        if let Some(log) = moved_log.or(kept_log.filter(|_| is_marked_at_first)) {
-            // A store-load pair, see `dirty/log.rs`.
-            full_fence();
-            log.mark(0, range.nr_pages());
         }
         if moves {
             return Ok(());
@@ -225,13 +218,18 @@ impl<H: Host, F: Format> Vm<H, F> {
                 attachments.userfault = Some(try_box(bitmap.clone())?);
             }
         }
-        let has_log = claim.is_some_and(|claim| claim.log_of(&claim.entry).is_some());
-        if flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES) && !has_log && !self.tree.rings.are_enabled() {
-            let new = match self.tree.config.manual_protect {
-                ManualProtect::Disabled | ManualProtect::Enabled => Bitmap::new,
-                ManualProtect::InitiallySet => Bitmap::new_marked,
+        if flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES) && !self.tree.rings.are_enabled() {
+            let before = claim.map(|claim| &claim.entry);
+            let logs = before.is_some_and(|before| before.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES));
+            let moves = before.is_some_and(|before| before.range != range);
+            let has_log = claim.is_some_and(|claim| claim.log_of(&claim.entry).is_some());
+            // See `dirty/log.rs`, "Slots that move".
+            let new: Option<fn(u64) -> Result<Box<Bitmap>, Error>> = match self.tree.config.manual_protect {
+                _ if logs => moves.then_some(Bitmap::new_marked),
+                ManualProtect::InitiallySet => Some(Bitmap::new_marked),
+                ManualProtect::Disabled | ManualProtect::Enabled => (!has_log).then_some(Bitmap::new),
             };
-            attachments.log = Some(new(range.nr_pages())?);
+            attachments.log = new.map(|new| new(range.nr_pages())).transpose()?;
         }
         Ok(attachments)
     }
