@@ -36,6 +36,7 @@ use crate::format::Format;
 use crate::host::{AllocationWait, Gone, Host, Resolved};
 use crate::second_stage::install::{Changed, NewLeaf};
 use crate::shadow::roots::Roots;
+use crate::slot::view::SlotView;
 use crate::slot::{MemoryAttributes, MemoryFaultFlags, MemoryRegionFlags};
 use crate::stats::{Counter, is_sampled};
 use crate::sync::Locking;
@@ -326,12 +327,11 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 }
                 Plan::Cancel => self.cancel(),
                 Plan::Install(mut plan) => {
-                    let Ok(resolved) = self.resolve(&plan)? else {
-                        self.count(Counter::Retries);
-                        continue;
+                    let Ok(resolved) = self.resolve(&plan) else {
+                        return self.gone(plan.found, plan.attributes);
                     };
                     if plan.flags.contains(MemoryRegionFlags::GUEST_MEMFD) {
-                        self.narrow_to_alike(&mut plan, resolved.max_size.level());
+                        plan.max_level = self.narrow_to_alike(plan.max_level.min(resolved.max_size.level()));
                     }
                     self.flush_before_make(&plan);
                     let leaf = self.leaf(&plan, self.gfn, resolved)?;
@@ -475,25 +475,26 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         Told::May(slot.attributes_of(self.gfn), level)
     }
 
-    /// Narrows the level up to which `plan` allows leaves, to the largest one up to `largest` whose
-    /// pages have the attributes of the fault's. Not asked in the look, which does not know yet how
+    /// The level of the largest block around the fault's page, up to `largest`, whose pages have the
+    /// attributes of the fault's. Not asked in the look, which does not know yet how
     /// large a block the host has: a block of 512 GiB has 2 Mi words of attributes.
     ///
     /// As in the look they are read after the entry was. If they are changed after that, the entry
     /// gets another stamp, or is replaced by a table, before they are stored; then nothing is
     /// installed.
     #[cold]
-    fn narrow_to_alike(&self, plan: &mut InstallPlan<'_, H::Backing>, largest: Level) {
+    #[inline(never)]
+    fn narrow_to_alike(&self, largest: Level) -> Level {
         let Vm { tree, slots, .. } = self.vm;
         let section = tree.epochs.enter(self.record);
-        let largest = plan.max_level.min(largest).min(Level::L1G);
-        plan.max_level = Level::L4K;
+        let mut level = Level::L4K;
         if let Some(slot) = slots.find(&section, self.gfn) {
             // From below: what is not alike is mostly found out soon.
-            while plan.max_level < largest && slot.are_alike(self.gfn.block(plan.max_level.up())) {
-                plan.max_level = plan.max_level.up();
+            while level < largest.min(Level::L1G) && slot.are_alike(self.gfn.block(level.up())) {
+                level = level.up();
             }
         }
+        level
     }
 
     /// What user space is to do before the page can be mapped; `None` if it has done that meanwhile.
@@ -503,12 +504,11 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         self.vm.slots.find(&section, self.gfn)?.check_userfault(self.gfn).err()
     }
 
-    /// Step 2: the frame. [`Changed`] if there is none, and the look that asked for it has been
-    /// overtaken.
-    fn resolve(&mut self, plan: &InstallPlan<'_, H::Backing>) -> Result<Result<Resolved, Changed>, Error> {
+    /// Step 2: the frame.
+    fn resolve(&mut self, plan: &InstallPlan<'_, H::Backing>) -> Result<Resolved, Gone> {
         let host = &self.vm.tree.host;
         let resolve = || plan.resolve(host, self.gfn, self.access);
-        let resolved = match &mut self.timing {
+        match &mut self.timing {
             None => resolve(),
             Some(timing) => {
                 let outside_start_ns = host.timestamp_ns();
@@ -520,34 +520,53 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 timing.outside_ns += host.timestamp_ns().saturating_sub(outside_start_ns);
                 resolved
             }
-        };
-        match resolved {
-            Ok(resolved) => Ok(Ok(resolved)),
-            Err(Gone) if self.is_overtaken(plan) => Ok(Err(Changed)),
-            Err(Gone) => Err(Error::BackingGone { gpa: self.gpa }),
         }
     }
 
-    /// Whether what `plan` was made of has changed since its look: the entry, the ranges that are
-    /// being taken away, or what user space says of the page. Then the host's answer may be of the
-    /// past: user space has taken the page back, say, and thrown its contents away.
+    /// What becomes of a fault whose page is gone. If the answer may be of the past, the guest comes
+    /// back, unless user space is to act first.
     #[cold]
-    fn is_overtaken(&self, plan: &InstallPlan<'_, H::Backing>) -> bool {
+    #[inline(never)]
+    fn gone(&self, found: Found, attributes: MemoryAttributes) -> Result<Outcome, Error> {
+        self.check_gone(found, attributes)?;
+        match self.why_withheld() {
+            None => Ok(Outcome::Resume),
+            Some(Error::MemoryFault { flags, gpa, size }) => {
+                self.count(Counter::Exits);
+                self.count(Counter::Userfaults);
+                Ok(Outcome::Exit(Exit::MemoryFault { flags, gpa, size }))
+            }
+            Some(error) => Err(error),
+        }
+    }
+
+    /// The host has no frame. An error, unless something has changed since the look, which had
+    /// `found` and `attributes`: the entry, the ranges that are being taken away, or what user
+    /// space says of the page. Then the host's answer may be of the past: user space has taken the
+    /// page back, say, and thrown its contents away.
+    #[cold]
+    #[inline(never)]
+    fn check_gone(&self, found: Found, attributes: MemoryAttributes) -> Result<(), Error> {
         let Vm { tree, slots, .. } = self.vm;
         let section = tree.epochs.enter(self.record);
         let mut cursor = Cursor::new(tree, &section, self.gfn);
         // In the order of `look`. A change that is over has left another stamp.
         let (value, state) = cursor.descend_to_lowest();
-        let is_same = match plan.found {
+        let is_same = match found {
             Found::Empty(stamp) => state == State::Empty(stamp),
             Found::ReadOnly(leaf, stamp) => value == leaf && tree.current_stamp() == stamp,
             Found::Lacking(_) => unreachable!("no frame is asked for"),
         };
         let is_free = is_same && tree.published.free_level(self.gfn, cursor.level()).is_some();
         let slot = if is_free { slots.find(&section, self.gfn) } else { None };
-        slot.is_none_or(|slot| {
-            slot.check_userfault(self.gfn).is_err() || slot.attributes_of(self.gfn) != plan.attributes
-        })
+        let is_asked_for = |slot: &SlotView<'_, H::Backing>| {
+            slot.check_userfault(self.gfn).is_ok() && slot.attributes_of(self.gfn) == attributes
+        };
+        if slot.as_ref().is_some_and(is_asked_for) {
+            return Err(Error::BackingGone { gpa: self.gpa });
+        }
+        self.count(Counter::Retries);
+        Ok(())
     }
 
     /// Flushes what CPUs may have cached of the entry, if nothing can be made of it before that.

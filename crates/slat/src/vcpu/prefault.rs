@@ -176,13 +176,13 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 Plan::TakenAway => return Err(Error::Busy { gpa: self.gpa }),
                 Plan::Cancel => self.cancel().map(|_| self.gfn),
                 Plan::Install(mut plan) => {
-                    let Ok(resolved) = self.resolve(&plan)? else {
-                        self.count(Counter::Retries);
+                    let Ok(resolved) = self.resolve(&plan) else {
+                        self.check_gone(plan.found, plan.attributes)?;
                         continue;
                     };
                     if plan.flags.contains(MemoryRegionFlags::GUEST_MEMFD) {
                         // And the block of the table that such leaves may fill.
-                        self.narrow_to_alike(&mut plan, resolved.max_size.level().up());
+                        plan.max_level = self.narrow_to_alike(plan.max_level.min(resolved.max_size.level().up()));
                     }
                     self.flush_before_make(&plan);
                     let leaf = NewLeaf { used: None, ..self.leaf(&plan, self.gfn, resolved)? };
