@@ -256,10 +256,11 @@ impl Model {
     fn split(&mut self, first: u64) {
         let Some(leaf) = self.leaves.remove(&first) else { return };
         let level = leaf.level.down();
+        let logs = self.slot_at(Gfn(first)).is_none_or(|id| self.slots[&id].flags.contains(LOG));
         for part in 0..512 {
             let offset = part * level.nr_pages();
-            // After a break, nobody has the right to write but who comes for it.
-            let writable = leaf.writable && !self.breaks;
+            // After a break in a slot that logs, nobody has the right to write but who comes for it.
+            let writable = leaf.writable && !(self.breaks && logs);
             self.leaves.insert(first + offset, Leaf { pfn: leaf.pfn + offset, level, writable, ..leaf });
         }
     }
@@ -372,10 +373,16 @@ impl Model {
         let writes = access == Access::Write;
         loop {
             let found = self.leaf_at(gfn);
-            if let Some((_, leaf)) = found
+            if let Some((first, leaf)) = found
                 && !leaf.tracked
                 && (!writes || self.is_writable(gfn, leaf))
             {
+                // A CPU that sets neither A nor D faults for them.
+                let is_marked = leaf.accessed && (!writes || leaf.dirty);
+                if !is_marked && writes && !self.first_write_faults(leaf.level) {
+                    self.mark(GfnRange::new(Gfn(first), leaf.level.nr_pages()));
+                }
+                self.leaves.insert(first, Leaf { accessed: true, dirty: leaf.dirty || writes, ..leaf });
                 return Ok(Outcome::Resume);
             }
             let entry_level = found.map_or_else(|| self.empty_level(gfn), |(_, leaf)| leaf.level);
@@ -430,9 +437,14 @@ impl Model {
             if writable && (writes || self.first_write_faults(level)) {
                 self.mark(gfn.block(level));
             }
-            if let Some((first, _)) = found {
-                // It may not be written: it is replaced.
+            if let Some((first, leaf)) = found {
+                // It may not be written: it is replaced. That it was used is told.
                 self.leaves.remove(&first);
+                if leaf.accessed && !leaf.tracked {
+                    let range = GfnRange::new(Gfn(first), leaf.level.nr_pages());
+                    let dirty = leaf.dirty || leaf.was_dirty;
+                    self.zapped.push(ZappedLeaf { range, pfn: Pfn(leaf.pfn), accessed: true, dirty });
+                }
             }
             let pfn = frame.pfn & !(level.nr_pages() - 1);
             // Where CPUs set no D, what can be written counts as written.
