@@ -18,8 +18,8 @@
 //! the walk found was in the tables before any flush that the TLB has not caught up with began. So if a translation of another size is cached for the
 //! same page, no flush came between the two.
 //!
-//! A CPU of Arm or RISC-V also remembers its faults ([`kept`]): it goes on to answer an access with the same fault, until the page
-//! is flushed on all CPUs, or on this one at the end of the fault ([`flush_local`]).
+//! A CPU of Arm or RISC-V also remembers its faults (`kept`): it goes on to answer an access with the same fault, until the page
+//! is flushed on all CPUs, or on this one at the end of the fault ([`Host::flush_local`]).
 
 #![expect(unsafe_code, reason = "the CPU accesses guest memory through raw pointers")]
 
