@@ -5,11 +5,18 @@
 //! comes from [`Host::timestamp_ns`](crate::Host::timestamp_ns): lock waits are always timed, faults and holds of the lock
 //! by sample (one in [`SAMPLE_PERIOD`]), because reading the clock twice costs as much as a fault. Sums that are
 //! extrapolated from the sample say so.
+//!
+//! Histograms are most of it, so a recorder has them only if it records into them: a vCPU's those of its faults, and with a
+//! lock all have those of the lock. Their buckets have 32 bits, and a full one stays full.
 
-use core::array;
+#![expect(unsafe_code, reason = "says which types are zeroed")]
+
+use alloc::boxed::Box;
 
 use crate::addr::Level;
-use crate::sync::{AtomicU64, Ordering};
+use crate::boxed::{OnceBox, Zeroed, try_zeroed};
+use crate::error::Error;
+use crate::sync::{AtomicU32, AtomicU64, Ordering};
 
 /// One fault in so many is timed, and one hold of the lock.
 pub(crate) const SAMPLE_PERIOD: u64 = 128;
@@ -54,11 +61,15 @@ macro_rules! counters {
         impl Stats {
             pub(crate) fn add(&mut self, recorder: &Recorder) {
                 $(self.$field += recorder.get(Counter::$variant);)*
-                self.fault_ns.add(&recorder.fault_ns);
-                self.resolve_ns.add(&recorder.resolve_ns);
-                self.guest_stall_ns.add(&recorder.guest_stall_ns);
-                self.lock_wait_ns.add(&recorder.lock_wait_ns);
-                self.lock_hold_ns.add(&recorder.lock_hold_ns);
+                if let Some(times) = recorder.fault_times() {
+                    self.fault_ns.add(&times.fault_ns);
+                    self.resolve_ns.add(&times.resolve_ns);
+                    self.guest_stall_ns.add(&times.guest_stall_ns);
+                }
+                if let Some(times) = recorder.lock_times() {
+                    self.lock_wait_ns.add(&times.wait_ns);
+                    self.lock_hold_ns.add(&times.hold_ns);
+                }
             }
         }
     };
@@ -226,9 +237,9 @@ const ENTRIES: u64 = Level::L2M.nr_pages();
 /// Buckets below this index hold one value each; above, each power of two has `SUB_BUCKETS` of them.
 const SUB_BUCKETS: usize = 8;
 const SUB_BUCKET_BITS: u32 = SUB_BUCKETS.trailing_zeros();
-/// Values from 2^40 ns (18 minutes) on share the last bucket.
+/// Values from 2^34 ns (17 seconds) on share the last bucket.
 #[cfg(not(loom))]
-const MAX_BITS: u32 = 40;
+const MAX_BITS: u32 = 34;
 /// Few: loom follows each atomic of each record.
 #[cfg(loom)]
 const MAX_BITS: u32 = 4;
@@ -256,26 +267,68 @@ fn bucket_top(index: usize) -> u64 {
 }
 
 /// Counts and histograms of one writer.
-#[derive(Debug)]
 pub(crate) struct Recorder {
     counters: [AtomicU64; NR_COUNTERS],
+    fault_times: OnceBox<FaultTimes>,
+    lock_times: OnceBox<LockTimes>,
+}
+
+/// Times of a vCPU's faults.
+pub(crate) struct FaultTimes {
     pub(crate) fault_ns: Recording,
     pub(crate) resolve_ns: Recording,
     pub(crate) guest_stall_ns: Recording,
-    pub(crate) lock_wait_ns: Recording,
-    pub(crate) lock_hold_ns: Recording,
+}
+
+/// Times of the VM's lock.
+pub(crate) struct LockTimes {
+    pub(crate) wait_ns: Recording,
+    pub(crate) hold_ns: Recording,
+}
+
+// SAFETY: nothing but arrays of atomics, and places for boxes.
+unsafe impl Zeroed for Recorder {
+    #[cfg(loom)]
+    fn zeroed() -> Recorder {
+        Recorder { counters: Zeroed::zeroed(), fault_times: Zeroed::zeroed(), lock_times: Zeroed::zeroed() }
+    }
+}
+
+// SAFETY: nothing but recordings.
+unsafe impl Zeroed for FaultTimes {
+    #[cfg(loom)]
+    fn zeroed() -> FaultTimes {
+        FaultTimes { fault_ns: Zeroed::zeroed(), resolve_ns: Zeroed::zeroed(), guest_stall_ns: Zeroed::zeroed() }
+    }
+}
+
+// SAFETY: as above.
+unsafe impl Zeroed for LockTimes {
+    #[cfg(loom)]
+    fn zeroed() -> LockTimes {
+        LockTimes { wait_ns: Zeroed::zeroed(), hold_ns: Zeroed::zeroed() }
+    }
 }
 
 impl Recorder {
-    pub(crate) fn new() -> Recorder {
-        Recorder {
-            counters: array::from_fn(|_| AtomicU64::new(0)),
-            fault_ns: Recording::new(),
-            resolve_ns: Recording::new(),
-            guest_stall_ns: Recording::new(),
-            lock_wait_ns: Recording::new(),
-            lock_hold_ns: Recording::new(),
-        }
+    /// Makes room for the times of faults.
+    pub(crate) fn make_fault_times(&self) -> Result<(), Error> {
+        self.fault_times.get_or_make().map(|_| ())
+    }
+
+    /// Makes room for the times of the lock.
+    pub(crate) fn make_lock_times(&self) -> Result<(), Error> {
+        self.lock_times.get_or_make().map(|_| ())
+    }
+
+    /// Where the times of faults go, if it is a vCPU's.
+    pub(crate) fn fault_times(&self) -> Option<&FaultTimes> {
+        self.fault_times.get()
+    }
+
+    /// Where the times of the lock go, if the VM has one.
+    pub(crate) fn lock_times(&self) -> Option<&LockTimes> {
+        self.lock_times.get()
     }
 
     #[inline]
@@ -301,20 +354,25 @@ fn increase(counter: &AtomicU64, n: u64) {
 }
 
 /// A histogram with one writer.
-#[derive(Debug)]
 pub(crate) struct Recording {
-    buckets: [AtomicU64; NR_BUCKETS],
     sum: AtomicU64,
     max: AtomicU64,
+    buckets: [AtomicU32; NR_BUCKETS],
+}
+
+// SAFETY: nothing but atomics.
+unsafe impl Zeroed for Recording {
+    #[cfg(loom)]
+    fn zeroed() -> Recording {
+        Recording { sum: Zeroed::zeroed(), max: Zeroed::zeroed(), buckets: Zeroed::zeroed() }
+    }
 }
 
 impl Recording {
-    fn new() -> Recording {
-        Recording { buckets: array::from_fn(|_| AtomicU64::new(0)), sum: AtomicU64::new(0), max: AtomicU64::new(0) }
-    }
-
     pub(crate) fn record(&self, value_ns: u64) {
-        increase(&self.buckets[bucket(value_ns)], 1);
+        // Relaxed, all of them: as in `increase`.
+        let bucket = &self.buckets[bucket(value_ns)];
+        bucket.store(bucket.load(Ordering::Relaxed).saturating_add(1), Ordering::Relaxed);
         increase(&self.sum, value_ns);
         if value_ns > self.max.load(Ordering::Relaxed) {
             self.max.store(value_ns, Ordering::Relaxed);
@@ -323,6 +381,9 @@ impl Recording {
 }
 
 /// A histogram of durations with buckets no wider than an eighth of their value.
+///
+/// The buckets are on the heap. Where there is no memory for them, all values count as in the last one: then a quantile is no
+/// more than the largest value, and [`count`](Histogram::count), [`sum`](Histogram::sum) and [`max`](Histogram::max) stay exact.
 ///
 /// # Example
 /// ```
@@ -344,32 +405,62 @@ impl Recording {
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Debug, Default)]
 pub struct Histogram {
-    buckets: [u64; NR_BUCKETS],
+    /// `None` if nothing was recorded, or there was no memory.
+    buckets: Option<Box<Buckets>>,
+    count: u64,
     sum: u64,
     max: u64,
 }
 
-impl Default for Histogram {
-    fn default() -> Histogram {
-        Histogram { buckets: [0; NR_BUCKETS], sum: 0, max: 0 }
+type Buckets = [u64; NR_BUCKETS];
+
+impl Clone for Histogram {
+    fn clone(&self) -> Histogram {
+        let mut clone = Histogram::default();
+        clone.merge(self);
+        clone
     }
 }
 
 impl Histogram {
     fn add(&mut self, recording: &Recording) {
-        for (sum, bucket) in self.buckets.iter_mut().zip(&recording.buckets) {
-            *sum += bucket.load(Ordering::Relaxed);
-        }
+        self.add_counts(recording.buckets.iter().map(|bucket| u64::from(bucket.load(Ordering::Relaxed))));
         self.sum += recording.sum.load(Ordering::Relaxed);
         self.max = self.max.max(recording.max.load(Ordering::Relaxed));
     }
 
+    /// Adds so many values to each bucket.
+    fn add_counts(&mut self, counts: impl Iterator<Item = u64>) {
+        for (index, n) in counts.enumerate().filter(|&(_, n)| n != 0) {
+            if self.count == 0 {
+                self.buckets = try_zeroed().ok();
+            }
+            self.count += n;
+            if let Some(buckets) = &mut self.buckets {
+                buckets[index] += n;
+            }
+        }
+    }
+
+    /// Whether values were recorded, and there was no memory for their buckets.
+    fn lacks_buckets(&self) -> bool {
+        self.count != 0 && self.buckets.is_none()
+    }
+
+    /// The number of values in each bucket, of a histogram that has them, if it has any values.
+    fn counts(&self) -> impl Iterator<Item = u64> {
+        (0..NR_BUCKETS).map(|index| self.buckets.as_ref().map_or(0, |buckets| buckets[index]))
+    }
+
     /// Adds what `other` recorded, as of another run.
     pub fn merge(&mut self, other: &Histogram) {
-        for (sum, bucket) in self.buckets.iter_mut().zip(&other.buckets) {
-            *sum += bucket;
+        if other.lacks_buckets() {
+            self.buckets = None;
+            self.count += other.count;
+        } else {
+            self.add_counts(other.counts());
         }
         self.sum += other.sum;
         self.max = self.max.max(other.max);
@@ -377,16 +468,19 @@ impl Histogram {
 
     /// What was recorded since `earlier` was read from the same VM. The largest value is known as exactly as the buckets are.
     pub fn since(&self, earlier: &Histogram) -> Histogram {
-        let buckets: [u64; NR_BUCKETS] =
-            array::from_fn(|index| self.buckets[index].saturating_sub(earlier.buckets[index]));
-        let last = buckets.iter().rposition(|&n| n != 0);
-        let max = last.map_or(0, |index| bucket_top(index).min(self.max));
-        Histogram { buckets, sum: self.sum.saturating_sub(earlier.sum), max }
+        let mut since = Histogram { sum: self.sum.saturating_sub(earlier.sum), ..Histogram::default() };
+        if self.lacks_buckets() || earlier.lacks_buckets() {
+            since.count = self.count.saturating_sub(earlier.count);
+        } else {
+            since.add_counts(self.counts().zip(earlier.counts()).map(|(all, before)| all.saturating_sub(before)));
+        }
+        since.max = since.buckets().last().map_or(0, |(top, _)| top.min(self.max));
+        since
     }
 
     /// Number of recorded values.
     pub fn count(&self) -> u64 {
-        self.buckets.iter().sum()
+        self.count
     }
 
     /// Sum of the recorded values, in nanoseconds.
@@ -415,11 +509,12 @@ impl Histogram {
     /// The buckets that are not empty, in order: the largest value that falls into the bucket, in nanoseconds, and the number
     /// of values recorded there.
     ///
-    /// The bounds are the same in every histogram. The last bucket, of values from about 18 minutes on, is bounded by
+    /// The bounds are the same in every histogram. The last bucket, of values from about 17 seconds on, is bounded by
     /// `u64::MAX` only.
     pub fn buckets(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
-        let counts = self.buckets.iter().enumerate();
-        counts.filter(|&(_, &n)| n != 0).map(|(index, &n)| (bucket_top(index), n))
+        let counts = self.buckets.iter().flat_map(|buckets| buckets.iter()).enumerate();
+        let known = counts.filter(|&(_, &n)| n != 0).map(|(index, &n)| (bucket_top(index), n));
+        known.chain(self.lacks_buckets().then_some((u64::MAX, self.count)))
     }
 }
 
@@ -429,7 +524,7 @@ mod tests {
 
     /// A histogram of `values`.
     fn histogram_of(values: impl IntoIterator<Item = u64>) -> Histogram {
-        let recording = Recording::new();
+        let recording: Box<Recording> = try_zeroed().unwrap();
         values.into_iter().for_each(|value| recording.record(value));
         let mut histogram = Histogram::default();
         histogram.add(&recording);
@@ -465,9 +560,9 @@ mod tests {
     #[test]
     fn the_buckets_hold_what_was_recorded() {
         assert_eq!(Histogram::default().buckets().next(), None);
-        let histogram = histogram_of([0, 7, 7, 16, 17, 18, 1 << 39, u64::MAX, u64::MAX - 1]);
-        let top_of_39 = (1 << 39) + (1 << 36) - 1;
-        let buckets = [(0, 1), (7, 2), (17, 2), (19, 1), (top_of_39, 1), (u64::MAX, 2)];
+        let histogram = histogram_of([0, 7, 7, 16, 17, 18, 1 << 33, u64::MAX, u64::MAX - 1]);
+        let top_of_33 = (1 << 33) + (1 << 30) - 1;
+        let buckets = [(0, 1), (7, 2), (17, 2), (19, 1), (top_of_33, 1), (u64::MAX, 2)];
         assert!(histogram.buckets().eq(buckets), "{histogram:?}");
         assert_eq!(histogram.buckets().map(|(_, n)| n).sum::<u64>(), histogram.count());
     }
@@ -501,6 +596,43 @@ mod tests {
         assert_eq!((merged.sum(), merged.max()), (at_once.sum(), at_once.max()));
         merged.merge(&Histogram::default());
         assert!(merged.buckets().eq(at_once.buckets()));
+    }
+
+    /// As where there was no memory.
+    fn without_buckets(histogram: &Histogram) -> Histogram {
+        Histogram { buckets: None, ..histogram.clone() }
+    }
+
+    #[test]
+    fn without_memory_for_buckets_all_values_are_in_the_last() {
+        let (known, unknown) = (histogram_of(1..=10), without_buckets(&histogram_of(100..=200)));
+        assert_eq!((unknown.count(), unknown.sum(), unknown.max()), (101, 15150, 200));
+        assert_eq!((unknown.quantile(0), unknown.quantile(500), unknown.quantile(1000)), (200, 200, 200));
+        assert!(unknown.buckets().eq([(u64::MAX, 101)]));
+        for mut both in [known.clone(), unknown.clone()] {
+            both.merge(if both.count() == 10 { &unknown } else { &known });
+            assert_eq!((both.count(), both.sum(), both.max(), both.quantile(1)), (111, 15205, 200, 200));
+            assert!(both.buckets().eq([(u64::MAX, 111)]));
+            assert!(both.clone().buckets().eq(both.buckets()));
+            let since = both.since(&known);
+            assert_eq!((since.count(), since.sum(), since.max()), (101, 15150, 200));
+        }
+        let mut none = Histogram::default();
+        none.merge(&without_buckets(&none));
+        none.merge(&known);
+        assert!(none.buckets().eq(known.buckets()));
+    }
+
+    #[test]
+    fn a_full_bucket_stays_full() {
+        let recording: Box<Recording> = try_zeroed().unwrap();
+        recording.buckets[bucket(5)].store(u32::MAX - 1, Ordering::Relaxed);
+        for _ in 0..3 {
+            recording.record(5);
+        }
+        let mut histogram = Histogram::default();
+        histogram.add(&recording);
+        assert_eq!((histogram.count(), histogram.quantile(500)), (u64::from(u32::MAX), 5));
     }
 
     #[test]

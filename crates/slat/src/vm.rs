@@ -57,10 +57,13 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// [`Error::NoShadowPaging`], [`Error::ShadowNeedsFaults`], [`Error::TooManyRoots`], [`Error::BadShadowPages`]: this
     /// configuration cannot be had.
     /// [`Error::OutOfMemory`].
+    ///
+    /// The VM is returned by value, of more than 1 KiB: it is best put into its [`Arc`] at once.
     pub fn new(host: H, config: Config) -> Result<Vm<H, F>, Error> {
         config.check::<F>()?;
         let slots = Slots::new()?;
-        Ok(Vm { tree: Tree::new(host, config)?, slots })
+        let allocated = Tree::<H, F>::allocate(&host, &config)?;
+        Ok(Vm { tree: Tree::new(host, config, allocated), slots })
     }
 
     /// The VM's surroundings.
@@ -320,7 +323,7 @@ impl<H: Host, F: Format> Vm<H, F> {
             return Err(Error::NoDirtyRing);
         }
         let record = self.tree.epochs.borrow_record()?;
-        Ok(RingsReset { tree: &self.tree, slots: &self.slots, record: &record }.reset(self.tree.rings.iter()))
+        RingsReset { tree: &self.tree, slots: &self.slots, record: &record }.reset(self.tree.rings.iter())
     }
 
     /// Takes the guest frames of `range` away from the guest until the answer is dropped: the host is going to give the
@@ -510,7 +513,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         }
         // Those that belong to no recorder: the root, and tables whose freeing was put off.
         stats.tables_allocated += 1;
-        stats.tables_freed += self.tree.nr_reclaimed();
+        stats.tables_freed += self.tree.epochs.nr_freed_tables();
         stats
     }
 

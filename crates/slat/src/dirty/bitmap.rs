@@ -10,13 +10,13 @@
 //! 2 MiB blocks (of a slot that begins at a multiple of 2 MiB) share no line. A line of the summary serves 128 MiB, and is
 //! written once for each word between two harvests.
 
+#![expect(unsafe_code, reason = "says which types are zeroed")]
+
 use alloc::boxed::Box;
 use core::hint::black_box;
 use core::ops::Range;
 
-use arrayvec::ArrayVec;
-
-use crate::boxed::{ZeroedWords, try_box};
+use crate::boxed::{Zeroed, ZeroedWords, try_box};
 use crate::error::Error;
 use crate::sync::{Ordering, fence_after_rmw};
 
@@ -49,49 +49,55 @@ fn bits(first: u64, count: u64) -> u64 {
 
 /// Pages in words of 64, in their order: those that a turn has taken.
 pub(crate) struct PageWords<const CAPACITY: usize> {
-    offsets: ArrayVec<u16, CAPACITY>,
-    bits: ArrayVec<u64, CAPACITY>,
+    len: usize,
+    offsets: [u16; CAPACITY],
+    bits: [u64; CAPACITY],
 }
 
-/// A turn's worth: the pages of 32 MiB, if all are dirty.
+// SAFETY: nothing but integers.
+unsafe impl<const CAPACITY: usize> Zeroed for PageWords<CAPACITY> {
+    #[cfg(loom)]
+    fn zeroed() -> PageWords<CAPACITY> {
+        PageWords::new()
+    }
+}
+
+/// A turn's worth: the pages of 32 MiB, if all are dirty. Too large for a stack.
 pub(crate) type TakenWords = PageWords<{ 2 * GROUP_WORDS }>;
 
 impl<const CAPACITY: usize> PageWords<CAPACITY> {
-    pub(crate) const CAPACITY: usize = CAPACITY;
-
     pub(crate) fn new() -> PageWords<CAPACITY> {
-        PageWords { offsets: ArrayVec::new(), bits: ArrayVec::new() }
+        PageWords { len: 0, offsets: [0; CAPACITY], bits: [0; CAPACITY] }
     }
 
     pub(crate) fn clear(&mut self) {
-        self.offsets.clear();
-        self.bits.clear();
+        self.len = 0;
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.offsets.is_empty()
+        self.len == 0
     }
 
     /// For each word, how many words it is behind where the counting began.
     #[inline]
     pub(crate) fn offsets(&self) -> &[u16] {
-        &self.offsets
+        &self.offsets[..self.len]
     }
 
     /// The bits of each word.
     #[inline]
     pub(crate) fn bits(&self) -> &[u64] {
-        &self.bits
+        &self.bits[..self.len]
     }
 
     /// The numbers of all pages, counted from the first of the word where the counting began.
     pub(crate) fn pages(&self) -> impl Iterator<Item = u64> {
-        let words = self.offsets.iter().zip(&self.bits);
+        let words = self.offsets().iter().zip(self.bits());
         words.flat_map(|(&offset, &bits)| SetBits(bits).map(move |bit| u64::from(offset) * PAGES_PER_WORD + bit as u64))
     }
 
     fn has_room_for(&self, nr_words: usize) -> bool {
-        self.offsets.remaining_capacity() >= nr_words
+        CAPACITY - self.len >= nr_words
     }
 
     /// Adds word number `offset` behind the last, if it has pages; or more pages to the last. There is room.
@@ -102,12 +108,13 @@ impl<const CAPACITY: usize> PageWords<CAPACITY> {
             return;
         }
         let offset = offset as u16;
-        if self.offsets.last() == Some(&offset) {
-            self.bits[self.offsets.len() - 1] |= bits;
+        if self.len != 0 && self.offsets[self.len - 1] == offset {
+            self.bits[self.len - 1] |= bits;
             return;
         }
-        self.offsets.push(offset);
-        self.bits.push(bits);
+        self.offsets[self.len] = offset;
+        self.bits[self.len] = bits;
+        self.len += 1;
     }
 }
 

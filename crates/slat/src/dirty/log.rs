@@ -65,6 +65,7 @@ use core::ops::Range;
 use super::bitmap::{self, Bitmap, PAGES_PER_WORD, TakenWords, WORDS_PER_TURN};
 use super::ring::{DirtyPage, DirtyRing};
 use crate::addr::{Gfn, GfnRange, Gpa, Level};
+use crate::boxed::try_zeroed;
 use crate::config::{Config, DirtyTracking, HugePageSplitting, ManualProtect};
 use crate::error::Error;
 use crate::format::Format;
@@ -194,11 +195,14 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     }
 
     /// Takes the log of `pages` (first and number; all if `None`) into `out`, and re-arms it. Returns the number of pages.
+    #[inline(never)]
     pub(crate) fn get(&self, pages: Option<(u64, u64)>, out: &mut [u64]) -> Result<u64, Error> {
+        let mut taken = try_zeroed()?;
         self.collect(pages, out.len())?;
         self.harvest(
             pages,
             out.len(),
+            &mut taken,
             |log, words, _, taken| log.take(words, taken),
             |reached, taken| {
                 out[reached.clone()].fill(0);
@@ -210,6 +214,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     }
 
     /// Copies the log of `pages` into `out`, and changes nothing. Returns the number of pages.
+    #[inline(never)]
     pub(crate) fn copy(&self, pages: Option<(u64, u64)>, out: &mut [u64]) -> Result<u64, Error> {
         self.collect(pages, out.len())?;
         let mut nr_pages = 0;
@@ -230,6 +235,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
 
     /// Takes those marks of `pages` that `mask` names, and re-arms them. Returns how many there were.
     pub(crate) fn clear(&self, pages: (u64, u64), mask: &[u64]) -> Result<u64, Error> {
+        let mut taken = try_zeroed()?;
         let Config { manual_protect, huge_page_splitting, .. } = self.tree.config;
         if manual_protect == ManualProtect::InitiallySet && huge_page_splitting == HugePageSplitting::Eager {
             self.split_for(pages, mask)?;
@@ -237,6 +243,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         self.harvest(
             Some(pages),
             mask.len(),
+            &mut taken,
             |log, words, done, taken| log.take_masked(words, &mask[done..], taken),
             |_, _| (),
         )
@@ -274,6 +281,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         &self,
         pages: Option<(u64, u64)>,
         bitmap_len: usize,
+        taken: &mut TakenWords,
         take: impl Fn(&Bitmap, Range<usize>, usize, &mut TakenWords) -> usize,
         mut hand_out: impl FnMut(Range<usize>, &TakenWords),
     ) -> Result<u64, Error> {
@@ -281,7 +289,6 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         let mut nr_pages = 0;
         let mut token = FlushToken::new();
         let mut narrowed = Debt::new();
-        let mut taken = TakenWords::new();
         let mut done = 0;
         let result = loop {
             tree.generations.renew_if_low(&tree.epochs, || tree.host.barrier_on_all_cpus());
@@ -291,11 +298,11 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
                 Err(error) => break Err(error),
             };
             taken.clear();
-            let reached = take(log, turn.clone(), done, &mut taken);
+            let reached = take(log, turn.clone(), done, taken);
             locked.section.visit((reached - turn.start) as u64 + taken.offsets().len() as u64 * PAGES_PER_WORD);
             let mut first = None;
             if !taken.is_empty() {
-                first = Some(self.rearm(&locked.section, &slot, turn.start, &taken, &mut token, &mut nr_pages));
+                first = Some(self.rearm(&locked.section, &slot, turn.start, taken, &mut token, &mut nr_pages));
             }
             drop(locked);
             if let (Some(first), Some(mmu)) = (first, tree.mmu(self.record)) {
@@ -303,7 +310,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
                 mmu.write_protect(taken.pages().map(|page| Gfn(first.0 + page)), &mut narrowed);
             }
             let turn_len = reached - turn.start;
-            hand_out(done..done + turn_len, &taken);
+            hand_out(done..done + turn_len, taken);
             done += turn_len;
             if reached == words.end {
                 break Ok(());

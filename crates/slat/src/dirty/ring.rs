@@ -296,6 +296,15 @@ impl DirtyRing {
         let harvested = self.harvested.load(Ordering::Acquire);
         Reset { ring: self, next: first, end: first + u64::from(self.nr_entries), harvested }
     }
+
+    /// Makes room of the entries before `reached`, whose pages a reset has given out: they are protected by now, and that is
+    /// flushed. Returns how many were not reset before.
+    pub(crate) fn finish_reset(&self, reached: u64) -> u64 {
+        // AcqRel. Release: the walk's reads of the entries come before the vCPU fills them anew; and whoever sees them
+        // reset sees their pages protected. Acquire: if another reset was faster, the caller may rely on what it protected.
+        let before = self.first.fetch_max(reached, Ordering::AcqRel);
+        reached.saturating_sub(before)
+    }
 }
 
 /// A reset under way. As an iterator it gives the pages to be protected.
@@ -324,13 +333,15 @@ impl Iterator for Reset<'_> {
 }
 
 impl Reset<'_> {
-    /// Makes room of the entries whose pages the walk has given out: they are protected by now, and that is flushed.
-    /// Returns how many were not reset before.
+    /// The first entry that was not given out: what [`DirtyRing::finish_reset`] wants to know.
+    pub(crate) fn reached(&self) -> u64 {
+        self.next
+    }
+
+    /// As [`DirtyRing::finish_reset`].
+    #[cfg(all(test, not(shuttle)))]
     pub(crate) fn finish(self) -> u64 {
-        // AcqRel. Release: the walk's reads of the entries come before the vCPU fills them anew; and whoever sees them
-        // reset sees their pages protected. Acquire: if another reset was faster, the caller may rely on what it protected.
-        let before = self.ring.first.fetch_max(self.next, Ordering::AcqRel);
-        self.next.saturating_sub(before)
+        self.ring.finish_reset(self.next)
     }
 }
 

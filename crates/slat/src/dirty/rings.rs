@@ -10,13 +10,12 @@
 #![expect(unsafe_code, reason = "rings are reached by raw pointers, which their VM keeps alive")]
 
 use alloc::boxed::Box;
-use core::array;
 use core::ptr::{self, NonNull};
 
-use super::bitmap::{PAGES_PER_WORD, TakenWords};
+use super::bitmap::{PAGES_PER_WORD, PageWords};
 use super::ring::{DIRTY_RING_RESERVE, DirtyPage, DirtyRing, MAX_DIRTY_RING_ENTRIES, MIN_DIRTY_RING_ENTRIES, Reset};
 use crate::addr::{Gfn, GfnRange};
-use crate::boxed::try_box;
+use crate::boxed::{Zeroed, try_box, try_zeroed};
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
@@ -135,7 +134,7 @@ impl Rings {
     }
 
     /// All rings, also those that no vCPU has now.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &DirtyRing> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &DirtyRing> + Clone {
         // Acquire: sees the rings.
         let mut next = self.first.load(Ordering::Acquire).cast_const();
         core::iter::from_fn(move || {
@@ -163,6 +162,22 @@ impl Drop for Rings {
 const WORDS_PER_TURN: usize = 128;
 /// Rings whose resets share a flush.
 const RINGS_PER_FLUSH: usize = 32;
+
+/// Room that a reset needs: too large for a stack.
+struct Room {
+    words: [PageWord; WORDS_PER_TURN],
+    pages: PageWords<WORDS_PER_TURN>,
+    /// Where the reset of each ring has come to.
+    reached: [u64; RINGS_PER_FLUSH],
+}
+
+// SAFETY: nothing but integers.
+unsafe impl Zeroed for Room {
+    #[cfg(loom)]
+    fn zeroed() -> Room {
+        Room { words: [PageWord::default(); WORDS_PER_TURN], pages: PageWords::new(), reached: [0; RINGS_PER_FLUSH] }
+    }
+}
 
 /// Some of 64 pages of a slot.
 #[derive(Clone, Copy, Default)]
@@ -215,28 +230,32 @@ pub(crate) struct RingsReset<'c, H: Host, F: Format> {
 impl<H: Host, F: Format> RingsReset<'_, H, F> {
     /// Protects the pages of all harvested entries of `rings`, and makes room of the entries. Returns how many it was that
     /// no other reset was faster with.
-    pub(crate) fn reset<'r>(&self, mut rings: impl Iterator<Item = &'r DirtyRing>) -> u64 {
+    pub(crate) fn reset<'r>(&self, mut rings: impl Iterator<Item = &'r DirtyRing> + Clone) -> Result<u64, Error> {
+        let mut room = try_zeroed::<Room>()?;
         let mut nr_reset = 0;
-        let mut words = [PageWord::default(); WORDS_PER_TURN];
         loop {
             let mut token = FlushToken::new();
-            let resets: [Option<Reset<'r>>; RINGS_PER_FLUSH] = array::from_fn(|_| {
-                let mut reset = rings.next()?.reset();
-                self.protect_entries(&mut reset, &mut words, &mut token);
-                Some(reset)
-            });
+            let protected = rings.clone();
+            let mut nr_rings = 0;
+            for ring in rings.by_ref().take(RINGS_PER_FLUSH) {
+                let mut reset = ring.reset();
+                self.protect_entries(&mut reset, &mut room, &mut token);
+                room.reached[nr_rings] = reset.reached();
+                nr_rings += 1;
+            }
             // Before any entry is empty: who finds it so need not flush.
             token.pay(self.tree, self.record);
-            let is_last = resets[RINGS_PER_FLUSH - 1].is_none();
-            nr_reset += resets.into_iter().flatten().map(Reset::finish).sum::<u64>();
-            if is_last {
-                return nr_reset;
+            let reached = room.reached[..nr_rings].iter();
+            nr_reset += protected.zip(reached).map(|(ring, &reached)| ring.finish_reset(reached)).sum::<u64>();
+            if nr_rings < RINGS_PER_FLUSH {
+                return Ok(nr_reset);
             }
         }
     }
 
-    /// Protects the pages of the entries that `reset` gives out, turn by turn. `words` is only room.
-    fn protect_entries(&self, reset: &mut Reset<'_>, words: &mut [PageWord; WORDS_PER_TURN], token: &mut FlushToken) {
+    /// Protects the pages of the entries that `reset` gives out, turn by turn.
+    fn protect_entries(&self, reset: &mut Reset<'_>, room: &mut Room, token: &mut FlushToken) {
+        let Room { words, pages, .. } = room;
         let mut len = 0;
         for page in reset {
             let new = PageWord::of(page);
@@ -245,7 +264,7 @@ impl<H: Host, F: Format> RingsReset<'_, H, F> {
                 Some(last) if (last.slot, last.index) == (new.slot, new.index) => last.bits |= new.bits,
                 _ => {
                     if len == WORDS_PER_TURN {
-                        self.protect(words, token);
+                        self.protect(words, pages, token);
                         len = 0;
                     }
                     words[len] = new;
@@ -254,12 +273,12 @@ impl<H: Host, F: Format> RingsReset<'_, H, F> {
             }
         }
         if len != 0 {
-            self.protect(&mut words[..len], token);
+            self.protect(&mut words[..len], pages, token);
         }
     }
 
     /// Protects the pages of `words`, in one section.
-    fn protect(&self, words: &mut [PageWord], token: &mut FlushToken) {
+    fn protect(&self, words: &mut [PageWord], pages: &mut PageWords<WORDS_PER_TURN>, token: &mut FlushToken) {
         let tree = self.tree;
         // A table is closed once at most in a turn, and its pages are taken in their order.
         let words = in_order(words);
@@ -270,7 +289,7 @@ impl<H: Host, F: Format> RingsReset<'_, H, F> {
             // A slot that was deleted, or moved, since the pages were pushed had all of them taken away and flushed, before
             // it was seen to be gone. What is at its new place, or in another slot by the same number, was pushed for itself.
             if let Some(slot) = self.slots.by_id(&locked.section, words[0].slot) {
-                self.protect_in_slot(&locked.section, slot.range(), words, token);
+                self.protect_in_slot(&locked.section, slot.range(), words, pages, token);
             }
         }
         drop(locked);
@@ -285,16 +304,23 @@ const REACH: u64 = 1 << 13;
 
 impl<H: Host, F: Format> RingsReset<'_, H, F> {
     /// Protects the pages of `words`, which are in their order, of the slot that has `range`.
-    fn protect_in_slot(&self, section: &Section<'_>, range: GfnRange, mut words: &[PageWord], token: &mut FlushToken) {
+    fn protect_in_slot(
+        &self,
+        section: &Section<'_>,
+        range: GfnRange,
+        mut words: &[PageWord],
+        pages: &mut PageWords<WORDS_PER_TURN>,
+        token: &mut FlushToken,
+    ) {
         while let Some(first) = words.first().map(|word| word.index) {
             let (near, far) = words.split_at(words.partition_point(|word| word.index - first < REACH));
-            let mut pages = TakenWords::new();
+            pages.clear();
             for word in near {
                 pages.push((word.index - first) as usize, word.bits_below(range.nr_pages()));
             }
             // Each with an admission of its own: a table may have pages in both.
             let mut protector = Protector::new(self.tree, section, range);
-            protector.protect(Gfn(range.start.0 + first * PAGES_PER_WORD), &pages, token);
+            protector.protect(Gfn(range.start.0 + first * PAGES_PER_WORD), pages, token);
             protector.finish(self.record);
             words = far;
         }

@@ -21,7 +21,7 @@ use super::flush::FlushToken;
 use super::install::Changed;
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::config::{DirtyTracking, WriteProtection};
-use crate::dirty::bitmap::{PageWords, SetBits, TakenWords, nr_bits};
+use crate::dirty::bitmap::{PageWords, SetBits, nr_bits};
 use crate::format::{Entry, Format};
 use crate::host::Host;
 use crate::stats::Counter;
@@ -39,7 +39,7 @@ const ENTRIES_PER_TURN: u64 = 4096;
 const PAGES_WORTH_CLOSING: u64 = if cfg!(shuttle) { 1 } else { 16 };
 
 /// Leaves that are looked at together.
-const PENDING_LEAVES: usize = 32;
+const PENDING_LEAVES: usize = 16;
 
 /// Pages in a word.
 const WORD_PAGES: u64 = u64::BITS as u64;
@@ -104,16 +104,6 @@ impl<'w> TablePages<'w> {
     }
 }
 
-/// The pages of `words`, of which the first word begins `shift` pages behind a multiple of 64, by words that begin there.
-fn shifted(words: &TakenWords, shift: u64) -> PageWords<{ 2 * TakenWords::CAPACITY }> {
-    let mut shifted = PageWords::new();
-    for (&offset, &bits) in words.offsets().iter().zip(words.bits()) {
-        shifted.push(usize::from(offset), bits << shift);
-        shifted.push(usize::from(offset) + 1, bits >> (WORD_PAGES - shift));
-    }
-    shifted
-}
-
 /// The pages of `range`, which has some, in the table of its first: by words, counted from the table's first.
 fn words_of_table(range: GfnRange) -> PageWords<TABLE_WORDS> {
     let block = range.start.block(Level::L2M);
@@ -170,12 +160,43 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     }
 
     /// Protects the pages of `words`, of which the first (offset 0) begins with page `first`. `token` owes the flush of them.
-    pub(crate) fn protect(&mut self, first: Gfn, words: &TakenWords, token: &mut FlushToken) {
+    pub(crate) fn protect<const CAPACITY: usize>(
+        &mut self,
+        first: Gfn,
+        words: &PageWords<CAPACITY>,
+        token: &mut FlushToken,
+    ) {
         match first.0 % WORD_PAGES {
             0 => self.protect_words(first.0 / WORD_PAGES, words, token),
             // A slot need not begin at a multiple of 64 pages: its words may lie across two of the tables'.
-            shift => self.protect_words(first.0 / WORD_PAGES, &shifted(words, shift), token),
+            shift => self.protect_shifted(first.0 / WORD_PAGES, shift, words, token),
         }
+    }
+
+    /// As [`protect_words`](Self::protect_words) for words that begin `shift` pages behind a multiple of 64: as words that
+    /// begin there, table by table.
+    fn protect_shifted<const CAPACITY: usize>(
+        &mut self,
+        first_word: u64,
+        shift: u64,
+        words: &PageWords<CAPACITY>,
+        token: &mut FlushToken,
+    ) {
+        let table_of = |offset: usize| (first_word + offset as u64) / TABLE_WORDS as u64;
+        let mut of_table = PageWords::<TABLE_WORDS>::new();
+        let mut table = None;
+        for (&offset, &bits) in words.offsets().iter().zip(words.bits()) {
+            let offset = usize::from(offset);
+            for (offset, bits) in [(offset, bits << shift), (offset + 1, bits >> (WORD_PAGES - shift))] {
+                if bits != 0 && table != Some(table_of(offset)) {
+                    self.protect_words(first_word, &of_table, token);
+                    of_table.clear();
+                    table = Some(table_of(offset));
+                }
+                of_table.push(offset, bits);
+            }
+        }
+        self.protect_words(first_word, &of_table, token);
     }
 
     fn protect_words<const CAPACITY: usize>(
@@ -302,7 +323,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     }
 
     /// Ends the turn. Returns the number of pages that were to be protected.
-    pub(crate) fn finish(mut self, record: &Record) -> u64 {
+    pub(crate) fn finish(&mut self, record: &Record) -> u64 {
         self.protect_pending();
         record.stats.add(Counter::Protected, self.nr_protected);
         record.stats.add(Counter::TablesClosed, self.nr_closed);
@@ -366,6 +387,7 @@ pub(crate) fn protect_slot<H: Host, F: Format>(tree: &Tree<H, F>, record: &Recor
             }
         }
         protector.finish(record);
+        drop(protector);
         locked.section.visit(visited);
         let yields = next < slot.end && tree.should_yield();
         drop(locked);

@@ -21,7 +21,7 @@ use crate::table::Tree;
 use crate::table::retire::Record;
 
 /// Runs of pages that one look at the bitmap takes along.
-const RUNS_PER_TURN: usize = 64;
+const RUNS_PER_TURN: usize = 32;
 
 /// Words of the bitmap looked at before the section is left for a while.
 const WORDS_PER_TURN: usize = 4096;
@@ -66,7 +66,7 @@ pub(crate) fn rescan<H: Host, F: Format>(
                 break Err(gone);
             }
             drop(section);
-            for run in runs {
+            for &run in &runs {
                 nr_withheld += run.nr_pages();
                 zap::zap_range(tree, slots, record, run, stamp, Faults::MayComeBack, &mut owed.token);
                 owed.token.owe(run);

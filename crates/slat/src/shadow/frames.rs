@@ -6,17 +6,15 @@
 //! Both lists run through the shadow pages themselves (`page`), so that no entry is made by an allocation. All of a `Frame`,
 //! and what else is said to be guarded by its lock, is changed by who holds the lock alone; hence all orders are relaxed.
 
-#![expect(unsafe_code, reason = "records are reached by raw pointers, and freed with the VM")]
+#![expect(unsafe_code, reason = "says which types are zeroed")]
 
 use alloc::boxed::Box;
-use core::array;
-use core::ptr;
 
 use super::lock::WordLock;
 use crate::addr::{Gfn, GfnRange, Level};
-use crate::boxed::try_box;
+use crate::boxed::{OnceBox, Zeroed, try_zeroed};
 use crate::error::Error;
-use crate::sync::{AtomicPtr, AtomicU32, Ordering};
+use crate::sync::{AtomicU32, Ordering};
 
 /// Entries of a node: 9 bits of the frame number, as in the tables.
 const NR_ENTRIES: usize = 512;
@@ -31,11 +29,16 @@ pub(super) struct Frame {
     count: AtomicU32,
 }
 
-impl Frame {
-    fn new() -> Frame {
-        Frame { lock: WordLock::new(), leaves: AtomicU32::new(0), pages: AtomicU32::new(0), count: AtomicU32::new(0) }
+// SAFETY: nothing but atomics; the lock is free.
+unsafe impl Zeroed for Frame {
+    #[cfg(loom)]
+    fn zeroed() -> Frame {
+        let zero = || AtomicU32::new(0);
+        Frame { lock: WordLock::new(), leaves: zero(), pages: zero(), count: zero() }
     }
+}
 
+impl Frame {
     /// Of a block: how many shadow pages are made from guest tables in it. While there are any, no leaf maps the block.
     #[inline]
     pub(super) fn nr_tables(&self) -> &AtomicU32 {
@@ -58,20 +61,24 @@ impl Frame {
 
 struct Node<Below> {
     frames: [Frame; NR_ENTRIES],
-    below: [AtomicPtr<Below>; NR_ENTRIES],
+    below: [OnceBox<Below>; NR_ENTRIES],
+}
+
+// SAFETY: nothing but frames, and places for boxes.
+unsafe impl<Below> Zeroed for Node<Below> {
+    #[cfg(loom)]
+    fn zeroed() -> Node<Below> {
+        Node { frames: Zeroed::zeroed(), below: Zeroed::zeroed() }
+    }
 }
 
 type Node4K = [Frame; NR_ENTRIES];
 type Node2M = Node<Node4K>;
 type Node1G = Node<Node2M>;
 
-fn new_node<Below>() -> Node<Below> {
-    Node { frames: array::from_fn(|_| Frame::new()), below: array::from_fn(|_| AtomicPtr::new(ptr::null_mut())) }
-}
-
 /// The frames of one VM.
 pub(super) struct Frames {
-    top: [AtomicPtr<Node1G>; NR_ENTRIES],
+    top: Box<[OnceBox<Node1G>; NR_ENTRIES]>,
 }
 
 #[inline]
@@ -79,63 +86,39 @@ fn index(gfn: Gfn, level: Level) -> usize {
     (gfn.0 / level.nr_pages()) as usize % NR_ENTRIES
 }
 
-/// The node behind `pointer`, if there is one.
-#[inline]
-fn node<T>(pointer: &AtomicPtr<T>) -> Option<&T> {
-    // Acquire: sees the node as it was made.
-    let node = pointer.load(Ordering::Acquire);
-    // SAFETY: null, or a node that `grow` has made of a box; nodes are freed with the `Frames` alone, which the caller's
-    // borrow of the pointer keeps.
-    unsafe { node.as_ref() }
-}
-
-/// The node behind `pointer`, which is made if there is none.
-fn grow<T>(pointer: &AtomicPtr<T>, new: impl FnOnce() -> T) -> Result<&T, Error> {
-    if let Some(node) = node(pointer) {
-        return Ok(node);
-    }
-    let made = Box::into_raw(try_box(new())?);
-    // Release: who finds the node sees it as it was made.
-    if pointer.compare_exchange(ptr::null_mut(), made, Ordering::AcqRel, Ordering::Acquire).is_err() {
-        // SAFETY: it came from the box just made, and nobody else has seen it.
-        drop(unsafe { Box::from_raw(made) });
-    }
-    node(pointer).ok_or(Error::OutOfMemory)
-}
-
 impl Frames {
-    pub(super) fn new() -> Frames {
-        Frames { top: array::from_fn(|_| AtomicPtr::new(ptr::null_mut())) }
+    pub(super) fn new() -> Result<Frames, Error> {
+        Ok(Frames { top: try_zeroed()? })
     }
 
     /// Makes sure that there are records of `gfn` and of the blocks that it is in.
     pub(super) fn touch(&self, gfn: Gfn) -> Result<(), Error> {
-        let node_1g = grow(&self.top[index(gfn, Level(4))], new_node)?;
-        let node_2m = grow(&node_1g.below[index(gfn, Level::L1G)], new_node)?;
-        grow(&node_2m.below[index(gfn, Level::L2M)], || array::from_fn(|_| Frame::new()))?;
+        let node_1g = self.top[index(gfn, Level(4))].get_or_make()?;
+        let node_2m = node_1g.below[index(gfn, Level::L1G)].get_or_make()?;
+        node_2m.below[index(gfn, Level::L2M)].get_or_make()?;
         Ok(())
     }
 
     /// The record of the block of `level` that `gfn` is in, if there is one.
     #[inline]
     pub(super) fn get(&self, gfn: Gfn, level: Level) -> Option<&Frame> {
-        let node_1g = node(&self.top[index(gfn, Level(4))])?;
+        let node_1g = self.top[index(gfn, Level(4))].get()?;
         if level == Level::L1G {
             return Some(&node_1g.frames[index(gfn, Level::L1G)]);
         }
-        let node_2m = node(&node_1g.below[index(gfn, Level::L1G)])?;
+        let node_2m = node_1g.below[index(gfn, Level::L1G)].get()?;
         if level == Level::L2M {
             return Some(&node_2m.frames[index(gfn, Level::L2M)]);
         }
-        Some(&node(&node_2m.below[index(gfn, Level::L2M)])?[index(gfn, Level::L4K)])
+        Some(&node_2m.below[index(gfn, Level::L2M)].get()?[index(gfn, Level::L4K)])
     }
 
     /// The records of the pages of the block of 2 MiB that `gfn` is in, if there are any.
     #[inline]
     pub(super) fn of_block(&self, gfn: Gfn) -> Option<&[Frame; NR_ENTRIES]> {
-        let node_1g = node(&self.top[index(gfn, Level(4))])?;
-        let node_2m = node(&node_1g.below[index(gfn, Level::L1G)])?;
-        node(&node_2m.below[index(gfn, Level::L2M)])
+        let node_1g = self.top[index(gfn, Level(4))].get()?;
+        let node_2m = node_1g.below[index(gfn, Level::L1G)].get()?;
+        node_2m.below[index(gfn, Level::L2M)].get()
     }
 
     /// Visits the records of all blocks that share a frame with `range`, of every size, as far as there are any.
@@ -145,44 +128,18 @@ impl Frames {
                 .map(move |block| Gfn(block * level.nr_pages()))
         };
         for top in blocks(range, Level(4)).take(NR_ENTRIES) {
-            let Some(node_1g) = node(&self.top[index(top, Level(4))]) else { continue };
+            let Some(node_1g) = self.top[index(top, Level(4))].get() else { continue };
             for gfn_1g in blocks(range.intersection(top.block(Level(4))), Level::L1G) {
                 visit(&node_1g.frames[index(gfn_1g, Level::L1G)], gfn_1g, Level::L1G);
-                let Some(node_2m) = node(&node_1g.below[index(gfn_1g, Level::L1G)]) else { continue };
+                let Some(node_2m) = node_1g.below[index(gfn_1g, Level::L1G)].get() else { continue };
                 for gfn_2m in blocks(range.intersection(gfn_1g.block(Level::L1G)), Level::L2M) {
                     visit(&node_2m.frames[index(gfn_2m, Level::L2M)], gfn_2m, Level::L2M);
-                    let Some(node_4k) = node(&node_2m.below[index(gfn_2m, Level::L2M)]) else { continue };
+                    let Some(node_4k) = node_2m.below[index(gfn_2m, Level::L2M)].get() else { continue };
                     for gfn in blocks(range.intersection(gfn_2m.block(Level::L2M)), Level::L4K) {
                         visit(&node_4k[index(gfn, Level::L4K)], gfn, Level::L4K);
                     }
                 }
             }
-        }
-    }
-}
-
-/// Frees a node, and `below` what is behind its pointers.
-fn free<T>(pointer: &mut AtomicPtr<T>, below: impl FnOnce(&mut T)) {
-    let node = pointer.load(Ordering::Relaxed);
-    if !node.is_null() {
-        // SAFETY: nodes come from boxes, and with `&mut` nobody uses them any more.
-        let mut node = unsafe { Box::from_raw(node) };
-        below(&mut node);
-    }
-}
-
-impl Drop for Frames {
-    fn drop(&mut self) {
-        for pointer in &mut self.top {
-            free(pointer, |node: &mut Node1G| {
-                for pointer in &mut node.below {
-                    free(pointer, |node: &mut Node2M| {
-                        for pointer in &mut node.below {
-                            free(pointer, |_| {});
-                        }
-                    });
-                }
-            });
         }
     }
 }

@@ -14,6 +14,7 @@
 use crate::host::Host;
 use crate::sync::{AtomicU32, Ordering, fence_after_rmw, spin_loop};
 
+/// Zero: the records that have locks are made of zeroes.
 const FREE: u32 = 0;
 const HELD: u32 = 1;
 
@@ -27,6 +28,7 @@ pub(super) struct WordLock(AtomicU32);
 pub(super) struct WordGuard<'l>(&'l WordLock);
 
 impl WordLock {
+    #[cfg(loom)]
     pub(super) fn new() -> WordLock {
         WordLock(AtomicU32::new(FREE))
     }

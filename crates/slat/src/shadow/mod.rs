@@ -113,7 +113,7 @@ impl Shadow {
     pub(crate) fn new(config: ShadowPaging) -> Result<Shadow, Error> {
         Ok(Shadow {
             config,
-            frames: Frames::new(),
+            frames: Frames::new()?,
             pages: Pages::new(config.max_pages)?,
             nr_debts: CachePadded::new(AtomicU64::new(0)),
             nr_vcpus: AtomicU64::new(0),

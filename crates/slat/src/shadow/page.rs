@@ -16,7 +16,6 @@
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;
-use core::array;
 use core::ptr;
 
 use crossbeam_utils::CachePadded;
@@ -24,7 +23,7 @@ use crossbeam_utils::CachePadded;
 use super::lock::WordLock;
 use super::role::Role;
 use crate::addr::{Gfn, Gpa, Hpa};
-use crate::boxed::{ZeroedWords, try_box};
+use crate::boxed::{Zeroed, ZeroedWords, try_zeroed};
 use crate::error::Error;
 use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
@@ -151,26 +150,30 @@ pub(super) struct ShadowPage {
     previous: [AtomicU32; NR_ENTRIES],
 }
 
-impl ShadowPage {
-    fn new() -> ShadowPage {
+// SAFETY: nothing but atomics; the lock is free.
+unsafe impl Zeroed for ShadowPage {
+    #[cfg(loom)]
+    fn zeroed() -> ShadowPage {
         ShadowPage {
             lock: WordLock::new(),
-            life: AtomicU64::new(0),
-            gfn: AtomicU64::new(0),
-            role: AtomicU64::new(0),
-            table: AtomicU64::new(0),
-            next_of_frame: AtomicU32::new(0),
-            parents: AtomicU32::new(0),
-            sync: AtomicU32::new(0),
-            tracked_generation: AtomicU32::new(0),
-            nr_writes: AtomicU32::new(0),
-            is_used: AtomicU32::new(0),
-            targets: array::from_fn(|_| AtomicU64::new(0)),
-            next: array::from_fn(|_| AtomicU32::new(0)),
-            previous: array::from_fn(|_| AtomicU32::new(0)),
+            life: Zeroed::zeroed(),
+            gfn: Zeroed::zeroed(),
+            role: Zeroed::zeroed(),
+            table: Zeroed::zeroed(),
+            next_of_frame: Zeroed::zeroed(),
+            parents: Zeroed::zeroed(),
+            sync: Zeroed::zeroed(),
+            tracked_generation: Zeroed::zeroed(),
+            nr_writes: Zeroed::zeroed(),
+            is_used: Zeroed::zeroed(),
+            targets: Zeroed::zeroed(),
+            next: Zeroed::zeroed(),
+            previous: Zeroed::zeroed(),
         }
     }
+}
 
+impl ShadowPage {
     /// The frame that it was made from; of a page that stands for a part of a large guest page, the part's first.
     #[inline]
     pub(super) fn gfn(&self) -> Gfn {
@@ -407,7 +410,7 @@ impl Pages {
                     continue;
                 }
                 if self.records[index].load(Ordering::Relaxed).is_null() {
-                    match try_box(ShadowPage::new()) {
+                    match try_zeroed() {
                         Ok(page) => self.records[index].store(Box::into_raw(page), Ordering::Release),
                         Err(error) => {
                             word.fetch_and(!(1 << bit), Ordering::Release);

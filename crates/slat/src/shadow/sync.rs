@@ -17,7 +17,7 @@ use crate::sync::{Ordering, full_fence};
 const PAGES_PER_TURN: usize = 64;
 
 /// Entries of the guest's that are read under one lock.
-const ENTRIES_PER_READ: usize = if NR_ENTRIES < 64 { NR_ENTRIES } else { 64 };
+const ENTRIES_PER_READ: usize = if NR_ENTRIES < 32 { NR_ENTRIES } else { 32 };
 
 /// Parents of one page that are looked at: with more, it is taken for one that is below everything.
 const MAX_PARENTS: usize = 16;
@@ -183,6 +183,9 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     ///
     /// The page's lock is left between one read of the guest's entries and the next, so that no vCPU waits for all 512: what is
     /// made in between is made of what the guest's entry says then.
+    ///
+    /// Never inlined: what it reads at a time is on the stack.
+    #[inline(never)]
     fn compare_page(&self, mode: GuestMode, reference: PageRef, debt: &mut Debt) -> u64 {
         let page = self.shadow.pages.get(reference.number);
         let (mut nr_compared, mut first) = (0, 0);

@@ -100,6 +100,9 @@ fn no_memory(gpa: Gpa, no_memory: NoMemory) -> Stop {
 
 impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     /// Does a part of what a page fault of the guest's at `gva` needs.
+    ///
+    /// Never inlined: the caller has other things to do, with a stack of their own.
+    #[inline(never)]
     pub(crate) fn serve(&self, view: &View<'_>, gva: Gva, access: GuestAccess) -> Result<Step, Error> {
         let mut debt = Debt::new();
         let step = match self.serve_on_known_way(view, gva, access, &mut debt) {

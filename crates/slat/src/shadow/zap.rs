@@ -116,6 +116,9 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
 
     /// Takes the right to write from the shadow leaves of `pages`, of every size: they are to be logged anew. They come in rising
     /// order. The caller owes a flush of them in any case.
+    ///
+    /// Never inlined: its batch would be on the stack of what else a harvest does.
+    #[inline(never)]
     pub(crate) fn write_protect(&self, pages: impl Iterator<Item = Gfn>, debt: &mut Debt) {
         // As in `take_away`. The caller has taken W by an atomic operation.
         fence_after_rmw();

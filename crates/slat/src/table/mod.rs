@@ -26,7 +26,7 @@ use crate::format::Format;
 use crate::host::Host;
 use crate::shadow::{Mmu, Shadow};
 use crate::stats::{Counter, is_sampled};
-use crate::sync::{AtomicU64, Lock, LockGuard, Locking, Ordering, Side};
+use crate::sync::{Lock, LockGuard, Locking, Side};
 use entry::Stamp;
 use generation::Generations;
 use published::PublishedRanges;
@@ -47,8 +47,6 @@ pub(crate) struct Tree<H: Host, F: Format> {
     pub(crate) rings: Rings,
     /// What hardware walks instead of this tree.
     pub(crate) shadow: Option<Box<Shadow>>,
-    /// Away from what faults read.
-    nr_reclaimed: CachePadded<AtomicU64>,
     format: PhantomData<F>,
 }
 
@@ -91,20 +89,27 @@ impl<H: Host> TimedHold<'_, H> {
     #[cold]
     fn record(&self) {
         let hold_ns = self.host.timestamp_ns().saturating_sub(self.start_ns);
-        self.record.stats.lock_hold_ns.record(hold_ns);
+        if let Some(times) = self.record.stats.lock_times() {
+            times.hold_ns.record(hold_ns);
+        }
     }
 }
 
 impl<H: Host, F: Format> Tree<H, F> {
-    /// A tree with an empty root.
-    pub(crate) fn new(host: H, config: Config) -> Result<Tree<H, F>, Error> {
+    /// What a tree needs of memory: an empty root, and what shadow paging knows.
+    pub(crate) fn allocate(host: &H, config: &Config) -> Result<(Hpa, Option<Box<Shadow>>), Error> {
         let shadow = match config.paging {
             Paging::SecondStage => None,
             Paging::Shadow(paging) => Some(try_box(Shadow::new(paging)?)?),
         };
-        let root = frames::new_root::<H, F>(&host).ok_or(Error::OutOfMemory)?;
+        Ok((frames::new_root::<H, F>(host).ok_or(Error::OutOfMemory)?, shadow))
+    }
+
+    /// A tree of what was allocated for it. It cannot fail, so that it can be made where it is to be: it is large for a stack.
+    #[inline]
+    pub(crate) fn new(host: H, config: Config, (root, shadow): (Hpa, Option<Box<Shadow>>)) -> Tree<H, F> {
         let fences = if host.has_barrier_on_all_cpus() { Fences::Remote } else { Fences::Both };
-        Ok(Tree {
+        Tree {
             host,
             root,
             lock: CachePadded::new(Lock::new(config.locking)),
@@ -112,12 +117,11 @@ impl<H: Host, F: Format> Tree<H, F> {
             generations: CachePadded::new(Generations::new()),
             stamps: CachePadded::new(StampCounter::new()),
             published: PublishedRanges::default(),
-            epochs: Epochs::new(fences),
+            epochs: Epochs::new(fences).with_lock_times(config.locking != Locking::None),
             rings: Rings::new(),
             shadow,
-            nr_reclaimed: CachePadded::new(AtomicU64::new(0)),
             format: PhantomData,
-        })
+        }
     }
 
     /// Host-physical address of the root table.
@@ -186,7 +190,9 @@ impl<H: Host, F: Format> Tree<H, F> {
         let start_ns = self.host.timestamp_ns();
         let guard = self.lock.acquire(&self.host, side);
         record.stats.count(Counter::LockWaits);
-        record.stats.lock_wait_ns.record(self.host.timestamp_ns().saturating_sub(start_ns));
+        if let Some(times) = record.stats.lock_times() {
+            times.wait_ns.record(self.host.timestamp_ns().saturating_sub(start_ns));
+        }
         guard
     }
 
@@ -212,26 +218,18 @@ impl<H: Host, F: Format> Tree<H, F> {
 
     /// Frees the tables whose grace period is over.
     pub(crate) fn reclaim(&self) {
-        let freed = self.epochs.reclaim_tables::<H, F>(&self.host);
-        if freed != 0 {
-            // Relaxed: a count.
-            self.nr_reclaimed.fetch_add(freed, Ordering::Relaxed);
-        }
+        self.epochs.reclaim_tables::<H, F>(&self.host);
     }
 
     /// Tables that are linked, or kept by vCPUs, about.
     pub(crate) fn nr_linked_tables(&self) -> u64 {
         let records = self.epochs.records();
         let count = |record: &Record, counter| record.stats.get(counter);
-        let (allocated, freed) = records.fold((0, self.nr_reclaimed()), |(allocated, freed): (u64, u64), record| {
-            (allocated + count(record, Counter::TablesAllocated), freed + count(record, Counter::TablesFreed))
-        });
+        let (allocated, freed) =
+            records.fold((0, self.epochs.nr_freed_tables()), |(allocated, freed): (u64, u64), record| {
+                (allocated + count(record, Counter::TablesAllocated), freed + count(record, Counter::TablesFreed))
+            });
         allocated.saturating_sub(freed).saturating_sub(self.epochs.nr_put_off_tables())
-    }
-
-    /// Tables that [`Tree::reclaim`] has freed.
-    pub(crate) fn nr_reclaimed(&self) -> u64 {
-        self.nr_reclaimed.load(Ordering::Relaxed)
     }
 }
 

@@ -23,6 +23,7 @@
 #![expect(unsafe_code, reason = "records and retired tables are reached by raw pointers")]
 
 use alloc::boxed::Box;
+use core::mem;
 use core::ptr::{self, NonNull};
 
 use crossbeam_utils::CachePadded;
@@ -30,7 +31,7 @@ use crossbeam_utils::CachePadded;
 use super::entry;
 use super::frames;
 use crate::addr::{Hpa, Level};
-use crate::boxed::try_box;
+use crate::boxed::{Zeroed, try_zeroed};
 use crate::error::Error;
 use crate::format::{Entry, Format};
 use crate::host::Host;
@@ -60,6 +61,19 @@ pub(crate) struct Record {
     resolving: AtomicPtr<()>,
     listed: CachePadded<Listed>,
     pub(crate) stats: Recorder,
+}
+
+// SAFETY: atomics whose first value is zero, a null pointer, and what is zeroed itself.
+unsafe impl Zeroed for Record {
+    #[cfg(loom)]
+    fn zeroed() -> Record {
+        Record {
+            announced: AtomicU64::new(IDLE),
+            resolving: AtomicPtr::new(ptr::null_mut()),
+            listed: CachePadded::new(Listed { in_use: AtomicBool::new(false), next: ptr::null() }),
+            stats: Zeroed::zeroed(),
+        }
+    }
 }
 
 /// What is read to find a record that is free. On lines of its own: whoever passes by must not take the owner's from it.
@@ -168,6 +182,8 @@ pub(crate) enum Fences {
 /// The list of records and the list of retired tables of one VM.
 pub(crate) struct Epochs {
     fences: Fences,
+    /// Whether records have room for the times of the VM's lock.
+    has_lock_times: bool,
     /// Starts above [`IDLE`]. Written when something is retired, read at the beginning of each section.
     era: CachePadded<AtomicU64>,
     records: AtomicPtr<Record>,
@@ -180,19 +196,29 @@ struct RetiredTables {
     first: AtomicU64,
     /// Tables that were retired and not freed yet. Only a count: it bounds, and does not protect.
     nr_put_off: AtomicU64,
+    /// Those that were freed. A count.
+    nr_freed: AtomicU64,
 }
 
 impl Epochs {
     pub(crate) fn new(fences: Fences) -> Epochs {
         Epochs {
             fences,
+            has_lock_times: false,
             era: CachePadded::new(AtomicU64::new(IDLE + 1)),
             records: AtomicPtr::new(ptr::null_mut()),
             retired_tables: CachePadded::new(RetiredTables {
                 first: AtomicU64::new(NO_TABLE.0),
                 nr_put_off: AtomicU64::new(0),
+                nr_freed: AtomicU64::new(0),
             }),
         }
+    }
+
+    /// The same, of a VM that has a lock if `has_lock`.
+    pub(crate) fn with_lock_times(mut self, has_lock: bool) -> Epochs {
+        self.has_lock_times = has_lock;
+        self
     }
 
     /// Opens a section. `record` belongs to the caller and has none open.
@@ -222,23 +248,29 @@ impl Epochs {
         }
     }
 
-    /// A record for the caller's use: one that nobody uses now, or a new one.
-    fn acquire(&self) -> Result<&Record, Error> {
-        for record in self.records() {
+    /// A record for one call: one that is free, or a new one.
+    pub(crate) fn borrow_record(&self) -> Result<RecordGuard<'_>, Error> {
+        let free = self.records().find(|record| {
             // Relaxed look first: no need to take the line for a record that is in use.
             let in_use = &record.listed.in_use;
-            if !in_use.load(Ordering::Relaxed)
+            !in_use.load(Ordering::Relaxed)
                 && in_use.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
-            {
-                return Ok(record);
-            }
+        });
+        let record = RecordGuard(match free {
+            Some(record) => record,
+            None => self.add_record()?,
+        });
+        if self.has_lock_times {
+            record.stats.make_lock_times()?;
         }
-        let mut new = try_box(Record {
-            announced: AtomicU64::new(IDLE),
-            resolving: AtomicPtr::new(ptr::null_mut()),
-            listed: CachePadded::new(Listed { in_use: AtomicBool::new(true), next: ptr::null() }),
-            stats: Recorder::new(),
-        })?;
+        Ok(record)
+    }
+
+    /// A new record, in use. Made in place: it is large for a stack.
+    #[cold]
+    fn add_record(&self) -> Result<&Record, Error> {
+        let mut new = try_zeroed::<Record>()?;
+        new.listed.in_use = AtomicBool::new(true);
         let mut head = self.records.load(Ordering::Acquire);
         loop {
             new.listed.next = head;
@@ -256,14 +288,14 @@ impl Epochs {
         }
     }
 
-    /// A record for one call.
-    pub(crate) fn borrow_record(&self) -> Result<RecordGuard<'_>, Error> {
-        self.acquire().map(RecordGuard)
-    }
-
     /// A record for a vCPU, to be given back by [`OwnedRecord::give_back`].
     pub(crate) fn take_record(&self) -> Result<OwnedRecord, Error> {
-        self.acquire().map(|record| OwnedRecord(NonNull::from(record)))
+        let record = self.borrow_record()?;
+        record.stats.make_fault_times()?;
+        let owned = OwnedRecord(NonNull::from(record.0));
+        // It stays in use.
+        mem::forget(record);
+        Ok(owned)
     }
 
     /// All records, in use or not.
@@ -356,7 +388,13 @@ impl Epochs {
         }
         self.push_tables(host, kept);
         self.retired_tables.nr_put_off.fetch_sub(freed, Ordering::Relaxed);
+        self.retired_tables.nr_freed.fetch_add(freed, Ordering::Relaxed);
         freed
+    }
+
+    /// Tables that were retired and freed.
+    pub(crate) fn nr_freed_tables(&self) -> u64 {
+        self.retired_tables.nr_freed.load(Ordering::Relaxed)
     }
 
     /// Tables that were retired and not freed yet.

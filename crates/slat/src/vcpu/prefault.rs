@@ -114,6 +114,9 @@ impl<H: Host, F: Format> Vcpu<H, F> {
 impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Maps as many of `pages`, of which the first is this fault's, as need nothing but leaves of 4 KiB in tables that are
     /// there, and lie in one slot. Returns how many from the first on are mapped by now.
+    ///
+    /// Never inlined: its batch would be on the stack of what else a prefault does.
+    #[inline(never)]
     fn pre_fault_together(&mut self, pages: impl Iterator<Item = Gfn>) -> usize {
         let Vm { tree, .. } = self.vm;
         let access = self.access;
@@ -125,7 +128,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         if cursor.move_to_entry(self.gfn, Level::L4K).is_none() {
             return 0;
         }
-        let mut batch = Batch::new(access, Missing::Stop);
+        let mut batch = Batch::<TOGETHER>::new(access, Missing::Stop);
         for gfn in pages.take(TOGETHER) {
             if !tree.whole().contains(gfn) {
                 break;

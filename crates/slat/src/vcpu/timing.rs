@@ -37,8 +37,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let run_delay_ns = host.run_delay_ns().saturating_sub(timing.start_delay_ns);
         let engine_delay_ns = run_delay_ns.saturating_sub(timing.resolve_run_delay_ns);
         let engine_ns = fault_ns.saturating_sub(timing.outside_ns);
-        stats.fault_ns.record(engine_ns + timing.resolve_ns);
-        stats.resolve_ns.record(timing.resolve_ns.saturating_sub(timing.resolve_run_delay_ns));
-        stats.guest_stall_ns.record(engine_ns.saturating_sub(engine_delay_ns));
+        let Some(times) = stats.fault_times() else { return };
+        times.fault_ns.record(engine_ns + timing.resolve_ns);
+        times.resolve_ns.record(timing.resolve_ns.saturating_sub(timing.resolve_run_delay_ns));
+        times.guest_stall_ns.record(engine_ns.saturating_sub(engine_delay_ns));
     }
 }

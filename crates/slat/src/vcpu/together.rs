@@ -16,8 +16,8 @@ use crate::table::entry::{self, Stamp};
 use crate::table::retire::Section;
 use crate::table::walk::Cursor;
 
-/// Most pages that go together: no more than a ring that is not soft-full has room for.
-pub(super) const TOGETHER: usize = 64;
+/// Most pages that go together: no more than a ring that is not soft-full has room for. They are on the stack.
+pub(super) const TOGETHER: usize = 32;
 const _: () = assert!(TOGETHER <= DIRTY_RING_RESERVE as usize);
 
 /// Stands for the entry, or the leaf, of a page for which there is nothing to install: a value that no empty entry has, and
@@ -34,21 +34,21 @@ pub(super) enum Missing {
 }
 
 /// Some pages, the entries that were seen for them, and what is to be installed there.
-pub(super) struct Batch {
+pub(super) struct Batch<const CAPACITY: usize> {
     /// What the leaves are for.
     access: Access,
     missing: Missing,
     nr_pages: usize,
-    pages: [Gfn; TOGETHER],
+    pages: [Gfn; CAPACITY],
     /// The empty entry, or [`NOTHING`] where nothing is to be installed.
-    seen: [Entry; TOGETHER],
-    leaves: [Entry; TOGETHER],
+    seen: [Entry; CAPACITY],
+    leaves: [Entry; CAPACITY],
 }
 
-impl Batch {
-    pub(super) fn new(access: Access, missing: Missing) -> Batch {
-        let nothing = [NOTHING; TOGETHER];
-        Batch { access, missing, nr_pages: 0, pages: [Gfn(0); TOGETHER], seen: nothing, leaves: nothing }
+impl<const CAPACITY: usize> Batch<CAPACITY> {
+    pub(super) fn new(access: Access, missing: Missing) -> Batch<CAPACITY> {
+        let nothing = [NOTHING; CAPACITY];
+        Batch { access, missing, nr_pages: 0, pages: [Gfn(0); CAPACITY], seen: nothing, leaves: nothing }
     }
 
     #[inline]
@@ -56,7 +56,7 @@ impl Batch {
         self.nr_pages
     }
 
-    /// Adds a page, unless there are [`TOGETHER`].
+    /// Adds a page, unless it is full.
     #[inline]
     pub(super) fn push(&mut self, gfn: Gfn, seen: Entry) {
         if let (Some(page), Some(entry)) = (self.pages.get_mut(self.nr_pages), self.seen.get_mut(self.nr_pages)) {
@@ -137,10 +137,10 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
 
     /// What small leaves are to be made of, in the slot that has this fault's page; leaves out the pages of `batch` for which
     /// that does not hold. To be asked last.
-    pub(super) fn plan_together(
+    pub(super) fn plan_together<const CAPACITY: usize>(
         &self,
         section: &Section<'_>,
-        batch: &mut Batch,
+        batch: &mut Batch<CAPACITY>,
     ) -> Option<InstallPlan<'v, H::Backing>> {
         let slot = self.vm.slots.find(section, self.gfn)?;
         let attributes = slot.attributes_of(self.gfn);
@@ -162,7 +162,11 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// Makes the leaves of `batch`: what `leaf` answers for a page with what the host has told, or follows from that for one
     /// before.
     #[inline]
-    pub(super) fn make_leaves(&self, batch: &mut Batch, leaf: impl Fn(Gfn) -> Option<(Resolved, Entry)>) {
+    pub(super) fn make_leaves<const CAPACITY: usize>(
+        &self,
+        batch: &mut Batch<CAPACITY>,
+        leaf: impl Fn(Gfn) -> Option<(Resolved, Entry)>,
+    ) {
         let mut run: Option<Run> = None;
         let entries = batch.seen.iter().zip(&mut batch.leaves);
         for (index, (&gfn, (&seen, new))) in batch.pages[..batch.nr_pages].iter().zip(entries).enumerate() {
@@ -185,7 +189,12 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// Installs the leaves of `batch`, all of which are for pages in `slot_range`; leaves out the pages that have been changed
     /// since the look. Returns the number of leaves.
     #[inline]
-    pub(super) fn install_together(&self, section: &Section<'_>, batch: &mut Batch, slot_range: GfnRange) -> u64 {
+    pub(super) fn install_together<const CAPACITY: usize>(
+        &self,
+        section: &Section<'_>,
+        batch: &mut Batch<CAPACITY>,
+        slot_range: GfnRange,
+    ) -> u64 {
         let mut cursor = Cursor::new(&self.vm.tree, section, self.gfn);
         let mut nr_leaves = 0;
         let mut any_writable = false;

@@ -50,8 +50,9 @@ fn bad_ranges<F: Format>(locking: Locking) {
         assert_eq!(vm.test_age_range(range(start, end)), Err(error));
     }
     for (start, end) in [(0, space + 1), (space, space + 1), (0, u64::MAX), (u64::MAX - 1, u64::MAX)] {
-        // The first that is beyond.
-        let error = Error::AddressTooHigh { gpa: Gfn(start.max(space)).gpa(), gpa_bits: F::GPA_BITS };
+        // The first that is beyond; the greatest address for frames that have none.
+        let gpa = Gpa(start.max(space).checked_mul(PAGE_SIZE).unwrap_or(u64::MAX));
+        let error = Error::AddressTooHigh { gpa, gpa_bits: F::GPA_BITS };
         assert_eq!(vm.invalidate_range(range(start, end)).map(drop), Err(error));
         assert_eq!(vm.age_range(range(start, end)), Err(error));
         assert_eq!(vm.test_age_range(range(start, end)), Err(error));

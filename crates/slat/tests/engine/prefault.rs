@@ -493,7 +493,7 @@ fn changed_in_the_midst<F: Format>(locking: Locking) {
 }
 each!(what_is_taken_away_in_the_midst_ends_it_there, changed_in_the_midst);
 
-/// Tables that are there are filled up, 64 pages at a time; who wants the CPU is asked for between the steps.
+/// Tables that are there are filled up, 32 pages at a time; who wants the CPU is asked for between the steps.
 fn fills_up_tables<F: Format>(locking: Locking) {
     for always_yields in [false, true] {
         let vm = trap_vm::<F>(locking);
@@ -508,7 +508,7 @@ fn fills_up_tables<F: Format>(locking: Locking) {
         assert_eq!(vcpu.pre_fault_memory(Gpa(0), 8 * MIB, Access::Write), Ok(8 * MIB));
         assert!((0..).zip(mapped(&vm, 0, 2048)).all(|(page, t)| t.is_some_and(|t| t.pfn.0 == 0x4_0001 + page)));
         assert_eq!((vm.stats().installed_4k, vm.stats().pages_4k()), (2048, 2048));
-        assert_eq!(vm.host().host.resolves.load(Ordering::SeqCst) - resolves, 32);
+        assert_eq!(vm.host().host.resolves.load(Ordering::SeqCst) - resolves, 64);
         assert!(vm.host().longest_step.load(Ordering::SeqCst) < 32);
     }
 }
