@@ -81,7 +81,7 @@ mod table {
     pub(super) fn main() {
         let arguments: Vec<String> = env::args().skip(1).collect();
         let memory = Memory::new(NR_TABLES);
-        // `cargo test --benches` passes no `--bench`: only see that it runs.
+        // `cargo test --bench` passes no `--bench`: only see that it runs (`ci/benches.sh`).
         let is_test = !arguments.iter().any(|argument| argument == "--bench");
         let options = arguments.iter().filter(|argument| !argument.starts_with("--") && *argument != "table");
         let (numbers, names): (Vec<&String>, Vec<&String>) =

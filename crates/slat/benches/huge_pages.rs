@@ -66,7 +66,7 @@ mod table {
     pub(super) fn main() {
         let arguments: Vec<String> = env::args().skip(1).collect();
         let memory = Memory::new(NR_TABLES);
-        // Without `table`: only see that it runs.
+        // Without `table`: only see that it runs (`ci/benches.sh`).
         let is_test = !arguments.iter().any(|argument| argument == "table");
         let options = arguments.iter().filter(|argument| !argument.starts_with("--") && *argument != "table");
         let (numbers, names): (Vec<&String>, Vec<&String>) =

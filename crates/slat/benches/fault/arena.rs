@@ -14,7 +14,7 @@ const BIAS: usize = 1 << 40;
 
 /// Frames that a thread takes at a time, as kernels have lists for each CPU: threads that share a line for each frame would
 /// measure that line.
-const BATCH: usize = 64;
+pub(crate) const BATCH: usize = 64;
 
 /// Threads that may have begun a batch.
 const MAX_THREADS: usize = 1024;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use criterion::{BenchmarkId, Criterion};
 use slat::Locking;
 
-use super::arena::Memory;
+use super::arena::{BATCH, Memory};
 use super::run::{Order, Shape, Times};
 use super::subjects::{self, Kind};
 
@@ -17,8 +17,9 @@ const PAGES: u64 = 1 << 15;
 const PAGES_OF_MANY: u64 = 1 << 12;
 /// More threads than CPUs, as a VM has more vCPUs than are running.
 const MANY: u64 = 64;
-/// Tables of all threads, and some.
-const NR_TABLES: usize = 4096;
+/// Tables of all threads. Each thread takes a batch at a time, that which makes the VM too, and a few more than one where it is
+/// one of few; and some may be on their way back.
+const NR_TABLES: usize = 2 * (MANY as usize + 1) * BATCH;
 const DEFAULT_REPETITIONS: usize = 61;
 
 const NONE: Kind = Kind::Slat(Locking::None);
@@ -272,8 +273,9 @@ fn report(memory: Memory, criterion: &mut Criterion) {
 pub(crate) fn main() {
     let arguments: Vec<String> = env::args().skip(1).collect();
     let memory = Memory::new(NR_TABLES);
-    // `cargo test --benches` passes no `--bench`: only see that it runs.
+    // `cargo test --bench` passes no `--bench`: only see that it runs (`ci/benches.sh`).
     if !arguments.iter().any(|argument| argument == "--bench") {
+        report(memory, &mut Criterion::default().configure_from_args());
         table(memory, &[], 1, 64);
         return;
     }
