@@ -11,7 +11,7 @@
 use std::io::{self, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -32,6 +32,10 @@ const TICK: Duration = Duration::from_millis(200);
 /// The stack of an experiment: what a main thread has.
 const STACK_BYTES: usize = 8 << 20;
 
+/// For tests of interruptions: the number of outcomes so far that an experiment hands over before it stops for ever, and says so
+/// on the standard error.
+const HOLD_AFTER: &str = "SLAT_TEST_HOLD_AFTER";
+
 /// The exit code of a process that SIGINT ended, as shells give it.
 pub(crate) const INTERRUPTED: u8 = 130;
 
@@ -50,6 +54,20 @@ struct Shared {
     live: Option<Live>,
     /// Files to remove when the process is ended in the middle.
     temporary: Mutex<Vec<PathBuf>>,
+    /// How many outcomes so far may still be handed over, for a test ([`HOLD_AFTER`]).
+    left_before_hold: Option<AtomicU64>,
+}
+
+impl Shared {
+    /// Stops this thread for ever, if a test wants it now.
+    fn hold_if_due(&self) {
+        if self.left_before_hold.as_ref().is_some_and(|left| left.load(Ordering::Relaxed) == 0) {
+            eprintln!("slat: held");
+            loop {
+                thread::park();
+            }
+        }
+    }
 }
 
 /// Locks, whoever may have panicked.
@@ -64,7 +82,8 @@ impl Session {
             View::Progress => None,
             View::Live => Some(Live::start(&bars)?),
         };
-        let shared = Shared { so_far: Mutex::default(), bars, live, temporary: Mutex::default() };
+        let left_before_hold = std::env::var(HOLD_AFTER).ok().and_then(|nr| nr.parse().ok()).map(AtomicU64::new);
+        let shared = Shared { so_far: Mutex::default(), bars, live, temporary: Mutex::default(), left_before_hold };
         Ok(Session { shared: Arc::new(shared), whole: Arc::new(|outcome| outcome) })
     }
 
@@ -77,6 +96,11 @@ impl Session {
     /// Hands over what was measured so far.
     pub(crate) fn so_far(&self, outcome: Outcome) {
         *lock(&self.shared.so_far) = Some((self.whole)(outcome));
+        if let Some(left) = &self.shared.left_before_hold {
+            // Relaxed: one experiment hands over.
+            left.fetch_sub(1, Ordering::Relaxed);
+            self.shared.hold_if_due();
+        }
     }
 
     /// Prints what is finished before the rest is.
@@ -177,6 +201,7 @@ pub(crate) fn run(
     {
         let session = session.clone();
         let body = move || {
+            session.shared.hold_if_due();
             let result = catch_unwind(AssertUnwindSafe(|| experiment(&session)));
             // The main thread waits for it, unless it was interrupted.
             drop(sender.send(Event::Ended(result)));

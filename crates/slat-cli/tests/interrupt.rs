@@ -1,35 +1,69 @@
 //! Ctrl-C, in any command: it ends soon and cleanly, with what was measured so far.
 #![allow(missing_docs)]
 
-mod common;
-
+use std::io::{BufRead, BufReader, Read};
 use std::path::PathBuf;
-use std::process::{Child, Command, Output, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::thread::{self, JoinHandle};
 
-use common::stderr;
 use serde_json::Value;
 
-/// A second, and some more for a machine on which all tests run at once.
-const SOON: Duration = Duration::from_secs(4);
-
-fn start(args: &str) -> Child {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
-    command.args(args.split_whitespace()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+/// A command whose experiment stops for ever when it has handed over the `hold_after`th outcome so far (0: before it begins):
+/// so it cannot end before it is interrupted, however fast the machine; and if it ends, the interruption did not wait for it.
+struct Held {
+    child: Child,
+    stderr: BufReader<ChildStderr>,
+    stdout: JoinHandle<String>,
+    first_line: Receiver<String>,
 }
 
-/// Sends `signal` after `delay`, and returns what came out in the end.
-#[track_caller]
-fn interrupt(mut child: Child, signal: &str, delay: Duration) -> Output {
-    thread::sleep(delay);
-    assert!(child.try_wait().unwrap().is_none(), "it has ended already");
-    let killed = Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap();
-    assert!(killed.success());
-    let sent = Instant::now();
-    let output = child.wait_with_output().unwrap();
-    assert!(sent.elapsed() < SOON, "it took {:?}", sent.elapsed());
-    output
+/// What came out of a command.
+struct Output {
+    status: ExitStatus,
+    stdout: String,
+    /// What it said after it was interrupted.
+    stderr: String,
+}
+
+impl Held {
+    fn start(args: &str, hold_after: u32) -> Held {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
+        command.env("SLAT_TEST_HOLD_AFTER", hold_after.to_string());
+        command.args(args.split_whitespace()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut pipe = BufReader::new(child.stdout.take().unwrap());
+        let (sender, first_line) = mpsc::channel();
+        // Beside the rest: the command must not wait for a reader.
+        let stdout = thread::spawn(move || {
+            let mut text = String::new();
+            pipe.read_line(&mut text).unwrap();
+            // No test need wait for it.
+            let _ = sender.send(text.clone());
+            pipe.read_to_string(&mut text).unwrap();
+            text
+        });
+        let stderr = BufReader::new(child.stderr.take().unwrap());
+        Held { child, stderr, stdout, first_line }
+    }
+
+    /// Sends `signal` when the experiment has stopped, and returns what came out in the end.
+    #[track_caller]
+    fn interrupt(mut self, signal: &str) -> Output {
+        let mut said = String::new();
+        while !said.ends_with("slat: held\n") {
+            assert_ne!(self.stderr.read_line(&mut said).unwrap(), 0, "it has ended by itself: {said}");
+        }
+        self.send(signal)
+    }
+
+    fn send(mut self, signal: &str) -> Output {
+        let killed = Command::new("kill").args([signal, &self.child.id().to_string()]).status().unwrap();
+        assert!(killed.success());
+        let mut stderr = String::new();
+        self.stderr.read_to_string(&mut stderr).unwrap();
+        Output { status: self.child.wait().unwrap(), stdout: self.stdout.join().unwrap(), stderr }
+    }
 }
 
 #[test]
@@ -58,10 +92,9 @@ fn every_experiment_ends_with_what_was_measured_so_far() {
 
 fn ends_with_what_was_measured(number: usize, args: &str) {
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("interrupted-{number}.json"));
-    let child = start(&format!("{args} --json {}", path.display()));
-    let output = interrupt(child, "-INT", Duration::from_secs(9));
-    assert_eq!(output.status.code(), Some(130), "slat {args}: {}", stderr(&output));
-    assert!(stderr(&output).contains("interrupted: what is above"), "slat {args}: {}", stderr(&output));
+    let output = Held::start(&format!("{args} --json {}", path.display()), 1).interrupt("-INT");
+    assert_eq!(output.status.code(), Some(130), "slat {args}: {}", output.stderr);
+    assert!(output.stderr.contains("interrupted: what is above"), "slat {args}: {}", output.stderr);
     assert!(!output.stdout.is_empty(), "slat {args}");
     let object: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
     assert_eq!(object["interrupted"], true, "slat {args}");
@@ -72,31 +105,31 @@ fn ends_with_what_was_measured(number: usize, args: &str) {
 #[test]
 fn before_anything_was_measured_no_file_is_left() {
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("nothing.json");
-    let child = start(&format!("demand-paging -v 1 -b 64M -k -d 100000 --json {}", path.display()));
-    let output = interrupt(child, "-TERM", Duration::from_secs(1));
+    let output = Held::start(&format!("demand-paging -v 1 -b 64K -k --json {}", path.display()), 0).interrupt("-TERM");
     assert_eq!(output.status.code(), Some(130));
-    assert_eq!(stderr(&output), "slat: interrupted before anything was measured\n");
+    assert_eq!(output.stderr, "slat: interrupted before anything was measured\n");
     assert!(!path.exists());
 }
 
 #[test]
 fn a_server_takes_its_socket_away() {
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("interrupted.socket");
-    let child = start(&format!("demand-paging --serve unix:{}", path.display()));
-    let output = interrupt(child, "-INT", Duration::from_secs(1));
-    assert_eq!(output.status.code(), Some(130));
-    assert!(String::from_utf8(output.stdout).unwrap().starts_with("Serving "));
+    // It serves until it is interrupted, and has its socket when it says so.
+    let held = Held::start(&format!("demand-paging --serve unix:{}", path.display()), 1);
+    assert!(held.first_line.recv().unwrap().starts_with("Serving "));
+    assert!(path.exists());
+    let output = held.send("-INT");
+    assert_eq!(output.status.code(), Some(130), "{}", output.stderr);
     assert!(!path.exists());
 }
 
 #[test]
 fn a_comparison_has_the_part_that_was_measured() {
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("interrupted-compare.json");
-    let child = start(&format!("compare --only S4 --json {}", path.display()));
-    let output = interrupt(child, "-INT", Duration::from_secs(8));
-    assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
+    let output = Held::start(&format!("compare --quick --only S4 --json {}", path.display()), 1).interrupt("-INT");
+    assert_eq!(output.status.code(), Some(130), "{}", output.stderr);
     let object: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
     assert_eq!((&object["experiment"], &object["interrupted"]), (&"compare".into(), &true.into()));
     assert!(!object["systems"][0]["comparisons"].as_array().unwrap().is_empty());
-    assert!(String::from_utf8(output.stdout).unwrap().contains("## S4"));
+    assert!(output.stdout.contains("## S4"));
 }

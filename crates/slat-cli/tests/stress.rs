@@ -4,86 +4,89 @@
 mod common;
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
 
 use common::slat;
 use serde_json::Value;
 
-/// Runs with `args`; expects success within a generous time, and returns what was printed.
+/// Runs with `args`; expects success, and returns what was printed.
 #[track_caller]
-fn assert_ok(args: &str, limit: Duration) -> String {
-    let begin = Instant::now();
+fn assert_ok(args: &str) -> String {
     let output = slat(args);
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(0), "slat {args}: {stderr}");
-    // It ends when it should; what is added is for a machine that is busy with other tests.
-    assert!(begin.elapsed() < limit + Duration::from_secs(30), "{:?}", begin.elapsed());
     String::from_utf8(output.stdout).unwrap()
 }
 
+/// What `run` gives for so many seconds, of which a busy machine needs more than another.
+fn in_time<T>(mut run: impl FnMut(u32) -> Option<T>) -> T {
+    (1..=10).find_map(|power| run(1 << power)).expect("not in 17 minutes")
+}
+
 #[test]
-fn two_seconds_do_and_verify_everything() {
+fn everything_is_done_and_verified() {
     let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("stress.json");
-    let output = assert_ok(&format!("stress --seconds 2 --seed 7 --json {}", path.display()), Duration::from_secs(2));
-    for line in ["Stress of 8 vCPUs", "seed 7", "Pages discarded", "Reads of the guests", "Faults", "Verified: "] {
-        assert!(output.contains(line), "no '{line}' in:\n{output}");
-    }
-    let object: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    let object = in_time(|seconds| {
+        let output = assert_ok(&format!("stress --seconds {seconds} --seed 7 --json {}", path.display()));
+        for line in ["Stress of 8 vCPUs", "seed 7", "Pages discarded", "Reads of the guests", "Faults", "Verified: "] {
+            assert!(output.contains(line), "no '{line}' in:\n{output}");
+        }
+        let object: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+        EVERYTHING.iter().all(|name| figure(&object, name) > 0.0).then_some(object)
+    });
     assert_eq!(object["experiment"], "stress");
     assert_eq!(object["config"]["seed"], 7);
     assert_eq!(object["config"]["lock"], "all");
-    let results = object["results"].as_array().unwrap();
-    let figure = |name: &str| {
-        let found: Vec<f64> = results
-            .iter()
-            .filter(|figure| figure["name"] == name)
-            .map(|figure| figure["value"].as_f64().unwrap())
-            .collect();
-        assert_eq!(found.len(), 1, "{name}");
-        found[0]
-    };
-    for name in [
-        "pages_discarded",
-        "pages_moved",
-        "pages_protected",
-        "pages_swapped_out",
-        "pages_swapped_in",
-        "invalidations_without_change",
-        "slots_created",
-        "slots_moved",
-        "slots_deleted",
-        "harvests",
-        "reads_verified",
-        "reads_beside_verified",
-        "exits_verified",
-        "poison_intact",
-        "snapshots_verified",
-        "harvests_exact",
-        "agings_exact",
-        "ranges_split",
-        "ranges_recovered",
-        "faults",
-        "flushes",
-    ] {
-        assert!(figure(name) > 0.0, "{name}");
-    }
     // Each turn has a machine, and in the end all its frames are free.
-    assert!(figure("turns") >= 1.0);
-    assert_eq!(figure("frame_accounts_zero"), figure("turns"));
+    assert!(figure(&object, "turns") >= 1.0);
+    assert_eq!(figure(&object, "frame_accounts_zero"), figure(&object, "turns"));
+}
+
+const EVERYTHING: [&str; 21] = [
+    "pages_discarded",
+    "pages_moved",
+    "pages_protected",
+    "pages_swapped_out",
+    "pages_swapped_in",
+    "invalidations_without_change",
+    "slots_created",
+    "slots_moved",
+    "slots_deleted",
+    "harvests",
+    "reads_verified",
+    "reads_beside_verified",
+    "exits_verified",
+    "poison_intact",
+    "snapshots_verified",
+    "harvests_exact",
+    "agings_exact",
+    "ranges_split",
+    "ranges_recovered",
+    "faults",
+    "flushes",
+];
+
+fn figure(object: &Value, name: &str) -> f64 {
+    let found: Vec<f64> = object["results"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter(|figure| figure["name"] == name)
+        .map(|figure| figure["value"].as_f64().unwrap())
+        .collect();
+    assert_eq!(found.len(), 1, "{name}");
+    found[0]
 }
 
 #[test]
 fn choices_narrow_the_turns() {
-    let output = assert_ok(
-        "stress --seconds 1 -v 1 --lock none --format ept --tracking faults --seed 18446744073709551615",
-        Duration::from_secs(1),
-    );
+    let output =
+        assert_ok("stress --seconds 1 -v 1 --lock none --format ept --tracking faults --seed 18446744073709551615");
     assert!(output.contains("1 turns, 1 combinations"), "{output}");
-    let output = assert_ok("stress --seconds 1 -v 40 --lock shared --format npt", Duration::from_secs(1));
+    let output = assert_ok("stress --seconds 1 -v 40 --lock shared --format npt");
     assert!(output.contains("Stress of 40 vCPUs"), "{output}");
     for format in ["stage2", "gstage", "gstage-sv39x4"] {
         let args = format!("stress --seconds 2 -v 3 --verbose --format {format}");
-        let output = assert_ok(&args, Duration::from_secs(2));
+        let output = assert_ok(&args);
         assert!(output.contains(&format!(": {format}, ")) && output.contains("6 combinations"), "{args}:\n{output}");
     }
 }
@@ -119,14 +122,15 @@ fn a_file_that_cannot_be_written_exits_with_3() {
 
 #[test]
 fn a_seed_makes_the_plan() {
-    let plan = |seed: u32| {
-        let output = assert_ok(&format!("stress --seconds 2 -v 2 --verbose --seed {seed}"), Duration::from_secs(2));
+    let plan = |seconds: u32, seed: u32| {
+        let output = assert_ok(&format!("stress --seconds {seconds} -v 2 --verbose --seed {seed}"));
         output.lines().filter(|line| line.starts_with("turn ")).map(str::to_owned).collect::<Vec<_>>()
     };
-    let (first, again, other) = (plan(5), plan(5), plan(6));
-    // How many turns there is time for is the machine's matter.
-    let nr_turns = first.len().min(again.len()).min(other.len());
-    assert!(nr_turns >= 2, "{first:?}");
-    assert_eq!(first[..nr_turns], again[..nr_turns]);
-    assert_ne!(first[..nr_turns], other[..nr_turns]);
+    in_time(|seconds| {
+        let (first, again, other) = (plan(seconds, 5), plan(seconds, 5), plan(seconds, 6));
+        // How many turns there is time for is the machine's matter.
+        let nr_turns = first.len().min(again.len()).min(other.len());
+        assert_eq!(first[..nr_turns], again[..nr_turns]);
+        (nr_turns >= 2).then(|| assert_ne!(first[..nr_turns], other[..nr_turns]))
+    });
 }

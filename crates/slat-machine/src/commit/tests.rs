@@ -25,9 +25,17 @@ enum Operation {
 
 const OPERATIONS: [Operation; 3] = [Operation::Load, Operation::Store, Operation::CompareExchange];
 
-/// Does the operation over and over; counts the times that it saw a place which was taken away.
-fn hammer(port: &Port, operation: Operation, translation: &AtomicPtr<u64>, stop: &AtomicBool) -> usize {
-    let mut violations = 0;
+/// What one CPU has done.
+#[derive(Default)]
+struct Done {
+    nr_operations: AtomicUsize,
+    /// Times that it saw a place which was taken away.
+    nr_violations: AtomicUsize,
+}
+
+/// Does the operation over and over.
+fn hammer(port: &Port, operation: Operation, translation: &AtomicPtr<u64>, stop: &AtomicBool, done: &Done) {
+    let count = |counter: &AtomicUsize| counter.store(counter.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
     let mut value = 1;
     // A TLB of one entry: the old translation is in use until the very moment of the flush.
     let mut cached = (port.generation(), translation.load(Ordering::Acquire));
@@ -43,7 +51,7 @@ fn hammer(port: &Port, operation: Operation, translation: &AtomicPtr<u64>, stop:
             match operation {
                 Operation::Load => {
                     if port.load_u64(generation, at) == Ok(OWNED) {
-                        violations += 1;
+                        count(&done.nr_violations);
                     }
                 }
                 Operation::Store => {
@@ -52,36 +60,43 @@ fn hammer(port: &Port, operation: Operation, translation: &AtomicPtr<u64>, stop:
                 // Only the owner of a place that was taken away writes the value it waits for.
                 Operation::CompareExchange => {
                     if let Ok(Ok(_)) = port.compare_exchange_u64(generation, at, OWNED, value) {
-                        violations += 1;
+                        count(&done.nr_violations);
                     }
                 }
             }
         }
+        count(&done.nr_operations);
     }
-    violations
 }
 
-/// Returns how often the rule was broken in at most `nr_flips` flips among `nr_threads` CPUs.
-fn violations(domain: &Arc<FlushDomain>, operation: Operation, nr_threads: usize, nr_flips: usize) -> usize {
+/// How far the flips of a test are.
+#[derive(Clone, Copy, Default, Debug)]
+struct Flips {
+    nr_flips: usize,
+    /// Those during which some CPU did an operation: in no other can one break the rule.
+    nr_beside_operations: usize,
+    nr_violations: usize,
+}
+
+/// Flips the translation among `nr_threads` CPUs for as long as `goes_on` says.
+fn flip(domain: &Arc<FlushDomain>, operation: Operation, nr_threads: usize, goes_on: impl Fn(&Flips) -> bool) -> Flips {
     let places = [CachePadded::new(AtomicU64::new(0)), CachePadded::new(AtomicU64::new(0))];
     let translation = CachePadded::new(AtomicPtr::new(places[0].as_ptr()));
     let stop = AtomicBool::new(false);
-    let found = AtomicUsize::new(0);
+    let cpus: Vec<CachePadded<Done>> = (0..nr_threads).map(|_| CachePadded::default()).collect();
+    let nr_operations = || cpus.iter().map(|cpu| cpu.nr_operations.load(Ordering::Relaxed)).sum::<usize>();
+    let nr_violations = || cpus.iter().map(|cpu| cpu.nr_violations.load(Ordering::Relaxed)).sum::<usize>();
+    let mut flips = Flips::default();
+    // The owner's own look: for a store, which does not know.
+    let mut nr_overwritten = 0;
     std::thread::scope(|scope| {
-        for _ in 0..nr_threads {
-            let (translation, stop, found) = (&translation, &stop, &found);
-            scope.spawn(move || {
-                let port = Port::new(domain);
-                found.fetch_add(hammer(&port, operation, translation, stop), Ordering::Relaxed);
-            });
+        for cpu in &cpus {
+            let (translation, stop) = (&translation, &stop);
+            scope.spawn(move || hammer(&Port::new(domain), operation, translation, stop, cpu));
         }
-        let begin = Instant::now();
-        for flip in 0..nr_flips {
-            // With the waiting method and many CPUs, one flush may take as long as the time slices of all of them.
-            if begin.elapsed() > BUDGET {
-                break;
-            }
-            let (old, new) = (&places[flip % 2], &places[(flip + 1) % 2]);
+        while goes_on(&flips) {
+            let nr_before = nr_operations();
+            let (old, new) = (&places[flips.nr_flips % 2], &places[(flips.nr_flips + 1) % 2]);
             new.store(0, Ordering::Release);
             translation.store(new.as_ptr(), Ordering::Release);
             domain.flush(&PAGE);
@@ -90,16 +105,27 @@ fn violations(domain: &Arc<FlushDomain>, operation: Operation, nr_threads: usize
                 black_box(old.load(Ordering::Relaxed));
             }
             // Now and then for a whole time slice, so that threads which were preempted come back and try.
-            if flip % 64 == 0 {
+            if flips.nr_flips % 64 == 0 {
                 std::thread::yield_now();
             }
             if old.load(Ordering::SeqCst) != OWNED {
-                found.fetch_add(1, Ordering::Relaxed);
+                nr_overwritten += 1;
             }
+            flips.nr_flips += 1;
+            flips.nr_beside_operations += usize::from(nr_operations() != nr_before);
+            flips.nr_violations = nr_overwritten + nr_violations();
         }
         stop.store(true, Ordering::Relaxed);
     });
-    found.into_inner()
+    Flips { nr_violations: nr_overwritten + nr_violations(), ..flips }
+}
+
+/// Returns how often the rule was broken in at most `nr_flips` flips among `nr_threads` CPUs.
+fn violations(domain: &Arc<FlushDomain>, operation: Operation, nr_threads: usize, nr_flips: usize) -> usize {
+    let begin = Instant::now();
+    // With the waiting method and many CPUs, one flush may take as long as the time slices of all of them.
+    let goes_on = |flips: &Flips| flips.nr_flips < nr_flips && begin.elapsed() <= BUDGET;
+    flip(domain, operation, nr_threads, goes_on).nr_violations
 }
 
 fn methods() -> Vec<Arc<FlushDomain>> {
@@ -145,9 +171,11 @@ fn a_broken_flush_is_noticed() {
     for domain in domains() {
         let domain = Arc::new(domain.with_defect(Defect::NoBarrier));
         for operation in OPERATIONS {
-            // Usually in the first turn; the processors may be busy with something else.
-            let is_noticed = (0..100).any(|_| violations(&domain, operation, 3, 1_000) > 0);
-            assert!(is_noticed, "{operation:?} with {}", domain.method());
+            // Usually among the first thousand that an operation runs beside. On a busy machine these may be far apart: they
+            // are counted, not the time.
+            let goes_on = |flips: &Flips| flips.nr_violations == 0 && flips.nr_beside_operations < 4_000_000;
+            let flips = flip(&domain, operation, 3, goes_on);
+            assert_ne!(flips.nr_violations, 0, "{operation:?} with {}: {flips:?}", domain.method());
         }
     }
 }

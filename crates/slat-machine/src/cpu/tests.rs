@@ -453,6 +453,11 @@ fn no_access_reaches_a_page_that_was_taken_away() {
 fn flushes_without_ranges_are_noticed() {
     for_each_way(|domain, paging| {
         let method = domain.method();
-        assert!(violations(domain.with_defect(Defect::NoRanges), paging, 100) > 0, "{method}, {paging:?}");
+        // Mostly in the first try; on a busy machine the CPUs may not run beside the flushes of a whole one.
+        let is_noticed = (0..10_000).any(|_| {
+            let domain = FlushDomain::with_method(method).unwrap();
+            violations(domain.with_defect(Defect::NoRanges), paging, 100) > 0
+        });
+        assert!(is_noticed, "{method}, {paging:?}");
     });
 }

@@ -148,28 +148,19 @@ fn a_cpu_exits_on_a_full_log_and_starts_over() {
     assert_eq!(world.harvest(), [9]);
 }
 
-/// What a run on threads has seen.
-#[derive(Debug, Default)]
-struct Seen {
-    nr_harvests: u64,
-    nr_pages: u64,
-    nr_logged: u64,
-}
-
 /// CPUs write numbers that count up, each to a word of its own in every page. Beside them one thread harvests, copies what
 /// the harvest names, and compares: a write that was done when the harvest began must be in its copy. Another thread only
 /// drains, and loses its processor while it has pages in its hands.
-fn run(domain: FlushDomain, nr_cpus: usize, budget: Duration) -> Seen {
+fn run(domain: FlushDomain, nr_cpus: usize, budget: Duration) {
     let world = World::new(domain);
     let done: Vec<Vec<AtomicU64>> = (0..nr_cpus).map(|_| (0..NR_PAGES).map(|_| AtomicU64::new(0)).collect()).collect();
     let mut copies = vec![vec![0; NR_PAGES]; nr_cpus];
     let stop = AtomicBool::new(false);
-    let nr_logged = AtomicU64::new(0);
     let started = Barrier::new(nr_cpus + 2);
-    let mut seen = Seen::default();
+    let mut nr_found = 0;
     std::thread::scope(|scope| {
         for (index, done) in done.iter().enumerate() {
-            let (world, stop, started, nr_logged) = (&world, &stop, &started, &nr_logged);
+            let (world, stop, started) = (&world, &stop, &started);
             scope.spawn(move || {
                 let mut cpu = world.cpu();
                 let mut number = 0;
@@ -186,7 +177,6 @@ fn run(domain: FlushDomain, nr_cpus: usize, budget: Duration) -> Seen {
                         break;
                     }
                 }
-                nr_logged.fetch_add(cpu.counters().nr_pages_logged, Ordering::Relaxed);
             });
         }
         scope.spawn(|| {
@@ -208,30 +198,31 @@ fn run(domain: FlushDomain, nr_cpus: usize, budget: Duration) -> Seen {
                     copy[gfn as usize] = world.memory.word(gfn as usize, index);
                 }
             }
-            seen.nr_harvests += 1;
-            seen.nr_pages += pages.len() as u64;
             for (index, (before, copy)) in before.iter().zip(&copies).enumerate() {
                 let missed = (0..NR_PAGES).find(|&gfn| copy[gfn] < before[gfn]);
                 if let Some(gfn) = missed {
                     return Err(format!("the harvest has missed a write of CPU {index} to page {gfn}"));
                 }
             }
-            Ok(())
+            Ok(pages.len())
         };
         started.wait();
         let begin = Instant::now();
         let mut result = harvest();
-        while begin.elapsed() < budget && result.is_ok() {
+        // And until there was something to find: on a busy machine that may take longer.
+        while let Ok(nr_pages) = result
+            && (begin.elapsed() < budget || nr_found + nr_pages == 0)
+        {
+            nr_found += nr_pages;
             result = harvest();
             // A harvest is so short that the CPUs might never get a processor in between.
             std::thread::yield_now();
         }
         stop.store(true, Ordering::Relaxed);
-        assert_eq!(result, Ok(()));
+        result.unwrap();
     });
     // Nobody writes any more: one harvest finds all the rest.
     let last = world.harvest();
-    seen.nr_pages += last.len() as u64;
     for gfn in last {
         for (index, copy) in copies.iter_mut().enumerate() {
             copy[gfn as usize] = world.memory.word(gfn as usize, index);
@@ -242,8 +233,6 @@ fn run(domain: FlushDomain, nr_cpus: usize, budget: Duration) -> Seen {
             assert_eq!(copy, world.memory.word(gfn, index), "page {gfn}, CPU {index}");
         }
     }
-    seen.nr_logged = nr_logged.into_inner();
-    seen
 }
 
 #[test]
@@ -255,11 +244,7 @@ fn a_harvest_has_every_write_that_was_done_when_it_began() {
                 continue;
             }
             match FlushDomain::with_method(method) {
-                Ok(domain) => {
-                    let seen = run(domain, nr_cpus, Duration::from_millis(400));
-                    assert!(seen.nr_harvests > 0 && seen.nr_pages > 0, "{method}, {nr_cpus} CPUs: {seen:?}");
-                    assert!(seen.nr_logged > 0, "{seen:?}");
-                }
+                Ok(domain) => run(domain, nr_cpus, Duration::from_millis(400)),
                 Err(why) => eprintln!("skipped: {why}"),
             }
         }

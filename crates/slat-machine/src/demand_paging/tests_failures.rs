@@ -1,5 +1,8 @@
 //! Sources and resolvers that fail: every vCPU is told, and another one goes on.
 
+use std::io::Read;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
@@ -81,6 +84,11 @@ fn memory_behind_a_userfaultfd_is_given_up_and_can_be_torn_down() {
     }
 }
 
+fn path_of(address: &PeerAddress) -> &Path {
+    let PeerAddress::Unix(path) = address else { panic!("{address} is no path") };
+    path
+}
+
 #[test]
 fn a_peer_that_goes_away_in_the_middle() {
     let directory = std::env::temp_dir().join(format!("slat-peer-{}", std::process::id()));
@@ -91,14 +99,26 @@ fn a_peer_that_goes_away_in_the_middle() {
     };
     let mut paging = DemandPaging::<Npt>::new(&small(Mode::Userfault)).unwrap();
     let first = start("first");
-    let source = SourceSpec::peer(first.address().clone());
-    let killer = thread::spawn(move || {
-        thread::sleep(Duration::from_millis(20));
+    // What is between the two lets ten pages through, and then goes: in the middle, whatever the machine does.
+    let between = directory.join("between");
+    let listener = UnixListener::bind(&between).unwrap();
+    let relay = thread::spawn(move || {
+        let (mut client, _) = listener.accept().unwrap();
+        let mut server = UnixStream::connect(path_of(first.address())).unwrap();
+        let (mut requests, mut to_server) = (client.try_clone().unwrap(), server.try_clone().unwrap());
+        let asking = thread::spawn(move || std::io::copy(&mut requests, &mut to_server));
+        // Whether the last byte of it arrives is the same.
+        let _ = std::io::copy(&mut Read::take(&mut server, 10 * (PAGE_SIZE + 64)), &mut client);
+        for stream in [&client, &server] {
+            let _ = stream.shutdown(std::net::Shutdown::Both);
+        }
+        let _ = asking.join().unwrap();
         drop(first);
     });
+    let source = SourceSpec::peer(PeerAddress::Unix(between));
     let nr_failed = all_failed(paging.run(Resolver::Source(source)), |error| matches!(error, VcpuError::Source(_)));
-    assert_eq!(nr_failed, 4, "70 pages one after the other take 70 ms");
-    killer.join().unwrap();
+    assert_eq!(nr_failed, 4);
+    relay.join().unwrap();
     let second = start("second");
     paging.run(Resolver::Source(SourceSpec::peer(second.address().clone()))).unwrap();
     assert_eq!(paging.verify().unwrap(), paging.nr_pages());
@@ -112,7 +132,10 @@ fn a_peer_that_goes_away_in_the_middle() {
 fn resolvers_that_die_one_after_the_other() {
     let mut rng = SmallRng::seed_from_u64(1);
     let mut nr_deaths = 0;
-    for _ in 0..10 {
+    let mut nr_rounds = 0;
+    // On a busy machine they may all live until the end for a while.
+    while nr_rounds < 10 || nr_deaths == 0 {
+        nr_rounds += 1;
         let config = DemandPagingConfig { nr_vcpus: 16, ..small(Mode::UserfaultRing) };
         let mut paging = DemandPaging::<Npt>::new(&config).unwrap();
         loop {
@@ -148,7 +171,6 @@ fn resolvers_that_die_one_after_the_other() {
         assert_eq!(paging.nr_there(), paging.nr_pages());
         assert_eq!(paging.verify().unwrap(), paging.nr_pages());
     }
-    assert!(nr_deaths > 0, "none died in time");
     println!("{nr_deaths} resolvers died");
 }
 

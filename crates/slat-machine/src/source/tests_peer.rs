@@ -424,7 +424,7 @@ fn an_answer_to_what_was_asked_when_another_was_overdue() {
 fn a_peer_that_could_not_send_is_not_silent() {
     const TIME_OUT: Duration = Duration::from_millis(500);
     let rogue = Rogue::answering(MAX_IN_FLIGHT, |requests| requests.iter().copied().flat_map(reply).collect());
-    let mut source = rogue.connect(TIME_OUT);
+    let mut source = rogue.connect(PATIENCE);
     for page in 0..MAX_IN_FLIGHT as u64 {
         source.request(page).expect("room for it");
     }
@@ -532,15 +532,19 @@ fn a_user_who_was_away_does_not_take_that_for_silence() {
 
 #[test]
 fn a_peer_that_was_not_asked_yet_is_not_silent() {
-    const TIME_OUT: Duration = Duration::from_millis(500);
-    let rogue = Rogue::answering(1, |requests| {
-        thread::sleep(TIME_OUT / 10);
+    let (may_answer, wait_for_it) = std::sync::mpsc::channel::<()>();
+    let rogue = Rogue::answering(1, move |requests| {
+        wait_for_it.recv().expect("a user");
         reply(requests[0])
     });
-    let mut source = rogue.connect(TIME_OUT);
+    let mut source = rogue.connect(PATIENCE);
     source.request(1).expect("room for it");
-    // Busy with something else; only now the request is sent.
-    thread::sleep(TIME_OUT);
+    // Busy with something else; only now the request is sent, and the time begins.
+    thread::sleep(Duration::from_millis(1));
+    let sent_ns = timestamp_ns();
+    assert_eq!(source.arrived(Wait::No).expect("no error"), None);
+    assert!(source.overdue_at_ns() >= sent_ns + PATIENCE.as_nanos() as u64);
+    may_answer.send(()).expect("a peer");
     assert_eq!(source.arrived(Wait::ForEver).expect("no error"), Some(1));
     take_and_verify(&mut source, 1);
     drop(source);

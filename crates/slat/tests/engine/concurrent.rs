@@ -225,7 +225,7 @@ fn dropped_backing<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        for thread in 0..8 {
+        let guest = |thread: u64| {
             let (mut guest, stop) = (Guest::new(&vm), &stop);
             scope.spawn(move || {
                 let mut random = Random::new(thread);
@@ -234,8 +234,10 @@ fn dropped_backing<F: Format>(locking: Locking) {
                     let gpa = Gpa(random.next() % 16 * PAGE_SIZE);
                     let _ = guest.try_access(gpa, Access::Write, drop);
                 }
-            });
-        }
+                guest
+            })
+        };
+        let guests: Vec<_> = (0..8).map(guest).collect();
         let start = Instant::now();
         let mut dropped = Vec::new();
         while start.elapsed() < RUN {
@@ -249,10 +251,10 @@ fn dropped_backing<F: Format>(locking: Locking) {
         }
         stop.store(true, Ordering::SeqCst);
         // No vCPU needs to be gone for that, only out of what it was in.
-        while !dropped.iter().all(|dropped| dropped.load(Ordering::SeqCst)) {
-            vm.reclaim();
-            assert!(start.elapsed() < Duration::from_secs(60), "backings are never dropped");
-        }
+        let guests: Vec<_> = guests.into_iter().map(|guest| guest.join().unwrap()).collect();
+        vm.reclaim();
+        assert!(dropped.iter().all(|dropped| dropped.load(Ordering::SeqCst)), "backings are never dropped");
+        drop(guests);
     });
     assert_no_table_is_left(&vm);
 }
@@ -298,13 +300,9 @@ fn busy_slot<F: Format>(locking: Locking) {
         let start = Instant::now();
         while start.elapsed() < RUN || done.iter().any(|done| done.load(Ordering::SeqCst) == 0) {
             std::thread::sleep(Duration::from_millis(1));
-            if start.elapsed() > Duration::from_secs(60) {
-                break;
-            }
         }
         stop.store(true, Ordering::SeqCst);
     });
-    assert!(done.iter().all(|done| done.load(Ordering::SeqCst) > 0), "{done:?}");
     vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
     assert_no_table_is_left(&vm);
 }

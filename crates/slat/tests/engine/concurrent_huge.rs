@@ -27,6 +27,8 @@ use slat::{
 
 /// How long each configuration runs.
 const RUN: Duration = Duration::from_millis(120);
+/// No machine is so slow that what ends by itself has not ended by then.
+const HANG: Duration = Duration::from_secs(1800);
 
 const BIG: u64 = 512;
 const HUGE: u64 = 512 * 512;
@@ -389,7 +391,7 @@ impl<F: Format> World<F> {
         let (over, is_over) = channel::<()>();
         // A fault that goes round for ever ends with no check.
         std::thread::spawn(move || {
-            if is_over.recv_timeout(Duration::from_secs(60)) == Err(RecvTimeoutError::Timeout) {
+            if is_over.recv_timeout(HANG) == Err(RecvTimeoutError::Timeout) {
                 eprintln!("some thread never comes back");
                 std::process::abort();
             }

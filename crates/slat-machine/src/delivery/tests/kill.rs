@@ -228,17 +228,21 @@ fn killed_at_any_moment_nothing_is_lost_and_nothing_filled_twice() {
             });
         }
         let _says_over = SaysOver(&is_over);
+        let nr_told = || nr_errors.iter().map(|count| count.load(Ordering::Relaxed)).sum::<u64>();
         for kill in 0..NR_KILLS {
             let before = nr_pages.load(Ordering::Relaxed);
             wait_until("pages come", || nr_pages.load(Ordering::Relaxed) != before);
             // Spread over 5 ms; what the threads do then is chance enough.
             thread::sleep(Duration::from_micros(u64::from(kill) * 2_654_435_761 % 5000));
+            let told_before = nr_told();
             drop(process.take());
             wait_until("its end is seen", || !world.delivery.is_attached());
+            // Who asks without a resolver is told; the next one is not there before that.
+            wait_until("its end is told", || nr_told() != told_before);
             process = Some(Process::attach(&world, 1 + kill % 2, "5"));
         }
     });
-    // Who waited when it was killed got an error. (A vCPU that was at work just then finds the next one.)
+    // Who waited when it was killed got an error.
     let nr_errors: u64 = nr_errors.iter().map(|count| count.load(Ordering::Relaxed)).sum();
     assert!(nr_errors >= u64::from(NR_KILLS), "{nr_errors} errors in {NR_KILLS} kills");
 }

@@ -220,10 +220,14 @@ fn a_resolver_that_never_answers_is_a_time_out() {
 #[test]
 fn a_resolver_that_eats_signals_holds_nobody() {
     let world = World::new(1, 64);
-    let (raw, mut port) = (Raw::new(&world), world.ports().remove(0));
+    let (mut raw, mut port) = (Raw::new(&world), world.ports().remove(0));
     let resolver = Arc::clone(&raw.resolver);
     thread::scope(|scope| {
         let vcpu = scope.spawn(move || port.fetch(3, 0));
+        // Not before it has asked, or it would be told that there is none.
+        while raw.take().is_none() {
+            thread::yield_now();
+        }
         // All signals, also while the session is ended and for a while after that.
         for turn in 0..200 {
             resolver.wakers[0].drain();

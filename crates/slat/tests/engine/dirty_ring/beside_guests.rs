@@ -179,11 +179,10 @@ fn a_vcpu_whose_ring_nobody_reads_stands_still_and_the_others_go_on() {
     let world = World::<Npt>::new(Config::default(), 256);
     world.set(LOG);
     world.beside_guests(3, || {
-        let start = Instant::now();
-        while world.nr_full.load(Ordering::Relaxed) < 1000 && start.elapsed() < Duration::from_secs(20) {
+        // Each guest that writes on fills its ring, however long that takes.
+        while world.nr_full.load(Ordering::Relaxed) < 1000 {
             std::thread::yield_now();
         }
-        assert!(world.nr_full.load(Ordering::Relaxed) >= 1000, "no ring was full");
         let entries: u64 = world.vm.dirty_rings().map(|ring| u64::from(ring.is_soft_full())).sum();
         assert!(entries >= 1);
         world.migrate_twice();

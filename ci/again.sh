@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# The README's test command again and again: `ci/again.sh N` runs it N times, every other time beside a load on each CPU, and
+# then once on one CPU. It ends with the first run that fails, and says where its output is. By hand: it takes long.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+nr_runs=${1:?how many times}
+logs=${CARGO_TARGET_DIR:-target}/again
+rm -rf "$logs"
+mkdir -p "$logs"
+cargo test --workspace --no-run
+
+load=()
+unload() {
+    if [ ${#load[@]} != 0 ]; then kill "${load[@]}" 2>/dev/null || true; fi
+    load=()
+}
+trap unload EXIT
+
+# `NAME COMMAND...`
+run() {
+    local name=$1 log="$logs/$1.log"
+    shift
+    if "$@" cargo test --workspace >"$log" 2>&1; then
+        echo "again: $name: passed"
+    else
+        echo "again: FAILED: $name, see $log"
+        grep -E '^test .* FAILED$|panicked at' "$log" || tail "$log"
+        exit 1
+    fi
+}
+
+for ((number = 1; number <= nr_runs; number++)); do
+    if ((number % 2 == 0)); then
+        for ((cpu = 0; cpu < $(nproc); cpu++)); do
+            while :; do :; done &
+            load+=($!)
+        done
+        run "$number-loaded" env
+        unload
+    else
+        run "$number" env
+    fi
+done
+run one-cpu taskset -c 0
