@@ -93,7 +93,11 @@ impl<F: Format> Scene<F> {
         access: Access,
     ) -> Result<Outcome, Error> {
         self.measure(self.fault, || {
-            addresses.into_iter().fold(Ok(Outcome::Resume), |_, gpa| vcpu.handle_fault(Gpa(gpa), access))
+            let mut last = Ok(Outcome::Resume);
+            for gpa in addresses {
+                last = vcpu.handle_fault(Gpa(gpa), access);
+            }
+            last
         })
     }
 }
@@ -168,7 +172,7 @@ fn second_stage<F: Format>(name: &str, host: StackHost, config: Config, ring_ent
 
     // All else that goes: a slot moves, others are deleted.
     scene.set_region(1, NOWHERE, SMALL_BYTES, MemoryRegionFlags::LOG_DIRTY_PAGES, None);
-    assert_eq!(scene.set_region_with(1, HUGE, SMALL_BYTES, MemoryRegionFlags::empty(), None, None).is_err(), true);
+    assert!(scene.set_region_with(1, HUGE, SMALL_BYTES, MemoryRegionFlags::empty(), None, None).is_err());
     for slot in 0..4 {
         scene.set_region(slot, 0, 0, MemoryRegionFlags::empty(), None);
     }
