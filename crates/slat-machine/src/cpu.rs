@@ -38,7 +38,7 @@ use std::marker::PhantomData;
 use slat::{Access, Exit, Format, Gfn, GfnRange, Gpa, Gva, Host, Hpa, Outcome, PageSize, Vcpu};
 use thiserror::Error;
 
-pub(crate) use self::kept::flush_local;
+pub use self::kept::flush_local;
 use self::kept::{KeptFaults, take_local_flush};
 use crate::commit::{Generation, Port, Stale};
 use crate::modification_log::ModificationLog;
@@ -58,7 +58,8 @@ pub(crate) const STUCK_FAULTS: u64 = 1 << 22;
 
 /// Who handles second-stage faults: the engine's [`Vcpu`], or a test.
 pub trait FaultHandler {
-    /// Handles a second-stage fault: see [`Vcpu::handle_fault`].
+    /// Handles a second-stage fault: see [`Vcpu::handle_fault`]. Where the format needs it
+    /// ([`Format::NEEDS_LOCAL_FLUSH`]), it ends with [`flush_local`].
     ///
     /// # Errors
     /// The engine's.

@@ -91,8 +91,9 @@
 //!   is preempted: each fault returns at once, and the guest comes back. Faults beside the range, and other invalidations of
 //!   it, go on.
 //! - **A VM that asks for a lock** ([`Locking::Shared`], [`Locking::Exclusive`]): its calls wait for the holder.
-//! - **Shadow paging.** Each guest frame and each shadow table has a lock, which is held for some dozen instructions: a thread
-//!   that needs the same one waits for a holder that was preempted.
+//! - **Shadow paging.** Each guest frame and each shadow table has a lock: a thread that needs the same one waits for a holder that
+//!   was preempted. Most are held for a few dozen instructions; longer while a table is compared or taken away. A fault that meets
+//!   an emulated write to the same guest table does not wait: it returns, and the guest comes back.
 //!
 //! # How much stack each call takes
 //! An optimized build for x86-64 takes at most 2 KiB of stack for any call, and 1 KiB for [`Vcpu::handle_fault`] (2 KiB with

@@ -31,6 +31,13 @@ unsafe impl GlobalAlloc for Counting {
         unsafe { System.alloc(layout) }
     }
 
+    // The default writes the zeroes, and so makes all of it resident.
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        LIVE_BYTES.fetch_add(layout.size() as u64, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         LIVE_BYTES.fetch_sub(layout.size() as u64, Ordering::Relaxed);
         // SAFETY: the caller's promise.
@@ -241,4 +248,42 @@ fn slots_that_come_and_go_behind_an_open_section_hold_a_bounded_amount_of_memory
     vm.reclaim();
     let held = live_bytes() - before;
     assert!(held <= MIB, "{held} bytes stay");
+}
+
+/// Bytes of this process that are in memory.
+fn resident_bytes() -> u64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    statm.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * PAGE_SIZE
+}
+
+#[test]
+fn a_slot_that_moves_takes_no_memory_for_marks() {
+    let _counts = COUNTS.lock();
+    // 2^30 pages: a log of 128 MiB, and 2 MiB for its summary.
+    let size_bytes = 4 << 40;
+    let all = size_bytes / PAGE_SIZE;
+    for manual_protect in [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet] {
+        let config = Config::default().with_manual_protect(manual_protect);
+        let vm = Arc::new(Vm::<TableHost, Npt>::new(TableHost::default(), config).unwrap());
+        let at = |backing, start| MemoryRegion { guest_phys_addr: Gpa(start), ..slot(0, LOG, backing, size_bytes) };
+        vm.set_user_memory_region(at(Some(()), 0)).unwrap();
+        let before = resident_bytes();
+        for start in [size_bytes, 0, 1 << 30] {
+            vm.set_user_memory_region(at(None, start)).unwrap();
+            assert_eq!(vm.nr_marked_dirty(), Ok(all), "all pages have another address");
+        }
+        let taken = resident_bytes().saturating_sub(before);
+        println!("{manual_protect:?}: three moves make {taken} bytes resident");
+        assert!(taken <= 16 * MIB, "{taken} bytes are resident");
+        // The log at the new place is the one that is taken, and that faults mark.
+        let mut bitmap = [0; 2];
+        assert_eq!(vm.get_dirty_log_range(0, 128, 128, &mut bitmap), Ok(128));
+        if manual_protect != ManualProtect::Disabled {
+            assert_eq!(vm.clear_dirty_log(0, 128, 128, &bitmap), Ok(128));
+        }
+        assert_eq!(vm.get_dirty_log_range(0, 128, 128, &mut bitmap), Ok(0));
+        let mut vcpu = vm.create_vcpu().unwrap();
+        assert_eq!(vcpu.handle_fault(Gpa((1 << 30) + 130 * PAGE_SIZE), Access::Write), Ok(Outcome::Resume));
+        assert_eq!((vm.get_dirty_log_range(0, 128, 128, &mut bitmap), bitmap), (Ok(1), [1 << 2, 0]));
+    }
 }

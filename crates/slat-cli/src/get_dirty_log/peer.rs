@@ -26,7 +26,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use slat::{Access, Gfn, GfnRange, Gpa, Hpa, Level, Outcome, PAGE_SHIFT};
 use slat_machine::commit::{FlushDomain, Port};
-use slat_machine::cpu::{Cpu, FaultHandler};
+use slat_machine::cpu::{Cpu, FaultHandler, flush_local};
 use slat_machine::memory::Backing;
 use slat_machine::phys;
 use slat_machine::tlb::Geometry;
@@ -267,6 +267,9 @@ impl<F: HardwareFormat> FaultHandler for PeerVcpu<F> {
         fence(Ordering::SeqCst);
         section.log().mark(page);
         drop(mmu);
+        if F::NEEDS_LOCAL_FLUSH {
+            flush_local(gpa);
+        }
         Ok(Outcome::Resume)
     }
 

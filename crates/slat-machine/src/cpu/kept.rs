@@ -46,8 +46,9 @@ thread_local! {
     static LOCAL_FLUSH: Cell<Option<Gpa>> = const { Cell::new(None) };
 }
 
-/// The CPU that the calling thread runs forgets the page at `gpa` before it goes on: for the host.
-pub(crate) fn flush_local(gpa: Gpa) {
+/// The CPU that the calling thread runs forgets the page at `gpa` before it goes on: for hosts, and whatever else handles
+/// its faults.
+pub fn flush_local(gpa: Gpa) {
     LOCAL_FLUSH.set(Some(gpa));
 }
 

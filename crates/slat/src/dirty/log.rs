@@ -44,8 +44,8 @@
 //! # Logging that ends and begins again
 //! A slot keeps its log when it ceases to log: so one that begins and ends to log again and again,
 //! behind a section that stays open, takes no more memory each time. Enabling clears the marks of
-//! the last time before it publishes the flag. Where all bits are set from the beginning, it
-//! publishes a new log with the flag, as a move does.
+//! the last time before it publishes the flag; where all bits are set from the beginning, it marks
+//! all pages after it has published the flag.
 //!
 //! A call that found the slot in the last time may still use the log. If it marks a page then, the
 //! page is reported although no CPU has written it since: no harm. If it takes marks, it re-arms

@@ -107,7 +107,7 @@ impl Prepared {
 }
 
 /// Puts `prepared` where it belongs below the cursor's entry `value`, as [`install`] does with a leaf.
-#[inline]
+#[inline(always)]
 pub(crate) fn link<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
     host: &H,

@@ -9,6 +9,7 @@ use crate::host::Host;
 use crate::second_stage::install::{self, Changed, NewLeaf, Prepared, Rights};
 use crate::second_stage::{split, zap};
 use crate::sync::{Side, fence_after_rmw};
+use crate::table::Tree;
 use crate::table::entry::{self, Stamp, State};
 use crate::table::retire::Section;
 use crate::table::walk::Cursor;
@@ -36,7 +37,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     }
 
     /// [`install_on_empty`](Self::install_on_empty) for an entry that was of level `highest`, and empty with `seen`.
-    #[inline]
+    #[inline(always)]
     pub(super) fn install_on_empty_in(
         &mut self,
         section: &Section<'_>,
@@ -49,8 +50,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         // Another stamp: the range was taken away since the look. A higher or lower entry than then: the leaf may not fit,
         // or need more tables than were taken.
         if stamp != seen || cursor.level() > highest || cursor.level() < leaf.level {
-            if stamp != seen && cursor.level() <= highest {
-                self.refine(&cursor, value, stamp, &leaf);
+            if stamp != seen {
+                self.refine(section, highest, leaf.level, leaf.pfn);
             }
             return Err(Changed);
         }
@@ -58,22 +59,30 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     }
 
     /// Makes sure that this fault gets through beside invalidations of its neighbours, which give a stamp to the whole empty
-    /// entry at the cursor, again and again. The entry, `value` with `stamp`, is replaced by the tables that were taken for
-    /// `leaf`, whose entries are all empty with that stamp. They say the same, piece by piece, so nothing has to be looked at
-    /// before. From then on only what is invalidated in the block of `leaf` overtakes this fault; if even that is too much,
-    /// the next leaf is a small one.
+    /// entry that both are in, again and again. The entry, of level `highest` at most, is replaced by the tables that were
+    /// taken for a leaf of `leaf_level`, whose entries are all empty with the stamp that the entry has. They say the same,
+    /// piece by piece, so nothing has to be looked at before. From then on only what is invalidated in the block of the leaf
+    /// overtakes this fault; if even that is too much, the next leaf is a small one.
+    ///
+    /// It walks anew: the caller's cursor must stay in registers.
     #[cold]
-    pub(super) fn refine(&mut self, cursor: &Cursor<'_, H, F>, value: Entry, stamp: Stamp, leaf: &NewLeaf) {
+    #[inline(never)]
+    pub(super) fn refine(&mut self, section: &Section<'_>, highest: Level, leaf_level: Level, pfn: Pfn) {
         self.nr_overtaken = self.nr_overtaken.saturating_add(1);
+        let Tree { host, published, .. } = &self.vm.tree;
+        let mut cursor = Cursor::new(&self.vm.tree, section, self.gfn);
+        let (value, State::Empty(stamp)) = cursor.descend_to_lowest() else { return };
+        let level = cursor.level();
+        if level > highest || level <= leaf_level {
+            return;
+        }
         // Where a break must come before a make, the entry has to be flushed by now. A zap flushes what it has emptied before
         // it withdraws its range; one that keeps no fault out says so in the stamp.
-        let is_flushed = !F::BREAK_BEFORE_MAKE
-            || !stamp.is_unflushed()
-                && self.vm.tree.published.free_level(self.gfn, cursor.level()) == Some(cursor.level());
-        if cursor.level() > leaf.level && is_flushed {
-            let empty = Prepared::empty(stamp, leaf.level, leaf.pfn);
+        let is_flushed = || !stamp.is_unflushed() && published.free_level(self.gfn, level) == Some(level);
+        if !F::BREAK_BEFORE_MAKE || is_flushed() {
+            let empty = Prepared::empty(stamp, leaf_level, pfn);
             // If the entry has changed once more, the next look finds out.
-            let _: Result<(), Changed> = install::link(cursor, &self.vm.tree.host, self.tables, value, stamp, empty);
+            let _: Result<(), Changed> = install::link(&cursor, host, self.tables, value, stamp, empty);
         }
     }
 

@@ -296,8 +296,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
         let (value, State::Empty(stamp)) = cursor.descend_to_lowest() else { return Err(Changed) };
         if stamp != seen || cursor.level() > plan.level || cursor.level() < level {
-            if stamp != seen && cursor.level() <= plan.level {
-                self.refine(&cursor, value, stamp, &first);
+            if stamp != seen {
+                self.refine(&locked.section, plan.level, first.level, first.pfn);
             }
             return Err(Changed);
         }

@@ -130,7 +130,9 @@ impl<H: Host, F: Format> Vm<H, F> {
         }
         let begins_to_log = begins.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
         // The log of the last time, if it is to be used again. See `dirty/log.rs`.
-        if let Some(log) = claim.log_of(&before).filter(|_| begins_to_log && attachments.log.is_none()) {
+        let kept_log = claim.log_of(&before).filter(|_| begins_to_log);
+        let is_marked_at_first = self.tree.config.manual_protect == ManualProtect::InitiallySet;
+        if let Some(log) = kept_log.filter(|_| !is_marked_at_first) {
             log.clear_all();
         }
         let after = before.changed(range, flags, attachments);
@@ -143,6 +145,11 @@ impl<H: Host, F: Format> Vm<H, F> {
         if let Err(error) = published {
             after.discard_change(&before);
             return Err(error);
+        }
+        if let Some(log) = kept_log.filter(|_| is_marked_at_first) {
+            // A store-load pair, see `dirty/log.rs`.
+            full_fence();
+            log.mark(0, range.nr_pages());
         }
         if moves {
             return Ok(());
@@ -223,11 +230,12 @@ impl<H: Host, F: Format> Vm<H, F> {
             let logs = before.is_some_and(|before| before.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES));
             let moves = before.is_some_and(|before| before.range != range);
             let has_log = claim.is_some_and(|claim| claim.log_of(&claim.entry).is_some());
-            // See `dirty/log.rs`, "Slots that move".
+            // See `dirty/log.rs`: "Slots that move", "Logging that ends and begins again".
             let new: Option<fn(u64) -> Result<Box<Bitmap>, Error>> = match self.tree.config.manual_protect {
                 _ if logs => moves.then_some(Bitmap::new_marked),
+                _ if has_log => None,
                 ManualProtect::InitiallySet => Some(Bitmap::new_marked),
-                ManualProtect::Disabled | ManualProtect::Enabled => (!has_log).then_some(Bitmap::new),
+                ManualProtect::Disabled | ManualProtect::Enabled => Some(Bitmap::new),
             };
             attachments.log = new.map(|new| new(range.nr_pages())).transpose()?;
         }
