@@ -15,8 +15,8 @@ Split:       does the slot log? -> table i is filled with the parts, W only if n
 Cancel:      ('r': each entry is frozen) each leaf is reported -> a stamp is taken -> broken -> empty, unflushed.
 Fault (small, big: of what size the host allows; a write to page 0, small1: 1): entry (broken: cancel) -> published
              ranges -> unflushed: flush -> exchange on the very value -> flags -> mark. Empty with another stamp, not
-             unflushed: published ranges (none: where one is, the flush may be still to come) -> a table with that stamp
-             takes its place. A leaf without W: gets it -> flags -> mark.
+             unflushed: published ranges (none has the page: where one has it, the flush may be still to come) -> a table
+             with that stamp takes its place. A leaf without W: gets it -> flags -> mark.
 Instead:     a huge leaf is replaced by itself: stamp -> empty, unflushed -> counter as at the look: the leaf.
 Invalidator: publish -> stamp -> walk -> flush -> the host frees the frames -> withdraw. inval: both pages, plain
              stamps; unlink: and the table; inval0: page 0, huge leaf: split; oom0: without memory: the leaf goes as a
@@ -220,7 +220,9 @@ def step(state, i):
             else:
                 beside = (put(seen, 2, 0),) * 2
                 yield go('mark', (block,), P=('T', len(T)), T=T + (put(beside, own, ('L', frames[own], 1, 0)),))
-        elif pc == 'refine-ranges': yield go('end' if s.published and BUG != 'refine-published' else 'refine', loc)
+        elif pc == 'refine-ranges': 
+            held = any(own in PAGES[threads[n][0]] for n in s.published)
+            yield go('end' if held and BUG != 'refine-published' else 'refine', loc)
         elif pc == 'refine':
             if P != loc[0]: yield go('end')
             else: yield go('end', P=('T', len(T)), T=T + ((put(P, 2, 0),) * 2,))
@@ -312,7 +314,7 @@ table+recover+recover+small split+split+small
 inval+inval0 split+inval0 split+small+inval0 table+recover+small+big table+recover+oom0+small split+oom0+small+small
 split+inval+small table+recover+inval+cpu table+recover+unlink+small split+inval+cpu+small split+small+big+inval+cpu
 oom0+small1 oom0+small1+small1 table+recover+oom0+small1 table+recover+small+oom0+small1 split+small+oom0+small1
-instead+small1+inval0 split+small+inval0+small1 split+small1+big+instead'''
+instead+small1+inval0 split+small+inval0+small1 split+small1+big+instead empty+inval+inval0+small1 split+small1+big+inval0'''
 
 if __name__ == "__main__":
     main([tuple(c.split('+')) for c in CONFIGURATIONS.split()], make, step, wrong)

@@ -31,7 +31,7 @@ pub(crate) fn try_box<T>(value: T) -> Result<Box<T>, Error> {
 ///
 /// # Safety
 /// Memory of zeroes is a valid value of the type, other than under loom, whose atomics are more than their value. There
-/// [`Zeroed::zeroed`] makes it.
+/// `zeroed` makes it.
 pub(crate) unsafe trait Zeroed: Sized {
     /// The value that memory of zeroes is elsewhere.
     #[cfg(loom)]

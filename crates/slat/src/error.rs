@@ -342,7 +342,8 @@ pub enum Error {
         /// The number of entries that was asked for.
         nr_entries: u32,
     },
-    /// Dirty rings are enabled while the VM has no vCPU, and no huge pages are being put back.
+    /// Dirty rings are enabled while the VM has no vCPU, and no huge pages are being put back or, in formats that break before
+    /// they make, split.
     #[error("dirty rings cannot be enabled: the VM has vCPUs")]
     VcpusExist,
     /// Dirty rings were enabled before.

@@ -266,7 +266,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// [`Error::BadRingSize`], [`Error::RingNeedsPageFaults`], [`Error::DirtyRingEnabled`],
     /// [`Error::OutOfMemory`].
     /// [`Error::VcpusExist`]: also while another thread puts huge pages back
-    /// ([`recover_range`](Vm::recover_range)).
+    /// ([`recover_range`](Vm::recover_range)), or splits them in a format with
+    /// [`Format::BREAK_BEFORE_MAKE`].
     ///
     /// # Example
     /// ```
@@ -335,8 +336,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// through each leaf. Faults inside the range make the guest try again, those outside do not notice. Any number of
     /// invalidations may run at once, also of the same pages.
     ///
-    /// It blocks on nothing but [`Host::allocate_table`] (where the range covers a part of a large entry) and
-    /// [`Host::flush`], and on the VM's lock if there is one.
+    /// It blocks on nothing but [`Host::flush`], and on the VM's lock if there is one.
     ///
     /// # Errors
     /// [`Error::EmptyRange`], [`Error::AddressTooHigh`]; [`Error::OutOfMemory`]: there is no room to publish the range.

@@ -162,8 +162,8 @@ pub(crate) fn parts_of<F: Format>(config: &Config, value: Entry, level: Level) -
 ///
 /// Who protects passes the broken entry by. So the parts may be written if the leaf might be, but only where the slot does not
 /// log before the break; and when they are linked, this reads the slot's flags again and marks all of them if it logs by then,
-/// as a recovery does with what it makes writable (`recover`). Rings have no room for so many: then the first write of each part
-/// gives the right back.
+/// as a recovery does with what it makes writable (`recover`). Rings have no room for so many: where there are rings, the first
+/// write of each part gives the right back; and where the parts keep it, no rings are enabled before they are marked.
 pub(crate) fn split_by_breaking<H: Host, F: Format>(
     tree: &Tree<H, F>,
     slots: &Slots<H::Backing>,
@@ -173,13 +173,14 @@ pub(crate) fn split_by_breaking<H: Host, F: Format>(
     value: Entry,
     level: Level,
 ) -> Result<(), Changed> {
+    let without_rings = tree.rings.keep_out();
     let locked = tree.enter(record, Side::Read);
     let mut cursor = Cursor::new(tree, &locked.section, gfn);
     if cursor.descend_to_lowest().0 != value || cursor.level() != level {
         return Err(Changed);
     }
     let block = cursor.block();
-    let keeps_write = slots.find(&locked.section, gfn).is_some_and(|slot| !slot.logs()) && !tree.rings.are_enabled();
+    let keeps_write = without_rings.is_some() && slots.find(&locked.section, gfn).is_some_and(|slot| !slot.logs());
     let whole = if keeps_write || !F::is_present(value) { value } else { Entry(value.0 & !F::WRITABLE) };
     let table = install::prepare_parts::<H, F>(&tree.host, tables, whole, level);
     let broken = entry::broken(F::address(table, level), Breaking::Split);

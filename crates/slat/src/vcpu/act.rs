@@ -76,9 +76,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         if level > highest || level <= leaf_level {
             return;
         }
-        // Where a break must come before a make, the entry has to be flushed by now. A zap flushes what it has emptied before
-        // it withdraws its range; one that keeps no fault out says so in the stamp.
-        let is_flushed = || !stamp.is_unflushed() && published.free_level(self.gfn, level) == Some(level);
+        // Where a break must come before a make, the entry has to be flushed by now. A zap that has taken something away there
+        // and not flushed yet says so in the stamp; unless its range covers the entry, and so this page, and is published.
+        let is_flushed = || !stamp.is_unflushed() && published.free_level(self.gfn, Level::L4K).is_some();
         if !F::BREAK_BEFORE_MAKE || is_flushed() {
             let empty = Prepared::empty(stamp, leaf_level, pfn);
             // If the entry has changed once more, the next look finds out.

@@ -1,7 +1,5 @@
 //! Slots: how they are made, changed and deleted, and what a change of their flags takes with it.
 
-use alloc::boxed::Box;
-
 use super::Vm;
 use crate::addr::{Gfn, GfnRange};
 use crate::boxed::try_box;
@@ -79,6 +77,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         result
     }
 
+    #[inline(never)]
     fn create_slot(&self, record: &Record, region: MemoryRegion<H::Backing>, range: GfnRange) -> Result<(), Error> {
         let attachments = self.attachments_for(&region, range, None)?;
         let MemoryRegion { slot: id, flags, backing, .. } = region;
@@ -208,6 +207,9 @@ impl<H: Host, F: Format> Vm<H, F> {
     }
 
     /// What a slot needs that becomes what `region`, of `range`, says, and that it has not yet, if it is `claim`'s.
+    ///
+    /// Never inlined, as `create_slot`: what it makes would be on the stack below the walks of a change.
+    #[inline(never)]
     fn attachments_for(
         &self,
         region: &MemoryRegion<H::Backing>,
@@ -231,13 +233,14 @@ impl<H: Host, F: Format> Vm<H, F> {
             let moves = before.is_some_and(|before| before.range != range);
             let has_log = claim.is_some_and(|claim| claim.log_of(&claim.entry).is_some());
             // See `dirty/log.rs`: "Slots that move", "Logging that ends and begins again".
-            let new: Option<fn(u64) -> Result<Box<Bitmap>, Error>> = match self.tree.config.manual_protect {
-                _ if logs => moves.then_some(Bitmap::new_marked),
+            let nr_pages = range.nr_pages();
+            attachments.log = match self.tree.config.manual_protect {
+                _ if logs && !moves => None,
+                _ if logs => Some(Bitmap::new_marked(nr_pages)?),
                 _ if has_log => None,
-                ManualProtect::InitiallySet => Some(Bitmap::new_marked),
-                ManualProtect::Disabled | ManualProtect::Enabled => Some(Bitmap::new),
+                ManualProtect::InitiallySet => Some(Bitmap::new_marked(nr_pages)?),
+                ManualProtect::Disabled | ManualProtect::Enabled => Some(Bitmap::new(nr_pages)?),
             };
-            attachments.log = new.map(|new| new(range.nr_pages())).transpose()?;
         }
         Ok(attachments)
     }

@@ -51,7 +51,7 @@ fn bad_ranges<F: Format>(locking: Locking) {
     }
     for (start, end) in [(0, space + 1), (space, space + 1), (0, u64::MAX), (u64::MAX - 1, u64::MAX)] {
         // The first that is beyond; the greatest address for frames that have none.
-        let gpa = Gpa(start.max(space).checked_mul(PAGE_SIZE).unwrap_or(u64::MAX));
+        let gpa = Gpa(start.max(space).saturating_mul(PAGE_SIZE));
         let error = Error::AddressTooHigh { gpa, gpa_bits: F::GPA_BITS };
         assert_eq!(vm.invalidate_range(range(start, end)).map(drop), Err(error));
         assert_eq!(vm.age_range(range(start, end)), Err(error));

@@ -1,7 +1,10 @@
 //! Rings that are enabled when the VM had vCPUs and has none any more: what these left writable is
 //! protected.
 
+use slat::Stage2;
+
 use super::*;
+use crate::common::Call;
 
 #[test]
 fn rings_are_refused_while_a_vcpu_exists_and_not_after() {
@@ -59,4 +62,27 @@ fn left_writable<F: Format>(locking: Locking) {
             end(&vm, &[0, 1]);
         }
     }
+}
+
+/// What links the parts of a broken leaf for writing marks them in no ring.
+#[test]
+fn rings_are_refused_while_a_leaf_is_broken_whose_parts_can_be_written() {
+    let vm = Arc::new(Vm::<TestHost, Stage2>::new(TestHost::default(), Config::default()).unwrap());
+    vm.set_user_memory_region(region(0, 0, 4 * MIB, 512, PageSize::Size2M)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    write(&mut vcpu, 3);
+    drop(vcpu);
+    let other = Arc::clone(&vm);
+    vm.host().overtake(Call::Flush, 1, move || assert_eq!(other.enable_dirty_ring(1024), Err(Error::VcpusExist)));
+    assert_eq!(vm.split_range(GfnRange::new(Gfn(0), 512), PageSize::Size4K), Ok(1));
+    assert!(vm.host().was_overtaken() && is_writable(&vm, 7));
+    // Once they are linked, whatever comes finds them.
+    vm.enable_dirty_ring(1024).unwrap();
+    vm.set_user_memory_region(change(0, LOG, 0, 4 * MIB)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    write(&mut vcpu, 7);
+    assert_eq!(harvest(&vm), pages_of(0, [7]));
+    assert_eq!(vm.reset_dirty_rings(), Ok(1));
+    drop(vcpu);
+    end(&vm, &[0]);
 }
