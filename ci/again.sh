@@ -41,4 +41,6 @@ for ((number = 1; number <= nr_runs; number++)); do
         run "$number" env
     fi
 done
-run one-cpu taskset -c 0
+# The first that this process may run on.
+cpus=$(taskset -cp $$ | sed 's/.*: *//')
+run one-cpu taskset -c "${cpus%%[,-]*}"

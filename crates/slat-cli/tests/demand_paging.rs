@@ -5,10 +5,10 @@
 mod common;
 
 use std::fs;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{assert_ok, assert_refused, slat, stderr};
 use serde_json::Value;
@@ -296,7 +296,7 @@ fn the_matrix_has_every_row_of_the_published_tables() {
 /// A run that takes its time, with its resolver's process number.
 fn slow_run() -> (std::process::Child, u32) {
     let args = "demand-paging -v 2 -b 64M -k -s shmem --delivery ring -d 1000000";
-    let slat = Command::new(env!("CARGO_BIN_EXE_slat"))
+    let mut slat = Command::new(env!("CARGO_BIN_EXE_slat"))
         .args(args.split_whitespace())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -304,6 +304,11 @@ fn slow_run() -> (std::process::Child, u32) {
         .unwrap();
     let threads = format!("/proc/{}/task", slat.id());
     let resolver = eventually(|| {
+        if let Some(status) = slat.try_wait().unwrap() {
+            let mut said = String::new();
+            slat.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+            panic!("it has ended by itself, {status}: {said}");
+        }
         // It is a child of the thread that runs the experiment.
         let children = |thread: fs::DirEntry| fs::read_to_string(thread.path().join("children")).ok();
         let text: String = fs::read_dir(&threads).ok()?.flatten().filter_map(children).collect();
@@ -312,17 +317,23 @@ fn slow_run() -> (std::process::Child, u32) {
         let command = fs::read(format!("/proc/{child}/cmdline")).ok()?;
         String::from_utf8_lossy(&command).contains("resolver").then_some(child)
     });
-    (slat, resolver)
+    if resolver.is_none() {
+        slat.kill().unwrap();
+        slat.wait().unwrap();
+    }
+    (slat, resolver.expect("no resolver was started"))
 }
 
-#[track_caller]
-fn eventually<T>(mut look: impl FnMut() -> Option<T>) -> T {
-    loop {
+/// What `look` finds in the end; `None` if it has found nothing for ten minutes: no machine is so slow.
+fn eventually<T>(mut look: impl FnMut() -> Option<T>) -> Option<T> {
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_secs(600) {
         if let Some(found) = look() {
-            return found;
+            return Some(found);
         }
         std::thread::sleep(Duration::from_millis(5));
     }
+    None
 }
 
 #[test]
@@ -331,7 +342,7 @@ fn no_resolver_is_left_behind() {
     // Not even a chance to clean up.
     slat.kill().unwrap();
     slat.wait().unwrap();
-    eventually(|| (!is_alive(resolver)).then_some(()));
+    eventually(|| (!is_alive(resolver)).then_some(())).expect("the resolver is left behind");
 }
 
 /// Whether a process runs: one that has ended and that nobody has asked about does not.
@@ -343,9 +354,12 @@ fn is_alive(process: u32) -> bool {
 
 #[test]
 fn a_resolver_that_dies_is_an_error_and_no_hang() {
-    let (slat, resolver) = slow_run();
+    let (mut slat, resolver) = slow_run();
     let killed = Command::new("kill").args(["-KILL", &resolver.to_string()]).status().unwrap();
     assert!(killed.success());
+    if eventually(|| slat.try_wait().unwrap()).is_none() {
+        slat.kill().unwrap();
+    }
     let output = slat.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(3), "{}", stderr(&output));
     assert!(stderr(&output).contains("resolver"), "{}", stderr(&output));

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
@@ -14,9 +15,12 @@ use serde_json::Value;
 struct Held {
     child: Child,
     stderr: BufReader<ChildStderr>,
-    stdout: JoinHandle<String>,
+    stdout: Option<JoinHandle<String>>,
     first_line: Receiver<String>,
 }
+
+/// The longest that a command takes to end: no machine is so slow.
+const LONGEST_END: Duration = Duration::from_secs(120);
 
 /// What came out of a command.
 struct Output {
@@ -44,7 +48,7 @@ impl Held {
             text
         });
         let stderr = BufReader::new(child.stderr.take().unwrap());
-        Held { child, stderr, stdout, first_line }
+        Held { child, stderr, stdout: Some(stdout), first_line }
     }
 
     /// Sends `signal` when the experiment has stopped, and returns what came out in the end.
@@ -57,12 +61,31 @@ impl Held {
         self.send(signal)
     }
 
+    #[track_caller]
     fn send(mut self, signal: &str) -> Output {
         let killed = Command::new("kill").args([signal, &self.child.id().to_string()]).status().unwrap();
         assert!(killed.success());
+        let sent = Instant::now();
+        let status = loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                break status;
+            }
+            // It is killed when `self` goes.
+            assert!(sent.elapsed() < LONGEST_END, "it goes on for {LONGEST_END:?} after {signal}");
+            thread::sleep(Duration::from_millis(5));
+        };
         let mut stderr = String::new();
         self.stderr.read_to_string(&mut stderr).unwrap();
-        Output { status: self.child.wait().unwrap(), stdout: self.stdout.join().unwrap(), stderr }
+        Output { status, stdout: self.stdout.take().unwrap().join().unwrap(), stderr }
+    }
+}
+
+/// Whatever has failed, no command goes on behind its test.
+impl Drop for Held {
+    fn drop(&mut self) {
+        // SIGKILL; it may have ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 

@@ -466,7 +466,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
                 if self.paging == Paging::Off && F::keeps(fault) {
                     self.kept.keep(fault);
                 }
-                // What somebody else's fault on this thread has left is not meant for this CPU.
+                // What another CPU's fault on this thread has left is not meant for this CPU.
                 let _ = take_local_flush();
                 let outcome = self.handler.handle_fault(fault.gpa, fault.access);
                 // What is cached of other pages of a larger one stays: it may have been cached in parts.

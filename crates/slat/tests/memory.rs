@@ -6,6 +6,7 @@
 #![allow(unsafe_code, reason = "a counting allocator, and the host's contract")]
 
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -18,6 +19,15 @@ use slat::{
 
 static LIVE_BYTES: AtomicU64 = AtomicU64::new(0);
 
+thread_local! {
+    /// What this thread has allocated, less what it has freed: the main thread of the test harness allocates at any time.
+    static THREAD_BYTES: Cell<i64> = const { Cell::new(0) };
+}
+
+fn count_in_thread(bytes: i64) {
+    THREAD_BYTES.set(THREAD_BYTES.get() + bytes);
+}
+
 /// One test at a time counts.
 static COUNTS: Mutex<()> = Mutex::new(());
 
@@ -27,6 +37,7 @@ struct Counting;
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         LIVE_BYTES.fetch_add(layout.size() as u64, Ordering::Relaxed);
+        count_in_thread(layout.size() as i64);
         // SAFETY: the caller's promise.
         unsafe { System.alloc(layout) }
     }
@@ -34,12 +45,14 @@ unsafe impl GlobalAlloc for Counting {
     // The default writes the zeroes, and so makes all of it resident.
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         LIVE_BYTES.fetch_add(layout.size() as u64, Ordering::Relaxed);
+        count_in_thread(layout.size() as i64);
         // SAFETY: the caller's promise.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         LIVE_BYTES.fetch_sub(layout.size() as u64, Ordering::Relaxed);
+        count_in_thread(-(layout.size() as i64));
         // SAFETY: the caller's promise.
         unsafe { System.dealloc(pointer, layout) }
     }
@@ -135,12 +148,12 @@ fn vcpu_bytes<F: Format>(locking: Locking) -> u64 {
     .unwrap();
     // The first finds the record of the call above.
     let first = vm.create_vcpu().unwrap();
-    let before = LIVE_BYTES.load(Ordering::Relaxed);
+    let before = THREAD_BYTES.get();
     let mut vcpu = vm.create_vcpu().unwrap();
     for page in 0..1024 {
         assert_eq!(vcpu.handle_fault(Gpa(page * PAGE_SIZE), Access::Write), Ok(Outcome::Resume));
     }
-    let bytes = LIVE_BYTES.load(Ordering::Relaxed) - before;
+    let bytes = u64::try_from(THREAD_BYTES.get() - before).unwrap();
     assert_ne!(vm.stats().fault_ns.count(), 0);
     drop((first, vcpu));
     bytes

@@ -105,7 +105,7 @@ fn flip(domain: &Arc<FlushDomain>, operation: Operation, nr_threads: usize, goes
                 black_box(old.load(Ordering::Relaxed));
             }
             // Now and then for a whole time slice, so that threads which were preempted come back and try.
-            if flips.nr_flips % 64 == 0 {
+            if flips.nr_flips % 16 == 0 {
                 std::thread::yield_now();
             }
             if old.load(Ordering::SeqCst) != OWNED {
@@ -172,8 +172,12 @@ fn a_broken_flush_is_noticed() {
         let domain = Arc::new(domain.with_defect(Defect::NoBarrier));
         for operation in OPERATIONS {
             // Usually among the first thousand that an operation runs beside. On a busy machine these may be far apart: they
-            // are counted, not the time.
-            let goes_on = |flips: &Flips| flips.nr_violations == 0 && flips.nr_beside_operations < 4_000_000;
+            // are counted, and the time ends it only where hardly any come.
+            let begin = Instant::now();
+            let goes_on = |flips: &Flips| {
+                let has_time = begin.elapsed() < Duration::from_secs(120);
+                flips.nr_violations == 0 && flips.nr_beside_operations < 4_000_000 && has_time
+            };
             let flips = flip(&domain, operation, 3, goes_on);
             assert_ne!(flips.nr_violations, 0, "{operation:?} with {}: {flips:?}", domain.method());
         }

@@ -13,6 +13,18 @@ use crate::modification_log::{ModificationLogs, NR_ENTRIES};
 
 const NR_PAGES: usize = 512;
 
+/// The longest that harvests wait for something to find: no machine is so slow.
+const LONGEST_WAIT: Duration = Duration::from_secs(600);
+
+/// Stops the threads beside it when it goes, also because a check has failed.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Read, write, execute, memory type write back.
 const LEAF: u64 = 0b111 | 6 << 3;
 const DIRTY: u64 = 1 << 9;
@@ -166,6 +178,7 @@ fn run(domain: FlushDomain, nr_cpus: usize, budget: Duration) {
                 let mut number = 0;
                 let mut random = index as u64 + 1;
                 started.wait();
+                let _stop = Stop(stop);
                 loop {
                     random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                     let gfn = (random >> 33) % NR_PAGES as u64;
@@ -181,6 +194,7 @@ fn run(domain: FlushDomain, nr_cpus: usize, budget: Duration) {
         }
         scope.spawn(|| {
             started.wait();
+            let _stop = Stop(&stop);
             while !stop.load(Ordering::Relaxed) {
                 world.logs.drain(&world.domain, &mut |written| {
                     std::thread::yield_now();
@@ -207,18 +221,21 @@ fn run(domain: FlushDomain, nr_cpus: usize, budget: Duration) {
             Ok(pages.len())
         };
         started.wait();
+        let stopper = Stop(&stop);
         let begin = Instant::now();
         let mut result = harvest();
         // And until there was something to find: on a busy machine that may take longer.
         while let Ok(nr_pages) = result
             && (begin.elapsed() < budget || nr_found + nr_pages == 0)
+            && !stop.load(Ordering::Relaxed)
         {
+            assert!(begin.elapsed() < LONGEST_WAIT, "no page was written in {LONGEST_WAIT:?}");
             nr_found += nr_pages;
             result = harvest();
             // A harvest is so short that the CPUs might never get a processor in between.
             std::thread::yield_now();
         }
-        stop.store(true, Ordering::Relaxed);
+        drop(stopper);
         result.unwrap();
     });
     // Nobody writes any more: one harvest finds all the rest.

@@ -215,25 +215,25 @@ fn walks_are_counted<F: HardwareFormat>(paging: Paging, reads_per_walk: u64) {
     let total = machine.run(reading).unwrap().total();
     assert_eq!(machine.walk_reads().since(before), total.walk_reads);
     assert_eq!(total.nr_faults, 0);
-    if total.nr_restarts == 0 {
-        assert_eq!(total.walk_reads.local + total.walk_reads.remote, reads_per_walk * total.nr_walks);
-        assert_eq!(
-            total.walk_reads.leaf_table_local + total.walk_reads.leaf_table_remote,
-            leaf_reads_per_walk * total.nr_walks
-        );
-    }
+    // A walk that is restarted may have read a part of its entries, all or none: the access walks again.
+    let nr_short = |nr_reads: u64, per_walk: u64| (per_walk * total.nr_walks).checked_sub(nr_reads).unwrap();
+    assert!(
+        nr_short(total.walk_reads.local + total.walk_reads.remote, reads_per_walk)
+            <= reads_per_walk * total.nr_restarts
+    );
+    let nr_leaf_reads = total.walk_reads.leaf_table_local + total.walk_reads.leaf_table_remote;
+    assert!(nr_short(nr_leaf_reads, leaf_reads_per_walk) <= leaf_reads_per_walk * total.nr_restarts);
     if paging == Paging::Off {
         // Leaf tables lie with the memory, and that with its CPU.
         assert_eq!(total.walk_reads.leaf_table_remote, 0);
-        // A walk that was restarted may have read its leaf before.
-        assert!(total.nr_restarts != 0 || total.walk_reads.leaf_table_local == total.nr_walks);
         // The upper tables lie on one of the two nodes.
         assert!(total.walk_reads.remote > 0);
         // Of the other parts the leaf tables are remote.
         let shared = Program { sharing: Sharing::Overlapping, ..reading };
         let total = machine.run(shared).unwrap().total();
         let nr_leaf_reads = total.walk_reads.leaf_table_local + total.walk_reads.leaf_table_remote;
-        assert!(total.nr_restarts != 0 || nr_leaf_reads == total.nr_walks);
+        // No walk reads its leaf twice, and only one that is restarted may not have come to it.
+        assert!(nr_leaf_reads <= total.nr_walks && total.nr_walks - nr_leaf_reads <= total.nr_restarts, "{total:?}");
         assert!(total.walk_reads.leaf_table_remote > 0);
     }
 }

@@ -1,5 +1,7 @@
 //! The machine with the engine: guests that verify what they read, and the dirty log against what they wrote.
 
+use std::time::Instant;
+
 use slat::{Config, DirtyTracking, Ept, Format, Host, Locking, Npt, PAGE_SIZE, Stage2, Sv39x4, Sv48x4};
 
 use super::*;
@@ -8,6 +10,9 @@ use crate::guest::{Order, Sharing, value};
 use crate::memory::BackingKind;
 
 const KIB: u64 = 1 << 10;
+
+/// The longest that a test waits for a write: no machine is so slow.
+const LONGEST_WAIT: Duration = Duration::from_secs(600);
 
 pub(super) fn small() -> MachineConfig {
     MachineConfig { nr_vcpus: 4, bytes_per_vcpu: 256 * KIB, nr_slots: 2, ..MachineConfig::default() }
@@ -120,8 +125,9 @@ fn harvests_while_guests_write_lose_nothing() {
         let running = machine.start(program).unwrap();
         let mut nr_seen = 0;
         let mut turn = 0;
+        let begin = Instant::now();
         // And until something was written: on a busy machine that may take longer.
-        while turn < 200 || nr_seen == 0 {
+        while turn < 200 || (nr_seen == 0 && begin.elapsed() < LONGEST_WAIT) {
             turn += 1;
             running.advance_round();
             // A harvest is so short that the virtual CPUs might never get a processor in between.
@@ -134,6 +140,7 @@ fn harvests_while_guests_write_lose_nothing() {
             }
         }
         let report = running.stop().unwrap();
+        assert!(nr_seen > 0, "no page was written in {LONGEST_WAIT:?}");
         assert!(report.total().nr_accesses > 0);
         // Written after the last harvest, all of it, and nothing else.
         for page in dirty_pages(&machine) {

@@ -97,8 +97,8 @@ fn each_level_can_deny() {
     (1..=5).for_each(|level| check_level(5, level, at_in_five_levels(0)));
 }
 
-/// What is in the TLB permits nothing that the tables do not, and no walk is done for what it permits, whoever came before: until
-/// a page fault.
+/// What is in the TLB permits nothing that the tables do not, and no walk is done for what it permits,
+/// whichever access filled it: until a page fault.
 #[test]
 fn cached_rights_hold_for_everybody() {
     for page in pages() {

@@ -49,11 +49,11 @@ pub(super) fn touch(memory: &Backing, page: u64, access: Access) -> JoinHandle<R
     thread::spawn(move || memory.resolve(page * PAGE_SIZE, access, &|_| panic!("its frames are fixed")))
 }
 
-/// The next fault, which has to come.
+/// The next fault, which has to come: in ten minutes, on any machine.
 fn next_fault(userfaultfd: &Userfaultfd) -> Fault<'_> {
     let mut poll = libc::pollfd { fd: userfaultfd.as_fd().as_raw_fd(), events: libc::POLLIN, revents: 0 };
     // SAFETY: one descriptor, which outlives the call.
-    let nr_ready = unsafe { libc::poll(&raw mut poll, 1, -1) };
+    let nr_ready = unsafe { libc::poll(&raw mut poll, 1, 600_000) };
     assert_eq!((nr_ready, poll.revents), (1, libc::POLLIN), "no fault was reported");
     let Some(Event::Fault(fault)) = userfaultfd.read_event().unwrap() else { panic!("not a fault") };
     fault

@@ -161,6 +161,9 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
     }
 
     /// Looks for a table at `level` from `start` on.
+    ///
+    /// Never inlined, as `try_recover`: what it needs of the stack is free again when a flush is paid.
+    #[inline(never)]
     fn look(&self, start: Gfn, range: GfnRange, level: Level) -> Look<'r, H::Backing> {
         let (tree, record) = (self.tree, self.record);
         let section = tree.epochs.enter(record);
@@ -218,6 +221,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
     }
 
     /// Makes a leaf of what hangs at `candidate`, if the host says that it may be one.
+    #[inline(never)]
     fn try_recover(&mut self, candidate: Candidate<'r, H::Backing>) -> Result<(), Changed> {
         let Candidate { block, level, gfn, page, pfn, is_host_writable, attributes, backing, seen } = candidate;
         let (tree, record) = (self.tree, self.record);

@@ -4,7 +4,7 @@
 //! they work on the same page. Here, and nowhere else in the engine, a vCPU can wait for another that was preempted: it gives
 //! its CPU away then. (What a frame has is a list, and lists that several threads link and unlink want a lock.)
 //!
-//! Most are held for a few dozen instructions. Longer is the lock of a page held in three cases: while up to 64 of its entries are
+//! Most are held for a few dozen instructions. Longer is the lock of a page held in three cases: while up to 32 of its entries are
 //! compared with the guest's; while all of its entries are taken away; and that of an upper page, while a page is linked below it,
 //! until all that is unsync below has been compared. And the lock of a frame while all leaves that map it lose a right.
 //!

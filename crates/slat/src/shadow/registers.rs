@@ -51,7 +51,7 @@ pub(super) const EFER_NXE: u64 = 1 << 11;
 /// SDM vol. 3A, "Control Registers" (2.5). The default, all zero, is a vCPU without paging.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct PagingRegisters {
-    /// CR0: PE, WP and PG count.
+    /// CR0: PE, WP and PG count; and changes of CD and NW, which load the PDPTEs of PAE.
     pub cr0: u64,
     /// CR3, without bit 63: that is in an operand of MOV to CR3 and never in the register.
     pub cr3: u64,

@@ -14,7 +14,7 @@ use crate::stats::Counter;
 use crate::sync::{Ordering, full_fence};
 
 /// Pages that are protected, and compared, for one flush.
-const PAGES_PER_TURN: usize = 64;
+const PAGES_PER_TURN: usize = 48;
 
 /// Entries of the guest's that are read under one lock.
 const ENTRIES_PER_READ: usize = if NR_ENTRIES < 32 { NR_ENTRIES } else { 32 };

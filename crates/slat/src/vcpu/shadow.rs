@@ -60,10 +60,11 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// The guest writes `value` into CR0, CR4 or EFER (MOV to CR0, MOV to CR4, WRMSR). What the CPU has cached is flushed as a
     /// whole. For CR3 this is [`load_cr3`](Vcpu::load_cr3).
     ///
-    /// The rules of these instructions hold (Intel SDM vol. 3A, 4.1.2, 4.4.1, 4.10.1): a value that the register cannot have is
-    /// [`Exit::GeneralProtection`], and nothing has changed. Where PAE's PDPTEs are loaded, that goes for a reserved bit in one
-    /// of them; to read them may block as [`handle_fault`](Vcpu::handle_fault) does, and exit as that does. Then nothing has
-    /// changed either, and the guest is to execute the instruction again.
+    /// The rules of these instructions hold as far as they are about paging (Intel SDM vol. 3A, 4.1.2, 4.4.1, 4.10.1): a value
+    /// that the register cannot have is [`Exit::GeneralProtection`], and nothing has changed. Other reserved bits, and NW without
+    /// CD in CR0, are the caller's to refuse. Where PAE's PDPTEs are loaded, a reserved bit in one of them is refused, too. To
+    /// read them may block as [`handle_fault`](Vcpu::handle_fault) does, and as long as their page is taken away; and exit as
+    /// that does. Then nothing has changed either, and the guest is to execute the instruction again.
     ///
     /// # Errors
     /// [`Error::NotShadow`]; where PDPTEs are loaded [`Error::NoGuestMemory`] and those of

@@ -28,7 +28,7 @@ use std::collections::{HashMap, VecDeque};
 use std::mem::take;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 pub use backing::{Frame, PRIVATE_PFN, TestBacking, Writes};
 use slat::{
@@ -36,6 +36,19 @@ use slat::{
     MemoryRegion, MemoryRegionFlags, NodeId, PageSize, Park, Pfn, Resolved, TableNode, Vm, ZappedLeaf,
 };
 pub use tables::*;
+
+/// The longest that a test waits for what must come. No machine is so slow: a wait that takes longer would have no end.
+pub const LONGEST_WAIT: Duration = Duration::from_secs(600);
+
+/// Waits until `has_happened`. Returns early if `is_over`: a thread beside this one has failed, and has set that.
+#[track_caller]
+pub fn wait_until(what: &str, is_over: &AtomicBool, has_happened: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !has_happened() && !is_over.load(Ordering::SeqCst) {
+        assert!(start.elapsed() < LONGEST_WAIT, "not in {LONGEST_WAIT:?}: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
 
 /// A test for each format and locking: `$test::<Format>(locking)`. Those of other processors than x86 with one locking each.
 #[allow(unused_macros, reason = "each test binary uses a part")]
@@ -180,7 +193,7 @@ pub struct TestHost {
     pub hears_zapped: Mutex<Option<mpsc::Sender<ZappedLeaf>>>,
     /// Pages that a CPU was to forget at the end of its fault.
     pub local_flushes: Mutex<Vec<Gpa>>,
-    /// Whether everybody who asks is to yield.
+    /// What the host says when it is asked whether to yield.
     pub always_yields: AtomicBool,
     /// Whether others run between a resolve and its use.
     pub is_slow: AtomicBool,

@@ -318,7 +318,7 @@ fn begins_to_log<F: Format>() {
         for manual in MANUAL_PROTECTS {
             let mut world = world::<F>(config.with_manual_protect(manual));
             let vm = Arc::clone(&world.vm);
-            // The split has broken the leaf. Who turns the log on passes it by.
+            // The split has broken the leaf. The call that turns the log on passes it by.
             world.vm.host().overtake(Call::Flush, 1, move || {
                 let changed = change(SLOT.id, LOG, SLOT.first * PAGE_SIZE, SLOT.nr_pages * PAGE_SIZE);
                 vm.set_user_memory_region(changed).unwrap();

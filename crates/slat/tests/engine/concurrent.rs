@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use crate::common::guest::Guest;
+use crate::common::guest::{Guest, Stop};
 use crate::common::random::Random;
-use crate::common::{GIB, MIB, TestHost, assert_no_table_is_left, change, each, region, translate, vm};
+use crate::common::{GIB, MIB, TestHost, assert_no_table_is_left, change, each, region, translate, vm, wait_until};
 use slat::{Access, Error, Exit, Format, Gpa, Locking, MemoryRegionFlags, Outcome, PAGE_SIZE, PageSize, Vm};
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -269,6 +269,7 @@ fn busy_slot<F: Format>(locking: Locking) {
         for thread in 0..4 {
             let (mut guest, stop) = (Guest::new(&vm), &stop);
             scope.spawn(move || {
+                let _stop = Stop(stop);
                 let mut random = Random::new(thread);
                 while !stop.load(Ordering::Relaxed) {
                     let gfn = random.next() % 72;
@@ -281,6 +282,7 @@ fn busy_slot<F: Format>(locking: Locking) {
         for thread in 0..2 {
             let (vm, stop, done) = (&vm, &stop, &done[thread as usize]);
             scope.spawn(move || {
+                let _stop = Stop(stop);
                 let mut random = Random::new(thread + 100);
                 while !stop.load(Ordering::Relaxed) {
                     let number = random.next();
@@ -297,11 +299,10 @@ fn busy_slot<F: Format>(locking: Locking) {
             });
         }
         // A thread may be unlucky for long, but not for ever.
+        let _stop = Stop(&stop);
         let start = Instant::now();
-        while start.elapsed() < RUN || done.iter().any(|done| done.load(Ordering::SeqCst) == 0) {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        stop.store(true, Ordering::SeqCst);
+        let has_each_changed = || done.iter().all(|done| done.load(Ordering::SeqCst) != 0);
+        wait_until("a change of each thread", &stop, || start.elapsed() >= RUN && has_each_changed());
     });
     vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
     assert_no_table_is_left(&vm);

@@ -493,7 +493,7 @@ fn changed_in_the_midst<F: Format>(locking: Locking) {
 }
 each!(what_is_taken_away_in_the_midst_ends_it_there, changed_in_the_midst);
 
-/// Tables that are there are filled up, 32 pages at a time; who wants the CPU is asked for between the steps.
+/// Tables that are there are filled up, 32 pages at a time; between the steps the host is asked whether to yield.
 fn fills_up_tables<F: Format>(locking: Locking) {
     for always_yields in [false, true] {
         let vm = trap_vm::<F>(locking);

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
+use crate::common::LONGEST_WAIT;
 use crate::common::random::Random;
 use crate::shadow_cpu::{A, ADDRESS, Cpu, D, G, P, TestVm, U, W, index, move_page, new_vm, region};
 use slat::{
@@ -466,9 +467,10 @@ fn run(strategy: ShadowStrategy, protection: WriteProtection, seed: u64) {
         for round in 0..NR_ROUNDS {
             common.is_over.store(false, Ordering::SeqCst);
             common.barrier.wait();
-            let end = Instant::now() + ROUND;
+            let start = Instant::now();
             // The last goes on until all has happened that is to be seen: on a busy machine that may take longer.
-            let goes_on = || Instant::now() < end || (round + 1 == NR_ROUNDS && !has_seen_all(&vm.stats(), strategy));
+            let lacks_some = || round + 1 == NR_ROUNDS && !has_seen_all(&vm.stats(), strategy);
+            let goes_on = || start.elapsed() < ROUND || (start.elapsed() < LONGEST_WAIT && lacks_some());
             while goes_on() && !common.is_over.load(Ordering::SeqCst) {
                 std::thread::sleep(Duration::from_millis(5));
             }
@@ -477,6 +479,8 @@ fn run(strategy: ShadowStrategy, protection: WriteProtection, seed: u64) {
             common.barrier.wait();
         }
     });
+    let stats = vm.stats();
+    assert!(has_seen_all(&stats, strategy), "{strategy:?}: some of it does not happen in {LONGEST_WAIT:?}: {stats:?}");
     drop(kernels);
     assert_eq!((vm.stats().shadow_leaves(), vm.nr_shadow_pages()), (0, 0), "{strategy:?}");
     let mut gone = region(NR_PAGES, MemoryRegionFlags::empty(), None);

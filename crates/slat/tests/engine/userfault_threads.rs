@@ -8,10 +8,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::common::broken::Broken;
-use crate::common::guest::Guest;
+use crate::common::guest::{Guest, Stop};
 use crate::common::log::{LOG, NO_FLAGS, pages_of, write_as_hardware};
 use crate::common::random::Random;
-use crate::common::{PRIVATE_PFN, TestHost, assert_no_table_is_left, change, region};
+use crate::common::{PRIVATE_PFN, TestHost, assert_no_table_is_left, change, region, wait_until};
 use slat::{
     Access, AccessTracking, Config, DirtyTracking, Ept, Exit, FaultAround, Format, Gfn, GfnRange, HugePageLogging,
     Locking, MemoryAttributes, MemoryRegion, MemoryRegionFlags, Npt, PAGE_SIZE, PageSize, UserfaultBitmap, Vm,
@@ -221,6 +221,7 @@ fn run<F: Format>(config: Config, granularity: PageSize, logs: MemoryRegionFlags
     thread::scope(|threads| {
         for index in 0..NR_GUESTS {
             threads.spawn(move || {
+                let _stop = Stop(&scene.is_over);
                 let mut guest = Guest::new(&scene.vm);
                 let mut random = Random::new(index);
                 while !is_over() {
@@ -242,6 +243,7 @@ fn run<F: Format>(config: Config, granularity: PageSize, logs: MemoryRegionFlags
             });
         }
         threads.spawn(|| {
+            let _stop = Stop(&scene.is_over);
             let mut random = Random::new(77);
             while !is_over() {
                 let nr_blocks = 1 + random.next() as usize % scene.blocks.len().min(100);
@@ -249,6 +251,7 @@ fn run<F: Format>(config: Config, granularity: PageSize, logs: MemoryRegionFlags
             }
         });
         threads.spawn(|| {
+            let _stop = Stop(&scene.is_over);
             let mut random = Random::new(99);
             while !is_over() {
                 match random.next() % 8 {
@@ -262,13 +265,13 @@ fn run<F: Format>(config: Config, granularity: PageSize, logs: MemoryRegionFlags
                 }
             }
         });
+        let _stop = Stop(&scene.is_over);
         let start = Instant::now();
         // And until there was something to see: on a busy machine that may take longer.
         let has_happened = |what: &AtomicU64| what.load(Ordering::Relaxed) > 0;
-        while start.elapsed() < RUN || !has_happened(&scene.nr_exits) || !has_happened(&scene.nr_taken) {
-            thread::sleep(Duration::from_millis(10));
-        }
-        scene.is_over.store(true, Ordering::Relaxed);
+        wait_until("an exit, and a page that is taken back", &scene.is_over, || {
+            start.elapsed() >= RUN && has_happened(&scene.nr_exits) && has_happened(&scene.nr_taken)
+        });
     });
     if !logs.is_empty() {
         scene.harvest();

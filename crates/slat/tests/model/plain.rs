@@ -259,7 +259,7 @@ impl Model {
         let logs = self.slot_at(Gfn(first)).is_none_or(|id| self.slots[&id].flags.contains(LOG));
         for part in 0..512 {
             let offset = part * level.nr_pages();
-            // After a break in a slot that logs, nobody has the right to write but who comes for it.
+            // After a break in a slot that logs, a part may be written only after a write fault on it.
             let writable = leaf.writable && !(self.breaks && logs);
             self.leaves.insert(first + offset, Leaf { pfn: leaf.pfn + offset, level, writable, ..leaf });
         }

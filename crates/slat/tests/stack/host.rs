@@ -110,7 +110,7 @@ impl Park for StackHost {
     fn unpark_all(&self, _: *const AtomicU32) {}
 }
 
-// SAFETY: tables are the allocator's and nobody else's; no CPU runs on them.
+// SAFETY: tables are the allocator's and nothing else uses them; no CPU runs on them.
 unsafe impl Host for StackHost {
     type Backing = Backing;
 

@@ -237,12 +237,12 @@ fn killed_at_any_moment_nothing_is_lost_and_nothing_filled_twice() {
             let told_before = nr_told();
             drop(process.take());
             wait_until("its end is seen", || !world.delivery.is_attached());
-            // Who asks without a resolver is told; the next one is not there before that.
+            // A vCPU that asks without a resolver is told; the next one is not there before that.
             wait_until("its end is told", || nr_told() != told_before);
             process = Some(Process::attach(&world, 1 + kill % 2, "5"));
         }
     });
-    // Who waited when it was killed got an error.
+    // Each vCPU that waited when it was killed got an error.
     let nr_errors: u64 = nr_errors.iter().map(|count| count.load(Ordering::Relaxed)).sum();
     assert!(nr_errors >= u64::from(NR_KILLS), "{nr_errors} errors in {NR_KILLS} kills");
 }

@@ -225,7 +225,9 @@ fn a_resolver_that_eats_signals_holds_nobody() {
     thread::scope(|scope| {
         let vcpu = scope.spawn(move || port.fetch(3, 0));
         // Not before it has asked, or it would be told that there is none.
+        let asked = Instant::now();
         while raw.take().is_none() {
+            assert!(asked.elapsed() < LIMIT, "the vCPU has not asked");
             thread::yield_now();
         }
         // All signals, also while the session is ended and for a while after that.

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::common::random::Random;
+use crate::common::wait_until;
 
 const SLOT: u32 = 3;
 /// The slot begins in the middle of a block and ends in the middle of another.
@@ -35,6 +36,7 @@ impl<F: Format> World<F> {
     }
 
     fn write_until_stopped(&self, mut guest: Guest<F>, seed: u64) {
+        let _stop = Stop(&self.stop);
         let mut random = Random::new(seed);
         while !self.stop.load(Ordering::Relaxed) {
             let page = random.below(NR_PAGES as u64);
@@ -180,9 +182,7 @@ fn a_vcpu_whose_ring_nobody_reads_stands_still_and_the_others_go_on() {
     world.set(LOG);
     world.beside_guests(3, || {
         // Each guest that writes on fills its ring, however long that takes.
-        while world.nr_full.load(Ordering::Relaxed) < 1000 {
-            std::thread::yield_now();
-        }
+        wait_until("rings that are full", &world.stop, || world.nr_full.load(Ordering::Relaxed) >= 1000);
         let entries: u64 = world.vm.dirty_rings().map(|ring| u64::from(ring.is_soft_full())).sum();
         assert!(entries >= 1);
         world.migrate_twice();
