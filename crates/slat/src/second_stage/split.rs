@@ -11,7 +11,8 @@
 //! the leaf that it stood at.
 //!
 //! Where the format needs it ([`Format::BREAK_BEFORE_MAKE`]) the leaf is broken first, and flushed, and then the table
-//! linked; its leaves allow the same unless the slot logs ([`split_by_breaking`]). Whoever meets the broken entry meanwhile cancels that (`broken`); the table may then still be read by others,
+//! linked; its leaves allow the same unless the slot logs ([`split_by_breaking`]). A fault or a zap that meets the broken
+//! entry meanwhile cancels that (`broken`); the table may then still be read by others,
 //! and is retired.
 
 use super::broken::find_broken;
@@ -160,7 +161,7 @@ pub(crate) fn parts_of<F: Format>(config: &Config, value: Entry, level: Level) -
 /// Replaces the leaf `value` of `level`, more than 4 KiB, that maps `gfn` by a table, with a break and a flush between. The
 /// cache must hold a table. Called outside of sections.
 ///
-/// Who protects passes the broken entry by. So the parts may be written if the leaf might be, but only where the slot does not
+/// A protection passes the broken entry by. So the parts may be written if the leaf might be, but only where the slot does not
 /// log before the break; and when they are linked, this reads the slot's flags again and marks all of them if it logs by then,
 /// as a recovery does with what it makes writable (`recover`). Rings have no room for so many: where there are rings, the first
 /// write of each part gives the right back; and where the parts keep it, no rings are enabled before they are marked.

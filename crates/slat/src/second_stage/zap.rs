@@ -273,8 +273,8 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
     /// Gives a table that this thread unlinked inside `section`, and whose entries have `level`, to the token.
     ///
     /// The entries of the lowest level are empty, each with a stamp of this zap or of one after it, so that no fault
-    /// installs anything there any more: they may stay as they are. In a table above, a fault beside the ranges of all
-    /// invalidations could still hang a table on an entry: those are frozen, and what was hung there is taken along.
+    /// installs anything there any more: they may stay as they are. In a table above, a fault that was overtaken
+    /// could still hang empty tables on an entry: those are frozen, and what was hung there is taken along.
     fn take_over(&mut self, section: &Section<'_>, table: Hpa, level: Level, start: Gfn) {
         let cells = frames::linked_entries::<H, F>(&self.tree.host, section, table, level);
         for (index, cell) in (0..).zip(cells) {

@@ -34,14 +34,14 @@
 //! that stores a stamp keeps to that:
 //! - A zap gives its own stamp to entries of the lowest level alone, and to each page once (`second_stage/zap.rs`).
 //! - All else is a *fresh* stamp, which is taken for one exchange and stored by that one alone: that of a zap for an entry
-//!   above the lowest level, empty or a leaf; of an unlinking; of who cancels what is broken; of a fault that replaces a
+//!   above the lowest level, empty or a leaf; of an unlinking; of a cancelled recovery or split; of a fault that replaces a
 //!   read-only leaf.
 //! - The entries of a new table inherit the stamp of the entry that it hangs on: to each page the stamp that it has. What
 //!   goes with it is the flag *unflushed*, which is no part of the stamp: the table is made once the flush is over, and no
 //!   entry gets the flag back without another stamp.
 //!
-//! Otherwise this goes wrong, with a block of pages and four changes (`models/zap.py`, rules stamp-again, stamp-passed and
-//! one-stamp): K takes the fresh stamp u for an unlinking of the block. J takes its own stamp S, greater than u, visits the
+//! Otherwise this goes wrong, with a block of pages, three changes and a fault (`models/zap.py`, rules stamp-again and
+//! stamp-passed): K takes the fresh stamp u for an unlinking of the block. J takes its own stamp S, greater than u, visits the
 //! page, and a fault F reads S there. I publishes the page, zaps it and holds it. K unlinks: the block is empty with u. J
 //! comes by the block once more, finds u below S, and stores S. A neighbour's fault hangs a table there, the page inherits
 //! S, and F, which looked at the published ranges before I was among them, installs on S what I has taken away.
