@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The README's test command again and again: `ci/again.sh N` runs it N times, every other time beside a load on each CPU, and
-# then once on one CPU. It ends with the first run that fails, and says where its output is. By hand: it takes long.
+# then once on one CPU. It goes on after a run that fails, says where its output is, and fails at the end. By hand: it takes long.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 nr_runs=${1:?how many times}
@@ -9,6 +9,7 @@ rm -rf "$logs"
 mkdir -p "$logs"
 cargo test --workspace --no-run
 
+nr_failed=0
 load=()
 unload() {
     if [ ${#load[@]} != 0 ]; then kill "${load[@]}" 2>/dev/null || true; fi
@@ -20,12 +21,12 @@ trap unload EXIT
 run() {
     local name=$1 log="$logs/$1.log"
     shift
-    if "$@" cargo test --workspace >"$log" 2>&1; then
+    if "$@" cargo test --workspace --no-fail-fast >"$log" 2>&1; then
         echo "again: $name: passed"
     else
         echo "again: FAILED: $name, see $log"
         grep -E '^test .* FAILED$|panicked at' "$log" || tail "$log"
-        exit 1
+        nr_failed=$((nr_failed + 1))
     fi
 }
 
@@ -44,3 +45,7 @@ done
 # The first that this process may run on.
 cpus=$(taskset -cp $$ | sed 's/.*: *//')
 run one-cpu taskset -c "${cpus%%[,-]*}"
+if [ $nr_failed != 0 ]; then
+    echo "again: $nr_failed of $((nr_runs + 1)) runs failed"
+    exit 1
+fi

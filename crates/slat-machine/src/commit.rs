@@ -60,7 +60,7 @@ mod restartable;
 #[path = "commit/restartable_missing.rs"]
 mod restartable;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 #[cfg(test)]
 mod tests_records;
 mod waiting;

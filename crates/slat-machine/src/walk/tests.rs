@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use slat::{Access, Ept, Gpa, Hpa, Level, Npt, PageSize, Stage2};
 
 use super::{Fault, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Walker};
+use crate::commit::tests::uninterrupted;
 use crate::commit::{FlushDomain, Port};
 use crate::phys;
 use crate::tlb::Writes;
@@ -94,7 +95,7 @@ impl Way {
     }
 
     pub(super) fn walk_for<F: HardwareFormat>(&self, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
-        F::walk(self.walker(), self.gpa, access, purpose)
+        uninterrupted(Stop::Restart, || F::walk(self.walker(), self.gpa, access, purpose))
     }
 
     pub(super) fn walk<F: HardwareFormat>(&self, access: Access) -> Result<Mapping, Stop> {

@@ -7,6 +7,7 @@ use slat::{Access, Gpa, Hpa, Level, PageSize, Sv39x4, Sv48x4};
 
 use super::tests::{ACCESSES, FRAME, Page};
 use super::{Fault, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Walker};
+use crate::commit::tests::uninterrupted;
 use crate::commit::{FlushDomain, Port};
 use crate::phys;
 use crate::tlb::Writes;
@@ -97,7 +98,11 @@ impl Way {
     }
 
     fn walk<F: HardwareFormat>(&self, access: Access) -> Result<Mapping, Stop> {
-        F::walk(self.walker(), self.gpa, access, Purpose::Data)
+        self.walk_for::<F>(access, Purpose::Data)
+    }
+
+    fn walk_for<F: HardwareFormat>(&self, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
+        uninterrupted(Stop::Restart, || F::walk(self.walker(), self.gpa, access, purpose))
     }
 
     fn fault(&self, access: Access) -> Result<Mapping, Stop> {
@@ -217,7 +222,7 @@ fn addresses_beyond_the_root_fault<F: HardwareFormat>() {
 
 fn guest_tables_are_accessed_as_by_writes<F: HardwareFormat>() {
     let way = Way::new::<F>(5, 1, leaf_at(1, LEAF));
-    let walk = || F::walk(way.walker(), way.gpa, Access::Read, Purpose::GuestTable);
+    let walk = || way.walk_for::<F>(Access::Read, Purpose::GuestTable);
     assert!(walk().is_ok());
     assert_eq!(way.get(1) & (A | D), A | D);
     way.set(1, leaf_at(1, LEAF & !W));

@@ -7,6 +7,7 @@ use slat::{Access, Ept, Gpa, Gva, Hpa, Npt, PageSize, Stage2, Sv39x4, Sv48x4};
 use super::guest::{self, GuestFault, GuestStop};
 use super::tests::Page;
 use super::{HardwareFormat, Mapping, Stop, Walker};
+use crate::commit::tests::uninterrupted;
 use crate::commit::{FlushDomain, Port};
 use crate::tlb::Writes;
 
@@ -91,7 +92,8 @@ impl Guest {
     }
 
     fn walk<F: HardwareFormat>(&self, access: Access) -> Result<Mapping, GuestStop> {
-        guest::walk::<F, _>(self.walker(), Gpa(0), Gva(GVA), access)
+        let interrupted = GuestStop::SecondStage(Stop::Restart);
+        uninterrupted(interrupted, || guest::walk::<F, _>(self.walker(), Gpa(0), Gva(GVA), access))
     }
 }
 

@@ -2,10 +2,12 @@
 
 use slat::{Access, Ept, Gpa, Gva, Npt, Stage2, Sv39x4, Sv48x4};
 
-use super::guest;
+use super::guest::{self, GuestStop};
 use super::tests::{FRAME, Way};
 use super::tests_guest::{GVA, Guest, Second};
 use super::{HardwareFormat, Mapping, Purpose, Stop, Used, Walker};
+use crate::commit::Stale;
+use crate::commit::tests::uninterrupted;
 use crate::modification_log::{LogFull, ModificationLog, ModificationLogs, NR_ENTRIES};
 
 /// Read, write, execute; for leaves, memory type 6 (write back).
@@ -22,6 +24,8 @@ fn new_log() -> ModificationLog {
 fn logged(log: &ModificationLog) -> Vec<Gpa> {
     let mut pages = Vec::new();
     log.empty(&mut |part| pages.extend_from_slice(part));
+    // A walk that was interrupted before it set the dirty bit has left its entry.
+    pages.dedup();
     pages
 }
 
@@ -31,7 +35,7 @@ fn walk<F: HardwareFormat>(
     access: Access,
     purpose: Purpose,
 ) -> Result<Mapping, Stop> {
-    F::walk(Walker { log: Some(log), ..way.walker() }, way.gpa, access, purpose)
+    uninterrupted(Stop::Restart, || F::walk(Walker { log: Some(log), ..way.walker() }, way.gpa, access, purpose))
 }
 
 #[test]
@@ -71,7 +75,8 @@ fn accesses_to_guest_tables_are_logged_as_writes() {
     let guest = Guest::new(Second::x86(LEAF));
     let walk = |access| {
         let walker = Walker { log: Some(&log), ..guest.walker() };
-        guest::walk::<Ept, _>(walker, Gpa(0), Gva(GVA), access).map(|_| ())
+        let interrupted = GuestStop::SecondStage(Stop::Restart);
+        uninterrupted(interrupted, || guest::walk::<Ept, _>(walker, Gpa(0), Gva(GVA), access).map(|_| ()))
     };
     assert_eq!(walk(Access::Read), Ok(()));
     assert_eq!(logged(&log), [0, 1, 2, 3].map(|page| Gpa(page << 12)));
@@ -112,12 +117,12 @@ fn a_full_log_stops_what_would_set_a_bit() {
         assert!((1..=4).all(|level| way.get(level) & (A | D) == 0), "{access:?}");
     }
     // Only the dirty bit is missing.
-    assert!(Ept::walk(way.walker(), way.gpa, Access::Read, Purpose::Data).is_ok());
+    assert!(way.walk::<Ept>(Access::Read).is_ok());
     assert!(walk::<Ept>(&way, &log, Access::Read, Purpose::Data).is_ok(), "a read needs no bit");
     assert_eq!(walk::<Ept>(&way, &log, Access::Write, Purpose::Data), full);
     assert_eq!(way.get(1) & (A | D), A);
     // None is missing.
-    assert!(Ept::walk(way.walker(), way.gpa, Access::Write, Purpose::Data).is_ok());
+    assert!(way.walk::<Ept>(Access::Write).is_ok());
     assert!(walk::<Ept>(&way, &log, Access::Write, Purpose::Data).is_ok());
 
     assert_eq!(logged(&log).len() as u64, NR_ENTRIES);
@@ -134,7 +139,7 @@ fn a_drained_entry_sets_no_dirty_bit() {
         let log = logs.add();
         let way = Way::new(LINK, 1, FRAME | LEAF);
         let walker = Walker { log: Some(&log), ..way.walker() };
-        let leaf = Used::read(walker, way.lowest_table(), 4).unwrap().unwrap();
+        let leaf = uninterrupted(Stale, || Used::read(walker, way.lowest_table(), 4)).unwrap().unwrap();
         assert_eq!(leaf.entry, FRAME | LEAF);
         assert_eq!(log.append(way.gpa), Ok(()));
         let mut drained = Vec::new();
@@ -142,7 +147,8 @@ fn a_drained_entry_sets_no_dirty_bit() {
             logs.drain(way.port.domain(), &mut |part| drained.extend_from_slice(part));
             assert_eq!(drained, [Gpa(way.gpa.0 & !0xfff)]);
         }
-        assert_eq!(leaf.set(walker, A | D), if is_drained { Err(Stop::Restart) } else { Ok(FRAME | LEAF | A | D) });
+        let set = uninterrupted(Stop::Restart, || leaf.set(walker, A | D));
+        assert_eq!(set, if is_drained { Err(Stop::Restart) } else { Ok(FRAME | LEAF | A | D) });
         assert_eq!(way.get(1) & D == 0, is_drained);
         assert_eq!(logged(&log).is_empty(), is_drained);
     }
@@ -154,7 +160,7 @@ fn a_lost_exchange_leaves_the_entry() {
     let log = new_log();
     let way = Way::new(LINK, 1, FRAME | LEAF);
     let walker = Walker { log: Some(&log), ..way.walker() };
-    let leaf = Used::read(walker, way.lowest_table(), 4).unwrap().unwrap();
+    let leaf = uninterrupted(Stale, || Used::read(walker, way.lowest_table(), 4)).unwrap().unwrap();
     way.clear(1, 0b100);
     assert_eq!(super::ept::set(leaf, walker, way.gpa, A | D), Err(Stop::Restart));
     assert_eq!(way.get(1) & D, 0);

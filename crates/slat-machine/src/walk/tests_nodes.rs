@@ -1,6 +1,7 @@
 //! The walkers count what they read, on tables built by hand of which some are on another node.
 
 use std::alloc::Layout;
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -8,7 +9,8 @@ use slat::{Access, AllocationWait, Ept, Gpa, Host, Hpa, NodeId, Npt, Stage2, Sv4
 
 use super::tests::FRAME;
 use super::{HardwareFormat, Purpose, Stop, Used, Walker};
-use crate::commit::{FlushDomain, Port};
+use crate::commit::tests::uninterrupted;
+use crate::commit::{FlushDomain, Port, Stale};
 use crate::host::MachineHost;
 use crate::numa::{Nodes, ReadCounts, WalkCounter, WalkReads};
 use crate::phys;
@@ -80,11 +82,14 @@ impl Way {
 
     /// What a walk from `node` reads: local, remote, and those of level 1.
     fn walk<F: HardwareFormat>(&self, node: u32) -> ([u64; 4], Result<(), Stop>) {
-        let before = self.counts.get();
         self.host.nodes().run_on(NodeId(node)).unwrap();
-        self.counter.begin_walk();
-        let result = F::walk(self.walker(), GPA, Access::Read, Purpose::Data).map(|_| ());
-        let WalkReads { local, remote, leaf_table_local, leaf_table_remote } = self.counts.get().since(before);
+        let before = Cell::new(self.counts.get());
+        let result = uninterrupted(Stop::Restart, || {
+            before.set(self.counts.get());
+            self.counter.begin_walk();
+            F::walk(self.walker(), GPA, Access::Read, Purpose::Data).map(|_| ())
+        });
+        let WalkReads { local, remote, leaf_table_local, leaf_table_remote } = self.counts.get().since(before.get());
         ([local, remote, leaf_table_local, leaf_table_remote], result)
     }
 }
@@ -128,13 +133,16 @@ fn a_walk_that_is_overtaken_has_read_as_far_as_it_came() {
     way.counter.begin_walk();
     let walker = way.walker();
     for (level, &table) in (1..=4).rev().zip(&way.tables).take(3) {
-        assert!(Used::read_second_stage(walker, table, INDEXES[4 - level as usize] as u64, level).unwrap().is_some());
+        let index = INDEXES[4 - level as usize] as u64;
+        let read = uninterrupted(Stale, || Used::read_second_stage(walker, table, index, level));
+        assert!(read.unwrap().is_some());
     }
-    let last = Used::read_second_stage(walker, way.tables[3], INDEXES[3] as u64, 1).unwrap().unwrap();
+    let read = || Used::read_second_stage(walker, way.tables[3], INDEXES[3] as u64, 1);
+    let last = uninterrupted(Stale, read).unwrap().unwrap();
     way.port.domain().flush(&[]);
     // Its accessed bit cannot be set any more, nor can it read on.
     assert_eq!(last.set(walker, 1 << 5), Err(Stop::Restart));
-    assert!(Used::read_second_stage(walker, way.tables[3], INDEXES[3] as u64, 1).is_err());
+    assert!(read().is_err());
     let reads = way.counts.get();
     assert_eq!(reads, WalkReads { local: 2, remote: 2, leaf_table_local: 0, leaf_table_remote: 1 });
 }

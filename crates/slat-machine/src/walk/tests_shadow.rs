@@ -8,6 +8,7 @@ use slat::{Access, Gva, Level, PageSize};
 use super::Walker;
 use super::shadow::{ShadowMapping, ShadowStop, walk};
 use super::tests::Page;
+use crate::commit::tests::uninterrupted;
 use crate::commit::{FlushDomain, Port};
 use crate::phys;
 use crate::tlb::Rights;
@@ -63,7 +64,7 @@ impl Way {
     }
 
     fn walk(&self, access: Access, needed: Rights) -> Result<ShadowMapping, ShadowStop> {
-        walk(self.walker(), self.levels, Gva(ADDRESS), access, needed)
+        uninterrupted(ShadowStop::Restart, || walk(self.walker(), self.levels, Gva(ADDRESS), access, needed))
     }
 
     fn read(&self) -> Result<ShadowMapping, ShadowStop> {
