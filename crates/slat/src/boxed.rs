@@ -4,6 +4,7 @@
 
 use alloc::alloc::{Layout, alloc, alloc_zeroed, dealloc};
 use alloc::boxed::Box;
+use core::mem::MaybeUninit;
 use core::ops::Deref;
 use core::ptr::{self, NonNull};
 use core::slice;
@@ -13,16 +14,32 @@ use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 /// A box with `value` in it.
 pub(crate) fn try_box<T>(value: T) -> Result<Box<T>, Error> {
-    const { assert!(size_of::<T>() != 0) }
-    // SAFETY: the layout's size is not zero (checked above).
-    let memory = unsafe { alloc(Layout::new::<T>()) }.cast::<T>();
-    if memory.is_null() {
-        return Err(Error::OutOfMemory);
+    Ok(Vacant::new()?.fill(value))
+}
+
+/// A box that has its memory, and no value yet: so that a large value is made where it is to be.
+pub(crate) struct Vacant<T>(Box<MaybeUninit<T>>);
+
+impl<T> Vacant<T> {
+    pub(crate) fn new() -> Result<Vacant<T>, Error> {
+        const { assert!(size_of::<T>() != 0) }
+        // SAFETY: the layout's size is not zero (checked above).
+        let memory = unsafe { alloc(Layout::new::<T>()) }.cast::<MaybeUninit<T>>();
+        if memory.is_null() {
+            return Err(Error::OutOfMemory);
+        }
+        // SAFETY: the memory has the layout of a `T` and came from the global allocator, as a box's must; it may be
+        // uninitialized.
+        Ok(Vacant(unsafe { Box::from_raw(memory) }))
     }
-    // SAFETY: the memory has the layout of a `T` and came from the global allocator, as a box's must.
-    unsafe {
+
+    /// The box with `value` in it.
+    #[inline(always)]
+    pub(crate) fn fill(self, value: T) -> Box<T> {
+        let Vacant(mut memory) = self;
         memory.write(value);
-        Ok(Box::from_raw(memory))
+        // SAFETY: written just now.
+        unsafe { memory.assume_init() }
     }
 }
 

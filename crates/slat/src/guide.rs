@@ -96,10 +96,9 @@
 //!   an emulated write to the same guest table does not wait: it returns, and the guest comes back.
 //!
 //! # How much stack each call takes
-//! An optimized build for x86-64 takes at most 2 KiB of stack for any call, and 1 KiB for [`Vcpu::handle_fault`] (2 KiB with
-//! fault-around, and in formats that need break-before-make). What the methods of the host take comes on top. [`Vm::new`] takes
-//! 3 KiB: it returns the VM by value. The only recursions go down the levels of the tables. `ci/stack.sh` measures each call on
-//! a painted stack and prints a table; to see what another target takes, run it there.
+//! An optimized build for x86-64 takes at most 2 KiB of stack for any call, and 1 KiB for [`Vcpu::handle_fault`].
+//! What the methods of the host take comes on top. The only recursions go down the levels of the tables. `ci/stack.sh`
+//! measures each call on a painted stack and prints a table; to see what another target takes, run it there.
 //!
 //! Of the heap a vCPU takes at most 6 KiB. What a harvest or a reset of the rings needs for its time (up to 6 KiB) comes from
 //! the heap as well.

@@ -27,7 +27,7 @@ use alloc::sync::Arc;
 use plan::{Found, InstallPlan, LeafPlan, Plan, Step};
 use timing::Timing;
 
-use crate::addr::{Access, Gfn, GfnRange, Gpa, Gva, Level, PageSize, Pfn};
+use crate::addr::{Access, Gfn, Gpa, Gva, Level, PageSize, Pfn};
 use crate::dirty::log;
 use crate::dirty::ring::DirtyRing;
 use crate::dirty::rings::OwnedRing;
@@ -36,6 +36,7 @@ use crate::format::Format;
 use crate::host::{AllocationWait, Gone, Host, Resolved};
 use crate::second_stage::install::{Changed, NewLeaf};
 use crate::shadow::roots::Roots;
+use crate::slot::set::Slots;
 use crate::slot::view::SlotView;
 use crate::slot::{MemoryAttributes, MemoryFaultFlags, MemoryRegionFlags};
 use crate::stats::{Counter, is_sampled};
@@ -220,7 +221,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         let result = fault.serve();
         // A right given back, a new leaf, or a spurious fault: the CPU may still have what it faulted on.
         if F::NEEDS_LOCAL_FLUSH && matches!(result, Ok(Outcome::Resume)) {
-            fault.vm.tree.host.flush_local(gpa);
+            fault.tree.host.flush_local(gpa);
         }
         if fault.timing.is_some() {
             fault.stop_timing();
@@ -237,7 +238,8 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         // SAFETY: as above, and its rings.
         let ring = self.ring.as_ref().map(|ring| unsafe { ring.get() });
         Ok(Fault {
-            vm: &self.vm,
+            tree: &self.vm.tree,
+            slots: &self.vm.slots,
             record,
             ring,
             tables: &mut self.tables,
@@ -279,7 +281,8 @@ fn installed(level: Level) -> Counter {
 
 /// One fault under way.
 struct Fault<'v, H: Host, F: Format> {
-    vm: &'v Vm<H, F>,
+    tree: &'v Tree<H, F>,
+    slots: &'v Slots<H::Backing>,
     record: &'v Record,
     ring: Option<&'v DirtyRing>,
     tables: &'v mut TableCache,
@@ -322,7 +325,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 Plan::TakenAway => {
                     // The guest comes back. Whoever takes it away is no vCPU; it gets the CPU if it wants it.
                     self.count(Counter::Retries);
-                    self.vm.tree.host.yield_now();
+                    self.tree.host.yield_now();
                     return Ok(Outcome::Resume);
                 }
                 Plan::Cancel => self.cancel(),
@@ -339,17 +342,17 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                         return Err(Error::BadResolve { gpa: self.gpa });
                     }
                     self.top_up_for(&plan, &leaf)?;
-                    match plan.found {
-                        Found::Empty(seen) if self.maps_around(leaf.level) => {
-                            let level = plan.level;
-                            // The record has room for one backing, and the neighbours' may be another by now.
-                            drop(plan);
-                            self.install_around(level, seen, leaf)
-                        }
-                        _ => self.install(&plan, leaf),
+                    let step = self.install(&plan, leaf);
+                    if self.maps_around(leaf.level) && matches!((plan.found, &step), (Found::Empty(_), Ok(_))) {
+                        // The record has room for one backing, and the neighbours' may be another by now.
+                        drop(plan);
+                        self.map_around();
                     }
+                    step
                 }
                 Plan::OnLeaf(plan) => self.act_on_leaf(plan)?,
+                Plan::Restored => return Ok(Outcome::Resume),
+                Plan::StartOver => Err(Changed),
             };
             match changed {
                 Ok(Step::Done) => return Ok(Outcome::Resume),
@@ -381,23 +384,28 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         if self.nr_overtaken >= OVERTAKEN_BEFORE_SMALL_LEAF {
             resolved.max_size = PageSize::Size4K;
         }
-        plan.leaf::<F>(&self.vm.tree.config, self.max_opened(), gfn, self.access, resolved)
+        plan.leaf::<F>(&self.tree.config, self.max_opened(), gfn, self.access, resolved)
     }
 
-    /// Marks the pages of `block`, which this fault has just made writable, if their slot logs.
-    #[inline]
-    fn mark(&self, section: &Section<'_>, gfn: Gfn, block: GfnRange) {
-        log::mark_if_logging(&self.vm.slots, section, self.ring, gfn, block);
+    /// Marks the pages of this fault's leaf of `level`, which it has just made writable, if their slot
+    /// logs.
+    #[inline(always)]
+    fn mark_leaf(&self, section: &Section<'_>, level: Level) {
+        let (slots, gfn) = (self.slots, self.gfn);
+        if level == Level::L4K {
+            log::mark_page_if_logging(slots, section, self.ring, gfn);
+        } else {
+            log::mark_if_logging(slots, section, self.ring, gfn, gfn.block(level));
+        }
     }
 
     /// Step 1: what there is, and what to do about it.
     #[inline]
     fn look(&self) -> Plan<'v, H::Backing> {
-        let Vm { tree, slots, .. } = self.vm;
+        let (tree, slots) = (self.tree, self.slots);
         let section = tree.epochs.enter(self.record);
-        let mut cursor = Cursor::new(tree, &section, self.gfn);
         // The entry first, the ranges and the slot after: see `table/stamp.rs`.
-        let (value, state) = cursor.descend_to_lowest();
+        let (cursor, value, state) = Cursor::at_lowest(tree, &section, self.gfn);
         let writes = self.access == Access::Write;
         let is_closed = writes && cursor.is_closed();
         let found = match state {
@@ -438,24 +446,22 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 found,
             });
         };
-        if is_closed {
-            Plan::OnLeaf(if tree.locking() != Locking::None {
-                LeafPlan::PushDown
-            } else {
-                match self.push_down_in(&section) {
-                    Ok(_) => LeafPlan::Fixed,
-                    Err(Changed) => LeafPlan::StartOver,
-                }
-            })
+        let is_locked = tree.locking() != Locking::None;
+        let restored = if is_closed {
+            if is_locked {
+                return Plan::OnLeaf(LeafPlan::PushDown);
+            }
+            self.push_down_in(&section).map(|_| ())
         } else if writes && self.splits(cursor.level(), slot.logs()) {
-            Plan::OnLeaf(LeafPlan::Split(leaf))
-        } else if tree.locking() != Locking::None {
-            Plan::OnLeaf(LeafPlan::GiveBack(leaf))
+            return Plan::OnLeaf(LeafPlan::Split(leaf, cursor.level()));
+        } else if is_locked {
+            return Plan::OnLeaf(LeafPlan::GiveBack(leaf));
         } else {
-            Plan::OnLeaf(match self.give_back_at(&cursor, &section, leaf) {
-                Ok(()) => LeafPlan::Fixed,
-                Err(Changed) => LeafPlan::StartOver,
-            })
+            self.give_back_at(cursor.entry(), &section, leaf)
+        };
+        match restored {
+            Ok(()) => Plan::Restored,
+            Err(Changed) => Plan::StartOver,
         }
     }
 
@@ -464,7 +470,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[cold]
     fn look_closer(&self, section: &Section<'_>, max_level: Level) -> Told {
         // Found once more: that the caller's need not be in memory spares each fault in a plain slot its copy.
-        let Some(slot) = self.vm.slots.find(section, self.gfn) else { return Told::Exit };
+        let Some(slot) = self.slots.find(section, self.gfn) else { return Told::Exit };
         if self.access == Access::Write && slot.flags().contains(MemoryRegionFlags::READONLY) {
             return Told::Exit;
         }
@@ -485,7 +491,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[cold]
     #[inline(never)]
     fn narrow_to_alike(&self, largest: Level) -> Level {
-        let Vm { tree, slots, .. } = self.vm;
+        let (tree, slots) = (self.tree, self.slots);
         let section = tree.epochs.enter(self.record);
         let mut level = Level::L4K;
         if let Some(slot) = slots.find(&section, self.gfn) {
@@ -500,13 +506,13 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// What user space is to do before the page can be mapped; `None` if it has done that meanwhile.
     #[cold]
     fn why_withheld(&self) -> Option<Error> {
-        let section = self.vm.tree.epochs.enter(self.record);
-        self.vm.slots.find(&section, self.gfn)?.check_userfault(self.gfn).err()
+        let section = self.tree.epochs.enter(self.record);
+        self.slots.find(&section, self.gfn)?.check_userfault(self.gfn).err()
     }
 
     /// Step 2: the frame.
     fn resolve(&mut self, plan: &InstallPlan<'_, H::Backing>) -> Result<Resolved, Gone> {
-        let host = &self.vm.tree.host;
+        let host = &self.tree.host;
         let resolve = || plan.resolve(host, self.gfn, self.access);
         match &mut self.timing {
             None => resolve(),
@@ -547,7 +553,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[cold]
     #[inline(never)]
     fn check_gone(&self, found: Found, attributes: MemoryAttributes) -> Result<(), Error> {
-        let Vm { tree, slots, .. } = self.vm;
+        let (tree, slots) = (self.tree, self.slots);
         let section = tree.epochs.enter(self.record);
         let mut cursor = Cursor::new(tree, &section, self.gfn);
         // In the order of `look`. A change that is over has left another stamp.
@@ -573,7 +579,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[inline]
     fn flush_before_make(&self, plan: &InstallPlan<'_, H::Backing>) {
         if F::BREAK_BEFORE_MAKE && matches!(plan.found, Found::Empty(stamp) if stamp.is_unflushed()) {
-            self.vm.tree.flush(self.record, &[self.gfn.block(plan.level)]);
+            self.tree.flush(self.record, &[self.gfn.block(plan.level)]);
         }
     }
 
@@ -595,7 +601,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         if nr_tables == 0 {
             return Ok(());
         }
-        let Tree { host, config, .. } = &self.vm.tree;
+        let Tree { host, config, .. } = self.tree;
         let placement = match table_use {
             TableUse::Fault => config.fault_table_placement,
             TableUse::Split => config.split_table_placement,

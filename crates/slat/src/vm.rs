@@ -4,6 +4,7 @@
 mod region;
 mod withheld;
 
+use alloc::boxed::Box;
 use alloc::sync::Arc;
 
 use crate::addr::{Gfn, GfnRange, Gpa, Hpa, PAGE_SIZE, PageSize};
@@ -33,7 +34,8 @@ use crate::vcpu::Vcpu;
 /// Dropping it tells the host of all that is mapped ([`Host::leaf_zapped`]), and frees all tables: stop the CPUs that walk them, and flush their translations, before the last
 /// reference goes.
 pub struct Vm<H: Host, F: Format> {
-    pub(crate) tree: Tree<H, F>,
+    /// In a box: it is large for a stack, on which a VM is moved.
+    pub(crate) tree: Box<Tree<H, F>>,
     pub(crate) slots: Slots<H::Backing>,
 }
 
@@ -58,12 +60,9 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// configuration cannot be had.
     /// [`Error::OutOfMemory`].
     ///
-    /// The VM is returned by value, of more than 1 KiB: it is best put into its [`Arc`] at once.
     pub fn new(host: H, config: Config) -> Result<Vm<H, F>, Error> {
         config.check::<F>()?;
-        let slots = Slots::new()?;
-        let allocated = Tree::<H, F>::allocate(&host, &config)?;
-        Ok(Vm { tree: Tree::new(host, config, allocated), slots })
+        Ok(Vm { slots: Slots::new()?, tree: Tree::new(host, config)? })
     }
 
     /// The VM's surroundings.
@@ -543,12 +542,15 @@ impl<H: Host, F: Format> Vm<H, F> {
     }
 
     /// Whether `gpa` is an address that the format can translate.
+    #[inline]
     pub(crate) fn check_gpa(&self, gpa: Gpa) -> Result<Gfn, Error> {
         let gfn = gpa.gfn();
-        if self.tree.whole().contains(gfn) {
-            Ok(gfn)
-        } else {
-            Err(Error::AddressTooHigh { gpa, gpa_bits: F::GPA_BITS })
-        }
+        if self.tree.whole().contains(gfn) { Ok(gfn) } else { Err(too_high::<F>(gpa)) }
     }
+}
+
+#[cold]
+#[inline(never)]
+fn too_high<F: Format>(gpa: Gpa) -> Error {
+    Error::AddressTooHigh { gpa, gpa_bits: F::GPA_BITS }
 }

@@ -113,15 +113,36 @@ pub(crate) fn mark_if_logging<B>(
     }
 }
 
+/// As [`mark_if_logging`], for page `gfn` alone.
+#[inline]
+pub(crate) fn mark_page_if_logging<B>(slots: &Slots<B>, section: &Section<'_>, ring: Option<&DirtyRing>, gfn: Gfn) {
+    // As there.
+    fence_after_rmw();
+    let Some(slot) = slots.find(section, gfn) else { return };
+    if slot.logs() {
+        mark_page(&slot, ring, gfn.0 - slot.range().start.0);
+    }
+}
+
 /// Marks the pages of `block`, as far as they are in `slot`, which logs.
 fn mark_block<B>(slot: &SlotView<'_, B>, ring: Option<&DirtyRing>, block: GfnRange) {
     let pages = block.intersection(slot.range());
     let first = pages.start.0 - slot.range().start.0;
     match (ring, slot.log()) {
-        (None, Some(log)) if pages.nr_pages() == 1 => log.mark_page(first),
         (Some(ring), _) => push_pages(ring, slot.id(), first, pages.nr_pages()),
         (None, Some(log)) => log.mark(first, pages.nr_pages()),
         // Rings came to the VM since this call of somebody who has none began.
+        (None, None) => {}
+    }
+}
+
+/// Marks page number `page` of `slot`, which logs.
+#[inline]
+fn mark_page<B>(slot: &SlotView<'_, B>, ring: Option<&DirtyRing>, page: u64) {
+    match (ring, slot.log()) {
+        (None, Some(log)) => log.mark_page(page),
+        (Some(ring), _) => push_pages(ring, slot.id(), page, 1),
+        // As above.
         (None, None) => {}
     }
 }
@@ -435,7 +456,7 @@ pub(crate) fn mark_written<B>(slots: &Slots<B>, epochs: &Epochs, record: &Record
         let section = epochs.enter(record);
         section.visit(written.len() as u64);
         for gpa in written {
-            mark_if_logging(slots, &section, None, gpa.gfn(), gpa.gfn().block(Level::L4K));
+            mark_page_if_logging(slots, &section, None, gpa.gfn());
         }
     }
 }

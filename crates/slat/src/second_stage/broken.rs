@@ -173,6 +173,7 @@ pub(super) fn give_up<H: Host, F: Format>(
 /// gone. Then, and if something else is found there, it is not broken any more, and all who read behind it have read.
 ///
 /// A walk may end at a broken entry above, while this one is still to be frozen: that is cancelled.
+#[inline]
 pub(super) fn find_broken<'s, H: Host, F: Format>(
     tree: &'s Tree<H, F>,
     slots: &Slots<H::Backing>,

@@ -67,6 +67,7 @@ impl NewLeaf {
 /// as lie between, with all their other entries empty and of the same stamp: one compare-and-exchange shows it all.
 ///
 /// The cache must hold `cursor.level() - leaf.level` tables.
+#[inline(always)]
 pub(crate) fn install<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
     host: &H,
@@ -130,20 +131,10 @@ pub(crate) fn link<H: Host, F: Format>(
     Ok(())
 }
 
-/// Gives the guest access back to the leaf `value` at the cursor, which is tracked or lacks the right to write: the host
-/// allows `access`, and tells nothing new.
+/// Gives the guest access back to the leaf `value` in `entry`, which is tracked or lacks the right to write: the host allows
+/// `access`, and tells nothing new.
 #[inline]
-pub(crate) fn give_back<H: Host, F: Format>(
-    cursor: &Cursor<'_, H, F>,
-    value: Entry,
-    access: Access,
-) -> Result<(), Changed> {
-    give_back_to::<F>(cursor.tree().config.access_tracking, cursor.entry(), value, access)
-}
-
-/// [`give_back`] for the entry `entry`.
-#[inline]
-pub(crate) fn give_back_to<F: Format>(
+pub(crate) fn give_back<F: Format>(
     tracking: AccessTracking,
     entry: EntryRef<'_>,
     value: Entry,

@@ -20,6 +20,7 @@ use super::install::{self, Changed};
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::config::Config;
 use crate::dirty::log;
+use crate::dirty::rings::WithoutRings;
 use crate::error::Error;
 use crate::format::{Entry, Format};
 use crate::host::{AllocationWait, Host, TableNode};
@@ -175,12 +176,36 @@ pub(crate) fn split_by_breaking<H: Host, F: Format>(
     level: Level,
 ) -> Result<(), Changed> {
     let without_rings = tree.rings.keep_out();
+    let split = break_leaf(tree, slots, &without_rings, record, tables, gfn, (value, level))?;
+    tree.flush(record, &[gfn.block(level)]);
+    link_parts(tree, slots, record, gfn, level, &split)
+}
+
+/// A leaf that is broken, so that a table can take its place.
+struct BrokenLeaf {
+    broken: Entry,
+    /// The entry that links the table.
+    table: Entry,
+    /// What the parts allow.
+    whole: Entry,
+}
+
+/// The first section of [`split_by_breaking`], which is broken up so that it needs little of the stack.
+#[inline(never)]
+fn break_leaf<H: Host, F: Format>(
+    tree: &Tree<H, F>,
+    slots: &Slots<H::Backing>,
+    without_rings: &Option<WithoutRings<'_>>,
+    record: &Record,
+    tables: &mut TableCache,
+    gfn: Gfn,
+    (value, level): (Entry, Level),
+) -> Result<BrokenLeaf, Changed> {
     let locked = tree.enter(record, Side::Read);
     let mut cursor = Cursor::new(tree, &locked.section, gfn);
     if cursor.descend_to_lowest().0 != value || cursor.level() != level {
         return Err(Changed);
     }
-    let block = cursor.block();
     let keeps_write = without_rings.is_some() && slots.find(&locked.section, gfn).is_some_and(|slot| !slot.logs());
     let whole = if keeps_write || !F::is_present(value) { value } else { Entry(value.0 & !F::WRITABLE) };
     let table = install::prepare_parts::<H, F>(&tree.host, tables, whole, level);
@@ -188,21 +213,33 @@ pub(crate) fn split_by_breaking<H: Host, F: Format>(
     cursor.entry().compare_exchange::<F>(value, broken).map_err(|_| Changed)?;
     // Others may find it from now on: it never goes back to the cache.
     tables.linked(&tree.host, &record.stats, 1, TableUse::Split, Some(entry::frame::<F>(value, level)));
-    drop(locked);
-    tree.flush(record, &[block]);
+    Ok(BrokenLeaf { broken, table, whole })
+}
+
+/// Its second section, after the flush.
+#[inline(never)]
+fn link_parts<H: Host, F: Format>(
+    tree: &Tree<H, F>,
+    slots: &Slots<H::Backing>,
+    record: &Record,
+    gfn: Gfn,
+    level: Level,
+    split: &BrokenLeaf,
+) -> Result<(), Changed> {
     let locked = tree.enter(record, Side::Read);
     if find_broken(tree, slots, &locked.section, gfn, level)
-        .is_some_and(|cursor| cursor.entry().compare_exchange::<F>(broken, table).is_ok())
+        .is_some_and(|cursor| cursor.entry().compare_exchange::<F>(split.broken, split.table).is_ok())
     {
         install::count_split(&record.stats, level);
-        if entry::is_writable::<F>(whole) {
+        if entry::is_writable::<F>(split.whole) {
+            let block = gfn.block(level);
             log::mark_if_logging(slots, &locked.section, None, block.start, block);
         }
         return Ok(());
     }
     drop(locked);
     let mut unlinked = TableChain::new();
-    unlinked.push(&tree.host, F::address(table, level));
+    unlinked.push(&tree.host, F::address(split.table, level));
     tree.epochs.retire_tables(&tree.host, unlinked);
     Err(Changed)
 }

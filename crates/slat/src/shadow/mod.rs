@@ -65,7 +65,10 @@ pub use registers::{GuestAccess, GuestEntry, LocalFlush, PagingRegister, PagingR
 
 use crossbeam_utils::CachePadded;
 
+use alloc::boxed::Box;
+
 use crate::addr::{Gfn, Hpa, Level, PAGE_SHIFT, Pfn};
+use crate::boxed::Vacant;
 use crate::config::ShadowPaging;
 use crate::error::Error;
 use crate::format::Format;
@@ -110,15 +113,18 @@ pub(crate) struct Shadow {
 }
 
 impl Shadow {
-    pub(crate) fn new(config: ShadowPaging) -> Result<Shadow, Error> {
-        Ok(Shadow {
+    /// Never inlined: its parts would be on the stack of what makes a VM.
+    #[inline(never)]
+    pub(crate) fn new(config: ShadowPaging) -> Result<Box<Shadow>, Error> {
+        let (memory, frames, pages) = (Vacant::new()?, Frames::new()?, Pages::new(config.max_pages)?);
+        Ok(memory.fill(Shadow {
             config,
-            frames: Frames::new()?,
-            pages: Pages::new(config.max_pages)?,
+            frames,
+            pages,
             nr_debts: CachePadded::new(AtomicU64::new(0)),
             nr_vcpus: AtomicU64::new(0),
             made_kinds: AtomicU32::new(0),
-        })
+        }))
     }
 
     /// A vCPU has been made, which ends by [`Roots::end`](roots::Roots::end).

@@ -30,7 +30,7 @@ use crate::addr::{Gfn, GfnRange};
 use crate::boxed::try_box;
 use crate::dirty::bitmap::Bitmap;
 use crate::error::Error;
-use crate::sync::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use crate::sync::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use crate::table::retire::{Epochs, Record, Section};
 
 /// What stays the same during a slot's life. On lines of its own: each fault reads its slot's, and must not notice that
@@ -178,11 +178,24 @@ impl<B> SlotSet<B> {
         Some(&self.entries[self.by_id[position] as usize])
     }
 
+    /// The slot that has `gfn`. It is looked for at index `guess` first, which becomes the index of the
+    /// slot that is found: an address is mostly in the slot of the one before.
     #[inline]
-    fn find(&self, gfn: Gfn) -> Option<&SlotEntry<B>> {
-        let behind = self.entries.partition_point(|entry| entry.range.start <= gfn);
-        let entry = &self.entries[behind.checked_sub(1)?];
-        entry.range.contains(gfn).then_some(entry)
+    fn find(&self, guess: &AtomicU32, gfn: Gfn) -> Option<&SlotEntry<B>> {
+        // Relaxed: a guess orders nothing.
+        match self.entries.get(guess.load(Ordering::Relaxed) as usize) {
+            Some(entry) if entry.range.contains(gfn) => Some(entry),
+            _ => self.search(guess, gfn),
+        }
+    }
+
+    #[inline(never)]
+    fn search(&self, guess: &AtomicU32, gfn: Gfn) -> Option<&SlotEntry<B>> {
+        let index = self.entries.partition_point(|entry| entry.range.start <= gfn).checked_sub(1)?;
+        let entry = self.entries.get(index).filter(|entry| entry.range.contains(gfn))?;
+        // Relaxed: as above.
+        guess.store(index as u32, Ordering::Relaxed);
+        Some(entry)
     }
 
     /// The first slot other than `id` that shares a frame with `range`.
@@ -250,7 +263,7 @@ impl<B> Slots<B> {
     /// The slot that has `gfn`.
     #[inline]
     pub(crate) fn find<'s>(&self, section: &'s Section<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
-        self.current(section).find(gfn).map(|&entry| SlotView { entry, section })
+        self.current(section).find(&section.record().last_slot, gfn).map(|&entry| SlotView { entry, section })
     }
 
     /// The slot that has `gfn`, or else the first one above it.

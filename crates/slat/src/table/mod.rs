@@ -18,7 +18,7 @@ use core::marker::PhantomData;
 use crossbeam_utils::CachePadded;
 
 use crate::addr::{Gfn, GfnRange, Hpa};
-use crate::boxed::try_box;
+use crate::boxed::Vacant;
 use crate::config::{Config, Paging};
 use crate::dirty::rings::Rings;
 use crate::error::Error;
@@ -96,20 +96,15 @@ impl<H: Host> TimedHold<'_, H> {
 }
 
 impl<H: Host, F: Format> Tree<H, F> {
-    /// What a tree needs of memory: an empty root, and what shadow paging knows.
-    pub(crate) fn allocate(host: &H, config: &Config) -> Result<(Hpa, Option<Box<Shadow>>), Error> {
+    pub(crate) fn new(host: H, config: Config) -> Result<Box<Tree<H, F>>, Error> {
+        let memory = Vacant::new()?;
         let shadow = match config.paging {
             Paging::SecondStage => None,
-            Paging::Shadow(paging) => Some(try_box(Shadow::new(paging)?)?),
+            Paging::Shadow(paging) => Some(Shadow::new(paging)?),
         };
-        Ok((frames::new_root::<H, F>(host).ok_or(Error::OutOfMemory)?, shadow))
-    }
-
-    /// A tree of what was allocated for it. It cannot fail, so that it can be made where it is to be: it is large for a stack.
-    #[inline]
-    pub(crate) fn new(host: H, config: Config, (root, shadow): (Hpa, Option<Box<Shadow>>)) -> Tree<H, F> {
+        let root = frames::new_root::<H, F>(&host).ok_or(Error::OutOfMemory)?;
         let fences = if host.has_barrier_on_all_cpus() { Fences::Remote } else { Fences::Both };
-        Tree {
+        Ok(memory.fill(Tree {
             host,
             root,
             lock: CachePadded::new(Lock::new(config.locking)),
@@ -121,7 +116,7 @@ impl<H: Host, F: Format> Tree<H, F> {
             rings: Rings::new(),
             shadow,
             format: PhantomData,
-        }
+        }))
     }
 
     /// Host-physical address of the root table.

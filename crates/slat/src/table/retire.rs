@@ -37,7 +37,7 @@ use crate::format::{Entry, Format};
 use crate::host::Host;
 use crate::stats::Recorder;
 use crate::sync::{
-    AtomicBool, AtomicPtr, AtomicU64, Ordering, fence_after_rmw, fence_against_remote_barrier, full_fence,
+    AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence_after_rmw, fence_against_remote_barrier, full_fence,
 };
 
 /// Most entries of tables, words of bitmaps, and pages that a section visits: what is retired
@@ -59,6 +59,8 @@ pub(crate) struct Record {
     announced: AtomicU64,
     /// Address of the slot whose backing the owner is resolving in, or null: it must not be freed.
     resolving: AtomicPtr<()>,
+    /// Where in the published set the owner found its last slot. A guess: what is there is compared.
+    pub(crate) last_slot: AtomicU32,
     listed: CachePadded<Listed>,
     pub(crate) stats: Recorder,
 }
@@ -70,6 +72,7 @@ unsafe impl Zeroed for Record {
         Record {
             announced: AtomicU64::new(IDLE),
             resolving: AtomicPtr::new(ptr::null_mut()),
+            last_slot: AtomicU32::new(0),
             listed: CachePadded::new(Listed { in_use: AtomicBool::new(false), next: ptr::null() }),
             stats: Zeroed::zeroed(),
         }

@@ -68,7 +68,14 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// The current entry.
     #[inline]
     pub(crate) fn entry(&self) -> EntryRef<'s> {
-        EntryRef::new(&self.table[index_of::<F>(self.gfn, self.level)], self.level)
+        self.entry_at(self.level)
+    }
+
+    /// The same, of the level that the current entry has: for callers to which that is a constant.
+    #[inline(always)]
+    fn entry_at(&self, level: Level) -> EntryRef<'s> {
+        debug_assert!(level == self.level);
+        EntryRef::new(&self.table[index_of::<F>(self.gfn, level)], level)
     }
 
     /// Whether the entry above was closed when the walk came through it: then no page of this table may be written, whatever
@@ -98,6 +105,37 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         self.table = self.table_below(value);
         self.above = value;
         self.level = self.level.down();
+    }
+
+    /// At the lowest entry for `gfn`, with what it holds and is, as
+    /// [`descend_to_lowest`](Self::descend_to_lowest) says it. For a fault, which walks from the root
+    /// twice: all levels are constants here.
+    #[inline(always)]
+    pub(crate) fn at_lowest(
+        tree: &'s Tree<H, F>,
+        section: &'s Section<'s>,
+        gfn: Gfn,
+    ) -> (Cursor<'s, H, F>, Entry, State) {
+        'root: loop {
+            let mut cursor = Cursor::new(tree, section, gfn);
+            let mut level = F::ROOT_LEVEL;
+            loop {
+                cursor.level = level;
+                let value = cursor.entry_at(level).load();
+                let state = entry::state::<F>(value, level);
+                if state == State::Frozen {
+                    // As in `descend_to`.
+                    continue 'root;
+                }
+                if level == Level::L4K || state != State::Table {
+                    return (cursor, value, state);
+                }
+                let table = F::address(value, level);
+                level = level.down();
+                cursor.table = frames::linked_entries::<H, F>(&tree.host, section, table, level);
+                cursor.above = value;
+            }
+        }
     }
 
     /// Goes down to the lowest entry for the current frame and says what it holds and is; never a table, and never

@@ -7,7 +7,7 @@ use crate::addr::{Access, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::host::Host;
 use crate::second_stage::install::{self, Changed, NewLeaf, Prepared, Rights};
-use crate::second_stage::{split, zap};
+use crate::second_stage::zap;
 use crate::sync::{Side, fence_after_rmw};
 use crate::table::Tree;
 use crate::table::entry::{self, Stamp, State};
@@ -20,7 +20,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     pub(super) fn install(&mut self, plan: &InstallPlan<'_, H::Backing>, leaf: NewLeaf) -> Result<Step, Changed> {
         match plan.found {
             Found::Empty(stamp) => self.install_on_empty(plan, stamp, leaf),
-            Found::ReadOnly(value, seen) => self.install_instead(plan, value, seen, leaf),
+            // A part of it: the other pages stay.
+            Found::ReadOnly(value, _) if plan.level > leaf.level => self.split(value, plan.level, value),
+            Found::ReadOnly(value, seen) => self.install_instead(value, seen, leaf),
             Found::Lacking(_) => unreachable!("no frame is asked for"),
         }
     }
@@ -32,21 +34,11 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         seen: Stamp,
         leaf: NewLeaf,
     ) -> Result<Step, Changed> {
-        let locked = self.vm.tree.enter(self.record, Side::Read);
-        self.install_on_empty_in(&locked.section, plan.level, seen, leaf)
-    }
-
-    /// [`install_on_empty`](Self::install_on_empty) for an entry that was of level `highest`, and empty with `seen`.
-    #[inline(always)]
-    pub(super) fn install_on_empty_in(
-        &mut self,
-        section: &Section<'_>,
-        highest: Level,
-        seen: Stamp,
-        leaf: NewLeaf,
-    ) -> Result<Step, Changed> {
-        let mut cursor = Cursor::new(&self.vm.tree, section, self.gfn);
-        let (value, State::Empty(stamp)) = cursor.descend_to_lowest() else { return Err(Changed) };
+        let locked = self.tree.enter(self.record, Side::Read);
+        let (section, highest) = (&locked.section, plan.level);
+        let (cursor, value, State::Empty(stamp)) = Cursor::at_lowest(self.tree, section, self.gfn) else {
+            return Err(Changed);
+        };
         // Another stamp: the range was taken away since the look. A higher or lower entry than then: the leaf may not fit,
         // or need more tables than were taken.
         if stamp != seen || cursor.level() > highest || cursor.level() < leaf.level {
@@ -55,7 +47,12 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             }
             return Err(Changed);
         }
-        self.install_at(&cursor, section, value, stamp, leaf)
+        if cursor.level() == Level::L4K {
+            // What most faults do, with all levels constant.
+            self.install_at(&cursor, section, value, stamp, NewLeaf { level: Level::L4K, ..leaf })
+        } else {
+            self.install_higher(cursor, section, value, stamp, leaf)
+        }
     }
 
     /// Makes sure that this fault gets through beside invalidations of its neighbours, which give a stamp to the whole empty
@@ -69,8 +66,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     #[inline(never)]
     pub(super) fn refine(&mut self, section: &Section<'_>, highest: Level, leaf_level: Level, pfn: Pfn) {
         self.nr_overtaken = self.nr_overtaken.saturating_add(1);
-        let Tree { host, published, .. } = &self.vm.tree;
-        let mut cursor = Cursor::new(&self.vm.tree, section, self.gfn);
+        let Tree { host, published, .. } = self.tree;
+        let mut cursor = Cursor::new(self.tree, section, self.gfn);
         let (value, State::Empty(stamp)) = cursor.descend_to_lowest() else { return };
         let level = cursor.level();
         if level > highest || level <= leaf_level {
@@ -102,29 +99,15 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// else would tell), and kept in the leaf that takes its place. A huge leaf of which the host gives a part
     /// is split before, so that its other pages stay.
     #[cold]
-    fn install_instead(
-        &mut self,
-        plan: &InstallPlan<'_, H::Backing>,
-        value: Entry,
-        seen: Stamp,
-        leaf: NewLeaf,
-    ) -> Result<Step, Changed> {
-        let tree = &self.vm.tree;
+    #[inline(never)]
+    fn install_instead(&mut self, value: Entry, seen: Stamp, leaf: NewLeaf) -> Result<Step, Changed> {
+        let tree = self.tree;
         let locked = tree.enter(self.record, Side::Read);
         let section = &locked.section;
         let mut cursor = Cursor::new(tree, section, self.gfn);
         let (found, _) = cursor.descend_to_lowest();
         let level = cursor.level();
-        if found != value || level > plan.level || level < leaf.level {
-            return Err(Changed);
-        }
-        if level > leaf.level {
-            if F::BREAK_BEFORE_MAKE {
-                drop(locked);
-                split::split_by_breaking(tree, &self.vm.slots, self.record, self.tables, self.gfn, value, level)?;
-            } else {
-                install::split(&cursor, &tree.host, self.tables, value)?;
-            }
+        if found != value || level != leaf.level {
             return Err(Changed);
         }
         if self.frame_in(value, level) != leaf.pfn {
@@ -162,14 +145,28 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         if self.frame_in(value, plan.level) == leaf.pfn {
             return false;
         }
-        let tree = &self.vm.tree;
+        let tree = self.tree;
         let section = tree.epochs.enter(self.record);
         let mut cursor = Cursor::new(tree, &section, self.gfn);
         cursor.descend_to_lowest().0 == value && tree.current_stamp() == seen
     }
 
+    /// [`install_at`](Self::install_at) for an entry of more than a page. It takes the cursor itself, so
+    /// that its caller's stays in registers.
+    #[inline(never)]
+    fn install_higher(
+        &mut self,
+        cursor: Cursor<'_, H, F>,
+        section: &Section<'_>,
+        value: Entry,
+        stamp: Stamp,
+        leaf: NewLeaf,
+    ) -> Result<Step, Changed> {
+        self.install_at(&cursor, section, value, stamp, leaf)
+    }
+
     /// Installs `leaf` in the entry at the cursor, which is `value`, empty with `stamp`.
-    #[inline]
+    #[inline(always)]
     fn install_at(
         &mut self,
         cursor: &Cursor<'_, H, F>,
@@ -186,10 +183,10 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             Rights::Writable if is_nearer => Rights::WriteProtected,
             rights => rights,
         };
-        install::install(cursor, &self.vm.tree.host, self.tables, value, stamp, NewLeaf { rights, ..leaf })?;
+        install::install(cursor, &self.tree.host, self.tables, value, stamp, NewLeaf { rights, ..leaf })?;
         self.count(installed(leaf.level));
         if rights == Rights::Writable && self.marks(leaf.level) {
-            self.mark(section, self.gfn, self.gfn.block(leaf.level));
+            self.mark_leaf(section, leaf.level);
         }
         Ok(if is_nearer { Step::Nearer } else { Step::Done })
     }
@@ -204,6 +201,6 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// As [`marks`](Self::marks), of a leaf that is installed for `access`.
     #[inline]
     pub(super) fn marks_for(&self, access: Access, level: Level) -> bool {
-        access == Access::Write || self.vm.tree.config.first_write_faults(level)
+        access == Access::Write || self.tree.config.first_write_faults(level)
     }
 }

@@ -13,11 +13,10 @@ use crate::second_stage::push_down::{self, Others, Pushed};
 use crate::second_stage::{broken, split};
 use crate::stats::Counter;
 use crate::sync::Side;
-use crate::table::entry::{self, State};
+use crate::table::entry::{self, EntryRef, State};
 use crate::table::frames::TableUse;
 use crate::table::retire::Section;
 use crate::table::walk::Cursor;
-use crate::vm::Vm;
 
 /// Looks at a broken entry before it is cancelled. A recovery that is running is over by then, mostly; to cancel it costs as
 /// much as it does, and a fault on top. One that is not running is not waited for.
@@ -25,15 +24,13 @@ const PATIENCE: usize = if cfg!(any(loom, shuttle)) { 1 } else { 100 };
 
 impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Carries out what needs no frame.
-    #[inline]
+    #[inline(always)]
     pub(super) fn act_on_leaf(&mut self, plan: LeafPlan) -> Result<Result<Step, Changed>, Error> {
         match plan {
-            LeafPlan::Fixed => Ok(Ok(Step::Done)),
-            LeafPlan::StartOver => Ok(Err(Changed)),
             LeafPlan::GiveBack(value) => Ok(self.give_back(value).map(|()| Step::Done)),
-            LeafPlan::Split(value) => {
+            LeafPlan::Split(value, level) => {
                 self.top_up(1, TableUse::Split, entry::frame::<F>(value, Level::L2M))?;
-                Ok(self.split(value).map(|()| Step::Nearer))
+                Ok(self.split(value, level, split::parts_of::<F>(&self.tree.config, value, level)))
             }
             LeafPlan::PushDown => Ok(self.push_down()),
         }
@@ -43,13 +40,14 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// the ring has no room for all of its pages.
     #[inline]
     pub(super) fn splits(&self, level: Level, slot_logs: bool) -> bool {
-        let largest = if slot_logs { self.vm.tree.config.largest_logged_write() } else { F::ROOT_LEVEL };
-        level > Level::L4K && (level > largest || level.nr_pages() > self.max_opened())
+        let largest = || if slot_logs { self.tree.config.largest_logged_write() } else { F::ROOT_LEVEL };
+        level > Level::L4K && (level > largest() || level.nr_pages() > self.max_opened())
     }
 
     /// Step 3 for a leaf that only needs to be given back, where there is a lock to take.
+    #[inline(never)]
     fn give_back(&self, value: Entry) -> Result<(), Changed> {
-        let tree = &self.vm.tree;
+        let tree = self.tree;
         let locked = tree.enter(self.record, Side::Read);
         let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
         let found = cursor.descend_to_lowest().0;
@@ -58,20 +56,31 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         if found != value || opens_too_many {
             return Err(Changed);
         }
-        self.give_back_at(&cursor, &locked.section, value)
+        self.give_back_at(cursor.entry(), &locked.section, value)
     }
 
+    /// Restores access through the leaf `value` in `entry`, and marks what may be written.
     #[inline]
-    pub(super) fn give_back_at(
-        &self,
-        cursor: &Cursor<'_, H, F>,
-        section: &Section<'_>,
-        value: Entry,
-    ) -> Result<(), Changed> {
-        install::give_back(cursor, value, self.access)?;
+    pub(super) fn give_back_at(&self, entry: EntryRef<'_>, section: &Section<'_>, value: Entry) -> Result<(), Changed> {
+        if entry.level() == Level::L4K {
+            // What most faults do, with all levels constant.
+            self.give_back_to(entry, section, value)
+        } else {
+            self.give_back_huge(entry, section, value)
+        }
+    }
+
+    #[inline(never)]
+    fn give_back_huge(&self, entry: EntryRef<'_>, section: &Section<'_>, value: Entry) -> Result<(), Changed> {
+        self.give_back_to(entry, section, value)
+    }
+
+    #[inline(always)]
+    fn give_back_to(&self, entry: EntryRef<'_>, section: &Section<'_>, value: Entry) -> Result<(), Changed> {
+        install::give_back::<F>(self.tree.config.access_tracking, entry, value, self.access)?;
         if self.access == Access::Write {
             self.count(Counter::WritesRestored);
-            self.mark(section, self.gfn, cursor.block());
+            self.mark_leaf(section, entry.level());
         } else {
             self.count(Counter::AccessesRestored);
         }
@@ -86,7 +95,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// been marked.
     #[cold]
     pub(super) fn set_marks(&self) -> Result<Step, Changed> {
-        let tree = &self.vm.tree;
+        let tree = self.tree;
         let locked = tree.enter(self.record, Side::Read);
         let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
         let (value, state) = cursor.descend_to_lowest();
@@ -98,29 +107,30 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         // If hardware or another fault was first, the next look says what is left.
         cursor.entry().compare_exchange::<F>(value, marked).map_err(|_| Changed)?;
         if writes && !tree.config.first_write_faults(cursor.level()) {
-            self.mark(&locked.section, self.gfn, cursor.block());
+            self.mark_leaf(&locked.section, cursor.level());
         }
         self.count(Counter::Spurious);
         Ok(Step::Done)
     }
 
     /// Step 3 for a leaf below a closed entry, where there is a lock to take.
+    #[inline(never)]
     fn push_down(&self) -> Result<Step, Changed> {
-        let locked = self.vm.tree.enter(self.record, Side::Read);
+        let locked = self.tree.enter(self.record, Side::Read);
         self.push_down_in(&locked.section)
     }
 
     #[cold]
     pub(super) fn push_down_in(&self, section: &Section<'_>) -> Result<Step, Changed> {
-        let slots = &self.vm.slots;
+        let slots = self.slots;
         let others = || {
             let logs = slots.find(section, self.gfn).is_none_or(|slot| slot.logs());
             if logs { Others::Protect } else { Others::Leave }
         };
-        let pushed = push_down::push_down(&self.vm.tree, section, self.gfn, others)?;
+        let pushed = push_down::push_down(self.tree, section, self.gfn, others)?;
         self.count(Counter::WritesRestored);
         // Also if the entry could not be opened: see `push_down`.
-        self.mark(section, self.gfn, self.gfn.block(Level::L4K));
+        self.mark_leaf(section, Level::L4K);
         match pushed {
             Pushed::Open => {
                 self.count(Counter::TablesOpened);
@@ -130,27 +140,30 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         }
     }
 
-    /// Step 3 for a huge leaf of which a part is to be written, in a slot that logs or beside a ring without room.
-    fn split(&mut self, value: Entry) -> Result<(), Changed> {
-        let tree = &self.vm.tree;
-        let locked = tree.enter(self.record, Side::Read);
-        let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
-        if cursor.descend_to_lowest().0 != value || cursor.level() == Level::L4K {
-            return Err(Changed);
-        }
+    /// Replaces the huge leaf `value` of `level` by a table, for which the cache has one: its parts
+    /// allow what `whole` does, or in a format that needs a break what `split_by_breaking` says.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn split(&mut self, value: Entry, level: Level, whole: Entry) -> Result<Step, Changed> {
+        let (tree, slots) = (self.tree, self.slots);
         if F::BREAK_BEFORE_MAKE {
-            let level = cursor.level();
-            drop(locked);
-            return split::split_by_breaking(tree, &self.vm.slots, self.record, self.tables, self.gfn, value, level);
+            split::split_by_breaking(tree, slots, self.record, self.tables, self.gfn, value, level)?;
+        } else {
+            let locked = tree.enter(self.record, Side::Read);
+            let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
+            // The level too: the very same value may by now be that of another leaf.
+            if cursor.descend_to_lowest().0 != value || cursor.level() != level {
+                return Err(Changed);
+            }
+            install::split_into(&cursor, &tree.host, self.tables, value, whole)?;
         }
-        let whole = split::parts_of::<F>(&tree.config, value, cursor.level());
-        install::split_into(&cursor, &tree.host, self.tables, value, whole)
+        Ok(Step::Nearer)
     }
 
     /// Cancels the recovery or the split that is under way where the page is.
     #[cold]
     pub(super) fn cancel(&self) -> Result<Step, Changed> {
-        let Vm { tree, slots, .. } = self.vm;
+        let (tree, slots) = (self.tree, self.slots);
         let locked = tree.enter(self.record, Side::Read);
         let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
         let (broken, state) = cursor.descend_to_lowest();

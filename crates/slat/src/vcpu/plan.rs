@@ -1,6 +1,6 @@
 //! What a fault is to do, as its look decided: the plan that its acting carries out, or finds overtaken.
 
-use crate::addr::{Access, Gfn, GfnRange, Level};
+use crate::addr::{Access, Gfn, GfnRange, Level, PAGE_SHIFT};
 use crate::config::Config;
 use crate::error::Error;
 use crate::format::{Entry, Format};
@@ -27,18 +27,18 @@ pub(super) enum Plan<'r, B> {
     Install(InstallPlan<'r, B>),
     /// There is a leaf, and the host need not be asked.
     OnLeaf(LeafPlan),
+    /// Nothing any more: access was restored within the look.
+    Restored,
+    /// Another look: this one was overtaken.
+    StartOver,
 }
 
 /// What is to be done about a leaf that does not allow the access.
 pub(super) enum LeafPlan {
-    /// Done within the look.
-    Fixed,
-    /// The look itself was overtaken.
-    StartOver,
     /// Give access back to this leaf.
     GiveBack(Entry),
     /// Split this huge leaf, for logging is by smaller pages.
-    Split(Entry),
+    Split(Entry, Level),
     /// The leaf is below a closed entry: push down.
     PushDown,
 }
@@ -101,7 +101,7 @@ impl<B: Send + Sync> InstallPlan<'_, B> {
     ) -> Result<NewLeaf, Error> {
         let writes = access == Access::Write;
         let Resolved { pfn, max_size, writable } = resolved;
-        if pfn.hpa().0 >> F::HPA_BITS != 0 || pfn.hpa().pfn() != pfn || (writes && !writable) {
+        if pfn.0 >> (F::HPA_BITS - PAGE_SHIFT) != 0 || (writes && !writable) {
             return Err(Error::BadResolve { gpa: gfn.gpa() });
         }
         let logs = self.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);

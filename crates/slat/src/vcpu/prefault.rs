@@ -10,6 +10,7 @@
 use super::together::{Batch, Missing, NOTHING, Run, TOGETHER};
 use super::{Fault, Found, InstallPlan, Plan, Step, Vcpu};
 use crate::addr::{Access, Gfn, GfnRange, Gpa, Level, PAGE_SHIFT, PAGE_SIZE};
+use crate::dirty::log;
 use crate::dirty::ring::DIRTY_RING_RESERVE;
 use crate::error::Error;
 use crate::format::Format;
@@ -20,7 +21,6 @@ use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::entry::{self, Stamp, State};
 use crate::table::walk::{self, Cursor};
-use crate::vm::Vm;
 
 impl<H: Host, F: Format> Vcpu<H, F> {
     /// Maps the `size_bytes` from `gpa` on, so that `access` to them does not fault: for a write, the pages that this makes
@@ -63,7 +63,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         let mut next = range.start;
         while next < range.end {
             let result = self.fault(next.gpa(), access).and_then(|mut fault| {
-                match fault.pre_fault_together((next.0..range.end.0).map(Gfn)) {
+                match fault.pre_fault_together((range.end.0 - next.0) as usize, |index| Gfn(next.0 + index as u64)) {
                     0 => fault.pre_fault(range.end),
                     nr_pages => Ok(Gfn(next.0 + nr_pages as u64)),
                 }
@@ -93,7 +93,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         let mut done = 0;
         while let Some(&page) = pages.get(done) {
             let result = self.fault(page, access).and_then(|mut fault| {
-                match fault.pre_fault_together(pages[done..].iter().map(|page| page.gfn())) {
+                match fault.pre_fault_together(pages.len() - done, |index| pages[done + index].gfn()) {
                     0 => fault.pre_fault(Gfn(page.gfn().0 + 1)).map(|_| 1),
                     nr_pages => Ok(nr_pages),
                 }
@@ -112,13 +112,13 @@ impl<H: Host, F: Format> Vcpu<H, F> {
 }
 
 impl<H: Host, F: Format> Fault<'_, H, F> {
-    /// Maps as many of `pages`, of which the first is this fault's, as need nothing but leaves of 4 KiB in tables that are
-    /// there, and lie in one slot. Returns how many from the first on are mapped by now.
+    /// Maps as many of `nr_pages` pages, `page(0)` on, which is this fault's, as need nothing but leaves of 4 KiB in tables that
+    /// are there, and lie in one slot. Returns how many from the first on are mapped by now.
     ///
     /// Never inlined: its batch would be on the stack of what else a prefault does.
     #[inline(never)]
-    fn pre_fault_together(&mut self, pages: impl Iterator<Item = Gfn>) -> usize {
-        let Vm { tree, .. } = self.vm;
+    fn pre_fault_together(&mut self, nr_pages: usize, page: impl Fn(usize) -> Gfn) -> usize {
+        let tree = self.tree;
         let access = self.access;
         if self.is_ring_full() {
             return 0;
@@ -128,8 +128,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         if cursor.move_to_entry(self.gfn, Level::L4K).is_none() {
             return 0;
         }
-        let mut batch = Batch::<TOGETHER>::new(access, Missing::Stop);
-        for gfn in pages.take(TOGETHER) {
+        let mut batch = Batch::<_, TOGETHER>::new(access, Missing::Stop, &page);
+        for gfn in (0..nr_pages.min(TOGETHER)).map(&page) {
             if !tree.whole().contains(gfn) {
                 break;
             }
@@ -139,8 +139,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             }
             let value = entry.load();
             match entry::state::<F>(value, Level::L4K) {
-                State::Empty(stamp) if !stamp.is_unflushed() => batch.push(gfn, value),
-                State::Leaf if access != Access::Write || entry::is_writable::<F>(value) => batch.push(gfn, NOTHING),
+                State::Empty(stamp) if !stamp.is_unflushed() => batch.push(value),
+                State::Leaf if access != Access::Write || entry::is_writable::<F>(value) => batch.push(NOTHING),
                 _ => break,
             }
         }
@@ -204,6 +204,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 }
                 // Done, or one step nearer: the next look tells.
                 Plan::OnLeaf(plan) => self.act_on_leaf(plan)?.map(|_| self.gfn),
+                Plan::Restored => Ok(self.gfn),
+                Plan::StartOver => Err(Changed),
             };
             match changed {
                 Ok(next) if next != self.gfn => return Ok(next),
@@ -253,7 +255,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         first: NewLeaf,
         resolved: Resolved,
     ) -> Result<Gfn, Changed> {
-        let tree = &self.vm.tree;
+        let tree = self.tree;
         let (host, access) = (&tree.host, self.access);
         let (max_opened, tracking) = (self.max_opened(), tree.config.access_tracking);
         let leaf_level = Level(LEVEL);
@@ -305,7 +307,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         install::link(&cursor, host, self.tables, value, stamp, prepared)?;
         self.record.stats.add(super::installed(leaf_level), filled.nr_pages() / leaf_pages);
         if any_writable && self.marks(leaf_level) {
-            self.mark(&locked.section, self.gfn, filled);
+            log::mark_if_logging(self.slots, &locked.section, self.ring, self.gfn, filled);
         }
         Ok(filled.end)
     }

@@ -23,7 +23,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Puts this fault into the sample.
     #[cold]
     pub(super) fn start_timing(&mut self) {
-        let host = &self.vm.tree.host;
+        let host = &self.tree.host;
         // The clock is read innermost, here and below: asking for the run delay may take longer than the fault.
         let start_delay_ns = host.run_delay_ns();
         self.timing = Some(Timing { start_ns: host.timestamp_ns(), start_delay_ns, ..Timing::default() });
@@ -32,7 +32,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     #[cold]
     pub(super) fn stop_timing(&mut self) {
         let Some(timing) = self.timing.take() else { return };
-        let (host, stats) = (&self.vm.tree.host, &self.record.stats);
+        let (host, stats) = (&self.tree.host, &self.record.stats);
         let fault_ns = host.timestamp_ns().saturating_sub(timing.start_ns);
         let run_delay_ns = host.run_delay_ns().saturating_sub(timing.start_delay_ns);
         let engine_delay_ns = run_delay_ns.saturating_sub(timing.resolve_run_delay_ns);

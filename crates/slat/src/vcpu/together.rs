@@ -7,6 +7,7 @@
 
 use super::{Fault, Found, InstallPlan};
 use crate::addr::{Access, Gfn, GfnRange, Level, PageSize, Pfn};
+use crate::dirty::log;
 use crate::dirty::ring::DIRTY_RING_RESERVE;
 use crate::format::{Entry, Format};
 use crate::host::{Host, Resolved};
@@ -34,21 +35,22 @@ pub(super) enum Missing {
 }
 
 /// Some pages, the entries that were seen for them, and what is to be installed there.
-pub(super) struct Batch<const CAPACITY: usize> {
+pub(super) struct Batch<P, const CAPACITY: usize> {
     /// What the leaves are for.
     access: Access,
     missing: Missing,
     nr_pages: usize,
-    pages: [Gfn; CAPACITY],
+    /// The page of each index.
+    page: P,
     /// The empty entry, or [`NOTHING`] where nothing is to be installed.
     seen: [Entry; CAPACITY],
     leaves: [Entry; CAPACITY],
 }
 
-impl<const CAPACITY: usize> Batch<CAPACITY> {
-    pub(super) fn new(access: Access, missing: Missing) -> Batch<CAPACITY> {
+impl<P: Fn(usize) -> Gfn, const CAPACITY: usize> Batch<P, CAPACITY> {
+    pub(super) fn new(access: Access, missing: Missing, page: P) -> Batch<P, CAPACITY> {
         let nothing = [NOTHING; CAPACITY];
-        Batch { access, missing, nr_pages: 0, pages: [Gfn(0); CAPACITY], seen: nothing, leaves: nothing }
+        Batch { access, missing, nr_pages: 0, page, seen: nothing, leaves: nothing }
     }
 
     #[inline]
@@ -56,11 +58,21 @@ impl<const CAPACITY: usize> Batch<CAPACITY> {
         self.nr_pages
     }
 
-    /// Adds a page, unless it is full.
+    /// Whether nothing is to be installed.
+    pub(super) fn is_empty(&self) -> bool {
+        self.seen[..self.nr_pages].iter().all(|&seen| seen == NOTHING)
+    }
+
+    /// The page that is added next.
+    pub(super) fn next_page(&self) -> Gfn {
+        (self.page)(self.nr_pages)
+    }
+
+    /// Adds the next page, unless it is full.
     #[inline]
-    pub(super) fn push(&mut self, gfn: Gfn, seen: Entry) {
-        if let (Some(page), Some(entry)) = (self.pages.get_mut(self.nr_pages), self.seen.get_mut(self.nr_pages)) {
-            (*page, *entry) = (gfn, seen);
+    pub(super) fn push(&mut self, seen: Entry) {
+        if let Some(entry) = self.seen.get_mut(self.nr_pages) {
+            *entry = seen;
             self.nr_pages += 1;
         }
     }
@@ -68,9 +80,8 @@ impl<const CAPACITY: usize> Batch<CAPACITY> {
     /// Leaves out the pages that do not fit.
     #[inline]
     pub(super) fn retain(&mut self, fits: impl Fn(Gfn) -> bool) {
-        let nr_pages = self.nr_pages;
-        for (index, (&gfn, seen)) in self.pages[..nr_pages].iter().zip(&mut self.seen).enumerate() {
-            if !fits(gfn) {
+        for (index, seen) in self.seen[..self.nr_pages].iter_mut().enumerate() {
+            if !fits((self.page)(index)) {
                 if self.missing == Missing::Stop {
                     self.nr_pages = index;
                     return;
@@ -129,7 +140,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// What says whether a page is in no published range, if this fault's is in none. To be asked when all entries have been
     /// read, and before the slot is.
     pub(super) fn free_pages(&self) -> Option<impl Fn(Gfn) -> bool + use<'v, H, F>> {
-        let published = &self.vm.tree.published;
+        let published = &self.tree.published;
         // Mostly all there is; then the pages around this one are not asked for one by one.
         let free = self.gfn.block(published.free_level(self.gfn, F::ROOT_LEVEL)?);
         Some(move |gfn| free.contains(gfn) || published.free_level(gfn, Level::L4K).is_some())
@@ -137,12 +148,13 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
 
     /// What small leaves are to be made of, in the slot that has this fault's page; leaves out the pages of `batch` for which
     /// that does not hold. To be asked last.
-    pub(super) fn plan_together<const CAPACITY: usize>(
+    #[inline(always)]
+    pub(super) fn plan_together<P: Fn(usize) -> Gfn, const CAPACITY: usize>(
         &self,
         section: &Section<'_>,
-        batch: &mut Batch<CAPACITY>,
+        batch: &mut Batch<P, CAPACITY>,
     ) -> Option<InstallPlan<'v, H::Backing>> {
-        let slot = self.vm.slots.find(section, self.gfn)?;
+        let slot = self.slots.find(section, self.gfn)?;
         let attributes = slot.attributes_of(self.gfn);
         batch.retain(|gfn| {
             slot.range().contains(gfn)
@@ -162,17 +174,18 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// Makes the leaves of `batch`: what `leaf` answers for a page with what the host has told, or follows from that for one
     /// before.
     #[inline]
-    pub(super) fn make_leaves<const CAPACITY: usize>(
+    pub(super) fn make_leaves<P: Fn(usize) -> Gfn, const CAPACITY: usize>(
         &self,
-        batch: &mut Batch<CAPACITY>,
+        batch: &mut Batch<P, CAPACITY>,
         leaf: impl Fn(Gfn) -> Option<(Resolved, Entry)>,
     ) {
         let mut run: Option<Run> = None;
-        let entries = batch.seen.iter().zip(&mut batch.leaves);
-        for (index, (&gfn, (&seen, new))) in batch.pages[..batch.nr_pages].iter().zip(entries).enumerate() {
+        let entries = batch.seen[..batch.nr_pages].iter().zip(&mut batch.leaves);
+        for (index, (&seen, new)) in entries.enumerate() {
             if seen == NOTHING {
                 continue;
             }
+            let gfn = (batch.page)(index);
             if let Some(run) = run.as_ref().filter(|run| run.pages.contains(gfn)) {
                 *new = run.small_leaf::<F>(gfn);
             } else if let Some((resolved, leaf)) = leaf(gfn) {
@@ -188,23 +201,23 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
 
     /// Installs the leaves of `batch`, all of which are for pages in `slot_range`; leaves out the pages that have been changed
     /// since the look. Returns the number of leaves.
-    #[inline]
-    pub(super) fn install_together<const CAPACITY: usize>(
+    #[inline(never)]
+    pub(super) fn install_together<P: Fn(usize) -> Gfn, const CAPACITY: usize>(
         &self,
         section: &Section<'_>,
-        batch: &mut Batch<CAPACITY>,
+        batch: &mut Batch<P, CAPACITY>,
         slot_range: GfnRange,
     ) -> u64 {
-        let mut cursor = Cursor::new(&self.vm.tree, section, self.gfn);
+        let mut cursor = Cursor::new(self.tree, section, self.gfn);
         let mut nr_leaves = 0;
         let mut any_writable = false;
-        let entries = batch.seen.iter().zip(&mut batch.leaves);
-        for (index, (&gfn, (&seen, leaf))) in batch.pages[..batch.nr_pages].iter().zip(entries).enumerate() {
+        let entries = batch.seen[..batch.nr_pages].iter().zip(&mut batch.leaves);
+        for (index, (&seen, leaf)) in entries.enumerate() {
             if *leaf == NOTHING {
                 continue;
             }
             // An empty entry is its stamp: where the entry is the one that was seen, so is the stamp.
-            let entry = cursor.move_to_entry(gfn, Level::L4K);
+            let entry = cursor.move_to_entry((batch.page)(index), Level::L4K);
             if entry.is_some_and(|entry| entry.compare_exchange::<F>(seen, *leaf).is_ok()) {
                 any_writable |= entry::is_writable::<F>(*leaf);
                 nr_leaves += 1;
@@ -219,11 +232,11 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         if any_writable && self.marks_for(batch.access, Level::L4K) {
             // As `mark_if_logging` would for each: the leaves are writable before the flags are read.
             fence_after_rmw();
-            let slot = self.vm.slots.find(section, self.gfn);
+            let slot = self.slots.find(section, self.gfn);
             if slot.is_none_or(|slot| slot.logs() || slot.range() != slot_range) {
-                for (&gfn, &leaf) in batch.pages[..batch.nr_pages].iter().zip(&batch.leaves) {
+                for (index, &leaf) in batch.leaves[..batch.nr_pages].iter().enumerate() {
                     if leaf != NOTHING && entry::is_writable::<F>(leaf) {
-                        self.mark(section, gfn, gfn.block(Level::L4K));
+                        log::mark_page_if_logging(self.slots, section, self.ring, (batch.page)(index));
                     }
                 }
             }

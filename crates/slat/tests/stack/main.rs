@@ -19,11 +19,7 @@ use slat::*;
 
 const MOST_BYTES: usize = 2048;
 const MOST_FAULT_BYTES: usize = 1024;
-/// Of a call that returns a VM by value, which is copied on the way.
-const MOST_NEW_BYTES: usize = 3072;
 const FAULT: &str = "Vcpu::handle_fault";
-/// The same, where it may map neighbours, or must break a huge page before it makes its parts.
-const LONG_FAULT: &str = "Vcpu::handle_fault, with fault-around or break-before-make";
 
 const SMALL: u64 = 1 << 32;
 const SMALL_BYTES: u64 = 64 << 20;
@@ -39,8 +35,6 @@ static DEEPEST: Mutex<BTreeMap<(String, String), usize>> = Mutex::new(BTreeMap::
 /// One VM and its surroundings.
 struct Scene<F: Format> {
     name: String,
-    /// What its faults count as.
-    fault: &'static str,
     vm: Arc<Vm<StackHost, F>>,
 }
 
@@ -85,28 +79,25 @@ impl<F: Format> Scene<F> {
         })
     }
 
-    /// Faults at `addresses`, all of them on one stack. Returns the last outcome.
+    /// Faults at `addresses`, one after the other. Returns the last outcome.
     fn faults(
         &self,
         vcpu: &mut Vcpu<StackHost, F>,
         addresses: impl IntoIterator<Item = u64>,
         access: Access,
     ) -> Result<Outcome, Error> {
-        self.measure(self.fault, || {
-            let mut last = Ok(Outcome::Resume);
-            for gpa in addresses {
-                last = vcpu.handle_fault(Gpa(gpa), access);
-            }
-            last
-        })
+        let mut last = Ok(Outcome::Resume);
+        for gpa in addresses {
+            self.measure(FAULT, || last = vcpu.handle_fault(Gpa(gpa), access));
+        }
+        last
     }
 }
 
 fn scene<F: Format>(name: &str, host: StackHost, config: Config) -> Scene<F> {
     let name = format!("{}, {name}", F::NAME);
     let vm = measure(&name, "Vm::new", || Vm::<StackHost, F>::new(host, config)).unwrap();
-    let is_long = F::BREAK_BEFORE_MAKE || config.fault_around != FaultAround::Off;
-    Scene { name, fault: if is_long { LONG_FAULT } else { FAULT }, vm: Arc::new(vm) }
+    Scene { name, vm: Arc::new(vm) }
 }
 
 fn pages(at: u64, nr: u64) -> impl Iterator<Item = u64> {
@@ -262,10 +253,10 @@ fn split_and_recover<F: Format>(scene: &Scene<F>, vcpu: &mut Vcpu<StackHost, F>)
     recover();
     split(PageSize::Size4K);
     // A fault that finds an entry of which a recovery is making a huge page; and an invalidation.
-    let (name, fault) = (scene.name.clone(), scene.fault);
+    let name = scene.name.clone();
     let (other, mut other_vcpu) = (Arc::clone(vm), vm.create_vcpu().unwrap());
     *vm.host().in_resolve.lock().unwrap() = Some(Box::new(move || {
-        let fault = measure(&name, fault, || other_vcpu.handle_fault(Gpa(HUGE), Access::Write));
+        let fault = measure(&name, FAULT, || other_vcpu.handle_fault(Gpa(HUGE), Access::Write));
         assert!(fault.is_ok());
     }));
     vm.recover_range(all).unwrap();
@@ -521,11 +512,7 @@ fn no_call_takes_more_stack_than_a_hypervisor_has() {
     if cfg!(debug_assertions) {
         return;
     }
-    let most_for = |name: &str| match name {
-        FAULT => MOST_FAULT_BYTES,
-        "Vm::new" => MOST_NEW_BYTES,
-        _ => MOST_BYTES,
-    };
+    let most_for = |name: &str| if name == FAULT { MOST_FAULT_BYTES } else { MOST_BYTES };
     let is_too_deep = |(bytes, name, _): &(usize, String, String)| *bytes > most_for(name);
     let too_deep: Vec<_> = by_bytes.into_iter().filter(is_too_deep).collect();
     assert!(too_deep.is_empty(), "too much stack: {too_deep:#?}");
