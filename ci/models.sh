@@ -46,7 +46,7 @@ check generation no-window three-generations admit-outside renew-always renew-bl
 check summary summary-first word-first store-zero mask-clears never-again look-away
 check dirty_bit no-restart restart-first log-late clear-first no-flush clear-all mark-late mark-once blind-zap flags-first \
     fault-no-mark publish-late keep-dirty
-check break recover-no-flush split-no-flush split-at-once cancel-plain install-no-flush flush-first oom-plain oom-drops-flag \
+check break recover-no-flush split-no-flush split-at-once cancel-plain install-no-flush flush-first oom-plain drop-flag flush-any keep-flag \
     refine-unflushed refine-published instead-plain reuse split-freezes split-copies-W split-mark-never \
     split-marks-first split-unreported no-freeze mark-never
 check userfault no-stamp no-zap flush-if-changed no-flush flush-first flag-last stamp-first withdraw-first store-first \

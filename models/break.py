@@ -13,21 +13,24 @@ Recover:     table -> broken -> freeze leaf by leaf -> flush -> huge leaf, D of 
 Split:       does the slot log? -> table i is filled with the parts, W only if not -> leaf -> broken -> flush -> table -> if
              the parts have W, flags again: logs: mark both pages. If it fails, table i is retired.
 Cancel:      ('r': each entry is frozen) each leaf is reported -> a stamp is taken -> broken -> empty, unflushed.
-Fault (small, big: of what size the host allows; a write to page 0, small1: 1): entry (broken: cancel) -> published
+Fault (small, big: of what size the host allows; a write to page 0, small1, big1: 1): entry (broken: cancel) -> published
              ranges -> unflushed: flush -> exchange on the very value -> flags -> mark. Empty with another stamp, not
              unflushed: published ranges (none has the page: where one has it, the flush may be still to come) -> a table
-             with that stamp takes its place. A leaf without W: gets it -> flags -> mark.
+             with that stamp takes its place. A leaf without W: gets it -> flags -> mark. beside1: small1, where nothing
+             else maps anything: so what it links in place of an empty entry is never refused as unflushed.
 Instead:     a huge leaf is replaced by itself: stamp -> empty, unflushed -> counter as at the look: the leaf.
 Invalidator: publish -> stamp -> walk -> flush -> the host frees the frames -> withdraw. inval: both pages, plain
              stamps; unlink: and the table; inval0: page 0, huge leaf: split; oom0: without memory: the leaf goes as a
-             whole, unflushed. An empty entry gets a stamp as a whole, and keeps the flag.
+             whole, unflushed. An empty entry gets a stamp as a whole. Unflushed, it keeps the flag if both pages go; else
+             it is flushed first, and the exchange is on the very value that was seen before that flush.
 Harvest:     takes bits -> walk: W goes; broken: skip -> flush. `on`: the log is published -> the same walk -> flush.
 Wrong: a CPU has cached a block and a table for the same page; a leaf of a frame that is gone, or a frame that is gone,
 was written, and nobody was told; a frozen entry in a linked table; a page may be written in a slot that logs, and is
-not marked.
+not marked; a fault that is held up by invalidations beside it for an unflushed entry.
 Run: python3 break.py [RULE]. Each of these breaks it: recover-no-flush, split-no-flush, split-at-once (as where no
 break is needed), cancel-plain (stamp without the flag), install-no-flush, flush-first (before the entry is looked at),
-oom-plain, oom-drops-flag (a stamp for a whole entry, covered in part, loses the flag), refine-unflushed,
+oom-plain, drop-flag (a stamp for a whole entry, covered in part, loses the flag without a flush), flush-any (after the flush,
+whatever empty entry is there loses the flag), keep-flag (it is not flushed, and keeps the flag), refine-unflushed,
 refine-published, instead-plain, reuse (a split that failed tries again with the same table), split-freezes (a canceller
 freezes the parts), split-copies-W (of a slot that logs), split-mark-never, split-marks-first (before the table is linked),
 split-unreported, no-freeze, mark-never (recover).
@@ -37,17 +40,20 @@ from explore import BUG, main, put
 
 Shared = namedtuple('Shared', 'P T counter published frames gone pending huge psc small log B')
 PAGES = {'inval': (0, 1), 'unlink': (0, 1), 'inval0': (0,), 'oom0': (0,)}
-FAULTS = {'small': 0, 'small1': 1, 'big': 0}
+FAULTS = {'small': 0, 'small1': 1, 'big': 0, 'big1': 1, 'beside1': 1}
+BIG = 'big', 'big1'
 START = 'table', 'hole', 'off', 'empty', 'stale'
 
 
 def make(kinds):
     leaf = ('L', 0, 1, 0)
     table = (('E', 0, 0), leaf) if 'hole' in kinds else (leaf, leaf)
-    P = ('T', 0) if 'table' in kinds or 'hole' in kinds else ('E', 0, 0) if 'empty' in kinds else ('L', (0, 0), 1, 0)
+    P = ('T', 0) if 'table' in kinds or 'hole' in kinds else ('L', (0, 0), 1, 0)
+    P = ('E', 0, int('stale' in kinds)) if 'empty' in kinds or 'stale' in kinds else P
     log = int('off' not in kinds)
     T, none = (table,) if P[0] == 'T' else (), frozenset()
-    s = Shared(P, T, 0, none, (0, 0), none, none, 0, none, (0, 0), log, (log, log))
+    huge = 2 if 'stale' in kinds else 0
+    s = Shared(P, T, 0, none, (0, 0), none, none, huge, none, (0, 0), log, (log, log))
     first = {'harvest': 'take', 'on': 'on', 'cpu': 2}
     threads = tuple((k, first.get(k, 'publish' if k in PAGES else 'look'), ()) for k in kinds if k not in START)
     return guest(s), threads
@@ -64,6 +70,7 @@ def guest(s):
 def wrong(state):
     s, threads = state
     if s.huge and (s.psc or any(s.small)): return 'a block and a table for the same page'
+    if any(pc == 'refused' for _, pc, _ in threads): return 'a fault is held up by invalidations beside it'
     if s.pending & s.gone: return 'dirty frame is gone and was not reported'
     if s.P[0] == 'L' and any((p, f) in s.gone for p, f in enumerate(s.P[1])): return 'huge leaf of a frame that is gone'
     if s.P[0] == 'T':
@@ -191,7 +198,7 @@ def step(state, i):
             if BUG == 'flush-first' and not loc: yield go('look', (1,), **dropped)
             elif P[0] == 'E': yield go('ranges', (P,))
             elif P[0] == 'L': yield go('end') if P[2] else go('give', (P, None))
-            elif P[0] == 'B': yield go('cancel', (P, 0, ('look' if kind == 'big' else 'end', ())))
+            elif P[0] == 'B': yield go('cancel', (P, 0, ('look' if kind in BIG else 'end', ())))
             else: yield go('look-below', (P[1],))
         elif pc == 'look-below':
             e = T[loc[0]][own]
@@ -205,17 +212,19 @@ def step(state, i):
             else: yield go('end')
         elif pc == 'ranges':
             seen = loc[0]
+            loc = seen, kind in BIG and not s.published
             if any(own in PAGES[threads[n][0]] for n in s.published): yield go('end')
             elif seen[2] and BUG not in ('install-no-flush', 'flush-first'): yield go('flush-first', loc)
             else: yield go('resolve', loc)
         elif pc == 'flush-first': yield go('resolve', loc, **dropped)
         elif pc == 'resolve': yield go('act', loc + (s.frames,))
         elif pc == 'act':
-            seen, frames = loc
-            if P[0] == 'T': yield go('install', loc + (P[1],))
+            seen, may_be_huge, frames = loc
+            if P[0] == 'T': yield go('install', (seen, frames, P[1]))
             elif P[0] == 'E' and P != seen and (not P[2] or BUG == 'refine-unflushed'): yield go('refine-ranges', (P,))
+            elif P[0] == 'E' and P != seen: yield go('refused' if kind == 'beside1' else 'end')
             elif P != seen: yield go('end')
-            elif kind == 'big' and not s.published and frames[0] == frames[1]:
+            elif may_be_huge and frames[0] == frames[1]:
                 yield go('mark', ((1, 1),), P=('L', frames, 1, 0))
             else:
                 beside = (put(seen, 2, 0),) * 2
@@ -274,10 +283,16 @@ def step(state, i):
         elif P[0] == 'L' and kind == 'inval0': yield go('split', (('walk', loc), None))
         elif P[0] == 'L':
             yield go('put-above', loc + (P, stamp), pending=told(*((p, f, P[3]) for p, f in enumerate(P[1]))))
+        elif P[2] and len(PAGES[kind]) == 1 and BUG not in ('drop-flag', 'keep-flag'): yield go('flush-above', loc + (P,))
         else: yield go('put-above', loc + (P, stamp))
+    elif pc == 'flush-above': yield go('put-flushed', loc, **dropped)
+    elif pc == 'put-flushed':
+        stamp, n, old = loc
+        if P != old and not (BUG == 'flush-any' and P[0] == 'E' and P[1] < stamp): yield go('walk', (stamp, n))
+        else: yield go('flush', loc[:2], P=('E', stamp, 0))
     elif pc == 'put-above':
         stamp, n, old, new = loc
-        if old[0] == 'E': flag = old[2] if BUG != 'oom-drops-flag' else 0
+        if old[0] == 'E': flag = old[2] if BUG != 'drop-flag' else 0
         else: flag = int(kind == 'oom0' and BUG != 'oom-plain')
         if P != old: yield go('walk', (stamp, n))
         else: yield go('flush', loc[:2], P=('E', new, flag))
@@ -314,7 +329,9 @@ table+recover+recover+small split+split+small
 inval+inval0 split+inval0 split+small+inval0 table+recover+small+big table+recover+oom0+small split+oom0+small+small
 split+inval+small table+recover+inval+cpu table+recover+unlink+small split+inval+cpu+small split+small+big+inval+cpu
 oom0+small1 oom0+small1+small1 table+recover+oom0+small1 table+recover+small+oom0+small1 split+small+oom0+small1
-instead+small1+inval0 split+small+inval0+small1 split+small1+big+instead empty+inval+inval0+small1 split+small1+big+inval0'''
+stale+inval0+beside1 stale+inval0+inval0+beside1
+instead+small1+inval0 split+small+inval0+small1 split+small1+big+instead empty+inval+inval0+small1 split+small1+big+inval0
+stale+inval+inval0+small1 stale+inval0+big1+small1 stale+oom0+inval0+big1+small1'''
 
 if __name__ == "__main__":
     main([tuple(c.split('+')) for c in CONFIGURATIONS.split()], make, step, wrong)

@@ -14,6 +14,18 @@
 //! whole leaf goes, and its neighbours fault again. An empty entry gets the stamp as a whole: no table is made for memory
 //! that was never mapped, and a fault beside the range that had looked already looks once more (`vcpu/act.rs`).
 //!
+//! # Unflushed entries
+//! Where the range covers an unflushed entry ([`Stamp::unflushed`]) in part, the zap's stamp has no
+//! such flag. So invalidations beside a fault never keep it from linking tables there
+//! (`Fault::refine`): the first of them clears the flag.
+//!
+//! The zap reads the entry, leaves its section, flushes the entry's block, and exchanges the very
+//! value that it read. That value never comes back, so no CPU has cached anything there since the
+//! flush. If the exchange fails, another operation has changed the entry. The zap flushes again
+//! only if the entry is unflushed once more with a stamp below the zap's own. Such a stamp was taken
+//! before, and is stored once: so these flushes are at most as many as the operations that had one
+//! in hand then.
+//!
 //! # Which stamp
 //! An entry of the lowest level gets the zap's own stamp; each entry above gets a fresh one, taken for it alone. So no
 //! value ever comes back to a page, which `table/stamp.rs` relies on. Entries of the lowest level are visited by the first
@@ -83,6 +95,7 @@ pub(crate) fn zap_range<H: Host, F: Format>(
         tables: TableCache::new(),
         is_out_of_memory: false,
         leaves_tables: false,
+        flushed: None,
     };
     let mut pass = Level::L4K;
     // From the second pass on there is work only if a whole block of the level is in the range.
@@ -105,6 +118,11 @@ pub(crate) fn zap_range<H: Host, F: Format>(
                     // Whether it worked or the entry has changed meanwhile: look again.
                     let _: Result<(), Changed> =
                         split::split_by_breaking(tree, slots, record, &mut zap.tables, gfn, value, level);
+                    gfn
+                }
+                TurnEnd::Flush(gfn, value, level) => {
+                    tree.flush(record, &[gfn.block(level)]);
+                    zap.flushed = Some(value);
                     gfn
                 }
             };
@@ -135,6 +153,8 @@ enum TurnEnd {
     Yield(Gfn),
     /// A leaf that is covered in part must be broken before it is split.
     Break(Gfn, Entry, Level),
+    /// This empty entry is unflushed, and the range covers it in part: it is flushed before it gets a stamp.
+    Flush(Gfn, Entry, Level),
 }
 
 /// A zap under way.
@@ -149,6 +169,8 @@ struct Zap<'z, H: Host, F: Format> {
     is_out_of_memory: bool,
     /// Too many unlinked tables are waiting: some were left linked.
     leaves_tables: bool,
+    /// The unflushed entry that was flushed last. Its stamp is in no other entry, and never comes back.
+    flushed: Option<Entry>,
 }
 
 impl<H: Host, F: Format> Zap<'_, H, F> {
@@ -176,9 +198,13 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
                 }
                 State::Empty(found) if found >= self.stamp => Ok(()),
                 State::Empty(found) => {
+                    let is_unflushed = F::BREAK_BEFORE_MAKE && found.is_unflushed() && self.flushed != Some(value);
+                    if is_unflushed && !range.covers(block) {
+                        break TurnEnd::Flush(cursor.gfn(), value, level);
+                    }
                     let stamp = self.stamp_for(level);
                     // A flush that is needed before the next make still is; nothing is taken away here that would need one.
-                    let stamp = if found.is_unflushed() { stamp.unflushed() } else { stamp };
+                    let stamp = if is_unflushed { stamp.unflushed() } else { stamp };
                     install::take_away(&cursor, value, stamp).map(drop)
                 }
                 State::Leaf | State::Tracked if self.goes_whole(section, value, level, block) => {

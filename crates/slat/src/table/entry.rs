@@ -12,7 +12,7 @@
 //! | from -> to | who | how |
 //! |---|---|---|
 //! | empty -> leaf, table | fault, prefault | compare-and-exchange on the very value read, if its stamp is the one that was seen; the entries of a new table inherit the stamp of the entry that it hangs on |
-//! | empty -> empty, greater stamp | zap | compare-and-exchange |
+//! | empty -> empty, greater stamp | zap | compare-and-exchange; an unflushed entry that is covered in part has been flushed since it was read |
 //! | leaf -> leaf, same frame | fault (gives W back; sets A and D for a CPU that does not), protect, age | compare-and-exchange; a single AND at the lowest level, to clear only; never an OR |
 //! | leaf -> tracked, same frame | age, where there is no A bit | compare-and-exchange; W is dropped, D is kept |
 //! | tracked -> leaf, same frame | fault | compare-and-exchange |

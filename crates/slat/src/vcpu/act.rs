@@ -75,6 +75,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         }
         // Where a break must come before a make, the entry has to be flushed by now. A zap that has taken something away there
         // and not flushed yet says so in the stamp; unless its range covers the entry, and so this page, and is published.
+        // Invalidations beside this page clear that flag (`second_stage/zap.rs`). So if it is set, something was mapped here
+        // and taken away since the look, or this page was invalidated itself.
         let is_flushed = || !stamp.is_unflushed() && published.free_level(self.gfn, Level::L4K).is_some();
         if !F::BREAK_BEFORE_MAKE || is_flushed() {
             let empty = Prepared::empty(stamp, leaf_level, pfn);

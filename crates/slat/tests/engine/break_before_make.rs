@@ -139,6 +139,37 @@ fn want_of_memory<F: Format>() {
     }
 }
 
+each_broken!(an_invalidation_beside_an_unflushed_entry_flushes_it_once_and_no_fault_has_to, flushed_beside);
+/// The leaf has gone as a whole, and before that is flushed, other pages of its block are invalidated, and then mapped.
+fn flushed_beside<F: Format>() {
+    for config in configs() {
+        let world = world::<F>(config);
+        world.take_flushes();
+        let vm = Arc::clone(&world.vm);
+        let (tell, told) = mpsc::channel();
+        let neighbours = [9, 11].map(|page| GfnRange::new(SLOT.gfn(page), 1));
+        world.vm.host().fail_after(0);
+        world.vm.host().overtake(Call::Flush, 1, move || {
+            vm.host().never_fail();
+            for range in neighbours {
+                drop(vm.invalidate_range(range).unwrap());
+            }
+            // A table, for the first invalidation is not over yet.
+            tell.send(vm.create_vcpu().unwrap().handle_fault(SLOT.gfn(3).gpa(), Access::Write)).unwrap();
+        });
+        let first = GfnRange::new(SLOT.gfn(7), 1);
+        drop(world.vm.invalidate_range(first).unwrap());
+        assert!(world.vm.host().was_overtaken());
+        assert_eq!(told.recv().unwrap(), Ok(Outcome::Resume));
+        // Each invalidation flushes its range in any case; what the first has taken away, with it.
+        let block = GfnRange::new(SLOT.gfn(0), BIG);
+        assert_eq!(world.take_flushes().concat(), [block, neighbours[0], neighbours[1], block]);
+        assert_eq!(world.at(SLOT.gfn(3)).unwrap().level, Level::L4K);
+        assert_eq!(broken::observed(), (1, 0));
+        world.finish(&[SLOT]);
+    }
+}
+
 /// [`SLOT`] over frames that are given read-only until they are written; mapped, and observed.
 fn copying<F: Format>(config: Config) -> (World<Breaking<F>>, Arc<TestBacking>) {
     let mut world = World::<Breaking<F>>::new(config);

@@ -43,35 +43,54 @@ fn never_mapped<F: Format>(locking: Locking) {
     assert_no_table_is_left(&vm);
 }
 
-/// Has page `neighbour` invalidated at each resolve from now on, and counts them.
-fn invalidate_at_each_resolve<F: Format>(vm: &Arc<Vm<TestHost, F>>, neighbour: u64, nr_resolves: &Arc<AtomicU32>) {
-    let (again, nr_resolves) = (Arc::clone(vm), Arc::clone(nr_resolves));
-    vm.host().overtake(Call::Resolve, 1, move || {
+/// Has page `neighbour` invalidated at each `call` from now on, and counts them.
+fn invalidate_at_each<F: Format>(vm: &Arc<Vm<TestHost, F>>, call: Call, neighbour: u64, nr_calls: &Arc<AtomicU32>) {
+    let (again, nr_calls) = (Arc::clone(vm), Arc::clone(nr_calls));
+    vm.host().overtake(call, 1, move || {
         drop(again.invalidate_range(page(neighbour)).unwrap());
         // Not for ever: a fault that does not get through is to fail the test.
-        if nr_resolves.fetch_add(1, Ordering::SeqCst) < 100 {
-            invalidate_at_each_resolve(&again, neighbour, &nr_resolves);
+        if nr_calls.fetch_add(1, Ordering::SeqCst) < 100 {
+            invalidate_at_each(&again, call, neighbour, &nr_calls);
         }
     });
 }
 
-/// How often `access` asks the host for a page, if at each time page `neighbour`, which is not mapped either, is invalidated.
-fn nr_resolves_beside<F: Format>(
+/// What was there before a fault.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Before {
+    Nothing,
+    /// A huge leaf, which an invalidation of a part has taken away as a whole, for want of memory. Where a break must come
+    /// before a make, its entry is unflushed.
+    HugeLeaf,
+}
+
+/// How often `access` makes `call`, if at each time page `neighbour`, which is not mapped either, is invalidated.
+fn nr_calls_beside<F: Format>(
     config: Config,
     size: PageSize,
-    neighbour: u64,
+    before: Before,
+    (call, neighbour): (Call, u64),
     access: fn(&mut Vcpu<TestHost, F>),
 ) -> u32 {
     let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
     vm.set_user_memory_region(region(0, 0, 4 * GIB, 4 * BLOCK_1G, size)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
-    let nr_resolves = Arc::default();
-    invalidate_at_each_resolve(&vm, neighbour, &nr_resolves);
+    if before == Before::HugeLeaf {
+        assert_eq!(vcpu.handle_fault(Gfn(1).gpa(), Access::Write), Ok(Outcome::Resume));
+        vm.host().fail_after(0);
+        drop(vm.invalidate_range(page(2)).unwrap());
+        vm.host().never_fail();
+        assert_eq!(level_at(&vm, 1), None);
+    }
+    let nr_calls = Arc::default();
+    invalidate_at_each(&vm, call, neighbour, &nr_calls);
     access(&mut vcpu);
     // The host has the VM otherwise.
     assert!(!vm.host().was_overtaken());
-    assert!(level_at(&vm, 1).is_some() && level_at(&vm, neighbour).is_none());
-    nr_resolves.load(Ordering::SeqCst)
+    assert!(level_at(&vm, 1).is_some());
+    // No fault maps a page without a resolve.
+    assert!(call != Call::Resolve || level_at(&vm, neighbour).is_none());
+    nr_calls.load(Ordering::SeqCst)
 }
 
 each!(a_fault_gets_through_beside_invalidations_of_neighbours_that_are_not_mapped, gets_through);
@@ -82,14 +101,26 @@ fn gets_through<F: Format>(locking: Locking) {
     let pre_fault = |vcpu: &mut Vcpu<TestHost, F>| {
         assert_eq!(vcpu.pre_fault_memory(Gfn(1).gpa(), 4096, Access::Write), Ok(4096));
     };
-    for size in [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G] {
+    let (resolve, flush) = (Call::Resolve, Call::Flush);
+    for (size, before, call) in [
+        (PageSize::Size4K, Before::Nothing, resolve),
+        (PageSize::Size2M, Before::Nothing, resolve),
+        (PageSize::Size1G, Before::Nothing, resolve),
+        (PageSize::Size2M, Before::HugeLeaf, resolve),
+        (PageSize::Size1G, Before::HugeLeaf, resolve),
+        (PageSize::Size2M, Before::HugeLeaf, flush),
+        (PageSize::Size1G, Before::HugeLeaf, flush),
+    ] {
         // In the same 2 MiB, 1 GiB, entry of the root.
         for neighbour in [2, 3 * BLOCK_2M, 3 * BLOCK_1G] {
             for around in [FaultAround::Off, FaultAround::Pages(16)] {
                 let config = lazily_splitting(locking).with_fault_around(around);
                 for access in [write, pre_fault] {
-                    let nr_resolves = nr_resolves_beside::<F>(config, size, neighbour, access);
-                    assert!(nr_resolves <= 8, "{nr_resolves} for {size:?} beside {neighbour:#x}, {around:?}");
+                    let nr_calls = nr_calls_beside::<F>(config, size, before, (call, neighbour), access);
+                    assert!(
+                        nr_calls <= 8,
+                        "{nr_calls} for {size:?} beside {neighbour:#x}, {before:?}, {around:?}, {call:?}"
+                    );
                 }
             }
         }
