@@ -287,7 +287,7 @@ pub fn beside_one_that_meets_it() {
     finish(&vm);
 }
 
-/// A page of a huge leaf is taken away, now and then without memory for the table: what lies beside it is mapped anew by small
+/// Pages of a huge leaf are taken away, now and then without memory for the table: what lies beside them is mapped anew by small
 /// leaves, while a CPU may have the huge one cached. Few steps.
 pub fn beside_an_invalidation_without_memory() {
     let vm = new_vm(&Choices { config: Config::default(), fails_one_in: Some(2) }, GUESTS + 2);
@@ -298,8 +298,12 @@ pub fn beside_an_invalidation_without_memory() {
     let guests = guests.map(|mut guest| {
         thread::spawn(move || (0..3).for_each(|_| guest.access(PLACE + 1, pick(&[Access::Read, Access::Write]))))
     });
+    let other = (random(2) == 0).then(|| {
+        let vm = Arc::clone(&vm);
+        thread::spawn(move || take_away(&vm, &[GfnRange::new(Gfn(PLACE + 2), 1)], |_| {}))
+    });
     take_away(&vm, &[GfnRange::new(Gfn(PLACE), 1)], |_| {});
-    guests.into_iter().for_each(|guest| guest.join().unwrap());
+    other.into_iter().chain(guests).for_each(|thread| thread.join().unwrap());
     delete(&vm, STAYING, 0, BLOCK);
     finish(&vm);
 }
