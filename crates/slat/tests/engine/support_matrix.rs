@@ -259,7 +259,7 @@ fn line(dirty_tracking: DirtyTracking) -> String {
     )
 }
 
-/// The table of DESIGN.md: `cargo test --test engine the_table_of_what_can_be_had -- --nocapture` prints it.
+/// The table of docs/configurations.md: `cargo test --test engine the_table_of_what_can_be_had -- --nocapture` prints it.
 #[test]
 fn the_table_of_what_can_be_had() {
     let head = "| writes found out by | NPT and G-stage, accessed bit | the same, faults | EPT, accessed bit | EPT, faults | stage 2, either |\n|---|---|---|---|---|---|";

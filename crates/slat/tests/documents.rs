@@ -1,0 +1,410 @@
+//! The repository's documents against the repository: each test, model rule, file and identifier that they name exists, each
+//! rule of a protocol says what notices its absence, links lead somewhere, and lines are as short as they should be.
+//!
+//! A package of the crate has no documents beside it. There the checks are skipped, with a message.
+//!
+//! The notation is described in `docs/protocols/README.md`. A code span is one of these:
+//! - `FILE.rs::NAME`: a test or another item of that name is in the file;
+//! - `models/MODEL.py: RULE, RULE`: `ci/models.sh` leaves these rules out of the model;
+//! - a path: it exists;
+//! - an identifier, perhaps with `::`: each part of it occurs in the code;
+//! - anything else (a command, an expression), which nothing here looks at.
+#![cfg(not(any(loom, shuttle)))]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// The pages of `docs/protocols/`: the least number of tests and other items of files that a page names, and of model rules.
+/// They are a little below what is there, so that a notation that is no longer recognised shows.
+const PROTOCOLS: [(&str, usize, usize); 12] = [
+    ("deferred-freeing.md", 10, 2),
+    ("delivery-rings.md", 7, 0),
+    ("dirty-log.md", 25, 36),
+    ("dirty-rings.md", 10, 0),
+    ("huge-pages.md", 13, 45),
+    ("invalidation.md", 27, 33),
+    ("locks.md", 13, 0),
+    ("machine-tlb-flush.md", 8, 0),
+    ("memslots.md", 7, 3),
+    ("pte.md", 8, 1),
+    ("shadow-paging.md", 25, 64),
+    ("userfault.md", 10, 32),
+];
+
+/// The headings that each of them has, in this order.
+const HEADINGS: [&str; 5] = ["# Guarantees", "# Use", "# Implementation", "# Why it is correct", "# Rules"];
+
+/// Documents whose identifiers may be those of hardware and of other software.
+const OF_OTHERS: [&str; 2] = ["crates/slat/PORTING.md", "docs/references.md"];
+
+const MOST_WORDS_OF_DESIGN: usize = 3000;
+const MOST_COLUMNS: usize = 100;
+/// Of a cell of a table. One with more to say is a paragraph, and its table a list.
+const MOST_COLUMNS_OF_A_CELL: usize = 80;
+
+/// The root of the repository; `None` if this is a package.
+fn repository() -> Option<PathBuf> {
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    if package.join("Cargo.toml.orig").exists() {
+        println!("skipped: a package has no documents beside it");
+        return None;
+    }
+    Some(package.join("../.."))
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// All files below `folder` whose name ends in `end`, but for what was built.
+fn files(folder: &Path, end: &str) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display())) {
+        let path = entry.unwrap().path();
+        if path.is_dir() && path.file_name().is_some_and(|name| name != "target") {
+            found.extend(files(&path, end));
+        } else if path.to_str().is_some_and(|path| path.ends_with(end)) {
+            found.push(path);
+        }
+    }
+    found.sort();
+    found
+}
+
+/// A document: its name in the repository, its lines of prose (empty where a block of code is), and its code spans.
+struct Document {
+    name: String,
+    text: String,
+    prose: Vec<String>,
+}
+
+impl Document {
+    fn read(root: &Path, name: &str) -> Document {
+        let text = read(&root.join(name));
+        let mut is_code = false;
+        let mut prose = Vec::new();
+        for line in text.lines() {
+            let is_fence = line.trim_start().starts_with("```");
+            is_code ^= is_fence;
+            prose.push(if is_code || is_fence { String::new() } else { line.to_string() });
+        }
+        assert!(!is_code, "{name}: a block of code has no end");
+        Document { name: name.to_string(), text, prose }
+    }
+
+    /// What stands between backticks. A span may go on in the next line.
+    fn spans(&self) -> Vec<String> {
+        let mut spans = Vec::new();
+        for paragraph in self.prose.split(|line| line.is_empty()) {
+            let text = paragraph.iter().map(|line| line.trim()).collect::<Vec<_>>().join(" ");
+            let parts: Vec<&str> = text.split('`').collect();
+            assert!(parts.len() % 2 == 1, "{}: a backtick has no partner in: {text}", self.name);
+            spans.extend(parts.into_iter().skip(1).step_by(2).map(str::to_string));
+        }
+        spans
+    }
+
+    fn mentions(&self) -> Vec<Mention> {
+        self.spans().iter().filter_map(|span| Mention::of(span)).collect()
+    }
+}
+
+/// The documents whose code spans and links are checked, and whose lines end at [`MOST_COLUMNS`].
+fn documents(root: &Path) -> Vec<Document> {
+    let mut names: Vec<String> = ["DESIGN.md", "README.md", "crates/slat/PORTING.md"].map(str::to_string).to_vec();
+    for path in files(&root.join("docs"), ".md") {
+        names.push(path.strip_prefix(root).unwrap().to_str().unwrap().to_string());
+    }
+    assert!(names.len() > 15, "only {names:?}");
+    names.iter().map(|name| Document::read(root, name)).collect()
+}
+
+/// What a code span names.
+#[derive(Debug, PartialEq)]
+enum Mention {
+    /// A file, and an item in it.
+    Item(String, String),
+    /// A model, and a rule of it.
+    Rules(String, Vec<String>),
+    Path(String),
+    /// The parts of an identifier.
+    Identifier(Vec<String>),
+}
+
+fn is_identifier(text: &str) -> bool {
+    let is_word = |letter: char| letter.is_ascii_alphanumeric() || letter == '_';
+    text.chars().all(is_word) && text.starts_with(|first: char| first.is_ascii_alphabetic() || first == '_')
+}
+
+impl Mention {
+    fn of(span: &str) -> Option<Mention> {
+        const FOLDERS: [&str; 12] = [
+            "tests/",
+            "src/",
+            "examples/",
+            "benches/",
+            "slat-machine/",
+            "slat-cli/",
+            "crates/",
+            "models/",
+            "ci/",
+            "docs/",
+            "fuzz/",
+            ".ci/",
+        ];
+        const ENDS: [&str; 5] = [".rs", ".py", ".sh", ".md", ".toml"];
+        if let Some((file, item)) = span.split_once(".rs::") {
+            return Some(Mention::Item(format!("{file}.rs"), item.to_string()));
+        }
+        if let Some((model, rules)) = span.split_once(".py: ") {
+            let rules = rules.split(',').map(|rule| rule.trim().to_string()).collect();
+            return Some(Mention::Rules(format!("{model}.py"), rules));
+        }
+        let is_path =
+            FOLDERS.iter().any(|folder| span.starts_with(folder)) || ENDS.iter().any(|end| span.ends_with(end));
+        if is_path && !span.contains(' ') {
+            return Some(Mention::Path(span.to_string()));
+        }
+        let parts: Vec<&str> = span.trim_end_matches("()").trim_end_matches('!').split("::").collect();
+        // One letter is a variable, or a bit of an entry.
+        (parts.iter().all(|part| is_identifier(part)) && span.len() > 1)
+            .then(|| Mention::Identifier(parts.into_iter().map(str::to_string).collect()))
+    }
+}
+
+/// Where a document's path leads: those of the engine's folders are in `crates/slat`, those of the other crates in `crates`.
+fn located(root: &Path, path: &str) -> PathBuf {
+    let first = path.split('/').next().unwrap();
+    match first {
+        "tests" | "src" | "examples" | "benches" => root.join("crates/slat").join(path),
+        "slat-machine" | "slat-cli" => root.join("crates").join(path),
+        _ => root.join(path),
+    }
+}
+
+/// Whether `item` is defined in `text`: behind a keyword, or as the first argument of a macro that makes tests.
+fn defines(text: &str, item: &str) -> bool {
+    const KEYWORDS: [&str; 9] = ["fn", "struct", "enum", "trait", "type", "const", "static", "mod", "union"];
+    let is_word = |letter: char| letter.is_ascii_alphanumeric() || letter == '_';
+    text.match_indices(item).any(|(at, _)| {
+        let before = text[..at].trim_end();
+        let is_whole = !text[..at].ends_with(is_word) && !text[at + item.len()..].starts_with(is_word);
+        let last_word = before.rsplit(|letter| !is_word(letter)).next();
+        is_whole
+            && (before.ends_with("!(")
+                || before.ends_with("macro_rules!")
+                || last_word.is_some_and(|word| KEYWORDS.contains(&word)))
+    })
+}
+
+/// The rules that `ci/models.sh` leaves out, by model.
+fn rules_of_models(root: &Path) -> BTreeMap<String, BTreeSet<String>> {
+    let script = read(&root.join("ci/models.sh")).replace("\\\n", " ");
+    let mut rules = BTreeMap::new();
+    for line in script.lines().filter_map(|line| line.strip_prefix("check ")) {
+        let mut words = line.split_whitespace().map(str::to_string);
+        let model = format!("models/{}.py", words.next().unwrap());
+        assert!(root.join(&model).exists(), "ci/models.sh: {model} is not there");
+        rules.insert(model, words.collect());
+    }
+    assert!(rules.len() > 10, "ci/models.sh is not understood");
+    rules
+}
+
+/// All words of the code.
+fn words_of_code(root: &Path) -> BTreeSet<String> {
+    let mut words = BTreeSet::new();
+    let sources = ["crates", "fuzz"].map(|folder| files(&root.join(folder), ".rs")).concat();
+    assert!(sources.len() > 200);
+    for path in sources.iter().chain(&files(&root.join("crates"), ".toml")) {
+        if path.ends_with("documents.rs") {
+            continue;
+        }
+        let text = read(path);
+        let all = text.split(|letter: char| !letter.is_ascii_alphanumeric() && letter != '_');
+        words.extend(all.filter(|word| !word.is_empty()).map(str::to_string));
+    }
+    words
+}
+
+#[test]
+fn what_the_documents_name_exists() {
+    let Some(root) = repository() else { return };
+    let rules = rules_of_models(&root);
+    let words = words_of_code(&root);
+    let mut missing = Vec::new();
+    let mut nr_mentions = 0;
+    for document in documents(&root) {
+        for mention in document.mentions() {
+            nr_mentions += 1;
+            let exists = match &mention {
+                Mention::Item(file, item) => {
+                    let path = located(&root, file);
+                    path.is_file() && defines(&read(&path), item)
+                }
+                Mention::Rules(model, named) => {
+                    rules.get(model).is_some_and(|all| named.iter().all(|rule| all.contains(rule)))
+                }
+                Mention::Path(path) => located(&root, path).exists(),
+                Mention::Identifier(parts) => {
+                    OF_OTHERS.contains(&document.name.as_str()) || parts.iter().all(|part| words.contains(part))
+                }
+            };
+            if !exists {
+                missing.push(format!("{}: {mention:?}", document.name));
+            }
+        }
+    }
+    assert!(missing.is_empty(), "these are named and not there:\n{}", missing.join("\n"));
+    assert!(nr_mentions > 1000, "only {nr_mentions}");
+}
+
+#[test]
+fn each_rule_of_a_model_is_one_of_a_protocol() {
+    let Some(root) = repository() else { return };
+    let mut rules = rules_of_models(&root);
+    for (name, ..) in PROTOCOLS {
+        for mention in Document::read(&root, &format!("docs/protocols/{name}")).mentions() {
+            if let Mention::Rules(model, named) = mention {
+                let left = rules.get_mut(&model).unwrap_or_else(|| panic!("{name}: there is no {model}"));
+                left.retain(|rule| !named.contains(rule));
+            }
+        }
+    }
+    rules.retain(|_, left| !left.is_empty());
+    assert!(rules.is_empty(), "no page of a protocol names these rules: {rules:?}");
+}
+
+#[test]
+fn each_protocol_has_its_headings_and_each_rule_what_notices_it() {
+    let Some(root) = repository() else { return };
+    let pages: BTreeSet<String> = files(&root.join("docs/protocols"), ".md")
+        .iter()
+        .map(|path| path.file_name().unwrap().to_str().unwrap().to_string())
+        .filter(|name| name != "README.md")
+        .collect();
+    assert_eq!(pages, PROTOCOLS.iter().map(|(name, ..)| name.to_string()).collect());
+    for (name, least_items, least_rules) in PROTOCOLS {
+        let page = Document::read(&root, &format!("docs/protocols/{name}"));
+        let headings: Vec<&str> = page.prose.iter().map(String::as_str).filter(|line| line.starts_with("# ")).collect();
+        assert_eq!(headings[1..6], HEADINGS, "{name}");
+
+        let mentions = page.mentions();
+        let nr_items = mentions.iter().filter(|mention| matches!(mention, Mention::Item(..))).count();
+        let nr_rules: usize =
+            mentions.iter().map(|mention| if let Mention::Rules(_, rules) = mention { rules.len() } else { 0 }).sum();
+        println!("(\"{name}\", {nr_items}, {nr_rules}),");
+        assert!(
+            nr_items >= least_items && nr_rules >= least_rules,
+            "{name} names {nr_items} items and {nr_rules} rules"
+        );
+
+        // Each rule is a heading of the second level below `# Rules`.
+        let text = page.prose.join("\n");
+        let (_, rules) = text.split_once("\n# Rules\n").unwrap();
+        let rules = rules.split("\n# ").next().unwrap();
+        assert!(rules.contains("\n## "), "{name} has no rules");
+        for rule in rules.split("\n## ").skip(1) {
+            let title = rule.lines().next().unwrap();
+            assert!(rule.contains("\n- Without it:"), "{name}: nothing is said of what goes wrong without: {title}");
+            let (_, noticed) =
+                rule.split_once("\n- Noticed by:").unwrap_or_else(|| panic!("{name}: what notices: {title}"));
+            let by = Document { name: title.to_string(), text: String::new(), prose: vec![noticed.to_string()] };
+            let names_a_guard = by.mentions().iter().any(|mention| !matches!(mention, Mention::Identifier(_)));
+            assert!(
+                names_a_guard || noticed.trim_start().starts_with("nothing"),
+                "{name}: nothing is named that notices: {title}"
+            );
+        }
+    }
+}
+
+#[test]
+fn links_lead_somewhere() {
+    let Some(root) = repository() else { return };
+    let mut nr_links = 0;
+    for document in documents(&root) {
+        let folder = root.join(&document.name).parent().unwrap().to_path_buf();
+        let text = document.prose.join("\n");
+        for (at, _) in text.match_indices("](") {
+            let target = text[at + 2..].split(')').next().unwrap();
+            if target.contains("://") {
+                continue;
+            }
+            nr_links += 1;
+            let (path, heading) = target.split_once('#').unwrap_or((target, ""));
+            let file = if path.is_empty() { root.join(&document.name) } else { folder.join(path) };
+            assert!(file.exists(), "{}: nothing is at {target}", document.name);
+            let has_heading = || {
+                let headings = read(&file);
+                headings.lines().filter(|line| line.starts_with('#')).any(|line| anchor(line) == heading)
+            };
+            assert!(heading.is_empty() || has_heading(), "{}: no such heading: {target}", document.name);
+        }
+    }
+    assert!(nr_links > 50, "only {nr_links}");
+}
+
+/// The name that a heading has in links, as web pages of repositories make it.
+fn anchor(heading: &str) -> String {
+    let text = heading.trim_start_matches('#').trim().to_lowercase();
+    let kept = text.chars().filter(|letter| letter.is_alphanumeric() || " -_".contains(*letter));
+    kept.map(|letter| if letter == ' ' { '-' } else { letter }).collect()
+}
+
+#[test]
+fn lines_end_in_time() {
+    let Some(root) = repository() else { return };
+    let mut long = Vec::new();
+    for document in documents(&root) {
+        for (line, number) in document.prose.iter().zip(1..) {
+            let is_long = if line.starts_with('|') {
+                line.split('|').any(|cell| cell.trim().chars().count() > MOST_COLUMNS_OF_A_CELL)
+            } else {
+                // A link or a name of a test cannot be broken, nor a picture.
+                let text = line.trim_start_matches(|letter: char| " -*.".contains(letter) || letter.is_ascii_digit());
+                line.chars().count() > MOST_COLUMNS && text.contains(' ') && !text.starts_with("<img ")
+            };
+            if is_long {
+                long.push(format!("{}:{number}: {line}", document.name));
+            }
+        }
+    }
+    assert!(long.is_empty(), "these lines, or cells of them, are too long:\n{}", long.join("\n"));
+}
+
+#[test]
+fn the_design_is_short() {
+    let Some(root) = repository() else { return };
+    let nr_words = Document::read(&root, "DESIGN.md").text.split_whitespace().count();
+    assert!(nr_words <= MOST_WORDS_OF_DESIGN, "DESIGN.md has {nr_words} words");
+}
+
+#[test]
+fn the_notation_is_recognised() {
+    assert_eq!(
+        Mention::of("tests/engine/fault.rs::sizes"),
+        Some(Mention::Item("tests/engine/fault.rs".into(), "sizes".into()))
+    );
+    assert_eq!(
+        Mention::of("models/zap.py: no-stamp, stamp-again"),
+        Some(Mention::Rules("models/zap.py".into(), vec!["no-stamp".into(), "stamp-again".into()]))
+    );
+    assert_eq!(Mention::of("table/entry.rs"), Some(Mention::Path("table/entry.rs".into())), "which is in no folder");
+    assert_eq!(
+        Mention::of("Vm::invalidate_range"),
+        Some(Mention::Identifier(vec!["Vm".into(), "invalidate_range".into()]))
+    );
+    assert_eq!(Mention::of("cargo test -p slat"), None);
+    assert_eq!(Mention::of("W"), None);
+
+    let text = "fn sizes() {}\neach!(\n    maps_all, sizes);\nmod part;\n// none_of_these(sizes_too)";
+    for item in ["sizes", "maps_all", "part"] {
+        assert!(defines(text, item), "{item}");
+    }
+    for item in ["size", "sizes_too", "none_of_these"] {
+        assert!(!defines(text, item), "{item}");
+    }
+    assert_eq!(anchor("## How `Vm` waits, and why"), "how-vm-waits-and-why");
+}
