@@ -18,17 +18,17 @@ use std::path::{Path, PathBuf};
 /// The pages of `docs/protocols/`: the least number of tests and other items of files that a page names, and of model rules.
 /// They are a little below what is there, so that a notation that is no longer recognised shows.
 const PROTOCOLS: [(&str, usize, usize); 12] = [
-    ("deferred-freeing.md", 10, 2),
-    ("delivery-rings.md", 7, 0),
-    ("dirty-log.md", 25, 36),
+    ("deferred-freeing.md", 7, 2),
+    ("delivery-rings.md", 2, 0),
+    ("dirty-log.md", 20, 40),
     ("dirty-rings.md", 10, 0),
     ("huge-pages.md", 13, 45),
-    ("invalidation.md", 27, 33),
+    ("invalidation.md", 27, 35),
     ("locks.md", 13, 0),
-    ("machine-tlb-flush.md", 8, 0),
+    ("machine-tlb-flush.md", 5, 0),
     ("memslots.md", 7, 3),
     ("pte.md", 8, 1),
-    ("shadow-paging.md", 25, 64),
+    ("shadow-paging.md", 16, 64),
     ("userfault.md", 10, 32),
 ];
 
