@@ -70,7 +70,6 @@ use crate::config::{Config, DirtyTracking, HugePageSplitting, ManualProtect};
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
-use crate::second_stage::flush::FlushToken;
 use crate::second_stage::protect::Protector;
 use crate::second_stage::split;
 use crate::shadow::Debt;
@@ -80,6 +79,7 @@ use crate::sync::{Side, fence_after_rmw, full_fence};
 use crate::table::Tree;
 use crate::table::entry::{self, EntryRef, State};
 use crate::table::retire::{Epochs, Record, Section};
+use crate::table::tlb::TlbBatch;
 use crate::table::walk::{self, Cursor};
 
 /// Pages whose dirty bits are looked at before a walk leaves its section for a while.
@@ -308,7 +308,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     ) -> Result<u64, Error> {
         let tree = self.tree;
         let mut nr_pages = 0;
-        let mut token = FlushToken::new();
+        let mut batch = TlbBatch::new(tree, self.record);
         let mut narrowed = Debt::new();
         let mut done = 0;
         let result = loop {
@@ -323,7 +323,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
             locked.section.visit((reached - turn.start) as u64 + taken.offsets().len() as u64 * PAGES_PER_WORD);
             let mut first = None;
             if !taken.is_empty() {
-                first = Some(self.rearm(&locked.section, &slot, turn.start, taken, &mut token, &mut nr_pages));
+                first = Some(self.rearm(&locked.section, &slot, turn.start, taken, &mut batch, &mut nr_pages));
             }
             drop(locked);
             if let (Some(first), Some(mmu)) = (first, tree.mmu(self.record)) {
@@ -340,7 +340,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
                 tree.host.yield_now();
             }
         };
-        token.pay_in_cpus(tree, self.record);
+        batch.flush_cpus();
         if let Some(mmu) = tree.mmu(self.record) {
             narrowed.settle(&mmu);
         }
@@ -355,7 +355,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         slot: &SlotView<'_, H::Backing>,
         first_word: usize,
         taken: &TakenWords,
-        token: &mut FlushToken,
+        batch: &mut TlbBatch<'_, H, F>,
         nr_pages: &mut u64,
     ) -> Gfn {
         // The store-load pair: bits are taken before leaves are looked at.
@@ -366,7 +366,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         let range = now.map_or(slot.range(), |now| now.range());
         let mut protector = Protector::new(self.tree, section, range);
         let first = Gfn(range.start.0 + first_word as u64 * PAGES_PER_WORD);
-        protector.protect(first, taken, token);
+        protector.protect(first, taken, batch);
         *nr_pages += protector.finish(self.record);
         first
     }

@@ -19,12 +19,12 @@ use crate::boxed::{Zeroed, try_box, try_zeroed};
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
-use crate::second_stage::flush::FlushToken;
 use crate::second_stage::protect::Protector;
 use crate::slot::set::Slots;
 use crate::sync::{AtomicPtr, AtomicU64, Ordering, Side};
 use crate::table::Tree;
 use crate::table::retire::{Record, Section};
+use crate::table::tlb::TlbBatch;
 
 /// Set in [`Rings::state`] if the VM has rings; the rest is their size.
 const ENABLED: u64 = 1 << 63;
@@ -234,17 +234,17 @@ impl<H: Host, F: Format> RingsReset<'_, H, F> {
         let mut room = try_zeroed::<Room>()?;
         let mut nr_reset = 0;
         loop {
-            let mut token = FlushToken::new();
+            let mut batch = TlbBatch::new(self.tree, self.record);
             let protected = rings.clone();
             let mut nr_rings = 0;
             for ring in rings.by_ref().take(RINGS_PER_FLUSH) {
                 let mut reset = ring.reset();
-                self.protect_entries(&mut reset, &mut room, &mut token);
+                self.protect_entries(&mut reset, &mut room, &mut batch);
                 room.reached[nr_rings] = reset.reached();
                 nr_rings += 1;
             }
             // Before any entry is empty: who finds it so need not flush.
-            token.pay(self.tree, self.record);
+            batch.flush();
             let reached = room.reached[..nr_rings].iter();
             nr_reset += protected.zip(reached).map(|(ring, &reached)| ring.finish_reset(reached)).sum::<u64>();
             if nr_rings < RINGS_PER_FLUSH {
@@ -254,7 +254,7 @@ impl<H: Host, F: Format> RingsReset<'_, H, F> {
     }
 
     /// Protects the pages of the entries that `reset` gives out, turn by turn.
-    fn protect_entries(&self, reset: &mut Reset<'_>, room: &mut Room, token: &mut FlushToken) {
+    fn protect_entries(&self, reset: &mut Reset<'_>, room: &mut Room, batch: &mut TlbBatch<'_, H, F>) {
         let Room { words, pages, .. } = room;
         let mut len = 0;
         for page in reset {
@@ -264,7 +264,7 @@ impl<H: Host, F: Format> RingsReset<'_, H, F> {
                 Some(last) if (last.slot, last.index) == (new.slot, new.index) => last.bits |= new.bits,
                 _ => {
                     if len == WORDS_PER_TURN {
-                        self.protect(words, pages, token);
+                        self.protect(words, pages, batch);
                         len = 0;
                     }
                     words[len] = new;
@@ -273,12 +273,12 @@ impl<H: Host, F: Format> RingsReset<'_, H, F> {
             }
         }
         if len != 0 {
-            self.protect(&mut words[..len], pages, token);
+            self.protect(&mut words[..len], pages, batch);
         }
     }
 
     /// Protects the pages of `words`, in one section.
-    fn protect(&self, words: &mut [PageWord], pages: &mut PageWords<WORDS_PER_TURN>, token: &mut FlushToken) {
+    fn protect(&self, words: &mut [PageWord], pages: &mut PageWords<WORDS_PER_TURN>, batch: &mut TlbBatch<'_, H, F>) {
         let tree = self.tree;
         // A table is closed once at most in a turn, and its pages are taken in their order.
         let words = in_order(words);
@@ -289,7 +289,7 @@ impl<H: Host, F: Format> RingsReset<'_, H, F> {
             // A slot that was deleted, or moved, since the pages were pushed had all of them taken away and flushed, before
             // it was seen to be gone. What is at its new place, or in another slot by the same number, was pushed for itself.
             if let Some(slot) = self.slots.by_id(&locked.section, words[0].slot) {
-                self.protect_in_slot(&locked.section, slot.range(), words, pages, token);
+                self.protect_in_slot(&locked.section, slot.range(), words, pages, batch);
             }
         }
         drop(locked);
@@ -310,7 +310,7 @@ impl<H: Host, F: Format> RingsReset<'_, H, F> {
         range: GfnRange,
         mut words: &[PageWord],
         pages: &mut PageWords<WORDS_PER_TURN>,
-        token: &mut FlushToken,
+        batch: &mut TlbBatch<'_, H, F>,
     ) {
         while let Some(first) = words.first().map(|word| word.index) {
             let (near, far) = words.split_at(words.partition_point(|word| word.index - first < REACH));
@@ -320,7 +320,7 @@ impl<H: Host, F: Format> RingsReset<'_, H, F> {
             }
             // Each with an admission of its own: a table may have pages in both.
             let mut protector = Protector::new(self.tree, section, range);
-            protector.protect(Gfn(range.start.0 + first * PAGES_PER_WORD), pages, token);
+            protector.protect(Gfn(range.start.0 + first * PAGES_PER_WORD), pages, batch);
             protector.finish(self.record);
             words = far;
         }

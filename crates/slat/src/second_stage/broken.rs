@@ -17,7 +17,6 @@
 //! Who only protects, ages or asks passes a broken entry by. What was to be protected is marked instead: whoever makes the
 //! huge leaf writable reads the slot's flags again after that (`models/recover.py`).
 
-use super::flush::FlushToken;
 use super::zap::{mark_dirty, report, zapped_leaf};
 use crate::addr::{Gfn, Hpa, Level};
 use crate::format::{Entry, Format};
@@ -28,6 +27,7 @@ use crate::table::Tree;
 use crate::table::entry::{self, Breaking, EntryRef, Frozen, State};
 use crate::table::frames;
 use crate::table::retire::Section;
+use crate::table::tlb::TlbBatch;
 use crate::table::walk::Cursor;
 
 /// What is told, and to whom.
@@ -148,25 +148,25 @@ impl<H: Host, F: Format> Telling<'_, H, F> {
     }
 }
 
-/// Gives the table at `table`, whose entries have `level` and are frozen, and what hung below it, to `token`. For the owner
+/// Gives the table at `table`, whose entries have `level` and are frozen, and what hung below it, to `batch`. For the owner
 /// of the broken entry, once that is no longer there.
 pub(super) fn give_up<H: Host, F: Format>(
     tree: &Tree<H, F>,
     section: &Section<'_>,
     table: Hpa,
     level: Level,
-    token: &mut FlushToken,
+    batch: &mut TlbBatch<'_, H, F>,
 ) {
     if level > Level::L4K {
         for cell in frames::linked_entries::<H, F>(&tree.host, section, table, level) {
             let value = EntryRef::new(cell, level).load();
             debug_assert!(entry::state::<F>(value, level) == State::Frozen, "a table is given up that is in use");
             if let Frozen::Table(below) = entry::before_freezing::<F>(value, level) {
-                give_up(tree, section, below, level.down(), token);
+                give_up(tree, section, below, level.down(), batch);
             }
         }
     }
-    token.tables.push(&tree.host, table);
+    batch.add_unlinked(table);
 }
 
 /// The entry of `level` for `gfn`, which the caller has broken in an earlier section. `None`: the table that it was in is

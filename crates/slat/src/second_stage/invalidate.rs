@@ -5,7 +5,6 @@
 //! set without the slot is published; then withdraw the range. Faults inside come back later as long as it is published. Nobody waits, and faults cannot hold it
 //! up: whoever looks after the publishing does not touch the range, and whoever looked before loses one exchange at most.
 
-use super::flush::FlushToken;
 use super::zap::{self, Faults};
 use crate::addr::GfnRange;
 use crate::error::Error;
@@ -16,6 +15,7 @@ use crate::sync::fence_after_rmw;
 use crate::table::Tree;
 use crate::table::published::Published;
 use crate::table::retire::Record;
+use crate::table::tlb::TlbBatch;
 
 /// A range that is taken away from the guest: as long as this lives, no CPU uses a frame of the range, and no fault maps
 /// one. Faults inside it make the guest try again.
@@ -54,11 +54,11 @@ impl<'v> Invalidation<'v> {
         // A third thread has to agree (who unlinks the table), and a fault makes no fence: what is relied on beside this
         // one is that a store is seen by all other CPUs at once (multi-copy atomicity), as x86, Armv8 and RISC-V have it.
         fence_after_rmw();
-        let mut token = FlushToken::new();
-        zap::zap_range(tree, slots, record, range, stamp, Faults::KeptOut, &mut token);
+        let mut batch = TlbBatch::new(tree, record);
+        zap::zap_range(slots, range, stamp, Faults::KeptOut, &mut batch);
         // Even if nothing was there: another change may have taken a leaf away and not have flushed yet.
-        token.owe(range);
-        token.pay(tree, record);
+        batch.add(range);
+        batch.flush();
         Ok(Invalidation { range, _published: published })
     }
 }

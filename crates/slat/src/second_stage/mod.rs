@@ -4,7 +4,6 @@
 
 pub(crate) mod age;
 pub(crate) mod broken;
-pub(crate) mod flush;
 pub(crate) mod install;
 pub(crate) mod invalidate;
 pub(crate) mod protect;

@@ -17,7 +17,6 @@ use core::hint::black_box;
 
 use arrayvec::ArrayVec;
 
-use super::flush::FlushToken;
 use super::install::Changed;
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::config::{DirtyTracking, WriteProtection};
@@ -30,6 +29,7 @@ use crate::table::Tree;
 use crate::table::entry::{self, EntryRef, State};
 use crate::table::generation::Admission;
 use crate::table::retire::{Record, Section};
+use crate::table::tlb::TlbBatch;
 use crate::table::walk::Cursor;
 
 /// Entries visited before a long walk leaves its section for a while.
@@ -159,17 +159,17 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
         }
     }
 
-    /// Protects the pages of `words`, of which the first (offset 0) begins with page `first`. `token` owes the flush of them.
+    /// Protects the pages of `words`, of which the first (offset 0) begins with page `first`. `batch` gets what is to be flushed.
     pub(crate) fn protect<const CAPACITY: usize>(
         &mut self,
         first: Gfn,
         words: &PageWords<CAPACITY>,
-        token: &mut FlushToken,
+        batch: &mut TlbBatch<'_, H, F>,
     ) {
         match first.0 % WORD_PAGES {
-            0 => self.protect_words(first.0 / WORD_PAGES, words, token),
+            0 => self.protect_words(first.0 / WORD_PAGES, words, batch),
             // A slot need not begin at a multiple of 64 pages: its words may lie across two of the tables'.
-            shift => self.protect_shifted(first.0 / WORD_PAGES, shift, words, token),
+            shift => self.protect_shifted(first.0 / WORD_PAGES, shift, words, batch),
         }
     }
 
@@ -180,7 +180,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
         first_word: u64,
         shift: u64,
         words: &PageWords<CAPACITY>,
-        token: &mut FlushToken,
+        batch: &mut TlbBatch<'_, H, F>,
     ) {
         let table_of = |offset: usize| (first_word + offset as u64) / TABLE_WORDS as u64;
         let mut of_table = PageWords::<TABLE_WORDS>::new();
@@ -189,21 +189,21 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
             let offset = usize::from(offset);
             for (offset, bits) in [(offset, bits << shift), (offset + 1, bits >> (WORD_PAGES - shift))] {
                 if bits != 0 && table != Some(table_of(offset)) {
-                    self.protect_words(first_word, &of_table, token);
+                    self.protect_words(first_word, &of_table, batch);
                     of_table.clear();
                     table = Some(table_of(offset));
                 }
                 of_table.push(offset, bits);
             }
         }
-        self.protect_words(first_word, &of_table, token);
+        self.protect_words(first_word, &of_table, batch);
     }
 
     fn protect_words<const CAPACITY: usize>(
         &mut self,
         first_word: u64,
         words: &PageWords<CAPACITY>,
-        token: &mut FlushToken,
+        batch: &mut TlbBatch<'_, H, F>,
     ) {
         let mut done = 0;
         while let Some(pages) = TablePages::first_of(first_word, words, done) {
@@ -215,7 +215,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
                     self.protect_table(&pages);
                 }
             }
-            token.owe(pages.range());
+            batch.add(pages.range());
             done += pages.offsets.len();
         }
     }

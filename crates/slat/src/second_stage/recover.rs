@@ -28,7 +28,6 @@
 
 use super::age::AccessTracking;
 use super::broken::{cancel, find_broken, give_up};
-use super::flush::PaidAtEnd;
 use super::install::Changed;
 use super::zap::{MAX_PUT_OFF_TABLES, TABLES_PER_FLUSH};
 use crate::addr::{Access, Gfn, GfnRange, Level, Pfn};
@@ -45,6 +44,7 @@ use crate::sync::{AtomicU64, Side, fence_after_rmw};
 use crate::table::Tree;
 use crate::table::entry::{self, Breaking, EntryRef, FrozenLeaves, Stamp, State};
 use crate::table::retire::{Record, Section};
+use crate::table::tlb::TlbBatch;
 use crate::table::walk::Cursor;
 
 /// How often a block is tried at which somebody else is at work.
@@ -62,9 +62,9 @@ pub(crate) fn recover_range<H: Host, F: Format>(
     rings: &Rings,
 ) -> u64 {
     let max_put_off = MAX_PUT_OFF_TABLES + tree.nr_linked_tables();
-    let owed = PaidAtEnd::new(tree, record);
+    let batch = TlbBatch::new(tree, record);
     let without_rings = rings.keep_out();
-    let mut recovery = Recovery { tree, slots, record, without_rings, max_put_off, owed, nr_recovered: 0 };
+    let mut recovery = Recovery { tree, slots, record, without_rings, max_put_off, batch, nr_recovered: 0 };
     let mut level = Level::L2M;
     while level <= F::ROOT_LEVEL.min(Level::L1G) && range.has_block(level) {
         if recovery.pass(range, level).is_none() {
@@ -72,8 +72,8 @@ pub(crate) fn recover_range<H: Host, F: Format>(
         }
         level = level.up();
     }
-    let Recovery { owed, nr_recovered, .. } = recovery;
-    drop(owed);
+    let Recovery { batch, nr_recovered, .. } = recovery;
+    drop(batch);
     tree.reclaim();
     nr_recovered
 }
@@ -117,7 +117,7 @@ struct Recovery<'r, H: Host, F: Format> {
     record: &'r Record,
     without_rings: Option<WithoutRings<'r>>,
     max_put_off: u64,
-    owed: PaidAtEnd<'r, H, F>,
+    batch: TlbBatch<'r, H, F>,
     nr_recovered: u64,
 }
 
@@ -150,8 +150,8 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
 
     /// Makes sure that one more table may be given up.
     fn make_room(&mut self) -> Option<()> {
-        if self.owed.token.tables.len() >= TABLES_PER_FLUSH {
-            self.owed.pay();
+        if self.batch.nr_unlinked() >= TABLES_PER_FLUSH {
+            self.batch.flush();
         }
         if self.tree.epochs.nr_put_off_tables() >= self.max_put_off {
             // The section that they waited for may be over by now.
@@ -263,7 +263,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         let broken = entry::broken(table, Breaking::Recovery);
         cursor.entry().compare_exchange::<F>(value, broken).map_err(|_| Changed)?;
         if !F::BREAK_BEFORE_MAKE {
-            self.owed.token.owe(block);
+            self.batch.add(block);
         }
         let first = Pfn(pfn.0 & !(level.nr_pages() - 1));
         // Only now: the entry has no stamp, and the block may have been emptied, its slot deleted, and all be filled anew,
@@ -281,7 +281,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         if !F::BREAK_BEFORE_MAKE {
             // At the very cell: a walk from the root could end at a broken entry above, while this one is still broken.
             self.make(&locked.section, &cursor, broken, leaf);
-            give_up(tree, &locked.section, table, level.down(), &mut self.owed.token);
+            give_up(tree, &locked.section, table, level.down(), &mut self.batch);
             return Ok(());
         }
         drop(locked);
@@ -290,7 +290,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         if let Some(cursor) = find_broken(tree, self.slots, &locked.section, block.start, level) {
             self.make(&locked.section, &cursor, broken, leaf);
         }
-        give_up(tree, &locked.section, table, level.down(), &mut self.owed.token);
+        give_up(tree, &locked.section, table, level.down(), &mut self.batch);
         Ok(())
     }
 

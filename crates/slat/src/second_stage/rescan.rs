@@ -7,7 +7,6 @@
 
 use arrayvec::ArrayVec;
 
-use super::flush::PaidAtEnd;
 use super::zap::{self, Faults};
 use crate::addr::{Gfn, GfnRange};
 use crate::error::Error;
@@ -19,6 +18,7 @@ use crate::slot::view::SlotView;
 use crate::sync::fence_after_rmw;
 use crate::table::Tree;
 use crate::table::retire::Record;
+use crate::table::tlb::TlbBatch;
 
 /// Runs of pages that one look at the bitmap takes along.
 const RUNS_PER_TURN: usize = 32;
@@ -49,7 +49,7 @@ pub(crate) fn rescan<H: Host, F: Format>(
         let stamp = tree.next_stamp();
         // As in `invalidate`: what faults must see is visible before the walk finds any table linked.
         fence_after_rmw();
-        let mut owed = PaidAtEnd::new(tree, record);
+        let mut batch = TlbBatch::new(tree, record);
         let mut nr_withheld = 0;
         let mut next = pages.start;
         let done = loop {
@@ -68,11 +68,11 @@ pub(crate) fn rescan<H: Host, F: Format>(
             drop(section);
             for &run in &runs {
                 nr_withheld += run.nr_pages();
-                zap::zap_range(tree, slots, record, run, stamp, Faults::MayComeBack, &mut owed.token);
-                owed.token.owe(run);
+                zap::zap_range(slots, run, stamp, Faults::MayComeBack, &mut batch);
+                batch.add(run);
             }
         };
-        drop(owed);
+        drop(batch);
         if done? {
             return Ok(nr_withheld);
         }

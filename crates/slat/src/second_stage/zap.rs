@@ -36,7 +36,6 @@
 //! Unlinked tables wait for open sections. So that they never pile up, not even behind a section that was suspended, no
 //! more are unlinked while [`MAX_PUT_OFF_TABLES`] wait: tables then stay linked, and their entries are emptied in place.
 
-use super::flush::FlushToken;
 use super::install::{self, Changed};
 use super::{broken, split};
 use crate::addr::{Gfn, GfnRange, Hpa, Level};
@@ -49,14 +48,15 @@ use crate::sync::Side;
 use crate::table::Tree;
 use crate::table::entry::{self, EntryRef, Stamp, State};
 use crate::table::frames::{self, TableCache};
-use crate::table::retire::{Record, Section};
+use crate::table::retire::Section;
+use crate::table::tlb::TlbBatch;
 use crate::table::walk::Cursor;
 
 /// Entries visited before a walk leaves its section for a while (a table that is unlinked counts as
 /// many).
 const ENTRIES_PER_TURN: u64 = 4096;
 
-/// Tables unlinked before the flush for them is paid and they are retired.
+/// Tables unlinked before they are flushed and retired.
 pub(super) const TABLES_PER_FLUSH: u64 = 512;
 
 /// Unlinked tables that may wait for their grace period; each zap may have [`TABLES_PER_FLUSH`] more in its hands.
@@ -65,22 +65,21 @@ pub(super) const MAX_PUT_OFF_TABLES: u64 = 1024;
 /// What keeps faults from mapping again what a zap has emptied.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Faults {
-    /// The range is published, until the flush is paid.
+    /// The range is published, until the flush is over.
     KeptOut,
     /// Nothing, if user space changes its mind. So no table may be unlinked: it could have leaves again.
     MayComeBack,
 }
 
-/// Zaps `range`. `token` owes the flush, and owns the tables.
+/// Zaps `range`. What is to be flushed, and the tables, are in `batch` then.
 pub(crate) fn zap_range<H: Host, F: Format>(
-    tree: &Tree<H, F>,
     slots: &Slots<H::Backing>,
-    record: &Record,
     range: GfnRange,
     stamp: Stamp,
     faults: Faults,
-    token: &mut FlushToken,
+    batch: &mut TlbBatch<'_, H, F>,
 ) {
+    let (tree, record) = (batch.tree(), batch.record());
     if tree.epochs.nr_put_off_tables() >= MAX_PUT_OFF_TABLES {
         // The section that they waited for may be over by now.
         tree.reclaim();
@@ -91,7 +90,7 @@ pub(crate) fn zap_range<H: Host, F: Format>(
         range,
         stamp,
         faults,
-        token,
+        batch,
         tables: TableCache::new(),
         is_out_of_memory: false,
         leaves_tables: false,
@@ -109,7 +108,7 @@ pub(crate) fn zap_range<H: Host, F: Format>(
                 TurnEnd::At(gfn) => gfn,
                 TurnEnd::Yield(gfn) => {
                     // Whoever runs now finds nothing owed, and the tables are retired that much sooner.
-                    zap.token.pay(tree, record);
+                    zap.batch.flush();
                     tree.reclaim();
                     tree.host.yield_now();
                     gfn
@@ -158,13 +157,13 @@ enum TurnEnd {
 }
 
 /// A zap under way.
-struct Zap<'z, H: Host, F: Format> {
-    tree: &'z Tree<H, F>,
+struct Zap<'z, 't, H: Host, F: Format> {
+    tree: &'t Tree<H, F>,
     slots: &'z Slots<H::Backing>,
     range: GfnRange,
     stamp: Stamp,
     faults: Faults,
-    token: &'z mut FlushToken,
+    batch: &'z mut TlbBatch<'t, H, F>,
     tables: TableCache,
     is_out_of_memory: bool,
     /// Too many unlinked tables are waiting: some were left linked.
@@ -173,7 +172,7 @@ struct Zap<'z, H: Host, F: Format> {
     flushed: Option<Entry>,
 }
 
-impl<H: Host, F: Format> Zap<'_, H, F> {
+impl<H: Host, F: Format> Zap<'_, '_, H, F> {
     /// One section's worth of a pass: the lowest empties entries, a higher one unlinks the tables that hang on entries of
     /// its level.
     fn turn(&mut self, section: &Section<'_>, start: Gfn, pass: Level) -> TurnEnd {
@@ -220,7 +219,7 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
                         // And once more: a harvest may have taken the mark and cleared D, and a CPU have set it again, before
                         // the exchange (`models/dirty_bit.py`).
                         mark_dirty(self.tree, self.slots, section, value, level, block);
-                        self.token.owe(block);
+                        self.batch.add(block);
                         section.record().stats.count(zapped_leaf(level));
                         zapped += 1;
                     }
@@ -240,7 +239,7 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
                     if done.is_ok() {
                         // Not earlier: a table that is still linked must not have frozen entries, or walks would spin.
                         self.take_over(section, F::address(value, level), level.down(), block.start);
-                        self.token.owe(block);
+                        self.batch.add(block);
                         zapped += 1;
                         visited += frames::nr_entries::<F>(level.down()) as u64;
                     }
@@ -256,7 +255,7 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
             if done.is_ok() {
                 cursor.advance();
                 visited += 1;
-                if self.token.tables.len() >= TABLES_PER_FLUSH {
+                if self.batch.nr_unlinked() >= TABLES_PER_FLUSH {
                     break TurnEnd::Yield(cursor.gfn());
                 }
                 if visited >= ENTRIES_PER_TURN {
@@ -296,7 +295,7 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
         may_unlink
     }
 
-    /// Gives a table that this thread unlinked inside `section`, and whose entries have `level`, to the token.
+    /// Gives a table that this thread unlinked inside `section`, and whose entries have `level`, to the batch.
     ///
     /// The entries of the lowest level are empty, each with a stamp of this zap or of one after it, so that no fault
     /// installs anything there any more: they may stay as they are. In a table above, a fault that was overtaken
@@ -323,7 +322,7 @@ impl<H: Host, F: Format> Zap<'_, H, F> {
                 state => debug_assert!(matches!(state, State::Empty(_)), "a table is unlinked with a leaf in it"),
             }
         }
-        self.token.tables.push(&self.tree.host, table);
+        self.batch.add_unlinked(table);
     }
 }
 

@@ -10,6 +10,7 @@ pub(crate) mod generation;
 pub(crate) mod published;
 pub(crate) mod retire;
 pub(crate) mod stamp;
+pub(crate) mod tlb;
 pub(crate) mod walk;
 
 use alloc::boxed::Box;

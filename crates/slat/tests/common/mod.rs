@@ -194,6 +194,8 @@ pub struct TestHost {
     /// Pages that a CPU was to forget at the end of its fault.
     pub local_flushes: Mutex<Vec<Gpa>>,
     /// What the host says when it is asked whether to yield.
+    /// A report of a leaf panics so many reports from now on; never if it is 0.
+    pub panics_at_zapped: AtomicU32,
     pub always_yields: AtomicBool,
     /// Whether others run between a resolve and its use.
     pub is_slow: AtomicBool,
@@ -232,6 +234,7 @@ impl Default for TestHost {
             zapped: Mutex::default(),
             hears_zapped: Mutex::default(),
             local_flushes: Mutex::default(),
+            panics_at_zapped: AtomicU32::new(0),
             always_yields: AtomicBool::new(false),
             is_slow: AtomicBool::new(false),
             gate: guest::Gate::default(),
@@ -494,6 +497,11 @@ unsafe impl Host for TestHost {
 
     fn leaf_zapped(&self, leaf: ZappedLeaf) {
         let _inside = InsideHost::enter();
+        let left = self.panics_at_zapped.load(Ordering::Relaxed);
+        if left != 0 {
+            self.panics_at_zapped.store(left - 1, Ordering::Relaxed);
+            assert_ne!(left, 1, "a leaf is reported");
+        }
         if let Some(zapped) = self.zapped.lock().unwrap().as_mut() {
             zapped.push(leaf);
         }

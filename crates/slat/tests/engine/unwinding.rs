@@ -137,6 +137,37 @@ fn rescan_that_panics<F: Format>(locking: Locking) {
     assert_no_table_is_left(&vm);
 }
 
+each!(what_an_invalidation_took_before_a_report_panicked_is_flushed, invalidation_that_panics);
+fn invalidation_that_panics<F: Format>(locking: Locking) {
+    let vm = vm::<F>(locking);
+    vm.set_user_memory_region(region(0, START, SIZE, 0x400, PageSize::Size4K)).unwrap();
+    let mut vcpu = vm.create_vcpu().unwrap();
+    let nr_pages = SIZE / PAGE_SIZE;
+    for page in 0..nr_pages {
+        assert_eq!(vcpu.handle_fault(gpa(page), Access::Write), RESUMED);
+    }
+    let all = GfnRange::new(gpa(0).gfn(), nr_pages);
+    for nth in [1, 2, 700] {
+        vm.host().flushes.lock().unwrap().clear();
+        vm.host().panics_at_zapped.store(nth, Ordering::Relaxed);
+        panics(|| vm.invalidate_range(all));
+        let flushed = vm.host().flushes.lock().unwrap().concat();
+        let gone: Vec<u64> = (0..nr_pages).filter(|&page| translate(&vm, gpa(page)).is_none()).collect();
+        assert_eq!(gone.len() as u32, nth - 1);
+        for page in gone {
+            assert!(flushed.iter().any(|range: &GfnRange| range.contains(gpa(page).gfn())), "page {page}: {flushed:?}");
+            // The range is not in flight any more.
+            assert_eq!(vcpu.handle_fault(gpa(page), Access::Write), RESUMED);
+            assert!(translate(&vm, gpa(page)).is_some());
+        }
+    }
+    drop(vm.invalidate_range(all).unwrap());
+    assert!((0..nr_pages).all(|page| translate(&vm, gpa(page)).is_none()));
+    drop(vcpu);
+    vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
+    assert_no_table_is_left(&vm);
+}
+
 each!(a_resolve_that_panics_while_a_flag_is_turned_off_leaves_its_slot_free, resolve_that_panics);
 fn resolve_that_panics<F: Format>(locking: Locking) {
     for flag in [LOG, USERFAULT] {

@@ -1,0 +1,105 @@
+//! TLB flushes that are still to come, and the page-table pages that must wait for them.
+//!
+//! # Guarantees
+//! A page-table page that was unlinked is freed only when no CPU can walk it, and no thread of the
+//! engine can read it. No flush is forgotten: a batch flushes at the latest when it is dropped, also
+//! where a method of the host panics between two steps. If the flush itself panics, the page-table
+//! pages are leaked.
+//!
+//! # Use
+//! A change adds the blocks whose PTEs it has zapped, or made allow less ([`TlbBatch::add`]), and the
+//! page-table pages that it has unlinked. Outside of guards and locks it calls [`TlbBatch::flush`], or
+//! drops the batch.
+//!
+//! # Implementation
+//! [`TlbBatch::flush`] flushes the ranges on all CPUs, and only then retires the page-table pages. Few
+//! ranges are kept apart; if there are more, one range covers them all.
+
+use core::mem;
+
+use arrayvec::ArrayVec;
+
+use super::Tree;
+use super::retire::{Record, TableChain};
+use crate::addr::{GfnRange, Hpa};
+use crate::format::Format;
+use crate::host::Host;
+
+/// Ranges that are kept apart before one covers them all.
+const MAX_RANGES: usize = 8;
+
+/// What CPUs may still have cached, and the page-table pages that they may still walk.
+#[must_use]
+pub(crate) struct TlbBatch<'t, H: Host, F: Format> {
+    tree: &'t Tree<H, F>,
+    record: &'t Record,
+    ranges: ArrayVec<GfnRange, MAX_RANGES>,
+    unlinked: TableChain,
+}
+
+impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
+    pub(crate) fn new(tree: &'t Tree<H, F>, record: &'t Record) -> TlbBatch<'t, H, F> {
+        TlbBatch { tree, record, ranges: ArrayVec::new(), unlinked: TableChain::new() }
+    }
+
+    pub(crate) fn tree(&self) -> &'t Tree<H, F> {
+        self.tree
+    }
+
+    pub(crate) fn record(&self) -> &'t Record {
+        self.record
+    }
+
+    /// Adds `range`, of which CPUs may have translations cached that the tables no longer have.
+    pub(crate) fn add(&mut self, mut range: GfnRange) {
+        let touches = |last: &&mut GfnRange| range.start <= last.end && last.start <= range.end;
+        if let Some(last) = self.ranges.last_mut().filter(touches) {
+            last.start = last.start.min(range.start);
+            last.end = last.end.max(range.end);
+            return;
+        }
+        if self.ranges.is_full() {
+            range.start = self.ranges.iter().map(|r| r.start).fold(range.start, Ord::min);
+            range.end = self.ranges.iter().map(|r| r.end).fold(range.end, Ord::max);
+            self.ranges.clear();
+        }
+        self.ranges.push(range);
+    }
+
+    /// Adds a page-table page that was unlinked. Its entries are all empty or frozen.
+    pub(crate) fn add_unlinked(&mut self, table: Hpa) {
+        self.unlinked.push(&self.tree.host, table);
+    }
+
+    /// How many page-table pages wait for the flush.
+    pub(crate) fn nr_unlinked(&self) -> u64 {
+        self.unlinked.len()
+    }
+
+    /// Flushes the ranges, if there are any, then retires the page-table pages.
+    pub(crate) fn flush(&mut self) {
+        let (tree, record) = (self.tree, self.record);
+        self.flush_by(|ranges| tree.flush(record, ranges));
+    }
+
+    /// As [`flush`](Self::flush), where the shadow tables allow no more than the second stage already.
+    pub(crate) fn flush_cpus(mut self) {
+        let (tree, record) = (self.tree, self.record);
+        self.flush_by(|ranges| tree.flush_cpus(record, ranges));
+    }
+
+    fn flush_by(&mut self, flush: impl FnOnce(&[GfnRange])) {
+        // Taken first: if the flush panics, the page-table pages are leaked, for CPUs may walk them still.
+        let (ranges, unlinked) = (mem::take(&mut self.ranges), mem::replace(&mut self.unlinked, TableChain::new()));
+        if !ranges.is_empty() {
+            flush(&ranges);
+        }
+        self.tree.epochs.retire_tables(&self.tree.host, unlinked);
+    }
+}
+
+impl<H: Host, F: Format> Drop for TlbBatch<'_, H, F> {
+    fn drop(&mut self) {
+        self.flush();
+    }
+}
