@@ -198,7 +198,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     /// The slot, its log, and the words of it that are meant. They are looked up anew in each section: the slot may have
     /// been moved, or have ceased to log, or be another by the same number, since the last.
     fn find<'s>(
-        &self,
+        &'s self,
         section: &'s Section<'s>,
         pages: Option<(u64, u64)>,
         bitmap_len: usize,

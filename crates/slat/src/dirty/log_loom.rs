@@ -16,7 +16,7 @@ use crate::addr::{Gfn, GfnRange, Level, Pfn};
 use crate::dirty::bitmap::{Bitmap, TakenWords};
 use crate::format::{Entry, Format, Npt};
 use crate::slot::MemoryRegionFlags;
-use crate::slot::set::{Attachments, SlotEntry, Slots};
+use crate::slot::set::{Attachments, NewSlot, Slots};
 use crate::sync::{AtomicU64, fence_after_rmw, full_fence};
 use crate::table::entry::{self, EntryRef};
 use crate::table::retire::{Epochs, Fences};
@@ -158,8 +158,8 @@ impl World {
             slots: Slots::new().expect("memory for a set"),
             leaf: Leaf::new(),
         };
-        let slot = SlotEntry::new(0, RANGE, MemoryRegionFlags::empty(), (), Attachments::default())
-            .expect("memory for a slot");
+        let slot =
+            NewSlot::new(0, RANGE, MemoryRegionFlags::empty(), (), Attachments::default()).expect("memory for a slot");
         let record = world.epochs.borrow_record().expect("memory for a record");
         world.slots.insert(&world.epochs, &record, slot).expect("memory for a set");
         drop(record);
@@ -176,14 +176,12 @@ impl World {
 
     fn enable(&self) {
         let record = self.epochs.borrow_record().expect("memory for a record");
-        let claim = self.slots.claim(&self.epochs, &record, 0).expect("nobody else has it").expect("the slot stays");
+        let mut claim =
+            self.slots.claim(&self.epochs, &record, 0).expect("no other call has it").expect("the slot stays");
         let log = Bitmap::new(1).expect("memory for a bitmap");
-        let after = claim.entry.changed(
-            RANGE,
-            MemoryRegionFlags::LOG_DIRTY_PAGES,
-            Attachments { log: Some(log), userfault: None },
-        );
-        self.slots.replace(&self.epochs, &record, &claim, after).expect("memory for a set");
+        let attachments = Attachments { log: Some(log), userfault: None };
+        let flags = MemoryRegionFlags::LOG_DIRTY_PAGES;
+        claim.replace(&self.epochs, &record, RANGE, flags, attachments).expect("memory for a set");
         full_fence();
         self.leaf.protect();
     }

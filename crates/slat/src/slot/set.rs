@@ -44,7 +44,7 @@ pub(crate) struct Slot<B> {
     claimed: AtomicBool,
 }
 
-/// A slot in a set.
+/// A slot in a set. It owns nothing: the sets that have the slot share what it points to.
 pub(crate) struct SlotEntry<B> {
     pub(crate) range: GfnRange,
     pub(crate) id: u32,
@@ -57,13 +57,14 @@ pub(crate) struct SlotEntry<B> {
     pub(super) userfault: Option<NonNull<UserfaultBitmap>>,
 }
 
-impl<B> Clone for SlotEntry<B> {
-    fn clone(&self) -> Self {
-        *self
+impl<B> SlotEntry<B> {
+    /// The same entry, for another set or a view.
+    #[inline]
+    fn duplicate(&self) -> SlotEntry<B> {
+        let &SlotEntry { range, id, flags, slot, log, userfault } = self;
+        SlotEntry { range, id, flags, slot, log, userfault }
     }
 }
-
-impl<B> Copy for SlotEntry<B> {}
 
 /// An immutable set.
 pub(crate) struct SlotSet<B> {
@@ -112,52 +113,92 @@ unsafe impl<B: Send + Sync> Sync for Slots<B> {}
 
 /// A slot that the caller has claimed: no other call changes it, until this is dropped. So a panic
 /// of what a caller supplies leaves it free.
-pub(crate) struct Claim<B> {
-    pub(crate) entry: SlotEntry<B>,
+pub(crate) struct Claim<'s, B> {
+    /// As it is published.
+    entry: SlotEntry<B>,
+    slots: &'s Slots<B>,
 }
 
-impl<B> Drop for Claim<B> {
+impl<B> Drop for Claim<'_, B> {
     fn drop(&mut self) {
+        // SAFETY: only the claim's owner can retire a slot, and that forgets the claim.
+        let slot = unsafe { self.entry.slot.as_ref() };
         // Release: hands the state that this change left over to the next.
-        self.slot().claimed.store(false, Ordering::Release);
+        slot.claimed.store(false, Ordering::Release);
     }
 }
 
-impl<B> Claim<B> {
-    fn slot(&self) -> &Slot<B> {
-        // SAFETY: only the claim's owner can retire a slot.
-        unsafe { self.entry.slot.as_ref() }
+impl<B> Claim<'_, B> {
+    /// The slot's entry in the published set.
+    pub(crate) fn entry(&self) -> &SlotEntry<B> {
+        &self.entry
     }
 
-    /// The log that the slot's published entry `entry` has, whether it logs or did so before.
-    pub(crate) fn log_of<'c>(&'c self, entry: &'c SlotEntry<B>) -> Option<&'c Bitmap> {
-        debug_assert!(entry.slot == self.entry.slot);
-        // SAFETY: only the claim's owner takes a log out of the set, and so can retire it.
-        entry.log.map(|log| unsafe { log.as_ref() })
+    /// The log that the slot has, whether it logs or did so before.
+    pub(crate) fn log(&self) -> Option<&Bitmap> {
+        // SAFETY: a log is retired by `replace` and `remove` alone, and no reference outlives them.
+        self.entry.log.map(|log| unsafe { log.as_ref() })
     }
 
-    /// The userfault bitmap that the slot has now.
+    /// The userfault bitmap that the slot has.
     pub(crate) fn userfault(&self) -> Option<&UserfaultBitmap> {
-        // SAFETY: as for `log_of`.
+        // SAFETY: as for `log`.
         self.entry.userfault.map(|userfault| unsafe { userfault.as_ref() })
     }
-}
 
-/// What a change does to the set. What it says to add is owned by the change until it is published.
-enum Change<B> {
-    Insert(SlotEntry<B>),
-    /// Replaces the entry of a claimed slot.
-    Replace(SlotEntry<B>),
-    /// Removes a claimed slot.
-    Remove(SlotEntry<B>),
-}
-
-impl<B> Change<B> {
-    fn id(&self) -> u32 {
-        match self {
-            Change::Insert(entry) | Change::Replace(entry) | Change::Remove(entry) => entry.id,
-        }
+    /// Publishes the set with the slot at `range`, with `flags` and with what `attachments` has.
+    /// Where that has no log, the slot keeps its own; where it has no userfault bitmap, the slot
+    /// keeps its own if the flags ask for one.
+    ///
+    /// On an error nothing was published, and what `attachments` has is freed.
+    pub(crate) fn replace(
+        &mut self,
+        epochs: &Epochs,
+        record: &Record,
+        range: GfnRange,
+        flags: MemoryRegionFlags,
+        attachments: Attachments,
+    ) -> Result<(), Error> {
+        let (log, userfault) = (attachments.log.map(Unpublished::new), attachments.userfault.map(Unpublished::new));
+        let before = &self.entry;
+        let kept_userfault = before.userfault.filter(|_| flags.contains(MemoryRegionFlags::USERFAULT));
+        let entry = SlotEntry {
+            range,
+            flags,
+            log: Unpublished::of(&log).or(before.log),
+            userfault: Unpublished::of(&userfault).or(kept_userfault),
+            ..before.duplicate()
+        };
+        let change = Change { id: before.id, claim: Some(self), entry: Some(entry.duplicate()) };
+        // SAFETY: what is new in the entry came from boxes, which the set owns from then on. The
+        // rest is the claimed slot's. The claim forgets what the set does not have any more.
+        unsafe { self.slots.publish(epochs, record, &change) }?;
+        mem::forget((log, userfault));
+        self.entry = entry;
+        Ok(())
     }
+
+    /// Publishes the set without the slot, which stays claimed: a call that still finds it
+    /// in an old set must not change it.
+    ///
+    /// On an error nothing was published, and the slot is free to be changed.
+    pub(crate) fn remove(self, epochs: &Epochs, record: &Record) -> Result<(), Error> {
+        let change = Change { id: self.entry.id, claim: Some(&self), entry: None };
+        // SAFETY: it adds nothing, and the claim is forgotten.
+        unsafe { self.slots.publish(epochs, record, &change) }?;
+        // Retired by now, and perhaps freed: not to be touched.
+        mem::forget(self);
+        Ok(())
+    }
+}
+
+/// What a change does to the set.
+struct Change<'c, B> {
+    id: u32,
+    /// The claimed slot, if it is not new.
+    claim: Option<&'c Claim<'c, B>>,
+    /// What the set says of it then, if it is not removed.
+    entry: Option<SlotEntry<B>>,
 }
 
 impl<B> SlotSet<B> {
@@ -205,25 +246,23 @@ impl<B> SlotSet<B> {
     }
 
     /// Fills this empty set, which has room for it, with `old` as changed. Allocates nothing.
-    fn fill(&mut self, old: &SlotSet<B>, change: &Change<B>) -> Result<(), Error> {
-        let id = change.id();
+    fn fill(&mut self, old: &SlotSet<B>, change: &Change<'_, B>) -> Result<(), Error> {
+        let id = change.id;
         let removed = old.position(id).ok().map(|position| old.by_id[position] as usize);
-        let added = match change {
-            Change::Insert(_) if removed.is_some() => return Err(Error::SlotBusy { slot: id }),
-            Change::Insert(entry) | Change::Replace(entry) => Some(entry),
-            Change::Remove(_) => None,
-        };
+        if change.claim.is_none() && removed.is_some() {
+            return Err(Error::SlotBusy { slot: id });
+        }
         let (below, above) = old.entries.split_at(removed.unwrap_or(old.entries.len()));
-        self.entries.extend_from_slice(below);
-        self.entries.extend_from_slice(above.get(1..).unwrap_or_default());
+        self.entries.extend(below.iter().map(SlotEntry::duplicate));
+        self.entries.extend(above.iter().skip(1).map(SlotEntry::duplicate));
         let mut at = None;
-        if let Some(&added) = added {
+        if let Some(added) = &change.entry {
             let index = self.entries.partition_point(|entry| entry.range.start < added.range.start);
             let neighbours = index.saturating_sub(1)..(index + 1).min(self.entries.len());
             if let Some(other) = self.entries[neighbours].iter().find(|other| other.range.overlaps(added.range)) {
                 return Err(Error::Overlap { slot: id, gpa: added.range.start.gpa(), other: other.id });
             }
-            self.entries.insert(index, added);
+            self.entries.insert(index, added.duplicate());
             at = Some(index);
         }
         // The others keep their order; only their indices move.
@@ -254,7 +293,7 @@ impl<B> Slots<B> {
     /// The published set. SeqCst: stands in store-load pairs with `protect` (see `dirty/log.rs`); as an acquire load it
     /// sees the set's contents.
     #[inline]
-    fn current<'s>(&self, _section: &'s Section<'_>) -> &'s SlotSet<B> {
+    fn current<'s>(&'s self, _section: &'s Section<'_>) -> &'s SlotSet<B> {
         // SAFETY: the pointer is never null; a set that was published when the section began, or since, is freed only
         // after the section.
         unsafe { &*self.current.load(Ordering::SeqCst) }
@@ -262,24 +301,25 @@ impl<B> Slots<B> {
 
     /// The slot that has `gfn`.
     #[inline]
-    pub(crate) fn find<'s>(&self, section: &'s Section<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
-        self.current(section).find(&section.record().last_slot, gfn).map(|&entry| SlotView { entry, section })
+    pub(crate) fn find<'s>(&'s self, section: &'s Section<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
+        let found = self.current(section).find(&section.record().last_slot, gfn);
+        found.map(|entry| SlotView { entry: entry.duplicate(), section })
     }
 
     /// The slot that has `gfn`, or else the first one above it.
-    pub(crate) fn find_from<'s>(&self, section: &'s Section<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
+    pub(crate) fn find_from<'s>(&'s self, section: &'s Section<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
         let entries = &self.current(section).entries;
         let first = entries.partition_point(|entry| entry.range.end <= gfn);
-        entries.get(first).map(|&entry| SlotView { entry, section })
+        entries.get(first).map(|entry| SlotView { entry: entry.duplicate(), section })
     }
 
     /// The slot of number `id`.
-    pub(crate) fn by_id<'s>(&self, section: &'s Section<'s>, id: u32) -> Option<SlotView<'s, B>> {
-        self.current(section).by_id(id).map(|&entry| SlotView { entry, section })
+    pub(crate) fn by_id<'s>(&'s self, section: &'s Section<'s>, id: u32) -> Option<SlotView<'s, B>> {
+        self.current(section).by_id(id).map(|entry| SlotView { entry: entry.duplicate(), section })
     }
 
     /// Claims slot `id` for a change. `Ok(None)`: there is no such slot.
-    pub(crate) fn claim(&self, epochs: &Epochs, record: &Record, id: u32) -> Result<Option<Claim<B>>, Error> {
+    pub(crate) fn claim(&self, epochs: &Epochs, record: &Record, id: u32) -> Result<Option<Claim<'_, B>>, Error> {
         let section = epochs.enter(record);
         let Some(view) = self.by_id(&section, id) else { return Ok(None) };
         // SAFETY: found in an open section.
@@ -290,7 +330,7 @@ impl<B> Slots<B> {
         }
         // The set may have changed since it was read, this slot's entry included: read it again, now that it is fixed.
         // It is there: a slot that was deleted stays claimed, so the exchange would have failed.
-        Ok(self.by_id(&section, id).map(|now| Claim { entry: now.entry }))
+        Ok(self.by_id(&section, id).map(|now| Claim { entry: now.entry.duplicate(), slots: self }))
     }
 
     /// Whether slot `id` could have `range` now.
@@ -302,45 +342,29 @@ impl<B> Slots<B> {
         }
     }
 
-    /// Publishes the set with the new slot `entry`, which the caller has claimed as it was made.
-    ///
-    /// On an error nothing was published, and the slot still belongs to the caller.
-    pub(crate) fn insert(&self, epochs: &Epochs, record: &Record, entry: SlotEntry<B>) -> Result<(), Error> {
-        self.publish(epochs, record, &Change::Insert(entry))?;
+    /// Publishes the set with the new slot `new`. On an error nothing was published, and the slot
+    /// is freed.
+    pub(crate) fn insert(&self, epochs: &Epochs, record: &Record, new: NewSlot<B>) -> Result<(), Error> {
+        let NewSlot { range, id, flags, slot, log, userfault } = new;
+        let (log_pointer, userfault_pointer) = (Unpublished::of(&log), Unpublished::of(&userfault));
+        let entry = SlotEntry { range, id, flags, slot: slot.0, log: log_pointer, userfault: userfault_pointer };
+        let change = Change { id, claim: None, entry: Some(entry.duplicate()) };
+        // SAFETY: what the entry points to came from boxes, which the set owns from then on.
+        unsafe { self.publish(epochs, record, &change) }?;
+        mem::forget((slot, log, userfault));
         // The claim that it was made with.
-        drop(Claim { entry });
-        Ok(())
-    }
-
-    /// Publishes the set with `after` instead of the entry of the claimed slot.
-    ///
-    /// On an error nothing was published, and what is new in `after` still belongs to the caller.
-    pub(crate) fn replace(
-        &self,
-        epochs: &Epochs,
-        record: &Record,
-        claim: &Claim<B>,
-        after: SlotEntry<B>,
-    ) -> Result<(), Error> {
-        debug_assert!(claim.entry.slot == after.slot);
-        self.publish(epochs, record, &Change::Replace(after))
-    }
-
-    /// Publishes the set without the claimed slot, which stays claimed: a call that still finds it
-    /// in an old set must not change it.
-    ///
-    /// On an error nothing was published, and the slot is free to be changed.
-    pub(crate) fn remove(&self, epochs: &Epochs, record: &Record, claim: Claim<B>) -> Result<(), Error> {
-        self.publish(epochs, record, &Change::Remove(claim.entry))?;
-        // Retired by now, and perhaps freed: not to be touched.
-        mem::forget(claim);
+        drop(Claim { entry, slots: self });
         Ok(())
     }
 
     /// Publishes `change` of the set that is current by then. Whatever is out of the set afterwards is retired.
     ///
     /// On an error nothing was published, and what the change would have added still belongs to the caller.
-    fn publish(&self, epochs: &Epochs, record: &Record, change: &Change<B>) -> Result<(), Error> {
+    ///
+    /// # Safety
+    /// The claim is of a slot of this VM. What the change adds is there until the set owns it. What
+    /// the change takes out of the set is not used through the claim any more.
+    unsafe fn publish(&self, epochs: &Epochs, record: &Record, change: &Change<'_, B>) -> Result<(), Error> {
         let mut node = try_box(Retired::nothing())?;
         let mut capacity = self.current(&epochs.enter(record)).entries.len() + 1;
         loop {
@@ -356,14 +380,16 @@ impl<B> Slots<B> {
                 continue;
             }
             new.fill(old, change)?;
-            if let Change::Remove(removed) | Change::Replace(removed) = change {
-                let before = old.by_id(removed.id).copied();
-                debug_assert!(before.is_some_and(|before| before.slot == removed.slot), "changes need a claim");
-                let after = new.by_id(removed.id);
+            if let Some(Claim { entry: before, .. }) = change.claim {
+                debug_assert!(
+                    old.by_id(before.id).is_some_and(|entry| entry.slot == before.slot),
+                    "changes need a claim"
+                );
+                let after = new.by_id(before.id);
                 let kept = (after.and_then(|after| after.log), after.and_then(|after| after.userfault));
-                node.log = before.and_then(|before| before.log).filter(|&log| Some(log) != kept.0);
-                node.userfault = before.and_then(|before| before.userfault).filter(|&bitmap| Some(bitmap) != kept.1);
-                node.slot = matches!(change, Change::Remove(_)).then_some(removed.slot);
+                node.log = before.log.filter(|&log| Some(log) != kept.0);
+                node.userfault = before.userfault.filter(|&bitmap| Some(bitmap) != kept.1);
+                node.slot = change.entry.is_none().then_some(before.slot);
             }
             // SAFETY: what `old` has is there as long as this section is open, and the change's
             // claim is held.
@@ -377,7 +403,7 @@ impl<B> Slots<B> {
                 // Not as a box: sections that are open still look at it.
                 node.set = NonNull::new(old_pointer);
                 node.tag = epochs.retire_era();
-                self.push_retired(Box::into_raw(node));
+                self.push_retired(node);
                 return Ok(());
             }
             // SAFETY: the exchange failed, so nobody else has seen the new set. It frees no slot.
@@ -385,10 +411,10 @@ impl<B> Slots<B> {
         }
     }
 
-    fn push_retired(&self, node: *mut Retired<B>) {
+    fn push_retired(&self, node: Box<Retired<B>>) {
         self.retired.len.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the node belongs to this thread until it is on the list.
-        self.retired.size_bytes.fetch_add(unsafe { (*node).size_bytes }, Ordering::Relaxed);
+        self.retired.size_bytes.fetch_add(node.size_bytes, Ordering::Relaxed);
+        let node = Box::into_raw(node);
         let mut head = self.retired.first.load(Ordering::Relaxed);
         loop {
             // SAFETY: the node belongs to this thread until the exchange succeeds.
@@ -440,7 +466,7 @@ impl<B> Slots<B> {
                 // SAFETY: no section can have found it, nobody resolves in it, and nothing but this node refers to it.
                 unsafe { node.free_all() };
             } else {
-                self.push_retired(Box::into_raw(node));
+                self.push_retired(node);
             }
         }
     }
@@ -453,53 +479,52 @@ pub(crate) struct Attachments {
     pub(crate) userfault: Option<Box<UserfaultBitmap>>,
 }
 
-fn leak<T>(thing: Option<Box<T>>) -> Option<NonNull<T>> {
-    thing.map(|thing| NonNull::from(Box::leak(thing)))
+/// A thing for a set that is not published yet. Dropping this frees the thing; a change that was
+/// published forgets this. It is no box, because faults use the thing before that.
+struct Unpublished<T>(NonNull<T>);
+
+impl<T> Unpublished<T> {
+    fn new(thing: Box<T>) -> Unpublished<T> {
+        Unpublished(NonNull::from(Box::leak(thing)))
+    }
+
+    /// Where `thing` is.
+    fn of(thing: &Option<Unpublished<T>>) -> Option<NonNull<T>> {
+        thing.as_ref().map(|thing| thing.0)
+    }
 }
 
-impl<B> SlotEntry<B> {
-    /// An entry for a new slot, claimed by the caller, not yet published.
+impl<T> Drop for Unpublished<T> {
+    fn drop(&mut self) {
+        // SAFETY: it came from a box. It was not published, or this were forgotten.
+        unsafe { free(Some(self.0)) }
+    }
+}
+
+/// A slot that is not published yet.
+pub(crate) struct NewSlot<B> {
+    range: GfnRange,
+    id: u32,
+    flags: MemoryRegionFlags,
+    slot: Unpublished<Slot<B>>,
+    log: Option<Unpublished<Bitmap>>,
+    userfault: Option<Unpublished<UserfaultBitmap>>,
+}
+
+impl<B> NewSlot<B> {
     pub(crate) fn new(
         id: u32,
         range: GfnRange,
         flags: MemoryRegionFlags,
         backing: B,
         attachments: Attachments,
-    ) -> Result<SlotEntry<B>, Error> {
+    ) -> Result<NewSlot<B>, Error> {
         let has_private = flags.contains(MemoryRegionFlags::GUEST_MEMFD);
         let private = has_private.then(|| PrivatePages::new(range.nr_pages())).transpose()?;
-        let slot = try_box(Slot { backing, private, claimed: AtomicBool::new(true) })?;
-        let slot = NonNull::from(Box::leak(slot));
-        let Attachments { log, userfault } = attachments;
-        Ok(SlotEntry { range, id, flags, slot, log: leak(log), userfault: leak(userfault) })
-    }
-
-    /// The same slot elsewhere, with other flags; with what `attachments` has, or else with what it
-    /// had: its log in any case, its userfault bitmap if the flags still ask for it.
-    pub(crate) fn changed(self, range: GfnRange, flags: MemoryRegionFlags, attachments: Attachments) -> SlotEntry<B> {
-        let Attachments { log, userfault } = attachments;
-        let log = leak(log).or(self.log);
-        let userfault = leak(userfault).or(self.userfault.filter(|_| flags.contains(MemoryRegionFlags::USERFAULT)));
-        SlotEntry { range, flags, log, userfault, ..self }
-    }
-
-    /// Frees what `changed` added to `before`, because this entry was not published.
-    pub(crate) fn discard_change(self, before: &SlotEntry<B>) {
-        // SAFETY: they came from boxes in `changed`, and were never published.
-        unsafe {
-            free(self.log.filter(|_| self.log != before.log));
-            free(self.userfault.filter(|_| self.userfault != before.userfault));
-        }
-    }
-
-    /// Frees a slot of [`SlotEntry::new`] that was not published.
-    pub(crate) fn discard(self) {
-        // SAFETY: all came from boxes in `new`, and were never published.
-        unsafe {
-            free(Some(self.slot));
-            free(self.log);
-            free(self.userfault);
-        }
+        // Claimed until `insert` has published it.
+        let slot = Unpublished::new(try_box(Slot { backing, private, claimed: AtomicBool::new(true) })?);
+        let (log, userfault) = (attachments.log.map(Unpublished::new), attachments.userfault.map(Unpublished::new));
+        Ok(NewSlot { range, id, flags, slot, log, userfault })
     }
 }
 
@@ -524,14 +549,14 @@ impl<B> Retired<B> {
     ///
     /// # Safety
     /// What the node has is not freed meanwhile.
-    unsafe fn holds(&self, old: &SlotSet<B>, change: &Change<B>) -> u64 {
+    unsafe fn holds(&self, old: &SlotSet<B>, change: &Change<'_, B>) -> u64 {
         let set = old.entries.capacity() * size_of::<SlotEntry<B>>() + old.by_id.capacity() * size_of::<u32>();
         let fixed = size_of::<Retired<B>>() + size_of::<SlotSet<B>>() + size_of::<Slot<B>>();
         // SAFETY: as the caller promises.
         let (slot, log, userfault) = unsafe {
             let slot = self.slot.and_then(|slot| slot.as_ref().private.as_deref().map(PrivatePages::size_bytes));
             let log = self.log.map(|log| log.as_ref().size_bytes());
-            let nr_pages = old.by_id(change.id()).map_or(0, |before| before.range.nr_pages());
+            let nr_pages = old.by_id(change.id).map_or(0, |before| before.range.nr_pages());
             (slot, log, self.userfault.map(|bitmap| bitmap.as_ref().needed_bytes(nr_pages)))
         };
         [slot, log, userfault].into_iter().flatten().sum::<u64>() + (set + fixed) as u64

@@ -10,7 +10,7 @@ use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::invalidate::Invalidation;
 use crate::second_stage::{protect, recover, split};
-use crate::slot::set::{Attachments, Claim, SlotEntry};
+use crate::slot::set::{Attachments, Claim, NewSlot};
 use crate::slot::{MemoryRegion, MemoryRegionFlags};
 use crate::sync::full_fence;
 use crate::table::retire::Record;
@@ -66,7 +66,7 @@ impl<H: Host, F: Format> Vm<H, F> {
             None if range.is_empty() => Err(Error::NoSuchSlot { slot: region.slot }),
             None => self.create_slot(&record, region, range),
             Some(claim) if range.is_empty() => self.delete_slot(&record, claim),
-            Some(claim) => self.change_slot(&record, &claim, &region, range),
+            Some(mut claim) => self.change_slot(&record, &mut claim, &region, range),
         };
         drop(record);
         self.tree.reclaim();
@@ -82,45 +82,45 @@ impl<H: Host, F: Format> Vm<H, F> {
         let attachments = self.attachments_for(&region, range, None)?;
         let MemoryRegion { slot: id, flags, backing, .. } = region;
         let backing = backing.ok_or(Error::NoBacking { slot: id })?;
-        let entry = SlotEntry::new(id, range, flags, backing, attachments)?;
+        let slot = NewSlot::new(id, range, flags, backing, attachments)?;
         // Nothing was mapped there, and faults that looked before see no memory: no stamp is needed.
-        self.slots.insert(&self.tree.epochs, record, entry).inspect_err(|_| entry.discard())
+        self.slots.insert(&self.tree.epochs, record, slot)
     }
 
-    fn delete_slot(&self, record: &Record, claim: Claim<H::Backing>) -> Result<(), Error> {
+    fn delete_slot(&self, record: &Record, claim: Claim<'_, H::Backing>) -> Result<(), Error> {
         // Until the set without the slot is published: no fault maps it again, and nothing takes its place.
-        let _taken_away = Invalidation::new(&self.tree, &self.slots, record, claim.entry.range)?;
-        self.slots.remove(&self.tree.epochs, record, claim)
+        let _taken_away = Invalidation::new(&self.tree, &self.slots, record, claim.entry().range)?;
+        claim.remove(&self.tree.epochs, record)
     }
 
     fn change_slot(
         &self,
         record: &Record,
-        claim: &Claim<H::Backing>,
+        claim: &mut Claim<'_, H::Backing>,
         region: &MemoryRegion<H::Backing>,
         range: GfnRange,
     ) -> Result<(), Error> {
-        let before = claim.entry;
+        let (range_before, flags_before) = (claim.entry().range, claim.entry().flags);
         let &MemoryRegion { slot: id, flags, memory_size, .. } = region;
         if region.backing.is_some() {
             return Err(Error::BackingFixed { slot: id });
         }
-        if range.nr_pages() != before.range.nr_pages() {
+        if range.nr_pages() != range_before.nr_pages() {
             return Err(Error::SizeFixed { slot: id, memory_size });
         }
-        if (flags ^ before.flags).contains(MemoryRegionFlags::READONLY) {
+        if (flags ^ flags_before).contains(MemoryRegionFlags::READONLY) {
             return Err(Error::ReadOnlyFixed { slot: id });
         }
-        let moves = range != before.range;
-        let has_guest_memfd = before.flags.contains(MemoryRegionFlags::GUEST_MEMFD);
-        if (flags ^ before.flags).contains(MemoryRegionFlags::GUEST_MEMFD) || (has_guest_memfd && moves) {
+        let moves = range != range_before;
+        let has_guest_memfd = flags_before.contains(MemoryRegionFlags::GUEST_MEMFD);
+        if (flags ^ flags_before).contains(MemoryRegionFlags::GUEST_MEMFD) || (has_guest_memfd && moves) {
             return Err(Error::GuestMemfdFixed { slot: id });
         }
-        let attachments = self.attachments_for(region, range, Some(claim))?;
+        let attachments = self.attachments_for(region, range, Some(&*claim))?;
         let begins_userfault = attachments.userfault.is_some();
-        let begins = flags - before.flags;
-        let ends = before.flags - flags;
-        if !moves && flags == before.flags && !begins_userfault {
+        let begins = flags - flags_before;
+        let ends = flags_before - flags;
+        if !moves && flags == flags_before && !begins_userfault {
             return Ok(());
         }
         if moves {
@@ -129,23 +129,17 @@ impl<H: Host, F: Format> Vm<H, F> {
         }
         let begins_to_log = begins.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
         // The log of the last time, if it is to be used again. See `dirty/log.rs`.
-        let kept_log = claim.log_of(&before).filter(|_| begins_to_log);
+        let uses_again = begins_to_log && claim.log().is_some();
         let is_marked_at_first = self.tree.config.manual_protect == ManualProtect::InitiallySet;
-        if let Some(log) = kept_log.filter(|_| !is_marked_at_first) {
+        if let Some(log) = claim.log().filter(|_| uses_again && !is_marked_at_first) {
             log.clear_all();
         }
-        let after = before.changed(range, flags, attachments);
-        let published = if moves || begins_userfault {
-            Invalidation::new(&self.tree, &self.slots, record, before.range)
-                .and_then(|_taken_away| self.slots.replace(&self.tree.epochs, record, claim, after))
-        } else {
-            self.slots.replace(&self.tree.epochs, record, claim, after)
-        };
-        if let Err(error) = published {
-            after.discard_change(&before);
-            return Err(error);
-        }
-        if let Some(log) = kept_log.filter(|_| is_marked_at_first) {
+        let taken_away = (moves || begins_userfault)
+            .then(|| Invalidation::new(&self.tree, &self.slots, record, range_before))
+            .transpose()?;
+        claim.replace(&self.tree.epochs, record, range, flags, attachments)?;
+        drop(taken_away);
+        if let Some(log) = claim.log().filter(|_| uses_again && is_marked_at_first) {
             // A store-load pair, see `dirty/log.rs`.
             full_fence();
             log.mark(0, range.nr_pages());
@@ -214,7 +208,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         &self,
         region: &MemoryRegion<H::Backing>,
         range: GfnRange,
-        claim: Option<&Claim<H::Backing>>,
+        claim: Option<&Claim<'_, H::Backing>>,
     ) -> Result<Attachments, Error> {
         let &MemoryRegion { slot, flags, .. } = region;
         let mut attachments = Attachments::default();
@@ -228,10 +222,10 @@ impl<H: Host, F: Format> Vm<H, F> {
             }
         }
         if flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES) && !self.tree.rings.are_enabled() {
-            let before = claim.map(|claim| &claim.entry);
+            let before = claim.map(Claim::entry);
             let logs = before.is_some_and(|before| before.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES));
             let moves = before.is_some_and(|before| before.range != range);
-            let has_log = claim.is_some_and(|claim| claim.log_of(&claim.entry).is_some());
+            let has_log = claim.is_some_and(|claim| claim.log().is_some());
             // See `dirty/log.rs`: "Slots that move", "Logging that ends and begins again".
             let nr_pages = range.nr_pages();
             attachments.log = match self.tree.config.manual_protect {
