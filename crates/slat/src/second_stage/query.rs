@@ -8,7 +8,7 @@ use crate::sync::AtomicU64;
 use crate::table::Tree;
 use crate::table::entry::{self, EntryRef, State};
 use crate::table::frames;
-use crate::table::retire::{RecordGuard, Section};
+use crate::table::retire::OwnSection;
 use crate::table::walk::Cursor;
 
 /// What the tables say about a page.
@@ -26,24 +26,22 @@ pub struct Translation {
     pub dirty: bool,
 }
 
-/// A look at a VM's tables, as they are while it is open. Nothing that is unlinked meanwhile is freed: keep it short.
+/// A look at a VM's tables, as they are while it is open. It stays on the thread that opened it.
+/// Nothing that is unlinked meanwhile is freed: keep it short.
 #[must_use]
 pub struct TableReader<'v, H: Host, F: Format> {
     tree: &'v Tree<H, F>,
-    // The order of the fields is that of leaving.
-    section: Section<'v>,
-    _record: RecordGuard<'v>,
+    section: OwnSection<'v>,
 }
 
 impl<'v, H: Host, F: Format> TableReader<'v, H, F> {
     pub(crate) fn new(tree: &'v Tree<H, F>) -> Result<TableReader<'v, H, F>, Error> {
-        let record = tree.epochs.borrow_record()?;
-        Ok(TableReader { tree, section: tree.epochs.enter(record.get()), _record: record })
+        Ok(TableReader { tree, section: tree.epochs.enter_alone()? })
     }
 
     /// A position in the tables: pages of one table after each other cost no walk.
     pub fn cursor(&self) -> TableCursor<'_, H, F> {
-        TableCursor { cursor: Cursor::new(self.tree, &self.section, Gfn(0)) }
+        TableCursor { cursor: Cursor::new(self.tree, self.section.get(), Gfn(0)) }
     }
 }
 
@@ -63,7 +61,7 @@ impl<H: Host, F: Format> TableReader<'_, H, F> {
             }
         };
         let host = &self.tree.host;
-        let entries = frames::linked_entries::<H, F>(host, &self.section, table, level);
+        let entries = frames::linked_entries::<H, F>(host, self.section.get(), table, level);
         let nr_below: u64 = if level > Level::L4K { entries.iter().map(below).sum() } else { 0 };
         nr_below + u64::from(host.node_of(table.pfn()) == node)
     }

@@ -31,7 +31,7 @@ use crate::sync::{Lock, LockGuard, Locking, Side};
 use entry::Stamp;
 use generation::Generations;
 use published::PublishedRanges;
-use retire::{Epochs, Fences, Record, Section};
+use retire::{Epochs, Fences, Record, Section, SharedRecord};
 use stamp::StampCounter;
 
 /// The tables of one VM, with all that their protocol needs.
@@ -220,7 +220,7 @@ impl<H: Host, F: Format> Tree<H, F> {
     /// Tables that are linked, or kept by vCPUs, about.
     pub(crate) fn nr_linked_tables(&self) -> u64 {
         let records = self.epochs.records();
-        let count = |record: &Record, counter| record.stats.get(counter);
+        let count = |record: &SharedRecord, counter| record.stats.get(counter);
         let (allocated, freed) =
             records.fold((0, self.epochs.nr_freed_tables()), |(allocated, freed): (u64, u64), record| {
                 (allocated + count(record, Counter::TablesAllocated), freed + count(record, Counter::TablesFreed))

@@ -23,7 +23,10 @@
 #![expect(unsafe_code, reason = "records and retired tables are reached by raw pointers")]
 
 use alloc::boxed::Box;
+use core::cell::Cell;
+use core::marker::PhantomData;
 use core::mem;
+use core::ops::Deref;
 use core::ptr::{self, NonNull};
 
 use crossbeam_utils::CachePadded;
@@ -51,10 +54,10 @@ const IDLE: u64 = 0;
 /// The end of a list of tables. An address that no table has: the first page of memory may be one.
 const NO_TABLE: Hpa = Hpa(0xfff << 52);
 
-/// What one thread at a time (a vCPU, or a thread inside a VM call) shows to the others. On lines of its own: the owner
-/// writes it at every fault.
+/// What one thread at a time (a vCPU, or a thread inside a VM call) shows to the others. On lines
+/// of its own: the owner writes it at every fault.
 #[repr(align(128))]
-pub(crate) struct Record {
+pub(crate) struct SharedRecord {
     /// Era in which the open section began, or [`IDLE`].
     announced: AtomicU64,
     /// Address of the slot whose backing the owner is resolving in, or null: it must not be freed.
@@ -66,10 +69,10 @@ pub(crate) struct Record {
 }
 
 // SAFETY: atomics whose first value is zero, a null pointer, and what is zeroed itself.
-unsafe impl Zeroed for Record {
+unsafe impl Zeroed for SharedRecord {
     #[cfg(loom)]
-    fn zeroed() -> Record {
-        Record {
+    fn zeroed() -> SharedRecord {
+        SharedRecord {
             announced: AtomicU64::new(IDLE),
             resolving: AtomicPtr::new(ptr::null_mut()),
             last_slot: AtomicU32::new(0),
@@ -83,13 +86,41 @@ unsafe impl Zeroed for Record {
 struct Listed {
     in_use: AtomicBool,
     /// The record that was pushed before this one; never changes once this one is pushed.
-    next: *const Record,
+    next: *const SharedRecord,
 }
 
 // SAFETY: all fields but `listed.next` are atomics; `next` is written before the record is published and only read since.
-unsafe impl Send for Record {}
+unsafe impl Send for SharedRecord {}
 // SAFETY: as above.
-unsafe impl Sync for Record {}
+unsafe impl Sync for SharedRecord {}
+
+impl SharedRecord {
+    /// The record for the thread that has it.
+    ///
+    /// # Safety
+    /// The caller has the record in use, and no other thread has it before the answer is gone.
+    unsafe fn owned(&self) -> &Record {
+        // SAFETY: a `Record` is a `SharedRecord` and nothing else.
+        unsafe { &*ptr::from_ref(self).cast() }
+    }
+}
+
+/// A record as its owner has it. Sections are opened by it alone, so no other thread can end one.
+#[repr(transparent)]
+pub(crate) struct Record {
+    shared: SharedRecord,
+    /// The owner is one thread: this is not `Sync`.
+    one_thread: PhantomData<Cell<()>>,
+}
+
+impl Deref for Record {
+    type Target = SharedRecord;
+
+    #[inline]
+    fn deref(&self) -> &SharedRecord {
+        &self.shared
+    }
+}
 
 impl Record {
     /// Keeps the slot at `slot` (and its backing) from being freed until [`Record::resolved`]. To be called inside the
@@ -142,17 +173,25 @@ impl Drop for Section<'_> {
     }
 }
 
-/// Use of a record for one call of the VM.
-pub(crate) struct RecordGuard<'a>(&'a Record);
+/// A section with a record of its own.
+#[must_use]
+pub(crate) struct OwnSection<'a> {
+    // The order of the fields is that of leaving.
+    section: Section<'a>,
+    _record: RecordGuard<'a>,
+}
 
-impl<'a> RecordGuard<'a> {
-    /// The record, for as long as the list of records lives; to be used while the guard does.
-    pub(crate) fn get(&self) -> &'a Record {
-        self.0
+impl OwnSection<'_> {
+    /// The section. Its record is not reachable for longer than it.
+    pub(crate) fn get<'s>(&'s self) -> &'s Section<'s> {
+        &self.section
     }
 }
 
-impl core::ops::Deref for RecordGuard<'_> {
+/// Use of a record for one call of the VM.
+pub(crate) struct RecordGuard<'a>(&'a Record);
+
+impl Deref for RecordGuard<'_> {
     type Target = Record;
 
     fn deref(&self) -> &Record {
@@ -166,7 +205,7 @@ impl Drop for RecordGuard<'_> {
     }
 }
 
-fn release_record(record: &Record) {
+fn release_record(record: &SharedRecord) {
     debug_assert!(record.announced.load(Ordering::Relaxed) == IDLE);
     // Release: the next user takes the statistics over with acquire.
     record.listed.in_use.store(false, Ordering::Release);
@@ -189,7 +228,7 @@ pub(crate) struct Epochs {
     has_lock_times: bool,
     /// Starts above [`IDLE`]. Written when something is retired, read at the beginning of each section.
     era: CachePadded<AtomicU64>,
-    records: AtomicPtr<Record>,
+    records: AtomicPtr<SharedRecord>,
     /// Away from what sections read.
     retired_tables: CachePadded<RetiredTables>,
 }
@@ -259,10 +298,12 @@ impl Epochs {
             !in_use.load(Ordering::Relaxed)
                 && in_use.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
         });
-        let record = RecordGuard(match free {
+        let record = match free {
             Some(record) => record,
             None => self.add_record()?,
-        });
+        };
+        // SAFETY: this thread has set `in_use`, and the guard resets it.
+        let record = RecordGuard(unsafe { record.owned() });
         if self.has_lock_times {
             record.stats.make_lock_times()?;
         }
@@ -271,13 +312,13 @@ impl Epochs {
 
     /// A new record, in use. Made in place: it is large for a stack.
     #[cold]
-    fn add_record(&self) -> Result<&Record, Error> {
-        let mut new = try_zeroed::<Record>()?;
+    fn add_record(&self) -> Result<&SharedRecord, Error> {
+        let mut new = try_zeroed::<SharedRecord>()?;
         new.listed.in_use = AtomicBool::new(true);
         let mut head = self.records.load(Ordering::Acquire);
         loop {
             new.listed.next = head;
-            let pointer: *mut Record = Box::into_raw(new);
+            let pointer: *mut SharedRecord = Box::into_raw(new);
             // Release: who walks the list sees the record's contents.
             match self.records.compare_exchange(head, pointer, Ordering::AcqRel, Ordering::Acquire) {
                 // SAFETY: the record was just made; records are freed only with the `Epochs`, which `&self` keeps.
@@ -291,18 +332,24 @@ impl Epochs {
         }
     }
 
+    /// Opens a section by a record of its own.
+    pub(crate) fn enter_alone(&self) -> Result<OwnSection<'_>, Error> {
+        let record = self.borrow_record()?;
+        Ok(OwnSection { section: self.enter(record.0), _record: record })
+    }
+
     /// A record for a vCPU, to be given back by [`OwnedRecord::give_back`].
     pub(crate) fn take_record(&self) -> Result<OwnedRecord, Error> {
         let record = self.borrow_record()?;
         record.stats.make_fault_times()?;
-        let owned = OwnedRecord(NonNull::from(record.0));
+        let owned = OwnedRecord(NonNull::from(&record.0.shared));
         // It stays in use.
         mem::forget(record);
         Ok(owned)
     }
 
     /// All records, in use or not.
-    pub(crate) fn records(&self) -> impl Iterator<Item = &Record> {
+    pub(crate) fn records(&self) -> impl Iterator<Item = &SharedRecord> {
         let mut next = self.records.load(Ordering::Acquire).cast_const();
         core::iter::from_fn(move || {
             // SAFETY: the pointer is null or a record of the list; records are freed only with the `Epochs`.
@@ -441,17 +488,17 @@ impl Drop for Epochs {
 }
 
 /// A record that a vCPU has for its life.
-pub(crate) struct OwnedRecord(NonNull<Record>);
+pub(crate) struct OwnedRecord(NonNull<SharedRecord>);
 
-// SAFETY: a `Record` is `Sync`, and the pointer is only ever read.
+// SAFETY: a `SharedRecord` is `Sync`, and the thread that has this is the record's owner.
 unsafe impl Send for OwnedRecord {}
 
 impl OwnedRecord {
     /// # Safety
-    /// The `Epochs` that it came from is alive for `'a`.
+    /// The `Epochs` that it came from is alive for `'a`, and this is not given back before.
     pub(crate) unsafe fn get<'a>(&self) -> &'a Record {
-        // SAFETY: records live as long as their `Epochs`.
-        unsafe { self.0.as_ref() }
+        // SAFETY: records live as long as their `Epochs`, and this one is in use as long as `self`.
+        unsafe { self.0.as_ref().owned() }
     }
 
     /// Gives the record back for others to use.
