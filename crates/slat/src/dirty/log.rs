@@ -77,7 +77,7 @@ use crate::slot::set::Slots;
 use crate::slot::view::SlotView;
 use crate::sync::{Side, fence_after_rmw, full_fence};
 use crate::table::Tree;
-use crate::table::entry::{self, EntryRef, State};
+use crate::table::entry::{self, EntryRef};
 use crate::table::retire::{Epochs, Record, Section};
 use crate::table::tlb::TlbBatch;
 use crate::table::walk::{self, Cursor};
@@ -426,10 +426,9 @@ fn mark_dirty_in_table<H: Host, F: Format>(
     let page_of = |gfn: Gfn| gfn.0 - slot.start.0;
     let gfn = Gfn(slot.start.0 + first);
     cursor.move_to(gfn);
-    let (value, state) = cursor.descend_to(Level::L2M);
+    cursor.descend_to(Level::L2M);
     let behind = page_of(cursor.block().end).min(end);
-    if state == State::Table {
-        let leaves = cursor.table_below(value);
+    if let Some((_, leaves)) = cursor.read_table(Level::L2M) {
         let is_dirty = |page: u64| {
             let index = walk::index_of::<F>(Gfn(slot.start.0 + page), Level::L4K);
             entry::is_dirty_for_log::<F>(EntryRef::new(&leaves[index], Level::L4K).load())

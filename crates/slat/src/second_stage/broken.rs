@@ -17,6 +17,8 @@
 //! Who only protects, ages or asks passes a broken entry by. What was to be protected is marked instead: whoever makes the
 //! huge leaf writable reads the slot's flags again after that (`models/recover.py`).
 
+#![expect(unsafe_code, reason = "reads the tables that broken and frozen entries name")]
+
 use super::zap::{mark_dirty, report, zapped_leaf};
 use crate::addr::{Gfn, Hpa, Level};
 use crate::format::{Entry, Format};
@@ -54,7 +56,8 @@ pub(crate) fn cancel<H: Host, F: Format>(
     }
     let (table, breaking) = entry::table_of_broken(value);
     let mut telling = Telling { tree, slots, section, nr_4k: 0, nr_2m: 0 };
-    telling.tell_and_freeze(table, level.down(), cursor.block().start, breaking);
+    // SAFETY: a broken entry that was read inside the section names it.
+    unsafe { telling.tell_and_freeze(table, level.down(), cursor.block().start, breaking) }
     let stamp = tree.next_stamp();
     let stamp = if F::BREAK_BEFORE_MAKE { stamp.unflushed() } else { stamp };
     if entry.compare_exchange::<F>(value, entry::empty(stamp)).is_err() {
@@ -73,7 +76,10 @@ pub(crate) fn cancel<H: Host, F: Format>(
 
 /// Tells what is behind the broken entry `value` of `level`, for the pages from `start` on, and freezes it, once the entry
 /// itself was frozen.
-pub(super) fn tell_frozen<H: Host, F: Format>(
+///
+/// # Safety
+/// `value` was read inside the section from an entry of `level` of this tree, and is broken.
+pub(super) unsafe fn tell_frozen<H: Host, F: Format>(
     tree: &Tree<H, F>,
     slots: &Slots<H::Backing>,
     section: &Section<'_>,
@@ -83,14 +89,19 @@ pub(super) fn tell_frozen<H: Host, F: Format>(
 ) {
     let (table, breaking) = entry::table_of_broken(value);
     let mut telling = Telling { tree, slots, section, nr_4k: 0, nr_2m: 0 };
-    telling.tell_and_freeze(table, level.down(), start, breaking);
+    // SAFETY: as the caller promises.
+    unsafe { telling.tell_and_freeze(table, level.down(), start, breaking) }
 }
 
 impl<H: Host, F: Format> Telling<'_, H, F> {
     /// Tells what the entries of `table`, of `level` and for the pages from `start` on, are or were. Those of a table that
     /// is given up are frozen.
-    fn tell_and_freeze(&mut self, table: Hpa, level: Level, start: Gfn, breaking: Breaking) {
-        let cells = frames::linked_entries::<H, F>(&self.tree.host, self.section, table, level);
+    ///
+    /// # Safety
+    /// The table's address was read inside the section, in an entry of the level above.
+    unsafe fn tell_and_freeze(&mut self, table: Hpa, level: Level, start: Gfn, breaking: Breaking) {
+        // SAFETY: as the caller promises.
+        let cells = unsafe { frames::linked_entries::<H, F>(&self.tree.host, self.section, table, level) };
         for (index, cell) in cells.iter().enumerate() {
             let gfn = Gfn(start.0 + index as u64 * level.nr_pages());
             let entry = EntryRef::new(cell, level);
@@ -105,7 +116,8 @@ impl<H: Host, F: Format> Telling<'_, H, F> {
                 if state == State::Broken {
                     // Before it is frozen: then nobody could tell any more what was behind it.
                     let (below, breaking) = entry::table_of_broken(value);
-                    self.tell_and_freeze(below, level.down(), gfn, breaking);
+                    // SAFETY: `value` is of this table, and was read inside the section.
+                    unsafe { self.tell_and_freeze(below, level.down(), gfn, breaking) }
                     if breaking == Breaking::Split {
                         // Still one leaf, as far as it was counted.
                         (self.nr_4k, self.nr_2m) = (told.0, told.1 + 1);
@@ -122,13 +134,16 @@ impl<H: Host, F: Format> Telling<'_, H, F> {
                 let leaf = match (state, breaking) {
                     (State::Leaf | State::Tracked, _) => value,
                     (State::Table, _) => {
-                        self.tell_and_freeze(F::address(value, level), level.down(), gfn, Breaking::Recovery);
+                        let below = F::address(value, level);
+                        // SAFETY: as above.
+                        unsafe { self.tell_and_freeze(below, level.down(), gfn, Breaking::Recovery) }
                         break;
                     }
                     (State::Frozen, _) => match entry::before_freezing::<F>(value, level) {
                         Frozen::Leaf(leaf) => leaf,
                         Frozen::Table(below) => {
-                            self.tell_and_freeze(below, level.down(), gfn, Breaking::Recovery);
+                            // SAFETY: as above.
+                            unsafe { self.tell_and_freeze(below, level.down(), gfn, Breaking::Recovery) }
                             break;
                         }
                         Frozen::Nothing => break,
@@ -150,7 +165,11 @@ impl<H: Host, F: Format> Telling<'_, H, F> {
 
 /// Gives the table at `table`, whose entries have `level` and are frozen, and what hung below it, to `batch`. For the owner
 /// of the broken entry, once that is no longer there.
-pub(super) fn give_up<H: Host, F: Format>(
+///
+/// # Safety
+/// This thread has broken the entry that pointed to the table, in a recovery. That entry is not
+/// broken any more and does not point to the table. The batch flushes what the entry covers.
+pub(super) unsafe fn give_up<H: Host, F: Format>(
     tree: &Tree<H, F>,
     section: &Section<'_>,
     table: Hpa,
@@ -158,15 +177,18 @@ pub(super) fn give_up<H: Host, F: Format>(
     batch: &mut TlbBatch<'_, H, F>,
 ) {
     if level > Level::L4K {
-        for cell in frames::linked_entries::<H, F>(&tree.host, section, table, level) {
+        // SAFETY: the table is not freed before the batch has it, and that is below.
+        for cell in unsafe { frames::linked_entries::<H, F>(&tree.host, section, table, level) } {
             let value = EntryRef::new(cell, level).load();
             debug_assert!(entry::state::<F>(value, level) == State::Frozen, "a table is given up that is in use");
             if let Frozen::Table(below) = entry::before_freezing::<F>(value, level) {
-                give_up(tree, section, below, level.down(), batch);
+                // SAFETY: as for the table: what hung below it belongs to the same thread.
+                unsafe { give_up(tree, section, below, level.down(), batch) }
             }
         }
     }
-    batch.add_unlinked(table);
+    // SAFETY: as the caller promises; all of its entries are frozen.
+    unsafe { batch.add_unlinked(table) }
 }
 
 /// The entry of `level` for `gfn`, which the caller has broken in an earlier section. `None`: the table that it was in is

@@ -234,10 +234,13 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
             };
             let done = match state {
                 State::Table if self.may_close(pages) => self.close(value),
-                State::Table => {
-                    self.protect_leaves(self.cursor.table_below(value), pages);
-                    Ok(())
-                }
+                State::Table => match self.cursor.read_table(Level::L2M) {
+                    Some((_, leaves)) => {
+                        self.protect_leaves(leaves, pages);
+                        Ok(())
+                    }
+                    None => Err(Changed),
+                },
                 State::Leaf => self.protect_huge(value),
                 // A tracked leaf has lost W already. If it is still cached as writable, its bit was set when it got W and
                 // not taken since, so whoever takes it now flushes.
@@ -302,8 +305,8 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     /// The table of leaves of 4 KiB that has `gfn`, if there is one.
     #[inline]
     fn table_of(&mut self, gfn: Gfn) -> Option<&'s [AtomicU64]> {
-        let value = self.cursor.move_to_entry(gfn, Level::L2M)?.load();
-        (entry::state::<F>(value, Level::L2M) == State::Table).then(|| self.cursor.table_below(value))
+        self.cursor.move_to_entry(gfn, Level::L2M)?;
+        self.cursor.read_table(Level::L2M).map(|(_, leaves)| leaves)
     }
 
     #[inline]

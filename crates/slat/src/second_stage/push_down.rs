@@ -73,11 +73,11 @@ pub(crate) fn push_down<H: Host, F: Format>(
     others: impl FnOnce() -> Others,
 ) -> Result<Pushed, Changed> {
     let mut above = Cursor::new(tree, section, gfn);
-    let (table, State::Table) = above.descend_to(Level::L2M) else { return Err(Changed) };
+    above.descend_to(Level::L2M);
+    let Some((table, leaves)) = above.read_table(Level::L2M) else { return Err(Changed) };
     if !entry::is_closed::<F>(table) {
         return Err(Changed);
     }
-    let leaves = above.table_below(table);
     let own_index = walk::index_of::<F>(gfn, Level::L4K);
     push_down_in::<F>(tree.config.access_tracking, above.entry(), table, leaves, own_index, others)
 }

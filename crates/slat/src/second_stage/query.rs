@@ -1,5 +1,7 @@
 //! Asking the tables what they say, without changing them: for instruction emulation, device models, debuggers, tests.
 
+#![expect(unsafe_code, reason = "goes through tables by the addresses that it reads in them")]
+
 use crate::addr::{Gfn, Gpa, Hpa, Level, NodeId, PageSize, Pfn};
 use crate::error::Error;
 use crate::format::{Entry, Format};
@@ -48,20 +50,26 @@ impl<'v, H: Host, F: Format> TableReader<'v, H, F> {
 impl<H: Host, F: Format> TableReader<'_, H, F> {
     /// The number of linked tables that lie on `node`, the root included. It looks at every entry above the lowest level.
     pub fn nr_tables_on(&self, node: NodeId) -> u64 {
-        self.count_tables(self.tree.root(), F::ROOT_LEVEL, node)
+        // SAFETY: it is the root.
+        unsafe { self.count_tables(self.tree.root(), F::ROOT_LEVEL, node) }
     }
 
     /// Those at `table`, whose entries have `level`, and below.
-    fn count_tables(&self, table: Hpa, level: Level, node: NodeId) -> u64 {
+    ///
+    /// # Safety
+    /// It is the root, or its address was read in this section in a table entry of the level above.
+    unsafe fn count_tables(&self, table: Hpa, level: Level, node: NodeId) -> u64 {
         let below = |cell: &AtomicU64| {
             let value = EntryRef::new(cell, level).load();
             match entry::state::<F>(value, level) {
-                State::Table => self.count_tables(F::address(value, level), level.down(), node),
+                // SAFETY: read in this section, in a table of the tree.
+                State::Table => unsafe { self.count_tables(F::address(value, level), level.down(), node) },
                 _ => 0,
             }
         };
         let host = &self.tree.host;
-        let entries = frames::linked_entries::<H, F>(host, self.section.get(), table, level);
+        // SAFETY: as the caller promises.
+        let entries = unsafe { frames::linked_entries::<H, F>(host, self.section.get(), table, level) };
         let nr_below: u64 = if level > Level::L4K { entries.iter().map(below).sum() } else { 0 };
         nr_below + u64::from(host.node_of(table.pfn()) == node)
     }

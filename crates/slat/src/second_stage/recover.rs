@@ -26,6 +26,8 @@
 //! leaves says the same as the huge one. Where it may not be cached at once ([`Format::BREAK_BEFORE_MAKE`]), each break is
 //! flushed before its make.
 
+#![expect(unsafe_code, reason = "gives up the tables that it has broken")]
+
 use super::age::AccessTracking;
 use super::broken::{cancel, find_broken, give_up};
 use super::install::Changed;
@@ -171,12 +173,13 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         let mut cursor = Cursor::new(tree, &section, start);
         let mut nr_steps = 0;
         while cursor.gfn() < range.end && nr_steps < STEPS_PER_TURN {
-            let (value, state) = cursor.descend_to(level);
+            let (_, state) = cursor.descend_to(level);
             let block = cursor.block();
             let is_meant = state == State::Table && range.covers(block);
             let entries = block.nr_pages() / level.down().nr_pages();
             nr_steps += 1 + if is_meant { entries } else { 0 };
-            let first = is_meant.then(|| first_leaf::<F>(cursor.table_below(value), level.down())).flatten();
+            let parts = if is_meant { cursor.read_table(level) } else { None };
+            let first = parts.and_then(|(_, cells)| first_leaf::<F>(cells, level.down()));
             if let Some((index, leaf)) = first {
                 let parts = level.down();
                 let gfn = Gfn(block.start.0 + index * parts.nr_pages());
@@ -247,14 +250,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         }
         let mut cursor = Cursor::new(tree, &locked.section, block.start);
         cursor.descend_to(level);
-        if cursor.level() != level {
-            return Ok(());
-        }
-        let value = cursor.entry().load();
-        if entry::state::<F>(value, level) != State::Table {
-            return Ok(());
-        }
-        let leaves = cursor.table_below(value);
+        let Some((value, leaves)) = cursor.read_table(level) else { return Ok(()) };
         // So many are not taken away because one is missing, or still a table.
         if level > Level::L2M && !leaves.iter().all(|cell| is_leaf::<F>(cell, level.down())) {
             return Ok(());
@@ -281,7 +277,9 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         if !F::BREAK_BEFORE_MAKE {
             // At the very cell: a walk from the root could end at a broken entry above, while this one is still broken.
             self.make(&locked.section, &cursor, broken, leaf);
-            give_up(tree, &locked.section, table, level.down(), &mut self.batch);
+            // SAFETY: this call has broken the entry, and `make` has replaced it. The batch has the
+            // block.
+            unsafe { give_up(tree, &locked.section, table, level.down(), &mut self.batch) }
             return Ok(());
         }
         drop(locked);
@@ -290,7 +288,8 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         if let Some(cursor) = find_broken(tree, self.slots, &locked.section, block.start, level) {
             self.make(&locked.section, &cursor, broken, leaf);
         }
-        give_up(tree, &locked.section, table, level.down(), &mut self.batch);
+        // SAFETY: as above; the flush is over.
+        unsafe { give_up(tree, &locked.section, table, level.down(), &mut self.batch) }
         Ok(())
     }
 

@@ -15,6 +15,8 @@
 //! entry meanwhile cancels that (`broken`); the table may then still be read by others,
 //! and is retired.
 
+#![expect(unsafe_code, reason = "retires the table that it has made in vain")]
+
 use super::broken::find_broken;
 use super::install::{self, Changed};
 use crate::addr::{Gfn, GfnRange, Level};
@@ -239,7 +241,8 @@ fn link_parts<H: Host, F: Format>(
     }
     drop(locked);
     let mut unlinked = TableChain::new();
-    unlinked.push(&tree.host, F::address(split.table, level));
+    // SAFETY: it was never linked. A broken entry has named it, and does not any more.
+    unsafe { unlinked.push(&tree.host, F::address(split.table, level)) }
     tree.epochs.retire_tables(&tree.host, unlinked);
     Err(Changed)
 }

@@ -36,6 +36,8 @@
 //! Unlinked tables wait for open sections. So that they never pile up, not even behind a section that was suspended, no
 //! more are unlinked while [`MAX_PUT_OFF_TABLES`] wait: tables then stay linked, and their entries are emptied in place.
 
+#![expect(unsafe_code, reason = "takes over the tables that it unlinks")]
+
 use super::install::{self, Changed};
 use super::{broken, split};
 use crate::addr::{Gfn, GfnRange, Hpa, Level};
@@ -238,7 +240,10 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                     let done = install::take_away(&cursor, value, self.tree.next_stamp()).map(drop);
                     if done.is_ok() {
                         // Not earlier: a table that is still linked must not have frozen entries, or walks would spin.
-                        self.take_over(section, F::address(value, level), level.down(), block.start);
+                        // SAFETY: this thread has just read and unlinked it, and earlier passes
+                        // have emptied it. No fault fills it: the range is published. The batch
+                        // gets the block.
+                        unsafe { self.take_over(section, F::address(value, level), level.down(), block.start) }
                         self.batch.add(block);
                         zapped += 1;
                         visited += frames::nr_entries::<F>(level.down()) as u64;
@@ -248,7 +253,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 // Earlier passes have left nothing below.
                 State::Table if level <= pass && pass > Level::L4K => Ok(()),
                 State::Table => {
-                    cursor.descend(value);
+                    cursor.step_down();
                     continue;
                 }
             };
@@ -300,8 +305,14 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
     /// The entries of the lowest level are empty, each with a stamp of this zap or of one after it, so that no fault
     /// installs anything there any more: they may stay as they are. In a table above, a fault that was overtaken
     /// could still hang empty tables on an entry: those are frozen, and what was hung there is taken along.
-    fn take_over(&mut self, section: &Section<'_>, table: Hpa, level: Level, start: Gfn) {
-        let cells = frames::linked_entries::<H, F>(&self.tree.host, section, table, level);
+    ///
+    /// # Safety
+    /// The table is one of the tree whose address was read inside `section`. This thread alone has
+    /// unlinked it, or frozen the entry above it. It has no leaf and gets none. The batch flushes
+    /// what it covered.
+    unsafe fn take_over(&mut self, section: &Section<'_>, table: Hpa, level: Level, start: Gfn) {
+        // SAFETY: as the caller promises.
+        let cells = unsafe { frames::linked_entries::<H, F>(&self.tree.host, section, table, level) };
         for (index, cell) in (0..).zip(cells) {
             if level == Level::L4K {
                 debug_assert!(
@@ -316,13 +327,16 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
             let gfn = Gfn(start.0 + index * level.nr_pages());
             let old = EntryRef::new(cell, level).freeze();
             match entry::state::<F>(old, level) {
-                State::Table => self.take_over(section, F::address(old, level), level.down(), gfn),
+                // SAFETY: this thread has just frozen the entry. What was hung there is as empty.
+                State::Table => unsafe { self.take_over(section, F::address(old, level), level.down(), gfn) },
                 // A recovery of a table that was hung there, and is empty. That belongs to the one who broke it.
-                State::Broken => broken::tell_frozen(self.tree, self.slots, section, old, level, gfn),
+                // SAFETY: the entry was read inside the section, and was broken.
+                State::Broken => unsafe { broken::tell_frozen(self.tree, self.slots, section, old, level, gfn) },
                 state => debug_assert!(matches!(state, State::Empty(_)), "a table is unlinked with a leaf in it"),
             }
         }
-        self.batch.add_unlinked(table);
+        // SAFETY: as the caller promises; its entries are empty, or were frozen above.
+        unsafe { self.batch.add_unlinked(table) }
     }
 }
 

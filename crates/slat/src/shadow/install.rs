@@ -1,7 +1,9 @@
 //! Making shadow entries: pages, links to them, leaves.
 
+#![expect(unsafe_code, reason = "entries are reached under the locks that keep their tables")]
+
 use super::frames::Frame;
-use super::memory::{self, NoMemory};
+use super::memory::NoMemory;
 use super::page::{EntryPlace, PageNumber, PageRef, SyncState, Target};
 use super::role::Role;
 use super::zap::Debt;
@@ -164,7 +166,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                     page.set_sync_state(SyncState::Unsync);
                     pages.note_unsync(number);
                 } else if role.is_of_table() {
-                    self.protect_leaves(frame, &mut debt);
+                    // SAFETY: the frame is locked.
+                    unsafe { self.protect_leaves(frame, &mut debt) }
                 }
                 page.come_alive();
             }
@@ -180,20 +183,25 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 if role.is_of_table() {
                     self.untrack(gfn);
                 }
-                self.free_unused_table(table);
+                // SAFETY: the page was not listed, so nothing points to its table.
+                unsafe { self.free_unused_table(table) }
                 pages.release(number);
                 Ok(found)
             }
         }
     }
 
-    /// Takes the right to write from all leaves of the frame, whose lock the caller holds.
-    pub(super) fn protect_leaves(&self, frame: &Frame, debt: &mut Debt) {
+    /// Takes the right to write from all leaves of the frame.
+    ///
+    /// # Safety
+    /// The caller holds the frame's lock.
+    pub(super) unsafe fn protect_leaves(&self, frame: &Frame, debt: &mut Debt) {
         let mut next = EntryPlace::from_number(frame.leaves.load(Ordering::Relaxed));
         while let Some(place) = next {
             next = self.shadow.pages.behind(place);
             let page = self.shadow.pages.get(place.page);
-            let cell = self.cell(page.table(), place.index);
+            // SAFETY: the entry leads to the frame, which the caller has locked.
+            let cell = unsafe { self.cell(page, place.index) };
             let value = cell.load(Ordering::Relaxed);
             if value & WRITABLE != 0 {
                 debt.incur(self);
@@ -240,8 +248,12 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     }
 
     /// Frees a table that no CPU has seen.
-    fn free_unused_table(&self, table: Hpa) {
-        memory::free_unused_table::<H, F>(self.host(), table);
+    ///
+    /// # Safety
+    /// It came from [`allocate_table`](Self::allocate_table), and nothing points to it.
+    unsafe fn free_unused_table(&self, table: Hpa) {
+        // SAFETY: as the caller promises.
+        unsafe { frames::free_shadow_table::<H, F>(self.host(), table) }
         self.count(Counter::TablesFreed);
     }
 
@@ -294,7 +306,9 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             // The page below was taken away.
             return Err(NotMade::Changed);
         }
-        self.cell(page.table(), index).store(child.table().0 | PRESENT | WRITABLE | USER | ACCESSED, Ordering::Release);
+        // SAFETY: the page is locked, and was found alive then.
+        let cell = unsafe { self.cell(page, index) };
+        cell.store(child.table().0 | PRESENT | WRITABLE | USER | ACCESSED, Ordering::Release);
         Ok(())
     }
 
@@ -340,7 +354,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         let bits = leaf_rights(role, rights, access, may_write);
         let dirty = if bits & WRITABLE != 0 { DIRTY } else { 0 };
         let new = second.pfn.hpa().0 & ADDRESS | PRESENT | ACCESSED | size | dirty | bits;
-        let cell = self.cell(page.table(), index);
+        // SAFETY: the page is locked, and was found alive then.
+        let cell = unsafe { self.cell(page, index) };
         let old = cell.load(Ordering::Relaxed);
         match page.target(index) {
             Target::None => {

@@ -8,9 +8,9 @@
 
 use super::frames::Frame;
 use super::guest::{Decoded, GuestMode};
-use super::page::NR_ENTRIES;
+use super::page::{NR_ENTRIES, ShadowPage};
 use super::{Mmu, SecondStage};
-use crate::addr::{Gfn, Gpa, Hpa, Level, PAGE_SIZE};
+use crate::addr::{Gfn, Gpa, Level, PAGE_SIZE};
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
@@ -33,19 +33,6 @@ pub(super) enum Exchanged {
     No,
 }
 
-/// The cells of the shadow table at `table`; see [`Mmu::cell`].
-pub(super) fn table_cells<H: Host>(host: &H, table: Hpa) -> &[AtomicU64] {
-    // SAFETY: the table of a shadow page is filled before the page is found, and freed after its entries were taken away under
-    // their locks and the CPUs were flushed; callers hold a lock that keeps it.
-    unsafe { frames::entries(host, table, NR_ENTRIES) }
-}
-
-/// Frees a table that was allocated for a shadow page which did not come to be.
-pub(super) fn free_unused_table<H: Host, F: Format>(host: &H, table: Hpa) {
-    // SAFETY: the caller has just allocated it as a shadow table, and nothing points to it.
-    unsafe { frames::free_shadow_table::<H, F>(host, table) }
-}
-
 /// The guest's word of `size_bytes` (4 or 8) at `pointer`.
 ///
 /// # Safety
@@ -61,7 +48,39 @@ unsafe fn load(pointer: *mut u8, size_bytes: u64) -> u64 {
     }
 }
 
+/// Writes the guest's byte at `at`.
+///
+/// # Safety
+/// The aligned word of 4 bytes around `at` is valid for writes.
+unsafe fn write_byte(at: *mut u8, byte: u8) {
+    let offset = at.addr() % 4;
+    // SAFETY: as the caller promises.
+    let cell = unsafe { &*at.wrapping_sub(offset).cast::<AtomicU32>() };
+    let shift = 8 * offset as u32;
+    let mut word = cell.load(Ordering::Relaxed);
+    while let Err(found) = cell.compare_exchange(
+        word,
+        word & !(0xff << shift) | u32::from(byte) << shift,
+        Ordering::AcqRel,
+        Ordering::Relaxed,
+    ) {
+        word = found;
+    }
+}
+
 impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
+    /// The cell of entry `index` of a shadow page's table.
+    ///
+    /// # Safety
+    /// The caller holds, as long as the answer is used, one of two locks: that of the page, which
+    /// is alive; or that of the frame that the entry leads to, and then it leads there. The table
+    /// is freed only once its entries were taken away under both.
+    pub(super) unsafe fn cell(&self, page: &ShadowPage, index: usize) -> &'v AtomicU64 {
+        // SAFETY: the table was filled before the page could be found; and as the caller promises.
+        let cells: &'v [AtomicU64] = unsafe { frames::entries(self.host(), page.table(), NR_ENTRIES) };
+        &cells[index]
+    }
+
     /// Does `f` with the pointer to guest address `gpa`, under the lock of its frame, whose records are there.
     fn with_guest_memory<T>(
         &self,
@@ -165,29 +184,14 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                     unsafe { &*at.cast::<AtomicU32>() }.store(u32::from_le_bytes(*word), Ordering::Release);
                     done += 4;
                 } else {
-                    self.write_byte(at, rest[0]);
+                    // SAFETY: as in `read_guest`; the aligned word around a byte of a page is in
+                    // it.
+                    unsafe { write_byte(at, rest[0]) }
                     done += 1;
                 }
             }
             Ok(())
         })
-    }
-
-    /// Writes the guest's byte at `at`, whose word is in guest memory.
-    fn write_byte(&self, at: *mut u8, byte: u8) {
-        let offset = at.addr() % 4;
-        // SAFETY: the aligned word around a byte of a page is in the page.
-        let cell = unsafe { &*at.wrapping_sub(offset).cast::<AtomicU32>() };
-        let shift = 8 * offset as u32;
-        let mut word = cell.load(Ordering::Relaxed);
-        while let Err(found) = cell.compare_exchange(
-            word,
-            word & !(0xff << shift) | u32::from(byte) << shift,
-            Ordering::AcqRel,
-            Ordering::Relaxed,
-        ) {
-            word = found;
-        }
     }
 
     /// The record of `gfn`, if there is memory: it is made when the second stage has a leaf. The guest can name any frame, and

@@ -67,7 +67,7 @@ use crossbeam_utils::CachePadded;
 
 use alloc::boxed::Box;
 
-use crate::addr::{Gfn, Hpa, Level, PAGE_SHIFT, Pfn};
+use crate::addr::{Gfn, Level, PAGE_SHIFT, Pfn};
 use crate::boxed::Vacant;
 use crate::config::ShadowPaging;
 use crate::error::Error;
@@ -189,17 +189,5 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         let pfn = Pfn(entry::frame::<F>(leaf, level).0 + (gfn.0 & (level.nr_pages() - 1)));
         let is_writable = entry::is_writable::<F>(leaf) && !cursor.is_closed();
         Some(SecondStage { pfn, level, is_writable })
-    }
-
-    /// The cell of entry `index` of a shadow table.
-    ///
-    /// The caller holds the lock of the page or of the frame that the entry leads to, and the entry is one of a page that is
-    /// alive, or leads there: so the table is not freed.
-    fn cell(&self, table: Hpa, index: usize) -> &'v AtomicU64 {
-        &self.table_cells(table)[index]
-    }
-
-    fn table_cells(&self, table: Hpa) -> &'v [AtomicU64] {
-        memory::table_cells(self.host(), table)
     }
 }

@@ -377,16 +377,14 @@ impl Pages {
     /// The record with this number, which was given out once.
     #[inline]
     pub(super) fn get(&self, number: PageNumber) -> &ShadowPage {
-        let record = self.records[number as usize - 1].load(Ordering::Acquire);
-        debug_assert!(!record.is_null(), "shadow page {number} was never made");
-        // SAFETY: numbers are given out by `claim` alone, which has stored a record made of a box before; records are freed
-        // with `self`.
-        unsafe { &*record }
+        // Numbers are given out by `claim` alone, which has stored a record before.
+        self.peek(number).expect("a record that was made")
     }
 
     /// The record with this number, if there is one.
+    #[inline]
     pub(super) fn peek(&self, number: PageNumber) -> Option<&ShadowPage> {
-        // SAFETY: null, or as in `get`.
+        // SAFETY: null, or a record made of a box, which is freed with `self`.
         unsafe { self.records[number as usize - 1].load(Ordering::Acquire).as_ref() }
     }
 

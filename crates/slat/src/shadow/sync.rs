@@ -1,6 +1,8 @@
 //! Synchronization: making shadow pages of the lowest level what the guest's tables say, when the guest flushes. See the
 //! module above for the protocol.
 
+#![expect(unsafe_code, reason = "entries are reached under the locks that keep their tables")]
+
 use super::frames::Frame;
 use super::install;
 use super::page::{EntryPlace, NR_ENTRIES, PageRef, ShadowPage, SyncState, Target};
@@ -93,7 +95,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 return None;
             }
             page.set_sync_state(SyncState::Syncing);
-            self.protect_leaves(frame, debt);
+            // SAFETY: the frame is locked.
+            unsafe { self.protect_leaves(frame, debt) }
             Some(Syncing { page: reference, sequence })
         })
         .flatten()
@@ -209,7 +212,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             }
             for (index, entry) in (first..).zip(entries) {
                 if page.target(index) != Target::None {
-                    self.compare_entry(mode, reference.number, index, entry, debt);
+                    // SAFETY: the page is locked, and was found alive then.
+                    unsafe { self.compare_entry(mode, reference.number, index, entry, debt) }
                     nr_compared += 1;
                 }
             }
@@ -222,11 +226,15 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     ///
     /// A global page's, too, whatever the flush: one that has not changed stays, and one that has may be stale for the vCPUs
     /// alone that had cached it, and which these are is not known.
-    fn compare_entry(&self, mode: GuestMode, number: u32, index: usize, entry: u64, debt: &mut Debt) {
+    ///
+    /// # Safety
+    /// The caller holds the lock of the page, which is alive.
+    unsafe fn compare_entry(&self, mode: GuestMode, number: u32, index: usize, entry: u64, debt: &mut Debt) {
         let page = self.shadow.pages.get(number);
         let Target::Leaf(gfn) = page.target(index) else { return };
         let role = page.role();
-        let value = self.cell(page.table(), index).load(Ordering::Relaxed);
+        // SAFETY: as the caller promises.
+        let value = unsafe { self.cell(page, index) }.load(Ordering::Relaxed);
         if value & PRESENT == 0 {
             return;
         }
@@ -257,7 +265,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         let _guard = frame.lock.lock(self.host());
         if page.target(place.index) == Target::Leaf(gfn) {
             debt.incur(self);
-            self.cell(page.table(), place.index).fetch_and(!WRITABLE, Ordering::AcqRel);
+            // SAFETY: the entry leads to the frame, which is locked.
+            unsafe { self.cell(page, place.index) }.fetch_and(!WRITABLE, Ordering::AcqRel);
         }
     }
 
@@ -306,7 +315,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                     if role.level() == Level::L4K && role.is_of_table() {
                         let (gpa, size_bytes) = page.guest_entry(index);
                         let entry = self.read_guest(gpa, size_bytes).unwrap_or(0);
-                        self.compare_entry(mode, reference.number, index, entry, debt);
+                        // SAFETY: the page is locked, and was found alive then.
+                        unsafe { self.compare_entry(mode, reference.number, index, entry, debt) }
                         self.count(Counter::EntriesCompared);
                     }
                     return;

@@ -2,6 +2,8 @@
 //!
 //! Whatever loses an entry, or a right of one, is in debt until the CPUs are flushed ([`Debt`]).
 
+#![expect(unsafe_code, reason = "entries are reached under the locks that keep their tables")]
+
 use arrayvec::ArrayVec;
 
 use super::frames::Frame;
@@ -134,7 +136,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 for level in [Level::L2M, Level::L1G] {
                     if let Some(frame) = frames.get(gfn, level).filter(|frame| !frame.is_idle()) {
                         let _guard = frame.lock.lock(self.host());
-                        self.protect_leaves(frame, debt);
+                        // SAFETY: the frame is locked.
+                        unsafe { self.protect_leaves(frame, debt) }
                     }
                 }
                 of_block = frames.of_block(gfn);
@@ -157,7 +160,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     fn protect_batch(&self, batch: &mut ArrayVec<&Frame, FRAMES_PER_BATCH>, debt: &mut Debt) {
         for frame in batch.drain(..) {
             let _guard = frame.lock.lock(self.host());
-            self.protect_leaves(frame, debt);
+            // SAFETY: the frame is locked.
+            unsafe { self.protect_leaves(frame, debt) }
         }
     }
 
@@ -170,7 +174,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         while let Some(place) = next {
             next = self.shadow.pages.behind(place);
             let page = self.shadow.pages.get(place.page);
-            let cell = self.cell(page.table(), place.index);
+            // SAFETY: the entry is in the list of the frame, which is locked.
+            let cell = unsafe { self.cell(page, place.index) };
             let value = cell.load(Ordering::Relaxed);
             match second {
                 Some(second) if second.pfn.hpa().0 == value & super::ADDRESS => {
@@ -179,7 +184,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                         cell.fetch_and(!WRITABLE, Ordering::AcqRel);
                     }
                 }
-                _ => self.drop_leaf(&frame.leaves, place, debt),
+                // SAFETY: as above.
+                _ => unsafe { self.drop_leaf(&frame.leaves, place, debt) },
             }
         }
     }
@@ -195,11 +201,16 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         self.shadow.pages.get(number).generation().map(|generation| PageRef { number, generation })
     }
 
-    /// Takes the leaf at `place` away, which is in the list that begins at `head`. The caller holds the list's lock.
-    fn drop_leaf(&self, head: &AtomicU32, place: EntryPlace, debt: &mut Debt) {
+    /// Takes the leaf at `place` away.
+    ///
+    /// # Safety
+    /// The caller holds the lock of the frame whose leaves the list at `head` has, and `place` is
+    /// in that list.
+    unsafe fn drop_leaf(&self, head: &AtomicU32, place: EntryPlace, debt: &mut Debt) {
         let page = self.shadow.pages.get(place.page);
         debt.incur(self);
-        self.cell(page.table(), place.index).store(0, Ordering::Release);
+        // SAFETY: as the caller promises: the entry leads to that frame.
+        unsafe { self.cell(page, place.index) }.store(0, Ordering::Release);
         page.set_target(place.index, Target::None);
         self.shadow.pages.remove(head, place);
         self.count(Counter::ShadowLeavesDropped);
@@ -210,7 +221,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         let Some(frame) = self.shadow.frames.get(gfn, level) else { return };
         let _guard = frame.lock.lock(self.host());
         while let Some(place) = EntryPlace::from_number(frame.leaves.load(Ordering::Relaxed)) {
-            self.drop_leaf(&frame.leaves, place, debt);
+            // SAFETY: the frame is locked, and the place is of its list.
+            unsafe { self.drop_leaf(&frame.leaves, place, debt) }
         }
     }
 
@@ -232,11 +244,13 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
         match target {
             Target::None => {}
-            Target::Leaf(_) => self.drop_leaf(&frame.leaves, place, debt),
+            // SAFETY: the frame is locked, and the entry leads there: so it is in the list.
+            Target::Leaf(_) => unsafe { self.drop_leaf(&frame.leaves, place, debt) },
             Target::Link(below) => {
                 // It is the right lock: as long as the link is there, the page below is of this generation.
                 debt.incur(self);
-                self.cell(page.table(), place.index).store(0, Ordering::Release);
+                // SAFETY: as above.
+                unsafe { self.cell(page, place.index) }.store(0, Ordering::Release);
                 page.set_target(place.index, Target::None);
                 self.shadow.pages.remove(&self.shadow.pages.get(below.number).parents, place);
             }
@@ -260,7 +274,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             self.unlist(frame, reference.number);
             while let Some(parent) = EntryPlace::from_number(page.parents.load(Ordering::Relaxed)) {
                 let above = pages.get(parent.page);
-                self.cell(above.table(), parent.index).store(0, Ordering::Release);
+                // SAFETY: the entry leads to a page of the frame, which is locked.
+                unsafe { self.cell(above, parent.index) }.store(0, Ordering::Release);
                 above.set_target(parent.index, Target::None);
                 pages.remove(&page.parents, parent);
             }
@@ -278,14 +293,21 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
         self.count(Counter::ShadowPagesZapped);
         if page.unpin() {
-            self.free_page(reference, debt);
+            // SAFETY: the page is dead, and this was the last pin.
+            unsafe { self.free_page(reference, debt) }
         }
     }
 
     /// Frees the table of a page that has neither entries nor users.
-    fn free_page(&self, reference: PageRef, debt: &mut Debt) {
+    ///
+    /// # Safety
+    /// The caller's [`unpin`](super::page::ShadowPage::unpin) was the last of the page's life, so
+    /// that the page is the caller's.
+    unsafe fn free_page(&self, reference: PageRef, debt: &mut Debt) {
         debt.incur(self);
-        debt.tables.push(self.host(), self.shadow.pages.get(reference.number).table());
+        // SAFETY: the table is the page's, which `die` has taken away: no entry points to it. Its
+        // own entries were emptied. The debt is a flush of all CPUs.
+        unsafe { debt.tables.push(self.host(), self.shadow.pages.get(reference.number).table()) }
         self.shadow.pages.release(reference.number);
     }
 
@@ -293,7 +315,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     pub(super) fn unpin(&self, reference: PageRef) {
         if self.shadow.pages.get(reference.number).unpin() {
             let mut debt = Debt::new();
-            self.free_page(reference, &mut debt);
+            // SAFETY: as in `zap_page`.
+            unsafe { self.free_page(reference, &mut debt) }
             debt.pay(self);
         }
     }

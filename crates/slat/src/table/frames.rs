@@ -98,16 +98,20 @@ pub(crate) unsafe fn entries<'a, H: Host>(host: &H, table: Hpa, nr_entries: usiz
     unsafe { slice::from_raw_parts(first, nr_entries) }
 }
 
-/// The entries of a table that was read in a linked entry inside `section`.
+/// The entries of a table of the tree of `section`, whose entries have `level`.
+///
+/// # Safety
+/// The table is the root, or its address was read inside the section: in an entry of a table that
+/// was reached like this, or that is broken or frozen. A table is filled before its address is in
+/// such an entry. It is freed only after every section that could have read that (`retire`).
 #[inline]
-pub(crate) fn linked_entries<'s, H: Host, F: Format>(
+pub(crate) unsafe fn linked_entries<'s, H: Host, F: Format>(
     host: &H,
     _section: &'s Section<'_>,
     table: Hpa,
     level: Level,
 ) -> &'s [AtomicU64] {
-    // SAFETY: the caller read `table` in an entry (or it is the root) inside the section. A linked table is filled
-    // before it is linked, and freed only after every section that could have seen it is over (`retire`).
+    // SAFETY: as the caller promises, it was filled, and it is there as long as the section.
     unsafe { entries(host, table, nr_entries::<F>(level)) }
 }
 
@@ -128,9 +132,13 @@ unsafe fn build<H: Host>(host: &H, table: Hpa, nr_entries: usize, mut entry: imp
     }
 }
 
-/// Frees all tables of a tree, and tells the host of all leaves, as an invalidation of everything would.
-pub(crate) fn free_tree<H: Host, F: Format>(tree: &mut Tree<H, F>) {
-    // SAFETY: the tree is the caller's alone.
+/// Frees all tables of a tree, and tells the host of all leaves, as an invalidation of everything
+/// would.
+///
+/// # Safety
+/// The tree is not used any more.
+pub(crate) unsafe fn free_tree<H: Host, F: Format>(tree: &mut Tree<H, F>) {
+    // SAFETY: the tree is borrowed by the caller alone, and its root is a table of it.
     unsafe { free_subtree::<H, F>(tree, tree.root(), F::ROOT_LEVEL, Gfn(0)) }
 }
 

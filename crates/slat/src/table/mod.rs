@@ -230,8 +230,10 @@ impl<H: Host, F: Format> Tree<H, F> {
 }
 
 impl<H: Host, F: Format> Drop for Tree<H, F> {
+    #[expect(unsafe_code, reason = "frees the tables that sections may have reached")]
     fn drop(&mut self) {
         self.epochs.free_all_tables::<H, F>(&self.host);
-        frames::free_tree(self);
+        // SAFETY: this is the end of the tree.
+        unsafe { frames::free_tree(self) }
     }
 }

@@ -400,7 +400,8 @@ impl Epochs {
         let tag = entry::frozen_number(self.retire_era());
         let mut table = first;
         loop {
-            let cells = chain_cells(host, table);
+            // SAFETY: the table is of the chain, which is this thread's until it is on the list.
+            let cells = unsafe { chain_cells(host, table) };
             // Release, here and where a link is stored: a walk that meets a frozen entry starts over at the root, and must
             // see the unlinking there, whichever payload it has read.
             cells[1].store(tag.0, Ordering::Release);
@@ -425,7 +426,8 @@ impl Epochs {
         let mut kept = TableChain::new();
         while next != NO_TABLE {
             let table = next;
-            let cells = chain_cells(host, table);
+            // SAFETY: the list has tables of chains alone. It is this thread's, which frees below.
+            let cells = unsafe { chain_cells(host, table) };
             next = entry::link_of(Entry(cells[0].load(Ordering::Relaxed)));
             if entry::number_of(Entry(cells[1].load(Ordering::Relaxed))) < oldest {
                 // SAFETY: the table was unlinked and flushed before it was retired, all sections that could have seen
@@ -433,7 +435,8 @@ impl Epochs {
                 unsafe { frames::free::<H, F>(host, table, Level::L4K) }
                 freed += 1;
             } else {
-                kept.push(host, table);
+                // SAFETY: it came from a chain, and is off the list now.
+                unsafe { kept.push(host, table) }
             }
         }
         self.push_tables(host, kept);
@@ -457,7 +460,9 @@ impl Epochs {
         let Some((first, last)) = chain.ends else { return };
         let mut head = self.retired_tables.first.load(Ordering::Relaxed);
         loop {
-            chain_cells(host, last)[0].store(entry::frozen_link(Hpa(head)).0, Ordering::Release);
+            // SAFETY: the table is of the chain, which is this thread's until the exchange.
+            let cells = unsafe { chain_cells(host, last) };
+            cells[0].store(entry::frozen_link(Hpa(head)).0, Ordering::Release);
             match self.retired_tables.first.compare_exchange(head, first.0, Ordering::Release, Ordering::Relaxed) {
                 Ok(_) => return,
                 Err(found) => head = found,
@@ -511,10 +516,12 @@ impl OwnedRecord {
     }
 }
 
-/// The first entries of a table that is unlinked and has no leaf, which hold the links of the lists here.
-fn chain_cells<'a, H: Host>(host: &H, table: Hpa) -> &'a [AtomicU64] {
-    // SAFETY: a table of a chain is allocated until `reclaim_tables` frees it, which does not touch it afterwards; every
-    // table has at least two entries (`frames`).
+/// The first entries of a table of a chain, which hold the links of the lists here.
+///
+/// # Safety
+/// The table was pushed to a chain, and is not freed for `'a`.
+unsafe fn chain_cells<'a, H: Host>(host: &H, table: Hpa) -> &'a [AtomicU64] {
+    // SAFETY: as the caller promises, and every table has at least two entries (`frames`).
     unsafe { frames::entries(host, table, 2) }
 }
 
@@ -533,9 +540,17 @@ impl TableChain {
         self.len
     }
 
-    /// Adds a table whose entries are all empty or frozen.
-    pub(crate) fn push<H: Host>(&mut self, host: &H, table: Hpa) {
-        let cells = chain_cells(host, table);
+    /// Adds a table.
+    ///
+    /// # Safety
+    /// - The table is one of the tree whose epochs the chain is retired to, and not its root.
+    /// - No entry points to it any more, or names it. If it was linked ever, its own entries are
+    ///   all empty or frozen, and no table is hung below them any more.
+    /// - It is in no chain yet, and no other thread puts it into one.
+    /// - The CPUs are flushed before the chain is retired.
+    pub(crate) unsafe fn push<H: Host>(&mut self, host: &H, table: Hpa) {
+        // SAFETY: it is in the chain from now on, and is freed only once that is retired.
+        let cells = unsafe { chain_cells(host, table) };
         self.len += 1;
         self.ends = Some(match self.ends {
             None => (table, table),

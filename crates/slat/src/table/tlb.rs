@@ -15,6 +15,8 @@
 //! [`TlbBatch::flush`] flushes the ranges on all CPUs, and only then retires the page-table pages. Few
 //! ranges are kept apart; if there are more, one range covers them all.
 
+#![expect(unsafe_code, reason = "owns the page-table pages that it frees")]
+
 use core::mem;
 
 use arrayvec::ArrayVec;
@@ -66,9 +68,14 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
         self.ranges.push(range);
     }
 
-    /// Adds a page-table page that was unlinked. Its entries are all empty or frozen.
-    pub(crate) fn add_unlinked(&mut self, table: Hpa) {
-        self.unlinked.push(&self.tree.host, table);
+    /// Adds a page-table page that was unlinked.
+    ///
+    /// # Safety
+    /// As for [`TableChain::push`]. The block that the page-table page covered is added, too,
+    /// before the next flush.
+    pub(crate) unsafe fn add_unlinked(&mut self, table: Hpa) {
+        // SAFETY: as the caller promises; the flush comes before the chain is retired.
+        unsafe { self.unlinked.push(&self.tree.host, table) }
     }
 
     /// How many page-table pages wait for the flush.

@@ -8,6 +8,8 @@
 //!
 //! A fault makes two of them, so all of it must fit into registers: no array of the tables on the way.
 
+#![expect(unsafe_code, reason = "goes from table to table by the addresses that it reads in them")]
+
 use super::Tree;
 use super::entry::{self, EntryRef, State};
 use super::frames;
@@ -34,7 +36,8 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// At the root's entry for `gfn`.
     #[inline]
     pub(crate) fn new(tree: &'s Tree<H, F>, section: &'s Section<'s>, gfn: Gfn) -> Cursor<'s, H, F> {
-        let table = frames::linked_entries::<H, F>(&tree.host, section, tree.root(), F::ROOT_LEVEL);
+        // SAFETY: it is the root.
+        let table = unsafe { frames::linked_entries::<H, F>(&tree.host, section, tree.root(), F::ROOT_LEVEL) };
         Cursor { tree, section, table, above: Entry(F::WRITABLE), level: F::ROOT_LEVEL, gfn }
     }
 
@@ -85,12 +88,28 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         entry::is_closed::<F>(self.above)
     }
 
-    /// The entries of the table that `value`, read from the current entry, points to. The cursor stays.
+    /// Reads the current entry, if it is of `level`. If it points to a table, the answer is what
+    /// was read and the table's entries. The cursor stays.
     #[inline]
-    pub(crate) fn table_below(&self, value: Entry) -> &'s [AtomicU64] {
+    pub(crate) fn read_table(&self, level: Level) -> Option<(Entry, &'s [AtomicU64])> {
+        if self.level != level {
+            return None;
+        }
+        let value = self.entry().load();
+        // SAFETY: read from the current entry, and a table.
+        (entry::state::<F>(value, level) == State::Table).then(|| (value, unsafe { self.table_below(value) }))
+    }
+
+    /// The entries of the table that `value` points to.
+    ///
+    /// # Safety
+    /// `value` was read from the current entry, and points to a table.
+    #[inline]
+    unsafe fn table_below(&self, value: Entry) -> &'s [AtomicU64] {
         debug_assert!(entry::state::<F>(value, self.level) == State::Table);
         let table = F::address(value, self.level);
-        frames::linked_entries::<H, F>(&self.tree.host, self.section, table, self.level.down())
+        // SAFETY: the current entry is in a table of the tree that was reached inside the section.
+        unsafe { frames::linked_entries::<H, F>(&self.tree.host, self.section, table, self.level.down()) }
     }
 
     /// Back to the root, for the same frame.
@@ -99,10 +118,25 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         *self = Cursor::new(self.tree, self.section, self.gfn);
     }
 
-    /// Into the table that `value`, read from the current entry, points to.
+    /// Into the table that the current entry points to. If it points to none any more, the cursor
+    /// stays.
     #[inline]
-    pub(crate) fn descend(&mut self, value: Entry) {
-        self.table = self.table_below(value);
+    pub(crate) fn step_down(&mut self) {
+        if let Some((value, table)) = self.read_table(self.level) {
+            self.table = table;
+            self.above = value;
+            self.level = self.level.down();
+        }
+    }
+
+    /// Into the table that `value` points to.
+    ///
+    /// # Safety
+    /// `value` was read from the current entry, and points to a table.
+    #[inline]
+    unsafe fn descend(&mut self, value: Entry) {
+        // SAFETY: as the caller promises.
+        self.table = unsafe { self.table_below(value) };
         self.above = value;
         self.level = self.level.down();
     }
@@ -132,7 +166,8 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
                 }
                 let table = F::address(value, level);
                 level = level.down();
-                cursor.table = frames::linked_entries::<H, F>(&tree.host, section, table, level);
+                // SAFETY: read in a table of the tree that was reached inside the section.
+                cursor.table = unsafe { frames::linked_entries::<H, F>(&tree.host, section, table, level) };
                 cursor.above = value;
             }
         }
@@ -152,7 +187,10 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
             let value = self.entry().load();
             match entry::state::<F>(value, self.level) {
                 // At the lowest level there are no tables: with that constant, nothing is compared.
-                State::Table if level == Level::L4K || self.level > level => self.descend(value),
+                State::Table if level == Level::L4K || self.level > level => {
+                    // SAFETY: read from the current entry, and a table.
+                    unsafe { self.descend(value) }
+                }
                 State::Frozen => {
                     // The table was unlinked from its parent before its entries were frozen, and this thread has read
                     // the frozen value with acquire: the root's path does not lead here again. No waiting.
@@ -197,7 +235,8 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
             if entry::state::<F>(value, above) != State::Table {
                 return None;
             }
-            self.descend(value);
+            // SAFETY: read from the current entry, of this level, and a table.
+            unsafe { self.descend(value) }
             above = above.down();
         }
         Some(())
