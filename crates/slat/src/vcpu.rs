@@ -44,7 +44,7 @@ use crate::sync::Locking;
 use crate::table::Tree;
 use crate::table::entry::{self, State};
 use crate::table::frames::{TableCache, TableUse};
-use crate::table::retire::{OwnedRecord, Record, Section};
+use crate::table::retire::{Exclusive, FaultPin, HazardPointer, OwnedRecord, Record, Section};
 use crate::table::walk::Cursor;
 use crate::vm::Vm;
 
@@ -208,7 +208,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// # }
     /// ```
     pub fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, Error> {
-        let mut fault = self.fault(gpa, access)?;
+        let (mut fault, own) = self.fault(gpa, access)?;
         let record = fault.record;
         let nr_faults = record.stats.get(Counter::Faults);
         record.stats.count(Counter::Faults);
@@ -218,7 +218,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
             fault.start_timing();
         }
         // The one call of it, so that it needs no frame of its own.
-        let result = fault.serve();
+        let result = fault.serve(own);
         // A right given back, a new leaf, or a spurious fault: the CPU may still have what it faulted on.
         if F::NEEDS_LOCAL_FLUSH && matches!(result, Ok(Outcome::Resume)) {
             fault.tree.host.flush_local(gpa);
@@ -230,25 +230,16 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     }
 
     #[inline]
-    fn fault(&mut self, gpa: Gpa, access: Access) -> Result<Fault<'_, H, F>, Error> {
+    fn fault(&mut self, gpa: Gpa, access: Access) -> Result<(Fault<'_, H, F>, Exclusive<'_>), Error> {
         let gfn = self.vm.check_gpa(gpa)?;
-        let Some(record) = &self.record else { unreachable!("taken only by drop") };
+        let Some(owned) = &mut self.record else { unreachable!("taken only by drop") };
         // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the record came from.
-        let record = unsafe { record.get() };
+        // What it has once is this fault's alone, which borrows the vCPU.
+        let (record, own) = unsafe { (owned.get(), owned.exclusive()) };
         // SAFETY: as above, and its rings.
         let ring = self.ring.as_ref().map(|ring| unsafe { ring.get() });
-        Ok(Fault {
-            tree: &self.vm.tree,
-            slots: &self.vm.slots,
-            record,
-            ring,
-            tables: &mut self.tables,
-            gfn,
-            gpa,
-            access,
-            nr_overtaken: 0,
-            timing: None,
-        })
+        let (tree, slots, tables) = (&*self.vm.tree, &self.vm.slots, &mut self.tables);
+        Ok((Fault { tree, slots, record, ring, tables, gfn, gpa, access, nr_overtaken: 0, timing: None }, own))
     }
 }
 
@@ -296,14 +287,14 @@ struct Fault<'v, H: Host, F: Format> {
 
 impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[inline]
-    fn serve(&mut self) -> Result<Outcome, Error> {
+    fn serve(&mut self, mut own: Exclusive<'_>) -> Result<Outcome, Error> {
         loop {
             // Each time: a step that was overtaken has pushed its page all the same.
             if self.is_ring_full() {
                 self.count(Counter::Exits);
                 return Ok(Outcome::Exit(Exit::DirtyRingFull));
             }
-            let changed = match self.look() {
+            let changed = match self.look(own.pin.reborrow(), own.hazard.reborrow()) {
                 Plan::Spurious(_) => {
                     self.count(Counter::Spurious);
                     return Ok(Outcome::Resume);
@@ -342,11 +333,10 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                         return Err(Error::BadResolve { gpa: self.gpa });
                     }
                     self.top_up_for(&plan, &leaf)?;
-                    let step = self.install(&plan, leaf);
+                    let step = self.install(own.pin.reborrow(), &plan, leaf);
                     if self.maps_around(leaf.level) && matches!((plan.found, &step), (Found::Empty(_), Ok(_))) {
-                        // The record has room for one backing, and the neighbours' may be another by now.
-                        drop(plan);
-                        self.map_around();
+                        // The neighbours' backing may be another by now.
+                        self.map_around(plan.backing.release());
                     }
                     step
                 }
@@ -401,9 +391,9 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
 
     /// Step 1: what there is, and what to do about it.
     #[inline]
-    fn look(&self) -> Plan<'v, H::Backing> {
+    fn look<'r>(&self, pin: FaultPin<'_>, hazard: HazardPointer<'r>) -> Plan<'r, H::Backing> {
         let (tree, slots) = (self.tree, self.slots);
-        let section = tree.epochs.enter(self.record);
+        let section = tree.epochs.enter_fault(pin);
         // The entry first, the ranges and the slot after: see `table/stamp.rs`.
         let (cursor, value, state) = Cursor::at_lowest(tree, &section, self.gfn);
         let writes = self.access == Access::Write;
@@ -437,7 +427,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         };
         let Found::Lacking(leaf) = found else {
             return Plan::Install(InstallPlan {
-                backing: slot.keep_for_resolve(self.record),
+                backing: slot.keep_for_resolve(hazard),
                 slot: slot.range(),
                 flags: slot.flags(),
                 attributes,

@@ -420,8 +420,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// [`Error::EmptyRange`], [`Error::AddressTooHigh`], [`Error::OutOfMemory`].
     pub fn recover_range(&self, range: GfnRange) -> Result<u64, Error> {
         self.check_range(range)?;
-        let record = self.tree.epochs.borrow_record()?;
-        Ok(self.recover(&record, range))
+        let mut record = self.tree.epochs.borrow_record()?;
+        Ok(self.recover(&mut record, range))
     }
 
     /// Returns how many pages of `range` the guest has used since they were mapped or last aged, and begins anew: from now

@@ -10,7 +10,7 @@ use crate::sync::AtomicU64;
 use crate::table::Tree;
 use crate::table::entry::{self, EntryRef, State};
 use crate::table::frames;
-use crate::table::retire::OwnSection;
+use crate::table::retire::LoneSection;
 use crate::table::walk::Cursor;
 
 /// What the tables say about a page.
@@ -33,7 +33,7 @@ pub struct Translation {
 #[must_use]
 pub struct TableReader<'v, H: Host, F: Format> {
     tree: &'v Tree<H, F>,
-    section: OwnSection<'v>,
+    section: LoneSection<'v>,
 }
 
 impl<'v, H: Host, F: Format> TableReader<'v, H, F> {

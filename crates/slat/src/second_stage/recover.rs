@@ -45,7 +45,7 @@ use crate::stats::Counter;
 use crate::sync::{AtomicU64, Side, fence_after_rmw};
 use crate::table::Tree;
 use crate::table::entry::{self, Breaking, EntryRef, FrozenLeaves, Stamp, State};
-use crate::table::retire::{Record, Section};
+use crate::table::retire::{HazardPointer, Record, RecordGuard, Section};
 use crate::table::tlb::TlbBatch;
 use crate::table::walk::Cursor;
 
@@ -59,17 +59,18 @@ const STEPS_PER_TURN: u64 = 4096;
 pub(crate) fn recover_range<H: Host, F: Format>(
     tree: &Tree<H, F>,
     slots: &Slots<H::Backing>,
-    record: &Record,
+    record: &mut RecordGuard<'_>,
     range: GfnRange,
     rings: &Rings,
 ) -> u64 {
+    let (record, mut hazard) = record.with_hazard();
     let max_put_off = MAX_PUT_OFF_TABLES + tree.nr_linked_tables();
     let batch = TlbBatch::new(tree, record);
     let without_rings = rings.keep_out();
     let mut recovery = Recovery { tree, slots, record, without_rings, max_put_off, batch, nr_recovered: 0 };
     let mut level = Level::L2M;
     while level <= F::ROOT_LEVEL.min(Level::L1G) && range.has_block(level) {
-        if recovery.pass(range, level).is_none() {
+        if recovery.pass(hazard.reborrow(), range, level).is_none() {
             break;
         }
         level = level.up();
@@ -125,12 +126,12 @@ struct Recovery<'r, H: Host, F: Format> {
 
 impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
     /// Tries all blocks of `level` in `range`. `None`: no more tables can be given up for now.
-    fn pass(&mut self, range: GfnRange, level: Level) -> Option<()> {
+    fn pass(&mut self, mut hazard: HazardPointer<'_>, range: GfnRange, level: Level) -> Option<()> {
         let mut next = range.start;
         // The block that was tried last, and how often.
         let (mut tried, mut nr_tries) = (None, 0);
         while next < range.end {
-            next = match self.look(next, range, level) {
+            next = match self.look(hazard.reborrow(), next, range, level) {
                 Look::Next(gfn) => gfn,
                 Look::Found(candidate) => {
                     let block = candidate.block;
@@ -166,7 +167,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
     ///
     /// Never inlined, as `try_recover`: what it needs of the stack is free again when a flush is paid.
     #[inline(never)]
-    fn look(&self, start: Gfn, range: GfnRange, level: Level) -> Look<'r, H::Backing> {
+    fn look<'h>(&self, hazard: HazardPointer<'h>, start: Gfn, range: GfnRange, level: Level) -> Look<'h, H::Backing> {
         let (tree, record) = (self.tree, self.record);
         let section = tree.epochs.enter(record);
         let seen = tree.current_stamp();
@@ -191,7 +192,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
                 nr_steps += slot.as_ref().map_or(0, |slot| slot.steps_of(block));
                 if let Some(slot) = slot.filter(|slot| self.may_recover(slot, block, level)) {
                     let page = gfn.0 - slot.range().start.0;
-                    let backing = slot.keep_for_resolve(record);
+                    let backing = slot.keep_for_resolve(hazard);
                     let is_host_writable = entry::is_host_writable::<F>(leaf);
                     let attributes = slot.attributes_of(gfn);
                     return Look::Found(Candidate {
@@ -225,7 +226,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
 
     /// Makes a leaf of what hangs at `candidate`, if the host says that it may be one.
     #[inline(never)]
-    fn try_recover(&mut self, candidate: Candidate<'r, H::Backing>) -> Result<(), Changed> {
+    fn try_recover(&mut self, candidate: Candidate<'_, H::Backing>) -> Result<(), Changed> {
         let Candidate { block, level, gfn, page, pfn, is_host_writable, attributes, backing, seen } = candidate;
         let (tree, record) = (self.tree, self.record);
         let resolved = if attributes.contains(MemoryAttributes::PRIVATE) {

@@ -3,8 +3,6 @@
 
 #![expect(unsafe_code, reason = "slots are reached by raw pointers, which an open section keeps alive")]
 
-use core::ptr::{self, NonNull};
-
 use super::attributes::{MemoryAttributes, PrivatePages};
 use super::region::MemoryRegionFlags;
 use super::set::{Slot, SlotEntry};
@@ -12,7 +10,7 @@ use super::userfault::{MemoryFaultFlags, UserfaultBitmap};
 use crate::addr::{Gfn, GfnRange, Level, PAGE_SHIFT};
 use crate::dirty::bitmap::Bitmap;
 use crate::error::Error;
-use crate::table::retire::{Record, Section};
+use crate::table::retire::{HazardPointer, Protected, Section};
 
 /// A slot as found in a section.
 pub(crate) struct SlotView<'s, B> {
@@ -143,32 +141,24 @@ impl<'s, B> SlotView<'s, B> {
         }
     }
 
-    /// Takes the slot along, out of the section, to resolve a page in its backing. `record` is the
-    /// section's.
-    pub(crate) fn keep_for_resolve<'r>(&self, record: &'r Record) -> BackingRef<'r, B> {
-        debug_assert!(ptr::eq(record, self.section.record()));
-        record.resolving(self.entry.slot);
-        BackingRef { slot: self.entry.slot, record }
+    /// Takes the slot along, out of the section, to resolve a page in its backing.
+    pub(crate) fn keep_for_resolve<'r>(&self, hazard: HazardPointer<'r>) -> BackingRef<'r, B> {
+        // SAFETY: the slot was found in the section. `set` frees it when no section can have found
+        // it, and then only if no hazard pointer has it.
+        BackingRef(unsafe { hazard.protect(self.entry.slot) })
     }
 }
 
-/// A slot's backing, kept by the announcement in a record until this is dropped.
-pub(crate) struct BackingRef<'r, B> {
-    slot: NonNull<Slot<B>>,
-    record: &'r Record,
-}
+/// A slot's backing, outside of the section in which the slot was found.
+pub(crate) struct BackingRef<'r, B>(Protected<'r, Slot<B>>);
 
-impl<B> BackingRef<'_, B> {
+impl<'r, B> BackingRef<'r, B> {
+    /// Gives the slot up, so that another can be taken along.
+    pub(crate) fn release(self) -> HazardPointer<'r> {
+        self.0.release()
+    }
+
     pub(crate) fn get(&self) -> &B {
-        // SAFETY: `keep_for_resolve` announced the slot in the record, inside a section in which it
-        // was published; it is not freed as long as the announcement stands, and that is until
-        // `drop`.
-        unsafe { &self.slot.as_ref().backing }
-    }
-}
-
-impl<B> Drop for BackingRef<'_, B> {
-    fn drop(&mut self) {
-        self.record.resolved();
+        &self.0.get().backing
     }
 }

@@ -8,6 +8,7 @@ pub(crate) mod entry;
 pub(crate) mod frames;
 pub(crate) mod generation;
 pub(crate) mod published;
+mod record;
 pub(crate) mod retire;
 pub(crate) mod stamp;
 pub(crate) mod tlb;
@@ -31,7 +32,7 @@ use crate::sync::{Lock, LockGuard, Locking, Side};
 use entry::Stamp;
 use generation::Generations;
 use published::PublishedRanges;
-use retire::{Epochs, Fences, Record, Section, SharedRecord};
+use retire::{CountedSection, Epochs, FaultPin, FaultSection, Fences, Record, SharedRecord};
 use stamp::StampCounter;
 
 /// The tables of one VM, with all that their protocol needs.
@@ -53,8 +54,8 @@ pub(crate) struct Tree<H: Host, F: Format> {
 
 /// A section that may change the tree: a read section of the epochs inside the VM's lock, if there is one. The order of
 /// the fields is the order of leaving: section, lock.
-pub(crate) struct LockedSection<'a, H: Host> {
-    pub(crate) section: Section<'a>,
+pub(crate) struct LockedSection<'a, H: Host, S = CountedSection<'a>> {
+    pub(crate) section: S,
     _lock: Option<HeldLock<'a, H>>,
 }
 
@@ -152,11 +153,29 @@ impl<H: Host, F: Format> Tree<H, F> {
     /// Enters a section that changes the tree, after waiting for the VM's lock if there is one.
     #[inline(always)]
     pub(crate) fn enter<'a>(&'a self, record: &'a Record, side: Side) -> LockedSection<'a, H> {
-        let lock = match self.lock.locking() {
+        let lock = self.lock_for(record, side);
+        LockedSection { section: self.epochs.enter(record), _lock: lock }
+    }
+
+    /// As [`enter`](Self::enter), of a fault.
+    #[inline(always)]
+    pub(crate) fn enter_fault<'a>(
+        &'a self,
+        pin: FaultPin<'a>,
+        record: &'a Record,
+        side: Side,
+    ) -> LockedSection<'a, H, FaultSection<'a>> {
+        let lock = self.lock_for(record, side);
+        LockedSection { section: self.epochs.enter_fault(pin), _lock: lock }
+    }
+
+    /// The VM's lock, if there is one.
+    #[inline(always)]
+    fn lock_for<'a>(&'a self, record: &'a Record, side: Side) -> Option<HeldLock<'a, H>> {
+        match self.lock.locking() {
             Locking::None => None,
             _ => Some(self.acquire(record, side)),
-        };
-        LockedSection { section: self.epochs.enter(record), _lock: lock }
+        }
     }
 
     /// Takes the lock.

@@ -15,201 +15,35 @@
 //! a frozen entry has room for a payload. The first carries the link to the next table of the list, the second the tag.
 //!
 //! A section is short: no flush, no allocation that waits, no resolve, no yield inside, and no more
-//! than [`MAX_SECTION_STEPS`] steps, whatever the host says of yielding. (A change of slots copies
-//! the whole set in one, at most [`MAX_SLOTS`](crate::MAX_SLOTS) entries; and how long a
-//! `TableReader` is kept open is its user's matter.) What must outlive a section while the host
-//! resolves a page (the slot's backing) is protected by [`Record::resolving`] instead.
+//! than [`MAX_SECTION_STEPS`](super::record::MAX_SECTION_STEPS) steps, whatever the host says of
+//! yielding. (A change of slots copies the whole set in one, at most
+//! [`MAX_SLOTS`](crate::MAX_SLOTS) entries; and how long a `TableReader` is kept open is its user's
+//! matter.) What must outlive a section while the host
+//! resolves a page (the slot's backing) is protected by a [`HazardPointer`] instead.
 
 #![expect(unsafe_code, reason = "records and retired tables are reached by raw pointers")]
 
 use alloc::boxed::Box;
-use core::cell::Cell;
-use core::marker::PhantomData;
-use core::mem;
-use core::ops::Deref;
 use core::ptr::{self, NonNull};
 
 use crossbeam_utils::CachePadded;
 
 use super::entry;
 use super::frames;
+use super::record::IDLE;
+pub(crate) use super::record::{CountedSection, FaultSection, LoneSection, OwnedRecord, RecordGuard, SharedRecord};
+pub(crate) use super::record::{Exclusive, FaultPin, HazardPointer, Protected, Record, Section};
 use crate::addr::{Hpa, Level};
-use crate::boxed::{Zeroed, try_zeroed};
+use crate::boxed::try_zeroed;
 use crate::error::Error;
 use crate::format::{Entry, Format};
 use crate::host::Host;
-use crate::stats::Recorder;
 use crate::sync::{
-    AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence_after_rmw, fence_against_remote_barrier, full_fence,
+    AtomicBool, AtomicPtr, AtomicU64, Ordering, fence_after_rmw, fence_against_remote_barrier, full_fence,
 };
-
-/// Most entries of tables, words of bitmaps, and pages that a section visits: what is retired
-/// behind it waits no longer. A walk that has more to do leaves its section long before, and goes
-/// on in another. Checked in builds with debug assertions.
-pub(crate) const MAX_SECTION_STEPS: u64 = 1 << 15;
-
-/// Announcement of a record whose owner is in no section.
-const IDLE: u64 = 0;
 
 /// The end of a list of tables. An address that no table has: the first page of memory may be one.
 const NO_TABLE: Hpa = Hpa(0xfff << 52);
-
-/// What one thread at a time (a vCPU, or a thread inside a VM call) shows to the others. On lines
-/// of its own: the owner writes it at every fault.
-#[repr(align(128))]
-pub(crate) struct SharedRecord {
-    /// Era in which the open section began, or [`IDLE`].
-    announced: AtomicU64,
-    /// Address of the slot whose backing the owner is resolving in, or null: it must not be freed.
-    resolving: AtomicPtr<()>,
-    /// Where in the published set the owner found its last slot. A guess: what is there is compared.
-    pub(crate) last_slot: AtomicU32,
-    listed: CachePadded<Listed>,
-    pub(crate) stats: Recorder,
-}
-
-// SAFETY: atomics whose first value is zero, a null pointer, and what is zeroed itself.
-unsafe impl Zeroed for SharedRecord {
-    #[cfg(loom)]
-    fn zeroed() -> SharedRecord {
-        SharedRecord {
-            announced: AtomicU64::new(IDLE),
-            resolving: AtomicPtr::new(ptr::null_mut()),
-            last_slot: AtomicU32::new(0),
-            listed: CachePadded::new(Listed { in_use: AtomicBool::new(false), next: ptr::null() }),
-            stats: Zeroed::zeroed(),
-        }
-    }
-}
-
-/// What is read to find a record that is free. On lines of its own: whoever passes by must not take the owner's from it.
-struct Listed {
-    in_use: AtomicBool,
-    /// The record that was pushed before this one; never changes once this one is pushed.
-    next: *const SharedRecord,
-}
-
-// SAFETY: all fields but `listed.next` are atomics; `next` is written before the record is published and only read since.
-unsafe impl Send for SharedRecord {}
-// SAFETY: as above.
-unsafe impl Sync for SharedRecord {}
-
-impl SharedRecord {
-    /// The record for the thread that has it.
-    ///
-    /// # Safety
-    /// The caller has the record in use, and no other thread has it before the answer is gone.
-    unsafe fn owned(&self) -> &Record {
-        // SAFETY: a `Record` is a `SharedRecord` and nothing else.
-        unsafe { &*ptr::from_ref(self).cast() }
-    }
-}
-
-/// A record as its owner has it. Sections are opened by it alone, so no other thread can end one.
-#[repr(transparent)]
-pub(crate) struct Record {
-    shared: SharedRecord,
-    /// The owner is one thread: this is not `Sync`.
-    one_thread: PhantomData<Cell<()>>,
-}
-
-impl Deref for Record {
-    type Target = SharedRecord;
-
-    #[inline]
-    fn deref(&self) -> &SharedRecord {
-        &self.shared
-    }
-}
-
-impl Record {
-    /// Keeps the slot at `slot` (and its backing) from being freed until [`Record::resolved`]. To be called inside the
-    /// section in which the slot was found.
-    pub(crate) fn resolving<T>(&self, slot: NonNull<T>) {
-        // Release is enough: the section's end (a release store to `announced`) comes after, and a reclaimer that sees
-        // the section over (acquire) sees this.
-        self.resolving.store(slot.as_ptr().cast(), Ordering::Release);
-    }
-
-    /// Ends what [`Record::resolving`] began.
-    pub(crate) fn resolved(&self) {
-        // Release: the resolve's accesses to the backing come before whoever sees this and frees it.
-        self.resolving.store(ptr::null_mut(), Ordering::Release);
-    }
-}
-
-/// An open read section. What was reached inside lives until it is dropped.
-#[must_use]
-pub(crate) struct Section<'a> {
-    record: &'a Record,
-    #[cfg(debug_assertions)]
-    steps: AtomicU64,
-}
-
-impl<'a> Section<'a> {
-    pub(crate) fn record(&self) -> &'a Record {
-        self.record
-    }
-
-    /// Notes that `nr_steps` entries, words or pages more are visited in this section.
-    #[inline]
-    pub(crate) fn visit(&self, nr_steps: u64) {
-        #[cfg(debug_assertions)]
-        {
-            // Relaxed: a count.
-            let steps = self.steps.fetch_add(nr_steps, Ordering::Relaxed) + nr_steps;
-            assert!(steps <= MAX_SECTION_STEPS, "a section of {steps} steps");
-        }
-        #[cfg(not(debug_assertions))]
-        let _ = (nr_steps, MAX_SECTION_STEPS);
-    }
-}
-
-impl Drop for Section<'_> {
-    #[inline]
-    fn drop(&mut self) {
-        // Release: all accesses of the section come before whoever sees it over.
-        self.record.announced.store(IDLE, Ordering::Release);
-    }
-}
-
-/// A section with a record of its own.
-#[must_use]
-pub(crate) struct OwnSection<'a> {
-    // The order of the fields is that of leaving.
-    section: Section<'a>,
-    _record: RecordGuard<'a>,
-}
-
-impl OwnSection<'_> {
-    /// The section. Its record is not reachable for longer than it.
-    pub(crate) fn get<'s>(&'s self) -> &'s Section<'s> {
-        &self.section
-    }
-}
-
-/// Use of a record for one call of the VM.
-pub(crate) struct RecordGuard<'a>(&'a Record);
-
-impl Deref for RecordGuard<'_> {
-    type Target = Record;
-
-    fn deref(&self) -> &Record {
-        self.0
-    }
-}
-
-impl Drop for RecordGuard<'_> {
-    fn drop(&mut self) {
-        release_record(self.0);
-    }
-}
-
-fn release_record(record: &SharedRecord) {
-    debug_assert!(record.announced.load(Ordering::Relaxed) == IDLE);
-    // Release: the next user takes the statistics over with acquire.
-    record.listed.in_use.store(false, Ordering::Release);
-}
 
 /// Which fence stands between an announcement and the reads of its section, and between an unlinking and the reads of
 /// the announcements.
@@ -263,30 +97,41 @@ impl Epochs {
         self
     }
 
-    /// Opens a section. `record` belongs to the caller and has none open.
+    /// Opens a section. Others of the record may be open.
     #[inline]
-    pub(crate) fn enter<'a>(&self, record: &'a Record) -> Section<'a> {
-        debug_assert!(record.announced.load(Ordering::Relaxed) == IDLE, "sections do not nest");
+    pub(crate) fn enter<'a>(&self, record: &'a Record) -> CountedSection<'a> {
+        if record.is_outside() {
+            self.announce(&record.announced);
+        }
+        // SAFETY: it was announced here, or when the first of those that are open began.
+        unsafe { CountedSection::new(record) }
+    }
+
+    /// Opens the section of a fault. Beside it sections that are counted may be open.
+    #[inline]
+    pub(crate) fn enter_fault<'p>(&self, pin: FaultPin<'p>) -> FaultSection<'p> {
+        self.announce(&pin.record().announced_by_fault);
+        // SAFETY: it was announced just now.
+        unsafe { FaultSection::new(pin) }
+    }
+
+    #[inline]
+    fn announce(&self, announced: &AtomicU64) {
         // Acquire: if this reads an era that a retirement began, it sees what was unlinked before.
         let era = self.era.load(Ordering::Acquire);
         // The announcement comes before every read of the section (pairs with `oldest_open`).
         match self.fences {
             Fences::Both => {
-                record.announced.swap(era, Ordering::SeqCst);
+                announced.swap(era, Ordering::SeqCst);
                 fence_after_rmw();
             }
             // The barrier that `oldest_open` makes on this CPU falls somewhere between two instructions here: before the
             // store, and then the reads come after it too and see what was unlinked; or after it, and then the store is
             // seen. Only the compiler has to be held back.
             Fences::Remote => {
-                record.announced.store(era, Ordering::Relaxed);
+                announced.store(era, Ordering::Relaxed);
                 fence_against_remote_barrier();
             }
-        }
-        Section {
-            record,
-            #[cfg(debug_assertions)]
-            steps: AtomicU64::new(0),
         }
     }
 
@@ -303,7 +148,7 @@ impl Epochs {
             None => self.add_record()?,
         };
         // SAFETY: this thread has set `in_use`, and the guard resets it.
-        let record = RecordGuard(unsafe { record.owned() });
+        let record = unsafe { RecordGuard::new(record) };
         if self.has_lock_times {
             record.stats.make_lock_times()?;
         }
@@ -333,19 +178,15 @@ impl Epochs {
     }
 
     /// Opens a section by a record of its own.
-    pub(crate) fn enter_alone(&self) -> Result<OwnSection<'_>, Error> {
-        let record = self.borrow_record()?;
-        Ok(OwnSection { section: self.enter(record.0), _record: record })
+    pub(crate) fn enter_alone(&self) -> Result<LoneSection<'_>, Error> {
+        Ok(LoneSection::new(self, self.borrow_record()?))
     }
 
     /// A record for a vCPU, to be given back by [`OwnedRecord::give_back`].
     pub(crate) fn take_record(&self) -> Result<OwnedRecord, Error> {
         let record = self.borrow_record()?;
         record.stats.make_fault_times()?;
-        let owned = OwnedRecord(NonNull::from(&record.0.shared));
-        // It stays in use.
-        mem::forget(record);
-        Ok(owned)
+        Ok(record.keep())
     }
 
     /// All records, in use or not.
@@ -377,10 +218,12 @@ impl Epochs {
         }
         let mut oldest = u64::MAX;
         for record in self.records() {
-            // Acquire: what a section did that is seen to be over comes before the free.
-            let announced = record.announced.load(Ordering::Acquire);
-            if announced != IDLE {
-                oldest = oldest.min(announced);
+            for announced in [&record.announced, &record.announced_by_fault] {
+                // Acquire: what a section did that is seen to be over comes before the free.
+                let announced = announced.load(Ordering::Acquire);
+                if announced != IDLE {
+                    oldest = oldest.min(announced);
+                }
             }
         }
         oldest
@@ -475,6 +318,7 @@ impl Epochs {
         // Whatever is announced: with `&mut self` no section is open, unless one was leaked.
         for record in self.records() {
             record.announced.store(IDLE, Ordering::Relaxed);
+            record.announced_by_fault.store(IDLE, Ordering::Relaxed);
         }
         self.reclaim_tables::<H, F>(host);
     }
@@ -489,30 +333,6 @@ impl Drop for Epochs {
             let record = unsafe { Box::from_raw(next.cast_mut()) };
             next = record.listed.next;
         }
-    }
-}
-
-/// A record that a vCPU has for its life.
-pub(crate) struct OwnedRecord(NonNull<SharedRecord>);
-
-// SAFETY: a `SharedRecord` is `Sync`, and the thread that has this is the record's owner.
-unsafe impl Send for OwnedRecord {}
-
-impl OwnedRecord {
-    /// # Safety
-    /// The `Epochs` that it came from is alive for `'a`, and this is not given back before.
-    pub(crate) unsafe fn get<'a>(&self) -> &'a Record {
-        // SAFETY: records live as long as their `Epochs`, and this one is in use as long as `self`.
-        unsafe { self.0.as_ref().owned() }
-    }
-
-    /// Gives the record back for others to use.
-    ///
-    /// # Safety
-    /// The `Epochs` that it came from is alive.
-    pub(crate) unsafe fn give_back(self) {
-        // SAFETY: as the caller promises.
-        release_record(unsafe { self.get() });
     }
 }
 
@@ -561,6 +381,10 @@ impl TableChain {
         });
     }
 }
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+#[path = "retire_tests.rs"]
+mod tests;
 
 #[cfg(all(test, loom))]
 #[path = "retire_loom.rs"]

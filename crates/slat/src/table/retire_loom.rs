@@ -102,6 +102,57 @@ fn what_a_section_finds_is_not_freed_in_it() {
 }
 
 #[test]
+fn sections_of_a_record_protect_in_whichever_order_they_end() {
+    check(|| {
+        let world = World::new();
+        let reader = thread::spawn({
+            let world = Arc::clone(&world);
+            move || {
+                let record = world.epochs.borrow_record().expect("memory for a record");
+                let first = world.epochs.enter(&record);
+                let is_found = world.things[0].is_linked();
+                let second = world.epochs.enter(&record);
+                if is_found {
+                    world.things[0].use_memory();
+                }
+                drop(first);
+                if world.things[0].is_linked() {
+                    world.things[0].use_memory();
+                }
+                drop(second);
+            }
+        });
+        world.retire(0);
+        reader.join().expect("no check fails");
+    });
+}
+
+#[test]
+fn a_section_in_that_of_a_fault_does_not_end_it() {
+    check(|| {
+        let world = World::new();
+        let fault = thread::spawn({
+            let world = Arc::clone(&world);
+            move || {
+                let mut owned = world.epochs.take_record().expect("memory for a record");
+                // SAFETY: the epochs are alive, and the record is released when all of it is over.
+                let (record, own) = unsafe { (owned.get(), owned.exclusive()) };
+                let section = world.epochs.enter_fault(own.pin);
+                drop(world.epochs.enter(record));
+                if world.things[0].is_linked() {
+                    world.things[0].use_memory();
+                }
+                drop(section);
+                // SAFETY: as above.
+                unsafe { owned.release() }
+            }
+        });
+        world.retire(0);
+        fault.join().expect("no check fails");
+    });
+}
+
+#[test]
 fn of_two_things_each_is_kept_for_its_own_sections() {
     check(|| {
         let world = World::new();
@@ -152,13 +203,14 @@ fn what_is_announced_as_being_resolved_in_is_not_freed() {
         let resolver = thread::spawn({
             let world = Arc::clone(&world);
             move || {
-                let record = world.epochs.borrow_record().expect("memory for a record");
-                let section = world.epochs.enter(&record);
+                let mut record = world.epochs.borrow_record().expect("memory for a record");
+                let (record, hazard) = record.with_hazard();
+                let section = world.epochs.enter(record);
                 if world.things[0].is_linked() {
-                    record.resolving(NonNull::from(&world.things[0]));
+                    // SAFETY: found in the section, and freed as is asked for.
+                    let thing = unsafe { hazard.protect(NonNull::from(&world.things[0])) };
                     drop(section);
-                    world.things[0].use_memory();
-                    record.resolved();
+                    thing.get().use_memory();
                 }
             }
         });

@@ -11,15 +11,20 @@ use crate::second_stage::zap;
 use crate::sync::{Side, fence_after_rmw};
 use crate::table::Tree;
 use crate::table::entry::{self, Stamp, State};
-use crate::table::retire::Section;
+use crate::table::retire::{FaultPin, Section};
 use crate::table::walk::Cursor;
 
 impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Step 3 for an entry that is empty, or a leaf that the host has now allowed to be written.
     #[inline]
-    pub(super) fn install(&mut self, plan: &InstallPlan<'_, H::Backing>, leaf: NewLeaf) -> Result<Step, Changed> {
+    pub(super) fn install(
+        &mut self,
+        pin: FaultPin<'_>,
+        plan: &InstallPlan<'_, H::Backing>,
+        leaf: NewLeaf,
+    ) -> Result<Step, Changed> {
         match plan.found {
-            Found::Empty(stamp) => self.install_on_empty(plan, stamp, leaf),
+            Found::Empty(stamp) => self.install_on_empty(pin, plan, stamp, leaf),
             // A part of it: the other pages stay.
             Found::ReadOnly(value, _) if plan.level > leaf.level => self.split(value, plan.level, value),
             Found::ReadOnly(value, seen) => self.install_instead(value, seen, leaf),
@@ -30,11 +35,12 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     #[inline]
     fn install_on_empty(
         &mut self,
+        pin: FaultPin<'_>,
         plan: &InstallPlan<'_, H::Backing>,
         seen: Stamp,
         leaf: NewLeaf,
     ) -> Result<Step, Changed> {
-        let locked = self.tree.enter(self.record, Side::Read);
+        let locked = self.tree.enter_fault(pin, self.record, Side::Read);
         let (section, highest) = (&locked.section, plan.level);
         let (cursor, value, State::Empty(stamp)) = Cursor::at_lowest(self.tree, section, self.gfn) else {
             return Err(Changed);

@@ -26,7 +26,7 @@ use crate::slot::MemoryAttributes;
 use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::entry::{self, State};
-use crate::table::retire::Section;
+use crate::table::retire::{HazardPointer, Section};
 use crate::table::walk::Cursor;
 
 /// Pages of a window that go together: a fault has little of the stack.
@@ -45,16 +45,16 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Maps the neighbours of this fault's page, which is mapped by a leaf of 4 KiB now.
     #[cold]
     #[inline(never)]
-    pub(super) fn map_around(&self) {
+    pub(super) fn map_around(&self, mut hazard: HazardPointer<'_>) {
         // Windows and groups are aligned, and the one is a multiple of the other.
         let window_pages = self.tree.config.fault_around.nr_pages();
         let group_pages = window_pages.min(GROUP as u64);
         let own = self.gfn.0 & !(group_pages - 1);
         let first = self.gfn.0 & !(window_pages - 1);
-        self.map_group(own, group_pages);
+        self.map_group(hazard.reborrow(), own, group_pages);
         for group in (first..first + window_pages).step_by(GROUP) {
             if group != own {
-                self.map_group(group, group_pages);
+                self.map_group(hazard.reborrow(), group, group_pages);
             }
         }
     }
@@ -62,10 +62,10 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Maps the neighbours among the `nr_pages` pages from `first` on. It and its parts are never
     /// inlined: each needs its part of the stack for itself.
     #[inline(never)]
-    fn map_group(&self, first: u64, nr_pages: u64) {
+    fn map_group(&self, hazard: HazardPointer<'_>, first: u64, nr_pages: u64) {
         let page = |index| Gfn(first + index as u64);
         let mut neighbours = Batch::<_, GROUP>::new(self.access_around(), Missing::PassOver, page);
-        if let Some(slot_range) = self.resolve_around(nr_pages, &mut neighbours) {
+        if let Some(slot_range) = self.resolve_around(hazard, nr_pages, &mut neighbours) {
             self.install_around(&mut neighbours, slot_range);
         }
     }
@@ -84,7 +84,12 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
 
     /// Makes leaves for the first `nr_pages` of `neighbours`. Returns the range of the slot that they are in, if there are any.
     #[inline(never)]
-    fn resolve_around<P: Fn(usize) -> Gfn>(&self, nr_pages: u64, neighbours: &mut Batch<P, GROUP>) -> Option<GfnRange> {
+    fn resolve_around<P: Fn(usize) -> Gfn>(
+        &self,
+        hazard: HazardPointer<'_>,
+        nr_pages: u64,
+        neighbours: &mut Batch<P, GROUP>,
+    ) -> Option<GfnRange> {
         let tree = self.tree;
         let access = self.access_around();
         let section = tree.epochs.enter(self.record);
@@ -93,7 +98,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             return None;
         }
         neighbours.retain(self.free_pages()?);
-        let plan = self.plan_together(&section, neighbours)?;
+        let plan = self.plan_together(&section, hazard, neighbours)?;
         drop(section);
         if plan.attributes.contains(MemoryAttributes::PRIVATE) {
             return None;

@@ -20,6 +20,7 @@ use crate::slot::MemoryRegionFlags;
 use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::entry::{self, Stamp, State};
+use crate::table::retire::{Exclusive, FaultPin, HazardPointer};
 use crate::table::walk::{self, Cursor};
 
 impl<H: Host, F: Format> Vcpu<H, F> {
@@ -62,9 +63,11 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         let range = GfnRange::new(gpa.gfn(), size_bytes >> PAGE_SHIFT);
         let mut next = range.start;
         while next < range.end {
-            let result = self.fault(next.gpa(), access).and_then(|mut fault| {
-                match fault.pre_fault_together((range.end.0 - next.0) as usize, |index| Gfn(next.0 + index as u64)) {
-                    0 => fault.pre_fault(range.end),
+            let result = self.fault(next.gpa(), access).and_then(|(mut fault, mut own)| {
+                let nr_pages = (range.end.0 - next.0) as usize;
+                let page = |index| Gfn(next.0 + index as u64);
+                match fault.pre_fault_together(own.hazard.reborrow(), nr_pages, page) {
+                    0 => fault.pre_fault(own, range.end),
                     nr_pages => Ok(Gfn(next.0 + nr_pages as u64)),
                 }
             });
@@ -92,9 +95,10 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     pub fn pre_fault_pages(&mut self, pages: &[Gpa], access: Access) -> Result<usize, Error> {
         let mut done = 0;
         while let Some(&page) = pages.get(done) {
-            let result = self.fault(page, access).and_then(|mut fault| {
-                match fault.pre_fault_together(pages.len() - done, |index| pages[done + index].gfn()) {
-                    0 => fault.pre_fault(Gfn(page.gfn().0 + 1)).map(|_| 1),
+            let result = self.fault(page, access).and_then(|(mut fault, mut own)| {
+                let page_at = |index: usize| pages[done + index].gfn();
+                match fault.pre_fault_together(own.hazard.reborrow(), pages.len() - done, page_at) {
+                    0 => fault.pre_fault(own, Gfn(page.gfn().0 + 1)).map(|_| 1),
                     nr_pages => Ok(nr_pages),
                 }
             });
@@ -117,7 +121,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     ///
     /// Never inlined: its batch would be on the stack of what else a prefault does.
     #[inline(never)]
-    fn pre_fault_together(&mut self, nr_pages: usize, page: impl Fn(usize) -> Gfn) -> usize {
+    fn pre_fault_together(&mut self, hazard: HazardPointer<'_>, nr_pages: usize, page: impl Fn(usize) -> Gfn) -> usize {
         let tree = self.tree;
         let access = self.access;
         if self.is_ring_full() {
@@ -146,7 +150,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         }
         let Some(is_free) = self.free_pages() else { return 0 };
         batch.retain(is_free);
-        let Some(plan) = self.plan_together(&section, &mut batch) else { return 0 };
+        let Some(plan) = self.plan_together(&section, hazard, &mut batch) else { return 0 };
         drop(section);
         if access == Access::Write && plan.flags.contains(MemoryRegionFlags::READONLY) {
             return 0;
@@ -163,12 +167,12 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     }
 
     /// Maps the page of this fault, and as many behind it below `end` as go with it. Returns the first that is not done.
-    fn pre_fault(&mut self, end: Gfn) -> Result<Gfn, Error> {
+    fn pre_fault(&mut self, mut own: Exclusive<'_>, end: Gfn) -> Result<Gfn, Error> {
         loop {
             if self.is_ring_full() {
                 return Err(Error::DirtyRingFull { gpa: self.gpa });
             }
-            let changed = match self.look() {
+            let changed = match self.look(own.pin.reborrow(), own.hazard.reborrow()) {
                 // The guest has not used the page yet.
                 Plan::Spurious(level) | Plan::SetMarks(level) => return Ok(self.gfn.block(level).end),
                 Plan::Exit => return Err(Error::NoMemory { gpa: self.gpa }),
@@ -197,9 +201,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                         (Found::Empty(seen), Some(pages)) => match leaf.level {
                             Level::L4K => self.fill::<1>(&plan, seen, pages, leaf, resolved),
                             Level::L2M => self.fill::<2>(&plan, seen, pages, leaf, resolved),
-                            _ => self.install_next(&plan, leaf),
+                            _ => self.install_next(own.pin.reborrow(), &plan, leaf),
                         },
-                        _ => self.install_next(&plan, leaf),
+                        _ => self.install_next(own.pin.reborrow(), &plan, leaf),
                     }
                 }
                 // Done, or one step nearer: the next look tells.
@@ -216,8 +220,13 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     }
 
     /// Installs `leaf`. Returns the first page that is not done.
-    fn install_next(&mut self, plan: &InstallPlan<'_, H::Backing>, leaf: NewLeaf) -> Result<Gfn, Changed> {
-        Ok(match self.install(plan, leaf)? {
+    fn install_next(
+        &mut self,
+        pin: FaultPin<'_>,
+        plan: &InstallPlan<'_, H::Backing>,
+        leaf: NewLeaf,
+    ) -> Result<Gfn, Changed> {
+        Ok(match self.install(pin, plan, leaf)? {
             Step::Done => self.gfn.block(leaf.level).end,
             Step::Nearer => self.gfn,
         })

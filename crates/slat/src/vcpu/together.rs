@@ -14,7 +14,7 @@ use crate::host::{Host, Resolved};
 use crate::stats::Counter;
 use crate::sync::fence_after_rmw;
 use crate::table::entry::{self, Stamp};
-use crate::table::retire::Section;
+use crate::table::retire::{HazardPointer, Section};
 use crate::table::walk::Cursor;
 
 /// Most pages that go together: no more than a ring that is not soft-full has room for. They are on the stack.
@@ -149,11 +149,12 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// What small leaves are to be made of, in the slot that has this fault's page; leaves out the pages of `batch` for which
     /// that does not hold. To be asked last.
     #[inline(always)]
-    pub(super) fn plan_together<P: Fn(usize) -> Gfn, const CAPACITY: usize>(
+    pub(super) fn plan_together<'r, P: Fn(usize) -> Gfn, const CAPACITY: usize>(
         &self,
         section: &Section<'_>,
+        hazard: HazardPointer<'r>,
         batch: &mut Batch<P, CAPACITY>,
-    ) -> Option<InstallPlan<'v, H::Backing>> {
+    ) -> Option<InstallPlan<'r, H::Backing>> {
         let slot = self.slots.find(section, self.gfn)?;
         let attributes = slot.attributes_of(self.gfn);
         batch.retain(|gfn| {
@@ -161,7 +162,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 && (slot.is_plain() || (slot.check_userfault(gfn).is_ok() && slot.attributes_of(gfn) == attributes))
         });
         Some(InstallPlan {
-            backing: slot.keep_for_resolve(self.record),
+            backing: slot.keep_for_resolve(hazard),
             slot: slot.range(),
             flags: slot.flags(),
             attributes,

@@ -13,7 +13,7 @@ use crate::second_stage::{protect, recover, split};
 use crate::slot::set::{Attachments, Claim, NewSlot};
 use crate::slot::{MemoryRegion, MemoryRegionFlags};
 use crate::sync::full_fence;
-use crate::table::retire::Record;
+use crate::table::retire::{Record, RecordGuard};
 
 /// Old slot sets that may wait for the next reclaim.
 const MAX_WAITING_SETS: u64 = 8;
@@ -60,13 +60,13 @@ impl<H: Host, F: Format> Vm<H, F> {
     pub fn set_user_memory_region(&self, region: MemoryRegion<H::Backing>) -> Result<(), Error> {
         let range = region.check(F::GPA_BITS)?;
         let deletes = range.is_empty();
-        let record = self.tree.epochs.borrow_record()?;
+        let mut record = self.tree.epochs.borrow_record()?;
         self.slots.make_room(&self.tree.epochs, || self.tree.host.barrier_on_all_cpus())?;
         let result = match self.slots.claim(&self.tree.epochs, &record, region.slot)? {
             None if range.is_empty() => Err(Error::NoSuchSlot { slot: region.slot }),
             None => self.create_slot(&record, region, range),
             Some(claim) if range.is_empty() => self.delete_slot(&record, claim),
-            Some(mut claim) => self.change_slot(&record, &mut claim, &region, range),
+            Some(mut claim) => self.change_slot(&mut record, &mut claim, &region, range),
         };
         drop(record);
         self.tree.reclaim();
@@ -95,7 +95,7 @@ impl<H: Host, F: Format> Vm<H, F> {
 
     fn change_slot(
         &self,
-        record: &Record,
+        record: &mut RecordGuard<'_>,
         claim: &mut Claim<'_, H::Backing>,
         region: &MemoryRegion<H::Backing>,
         range: GfnRange,
@@ -196,7 +196,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         self.tree.flush(record, &[range]);
     }
 
-    pub(super) fn recover(&self, record: &Record, range: GfnRange) -> u64 {
+    pub(super) fn recover(&self, record: &mut RecordGuard<'_>, range: GfnRange) -> u64 {
         recover::recover_range(&self.tree, &self.slots, record, range, &self.tree.rings)
     }
 

@@ -1,0 +1,19 @@
+//! Which era is announced while sections nest.
+
+use super::{Epochs, Fences};
+
+#[test]
+fn the_first_of_nested_sections_is_announced_until_the_last_is_over() {
+    let epochs = Epochs::new(Fences::Both);
+    let record = epochs.borrow_record().unwrap();
+    let oldest = || epochs.oldest_open(|| ());
+    let first = epochs.enter(&record);
+    let tag = epochs.retire_era();
+    assert_eq!(oldest(), tag);
+    let second = epochs.enter(&record);
+    assert_eq!(oldest(), tag);
+    drop(first);
+    assert_eq!(oldest(), tag);
+    drop(second);
+    assert_eq!(oldest(), u64::MAX);
+}
