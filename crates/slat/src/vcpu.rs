@@ -128,9 +128,8 @@ pub enum Exit {
 /// The memory side of one virtual CPU. It belongs to one thread at a time.
 pub struct Vcpu<H: Host, F: Format> {
     vm: Arc<Vm<H, F>>,
-    /// Taken only by `drop`.
-    record: Option<OwnedRecord>,
-    /// Where the pages go that this vCPU opens, if the VM logs by rings. Taken only by `drop`.
+    record: OwnedRecord,
+    /// Where the pages go that this vCPU opens, if the VM logs by rings.
     ring: Option<OwnedRing>,
     tables: TableCache,
     /// With shadow paging.
@@ -140,17 +139,17 @@ pub struct Vcpu<H: Host, F: Format> {
 impl<H: Host, F: Format> Vcpu<H, F> {
     pub(crate) fn new(vm: Arc<Vm<H, F>>) -> Result<Vcpu<H, F>, Error> {
         let roots = Vcpu::new_roots(&vm)?;
-        let record = vm.tree.epochs.take_record()?;
+        let mut record = vm.tree.epochs.take_record()?;
         match vm.tree.rings.take() {
             Ok(ring) => {
                 if let Some(shadow) = &vm.tree.shadow {
                     shadow.add_vcpu();
                 }
-                Ok(Vcpu { vm, record: Some(record), ring, tables: TableCache::new(), roots })
+                Ok(Vcpu { vm, record, ring, tables: TableCache::new(), roots })
             }
             Err(error) => {
-                // SAFETY: `vm` keeps the epochs that it came from.
-                unsafe { record.give_back() }
+                // SAFETY: `vm` keeps the epochs that it came from, and this is its end.
+                unsafe { record.release() }
                 Err(error)
             }
         }
@@ -172,9 +171,8 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// pages count as written from now on, if their slots log. To be called when the log is full, before it is reset; see
     /// [`Host::drain_modification_logs`] for the logs of other CPUs.
     pub fn log_modifications(&mut self, written: &[Gpa]) {
-        let Some(record) = &self.record else { unreachable!("taken only by drop") };
         // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the record came from.
-        let record = unsafe { record.get() };
+        let record = unsafe { self.record.get() };
         log::mark_written(&self.vm.slots, &self.vm.tree.epochs, record, written);
     }
 
@@ -232,10 +230,9 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     #[inline]
     fn fault(&mut self, gpa: Gpa, access: Access) -> Result<(Fault<'_, H, F>, Exclusive<'_>), Error> {
         let gfn = self.vm.check_gpa(gpa)?;
-        let Some(owned) = &mut self.record else { unreachable!("taken only by drop") };
         // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the record came from.
         // What it has once is this fault's alone, which borrows the vCPU.
-        let (record, own) = unsafe { (owned.get(), owned.exclusive()) };
+        let (record, own) = unsafe { (self.record.get(), self.record.exclusive()) };
         // SAFETY: as above, and its rings.
         let ring = self.ring.as_ref().map(|ring| unsafe { ring.get() });
         let (tree, slots, tables) = (&*self.vm.tree, &self.vm.slots, &mut self.tables);
@@ -246,15 +243,14 @@ impl<H: Host, F: Format> Vcpu<H, F> {
 impl<H: Host, F: Format> Drop for Vcpu<H, F> {
     fn drop(&mut self) {
         self.drop_roots();
-        let Some(owned) = self.record.take() else { return };
         // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the record came from.
-        let record = unsafe { owned.get() };
+        let record = unsafe { self.record.get() };
         self.tables.drain::<H, F>(&self.vm.tree.host, &record.stats);
-        // SAFETY: as above.
-        unsafe { owned.give_back() }
-        match self.ring.take() {
+        // SAFETY: as above, and this is its end.
+        unsafe { self.record.release() }
+        match &mut self.ring {
             // SAFETY: as above, and its rings.
-            Some(ring) => unsafe { ring.give_back() },
+            Some(ring) => unsafe { ring.release() },
             None => self.vm.tree.rings.leave(),
         }
     }

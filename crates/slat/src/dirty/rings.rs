@@ -341,11 +341,11 @@ impl OwnedRing {
         unsafe { self.0.as_ref() }
     }
 
-    /// Gives the ring back, with what is in it, for a later vCPU to use.
+    /// Releases the ring, with what is in it, for a later vCPU to use.
     ///
     /// # Safety
-    /// The `Rings` that it came from is alive.
-    pub(crate) unsafe fn give_back(self) {
+    /// The `Rings` that it came from is alive. This is not used any more.
+    pub(crate) unsafe fn release(&mut self) {
         // SAFETY: as the caller promises. Release: see `take_ring`.
         unsafe { self.get() }.listed.in_use.store(false, Ordering::Release);
     }

@@ -20,11 +20,11 @@ fn a_vcpu_takes_the_ring_of_another_over() {
         let threads = [0, 1].map(|page| {
             let rings = Arc::clone(&rings);
             thread::spawn(move || {
-                let owned = rings.take().expect("memory for a ring").expect("rings are enabled");
+                let mut owned = rings.take().expect("memory for a ring").expect("rings are enabled");
                 // SAFETY: the rings are alive.
                 unsafe { owned.get() }.push(DirtyPage { slot: 0, page });
                 // SAFETY: as above.
-                unsafe { owned.give_back() };
+                unsafe { owned.release() };
             })
         });
         threads.into_iter().for_each(|thread| thread.join().expect("no check fails"));

@@ -39,14 +39,14 @@ fn a_ring_stays_with_its_entries_and_is_taken_over() {
     let rings = Rings::new();
     rings.enable(512).unwrap();
     let take = || rings.take().unwrap().unwrap();
-    let (one, other) = (take(), take());
+    let (mut one, other) = (take(), take());
     // SAFETY: `rings` is alive.
     let (first, second) = unsafe { (one.get(), other.get()) };
     assert!(!ptr::eq(first, second));
     assert_eq!((first.nr_entries(), first.room()), (512, 512));
     first.push(DirtyPage { slot: 0, page: 7 });
     // SAFETY: as above.
-    unsafe { one.give_back() };
+    unsafe { one.release() };
     assert_eq!(rings.iter().count(), 2);
     let again = take();
     // SAFETY: as above.

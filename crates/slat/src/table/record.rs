@@ -367,7 +367,7 @@ unsafe impl Send for OwnedRecord {}
 
 impl OwnedRecord {
     /// # Safety
-    /// The `Epochs` that it came from is alive for `'a`, and this is not given back before.
+    /// The `Epochs` that it came from is alive for `'a`, and this is not released before.
     pub(crate) unsafe fn get<'a>(&self) -> &'a Record {
         // SAFETY: records live as long as their `Epochs`, and this one is in use as long as `self`.
         unsafe { self.0.as_ref().owned() }
@@ -383,11 +383,11 @@ impl OwnedRecord {
         Exclusive { pin: FaultPin(record), hazard: HazardPointer(record) }
     }
 
-    /// Gives the record back for others to use.
+    /// Releases the record for others to use.
     ///
     /// # Safety
-    /// The `Epochs` that it came from is alive.
-    pub(crate) unsafe fn give_back(self) {
+    /// The `Epochs` that it came from is alive. This is not used any more, nor are its answers.
+    pub(crate) unsafe fn release(&mut self) {
         // SAFETY: as the caller promises.
         unsafe { release_record(self.get()) }
     }

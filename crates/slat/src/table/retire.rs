@@ -182,7 +182,7 @@ impl Epochs {
         Ok(LoneSection::new(self, self.borrow_record()?))
     }
 
-    /// A record for a vCPU, to be given back by [`OwnedRecord::give_back`].
+    /// A record for a vCPU, to be released by [`OwnedRecord::release`].
     pub(crate) fn take_record(&self) -> Result<OwnedRecord, Error> {
         let record = self.borrow_record()?;
         record.stats.make_fault_times()?;

@@ -40,9 +40,8 @@ impl<H: Host, F: Format> Vcpu<H, F> {
 
     /// The shadow tables, and this vCPU's roots.
     fn shadow(&mut self) -> Result<(Mmu<'_, H, F>, &mut Roots), Error> {
-        let Some(record) = &self.record else { unreachable!("taken only by drop") };
         // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the record came from.
-        let record: &Record = unsafe { record.get() };
+        let record: &Record = unsafe { self.record.get() };
         match (self.vm.tree.mmu(record), &mut self.roots) {
             (Some(mmu), Some(roots)) => Ok((mmu, roots)),
             _ => Err(Error::NotShadow),
