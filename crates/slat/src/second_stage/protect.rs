@@ -1,17 +1,33 @@
-//! Taking the right to write away for dirty logging, beside faults that give it back: lazily, by closing the entry above 512
-//! leaves, or leaf by leaf. Where CPUs' dirty bits are the log, it is those that are cleared in leaves of 4 KiB; huge leaves
-//! always lose the right to write, because a dirty bit says too little of them.
+//! Write protection for the dirty log, beside faults that restore write access.
 //!
-//! Whoever calls has first made visible that the slot logs (or has taken the pages' bits), with a full fence behind: a
-//! fault that then gives the right back, or had just given it, sees that and marks the page. The cursor is made after that:
-//! a path from before could lead to a table that was unlinked since, and leave the leaf that matters untouched.
+//! # Guarantees
+//! Each page that is meant loses W: leaf by leaf, or lazily by the directory entry above 512
+//! leaves. Where dirty bits of the CPUs are the log, leaves of 4 KiB lose D instead. Huge leaves
+//! lose W in every mode, because a dirty bit says too little of them.
 //!
-//! # Lazily
-//! Closing is one compare-and-exchange for a table, and the next write below pushes down (`push_down`). It is never a no-op:
-//! an entry that is closed already gets the next generation, because a fault that is pushing down at this moment may be
-//! about to open leaves whose bits were just taken. Only entries wholly inside the slot are closed, and only if so many of
-//! their pages are meant that it pays ([`PAGES_WORTH_CLOSING`]): closing costs the guest a look at all 512 leaves. Each
-//! entry is closed once at most in a turn (`table/generation.rs`).
+//! # Use
+//! The caller
+//! 1. makes visible that the memslot logs, or takes the bits of the pages,
+//! 2. makes a full fence,
+//! 3. makes a [`Protector`], or calls [`protect_slot`],
+//! 4. flushes.
+//!
+//! # Implementation
+//! A directory entry is protected by one compare-and-exchange; the next write below it pushes down
+//! (`push_down`). Only entries wholly inside the memslot are protected, and only for more than
+//! [`PAGES_WORTH_CLOSING`] pages: a push-down reads all 512 leaves. A turn protects each entry at
+//! most once (`table/generation.rs`).
+//!
+//! # Why it is correct
+//! A fault restores W, makes a full fence, and then reads flags and bit (`dirty/log.rs`). One side
+//! observes the other: the fault finds step 1 and marks the page, or the walk finds W.
+//!
+//! The cursor is made after step 2. A path from before could lead to a page-table page that was
+//! unlinked since, and miss the leaf that matters.
+//!
+//! Protecting an entry is never a no-op: a protected entry gets the next generation. A push-down
+//! that is under way may be about to restore W over leaves whose bits were just taken; its exchange
+//! then fails.
 
 use core::hint::black_box;
 
@@ -32,25 +48,25 @@ use crate::table::retire::{Record, Section};
 use crate::table::tlb::TlbBatch;
 use crate::table::walk::Cursor;
 
-/// Entries visited before a long walk leaves its section for a while.
+/// PTEs that a turn visits before it leaves its guard.
 const ENTRIES_PER_TURN: u64 = 4096;
 
-/// Pages of a table that are protected leaf by leaf even if it could be closed, when there are no more of them.
+/// For so many pages of a page-table page, or fewer, leaves are protected one by one.
 const PAGES_WORTH_CLOSING: u64 = if cfg!(shuttle) { 1 } else { 16 };
 
-/// Leaves that are looked at together.
+/// Leaves that are read together.
 const PENDING_LEAVES: usize = 16;
 
-/// Pages in a word.
+/// Pages of a word.
 const WORD_PAGES: u64 = u64::BITS as u64;
-/// Words for the pages of a table.
+/// Words for the pages of a page-table page.
 const TABLE_WORDS: usize = 8;
 
-/// Some pages of one table of leaves, by words of 64 that begin at multiples of 64.
+/// Some pages of one page-table page of leaves, by words of 64 that begin at multiples of 64.
 struct TablePages<'w> {
-    /// The first page of the table.
+    /// The first page of the page-table page.
     first: Gfn,
-    /// The number of the word from which on the others are counted.
+    /// The number of the word from which `offsets` count.
     first_word: u64,
     offsets: &'w [u16],
     bits: &'w [u64],
@@ -58,7 +74,8 @@ struct TablePages<'w> {
 }
 
 impl<'w> TablePages<'w> {
-    /// Those of the first table in `words` from word number `start` on; `None` if there are no more words.
+    /// The pages of the first page-table page in `words` from word number `start` on; `None` if
+    /// there are no more words.
     #[inline]
     fn first_of<const CAPACITY: usize>(
         first_word: u64,
@@ -81,7 +98,7 @@ impl<'w> TablePages<'w> {
         Some(TablePages { first: Gfn(table * Level::L2M.nr_pages()), first_word, offsets, bits, nr_pages })
     }
 
-    /// For each word, the number of its first page in the table, and its bits.
+    /// For each word, the index of its first page in the page-table page, and its bits.
     #[inline]
     fn words(&self) -> impl Iterator<Item = (usize, u64)> {
         let base = self.first_word % TABLE_WORDS as u64;
@@ -93,7 +110,7 @@ impl<'w> TablePages<'w> {
         self.first.block(Level::L2M)
     }
 
-    /// From the first to the last of them.
+    /// From the first to the last of the pages.
     #[inline]
     fn range(&self) -> GfnRange {
         let ends = self.offsets.first().zip(self.bits.first()).zip(self.offsets.last().zip(self.bits.last()));
@@ -104,7 +121,8 @@ impl<'w> TablePages<'w> {
     }
 }
 
-/// The pages of `range`, which has some, in the table of its first: by words, counted from the table's first.
+/// The pages of `range` in the page-table page of its first page, by words. `range` must not be
+/// empty.
 fn words_of_table(range: GfnRange) -> PageWords<TABLE_WORDS> {
     let block = range.start.block(Level::L2M);
     let range = range.intersection(block);
@@ -119,30 +137,30 @@ fn words_of_table(range: GfnRange) -> PageWords<TABLE_WORDS> {
     words
 }
 
-/// Whether a turn may close entries.
+/// Whether a turn may protect directory entries.
 enum Closing {
-    /// It has not asked yet.
+    /// The turn has not asked yet.
     Unasked,
     Admitted(Admission),
     No,
 }
 
-/// One turn of a protection, in one section.
+/// One turn of a protection, in one guard.
 pub(crate) struct Protector<'s, H: Host, F: Format> {
     cursor: Cursor<'s, H, F>,
-    /// The slot: entries that reach beyond it are not closed.
+    /// The memslot: entries that reach beyond it are not protected.
     slot: GfnRange,
     closing: Closing,
-    /// Leaves of 4 KiB that are to be protected yet.
+    /// Leaves of 4 KiB that are still to be protected.
     pending: ArrayVec<&'s AtomicU64, PENDING_LEAVES>,
-    /// Pages that were to be protected.
+    /// Pages that the caller has named.
     nr_pages: u64,
     nr_protected: u64,
     nr_closed: u64,
 }
 
 impl<'s, H: Host, F: Format> Protector<'s, H, F> {
-    /// For pages of a slot at `slot`. To be made after what the module says.
+    /// For pages of a memslot at `slot`. To be made after step 2 of the module.
     pub(crate) fn new(tree: &'s Tree<H, F>, section: &'s Section<'s>, slot: GfnRange) -> Protector<'s, H, F> {
         let closing = match tree.config.dirty_tracking {
             DirtyTracking::WriteProtect(WriteProtection::Lazy) if entry::can_be_closed::<F>() => Closing::Unasked,
@@ -159,7 +177,8 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
         }
     }
 
-    /// Protects the pages of `words`, of which the first (offset 0) begins with page `first`. `batch` gets what is to be flushed.
+    /// Protects the pages of `words`, whose offset 0 begins with page `first`. `batch` gets what is
+    /// to be flushed.
     pub(crate) fn protect<const CAPACITY: usize>(
         &mut self,
         first: Gfn,
@@ -168,13 +187,14 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     ) {
         match first.0 % WORD_PAGES {
             0 => self.protect_words(first.0 / WORD_PAGES, words, batch),
-            // A slot need not begin at a multiple of 64 pages: its words may lie across two of the tables'.
+            // A memslot need not begin at a multiple of 64 pages: its words may lie across two of
+            // the page-table pages'.
             shift => self.protect_shifted(first.0 / WORD_PAGES, shift, words, batch),
         }
     }
 
-    /// As [`protect_words`](Self::protect_words) for words that begin `shift` pages behind a multiple of 64: as words that
-    /// begin there, table by table.
+    /// As [`protect_words`](Self::protect_words), for words that begin `shift` pages behind a
+    /// multiple of 64. It moves the bits, one page-table page at a time.
     fn protect_shifted<const CAPACITY: usize>(
         &mut self,
         first_word: u64,
@@ -209,7 +229,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
         while let Some(pages) = TablePages::first_of(first_word, words, done) {
             self.nr_pages += pages.nr_pages;
             match self.table_of(pages.first) {
-                // The short way for what is not to be closed.
+                // The short way: leaf by leaf in any case.
                 Some(leaves) if pages.nr_pages <= PAGES_WORTH_CLOSING => self.protect_leaves(leaves, &pages),
                 _ => {
                     self.protect_table(&pages);
@@ -220,13 +240,14 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
         }
     }
 
-    /// Protects `pages`. Returns the first page behind the entry at which the way to them ended: of a table of leaves, or
-    /// of a greater block that has none.
+    /// Protects `pages`. Returns the first page behind the PTE at which the walk ended: of a
+    /// page-table page of leaves, or of a greater block that has none.
     fn protect_table(&mut self, pages: &TablePages<'_>) -> Gfn {
         loop {
             let (value, state) = match self.cursor.move_to_entry(pages.first, Level::L2M).map(|entry| entry.load()) {
                 Some(value) if entry::state::<F>(value, Level::L2M) == State::Table => (value, State::Table),
-                // A huge leaf, or nothing; or the way leads through a table that was unlinked.
+                // A huge leaf, or nothing; or the path leads through a page-table page that was
+                // unlinked.
                 _ => {
                     self.cursor.restart();
                     self.cursor.descend_to(Level::L2M)
@@ -242,10 +263,10 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
                     None => Err(Changed),
                 },
                 State::Leaf => self.protect_huge(value),
-                // A tracked leaf has lost W already. If it is still cached as writable, its bit was set when it got W and
-                // not taken since, so whoever takes it now flushes.
-                // Nor what is broken: what comes of it, a huge leaf or a table, either cannot be written, or is marked as a
-                // whole, for its maker reads the flags after this (`broken`, `split`).
+                // A tracked leaf has lost W already. If a CPU still has it cached as writable, its
+                // bit was set when it got W and not taken since: the harvest that takes it flushes.
+                // What becomes of a broken PTE either lacks W, or is marked as a whole: its owner
+                // reads the flags after this (`broken`, `split`).
                 State::Tracked | State::Empty(_) | State::Frozen | State::Broken => Ok(()),
             };
             if done.is_ok() {
@@ -273,8 +294,8 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
         Ok(())
     }
 
-    /// Takes the right to write from a leaf above the lowest level. Its dirty bit goes with it where such bits are the log:
-    /// the parts of a leaf that is split begin with it.
+    /// Clears W of a leaf above the lowest level. Where dirty bits are the log it clears D, too,
+    /// because the parts of a split leaf begin with D of the leaf.
     fn protect_huge(&mut self, value: Entry) -> Result<(), Changed> {
         let protected = match self.cursor.tree().config.dirty_tracking {
             DirtyTracking::WriteProtect(_) => value,
@@ -302,7 +323,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
         }
     }
 
-    /// The table of leaves of 4 KiB that has `gfn`, if there is one.
+    /// The page-table page of leaves of 4 KiB for `gfn`, if there is one.
     #[inline]
     fn table_of(&mut self, gfn: Gfn) -> Option<&'s [AtomicU64]> {
         self.cursor.move_to_entry(gfn, Level::L2M)?;
@@ -317,15 +338,14 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
         self.pending.push(cell);
     }
 
-    /// Protects the pending leaves.
     fn protect_pending(&mut self) {
-        // A look at all of them first: those that are not in the cache come all at once for plain loads, and one after the
-        // other for atomic operations.
+        // Plain loads of all leaves first: their cache misses overlap. Those of atomic operations
+        // come one after the other.
         black_box(self.pending.iter().fold(0, |any, cell| any | cell.load(Ordering::Relaxed)));
         self.nr_protected += protect_all(self.cursor.tree(), self.pending.drain(..));
     }
 
-    /// Ends the turn. Returns the number of pages that were to be protected.
+    /// Ends the turn. Returns the number of pages that the caller has named.
     pub(crate) fn finish(&mut self, record: &Record) -> u64 {
         self.protect_pending();
         record.stats.add(Counter::Protected, self.nr_protected);
@@ -334,7 +354,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     }
 }
 
-/// Protects the leaves of 4 KiB in `cells`. Returns how many of them had to be.
+/// Protects the leaves of 4 KiB in `cells`. Returns how many it changed.
 #[inline]
 fn protect_all<'c, H: Host, F: Format>(tree: &Tree<H, F>, cells: impl Iterator<Item = &'c AtomicU64>) -> u64 {
     match tree.config.dirty_tracking {
@@ -343,7 +363,7 @@ fn protect_all<'c, H: Host, F: Format>(tree: &Tree<H, F>, cells: impl Iterator<I
     }
 }
 
-/// Takes the right to write from the leaf of 4 KiB in `cell`, if there is one that has it. Returns 1 if so.
+/// Clears W of the leaf of 4 KiB in `cell`. Returns 1 if it was set.
 #[inline]
 pub(super) fn protect_leaf<F: Format>(cell: &AtomicU64) -> u64 {
     let entry = EntryRef::new(cell, Level::L4K);
@@ -353,12 +373,12 @@ pub(super) fn protect_leaf<F: Format>(cell: &AtomicU64) -> u64 {
     u64::from(entry::is_writable::<F>(entry.clear::<F>(F::WRITABLE)))
 }
 
-/// Clears hardware's dirty bit of the leaf of 4 KiB in `cell`, if there is one that has it. Returns 1 if so.
+/// Clears hardware's dirty bit of the leaf of 4 KiB in `cell`. Returns 1 if it was set.
 #[inline]
 fn clean_leaf<F: Format>(cell: &AtomicU64) -> u64 {
     let entry = EntryRef::new(cell, Level::L4K);
     let mut value = entry.load();
-    // An exchange, and not an AND: that the page was written is noted for the host in the same step.
+    // An exchange, and not an AND: the same step notes for the host that the page was written.
     while entry::is_dirty_for_log::<F>(value) {
         match entry.compare_exchange::<F>(value, entry::cleaned_for_log::<F>(value)) {
             Ok(()) => return 1,
@@ -368,7 +388,8 @@ fn clean_leaf<F: Format>(cell: &AtomicU64) -> u64 {
     0
 }
 
-/// Protects all that is mapped of a slot at `slot`, in several sections if need be. The caller owes a flush of the slot.
+/// Protects all that is mapped of the memslot at `slot`, in as many guards as it takes. The caller
+/// flushes the memslot after that.
 pub(crate) fn protect_slot<H: Host, F: Format>(tree: &Tree<H, F>, record: &Record, slot: GfnRange) {
     let mut next = slot.start;
     while next < slot.end {
@@ -383,7 +404,7 @@ pub(crate) fn protect_slot<H: Host, F: Format>(tree: &Tree<H, F>, record: &Recor
                 break;
             };
             next = protector.protect_table(&pages);
-            // What was not one step was a table of leaves.
+            // Without a protected entry it was a page-table page of leaves, at most.
             visited += if protector.nr_closed > nr_closed { 1 } else { Level::L2M.nr_pages() };
             if visited >= ENTRIES_PER_TURN {
                 break;

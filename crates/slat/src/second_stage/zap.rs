@@ -1,40 +1,60 @@
-//! Taking mappings away: every leaf of a range goes, every empty entry gets the stamp, tables wholly inside are unlinked.
+//! Zapping: the leaf PTEs of a range become empty.
 //!
-//! The caller has published the range (nobody who looks from now on may map there), or has set the pages' userfault bits, and
-//! taken `stamp` after that; see `table/stamp.rs`. It works in passes from the lowest level up. The first visits every entry and takes tables away
-//! nowhere; each further pass unlinks the tables of one level, which are empty by then. So no single step is longer than
-//! one table, and the walk can yield between any two.
+//! # Guarantees
+//! - Each leaf PTE of the range is emptied. Each empty PTE gets an invalidation sequence number of
+//!   this zap, or keeps a greater one.
+//! - The host is notified of all that the guest did through a leaf before that leaf is zapped
+//!   (`models/zap.py`).
+//! - Pages beside the range stay mapped, if memory for a page-table page is at hand.
+//! - No step is longer than one page-table page, and the zap can yield between any two.
 //!
-//! Whatever the guest did through a leaf is reported to the host before the leaf goes, and leaves go one by one, before
-//! their table. For another zap of the same page may find it empty already, and its caller then frees the frame: by then
-//! all must have been told, whoever was to tell it and was preempted (`models/zap.py`).
+//! # Use
+//! The caller publishes the range, so that a fault that reads the ranges in flight later installs
+//! nothing there; or it sets the userfault bits of the pages. Then it takes `stamp`; see
+//! `table/stamp.rs`.
 //!
-//! A huge leaf that the range covers in part is split first, so that what lies beside the range stays mapped. The table
-//! for that is asked for without waiting: an invalidation may run inside the host's reclaim of memory. Without memory the
-//! whole leaf goes, and its neighbours fault again. An empty entry gets the stamp as a whole: no table is made for memory
-//! that was never mapped, and a fault beside the range that had looked already looks once more (`vcpu/act.rs`).
+//! # Implementation
+//! The zap passes over the range from the lowest level up.
+//! 1. The first pass visits every PTE: it empties leaves one by one and stores numbers in empty
+//!    PTEs.
+//! 2. Each further pass unlinks the page-table pages of one level that lie wholly inside the range.
+//!    They are empty by then.
 //!
-//! # Unflushed entries
-//! Where the range covers an unflushed entry ([`Stamp::unflushed`]) in part, the zap's stamp has no
-//! such flag. So invalidations beside a fault never keep it from linking tables there
-//! (`Fault::refine`): the first of them clears the flag.
+//! A huge leaf that the range covers in part is split first. The page-table page for that is
+//! allocated without waiting: an invalidation may run inside the host's reclaim of memory. Without
+//! memory the whole leaf is emptied, and its neighbours fault again.
 //!
-//! The zap reads the entry, leaves its section, flushes the entry's block, and exchanges the very
-//! value that it read. That value never comes back, so no CPU has cached anything there since the
-//! flush. If the exchange fails, another operation has changed the entry. The zap flushes again
-//! only if the entry is unflushed once more with a stamp below the zap's own. Such a stamp was taken
-//! before, and is stored once: so these flushes are at most as many as the operations that had one
-//! in hand then.
+//! An empty PTE that the range covers in part gets a number as a whole: no page-table page is made
+//! for memory that was never mapped. A fault beside the range that has read the PTE already reads
+//! it once more (`vcpu/act.rs`).
 //!
-//! # Which stamp
-//! An entry of the lowest level gets the zap's own stamp; each entry above gets a fresh one, taken for it alone. So no
-//! value ever comes back to a page, which `table/stamp.rs` relies on. Entries of the lowest level are visited by the first
-//! pass alone, which moves forward: it gives the own stamp to each page at most once. An entry above may speak for pages
-//! that this zap has stamped already: where the table that they were in was unlinked meanwhile, in a further pass, and in a
-//! rescan, which brings several ranges with one stamp.
+//! While [`MAX_PUT_OFF_TABLES`] unlinked page-table pages wait, perhaps for a guard that was
+//! suspended, no more are unlinked. The others stay linked, with empty PTEs.
 //!
-//! Unlinked tables wait for open sections. So that they never pile up, not even behind a section that was suspended, no
-//! more are unlinked while [`MAX_PUT_OFF_TABLES`] wait: tables then stay linked, and their entries are emptied in place.
+//! An unflushed PTE ([`Stamp::unflushed`]) that the range covers in part loses that flag. So the
+//! first of many invalidations beside a fault lets it link page-table pages there
+//! (`Fault::refine`). To clear the flag, the zap
+//! 1. reads the PTE, and leaves its guard,
+//! 2. flushes the block of the PTE,
+//! 3. exchanges the very value that it read.
+//!
+//! # Why it is correct
+//! **Reports.** Another zap may find the PTE empty already, and its caller frees the frame. By then
+//! the host must know all, whichever thread was preempted. So the host is notified before the
+//! exchange, and leaves are emptied one by one before their page-table page is unlinked.
+//!
+//! **Unflushed PTEs.** The value that was read never comes back, so no CPU has cached anything
+//! there since the flush. If the exchange fails, another operation has changed the PTE. The zap
+//! flushes again only if the PTE is unflushed once more, with a number below the zap's own. Such a
+//! number was taken before, and is stored once. So these flushes are at most as many as the
+//! operations that held one then.
+//!
+//! **Sequence numbers.** A PTE of the lowest level gets the zap's own number, each PTE above a
+//! fresh one, taken for it alone. So no number comes back to a page, on which `table/stamp.rs`
+//! relies. Only the first pass visits PTEs of the lowest level, and it moves forward: each page
+//! gets the own number at most once. A PTE above may stand for pages that have got it already. In a
+//! further pass, their page-table page may have been unlinked meanwhile; in a rescan, several
+//! ranges share one number.
 
 #![expect(unsafe_code, reason = "takes over the tables that it unlinks")]
 
@@ -54,26 +74,28 @@ use crate::table::retire::Section;
 use crate::table::tlb::TlbBatch;
 use crate::table::walk::Cursor;
 
-/// Entries visited before a walk leaves its section for a while (a table that is unlinked counts as
-/// many).
+/// PTEs that a turn visits before it leaves its guard. A page-table page that is unlinked counts as
+/// many.
 const ENTRIES_PER_TURN: u64 = 4096;
 
-/// Tables unlinked before they are flushed and retired.
+/// Page-table pages that are unlinked before they are flushed and retired.
 pub(super) const TABLES_PER_FLUSH: u64 = 512;
 
-/// Unlinked tables that may wait for their grace period; each zap may have [`TABLES_PER_FLUSH`] more in its hands.
+/// Unlinked page-table pages that may wait for their grace period. Each zap under way may hold
+/// [`TABLES_PER_FLUSH`] more.
 pub(super) const MAX_PUT_OFF_TABLES: u64 = 1024;
 
-/// What keeps faults from mapping again what a zap has emptied.
+/// What keeps faults from installing again what a zap has emptied.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Faults {
-    /// The range is published, until the flush is over.
+    /// The range is in flight until the flush is over.
     KeptOut,
-    /// Nothing, if user space changes its mind. So no table may be unlinked: it could have leaves again.
+    /// Nothing, once user space clears the userfault bit. So no page-table page may be unlinked: it
+    /// could have leaves again.
     MayComeBack,
 }
 
-/// Zaps `range`. What is to be flushed, and the tables, are in `batch` then.
+/// Zaps `range`. What is to be flushed, and the unlinked page-table pages, are in `batch` then.
 pub(crate) fn zap_range<H: Host, F: Format>(
     slots: &Slots<H::Backing>,
     range: GfnRange,
@@ -83,7 +105,7 @@ pub(crate) fn zap_range<H: Host, F: Format>(
 ) {
     let (tree, record) = (batch.tree(), batch.record());
     if tree.epochs.nr_put_off_tables() >= MAX_PUT_OFF_TABLES {
-        // The section that they waited for may be over by now.
+        // The guards that they waited for may be over by now.
         tree.reclaim();
     }
     let mut zap = Zap {
@@ -99,7 +121,7 @@ pub(crate) fn zap_range<H: Host, F: Format>(
         flushed: None,
     };
     let mut pass = Level::L4K;
-    // From the second pass on there is work only if a whole block of the level is in the range.
+    // A further pass has work only if the range has a whole block of the level.
     while pass == Level::L4K || (pass <= F::ROOT_LEVEL && range.has_block(pass)) {
         let mut next = range.start;
         while next < range.end {
@@ -109,14 +131,15 @@ pub(crate) fn zap_range<H: Host, F: Format>(
             next = match end {
                 TurnEnd::At(gfn) => gfn,
                 TurnEnd::Yield(gfn) => {
-                    // Whoever runs now finds nothing owed, and the tables are retired that much sooner.
+                    // No flush is missing while other threads run, and the page-table pages are
+                    // retired sooner.
                     zap.batch.flush();
                     tree.reclaim();
                     tree.host.yield_now();
                     gfn
                 }
                 TurnEnd::Break(gfn, value, level) => {
-                    // Whether it worked or the entry has changed meanwhile: look again.
+                    // If the PTE has changed meanwhile, the next turn reads it anew.
                     let _: Result<(), Changed> =
                         split::split_by_breaking(tree, slots, record, &mut zap.tables, gfn, value, level);
                     gfn
@@ -128,7 +151,8 @@ pub(crate) fn zap_range<H: Host, F: Format>(
                 }
             };
         }
-        // A table above would take those that were left with it in one long step.
+        // Unlinking a page-table page above would take along those that were left, in one long
+        // step.
         if zap.leaves_tables || faults == Faults::MayComeBack {
             break;
         }
@@ -137,7 +161,7 @@ pub(crate) fn zap_range<H: Host, F: Format>(
     zap.tables.drain::<H, F>(&tree.host, &record.stats);
 }
 
-/// What counts leaves of `level` that are taken away.
+/// The counter of zapped leaves of `level`.
 pub(crate) fn zapped_leaf(level: Level) -> Counter {
     match level {
         Level::L4K => Counter::Zapped4K,
@@ -148,13 +172,13 @@ pub(crate) fn zapped_leaf(level: Level) -> Counter {
 
 /// Why a turn ended, and the first frame that it did not reach.
 enum TurnEnd {
-    /// The range's end, or a good place to go on from.
+    /// The range is done, or the next turn goes on from here.
     At(Gfn),
-    /// Somebody else should run.
+    /// Other threads should run.
     Yield(Gfn),
     /// A leaf that is covered in part must be broken before it is split.
     Break(Gfn, Entry, Level),
-    /// This empty entry is unflushed, and the range covers it in part: it is flushed before it gets a stamp.
+    /// An unflushed empty PTE that is covered in part must be flushed before it gets a number.
     Flush(Gfn, Entry, Level),
 }
 
@@ -168,15 +192,16 @@ struct Zap<'z, 't, H: Host, F: Format> {
     batch: &'z mut TlbBatch<'t, H, F>,
     tables: TableCache,
     is_out_of_memory: bool,
-    /// Too many unlinked tables are waiting: some were left linked.
+    /// Too many unlinked page-table pages wait, so some were left linked.
     leaves_tables: bool,
-    /// The unflushed entry that was flushed last. Its stamp is in no other entry, and never comes back.
+    /// The unflushed PTE that was flushed last. No other PTE has its number, which never comes
+    /// back.
     flushed: Option<Entry>,
 }
 
 impl<H: Host, F: Format> Zap<'_, '_, H, F> {
-    /// One section's worth of a pass: the lowest empties entries, a higher one unlinks the tables that hang on entries of
-    /// its level.
+    /// One turn of a pass, in one guard. The lowest pass empties PTEs; a higher one unlinks the
+    /// page-table pages below the PTEs of its level.
     fn turn(&mut self, section: &Section<'_>, start: Gfn, pass: Level) -> TurnEnd {
         let range = self.range;
         let mut cursor = Cursor::new(self.tree, section, start);
@@ -204,22 +229,25 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                         break TurnEnd::Flush(cursor.gfn(), value, level);
                     }
                     let stamp = self.stamp_for(level);
-                    // A flush that is needed before the next make still is; nothing is taken away here that would need one.
+                    // The flag stays, for the flush is still due; the exchange itself makes none
+                    // due.
                     let stamp = if is_unflushed { stamp.unflushed() } else { stamp };
                     install::take_away(&cursor, value, stamp).map(drop)
                 }
                 State::Leaf | State::Tracked if self.goes_whole(section, value, level, block) => {
-                    // First: see the module. If hardware sets A or D meanwhile, the exchange fails, and is told anew.
+                    // Before the exchange: see the module. If hardware sets A or D meanwhile, the
+                    // exchange fails, and the next try reports anew.
                     mark_dirty(self.tree, self.slots, section, value, level, block);
                     report(self.tree, value, level, block);
                     let stamp = self.stamp_for(level);
-                    // Beside the range nothing keeps a fault from making something else before the flush.
+                    // Beside the range nothing keeps a fault from making a PTE of another size
+                    // before the flush.
                     let may_come_back = self.faults == Faults::MayComeBack || !range.covers(block);
                     let stamp = if F::BREAK_BEFORE_MAKE && may_come_back { stamp.unflushed() } else { stamp };
                     let done = install::take_away(&cursor, value, stamp).map(drop);
                     if done.is_ok() {
-                        // And once more: a harvest may have taken the mark and cleared D, and a CPU have set it again, before
-                        // the exchange (`models/dirty_bit.py`).
+                        // Once more: before the exchange a harvest may have taken the mark and
+                        // cleared D, and a CPU have set D again (`models/dirty_bit.py`).
                         mark_dirty(self.tree, self.slots, section, value, level, block);
                         self.batch.add(block);
                         section.record().stats.count(zapped_leaf(level));
@@ -231,18 +259,20 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                     if F::BREAK_BEFORE_MAKE {
                         break TurnEnd::Break(cursor.gfn(), value, level);
                     }
-                    // Whether it worked or the entry has changed meanwhile: look again.
+                    // If the PTE has changed meanwhile, the next step reads it anew.
                     let _: Result<(), Changed> = install::split(&cursor, &self.tree.host, &mut self.tables, value);
                     continue;
                 }
                 State::Table if level == pass && range.covers(block) && self.may_unlink() => {
-                    // A fresh stamp: greater ones than the zap's may have been left inside (`table/stamp.rs`).
+                    // A fresh number: greater ones than the zap's may have been left inside
+                    // (`table/stamp.rs`).
                     let done = install::take_away(&cursor, value, self.tree.next_stamp()).map(drop);
                     if done.is_ok() {
-                        // Not earlier: a table that is still linked must not have frozen entries, or walks would spin.
-                        // SAFETY: this thread has just read and unlinked it, and earlier passes
-                        // have emptied it. No fault fills it: the range is published. The batch
-                        // gets the block.
+                        // Not before the exchange: frozen PTEs in a linked page-table page would
+                        // make walks spin.
+                        // SAFETY: this thread has just read the address in the PTE and unlinked the
+                        // page-table page, and earlier passes have emptied it. No fault fills it:
+                        // the range is in flight. The batch gets the block below.
                         unsafe { self.take_over(section, F::address(value, level), level.down(), block.start) }
                         self.batch.add(block);
                         zapped += 1;
@@ -250,7 +280,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                     }
                     done
                 }
-                // Earlier passes have left nothing below.
+                // Earlier passes have emptied what is below.
                 State::Table if level <= pass && pass > Level::L4K => Ok(()),
                 State::Table => {
                     cursor.step_down();
@@ -274,13 +304,13 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
         end
     }
 
-    /// The stamp for an entry of `level` that is to be empty; see the module.
+    /// The sequence number for a PTE of `level` that becomes empty; see the module.
     fn stamp_for(&self, level: Level) -> Stamp {
         if level == Level::L4K { self.stamp } else { self.tree.next_stamp() }
     }
 
-    /// Whether the leaf `value`, which maps `block`, goes as it is: the range covers it, or there is no memory for the table
-    /// that it is to be split into. Else the cache has that table.
+    /// Whether the leaf `value`, which maps `block`, is emptied as a whole: the range covers it, or
+    /// there is no memory to split it. If not, the cache has the page-table page for the split.
     fn goes_whole(&mut self, section: &Section<'_>, value: Entry, level: Level, block: GfnRange) -> bool {
         if self.range.covers(block) || self.is_out_of_memory {
             return true;
@@ -300,16 +330,17 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
         may_unlink
     }
 
-    /// Gives a table that this thread unlinked inside `section`, and whose entries have `level`, to the batch.
+    /// Adds a page-table page of PTEs of `level`, which this thread unlinked inside `section`, to
+    /// the batch.
     ///
-    /// The entries of the lowest level are empty, each with a stamp of this zap or of one after it, so that no fault
-    /// installs anything there any more: they may stay as they are. In a table above, a fault that was overtaken
-    /// could still hang empty tables on an entry: those are frozen, and what was hung there is taken along.
+    /// PTEs of the lowest level stay as they are: empty, with numbers of this zap or of later ones,
+    /// so that no fault installs there any more. PTEs above are frozen, because an overtaken fault
+    /// could still link empty page-table pages there. What it has linked is added, too.
     ///
     /// # Safety
-    /// The table is one of the tree whose address was read inside `section`. This thread alone has
-    /// unlinked it, or frozen the entry above it. It has no leaf and gets none. The batch flushes
-    /// what it covered.
+    /// The page-table page is one of the tree, and its address was read inside `section`. This
+    /// thread alone has unlinked it, or frozen the PTE above it. It has no leaf and gets none. The
+    /// batch flushes what it covered.
     unsafe fn take_over(&mut self, section: &Section<'_>, table: Hpa, level: Level, start: Gfn) {
         // SAFETY: as the caller promises.
         let cells = unsafe { frames::linked_entries::<H, F>(&self.tree.host, section, table, level) };
@@ -327,20 +358,22 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
             let gfn = Gfn(start.0 + index * level.nr_pages());
             let old = EntryRef::new(cell, level).freeze();
             match entry::state::<F>(old, level) {
-                // SAFETY: this thread has just frozen the entry. What was hung there is as empty.
+                // SAFETY: this thread has just frozen the PTE. What was linked there is empty, too.
                 State::Table => unsafe { self.take_over(section, F::address(old, level), level.down(), gfn) },
-                // A recovery of a table that was hung there, and is empty. That belongs to the one who broke it.
-                // SAFETY: the entry was read inside the section, and was broken.
+                // A recovery of an empty page-table page that was linked there. The page belongs to
+                // the owner of the broken PTE.
+                // SAFETY: the PTE was read inside the guard, and was broken.
                 State::Broken => unsafe { broken::tell_frozen(self.tree, self.slots, section, old, level, gfn) },
                 state => debug_assert!(matches!(state, State::Empty(_)), "a table is unlinked with a leaf in it"),
             }
         }
-        // SAFETY: as the caller promises; its entries are empty, or were frozen above.
+        // SAFETY: as the caller promises; its PTEs are empty, or were frozen above.
         unsafe { self.batch.add_unlinked(table) }
     }
 }
 
-/// Marks the page of `leaf` of `level`, which maps `range`, if its dirty bit is all that tells the dirty log of it.
+/// Marks the page of `leaf` of `level`, which maps `range`, if the leaf's dirty bit is the only
+/// record of a write for the dirty log.
 #[inline]
 pub(super) fn mark_dirty<H: Host, F: Format>(
     tree: &Tree<H, F>,
@@ -351,12 +384,13 @@ pub(super) fn mark_dirty<H: Host, F: Format>(
     range: GfnRange,
 ) {
     if !tree.config.first_write_faults(level) && entry::is_dirty_for_log::<F>(leaf) {
-        // No ring: a VM that has rings logs by faults alone.
+        // No ring: a VM with rings logs by faults alone.
         log::mark_if_logging(slots, section, None, range.start, range);
     }
 }
 
-/// Tells the host what the guest did through `leaf` of `level`, which maps `range` and is about to go.
+/// Notifies the host of what the guest did through `leaf` of `level`, which maps `range` and is
+/// about to go.
 #[inline]
 pub(crate) fn report<H: Host, F: Format>(tree: &Tree<H, F>, leaf: Entry, level: Level, range: GfnRange) {
     tree.host.leaf_zapped(ZappedLeaf {
