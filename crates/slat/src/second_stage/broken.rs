@@ -1,21 +1,42 @@
-//! Broken entries: somebody is between a table and a huge leaf, and whoever meets that does not wait.
+//! Broken PTEs: the owner is between a page-table page and a huge leaf, and no other thread waits
+//! for it.
 //!
-//! A broken entry names a table. In a recovery (`recover`) that is the table which hung there, whose entries its owner is
-//! freezing; in a split (`split`, where the format needs a break) it is the table that is to hang there. Both belong to the
-//! one who broke the entry.
+//! # Guarantees
+//! After [`cancel`], the PTE that it found is not broken any more. If the owner's work failed, the
+//! host was notified of all that the guest did through each leaf behind it.
 //!
-//! Whoever needs the entry cancels: it tells the host what the guest did through each leaf, freezes what is not frozen yet,
-//! takes a stamp, and exchanges the broken entry for an empty one with that stamp. The owner's exchange then fails, and it
-//! retires its table. Several may cancel at once: the exchange of one succeeds, and by then all has been told. A fault may
-//! have walked into the table before it was broken; hence the freezing, and hence the stamp of its own. No flush is owed
-//! for it: the frames stay the guest's until an invalidation, which flushes; the owner owes one for the table. But where
-//! tables and huge leaves must not be cached at once, the empty entry says that a flush must come before the next make
-//! ([`Stamp::unflushed`](crate::table::entry::Stamp::unflushed)).
+//! # Use
+//! A fault or a zap that needs a broken PTE cancels. An operation that only protects, splits, ages
+//! or asks passes it by. Pages that were to be protected are marked instead: the owner reads the
+//! memslot's flags after it has made a leaf writable (`models/recover.py`).
 //!
-//! A table may be retired while somebody still reads it here, inside a section: links of the list of retired tables do not
-//! look like frozen leaves, and the exchange fails, for the owner has retired it only once the entry was no longer broken.
-//! Who only protects, ages or asks passes a broken entry by. What was to be protected is marked instead: whoever makes the
-//! huge leaf writable reads the slot's flags again after that (`models/recover.py`).
+//! # Implementation
+//! A broken PTE names a page-table page, which belongs to the owner of the PTE. In a recovery
+//! (`recover`) it was linked there, and the owner is freezing its PTEs. In a split with break
+//! before make (`split`) it is about to be linked.
+//!
+//! A cancel
+//! 1. freezes each PTE behind a recovery that is not frozen yet, and notifies the host of each
+//!    leaf,
+//! 2. takes a sequence number,
+//! 3. exchanges the broken PTE for an empty one with that number.
+//!
+//! The owner's exchange then fails, and it retires its page-table page.
+//!
+//! # Why it is correct
+//! Several threads may cancel at once. One exchange succeeds, and by then all is reported.
+//!
+//! A fault may have walked into the page-table page before the PTE was broken. Hence the freezing,
+//! and hence the fresh number.
+//!
+//! The leaves need no flush: the frames stay the guest's until an invalidation, which flushes. The
+//! owner flushes for the page-table page. With break before make the empty PTE is *unflushed*
+//! ([`Stamp::unflushed`](crate::table::entry::Stamp::unflushed)), so that a flush precedes the next
+//! make.
+//!
+//! The owner may retire a page-table page that a cancel still reads inside its guard. The links of
+//! the list of retired ones do not look like frozen leaves. The exchange of the cancel fails, for
+//! the owner retires only when the PTE is not broken any more.
 
 #![expect(unsafe_code, reason = "reads the tables that broken and frozen entries name")]
 
@@ -32,7 +53,7 @@ use crate::table::retire::Section;
 use crate::table::tlb::TlbBatch;
 use crate::table::walk::Cursor;
 
-/// What is told, and to whom.
+/// A report of leaves to the host and to the dirty log, with their number.
 struct Telling<'c, H: Host, F: Format> {
     tree: &'c Tree<H, F>,
     slots: &'c Slots<H::Backing>,
@@ -41,7 +62,7 @@ struct Telling<'c, H: Host, F: Format> {
     nr_2m: u64,
 }
 
-/// Cancels what is under way at the cursor's entry, which was found broken.
+/// Cancels what is under way at the cursor's PTE, which was found broken.
 #[cold]
 pub(crate) fn cancel<H: Host, F: Format>(
     tree: &Tree<H, F>,
@@ -56,7 +77,7 @@ pub(crate) fn cancel<H: Host, F: Format>(
     }
     let (table, breaking) = entry::table_of_broken(value);
     let mut telling = Telling { tree, slots, section, nr_4k: 0, nr_2m: 0 };
-    // SAFETY: a broken entry that was read inside the section names it.
+    // SAFETY: a broken PTE that was read inside the guard names it.
     unsafe { telling.tell_and_freeze(table, level.down(), cursor.block().start, breaking) }
     let stamp = tree.next_stamp();
     let stamp = if F::BREAK_BEFORE_MAKE { stamp.unflushed() } else { stamp };
@@ -74,11 +95,11 @@ pub(crate) fn cancel<H: Host, F: Format>(
     stats.count(Counter::Zapped);
 }
 
-/// Tells what is behind the broken entry `value` of `level`, for the pages from `start` on, and freezes it, once the entry
-/// itself was frozen.
+/// Reports what is behind the broken PTE `value` of `level`, for the pages from `start` on, and
+/// freezes it. Called when the PTE itself was frozen.
 ///
 /// # Safety
-/// `value` was read inside the section from an entry of `level` of this tree, and is broken.
+/// `value` was read inside the guard from a PTE of `level` of this tree, and is broken.
 pub(super) unsafe fn tell_frozen<H: Host, F: Format>(
     tree: &Tree<H, F>,
     slots: &Slots<H::Backing>,
@@ -94,11 +115,11 @@ pub(super) unsafe fn tell_frozen<H: Host, F: Format>(
 }
 
 impl<H: Host, F: Format> Telling<'_, H, F> {
-    /// Tells what the entries of `table`, of `level` and for the pages from `start` on, are or were. Those of a table that
-    /// is given up are frozen.
+    /// Reports the leaves that the PTEs of `table`, of `level` and for the pages from `start` on,
+    /// are or were. In a recovery it freezes these PTEs.
     ///
     /// # Safety
-    /// The table's address was read inside the section, in an entry of the level above.
+    /// The address of the page-table page was read inside the guard, in a PTE of the level above.
     unsafe fn tell_and_freeze(&mut self, table: Hpa, level: Level, start: Gfn, breaking: Breaking) {
         // SAFETY: as the caller promises.
         let cells = unsafe { frames::linked_entries::<H, F>(&self.tree.host, self.section, table, level) };
@@ -110,20 +131,21 @@ impl<H: Host, F: Format> Telling<'_, H, F> {
                 let state = entry::state::<F>(value, level);
                 let told = (self.nr_4k, self.nr_2m);
                 if breaking == Breaking::Split && matches!(state, State::Table | State::Broken) {
-                    // It was linked by now, and is in use: there is nothing to cancel any more.
+                    // The page-table page is linked by now, and in use: nothing is left to cancel.
                     return;
                 }
                 if state == State::Broken {
-                    // Before it is frozen: then nobody could tell any more what was behind it.
+                    // Before this PTE is frozen: a frozen one does not show what was behind it.
                     let (below, breaking) = entry::table_of_broken(value);
-                    // SAFETY: `value` is of this table, and was read inside the section.
+                    // SAFETY: `value` is of this page-table page, and was read inside the guard.
                     unsafe { self.tell_and_freeze(below, level.down(), gfn, breaking) }
                     if breaking == Breaking::Split {
-                        // Still one leaf, as far as it was counted.
+                        // For the count the parts are still one leaf.
                         (self.nr_4k, self.nr_2m) = (told.0, told.1 + 1);
                     }
                 }
-                // A table that was to be linked stays its owner's: perhaps it is linked yet.
+                // A page-table page that a split was to link stays as it is: its owner may link it
+                // yet.
                 if breaking == Breaking::Recovery && state != State::Frozen {
                     if let Err(found) = entry.freeze_as_was::<F>(value) {
                         value = found;
@@ -151,7 +173,7 @@ impl<H: Host, F: Format> Telling<'_, H, F> {
                     (State::Empty(_) | State::Broken, _) => break,
                 };
                 report(self.tree, leaf, level, gfn.block(level));
-                // The exchange is over for it: no CPU sets the dirty bit any more.
+                // The exchange that froze or broke it is over: no CPU sets its dirty bit any more.
                 mark_dirty(self.tree, self.slots, self.section, leaf, level, gfn.block(level));
                 match level {
                     Level::L4K => self.nr_4k += 1,
@@ -163,12 +185,13 @@ impl<H: Host, F: Format> Telling<'_, H, F> {
     }
 }
 
-/// Gives the table at `table`, whose entries have `level` and are frozen, and what hung below it, to `batch`. For the owner
-/// of the broken entry, once that is no longer there.
+/// Adds `table`, a page-table page of frozen PTEs of `level`, and what was linked below it, to
+/// `batch`. Only the owner of the broken PTE calls this, once that is not there any more.
 ///
 /// # Safety
-/// This thread has broken the entry that pointed to the table, in a recovery. That entry is not
-/// broken any more and does not point to the table. The batch flushes what the entry covers.
+/// This thread has broken the PTE that pointed to the page-table page, in a recovery. That PTE is
+/// not broken any more and does not point to the page-table page. The batch flushes what the PTE
+/// covers.
 pub(super) unsafe fn give_up<H: Host, F: Format>(
     tree: &Tree<H, F>,
     section: &Section<'_>,
@@ -177,24 +200,26 @@ pub(super) unsafe fn give_up<H: Host, F: Format>(
     batch: &mut TlbBatch<'_, H, F>,
 ) {
     if level > Level::L4K {
-        // SAFETY: the table is not freed before the batch has it, and that is below.
+        // SAFETY: the page-table page is not freed before the batch has it, and that is below.
         for cell in unsafe { frames::linked_entries::<H, F>(&tree.host, section, table, level) } {
             let value = EntryRef::new(cell, level).load();
             debug_assert!(entry::state::<F>(value, level) == State::Frozen, "a table is given up that is in use");
             if let Frozen::Table(below) = entry::before_freezing::<F>(value, level) {
-                // SAFETY: as for the table: what hung below it belongs to the same thread.
+                // SAFETY: as for the page-table page: what was linked below it belongs to the same
+                // thread.
                 unsafe { give_up(tree, section, below, level.down(), batch) }
             }
         }
     }
-    // SAFETY: as the caller promises; all of its entries are frozen.
+    // SAFETY: as the caller promises; all of its PTEs are frozen.
     unsafe { batch.add_unlinked(table) }
 }
 
-/// The entry of `level` for `gfn`, which the caller has broken in an earlier section. `None`: the table that it was in is
-/// gone. Then, and if something else is found there, it is not broken any more, and all who read behind it have read.
+/// The PTE of `level` for `gfn`, which the caller has broken in an earlier guard. `None`: its
+/// page-table page is gone. Then, and if the PTE has another value, it is not broken any more, and
+/// all behind it was reported.
 ///
-/// A walk may end at a broken entry above, while this one is still to be frozen: that is cancelled.
+/// A walk may end at a broken PTE above, which is still to freeze this one: that is cancelled.
 #[inline]
 pub(super) fn find_broken<'s, H: Host, F: Format>(
     tree: &'s Tree<H, F>,

@@ -1,30 +1,47 @@
-//! Putting huge leaves back in place, once nothing needs small ones any more: beside faults, harvests and invalidations, and
-//! with few flushes. From the lowest level up, 4 KiB to 2 MiB to 1 GiB.
+//! Recovery: huge leaves take the place of page-table pages, once nothing needs small ones any
+//! more.
 //!
-//! The host is asked first whether the page may be mapped by a larger leaf; then, in one section: (1) break the entry: it is
-//! not present any more; (2) freeze the entries below one by one, and gather what the guest did through them; (3) if all of
-//! them were there, of frames that follow each other, exchange the broken entry for a leaf of the whole. If not, cancel: the
-//! next access asks the host, and gets the huge leaf that way. Whoever meets the broken entry meanwhile cancels as well
-//! (`broken`); so (3) needs no look at the ranges that are being taken away: who takes a page away finds the broken entry, or
-//! the huge leaf. The table goes in any case.
+//! # Guarantees
+//! - A huge leaf is made only of leaves that were all there, with frames that follow each other, if
+//!   host and memslot allow it.
+//! - No write is lost for the dirty log or for the host.
+//! - No fault, harvest or invalidation waits for a recovery.
 //!
-//! The host's answer is true as long as no page of the block is invalidated. Nothing says so for a leaf but the counter of
-//! stamps: it is read before the look, and again when the entry is broken.
+//! # Use
+//! [`recover_range`] recovers all that it can, from the lowest level up: 4 KiB to 2 MiB to 1 GiB.
+//! Some blocks stay small:
+//! - Those of a memslot that logs. With [`HugePageLogging::MarkWhole`](crate::HugePageLogging) and
+//!   write protection, leaves of 2 MiB come back all the same.
+//! - Those larger than the blocks of a userfault bitmap, or with private and shared pages.
+//! - The rest, when too many unlinked page-table pages wait for a guard: [`MAX_PUT_OFF_TABLES`],
+//!   and as many as were linked when the recovery began.
 //!
-//! The right to write is never copied. Where the slot does not log, and no log is kept in rings, the leaf is writable if the
-//! host allows it, and whoever made it so does as a fault does: fence, read the flags again, mark all pages if the slot logs
-//! by now. So a harvest or an enabling may pass a broken entry by. Elsewhere the first write gives the right back.
+//! # Implementation
+//! For each block the recovery
+//! 1. reads the counter of sequence numbers, finds the page-table page, and asks the host outside
+//!    of the guard whether the page may be mapped by the larger leaf,
+//! 2. exchanges the directory entry for a broken PTE, and reads the counter again,
+//! 3. freezes the PTEs below one by one, and gathers what the guest did through them,
+//! 4. exchanges the broken PTE for a leaf of the whole block. If that cannot be, it cancels: the
+//!    next access asks the host, and gets the huge leaf that way.
+//! 5. If it gave W, it makes a full fence, reads the memslot's flags again, and marks all pages if
+//!    the memslot logs by now.
 //!
-//! What a slot that logs needs stays: with [`HugePageLogging::MarkWhole`](crate::HugePageLogging) leaves of 2 MiB come back
-//! if writes are found out by write protection, else none. So does what user space has said of the pages: blocks larger than
-//! those of a userfault bitmap, or of private and shared pages, stay apart.
+//! Steps 2 to 5 are in one guard. The page-table page is given up in any case. One flush for many
+//! is due, only so that they may be freed: what CPUs have cached of the small leaves agrees with
+//! the huge one. Where both must not be cached at once ([`Format::BREAK_BEFORE_MAKE`]), the
+//! recovery leaves its guard and flushes before step 4.
 //!
-//! Tables that wait for a section to be over cost memory: as many as are linked when a recovery begins may, beside those that
-//! zaps may put off. The rest of the blocks then stay as they are.
+//! # Why it is correct
+//! A fault or a zap that needs the broken PTE cancels (`broken`), and step 4 fails. So step 4 need
+//! not look at the ranges in flight: a zap finds the broken PTE, or the huge leaf.
 //!
-//! The flush for the tables is paid once for many. It is owed so that they may be freed; what CPUs have cached of the small
-//! leaves says the same as the huge one. Where it may not be cached at once ([`Format::BREAK_BEFORE_MAKE`]), each break is
-//! flushed before its make.
+//! The host's answer is true as long as no page of the block is invalidated. A leaf holds no
+//! sequence number that shows it, so the counter does.
+//!
+//! W is never copied. The huge leaf has it if the host allows it, the memslot does not log, and
+//! there are no rings. Step 5 then does what a fault does, so that a harvest or an enabling may
+//! pass a broken PTE by. Elsewhere the first write restores W.
 
 #![expect(unsafe_code, reason = "gives up the tables that it has broken")]
 
@@ -49,13 +66,14 @@ use crate::table::retire::{HazardPointer, Record, RecordGuard, Section};
 use crate::table::tlb::TlbBatch;
 use crate::table::walk::Cursor;
 
-/// How often a block is tried at which somebody else is at work.
+/// How often a block is tried that other threads change.
 const MAX_TRIES: usize = 8;
 
-/// Entries, and words of attributes, looked at before the section is left for a while.
+/// PTEs, and words of attributes, that a turn visits before it leaves its guard.
 const STEPS_PER_TURN: u64 = 4096;
 
-/// Puts huge leaves back in `range`, as large as the host and the slots' logs allow. Returns how many tables became leaves.
+/// Recovers huge leaves in `range`, as large as the host and the memslots' logs allow. Returns how
+/// many page-table pages became leaves.
 pub(crate) fn recover_range<H: Host, F: Format>(
     tree: &Tree<H, F>,
     slots: &Slots<H::Backing>,
@@ -81,30 +99,30 @@ pub(crate) fn recover_range<H: Host, F: Format>(
     nr_recovered
 }
 
-/// A table that may become a leaf.
+/// A page-table page that may become a leaf.
 struct Candidate<'r, B> {
     /// The block that the leaf would map.
     block: GfnRange,
     level: Level,
-    /// The page of the first leaf below, its number in the slot, and its frame.
+    /// The page of the first leaf below, its number in the memslot, and its frame.
     gfn: Gfn,
     page: u64,
     pfn: Pfn,
     is_host_writable: bool,
     attributes: MemoryAttributes,
     backing: BackingRef<'r, B>,
-    /// The greatest stamp before all that.
+    /// The counter of sequence numbers, read before all that.
     seen: Stamp,
 }
 
-/// Where a look for a candidate ended.
+/// Where the search for a candidate ended.
 enum Look<'r, B> {
     Found(Candidate<'r, B>),
-    /// There was none before this page.
+    /// There is none before this page.
     Next(Gfn),
 }
 
-/// What all leaves of a table say together.
+/// What the leaves of a page-table page say together.
 struct Gathered {
     first: Pfn,
     is_host_writable: bool,
@@ -125,7 +143,8 @@ struct Recovery<'r, H: Host, F: Format> {
 }
 
 impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
-    /// Tries all blocks of `level` in `range`. `None`: no more tables can be given up for now.
+    /// Tries all blocks of `level` in `range`. `None`: no more page-table pages can be given up for
+    /// now.
     fn pass(&mut self, mut hazard: HazardPointer<'_>, range: GfnRange, level: Level) -> Option<()> {
         let mut next = range.start;
         // The block that was tried last, and how often.
@@ -151,21 +170,21 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         Some(())
     }
 
-    /// Makes sure that one more table may be given up.
+    /// Makes sure that one more page-table page may be given up.
     fn make_room(&mut self) -> Option<()> {
         if self.batch.nr_unlinked() >= TABLES_PER_FLUSH {
             self.batch.flush();
         }
         if self.tree.epochs.nr_put_off_tables() >= self.max_put_off {
-            // The section that they waited for may be over by now.
+            // The guards that they waited for may be over by now.
             self.tree.reclaim();
         }
         (self.tree.epochs.nr_put_off_tables() < self.max_put_off).then_some(())
     }
 
-    /// Looks for a table at `level` from `start` on.
+    /// Finds a page-table page below a PTE of `level`, from `start` on.
     ///
-    /// Never inlined, as `try_recover`: what it needs of the stack is free again when a flush is paid.
+    /// Never inlined, like `try_recover`: its stack is free again when the batch is flushed.
     #[inline(never)]
     fn look<'h>(&self, hazard: HazardPointer<'h>, start: Gfn, range: GfnRange, level: Level) -> Look<'h, H::Backing> {
         let (tree, record) = (self.tree, self.record);
@@ -186,7 +205,8 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
                 let gfn = Gfn(block.start.0 + index * parts.nr_pages());
                 let pfn = entry::frame::<F>(leaf, parts);
                 let is_aligned = (pfn.0 ^ gfn.0) & (level.nr_pages() - 1) == 0;
-                // Inside a range that is being taken away the host's answer may be of the past, and no stamp would tell.
+                // Inside a range in flight the host's answer may be outdated, and no sequence
+                // number shows it.
                 let is_free = tree.published.free_level(gfn, level) == Some(level);
                 let slot = (is_aligned && is_free).then(|| self.slots.find(&section, gfn)).flatten();
                 nr_steps += slot.as_ref().map_or(0, |slot| slot.steps_of(block));
@@ -224,7 +244,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         !needs && slot.allows_leaf(block, level)
     }
 
-    /// Makes a leaf of what hangs at `candidate`, if the host says that it may be one.
+    /// Makes a leaf of the page-table page of `candidate`, if the host allows it.
     #[inline(never)]
     fn try_recover(&mut self, candidate: Candidate<'_, H::Backing>) -> Result<(), Changed> {
         let Candidate { block, level, gfn, page, pfn, is_host_writable, attributes, backing, seen } = candidate;
@@ -238,21 +258,21 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         let is_huge = |resolved: Resolved| {
             resolved.pfn == pfn
                 && resolved.max_size.level() >= level
-                // Only what may be written as a whole was told of.
+                // A block that may be written needs that answer: `max_size` holds with `writable`.
                 && (resolved.writable || !is_host_writable)
         };
         if !resolved.is_ok_and(is_huge) {
             return Ok(());
         }
         let locked = tree.enter(record, Side::Read);
-        // To cancel costs the guest faults: not if that is plain beforehand.
+        // A recovery that is bound to fail would cost the guest faults.
         if tree.current_stamp() != seen {
             return Err(Changed);
         }
         let mut cursor = Cursor::new(tree, &locked.section, block.start);
         cursor.descend_to(level);
         let Some((value, leaves)) = cursor.read_table(level) else { return Ok(()) };
-        // So many are not taken away because one is missing, or still a table.
+        // Nor are so many leaves given up because one is missing, or still a page-table page.
         if level > Level::L2M && !leaves.iter().all(|cell| is_leaf::<F>(cell, level.down())) {
             return Ok(());
         }
@@ -263,22 +283,23 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
             self.batch.add(block);
         }
         let first = Pfn(pfn.0 & !(level.nr_pages() - 1));
-        // Only now: the entry has no stamp, and the block may have been emptied, its slot deleted, and all be filled anew,
-        // since the look. Whoever begins to take a page away from now on finds the broken entry, or what becomes of it: a
-        // store-load pair, with a stamp that is taken and then the entry looked at (`invalidate`).
+        // The counter is read only now. A directory entry holds no sequence number: since the
+        // search, the block may have been emptied, its memslot deleted, and all be filled anew. An
+        // invalidation that begins from now on finds the broken PTE, or what becomes of it. The
+        // other side of this store-load pair takes a number, and then reads the PTE (`invalidate`).
         fence_after_rmw();
         let is_overtaken = tree.current_stamp() != seen;
         let slot = self.slots.find(&locked.section, gfn).filter(|slot| self.may_recover(slot, block, level));
-        // What is made writable here is marked in the slot's bitmap, and in no ring.
+        // The pages are marked in the memslot's bitmap, and in no ring.
         let may_write = slot.as_ref().is_some_and(|slot| !slot.logs()) && self.without_rings.is_some();
         let leaf = slot
             .filter(|_| !is_overtaken)
             .and_then(|_| gather::<F>(leaves, level.down(), first))
             .map(|gathered| self.leaf(&gathered, level, may_write));
         if !F::BREAK_BEFORE_MAKE {
-            // At the very cell: a walk from the root could end at a broken entry above, while this one is still broken.
+            // At this very PTE: a walk from the root could end at a broken PTE above.
             self.make(&locked.section, &cursor, broken, leaf);
-            // SAFETY: this call has broken the entry, and `make` has replaced it. The batch has the
+            // SAFETY: this call has broken the PTE, and `make` has replaced it. The batch has the
             // block.
             unsafe { give_up(tree, &locked.section, table, level.down(), &mut self.batch) }
             return Ok(());
@@ -294,8 +315,8 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         Ok(())
     }
 
-    /// Exchanges this recovery's broken entry at the cursor, if it is still there, for `leaf`, or cancels if there is none.
-    /// It is not there any more when this returns.
+    /// Exchanges this recovery's broken PTE at the cursor for `leaf`, or cancels if that is `None`.
+    /// When this returns, the broken PTE is not there any more.
     fn make(&mut self, section: &Section<'_>, cursor: &Cursor<'_, H, F>, broken: Entry, leaf: Option<Entry>) {
         match leaf {
             Some(leaf) if cursor.entry().compare_exchange::<F>(broken, leaf).is_ok() => {
@@ -306,7 +327,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         }
     }
 
-    /// The leaf of `level` that says what all of `gathered` said.
+    /// The leaf of `level` for all that was `gathered`, with W only if `may_write`.
     fn leaf(&self, gathered: &Gathered, level: Level, may_write: bool) -> Entry {
         let tracking = self.tree.config.access_tracking;
         let bit = |is_set: bool, bit: u64| if is_set { bit } else { 0 };
@@ -315,14 +336,15 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
             F::leaf(gathered.first, level).0
                 | bit(gathered.is_host_writable, F::HOST_WRITABLE)
                 | bit(may_write, F::WRITABLE)
-                // As in `install`: where CPUs do not set them, A is there from the beginning, and D with W.
+                // As in `install`: where CPUs set neither, a leaf has A from the beginning, and D
+                // with W.
                 | bit(gathered.is_accessed || tracking == AccessTracking::Faults, F::ACCESSED)
                 | bit(gathered.is_dirty || (tracking.writes_are_unseen::<F>() && may_write), F::DIRTY),
         );
         if gathered.is_present { leaf } else { entry::tracked::<F>(leaf, level) }
     }
 
-    /// Counts, and marks if need be, the leaf of `level` that was just made for `block`.
+    /// Counts the leaf of `level` that was just made for `block`, and marks its pages if need be.
     fn made(&mut self, section: &Section<'_>, leaf: Entry, block: GfnRange, level: Level) {
         self.nr_recovered += 1;
         self.record.stats.count(Counter::Recoveries);
@@ -343,14 +365,14 @@ fn first_leaf<F: Format>(cells: &[AtomicU64], level: Level) -> Option<(u64, Entr
     })
 }
 
-/// Whether the entry `cell` of `level` is a leaf, tracked or not.
+/// Whether the PTE `cell` of `level` is a leaf, tracked or not.
 fn is_leaf<F: Format>(cell: &AtomicU64, level: Level) -> bool {
     let value = EntryRef::new(cell, level).load();
     matches!(entry::state::<F>(value, level), State::Leaf | State::Tracked)
 }
 
-/// Freezes the entries `cells` of `level`, which are to map the frames from `first` on. `None`: they do not make one leaf;
-/// then some may not be frozen.
+/// Freezes the PTEs `cells` of `level`, which are to map the frames from `first` on. `None`: they
+/// do not make one leaf, and some may not be frozen.
 fn gather<F: Format>(cells: &[AtomicU64], level: Level, first: Pfn) -> Option<Gathered> {
     let mut leaves = FrozenLeaves::new();
     let mut pfn = first;
@@ -361,10 +383,10 @@ fn gather<F: Format>(cells: &[AtomicU64], level: Level, first: Pfn) -> Option<Ga
             match entry::state::<F>(value, level) {
                 State::Leaf | State::Tracked => match entry.freeze_as_was::<F>(value) {
                     Ok(frozen) => break frozen,
-                    // Hardware has set A or D, or somebody changed it.
+                    // Hardware has set A or D, or another thread has changed the PTE.
                     Err(found) => value = found,
                 },
-                // By one who cancels: then the exchange of the broken entry fails.
+                // Frozen by a cancel: the exchange of the broken PTE fails.
                 State::Frozen => break value,
                 State::Empty(_) | State::Table | State::Broken => return None,
             }

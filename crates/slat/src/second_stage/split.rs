@@ -1,19 +1,32 @@
-//! Splitting huge leaves ahead of time, so that no vCPU has to: from the root down, 1 GiB to 2 MiB to 4 KiB.
+//! Splitting: page-table pages take the place of huge leaves ahead of time, so that no vCPU has to
+//! split them.
 //!
-//! One pass, by as many threads as bring ranges. Each leaf is one step of its own: a table is filled with leaves one level
-//! lower that allow the same (`install::split_into`), and takes the huge leaf's place by one compare-and-exchange from the
-//! value that it was made of. If a fault, another split, or hardware that set A or D was first, the next look at the entry
-//! says what is left to do, and the table is there for that. A split says nothing new, so no flush is owed, and it needs no
-//! order with logging: rights, A and D are the huge leaf's.
+//! # Guarantees
+//! A split changes no translation, and keeps A and D. The parts allow what the huge leaf did, but
+//! for [`parts_of`] and [`split_by_breaking`].
 //!
-//! Tables are allocated where the memory is that they map, or wherever else the configuration says. The first try is made
-//! inside the section and does not wait. If it fails, the section is left, waiting is allowed, and the walk goes on from
-//! the leaf that it stood at.
+//! # Use
+//! Any number of threads call [`split_range`], each for its own range.
+//! [`TablePlacement`](crate::TablePlacement) says from which node the page-table pages come.
 //!
-//! Where the format needs it ([`Format::BREAK_BEFORE_MAKE`]) the leaf is broken first, and flushed, and then the table
-//! linked; its leaves allow the same unless the slot logs ([`split_by_breaking`]). A fault or a zap that meets the broken
-//! entry meanwhile cancels that (`broken`); the table may then still be read by others,
-//! and is retired.
+//! # Implementation
+//! One pass goes from the root down, 1 GiB to 2 MiB to 4 KiB; each leaf is one step. The split
+//! fills a page-table page with leaves one level lower, and exchanges the huge leaf for it
+//! (`install::split_into`). If a fault, another split, or hardware that set A or D was first, it
+//! reads the PTE anew, and uses the page-table page for what is left to do.
+//!
+//! The first try to allocate is made inside the guard, and does not wait. If it fails, the split
+//! leaves the guard, waits for memory, and goes on from the same leaf.
+//!
+//! With break before make ([`Format::BREAK_BEFORE_MAKE`]) the split breaks the leaf, flushes, and
+//! then links the page-table page ([`split_by_breaking`]). A fault or a zap that needs the broken
+//! PTE cancels the split (`broken`). The page-table page is then retired, since other threads may
+//! still read it.
+//!
+//! # Why it is correct
+//! Translations that CPUs have cached of the huge leaf stay true, so no flush is due. A split needs
+//! no order with logging: it copies W, A and D of the very value that it exchanges, and parts that
+//! get W anew are logged by D.
 
 #![expect(unsafe_code, reason = "retires the table that it has made in vain")]
 
@@ -34,13 +47,14 @@ use crate::table::frames::{TableCache, TableUse};
 use crate::table::retire::{Record, Section, TableChain};
 use crate::table::walk::Cursor;
 
-/// Leaves split, or entries passed by, before a walk leaves its section for a while.
+/// Leaves split, or PTEs passed by, before a turn leaves its guard.
 const STEPS_PER_TURN: u64 = 32;
 
-/// Splits all leaves larger than `target` that reach into `range` and whose block `is_wanted`. Returns how many it has split.
+/// Splits each leaf larger than `target` that reaches into `range` and whose block `is_wanted`.
+/// Returns how many it split.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`]: the rest is as it was.
+/// [`Error::OutOfMemory`]: the other leaves are as they were.
 pub(crate) fn split_range<H: Host, F: Format>(
     tree: &Tree<H, F>,
     slots: &Slots<H::Backing>,
@@ -57,9 +71,9 @@ pub(crate) fn split_range<H: Host, F: Format>(
 
 /// Why a turn ended, and the frame to go on from.
 enum TurnEnd {
-    /// The range's end, or somebody else should run.
+    /// The range is done, or the next turn goes on from here.
     At(Gfn),
-    /// There is no table from this node at hand.
+    /// The cache has no page-table page from this node.
     NeedsTable(Gfn, TableNode),
     /// The leaf here must be broken, which takes a flush.
     Break(Gfn, Entry, Level),
@@ -93,7 +107,7 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
                     gfn
                 }
                 TurnEnd::Break(gfn, value, level) => {
-                    // If somebody was first, the next look says what is left.
+                    // If another thread was first, the next turn reads the PTE anew.
                     let Split { tree, slots, record, tables, .. } = self;
                     if split_by_breaking(tree, slots, record, tables, gfn, value, level).is_ok() {
                         self.nr_split += 1;
@@ -108,14 +122,14 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
         Ok(())
     }
 
-    /// One section's worth.
+    /// One turn, in one guard.
     fn turn(&mut self, section: &Section<'_>, start: Gfn) -> TurnEnd {
         let Tree { host, config, .. } = self.tree;
         let above_target = self.target.up();
         let mut cursor = Cursor::new(self.tree, section, start);
         let mut nr_steps = 0;
         while cursor.gfn() < self.range.end {
-            // What lies below a table above leaves of the target's level is split already.
+            // Leaves below a PTE of this level have the target's size or less.
             let (value, state) = cursor.descend_to(above_target);
             if matches!(state, State::Leaf | State::Tracked)
                 && cursor.level() >= above_target
@@ -135,7 +149,7 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
                 if install::split_into(&cursor, host, &mut self.tables, value, whole).is_ok() {
                     self.nr_split += 1;
                 }
-                // Down into it, or once more.
+                // The next step goes down into it, or tries once more.
             } else {
                 cursor.advance();
             }
@@ -149,25 +163,28 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
     }
 }
 
-/// Where the table is to lie that replaces the leaf `value` of `level`.
+/// The node for the page-table page that replaces the leaf `value` of `level`.
 pub(crate) fn placement_of<H: Host, F: Format>(config: &Config, host: &H, value: Entry, level: Level) -> TableNode {
     config.split_table_placement.node_for(host, Some(entry::frame::<F>(value, level)))
 }
 
-/// The leaf of `level` whose parts are to replace `value`: the same, but where leaves of the parts' level need not fault on
-/// their first write to be seen, it may be written if the host allows it.
+/// The leaf whose parts replace the leaf `value` of `level`. It is `value`; but with W, if the host
+/// allows it and a write to a part is found out without a fault.
 pub(crate) fn parts_of<F: Format>(config: &Config, value: Entry, level: Level) -> Entry {
     let may_write = !config.first_write_faults(level.down()) && entry::is_host_writable::<F>(value);
     if F::is_present(value) && may_write { Entry(value.0 | F::WRITABLE) } else { value }
 }
 
-/// Replaces the leaf `value` of `level`, more than 4 KiB, that maps `gfn` by a table, with a break and a flush between. The
-/// cache must hold a table. Called outside of sections.
+/// Replaces the leaf `value` of `level`, more than 4 KiB, that maps `gfn`, by a page-table page,
+/// with a break and a flush between. The cache must hold a page-table page. Called outside of
+/// guards.
 ///
-/// A protection passes the broken entry by. So the parts may be written if the leaf might be, but only where the slot does not
-/// log before the break; and when they are linked, this reads the slot's flags again and marks all of them if it logs by then,
-/// as a recovery does with what it makes writable (`recover`). Rings have no room for so many: where there are rings, the first
-/// write of each part gives the right back; and where the parts keep it, no rings are enabled before they are marked.
+/// A protection passes the broken PTE by. So the parts keep W only if the memslot does not log
+/// before the break, and the VM has no rings: those have no room for so many pages. Otherwise the
+/// first write of each part restores W.
+///
+/// Once the parts are linked, the flags are read again, and all pages are marked if the memslot
+/// logs by then, as in a recovery (`recover`). No rings are enabled before that.
 pub(crate) fn split_by_breaking<H: Host, F: Format>(
     tree: &Tree<H, F>,
     slots: &Slots<H::Backing>,
@@ -183,16 +200,16 @@ pub(crate) fn split_by_breaking<H: Host, F: Format>(
     link_parts(tree, slots, record, gfn, level, &split)
 }
 
-/// A leaf that is broken, so that a table can take its place.
+/// A leaf that is broken, so that a page-table page can take its place.
 struct BrokenLeaf {
     broken: Entry,
-    /// The entry that links the table.
+    /// The directory entry that links the page-table page.
     table: Entry,
     /// What the parts allow.
     whole: Entry,
 }
 
-/// The first section of [`split_by_breaking`], which is broken up so that it needs little of the stack.
+/// The first guard of [`split_by_breaking`], a function of its own so that it needs little stack.
 #[inline(never)]
 fn break_leaf<H: Host, F: Format>(
     tree: &Tree<H, F>,
@@ -213,12 +230,12 @@ fn break_leaf<H: Host, F: Format>(
     let table = install::prepare_parts::<H, F>(&tree.host, tables, whole, level);
     let broken = entry::broken(F::address(table, level), Breaking::Split);
     cursor.entry().compare_exchange::<F>(value, broken).map_err(|_| Changed)?;
-    // Others may find it from now on: it never goes back to the cache.
+    // Other threads may find the page-table page from now on: it never goes back to the cache.
     tables.linked(&tree.host, &record.stats, 1, TableUse::Split, Some(entry::frame::<F>(value, level)));
     Ok(BrokenLeaf { broken, table, whole })
 }
 
-/// Its second section, after the flush.
+/// The second guard, after the flush.
 #[inline(never)]
 fn link_parts<H: Host, F: Format>(
     tree: &Tree<H, F>,
@@ -241,7 +258,7 @@ fn link_parts<H: Host, F: Format>(
     }
     drop(locked);
     let mut unlinked = TableChain::new();
-    // SAFETY: it was never linked. A broken entry has named it, and does not any more.
+    // SAFETY: it was never linked. A broken PTE has named it, and does not any more.
     unsafe { unlinked.push(&tree.host, F::address(split.table, level)) }
     tree.epochs.retire_tables(&tree.host, unlinked);
     Err(Changed)
