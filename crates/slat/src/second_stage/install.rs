@@ -1,9 +1,10 @@
-//! The single steps that faults and zaps do to the tree: install a leaf, give access back, split a huge leaf, take away
-//! what is there.
+//! The single changes that faults and zaps make to PTEs: install a leaf, restore access, split a
+//! huge leaf, empty a PTE.
 //!
-//! All run inside a section, on what a cursor found there, and neither allocate nor wait: the tables that they link come
-//! from the caller's cache. Each is one compare-and-exchange; `Err(Changed)` means that somebody was faster and that the
-//! fault starts over.
+//! All run inside a guard, on the PTE that a cursor found there. They neither allocate nor wait:
+//! the page-table pages that they link come from the caller's cache. Each is one
+//! compare-and-exchange. [`Changed`] means that another thread or hardware was faster; the fault
+//! starts over.
 
 use super::age::AccessTracking;
 use crate::addr::{Access, Level, Pfn};
@@ -14,15 +15,14 @@ use crate::table::entry::{self, EntryRef, Stamp};
 use crate::table::frames::{TableCache, TableUse};
 use crate::table::walk::{self, Cursor};
 
-/// The entry is no longer what the fault's decision was made on.
+/// The PTE is no longer what the caller has read.
 pub(crate) struct Changed;
 
-/// What a leaf is to be.
+/// A leaf that is to be installed.
 #[derive(Clone, Copy)]
 pub(crate) struct NewLeaf {
     /// Frame of the page that faulted.
     pub(crate) pfn: Pfn,
-    /// Level of the leaf.
     pub(crate) level: Level,
     pub(crate) rights: Rights,
     /// The access for which it is installed; `None` if the guest has not used the page.
@@ -34,15 +34,17 @@ pub(crate) struct NewLeaf {
 pub(crate) enum Rights {
     /// The host does not allow writing.
     ReadOnly,
-    /// The host allows writing; the leaf does not, so that the first write is seen.
+    /// The host allows writing. The leaf lacks W, so that the first write faults.
     WriteProtected,
     /// Writes go through.
     Writable,
 }
 
-/// The leaf with A set if it is used (a fault is an access), and D if it is written, so that no CPU has to set them. Where
-/// CPUs do not set A, a leaf is used as soon as it is there, and where they do not set D, dirty as soon as it can be written:
-/// nothing else would tell.
+/// `leaf` with A if it is `used` (a fault is an access), and D if it is written, so that no CPU has
+/// to set them.
+///
+/// Where CPUs do not set A, a leaf counts as used as soon as it is installed. Where they do not set
+/// D, it counts as dirty as soon as it has W, since no CPU records a write through it.
 fn used_leaf<F: Format>(leaf: Entry, used: Option<Access>, tracking: AccessTracking) -> Entry {
     let accessed = if used.is_some() || tracking == AccessTracking::Faults { F::ACCESSED } else { 0 };
     let is_written =
@@ -63,10 +65,11 @@ impl NewLeaf {
     }
 }
 
-/// Installs `leaf` for the frame at the cursor, whose current entry is `value`, empty with `stamp`. Links as many tables
-/// as lie between, with all their other entries empty and of the same stamp: one compare-and-exchange shows it all.
+/// Installs `leaf` for the frame at the cursor, whose PTE is `value`, empty with `stamp`. The
+/// page-table pages that lie between are linked by the same compare-and-exchange. All their other
+/// PTEs are empty with the same number.
 ///
-/// The cache must hold `cursor.level() - leaf.level` tables.
+/// The cache must hold `cursor.level() - leaf.level` page-table pages.
 #[inline(always)]
 pub(crate) fn install<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
@@ -91,7 +94,7 @@ pub(crate) fn install<H: Host, F: Format>(
     )
 }
 
-/// What is to hang on an entry of `level`, and how many tables of the cache it takes with it.
+/// A PTE of `level` to be linked, with the page-table pages of the cache that it takes along.
 pub(crate) struct Prepared {
     pub(crate) entry: Entry,
     pub(crate) level: Level,
@@ -101,13 +104,13 @@ pub(crate) struct Prepared {
 }
 
 impl Prepared {
-    /// An entry of `level` that is empty with `stamp`: what hangs above it then says the same, piece by piece.
+    /// A PTE of `level` that is empty with `stamp`: linked below an empty PTE, it changes nothing.
     pub(crate) fn empty(stamp: Stamp, level: Level, pfn: Pfn) -> Prepared {
         Prepared { entry: entry::empty(stamp), level, nr_tables: 0, pfn }
     }
 }
 
-/// Puts `prepared` where it belongs below the cursor's entry `value`, as [`install`] does with a leaf.
+/// Links `prepared` below the cursor's PTE `value`, as [`install`] does with a leaf.
 #[inline(always)]
 pub(crate) fn link<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
@@ -120,7 +123,7 @@ pub(crate) fn link<H: Host, F: Format>(
     let Prepared { entry: mut new, mut level, mut nr_tables, pfn } = prepared;
     while level < cursor.level() {
         let inside = walk::index_of::<F>(cursor.gfn(), level);
-        // Whoever makes something of the entry has flushed it, if that was needed.
+        // The caller has flushed the PTE, if that was needed.
         let beside = entry::empty(stamp.flushed());
         new = cache.prepare::<H, F>(host, nr_tables, |index| if index == inside { new } else { beside });
         nr_tables += 1;
@@ -131,8 +134,8 @@ pub(crate) fn link<H: Host, F: Format>(
     Ok(())
 }
 
-/// Gives the guest access back to the leaf `value` in `entry`, which is tracked or lacks the right to write: the host allows
-/// `access`, and tells nothing new.
+/// Restores `access` to the leaf `value` in `entry`, which is tracked or lacks W. The leaf itself
+/// says that the host allows it.
 #[inline]
 pub(crate) fn give_back<F: Format>(
     tracking: AccessTracking,
@@ -152,10 +155,11 @@ pub(crate) fn give_back<F: Format>(
     entry.compare_exchange::<F>(value, new).map_err(|_| Changed)
 }
 
-/// Replaces the huge leaf `value` at the cursor, tracked or not, by a table of leaves one level lower that allow the same. No
-/// flush is owed: whatever a CPU has cached of the huge leaf is still true.
+/// Replaces the huge leaf `value` at the cursor, tracked or not, by a page-table page of leaves one
+/// level lower that allow the same. This needs no flush: translations that CPUs have cached of the
+/// huge leaf stay true.
 ///
-/// The cache must hold a table.
+/// The cache must hold a page-table page.
 pub(crate) fn split<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
     host: &H,
@@ -165,8 +169,8 @@ pub(crate) fn split<H: Host, F: Format>(
     split_into(cursor, host, cache, value, value)
 }
 
-/// As [`split`], but the parts allow what `whole` does, which is `value` but perhaps writable: for who has read that, and
-/// writes are seen otherwise.
+/// As [`split`], but the parts allow what `whole` does: `value`, perhaps with W. The caller has
+/// made sure that the host allows it, and that writes are found out without a fault.
 pub(crate) fn split_into<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
     host: &H,
@@ -176,7 +180,8 @@ pub(crate) fn split_into<H: Host, F: Format>(
 ) -> Result<(), Changed> {
     let level = cursor.level();
     let table = prepare_parts::<H, F>(host, cache, whole, level);
-    // Hardware may set A or D of the huge leaf meanwhile: then the exchange fails, and the next try copies them.
+    // If hardware sets A or D of the huge leaf meanwhile, the exchange fails, and the next try
+    // copies them.
     cursor.entry().compare_exchange::<F>(value, table).map_err(|_| Changed)?;
     let pfn = entry::frame::<F>(value, level);
     cache.linked(host, cursor.stats(), 1, TableUse::Split, Some(pfn));
@@ -184,17 +189,18 @@ pub(crate) fn split_into<H: Host, F: Format>(
     Ok(())
 }
 
-/// Fills a table of the cache with the parts of the huge leaf `whole` of `level`, and returns the entry that links it.
+/// Fills a page-table page of the cache with the parts of the huge leaf `whole` of `level`. Returns
+/// the directory entry that links it.
 pub(crate) fn prepare_parts<H: Host, F: Format>(host: &H, cache: &mut TableCache, whole: Entry, level: Level) -> Entry {
     let mut parts_of = |level| cache.prepare::<H, F>(host, 0, |index| entry::part_of_huge::<F>(whole, level, index));
     match level {
-        // A constant, for all but one split in 512: then so are the shifts, which are most of what it takes to fill a table.
+        // A constant level for all but one split in 512. So the shifts are constants, too, which
+        // are most of the work.
         Level::L2M => parts_of(Level::L2M),
         _ => parts_of(level),
     }
 }
 
-/// Counts a split of a leaf of `level`.
 pub(crate) fn count_split(stats: &Recorder, level: Level) {
     stats.count(Counter::Splits);
     if level > Level::L2M {
@@ -202,8 +208,8 @@ pub(crate) fn count_split(stats: &Recorder, level: Level) {
     }
 }
 
-/// Takes away what is at the cursor, `value`, and leaves `stamp`, or renews the stamp of an empty entry. If hardware could
-/// use it, a flush of its block is owed. Returns the empty entry.
+/// Empties the PTE at the cursor, which holds `value` and may be empty already, and stores `stamp`.
+/// Returns the empty PTE. If hardware could use `value`, a flush of its block is due.
 pub(crate) fn take_away<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
     value: Entry,

@@ -1,9 +1,23 @@
-//! Taking a range away: for the host, which is going to move, free or protect its frames (what KVM's MMU notifier is for),
-//! for a slot that is deleted, moved or given another userfault bitmap, and for pages whose attributes change.
+//! Invalidation of a range: for the host that is about to move, free or protect its frames (KVM's
+//! MMU notifier), for a memslot that is deleted, moved or given another userfault bitmap, and for
+//! pages whose attributes change.
 //!
-//! The order is that of `table/stamp.rs`: publish the range, take a stamp, zap, flush; then the host does its work, or the
-//! set without the slot is published; then withdraw the range. Faults inside come back later as long as it is published. Nobody waits, and faults cannot hold it
-//! up: whoever looks after the publishing does not touch the range, and whoever looked before loses one exchange at most.
+//! # Guarantees
+//! After [`Invalidation::new`] no vCPU accesses the range through a translation from before the
+//! call. No fault installs a translation there until the value is dropped. Neither side waits for
+//! the other.
+//!
+//! # Use
+//! Begin an invalidation, change what backs the range or publish the new memslot set, then drop the
+//! [`Invalidation`].
+//!
+//! # Implementation
+//! An invalidation publishes its range, takes an invalidation sequence number, zaps (`zap`), and
+//! flushes. Its end withdraws the range.
+//!
+//! # Why it is correct
+//! A fault that reads the ranges in flight after the publication installs nothing in the range. One
+//! that read them before loses one exchange at most. `table/stamp.rs` has the argument.
 
 use super::zap::{self, Faults};
 use crate::addr::GfnRange;
@@ -17,8 +31,8 @@ use crate::table::published::Published;
 use crate::table::retire::Record;
 use crate::table::tlb::TlbBatch;
 
-/// A range that is taken away from the guest: as long as this lives, no CPU uses a frame of the range, and no fault maps
-/// one. Faults inside it make the guest try again.
+/// A range that was zapped and is in flight. Until this is dropped, no CPU uses a frame of the
+/// range, and no fault maps one: faults in the range make the guest try again.
 ///
 /// Leaking it leaves the range unusable for good.
 #[must_use = "the range is given back when this is dropped"]
@@ -28,7 +42,7 @@ pub struct Invalidation<'v> {
 }
 
 impl Invalidation<'_> {
-    /// The range.
+    /// The range in flight.
     pub fn range(&self) -> GfnRange {
         self.range
     }
@@ -41,7 +55,7 @@ impl core::fmt::Debug for Invalidation<'_> {
 }
 
 impl<'v> Invalidation<'v> {
-    /// Takes `range` away.
+    /// Invalidates `range`, until the value is dropped.
     pub(crate) fn new<H: Host, F: Format>(
         tree: &'v Tree<H, F>,
         slots: &Slots<H::Backing>,
@@ -50,13 +64,14 @@ impl<'v> Invalidation<'v> {
     ) -> Result<Invalidation<'v>, Error> {
         let published = tree.published.publish(range)?;
         let stamp = tree.next_stamp();
-        // The range is visible before the walk finds any table linked; see "Stamps do not only rise" in `table/stamp.rs`.
-        // A third thread has to agree (who unlinks the table), and a fault makes no fence: what is relied on beside this
-        // one is that a store is seen by all other CPUs at once (multi-copy atomicity), as x86, Armv8 and RISC-V have it.
+        // The range is visible before the walk finds any page-table page linked; see
+        // `table/stamp.rs`. A third thread has to agree, which unlinks that page, and a fault makes
+        // no fence. So beside this fence it takes multi-copy atomicity: all other CPUs observe a
+        // store at once, as on x86, Armv8 and RISC-V.
         fence_after_rmw();
         let mut batch = TlbBatch::new(tree, record);
         zap::zap_range(slots, range, stamp, Faults::KeptOut, &mut batch);
-        // Even if nothing was there: another change may have taken a leaf away and not have flushed yet.
+        // Even if nothing was there: another thread may have emptied a PTE and not flushed yet.
         batch.add(range);
         batch.flush();
         Ok(Invalidation { range, _published: published })

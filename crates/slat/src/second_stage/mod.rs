@@ -1,6 +1,15 @@
-//! What is done to the tree of a second stage: `install` has the single steps, which faults take; `protect` takes the
-//! right to write away for logging, `push_down` is the way back where it did so lazily, `zap` takes mappings away, `invalidate` does so for the host, `rescan` for user space, `age` finds out what was
-//! used, `split` and `recover` turn huge leaves into tables and back (`broken`: what is between), `query` changes nothing, and `flush` is what they owe the CPUs afterwards.
+//! Operations on the page tables of a second stage.
+//!
+//! - `install`: the single changes of a PTE, which faults and other operations make.
+//! - `protect`: write-protects for the dirty log. `push_down` is the way back where it did so
+//!   lazily.
+//! - `zap`: empties PTEs; `invalidate` for the host and for memslots, `rescan` for user space.
+//! - `age`: finds out what the guest has used.
+//! - `split`, `recover`: make page-table pages of huge leaves, and the reverse; `broken` is the
+//!   state between.
+//! - `query`: reads, and changes nothing.
+//!
+//! `table/tlb.rs` batches the TLB flushes that they need.
 
 pub(crate) mod age;
 pub(crate) mod broken;

@@ -1,4 +1,5 @@
-//! Asking the tables what they say, without changing them: for instruction emulation, device models, debuggers, tests.
+//! Reads the page tables without changing them: for instruction emulation, device models, debuggers
+//! and tests.
 
 #![expect(unsafe_code, reason = "goes through tables by the addresses that it reads in them")]
 
@@ -13,7 +14,7 @@ use crate::table::frames;
 use crate::table::retire::LoneSection;
 use crate::table::walk::Cursor;
 
-/// What the tables say about a page.
+/// The translation of a page, as the page tables have it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Translation {
     /// The frame of the 4 KiB page.
@@ -28,8 +29,8 @@ pub struct Translation {
     pub dirty: bool,
 }
 
-/// A look at a VM's tables, as they are while it is open. It stays on the thread that opened it.
-/// Nothing that is unlinked meanwhile is freed: keep it short.
+/// Reads a VM's page tables, as they are while this is open. It stays on the thread that opened it.
+/// Nothing that is unlinked meanwhile is freed, so close it soon.
 #[must_use]
 pub struct TableReader<'v, H: Host, F: Format> {
     tree: &'v Tree<H, F>,
@@ -41,28 +42,31 @@ impl<'v, H: Host, F: Format> TableReader<'v, H, F> {
         Ok(TableReader { tree, section: tree.epochs.enter_alone()? })
     }
 
-    /// A position in the tables: pages of one table after each other cost no walk.
+    /// A position in the page tables. Pages of one page-table page, one after the other, cost no
+    /// walk.
     pub fn cursor(&self) -> TableCursor<'_, H, F> {
         TableCursor { cursor: Cursor::new(self.tree, self.section.get(), Gfn(0)) }
     }
 }
 
 impl<H: Host, F: Format> TableReader<'_, H, F> {
-    /// The number of linked tables that lie on `node`, the root included. It looks at every entry above the lowest level.
+    /// The number of linked page-table pages on `node`, the root included. Reads every PTE above
+    /// the lowest level.
     pub fn nr_tables_on(&self, node: NodeId) -> u64 {
         // SAFETY: it is the root.
         unsafe { self.count_tables(self.tree.root(), F::ROOT_LEVEL, node) }
     }
 
-    /// Those at `table`, whose entries have `level`, and below.
+    /// The page-table pages on `node` at `table`, whose PTEs have `level`, and below.
     ///
     /// # Safety
-    /// It is the root, or its address was read in this section in a table entry of the level above.
+    /// `table` is the root, or its address was read in this guard in a directory entry of the level
+    /// above.
     unsafe fn count_tables(&self, table: Hpa, level: Level, node: NodeId) -> u64 {
         let below = |cell: &AtomicU64| {
             let value = EntryRef::new(cell, level).load();
             match entry::state::<F>(value, level) {
-                // SAFETY: read in this section, in a table of the tree.
+                // SAFETY: read in this guard, in a page-table page of the tree.
                 State::Table => unsafe { self.count_tables(F::address(value, level), level.down(), node) },
                 _ => 0,
             }
@@ -75,13 +79,14 @@ impl<H: Host, F: Format> TableReader<'_, H, F> {
     }
 }
 
-/// A position in a VM's tables; see [`TableReader::cursor`].
+/// A position in a VM's page tables; see [`TableReader::cursor`].
 pub struct TableCursor<'r, H: Host, F: Format> {
     cursor: Cursor<'r, H, F>,
 }
 
 impl<H: Host, F: Format> TableCursor<'_, H, F> {
-    /// What the tables say about the page at `gpa`; `None` if nothing is mapped, or the format has no such address.
+    /// The translation of the page at `gpa`. `None` if nothing is mapped, or the format has no such
+    /// address.
     ///
     /// # Example
     /// ```
@@ -105,7 +110,8 @@ impl<H: Host, F: Format> TableCursor<'_, H, F> {
             return None;
         }
         let gfn = gpa.gfn();
-        // Not from a table between root and pages: there the last page was huge, and its neighbours may be.
+        // Not from a page-table page in the middle: there the last page was huge, and its
+        // neighbours may be.
         let level = self.cursor.level();
         let may_move = level == Level::L4K || level == F::ROOT_LEVEL;
         if let Some(entry) = may_move.then(|| self.cursor.move_to_entry(gfn, Level::L4K)).flatten() {
@@ -114,7 +120,8 @@ impl<H: Host, F: Format> TableCursor<'_, H, F> {
                 State::Leaf | State::Tracked => return Some(self.translation(value, Level::L4K, gfn)),
                 State::Empty(_) | State::Table | State::Broken | State::Frozen => {}
             }
-            // Nothing there, as in a table that was unlinked since: the root knows.
+            // Nothing there, as in a page-table page that was unlinked meanwhile: walk from the
+            // root.
             self.cursor.restart();
         }
         self.cursor.move_to(gfn);
@@ -122,7 +129,7 @@ impl<H: Host, F: Format> TableCursor<'_, H, F> {
         Some(self.translation(leaf, self.cursor.level(), gfn))
     }
 
-    /// What the leaf `leaf` of `level`, tracked or not, says about `gfn`.
+    /// The translation of `gfn` by the leaf `leaf` of `level`, tracked or not.
     #[inline]
     fn translation(&self, leaf: Entry, level: Level, gfn: Gfn) -> Translation {
         Translation {

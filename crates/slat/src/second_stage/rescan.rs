@@ -1,9 +1,21 @@
-//! Taking pages away whose userfault bit was set after they were mapped, or after a fault has looked at them.
+//! Rescan: zaps the pages whose userfault bit was set after they were mapped, or after a fault has
+//! read it.
 //!
-//! The order is that of `table/stamp.rs`: the bits are visible before this is called; then a stamp is taken, given to the
-//! entries of the pages whose bit is set, and their leaves go; then a flush. No range is published: nothing is moved that a
-//! fault could still map, and what faults have to see stays there to be seen, the bit. But it may be cleared at any time, and
-//! then the page may be mapped again, in the midst of this: see [`Faults::MayComeBack`].
+//! # Guarantees
+//! When [`rescan`] returns, no vCPU accesses a page whose bit was set before the call, until user
+//! space clears the bit.
+//!
+//! # Use
+//! The bits are visible before the call.
+//!
+//! # Implementation
+//! A rescan takes an invalidation sequence number, zaps the pages whose bit is set, and flushes
+//! them in any case, as an invalidation does. It starts over if the memslot has changed meanwhile.
+//!
+//! # Why it is correct
+//! The order is that of `table/stamp.rs`. No range is in flight: no memory is moved that a fault
+//! could still map, and faults observe the bit instead. User space may clear the bit at any time,
+//! and then faults install in the midst of the zap: see [`Faults::MayComeBack`].
 
 use arrayvec::ArrayVec;
 
@@ -20,14 +32,14 @@ use crate::table::Tree;
 use crate::table::retire::Record;
 use crate::table::tlb::TlbBatch;
 
-/// Runs of pages that one look at the bitmap takes along.
+/// Runs of pages that are found in one guard.
 const RUNS_PER_TURN: usize = 32;
 
-/// Words of the bitmap looked at before the section is left for a while.
+/// Words of the bitmap that are read in one guard.
 const WORDS_PER_TURN: usize = 4096;
 
-/// Takes those pages away of `nr_pages` pages from `first_page` on of slot `id` whose userfault bit is set. Returns their
-/// number.
+/// Zaps those of `nr_pages` pages from `first_page` on of memslot `id` whose userfault bit is set.
+/// Returns their number.
 pub(crate) fn rescan<H: Host, F: Format>(
     tree: &Tree<H, F>,
     slots: &Slots<H::Backing>,
@@ -44,10 +56,11 @@ pub(crate) fn rescan<H: Host, F: Format>(
             slot.range()
         };
         let pages = GfnRange::new(Gfn(slot_range.start.0 + first_page), nr_pages);
-        // After the look at the slot: a fault under way that has found it elsewhere, or with another bitmap, is dealt with by
-        // who has changed that.
+        // Taken after the memslot was read. A fault that found it elsewhere, or with another
+        // bitmap, is overtaken by the change of the memslot.
         let stamp = tree.next_stamp();
-        // As in `invalidate`: what faults must see is visible before the walk finds any table linked.
+        // As in `invalidate`: the bits are visible before the walk finds any page-table page
+        // linked.
         fence_after_rmw();
         let mut batch = TlbBatch::new(tree, record);
         let mut nr_withheld = 0;
@@ -58,7 +71,8 @@ pub(crate) fn rescan<H: Host, F: Format>(
             }
             let mut runs = ArrayVec::<GfnRange, RUNS_PER_TURN>::new();
             let section = tree.epochs.enter(record);
-            // Moved, deleted or changed meanwhile: once more, with what is there now, which may be smaller.
+            // Moved, deleted or changed meanwhile: start over with what is there now, which may be
+            // smaller.
             let found = slots.by_id(&section, id);
             let Some(slot) = found.filter(|slot| slot.range() == slot_range) else { break Ok(false) };
             let Some(userfault) = slot.userfault() else { break Ok(false) };
@@ -84,7 +98,8 @@ fn check_pages<B>(slot: &SlotView<'_, B>, first_page: u64, nr_pages: u64) -> Res
     if slot.userfault().is_none() { Err(Error::NotUserfault { slot: slot.id() }) } else { Ok(()) }
 }
 
-/// Finds runs of pages in `pages` from `next` on whose bit is set, until there are enough, and moves `next` on.
+/// Finds runs of pages in `pages` from `next` on whose bit is set, as many as one guard takes, and
+/// moves `next` on.
 fn find_runs<B>(
     slot: &SlotView<'_, B>,
     userfault: &UserfaultBitmap,
