@@ -1,11 +1,13 @@
-//! Aging: finding out, page by page, what the guest has used, and beginning anew. No flush, no lock, no wait.
+//! Aging: finds out, page by page, what the guest has used, and begins anew. It takes no lock,
+//! waits for nothing, and needs no flush, except with shadow paging, where the caller flushes.
 //!
-//! Where leaves have an accessed bit, it is read and cleared. A CPU that has the leaf cached does not set it again until
-//! its translation is replaced: pages may look older than they are, which is what aging puts up with everywhere.
+//! Where leaves have an accessed bit, aging reads and clears it. A CPU that has the leaf cached
+//! does not set A again until its translation is replaced. So pages may look older than they are,
+//! as with all aging.
 //!
-//! Where they have none, the leaf itself is the bit: aging makes it *tracked* (`table/entry.rs`), the next access faults,
-//! and the fault makes it a leaf again. Its right to write is dropped on the way and given back by the first write, as
-//! after a harvest of the dirty log; so nothing in the log's protocol needs to know of tracked leaves.
+//! Where they have none, aging makes the leaf *tracked* (`table/entry.rs`): the next access faults,
+//! and the fault makes it a leaf again. A tracked leaf has lost W, which the first write restores,
+//! as after a harvest. So the protocol of the dirty log need not know of tracked leaves.
 
 use super::install::Changed;
 use crate::addr::{Gfn, GfnRange, Level};
@@ -19,18 +21,20 @@ use crate::table::walk::Cursor;
 /// How accesses of the guest are found out.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum AccessTracking {
-    /// By the accessed bit of the leaves. A CPU that does not set it, but faults where it is clear (Arm with VTCR_EL2.HA clear,
-    /// RISC-V with Svade), may be used as well: the fault sets it. On EPT it must be on.
+    /// By the accessed bit of the leaves. A CPU may fault where the bit is clear, instead of
+    /// setting it (Arm with VTCR_EL2.HA clear, RISC-V with Svade): the fault sets it. On EPT it
+    /// must be on.
     #[default]
     AccessedBit,
-    /// By faults: for CPUs that do not set accessed bits (EPT with the EPTP's bit 6 clear, Intel SDM vol. 3C, "Accessed and
-    /// Dirty Flags for EPT"; Arm without FEAT_HAFDBS; RISC-V with Svade).
+    /// By faults: for CPUs that do not set accessed bits (EPT with the EPTP's bit 6 clear, Intel
+    /// SDM vol. 3C, "Accessed and Dirty Flags for EPT"; Arm without FEAT_HAFDBS; RISC-V with
+    /// Svade).
     Faults,
 }
 
 impl AccessTracking {
-    /// Whether nothing tells of a write through a leaf that allows it: CPUs set no dirty bits in format `F`. Such a leaf then
-    /// counts as dirty from the beginning.
+    /// Whether nothing records a write through a leaf that has W: CPUs set no dirty bits in format
+    /// `F`. Such a leaf counts as dirty from the beginning.
     #[inline]
     pub(crate) fn writes_are_unseen<F: Format>(self) -> bool {
         self == AccessTracking::Faults || !F::HAS_DIRTY_BIT
@@ -46,7 +50,7 @@ pub(crate) enum Aging {
     Test,
 }
 
-/// Entries visited before a walk leaves its section for a while.
+/// PTEs that a turn visits before it leaves its guard.
 const ENTRIES_PER_TURN: u64 = 4096;
 
 /// Ages or tests `range`. Returns the number of its pages that the guest has used.
@@ -64,7 +68,7 @@ pub(crate) fn age_range<H: Host, F: Format>(tree: &Tree<H, F>, record: &Record, 
     nr_used
 }
 
-/// One section's worth of [`age_range`]: returns the first frame that it did not reach.
+/// One turn of [`age_range`], in one guard. Returns the first frame that it did not reach.
 fn age_turn<H: Host, F: Format>(
     tree: &Tree<H, F>,
     section: &Section<'_>,
@@ -79,7 +83,8 @@ fn age_turn<H: Host, F: Format>(
         if let (leaf, State::Leaf) = cursor.descend_to_lowest() {
             match age_leaf(tree.config.access_tracking, &cursor, leaf, aging) {
                 Ok(Used::Yes) => {
-                    // Not what lies before the cursor: that was counted by its parts, before a recovery made them one leaf.
+                    // Pages before the cursor were counted already, as small leaves, before a
+                    // recovery made one leaf of them.
                     let rest = GfnRange { start: cursor.gfn(), end: range.end };
                     *nr_used += cursor.block().intersection(rest).nr_pages();
                 }
@@ -113,7 +118,7 @@ fn age_leaf<H: Host, F: Format>(
     let aged = match tracking {
         AccessTracking::AccessedBit if !entry::is_accessed::<F>(leaf) => return Ok(Used::No),
         AccessTracking::AccessedBit => Entry(leaf.0 & !F::ACCESSED),
-        // A leaf is there because somebody used the page, or is about to.
+        // A leaf that is present was used, or is about to be.
         AccessTracking::Faults => entry::tracked::<F>(leaf, entry.level()),
     };
     if aging == Aging::Test {

@@ -1,16 +1,34 @@
-//! The way back from a closed table entry: the next write below gives the right to write to its own page, and takes it from
-//! the 511 others one by one, before it opens the entry.
+//! Push-down: the way back from a protected directory entry. The next writer gives W to one page
+//! and takes it from the other 511.
 //!
-//! In this order: (1) read the entry, closed and of some generation, and then whether the slot logs; (2) if it does, clear W
-//! of the other leaves; (3) set W of its own; (4) open the entry by a compare-and-exchange from the value of (1); (5) mark
-//! the page, also if (4) failed, for somebody else may have opened the entry since (3). If (4) failed, start over.
+//! # Guarantees
+//! Where the memslot logs, no page below the entry can be written that is not marked, once the
+//! writer has marked its own.
 //!
-//! A leaf of the closed table may have W and no bit in the log: the harvest that closed the entry took it. That is why the
-//! others are cleared. If the slot does not log, they need not be: should it begin to, the entry is closed after the flag is
-//! set, so that (4) comes before that closing or fails (or all bits are set, and each is taken before its leaf is looked at).
+//! # Use
+//! A write fault below a protected entry calls [`push_down`] and then marks its page. If the answer
+//! is [`Pushed::LeafOnly`], it starts over.
 //!
-//! Clearing W here owes no flush: what a CPU has cached as writable has a bit that is still set, or was flushed by who took
-//! it. Opening owes none either: a CPU that has the closed entry cached faults and walks anew.
+//! # Implementation
+//! In one guard, a push-down
+//! 1. reads the entry, protected and of some generation, and then whether the memslot logs,
+//! 2. if it does, clears W of the other leaves,
+//! 3. sets W of its own leaf,
+//! 4. restores W of the entry, by a compare-and-exchange from the value of step 1,
+//! 5. marks its page, even if step 4 failed: another thread may have restored W of the entry since
+//!    step 3.
+//!
+//! # Why it is correct
+//! A leaf below may have W and no bit in the log, since the harvest that protected the entry took
+//! the bit. Hence step 2.
+//!
+//! If the memslot does not log, step 2 is not needed. Should it begin to log, its entry is
+//! protected anew after the flag is set, and step 4 precedes that or fails; or its leaves lose W
+//! one by one after the flag is set. Where all bits are set from the beginning, each is taken
+//! before its leaf is visited.
+//!
+//! Neither change needs a flush. Where a CPU has a leaf cached with W, its bit is still set, or the
+//! harvest that took it flushes. A CPU that has the protected entry cached faults and walks anew.
 
 use super::age::AccessTracking;
 use super::install::{self, Changed};
@@ -23,15 +41,15 @@ use crate::table::entry::{self, EntryRef, State};
 use crate::table::retire::Section;
 use crate::table::walk::{self, Cursor};
 
-/// Leaves that are looked at together.
+/// Leaves that are read together.
 const LEAVES_PER_LOOK: usize = 16;
 
-/// What is to become of the other pages of the table.
+/// What becomes of the other pages of the page-table page.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Others {
-    /// They lose the right to write: their slot logs.
+    /// They lose W: their memslot logs.
     Protect,
-    /// They stay as they are: it does not.
+    /// They stay as they are: it does not log.
     Leave,
 }
 
@@ -40,15 +58,15 @@ pub(crate) enum Others {
 pub(crate) enum Pushed {
     /// The page may be written.
     Open,
-    /// Its leaf says so, but the entry above has changed meanwhile.
+    /// Its leaf has W, but the directory entry above has changed meanwhile.
     LeafOnly,
 }
 
 /// Clears W of the leaves of 4 KiB in `cells`.
 fn protect_all<F: Format>(cells: &[AtomicU64]) {
     for cells in cells.chunks(LEAVES_PER_LOOK) {
-        // A look first: mostly few have it. What is no leaf has the bit clear. Acquire, so that the look is not older than
-        // the one at the entry above.
+        // Plain loads first: few leaves have W. A PTE that is no leaf has the bit clear. Acquire:
+        // they must not be older than the load of the entry above.
         if cells.iter().fold(0, |any, cell| any | cell.load(Ordering::Acquire)) & F::WRITABLE == 0 {
             continue;
         }
@@ -61,11 +79,12 @@ fn protect_all<F: Format>(cells: &[AtomicU64]) {
     }
 }
 
-/// Gives the right to write to the page `gfn`, which the host allows to be written, below an entry that `section` has found
-/// closed; steps 2 to 4 of the module. The caller marks the page.
+/// Gives W to page `gfn`, which the host allows to be written, below a protected directory entry:
+/// steps 1 to 4 of the module. The caller marks the page.
 ///
 /// # Errors
-/// There is nothing to be done like that any more; nothing has changed.
+/// The entry is not protected, or the leaf has changed. The page has not got W; others may have
+/// lost it.
 pub(crate) fn push_down<H: Host, F: Format>(
     tree: &Tree<H, F>,
     section: &Section<'_>,
@@ -82,7 +101,8 @@ pub(crate) fn push_down<H: Host, F: Format>(
     push_down_in::<F>(tree.config.access_tracking, above.entry(), table, leaves, own_index, others)
 }
 
-/// [`push_down`] in the table `leaves`, for the one at `own_index`: the entry above is `above`, and was read as `table`.
+/// [`push_down`] for the leaf at `own_index` of `leaves`, below the entry `above`, which was read
+/// as `table`.
 fn push_down_in<F: Format>(
     tracking: AccessTracking,
     above: EntryRef<'_>,

@@ -1,5 +1,6 @@
-//! Closing a table and pushing down under loom: when all are done, no page can be written that is not marked. The memory
-//! orders are as they are written; a table of two leaves stands for one of 512, and a word for the slot's flags.
+//! Protecting a directory entry and pushing down under loom: when all threads are done, no page can
+//! be written that is not marked. The memory orders are as they are written. A page-table page of
+//! two leaves stands for one of 512, and a word for the memslot's flags.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
 
