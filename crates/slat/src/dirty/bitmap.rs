@@ -1,14 +1,38 @@
-//! One bit for each 4 KiB page of a slot, least significant bit first, as KVM lays it out; and above it a summary, one bit
-//! for each word, so that a harvest costs its dirty pages and not its slot's size.
+//! The bitmap of a memslot's dirty log, and its summary.
 //!
-//! Whoever marks sets the word first and then the summary, unless that is set; a page whose bit is set already costs one
-//! load. Whoever takes clears the summary first and then the word. So a mark is never left in a word whose summary bit is
-//! clear, but by somebody who has not finished marking yet (`models/summary.py`). A summary bit over a word of zero is
-//! harmless.
+//! The bitmap has one bit for each 4 KiB page, least significant bit first, as KVM lays it out. The
+//! summary above it has one bit for each word.
 //!
-//! Lines of the bitmap are aligned to cache lines, so that one line serves 512 pages: the marks of faults in different
-//! 2 MiB blocks (of a slot that begins at a multiple of 2 MiB) share no line. A line of the summary serves 128 MiB, and is
-//! written once for each word between two harvests.
+//! # Guarantees
+//! - A harvest costs its dirty pages, and not the size of its memslot.
+//! - A word has a mark below a clear summary bit only while a call that marks, or that clears by a
+//!   mask, is under way (`models/summary.py`). A summary bit above a word of zero is harmless.
+//! - Marks of faults in different 2 MiB blocks share no cache line, if the memslot begins at a
+//!   multiple of 2 MiB. The bitmap is aligned to lines, so that one line serves 512 pages.
+//!
+//! # Use
+//! Faults [mark](Bitmap::mark), and harvests [take](Bitmap::take) or [copy](Bitmap::copy). The
+//! order between marks and leaves is that of `log`.
+//!
+//! # Implementation
+//! Marking
+//! 1. sets the word, unless the bit is set already: then one load is all,
+//! 2. makes a full fence,
+//! 3. sets the bit of the summary, unless it is set.
+//!
+//! Taking
+//! 1. clears the bit of the summary,
+//! 2. makes a full fence,
+//! 3. clears the word.
+//!
+//! A clear by masks clears the summary bits of the words of which it seems to leave nothing, and
+//! then the words. It sets them again if something is left.
+//!
+//! A line of the summary serves 128 MiB, and is written once for each word between two harvests.
+//!
+//! # Why it is correct
+//! Word and summary are a store-load pair. A call that marks and finds the summary bit set comes
+//! before a harvest that clears the bit. So that harvest clears the word later, and takes the mark.
 
 #![expect(unsafe_code, reason = "says which types are zeroed")]
 
@@ -26,35 +50,35 @@ pub(crate) const PAGES_PER_WORD: u64 = u64::BITS as u64;
 /// Words that a word of the summary stands for.
 const GROUP_WORDS: usize = u64::BITS as usize;
 
-/// The log of one slot.
+/// The dirty log of one memslot.
 pub(crate) struct Bitmap {
     words: ZeroedWords,
     summary: ZeroedWords,
-    /// What a word without marks holds: zero, or all ones. A log whose pages are all marked at first is kept the other way
-    /// round, so that its words are zero, and need not be touched.
+    /// The value of a word without marks: zero, or all ones. A log whose pages are all marked at
+    /// first has all ones here, so that its words are zero and no memory is touched for them.
     clean: u64,
 }
 
-/// Words that `nr_pages` bits need.
+/// Returns the number of words that `nr_pages` bits need.
 pub(crate) fn nr_words(nr_pages: u64) -> usize {
     nr_pages.div_ceil(PAGES_PER_WORD) as usize
 }
 
-/// A word with the `count` bits from `first` on.
+/// Returns a word with `count` bits set, from bit `first` on.
 #[inline]
 fn bits(first: u64, count: u64) -> u64 {
     debug_assert!(count != 0 && first + count <= PAGES_PER_WORD);
     (u64::MAX >> (PAGES_PER_WORD - count)) << first
 }
 
-/// Pages in words of 64, in their order: those that a turn has taken.
+/// Pages as words of 64, in their order: those that a turn has taken.
 pub(crate) struct PageWords<const CAPACITY: usize> {
     len: usize,
     offsets: [u16; CAPACITY],
     bits: [u64; CAPACITY],
 }
 
-// SAFETY: nothing but integers.
+// SAFETY: it consists of integers, of which all zeroes are a value.
 unsafe impl<const CAPACITY: usize> Zeroed for PageWords<CAPACITY> {
     #[cfg(loom)]
     fn zeroed() -> PageWords<CAPACITY> {
@@ -62,7 +86,7 @@ unsafe impl<const CAPACITY: usize> Zeroed for PageWords<CAPACITY> {
     }
 }
 
-/// A turn's worth: the pages of 32 MiB, if all are dirty. Too large for a stack.
+/// The pages of one turn: those of 32 MiB, if all are dirty. Too large for a stack.
 pub(crate) type TakenWords = PageWords<{ 2 * GROUP_WORDS }>;
 
 impl<const CAPACITY: usize> PageWords<CAPACITY> {
@@ -78,7 +102,7 @@ impl<const CAPACITY: usize> PageWords<CAPACITY> {
         self.len == 0
     }
 
-    /// For each word, how many words it is behind where the counting began.
+    /// For each word, its distance in words from the place from which offsets are counted.
     #[inline]
     pub(crate) fn offsets(&self) -> &[u16] {
         &self.offsets[..self.len]
@@ -90,7 +114,7 @@ impl<const CAPACITY: usize> PageWords<CAPACITY> {
         &self.bits[..self.len]
     }
 
-    /// The numbers of all pages, counted from the first of the word where the counting began.
+    /// The numbers of all pages, counted from the place from which offsets are counted.
     pub(crate) fn pages(&self) -> impl Iterator<Item = u64> {
         let words = self.offsets().iter().zip(self.bits());
         words.flat_map(|(&offset, &bits)| SetBits(bits).map(move |bit| u64::from(offset) * PAGES_PER_WORD + bit as u64))
@@ -100,7 +124,8 @@ impl<const CAPACITY: usize> PageWords<CAPACITY> {
         CAPACITY - self.len >= nr_words
     }
 
-    /// Adds word number `offset` behind the last, if it has pages; or more pages to the last. There is room.
+    /// Adds the pages `bits` of the word at `offset`: as a new word behind the last, or to the last
+    /// if that is the same. No bits add nothing. There must be room.
     #[inline]
     pub(crate) fn push(&mut self, offset: usize, bits: u64) {
         debug_assert!(offset <= WORDS_PER_TURN);
@@ -118,11 +143,11 @@ impl<const CAPACITY: usize> PageWords<CAPACITY> {
     }
 }
 
-/// Words that one turn looks at, at most: those of 4 GiB.
+/// The most words that one turn visits: those of 4 GiB.
 pub(crate) const WORDS_PER_TURN: usize = 1 << 14;
 
-/// The number of bits that are set, at least one. One, and all, must not be slow: not every CPU that this is built for counts
-/// by itself.
+/// Returns how many bits are set. None, one and all are fast, because not every CPU that this is
+/// built for counts bits by an instruction.
 #[inline]
 pub(crate) fn nr_bits(word: u64) -> u64 {
     match word {
@@ -140,7 +165,8 @@ impl Bitmap {
         try_box(Bitmap { words, summary, clean: 0 })
     }
 
-    /// A bitmap of `nr_pages` set bits. Only the summary is written, one word for 16 MiB, and the last word.
+    /// A bitmap of `nr_pages` set bits. It writes the summary, one word for each 16 MiB, and the
+    /// last word alone.
     pub(crate) fn new_marked(nr_pages: u64) -> Result<Box<Bitmap>, Error> {
         let mut bitmap = Bitmap::new(nr_pages)?;
         bitmap.clean = u64::MAX;
@@ -156,12 +182,13 @@ impl Bitmap {
         Ok(bitmap)
     }
 
-    /// What it takes of the heap, in bytes.
+    /// Returns the bytes of the heap that the bitmap takes.
     pub(crate) fn size_bytes(&self) -> u64 {
         (size_of::<Bitmap>() + size_of_val(&*self.words) + size_of_val(&*self.summary)) as u64
     }
 
-    /// Clears all marks, in the order in which a harvest takes them: a mark that is set meanwhile is not lost.
+    /// Clears all marks. A mark that is set meanwhile is not lost, because the order is that of a
+    /// harvest.
     pub(crate) fn clear_all(&self) {
         for (group, summary) in self.summary.iter().enumerate() {
             // Relaxed: as in `skip_clean`.
@@ -177,7 +204,7 @@ impl Bitmap {
         }
     }
 
-    /// The marks in word `index`.
+    /// Returns the marks in word `index`.
     #[inline]
     fn marks(&self, index: usize, ordering: Ordering) -> u64 {
         self.words[index].load(ordering) ^ self.clean
@@ -194,7 +221,7 @@ impl Bitmap {
         };
     }
 
-    /// Clears the marks `mask` in word `index`, and says which marks there were.
+    /// Clears the marks `mask` in word `index`, and returns the marks from before.
     #[inline]
     fn unset(&self, index: usize, mask: u64) -> u64 {
         let word = &self.words[index];
@@ -206,15 +233,15 @@ impl Bitmap {
     pub(crate) fn mark_page(&self, page: u64) {
         let index = (page / PAGES_PER_WORD) as usize;
         let mask = 1 << (page % PAGES_PER_WORD);
-        // SeqCst: as there.
+        // SeqCst: as in `mark`.
         if self.marks(index, Ordering::SeqCst) & mask == 0 {
             self.set(index, mask);
             self.summarize(index / GROUP_WORDS, 1 << (index % GROUP_WORDS));
         }
     }
 
-    /// Sets the bits of `nr_pages` pages from `first` on. A full fence stands between what the marks are for (a leaf
-    /// became writable, or the page was written) and this call; see `log`.
+    /// Marks `nr_pages` pages from `first` on. The caller has made a full fence after what the
+    /// marks are for (a leaf became writable, or the page was written); see `log`.
     #[inline]
     pub(crate) fn mark(&self, first: u64, nr_pages: u64) {
         let (mut page, end) = (first, first + nr_pages);
@@ -226,7 +253,8 @@ impl Bitmap {
                 let index = (page / PAGES_PER_WORD) as usize;
                 let count = (PAGES_PER_WORD - page % PAGES_PER_WORD).min(group_end - page);
                 let mask = bits(page % PAGES_PER_WORD, count);
-                // SeqCst: "marked already" is a load after a store, in a pair with the harvest (see `log`).
+                // SeqCst: "marked already" is a load after a store, in a pair with the harvest (see
+                // `log`).
                 if self.marks(index, Ordering::SeqCst) & mask != mask {
                     self.set(index, mask);
                     changed |= 1 << (index % GROUP_WORDS);
@@ -239,11 +267,11 @@ impl Bitmap {
         }
     }
 
-    /// Sets bits of the summary's word `group`, whose words have just been set.
+    /// Sets the bits `changed` in word `group` of the summary. The caller has just set their words.
     #[inline]
     fn summarize(&self, group: usize, changed: u64) {
-        // A store-load pair: the word is set before the summary is looked at; who takes clears the summary before it
-        // looks at the word.
+        // A store-load pair: the word is set before the summary is read. A harvest clears the
+        // summary before it reads the word.
         fence_after_rmw();
         let summary = &self.summary[group];
         if summary.load(Ordering::SeqCst) & changed != changed {
@@ -251,8 +279,8 @@ impl Bitmap {
         }
     }
 
-    /// Takes the bits of the words `range`, as many as `taken` has room for; they are counted from `range.start`. Returns the
-    /// first word not reached.
+    /// Takes the marks of the words `range`, as many as `taken` has room for. Offsets are counted
+    /// from `range.start`. Returns the first word not reached.
     pub(crate) fn take(&self, range: Range<usize>, taken: &mut TakenWords) -> usize {
         let mut next = range.start;
         loop {
@@ -268,9 +296,10 @@ impl Bitmap {
                     break;
                 }
                 let words = &self.words[group * GROUP_WORDS..];
-                // Words that are not in the cache come all at once for plain loads, and one after the other for exchanges.
+                // Words that are not in the cache come all at once for plain loads, and one after
+                // the other for exchanges.
                 black_box(SetBits(seen).fold(0, |any, index| any | words[index].load(Ordering::Relaxed)));
-                // Only what was seen: another harvest may be at the others.
+                // Only what was read as set: another harvest may take the others.
                 let seen = summary.fetch_and(!seen, Ordering::SeqCst) & seen;
                 // The other side of the pair in `summarize`.
                 fence_after_rmw();
@@ -284,10 +313,11 @@ impl Bitmap {
         next
     }
 
-    /// The first word of `range` whose summary is not all zero; its end if there is none.
+    /// Returns the first word of `range` whose word of the summary is not zero, or the end of
+    /// `range`.
     ///
-    /// Relaxed: most of most summaries is zero, and a load leaves the line shared. A mark that is missed here is reported by
-    /// the next harvest, as one that comes a moment later.
+    /// Relaxed: most words of most summaries are zero, and a load leaves the line shared. The next
+    /// harvest reports a mark that is missed here, as it does one that comes a moment later.
     #[inline]
     fn skip_clean(&self, range: Range<usize>) -> usize {
         let first = range.start / GROUP_WORDS;
@@ -299,14 +329,15 @@ impl Bitmap {
         }
     }
 
-    /// Takes those bits of the words from `range.start` on that `masks` names, one mask for each word of `range`, as many
-    /// as `taken` has room for. Returns the first word not reached.
+    /// Takes those marks of the words from `range.start` on that `masks` names, one mask for each
+    /// word of `range`, as many as `taken` has room for. Returns the first word not reached.
     pub(crate) fn take_masked(&self, range: Range<usize>, masks: &[u64], taken: &mut TakenWords) -> usize {
         let mut next = range.start;
         while next < range.end && taken.has_room_for(GROUP_WORDS) {
             let (group, in_range, end) = group_of(next, range.end);
-            // Words of which nothing will be left, as far as one can see: their summary is cleared, and set again if a mark
-            // comes meanwhile. Another harvest may miss that mark at this moment, and the one after it reports it.
+            // Words of which nothing seems to be left: their summary bits are cleared, and set
+            // again if a mark comes meanwhile. Another harvest may miss that mark now, and the next
+            // one reports it.
             let mut emptied = 0;
             for index in next..end {
                 let (word, mask) = (self.marks(index, Ordering::Relaxed), masks[index - range.start]);
@@ -328,7 +359,8 @@ impl Bitmap {
                     before = self.unset(index, mask);
                     taken.push(index - range.start, before & mask);
                 }
-                // Also where nothing was to be taken any more: another may have taken it, and marks have come since.
+                // Also where nothing was left to take: another harvest may have taken it, and marks
+                // have come since.
                 if before & !mask != 0 {
                     left |= 1 << (index % GROUP_WORDS);
                 }
@@ -341,7 +373,8 @@ impl Bitmap {
         next
     }
 
-    /// Copies the words `range` to `out`, which is zero. Returns the number of pages set. Changes nothing.
+    /// Copies the words `range` to `out`, which must be zero, and changes nothing. Returns the
+    /// number of marked pages.
     pub(crate) fn copy(&self, range: Range<usize>, out: &mut [u64]) -> u64 {
         let mut nr_pages = 0;
         self.look(range.clone(), |index, marks| {
@@ -351,7 +384,7 @@ impl Bitmap {
         nr_pages
     }
 
-    /// How many pages are marked in the words `range`, as far as there are such.
+    /// Returns how many pages are marked in those words of `range` that exist.
     pub(crate) fn nr_marked(&self, range: Range<usize>) -> u64 {
         let mut nr_pages = 0;
         let end = range.end.min(self.words.len());
@@ -369,7 +402,7 @@ impl Bitmap {
                 break;
             }
             let (group, in_range, end) = group_of(next, range.end);
-            // Acquire, both: what was written before a mark that is seen here is seen by the caller.
+            // Acquire, both: the caller observes what was written before a mark that it finds here.
             for index in SetBits(self.summary[group].load(Ordering::Acquire) & in_range) {
                 let index = group * GROUP_WORDS + index;
                 see(index, self.marks(index, Ordering::Acquire));
@@ -398,7 +431,8 @@ impl Iterator for SetBits {
     }
 }
 
-/// The summary word of word `next`, its bits for the words from `next` on and below `range_end`, and the word behind them.
+/// Returns the number of the summary word of word `next`, its bits for the words from `next` on and
+/// below `range_end`, and the first word behind those.
 #[inline]
 fn group_of(next: usize, range_end: usize) -> (usize, u64, usize) {
     let group = next / GROUP_WORDS;

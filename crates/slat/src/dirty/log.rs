@@ -1,64 +1,101 @@
-//! The protocol of the dirty log, between faults that mark and a harvest that takes.
+//! The dirty log of a memslot: faults mark the pages that become writable, and harvests get the
+//! marks.
 //!
-//! A fault that made a leaf writable does, in this order: (1) the compare-and-exchange that gives W, (2) a full fence,
-//! (3) reads the slot's flags, (4) if the slot logs: marks every page of the leaf, unless marked already.
+//! To *harvest* is to get, and perhaps clear, the dirty log and to write-protect its pages anew.
 //!
-//! A harvest does, turn by turn: (1) takes the bits of some words, (2) a full fence, (3) from the root, clears W in the
-//! leaves of the pages taken, where it is set, or closes the entry above them (`second_stage/protect.rs`), (4) flushes if it
-//! took any bit, (5) hands the bits out. It takes all bits ([`LogCall::get`]) or those that
-//! the caller names ([`LogCall::clear`]).
+//! # Guarantees
+//! - A write before a harvest is reported by that harvest. If a call that is about to mark the page
+//!   is still under way, the write is reported by the first harvest that begins after that call has
+//!   returned.
+//! - Of harvests of the same pages that run at once, each page is reported by one at least.
+//! - When all calls have returned, one harvest is exact. With page-modification logs it may report
+//!   more than was written, never less.
 //!
-//! Enabling does: (1) publishes the flag, (2) a full fence, (3) clears W of all leaves of the slot, (4) flushes. Where all
-//! bits are set from the beginning, that is left to the harvests.
+//! These calls may be about to mark:
+//! - a fault that has restored W and not marked yet, while another vCPU writes through the leaf;
+//! - a fault that has marked the page, and not yet the summary above it;
+//! - a clear by masks that has cleared a summary, and not yet found what is left below it;
+//! - a recovery of huge leaves (`second_stage/recover.rs`), or a split that breaks the leaf first:
+//!   a harvest passes over the PTEs that they have broken, and they mark.
 //!
-//! So there are two store-load pairs. *Marked already* against *nothing to protect*: if the fault finds the bit still
-//! set, the harvest has not taken it yet, so its look at the leaf comes later and finds W. *Does not log* against *no
-//! leaf there*: if the fault finds the flag unset, its leaf was there before the enabling looked at it.
+//! # Use
+//! [`LogCall::get`] takes all marks, [`LogCall::clear`] those that the caller names,
+//! [`LogCall::copy`] none. A fault calls [`mark_if_logging`] after its exchange; [`mark_pages`] is
+//! for the writes of the VMM itself.
 //!
-//! What is promised: a write before harvest k is reported by k, or, if a call that is about to mark its page is still in
-//! flight then, by the first harvest that begins after that call has returned. (A fault that has given W and not marked yet,
-//! while another vCPU writes through the leaf; or who has marked the page and not the summary above it yet; or a
-//! clear by masks that is taking the last marks beside it.) Of harvests of
-//! the same pages that run at once, each page is reported by one at least. When all calls have returned, one harvest is
-//! exact. (A recovery of huge leaves, `second_stage/recover.rs`, is such a call, and so is a split that breaks the leaf first: a
-//! harvest passes by what it has broken, and it marks.)
+//! # Implementation
+//! A fault that made a leaf writable
+//! 1. restored W by a compare-and-exchange,
+//! 2. makes a full fence,
+//! 3. reads the flags of the memslot that has the page now,
+//! 4. marks every page of the leaf that is not marked already, if the memslot logs.
 //!
-//! # Dirty bits of the CPUs
-//! With [`DirtyTracking::DirtyBit`] and [`DirtyTracking::PageModificationLog`] leaves of 4 KiB keep W, and above read "D" for
-//! "W". The bitmap is brought up to date before it is read ([`LogCall::collect`]): from the leaves whose D is set, or from what the
-//! CPUs have logged when they set it. D itself is cleared only after the page's bit was taken. A zap marks the page before
-//! it takes a dirty leaf away, so whoever misses the leaf finds the mark: leaves are visited before words are taken.
+//! A harvest works in turns, each inside one guard. In a turn it
+//! 1. takes the bits of some words,
+//! 2. makes a full fence, and looks up where the memslot is now,
+//! 3. clears W in the leaves of these pages, from the root, or protects the directory entry above
+//!    them (`second_stage/protect.rs`).
 //!
-//! (A log of a CPU may name a page that was written before logging began, or name it twice: with modification logs more may
-//! be reported than was written, never less.)
+//! After all turns it
 //!
-//! # Slots that move
-//! A slot that logs may be moved. At its new place it has a new log, in which all pages are marked; that is published when
-//! the mappings at the old place are gone and flushed. So what was written there is marked, although a fault that was about
-//! to mark a page there finds no slot any more, or marks it in the old log. (All pages have another address now, so a
-//! migration has to send them again anyway.) A new log costs less than marks in the old one: what is marked at first takes
-//! no memory (`bitmap`). A harvest looks up where the slot is after it has taken the bits, so that it protects the leaves
-//! that matter. [`mark_pages`] makes a full fence between what the caller has written and its look for the slot: if it
-//! marks the old log, a harvest of the new one comes later, and the caller of that sees what was written.
+//! 4. flushes once, if it took any bit,
+//! 5. returns, which hands the bits out.
 //!
-//! # Logging that ends and begins again
-//! A slot keeps its log when it ceases to log: so one that begins and ends to log again and again,
-//! behind a section that stays open, takes no more memory each time. Enabling clears the marks of
-//! the last time before it publishes the flag; where all bits are set from the beginning, it marks
-//! all pages after it has published the flag.
+//! Enabling
+//! 1. publishes the flag,
+//! 2. makes a full fence,
+//! 3. clears W in all leaves of the memslot,
+//! 4. flushes.
 //!
-//! A call that found the slot in the last time may still use the log. If it marks a page then, the
-//! page is reported although no CPU has written it since: no harm. If it takes marks, it re-arms
-//! their pages and hands them out, as any harvest. Before the flag is published, faults could open
-//! such a page again and not mark it; but enabling protects all pages after that, or marks them.
+//! Where all bits are set from the beginning, steps 3 and 4 are left to the harvests.
 //!
-//! # Rings
-//! Where vCPUs have dirty rings (`ring`), slots have no bitmap, and a fault that made a leaf writable pushes its pages
-//! into its vCPU's ring at (4), whatever was pushed before. Enabling is as above.
+//! ## Rings
+//! Where vCPUs have dirty rings (`ring`), memslots have no bitmap. In step 4 a fault pushes its
+//! pages into the ring of its vCPU, whatever was pushed before. Enabling is as above.
 //!
-//! # Flushes
-//! The flush is owed because bits were taken and not because a leaf changed: a leaf that another harvest has just
-//! protected may still be cached as writable, and this one must not hand its bit out before that is flushed.
+//! ## Dirty bits of the CPUs
+//! With [`DirtyTracking::DirtyBit`] and [`DirtyTracking::PageModificationLog`] leaves of 4 KiB keep
+//! W, and "W" above reads "D". Before the bitmap is read, [`LogCall::collect`] updates it from the
+//! leaves whose D is set, or from what the CPUs logged when they set D. D is cleared only after the
+//! page's bit was taken. A zap marks the page before it empties a dirty leaf PTE, and once more
+//! after that (`second_stage/zap.rs`). So a call that misses the leaf finds the mark: leaves are
+//! visited before words are taken.
+//!
+//! The log of a CPU may name a page that was written before logging began, or name a page twice.
+//!
+//! ## Slots that move
+//! A memslot that logs may be moved. It gets a new log in which all pages are marked, and which
+//! takes no memory for that (`bitmap`). The new log is published when the mappings at the old place
+//! are zapped and flushed.
+//!
+//! ## Logging that ends and begins again
+//! A memslot that ceases to log keeps its log. So enabling and disabling again and again, behind a
+//! guard that stays open, takes no more memory each time. Enabling clears the old marks before it
+//! publishes the flag. Where all bits are set from the beginning, it marks all pages after it has
+//! published the flag.
+//!
+//! # Why it is correct
+//! Two store-load pairs carry it:
+//! - *Marked already* against *nothing to protect*. If the fault finds the bit set, the harvest has
+//!   not taken it yet. So the harvest's read of the leaf comes later, and finds W.
+//! - *Does not log* against *no leaf there*. If the fault finds the flag unset, its leaf was there
+//!   before the enabling visited it.
+//!
+//! The flush is due because bits were taken, and not because leaves changed. A leaf that another
+//! harvest has just protected may still be cached as writable. This harvest must not hand the bit
+//! out before that is flushed.
+//!
+//! A move loses no write to the old place: all pages are marked in the new log. So a fault that was
+//! about to mark may find no memslot there, or mark the old log. A migration has to send the pages
+//! again anyway, because all have another address. [`mark_pages`] makes a full fence between the
+//! caller's writes and its look-up of the memslot. If it marks the old log, a harvest of the new
+//! one comes later, and the caller of that harvest observes the writes.
+//!
+//! A call that found the memslot before its log was disabled may use the log after it was enabled
+//! again. If it marks a page, the page is reported although no CPU has written it since: that is
+//! harmless. If it takes marks, it protects their pages and hands the marks out, as any harvest
+//! does. Until the flag is published, faults may make such a page writable without marking it. But
+//! enabling protects or marks all pages after it published the flag.
 
 use core::ops::Range;
 
@@ -82,21 +119,25 @@ use crate::table::retire::{Epochs, Record, Section};
 use crate::table::tlb::TlbBatch;
 use crate::table::walk::{self, Cursor};
 
-/// Pages whose dirty bits are looked at before a walk leaves its section for a while.
+/// Pages whose dirty bits a walk visits in one guard.
 const PAGES_PER_TURN: u64 = 1 << 13;
 
-/// Pages that are marked one by one before the section is left for a while.
+/// Pages that are marked one by one in one guard.
 const MARKS_PER_TURN: usize = 1 << 12;
 
-/// Pages of as many words as a turn looks at.
+/// Pages of as many words as a turn visits.
 const PAGES_OF_WORDS: u64 = WORDS_PER_TURN as u64 * PAGES_PER_WORD;
 
-/// Marks the pages of `block`, for which the caller has just made a leaf writable by compare-and-exchange in `section`,
-/// if the slot that has them now logs: in `ring` if the caller's vCPU has one, which has room for them, else in the slot's
-/// bitmap.
+/// Marks the pages of `block`, of which `gfn` is one, if the memslot that has `gfn` now logs. They
+/// go into `ring` if the caller's vCPU has one, which must have room for them, else into the
+/// memslot's bitmap.
 ///
-/// That is not always the slot that the fault looked at. A slot that took its place over the same frames may have had the
-/// very same leaf there. And if the slot was moved away meanwhile, the move has marked all of its pages.
+/// To be called after the exchange that made a leaf of `block` writable, in the guard of that
+/// exchange. A zap of a dirty leaf calls it before its exchange, too.
+///
+/// The memslot need not be the one that the fault found. Another one that took its place over the
+/// same frames may have had the very same leaf there. If the memslot was moved away, the move has
+/// marked all of its pages.
 #[inline]
 pub(crate) fn mark_if_logging<B>(
     slots: &Slots<B>,
@@ -116,7 +157,7 @@ pub(crate) fn mark_if_logging<B>(
 /// As [`mark_if_logging`], for page `gfn` alone.
 #[inline]
 pub(crate) fn mark_page_if_logging<B>(slots: &Slots<B>, section: &Section<'_>, ring: Option<&DirtyRing>, gfn: Gfn) {
-    // As there.
+    // As in `mark_if_logging`.
     fence_after_rmw();
     let Some(slot) = slots.find(section, gfn) else { return };
     if slot.logs() {
@@ -124,14 +165,14 @@ pub(crate) fn mark_page_if_logging<B>(slots: &Slots<B>, section: &Section<'_>, r
     }
 }
 
-/// Marks the pages of `block`, as far as they are in `slot`, which logs.
+/// Marks the pages of `block` that are in `slot`, which logs.
 fn mark_block<B>(slot: &SlotView<'_, B>, ring: Option<&DirtyRing>, block: GfnRange) {
     let pages = block.intersection(slot.range());
     let first = pages.start.0 - slot.range().start.0;
     match (ring, slot.log()) {
         (Some(ring), _) => push_pages(ring, slot.id(), first, pages.nr_pages()),
         (None, Some(log)) => log.mark(first, pages.nr_pages()),
-        // Rings came to the VM since this call of somebody who has none began.
+        // The caller has no ring, and rings were enabled after its call began.
         (None, None) => {}
     }
 }
@@ -142,7 +183,7 @@ fn mark_page<B>(slot: &SlotView<'_, B>, ring: Option<&DirtyRing>, page: u64) {
     match (ring, slot.log()) {
         (None, Some(log)) => log.mark_page(page),
         (Some(ring), _) => push_pages(ring, slot.id(), page, 1),
-        // As above.
+        // As in `mark_block`.
         (None, None) => {}
     }
 }
@@ -153,8 +194,8 @@ fn push_pages(ring: &DirtyRing, slot: u32, first: u64, nr_pages: u64) {
     }
 }
 
-/// The words of a slot's log that belong to `pages` (first and number; all if `None`), if a bitmap of `bitmap_len` words
-/// can hold them.
+/// Returns the words of the memslot's log that have the bits of `pages` (first and number; all if
+/// `None`). `bitmap_len` is the length, in words, of the caller's bitmap, which must hold them.
 fn words_of<B>(
     slot: &SlotView<'_, B>,
     pages: Option<(u64, u64)>,
@@ -176,17 +217,17 @@ fn words_of<B>(
     Ok(first..first + needed)
 }
 
-/// The slot as a turn finds it.
+/// The memslot as a turn finds it.
 struct Found<'s, B> {
     slot: SlotView<'s, B>,
     log: &'s Bitmap,
-    /// The words that are meant.
+    /// The words of all pages of the call.
     words: Range<usize>,
-    /// Those of this turn, behind the ones that are done.
+    /// The words of this turn, which follow those that are done.
     turn: Range<usize>,
 }
 
-/// The log of one slot, as one call uses it.
+/// A call on the log of one memslot.
 pub(crate) struct LogCall<'c, H: Host, F: Format> {
     pub(crate) tree: &'c Tree<H, F>,
     pub(crate) slots: &'c Slots<H::Backing>,
@@ -195,8 +236,9 @@ pub(crate) struct LogCall<'c, H: Host, F: Format> {
 }
 
 impl<H: Host, F: Format> LogCall<'_, H, F> {
-    /// The slot, its log, and the words of it that are meant. They are looked up anew in each section: the slot may have
-    /// been moved, or have ceased to log, or be another by the same number, since the last.
+    /// Finds the memslot, its log, and the words of the call; `done` of them are done. Each guard
+    /// looks them up anew: since the last, the memslot may have been moved or have ceased to log,
+    /// or its number may be that of another.
     fn find<'s>(
         &'s self,
         section: &'s Section<'s>,
@@ -215,7 +257,8 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         Ok(Found { slot, log, words, turn })
     }
 
-    /// Takes the log of `pages` (first and number; all if `None`) into `out`, and re-arms it. Returns the number of pages.
+    /// Takes the log of `pages` (first and number; all if `None`) into `out`, and protects the
+    /// pages taken. Returns their number.
     #[inline(never)]
     pub(crate) fn get(&self, pages: Option<(u64, u64)>, out: &mut [u64]) -> Result<u64, Error> {
         let mut taken = try_zeroed()?;
@@ -254,7 +297,8 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         }
     }
 
-    /// Takes those marks of `pages` that `mask` names, and re-arms them. Returns how many there were.
+    /// Takes those marks of `pages` that `mask` names, and protects their pages. Returns their
+    /// number.
     pub(crate) fn clear(&self, pages: (u64, u64), mask: &[u64]) -> Result<u64, Error> {
         let mut taken = try_zeroed()?;
         let Config { manual_protect, huge_page_splitting, .. } = self.tree.config;
@@ -270,7 +314,8 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         )
     }
 
-    /// Splits the huge leaves of those of `pages` that `mask` names, before they are protected for the first time.
+    /// Splits the huge leaves of those of `pages` that `mask` names, before they are protected for
+    /// the first time.
     fn split_for(&self, pages: (u64, u64), mask: &[u64]) -> Result<(), Error> {
         let range = {
             let section = self.tree.epochs.enter(self.record);
@@ -287,17 +332,18 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
             }
         };
         let target = self.tree.config.largest_logged_write();
-        // Best effort: what is not split now is split by the first write. And if the slot is moved meanwhile, what is split
-        // where it was says the same as before.
+        // Best effort: the first write splits what is not split now. If the memslot is moved
+        // meanwhile, the parts at the old place allow what the whole did.
         let _ = split::split_range(self.tree, self.slots, self.record, range, target, is_named);
         Ok(())
     }
 
-    /// Takes marks of `pages` by `take`, re-arms their pages, and hands them to `hand_out`, turn by turn. Returns the number
-    /// of pages.
+    /// Takes marks of `pages` by `take`, protects their pages, and hands them to `hand_out`, turn
+    /// by turn. Returns the number of pages.
     ///
-    /// `take` is told the words that it may take from, and how many are done already; it returns the first that it did not
-    /// reach. `hand_out` is told which words, counted from the first of `pages`, were reached.
+    /// `take` gets the words that it may take from, and how many are done already. It returns the
+    /// first word that it did not reach. `hand_out` gets the words that were reached, counted from
+    /// the first of `pages`.
     fn harvest(
         &self,
         pages: Option<(u64, u64)>,
@@ -327,7 +373,8 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
             }
             drop(locked);
             if let (Some(first), Some(mmu)) = (first, tree.mmu(self.record)) {
-                // The second stage first, then what was made of it. Whatever leaves have lost W, and before: as with the flush.
+                // The second stage first, then the shadow pages made from it. As with the flush, it
+                // does not matter which leaves lost W now, and which before.
                 mmu.write_protect(taken.pages().map(|page| Gfn(first.0 + page)), &mut narrowed);
             }
             let turn_len = reached - turn.start;
@@ -347,8 +394,8 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         result.map(|()| nr_pages)
     }
 
-    /// Protects the pages of the words just taken, from `first_word` of the log on, and counts them. Returns the page of the
-    /// word's first bit.
+    /// Protects the pages of the words just taken, which begin at `first_word` of the log, and adds
+    /// their number to `nr_pages`. Returns the page of that word's first bit.
     fn rearm(
         &self,
         section: &Section<'_>,
@@ -358,10 +405,10 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         batch: &mut TlbBatch<'_, H, F>,
         nr_pages: &mut u64,
     ) -> Gfn {
-        // The store-load pair: bits are taken before leaves are looked at.
+        // The store-load pair: bits are taken before leaves are read.
         fence_after_rmw();
-        // Where the slot is, only now: if it was moved since this section began, the pages whose bits were taken may be
-        // writable at its new place.
+        // Only now: if the memslot was moved since this guard began, the pages whose bits were
+        // taken may be writable at its new place.
         let now = self.slots.by_id(section, self.id).filter(|now| now.is_same_slot(slot));
         let range = now.map_or(slot.range(), |now| now.range());
         let mut protector = Protector::new(self.tree, section, range);
@@ -371,13 +418,14 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         first
     }
 
-    /// Brings the bitmap up to date with what the CPUs know of `pages`.
+    /// Updates the bitmap with the writes to `pages` that the CPUs have recorded.
     fn collect(&self, pages: Option<(u64, u64)>, bitmap_len: usize) -> Result<(), Error> {
         match self.tree.config.dirty_tracking {
             DirtyTracking::WriteProtect(_) => Ok(()),
             DirtyTracking::DirtyBit => self.mark_dirty_leaves(pages, bitmap_len),
             DirtyTracking::PageModificationLog => {
-                // A call that is refused changes nothing: what the CPUs have logged is for the next.
+                // A call that is refused changes nothing: what the CPUs have logged stays for the
+                // next call.
                 self.find(&self.tree.epochs.enter(self.record), pages, bitmap_len, 0)?;
                 self.tree.host.drain_modification_logs(&mut |written| {
                     mark_written(self.slots, &self.tree.epochs, self.record, written);
@@ -414,8 +462,8 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     }
 }
 
-/// Marks the dirty leaves of 4 KiB in one table: the one of page `first` of the slot at `slot`, up to page `end`. Returns the
-/// first page behind them.
+/// Marks the dirty leaves of 4 KiB in one page-table page: that of page `first` of the memslot at
+/// `slot`, up to page `end`. Returns the first page behind them.
 fn mark_dirty_in_table<H: Host, F: Format>(
     cursor: &mut Cursor<'_, H, F>,
     log: &Bitmap,
@@ -437,8 +485,9 @@ fn mark_dirty_in_table<H: Host, F: Format>(
         while page < behind {
             let clean_from = (page..behind).find(|&page| !is_dirty(page)).unwrap_or(behind);
             if clean_from > page {
-                // No fence: the leaves were read with acquire. If a page was written anew since a harvest took its bit, its
-                // leaf says so only since that harvest cleared it, and the bit is read as clear here.
+                // No fence: the leaves were read with acquire. A page that was written again after
+                // a harvest took its bit has D only since that harvest cleared D. So the bit is
+                // read as clear here.
                 log.mark(page, clean_from - page);
             }
             page = clean_from + 1;
@@ -447,9 +496,10 @@ fn mark_dirty_in_table<H: Host, F: Format>(
     behind
 }
 
-/// Marks the pages that hold the addresses `written`, as far as their slots log.
+/// Marks the pages that hold the addresses `written`, where their memslots log.
 pub(crate) fn mark_written<B>(slots: &Slots<B>, epochs: &Epochs, record: &Record, written: &[Gpa]) {
-    // The store-load pairs of the module: it was a CPU that set D, before it or another handed the address over.
+    // The store-load pairs of the module: a CPU set D, before it or another CPU handed the address
+    // over.
     full_fence();
     for written in written.chunks(MARKS_PER_TURN) {
         let section = epochs.enter(record);
@@ -460,7 +510,8 @@ pub(crate) fn mark_written<B>(slots: &Slots<B>, epochs: &Epochs, record: &Record
     }
 }
 
-/// Marks `nr_pages` pages from `first_page` on of slot `id`, which the caller has written, if it logs.
+/// Marks `nr_pages` pages from `first_page` on of memslot `id`, which the caller has written, if
+/// the memslot logs.
 pub(crate) fn mark_pages<B>(
     slots: &Slots<B>,
     epochs: &Epochs,
@@ -469,8 +520,8 @@ pub(crate) fn mark_pages<B>(
     first_page: u64,
     nr_pages: u64,
 ) -> Result<(), Error> {
-    // A store-load pair: the pages are written before "marked already" is read, so that a harvest which takes the bit later
-    // hands it to somebody who then sees the writes.
+    // A store-load pair: the pages are written before "marked already" is read. So the caller of a
+    // harvest that takes the bit later observes the writes.
     full_fence();
     let (mut next, mut left) = (first_page, nr_pages);
     loop {
@@ -489,8 +540,8 @@ pub(crate) fn mark_pages<B>(
     }
 }
 
-/// How many pages are marked in the logs of all slots. One that is moved meanwhile may be left out,
-/// or counted twice.
+/// Returns how many pages are marked in the logs of all memslots. A memslot that is moved meanwhile
+/// may be left out, or counted twice.
 pub(crate) fn nr_marked<B>(slots: &Slots<B>, epochs: &Epochs, record: &Record) -> u64 {
     let (mut nr_pages, mut next) = (0, Gfn(0));
     loop {
@@ -509,7 +560,7 @@ pub(crate) fn nr_marked<B>(slots: &Slots<B>, epochs: &Epochs, record: &Record) -
     }
 }
 
-/// Whether page `page` of slot `id` is marked.
+/// Whether page `page` of memslot `id` is marked.
 pub(crate) fn is_marked<B>(slots: &Slots<B>, section: &Section<'_>, id: u32, page: u64) -> Result<bool, Error> {
     let slot = slots.by_id(section, id).ok_or(Error::NoSuchSlot { slot: id })?;
     let log = slot.log().ok_or(Error::NotLogging { slot: id })?;

@@ -1,8 +1,8 @@
-//! The dirty log: which pages the guest wrote since the log was last taken.
+//! The dirty log: which pages the guest wrote since the last harvest.
 //!
-//! `bitmap` is the log of one slot. `log` is the protocol between the faults that mark pages and the harvest that takes
-//! the marks. `ring` is the log of one vCPU, the other form; `rings` are those of
-//! a VM, and their reset.
+//! `bitmap` is the log of one memslot, and `log` the protocol between faults that mark pages and
+//! harvests. `ring` is the log of one vCPU, the other form; `rings` are those of a VM, and their
+//! reset.
 
 pub(crate) mod bitmap;
 pub(crate) mod log;

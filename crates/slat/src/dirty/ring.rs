@@ -1,38 +1,60 @@
-//! Dirty rings, KVM's other form of the dirty log: each vCPU writes down the pages that it opened for writing, one after
-//! the other. The cost of reading the log is then that of the pages written, and not of the slots' size; and a vCPU that
-//! writes faster than the log is read runs into the end of its ring and exits, which throttles it and nobody else.
+//! The dirty ring of one vCPU, KVM's other form of the dirty log.
 //!
-//! An entry passes through KVM's states: *empty*, *dirty* (pushed by the vCPU's fault), *harvested* (taken by the user),
-//! and by a reset, which protects its page again, empty. KVM keeps the state in the entry's flags. Here it follows from
-//! three indices that count entries for ever and never go back, `first <= pushed` and `harvested <= pushed`, and, for a
-//! user who takes entries out of order, from a mark in the entry that says *which* index was taken. Nothing is ever
-//! cleared, so nothing can be cleared twice: a thread that was preempted in the middle of a harvest or a reset and comes
-//! back rounds later finds that its indices are behind, and does no harm. No operation needs a claim or a lock.
+//! A fault appends the pages that it opens for writing. So reading the log costs the pages written,
+//! and not the size of the memslots. A vCPU that writes faster than the log is read fills its ring
+//! and exits. That throttles this vCPU alone.
 //!
-//! - *Push* (the vCPU's thread alone; there is room, which only grows meanwhile): write the page into the entry, then
-//!   move `pushed` on.
-//! - *Harvest* (any thread): read the entry at `harvested`, then move `harvested` on by compare-and-exchange. Who moves it
-//!   has the page. So entries are taken in order, each once.
-//! - *Reset* (any thread): from `first` on, protect the page of each harvested entry; flush; move `first` behind them,
-//!   unless another reset has moved it further.
+//! # Guarantees
+//! - Every page that a vCPU opens for writing is pushed into its ring.
+//! - When a reset returns, every page that was harvested before it is write-protected and flushed.
+//!   A later write to it is pushed again. ([`DirtyRing::mark_harvested`] says what holds for
+//!   entries that are marked out of order.)
+//! - No operation needs a lock or a claim. A thread that is preempted in a harvest or a reset and
+//!   continues rounds later does no harm.
 //!
-//! Why no harvested page is missed by a reset: whoever harvested page p in entry i and then resets finds either i not below
-//! `first`, or below it. If not below, all entries up to i are harvested (a harvest takes them in order), so its walk
-//! comes to i. It reads p there, unless another thread moved `first` over i meanwhile and the vCPU has filled the entry
-//! anew; then some other page is protected, which costs a fault and nothing else. In that case, and if i is below `first`
-//! from the start, the reset that moved `first` over i protected p and flushed before; and as it saw i harvested, it did so
-//! after the harvest. By induction all entries below `first` have been protected and flushed, whoever moved it. In all
-//! cases p was protected and flushed after it was harvested and before the call returns: what is written later is pushed
-//! again, and what was written before is there to be read.
+//! # Use
+//! [`DirtyRing`] says how a ring is read and reset.
 //!
-//! Why a reset protects what the entry stands for: the fault made the leaf writable before it pushed, the push comes before
-//! the harvest, and that before the reset (release and acquire along `pushed`, and `harvested` or the mark). So the reset
-//! finds the leaf writable, or changed since by somebody else. There is no store-load pair: a fault that gives W pushes,
-//! whatever the ring holds already.
+//! A move of a memslot pushes nothing, as in KVM: all of its pages have another address, and the
+//! caller of the move knows that. Pages that faults opened at the old place during the move may be
+//! missing, too. Pages of a memslot that was deleted stay in the rings and are harvested; a reset
+//! protects nothing for them.
 //!
-//! A move of a slot pushes nothing, as in KVM: all of its pages have another address, and who moved it knows that. So may
-//! the pages that faults opened at the old place while it was moved be missing. Pages of a slot that was deleted stay in
-//! the rings and are harvested; nothing is protected for them.
+//! # Implementation
+//! An entry passes through KVM's states: *empty*, *dirty* (a fault pushed it), *harvested* (the
+//! user took it), and after a reset, which protects its page again, *empty*. KVM keeps the state in
+//! the entry's flags. Here it follows from three indices that only grow, `first <= pushed` and
+//! `harvested <= pushed`, and from a mark in the entry. The mark says *which* index was taken, for
+//! a user that takes entries out of order.
+//!
+//! - A *push* (the thread of the vCPU alone; there is room, which only grows meanwhile) writes the
+//!   page into the entry, and then moves `pushed` on.
+//! - A *harvest* (any thread) reads the entry at `harvested`, and then moves `harvested` on by a
+//!   compare-and-exchange. The thread whose exchange succeeds has the page. So entries are taken in
+//!   order, each once.
+//! - A *reset* (any thread) protects the page of each harvested entry from `first` on, flushes, and
+//!   moves `first` behind them, unless another reset has moved it further.
+//!
+//! # Why it is correct
+//! Nothing is ever cleared, so nothing is cleared twice: the indices of a thread that continues
+//! rounds later are behind.
+//!
+//! No reset misses a harvested page. Let a thread harvest page p in entry i and then reset.
+//! - If i is not below `first`, the walk of the reset comes to i, because all entries up to i are
+//!   harvested: a harvest takes them in order. The walk reads p, unless another reset moved `first`
+//!   over i meanwhile and the vCPU has filled the entry anew. Then it protects some other page,
+//!   which costs a fault and nothing else.
+//! - In that case, and if i is below `first` from the start, the reset that moved `first` over i
+//!   protected p and flushed before. It did so after the harvest, because it found i harvested. By
+//!   induction all entries below `first` were protected and flushed, whichever reset moved it.
+//!
+//! In each case p was protected and flushed after it was harvested and before the call returns.
+//! Later writes are pushed again, and earlier ones are there to be read.
+//!
+//! A reset finds the leaf of an entry writable, or changed since by another thread. The fault made
+//! it writable before it pushed, the push comes before the harvest, and the harvest before the
+//! reset (release and acquire along `pushed`, and `harvested` or the mark). No store-load pair is
+//! needed: a fault that restores W pushes whatever the ring holds already.
 
 #![expect(unsafe_code, reason = "the list of rings is linked by raw pointers")]
 
@@ -45,31 +67,31 @@ use crate::error::Error;
 use crate::slot::MAX_SLOTS;
 use crate::sync::{AtomicBool, AtomicU64, Ordering};
 
-/// Entries kept free for the fault that finds its ring nearly full, as KVM keeps them: the soft limit is that far below
-/// the size.
+/// Entries that are kept free for the fault that finds its ring nearly full, as in KVM: the soft
+/// limit is that far below the size.
 pub const DIRTY_RING_RESERVE: u32 = 64;
-/// The largest ring (KVM's limit).
+/// The largest ring, in entries (KVM's limit).
 pub const MAX_DIRTY_RING_ENTRIES: u32 = 65536;
-/// The smallest ring: a page of KVM's entries of 16 bytes.
+/// The smallest ring, in entries: a page of KVM's entries of 16 bytes.
 pub const MIN_DIRTY_RING_ENTRIES: u32 = 256;
 
 const _: () = assert!(MIN_DIRTY_RING_ENTRIES > DIRTY_RING_RESERVE);
 
-/// A page of a slot, as a dirty ring names it.
+/// A page of a memslot, as a dirty ring names it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct DirtyPage {
-    /// The slot.
+    /// Number of the memslot.
     pub slot: u32,
-    /// The page: 4 KiB pages from the slot's start.
+    /// Number of the page: 4 KiB pages from the memslot's start.
     pub page: u64,
 }
 
-/// Bit of the slot number in an entry's word; the page is below.
+/// The lowest bit of the memslot number in an entry's word; the page is below.
 const SLOT_SHIFT: u32 = 48;
 const _: () = assert!(MAX_SLOTS <= 1 << (u64::BITS - SLOT_SHIFT));
 
 impl DirtyPage {
-    /// One word, so that nobody ever reads the slot of one push with the page of another.
+    /// One word, so that no thread reads the memslot of one push with the page of another.
     #[inline]
     fn word(self) -> u64 {
         debug_assert!(self.slot < MAX_SLOTS && self.page >> SLOT_SHIFT == 0);
@@ -82,7 +104,7 @@ impl DirtyPage {
     }
 }
 
-/// What [`DirtyRing::entry`] finds.
+/// The state of an entry, from [`DirtyRing::entry`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum DirtyRingEntry {
     /// Not pushed yet, or reset already (KVM's flags 0).
@@ -93,21 +115,24 @@ pub enum DirtyRingEntry {
     Harvested(DirtyPage),
 }
 
-/// The dirty ring of one vCPU. It belongs to the VM and stays when the vCPU goes, with what is in it; a vCPU that is made
-/// later takes it over.
+/// The dirty ring of one vCPU. It belongs to the VM, and stays with its entries when the vCPU is
+/// dropped. A later vCPU takes it over.
 ///
-/// There are two ways to read it. [`harvest`](DirtyRing::harvest) takes all there is, in order. Or, as with the ring that
-/// KVM maps: keep an index, which begins at [`first_index`](DirtyRing::first_index), look at its
-/// [`entry`](DirtyRing::entry), and [mark](DirtyRing::mark_harvested) it. If both are used at once, a page may be given to
-/// both.
+/// There are two ways to read it:
+/// - [`harvest`](DirtyRing::harvest) takes all entries that are there, in order.
+/// - As with the ring that KVM maps: keep an index, which begins at
+///   [`first_index`](DirtyRing::first_index), read its [`entry`](DirtyRing::entry), and
+///   [mark](DirtyRing::mark_harvested) it.
 ///
-/// In either case [`Vm::reset_dirty_rings`](crate::Vm::reset_dirty_rings) comes before the page is read: what the guest
-/// writes between the harvest and the reset is not pushed again.
+/// If both are used at once, a page may be given to both.
+///
+/// In either case call [`Vm::reset_dirty_rings`](crate::Vm::reset_dirty_rings) before the page is
+/// read: what the guest writes between the harvest and the reset is not pushed again.
 pub struct DirtyRing {
     nr_entries: u32,
     soft_limit: u32,
-    /// Two words for each entry: the page; and the mark, one more than the greatest index that was marked as harvested
-    /// there.
+    /// Two words for each entry: the page, and the mark. The mark is one more than the greatest
+    /// index that was marked as harvested there.
     words: ZeroedWords,
     /// Index behind the last entry that was pushed. Written by the vCPU's thread alone.
     pushed: CachePadded<AtomicU64>,
@@ -118,21 +143,21 @@ pub struct DirtyRing {
     pub(super) listed: CachePadded<Listed>,
 }
 
-/// What is read to find a ring that no vCPU has; see `rings`.
+/// What a search for a ring that no vCPU has reads; see `rings`.
 pub(super) struct Listed {
     pub(super) in_use: AtomicBool,
-    /// The ring that was listed before this one; never changes once this one is on the list.
+    /// The ring that was listed before this one. It never changes once this one is on the list.
     pub(super) next: *const DirtyRing,
 }
 
-// SAFETY: all fields but `listed.next` are atomics or never change; `next` is written before the ring is on the list and
-// only read since.
+// SAFETY: all fields but `listed.next` are atomics or never change. `next` is written before the
+// ring is on the list, and only read since.
 unsafe impl Send for DirtyRing {}
 // SAFETY: as above.
 unsafe impl Sync for DirtyRing {}
 
 impl DirtyRing {
-    /// An empty ring that is in use. `nr_entries` is a power of two above `reserve`.
+    /// Makes an empty ring that is in use. `nr_entries` is a power of two above `reserve`.
     pub(super) fn new(nr_entries: u32, reserve: u32) -> Result<DirtyRing, Error> {
         debug_assert!(nr_entries.is_power_of_two() && nr_entries > reserve);
         Ok(DirtyRing {
@@ -165,15 +190,18 @@ impl DirtyRing {
         self.nr_entries
     }
 
-    /// Index of the oldest entry that was not reset. Indices count all entries that were ever pushed: the first is 0.
+    /// Index of the oldest entry that was not reset. Indices count all entries that were ever
+    /// pushed; the first is 0.
     #[inline]
     pub fn first_index(&self) -> u64 {
-        // Acquire: who sees entries reset sees what came before: their pushes; the protection of their pages; that the reset
-        // is done with reading them, before the vCPU fills them anew.
+        // Acquire: a thread that finds entries reset observes what came before: their pushes, the
+        // protection of their pages, and that the reset has read them, before the vCPU fills them
+        // anew.
         self.first.load(Ordering::Acquire)
     }
 
-    /// Entries that are not empty. For the vCPU's thread it is so until there are less; for others it may be an old answer.
+    /// Returns how many entries are not empty. For the vCPU's thread the number can only fall until
+    /// it pushes; for other threads it may be out of date.
     #[inline]
     pub(crate) fn nr_used(&self) -> u64 {
         // In this order, with `first` by acquire: all that was reset was pushed before.
@@ -181,43 +209,47 @@ impl DirtyRing {
         self.pushed.load(Ordering::Relaxed) - first
     }
 
-    /// Whether the vCPU's next fault exits with [`Exit::DirtyRingFull`](crate::Exit::DirtyRingFull): only a reset helps.
+    /// Whether the vCPU's next fault exits with
+    /// [`Exit::DirtyRingFull`](crate::Exit::DirtyRingFull). Only a reset changes that.
     #[inline]
     pub fn is_soft_full(&self) -> bool {
         self.nr_used() >= u64::from(self.soft_limit)
     }
 
-    /// Entries that can be pushed now, for the vCPU's thread.
+    /// Returns how many entries can be pushed now. For the vCPU's thread.
     #[inline]
     pub(crate) fn room(&self) -> u64 {
         u64::from(self.nr_entries) - self.nr_used()
     }
 
-    /// Writes down that `page` may now be written. Only for the thread of the vCPU that has the ring, after it has made
-    /// sure of [`room`](DirtyRing::room).
+    /// Pushes `page`, which may now be written. Only for the thread of the vCPU that has the ring,
+    /// after it has made sure of [`room`](DirtyRing::room).
     #[inline]
     pub(crate) fn push(&self, page: DirtyPage) {
         debug_assert!(self.room() != 0, "a fault opens no more pages than there is room for");
-        // Relaxed: nobody else writes it.
+        // Relaxed: no other thread writes it.
         let index = self.pushed.load(Ordering::Relaxed);
-        // Release: `entry`, if it reads this instead of what it looked for, sees by `first` that it is late. (The vCPU has
-        // read `first` before, when it made sure of room.)
+        // Release: `entry`, if it reads this instead of the page that it looked for, observes in
+        // `first` that it is late. (The vCPU has read `first` before, when it made sure of room.)
         self.page_word(index).store(page.word(), Ordering::Release);
-        // Release: who sees the index sees the entry, and the leaf that was made writable.
+        // Release: a thread that reads the index observes the entry, and the leaf that was made
+        // writable.
         self.pushed.store(index + 1, Ordering::Release);
     }
 
-    /// Takes the entries that were pushed by now and not taken yet, in their order, and calls `take` with the page of each.
-    /// Returns how many. Several threads may do so at once: each entry goes to one of them.
+    /// Takes the entries that were pushed by now and not taken yet, in their order. Calls `take`
+    /// with the page of each, and returns how many it took. Several threads may harvest at once:
+    /// each entry goes to one of them.
     pub fn harvest(&self, mut take: impl FnMut(DirtyPage)) -> u64 {
-        // Once, so that a vCPU that goes on pushing does not keep the caller here. Acquire: sees the entries, and, handed
-        // on by the exchange, the leaves.
+        // Once, so that a vCPU that goes on pushing does not keep the caller here. Acquire:
+        // observes the entries and, handed on by the exchange, the leaves.
         let pushed = self.pushed.load(Ordering::Acquire);
-        // Relaxed: the exchange tells whether it is the newest.
+        // Relaxed: the exchange fails if it is not the newest.
         let mut next = self.harvested.load(Ordering::Relaxed);
         let mut taken = 0;
         loop {
-            // Entries that were marked one by one may have been reset without passing by here.
+            // Entries that were marked one by one may have been reset, and `harvested` is behind
+            // them.
             let index = next.max(self.first.load(Ordering::Relaxed));
             if index >= pushed {
                 return taken;
@@ -225,7 +257,7 @@ impl DirtyRing {
             // Relaxed: `pushed` has shown it. It is not filled anew before it is harvested.
             let page = DirtyPage::from_word(self.page_word(index).load(Ordering::Relaxed));
             let is_marked = self.is_marked(index);
-            // Release: a reset that sees the entry harvested sees the leaf that it stands for.
+            // Release: a reset that finds the entry harvested observes the leaf that it stands for.
             match self.harvested.compare_exchange(next, index + 1, Ordering::Release, Ordering::Relaxed) {
                 Ok(_) => {
                     next = index + 1;
@@ -239,13 +271,13 @@ impl DirtyRing {
         }
     }
 
-    /// The entry of number `index`.
+    /// Returns the state of entry number `index`.
     pub fn entry(&self, index: u64) -> DirtyRingEntry {
-        // Acquire: sees the entry.
+        // Acquire: observes the entry.
         if index >= self.pushed.load(Ordering::Acquire) {
             return DirtyRingEntry::Empty;
         }
-        // Acquire: if the entry was filled anew, the reset before that is seen below.
+        // Acquire: if the entry was filled anew, the reset before that is observed below.
         let page = DirtyPage::from_word(self.page_word(index).load(Ordering::Acquire));
         let is_harvested = self.is_harvested(index, self.harvested.load(Ordering::Relaxed));
         if index < self.first_index() {
@@ -257,15 +289,16 @@ impl DirtyRing {
         }
     }
 
-    /// Marks the entry of number `index` as harvested. Returns whether it was dirty: of several threads that mark it, one is
-    /// told so.
+    /// Marks entry number `index` as harvested. Returns whether it was dirty: of several threads
+    /// that mark it, one gets `true`.
     ///
-    /// Entries may be marked in any order, but a reset goes no further than to the first that is not harvested: the pages
-    /// of those from [`first_index`](DirtyRing::first_index) on, as it is after the reset, have not been protected, and what
-    /// is written to them is not pushed again.
+    /// Entries may be marked in any order, but a reset ends at the first that is not harvested. The
+    /// pages from [`first_index`](DirtyRing::first_index) on, as it is after the reset, are not
+    /// protected, and what is written to them is not pushed again.
     pub fn mark_harvested(&self, index: u64) -> bool {
-        // Acquire: sees the leaf, and hands it on with the mark. `harvested` and `first` without order: an entry that was
-        // harvested once stays so, and the mark of one that was reset long ago says nothing about the one in its place.
+        // Acquire: observes the leaf, and hands it on with the mark. `harvested` and `first` need
+        // no order: an entry that was harvested stays so, and the mark of one that was reset long
+        // ago says nothing about the one in its place.
         if index >= self.pushed.load(Ordering::Acquire)
             || index < self.harvested.load(Ordering::Relaxed)
             || index < self.first.load(Ordering::Relaxed)
@@ -276,43 +309,47 @@ impl DirtyRing {
         self.mark_word(index).fetch_max(index + 1, Ordering::Release) <= index
     }
 
-    /// Whether the entry was marked: also if it was reset since, and the one in its place is marked.
+    /// Whether the entry was marked. Also true if it was reset since, and the one in its place is
+    /// marked.
     #[inline]
     fn is_marked(&self, index: u64) -> bool {
-        // Acquire: sees the leaf, as the one who marked it did.
+        // Acquire: observes the leaf, as the thread that marked the entry did.
         self.mark_word(index).load(Ordering::Acquire) > index
     }
 
-    /// Whether the entry of number `index` was harvested, by a thread that has read `harvested`.
+    /// Whether entry number `index` was harvested; the caller has read `harvested`.
     #[inline]
     fn is_harvested(&self, index: u64, harvested: u64) -> bool {
         index < harvested || self.is_marked(index)
     }
 
-    /// Begins a reset: walks the entries that are harvested and were not reset, the oldest first.
+    /// Begins a reset: an iterator over the entries that are harvested and were not reset, oldest
+    /// first.
     pub(crate) fn reset(&self) -> Reset<'_> {
         let first = self.first_index();
-        // Acquire: sees the leaves of the entries that were harvested.
+        // Acquire: observes the leaves of the entries that were harvested.
         let harvested = self.harvested.load(Ordering::Acquire);
         Reset { ring: self, next: first, end: first + u64::from(self.nr_entries), harvested }
     }
 
-    /// Makes room of the entries before `reached`, whose pages a reset has given out: they are protected by now, and that is
-    /// flushed. Returns how many were not reset before.
+    /// Makes the entries before `reached` empty. The caller has protected the pages that the reset
+    /// gave out, and flushed. Returns how many entries no other reset had made empty before.
     pub(crate) fn finish_reset(&self, reached: u64) -> u64 {
-        // AcqRel. Release: the walk's reads of the entries come before the vCPU fills them anew; and whoever sees them
-        // reset sees their pages protected. Acquire: if another reset was faster, the caller may rely on what it protected.
+        // AcqRel. Release: the reads of the walk come before the vCPU fills the entries anew, and a
+        // thread that finds them reset observes that their pages are protected. Acquire: if another
+        // reset was faster, the caller may rely on what that has protected.
         let before = self.first.fetch_max(reached, Ordering::AcqRel);
         reached.saturating_sub(before)
     }
 }
 
-/// A reset under way. As an iterator it gives the pages to be protected.
+/// A reset under way: an iterator over the pages to be protected.
 #[must_use]
 pub(crate) struct Reset<'r> {
     ring: &'r DirtyRing,
     next: u64,
-    /// No more than the ring holds, so that it ends beside others that harvest, reset and push.
+    /// At most as many entries as the ring holds, so that the walk ends beside threads that
+    /// harvest, reset and push.
     end: u64,
     harvested: u64,
 }
@@ -327,13 +364,14 @@ impl Iterator for Reset<'_> {
             return None;
         }
         self.next += 1;
-        // Relaxed: that it was harvested has shown it. It may be another by now, see the module.
+        // Relaxed: the load that found it harvested has shown it. It may be another page by now;
+        // see the module.
         Some(DirtyPage::from_word(self.ring.page_word(index).load(Ordering::Relaxed)))
     }
 }
 
 impl Reset<'_> {
-    /// The first entry that was not given out: what [`DirtyRing::finish_reset`] wants to know.
+    /// The first entry that was not given out, for [`DirtyRing::finish_reset`].
     pub(crate) fn reached(&self) -> u64 {
         self.next
     }

@@ -1,11 +1,30 @@
-//! The dirty rings of one VM: how vCPUs come by them, and how all of them are reset.
+//! The dirty rings of one VM: how vCPUs get them, and how all of them are reset.
 //!
-//! Rings belong to the VM and are freed with it, so that the entries of a vCPU that is gone are harvested like the others. A
-//! new vCPU takes over a ring that nobody has: there are never more than there were vCPUs at once.
+//! # Guarantees
+//! - A ring is freed with its VM, so the entries of a vCPU that was dropped are harvested like the
+//!   others.
+//! - There are never more rings than there were vCPUs at once: a new vCPU takes a ring that no vCPU
+//!   has.
+//! - Rings are enabled only while there is no vCPU, no recovery of huge pages, and no split by way
+//!   of a broken PTE: these open pages and push none.
 //!
-//! A reset protects the pages of many entries, flushes once, and only then makes room of the entries (`ring` has the
-//! argument). Pages are protected as a harvest of bitmaps does it: in short sections, the pages of a table together, lazily
-//! where there are many (`second_stage/protect.rs`).
+//! # Use
+//! [`Rings::take`] gives a vCPU its ring, [`RingsReset::reset`] resets them all.
+//!
+//! # Implementation
+//! One word has either the size of the rings, or the number of calls and vCPUs that keep the VM
+//! without rings. So of these and the call that enables rings one comes first.
+//!
+//! A reset
+//! 1. protects the pages of the harvested entries of up to 32 rings,
+//! 2. flushes once,
+//! 3. makes the entries empty.
+//!
+//! It protects as a harvest of bitmaps does: in short guards, the pages of a page-table page
+//! together, and lazily where there are many (`second_stage/protect.rs`).
+//!
+//! # Why it is correct
+//! `ring` has the argument.
 
 #![expect(unsafe_code, reason = "rings are reached by raw pointers, which their VM keeps alive")]
 
@@ -31,9 +50,8 @@ const ENABLED: u64 = 1 << 63;
 
 /// The rings of one VM, or none.
 pub(crate) struct Rings {
-    /// [`ENABLED`] and the size of each ring; or how many vCPUs and recoveries of huge pages there
-    /// are, which open pages and push none. One word, so that of these and the call that enables
-    /// rings one comes first.
+    /// [`ENABLED`] and the size of each ring, in entries; or how many vCPUs and [`WithoutRings`]
+    /// there are.
     state: AtomicU64,
     first: AtomicPtr<DirtyRing>,
 }
@@ -52,13 +70,17 @@ impl Rings {
         Rings { state: AtomicU64::new(0), first: AtomicPtr::new(ptr::null_mut()) }
     }
 
-    /// Gives each vCPU that is made from now on a ring of `nr_entries`.
+    /// Enables rings: each vCPU that is made from now on has one of `nr_entries` entries.
+    ///
+    /// # Errors
+    /// [`Error::BadRingSize`], [`Error::DirtyRingEnabled`]. [`Error::VcpusExist`]: a vCPU or a
+    /// [`WithoutRings`] exists.
     pub(crate) fn enable(&self, nr_entries: u32) -> Result<(), Error> {
         if !nr_entries.is_power_of_two() || !(MIN_DIRTY_RING_ENTRIES..=MAX_DIRTY_RING_ENTRIES).contains(&nr_entries) {
             return Err(Error::BadRingSize { nr_entries });
         }
-        // Acquire: sees the leaves of the vCPUs that are gone. Relaxed on failure: the number says
-        // it all.
+        // Acquire: observes the leaves of the vCPUs that are gone. Relaxed on failure: the number
+        // is all that is used.
         match self.state.compare_exchange(0, ENABLED | u64::from(nr_entries), Ordering::Acquire, Ordering::Relaxed) {
             Ok(_) => Ok(()),
             Err(state) if state & ENABLED != 0 => Err(Error::DirtyRingEnabled),
@@ -68,28 +90,28 @@ impl Rings {
 
     /// Whether pages are logged by rings, and not by bitmaps.
     pub(crate) fn are_enabled(&self) -> bool {
-        // Relaxed: once there are rings, there always are. Where more is asked for, there is a
-        // fence.
+        // Relaxed: rings that are enabled stay so. Callers that need more make a fence.
         self.state.load(Ordering::Relaxed) & ENABLED != 0
     }
 
-    /// Keeps the VM without rings, if it has none. `Err` is the size of its rings.
+    /// Keeps the VM without rings, if it has none. `Err` is the size of its rings, in entries.
     fn enter(&self) -> Result<(), u32> {
         let more = |state: u64| (state & ENABLED == 0).then_some(state + 1);
-        // Relaxed, both: the number says it all.
+        // Relaxed, both: the number is all that is used.
         match self.state.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more) {
             Ok(_) => Ok(()),
             Err(enabled) => Err(enabled as u32),
         }
     }
 
-    /// As long as the answer lives, the VM has no rings; `None` if it has some.
+    /// Keeps the VM without rings as long as the value lives; `None` if it has some.
     pub(crate) fn keep_out(&self) -> Option<WithoutRings<'_>> {
         self.enter().ok().map(|()| WithoutRings(self))
     }
 
-    /// The ring for a new vCPU, if vCPUs have rings. The last thing in making one that may fail. A
-    /// vCPU without one keeps the VM without rings, until it [leaves](Rings::leave).
+    /// Returns the ring for a new vCPU, if vCPUs have rings. To be called as the last step of
+    /// making the vCPU that may fail: a vCPU without a ring keeps the VM without rings, until it
+    /// [leaves](Rings::leave).
     pub(crate) fn take(&self) -> Result<Option<OwnedRing>, Error> {
         match self.enter() {
             Ok(()) => Ok(None),
@@ -97,7 +119,7 @@ impl Rings {
         }
     }
 
-    /// A vCPU that has no ring is gone.
+    /// To be called when a vCPU that has no ring is dropped.
     pub(crate) fn leave(&self) {
         // Release: see `enable`.
         let before = self.state.fetch_sub(1, Ordering::Release);
@@ -106,8 +128,8 @@ impl Rings {
 
     fn take_ring(&self, nr_entries: u32) -> Result<OwnedRing, Error> {
         for ring in self.iter() {
-            // Relaxed look first: no need to take the line for a ring that is in use. Acquire: `pushed` is where the vCPU
-            // before has left it.
+            // Relaxed first: the line of a ring that is in use stays where it is. Acquire: `pushed`
+            // is as the vCPU before has left it.
             let in_use = &ring.listed.in_use;
             if !in_use.load(Ordering::Relaxed)
                 && in_use.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
@@ -116,17 +138,19 @@ impl Rings {
             }
         }
         let mut new = try_box(DirtyRing::new(nr_entries, DIRTY_RING_RESERVE)?)?;
-        // Relaxed: the exchange shows what is listed by then.
+        // Relaxed: if the exchange fails, it returns what is listed by then.
         let mut head = self.first.load(Ordering::Relaxed);
         loop {
             new.listed.next = head;
             let pointer = NonNull::from(Box::leak(new));
-            // Release: who walks the list sees the ring, and, through the chain of exchanges, those behind it.
+            // Release: a walk of the list observes the ring and, through the chain of exchanges,
+            // those behind it.
             match self.first.compare_exchange(head, pointer.as_ptr(), Ordering::Release, Ordering::Relaxed) {
                 Ok(_) => return Ok(OwnedRing(pointer)),
                 Err(found) => {
                     head = found;
-                    // SAFETY: the exchange failed, so nobody else has seen the pointer, which came from a box.
+                    // SAFETY: the exchange failed, so no other thread has the pointer, which came
+                    // from a box.
                     new = unsafe { Box::from_raw(pointer.as_ptr()) };
                 }
             }
@@ -135,10 +159,11 @@ impl Rings {
 
     /// All rings, also those that no vCPU has now.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &DirtyRing> + Clone {
-        // Acquire: sees the rings.
+        // Acquire: observes the rings.
         let mut next = self.first.load(Ordering::Acquire).cast_const();
         core::iter::from_fn(move || {
-            // SAFETY: the pointer is null or a ring of the list; rings are freed only with the `Rings`.
+            // SAFETY: the pointer is null or a ring of the list; rings are freed only with the
+            // `Rings`.
             let ring = unsafe { next.as_ref() }?;
             next = ring.listed.next;
             Some(ring)
@@ -150,28 +175,28 @@ impl Drop for Rings {
     fn drop(&mut self) {
         let mut next = self.first.load(Ordering::Relaxed);
         while !next.is_null() {
-            // SAFETY: every ring of the list came from a box, and with `&mut self` nobody uses one any more: references
-            // borrow the `Rings`, and vCPUs keep the VM that holds it alive.
+            // SAFETY: every ring of the list came from a box, and with `&mut self` none is in use:
+            // references borrow the `Rings`, and vCPUs keep the VM that holds it alive.
             let ring = unsafe { Box::from_raw(next) };
             next = ring.listed.next.cast_mut();
         }
     }
 }
 
-/// Words of pages that are protected in one section.
+/// Words of pages that are protected in one guard.
 const WORDS_PER_TURN: usize = 128;
 /// Rings whose resets share a flush.
 const RINGS_PER_FLUSH: usize = 32;
 
-/// Room that a reset needs: too large for a stack.
+/// The working memory of a reset: too large for a stack.
 struct Room {
     words: [PageWord; WORDS_PER_TURN],
     pages: PageWords<WORDS_PER_TURN>,
-    /// Where the reset of each ring has come to.
+    /// Where the reset of each ring ended.
     reached: [u64; RINGS_PER_FLUSH],
 }
 
-// SAFETY: nothing but integers.
+// SAFETY: it consists of integers, of which all zeroes are a value.
 unsafe impl Zeroed for Room {
     #[cfg(loom)]
     fn zeroed() -> Room {
@@ -179,11 +204,11 @@ unsafe impl Zeroed for Room {
     }
 }
 
-/// Some of 64 pages of a slot.
+/// Some of 64 pages of a memslot.
 #[derive(Clone, Copy, Default)]
 struct PageWord {
     slot: u32,
-    /// The first page is 64 times that.
+    /// The number of the first page, divided by 64.
     index: u64,
     /// Bit n: page n from the first on.
     bits: u64,
@@ -194,7 +219,7 @@ impl PageWord {
         PageWord { slot, index: page / PAGES_PER_WORD, bits: 1 << (page % PAGES_PER_WORD) }
     }
 
-    /// Its bits for pages below `nr_pages`.
+    /// Returns the bits for pages below `nr_pages`.
     fn bits_below(&self, nr_pages: u64) -> u64 {
         match nr_pages.saturating_sub(self.index * PAGES_PER_WORD) {
             0 => 0,
@@ -203,7 +228,8 @@ impl PageWord {
     }
 }
 
-/// Sorts `words` by slot and page, so that a table's are together, and makes one of those that are the same. Returns them.
+/// Sorts `words` by memslot and page, so that those of a page-table page are together, and merges
+/// words of the same pages. Returns them.
 fn in_order(words: &mut [PageWord]) -> &[PageWord] {
     words.sort_unstable_by_key(|word| (word.slot, word.index));
     let mut len = words.len().min(1);
@@ -220,7 +246,7 @@ fn in_order(words: &mut [PageWord]) -> &[PageWord] {
     &words[..len]
 }
 
-/// The reset of all rings of a VM, as one call does it.
+/// One call that resets all rings of a VM.
 pub(crate) struct RingsReset<'c, H: Host, F: Format> {
     pub(crate) tree: &'c Tree<H, F>,
     pub(crate) slots: &'c Slots<H::Backing>,
@@ -228,8 +254,8 @@ pub(crate) struct RingsReset<'c, H: Host, F: Format> {
 }
 
 impl<H: Host, F: Format> RingsReset<'_, H, F> {
-    /// Protects the pages of all harvested entries of `rings`, and makes room of the entries. Returns how many it was that
-    /// no other reset was faster with.
+    /// Protects the pages of all harvested entries of `rings`, flushes, and makes the entries
+    /// empty. Returns how many entries no other reset had made empty before.
     pub(crate) fn reset<'r>(&self, mut rings: impl Iterator<Item = &'r DirtyRing> + Clone) -> Result<u64, Error> {
         let mut room = try_zeroed::<Room>()?;
         let mut nr_reset = 0;
@@ -243,7 +269,7 @@ impl<H: Host, F: Format> RingsReset<'_, H, F> {
                 room.reached[nr_rings] = reset.reached();
                 nr_rings += 1;
             }
-            // Before any entry is empty: who finds it so need not flush.
+            // Before any entry is empty: a thread that finds an entry empty need not flush.
             batch.flush();
             let reached = room.reached[..nr_rings].iter();
             nr_reset += protected.zip(reached).map(|(ring, &reached)| ring.finish_reset(reached)).sum::<u64>();
@@ -277,17 +303,18 @@ impl<H: Host, F: Format> RingsReset<'_, H, F> {
         }
     }
 
-    /// Protects the pages of `words`, in one section.
+    /// Protects the pages of `words`, in one guard.
     fn protect(&self, words: &mut [PageWord], pages: &mut PageWords<WORDS_PER_TURN>, batch: &mut TlbBatch<'_, H, F>) {
         let tree = self.tree;
-        // A table is closed once at most in a turn, and its pages are taken in their order.
+        // A directory entry is protected once at most in a turn, so its pages must be together.
         let words = in_order(words);
         tree.generations.renew_if_low(&tree.epochs, || tree.host.barrier_on_all_cpus());
         let locked = tree.enter(self.record, Side::Write);
         locked.section.visit(words.len() as u64 * PAGES_PER_WORD);
         for words in words.chunk_by(|word, next| word.slot == next.slot) {
-            // A slot that was deleted, or moved, since the pages were pushed had all of them taken away and flushed, before
-            // it was seen to be gone. What is at its new place, or in another slot by the same number, was pushed for itself.
+            // If the memslot was deleted or moved since the pages were pushed, all its PTEs were
+            // zapped and flushed before the new set was published. The pages at its new place, or
+            // of another memslot with the same number, were pushed for themselves.
             if let Some(slot) = self.slots.by_id(&locked.section, words[0].slot) {
                 self.protect_in_slot(&locked.section, slot.range(), words, pages, batch);
             }
@@ -303,7 +330,7 @@ impl<H: Host, F: Format> RingsReset<'_, H, F> {
 const REACH: u64 = 1 << 13;
 
 impl<H: Host, F: Format> RingsReset<'_, H, F> {
-    /// Protects the pages of `words`, which are in their order, of the slot that has `range`.
+    /// Protects the pages of `words`, which are in order, of the memslot that has `range`.
     fn protect_in_slot(
         &self,
         section: &Section<'_>,
@@ -318,7 +345,7 @@ impl<H: Host, F: Format> RingsReset<'_, H, F> {
             for word in near {
                 pages.push((word.index - first) as usize, word.bits_below(range.nr_pages()));
             }
-            // Each with an admission of its own: a table may have pages in both.
+            // Each with an admission of its own: a page-table page may have pages in both.
             let mut protector = Protector::new(self.tree, section, range);
             protector.protect(Gfn(range.start.0 + first * PAGES_PER_WORD), pages, batch);
             protector.finish(self.record);
@@ -341,7 +368,7 @@ impl OwnedRing {
         unsafe { self.0.as_ref() }
     }
 
-    /// Releases the ring, with what is in it, for a later vCPU to use.
+    /// Releases the ring, with its entries, for a later vCPU to use.
     ///
     /// # Safety
     /// The `Rings` that it came from is alive. This is not used any more.
