@@ -1,9 +1,20 @@
-//! What each page of a guest_memfd slot is: shared with the VMM, or private to the guest. One bit a page, which belongs to
-//! the slot.
+//! Whether each page of a guest_memfd memslot is shared with the VMM, or private to the guest.
 //!
-//! A fault reads the bit after its entry, and asks the host for the one memory or the other. Whoever changes bits does so in
-//! the middle of an invalidation: the range is published and a stamp taken before, the pages are taken away behind. A fault
-//! that read the old bit finds the stamp or the range, and starts over (`models/userfault.py`, rule `store-first`).
+//! # Guarantees
+//! After a change of attributes returns, no CPU uses a page through a leaf of the other kind, and
+//! no fault installs one.
+//!
+//! # Use
+//! The caller of [`PrivatePages::set`] holds the pages in an invalidation.
+//!
+//! # Implementation
+//! The memslot has one bit for each page. A fault reads the bit after its PTE, and asks the host
+//! for private or shared memory. A change publishes the range, takes a sequence number, zaps and
+//! flushes the range, stores the bits, and withdraws the range.
+//!
+//! # Why it is correct
+//! A fault that read the old bit finds another number in the PTE, or the range in flight, and
+//! starts over (`models/userfault.py`, rule `store-first`).
 
 use alloc::boxed::Box;
 
@@ -17,35 +28,36 @@ bitflags::bitflags! {
     /// Attributes of guest memory, with KVM's names and values.
     #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
     pub struct MemoryAttributes: u64 {
-        /// The page is the guest's alone: it comes from the slot's guest_memfd
-        /// ([`Host::resolve_private`](crate::Host::resolve_private)), and the VMM has no mapping of it. Pages without it are
-        /// shared.
+        /// The page is the guest's alone. It comes from the memslot's guest_memfd
+        /// ([`Host::resolve_private`](crate::Host::resolve_private)), and the VMM has no mapping of
+        /// it. Pages without this attribute are shared.
         const PRIVATE = 1 << 3;
     }
 }
 
 const BITS: u64 = u64::BITS as u64;
 
-/// Which pages of a slot are private.
+/// Which pages of a memslot are private.
 pub(crate) struct PrivatePages(ZeroedWords);
 
 impl PrivatePages {
-    /// All of `nr_pages` shared.
+    /// All of `nr_pages` pages shared.
     pub(crate) fn new(nr_pages: u64) -> Result<Box<PrivatePages>, Error> {
         try_box(PrivatePages(ZeroedWords::new(nr_words(nr_pages))?))
     }
 
-    /// What it takes of the heap, in bytes.
+    /// Returns the bytes of the heap that it takes.
     pub(crate) fn size_bytes(&self) -> u64 {
         size_of_val(&*self.0) as u64
     }
 
-    /// The bits of word number `index`. Acquire: what a fault reads next is not older than the bits.
+    /// Returns the bits of word `index`. Acquire: what a fault reads next is not older than the
+    /// bits.
     fn word(&self, index: usize) -> u64 {
         self.0[index].load(Ordering::Acquire)
     }
 
-    /// What page `page` of the slot is.
+    /// Returns the attributes of page `page` of the memslot.
     pub(crate) fn of(&self, page: u64) -> MemoryAttributes {
         if self.word((page / BITS) as usize) >> (page % BITS) & 1 != 0 {
             MemoryAttributes::PRIVATE
@@ -54,16 +66,17 @@ impl PrivatePages {
         }
     }
 
-    /// Whether all pages of `pages`, numbers within the slot, are what the first is.
+    /// Whether all of `pages`, numbers within the memslot, have the attributes of the first.
     pub(crate) fn are_alike(&self, pages: GfnRange) -> bool {
         let first = if self.of(pages.start.0).is_empty() { 0 } else { u64::MAX };
         words_of(pages).all(|(index, mask)| (self.word(index) ^ first) & mask == 0)
     }
 
-    /// Makes all of `pages`, numbers within the slot, what `attributes` says.
+    /// Gives all of `pages`, numbers within the memslot, `attributes`.
     pub(crate) fn set(&self, pages: GfnRange, attributes: MemoryAttributes) {
         for (index, mask) in words_of(pages) {
-            // Release: whoever sees the bits sees the range published, and the stamp that was taken for it.
+            // Release: a thread that reads the bits observes the range in flight, and the sequence
+            // number that was taken for it.
             if attributes.contains(MemoryAttributes::PRIVATE) {
                 self.0[index].fetch_or(mask, Ordering::Release);
             } else {

@@ -1,9 +1,8 @@
-//! Slots: ranges of guest-physical memory, each with a backing and flags.
+//! Memslots: ranges of guest-physical memory, each with a backing and flags.
 //!
-//! `region` is the caller's side: what a slot may look like. `set` is the engine's: the published
-//! set, which faults read without a lock, and how it is replaced; `view` is what they find. What
-//! user space says of single pages: `userfault` has those at which faults exit, `attributes` those
-//! that are private.
+//! `region` is the caller's description of a memslot. `set` is the published set, which faults read
+//! without a lock, and its replacement; `view` is what a guard finds there. `userfault` has the
+//! pages at which faults exit, `attributes` those that are private.
 
 pub(crate) mod attributes;
 pub(crate) mod region;

@@ -1,41 +1,45 @@
-//! A memory region as the user of the library describes it, and the checks that need nothing but the description.
+//! A memory region as the user of the library describes it, and the checks that need nothing but
+//! the description.
 
 use super::userfault::UserfaultBitmap;
 use crate::addr::{GfnRange, Gpa, PAGE_SHIFT, PAGE_SIZE};
 use crate::error::Error;
 
-/// Slot numbers are below this (KVM's limit on x86: 32767 less the 3 that it keeps for itself).
+/// Memslot numbers are below this (KVM's limit on x86: 32767 less the 3 that it keeps for itself).
 pub const MAX_SLOTS: u32 = 32764;
 
 bitflags::bitflags! {
-    /// Flags of a slot, with KVM's names and values.
+    /// Flags of a memslot, with KVM's names and values.
     #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
     pub struct MemoryRegionFlags: u32 {
-        /// Writes of the guest are logged, to be read by [`Vm::get_dirty_log`](crate::Vm::get_dirty_log).
+        /// Writes of the guest are logged; [`Vm::get_dirty_log`](crate::Vm::get_dirty_log) reads
+        /// the log.
         const LOG_DIRTY_PAGES = 1 << 0;
         /// The guest may not write: its writes are [`Exit::Mmio`](crate::Exit::Mmio).
         const READONLY = 1 << 1;
-        /// The slot has a guest_memfd beside its shared memory: its pages may be private
-        /// ([`Vm::set_memory_attributes`](crate::Vm::set_memory_attributes)). It can be neither moved nor read-only.
+        /// The memslot has a guest_memfd beside its shared memory: its pages may be private
+        /// ([`Vm::set_memory_attributes`](crate::Vm::set_memory_attributes)). It can be neither
+        /// moved nor read-only.
         const GUEST_MEMFD = 1 << 2;
-        /// Faults on the pages that the slot's [`UserfaultBitmap`] names exit to user space. Turning it on takes the mappings
-        /// of all pages away; turning it off brings huge pages back, as far as the slot's dirty log allows. The value is that
-        /// of KVM's proposed `KVM_MEM_USERFAULT`.
+        /// Faults on the pages that the memslot's [`UserfaultBitmap`] names exit to user space.
+        /// Turning it on unmaps all pages. Turning it off recovers huge pages, as far as the
+        /// memslot's dirty log allows. The value is that of KVM's proposed `KVM_MEM_USERFAULT`.
         const USERFAULT = 1 << 3;
     }
 }
 
-/// What [`Vm::set_user_memory_region`](crate::Vm::set_user_memory_region) makes of a slot.
+/// A change of a memslot by [`Vm::set_user_memory_region`](crate::Vm::set_user_memory_region).
 ///
-/// - A slot that does not exist is created; it needs a backing.
-/// - `memory_size` 0 deletes the slot.
-/// - An existing slot is moved if `guest_phys_addr` differs, and gets `flags`; size and backing stay (`backing: None`),
-///   whether it is read-only, and whether it has a guest_memfd.
+/// - A memslot that does not exist is created; it needs a backing.
+/// - `memory_size` 0 deletes the memslot.
+/// - An existing memslot is moved if `guest_phys_addr` differs, and gets `flags`. Size and backing
+///   stay (`backing: None`), and so do [`READONLY`](MemoryRegionFlags::READONLY) and
+///   [`GUEST_MEMFD`](MemoryRegionFlags::GUEST_MEMFD).
 #[derive(Clone, Debug)]
 pub struct MemoryRegion<B> {
-    /// Number of the slot, below [`MAX_SLOTS`].
+    /// Number of the memslot, below [`MAX_SLOTS`].
     pub slot: u32,
-    /// Flags of the slot.
+    /// Flags of the memslot.
     pub flags: MemoryRegionFlags,
     /// First guest-physical address, a multiple of 4 KiB.
     pub guest_phys_addr: Gpa,
@@ -43,13 +47,15 @@ pub struct MemoryRegion<B> {
     pub memory_size: u64,
     /// Where the memory comes from.
     pub backing: Option<B>,
-    /// The pages at which faults exit, for [`MemoryRegionFlags::USERFAULT`]; without that flag it means nothing. A slot that
-    /// has the flag already keeps its bitmap (`None`), or gets this one instead, as if the flag were turned on anew.
+    /// The pages at which faults exit, for [`MemoryRegionFlags::USERFAULT`]; ignored without that
+    /// flag. A memslot that has the flag already keeps its bitmap (`None`), or gets this one
+    /// instead, as if the flag were turned on anew.
     pub userfault_bitmap: Option<UserfaultBitmap>,
 }
 
 impl<B> MemoryRegion<B> {
-    /// The frames of the region, if numbers and flags are acceptable for tables that translate `gpa_bits` bits.
+    /// Returns the frames of the region, if numbers and flags are valid for page tables that
+    /// translate `gpa_bits` bits.
     pub(crate) fn check(&self, gpa_bits: u32) -> Result<GfnRange, Error> {
         let &MemoryRegion { slot, flags, guest_phys_addr: gpa, memory_size, .. } = self;
         if slot >= MAX_SLOTS {

@@ -1,17 +1,27 @@
-//! The published set of slots: an immutable sorted array behind one pointer. Faults look a frame up without a lock; a
-//! change builds a new array and swaps the pointer by compare-and-exchange, starting over if another change came first.
+//! The published set of memslots: an immutable sorted array behind one pointer.
 //!
-//! Lifetimes. A set, a slot, a dirty bitmap and what refers to a userfault bitmap are freed when
-//! they are out of the published set and no section is open that could have found them
-//! (`table/retire.rs`); a slot also not while a vCPU resolves a page in its backing. The change
-//! that takes them out owns them: it puts them on the list of retired things, for which it has
-//! allocated the node before. So reading takes no reference count, and no line is shared by faults.
-//! What the list holds is bounded: a change is refused when it is too much ([`MAX_RETIRED_BYTES`]).
-//! A log is not retired when its slot ceases to log: the slot keeps it.
+//! # Guarantees
+//! - A fault finds the memslot of a frame without a lock, and writes no line that others read.
+//! - A set, a memslot, a dirty bitmap or what refers to a userfault bitmap is freed only when no
+//!   open guard may have found it, and a memslot only when no participant resolves in its backing.
+//! - Of two changes of one memslot at a time, the second gets [`Error::SlotBusy`].
+//! - What waits to be freed is bounded ([`MAX_RETIRED_BYTES`]).
 //!
-//! One change of a slot at a time: it *claims* the slot, and another that comes meanwhile gets [`Error::SlotBusy`]. While
-//! a slot is being deleted or moved its range is published as taken away (`table/stamp.rs`), and the slot stays in the set
-//! until nothing of it is mapped: nothing else can be put in its place.
+//! # Use
+//! To change a memslot, [claim](Slots::claim) it, then [`Claim::replace`] or [`Claim::remove`] it.
+//! To move or delete it, the caller invalidates its range first (`table/stamp.rs`), and keeps the
+//! range in flight until the new set is published.
+//!
+//! # Implementation
+//! A change
+//! 1. allocates the node for what it takes out of the set, and builds a new array,
+//! 2. swaps the pointer by a compare-and-exchange, and starts over if another change came first,
+//! 3. puts the old array, and what only that had, on the list of retired things.
+//!
+//! # Why it is correct
+//! The change whose exchange takes things out of the set owns them. Step 3 tags them with an epoch;
+//! `table/retire.rs` has the argument for freeing them. A memslot that is deleted or moved stays in
+//! the set until nothing of it is mapped, so no other takes its place before.
 
 #![expect(unsafe_code, reason = "published sets are reached by raw pointers and freed by epochs")]
 
@@ -33,32 +43,30 @@ use crate::error::Error;
 use crate::sync::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use crate::table::retire::{Epochs, Record, Section};
 
-/// What stays the same during a slot's life. On lines of its own: each fault reads its slot's, and must not notice that
-/// another slot is claimed.
+/// What stays the same as long as a memslot exists. On lines of its own: faults read that of their
+/// memslot, and must not notice a claim of another.
 #[repr(align(128))]
 pub(crate) struct Slot<B> {
     pub(super) backing: B,
-    /// What each page is, if the slot has a guest_memfd.
+    /// Which pages are private, if the memslot has a guest_memfd.
     pub(super) private: Option<Box<PrivatePages>>,
-    /// A change of this slot is under way.
     claimed: AtomicBool,
 }
 
-/// A slot in a set. It owns nothing: the sets that have the slot share what it points to.
+/// A memslot in a set. It owns nothing: the sets that have the memslot share what it points to.
 pub(crate) struct SlotEntry<B> {
     pub(crate) range: GfnRange,
     pub(crate) id: u32,
     pub(crate) flags: MemoryRegionFlags,
     pub(super) slot: NonNull<Slot<B>>,
-    /// The dirty log, if `flags` has `LOG_DIRTY_PAGES` and the VM does not log by rings. It stays
-    /// with the slot when that flag goes, for when it comes again.
+    /// The dirty log, if the VM does not log by rings. It stays when `LOG_DIRTY_PAGES` is cleared.
     pub(super) log: Option<NonNull<Bitmap>>,
     /// The pages at which faults exit, if `flags` has `USERFAULT`.
     pub(super) userfault: Option<NonNull<UserfaultBitmap>>,
 }
 
 impl<B> SlotEntry<B> {
-    /// The same entry, for another set or a view.
+    /// The same, for another set or a view.
     #[inline]
     fn duplicate(&self) -> SlotEntry<B> {
         let &SlotEntry { range, id, flags, slot, log, userfault } = self;
@@ -70,21 +78,20 @@ impl<B> SlotEntry<B> {
 pub(crate) struct SlotSet<B> {
     /// Sorted by range; ranges do not overlap.
     entries: Vec<SlotEntry<B>>,
-    /// Indices of `entries`, sorted by slot number.
+    /// Indices of `entries`, sorted by memslot number.
     by_id: Vec<u32>,
 }
 
-/// What retired things may hold, in bytes, before further changes of slots are refused. That comes
-/// to pass only behind a section that stays open: what no section can have found is freed first.
+/// Bytes that retired things may hold, all behind open guards, before changes are refused.
 pub(crate) const MAX_RETIRED_BYTES: u64 = 256 << 20;
-/// As many changes may have left something in any case, however large their slots are.
+/// Changes that may have left something in any case, however large.
 const MIN_RETIRED: u64 = 64;
 
-/// Things that a change took out of the published set.
+/// What a change took out of the published set.
 struct Retired<B> {
     next: *mut Retired<B>,
     tag: u64,
-    /// What it holds, less the slot's backing.
+    /// What it holds, in bytes, less the backing of the memslot.
     size_bytes: u64,
     set: Option<NonNull<SlotSet<B>>>,
     slot: Option<NonNull<Slot<B>>>,
@@ -92,7 +99,6 @@ struct Retired<B> {
     userfault: Option<NonNull<UserfaultBitmap>>,
 }
 
-/// The slots of one VM.
 pub(crate) struct Slots<B> {
     current: AtomicPtr<SlotSet<B>>,
     /// Away from `current`, which each fault reads.
@@ -106,13 +112,13 @@ struct RetiredList<B> {
     size_bytes: AtomicU64,
 }
 
-// SAFETY: the raw pointers own what they point to, or share it by the rules of the module; backings are Send and Sync.
+// SAFETY: the raw pointers own what they point to, or share it by the rules of the module. Backings
+// are Send and Sync.
 unsafe impl<B: Send + Sync> Send for Slots<B> {}
 // SAFETY: as above.
 unsafe impl<B: Send + Sync> Sync for Slots<B> {}
 
-/// A slot that the caller has claimed: no other call changes it, until this is dropped. So a panic
-/// of what a caller supplies leaves it free.
+/// A memslot that no other call changes until this is dropped. A panic drops it, too.
 pub(crate) struct Claim<'s, B> {
     /// As it is published.
     entry: SlotEntry<B>,
@@ -121,7 +127,7 @@ pub(crate) struct Claim<'s, B> {
 
 impl<B> Drop for Claim<'_, B> {
     fn drop(&mut self) {
-        // SAFETY: only the claim's owner can retire a slot, and that forgets the claim.
+        // SAFETY: only the owner of the claim can retire the memslot, and then forgets the claim.
         let slot = unsafe { self.entry.slot.as_ref() };
         // Release: hands the state that this change left over to the next.
         slot.claimed.store(false, Ordering::Release);
@@ -129,28 +135,27 @@ impl<B> Drop for Claim<'_, B> {
 }
 
 impl<B> Claim<'_, B> {
-    /// The slot's entry in the published set.
+    /// The memslot as the published set has it.
     pub(crate) fn entry(&self) -> &SlotEntry<B> {
         &self.entry
     }
 
-    /// The log that the slot has, whether it logs or did so before.
+    /// The log of the memslot, whether it logs or did so before.
     pub(crate) fn log(&self) -> Option<&Bitmap> {
         // SAFETY: a log is retired by `replace` and `remove` alone, and no reference outlives them.
         self.entry.log.map(|log| unsafe { log.as_ref() })
     }
 
-    /// The userfault bitmap that the slot has.
+    /// The userfault bitmap of the memslot.
     pub(crate) fn userfault(&self) -> Option<&UserfaultBitmap> {
         // SAFETY: as for `log`.
         self.entry.userfault.map(|userfault| unsafe { userfault.as_ref() })
     }
 
-    /// Publishes the set with the slot at `range`, with `flags` and with what `attachments` has.
-    /// Where that has no log, the slot keeps its own; where it has no userfault bitmap, the slot
-    /// keeps its own if the flags ask for one.
+    /// Publishes the set with the memslot at `range`, with `flags` and `attachments`. The memslot
+    /// keeps its log, and with `USERFAULT` its userfault bitmap, where `attachments` has none.
     ///
-    /// On an error nothing was published, and what `attachments` has is freed.
+    /// On an error nothing was published, and `attachments` are freed.
     pub(crate) fn replace(
         &mut self,
         epochs: &Epochs,
@@ -171,17 +176,17 @@ impl<B> Claim<'_, B> {
         };
         let change = Change { id: before.id, claim: Some(self), entry: Some(entry.duplicate()) };
         // SAFETY: what is new in the entry came from boxes, which the set owns from then on. The
-        // rest is the claimed slot's. The claim forgets what the set does not have any more.
+        // rest is the claimed memslot's. The claim forgets what the set does not have any more.
         unsafe { self.slots.publish(epochs, record, &change) }?;
         mem::forget((log, userfault));
         self.entry = entry;
         Ok(())
     }
 
-    /// Publishes the set without the slot, which stays claimed: a call that still finds it
-    /// in an old set must not change it.
+    /// Publishes the set without the memslot, which stays claimed: a call that still finds it in an
+    /// old set must not change it.
     ///
-    /// On an error nothing was published, and the slot is free to be changed.
+    /// On an error nothing was published, and the claim is over.
     pub(crate) fn remove(self, epochs: &Epochs, record: &Record) -> Result<(), Error> {
         let change = Change { id: self.entry.id, claim: Some(&self), entry: None };
         // SAFETY: it adds nothing, and the claim is forgotten.
@@ -192,12 +197,11 @@ impl<B> Claim<'_, B> {
     }
 }
 
-/// What a change does to the set.
 struct Change<'c, B> {
     id: u32,
-    /// The claimed slot, if it is not new.
+    /// The claimed memslot, if it is not new.
     claim: Option<&'c Claim<'c, B>>,
-    /// What the set says of it then, if it is not removed.
+    /// What the set has of it then, if it is not removed.
     entry: Option<SlotEntry<B>>,
 }
 
@@ -209,7 +213,7 @@ impl<B> SlotSet<B> {
         Ok(SlotSet { entries, by_id })
     }
 
-    /// Position in `by_id` of slot number `id`, or where it would be.
+    /// Position in `by_id` of memslot number `id`, or where it would be.
     fn position(&self, id: u32) -> Result<usize, usize> {
         self.by_id.binary_search_by_key(&id, |&index| self.entries[index as usize].id)
     }
@@ -219,8 +223,8 @@ impl<B> SlotSet<B> {
         Some(&self.entries[self.by_id[position] as usize])
     }
 
-    /// The slot that has `gfn`. It is looked for at index `guess` first, which becomes the index of the
-    /// slot that is found: an address is mostly in the slot of the one before.
+    /// The memslot that has `gfn`. Index `guess` is tried first, and becomes the index that was
+    /// found: an address is mostly in the memslot of the one before.
     #[inline]
     fn find(&self, guess: &AtomicU32, gfn: Gfn) -> Option<&SlotEntry<B>> {
         // Relaxed: a guess orders nothing.
@@ -234,18 +238,18 @@ impl<B> SlotSet<B> {
     fn search(&self, guess: &AtomicU32, gfn: Gfn) -> Option<&SlotEntry<B>> {
         let index = self.entries.partition_point(|entry| entry.range.start <= gfn).checked_sub(1)?;
         let entry = self.entries.get(index).filter(|entry| entry.range.contains(gfn))?;
-        // Relaxed: as above.
+        // Relaxed: as in `find`.
         guess.store(index as u32, Ordering::Relaxed);
         Some(entry)
     }
 
-    /// The first slot other than `id` that shares a frame with `range`.
+    /// The first memslot other than `id` that shares a frame with `range`.
     fn overlapping(&self, id: u32, range: GfnRange) -> Option<&SlotEntry<B>> {
         let first = self.entries.partition_point(|entry| entry.range.end <= range.start);
         self.entries[first..].iter().take_while(|entry| entry.range.start < range.end).find(|entry| entry.id != id)
     }
 
-    /// Fills this empty set, which has room for it, with `old` as changed. Allocates nothing.
+    /// Fills this empty set, which has room, with `old` as changed. Allocates nothing.
     fn fill(&mut self, old: &SlotSet<B>, change: &Change<'_, B>) -> Result<(), Error> {
         let id = change.id;
         let removed = old.position(id).ok().map(|position| old.by_id[position] as usize);
@@ -290,50 +294,48 @@ impl<B> Slots<B> {
         Ok(Slots { current: AtomicPtr::new(empty), retired: CachePadded::new(retired) })
     }
 
-    /// The published set. SeqCst: stands in store-load pairs with `protect` (see `dirty/log.rs`); as an acquire load it
-    /// sees the set's contents.
+    /// The published set. SeqCst: stands in store-load pairs with `protect` (see `dirty/log.rs`).
+    /// As an acquire load it observes the contents of the set.
     #[inline]
     fn current<'s>(&'s self, _section: &'s Section<'_>) -> &'s SlotSet<B> {
-        // SAFETY: the pointer is never null; a set that was published when the section began, or since, is freed only
-        // after the section.
+        // SAFETY: never null. A set that was published during the guard is freed only after it.
         unsafe { &*self.current.load(Ordering::SeqCst) }
     }
 
-    /// The slot that has `gfn`.
+    /// The memslot that has `gfn`.
     #[inline]
     pub(crate) fn find<'s>(&'s self, section: &'s Section<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
         let found = self.current(section).find(&section.record().last_slot, gfn);
         found.map(|entry| SlotView { entry: entry.duplicate(), section })
     }
 
-    /// The slot that has `gfn`, or else the first one above it.
+    /// The memslot that has `gfn`, or else the first above it.
     pub(crate) fn find_from<'s>(&'s self, section: &'s Section<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
         let entries = &self.current(section).entries;
         let first = entries.partition_point(|entry| entry.range.end <= gfn);
         entries.get(first).map(|entry| SlotView { entry: entry.duplicate(), section })
     }
 
-    /// The slot of number `id`.
     pub(crate) fn by_id<'s>(&'s self, section: &'s Section<'s>, id: u32) -> Option<SlotView<'s, B>> {
         self.current(section).by_id(id).map(|entry| SlotView { entry: entry.duplicate(), section })
     }
 
-    /// Claims slot `id` for a change. `Ok(None)`: there is no such slot.
+    /// Claims memslot `id` for a change. `Ok(None)`: there is none.
     pub(crate) fn claim(&self, epochs: &Epochs, record: &Record, id: u32) -> Result<Option<Claim<'_, B>>, Error> {
         let section = epochs.enter(record);
         let Some(view) = self.by_id(&section, id) else { return Ok(None) };
-        // SAFETY: found in an open section.
+        // SAFETY: found in an open guard.
         let slot = unsafe { view.entry.slot.as_ref() };
-        // Acquire: takes over the state that the last change of the slot left.
+        // Acquire: takes over the state that the last change of the memslot left.
         if slot.claimed.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err() {
             return Err(Error::SlotBusy { slot: id });
         }
-        // The set may have changed since it was read, this slot's entry included: read it again, now that it is fixed.
-        // It is there: a slot that was deleted stays claimed, so the exchange would have failed.
+        // Read again, now that it is fixed: the set may have changed since. The memslot is there:
+        // one that was deleted stays claimed, so the exchange would have failed.
         Ok(self.by_id(&section, id).map(|now| Claim { entry: now.entry.duplicate(), slots: self }))
     }
 
-    /// Whether slot `id` could have `range` now.
+    /// Checks that memslot `id` could have `range` now.
     pub(crate) fn check_vacant(&self, epochs: &Epochs, record: &Record, id: u32, range: GfnRange) -> Result<(), Error> {
         let section = epochs.enter(record);
         match self.current(&section).overlapping(id, range) {
@@ -342,8 +344,7 @@ impl<B> Slots<B> {
         }
     }
 
-    /// Publishes the set with the new slot `new`. On an error nothing was published, and the slot
-    /// is freed.
+    /// Publishes the set with memslot `new`. On an error it publishes nothing and frees `new`.
     pub(crate) fn insert(&self, epochs: &Epochs, record: &Record, new: NewSlot<B>) -> Result<(), Error> {
         let NewSlot { range, id, flags, slot, log, userfault } = new;
         let (log_pointer, userfault_pointer) = (Unpublished::of(&log), Unpublished::of(&userfault));
@@ -357,18 +358,18 @@ impl<B> Slots<B> {
         Ok(())
     }
 
-    /// Publishes `change` of the set that is current by then. Whatever is out of the set afterwards is retired.
+    /// Publishes `change` of the set that is current by then, and retires what that takes out.
     ///
-    /// On an error nothing was published, and what the change would have added still belongs to the caller.
+    /// On an error nothing was published, and what the change would add is still the caller's.
     ///
     /// # Safety
-    /// The claim is of a slot of this VM. What the change adds is there until the set owns it. What
-    /// the change takes out of the set is not used through the claim any more.
+    /// The claim is of a memslot of this VM. What the change adds exists until the set owns it.
+    /// What it takes out of the set is not used through the claim any more.
     unsafe fn publish(&self, epochs: &Epochs, record: &Record, change: &Change<'_, B>) -> Result<(), Error> {
         let mut node = try_box(Retired::nothing())?;
         let mut capacity = self.current(&epochs.enter(record)).entries.len() + 1;
         loop {
-            // Allocation, outside of the section.
+            // Allocation, outside of the guard.
             let mut new = try_box(SlotSet::with_capacity(capacity)?)?;
             let section = epochs.enter(record);
             let old_pointer = self.current.load(Ordering::SeqCst);
@@ -391,22 +392,22 @@ impl<B> Slots<B> {
                 node.userfault = before.userfault.filter(|&bitmap| Some(bitmap) != kept.1);
                 node.slot = change.entry.is_none().then_some(before.slot);
             }
-            // SAFETY: what `old` has is there as long as this section is open, and the change's
-            // claim is held.
+            // SAFETY: what `old` has exists while this guard is open and the claim is held.
             node.size_bytes = unsafe { node.holds(old, change) };
             let new = Box::into_raw(new);
-            // SeqCst: release for the set's contents; and the store of the store-load pairs with `mark_if_logging`.
-            // The section keeps `old` from being freed and its address used again, so equal pointers are equal sets.
+            // SeqCst: release for the set's contents, and the store of the store-load pairs with
+            // `mark_if_logging`. The guard keeps `old` from being freed and its address from being
+            // used again, so equal pointers are equal sets.
             let published = self.current.compare_exchange(old_pointer, new, Ordering::SeqCst, Ordering::Relaxed);
             drop(section);
             if published.is_ok() {
-                // Not as a box: sections that are open still look at it.
+                // Not as a box: guards that are open still read it.
                 node.set = NonNull::new(old_pointer);
                 node.tag = epochs.retire_era();
                 self.push_retired(node);
                 return Ok(());
             }
-            // SAFETY: the exchange failed, so nobody else has seen the new set. It frees no slot.
+            // SAFETY: the exchange failed, so no other thread has the new set. It frees no memslot.
             drop(unsafe { Box::from_raw(new) });
         }
     }
@@ -417,7 +418,7 @@ impl<B> Slots<B> {
         let node = Box::into_raw(node);
         let mut head = self.retired.first.load(Ordering::Relaxed);
         loop {
-            // SAFETY: the node belongs to this thread until the exchange succeeds.
+            // SAFETY: the node is this thread's until the exchange succeeds.
             unsafe { (*node).next = head };
             match self.retired.first.compare_exchange(head, node, Ordering::Release, Ordering::Relaxed) {
                 Ok(_) => return,
@@ -431,11 +432,10 @@ impl<B> Slots<B> {
         self.retired.len.load(Ordering::Relaxed)
     }
 
-    /// Frees what changes have left, if that is too much; an error if it still is. To be called
-    /// before a change.
+    /// Frees what changes have left, if that is too much. To be called before a change.
     ///
     /// # Errors
-    /// [`Error::TooMuchRetired`].
+    /// [`Error::TooMuchRetired`]: it still is.
     pub(crate) fn make_room(&self, epochs: &Epochs, barrier_on_all_cpus: impl FnOnce()) -> Result<(), Error> {
         let held = || {
             let (len, size_bytes) = (self.nr_retired(), self.retired.size_bytes.load(Ordering::Relaxed));
@@ -447,13 +447,13 @@ impl<B> Slots<B> {
         held().map_or(Ok(()), |size_bytes| Err(Error::TooMuchRetired { size_bytes }))
     }
 
-    /// Frees the retired sets, slots and logs that nobody can use any more.
+    /// Frees the retired things that no guard can have found and no participant resolves in.
     pub(crate) fn reclaim(&self, epochs: &Epochs, barrier_on_all_cpus: impl FnOnce()) {
-        // A look first: mostly there is nothing, and then the line stays where it is.
+        // A load first: mostly there is nothing, and then the line stays where it is.
         if self.retired.first.load(Ordering::Relaxed).is_null() {
             return;
         }
-        // Acquire: sees the nodes.
+        // Acquire: observes the nodes.
         let mut next = self.retired.first.swap(ptr::null_mut(), Ordering::Acquire);
         let oldest = epochs.oldest_open(barrier_on_all_cpus);
         while !next.is_null() {
@@ -463,7 +463,8 @@ impl<B> Slots<B> {
             self.retired.len.fetch_sub(1, Ordering::Relaxed);
             self.retired.size_bytes.fetch_sub(node.size_bytes, Ordering::Relaxed);
             if node.tag < oldest && !node.slot.is_some_and(|slot| epochs.is_resolving(slot)) {
-                // SAFETY: no section can have found it, nobody resolves in it, and nothing but this node refers to it.
+                // SAFETY: no guard can have found it, none resolves in it, and only this node has
+                // it.
                 unsafe { node.free_all() };
             } else {
                 self.push_retired(node);
@@ -472,7 +473,7 @@ impl<B> Slots<B> {
     }
 }
 
-/// What a change gives to a slot, in boxes: nobody has seen it before the change is published.
+/// What a change adds to a memslot, in boxes: no other thread has it yet.
 #[derive(Default)]
 pub(crate) struct Attachments {
     pub(crate) log: Option<Box<Bitmap>>,
@@ -480,7 +481,7 @@ pub(crate) struct Attachments {
 }
 
 /// A thing for a set that is not published yet. Dropping this frees the thing; a change that was
-/// published forgets this. It is no box, because faults use the thing before that.
+/// published forgets this. No box, because faults use the thing before that.
 struct Unpublished<T>(NonNull<T>);
 
 impl<T> Unpublished<T> {
@@ -488,7 +489,6 @@ impl<T> Unpublished<T> {
         Unpublished(NonNull::from(Box::leak(thing)))
     }
 
-    /// Where `thing` is.
     fn of(thing: &Option<Unpublished<T>>) -> Option<NonNull<T>> {
         thing.as_ref().map(|thing| thing.0)
     }
@@ -496,12 +496,11 @@ impl<T> Unpublished<T> {
 
 impl<T> Drop for Unpublished<T> {
     fn drop(&mut self) {
-        // SAFETY: it came from a box. It was not published, or this were forgotten.
+        // SAFETY: it came from a box. It was not published, because then this is forgotten.
         unsafe { free(Some(self.0)) }
     }
 }
 
-/// A slot that is not published yet.
 pub(crate) struct NewSlot<B> {
     range: GfnRange,
     id: u32,
@@ -531,7 +530,7 @@ impl<B> NewSlot<B> {
 /// Frees what comes from a box.
 ///
 /// # Safety
-/// It came from a box, and nobody uses it any more.
+/// It came from a box, and is not used any more.
 unsafe fn free<T>(thing: Option<NonNull<T>>) {
     if let Some(thing) = thing {
         // SAFETY: as the caller promises.
@@ -563,9 +562,9 @@ impl<B> Retired<B> {
     }
 
     /// # Safety
-    /// Nobody uses what the node holds.
+    /// What the node holds is not used any more.
     unsafe fn free_all(&self) {
-        // SAFETY: sets, slots and logs come from boxes; as the caller promises.
+        // SAFETY: sets, memslots and logs come from boxes; as the caller promises.
         unsafe {
             free(self.set);
             free(self.slot);
@@ -579,16 +578,16 @@ impl<B> Drop for Slots<B> {
     fn drop(&mut self) {
         let mut next = self.retired.first.load(Ordering::Relaxed);
         while !next.is_null() {
-            // SAFETY: nodes come from boxes, and with `&mut self` nobody uses what they hold.
+            // SAFETY: nodes come from boxes, and with `&mut self` what they hold is not in use.
             let node = unsafe { Box::from_raw(next) };
             next = node.next;
             // SAFETY: as above.
             unsafe { node.free_all() };
         }
-        // SAFETY: the current set came from a box, and nobody uses it any more.
+        // SAFETY: the current set came from a box, and with `&mut self` it is not in use.
         let set = unsafe { Box::from_raw(self.current.load(Ordering::Relaxed)) };
         for entry in &set.entries {
-            // SAFETY: a slot and what it has belong to the set that holds them when the VM ends.
+            // SAFETY: the last set owns its memslots and what they have, when the VM ends.
             unsafe {
                 free(Some(entry.slot));
                 free(entry.log);

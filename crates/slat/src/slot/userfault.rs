@@ -1,16 +1,29 @@
-//! Userfault: pages whose accesses user space wants to see before anybody maps them, told by a bitmap that user space owns.
+//! Userfault: a bitmap, which user space owns, of the pages at which faults exit to it.
 //!
-//! Bits share words: they are set by an atomic OR and cleared by an atomic AND. A late answer to an old request may clear a bit
-//! that was set since to take the page back: look at it once more after the rescan, before the contents go.
+//! # Guarantees
+//! - A fault that finds the bit of its page set maps nothing, and exits
+//!   ([`Exit::MemoryFault`](crate::Exit::MemoryFault)).
+//! - A vCPU that reaches a page finds all that user space wrote before it cleared the bit.
+//! - A bit that is set *later* counts at once for faults that read it from then on. For faults
+//!   under way, and for pages that are mapped, it counts when [`Vm::rescan_userfault`] has
+//!   returned, or the call that turned on [`MemoryRegionFlags::USERFAULT`].
 //!
-//! A set bit means that a fault on the page leaves to user space ([`Exit::MemoryFault`](crate::Exit::MemoryFault)). User space
-//! fills the page, and then clears the bit, with release; a fault reads it with acquire, so it maps what was filled. Nothing
-//! is locked, and nobody is told.
+//! # Use
+//! User space fills the page, and then clears the bit, with release. It takes no lock and notifies
+//! nothing. Bits share words: they are set by an atomic OR and cleared by an atomic AND. A late
+//! answer to an old request may clear a bit that was set since, to take the page back: read it once
+//! more after the rescan, before the contents go.
 //!
-//! A fault reads the bit after its entry. So the bit is a part of the ground under a fault as a slot is (`table/stamp.rs`): a
-//! bit that is set *later* counts for who looks from then on; for who has looked already, and for what is mapped, it counts
-//! when a stamp was given to the page's entry and its leaf was taken away. That is what [`Vm::rescan_userfault`] does, and
-//! turning [`MemoryRegionFlags::USERFAULT`] on, which does it for the whole slot.
+//! # Implementation
+//! A fault reads the bit after its PTE, with acquire. A rescan stores a sequence number in the PTEs
+//! of the pages whose bits are set, and zaps their leaves. Turning the flag on does so for the
+//! whole memslot.
+//!
+//! # Why it is correct
+//! The bit is a part of what a fault depends on, as a memslot is (`table/stamp.rs`). If a fault
+//! read its PTE before the rescan stored the number, its exchange fails, or the rescan zaps its
+//! leaf. If it reads the PTE later, it observes the bit, which was visible before the number was
+//! taken.
 //!
 //! [`Vm::rescan_userfault`]: crate::Vm::rescan_userfault
 //! [`MemoryRegionFlags::USERFAULT`]: super::MemoryRegionFlags::USERFAULT
@@ -24,14 +37,16 @@ use crate::addr::{Gfn, GfnRange, Level, PageSize};
 use crate::error::Error;
 use crate::sync::{AtomicU64, Ordering};
 
-/// The memory of a userfault bitmap, which user space owns: an array on the heap, or memory that it shares with the process
-/// that fetches the pages.
+/// The memory of a userfault bitmap, which user space owns: an array on the heap, or memory that it
+/// shares with the process that fetches the pages.
 pub trait UserfaultWords: Send + Sync {
-    /// The words: always the same ones, as long as they are there. Memory that was taken away is
-    /// not answered for: with fewer words than the slot needs, a fault behind them fails with
-    /// [`Error::UserfaultBitmapGone`]. Called by each fault in the slot, inside a section: must not
-    /// block. If it panics, the call that asked for them unwinds, and has left nothing half done:
-    /// what it took away is flushed, and its slot can be changed.
+    /// Returns the words: always the same ones, as long as they exist. Words whose memory was
+    /// removed are left out. A fault on a page behind the last word fails with
+    /// [`Error::UserfaultBitmapGone`].
+    ///
+    /// Called by each fault in the memslot, inside a guard: must not block. If it panics, the call
+    /// that asked for the words unwinds. What the call had zapped is flushed, and the memslot can
+    /// be changed.
     fn words(&self) -> &[AtomicU64];
 }
 
@@ -47,8 +62,9 @@ impl UserfaultWords for Box<[AtomicU64]> {
     }
 }
 
-/// The pages of a slot at which faults exit to user space. Bit n % 64 of word n / 64 is page n of the slot, or number n of the
-/// blocks of 2 MiB that begin with the slot; 1 means exit. Clones are the same bitmap.
+/// The pages of a memslot at which faults exit to user space. Bit n % 64 of word n / 64 is page n
+/// of the memslot, or number n of the blocks of 2 MiB that begin with the memslot; 1 means exit.
+/// Clones are the same bitmap.
 #[derive(Clone)]
 pub struct UserfaultBitmap {
     words: Arc<dyn UserfaultWords>,
@@ -56,10 +72,14 @@ pub struct UserfaultBitmap {
 }
 
 impl UserfaultBitmap {
-    /// The bitmap in `words`, with a bit for each block of `granularity`. With [`PageSize::Size4K`], KVM's, a slot is mapped
-    /// by pages of 4 KiB as long as it has [`MemoryRegionFlags::USERFAULT`](super::MemoryRegionFlags::USERFAULT). With
-    /// [`PageSize::Size2M`] huge pages of 2 MiB survive, and arrive as a whole; the slot must begin at a multiple of 2 MiB.
-    /// There is no other ([`Error::BadUserfaultGranularity`]).
+    /// The bitmap in `words`, with a bit for each block of `granularity`.
+    ///
+    /// - With [`PageSize::Size4K`], KVM's, a memslot is mapped by pages of 4 KiB as long as it has
+    ///   [`MemoryRegionFlags::USERFAULT`](super::MemoryRegionFlags::USERFAULT).
+    /// - With [`PageSize::Size2M`] huge pages of 2 MiB survive, and arrive as a whole. The memslot
+    ///   must begin at a multiple of 2 MiB.
+    ///
+    /// Any other is refused with the memslot ([`Error::BadUserfaultGranularity`]).
     pub fn new(words: Arc<dyn UserfaultWords>, granularity: PageSize) -> UserfaultBitmap {
         UserfaultBitmap { words, granularity }
     }
@@ -79,7 +99,7 @@ impl UserfaultBitmap {
         Arc::ptr_eq(&self.words, &other.words) && self.granularity == other.granularity
     }
 
-    /// Whether it serves slot `slot` of `range`.
+    /// Checks that the bitmap fits memslot `slot` of `range`.
     pub(crate) fn check(&self, slot: u32, range: GfnRange) -> Result<(), Error> {
         let granularity = self.granularity;
         if granularity > PageSize::Size2M {
@@ -94,36 +114,39 @@ impl UserfaultBitmap {
         if words < needed { Err(Error::BitmapTooShort { slot, words, needed }) } else { Ok(()) }
     }
 
-    /// Bytes of the words that a slot of `nr_pages` pages needs.
+    /// Bytes of the words that a memslot of `nr_pages` pages needs.
     pub(crate) fn needed_bytes(&self, nr_pages: u64) -> u64 {
         let nr_bits = nr_pages.div_ceil(self.level().nr_pages());
         nr_bits.div_ceil(u64::from(u64::BITS)) * size_of::<AtomicU64>() as u64
     }
 
-    /// The largest leaf that a bit tells of.
+    /// The level of the largest leaf that one bit covers.
     #[inline]
     pub(crate) fn level(&self) -> Level {
         self.granularity.level()
     }
 
-    /// The word that has the bit of page `page` of the slot, the number of the bit in it, and the word's.
+    /// The word that has the bit of page `page` of the memslot, the number of the bit in it, and
+    /// the number of the word.
     fn word_of(&self, page: u64) -> Option<(u64, u32, usize)> {
         let bit = page / self.level().nr_pages();
         let index = (bit / u64::from(u64::BITS)) as usize;
-        // Acquire: what user space did before it cleared a bit, to fill the page, is seen by who finds it clear. And a set one
-        // that a stamp tells of is seen, for the entry was read before (`table/stamp.rs`).
+        // Acquire: a fault that finds the bit clear observes what user space did to fill the page
+        // before. And it observes the bits that were set before the number in its PTE was taken,
+        // because it read the PTE first (`table/stamp.rs`).
         let word = self.words().get(index)?.load(Ordering::Acquire);
         Some((word, (bit % u64::from(u64::BITS)) as u32, index))
     }
 
-    /// Whether the bit of page `page` of the slot is set; `None` if the words end before it.
+    /// Whether the bit of page `page` of the memslot is set; `None` if the words end before it.
     #[inline]
     pub(crate) fn is_set(&self, page: u64) -> Option<bool> {
         self.word_of(page).map(|(word, bit, _)| word >> bit & 1 != 0)
     }
 
-    /// The first run of pages in `range`, a part of a slot of `slot_range`, whose bits are set, in whole blocks and within one
-    /// word; and the page to go on from. `None` if the words end before it.
+    /// The first run of pages in `range`, a part of a memslot of `slot_range`, whose bits are set,
+    /// in whole blocks and within one word; and the page to go on from. `None` if the words end
+    /// before it.
     pub(crate) fn next_run(&self, slot_range: GfnRange, range: GfnRange) -> Option<(Option<GfnRange>, Gfn)> {
         let block_pages = self.level().nr_pages();
         let start = slot_range.start.0;
@@ -156,12 +179,12 @@ impl fmt::Debug for UserfaultBitmap {
 }
 
 bitflags::bitflags! {
-    /// Why a memory fault leaves to user space, with KVM's values.
+    /// Why a memory fault exits to user space, with KVM's values.
     #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
     pub struct MemoryFaultFlags: u64 {
         /// The page is private ([`MemoryAttributes::PRIVATE`](super::MemoryAttributes::PRIVATE)).
         const PRIVATE = 1 << 3;
-        /// The page's bit is set in its slot's [`UserfaultBitmap`].
+        /// The page's bit is set in its memslot's [`UserfaultBitmap`].
         const USERFAULT = 1 << 4;
     }
 }

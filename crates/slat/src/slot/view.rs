@@ -1,5 +1,5 @@
-//! A slot as a section finds it: what it is, what user space has said of its pages, and how its
-//! backing is taken along.
+//! A memslot as a guard finds it: its flags, what user space has set for its pages, and how a
+//! resolve keeps its backing.
 
 #![expect(unsafe_code, reason = "slots are reached by raw pointers, which an open section keeps alive")]
 
@@ -12,14 +12,14 @@ use crate::dirty::bitmap::Bitmap;
 use crate::error::Error;
 use crate::table::retire::{HazardPointer, Protected, Section};
 
-/// A slot as found in a section.
+/// A memslot as found in a guard.
 pub(crate) struct SlotView<'s, B> {
     pub(super) entry: SlotEntry<B>,
     pub(super) section: &'s Section<'s>,
 }
 
 impl<'s, B> SlotView<'s, B> {
-    /// Whether `other`, found in the same section, is the same slot, wherever it is.
+    /// Whether `other`, found in the same guard, is the same memslot, wherever it is.
     pub(crate) fn is_same_slot(&self, other: &SlotView<'_, B>) -> bool {
         self.entry.slot == other.entry.slot
     }
@@ -28,7 +28,7 @@ impl<'s, B> SlotView<'s, B> {
         self.entry.range
     }
 
-    /// Notes steps in the section in which it was found.
+    /// Notes steps in the guard in which the memslot was found.
     pub(crate) fn visit(&self, nr_steps: u64) {
         self.section.visit(nr_steps);
     }
@@ -37,7 +37,7 @@ impl<'s, B> SlotView<'s, B> {
         self.entry.flags
     }
 
-    /// The slot's number.
+    /// The number of the memslot.
     #[inline]
     pub(crate) fn id(&self) -> u32 {
         self.entry.id
@@ -51,11 +51,11 @@ impl<'s, B> SlotView<'s, B> {
 
     #[inline]
     pub(crate) fn log(&self) -> Option<&'s Bitmap> {
-        // SAFETY: found in an open section, which is borrowed for 's.
+        // SAFETY: found in an open guard, which is borrowed for 's.
         self.entry.log.filter(|_| self.logs()).map(|log| unsafe { log.as_ref() })
     }
 
-    /// Whether all of its pages are what the host says, and nothing more.
+    /// Whether the memslot has neither a userfault bitmap nor a guest_memfd.
     #[inline]
     pub(crate) fn is_plain(&self) -> bool {
         !self.entry.flags.intersects(MemoryRegionFlags::USERFAULT | MemoryRegionFlags::GUEST_MEMFD)
@@ -64,27 +64,28 @@ impl<'s, B> SlotView<'s, B> {
     /// The pages at which faults exit.
     #[inline]
     pub(crate) fn userfault(&self) -> Option<&'s UserfaultBitmap> {
-        // SAFETY: found in an open section, which is borrowed for 's.
+        // SAFETY: as in `log`.
         self.entry.userfault.map(|userfault| unsafe { userfault.as_ref() })
     }
 
-    /// What each page is, if the slot has a guest_memfd.
+    /// Which pages are private, if the memslot has a guest_memfd.
     #[inline]
     pub(crate) fn private(&self) -> Option<&PrivatePages> {
-        // SAFETY: as above.
+        // SAFETY: found in an open guard, which `self` borrows.
         unsafe { self.entry.slot.as_ref() }.private.as_deref()
     }
 
-    /// What page `gfn` of the slot is.
+    /// The attributes of page `gfn` of the memslot.
     #[inline]
     pub(crate) fn attributes_of(&self, gfn: Gfn) -> MemoryAttributes {
         self.private().map_or(MemoryAttributes::empty(), |private| private.of(gfn.0 - self.range().start.0))
     }
 
-    /// Whether a fault on page `gfn` of the slot may map it.
+    /// Whether a fault on page `gfn` of the memslot may map it.
     ///
     /// # Errors
-    /// [`Error::MemoryFault`]: user space is asked first. [`Error::UserfaultBitmapGone`].
+    /// [`Error::MemoryFault`]: the userfault bit of the page is set.
+    /// [`Error::UserfaultBitmapGone`].
     pub(crate) fn check_userfault(&self, gfn: Gfn) -> Result<(), Error> {
         let Some(userfault) = self.userfault() else { return Ok(()) };
         match userfault.is_set(gfn.0 - self.range().start.0) {
@@ -101,7 +102,7 @@ impl<'s, B> SlotView<'s, B> {
         }
     }
 
-    /// Whether one leaf of `level` may map `block`, for all that user space has said of its pages.
+    /// Whether one leaf of `level` may map `block`, by the userfault bitmap and the attributes.
     pub(crate) fn allows_leaf(&self, block: GfnRange, level: Level) -> bool {
         let range = self.range();
         if self.userfault().is_some_and(|userfault| level > userfault.level()) || !range.covers(block) {
@@ -110,8 +111,8 @@ impl<'s, B> SlotView<'s, B> {
         self.are_alike(block)
     }
 
-    /// Whether all pages of `block` are in the slot, and are what the first is: private or shared.
-    /// Not for more than 1 GiB.
+    /// Whether all pages of `block` are in the memslot, and all are private or all shared. For at
+    /// most 1 GiB.
     pub(crate) fn are_alike(&self, block: GfnRange) -> bool {
         let range = self.range();
         let Some(private) = self.private().filter(|_| range.covers(block)) else { return range.covers(block) };
@@ -120,12 +121,12 @@ impl<'s, B> SlotView<'s, B> {
         private.are_alike(GfnRange::new(Gfn(block.start.0 - range.start.0), block.nr_pages()))
     }
 
-    /// The most words that are looked at to learn whether the pages of `block` are alike.
+    /// The most words that a check whether the pages of `block` are alike visits.
     pub(crate) fn steps_of(&self, block: GfnRange) -> u64 {
         self.private().map_or(0, |_| block.nr_pages() / u64::from(u64::BITS) + 1)
     }
 
-    /// Whether the slot has `nr_pages` pages, and that is not none, from its page `first_page` on.
+    /// Checks that the memslot has `nr_pages` pages, at least one, from its page `first_page` on.
     ///
     /// # Errors
     /// [`Error::EmptyRange`], [`Error::LogRangePastEnd`].
@@ -141,19 +142,20 @@ impl<'s, B> SlotView<'s, B> {
         }
     }
 
-    /// Takes the slot along, out of the section, to resolve a page in its backing.
+    /// Protects the memslot by `hazard`, so that its backing can be resolved in outside of the
+    /// guard.
     pub(crate) fn keep_for_resolve<'r>(&self, hazard: HazardPointer<'r>) -> BackingRef<'r, B> {
-        // SAFETY: the slot was found in the section. `set` frees it when no section can have found
+        // SAFETY: the memslot was found in the guard. `set` frees it when no guard can have found
         // it, and then only if no hazard pointer has it.
         BackingRef(unsafe { hazard.protect(self.entry.slot) })
     }
 }
 
-/// A slot's backing, outside of the section in which the slot was found.
+/// The backing of a memslot, outside of the guard in which the memslot was found.
 pub(crate) struct BackingRef<'r, B>(Protected<'r, Slot<B>>);
 
 impl<'r, B> BackingRef<'r, B> {
-    /// Gives the slot up, so that another can be taken along.
+    /// Ends the protection, so that the hazard pointer has room for another memslot.
     pub(crate) fn release(self) -> HazardPointer<'r> {
         self.0.release()
     }
