@@ -1,4 +1,5 @@
-//! Making shadow entries: pages, links to them, leaves.
+//! Making shadow pages, links to them, and shadow leaf PTEs. The protocol is at the head of the
+//! module above.
 
 #![expect(unsafe_code, reason = "entries are reached under the locks that keep their tables")]
 
@@ -17,53 +18,56 @@ use crate::stats::Counter;
 use crate::sync::Ordering;
 use crate::table::frames;
 
-/// Why an entry could not be made.
+/// Why a PTE could not be made.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum NotMade {
     /// Something has changed since the walk: walk again.
     Changed,
-    /// An emulated write to the guest's table is under way: nothing is made of its entries until that is over.
+    /// An emulated write to the guest's table is under way: nothing is made of its PTEs until that
+    /// is over.
     BeingWritten,
-    /// The second stage must be asked for the frame.
+    /// The second stage must map the frame first.
     NotMapped,
-    /// The leaf must be smaller.
+    /// The leaf PTE must map less.
     TooLarge,
-    /// The frame holds a table of the guest's that it may not write.
+    /// The frame holds a guest table that the guest may not write.
     Tracked,
 }
 
 impl From<NoMemory> for NotMade {
     fn from(_: NoMemory) -> NotMade {
-        // Where the table was, the walk finds out what there is now.
+        // The next walk finds out what is there instead of the table.
         NotMade::Changed
     }
 }
 
-/// A guest entry that a shadow entry is made from, as the walk has read it; `None` where it is made from nothing.
+/// A guest PTE that a shadow PTE is made from, as the walk has read it; `None` where a shadow PTE
+/// is made from nothing.
 pub(super) type SeenEntry = Option<u64>;
 
-/// What a shadow leaf is to be.
+/// A shadow leaf PTE to be made.
 #[derive(Clone, Copy)]
 pub(super) struct ShadowLeaf {
     /// The first frame of its block.
     pub(super) gfn: Gfn,
-    /// What the guest's tables allow, all entries together.
+    /// What all guest PTEs of the walk allow together.
     pub(super) rights: Rights,
-    /// Whether the guest's own leaf is dirty, so that writes need not be seen.
+    /// Whether the guest's own leaf PTE is dirty, so that writes need not fault.
     pub(super) is_dirty: bool,
 }
 
-/// Whether hardware, which always heeds write protection, must be shown other rights to a user's page that cannot be written,
-/// because the guest's supervisor does not heed it (CR0.WP clear).
+/// Whether the guest's supervisor may write a user page that R/W protects (CR0.WP clear). Hardware
+/// runs with CR0.WP set and needs other bits for that.
 fn is_written_by_supervisor_alone(role: Role, rights: Rights) -> bool {
     !role.heeds_write_protection() && rights.has(Rights::USER) && !rights.has(Rights::WRITE)
 }
 
-/// The bits of a shadow leaf that give rights, for `access`, as far as the guest's tables go. `may_write` if writes need not be
-/// seen.
+/// The rights of a shadow leaf PTE for `access`, as far as the guest's tables go. `may_write` says
+/// that writes need not fault.
 ///
-/// With CR0.WP clear a user's read-only page has two faces: the user may read it, or the supervisor write it. (Where SMAP is in
-/// force, the second would hide from it that the page is the user's: such writes are emulated.)
+/// With CR0.WP clear a user's read-only page has two sets of bits: either the user may read it, or
+/// the supervisor may write it. (With SMAP, the second would hide from SMAP that the page is a user
+/// page. Such writes are emulated.)
 pub(super) fn leaf_rights(role: Role, rights: Rights, access: Access, may_write: bool) -> u64 {
     let mut bits = 0;
     if rights.has(Rights::USER) {
@@ -78,24 +82,26 @@ pub(super) fn leaf_rights(role: Role, rights: Rights, access: Access, may_write:
     if access == Access::Write && may_write && !role.has_smap() && is_written_by_supervisor_alone(role, rights) {
         bits = bits & !USER | WRITABLE;
         if role.has_smep() {
-            // It is no page of the supervisor's, and must not be executed as one.
+            // It is a user page, which the supervisor must not execute.
             bits |= NO_EXECUTE;
         }
     }
     bits
 }
 
-/// Whether `leaf`, a shadow leaf, gives no rights but those that the guest's tables give now. As to the user, it must say what
-/// they say: of a page that is not the user's, SMEP and SMAP take nothing from the supervisor.
+/// Whether `leaf`, a shadow leaf PTE, gives no rights but those that the guest's tables give now.
+/// U/S must be exactly what they say: of a supervisor page, SMEP and SMAP take nothing from the
+/// supervisor.
 pub(super) fn leaf_is_within(role: Role, rights: Rights, is_dirty: bool, leaf: u64) -> bool {
     let faces = [Access::Read, Access::Write].map(|access| leaf_rights(role, rights, access, is_dirty));
     faces.iter().any(|face| leaf & !face & WRITABLE == 0 && (leaf ^ face) & USER == 0 && face & !leaf & NO_EXECUTE == 0)
 }
 
 impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
-    /// The page made from `gfn` in `role`; a new one if there is none. Called with no lock held.
+    /// The page made from `gfn` in `role`, or a new one. The caller holds no lock.
     pub(super) fn page_for(&self, gfn: Gfn, role: Role) -> Result<PageRef, Error> {
-        // A page for a part of a large one begins where there need not be memory; it is in the same block as some.
+        // A page for a part of a large page may begin where no memory is. Some memory is in the
+        // same block.
         self.shadow.frames.touch(gfn)?;
         let Some(frame) = self.shadow.frames.get(gfn, Level::L4K) else { return Err(Error::OutOfMemory) };
         let found = {
@@ -115,7 +121,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         let mut number = frame.pages.load(Ordering::Relaxed);
         while number != 0 {
             let page = self.shadow.pages.get(number);
-            // All of the role, and the frame is the list's: a page is never used for anything else.
+            // The whole role is compared; the frame is that of the list. A page never stands for
+            // another frame or role.
             if page.role() == role {
                 let generation = page.generation();
                 debug_assert!(generation.is_some(), "a dead page is in a list");
@@ -126,7 +133,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         None
     }
 
-    /// Makes a page of `gfn`, unless somebody else does.
+    /// Makes a page of `gfn`, unless another thread is faster.
     fn new_page(&self, frame: &Frame, gfn: Gfn, role: Role) -> Result<PageRef, Error> {
         let pages = &self.shadow.pages;
         let number = self.claim_record()?;
@@ -141,11 +148,12 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         let mut debt = Debt::new();
         let kinds = role.mark_kind().bits();
         if self.shadow.made_kinds.load(Ordering::Relaxed) & kinds != kinds {
-            // Before the page is found, and an entry is made of it: see `set_marks`.
+            // Before the page can be found and a PTE made of it: see `set_marks`.
             self.shadow.made_kinds.fetch_or(kinds, Ordering::Relaxed);
         }
         if role.is_of_table() {
-            // Before the page is listed: from then on no leaf of a block around it is made.
+            // Before the page is in the list: from then on no leaf PTE of a block around it is
+            // made.
             for level in [Level::L2M, Level::L1G] {
                 if let Some(block) = self.shadow.frames.get(gfn, level) {
                     {
@@ -183,7 +191,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 if role.is_of_table() {
                     self.untrack(gfn);
                 }
-                // SAFETY: the page was not listed, so nothing points to its table.
+                // SAFETY: the page was in no list, so nothing points to its page-table page.
                 unsafe { self.free_unused_table(table) }
                 pages.release(number);
                 Ok(found)
@@ -191,7 +199,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
     }
 
-    /// Takes the right to write from all leaves of the frame.
+    /// Takes W from all leaf PTEs of the frame.
     ///
     /// # Safety
     /// The caller holds the frame's lock.
@@ -200,18 +208,20 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         while let Some(place) = next {
             next = self.shadow.pages.behind(place);
             let page = self.shadow.pages.get(place.page);
-            // SAFETY: the entry leads to the frame, which the caller has locked.
+            // SAFETY: the PTE leads to the frame, which the caller has locked.
             let cell = unsafe { self.cell(page, place.index) };
             let value = cell.load(Ordering::Relaxed);
             if value & WRITABLE != 0 {
                 debt.incur(self);
-                // Nobody else changes a leaf: its frame is locked, and hardware finds A and D set.
+                // A store is enough. Other threads need the lock of the frame, and hardware finds A
+                // and D set.
                 cell.store(value & !WRITABLE, Ordering::Release);
             }
         }
     }
 
-    /// Makes sure that no CPU can write the table of an upper level that the page is made from, from what it has cached.
+    /// Makes sure that no CPU can still write the upper guest table that the page is made from,
+    /// through its TLB.
     fn finish_tracking(&self, reference: PageRef) {
         let page = self.shadow.pages.get(reference.number);
         let role = page.role();
@@ -222,8 +232,9 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         {
             return;
         }
-        // No leaf of the table may be written since the page is listed. Whose flush for that is under way has counted itself;
-        // so has who has taken such a leaf away before. It would be over some time; this page is wanted now.
+        // Since the page is in the list, no leaf PTE of the table may be written. A thread whose
+        // flush for that is under way has counted the change; so has a thread that zapped such a
+        // leaf PTE before. This page is needed now, so it does not wait for their flushes.
         if self.is_in_debt() {
             self.flush_cpus(&[self.tree.whole()]);
         }
@@ -231,7 +242,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     }
 
     fn claim_record(&self) -> Result<PageNumber, Error> {
-        // As often as others may snatch what was evicted.
+        // Other threads may claim what this one has evicted: try often.
         for _ in 0..64 {
             if let Some(number) = self.shadow.pages.claim()? {
                 return Ok(number);
@@ -247,7 +258,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         Some(table)
     }
 
-    /// Frees a table that no CPU has seen.
+    /// Frees a page-table page that no CPU has walked.
     ///
     /// # Safety
     /// It came from [`allocate_table`](Self::allocate_table), and nothing points to it.
@@ -257,7 +268,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         self.count(Counter::TablesFreed);
     }
 
-    /// Whether the guest's entry that entry `index` of `page` is made from still is `seen`. The caller holds the page's lock.
+    /// Whether the guest's PTE that PTE `index` of `page` is made from is still `seen`. The caller
+    /// holds the page's lock.
     fn is_as_seen(&self, page: PageNumber, index: usize, seen: SeenEntry) -> Result<(), NotMade> {
         let Some(seen) = seen else { return Ok(()) };
         let (gpa, size_bytes) = self.shadow.pages.get(page).guest_entry(index);
@@ -268,8 +280,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
     }
 
-    /// Makes entry `index` of `above` lead to `below`, whose guest entry is `seen`. Who has walked through it meanwhile has
-    /// made the same of it.
+    /// Makes PTE `index` of `above` a link to `below`, made from the guest's PTE `seen`. It is no
+    /// error if another walk has made the same link meanwhile.
     pub(super) fn link(
         &self,
         mode: GuestMode,
@@ -299,20 +311,21 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             page.set_target(index, Target::Link(below));
             pages.push(&child.parents, place);
         }
-        // From here on a vCPU that flushes finds this parent. What it flushed before is compared now.
+        // From here on a vCPU that flushes finds this parent. What it flushed before is compared
+        // now.
         self.sync_below(mode, below, debt);
         let _guard = frame.lock.lock(self.host());
         if page.target(index) != Target::Link(below) {
-            // The page below was taken away.
+            // The page below was removed.
             return Err(NotMade::Changed);
         }
-        // SAFETY: the page is locked, and was found alive then.
+        // SAFETY: the page is locked, and was found alive under the lock.
         let cell = unsafe { self.cell(page, index) };
         cell.store(child.table().0 | PRESENT | WRITABLE | USER | ACCESSED, Ordering::Release);
         Ok(())
     }
 
-    /// Makes entry `index` of `reference` a leaf, for `access`, whose guest entry is `seen`.
+    /// Makes PTE `index` of `reference` a leaf PTE for `access`, made from the guest's PTE `seen`.
     pub(super) fn install_leaf(
         &self,
         reference: PageRef,
@@ -354,7 +367,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         let bits = leaf_rights(role, rights, access, may_write);
         let dirty = if bits & WRITABLE != 0 { DIRTY } else { 0 };
         let new = second.pfn.hpa().0 & ADDRESS | PRESENT | ACCESSED | size | dirty | bits;
-        // SAFETY: the page is locked, and was found alive then.
+        // SAFETY: the page is locked, and was found alive under the lock.
         let cell = unsafe { self.cell(page, index) };
         let old = cell.load(Ordering::Relaxed);
         match page.target(index) {
@@ -368,12 +381,12 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             }
             _ => {}
         }
-        // Release: who finds the leaf finds it in the list.
+        // Release: a thread that finds the leaf PTE finds it in the list.
         cell.store(new, Ordering::Release);
         Ok(())
     }
 
-    /// Whether the guest's writes to the frame, whose lock the caller holds, must be seen.
+    /// Whether the guest's writes to the frame must fault. The caller holds the frame's lock.
     fn is_tracked(&self, frame: &Frame) -> bool {
         let mut number = frame.pages.load(Ordering::Relaxed);
         while number != 0 {
@@ -387,8 +400,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         false
     }
 
-    /// Lets the guest write the frame, whose lock the caller holds: the pages made from it are unsync from now on, if all of
-    /// them are of the lowest level.
+    /// Lets the guest write the frame, if all pages made from it are of the lowest level: these
+    /// become unsync. The caller holds the frame's lock.
     fn give_up_tracking(&self, frame: &Frame) -> Result<bool, NotMade> {
         for turn in 0..2 {
             let mut number = frame.pages.load(Ordering::Relaxed);

@@ -1,51 +1,80 @@
-//! Shadow paging: tables that lead from the guest's virtual addresses straight to the host's frames, for hardware that has no
-//! second stage, or has it in use.
+//! Shadow paging: page tables that lead from guest-virtual addresses straight to host frames. It is
+//! for hardware that has no second stage, or uses it for something else.
 //!
-//! A VM with shadow paging has its second stage all the same: the tree of guest frames, with slots, dirty log, userfault and
-//! invalidation as ever. But no hardware walks it. What hardware walks is made here, of the guest's own tables and of the
-//! leaves of the second stage; it is a cache of both, and like a TLB it is flushed: whatever flushes guest frames
-//! ([`Tree::flush`](crate::table::Tree::flush)) first takes the shadow leaves of these frames away, or their right to write.
-//! A reverse map finds them. So nothing of the second stage's protocol changes.
+//! # Guarantees
+//! - After a flush by the guest (INVLPG, INVPCID, a load of CR3, a page fault) its vCPU uses no
+//!   translation from before what was flushed. A PTE may be stale where the architecture lets it be
+//!   stale. (`docs/protocols/shadow-paging.md` has one exception, for loads of CR3 with bit 63.)
+//! - Shadow leaf PTEs have all guarantees of the second stage: memslots, dirty log, userfault,
+//!   invalidation.
+//! - A fault does not wait for the flush of an emulated write.
 //!
-//! # The parts
-//! `guest` says what the guest's tables mean, `memory` reads them. A shadow page (`page`) is a table of the hardware's, made
-//! from a guest frame in a `role`; `frames` has, for each guest frame, the leaves that map it and the pages made from it.
-//! `walk` and `install` serve the guest's page faults, `write` its writes to tables, `zap` takes away, `sync` brings pages up to
-//! date when the guest flushes, `roots` keeps the roots of each vCPU and says what a flush of the guest's concerns.
+//! # Use
+//! A VM with shadow paging keeps its second stage, the tree of guest frames, and no hardware walks
+//! it. Hardware walks the shadow page tables. They are a cache of the guest's tables and of the
+//! leaf PTEs of the second stage, and are flushed like a TLB.
+//! [`Tree::flush`](crate::table::Tree::flush) first zaps the shadow leaf PTEs of the guest frames,
+//! or takes W from them; a reverse map finds them. So the protocols of the second stage know
+//! nothing of shadow paging.
 //!
-//! # The protocol
-//! *Locks* (`lock`): one for each guest frame and one for each shadow page; see `page` for what each guards. Locks of pages
-//! are taken by falling level, then that of one frame. No other lock, none across a flush, an allocation or the host's
-//! resolving; no section is open where one is waited for.
+//! - `guest` decodes the guest's tables, `memory` reads them.
+//! - `page`: a shadow page is a hardware page-table page, made from a guest frame in a `role`.
+//! - `frames` has, for each guest frame, the leaf PTEs that map it and the pages made from it.
+//! - `walk` and `install` serve the guest's page faults, `write` its writes to its tables.
+//! - `zap` removes PTEs and pages; `sync` compares pages with the guest's tables after a flush.
+//! - `roots` keeps the roots of each vCPU, and knows which of them a flush by the guest concerns.
 //!
-//! *Leaves.* A leaf is made under the locks of its page and of the frame that it maps, and there the second stage is looked at
-//! once more: it has what it has then. Who changes the second stage does that first, and then visits the frames under their
-//! locks. So either the visit finds the leaf, or the leaf's maker finds the change.
+//! # Implementation
+//! **Locks** (`lock`). Each guest frame and each shadow page has one; `page` says what each guards.
+//! A thread takes the locks of pages by falling level, then that of one frame. It holds none across
+//! a flush, an allocation or a resolve, and has no guard open where it waits for one.
 //!
-//! *Tables of the guest's.* Those of upper levels are write-protected as long as there is a shadow page of them: a write to one
-//! exits, is emulated, and takes away what was made from the entry, before the guest goes on. Those of the lowest level may be
-//! written: then their pages are *unsync*, and entries may be what the guest's said before, as in a TLB. What the guest
-//! flushes is compared with the guest's again, for this vCPU's sake, and for all, since pages are shared. The guest's entry
-//! is read under the page's lock, once more, before the shadow entry is made of it: so who synchronizes a page finds what was
-//! made from an entry that has changed, or comes first, and then the maker reads what is there now.
+//! **Leaf PTEs.** A fault makes a leaf PTE under the locks of its page and of the frame that it
+//! maps. Under them it reads the second stage once more, and installs what it finds then. A thread
+//! that changes the second stage does that first, and then visits the frames under their locks.
 //!
-//! *Synchronization* of many pages: (1) of each, under its frame's lock, the guest's table loses the right to be written, and
-//! the page is *syncing*; (2) one flush of all CPUs; (3) the entries of each page are compared with the guest's, under the
-//! page's lock; and if the guest has not written the table meanwhile, the page is in sync. Who meets a page that is syncing
-//! does all of that itself: what another is about to do is of no use to a flush that must be over.
+//! **Upper guest tables** are write-protected while a shadow page of them exists. A write to one
+//! exits and is emulated. The emulation zaps what was made of the old PTE before the guest goes on.
 //!
-//! *Page faults of the guest's.* A page fault flushes its address, in the current PCID, as INVLPG does. Mostly nothing is stale there:
-//! a look without locks (`Mmu::may_be_stale`) tells. What it cannot tell, a lock that is held or an entry of a page that is unsync,
-//! is compared.
+//! **Lowest guest tables** may be written. Then their pages are *unsync*: a shadow PTE may be what
+//! the guest's PTE said before, as in a TLB. What the guest flushes is compared with the guest's
+//! tables again: for this vCPU, and for all, since vCPUs share pages. A fault reads the guest's PTE
+//! once more, under the lock of the page, before it makes the shadow PTE.
 //!
-//! *Links.* A link to a page makes all visible that is below it. So (1) the page learns of its new parent, (2) what is unsync
-//! below is compared with the guest's, (3) the link is written; all under the parent's lock. A vCPU that flushes either finds
-//! the parent, and does the comparing itself, or comes before (2).
+//! **Synchronization** of many pages:
+//! 1. Under the lock of each page's frame, it takes W from the leaf PTEs of the guest's table, and
+//!    the page is *syncing*.
+//! 2. It flushes all CPUs once.
+//! 3. Under each page's lock, it compares the page's PTEs with the guest's. If the guest has not
+//!    written the table meanwhile, the page is *synced*.
 //!
-//! *CPUs have nothing cached that no shadow entry says*, but for changes whose flush is under way: they are counted while it
-//! is (`Shadow::nr_debts`). Who protects a guest table, and finds nothing to protect, still flushes if there are any.
+//! A thread that finds a page syncing does all of that itself: its flush must be over when it
+//! returns, and another thread may be at any of the steps.
 //!
-//! What goes wrong otherwise: `models/shadow.py`.
+//! **Page faults of the guest.** A page fault flushes its address in the current PCID, as INVLPG
+//! does. Mostly nothing is stale there: `Mmu::may_be_stale` finds that out without locks. Where it
+//! finds a lock held, or a PTE in an unsync page, the PTE is compared.
+//!
+//! **Links.** A link to a page makes all visible that is below that page. Under the parent's lock
+//! 1. the page gets its new parent,
+//! 2. what is unsync below it is compared with the guest's tables,
+//! 3. the link is written.
+//!
+//! **Changes that are not flushed yet** are counted before they are made, until their flush is over
+//! (`Shadow::nr_debts`). A thread that protects a guest table, and finds nothing to protect, still
+//! flushes if the count is not zero.
+//!
+//! # Why it is correct
+//! - A visit of a frame and a fault that makes a leaf PTE of it take the same lock, the frame's. If
+//!   the visit comes second, it finds the leaf PTE; if it comes first, the fault finds the change.
+//! - A synchronization and a fault take the same lock, the page's. If the synchronization comes
+//!   second, it finds what was made of a changed PTE; if it comes first, the fault reads the new
+//!   PTE.
+//! - A vCPU that flushes while a link is made finds the new parent, and compares what is below. Or
+//!   it comes before step 2, and the linking thread compares.
+//! - CPUs have nothing cached that no shadow PTE says, except for the changes that are counted.
+//!
+//! The same page has the rules one by one, `models/shadow.py` what goes wrong without them.
 
 mod frames;
 pub(crate) mod guest;
@@ -83,37 +112,37 @@ use frames::Frames;
 use page::Pages;
 pub(crate) use zap::Debt;
 
-/// Present, bit 0 of a shadow entry (Intel SDM vol. 3A, tables 4-14 to 4-20; AMD APM vol. 2, 5.4.1).
+/// P, bit 0 of a shadow PTE (Intel SDM vol. 3A, tables 4-14 to 4-20; AMD APM vol. 2, 5.4.1).
 const PRESENT: u64 = 1 << 0;
 /// R/W, bit 1.
 const WRITABLE: u64 = 1 << 1;
 /// U/S, bit 2.
 const USER: u64 = 1 << 2;
-/// A, bit 5: set beforehand, so that no CPU has to.
+/// A, bit 5: set when the PTE is made, so that no CPU has to set it.
 const ACCESSED: u64 = 1 << 5;
-/// D, bit 6, in leaves: as A.
+/// D, bit 6, in leaf PTEs: as A.
 const DIRTY: u64 = 1 << 6;
-/// PS, bit 7, in leaves above the lowest level.
+/// PS, bit 7, in leaf PTEs above the lowest level.
 const PAGE_SIZE_BIT: u64 = 1 << 7;
 /// XD, bit 63.
 const NO_EXECUTE: u64 = 1 << 63;
 /// Bits 51 to 12.
 const ADDRESS: u64 = (1 << 52) - (1 << PAGE_SHIFT);
 
-/// The shadow tables of one VM.
+/// The shadow page tables of one VM.
 pub(crate) struct Shadow {
     config: ShadowPaging,
     frames: Frames,
     pages: Pages,
-    /// Changes that CPUs may not have been flushed for: see the module.
+    /// Changes that are not flushed yet: see the module.
     nr_debts: CachePadded<AtomicU64>,
     nr_vcpus: AtomicU64,
-    /// Of which kinds pages were ever made: [`MarkKind`](role::MarkKind).
+    /// The [`MarkKind`](role::MarkKind)s of all pages that were ever made.
     made_kinds: AtomicU32,
 }
 
 impl Shadow {
-    /// Never inlined: its parts would be on the stack of what makes a VM.
+    /// Never inlined: its parts would lie on the stack of the function that makes a VM.
     #[inline(never)]
     pub(crate) fn new(config: ShadowPaging) -> Result<Box<Shadow>, Error> {
         let (memory, frames, pages) = (Vacant::new()?, Frames::new()?, Pages::new(config.max_pages)?);
@@ -127,7 +156,7 @@ impl Shadow {
         }))
     }
 
-    /// A vCPU has been made, which ends by [`Roots::end`](roots::Roots::end).
+    /// Counts a new vCPU, until [`Roots::end`](roots::Roots::end).
     pub(crate) fn add_vcpu(&self) {
         self.nr_vcpus.fetch_add(1, Ordering::Relaxed);
     }
@@ -141,7 +170,7 @@ impl Shadow {
     }
 }
 
-/// The shadow tables with what a caller needs to change them.
+/// The shadow page tables, with what a caller needs to change them.
 pub(crate) struct Mmu<'v, H: Host, F: Format> {
     tree: &'v Tree<H, F>,
     shadow: &'v Shadow,
@@ -159,9 +188,9 @@ impl<H: Host, F: Format> Copy for Mmu<'_, H, F> {}
 /// What the second stage has for a frame.
 #[derive(Clone, Copy)]
 struct SecondStage {
-    /// The host's frame.
+    /// The host frame.
     pfn: Pfn,
-    /// The level of its leaf.
+    /// The level of the leaf PTE.
     level: Level,
     is_writable: bool,
 }
@@ -179,8 +208,9 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         self.record.stats.count(counter);
     }
 
-    /// What the second stage has for `gfn` at this moment. Who asks under the lock of the frame, and makes of the answer what
-    /// is in the frame's lists before the lock is released, is found by who takes it away.
+    /// What the second stage has for `gfn` at this moment. If the caller holds the lock of the
+    /// frame, and puts the shadow leaf PTE that it makes of the answer into the frame's list before
+    /// it releases the lock, then each later change of the second stage finds that leaf PTE.
     fn second_stage(&self, gfn: Gfn) -> Option<SecondStage> {
         let section = self.tree.epochs.enter(self.record);
         let mut cursor = Cursor::new(self.tree, &section, gfn);

@@ -1,16 +1,20 @@
-//! Shadow pages: a hardware table each, with what it was made from, what its entries stand for, and who points to it.
+//! Shadow pages: the hardware page-table page of each, what it was made from, what its PTEs lead
+//! to, and which PTEs point to it.
 //!
-//! The records of shadow pages are never freed before the VM, only used again, each time as another *generation*: so a
-//! [`PageRef`] that was kept too long finds another generation, and never memory that is something else. The hardware tables
-//! are allocated and freed.
+//! # Guarantees
+//! The record of a shadow page is freed with the VM, and used again before, each time as another
+//! *generation*. A [`PageRef`] that was kept too long finds another generation, never other memory.
+//! The hardware page-table pages are allocated and freed.
 //!
-//! # Who may change what
-//! - An entry is made by who holds the page's lock and the lock of the frame that the entry leads to; it is taken away,
-//!   or loses rights, by who holds the latter alone. An entry leads to the frame that a leaf maps, or to the frame of the
-//!   guest table that the page below was made from.
-//! - The list of parents, the state of synchronization and the place in the list of the frame's pages belong to the lock of
-//!   the frame that the page was made from.
-//! - What it was made from is written before anybody can find the page, and stays for its generation.
+//! # Use: which lock guards what
+//! - A thread makes a PTE under two locks: the page's, and that of the frame that the PTE leads to.
+//!   The frame's lock alone is enough to zap the PTE or to take rights from it. A leaf PTE leads to
+//!   the frame that it maps, a link to the frame of the guest table that the page below was made
+//!   from.
+//! - The lock of the frame that a page was made from guards its list of parents, its state of
+//!   synchronization, and its place in the list of the frame's pages.
+//! - What a page was made from is written before any thread can find the page, and stays for its
+//!   generation.
 
 #![expect(unsafe_code, reason = "records are reached by raw pointers, and freed with the VM")]
 
@@ -27,11 +31,12 @@ use crate::boxed::{Zeroed, ZeroedWords, try_zeroed};
 use crate::error::Error;
 use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
-/// Entries of a shadow table. (Of four under shuttle, with formats that have such tables: each visit of an entry is a step.)
+/// PTEs of a shadow page. (Four under shuttle, with formats that have such tables: there each visit
+/// of a PTE is a step.)
 pub(super) const NR_ENTRIES: usize = if cfg!(shuttle) { 4 } else { 512 };
 const INDEX_BITS: u32 = NR_ENTRIES.trailing_zeros();
 
-/// The number of a shadow page's record, from 1 on: 0 is none.
+/// The number of a shadow page's record, from 1 on; 0 is none.
 pub(super) type PageNumber = u32;
 
 /// A shadow page in one generation.
@@ -41,7 +46,7 @@ pub(super) struct PageRef {
     pub(super) generation: u32,
 }
 
-/// An entry of a shadow page. As a number for the lists, 0 is none.
+/// A PTE of a shadow page. In the lists it is a number, and 0 is none.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct EntryPlace {
     pub(super) page: PageNumber,
@@ -54,21 +59,21 @@ impl EntryPlace {
         self.page << INDEX_BITS | self.index as u32
     }
 
-    /// The entry with this number, if it is one.
+    /// The PTE with this number; `None` for 0.
     #[inline]
     pub(super) fn from_number(number: u32) -> Option<EntryPlace> {
         (number != 0).then_some(EntryPlace { page: number >> INDEX_BITS, index: number as usize % NR_ENTRIES })
     }
 }
 
-/// What an entry leads to. It is stored with the entry, and never computed from the page: who takes the entry out of a list
-/// must look in the list that it was put into, whatever became of the page.
+/// What a PTE leads to. It is stored beside the PTE, and never computed anew: the PTE must leave
+/// the list that it was put into, whatever the page has become.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Target {
     None,
-    /// It maps the block that begins with this frame, of the page's level.
+    /// A leaf PTE that maps the block that begins with this frame, of the page's level.
     Leaf(Gfn),
-    /// The page below.
+    /// A link to the page below.
     Link(PageRef),
 }
 
@@ -105,52 +110,55 @@ impl Target {
     }
 }
 
-/// Whether the entries of a page made from a guest table of the lowest level are known to be what the guest's say.
+/// Whether the PTEs of a page made from a lowest guest table are known to be what the guest's say.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum SyncState {
-    /// The guest can write the table, and entries may be what it said before.
+    /// The guest can write the table, and PTEs may be what it said before.
     Unsync,
-    /// Somebody has protected the table, and goes through the entries.
+    /// A thread has protected the table, and compares the PTEs.
     Syncing,
-    /// The guest cannot write the table, and all entries are what it says.
+    /// The guest cannot write the table, and all PTEs are what it says.
     Synced,
 }
 
 const SYNC_STATE: u32 = 3;
 const SYNC_SEQUENCE_ONE: u32 = 4;
 
-/// The life of a page: its generation above, and below: alive or orphaned, and how many vCPUs have it as their root.
+/// The bits of [`ShadowPage::life`]: the generation in the upper half; below it whether the page is
+/// alive or an orphan, and how many vCPUs have it as their root.
 const LIFE_GENERATION_SHIFT: u32 = 32;
 const LIFE_ALIVE: u64 = 1 << 31;
-/// It is to go when the last vCPU has another root: it has no entries any more, and nobody finds it.
+/// A dead page, with no PTEs, that no thread finds. It is freed when the last vCPU with this root
+/// has another.
 const LIFE_ORPHAN: u64 = 1 << 30;
 const LIFE_PINS: u64 = LIFE_ORPHAN - 1;
 
 /// The record of a shadow page.
 pub(super) struct ShadowPage {
-    /// Who makes entries holds it.
+    /// Held by a thread that makes PTEs.
     pub(super) lock: WordLock,
     life: AtomicU64,
     gfn: AtomicU64,
     role: AtomicU64,
     table: AtomicU64,
-    /// The next page made from the same frame.
+    /// Number of the next page made from the same frame.
     pub(super) next_of_frame: AtomicU32,
-    /// First of the entries that point here.
+    /// Number of the first of the PTEs that point here.
     pub(super) parents: AtomicU32,
     sync: AtomicU32,
-    /// The generation, and one, in which it became certain that no CPU can write the guest's table unseen.
+    /// The generation plus one in which it became certain that no CPU can write the guest's table
+    /// unseen.
     pub(super) tracked_generation: AtomicU32,
-    /// Emulated writes since the page was last walked through.
+    /// Emulated writes since a walk last went through the page.
     pub(super) nr_writes: AtomicU32,
-    /// Set when the page is walked through, and cleared when it is passed over for eviction.
+    /// Set when a walk goes through the page, cleared when an eviction passes over it.
     pub(super) is_used: AtomicU32,
     targets: [AtomicU64; NR_ENTRIES],
     next: [AtomicU32; NR_ENTRIES],
     previous: [AtomicU32; NR_ENTRIES],
 }
 
-// SAFETY: nothing but atomics; the lock is free.
+// SAFETY: all fields are atomics, for which zero is valid; a lock of zero is free.
 unsafe impl Zeroed for ShadowPage {
     #[cfg(loom)]
     fn zeroed() -> ShadowPage {
@@ -174,7 +182,8 @@ unsafe impl Zeroed for ShadowPage {
 }
 
 impl ShadowPage {
-    /// The frame that it was made from; of a page that stands for a part of a large guest page, the part's first.
+    /// The frame that it was made from. Of a page that stands for a part of a large guest page, the
+    /// first frame of that part.
     #[inline]
     pub(super) fn gfn(&self) -> Gfn {
         Gfn(self.gfn.load(Ordering::Relaxed))
@@ -185,16 +194,16 @@ impl ShadowPage {
         Role::from_bits(self.role.load(Ordering::Relaxed))
     }
 
-    /// The hardware's table.
+    /// The hardware page-table page.
     #[inline]
     pub(super) fn table(&self) -> Hpa {
         Hpa(self.table.load(Ordering::Relaxed))
     }
 
-    /// What entry `index` leads to. Who does not hold the locks learns what it was at some moment.
+    /// What PTE `index` leads to. Without the locks, what it led to at some moment.
     #[inline]
     pub(super) fn target(&self, index: usize) -> Target {
-        // Acquire: what the page below was made from is seen by who follows the link.
+        // Acquire: a thread that follows the link reads what the page below was made from.
         Target::from_word(self.targets[index].load(Ordering::Acquire))
     }
 
@@ -203,7 +212,7 @@ impl ShadowPage {
         self.targets[index].store(target.word(), Ordering::Release);
     }
 
-    /// Whether `generation` is the page's, and it is alive.
+    /// Whether `generation` is the page's, and the page is alive.
     #[inline]
     pub(super) fn is_alive(&self, generation: u32) -> bool {
         let life = self.life.load(Ordering::Acquire);
@@ -220,7 +229,8 @@ impl ShadowPage {
         self.life.load(Ordering::Relaxed) & LIFE_PINS != 0
     }
 
-    /// Fills a record that is the caller's alone. [`ShadowPage::come_alive`] is to follow.
+    /// Fills a record that belongs to the caller alone, and returns its generation.
+    /// [`ShadowPage::come_alive`] must follow.
     pub(super) fn prepare(&self, gfn: Gfn, role: Role, table: Hpa) -> u32 {
         self.gfn.store(gfn.0, Ordering::Relaxed);
         self.role.store(role.bits(), Ordering::Relaxed);
@@ -233,17 +243,18 @@ impl ShadowPage {
         (self.life.load(Ordering::Relaxed) >> LIFE_GENERATION_SHIFT) as u32
     }
 
-    /// From now on the page can be found.
+    /// Lets other threads find the page.
     pub(super) fn come_alive(&self) {
-        // Release: who finds it alive sees what it was made from.
+        // Release: a thread that finds it alive reads what it was made from.
         self.life.fetch_or(LIFE_ALIVE, Ordering::Release);
     }
 
-    /// Ends the page's life, under the lock of its frame. It is the caller's from now on, beside the vCPUs' whose root it is:
-    /// who is the last to [`unpin`](ShadowPage::unpin) it frees it.
+    /// Ends the page's life, under the lock of its frame. The caller gets a pin, beside those of
+    /// the vCPUs that have the page as their root. The last [`unpin`](ShadowPage::unpin) frees the
+    /// page.
     pub(super) fn die(&self) {
         let mut life = self.life.load(Ordering::Relaxed);
-        // AcqRel: who pins sees that it is too late.
+        // AcqRel: a `pin` that comes later fails.
         while let Err(found) = self.life.compare_exchange(
             life,
             (life & !LIFE_ALIVE | LIFE_ORPHAN) + 1,
@@ -254,7 +265,8 @@ impl ShadowPage {
         }
     }
 
-    /// Makes the page a vCPU's root, so that it is not freed; `false` if it is not alive in `generation` any more.
+    /// Makes the page the root of a vCPU, so that it is not freed. `false` if it is not alive in
+    /// `generation` any more.
     #[inline]
     pub(super) fn pin(&self, generation: u32) -> bool {
         let mut life = self.life.load(Ordering::Relaxed);
@@ -269,8 +281,8 @@ impl ShadowPage {
         }
     }
 
-    /// Ends [`ShadowPage::pin`]. Returns whether the page was orphaned meanwhile and this was the last pin: then the caller
-    /// frees it.
+    /// Ends [`ShadowPage::pin`]. `true` if the page is an orphan and this was the last pin: then
+    /// the caller frees it.
     #[inline]
     #[must_use]
     pub(super) fn unpin(&self) -> bool {
@@ -285,10 +297,10 @@ impl ShadowPage {
         }
     }
 
-    /// A walk goes through the page.
+    /// Notes that a walk goes through the page.
     #[inline]
     pub(super) fn note_walked(&self) {
-        // Only looks, mostly: the line is shared by all vCPUs in this address space.
+        // Stores only what changes: all vCPUs in this address space share the cache line.
         if self.is_used.load(Ordering::Relaxed) == 0 {
             self.is_used.store(1, Ordering::Relaxed);
         }
@@ -297,7 +309,7 @@ impl ShadowPage {
         }
     }
 
-    /// The state, and a number that counts how often it became [`SyncState::Unsync`].
+    /// The state, and how often it became [`SyncState::Unsync`] (modulo 2^30).
     pub(super) fn sync_state(&self) -> (SyncState, u32) {
         let word = self.sync.load(Ordering::Relaxed);
         let state = match word & SYNC_STATE {
@@ -318,22 +330,22 @@ impl ShadowPage {
         self.sync.store((word & !SYNC_STATE | state).wrapping_add(sequence_step), Ordering::Relaxed);
     }
 
-    /// Where in the guest's memory shadow entry `index` is made from, and of how many bytes.
+    /// The address of the guest's PTE that shadow PTE `index` is made from, and its size in bytes.
     pub(super) fn guest_entry(&self, index: usize) -> (Gpa, u64) {
         let (offset_bytes, size_bytes) = self.role().guest_entry(index);
         (Gpa(self.gfn().gpa().0 + offset_bytes), size_bytes)
     }
 }
 
-/// Nobody's life any more.
+/// The life of a record that is free again: the next generation, not alive, no pins.
 fn next_generation(life: u64) -> u64 {
     (life >> LIFE_GENERATION_SHIFT).wrapping_add(1) << LIFE_GENERATION_SHIFT
 }
 
-/// All records of a VM.
+/// The records of all shadow pages of a VM.
 pub(super) struct Pages {
     records: Vec<AtomicPtr<ShadowPage>>,
-    /// A bit for each record that is in use, or about to be.
+    /// A bit for each record that is in use, or is being claimed or released.
     in_use: ZeroedWords,
     /// A bit for each page that is [`SyncState::Unsync`] or [`SyncState::Syncing`].
     unsync: ZeroedWords,
@@ -374,21 +386,21 @@ impl Pages {
         self.peak.load(Ordering::Relaxed)
     }
 
-    /// The record with this number, which was given out once.
+    /// The record with this number, which [`claim`](Self::claim) has returned once.
     #[inline]
     pub(super) fn get(&self, number: PageNumber) -> &ShadowPage {
-        // Numbers are given out by `claim` alone, which has stored a record before.
+        // `claim` has stored the record before it returned the number.
         self.peek(number).expect("a record that was made")
     }
 
     /// The record with this number, if there is one.
     #[inline]
     pub(super) fn peek(&self, number: PageNumber) -> Option<&ShadowPage> {
-        // SAFETY: null, or a record made of a box, which is freed with `self`.
+        // SAFETY: the pointer is null, or comes from a box that is freed with `self`.
         unsafe { self.records[number as usize - 1].load(Ordering::Acquire).as_ref() }
     }
 
-    /// A record for the caller alone; `Ok(None)` if all are in use.
+    /// Returns a record that belongs to the caller alone; `Ok(None)` if all are in use.
     pub(super) fn claim(&self) -> Result<Option<PageNumber>, Error> {
         let nr_words = self.in_use.len();
         let start = self.hint.load(Ordering::Relaxed) as usize;
@@ -425,7 +437,7 @@ impl Pages {
         Ok(None)
     }
 
-    /// Gives a record back that nobody finds any more.
+    /// Ends the use of a record that no thread can find any more.
     pub(super) fn release(&self, number: PageNumber) {
         let index = number as usize - 1;
         self.in_use[index / 64].fetch_and(!(1 << (index % 64)), Ordering::Release);
@@ -435,11 +447,12 @@ impl Pages {
     /// Notes that the page is not synchronized.
     pub(super) fn note_unsync(&self, number: PageNumber) {
         let index = number as usize - 1;
-        // Release, and before the guest can write: who flushes because of what was written finds it.
+        // Release, and before the guest can write: a flush because of what the guest wrote finds
+        // the bit.
         self.unsync[index / 64].fetch_or(1 << (index % 64), Ordering::AcqRel);
     }
 
-    /// Notes that it is, or is gone.
+    /// Notes that the page is synchronized, or gone.
     pub(super) fn note_synced(&self, number: PageNumber) {
         let index = number as usize - 1;
         self.unsync[index / 64].fetch_and(!(1 << (index % 64)), Ordering::AcqRel);
@@ -451,7 +464,7 @@ impl Pages {
         self.unsync[index / 64].load(Ordering::Acquire) & 1 << (index % 64) != 0
     }
 
-    /// The first page from number `from` on that may not be synchronized.
+    /// The first page, from number `from` on, that may not be synchronized.
     pub(super) fn next_unsync(&self, from: PageNumber) -> Option<PageNumber> {
         let first = from as usize - 1;
         let mut place = first / 64;
@@ -472,7 +485,7 @@ impl Pages {
         (&page.next[entry.index], &page.previous[entry.index])
     }
 
-    /// Puts `entry` into the list that begins at `head`. The caller holds the lock of the list's frame.
+    /// Puts `entry` into the list at `head`. The caller holds the lock of the list's frame.
     pub(super) fn push(&self, head: &AtomicU32, entry: EntryPlace) {
         let first = head.load(Ordering::Relaxed);
         let (next, previous) = self.link_of(entry);
@@ -484,7 +497,8 @@ impl Pages {
         head.store(entry.number(), Ordering::Relaxed);
     }
 
-    /// Takes `entry`, which is there, out of the list that begins at `head`. The caller holds the lock of the list's frame.
+    /// Takes `entry`, which is in it, out of the list at `head`. The caller holds the lock of the
+    /// list's frame.
     pub(super) fn remove(&self, head: &AtomicU32, entry: EntryPlace) {
         let (next, previous) = self.link_of(entry);
         let (next, previous) = (next.load(Ordering::Relaxed), previous.load(Ordering::Relaxed));
@@ -500,7 +514,7 @@ impl Pages {
         }
     }
 
-    /// Brings near what will be asked of the entry with this number.
+    /// Loads the list link of the PTE with this number into the cache.
     #[inline]
     pub(super) fn prefetch(&self, number: u32) {
         if let Some(place) = EntryPlace::from_number(number) {
@@ -508,7 +522,7 @@ impl Pages {
         }
     }
 
-    /// The entry behind `entry` in its list. The caller holds the lock of the list's frame.
+    /// The PTE after `entry` in its list. The caller holds the lock of the list's frame.
     pub(super) fn behind(&self, entry: EntryPlace) -> Option<EntryPlace> {
         EntryPlace::from_number(self.link_of(entry).0.load(Ordering::Relaxed))
     }
@@ -519,7 +533,7 @@ impl Drop for Pages {
         for record in &self.records {
             let record = record.load(Ordering::Relaxed);
             if !record.is_null() {
-                // SAFETY: it came from a box, and with `&mut self` nobody uses it any more.
+                // SAFETY: the pointer came from a box, and `&mut self` excludes all other users.
                 drop(unsafe { Box::from_raw(record) });
             }
         }

@@ -1,28 +1,31 @@
-//! What a shadow page is, beside the frame that it was made from: two pages made from one frame are the same only if their
-//! roles are.
+//! The role of a shadow page: what it is, beside the frame that it was made from. Two pages made
+//! from one frame are the same only if their roles are equal.
 //!
-//! The role is all that the page's entries depend on and that is not in the guest's table itself: how the guest's CPU reads
-//! the table, which rights the entries above have left, and of which part of it the page is made (a guest's table of 1024
-//! entries of 4 bytes makes several shadow pages).
+//! The role is all that the page's PTEs depend on and that is not in the guest's table itself:
+//! - how the guest's CPU reads the table,
+//! - which rights the PTEs above have left,
+//! - which part of the table the page is made of (a guest table of 1024 PTEs of 4 bytes makes
+//!   several shadow pages).
 
 use super::guest::{GuestMode, PagingMode, Rights};
 use crate::addr::{Gpa, Level};
 
-/// What a page's entries are made from.
+/// What a page's PTEs are made from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Made {
-    /// From a table of the guest's, entry by entry.
+    /// From a guest table, PTE by PTE.
     Table,
-    /// From one entry of the guest's, which maps a large page; or, with its paging off, from nothing: the entries map the
-    /// frames from the page's on.
+    /// From one guest PTE, which maps a large page. Or, with the guest's paging off, from nothing.
+    /// The PTEs map the frames from the page's own on.
     Large,
-    /// From the guest's CR3: hardware has more levels than the guest, and the page is above its root.
+    /// From the guest's CR3: hardware has more levels than the guest, and the page is above the
+    /// guest's root.
     Above,
-    /// From nothing: the guest's CR3 leads to where no memory is, and the page stays empty.
+    /// From nothing: the guest's CR3 points to no memory, and the page stays empty.
     Nothing,
 }
 
-/// See the module. Compared as a whole.
+/// See the module. Roles are compared as a whole.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Role(u64);
 
@@ -35,31 +38,32 @@ const PART_SHIFT: u32 = 16;
 const TAG_SHIFT: u32 = 24;
 
 bitflags::bitflags! {
-    /// Entries in which A and D, bits 5 and 6, mean something else to a vCPU in another paging mode than to the one that sets
-    /// them for its own access. (In all others they are where no level's entry has anything else.)
+    /// PTEs in which A and D, bits 5 and 6, mean something else in another paging mode than in that
+    /// of the vCPU that sets them for its own access. (In all other PTEs these bits have no other
+    /// meaning at any level.)
     #[derive(Clone, Copy, PartialEq, Eq, Debug)]
     pub(super) struct MarkKind: u32 {
         /// PAE's PDPTEs, in which the bits are reserved.
         const PDPTES = 1 << 0;
-        /// Entries of 8 bytes, to whose address the bits of their upper half belong.
+        /// PTEs of 8 bytes, whose upper half has address bits there.
         const WIDE = 1 << 1;
     }
 }
 
 impl MarkKind {
-    /// What misreads marks in the entry of `size_bytes` at `gpa`.
+    /// The kinds of PTEs that misread marks in the guest's PTE of `size_bytes` at `gpa`.
     #[inline]
     pub(super) fn of_mark(gpa: Gpa, size_bytes: u64) -> MarkKind {
         if size_bytes == 4 && gpa.0 % 8 == 4 { MarkKind::WIDE } else { MarkKind::PDPTES }
     }
 }
 
-/// Bytes of a table.
+/// Bytes of a guest table.
 const TABLE_BYTES: u64 = 4096;
 
 impl Role {
-    /// The role of the page of `level` at the top of what hardware walks for a guest in `mode`. `part` is that of its
-    /// frame; `tag` the PCID, if pages belong to one.
+    /// The role of the top page, of `level`, of what hardware walks for a guest in `mode`. `part`
+    /// is the part of its frame. `tag` is the PCID, if pages belong to one.
     pub(super) fn root(mode: GuestMode, level: Level, part: u64, tag: u64) -> Role {
         let made = match mode.paging() {
             PagingMode::Off => Made::Large,
@@ -83,11 +87,13 @@ impl Role {
         )
     }
 
-    /// The role of the page one level below, made as `made` from part `part` of its frame, with `rights` left to it.
+    /// The role of a page one level below, made as `made` from part `part` of its frame, with
+    /// `rights` left to it.
     pub(super) fn below(self, made: Made, part: u64, rights: Rights) -> Role {
         let mut kept = self.0 & !(7 << LEVEL_SHIFT | 3 << MADE_SHIFT | 7 << RIGHTS_SHIFT | 0xff << PART_SHIFT);
         if made == Made::Large {
-            // It follows from the guest's one entry, which is above, and serves all PCIDs whose entry says the same.
+            // The page follows from the one guest PTE above. It serves all PCIDs whose PTE says the
+            // same.
             kept &= (1 << TAG_SHIFT) - 1;
         }
         Role(
@@ -98,7 +104,7 @@ impl Role {
         )
     }
 
-    /// The role of a page at the top that stays empty, in place of one in this role.
+    /// The role of a top page that stays empty, in place of one in this role.
     pub(super) fn empty_root(self) -> Role {
         let kept = self.0 & !(3 << MADE_SHIFT | 0xff << PART_SHIFT);
         Role(kept | (Made::Nothing as u64) << MADE_SHIFT)
@@ -131,7 +137,7 @@ impl Role {
         }
     }
 
-    /// Whether the guest's writes to the frame that the page was made from change the page.
+    /// Whether the guest changes the page by writing to the frame that it was made from.
     pub(super) fn is_of_table(self) -> bool {
         self.made() == Made::Table
     }
@@ -141,7 +147,8 @@ impl Role {
         Rights((self.0 >> RIGHTS_SHIFT & 7) as u8)
     }
 
-    /// Whether the guest's CPU reads the tables of both alike, and they belong to the same PCID: else neither is below the other.
+    /// Whether the guest's CPU reads the tables of both alike, and both belong to the same PCID. If
+    /// not, neither page is below the other.
     pub(super) fn is_of_guest_of(self, other: Role) -> bool {
         const FREE: u64 = 7 << LEVEL_SHIFT | 3 << MADE_SHIFT | 7 << RIGHTS_SHIFT | 0xff << PART_SHIFT;
         (self.0 ^ other.0) & !FREE == 0
@@ -181,7 +188,7 @@ impl Role {
         self.0 >> PAGING_SHIFT & 7 == PagingMode::Pae as u64
     }
 
-    /// To which marks of vCPUs in other modes the entries of such a page are exposed.
+    /// The kinds of marks, set by vCPUs in other modes, that such a page misreads.
     pub(super) fn mark_kind(self) -> MarkKind {
         match (self.is_of_table(), self.is_of_two_levels()) {
             (false, _) | (true, true) => MarkKind::empty(),
@@ -190,21 +197,23 @@ impl Role {
         }
     }
 
-    /// Where in the guest's table shadow entry `index` is made from: offset and size in bytes.
+    /// The guest's PTE that shadow PTE `index` is made from: its offset in the guest's table and
+    /// its size, in bytes.
     pub(super) fn guest_entry(self, index: usize) -> (u64, u64) {
         debug_assert!(self.made() == Made::Table);
         let index = index as u64;
         match (self.is_of_two_levels(), self.is_of_pae(), self.level()) {
-            // Four pages for the 1024 entries of 4 MiB, each of which makes two.
+            // Four pages for the 1024 PTEs of 4 MiB, each of which makes two.
             (true, _, Level::L2M) => ((self.part() * 256 + index / 2) * 4, 4),
             (true, ..) => ((self.part() * 512 + index) * 4, 4),
-            // The four entries of the page-directory-pointer table lie anywhere in their page.
+            // The four PTEs of the page-directory-pointer table lie anywhere in their page.
             (_, true, Level::L1G) => ((self.part() * 32 + index * 8) % TABLE_BYTES, 8),
             _ => (index * 8, 8),
         }
     }
 
-    /// The entries that are made from the `len` bytes from `offset` on of the guest's table: the first, and the first behind.
+    /// The shadow PTEs that are made from `len` bytes from `offset` on of the guest's table: the
+    /// first index, and the first after them.
     pub(super) fn entries_of(self, offset: u64, len: u64) -> (usize, usize) {
         let (size, per_guest_entry, first_byte, nr) = match (self.is_of_two_levels(), self.is_of_pae(), self.level()) {
             (true, _, Level::L2M) => (4, 2, self.part() * 1024, 512),
@@ -222,7 +231,7 @@ impl Role {
     }
 }
 
-/// Which part of the guest's root the shadow page of `level` for address `gva` is made from.
+/// Which part of its frame the shadow page of `level` for address `gva` is made from.
 pub(super) fn part_for(mode: GuestMode, level: Level, gva: u64, cr3: u64) -> u64 {
     match (mode.paging(), level) {
         (PagingMode::TwoLevel, Level::L2M) => gva >> 30 & 3,

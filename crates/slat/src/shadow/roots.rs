@@ -1,19 +1,35 @@
-//! The roots of one vCPU: the current one and those before, what the guest's flushes have to do with them, and the CPU's PCIDs.
+//! The roots that one vCPU remembers, what flushes by the guest have left to do with them, and the
+//! PCIDs of its CPU.
 //!
-//! Each remembered root has a PCID of the host's, so that the CPU keeps its translations apart: the number of its place. The
-//! guest's own PCID says only which roots a flush of the guest's concerns, and several may have the same.
+//! # Guarantees
+//! Before the vCPU uses a root that a flush by the guest concerns, nothing of what was flushed is
+//! made of a guest PTE that was changed before the flush.
 //!
-//! # What a flush concerns
-//! A flush is a moment. Each root has the moment of its last synchronization; each PCID of the guest's that of its last flush.
-//! A root that was synchronized after all flushes of its PCID is in sync for this vCPU, and may be switched to as it is, if
-//! the guest says so (bit 63 of CR3). Of single addresses that were flushed there is a short list for all PCIDs together,
-//! since a global page belongs to all; each root has its position in the list, and one that is too far behind is synchronized
-//! as a whole.
+//! # Use
+//! `Vcpu` calls one method for each instruction that the CPU exits for, and [`Roots::entry`] before
+//! the guest runs.
 //!
-//! A flush is carried out on the current root at once, and on others when they are switched to; but for INVLPG with
-//! [`ShadowStrategy::RootCache`], which is carried out on all at once.
+//! # Implementation
+//! Each remembered root has a host PCID, its place in the list plus one, so that the CPU keeps its
+//! translations apart. The guest's own PCID decides only which roots a flush by the guest concerns;
+//! several roots may have the same.
 //!
-//! The page of the current root is pinned; those of others may be evicted, and are built again.
+//! A flush is a moment. Each root has the moment of its last synchronization, each guest PCID that
+//! of its last flush. Single addresses that were flushed are in one short list for all PCIDs, since
+//! a global page belongs to all. Each root has its position in that list. A root that is too far
+//! behind is synchronized as a whole.
+//!
+//! A flush is carried out on the current root at once, and on another root when the vCPU switches
+//! to it. With [`ShadowStrategy::RootCache`], INVLPG is carried out at once on all roots of the
+//! current mode that have no earlier address left to do.
+//!
+//! The page of the current root is pinned. Those of others may be evicted, and are then built
+//! again.
+//!
+//! # Why it is correct
+//! A root that was synchronized after all flushes of its PCID, and has done all addresses of the
+//! list, is in sync for this vCPU. The vCPU may switch to it as it is, if the guest allows that
+//! (bit 63 of CR3).
 
 use arrayvec::ArrayVec;
 
@@ -36,7 +52,7 @@ use crate::sync::Ordering;
 /// PCIDs have 12 bits (Intel SDM vol. 3A, "Process-Context Identifiers").
 const NR_PCIDS: usize = 1 << 12;
 
-/// Addresses that are remembered for roots which are not current.
+/// Flushed addresses that are kept for roots which are not current.
 const NR_ADDRESSES: usize = 8;
 
 const MAX_ROOTS: usize = MAX_PREVIOUS_ROOTS as usize + 1;
@@ -46,15 +62,15 @@ struct Root {
     /// CR3, without bit 63.
     cr3: u64,
     role: Role,
-    /// `None` until it is built.
+    /// `None` until it is built, and after an eviction.
     page: Option<PageRef>,
-    /// When it was current last.
+    /// The moment when it was last current.
     used_at: u64,
-    /// When it was synchronized.
+    /// The moment when it was last synchronized.
     synced_at: u64,
-    /// How many addresses of the list it has seen to.
+    /// How many addresses of the list are done with.
     position: u64,
-    /// Whether its translations are to be flushed on the CPU before it runs again.
+    /// Whether the CPU must flush its translations before it runs the guest.
     is_stale_on_cpu: bool,
 }
 
@@ -65,11 +81,11 @@ pub(crate) struct Roots {
     strategy: ShadowStrategy,
     max_roots: usize,
     roots: ArrayVec<Root, MAX_ROOTS>,
-    /// Which of them is current. Its page, if it has one, is pinned.
+    /// The place of the current root. Its page, if it has one, is pinned.
     current: usize,
-    /// Counts flushes and switches.
+    /// The present moment: a count of flushes and switches.
     now: u64,
-    /// When each PCID was flushed.
+    /// The moment of the last flush of each PCID.
     flushed_at: ZeroedWords,
     all_flushed_at: u64,
     /// The last addresses that were flushed, and how many there ever were.
@@ -78,21 +94,21 @@ pub(crate) struct Roots {
     flush: LocalFlush,
 }
 
-/// What a vCPU's registers are to be.
+/// The registers that a vCPU gets.
 pub(crate) struct NewRegisters {
     pub(crate) registers: PagingRegisters,
     pub(crate) mode: GuestMode,
-    /// Whether to get there loads the PDPTEs, which must be good ([`Mmu::has_bad_pdpte`]).
+    /// Whether this write loads the PDPTEs, which must then be good ([`Mmu::has_bad_pdpte`]).
     pub(crate) loads_pdptes: bool,
 }
 
-/// An INVPCID's type (Intel SDM vol. 2A, "INVPCID").
+/// The type of an INVPCID (Intel SDM vol. 2A, "INVPCID").
 const INDIVIDUAL_ADDRESS: u64 = 0;
 const SINGLE_CONTEXT: u64 = 1;
 const ALL_BUT_GLOBAL: u64 = 3;
 
 impl Roots {
-    /// Of a vCPU whose paging is off.
+    /// The roots of a vCPU whose paging is off.
     pub(crate) fn new<H: Host, F: Format>(mmu: Mmu<'_, H, F>) -> Result<Roots, Error> {
         let registers = PagingRegisters::default();
         let Ok(mode) = GuestMode::new(registers, F::GPA_BITS) else { unreachable!("a CPU begins like this") };
@@ -120,11 +136,12 @@ impl Roots {
         self.registers
     }
 
-    /// The role of the page at the top, for the current registers.
+    /// The role of the top page for the current registers.
     fn root_role(&self) -> Role {
         let level = Level(self.mode.shadow_levels());
         let part = match self.mode.paging() {
-            // The pages above a page-directory-pointer table belong to that alone, and its frame may have several.
+            // The pages above a page-directory-pointer table serve that table alone, and its frame
+            // may have several.
             PagingMode::Pae => part_for(self.mode, Level::L1G, 0, self.registers.cr3),
             _ => 0,
         };
@@ -135,7 +152,7 @@ impl Roots {
         Role::root(self.mode, level, part, tag)
     }
 
-    /// CR3 as far as it matters for what is translated.
+    /// CR3, as far as translations depend on it.
     fn cr3(&self) -> u64 {
         if self.mode.paging() == PagingMode::Off { 0 } else { self.registers.cr3 }
     }
@@ -181,7 +198,8 @@ impl Roots {
         Ok(())
     }
 
-    /// Without a cache: the root goes, with all that is below it alone, and is to be built anew.
+    /// Drops the current root, with all that is below it alone, so that it is built anew
+    /// ([`ShadowStrategy::Baseline`]).
     fn drop_current<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>) {
         if let Some(page) = self.roots[self.current].page.take() {
             mmu.unpin(page);
@@ -220,7 +238,8 @@ impl Roots {
         self.roots[self.current].used_at = self.now;
     }
 
-    /// A place for the root of the registers: a new one, or that of the root which was current longest ago.
+    /// A place for the registers' root: a free one, or that of the root that was current longest
+    /// ago.
     fn place_for_new(&mut self) -> usize {
         let new = self.new_root();
         if self.roots.len() < self.max_roots {
@@ -233,13 +252,13 @@ impl Roots {
         place
     }
 
-    /// Whether what the guest has flushed was seen to.
+    /// Whether no flush has anything left to do with the root.
     fn is_up_to_date(&self, place: usize) -> bool {
         let root = &self.roots[place];
         root.synced_at >= self.flushed(place) && root.position == self.nr_addresses
     }
 
-    /// When the root was last flushed as a whole.
+    /// The moment when the root was last flushed as a whole.
     fn flushed(&self, place: usize) -> u64 {
         let pcid = usize::from(self.mode.pcid(self.roots[place].cr3));
         self.flushed_at[pcid].load(Ordering::Relaxed).max(self.all_flushed_at)
@@ -267,7 +286,7 @@ impl Roots {
         root.is_stale_on_cpu = true;
     }
 
-    /// What the guest's write of `value` into `register` leads to.
+    /// The registers and the mode after the guest's write of `value` into `register`.
     pub(crate) fn check_write<F: Format>(
         &self,
         register: PagingRegister,
@@ -277,13 +296,13 @@ impl Roots {
         Ok(NewRegisters { registers, mode, loads_pdptes: mode.loads_pdptes(self.registers, registers) })
     }
 
-    /// The mode, if it is one in which a load of CR3 loads PDPTEs, too.
+    /// The mode, if a load of CR3 loads PDPTEs in it.
     #[inline]
     pub(crate) fn pae(&self) -> Option<GuestMode> {
         (self.mode.paging() == PagingMode::Pae).then_some(self.mode)
     }
 
-    /// The registers of a vCPU that is restored, or reset.
+    /// Sets the registers of a vCPU that is restored, or reset.
     pub(crate) fn restore<H: Host, F: Format>(
         &mut self,
         mmu: Mmu<'_, H, F>,
@@ -295,8 +314,8 @@ impl Roots {
         Ok(())
     }
 
-    /// The vCPU has other registers. Everything is flushed, which is more than some of their changes ask for (Intel SDM vol. 3A,
-    /// "Operations that Invalidate TLBs and Paging-Structure Caches").
+    /// Sets the vCPU's registers, and flushes everything. That is more than some of their changes
+    /// ask for (Intel SDM vol. 3A, "Operations that Invalidate TLBs and Paging-Structure Caches").
     pub(crate) fn set_registers<H: Host, F: Format>(
         &mut self,
         mmu: Mmu<'_, H, F>,
@@ -324,7 +343,8 @@ impl Roots {
         self.invalidate_address(mmu, gva, None);
     }
 
-    /// Flushes one address: of PCID `pcid`; of all if `None`, as it may be a global page's.
+    /// Flushes one address: in PCID `pcid`, or in all if `None`, as it may be that of a global
+    /// page.
     fn invalidate_address<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>, gva: Gva, pcid: Option<u16>) {
         self.addresses[self.nr_addresses as usize % NR_ADDRESSES] = gva;
         self.nr_addresses += 1;
@@ -343,19 +363,21 @@ impl Roots {
             self.roots[place].position = self.nr_addresses;
         }
         debt.pay(&mmu);
-        // Another thread may have taken away a large page of the guest's, of which the CPU has cached other parts too, and not
-        // have flushed yet. Otherwise the CPU has nothing cached that no shadow entry says, and what the entry said wrongly was
-        // flushed above, on all CPUs. So the flush of this one page takes nothing away that is wrong, and no test can notice
-        // that it is left out. It stands for what the guest has asked of its CPU, and costs what INVLPG costs there.
+        // Another thread may have zapped a large guest page, of which the CPU has other parts
+        // cached too, and not have flushed yet. Otherwise the CPU has nothing cached that no shadow
+        // PTE says, and a PTE that was wrong was flushed above, on all CPUs. So the flush of this
+        // one page removes nothing wrong, and no test can notice that it is left out. It stands for
+        // what the guest asked of its CPU, and costs what INVLPG costs there.
         self.owe(if mmu.is_in_debt() { LocalFlush::All } else { LocalFlush::Page(gva) });
     }
 
-    /// The guest is given a page fault at `gva`. That flushes the address in the current PCID (Intel SDM vol. 3A, 4.10.4.1): the
-    /// access, done again, must not meet what the guest's tables do not say any more. Where nothing is stale, which is the
-    /// ordinary case, this takes no lock and flushes nothing.
+    /// Flushes `gva` in the current PCID, because the guest gets a page fault there (Intel SDM vol.
+    /// 3A, 4.10.4.1). The access, done again, must not find what the guest's tables no longer say.
+    /// In the ordinary case nothing is stale, and no other built root has the PCID: then this takes
+    /// no lock and flushes nothing.
     pub(crate) fn page_faulted<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>, gva: Gva) {
         let pcid = self.pcid();
-        // Those that can be switched to without a flush.
+        // Roots that the vCPU can switch to without a flush.
         let is_of_pcid = |place: usize, root: &Root| {
             place != self.current && root.page.is_some() && self.mode.pcid(root.cr3) == pcid
         };
@@ -373,15 +395,18 @@ impl Roots {
         }
     }
 
-    /// Whether a flush of `pcid`, or of an address of all PCIDs, is put off until the root is switched to.
+    /// Whether a flush of `pcid`, or of an address of all PCIDs, is deferred until the vCPU
+    /// switches to the root.
     ///
-    /// Where tables serve all PCIDs, a flush of another PCID that was carried out at once would not count for what is made in
-    /// its tables since, for the current one: the other PCID can have cached nothing of that, and the guest need not flush it.
+    /// Where tables serve all PCIDs, another PCID must not be flushed at once: that flush would not
+    /// cover what is made in its tables later, for the current PCID. The other PCID can have cached
+    /// nothing of that, so the guest need not flush it again.
     fn is_deferred(&self, place: usize, pcid: Option<u16>) -> bool {
         place != self.current && (self.strategy == ShadowStrategy::PcidTagged || pcid.is_some())
     }
 
-    /// INVPCID (Intel SDM vol. 2A): `descriptor` has the PCID and the address.
+    /// Carries out INVPCID (Intel SDM vol. 2A) of type `kind`. `descriptor` has the PCID and the
+    /// address.
     pub(crate) fn invalidate_pcid<H: Host, F: Format>(
         &mut self,
         mmu: Mmu<'_, H, F>,
@@ -406,7 +431,7 @@ impl Roots {
                 self.flushed_at[usize::from(pcid)].store(self.now, Ordering::Relaxed);
                 self.bring_up_to_date(mmu, self.current);
             }
-            // Including global pages, or not: see `Mmu::compare_entry`.
+            // With global pages or without: see `Mmu::compare_entry`.
             _ => {
                 self.now += 1;
                 self.all_flushed_at = self.now;
@@ -434,7 +459,8 @@ impl Roots {
         }
     }
 
-    /// Builds the current root, if it is not there; as an empty one, if the second stage has no memory for the guest's table.
+    /// Builds the current root, if it is not built. It becomes an empty root if the second stage
+    /// has no memory for the guest's table.
     fn build<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>) -> Result<PageRef, Error> {
         let pages = &mmu.shadow.pages;
         let gfn = self.root_gfn();
@@ -445,11 +471,12 @@ impl Roots {
             if pages.get(page.number).is_alive(page.generation) && !(is_empty() && has_table()) {
                 return Ok(page);
             }
-            // It was taken away while it was pinned; or there is a better one.
+            // The page died while it was pinned; or the root was empty, and its table has memory
+            // now.
             root.page = None;
             mmu.unpin(page);
         }
-        // The guest may load CR3 with anything: what is kept for a frame is kept for memory only.
+        // The guest may load CR3 with anything, and records of frames are kept only for memory.
         let (gfn, role) = if has_table() { (gfn, root.role) } else { (Gfn(0), root.role.empty_root()) };
         let page = loop {
             let page = mmu.page_for(gfn, role)?;
@@ -458,7 +485,7 @@ impl Roots {
             }
         };
         root.page = Some(page);
-        // Others may have left something unsync below, which this vCPU has flushed meanwhile.
+        // Other vCPUs may have left something unsync below, which this vCPU has flushed meanwhile.
         mmu.sync_root(self.mode, page);
         root.synced_at = self.now;
         root.position = self.nr_addresses;
@@ -487,8 +514,8 @@ impl Roots {
         })
     }
 
-    /// What a fault at `gva` is served by; or the address of the entry of the guest's top table, if the second stage must be asked for
-    /// that first.
+    /// The view by which a fault at `gva` is served. Or the address of the top table's PTE, if the
+    /// second stage must map that table first.
     pub(crate) fn view<'u, H: Host, F: Format>(
         &mut self,
         mmu: Mmu<'_, H, F>,
@@ -503,7 +530,7 @@ impl Roots {
         Ok(Ok(View { mode: self.mode, cr3: self.registers.cr3, root, unmarkable }))
     }
 
-    /// Whether `gva` is one that the CPU translates at all.
+    /// Whether the CPU translates `gva` at all.
     pub(crate) fn is_canonical(&self, gva: Gva) -> bool {
         match self.mode.paging() {
             PagingMode::Off => gva.0 <= u64::from(u32::MAX),
@@ -511,12 +538,12 @@ impl Roots {
         }
     }
 
-    /// The vCPU is gone.
+    /// Ends the vCPU's use of the shadow page tables. The last vCPU removes all pages.
     pub(crate) fn end<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>) {
         if let Some(page) = self.roots[self.current].page.take() {
             mmu.unpin(page);
         }
-        // AcqRel: the last has seen what all others did.
+        // AcqRel: the last vCPU reads what all others have stored.
         if mmu.shadow.nr_vcpus.fetch_sub(1, Ordering::AcqRel) == 1 {
             mmu.zap_all();
         }

@@ -1,5 +1,5 @@
-//! Synchronization: making shadow pages of the lowest level what the guest's tables say, when the guest flushes. See the
-//! module above for the protocol.
+//! Synchronization: when the guest flushes, shadow pages of the lowest level become what the
+//! guest's tables say. The protocol is at the head of the module above.
 
 #![expect(unsafe_code, reason = "entries are reached under the locks that keep their tables")]
 
@@ -15,13 +15,13 @@ use crate::shadow::guest::{Decoded, GuestMode};
 use crate::stats::Counter;
 use crate::sync::{Ordering, full_fence};
 
-/// Pages that are protected, and compared, for one flush.
+/// Pages that are protected and compared for one flush.
 const PAGES_PER_TURN: usize = 48;
 
-/// Entries of the guest's that are read under one lock.
+/// Guest PTEs that are read under one lock.
 const ENTRIES_PER_READ: usize = if NR_ENTRIES < 32 { NR_ENTRIES } else { 32 };
 
-/// Parents of one page that are looked at: with more, it is taken for one that is below everything.
+/// Parents of one page that are looked at. A page with more counts as one that is below everything.
 const MAX_PARENTS: usize = 16;
 
 /// A page that is being synchronized.
@@ -32,15 +32,16 @@ struct Syncing {
 }
 
 impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
-    /// Synchronizes what is reached from `root`: afterwards nothing there is made of an entry that the guest had changed before
-    /// this was called.
+    /// Synchronizes all pages below `root`. Afterwards no shadow PTE there is made of a guest PTE
+    /// that the guest had changed before the call.
     pub(super) fn sync_root(&self, mode: GuestMode, root: PageRef) {
         let pages = &self.shadow.pages;
-        // A store-load pair with `Pages::note_unsync`. One side: the guest stores an entry, flushes, and looks here which pages are
-        // unsync. The other side: a page is noted as unsync, its lock is taken, and the guest's entry is read.
+        // A store-load pair with `Pages::note_unsync`. One side: the guest stores a PTE, flushes,
+        // and this thread reads which pages are unsync. The other side: a page is noted as unsync,
+        // its lock is taken, and the guest's PTE is read.
         full_fence();
         let mut from = 1;
-        // Each time those that are there: what becomes unsync meanwhile may be met, or not.
+        // Pages that become unsync meanwhile may be found, or not.
         while from != 0 {
             let mut turn = [Syncing { page: PageRef { number: 0, generation: 0 }, sequence: 0 }; PAGES_PER_TURN];
             let mut len = 0;
@@ -63,13 +64,15 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 debug_assert!(!debt.is_owed());
                 continue;
             }
-            // Once before the flush, so that it serves what is taken away here too, and once after it, when the guest cannot
-            // write any more without being seen. The second seldom finds anything.
+            // Compared twice: before the flush, so that it serves what is zapped here too; and
+            // after it, when the guest cannot write unseen any more. The second comparison seldom
+            // finds anything.
             for &syncing in &turn[..len] {
                 let nr_compared = self.compare_page(mode, syncing.page, &mut debt);
                 self.record.stats.add(Counter::EntriesCompared, nr_compared);
             }
-            // Whether or not a right was taken: who has taken it may not have flushed yet.
+            // Flushes even if no W was taken here: the thread that took it may not have flushed
+            // yet.
             debt.incur(self);
             debt.pay(self);
             let mut debt = Debt::new();
@@ -82,7 +85,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
     }
 
-    /// Protects the table of page `number`, if that is below `root` and not synchronized.
+    /// Protects the table of page `number`, if the page is below `root` and not synced.
     fn begin_sync(&self, number: u32, root: PageRef, debt: &mut Debt) -> Option<Syncing> {
         let page = self.shadow.pages.get(number);
         let reference = PageRef { number, generation: page.generation()? };
@@ -102,7 +105,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         .flatten()
     }
 
-    /// Says that the page is synchronized, if the guest has not written its table since [`Mmu::begin_sync`].
+    /// Makes the page synced, if the guest has not written its table since [`Mmu::begin_sync`].
     fn end_sync(&self, syncing: Syncing) {
         self.with_frame_of(syncing.page, |_, page| {
             if page.sync_state() == (SyncState::Syncing, syncing.sequence) {
@@ -112,7 +115,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         });
     }
 
-    /// Does `f` under the lock of the frame that the page is made from, if the page is alive.
+    /// Calls `f` under the lock of the frame that the page is made from, if the page is alive.
     fn with_frame_of<T>(&self, reference: PageRef, f: impl FnOnce(&Frame, &ShadowPage) -> T) -> Option<T> {
         let page = self.shadow.pages.get(reference.number);
         let gfn = page.gfn();
@@ -121,7 +124,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         (page.is_alive(reference.generation) && page.gfn() == gfn).then(|| f(frame, page))
     }
 
-    /// Whether `page` is reached from `above`. May say yes where it is not.
+    /// Whether `page` is reached from `above`. May return `true` where it is not.
     fn is_below(&self, page: PageRef, above: PageRef) -> bool {
         if page == above {
             return true;
@@ -138,7 +141,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             let mut next = EntryPlace::from_number(page.parents.load(Ordering::Relaxed));
             while let Some(place) = next {
                 next = pages.behind(place);
-                // Dead ones have no entries to keep.
+                // Dead pages have no PTEs to keep.
                 let Some(generation) = pages.get(place.page).generation() else { continue };
                 let parent = PageRef { number: place.page, generation };
                 if parents[..len].contains(&parent) {
@@ -159,10 +162,11 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
     }
 
-    /// Compares what is unsync in `below`, or below it, with the guest's tables. The caller holds the lock of a page above.
+    /// Compares what is unsync in `below`, or below it, with the guest's tables. The caller holds
+    /// the lock of a page above.
     pub(super) fn sync_below(&self, mode: GuestMode, below: PageRef, debt: &mut Debt) {
         if self.shadow.pages.get(below.number).role().level() == Level::L4K {
-            // Nothing is below it but itself.
+            // Only the page itself.
             if self.shadow.pages.next_unsync(below.number) == Some(below.number) {
                 let nr_compared = self.compare_page(mode, below, debt);
                 self.record.stats.add(Counter::EntriesCompared, nr_compared);
@@ -181,19 +185,20 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
     }
 
-    /// Compares the entries of a page of the lowest level with the guest's, and takes away what they do not give any more. Returns
-    /// how many there were.
+    /// Compares the PTEs of a page of the lowest level with the guest's, and zaps or write-protects
+    /// those that the guest's no longer allow. Returns how many it has compared.
     ///
-    /// The page's lock is left between one read of the guest's entries and the next, so that no vCPU waits for all 512: what is
-    /// made in between is made of what the guest's entry says then.
+    /// It releases the page's lock between one read of guest PTEs and the next, so that no vCPU
+    /// waits for all 512. What is made in between is made of what the guest's PTE says then.
     ///
-    /// Never inlined: what it reads at a time is on the stack.
+    /// Never inlined: the guest PTEs that it reads at a time lie on the stack.
     #[inline(never)]
     fn compare_page(&self, mode: GuestMode, reference: PageRef, debt: &mut Debt) -> u64 {
         let page = self.shadow.pages.get(reference.number);
         let (mut nr_compared, mut first) = (0, 0);
         while first < NR_ENTRIES {
-            // Only in this generation is it a page of the lowest level, of which the lock may be waited for.
+            // Only in this generation is the page of the lowest level, so that its lock may be
+            // waited for.
             let Some(_guard) = page.lock.lock_while(self.host(), || page.is_alive(reference.generation)) else {
                 return nr_compared;
             };
@@ -206,13 +211,13 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             }
             let mut entries = [0; ENTRIES_PER_READ];
             let (gpa, size_bytes) = page.guest_entry(first);
-            // What cannot be read is not present.
+            // A guest PTE that cannot be read counts as not present.
             if self.read_guest_entries(gpa, size_bytes, &mut entries).is_err() {
                 entries.fill(0);
             }
             for (index, entry) in (first..).zip(entries) {
                 if page.target(index) != Target::None {
-                    // SAFETY: the page is locked, and was found alive then.
+                    // SAFETY: the page is locked, and was found alive under the lock.
                     unsafe { self.compare_entry(mode, reference.number, index, entry, debt) }
                     nr_compared += 1;
                 }
@@ -222,10 +227,11 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         nr_compared
     }
 
-    /// Compares one entry of a page of the lowest level, whose lock the caller holds, with the guest's `entry`.
+    /// Compares one PTE of a page of the lowest level with the guest's, `entry`.
     ///
-    /// A global page's, too, whatever the flush: one that has not changed stays, and one that has may be stale for the vCPUs
-    /// alone that had cached it, and which these are is not known.
+    /// PTEs of global pages are compared in every flush. One that has not changed stays. One that
+    /// has changed may be stale only for the vCPUs that had it cached, but which these are is not
+    /// known.
     ///
     /// # Safety
     /// The caller holds the lock of the page, which is alive.
@@ -258,30 +264,34 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
     }
 
-    /// Takes the right to write from the leaf at `place`, if it still maps `gfn`. The caller holds the lock of its page.
+    /// Takes W from the leaf PTE at `place`, if it still maps `gfn`. The caller holds the lock of
+    /// its page.
     fn narrow_leaf(&self, place: EntryPlace, gfn: crate::addr::Gfn, debt: &mut Debt) {
         let page = self.shadow.pages.get(place.page);
         let Some(frame) = self.shadow.frames.get(gfn, Level::L4K) else { return };
         let _guard = frame.lock.lock(self.host());
         if page.target(place.index) == Target::Leaf(gfn) {
             debt.incur(self);
-            // SAFETY: the entry leads to the frame, which is locked.
+            // SAFETY: the PTE leads to the frame, which is locked.
             unsafe { self.cell(page, place.index) }.fetch_and(!WRITABLE, Ordering::AcqRel);
         }
     }
 
-    /// Whether what translates `gva` from `root` on may be made of an entry that the guest has changed. A look without locks: for a
-    /// page fault of the guest's, after which mostly nothing is stale.
+    /// Whether a PTE that translates `gva` from `root` on may be made of a guest PTE that the guest
+    /// has changed. It takes no lock. It is for page faults of the guest, after which mostly
+    /// nothing is stale.
     pub(super) fn may_be_stale(&self, root: PageRef, gva: Gva) -> bool {
         let pages = &self.shadow.pages;
-        // A store-load pair with `WordLock::lock`. One side: the guest stores its entry, and the lock is found free here. The
-        // other side: the lock is taken, and the guest's entry is read (`link`, `install_leaf`).
+        // A store-load pair with `WordLock::lock`. One side: the guest stores its PTE, and the lock
+        // is found free here. The other side: the lock is taken, and the guest's PTE is read
+        // (`link`, `install_leaf`).
         full_fence();
         let mut reference = root;
         loop {
             let page = pages.get(reference.number);
             let role = page.role();
-            // Before the target: what earlier holders made is seen then, and later ones read the entry as it is now.
+            // Before the target: then what earlier holders made is read here, and later holders
+            // read the guest's PTE as it is now.
             let is_free = page.lock.is_free();
             let target = page.target(index_of(gva, role.level()));
             if !is_free || !page.is_alive(reference.generation) {
@@ -297,12 +307,12 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
     }
 
-    /// Synchronizes what `gva` is translated by from `root` on.
+    /// Synchronizes the PTE that translates `gva` from `root` on.
     pub(super) fn sync_address(&self, mode: GuestMode, root: PageRef, gva: Gva, debt: &mut Debt) {
         let mut reference = root;
         loop {
             let page = self.shadow.pages.get(reference.number);
-            // Under the lock: who is about to link something here has it.
+            // Under the lock: a thread that is about to link a page here holds it.
             let Some(_guard) = page.lock.lock_while(self.host(), || page.is_alive(reference.generation)) else {
                 return;
             };
@@ -315,7 +325,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                     if role.level() == Level::L4K && role.is_of_table() {
                         let (gpa, size_bytes) = page.guest_entry(index);
                         let entry = self.read_guest(gpa, size_bytes).unwrap_or(0);
-                        // SAFETY: the page is locked, and was found alive then.
+                        // SAFETY: the page is locked, and was found alive under the lock.
                         unsafe { self.compare_entry(mode, reference.number, index, entry, debt) }
                         self.count(Counter::EntriesCompared);
                     }
@@ -326,7 +336,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     }
 }
 
-/// The entry of `level` that translates `gva`.
+/// The index of the PTE of `level` that translates `gva`.
 #[inline]
 pub(super) fn index_of(gva: Gva, level: Level) -> usize {
     ((gva.0 >> PAGE_SHIFT) / level.nr_pages()) as usize % NR_ENTRIES

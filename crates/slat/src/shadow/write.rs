@@ -1,10 +1,26 @@
 //! Emulated writes to the guest's tables.
 //!
-//! What was made of the old entries goes first, the CPUs are flushed, and only then the new value is written; meanwhile nothing
-//! is made of the table's entries (`Frame::nr_writers`). So nobody who sees the new value, and flushes, can use the old.
+//! # Guarantees
+//! A vCPU that reads the new value of a guest PTE, and flushes, uses nothing that was made of the
+//! old one.
 //!
-//! A frame that is written again and again, and not walked through in between, is no table any more, or one that is being
-//! filled: its pages of upper levels go, and with them the tracking.
+//! # Use
+//! [`Mmu::emulate_write`] makes one write. [`Mmu::drop_misread`] is for marks that a vCPU has set.
+//!
+//! # Implementation
+//! An emulated write
+//! 1. counts itself (`Frame::nr_writers`): from then on no shadow PTE is made of the table's PTEs,
+//! 2. zaps what was made of the old PTEs,
+//! 3. flushes the CPUs,
+//! 4. writes the new value, and counts itself out.
+//!
+//! A frame that is written again and again, without a walk in between, is no table any more, or is
+//! being filled. Its pages of upper levels are removed, and the write protection with them.
+//!
+//! # Why it is correct
+//! Steps 1 and 4, and each read of a guest PTE for a shadow PTE, are under the lock of the frame.
+//! So a shadow PTE is made before step 1 and zapped by step 2, or after step 4 and from the new
+//! value. Step 3 precedes the new value.
 
 use super::Mmu;
 use super::memory::NoMemory;
@@ -18,11 +34,13 @@ use crate::host::Host;
 use crate::stats::Counter;
 use crate::sync::Ordering;
 
-/// Emulated writes to a table since it was last walked through, after which its page goes.
+/// Emulated writes to a table since a walk last went through its page, at which the page is
+/// removed.
 const FLOOD: u32 = 3;
 
 impl<H: Host, F: Format> Mmu<'_, H, F> {
-    /// Writes `bytes` at `gpa`, none beyond the page. `false`: the second stage has no page there that may be written.
+    /// Writes `bytes` at `gpa`, none beyond the page. `false` if the second stage has no page there
+    /// that may be written.
     pub(crate) fn emulate_write(&self, gpa: Gpa, bytes: &[u8]) -> Result<bool, Error> {
         let gfn = gpa.gfn();
         let Some(frame) = self.frame_of_memory(gfn)? else { return Ok(false) };
@@ -48,7 +66,7 @@ impl<H: Host, F: Format> Mmu<'_, H, F> {
         }
     }
 
-    /// Takes away what was made of the guest's entries in `len` bytes from `offset` on of frame `gfn`.
+    /// Zaps what was made of the guest's PTEs in `len` bytes from `offset` on of frame `gfn`.
     pub(super) fn drop_made_of(&self, gfn: Gfn, offset: u64, len: u64, debt: &mut Debt) {
         let pages = &self.shadow.pages;
         let mut last = None;
@@ -71,7 +89,8 @@ impl<H: Host, F: Format> Mmu<'_, H, F> {
         }
     }
 
-    /// As [`drop_made_of`](Self::drop_made_of), for marks that a vCPU has set: takes away what `kinds` have made of it.
+    /// As [`drop_made_of`](Self::drop_made_of), for marks that a vCPU has set: zaps what pages of
+    /// `kinds` have made of them.
     #[cold]
     pub(super) fn drop_misread(&self, gfn: Gfn, offset: u64, len: u64, kinds: MarkKind, debt: &mut Debt) {
         let mut last = None;
@@ -93,7 +112,8 @@ impl<H: Host, F: Format> Mmu<'_, H, F> {
         }
     }
 
-    /// The page behind `last` in the list of those made from `gfn`; the first, if `last` is not there any more.
+    /// The page after `last` in the list of those made from `gfn`; the first, if `last` is not
+    /// alive any more.
     fn page_behind(&self, gfn: Gfn, last: Option<PageRef>) -> Option<PageRef> {
         let pages = &self.shadow.pages;
         let frame = self.shadow.frames.get(gfn, Level::L4K)?;

@@ -1,6 +1,13 @@
-//! Taking away: single entries, whole pages, all leaves of guest frames, and what a full house has no room for.
+//! Removing shadow PTEs: single ones, whole pages, all leaf PTEs of guest frames, and evicted
+//! pages.
 //!
-//! Whatever loses an entry, or a right of one, is in debt until the CPUs are flushed ([`Debt`]).
+//! # Guarantees
+//! A page-table page is freed only after a flush of all CPUs and a grace period. While a change is
+//! not flushed, `Mmu::is_in_debt` returns `true`.
+//!
+//! # Use
+//! A thread that zaps a shadow PTE, or takes a right from one, collects that in a [`Debt`]. It
+//! flushes outside of all locks.
 
 #![expect(unsafe_code, reason = "entries are reached under the locks that keep their tables")]
 
@@ -16,14 +23,14 @@ use crate::stats::Counter;
 use crate::sync::{AtomicU32, Ordering, fence_after_rmw, full_fence};
 use crate::table::retire::TableChain;
 
-/// Pages that an eviction takes away at once, for one flush.
+/// Pages that one eviction removes, for one flush.
 const PAGES_PER_EVICTION: usize = 16;
 
-/// Frames whose leaves are looked for together.
+/// Frames that are prefetched before the first is locked.
 const FRAMES_PER_BATCH: usize = 32;
 
-/// Changes that the CPUs must be flushed for, and the tables that may be freed then. To be paid, outside of all locks, by
-/// [`Debt::pay`].
+/// The TLB batch of shadow paging: whether the CPUs must be flushed, and the page-table pages that
+/// may be freed then. [`Debt::pay`] flushes, outside of all locks.
 #[must_use]
 pub(crate) struct Debt {
     is_owed: bool,
@@ -35,12 +42,12 @@ impl Debt {
         Debt { is_owed: false, tables: TableChain::new() }
     }
 
-    /// To be called before the first change.
+    /// Counts a change that must be flushed. The caller calls it before its first change.
     pub(super) fn incur<H: Host, F: Format>(&mut self, mmu: &Mmu<'_, H, F>) {
         if !self.is_owed {
             self.is_owed = true;
-            // SeqCst: with `Mmu::is_in_debt`, whose caller has looked at the entries under the lock of their frame: the change
-            // comes after this, under the same lock.
+            // SeqCst: with `Mmu::is_in_debt`. A caller of that has read the PTEs under the lock of
+            // their frame; the change comes after this addition, under the same lock.
             mmu.shadow.nr_debts.fetch_add(1, Ordering::SeqCst);
         }
     }
@@ -49,7 +56,7 @@ impl Debt {
         self.is_owed
     }
 
-    /// Flushes all CPUs, if anything is owed.
+    /// Flushes all CPUs if there is a change to flush.
     pub(super) fn pay<H: Host, F: Format>(&mut self, mmu: &Mmu<'_, H, F>) {
         if !self.is_owed {
             return;
@@ -58,7 +65,7 @@ impl Debt {
         self.settle(mmu);
     }
 
-    /// The CPUs were flushed.
+    /// Ends the batch without a flush: the caller has flushed the CPUs.
     pub(crate) fn settle<H: Host, F: Format>(&mut self, mmu: &Mmu<'_, H, F>) {
         if !self.is_owed {
             return;
@@ -82,14 +89,14 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         self.tree.flush_cpus(self.record, ranges);
     }
 
-    /// Whether CPUs may have something cached that the shadow entries do not say any more.
+    /// Whether CPUs may have something cached that the shadow PTEs do not say any more.
     pub(super) fn is_in_debt(&self) -> bool {
         self.shadow.nr_debts.load(Ordering::SeqCst) != 0
     }
 
-    /// What a flush of `ranges` of guest frames is: the second stage has lost rights there. Takes the shadow leaves away that
-    /// it does not back any more, and the right to write from those that may not be written; and what was made from guest
-    /// tables that are gone; then flushes the CPUs.
+    /// Flushes `ranges` of guest frames, where the second stage has lost rights. Zaps the shadow
+    /// leaf PTEs that it does not back any more, and takes W from those that may not be written.
+    /// Removes the pages made from guest tables that are gone. Then flushes the CPUs.
     #[cold]
     pub(crate) fn flush(&self, ranges: &[GfnRange]) {
         let mut debt = Debt::new();
@@ -101,14 +108,14 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     }
 
     fn take_away(&self, range: GfnRange, debt: &mut Debt) {
-        // Pairs with the lock of a frame: see `WordLock::is_free`.
+        // A store-load pair with the lock of a frame: see `WordLock::is_free`.
         full_fence();
         self.shadow.frames.for_each(range, |frame, gfn, level| {
             if frame.is_idle() {
                 return;
             }
             self.narrow_leaves(gfn, level, debt);
-            // Not before: a table that is gone need not be a leaf of anything.
+            // After the leaf PTEs, and whether or not there were any: nothing need map a guest table.
             while level == Level::L4K && frame.pages.load(Ordering::Relaxed) != 0 {
                 let Some(page) = self.page_of_lost_frame(gfn) else { break };
                 self.zap_page(page, debt);
@@ -116,10 +123,10 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         });
     }
 
-    /// Takes the right to write from the shadow leaves of `pages`, of every size: they are to be logged anew. They come in rising
-    /// order. The caller owes a flush of them in any case.
+    /// Takes W from the shadow leaf PTEs of `pages`, of every size, so that writes are logged anew.
+    /// `pages` come in rising order. The caller flushes them in any case.
     ///
-    /// Never inlined: its batch would be on the stack of what else a harvest does.
+    /// Never inlined: its batch would lie on the stack of the whole harvest.
     #[inline(never)]
     pub(crate) fn write_protect(&self, pages: impl Iterator<Item = Gfn>, debt: &mut Debt) {
         // As in `take_away`. The caller has taken W by an atomic operation.
@@ -132,7 +139,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             let first = Gfn(gfn.0 & !(Level::L2M.nr_pages() - 1));
             if block != Some(first) {
                 block = Some(first);
-                // Once for all of its pages: their second stage has changed before, all of it.
+                // Once for all pages of the block: their second stage has changed before, all of
+                // it.
                 for level in [Level::L2M, Level::L1G] {
                     if let Some(frame) = frames.get(gfn, level).filter(|frame| !frame.is_idle()) {
                         let _guard = frame.lock.lock(self.host());
@@ -147,7 +155,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             if frame.is_idle() {
                 continue;
             }
-            // Locks keep the CPU from loading ahead, so what it will need is fetched for many before the first is locked.
+            // A locked operation keeps the CPU from loading ahead. So this fetches what many frames
+            // need before it locks the first.
             self.shadow.pages.prefetch(frame.leaves.load(Ordering::Relaxed));
             if batch.is_full() {
                 self.protect_batch(&mut batch, debt);
@@ -165,7 +174,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
     }
 
-    /// Makes the leaves of the block of `level` at `gfn` what the second stage allows now.
+    /// Makes the leaf PTEs of the block of `level` at `gfn` what the second stage allows now.
     fn narrow_leaves(&self, gfn: Gfn, level: Level, debt: &mut Debt) {
         let Some(frame) = self.shadow.frames.get(gfn, level) else { return };
         let _guard = frame.lock.lock(self.host());
@@ -201,7 +210,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         self.shadow.pages.get(number).generation().map(|generation| PageRef { number, generation })
     }
 
-    /// Takes the leaf at `place` away.
+    /// Zaps the leaf PTE at `place`.
     ///
     /// # Safety
     /// The caller holds the lock of the frame whose leaves the list at `head` has, and `place` is
@@ -209,32 +218,33 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     unsafe fn drop_leaf(&self, head: &AtomicU32, place: EntryPlace, debt: &mut Debt) {
         let page = self.shadow.pages.get(place.page);
         debt.incur(self);
-        // SAFETY: as the caller promises: the entry leads to that frame.
+        // SAFETY: as the caller promises, the PTE leads to the locked frame.
         unsafe { self.cell(page, place.index) }.store(0, Ordering::Release);
         page.set_target(place.index, Target::None);
         self.shadow.pages.remove(head, place);
         self.count(Counter::ShadowLeavesDropped);
     }
 
-    /// Takes all leaves of the block of `level` at `gfn` away.
+    /// Zaps all leaf PTEs of the block of `level` at `gfn`.
     pub(super) fn drop_leaves(&self, gfn: Gfn, level: Level, debt: &mut Debt) {
         let Some(frame) = self.shadow.frames.get(gfn, level) else { return };
         let _guard = frame.lock.lock(self.host());
         while let Some(place) = EntryPlace::from_number(frame.leaves.load(Ordering::Relaxed)) {
-            // SAFETY: the frame is locked, and the place is of its list.
+            // SAFETY: the frame is locked, and the place is in its list.
             unsafe { self.drop_leaf(&frame.leaves, place, debt) }
         }
     }
 
-    /// Takes the entry at `place` away, whatever it is. The caller holds the lock of its page.
+    /// Zaps the PTE at `place`, leaf or link. The caller holds the lock of its page.
     pub(super) fn drop_entry(&self, place: EntryPlace, debt: &mut Debt) {
         let page = self.shadow.pages.get(place.page);
         let target = page.target(place.index);
         let (gfn, level) = match target {
             Target::None => return,
             Target::Leaf(gfn) => (gfn, page.role().level()),
-            // The page below may be another by now; then it has taken the link away. Its frame is read before the lock is
-            // taken, and what is found under the lock tells whether it was the right one.
+            // The page below may have another frame by now; then its last zap has removed the link.
+            // So the frame is read before its lock is taken, and the target is compared under the
+            // lock.
             Target::Link(below) => (self.shadow.pages.get(below.number).gfn(), Level::L4K),
         };
         let Some(frame) = self.shadow.frames.get(gfn, level) else { return };
@@ -244,10 +254,11 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
         match target {
             Target::None => {}
-            // SAFETY: the frame is locked, and the entry leads there: so it is in the list.
+            // SAFETY: the frame is locked, and the PTE leads there: so it is in the list.
             Target::Leaf(_) => unsafe { self.drop_leaf(&frame.leaves, place, debt) },
             Target::Link(below) => {
-                // It is the right lock: as long as the link is there, the page below is of this generation.
+                // It is the right lock: while the link exists, the page below is of this
+                // generation.
                 debt.incur(self);
                 // SAFETY: as above.
                 unsafe { self.cell(page, place.index) }.store(0, Ordering::Release);
@@ -257,8 +268,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
     }
 
-    /// Takes the page away: nobody finds it any more, nothing points to it, and it has no entries. If it is a vCPU's root, the
-    /// table stays until that has another.
+    /// Removes the page: no thread finds it any more, no PTE points to it, and it has no PTEs. If
+    /// it is the root of a vCPU, its page-table page stays until that vCPU has another root.
     pub(super) fn zap_page(&self, reference: PageRef, debt: &mut Debt) {
         let pages = &self.shadow.pages;
         let page = pages.get(reference.number);
@@ -269,12 +280,12 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             if !page.is_alive(reference.generation) || page.gfn() != gfn {
                 return;
             }
-            // Its table goes: CPUs may be in it.
+            // Its page-table page goes, and CPUs may be walking it.
             debt.incur(self);
             self.unlist(frame, reference.number);
             while let Some(parent) = EntryPlace::from_number(page.parents.load(Ordering::Relaxed)) {
                 let above = pages.get(parent.page);
-                // SAFETY: the entry leads to a page of the frame, which is locked.
+                // SAFETY: the PTE leads to a page of the frame, which is locked.
                 unsafe { self.cell(above, parent.index) }.store(0, Ordering::Release);
                 above.set_target(parent.index, Target::None);
                 pages.remove(&page.parents, parent);
@@ -298,20 +309,20 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
     }
 
-    /// Frees the table of a page that has neither entries nor users.
+    /// Frees the page-table page of a page that has neither PTEs nor users.
     ///
     /// # Safety
     /// The caller's [`unpin`](super::page::ShadowPage::unpin) was the last of the page's life, so
-    /// that the page is the caller's.
+    /// that the page belongs to the caller.
     unsafe fn free_page(&self, reference: PageRef, debt: &mut Debt) {
         debt.incur(self);
-        // SAFETY: the table is the page's, which `die` has taken away: no entry points to it. Its
-        // own entries were emptied. The debt is a flush of all CPUs.
+        // SAFETY: the page-table page belongs to the shadow page, which is dead: no PTE points to
+        // it, and its own PTEs were zapped. `debt` retires it after a flush of all CPUs.
         unsafe { debt.tables.push(self.host(), self.shadow.pages.get(reference.number).table()) }
         self.shadow.pages.release(reference.number);
     }
 
-    /// A vCPU has another root.
+    /// Ends the pin of a vCPU that has another root now.
     pub(super) fn unpin(&self, reference: PageRef) {
         if self.shadow.pages.get(reference.number).unpin() {
             let mut debt = Debt::new();
@@ -339,7 +350,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
     }
 
-    /// The blocks around `gfn` have a guest table less.
+    /// Counts one guest table less in the blocks around `gfn`.
     pub(super) fn untrack(&self, gfn: Gfn) {
         for level in [Level::L2M, Level::L1G] {
             if let Some(frame) = self.shadow.frames.get(gfn, level) {
@@ -348,7 +359,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
     }
 
-    /// Takes away `reference`, unless it is a vCPU's root, and what nothing else points to below it.
+    /// Removes `reference`, unless it is the root of a vCPU, and all below it that nothing else
+    /// points to.
     pub(super) fn zap_tree(&self, reference: PageRef, debt: &mut Debt) {
         let page = self.shadow.pages.get(reference.number);
         if page.is_pinned() || !page.is_alive(reference.generation) {
@@ -369,7 +381,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         self.zap_page(reference, debt);
     }
 
-    /// Takes all pages away, when no vCPU is left.
+    /// Removes all pages, when no vCPU is left.
     pub(crate) fn zap_all(&self) {
         let pages = &self.shadow.pages;
         let mut debt = Debt::new();
@@ -381,8 +393,9 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         debt.pay(self);
     }
 
-    /// Makes room for pages: takes some away, first those to which nothing points, then those that were not walked through
-    /// since they were last passed over; roots of vCPUs never.
+    /// Makes room for new pages by removing some: first those to which nothing points, then those
+    /// that no walk went through since an eviction last passed over them. It never removes the root
+    /// of a vCPU.
     pub(super) fn evict(&self) {
         let pages = &self.shadow.pages;
         let mut debt = Debt::new();
