@@ -1,5 +1,6 @@
-//! Intel extended page tables (Intel SDM vol. 3C, chapter "VMX Support for Address Translation", section "EPT
-//! Translation Mechanism", tables "Format of an EPT ... Entry"), with accessed and dirty flags enabled in the EPTP.
+//! Intel extended page tables (Intel SDM vol. 3C, chapter "VMX Support for Address Translation",
+//! section "EPT Translation Mechanism", tables "Format of an EPT ... Entry"), with accessed and
+//! dirty flags enabled in the EPTP.
 
 #![expect(unsafe_code, reason = "implements Format")]
 
@@ -10,31 +11,32 @@ use crate::addr::{Hpa, Level, Pfn};
 #[derive(Clone, Copy, Debug)]
 pub struct Ept;
 
-/// Read access, bit 0. An entry is present if any of bits 0 to 2 is set.
+/// Read access, bit 0. A PTE is present if any of bits 0 to 2 is set.
 const READ: u64 = 1 << 0;
 /// Write access, bit 1. Write without read is a misconfiguration.
 const WRITE: u64 = 1 << 1;
 /// Execute access, bit 2.
 const EXECUTE: u64 = 1 << 2;
-/// Memory type of a leaf, bits 3 to 5: 6 is write-back.
+/// Memory type of a leaf PTE, bits 3 to 5: 6 is write-back.
 const WRITE_BACK: u64 = 6 << 3;
-/// Bit 7 of an entry of level 2 or 3: it maps a page. Reserved or ignored elsewhere.
+/// Bit 7 of a PTE of level 2 or 3: it maps a page. Reserved or ignored elsewhere.
 const MAPS_PAGE: u64 = 1 << 7;
 /// Accessed, bit 8.
 const ACCESSED: u64 = 1 << 8;
-/// Dirty, bit 9, in leaves.
+/// Dirty, bit 9, in leaf PTEs.
 const DIRTY: u64 = 1 << 9;
-/// Bit 52, ignored by hardware in every entry.
+/// Bit 52, ignored by hardware in every PTE.
 const SOFTWARE_52: u64 = 1 << 52;
 /// Bit 53, likewise.
 const SOFTWARE_53: u64 = 1 << 53;
-/// Bits 52 to 62 of an entry that points to a table, all ignored there.
+/// Bits 52 to 62 of a directory entry, all ignored there.
 const TABLE_SOFTWARE: u64 = 0x7ff << 52;
 /// Physical address, bits 12 to 51.
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
-// SAFETY: address bits 12 to 51 are apart from all flag bits; present and leaf are read from bits that `leaf` and `table`
-// set as they must, and that none of the flag bits is; no state is kept.
+// SAFETY: address bits 12 to 51 are apart from all flag bits. `is_present` and `is_leaf` read only
+// bits that `leaf` and `table` set as they must. Of the flag bits only W is among these, and it
+// decides nothing, as `leaf` and `table` set R and X. No state is kept.
 unsafe impl Format for Ept {
     const NAME: &'static str = "ept";
     const ROOT_LEVEL: Level = Level(4);

@@ -1,14 +1,17 @@
-//! RISC-V G-stage: Sv39x4 and Sv48x4 (RISC-V Privileged Architecture, chapter "H Extension for Hypervisor Support",
-//! section "Two-Stage Address Translation"; the entries are those of "Sv39: Page-Based 39-bit Virtual-Memory System"). The root is four
-//! times as large as the other tables, 16 KiB and aligned to that: so guest-physical addresses have two bits more than the
-//! virtual ones of Sv39 and Sv48.
+//! RISC-V G-stage: Sv39x4 and Sv48x4 (RISC-V Privileged Architecture, chapter "H Extension for
+//! Hypervisor Support", section "Two-Stage Address Translation"; the PTEs are those of "Sv39:
+//! Page-Based 39-bit Virtual-Memory System"). The root is four times as large as the other
+//! page-table pages, 16 KiB and aligned to that. So guest-physical addresses have two bits more
+//! than the virtual ones of Sv39 and Sv48.
 //!
-//! Hardware sets A and D (Svadu, enabled by `menvcfg.ADUE` for the G-stage); where it does not (Svade), clear ones fault, and
-//! the fault sets them. [`AccessTracking::Faults`](crate::AccessTracking::Faults) leaves none clear in a leaf that needs it. All accesses of a
-//! guest count as user accesses here, so U is set in each leaf.
+//! Hardware sets A and D (Svadu, enabled by `menvcfg.ADUE` for the G-stage). Where it does not
+//! (Svade), clear ones fault, and the fault sets them.
+//! [`AccessTracking::Faults`](crate::AccessTracking::Faults) leaves none clear in a leaf PTE that
+//! needs it. All accesses of a guest count as user accesses here, so U is set in each leaf PTE.
 //!
-//! An entry with R, W and X clear points to a table, and has no room for rights: it cannot be closed. Physical addresses have
-//! 56 bits; the engine uses 52 (`table/entry.rs` keeps them in bits 12 to 51).
+//! A PTE with R, W and X clear points to a page-table page. It has no room for rights and cannot be
+//! protected. Physical addresses have 56 bits; the engine uses 52 (`table/entry.rs` keeps them in
+//! bits 12 to 51).
 
 #![expect(unsafe_code, reason = "implements Format")]
 
@@ -33,7 +36,7 @@ const WRITE: u64 = 1 << 2;
 const EXECUTE: u64 = 1 << 3;
 /// U, bit 4.
 const USER: u64 = 1 << 4;
-/// A, bit 6; reserved in an entry that points to a table, as are D and U.
+/// A, bit 6; reserved in a directory entry, as are D and U.
 const ACCESSED: u64 = 1 << 6;
 /// D, bit 7.
 const DIRTY: u64 = 1 << 7;
@@ -49,12 +52,13 @@ fn with_ppn(pfn: Pfn) -> u64 {
     pfn.0 << PPN_SHIFT & PPN
 }
 
-/// What Sv39x4 and Sv48x4 have in common.
+/// Implements [`Format`] for one of the two, which differ in name, levels and address bits.
 macro_rules! gstage {
     ($format:ty, $name:literal, $root_level:literal, $gpa_bits:literal) => {
-        // SAFETY: the bits of the page number are apart from all flag bits; present and leaf are read from bits that `leaf`
-        // and `table` set as they must (`table` none of R, W and X, `leaf` R), and of the flag bits only W is one of them,
-        // which is never set in a table entry, as those have no generation; no state is kept.
+        // SAFETY: the bits of the page number are apart from all flag bits. `is_present` and
+        // `is_leaf` read only bits that `leaf` and `table` set as they must (`leaf` sets R, `table`
+        // none of R, W and X). Of the flag bits only W is among these, and it is never set in a
+        // directory entry, as those have no generation. No state is kept.
         unsafe impl Format for $format {
             const NAME: &'static str = $name;
             const ROOT_LEVEL: Level = Level($root_level);

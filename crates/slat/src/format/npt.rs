@@ -1,5 +1,6 @@
-//! AMD nested paging: entries are long-mode entries (AMD APM vol. 2, 15.25 "Nested Paging" and 5.3 "Long-Mode Page
-//! Translation"). Guest accesses count as user accesses in the nested tables (15.25.5), so U/S is set everywhere.
+//! AMD nested paging: PTEs are long-mode PTEs (AMD APM vol. 2, 15.25 "Nested Paging" and 5.3
+//! "Long-Mode Page Translation"). Guest accesses count as user accesses in the nested tables
+//! (15.25.5), so U/S is set everywhere.
 
 #![expect(unsafe_code, reason = "implements Format")]
 
@@ -18,22 +19,24 @@ const READ_WRITE: u64 = 1 << 1;
 const USER: u64 = 1 << 2;
 /// A, bit 5 (5.4.1).
 const ACCESSED: u64 = 1 << 5;
-/// D, bit 6, in leaves (5.4.1).
+/// D, bit 6, in leaf PTEs (5.4.1).
 const DIRTY: u64 = 1 << 6;
-/// PS, bit 7, in entries of levels 2 and 3 (5.3.3, 5.3.4); at level 1 the bit is PAT.
+/// PS, bit 7, in PTEs of levels 2 and 3 (5.3.3, 5.3.4); at level 1 the bit is PAT.
 const PAGE_SIZE_BIT: u64 = 1 << 7;
-/// Bit 52, one of the bits 52 to 58 that are available to software (5.4, figure 5-21 and following).
+/// Bit 52, one of the bits 52 to 58 that are available to software (5.4, figure 5-21 and
+/// following).
 const SOFTWARE_52: u64 = 1 << 52;
 /// Bit 53, likewise.
 const SOFTWARE_53: u64 = 1 << 53;
-/// Bits 52 to 62 of an entry that points to a table, all available to software there (5.3.3, figures of the PDE, PDPE and
-/// PML4E).
+/// Bits 52 to 62 of a directory entry, all available to software there (5.3.3, figures of the PDE,
+/// PDPE and PML4E).
 const TABLE_SOFTWARE: u64 = 0x7ff << 52;
 /// Physical address, bits 12 to 51 (5.3.3).
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
-// SAFETY: address bits 12 to 51 are apart from all flag bits; present and leaf are read from bits that `leaf` and `table`
-// set as they must, and that none of the flag bits is; no state is kept.
+// SAFETY: address bits 12 to 51 are apart from all flag bits. `is_present` and `is_leaf` read only
+// bits that `leaf` and `table` set as they must, and none of the flag bits is among these. No state
+// is kept.
 unsafe impl Format for Npt {
     const NAME: &'static str = "npt";
     const ROOT_LEVEL: Level = Level(4);
@@ -71,13 +74,14 @@ unsafe impl Format for Npt {
 
     #[inline]
     fn table(table: Hpa) -> Entry {
-        // Accessed is set beforehand: no walk has to set it, and nothing reads it in a table entry.
+        // A is set here: no walk has to set it, and nothing reads it in a directory entry.
         Entry(table.0 & ADDRESS | PRESENT | READ_WRITE | USER | ACCESSED)
     }
 
     #[inline]
     fn address(entry: Entry, _level: Level) -> Hpa {
-        // In a huge leaf the bits between 12 and its size are PAT or must be zero (5.3.4); `leaf` leaves them clear.
+        // In a huge leaf PTE the bits between 12 and its size are PAT or must be zero (5.3.4);
+        // `leaf` leaves them clear.
         Hpa(entry.0 & ADDRESS)
     }
 }

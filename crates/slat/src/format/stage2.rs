@@ -1,14 +1,19 @@
-//! Arm stage 2: VMSAv8-64, 4 KiB granule, 48 bits of intermediate physical address in four levels (Arm ARM, chapter "The
-//! AArch64 Virtual Memory System Architecture", "VMSAv8-64 translation table format descriptors"). Arm counts levels from
-//! the root down: its level 0 is level 4 here, its level 3 is level 1. VTCR_EL2 is to say so (T0SZ 16, SL0 2, TG0 0), with DS
-//! clear: addresses have 48 bits.
+//! Arm stage 2: VMSAv8-64, 4 KiB granule, 48 bits of intermediate physical address in four levels
+//! (Arm ARM, chapter "The AArch64 Virtual Memory System Architecture", "VMSAv8-64 translation table
+//! format descriptors"). Arm counts levels from the root down: its level 0 is level 4 here, its
+//! level 3 is level 1. VTCR_EL2 must say so (T0SZ 16, SL0 2, TG0 0), with DS clear: addresses have
+//! 48 bits.
 //!
-//! Hardware sets the access flag (FEAT_HAFDBS, VTCR_EL2.HA); where it does not, a clear flag faults, and the fault sets it.
-//! [`AccessTracking::Faults`](crate::AccessTracking::Faults) leaves none clear. The dirty state that hardware can manage
-//! (VTCR_EL2.HD, DBM in bit 51) is not used: there S2AP\[1\] alone would say both that a page may be written and that it was.
-//! So D is a bit of software, set with the right to write, and dirty bits are no way to log.
+//! Hardware sets the access flag (FEAT_HAFDBS, VTCR_EL2.HA). Where it does not, a clear flag
+//! faults, and the fault sets it. [`AccessTracking::Faults`](crate::AccessTracking::Faults) leaves
+//! none clear.
 //!
-//! Stage 2 tables are not hierarchical: a table entry has no permission, and cannot be closed.
+//! The dirty state that hardware can manage (VTCR_EL2.HD, DBM in bit 51) is not used. There
+//! S2AP\[1\] alone would say both that a page may be written and that it was. So D is a software
+//! bit, set together with W, and dirty bits cannot be the log.
+//!
+//! Stage 2 tables are not hierarchical: a directory entry has no permission, and cannot be
+//! protected.
 
 #![expect(unsafe_code, reason = "implements Format")]
 
@@ -21,7 +26,8 @@ pub struct Stage2;
 
 /// Bit 0: the descriptor is valid. If it is clear, all other bits are ignored.
 const VALID: u64 = 1 << 0;
-/// Bit 1: of a table descriptor, or of a page descriptor at the lowest level; clear in a block descriptor.
+/// Bit 1: of a table descriptor, or of a page descriptor at the lowest level; clear in a block
+/// descriptor.
 const TABLE_OR_PAGE: u64 = 1 << 1;
 /// MemAttr, bits 2 to 5: normal memory, outer and inner write-back cacheable.
 const WRITE_BACK: u64 = 0b1111 << 2;
@@ -31,9 +37,9 @@ const READ: u64 = 1 << 6;
 const WRITE: u64 = 1 << 7;
 /// SH, bits 8 and 9: inner shareable.
 const INNER_SHAREABLE: u64 = 0b11 << 8;
-/// AF, bit 10, in leaves: the access flag.
+/// AF, bit 10, in leaf PTEs: the access flag.
 const ACCESS_FLAG: u64 = 1 << 10;
-/// Bit 55, one of the bits 55 to 58 that are reserved for software use in leaves.
+/// Bit 55, one of the bits 55 to 58 that are reserved for software use in leaf PTEs.
 const SOFTWARE_55: u64 = 1 << 55;
 /// Bit 56, likewise.
 const SOFTWARE_56: u64 = 1 << 56;
@@ -42,8 +48,9 @@ const SOFTWARE_57: u64 = 1 << 57;
 /// Output address or address of the next table, bits 12 to 47.
 const ADDRESS: u64 = 0x0000_ffff_ffff_f000;
 
-// SAFETY: address bits 12 to 47 are apart from all flag bits; present and leaf are read from bits that `leaf` and `table`
-// set as they must, and that none of the flag bits is; no state is kept.
+// SAFETY: address bits 12 to 47 are apart from all flag bits. `is_present` and `is_leaf` read only
+// bits that `leaf` and `table` set as they must, and none of the flag bits is among these. No state
+// is kept.
 unsafe impl Format for Stage2 {
     const NAME: &'static str = "stage2";
     const ROOT_LEVEL: Level = Level(4);
@@ -98,11 +105,13 @@ mod tests {
 
     #[test]
     fn descriptors_are_those_of_the_manual() {
-        // Page: 0b11, MemAttr 0b1111, S2AP 0b01, SH 0b11, AF 0. Block: 0b01 and the same attributes.
+        // Page: 0b11, MemAttr 0b1111, S2AP 0b01, SH 0b11, AF 0. Block: 0b01 and the same
+        // attributes.
         assert_eq!(Stage2::leaf(Pfn(0xa_bcde_1234), Level::L4K), Entry(0x0000_abcd_e123_437f));
         assert_eq!(Stage2::leaf(Pfn(0x8_0000_0200), Level::L2M), Entry(0x0000_8000_0020_037d));
         assert_eq!(Stage2::leaf(Pfn(0x8_0004_0000), Level::L1G), Entry(0x0000_8000_4000_037d));
-        // Table: 0b11 and the address; the attribute bits of stage 1 table descriptors are reserved.
+        // Table: 0b11 and the address; the attribute bits of stage 1 table descriptors are
+        // reserved.
         assert_eq!(Stage2::table(Hpa(0xffff_ffff_f000)), Entry(0x0000_ffff_ffff_f003));
         assert_eq!((Stage2::WRITABLE, Stage2::ACCESSED), (0x80, 0x400));
         assert_eq!(Stage2::HOST_WRITABLE | Stage2::WAS_DIRTY | Stage2::DIRTY, 0b111 << 55);

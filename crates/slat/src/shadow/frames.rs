@@ -1,10 +1,14 @@
-//! What is known of each guest frame: the shadow leaves that map it (its reverse map), and the shadow pages whose guest table
-//! it is. A radix tree by frame number, which grows by what is touched and is freed with the VM.
+//! What is known of each guest frame: the shadow leaf PTEs that map it (its reverse map), and the
+//! shadow pages made from the guest table in it. It is a radix tree by frame number. It grows where
+//! it is touched, and is freed with the VM.
 //!
-//! There is a [`Frame`] for each frame of 4 KiB and for each block of 2 MiB and 1 GiB: a leaf is in the list of its own size.
+//! There is a [`Frame`] for each frame of 4 KiB, and for each block of 2 MiB and 1 GiB. A leaf PTE
+//! is in the list of its own size.
 //!
-//! Both lists run through the shadow pages themselves (`page`), so that no entry is made by an allocation. All of a `Frame`,
-//! and what else is said to be guarded by its lock, is changed by who holds the lock alone; hence all orders are relaxed.
+//! Both lists run through the shadow pages themselves (`page`), so that adding to them allocates
+//! nothing. A `Frame`, and all that its lock is said to guard, changes only under that lock. Hence
+//! all orders are relaxed. (One exception: `nr_tables` of a block also falls without the lock,
+//! which only permits more.)
 
 #![expect(unsafe_code, reason = "says which types are zeroed")]
 
@@ -16,20 +20,20 @@ use crate::boxed::{OnceBox, Zeroed, try_zeroed};
 use crate::error::Error;
 use crate::sync::{AtomicU32, Ordering};
 
-/// Entries of a node: 9 bits of the frame number, as in the tables.
+/// Entries of a node: 9 bits of the frame number, as in page-table pages.
 const NR_ENTRIES: usize = 512;
 
-/// One guest frame, or block of them.
+/// A guest frame, or a block of them.
 pub(super) struct Frame {
     pub(super) lock: WordLock,
-    /// First of the shadow leaves that map it; 0 if none does.
+    /// Number of the first shadow leaf PTE that maps it; 0 if none does.
     pub(super) leaves: AtomicU32,
-    /// First of the shadow pages made from the guest table in it; 0 if none is.
+    /// Number of the first shadow page made from the guest table in it; 0 if none is.
     pub(super) pages: AtomicU32,
     count: AtomicU32,
 }
 
-// SAFETY: nothing but atomics; the lock is free.
+// SAFETY: all fields are atomics, for which zero is valid; a lock of zero is free.
 unsafe impl Zeroed for Frame {
     #[cfg(loom)]
     fn zeroed() -> Frame {
@@ -39,20 +43,22 @@ unsafe impl Zeroed for Frame {
 }
 
 impl Frame {
-    /// Of a block: how many shadow pages are made from guest tables in it. While there are any, no leaf maps the block.
+    /// For a block: how many shadow pages are made from guest tables in it. While there are any, no
+    /// leaf PTE maps the block.
     #[inline]
     pub(super) fn nr_tables(&self) -> &AtomicU32 {
         &self.count
     }
 
-    /// Of a frame of 4 KiB: how many emulated writes to it are under way. While there are any, no entry is made of what is in
-    /// it: a vCPU that sees the new value before the write is over, and flushes, must find nothing of the old.
+    /// For a frame of 4 KiB: how many emulated writes to it are under way. While there are any, no
+    /// shadow PTE is made of what is in it. A vCPU that reads the new value before the write is
+    /// over, and flushes, must find nothing of the old.
     #[inline]
     pub(super) fn nr_writers(&self) -> &AtomicU32 {
         &self.count
     }
 
-    /// Whether nobody has anything here, nor is about to: see [`WordLock::is_free`].
+    /// Whether both lists are empty and no thread holds the lock: see [`WordLock::is_free`].
     #[inline]
     pub(super) fn is_idle(&self) -> bool {
         self.lock.is_free() && self.leaves.load(Ordering::Relaxed) == 0 && self.pages.load(Ordering::Relaxed) == 0
@@ -64,7 +70,7 @@ struct Node<Below> {
     below: [OnceBox<Below>; NR_ENTRIES],
 }
 
-// SAFETY: nothing but frames, and places for boxes.
+// SAFETY: all fields are frames, or places for boxes, for which zero is valid.
 unsafe impl<Below> Zeroed for Node<Below> {
     #[cfg(loom)]
     fn zeroed() -> Node<Below> {
@@ -91,7 +97,7 @@ impl Frames {
         Ok(Frames { top: try_zeroed()? })
     }
 
-    /// Makes sure that there are records of `gfn` and of the blocks that it is in.
+    /// Makes the records of `gfn` and of the blocks that contain it.
     pub(super) fn touch(&self, gfn: Gfn) -> Result<(), Error> {
         let node_1g = self.top[index(gfn, Level(4))].get_or_make()?;
         let node_2m = node_1g.below[index(gfn, Level::L1G)].get_or_make()?;
@@ -99,7 +105,7 @@ impl Frames {
         Ok(())
     }
 
-    /// The record of the block of `level` that `gfn` is in, if there is one.
+    /// The record of the block of `level` that contains `gfn`, if there is one.
     #[inline]
     pub(super) fn get(&self, gfn: Gfn, level: Level) -> Option<&Frame> {
         let node_1g = self.top[index(gfn, Level(4))].get()?;
@@ -113,7 +119,7 @@ impl Frames {
         Some(&node_2m.below[index(gfn, Level::L2M)].get()?[index(gfn, Level::L4K)])
     }
 
-    /// The records of the pages of the block of 2 MiB that `gfn` is in, if there are any.
+    /// The records of all pages of the block of 2 MiB that contains `gfn`, if there are any.
     #[inline]
     pub(super) fn of_block(&self, gfn: Gfn) -> Option<&[Frame; NR_ENTRIES]> {
         let node_1g = self.top[index(gfn, Level(4))].get()?;
@@ -121,7 +127,8 @@ impl Frames {
         node_2m.below[index(gfn, Level::L2M)].get()
     }
 
-    /// Visits the records of all blocks that share a frame with `range`, of every size, as far as there are any.
+    /// Visits the records of all blocks that share a frame with `range`, of every size, as far as
+    /// they exist.
     pub(super) fn for_each(&self, range: GfnRange, mut visit: impl FnMut(&Frame, Gfn, Level)) {
         let blocks = |range: GfnRange, level: Level| {
             (range.start.0 / level.nr_pages()..range.end.0.div_ceil(level.nr_pages()))

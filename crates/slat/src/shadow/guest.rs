@@ -1,19 +1,28 @@
-//! The guest's own page tables as the architecture defines them: which paging mode the registers select, what an entry
-//! says, and whether it allows an access. Shadow tables are made from this, and from nothing else that is the guest's.
+//! The guest's own page tables as the architecture defines them: the paging mode that the registers
+//! select, what a PTE says, and whether it allows an access. Of all that the guest has, shadow PTEs
+//! are made from this alone.
 //!
-//! Nothing here touches memory. The caller reads an entry at the address that [`GuestMode::entry_gpa`] gives and has it
-//! [decoded](GuestMode::decode); for a table it goes on there, one level down, with the rights of all entries so far
-//! [combined](Rights::and); with a leaf it [checks](GuestMode::check) the access, and sets in memory the
-//! [marks](Decoded::missing_marks) that the CPU would set. Reserved bits are thus looked at on the way and rights at the
-//! end, in the order that page faults need: one with RSVD says nothing of rights.
+//! Nothing here accesses memory. For each level, the caller
+//! 1. reads the PTE at the address that [`GuestMode::entry_gpa`] returns,
+//! 2. [decodes](GuestMode::decode) it,
+//! 3. for a table, [combines](Rights::and) the rights of all PTEs so far, and goes on one level
+//!    down,
+//! 4. for a leaf PTE, [checks](GuestMode::check) the access, and sets in memory the
+//!    [marks](Decoded::missing_marks) that the CPU would set.
 //!
-//! Sections are those of the Intel SDM vol. 3A in editions where "Paging" is chapter 4 (it is 5 in later ones). Three
-//! choices where processors differ: 1 GiB pages, PSE-36 and execute-disable are there. Bit 8 of an entry that points to
-//! a table is ignored, as Intel has it. And with PAE the four PDPTEs are read from memory at each walk, as AMD's
-//! processors do for a guest with nested paging (APM vol. 2, "Legacy PAE Mode" under 15.25), and not from registers that
-//! a load of CR3 fills. A guest that keeps to the manuals loads CR3 after it has changed one, and finds no difference. As
-//! Intel has it (4.4.1), such a load is a #GP if one has a reserved bit set; one that gets such a bit afterwards is a #PF
-//! with RSVD when it is used.
+//! So reserved bits are checked on the way and rights at the end. Page faults need this order: one
+//! with RSVD says nothing of rights.
+//!
+//! Sections are those of the Intel SDM vol. 3A in editions where "Paging" is chapter 4 (5 in later
+//! ones). Where processors differ, these choices hold:
+//! - 1 GiB pages, PSE-36 and execute-disable exist.
+//! - Bit 8 of a PTE that points to a table is ignored, as Intel has it.
+//! - With PAE, each walk reads the four PDPTEs from memory, not from registers that a load of CR3
+//!   fills. AMD's processors do that for a guest with nested paging (APM vol. 2, "Legacy PAE Mode"
+//!   under 15.25). A guest that keeps to the manuals loads CR3 after it has changed a PDPTE, and
+//!   finds no difference.
+//! - As Intel has it (4.4.1), a load of CR3 is a #GP if a PDPTE has a reserved bit set. A PDPTE
+//!   that gets such a bit afterwards is a #PF with RSVD when it is used.
 
 use super::registers::{
     CR0_CD, CR0_NW, CR0_PE, CR0_PG, CR0_WP, CR3_KEEP, CR3_PCID, CR4_LA57, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_PSE,
@@ -21,54 +30,55 @@ use super::registers::{
 };
 use crate::addr::{Access, Gfn, Gpa, Gva, LEVEL_SHIFT, Level, PAGE_SHIFT, PAGE_SIZE};
 
-/// P, bit 0 of an entry.
+/// P, bit 0 of a PTE.
 pub(crate) const PRESENT: u64 = 1 << 0;
 /// R/W, bit 1.
 pub(crate) const READ_WRITE: u64 = 1 << 1;
 /// U/S, bit 2.
 pub(crate) const USER: u64 = 1 << 2;
-/// A, bit 5, in every mode; PAE's PDPTEs have none.
+/// A, bit 5, in every mode, but not in PAE's PDPTEs.
 pub(crate) const ACCESSED: u64 = 1 << 5;
-/// D, bit 6, in leaves of every mode.
+/// D, bit 6, in leaf PTEs of every mode.
 pub(crate) const DIRTY: u64 = 1 << 6;
-/// PS, bit 7, in entries that may be leaves above level 1; at level 1 the bit is PAT.
+/// PS, bit 7, in PTEs above level 1 that may be leaf PTEs. At level 1 the bit is PAT.
 pub(crate) const PAGE_SIZE_BIT: u64 = 1 << 7;
-/// G, bit 8, in leaves.
+/// G, bit 8, in leaf PTEs.
 pub(crate) const GLOBAL: u64 = 1 << 8;
-/// XD (NX), bit 63 of an entry of 8 bytes.
+/// XD (NX), bit 63 of a PTE of 8 bytes.
 pub(crate) const EXECUTE_DISABLE: u64 = 1 << 63;
 
-/// Bits of a #PF's error code (4.7). P: every entry was present.
+/// Bits of a #PF's error code (4.7). P: every PTE was present.
 pub(crate) const FAULT_PRESENT: u32 = 1 << 0;
 /// W/R: a write.
 pub(crate) const FAULT_WRITE: u32 = 1 << 1;
 /// U/S: by user code.
 pub(crate) const FAULT_USER: u32 = 1 << 2;
-/// RSVD: an entry has a reserved bit set. P is then set as well.
+/// RSVD: a PTE has a reserved bit set. Then P is set, too.
 pub(crate) const FAULT_RESERVED: u32 = 1 << 3;
 /// I/D: an instruction fetch.
 pub(crate) const FAULT_FETCH: u32 = 1 << 4;
 
-/// Address in an entry of 8 bytes, bits 51:12.
+/// Address in a PTE of 8 bytes, bits 51:12.
 const ADDRESS: u64 = bits(12, 51);
-/// Address in a 32-bit entry, bits 31:12.
+/// Address in a 32-bit PTE, bits 31:12.
 const ADDRESS_32: u64 = bits(12, 31);
 /// Address bits 31:22 in a PDE that maps 4 MiB (table 4-4).
 const ADDRESS_4M: u64 = bits(22, 31);
 /// Address bits 39:32 in a PDE that maps 4 MiB (table 4-4).
 const PSE36: u64 = bits(13, 20);
-/// From their place in the entry to their place in the address.
+/// How far these bits lie higher in the address than in the PDE.
 const PSE36_SHIFT: u32 = 32 - 13;
-/// Reserved in a PDE that maps 4 MiB, whatever the guest's physical addresses (table 4-4: MAXPHYADDR counts as 40 at most).
+/// Reserved in a PDE that maps 4 MiB, whatever the guest's MAXPHYADDR (table 4-4 counts it as 40 at
+/// most).
 const RESERVED_4M: u64 = 1 << 21;
-/// Reserved in a PDPTE of PAE (table 4-8), besides the bits above the address.
+/// Reserved in a PDPTE of PAE (table 4-8), beside the bits above the address.
 const RESERVED_PDPTE: u64 = bits(1, 2) | bits(5, 8);
 /// Address of PAE's table of PDPTEs in CR3 (table 4-7).
 const PDPT_ADDRESS: u64 = bits(5, 31);
-/// log2 of the entries in a table of 32-bit paging.
+/// log2 of the PTEs in a table of 32-bit paging.
 const LEVEL_SHIFT_32: u32 = 10;
 
-/// A mask of bits `low` to `high`, both included; empty if there are none.
+/// A mask of bits `low` to `high`, both included; empty if `low` is greater.
 const fn bits(low: u32, high: u32) -> u64 {
     if low <= high { u64::MAX << low & u64::MAX >> (63 - high) } else { 0 }
 }
@@ -80,11 +90,11 @@ pub(crate) struct GeneralProtection;
 /// The paging modes (4.1.1).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum PagingMode {
-    /// CR0.PG is clear: addresses are guest-physical ones.
+    /// CR0.PG is clear: addresses are guest-physical.
     Off,
-    /// 32-bit paging: two levels of 1024 entries of 4 bytes.
+    /// 32-bit paging: two levels of 1024 PTEs of 4 bytes.
     TwoLevel,
-    /// PAE paging: three levels, the root has four entries.
+    /// PAE paging: three levels, with four PTEs in the root.
     Pae,
     /// 4-level paging, in long mode.
     FourLevel,
@@ -99,7 +109,7 @@ impl PagingMode {
 }
 
 bitflags::bitflags! {
-    /// Modifiers of a paging mode (4.1.3), each only where it takes effect.
+    /// Modifiers of a paging mode (4.1.3). Each is set only where it takes effect.
     #[derive(Clone, Copy, PartialEq, Eq, Debug)]
     struct Modifiers: u8 {
         const WRITE_PROTECT = 1 << 0;
@@ -117,27 +127,32 @@ bitflags::bitflags! {
 pub(crate) enum Keep {
     /// They may stay.
     Keep,
-    /// They must go, all but the global ones.
+    /// They must be flushed, all but the global ones.
     Flush,
 }
 
-/// What the paging registers select, decoded once. Two modes are equal if they give every entry the same meaning and
-/// every access the same rights: a modifier that has no effect in its paging mode is not kept.
+/// What the paging registers select, decoded once. Modes are equal if they give every PTE the same
+/// meaning and every access the same rights: a modifier without effect in its paging mode is left
+/// out.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct GuestMode {
     paging: PagingMode,
     modifiers: Modifiers,
-    /// Guest-physical address bits, the guest's MAXPHYADDR.
+    /// Bits of a guest-physical address: the guest's MAXPHYADDR.
     gpa_bits: u8,
 }
 
 impl GuestMode {
-    /// The mode that `registers` select, for a guest with `gpa_bits` guest-physical address bits (32 to 52).
+    /// The mode that `registers` select, for a guest with `gpa_bits` guest-physical address bits
+    /// (32 to 52).
     ///
     /// # Errors
-    /// The register that no vCPU can hold beside the others, because the instruction that would make it so raises #GP: CR0
-    /// for PG without PE; CR4 for LME and PG without PAE (4.1.2), for PCIDE outside long mode (4.10.1), and for a bit that
-    /// shadow paging does not support ([`PagingRegisters::cr4`]); CR3 for a reserved bit.
+    /// The register that no vCPU can hold beside the others, because the instruction that would
+    /// make it so raises #GP:
+    /// - CR0 for PG without PE;
+    /// - CR4 for LME and PG without PAE (4.1.2), for PCIDE outside long mode (4.10.1), and for a
+    ///   bit that shadow paging does not support ([`PagingRegisters::cr4`]);
+    /// - CR3 for a reserved bit.
     pub(crate) fn new(registers: PagingRegisters, gpa_bits: u32) -> Result<GuestMode, PagingRegister> {
         let PagingRegisters { cr0, cr3, cr4, efer } = registers;
         let paging = match (cr0 & CR0_PG != 0, efer & EFER_LME != 0, cr4 & CR4_PAE != 0) {
@@ -168,15 +183,17 @@ impl GuestMode {
         Ok(mode)
     }
 
-    /// The registers, and the mode that they select, of a vCPU that has `old` and writes `value` into `register`: by MOV to CR0,
-    /// MOV to CR4 or WRMSR. (CR3 has [rules of its own](Self::check_cr3).)
+    /// The registers of a vCPU that has `old` and writes `value` into `register` by MOV to CR0, MOV
+    /// to CR4 or WRMSR, and the mode that they select. (CR3 has [rules of its
+    /// own](Self::check_cr3).)
     ///
-    /// What depends on the code segment is the caller's to check: neither setting PG with LME in a 64-bit segment nor
-    /// clearing PG in 64-bit mode is allowed.
+    /// The caller checks what depends on the code segment: setting PG with LME in a 64-bit segment
+    /// and clearing PG in 64-bit mode are not allowed.
     ///
     /// # Errors
-    /// As [`GuestMode::new`], which has the rules for PG, PAE and for turning paging off with PCIDE; besides: LA57 changes in
-    /// long mode (4.1.2), LME changes with paging on, PCIDE is set while the PCID in CR3 is not 0 (4.10.1).
+    /// As [`GuestMode::new`], which has the rules for PG, PAE and for turning paging off with
+    /// PCIDE. Besides: LA57 changes in long mode (4.1.2), LME changes with paging on, or PCIDE is
+    /// set while the PCID in CR3 is not 0 (4.10.1).
     pub(crate) fn check_write(
         old: PagingRegisters,
         register: PagingRegister,
@@ -192,19 +209,19 @@ impl GuestMode {
         if la57 || pcide || lme { Err(GeneralProtection) } else { Ok((new, mode)) }
     }
 
-    /// Whether a MOV to CR0 or CR4 that changes `old` into `new`, which selects this mode, loads the PDPTEs (4.4.1).
+    /// Whether a MOV to CR0 or CR4 loads the PDPTEs (4.4.1). It changes `old` into `new`, which
+    /// selects this mode.
     pub(crate) fn loads_pdptes(self, old: PagingRegisters, new: PagingRegisters) -> bool {
         self.paging == PagingMode::Pae
             && ((old.cr0 ^ new.cr0) & (CR0_CD | CR0_NW | CR0_PG) != 0
                 || (old.cr4 ^ new.cr4) & (CR4_PAE | CR4_PGE | CR4_PSE | CR4_SMEP) != 0)
     }
 
-    /// The paging mode.
     pub(crate) fn paging(self) -> PagingMode {
         self.paging
     }
 
-    /// Whether supervisors too need [`Rights::WRITE`] to write: CR0.WP, with paging.
+    /// Whether supervisors, too, need [`Rights::WRITE`] to write: CR0.WP, with paging.
     pub(crate) fn write_protect(self) -> bool {
         self.modifiers.contains(Modifiers::WRITE_PROTECT)
     }
@@ -214,12 +231,12 @@ impl GuestMode {
         self.modifiers.contains(Modifiers::SMEP)
     }
 
-    /// Whether supervisors may touch user pages only with EFLAGS.AC: CR4.SMAP, with paging.
+    /// Whether supervisors may access user pages only with EFLAGS.AC: CR4.SMAP, with paging.
     pub(crate) fn smap(self) -> bool {
         self.modifiers.contains(Modifiers::SMAP)
     }
 
-    /// Whether entries can forbid execution: EFER.NXE, with entries of 8 bytes. Where they cannot, all pages can be
+    /// Whether PTEs can forbid execution: EFER.NXE, with PTEs of 8 bytes. If not, all pages can be
     /// executed.
     pub(crate) fn no_execute(self) -> bool {
         self.modifiers.contains(Modifiers::NO_EXECUTE)
@@ -235,13 +252,13 @@ impl GuestMode {
         self.modifiers.contains(Modifiers::PCIDS)
     }
 
-    /// Whether leaves can be global: CR4.PGE, with paging.
+    /// Whether leaf PTEs can be global: CR4.PGE, with paging.
     pub(crate) fn global_pages(self) -> bool {
         self.modifiers.contains(Modifiers::GLOBAL_PAGES)
     }
 
-    /// Level of the entries in the guest's root table, which is also the number of levels. Without paging there are none,
-    /// and it is 0.
+    /// Level of the PTEs in the guest's root table, which is also the number of levels; 0 without
+    /// paging.
     pub(crate) fn root_level(self) -> Level {
         Level(match self.paging {
             PagingMode::Off => 0,
@@ -252,18 +269,18 @@ impl GuestMode {
         })
     }
 
-    /// Number of levels of the shadow tables, which are always long mode's.
+    /// Levels of the shadow page tables, which are always those of long mode.
     pub(crate) fn shadow_levels(self) -> u8 {
         if self.paging == PagingMode::FiveLevel { 5 } else { 4 }
     }
 
-    /// Bytes of one of the guest's entries: 4 or 8.
+    /// Bytes of a guest PTE: 4 or 8.
     pub(crate) fn entry_bytes(self) -> u64 {
         if self.paging == PagingMode::TwoLevel { 4 } else { 8 }
     }
 
-    /// Address of the guest's root table, for CR3's value `cr3` (tables 4-3, 4-7, 4-12 and 4-13). A multiple of 4096; with
-    /// PAE paging, of 32. It means nothing without paging.
+    /// Address of the guest's root table, for the value `cr3` of CR3 (tables 4-3, 4-7, 4-12 and
+    /// 4-13): a multiple of 4096, or of 32 with PAE paging. It has no meaning without paging.
     pub(crate) fn root_table(self, cr3: u64) -> Gpa {
         Gpa(cr3
             & match self.paging {
@@ -273,7 +290,7 @@ impl GuestMode {
             })
     }
 
-    /// Address of the entry for `gva` in the table at `table`, whose entries are of `level`, 1 to
+    /// Address of the PTE for `gva` in the table at `table`, whose PTEs are of `level`, 1 to
     /// [`root_level`](Self::root_level) (4.3, 4.4.2, 4.5).
     pub(crate) fn entry_gpa(self, table: Gpa, level: Level, gva: Gva) -> Gpa {
         let (level_shift, index_bits) = match (self.paging, level) {
@@ -286,8 +303,8 @@ impl GuestMode {
         Gpa(table.0 + index * self.entry_bytes())
     }
 
-    /// Whether `gva` is an address that the mode can translate: canonical with 48 or 57 bits in long mode (SDM vol. 1,
-    /// 3.3.7.1), one of 32 bits in the others.
+    /// Whether the mode can translate `gva`: canonical with 48 or 57 bits in long mode (SDM vol. 1,
+    /// 3.3.7.1), 32 bits in the others.
     pub(crate) fn is_canonical(self, gva: Gva) -> bool {
         let unused_bits = match self.paging {
             PagingMode::Off | PagingMode::TwoLevel | PagingMode::Pae => return gva.0 <= u64::from(u32::MAX),
@@ -297,8 +314,8 @@ impl GuestMode {
         (gva.0 << unused_bits) as i64 >> unused_bits == gva.0 as i64
     }
 
-    /// What `entry` says, an entry of `level`, 1 to [`root_level`](Self::root_level). With 32-bit paging it is in the lower
-    /// half, and the upper half is not looked at. Without paging there is no entry: it is not present.
+    /// What the guest's PTE `entry` of `level`, 1 to [`root_level`](Self::root_level), says. With
+    /// 32-bit paging only the lower half is read. Without paging it counts as not present.
     pub(crate) fn decode(self, entry: u64, level: Level) -> Decoded {
         if entry & PRESENT == 0 {
             return Decoded::NotPresent;
@@ -327,7 +344,7 @@ impl GuestMode {
         self.leaf(entry, Gpa(address), 1 << LEVEL_SHIFT_32)
     }
 
-    /// PAE's root entries (table 4-8), which have neither rights nor marks.
+    /// PAE's root PTEs (table 4-8), which have neither rights nor marks.
     fn decode_pdpte(self, entry: u64) -> Decoded {
         if entry & (RESERVED_PDPTE | self.beyond_memory(63)) != 0 {
             return Decoded::Reserved;
@@ -335,9 +352,11 @@ impl GuestMode {
         Decoded::Table { table: Gpa(entry & ADDRESS), rights: Rights::ALL, is_accessed: true }
     }
 
-    /// PAE paging below the root (tables 4-9 to 4-11), 4-level and 5-level paging (tables 4-14 to 4-20).
+    /// PAE paging below the root (tables 4-9 to 4-11), 4-level and 5-level paging (tables 4-14 to
+    /// 4-20).
     fn decode_8_bytes(self, entry: u64, level: Level) -> Decoded {
-        // Long mode ignores bits 62:52. With PAE paging they are reserved, like the address bits that the guest lacks.
+        // Long mode ignores bits 62:52. With PAE paging they are reserved, like the address bits
+        // that the guest lacks.
         let mut reserved = self.beyond_memory(if self.paging == PagingMode::Pae { 62 } else { 51 });
         if !self.no_execute() {
             reserved |= EXECUTE_DISABLE;
@@ -356,7 +375,7 @@ impl GuestMode {
         if !is_leaf {
             return Decoded::table(entry, ADDRESS);
         }
-        // PAT is the only bit of `ADDRESS` that may be set here and is none of the address.
+        // PAT is the only bit of `ADDRESS` that may be set here and is not of the address.
         self.leaf(entry, Gpa(entry & ADDRESS & !(level.size_bytes() - 1)), level.nr_pages())
     }
 
@@ -371,8 +390,8 @@ impl GuestMode {
         })
     }
 
-    /// Whether `rights`, those of the leaf and of all entries above it, allow `access` (4.6.1). Without paging everything
-    /// is allowed if `rights` are [`Rights::ALL`].
+    /// Whether `rights`, those of the leaf PTE and of all PTEs above it, allow `access` (4.6.1).
+    /// Without paging, [`Rights::ALL`] allow everything.
     ///
     /// # Errors
     /// The error code of the guest's #PF, with P set.
@@ -395,8 +414,9 @@ impl GuestMode {
         if is_allowed { Ok(()) } else { Err(self.error_code(access, FAULT_PRESENT)) }
     }
 
-    /// The error code of a #PF for `access` (4.7), with `flags`: none if an entry was not present, [`FAULT_PRESENT`] if the
-    /// rights did not suffice, [`FAULT_PRESENT`] and [`FAULT_RESERVED`] for an entry that is [`Decoded::Reserved`].
+    /// The error code of a #PF for `access` (4.7). `flags` is 0 if a PTE was not present,
+    /// [`FAULT_PRESENT`] if the rights did not suffice, [`FAULT_PRESENT`] and [`FAULT_RESERVED`]
+    /// for a PTE that is [`Decoded::Reserved`].
     pub(crate) fn error_code(self, access: GuestAccess, flags: u32) -> u32 {
         let mut error_code = flags;
         if access.privilege == Privilege::User {
@@ -404,15 +424,15 @@ impl GuestMode {
         }
         match access.access {
             Access::Write => error_code |= FAULT_WRITE,
-            // A CPU in which nothing forbids execution does not tell fetches from reads.
+            // A CPU on which nothing forbids execution does not distinguish fetches from reads.
             Access::Execute if self.smep() || self.no_execute() => error_code |= FAULT_FETCH,
             Access::Execute | Access::Read => (),
         }
         error_code
     }
 
-    /// What MOV to CR3 with the operand `value` does: the value that CR3 gets, which has no bit 63, and what becomes of
-    /// cached translations (4.10.4.1). `gpa_bits` as in [`GuestMode::new`].
+    /// What MOV to CR3 with the operand `value` does: the value that CR3 gets, without bit 63, and
+    /// what happens to cached translations (4.10.4.1). `gpa_bits` as in [`GuestMode::new`].
     ///
     /// # Errors
     /// Bit 63 without PCIDs, or another reserved bit.
@@ -431,48 +451,48 @@ impl GuestMode {
         if self.pcide() { (cr3 & CR3_PCID) as u16 } else { 0 }
     }
 
-    /// Reserved bits of CR3 below bit 63 (tables 4-12 and 4-13). Outside long mode CR3's upper half is ignored (tables 4-3
-    /// and 4-7), and there is no instruction that sets it.
+    /// Reserved bits of CR3 below bit 63 (tables 4-12 and 4-13). Outside long mode the upper half
+    /// of CR3 is ignored (tables 4-3 and 4-7), and no instruction sets it.
     fn reserved_cr3(self, gpa_bits: u32) -> u64 {
         if self.paging.is_long() { bits(gpa_bits, 62) } else { 0 }
     }
 
-    /// Address bits, up to bit `last`, of no guest-physical address.
+    /// Address bits, up to bit `last`, that no guest-physical address has.
     fn beyond_memory(self, last: u32) -> u64 {
         bits(self.gpa_bits.into(), last)
     }
 }
 
-/// What a guest's entry says.
+/// What a guest PTE says.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Decoded {
-    /// P is clear; all else is the guest's own business.
+    /// P is clear; the guest may use all other bits.
     NotPresent,
-    /// A reserved bit is set: an access through the entry is a #PF with RSVD.
+    /// A reserved bit is set: an access through the PTE is a #PF with RSVD.
     Reserved,
     /// It points to a table of the next lower level.
     Table {
         /// Address of the table.
         table: Gpa,
-        /// What the entry allows for all that is below.
+        /// What the PTE allows for all that is below.
         rights: Rights,
-        /// Whether A is set, or the entry has none.
+        /// Whether A is set, or the PTE has no A.
         is_accessed: bool,
     },
     /// It maps memory.
     Leaf(GuestLeaf),
 }
 
-/// What a guest's leaf maps.
+/// What a guest's leaf PTE maps.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct GuestLeaf {
     /// First frame of the page.
     pub gfn: Gfn,
     /// Size of the page in base pages: 1; 512 (2 MiB), 1024 (4 MiB, 32-bit paging); 2^18 (1 GiB).
     pub nr_pages: u64,
-    /// What the leaf itself allows.
+    /// What the leaf PTE itself allows.
     pub rights: Rights,
-    /// Whether its translations are global: G, if CR4.PGE makes that count.
+    /// Whether its translations are global: G, with CR4.PGE.
     pub is_global: bool,
     /// A.
     pub is_accessed: bool,
@@ -485,7 +505,8 @@ impl Decoded {
         Decoded::Table { table: Gpa(entry & address), rights: Rights::of(entry), is_accessed: entry & ACCESSED != 0 }
     }
 
-    /// The bits that must be set in the entry in memory before `access` goes through it (4.8); 0 if there are none.
+    /// The bits that the CPU must set in the PTE in memory before `access` goes through it (4.8); 0
+    /// if none is missing.
     pub(crate) fn missing_marks(self, access: Access) -> u64 {
         match self {
             Decoded::Table { is_accessed: false, .. } => ACCESSED,
@@ -504,21 +525,23 @@ impl GuestLeaf {
     }
 }
 
-/// What an entry, or all entries of a walk together, allow. Reading is always allowed, to a supervisor at least.
+/// What one PTE, or all PTEs of a walk together, allow. Reading is always allowed, at least to a
+/// supervisor.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Rights(pub(crate) u8);
 
 impl Rights {
     /// R/W: it may be written.
     pub(crate) const WRITE: Rights = Rights(1 << 0);
-    /// U/S: it is a user page; user code may have it.
+    /// U/S: it is a user page, which user code may access.
     pub(crate) const USER: Rights = Rights(1 << 1);
     /// Not XD: it may be executed.
     pub(crate) const EXECUTE: Rights = Rights(1 << 2);
-    /// All of them, which a walk starts with.
+    /// All rights, with which a walk starts.
     pub(crate) const ALL: Rights = Rights(0b111);
 
-    /// The rights in an entry that is not reserved. (XD is reserved where it has no meaning, and clear in a 32-bit entry.)
+    /// The rights in a PTE that has no reserved bit set. (XD is reserved where it has no meaning,
+    /// and clear in a 32-bit PTE.)
     fn of(entry: u64) -> Rights {
         let write = if entry & READ_WRITE != 0 { Rights::WRITE.0 } else { 0 };
         let user = if entry & USER != 0 { Rights::USER.0 } else { 0 };
@@ -526,7 +549,7 @@ impl Rights {
         Rights(write | user | execute)
     }
 
-    /// What both allow.
+    /// What both `self` and `other` allow.
     pub(crate) fn and(self, other: Rights) -> Rights {
         Rights(self.0 & other.0)
     }

@@ -1,24 +1,35 @@
-//! The locks of shadow paging: one word each, never held across an allocation, a resolve or a flush.
+//! The locks of shadow paging: one word each, never held across an allocation, a resolve or a
+//! flush.
 //!
-//! There are very many, one for each guest frame that is in use and one for each shadow page, so that vCPUs meet only where
-//! they work on the same page. Here, and nowhere else in the engine, a vCPU can wait for another that was preempted: it gives
-//! its CPU away then. (What a frame has is a list, and lists that several threads link and unlink want a lock.)
+//! # Guarantees
+//! A lock excludes all other holders. A thread that takes it reads what earlier holders stored.
 //!
-//! Most are held for a few dozen instructions. Longer is the lock of a page held in three cases: while up to 32 of its entries are
-//! compared with the guest's; while all of its entries are taken away; and that of an upper page, while a page is linked below it,
-//! until all that is unsync below has been compared. And the lock of a frame while all leaves that map it lose a right.
+//! Here, and at the optional lock of a VM ([`Locking`](crate::Locking)), and nowhere else in the
+//! engine, a vCPU can wait for a thread that was preempted. It yields its CPU meanwhile.
 //!
-//! An emulated write spans a flush, and holds no lock meanwhile. A fault that would make an entry of the table then makes none
-//! and resumes the guest: it does not wait for the flush.
+//! # Use
+//! There is one lock for each guest frame in use and one for each shadow page, so that vCPUs meet
+//! only where they work on the same page. (A frame has lists, which several threads link and
+//! unlink.)
+//!
+//! Most are held for a few dozen instructions. Longer are held
+//! - the lock of a page, while up to 32 of its PTEs are compared with the guest's,
+//! - the lock of a page, while its PTEs are zapped, up to all of them,
+//! - the lock of an upper page, while a page is linked below it, until all that is unsync below has
+//!   been compared,
+//! - the lock of a frame, while all leaf PTEs that map it are zapped or write-protected.
+//!
+//! An emulated write spans a flush, and holds no lock meanwhile. A fault that would make a PTE from
+//! the table then makes none and resumes the guest. It does not wait for the flush.
 
 use crate::host::Host;
 use crate::sync::{AtomicU32, Ordering, fence_after_rmw, spin_loop};
 
-/// Zero: the records that have locks are made of zeroes.
+/// Zero, because the records that have locks are made of zeroes.
 const FREE: u32 = 0;
 const HELD: u32 = 1;
 
-/// Turns of a waiter's loop after which it gives its CPU away.
+/// Turns of a waiter's loop before it yields its CPU.
 const PATIENCE: u32 = 128;
 
 #[derive(Debug)]
@@ -33,10 +44,10 @@ impl WordLock {
         WordLock(AtomicU32::new(FREE))
     }
 
-    /// Waits until the lock is free and takes it.
+    /// Takes the lock, and waits until it is free.
     #[inline]
     pub(super) fn lock<H: Host>(&self, host: &H) -> WordGuard<'_> {
-        // Acquire: sees what the last holder did.
+        // Acquire: reads what earlier holders stored.
         if self.0.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).is_err() {
             self.wait(host);
         }
@@ -45,7 +56,8 @@ impl WordLock {
         WordGuard(self)
     }
 
-    /// As [`lock`](Self::lock), as long as `is_wanted`: `None` if it is not any more when the lock is taken, or before.
+    /// As [`lock`](Self::lock), but only while `is_wanted`. `None` if that ends before the lock is
+    /// taken.
     #[inline]
     pub(super) fn lock_while<H: Host>(&self, host: &H, is_wanted: impl Fn() -> bool) -> Option<WordGuard<'_>> {
         let mut nr_turns = 0_u32;
@@ -55,7 +67,7 @@ impl WordLock {
             {
                 fence_after_rmw();
                 let guard = WordGuard(self);
-                // Once more: what makes it unwanted needs the lock from here on.
+                // Once more: from here on, what ends it needs the lock.
                 return is_wanted().then_some(guard);
             }
             nr_turns = nr_turns.wrapping_add(1);
@@ -86,8 +98,9 @@ impl WordLock {
         }
     }
 
-    /// Whether nobody holds the lock. Who asks after a full fence knows that whoever takes it from then on sees what came
-    /// before the fence, and sees what all earlier holders did.
+    /// Whether no thread holds the lock. If the caller asks after a full fence and the lock is
+    /// free, it reads what all earlier holders stored; and each later holder reads what the caller
+    /// stored before the fence.
     #[inline]
     pub(super) fn is_free(&self) -> bool {
         self.0.load(Ordering::Acquire) == FREE

@@ -1,8 +1,10 @@
-//! The memory that shadow paging reads beside the second stage: the guest's own tables, and the shadow tables themselves.
+//! The memory that shadow paging accesses beside the second stage: the guest's own tables, and the
+//! shadow page tables.
 //!
-//! The guest's tables are in guest memory, which the host may take away. Under the lock of their frame, and with a leaf of
-//! the second stage for it, the memory is there: who takes the frame away has removed the leaf first, and then waits for the
-//! lock, before the frame is anything else.
+//! The host may take guest memory away, and the guest's tables with it. The memory stays while a
+//! thread holds the lock of its frame and the second stage has a leaf PTE for it. A thread that
+//! takes the frame away zaps that PTE first, and then waits for the lock before the frame becomes
+//! anything else.
 
 #![expect(unsafe_code, reason = "reads and writes the guest's page tables, and the hardware's, through raw pointers")]
 
@@ -17,19 +19,20 @@ use crate::host::Host;
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::table::frames;
 
-/// Why the guest's memory could not be used.
+/// Why the guest's memory could not be accessed.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum NoMemory {
-    /// The second stage has no leaf for the frame, or none that may be written: it must be asked for one.
+    /// The second stage has no leaf PTE for the frame, or none that may be written: it must map the
+    /// frame first.
     NotMapped,
-    /// The host gives no pointer.
+    /// The host has no pointer for the frame.
     NoPointer,
 }
 
-/// What a compare-and-exchange did.
+/// The result of a compare-and-exchange.
 pub(super) enum Exchanged {
     Yes,
-    /// The entry is another by now.
+    /// The guest's PTE has changed.
     No,
 }
 
@@ -38,7 +41,8 @@ pub(super) enum Exchanged {
 /// # Safety
 /// `pointer` is aligned, and valid for reads.
 unsafe fn load(pointer: *mut u8, size_bytes: u64) -> u64 {
-    // Acquire: what the guest wrote before it made the entry is seen by who uses the entry.
+    // Acquire: what the guest stored before it made the PTE is visible to a thread that uses the
+    // PTE.
     if size_bytes == 4 {
         // SAFETY: as the caller promises.
         u64::from(unsafe { &*pointer.cast::<AtomicU32>() }.load(Ordering::Acquire))
@@ -69,19 +73,21 @@ unsafe fn write_byte(at: *mut u8, byte: u8) {
 }
 
 impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
-    /// The cell of entry `index` of a shadow page's table.
+    /// Shadow PTE `index` of a page.
     ///
     /// # Safety
-    /// The caller holds, as long as the answer is used, one of two locks: that of the page, which
-    /// is alive; or that of the frame that the entry leads to, and then it leads there. The table
-    /// is freed only once its entries were taken away under both.
+    /// As long as the caller uses the result, it holds one of two locks. Either that of the page,
+    /// which is alive; or that of the frame that the PTE leads to, and then the PTE leads there.
+    /// The page-table page is freed only after its PTEs were zapped under both.
     pub(super) unsafe fn cell(&self, page: &ShadowPage, index: usize) -> &'v AtomicU64 {
-        // SAFETY: the table was filled before the page could be found; and as the caller promises.
+        // SAFETY: the page-table page was filled before the shadow page could be found; and as the
+        // caller promises, it is not freed.
         let cells: &'v [AtomicU64] = unsafe { frames::entries(self.host(), page.table(), NR_ENTRIES) };
         &cells[index]
     }
 
-    /// Does `f` with the pointer to guest address `gpa`, under the lock of its frame, whose records are there.
+    /// Calls `f` with the pointer to guest address `gpa`, under the lock of its frame, which has a
+    /// record.
     fn with_guest_memory<T>(
         &self,
         gpa: Gpa,
@@ -95,17 +101,18 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         f(page.wrapping_add((gpa.0 % PAGE_SIZE) as usize), second, frame)
     }
 
-    /// The guest's entry of `size_bytes` at `gpa`.
+    /// The guest's PTE of `size_bytes` at `gpa`.
     pub(super) fn read_guest(&self, gpa: Gpa, size_bytes: u64) -> Result<u64, NoMemory> {
         debug_assert!(gpa.0 % size_bytes == 0);
         self.with_guest_memory(gpa, |pointer, _, _| {
-            // SAFETY: the frame's memory is there (see the module), and the entry is aligned inside of it.
+            // SAFETY: the frame's memory stays (see the module), and the PTE is aligned inside of
+            // it.
             Ok(unsafe { load(pointer, size_bytes) })
         })
     }
 
-    /// As [`read_guest`](Self::read_guest), for a shadow entry that is to be made of it; `None` while an emulated write to the
-    /// table is under way: what was made of the old entry is gone then, and nothing must be made of it again.
+    /// As [`read_guest`](Self::read_guest), for a shadow PTE that is made of it. `None` while an
+    /// emulated write to the table is under way: then nothing may be made of its PTEs.
     pub(super) fn read_guest_for_entry(&self, gpa: Gpa, size_bytes: u64) -> Result<Option<u64>, NoMemory> {
         self.with_guest_memory(gpa, |pointer, _, frame| {
             if frame.nr_writers().load(Ordering::Relaxed) != 0 {
@@ -116,7 +123,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         })
     }
 
-    /// The guest's entries of `size_bytes` from `gpa` on, as many as `entries` are, none beyond the page.
+    /// Reads the guest's PTEs of `size_bytes` from `gpa` on into `entries`, none beyond the page.
     pub(super) fn read_guest_entries(&self, gpa: Gpa, size_bytes: u64, entries: &mut [u64]) -> Result<(), NoMemory> {
         debug_assert!(gpa.0 % PAGE_SIZE + size_bytes * entries.len() as u64 <= PAGE_SIZE);
         self.with_guest_memory(gpa, |pointer, _, _| {
@@ -128,7 +135,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         })
     }
 
-    /// Whether one of the four PDPTEs at `gpa` has a reserved bit set; `None` if the second stage must be asked for the page first.
+    /// Whether one of the four PDPTEs at `gpa` has a reserved bit set. `None` if the second stage
+    /// must map the page first.
     pub(crate) fn has_bad_pdpte(&self, mode: GuestMode, gpa: Gpa) -> Result<Option<bool>, Error> {
         if self.frame_of_memory(gpa.gfn())?.is_none() {
             return Ok(None);
@@ -141,7 +149,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
     }
 
-    /// Sets `bits` in the guest's entry `old` of `size_bytes` at `gpa`.
+    /// Sets `bits` in the guest's PTE of `size_bytes` at `gpa`, if it is still `old`.
     pub(super) fn mark_guest(&self, gpa: Gpa, size_bytes: u64, old: u64, bits: u64) -> Result<Exchanged, NoMemory> {
         self.with_guest_memory(gpa, |pointer, second, _| {
             if !second.is_writable {
@@ -161,9 +169,9 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         })
     }
 
-    /// Writes `bytes` at `gpa`, none beyond the page: words of 8 and 4 bytes that are aligned at once, others byte by byte as
-    /// the architecture allows. Ends the emulated write that the caller has [begun](super::frames::Frame::nr_writers), if it
-    /// is made.
+    /// Writes `bytes` at `gpa`, none beyond the page. Aligned words of 8 and 4 bytes are written at
+    /// once, others byte by byte, as the architecture allows. If it writes, it ends the emulated
+    /// write that the caller has [begun](super::frames::Frame::nr_writers).
     pub(super) fn write_guest(&self, gpa: Gpa, bytes: &[u8]) -> Result<(), NoMemory> {
         self.with_guest_memory(gpa, |pointer, second, frame| {
             if !second.is_writable {
@@ -176,7 +184,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 let rest = &bytes[done..];
                 let is_aligned = |size: usize| ((gpa.0 % PAGE_SIZE) as usize + done) % size == 0;
                 if let (Some(word), true) = (rest.first_chunk::<8>(), is_aligned(8)) {
-                    // SAFETY: as in `read_guest`. Release: what was written before is seen by who reads the entry.
+                    // SAFETY: as in `read_guest`. Release: what was written before is visible to a
+                    // thread that reads the PTE.
                     unsafe { &*at.cast::<AtomicU64>() }.store(u64::from_le_bytes(*word), Ordering::Release);
                     done += 8;
                 } else if let (Some(word), true) = (rest.first_chunk::<4>(), is_aligned(4)) {
@@ -185,7 +194,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                     done += 4;
                 } else {
                     // SAFETY: as in `read_guest`; the aligned word around a byte of a page is in
-                    // it.
+                    // that page.
                     unsafe { write_byte(at, rest[0]) }
                     done += 1;
                 }
@@ -194,8 +203,9 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         })
     }
 
-    /// The record of `gfn`, if there is memory: it is made when the second stage has a leaf. The guest can name any frame, and
-    /// must not have more kept than it has memory for.
+    /// The record of `gfn`. If there is none yet, it is made if the second stage has a leaf PTE for
+    /// `gfn`; else `None`. The guest can name any frame, and must not make the engine keep more
+    /// records than the guest has memory.
     pub(super) fn frame_of_memory(&self, gfn: Gfn) -> Result<Option<&'v Frame>, Error> {
         let frames = &self.shadow.frames;
         if let Some(frame) = frames.get(gfn, Level::L4K) {

@@ -1,8 +1,10 @@
-//! Serving a page fault: a walk of the guest's tables, as its CPU would make it, and the shadow entries that it gives.
+//! Serving a page fault: a walk of the guest's tables, as its CPU would make it, and the shadow
+//! PTEs that follow from it.
 //!
-//! Mostly the way to the last table is there already, and only the last entry is missing. As a link says what the guest's
-//! entry says (or is about to be taken away), that way is taken without reading the guest's upper tables. What is to be told
-//! to the guest, a fault of its own, is always the outcome of a whole walk.
+//! Mostly the shadow pages down to the last table exist, and only the last PTE is missing. A link
+//! says what the guest's PTE says, or is about to be zapped. So the *known path* follows the links
+//! and does not read the guest's upper tables. A page fault that the guest must get always comes
+//! from a whole walk.
 
 use super::Mmu;
 use super::guest::{ACCESSED, DIRTY, Decoded, FAULT_PRESENT, FAULT_RESERVED, GuestLeaf, GuestMode, PagingMode, Rights};
@@ -21,16 +23,17 @@ use crate::stats::Counter;
 use crate::sync::{Ordering, fence_after_rmw};
 use crate::vcpu::Exit;
 
-/// The deepest tables of a guest.
+/// Levels of the deepest guest tables.
 const MAX_LEVELS: usize = 5;
 
-/// What a vCPU translates by.
+/// How a vCPU translates.
 #[derive(Clone, Copy)]
 pub(crate) struct View<'u> {
     pub(super) mode: GuestMode,
     pub(super) cr3: u64,
     pub(super) root: PageRef,
-    /// Frames with tables in which a CPU's marks, A and D, cannot be set: the guest may only read them. The marks count as set.
+    /// Frames of tables in which A and D cannot be set, because the guest may only read them. The
+    /// marks count as set.
     pub(super) unmarkable: &'u [Gfn],
 }
 
@@ -41,45 +44,45 @@ pub(crate) const MAX_TABLES: usize = MAX_LEVELS;
 pub(crate) enum Step {
     /// The guest can go on.
     Done,
-    /// Something has changed: once more.
+    /// Something has changed: start over.
     Again,
-    /// The guest's table is being written for the guest, which ends with a flush: nothing is done until then, and the guest tries
-    /// again meanwhile.
+    /// An emulated write to the guest's table is under way, and ends with a flush. The fault does
+    /// nothing, and the guest tries again.
     Later,
-    /// User space, or the guest, must act.
+    /// User space or the guest must act.
     Exit(Exit),
-    /// The second stage must be asked for the page first that the guest accesses.
+    /// The second stage must first map the page that the guest accesses.
     Map(Gpa, Access),
-    /// The same, for a table of the guest's that the walk reads.
+    /// The second stage must first map a guest table that the walk reads.
     MapTable(Gpa),
-    /// The same, for a table of the guest's that is to be marked.
+    /// The second stage must first map for writing a guest table in which the walk sets a mark.
     MapMarked(Gpa),
 }
 
-/// One entry of a walk.
+/// One guest PTE of a walk.
 #[derive(Clone, Copy)]
 struct Walked {
     value: u64,
-    /// What the entry points to; that of a leaf is not used.
+    /// The table that the PTE points to; not used of a leaf PTE.
     table: Gfn,
 }
 
-/// What a walk has found.
+/// The result of a walk.
 struct Walk {
-    /// By level, from 1 on.
+    /// The PTEs by level, from 1 on.
     entries: [Walked; MAX_LEVELS],
-    /// The level of the leaf.
+    /// The level of the leaf PTE.
     leaf_level: Level,
     leaf: GuestLeaf,
-    /// Those of all entries.
+    /// What all PTEs allow together.
     rights: Rights,
-    /// Those down to the entries of each level, without them.
+    /// For each level, what the PTEs above it allow together.
     rights_above: [Rights; MAX_LEVELS],
-    /// The marks that the entry of each level lacked.
+    /// The marks that the PTE of each level lacked.
     marks: [u64; MAX_LEVELS],
 }
 
-/// What the host or the guest must do before a walk can go on.
+/// What stops a walk: a step of the host or the guest, or an error.
 enum Stop {
     Step(Step),
     Error(Error),
@@ -99,9 +102,10 @@ fn no_memory(gpa: Gpa, no_memory: NoMemory) -> Stop {
 }
 
 impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
-    /// Does a part of what a page fault of the guest's at `gva` needs.
+    /// Serves one step of a guest page fault at `gva`. The caller calls it again as the [`Step`]
+    /// says.
     ///
-    /// Never inlined: the caller has other things to do, with a stack of their own.
+    /// Never inlined: its stack would add to that of what else the caller does.
     #[inline(never)]
     pub(crate) fn serve(&self, view: &View<'_>, gva: Gva, access: GuestAccess) -> Result<Step, Error> {
         let mut debt = Debt::new();
@@ -117,7 +121,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
     }
 
-    /// If there is a page of the lowest level for `gva`, made of a guest's table: its entry. `None` where a whole walk must tell.
+    /// Serves the fault by the known path: if there is a page of the lowest level for `gva`, made
+    /// of a guest table, through that page's PTE. `None` if a whole walk is needed.
     fn serve_on_known_way(
         &self,
         view: &View<'_>,
@@ -135,7 +140,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 break role;
             }
             let Target::Link(below) = page.target(index_of(gva, role.level())) else { return Ok(None) };
-            // After that was read: the record may serve for another page by now, and its link lead anywhere.
+            // After the target was read: the record may be that of another page by now, whose links
+            // lead elsewhere.
             if !page.is_alive(reference.generation) {
                 return Ok(None);
             }
@@ -147,7 +153,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         let page = pages.get(reference.number);
         let index = index_of(gva, Level::L4K);
         let (gpa, size_bytes) = page.guest_entry(index);
-        // What was read of the record is of this generation if it is still alive.
+        // What was read of the record is of this generation if the page is still alive.
         if !page.is_alive(reference.generation) {
             return Ok(None);
         }
@@ -172,7 +178,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         self.after_install(made, gva, leaf.gfn, access.access, missing).map(Some)
     }
 
-    /// What a fault does after the attempt to install the leaf for the page `gfn`, whose guest's own lacked the marks `missing`.
+    /// What follows from the attempt to install the leaf PTE for the page `gfn`. The guest's own
+    /// leaf PTE lacked the marks `missing`.
     fn after_install(
         &self,
         made: Result<(), NotMade>,
@@ -196,8 +203,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
     }
 
-    /// The guest's supervisor writes a user's read-only page, and hardware cannot be told so without hiding from it that the
-    /// page is the user's.
+    /// Whether the write must be emulated. The guest's supervisor writes a user's read-only page,
+    /// and no bits let it do so without hiding from SMAP that this is a user page.
     fn must_emulate(&self, view: &View<'_>, rights: Rights, access: GuestAccess) -> bool {
         access.access == Access::Write
             && access.privilege != Privilege::User
@@ -207,7 +214,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             && !rights.has(Rights::WRITE)
     }
 
-    /// Sets `missing` in the guest's entry, which is `value`. Returns what it is then; `None` if it has changed.
+    /// Sets `missing` in the guest's PTE, which is `value`, and returns the new value. `None` if
+    /// the PTE has changed.
     fn set_marks(
         &self,
         view: &View<'_>,
@@ -222,8 +230,9 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
         match self.mark_guest(gpa, size_bytes, value, missing) {
             Ok(Exchanged::Yes) => {
-                // A store-load pair with `new_page`, and the lock of a page. One side: the bits are set, and no role is known that
-                // they mean something else to. The other side: it is known, the page is locked, and the entry is read.
+                // A store-load pair with `new_page` and the lock of a page. One side: the bits are
+                // set, and no kind of role that misreads them was made yet. The other side: the
+                // kind is noted, the page is locked, and the PTE is read.
                 fence_after_rmw();
                 let kinds = MarkKind::of_mark(gpa, size_bytes);
                 if self.shadow.made_kinds.load(Ordering::Relaxed) & kinds.bits() != 0 {
@@ -242,7 +251,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         ShadowLeaf { gfn, rights, is_dirty }
     }
 
-    /// A walk of the guest's tables.
+    /// Walks the guest's tables and sets the missing marks.
     fn walk(&self, view: &View<'_>, gva: Gva, access: GuestAccess, debt: &mut Debt) -> Result<Walk, Stop> {
         let View { mode, cr3, .. } = *view;
         let page_fault = |flags: u32| {
@@ -294,7 +303,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         Ok(Walk { entries, leaf_level: level, leaf, rights, rights_above, marks })
     }
 
-    /// What a guest with paging off has: all memory at its own address.
+    /// The walk of a guest with paging off: all memory at its own address.
     fn walk_unpaged(gva: Gva) -> Walk {
         let leaf_level = Level::L1G;
         let gfn = Gfn(gva.0 >> PAGE_SHIFT).align_down(leaf_level);
@@ -321,12 +330,13 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         let mode = view.mode;
         let is_paged = mode.paging() != PagingMode::Off;
         let walk = if is_paged { self.walk(view, gva, access, debt)? } else { Self::walk_unpaged(gva) };
-        // The page that is accessed, of the guest's large one.
+        // The accessed page, a part of the guest's large page.
         let page_number = gva.0 >> PAGE_SHIFT;
         let gfn = if is_paged { Gfn(walk.leaf.gfn.0 + page_number % walk.leaf.nr_pages) } else { Gfn(page_number) };
         let gpa = Gpa(gfn.gpa().0 + gva.0 % PAGE_SIZE);
         if self.must_emulate(view, walk.rights, access) {
-            // A device, or memory that is read-only, is no page to emulate a write to: the second stage says so first.
+            // A write to a device or to read-only memory is not emulated here: the second stage
+            // decides that first.
             let is_writable = self.second_stage(gfn).is_some_and(|second| second.is_writable);
             return Ok(if is_writable {
                 Step::Exit(Exit::EmulateWrite { gpa })
@@ -372,7 +382,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             };
             let known = match page.target(index) {
                 Target::Link(link) => {
-                    // The page below is what this walk wants only if it was made from the same frame, in the same role.
+                    // The page below is the right one only if it was made from the same frame, in
+                    // the same role.
                     let page = pages.get(link.number);
                     let is_wanted =
                         page.gfn() == below_gfn && page.role() == below_role && page.is_alive(link.generation);
@@ -397,7 +408,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
     }
 
-    /// Whether a leaf of `level` can map `gfn`, as far as a look tells.
+    /// Whether a leaf PTE of `level` can map `gfn`, as far as can be seen without the locks.
     fn may_be_leaf(&self, gfn: Gfn, level: Level) -> bool {
         if level == Level::L4K {
             return true;
