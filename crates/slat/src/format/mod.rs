@@ -62,8 +62,8 @@ pub unsafe trait Format: Send + Sync + 'static {
     const TABLE_ENTRIES: usize;
 
     /// Set in a leaf PTE that the guest may write. In a format with a
-    /// [`GENERATION`](Format::GENERATION), a directory entry without it takes that right from all
-    /// below. In other formats directory entries have no rights.
+    /// [`GENERATION`](Format::GENERATION), a directory entry without `WRITABLE` takes that
+    /// right from all below. In other formats directory entries have no rights.
     const WRITABLE: u64;
     /// Set by hardware in a leaf PTE that was used. Where hardware sets none, a bit that it
     /// ignores. Such VMs need [`AccessTracking::Faults`](crate::AccessTracking::Faults).

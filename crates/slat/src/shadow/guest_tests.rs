@@ -1,4 +1,4 @@
-//! Each rule with registers, entries and addresses written out.
+//! Each rule with registers, PTEs and addresses written out.
 
 use super::*;
 use crate::shadow::registers::EFER_LMA;

@@ -1,10 +1,9 @@
 //! The memory that shadow paging accesses beside the second stage: the guest's own tables, and the
 //! shadow page tables.
 //!
-//! The host may take guest memory away, and the guest's tables with it. The memory stays while a
-//! thread holds the lock of its frame and the second stage has a leaf PTE for it. A thread that
-//! takes the frame away zaps that PTE first, and then waits for the lock before the frame becomes
-//! anything else.
+//! The host may invalidate guest memory, and the guest's tables with it. The memory stays while a
+//! thread holds the lock of its frame and the second stage has a leaf PTE for it. An invalidation
+//! zaps that PTE first, and then waits for the lock before the frame becomes anything else.
 
 #![expect(unsafe_code, reason = "reads and writes the guest's page tables, and the hardware's, through raw pointers")]
 

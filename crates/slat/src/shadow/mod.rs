@@ -49,7 +49,7 @@
 //!    written the table meanwhile, the page is *synced*.
 //!
 //! A thread that finds a page syncing does all of that itself: its flush must be over when it
-//! returns, and another thread may be at any of the steps.
+//! returns, and what another thread is about to do does not help.
 //!
 //! **Page faults of the guest.** A page fault flushes its address in the current PCID, as INVLPG
 //! does. Mostly nothing is stale there: `Mmu::may_be_stale` finds that out without locks. Where it

@@ -2,9 +2,9 @@
 //! to, and which PTEs point to it.
 //!
 //! # Guarantees
-//! The record of a shadow page is freed with the VM, and used again before, each time as another
-//! *generation*. A [`PageRef`] that was kept too long finds another generation, never other memory.
-//! The hardware page-table pages are allocated and freed.
+//! The record of a shadow page is freed only with the VM; each use of it is another *generation*. A
+//! [`PageRef`] that was kept too long finds another generation, never other memory. The hardware
+//! page-table pages are allocated and freed.
 //!
 //! # Use: which lock guards what
 //! - A thread makes a PTE under two locks: the page's, and that of the frame that the PTE leads to.
@@ -128,8 +128,7 @@ const SYNC_SEQUENCE_ONE: u32 = 4;
 /// alive or an orphan, and how many vCPUs have it as their root.
 const LIFE_GENERATION_SHIFT: u32 = 32;
 const LIFE_ALIVE: u64 = 1 << 31;
-/// A dead page, with no PTEs, that no thread finds. It is freed when the last vCPU with this root
-/// has another.
+/// The page is dead, and no thread finds it. The last [`unpin`](ShadowPage::unpin) frees it.
 const LIFE_ORPHAN: u64 = 1 << 30;
 const LIFE_PINS: u64 = LIFE_ORPHAN - 1;
 
@@ -250,11 +249,10 @@ impl ShadowPage {
     }
 
     /// Ends the page's life, under the lock of its frame. The caller gets a pin, beside those of
-    /// the vCPUs that have the page as their root. The last [`unpin`](ShadowPage::unpin) frees the
-    /// page.
+    /// the vCPUs that have the page as their root.
     pub(super) fn die(&self) {
         let mut life = self.life.load(Ordering::Relaxed);
-        // AcqRel: a `pin` that comes later fails.
+        // AcqRel: a later `pin` fails.
         while let Err(found) = self.life.compare_exchange(
             life,
             (life & !LIFE_ALIVE | LIFE_ORPHAN) + 1,
@@ -345,7 +343,7 @@ fn next_generation(life: u64) -> u64 {
 /// The records of all shadow pages of a VM.
 pub(super) struct Pages {
     records: Vec<AtomicPtr<ShadowPage>>,
-    /// A bit for each record that is in use, or is being claimed or released.
+    /// A bit for each record that is in use, or about to be.
     in_use: ZeroedWords,
     /// A bit for each page that is [`SyncState::Unsync`] or [`SyncState::Syncing`].
     unsync: ZeroedWords,
@@ -386,7 +384,7 @@ impl Pages {
         self.peak.load(Ordering::Relaxed)
     }
 
-    /// The record with this number, which [`claim`](Self::claim) has returned once.
+    /// The record with this number, which is one that was claimed.
     #[inline]
     pub(super) fn get(&self, number: PageNumber) -> &ShadowPage {
         // `claim` has stored the record before it returned the number.

@@ -62,7 +62,7 @@ struct Root {
     /// CR3, without bit 63.
     cr3: u64,
     role: Role,
-    /// `None` until it is built, and after an eviction.
+    /// `None` if it is not built.
     page: Option<PageRef>,
     /// The moment when it was last current.
     used_at: u64,

@@ -166,7 +166,6 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     /// the lock of a page above.
     pub(super) fn sync_below(&self, mode: GuestMode, below: PageRef, debt: &mut Debt) {
         if self.shadow.pages.get(below.number).role().level() == Level::L4K {
-            // Only the page itself.
             if self.shadow.pages.next_unsync(below.number) == Some(below.number) {
                 let nr_compared = self.compare_page(mode, below, debt);
                 self.record.stats.add(Counter::EntriesCompared, nr_compared);

@@ -18,8 +18,9 @@
 //! being filled. Its pages of upper levels are removed, and the write protection with them.
 //!
 //! # Why it is correct
-//! Steps 1 and 4, and each read of a guest PTE for a shadow PTE, are under the lock of the frame.
-//! So a shadow PTE is made before step 1 and zapped by step 2, or after step 4 and from the new
+//! Steps 1 and 4, and each read of a guest PTE for a shadow PTE, are under the lock of the frame. A
+//! fault holds the lock of the shadow page from that read until it has made the shadow PTE, and
+//! step 2 takes that lock. So a shadow PTE is made before step 2, which zaps it, or from the new
 //! value. Step 3 precedes the new value.
 
 use super::Mmu;
@@ -34,8 +35,7 @@ use crate::host::Host;
 use crate::stats::Counter;
 use crate::sync::Ordering;
 
-/// Emulated writes to a table since a walk last went through its page, at which the page is
-/// removed.
+/// So many emulated writes to a table, without a walk through its page, remove the page.
 const FLOOD: u32 = 3;
 
 impl<H: Host, F: Format> Mmu<'_, H, F> {

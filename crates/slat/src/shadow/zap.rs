@@ -6,8 +6,8 @@
 //! not flushed, `Mmu::is_in_debt` returns `true`.
 //!
 //! # Use
-//! A thread that zaps a shadow PTE, or takes a right from one, collects that in a [`Debt`]. It
-//! flushes outside of all locks.
+//! A thread that zaps a shadow PTE, or takes a right from one, first calls [`Debt::incur`]. Outside
+//! of all locks it calls [`Debt::pay`].
 
 #![expect(unsafe_code, reason = "entries are reached under the locks that keep their tables")]
 
@@ -30,7 +30,7 @@ const PAGES_PER_EVICTION: usize = 16;
 const FRAMES_PER_BATCH: usize = 32;
 
 /// The TLB batch of shadow paging: whether the CPUs must be flushed, and the page-table pages that
-/// may be freed then. [`Debt::pay`] flushes, outside of all locks.
+/// may be freed then.
 #[must_use]
 pub(crate) struct Debt {
     is_owed: bool,
@@ -42,7 +42,7 @@ impl Debt {
         Debt { is_owed: false, tables: TableChain::new() }
     }
 
-    /// Counts a change that must be flushed. The caller calls it before its first change.
+    /// Counts a change that must be flushed, before it is made.
     pub(super) fn incur<H: Host, F: Format>(&mut self, mmu: &Mmu<'_, H, F>) {
         if !self.is_owed {
             self.is_owed = true;
@@ -115,7 +115,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 return;
             }
             self.narrow_leaves(gfn, level, debt);
-            // After the leaf PTEs, and whether or not there were any: nothing need map a guest table.
+            // After the leaf PTEs, and whether or not there were any: nothing need map a guest
+            // table.
             while level == Level::L4K && frame.pages.load(Ordering::Relaxed) != 0 {
                 let Some(page) = self.page_of_lost_frame(gfn) else { break };
                 self.zap_page(page, debt);
@@ -183,7 +184,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         while let Some(place) = next {
             next = self.shadow.pages.behind(place);
             let page = self.shadow.pages.get(place.page);
-            // SAFETY: the entry is in the list of the frame, which is locked.
+            // SAFETY: the PTE is in the list of the frame, which is locked.
             let cell = unsafe { self.cell(page, place.index) };
             let value = cell.load(Ordering::Relaxed);
             match second {
@@ -213,8 +214,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     /// Zaps the leaf PTE at `place`.
     ///
     /// # Safety
-    /// The caller holds the lock of the frame whose leaves the list at `head` has, and `place` is
-    /// in that list.
+    /// The caller holds the lock of the frame whose list of leaf PTEs begins at `head`, and `place`
+    /// is in that list.
     unsafe fn drop_leaf(&self, head: &AtomicU32, place: EntryPlace, debt: &mut Debt) {
         let page = self.shadow.pages.get(place.page);
         debt.incur(self);
