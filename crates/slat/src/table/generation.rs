@@ -1,48 +1,64 @@
-//! Generations of table entries: how they are kept from coming back.
+//! The window of admissions: it keeps generations of directory entries from coming back.
 //!
-//! A closed table entry carries a generation, which each closing moves on (`entry`). A fault that pushes down opens the entry
-//! by a compare-and-exchange from the value that it began with; if the entry was closed again meanwhile, that fails. But
-//! generations are few (2048: so many bits hardware ignores), and a fault may be preempted for as long as the scheduler
-//! likes. Had its entry been closed 2048 times by then, the exchange would succeed, and open leaves whose dirty bits were
-//! taken long ago.
+//! # Guarantees
+//! While a guard is open, a directory entry is protected at most 1600 times. That is fewer than
+//! there are generations (2048), so a push-down fails if its directory entry was protected since it
+//! read it.
 //!
-//! So closings are counted, and not too many are allowed while a fault is on its way. Tables are closed in *turns*: one
-//! section of a harvest or of an enabling, which closes each entry once at most. A turn asks to be admitted. There are
-//! [`WINDOW`] admissions, and then the window must be renewed, which takes that all sections are over that were open when it
-//! was renewed before. A turn that is not admitted protects leaf by leaf: nobody waits.
+//! # Use
+//! A *turn* is one guard of a harvest, or of an enabling of the log. It protects each directory
+//! entry at most once.
+//! 1. Outside of guards, the caller calls [`Generations::renew_if_low`].
+//! 2. Inside the guard in which it protects, the turn asks for an [`Admission`]
+//!    ([`Generations::admit`]). A turn without one protects leaf by leaf; it does not wait.
 //!
-//! Why that is enough: let a section S begin after renewal k and before renewal k+1. Then S keeps renewal k+2 from
-//! happening. So while S is open turns close entries that were admitted before renewal k+2; and none that were admitted
-//! before renewal k-1, for those had their sections open then, and renewal k came after they were over. That is at most
-//! 3 [`WINDOW`] + [`LOW`] = 1600 closings of an entry, fewer than there are generations (`models/generation.py`).
+//! A push-down reads the directory entry and exchanges it inside one guard.
 //!
-//! It takes that a turn is admitted inside the section in which it closes, and that a push-down reads the entry and exchanges
-//! it in one section.
+//! # Implementation
+//! A protected directory entry carries a generation, which each protecting moves on (`entry`). A
+//! fault that pushes down restores W by a compare-and-exchange from the value that it read first.
+//! That fails if the entry was protected again meanwhile.
+//!
+//! Generations are few: so many bits hardware ignores. A preempted fault may sleep for any time.
+//! After 2048 protectings its exchange would succeed, and restore W to leaves whose dirty bits were
+//! taken long ago. So turns are counted. There are [`WINDOW`] admissions. The next [`WINDOW`] are
+//! allowed by a renewal, which needs that all guards are over that were open at the renewal before.
+//!
+//! # Why it is correct
+//! Let guard G begin after renewal k and before renewal k+1.
+//! - Renewal k+2 needs that all guards are over that were open at renewal k+1, so it does not
+//!   happen while G is open. All turns that protect while G is open were admitted before it.
+//! - None of them was admitted before renewal k-1: the guard of such a turn was open then, and was
+//!   over before renewal k.
+//!
+//! These are at most 3 [`WINDOW`] + [`LOW`] = 1600 protectings of an entry
+//! (`models/generation.py`).
 
 use super::retire::Epochs;
 use crate::sync::{AtomicBool, AtomicU64, Ordering};
 
-/// Turns that are admitted between two renewals. Few under the model checkers, so that they reach the end: under shuttle
-/// table entries have eight generations.
+/// Turns that are admitted between two renewals. Few under the model checkers, so that a test uses
+/// them up: under shuttle directory entries have eight generations.
 const WINDOW: u64 = match () {
     () if cfg!(loom) => 1,
     () if cfg!(shuttle) => 2,
     () => 512,
 };
-/// The window is renewed when so few are left: early, so that mostly no turn is refused.
+/// The window is renewed when this many admissions are left: early, so that a turn is seldom
+/// refused.
 const LOW: u64 = if cfg!(any(loom, shuttle)) { 1 } else { 64 };
 
-/// A turn may close entries.
+/// The right of a turn to protect directory entries.
 #[derive(Clone, Copy)]
 pub(crate) struct Admission;
 
-/// How many turns were admitted, and how many may be.
+/// Counts the admitted turns, and limits them.
 pub(crate) struct Generations {
     nr_admitted: AtomicU64,
     limit: AtomicU64,
-    /// Somebody is renewing the window.
+    /// Whether a thread is renewing the window.
     is_renewing: AtomicBool,
-    /// Era that ended with the last renewal. Only for who is renewing.
+    /// The epoch that ended with the last renewal. Only the renewing thread accesses it.
     renewed: AtomicU64,
 }
 
@@ -58,14 +74,14 @@ impl Generations {
 
     /// Admits a turn, if the window allows it.
     pub(crate) fn admit(&self) -> Option<Admission> {
-        // Acquire of the limit: what is closed under it comes after its renewal looked at the sections. The count itself
-        // orders nothing.
+        // Acquire of the limit: what is protected under it follows the renewal's reads of the
+        // participants. The count itself orders nothing.
         let next = |nr_admitted| (nr_admitted < self.limit.load(Ordering::Acquire)).then_some(nr_admitted + 1);
         self.nr_admitted.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).ok().map(|_| Admission)
     }
 
-    /// Renews the window if it is nearly used up and that can be done now. To be called outside of sections: it may make a
-    /// barrier on all CPUs.
+    /// Renews the window if it is nearly used up and the guards allow that now. Call it outside of
+    /// guards: it may make a barrier on all CPUs.
     #[inline]
     pub(crate) fn renew_if_low(&self, epochs: &Epochs, barrier_on_all_cpus: impl FnOnce()) {
         let (limit, nr_admitted) = (self.limit.load(Ordering::Relaxed), self.nr_admitted.load(Ordering::Relaxed));
@@ -76,12 +92,12 @@ impl Generations {
 
     #[cold]
     fn renew(&self, epochs: &Epochs, barrier_on_all_cpus: impl FnOnce()) {
-        // Acquire: takes over what the last one left.
+        // Acquire: observes what the last renewing thread stored.
         if self.is_renewing.swap(true, Ordering::Acquire) {
             return;
         }
         let (limit, nr_admitted) = (self.limit.load(Ordering::Relaxed), self.nr_admitted.load(Ordering::Relaxed));
-        // Again: the last one may have renewed it since this thread looked.
+        // Again: the last renewing thread may have renewed the window since this thread read.
         if limit.saturating_sub(nr_admitted) <= LOW
             && self.renewed.load(Ordering::Relaxed) < epochs.oldest_open(barrier_on_all_cpus)
         {

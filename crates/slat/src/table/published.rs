@@ -1,17 +1,39 @@
-//! The ranges that are being taken away at this moment, for the host ([`Vm::invalidate_range`]) or with a slot that goes:
-//! step 1 of `stamp`. A fault reads them after its entry and before it asks for a slot; inside a range it comes back later,
-//! beside one it maps no block that reaches into it.
+//! The ranges in flight: those that are being invalidated at this moment, for the host
+//! ([`Vm::invalidate_range`]) or with a memslot that changes. To publish one is step 1 of
+//! [`stamp`](super::stamp).
 //!
-//! Ranges stay apart, so that a fault outside of all of them never notices, and nobody waits for anybody to publish or to
-//! withdraw. They lie in chunks of one line each: a word with a *claimed* and an *active* bit for each place, and the
-//! places. Publishing claims a place, fills it, then sets its active bit; withdrawing clears both bits. When all places
-//! are claimed, another chunk is linked behind, which stays for the VM's life: their number is that of the invalidations
-//! that ever ran at once. The first chunk's word also counts the ranges in those behind it, from before they are active
-//! until after they are not: so one load tells a fault that there is none at all.
+//! # Guarantees
+//! - Inside a range in flight no fault installs a leaf; beside it, no leaf that reaches in.
+//! - A fault that misses a range because it is withdrawn observes what the host did before.
+//! - Ranges stay apart: a fault outside of all of them is not disturbed. To publish and to withdraw
+//!   a range waits for no other thread.
 //!
-//! A place may be withdrawn and claimed by another while it is read, and then its start may be of one range and its end
-//! of the other. That is harmless. The first range is over then, and since the reads are acquire, its host's work is seen
-//! by the fault. The second was published after the fault had read its entry, so its stamp turns the fault away.
+//! # Use
+//! A change publishes its range ([`PublishedRanges::publish`]) before it takes its sequence number,
+//! and drops the [`Published`] after the host is done. A fault calls
+//! [`PublishedRanges::free_level`] after it read its PTE and before it reads the memslots. Inside a
+//! range it comes back later.
+//!
+//! # Implementation
+//! Ranges lie in chunks of a pair of cache lines each: places, and a word with a *claimed* and an
+//! *active* bit for each place. Publishing
+//! 1. claims a place,
+//! 2. stores the range in it,
+//! 3. sets the active bit.
+//!
+//! Withdrawing clears both bits by one operation.
+//!
+//! When all places are claimed, another chunk is linked behind, and stays for the life of the VM.
+//! So the number of chunks follows the number of invalidations that ever ran at once. The word of
+//! the first chunk also counts the ranges in the chunks behind it, from before they are active
+//! until after they are not. So one load shows a fault that there is no range at all.
+//!
+//! # Why it is correct
+//! A place may be withdrawn and claimed again while a fault reads it. Then the fault reads the
+//! start of one range and the end of another. That is harmless:
+//! - The first range is over. The loads are acquire, so the fault observes what its host did.
+//! - The second range was published after the fault read its PTE, so its number makes the fault's
+//!   exchange fail.
 //!
 //! [`Vm::invalidate_range`]: crate::Vm::invalidate_range
 
@@ -25,19 +47,20 @@ use crate::boxed::try_box;
 use crate::error::Error;
 use crate::sync::{AtomicPtr, AtomicU64, Ordering};
 
-/// As many as fill a pair of cache lines, which is what the hardware fetches, with the word and the link.
+/// As many as fill a pair of cache lines (which hardware fetches together), with the word and the
+/// link.
 #[cfg(not(loom))]
 const NR_PLACES: usize = 7;
-/// Few: so that a model reaches the second chunk.
+/// Few, so that a model reaches the second chunk.
 #[cfg(loom)]
 const NR_PLACES: usize = 1;
 
-/// Bit of the word that claims place number `place`.
+/// Bit of the word that claims place `place`.
 const fn claimed_bit(place: usize) -> u64 {
     1 << place
 }
 
-/// Bit of the word that makes place number `place` count.
+/// Bit of the word that makes place `place` active.
 const fn active_bit(place: usize) -> u64 {
     1 << (ACTIVE_SHIFT + place)
 }
@@ -53,7 +76,7 @@ struct Place {
     end: AtomicU64,
 }
 
-/// Read by each fault, written by each invalidation: on lines of its own.
+/// Each fault reads it, each invalidation writes it: on lines of its own.
 #[derive(Default)]
 #[repr(C, align(128))]
 struct Chunk {
@@ -64,20 +87,21 @@ struct Chunk {
 }
 
 impl Chunk {
-    /// Claims a place and publishes `range` there. Returns the place.
+    /// Claims a place and publishes `range` there. Returns the place; `None` if all are claimed.
     fn publish(&self, range: GfnRange) -> Option<usize> {
         let mut word = self.word.load(Ordering::Relaxed);
         loop {
             let place = (0..NR_PLACES).find(|&place| word & claimed_bit(place) == 0)?;
-            // Acquire: what the place's last owner did is done, and is handed on by the stores below.
+            // Acquire: what the place's last owner did is over, and the stores below hand it on.
             let claimed = word | claimed_bit(place);
             match self.word.compare_exchange(word, claimed, Ordering::Acquire, Ordering::Relaxed) {
                 Ok(_) => {
-                    // Release: to who reads one of them for an earlier owner's range (see the module).
+                    // Release: to a fault that reads one of them for an earlier owner's range (see
+                    // the module).
                     self.places[place].start.store(range.start.0, Ordering::Release);
                     self.places[place].end.store(range.end.0, Ordering::Release);
-                    // Release: to who sees the bit. That the bit is seen by who finds the stamp that is taken next, is
-                    // that stamp's release.
+                    // Release: to a fault that observes the bit. A fault that reads the number that
+                    // is taken next observes the bit by the release of that number.
                     self.word.fetch_or(active_bit(place), Ordering::Release);
                     return Some(place);
                 }
@@ -89,13 +113,15 @@ impl Chunk {
     /// The chunk behind this one.
     #[inline]
     fn next(&self) -> Option<&Chunk> {
-        // Acquire: sees the chunk as it was made.
+        // Acquire: observes the chunk as it was made.
         let next = self.next.load(Ordering::Acquire);
-        // SAFETY: null or a chunk from a box, which is freed only with the set, which `self` borrows from.
+        // SAFETY: null, or a chunk from a box, which is freed only with the set, from which `self`
+        // borrows.
         unsafe { next.as_ref() }
     }
 
-    /// The greatest level up to `level` of a block around `gfn` that shares no frame with a range of this chunk.
+    /// The greatest level up to `level` of a block around `gfn` that shares no frame with a range
+    /// of this chunk.
     #[inline]
     fn free_level(&self, word: u64, gfn: Gfn, mut level: Level) -> Option<Level> {
         let mut block = gfn.block(level);
@@ -118,19 +144,21 @@ impl Chunk {
     }
 }
 
-/// The published ranges of one VM.
+/// The ranges in flight of one VM.
 #[derive(Default)]
 pub(crate) struct PublishedRanges {
     first: Chunk,
 }
 
 impl PublishedRanges {
-    /// Publishes `range` until the answer is dropped. Takes memory only if more ranges are published than ever before.
+    /// Publishes `range` until the returned value is dropped. Allocates only if more ranges are in
+    /// flight than ever before.
     pub(crate) fn publish(&self, range: GfnRange) -> Result<Published<'_>, Error> {
         if let Some(place) = self.first.publish(range) {
             return Ok(Published { ranges: self, chunk: &self.first, place });
         }
-        // As for the active bit: who finds the stamp that is taken next sees this.
+        // Release: as for the active bit, a fault that reads the number that is taken next observes
+        // this.
         self.first.word.fetch_add(ONE_BEHIND, Ordering::Release);
         let published = self.publish_behind(range);
         if published.is_err() {
@@ -153,15 +181,15 @@ impl PublishedRanges {
         }
     }
 
-    /// Links a chunk behind `last`, if nobody else has done so.
+    /// Links a chunk behind `last`, unless another thread has linked one.
     fn link_another(last: &Chunk) -> Result<&Chunk, Error> {
         let new = Box::into_raw(try_box(Chunk::default())?);
-        // AcqRel: shows the new chunk to others, or the others' to this thread.
+        // AcqRel: publishes the new chunk, or observes that of another thread.
         match last.next.compare_exchange(ptr::null_mut(), new, Ordering::AcqRel, Ordering::Acquire) {
             // SAFETY: from a box, which is freed only with the set.
             Ok(_) => Ok(unsafe { &*new }),
             Err(found) => {
-                // SAFETY: it came from a box just now, and nobody else has seen it.
+                // SAFETY: it came from a box just now, and no other thread has its address.
                 drop(unsafe { Box::from_raw(new) });
                 // SAFETY: not null, because the exchange failed; as above.
                 Ok(unsafe { &*found })
@@ -169,12 +197,13 @@ impl PublishedRanges {
         }
     }
 
-    /// The greatest level up to `level` of a block around `gfn` that shares no frame with a published range; `None` if
-    /// `gfn` itself is in one. The caller has read its entry with acquire before.
+    /// Returns the greatest level up to `level` of a block around `gfn` that shares no frame with a
+    /// range in flight; `None` if `gfn` itself is in one. The caller has read its PTE with acquire
+    /// before.
     #[inline]
     pub(crate) fn free_level(&self, gfn: Gfn, level: Level) -> Option<Level> {
-        // Acquire: sees the ranges whose bits are set or that are counted; and, of those that were withdrawn, what the host
-        // did.
+        // Acquire: observes the ranges that are active or counted and, of those that were
+        // withdrawn, what the host did.
         let word = self.first.word.load(Ordering::Acquire);
         if word >> ACTIVE_SHIFT == 0 || self.is_apart(word, gfn, level) {
             return Some(level);
@@ -182,8 +211,9 @@ impl PublishedRanges {
         self.free_level_beside(word, gfn, level)
     }
 
-    /// Whether there is one range only, in the first chunk, and it shares no frame with the block of `level` around `gfn`:
-    /// the ordinary case while something is taken away, and worth no call.
+    /// Whether there is only one range, in the first chunk, and it shares no frame with the block
+    /// of `level` around `gfn`. That is the ordinary case beside an invalidation, and saves the
+    /// call.
     #[inline]
     fn is_apart(&self, word: u64, gfn: Gfn, level: Level) -> bool {
         let active = word >> ACTIVE_SHIFT;
@@ -214,14 +244,14 @@ impl Drop for PublishedRanges {
     fn drop(&mut self) {
         let mut next = self.first.next.load(Ordering::Relaxed);
         while !next.is_null() {
-            // SAFETY: chunks come from boxes, and with `&mut self` nobody uses them any more.
+            // SAFETY: chunks come from boxes, and with `&mut self` no thread uses them any more.
             let chunk = unsafe { Box::from_raw(next) };
             next = chunk.next.load(Ordering::Relaxed);
         }
     }
 }
 
-/// A published range. Dropping it withdraws the range.
+/// A range in flight. Dropping it withdraws the range.
 #[must_use]
 pub(crate) struct Published<'p> {
     ranges: &'p PublishedRanges,
@@ -231,11 +261,11 @@ pub(crate) struct Published<'p> {
 
 impl Drop for Published<'_> {
     fn drop(&mut self) {
-        // Release: what the host did comes before, for the fault that does not see the range any more and for the place's
-        // next owner.
+        // Release: what the host did comes before, for a fault that does not observe the range any
+        // more, and for the place's next owner.
         self.chunk.word.fetch_and(!(claimed_bit(self.place) | active_bit(self.place)), Ordering::Release);
         if !ptr::eq(self.chunk, &self.ranges.first) {
-            // Release: as above, for the fault that does not look behind the first chunk any more.
+            // Release: as above, for a fault that does not read behind the first chunk any more.
             self.ranges.first.word.fetch_sub(ONE_BEHIND, Ordering::Release);
         }
     }

@@ -1,15 +1,16 @@
-//! Records: what the thread of a vCPU, or of a VM call, shows to those that free things; and the
-//! sections that it opens by its record.
+//! Participants and guards: what the thread of a vCPU, or of a VM call, shows to the threads that
+//! free things.
 //!
 //! # Guarantees
-//! A record is one thread's at a time: [`Record`] is its owner's, the list of records gives out
-//! [`SharedRecord`] alone. As long as a section is borrowed, what was found inside is not freed;
-//! nor is a thing before its [`Protected`] is dropped.
+//! One thread at a time owns a participant: its owner has a [`Record`], the list of participants
+//! yields [`SharedRecord`] alone. As long as a guard is borrowed, what was reached inside is not
+//! freed; nor is a thing before its [`Protected`] is dropped.
 //!
 //! # Use
-//! Sections of a record may nest ([`CountedSection`]). A fault opens its sections one after the
-//! other, and by a [`FaultPin`], which only one of them borrows at a time. A [`HazardPointer`] has
-//! room for one thing: to protect another, the caller drops the first.
+//! Guards of a participant nest ([`CountedSection`]). The guards of a fault follow one another: a
+//! [`FaultPin`] opens them, and only one of them borrows it at a time. A [`HazardPointer`] has room
+//! for one thing: to protect another, the caller drops the first. [`retire`](super::retire) has the
+//! protocol.
 
 #![expect(unsafe_code, reason = "a record is its owner's although all threads reach it")]
 
@@ -26,34 +27,35 @@ use crate::boxed::Zeroed;
 use crate::stats::Recorder;
 use crate::sync::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
-/// Most entries of tables, words of bitmaps, and pages that a section visits: what is retired
-/// behind it waits no longer. A walk that has more to do leaves its section long before, and goes
-/// on in another. Checked in builds with debug assertions.
+/// Most PTEs, words of bitmaps, and pages that a guard visits; what is retired behind it waits no
+/// longer. A longer walk leaves its guard and goes on in another. Checked in builds with debug
+/// assertions.
 pub(crate) const MAX_SECTION_STEPS: u64 = 1 << 15;
 
-/// Announcement of a record whose owner is in no section.
+/// Announcement of a participant whose owner is in no guard.
 pub(super) const IDLE: u64 = 0;
 
-/// What one thread at a time (a vCPU, or a thread inside a VM call) shows to the others. On lines
-/// of its own: the owner writes it at every fault.
+/// The part of a participant that all threads reach. On lines of its own: the owner writes it at
+/// every fault.
 #[repr(align(128))]
 pub(crate) struct SharedRecord {
-    /// Era in which the first of the open sections that are counted began, or [`IDLE`].
+    /// Epoch in which the first of the open counted guards began, or [`IDLE`].
     pub(super) announced: AtomicU64,
-    /// Era in which the open section of a fault began, or [`IDLE`].
+    /// Epoch in which the open guard of a fault began, or [`IDLE`].
     pub(super) announced_by_fault: AtomicU64,
-    /// Open sections that are counted. The owner's alone.
+    /// Number of open counted guards. Only the owner accesses it.
     nr_open: Cell<u64>,
-    /// Address of the slot whose backing the owner is resolving in, or null: it must not be freed.
+    /// Address of the memslot in whose backing the owner resolves, or null: it must not be freed.
     pub(super) resolving: AtomicPtr<()>,
-    /// Where in the published set the owner found its last slot. A guess: what is there is
-    /// compared.
+    /// Index in the published set of the memslot that the owner found last. A hint: the owner
+    /// compares what is there.
     pub(crate) last_slot: AtomicU32,
     pub(super) listed: CachePadded<Listed>,
     pub(crate) stats: Recorder,
 }
 
-// SAFETY: atomics whose first value is zero, a null pointer, and what is zeroed itself.
+// SAFETY: atomics whose first value is zero, a null pointer, and fields that are `Zeroed`
+// themselves.
 unsafe impl Zeroed for SharedRecord {
     #[cfg(loom)]
     fn zeroed() -> SharedRecord {
@@ -69,32 +71,33 @@ unsafe impl Zeroed for SharedRecord {
     }
 }
 
-/// What is read to find a record that is free. On lines of its own: a thread that passes by must
-/// not take the line of the owner.
+/// What a search for a free participant reads. On lines of its own, so that the search does not
+/// take the owner's lines away.
 pub(super) struct Listed {
     pub(super) in_use: AtomicBool,
-    /// The record that was pushed before this one; never changes once this one is pushed.
+    /// The participant that was pushed before this one; never changes once this one is pushed.
     pub(super) next: *const SharedRecord,
 }
 
-// SAFETY: all fields but two are atomics. `listed.next` is written before the record is published,
-// and only read since. `nr_open` is used through a `Record` alone, which is one thread's.
+// SAFETY: all fields but two are atomics. `listed.next` is written before the participant is
+// published, and only read since. `nr_open` is used through a `Record` alone, which is one
+// thread's.
 unsafe impl Send for SharedRecord {}
 // SAFETY: as above.
 unsafe impl Sync for SharedRecord {}
 
 impl SharedRecord {
-    /// The record for the thread that has it.
+    /// The participant for the thread that owns it.
     ///
     /// # Safety
-    /// The caller has the record in use, and no other thread has it before the answer is gone.
+    /// The caller has the participant in use, and no other thread has it before the answer is gone.
     unsafe fn owned(&self) -> &Record {
         // SAFETY: a `Record` is a `SharedRecord` and nothing else.
         unsafe { &*ptr::from_ref(self).cast() }
     }
 }
 
-/// A record as its owner has it. Sections are opened by it alone, so no other thread can end one.
+/// A participant as its owner has it. It alone opens guards, so no other thread can end one.
 #[repr(transparent)]
 pub(crate) struct Record {
     shared: SharedRecord,
@@ -112,20 +115,20 @@ impl Deref for Record {
 }
 
 impl Record {
-    /// Whether no section that is counted is open.
+    /// Whether no counted guard is open.
     #[inline]
     pub(super) fn is_outside(&self) -> bool {
         self.nr_open.get() == 0
     }
 }
 
-/// What a vCPU's record has once, for its faults.
+/// What the participant of a vCPU has once, for its faults.
 pub(crate) struct Exclusive<'r> {
     pub(crate) pin: FaultPin<'r>,
     pub(crate) hazard: HazardPointer<'r>,
 }
 
-/// The right to open the section of a fault: one at a time, which ends before the next begins.
+/// The right to open the guard of a fault: one at a time, which ends before the next begins.
 pub(crate) struct FaultPin<'r>(&'r Record);
 
 impl FaultPin<'_> {
@@ -138,7 +141,8 @@ impl FaultPin<'_> {
     }
 }
 
-/// A record's hazard pointer: it keeps one thing at a time from being freed, without a section.
+/// The hazard pointer of a participant: it keeps one thing at a time from being freed, without a
+/// guard.
 pub(crate) struct HazardPointer<'r>(&'r Record);
 
 impl<'r> HazardPointer<'r> {
@@ -149,12 +153,12 @@ impl<'r> HazardPointer<'r> {
     /// Protects `thing` until the answer is dropped.
     ///
     /// # Safety
-    /// `thing` was found in a section of this thread that is still open. A reclaim frees it only if
+    /// `thing` was reached in a guard of this thread that is still open. A reclaim frees it only if
     /// [`Epochs::oldest_open`], and after that [`Epochs::is_resolving`], have allowed that.
     #[inline]
     pub(crate) unsafe fn protect<T>(self, thing: NonNull<T>) -> Protected<'r, T> {
-        // Release is enough: the section's end (a release store) comes after, and a reclaimer that
-        // sees the section over (acquire) sees this.
+        // Release is enough: the end of the guard (a release store) comes after, and a reclaimer
+        // that observes that end (acquire) observes this.
         self.0.resolving.store(thing.as_ptr().cast(), Ordering::Release);
         Protected { thing, record: self.0 }
     }
@@ -174,7 +178,7 @@ impl<'r, T> Protected<'r, T> {
 
     #[inline]
     pub(crate) fn get(&self) -> &T {
-        // SAFETY: it was found in a section, and protected inside of it. The hazard pointer has no
+        // SAFETY: it was reached in a guard, and protected inside of it. The hazard pointer has no
         // other thing before this is dropped.
         unsafe { self.thing.as_ref() }
     }
@@ -183,12 +187,12 @@ impl<'r, T> Protected<'r, T> {
 impl<T> Drop for Protected<'_, T> {
     #[inline]
     fn drop(&mut self) {
-        // Release: the uses of the thing come before its free, by a thread that sees this.
+        // Release: the uses of the thing precede its free, by a thread that observes this.
         self.record.resolving.store(ptr::null_mut(), Ordering::Release);
     }
 }
 
-/// An open read section. What was reached inside lives as long as it is borrowed.
+/// An open guard. What was reached inside is not freed as long as it is borrowed.
 pub(crate) struct Section<'a> {
     record: &'a Record,
     #[cfg(debug_assertions)]
@@ -197,7 +201,7 @@ pub(crate) struct Section<'a> {
 
 impl<'a> Section<'a> {
     /// # Safety
-    /// An announcement of the record stands, and stays as long as the section.
+    /// An announcement of the participant stands, and stays as long as the guard.
     #[inline]
     unsafe fn new(record: &'a Record) -> Section<'a> {
         Section {
@@ -211,7 +215,7 @@ impl<'a> Section<'a> {
         self.record
     }
 
-    /// Notes that `nr_steps` entries, words or pages more are visited in this section.
+    /// Counts `nr_steps` more PTEs, words or pages that this guard visits.
     #[inline]
     pub(crate) fn visit(&self, nr_steps: u64) {
         #[cfg(debug_assertions)]
@@ -225,18 +229,18 @@ impl<'a> Section<'a> {
     }
 }
 
-/// A section that is counted. Sections of a record may nest, and end in any order: the announcement
-/// of the first stays until the last is over.
+/// A counted guard. Guards of a participant nest, and end in any order: the announcement of the
+/// first stays until the last is over.
 #[must_use]
 pub(crate) struct CountedSection<'a>(Section<'a>);
 
 impl<'a> CountedSection<'a> {
     /// # Safety
-    /// The record's announcement for sections that are counted stands.
+    /// The participant's announcement for counted guards stands.
     #[inline]
     pub(super) unsafe fn new(record: &'a Record) -> CountedSection<'a> {
         record.nr_open.set(record.nr_open.get() + 1);
-        // SAFETY: the announcement stays until the last section that is counted is dropped.
+        // SAFETY: the announcement stays until the last counted guard is dropped.
         CountedSection(unsafe { Section::new(record) })
     }
 }
@@ -256,23 +260,23 @@ impl Drop for CountedSection<'_> {
         let record = self.0.record;
         record.nr_open.set(record.nr_open.get() - 1);
         if record.nr_open.get() == 0 {
-            // Release: all accesses of the section come before a reclaim that sees it over.
+            // Release: all accesses of the guard precede a reclaim that observes its end.
             record.announced.store(IDLE, Ordering::Release);
         }
     }
 }
 
-/// The section of a fault, which has an announcement of its own. It is not counted, because a count
+/// The guard of a fault, which has an announcement of its own. It is not counted, because a count
 /// costs a fault 50 instructions: what the compiler keeps in registers goes to the stack.
 #[must_use]
 pub(crate) struct FaultSection<'p>(Section<'p>);
 
 impl<'p> FaultSection<'p> {
     /// # Safety
-    /// The announcement of the pin's record for the sections of faults stands.
+    /// The announcement of the pin's participant for the guards of faults stands.
     #[inline]
     pub(super) unsafe fn new(pin: FaultPin<'p>) -> FaultSection<'p> {
-        // SAFETY: no other section borrows the pin. So it stays until this is dropped.
+        // SAFETY: no other guard borrows the pin, so the announcement stays until this is dropped.
         FaultSection(unsafe { Section::new(pin.0) })
     }
 }
@@ -289,15 +293,15 @@ impl<'p> Deref for FaultSection<'p> {
 impl Drop for FaultSection<'_> {
     #[inline]
     fn drop(&mut self) {
-        // Release: as for a section that is counted.
+        // Release: as for a counted guard.
         self.0.record.announced_by_fault.store(IDLE, Ordering::Release);
     }
 }
 
-/// A section with a record of its own.
+/// A guard with a participant of its own.
 #[must_use]
 pub(crate) struct LoneSection<'a> {
-    // The order of the fields is that of leaving.
+    // Dropped in this order.
     section: CountedSection<'a>,
     _record: RecordGuard<'a>,
 }
@@ -307,13 +311,13 @@ impl<'a> LoneSection<'a> {
         LoneSection { section: epochs.enter(record.0), _record: record }
     }
 
-    /// The section. Its record is not reachable for longer than it.
+    /// The guard. Its participant is not reachable for longer than the guard.
     pub(crate) fn get<'s>(&'s self) -> &'s Section<'s> {
         &self.section
     }
 }
 
-/// Use of a record for one call of the VM.
+/// The use of a participant for one call of the VM.
 pub(crate) struct RecordGuard<'a>(&'a Record);
 
 impl<'a> RecordGuard<'a> {
@@ -324,12 +328,12 @@ impl<'a> RecordGuard<'a> {
         RecordGuard(unsafe { record.owned() })
     }
 
-    /// The record, and its hazard pointer.
+    /// The participant, and its hazard pointer.
     pub(crate) fn with_hazard(&mut self) -> (&Record, HazardPointer<'_>) {
         (self.0, HazardPointer(self.0))
     }
 
-    /// The record for a vCPU: it stays in use.
+    /// Keeps the participant in use, for a vCPU.
     pub(super) fn keep(self) -> OwnedRecord {
         OwnedRecord(NonNull::from(&ManuallyDrop::new(self).0.shared))
     }
@@ -345,35 +349,36 @@ impl Deref for RecordGuard<'_> {
 
 impl Drop for RecordGuard<'_> {
     fn drop(&mut self) {
-        // SAFETY: the guard has it in use, until now.
+        // SAFETY: this guard has it in use, until now.
         unsafe { release_record(self.0) }
     }
 }
 
 /// # Safety
-/// The caller has the record in use, and this is the end of that.
+/// The caller has the participant in use, and this is the end of that use.
 unsafe fn release_record(record: &SharedRecord) {
     debug_assert!(record.announced.load(Ordering::Relaxed) == IDLE);
     debug_assert!(record.announced_by_fault.load(Ordering::Relaxed) == IDLE);
-    // Release: the next user takes the statistics over with acquire.
+    // Release: the next owner takes the statistics over with acquire.
     record.listed.in_use.store(false, Ordering::Release);
 }
 
-/// A record that a vCPU has for its life.
+/// A participant that a vCPU has for its life.
 pub(crate) struct OwnedRecord(NonNull<SharedRecord>);
 
-// SAFETY: a `SharedRecord` is `Sync`, and the thread that has this is the record's owner.
+// SAFETY: a `SharedRecord` is `Sync`, and the thread that has this is the participant's owner.
 unsafe impl Send for OwnedRecord {}
 
 impl OwnedRecord {
     /// # Safety
     /// The `Epochs` that it came from is alive for `'a`, and this is not released before.
     pub(crate) unsafe fn get<'a>(&self) -> &'a Record {
-        // SAFETY: records live as long as their `Epochs`, and this one is in use as long as `self`.
+        // SAFETY: participants live as long as their `Epochs`, and this one is in use as long as
+        // `self`.
         unsafe { self.0.as_ref().owned() }
     }
 
-    /// What the record has once.
+    /// What the participant has once.
     ///
     /// # Safety
     /// As for [`get`](Self::get), and what this has answered before is gone.
@@ -383,10 +388,10 @@ impl OwnedRecord {
         Exclusive { pin: FaultPin(record), hazard: HazardPointer(record) }
     }
 
-    /// Releases the record for others to use.
+    /// Releases the participant for others to use.
     ///
     /// # Safety
-    /// The `Epochs` that it came from is alive. This is not used any more, nor are its answers.
+    /// The `Epochs` that it came from is alive. Neither this nor its answers are used any more.
     pub(crate) unsafe fn release(&mut self) {
         // SAFETY: as the caller promises.
         unsafe { release_record(self.get()) }

@@ -1,55 +1,84 @@
-//! Stamps: how a range is taken away from under faults that are on their way, without waiting for them.
+//! Invalidation sequence numbers: how to invalidate a range without waiting for the faults in it.
 //!
-//! Whoever changes the ground under a fault (deletes or moves a slot, invalidates a range for the host) does this, in this
-//! order:
-//! 1. it publishes the range (`published`);
-//! 2. it takes a stamp from the counter here;
-//! 3. it gives that stamp, or leaves a greater one, to every empty entry of the range, and zaps its leaves;
-//! 4. it flushes, lets the change happen (the host moves the page, the set without the slot is published), and only then
-//!    withdraws the range.
+//! # Guarantees
+//! After a change has flushed, no vCPU accesses its range through a translation from before the
+//! change. No fault installs one there until the range is withdrawn. Neither side waits for the
+//! other.
 //!
-//! A fault does the reverse: it reads the entry first, then the published ranges, then the slots; and it installs only
-//! onto an empty entry that has *the very stamp* that it read. So a fault that looked before the change finds another
-//! stamp (or its leaf is zapped), and one that read the new stamp has the change to see: nobody waits.
+//! A *change* is all that alters what is below a fault: the deletion or the move of a memslot, or
+//! an invalidation for the host. An invalidation sequence number is a [`Stamp`].
 //!
-//! # Why that is enough
-//! Let a change publish, take stamp S and visit entry E. A fault that reads E before the visit read a stamp below S, or
-//! one S' > S that another change left there. In the first case its compare-and-exchange comes before the visit, and the
-//! visit zaps the leaf, or after, and fails because E has another stamp. In the second case S' was taken after S, the
-//! counter's modification order hands the publication on to whoever took S', and the fault read S' with acquire: it sees
-//! the range. A fault that reads E after the visit sees it for the same reason. If it does not find the range published,
-//! the change is over, and the fault sees what the change has done.
+//! # Use
+//! A change publishes its range ([`published`](super::published)), takes a number from the counter
+//! here, walks, flushes, and withdraws the range. A fault keeps the PTE that it read, and compares.
 //!
-//! # Stamps do not only rise
-//! A page's stamp is that of its lowest entry, and two things may replace a greater stamp by a smaller one. A fault that
-//! takes a read-only leaf away (`vcpu`) has taken its stamp before the exchange. And a change that unlinks a table takes
-//! along what later changes have left inside. Hence "the very stamp" and not "at most that stamp"; and hence the rule
-//! below. A fault that looked before an unlinking then fails, for the unlinking has a fresh stamp. A fault that looks after
-//! it must see the later change as published: that change published, made a full fence, and then walked into the table, so
-//! before the table was unlinked; the fault reads the parent entry, and then the ranges. (`models/slots.py` and
+//! # Implementation
+//! A change
+//! 1. publishes its range among the ranges in flight,
+//! 2. takes the next number ([`StampCounter::next`]),
+//! 3. stores that number in every empty PTE of the range, unless a greater one is there, and zaps
+//!    the leaf PTEs,
+//! 4. flushes the TLBs,
+//! 5. acts: the host moves the page, or the memslot set without the memslot is published,
+//! 6. withdraws the range.
+//!
+//! A fault reads in the opposite order: the PTE, then the ranges in flight, then the memslots. It
+//! installs a leaf only on an empty PTE that holds *the very number* that it read.
+//!
+//! # Why it is correct
+//! Let a change publish, take number S, and visit PTE E. A fault that reads E before the visit
+//! reads a number below S, or a number S' > S that another change has stored.
+//! - It read a number below S, and its compare-and-exchange precedes the visit: the visit zaps the
+//!   leaf.
+//! - It read a number below S, and its compare-and-exchange follows the visit: it fails, because E
+//!   holds another number.
+//! - It read S' > S: S' was taken after S. The modification order of the counter hands the
+//!   publication on to the change that took S', and the fault read S' with acquire. So it observes
+//!   the range.
+//!
+//! A fault that reads E after the visit observes the range for the same reason. If it does not find
+//! the range in flight, the change is over, and the fault observes its result.
+//!
+//! # Numbers of a page may fall
+//! The number of a page is that of its lowest PTE. Two operations replace a greater number by a
+//! smaller one:
+//! - A fault that replaces a read-only leaf (`vcpu`) takes its number before its exchange.
+//! - A change that unlinks a page-table page removes the numbers that later changes stored inside.
+//!
+//! Hence the rule is "the very number" and not "at most that number", and hence the rule of the
+//! next section. A fault that read before an unlinking fails, because the unlinking has a fresh
+//! number. A fault that reads after it observes the range of the later change. That change
+//! published, made a full fence, and then walked into the page-table page, so before the page was
+//! unlinked; the fault reads the parent PTE, and then the ranges in flight. (`models/slots.py` and
 //! `models/upgrade.py` show what happens otherwise.)
 //!
-//! # No stamp comes back to a page
-//! "The very stamp" proves that nothing has happened since the look only if no stamp is given to a page twice. Each place
-//! that stores a stamp keeps to that:
-//! - A zap gives its own stamp to entries of the lowest level alone, and to each page once (`second_stage/zap.rs`).
-//! - All else is a *fresh* stamp, which is taken for one exchange and stored by that one alone: that of a zap for an entry
-//!   above the lowest level, empty or a leaf; of an unlinking; of a cancelled recovery or split; of a fault that replaces a
-//!   read-only leaf.
-//! - The entries of a new table inherit the stamp of the entry that it hangs on: to each page the stamp that it has. What
-//!   goes with it is the flag *unflushed*, which is no part of the stamp: the table is made once the flush is over, and no
-//!   entry gets the flag back without another stamp.
+//! # No number comes back to a page
+//! "The very number" proves that nothing has happened since the read only if no number is stored
+//! twice for a page. Each place that stores a number obeys that:
+//! - A zap stores its own number in PTEs of the lowest level alone, and once for each page
+//!   (`second_stage/zap.rs`).
+//! - All other places store a *fresh* number: one exchange takes it, and that exchange alone stores
+//!   it. These are: a zap, for a PTE above the lowest level, empty or a leaf; an unlinking; an
+//!   aborted recovery or split; a fault that replaces a read-only leaf.
+//! - The PTEs of a new page-table page inherit the number of the PTE that links it, so each page
+//!   keeps the number that it has. They do not inherit the flag *unflushed*, which is no part of
+//!   the number: the page-table page is made after the flush, and no PTE gets the flag again
+//!   without another number.
 //!
-//! Otherwise this goes wrong, with a block of pages, three changes and a fault (`models/zap.py`, rules stamp-again and
-//! stamp-passed): K takes the fresh stamp u for an unlinking of the block. J takes its own stamp S, greater than u, visits the
-//! page, and a fault F reads S there. I publishes the page, zaps it and holds it. K unlinks: the block is empty with u. J
-//! comes by the block once more, finds u below S, and stores S. A neighbour's fault hangs a table there, the page inherits
-//! S, and F, which looked at the published ranges before I was among them, installs on S what I has taken away.
+//! Otherwise this happens, with a block of pages, three changes and a fault (`models/zap.py`, rules
+//! stamp-again and stamp-passed):
+//! 1. K takes the fresh number u for an unlinking of the block.
+//! 2. J takes its own number S, greater than u, and visits the page. A fault F reads S there.
+//! 3. I publishes the page, zaps it, and keeps its range in flight.
+//! 4. K unlinks: the PTE of the block is empty and holds u.
+//! 5. J passes over the block once more, finds u below S, and stores S.
+//! 6. A fault of a neighbour links a page-table page there, and the page inherits S.
+//! 7. F read the ranges in flight before I published. It installs on S what I has zapped.
 
 use super::entry::Stamp;
 use crate::sync::{AtomicU64, Ordering};
 
-/// The VM's counter of stamps.
+/// The VM's counter of invalidation sequence numbers.
 pub(crate) struct StampCounter(AtomicU64);
 
 impl StampCounter {
@@ -57,17 +86,18 @@ impl StampCounter {
         StampCounter(AtomicU64::new(Stamp::FIRST.number()))
     }
 
-    /// A stamp greater than all before.
+    /// Returns a number greater than all before.
     pub(crate) fn next(&self) -> Stamp {
-        // AcqRel: release hands on what the caller published, acquire takes over what earlier takers published.
+        // AcqRel: release publishes what the caller did before; acquire observes what earlier
+        // callers published.
         Stamp::from_number(self.0.fetch_add(Stamp::STEP, Ordering::AcqRel) + Stamp::STEP)
     }
 
-    /// The greatest stamp so far. Whoever took it, or one before, has published what it stands for, and the caller will
-    /// see that.
+    /// Returns the greatest number so far. The caller observes what its taker published before it
+    /// took the number, and so for all earlier numbers.
     pub(crate) fn current(&self) -> Stamp {
-        // Acquire: pairs with the release of every taker so far (they form one release sequence), and comes before the
-        // caller's reads of what they published.
+        // Acquire: pairs with the release of every `next` so far (they form one release sequence).
+        // It precedes the caller's reads of what was published.
         Stamp::from_number(self.0.load(Ordering::Acquire))
     }
 }
