@@ -1,8 +1,10 @@
-//! Table pages: from the host's memory to arrays of entries and back, and the few that a vCPU keeps at hand.
+//! Page-table pages: from memory of the host to arrays of PTEs and back, and the few that a vCPU
+//! keeps ready.
 //!
-//! A table is reached by the pointer that [`Host::table_ptr`] makes of its host-physical address, and read as an array
-//! of atomics. Who holds a [`Section`] may look at every table that was linked when the section began, or since: an
-//! unlinked table is freed only when all sections that could have seen it are over (see `retire`).
+//! A page-table page is an array of atomics, reached by the pointer that [`Host::table_ptr`] makes
+//! of its host-physical address. A thread with a [`Section`] may read every page-table page that
+//! was linked when the guard began, or since: an unlinked one is freed only when all guards that
+//! could have reached it are over (see `retire`).
 
 #![expect(unsafe_code, reason = "tables are raw memory of the host, shared with hardware walkers")]
 
@@ -19,17 +21,17 @@ use crate::second_stage::zap;
 use crate::stats::{Counter, Recorder};
 use crate::sync::{AtomicU64, Ordering};
 
-/// Entries of the table whose entries have `level`.
+/// Number of PTEs in a page-table page whose PTEs have `level`.
 #[inline]
 pub(crate) fn nr_entries<F: Format>(level: Level) -> usize {
     if level == F::ROOT_LEVEL { F::ROOT_ENTRIES } else { F::TABLE_ENTRIES }
 }
 
-/// Size and alignment of the table whose entries have `level`.
+/// Size and alignment of a page-table page whose PTEs have `level`.
 fn layout<F: Format>(level: Level) -> Layout {
     const {
         assert!(F::ROOT_ENTRIES.is_power_of_two() && F::TABLE_ENTRIES.is_power_of_two());
-        // Two for the links of retired tables; not so many that a size could overflow.
+        // Two for the links of retired page-table pages; not so many that a size could overflow.
         assert!(F::ROOT_ENTRIES >= 2 && F::ROOT_ENTRIES <= 1 << 20);
         assert!(F::TABLE_ENTRIES >= 2 && F::TABLE_ENTRIES <= 512);
         // `entry` keeps addresses in bits 12 to 51.
@@ -41,7 +43,7 @@ fn layout<F: Format>(level: Level) -> Layout {
     unsafe { Layout::from_size_align_unchecked(size_bytes, size_bytes) }
 }
 
-/// Allocates a table whose entries have `level`. Its contents are arbitrary.
+/// Allocates a page-table page whose PTEs have `level`. Its contents are arbitrary.
 fn allocate<H: Host, F: Format>(host: &H, level: Level, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
     let layout = layout::<F>(level);
     let table = host.allocate_table(layout, node, wait)?;
@@ -52,58 +54,61 @@ fn allocate<H: Host, F: Format>(host: &H, level: Level, node: TableNode, wait: A
     Some(table)
 }
 
-/// Allocates a root, all of whose entries are empty.
+/// Allocates a root, all of whose PTEs are empty.
 pub(crate) fn new_root<H: Host, F: Format>(host: &H) -> Option<Hpa> {
     let root = allocate::<H, F>(host, F::ROOT_LEVEL, TableNode::CallerPolicy, AllocationWait::Allowed)?;
-    // SAFETY: just allocated, with so many entries.
+    // SAFETY: just allocated, with this many PTEs.
     unsafe { build(host, root, F::ROOT_ENTRIES, |_| entry::empty(Stamp::FIRST)) }
     Some(root)
 }
 
-/// Allocates a shadow table: of the size of those below the root, all of whose entries are zero.
+/// Allocates a shadow page-table page: of the size of those below the root, all PTEs zero.
 pub(crate) fn new_shadow_table<H: Host, F: Format>(host: &H, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
     let table = allocate::<H, F>(host, Level::L4K, node, wait)?;
-    // SAFETY: just allocated, with so many entries.
+    // SAFETY: just allocated, with this many PTEs.
     unsafe { build(host, table, F::TABLE_ENTRIES, |_| Entry(0)) }
     Some(table)
 }
 
-/// Frees a shadow table that no CPU has seen.
+/// Frees a shadow page-table page that no CPU has walked.
 ///
 /// # Safety
-/// It came from [`new_shadow_table`], and nobody reaches it any more.
+/// It came from [`new_shadow_table`], and no thread or CPU reaches it any more.
 pub(crate) unsafe fn free_shadow_table<H: Host, F: Format>(host: &H, table: Hpa) {
     // SAFETY: as the caller promises.
     unsafe { free::<H, F>(host, table, Level::L4K) }
 }
 
-/// Frees a table whose entries have `level`.
+/// Frees a page-table page whose PTEs have `level`.
 ///
 /// # Safety
-/// It came from [`allocate`] with the same `level` class (root or not), and nobody reaches it any more.
+/// It came from [`allocate`] with the same class of `level` (root or not), and no thread or CPU
+/// reaches it any more.
 pub(crate) unsafe fn free<H: Host, F: Format>(host: &H, table: Hpa, level: Level) {
     // SAFETY: as the caller promises.
     unsafe { host.free_table(table, layout::<F>(level)) }
 }
 
-/// The entries of a table as long as nobody can free it.
+/// The PTEs of a page-table page, as long as no thread can free it.
 ///
 /// # Safety
-/// `table` is allocated, has at least `nr_entries` entries that were filled once, and stays so for `'a`.
+/// `table` is allocated, has at least `nr_entries` PTEs that were stored once, and stays so for
+/// `'a`.
 #[inline]
 pub(crate) unsafe fn entries<'a, H: Host>(host: &H, table: Hpa, nr_entries: usize) -> &'a [AtomicU64] {
     let first = host.table_ptr(table).cast::<AtomicU64>();
-    // SAFETY: the host promises a pointer to the table's memory, aligned to its size; the memory was filled before
-    // (by `fill` or `build`); it is only ever accessed through atomics; the caller promises the lifetime.
+    // SAFETY: the host promises a pointer to the page's memory, aligned to its size; the memory was
+    // filled before (by `build`); it is only ever accessed through atomics; the caller promises the
+    // lifetime.
     unsafe { slice::from_raw_parts(first, nr_entries) }
 }
 
-/// The entries of a table of the tree of `section`, whose entries have `level`.
+/// The PTEs of a page-table page of the guard's tree; they have `level`.
 ///
 /// # Safety
-/// The table is the root, or its address was read inside the section: in an entry of a table that
-/// was reached like this, or that is broken or frozen. A table is filled before its address is in
-/// such an entry. It is freed only after every section that could have read that (`retire`).
+/// The page is the root, or its address was read inside the guard: in a PTE of a page-table page
+/// that was reached like this, or that is broken or frozen. A page is filled before its address is
+/// in such a PTE. It is freed only after every guard that could have read that (`retire`).
 #[inline]
 pub(crate) unsafe fn linked_entries<'s, H: Host, F: Format>(
     host: &H,
@@ -111,69 +116,74 @@ pub(crate) unsafe fn linked_entries<'s, H: Host, F: Format>(
     table: Hpa,
     level: Level,
 ) -> &'s [AtomicU64] {
-    // SAFETY: as the caller promises, it was filled, and it is there as long as the section.
+    // SAFETY: as the caller promises, it was filled, and it is there as long as the guard.
     unsafe { entries(host, table, nr_entries::<F>(level)) }
 }
 
-/// Writes each entry of a table that nobody else can reach yet.
+/// Stores each PTE of a page-table page that no other thread can reach yet.
 ///
-/// By atomic stores: a software CPU that is still in the table's former life may read along, before it finds that its
-/// walk was flushed. Relaxed: the compare-and-exchange that links the table releases them.
+/// By atomic stores: a software CPU that still walks the page as it was before it was freed may
+/// read along, until it finds that its walk was flushed. Relaxed: the compare-and-exchange that
+/// links the page releases them.
 ///
 /// # Safety
-/// The table has `nr_entries` entries and is the caller's alone.
+/// The page has `nr_entries` PTEs and is the caller's alone.
 #[inline]
 unsafe fn build<H: Host>(host: &H, table: Hpa, nr_entries: usize, mut entry: impl FnMut(usize) -> Entry) {
     let first = host.table_ptr(table).cast::<AtomicU64>();
     for index in 0..nr_entries {
-        // SAFETY: inside the table, as the caller promises, and aligned; a store does not look at what was there.
+        // SAFETY: inside the page, as the caller promises, and aligned; a store does not read what
+        // was there.
         let cell = unsafe { &*first.add(index) };
         cell.store(entry(index).0, Ordering::Relaxed);
     }
 }
 
-/// Frees all tables of a tree, and tells the host of all leaves, as an invalidation of everything
-/// would.
+/// Frees all page-table pages of a tree, and notifies the host of all leaves, as an invalidation of
+/// everything would.
 ///
 /// # Safety
 /// The tree is not used any more.
 pub(crate) unsafe fn free_tree<H: Host, F: Format>(tree: &mut Tree<H, F>) {
-    // SAFETY: the tree is borrowed by the caller alone, and its root is a table of it.
+    // SAFETY: the tree is borrowed by the caller alone, and its root is a page-table page of it.
     unsafe { free_subtree::<H, F>(tree, tree.root(), F::ROOT_LEVEL, Gfn(0)) }
 }
 
-/// Frees a table for the pages from `start` on with all below it, and tells the host of the leaves. No entry is broken: calls
-/// that break one are over, and so are what they borrow.
+/// Frees the page-table page for the frames from `start` on with all below it, and notifies the
+/// host of the leaves. No PTE is broken: calls that break one are over, and so are what they
+/// borrow.
 ///
 /// # Safety
-/// The table belongs to `tree`, of which the caller is the only user.
+/// The page belongs to `tree`, of which the caller is the only user.
 unsafe fn free_subtree<H: Host, F: Format>(tree: &Tree<H, F>, table: Hpa, level: Level, start: Gfn) {
-    // SAFETY: the table is linked in a tree of which the caller is the only user, so it stays for this loop.
+    // SAFETY: the page is linked in a tree of which the caller is the only user, so it stays for
+    // this loop.
     let cells = unsafe { entries(&tree.host, table, nr_entries::<F>(level)) };
     for (index, cell) in (0..).zip(cells) {
         let value = Entry(cell.load(Ordering::Relaxed));
         let gfn = Gfn(start.0 + index * level.nr_pages());
         match entry::state::<F>(value, level) {
-            // SAFETY: the caller's promise, and linked once only.
+            // SAFETY: as the caller promises, and it is linked only once.
             State::Table => unsafe { free_subtree::<H, F>(tree, F::address(value, level), level.down(), gfn) },
             State::Leaf | State::Tracked => zap::report(tree, value, level, gfn.block(level)),
             State::Empty(_) | State::Broken | State::Frozen => {}
         }
     }
-    // SAFETY: it was allocated for `level`, and nobody else uses the tree.
+    // SAFETY: it was allocated for `level`, and no other thread uses the tree.
     unsafe { free::<H, F>(&tree.host, table, level) }
 }
 
-/// What a table is linked for: each has its placement and its counters.
+/// What a page-table page is linked for: each use has its placement and its counters.
 #[derive(Clone, Copy)]
 pub(crate) enum TableUse {
-    /// On the way to a leaf that a fault or a prefault installs, or to empty entries.
+    /// On the way to a leaf that a fault or a prefault installs, or to empty PTEs.
     Fault,
     /// Instead of a huge leaf.
     Split,
 }
 
-/// Tables that were allocated ahead, so that linking them needs no allocation. All of them are from one node.
+/// Page-table pages that were allocated ahead, so that linking them needs no allocation. All of
+/// them are from one node.
 pub(crate) struct TableCache {
     tables: [Hpa; TableCache::CAPACITY],
     len: usize,
@@ -188,14 +198,14 @@ impl TableCache {
         TableCache { tables: [Hpa(0); Self::CAPACITY], len: 0, node: TableNode::CallerPolicy }
     }
 
-    /// Whether there are `count` tables from `node`.
+    /// Whether there are `count` page-table pages from `node`.
     #[inline]
     pub(crate) fn has(&self, count: usize, node: TableNode) -> bool {
         count == 0 || (self.len >= count && self.node == node)
     }
 
-    /// Fills the cache up to `count` tables from `node`; what it has from another goes back to the host. `Err` if the host
-    /// has no more.
+    /// Fills the cache up to `count` page-table pages from `node`, and frees those from another
+    /// node. `Err` if the host has no more.
     pub(crate) fn top_up<H: Host, F: Format>(
         &mut self,
         host: &H,
@@ -217,8 +227,8 @@ impl TableCache {
         Ok(())
     }
 
-    /// Writes each entry of the `nth` table, and returns the entry that links it. It stays in the cache until
-    /// [`TableCache::linked`] says that it was linked.
+    /// Stores each PTE of the `nth` page-table page, and returns the PTE that links it. The page
+    /// stays in the cache until [`TableCache::linked`].
     #[inline]
     pub(crate) fn prepare<H: Host, F: Format>(
         &mut self,
@@ -227,12 +237,13 @@ impl TableCache {
         entry: impl FnMut(usize) -> Entry,
     ) -> Entry {
         let table = self.tables[..self.len][self.len - 1 - nth];
-        // SAFETY: tables in the cache were allocated for this size, and are the cache's alone.
+        // SAFETY: pages in the cache were allocated for this size, and are the cache's alone.
         unsafe { build(host, table, F::TABLE_ENTRIES, entry) }
         F::table(table)
     }
 
-    /// The first `count` prepared tables belong to the tree now, for `table_use`. They map the memory at `pfn`, if any.
+    /// Moves the first `count` prepared page-table pages to the tree, for `table_use`. They map the
+    /// memory at `pfn`, if any.
     #[inline]
     pub(crate) fn linked<H: Host>(
         &mut self,
@@ -258,7 +269,7 @@ impl TableCache {
         }
     }
 
-    /// Gives all tables back to the host.
+    /// Frees all page-table pages of the cache.
     pub(crate) fn drain<H: Host, F: Format>(&mut self, host: &H, stats: &Recorder) {
         let tables = &self.tables[..core::mem::take(&mut self.len)];
         for &table in tables {

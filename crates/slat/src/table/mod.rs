@@ -1,8 +1,10 @@
-//! The tree of tables, and who may change what in it.
+//! The tree of page-table pages, and which operation may change what in it.
 //!
-//! `entry` has the states of an entry and the transitions between them; read it first. `stamp` says how a range is taken
-//! away from under faults that are on their way, `published` has the ranges that are being taken away, `generation` bounds how often an entry is closed. `frames` turns host memory into tables, `walk` moves through them,
-//! `retire` says when a table that was unlinked may be freed.
+//! Read `entry` first: it has the states of a PTE and the transitions between them. `stamp`
+//! invalidates a range beside faults that are under way, `published` holds the ranges in flight.
+//! `generation` bounds how often a directory entry is protected. `frames` turns memory of the host
+//! into page-table pages, `walk` moves through them. `tlb` collects the flushes that are due;
+//! `retire` and `record` say when an unlinked page-table page may be freed.
 
 pub(crate) mod entry;
 pub(crate) mod frames;
@@ -35,7 +37,7 @@ use published::PublishedRanges;
 use retire::{CountedSection, Epochs, FaultPin, FaultSection, Fences, Record, SharedRecord};
 use stamp::StampCounter;
 
-/// The tables of one VM, with all that their protocol needs.
+/// The page tables of one VM, with the state of their protocols.
 pub(crate) struct Tree<H: Host, F: Format> {
     pub(crate) host: H,
     root: Hpa,
@@ -47,26 +49,26 @@ pub(crate) struct Tree<H: Host, F: Format> {
     pub(crate) epochs: Epochs,
     /// Where pages are logged, if not in bitmaps.
     pub(crate) rings: Rings,
-    /// What hardware walks instead of this tree.
+    /// The page tables that hardware walks instead of this tree.
     pub(crate) shadow: Option<Box<Shadow>>,
     format: PhantomData<F>,
 }
 
-/// A section that may change the tree: a read section of the epochs inside the VM's lock, if there is one. The order of
-/// the fields is the order of leaving: section, lock.
+/// A guard that may change the tree. It is inside the VM's lock, if there is one. The order of the
+/// fields is the order of the drops: guard, lock.
 pub(crate) struct LockedSection<'a, H: Host, S = CountedSection<'a>> {
     pub(crate) section: S,
     _lock: Option<HeldLock<'a, H>>,
 }
 
-/// The VM's lock, until it is dropped.
+/// The VM's lock, held until this is dropped.
 struct HeldLock<'a, H: Host> {
     _guard: LockGuard<'a, H>,
     timed: Option<TimedHold<'a, H>>,
 }
 
-/// By how many the holds that are timed come after the faults that are. Small, for calls that take the lock some dozen times;
-/// not so small that some faults without the lock undo it.
+/// By how many acquisitions the timed holds come after the timed faults. Small, for calls that take
+/// the lock some dozen times; large enough that a few faults without the lock do not undo it.
 const HOLDS_APART: u64 = 32;
 
 /// A hold of the lock that is timed.
@@ -77,8 +79,8 @@ struct TimedHold<'a, H: Host> {
 }
 
 impl<H: Host> Drop for HeldLock<'_, H> {
-    /// Runs before the lock is given back. After that would be too late for the clock: to wake a sleeper costs more than most
-    /// holds, and may cost the CPU.
+    /// Runs before the lock is released. The clock is read then, since to wake a sleeper costs more
+    /// than most holds, and may cost the CPU.
     #[inline]
     fn drop(&mut self) {
         if let Some(timed) = &self.timed {
@@ -121,7 +123,7 @@ impl<H: Host, F: Format> Tree<H, F> {
         }))
     }
 
-    /// Host-physical address of the root table.
+    /// Host-physical address of the root.
     pub(crate) fn root(&self) -> Hpa {
         self.root
     }
@@ -131,12 +133,12 @@ impl<H: Host, F: Format> Tree<H, F> {
         GfnRange::new(Gfn(0), 1 << (F::GPA_BITS - crate::addr::PAGE_SHIFT))
     }
 
-    /// A new stamp, greater than all before; see `stamp`.
+    /// Returns an invalidation sequence number greater than all before; see `stamp`.
     pub(crate) fn next_stamp(&self) -> Stamp {
         self.stamps.next()
     }
 
-    /// The greatest stamp so far; see `stamp`.
+    /// Returns the greatest invalidation sequence number so far; see `stamp`.
     pub(crate) fn current_stamp(&self) -> Stamp {
         self.stamps.current()
     }
@@ -145,19 +147,20 @@ impl<H: Host, F: Format> Tree<H, F> {
         self.lock.locking()
     }
 
-    /// Whether a long operation that holds a section should leave it for a while.
+    /// Whether a long operation should leave its guard for a while.
     pub(crate) fn should_yield(&self) -> bool {
         self.host.should_yield() || self.lock.is_contended()
     }
 
-    /// Enters a section that changes the tree, after waiting for the VM's lock if there is one.
+    /// Opens a guard that changes the tree, inside the VM's lock if there is one, for which it
+    /// waits.
     #[inline(always)]
     pub(crate) fn enter<'a>(&'a self, record: &'a Record, side: Side) -> LockedSection<'a, H> {
         let lock = self.lock_for(record, side);
         LockedSection { section: self.epochs.enter(record), _lock: lock }
     }
 
-    /// As [`enter`](Self::enter), of a fault.
+    /// As [`enter`](Self::enter), for a fault.
     #[inline(always)]
     pub(crate) fn enter_fault<'a>(
         &'a self,
@@ -180,10 +183,11 @@ impl<H: Host, F: Format> Tree<H, F> {
 
     /// Takes the lock.
     ///
-    /// Holds are timed by sample, where waits are all timed: who waits has lost more than two readings of the clock, but most
-    /// holds are as short as these, and each would keep the others out for twice as long. Whether this one is timed is found
-    /// out before the lock is taken; and it is not the hold of a fault that is timed, where each fault takes the lock once, or
-    /// the guest's stall would have both clocks in it.
+    /// All waits are timed, holds by sample. A thread that waits loses more than two readings of
+    /// the clock. Most holds are as short as these readings, and each reading would keep other
+    /// threads out for twice as long. Whether a hold is timed is decided before the lock is taken.
+    /// Where each fault takes the lock once, it is not the hold of a timed fault: otherwise both
+    /// clocks would be in the guest's stall.
     #[inline]
     fn acquire<'a>(&'a self, record: &'a Record, side: Side) -> HeldLock<'a, H> {
         let is_timed = is_sampled(record.stats.get(Counter::LockAcquisitions).wrapping_sub(HOLDS_APART));
@@ -211,13 +215,13 @@ impl<H: Host, F: Format> Tree<H, F> {
         guard
     }
 
-    /// The shadow tables, if hardware walks such.
+    /// The shadow page tables, if hardware walks such.
     #[inline]
     pub(crate) fn mmu<'a>(&'a self, record: &'a Record) -> Option<Mmu<'a, H, F>> {
         self.shadow.as_deref().map(|shadow| Mmu::new(self, shadow, record))
     }
 
-    /// Flushes `ranges` on all CPUs; before that, in the shadow tables.
+    /// Flushes `ranges` on all CPUs, and before that in the shadow page tables.
     pub(crate) fn flush(&self, record: &Record, ranges: &[GfnRange]) {
         match self.mmu(record) {
             None => self.flush_cpus(record, ranges),
@@ -225,18 +229,19 @@ impl<H: Host, F: Format> Tree<H, F> {
         }
     }
 
-    /// Flushes `ranges` on all CPUs, whose shadow tables say already what they may.
+    /// Flushes `ranges` on all CPUs, where the shadow page tables allow no more than they may
+    /// already.
     pub(crate) fn flush_cpus(&self, record: &Record, ranges: &[GfnRange]) {
         record.stats.count(Counter::Flushes);
         self.host.flush(ranges);
     }
 
-    /// Frees the tables whose grace period is over.
+    /// Frees the page-table pages whose grace period is over.
     pub(crate) fn reclaim(&self) {
         self.epochs.reclaim_tables::<H, F>(&self.host);
     }
 
-    /// Tables that are linked, or kept by vCPUs, about.
+    /// Page-table pages that are linked, or kept by vCPUs, approximately.
     pub(crate) fn nr_linked_tables(&self) -> u64 {
         let records = self.epochs.records();
         let count = |record: &SharedRecord, counter| record.stats.get(counter);

@@ -1,19 +1,19 @@
-//! TLB flushes that are still to come, and the page-table pages that must wait for them.
+//! TLB flushes that are due, and the page-table pages that wait for them.
 //!
 //! # Guarantees
-//! A page-table page that was unlinked is freed only when no CPU can walk it, and no thread of the
-//! engine can read it. No flush is forgotten: a batch flushes at the latest when it is dropped, also
-//! where a method of the host panics between two steps. If the flush itself panics, the page-table
-//! pages are leaked.
+//! An unlinked page-table page is freed only when no CPU can walk it, and no thread of the engine
+//! can read it. No flush is forgotten: a batch flushes at the latest when it is dropped, also where
+//! a method of the host panics between two steps. If the flush itself panics, the page-table pages
+//! are leaked.
 //!
 //! # Use
-//! A change adds the blocks whose PTEs it has zapped, or made allow less ([`TlbBatch::add`]), and the
-//! page-table pages that it has unlinked. Outside of guards and locks it calls [`TlbBatch::flush`], or
-//! drops the batch.
+//! A change adds the blocks whose PTEs it has zapped, or deprived of rights ([`TlbBatch::add`]),
+//! and the page-table pages that it has unlinked. Outside of guards and locks it calls
+//! [`TlbBatch::flush`], or drops the batch.
 //!
 //! # Implementation
-//! [`TlbBatch::flush`] flushes the ranges on all CPUs, and only then retires the page-table pages. Few
-//! ranges are kept apart; if there are more, one range covers them all.
+//! [`TlbBatch::flush`] flushes the ranges on all CPUs, and only then retires the page-table pages.
+//! Up to [`MAX_RANGES`] ranges are kept apart; if there are more, one range covers them all.
 
 #![expect(unsafe_code, reason = "owns the page-table pages that it frees")]
 
@@ -52,7 +52,8 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
         self.record
     }
 
-    /// Adds `range`, of which CPUs may have translations cached that the tables no longer have.
+    /// Adds `range`, of which CPUs may have translations cached that the page tables no longer
+    /// have.
     pub(crate) fn add(&mut self, mut range: GfnRange) {
         let touches = |last: &&mut GfnRange| range.start <= last.end && last.start <= range.end;
         if let Some(last) = self.ranges.last_mut().filter(touches) {
@@ -89,14 +90,16 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
         self.flush_by(|ranges| tree.flush(record, ranges));
     }
 
-    /// As [`flush`](Self::flush), where the shadow tables allow no more than the second stage already.
+    /// As [`flush`](Self::flush), where the shadow tables allow no more than the second stage
+    /// already.
     pub(crate) fn flush_cpus(mut self) {
         let (tree, record) = (self.tree, self.record);
         self.flush_by(|ranges| tree.flush_cpus(record, ranges));
     }
 
     fn flush_by(&mut self, flush: impl FnOnce(&[GfnRange])) {
-        // Taken first: if the flush panics, the page-table pages are leaked, for CPUs may walk them still.
+        // Taken first: if the flush panics, the page-table pages are leaked, since CPUs may still
+        // walk them.
         let (ranges, unlinked) = (mem::take(&mut self.ranges), mem::replace(&mut self.unlinked, TableChain::new()));
         if !ranges.is_empty() {
             flush(&ranges);

@@ -1,12 +1,15 @@
-//! The cursor: where a walk stands in the tree. It goes down to the lowest entry for a frame, and onwards to the next.
+//! The cursor: the position of a walk in the tree. It goes down to the lowest PTE for a frame, and
+//! on to the next frame.
 //!
-//! It remembers the table that it is in, so that the next frame of the same table costs one index; the way to any other
-//! begins at the root. The table may have been unlinked meanwhile; its entries are then empty, with stamps that nobody
-//! installs on, or frozen, and who meets a frozen entry starts over at the root ([`Cursor::restart`]). A change in such a
-//! table is lost with it, which is why an operation whose "there is nothing to do here" must be up to date walks from the
-//! root after its fence (see `dirty/log.rs`). A cursor lives inside one section.
+//! The cursor remembers its page-table page, so that the next frame of the same page costs one
+//! index; the way to any other begins at the root. The page may have been unlinked meanwhile. Its
+//! PTEs are then frozen, or empty with sequence numbers on which no fault installs. A walk that
+//! reads a frozen PTE starts over at the root ([`Cursor::restart`]). A change in an unlinked page
+//! is lost with it. So an operation whose "there is nothing to do here" must be up to date walks
+//! from the root after its fence (see `dirty/log.rs`). A cursor lives inside one guard.
 //!
-//! A fault makes two of them, so all of it must fit into registers: no array of the tables on the way.
+//! A fault makes two cursors, so a cursor must fit into registers: no array of the pages on the
+//! way.
 
 #![expect(unsafe_code, reason = "goes from table to table by the addresses that it reads in them")]
 
@@ -20,20 +23,21 @@ use crate::host::Host;
 use crate::stats::Recorder;
 use crate::sync::AtomicU64;
 
-/// A position in the tree: the entry of `level` for `gfn`.
+/// A position in the tree: the PTE of `level` for `gfn`.
 pub(crate) struct Cursor<'s, H: Host, F: Format> {
     tree: &'s Tree<H, F>,
     section: &'s Section<'s>,
-    /// The table that the current entry is in.
+    /// The page-table page of the current PTE.
     table: &'s [AtomicU64],
-    /// The entry through which the walk came here, as it was read then; not below the root.
+    /// The directory entry through which the walk came here, as it was read then; at the root,
+    /// none.
     above: Entry,
     level: Level,
     gfn: Gfn,
 }
 
 impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
-    /// At the root's entry for `gfn`.
+    /// At the root's PTE for `gfn`.
     #[inline]
     pub(crate) fn new(tree: &'s Tree<H, F>, section: &'s Section<'s>, gfn: Gfn) -> Cursor<'s, H, F> {
         // SAFETY: it is the root.
@@ -46,7 +50,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         self.tree
     }
 
-    /// The statistics of whoever walks.
+    /// The statistics of the thread that walks.
     #[inline]
     pub(crate) fn stats(&self) -> &'s Recorder {
         &self.section.record().stats
@@ -62,53 +66,55 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         self.gfn
     }
 
-    /// The frames that the current entry covers.
+    /// The frames that the current PTE covers.
     #[inline]
     pub(crate) fn block(&self) -> GfnRange {
         self.gfn.block(self.level)
     }
 
-    /// The current entry.
+    /// The current PTE.
     #[inline]
     pub(crate) fn entry(&self) -> EntryRef<'s> {
         self.entry_at(self.level)
     }
 
-    /// The same, of the level that the current entry has: for callers to which that is a constant.
+    /// As [`entry`](Self::entry), with the level of the current PTE: for callers to which that is a
+    /// constant.
     #[inline(always)]
     fn entry_at(&self, level: Level) -> EntryRef<'s> {
         debug_assert!(level == self.level);
         EntryRef::new(&self.table[index_of::<F>(self.gfn, level)], level)
     }
 
-    /// Whether the entry above was closed when the walk came through it: then no page of this table may be written, whatever
-    /// the leaves say.
+    /// Whether the directory entry above was protected when the walk came through it: then no page
+    /// below it may be written, whatever the leaves say.
     #[inline]
     pub(crate) fn is_closed(&self) -> bool {
         entry::is_closed::<F>(self.above)
     }
 
-    /// Reads the current entry, if it is of `level`. If it points to a table, the answer is what
-    /// was read and the table's entries. The cursor stays.
+    /// Reads the current PTE, if it is of `level`. If it points to a page-table page, returns what
+    /// was read and the PTEs of that page. The cursor stays.
     #[inline]
     pub(crate) fn read_table(&self, level: Level) -> Option<(Entry, &'s [AtomicU64])> {
         if self.level != level {
             return None;
         }
         let value = self.entry().load();
-        // SAFETY: read from the current entry, and a table.
+        // SAFETY: read from the current PTE, which is a directory entry.
         (entry::state::<F>(value, level) == State::Table).then(|| (value, unsafe { self.table_below(value) }))
     }
 
-    /// The entries of the table that `value` points to.
+    /// The PTEs of the page-table page that `value` points to.
     ///
     /// # Safety
-    /// `value` was read from the current entry, and points to a table.
+    /// `value` was read from the current PTE, and points to a page-table page.
     #[inline]
     unsafe fn table_below(&self, value: Entry) -> &'s [AtomicU64] {
         debug_assert!(entry::state::<F>(value, self.level) == State::Table);
         let table = F::address(value, self.level);
-        // SAFETY: the current entry is in a table of the tree that was reached inside the section.
+        // SAFETY: the current PTE is in a page-table page of the tree that was reached inside the
+        // guard.
         unsafe { frames::linked_entries::<H, F>(&self.tree.host, self.section, table, self.level.down()) }
     }
 
@@ -118,8 +124,8 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         *self = Cursor::new(self.tree, self.section, self.gfn);
     }
 
-    /// Into the table that the current entry points to. If it points to none any more, the cursor
-    /// stays.
+    /// Goes down to the page-table page that the current PTE points to. If it points to none any
+    /// more, the cursor stays.
     #[inline]
     pub(crate) fn step_down(&mut self) {
         if let Some((value, table)) = self.read_table(self.level) {
@@ -129,10 +135,10 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         }
     }
 
-    /// Into the table that `value` points to.
+    /// Goes down to the page-table page that `value` points to.
     ///
     /// # Safety
-    /// `value` was read from the current entry, and points to a table.
+    /// `value` was read from the current PTE, and points to a page-table page.
     #[inline]
     unsafe fn descend(&mut self, value: Entry) {
         // SAFETY: as the caller promises.
@@ -141,8 +147,8 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         self.level = self.level.down();
     }
 
-    /// At the lowest entry for `gfn`, with what it holds and is, as
-    /// [`descend_to_lowest`](Self::descend_to_lowest) says it. For a fault, which walks from the root
+    /// Returns a cursor at the lowest PTE for `gfn`, with its value and state, as
+    /// [`descend_to_lowest`](Self::descend_to_lowest) does. For a fault, which walks from the root
     /// twice: all levels are constants here.
     #[inline(always)]
     pub(crate) fn at_lowest(
@@ -166,34 +172,38 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
                 }
                 let table = F::address(value, level);
                 level = level.down();
-                // SAFETY: read in a table of the tree that was reached inside the section.
+                // SAFETY: read in a page-table page of the tree that was reached inside the guard.
                 cursor.table = unsafe { frames::linked_entries::<H, F>(&tree.host, section, table, level) };
                 cursor.above = value;
             }
         }
     }
 
-    /// Goes down to the lowest entry for the current frame and says what it holds and is; never a table, and never
-    /// frozen: a frozen entry is met only on a path that was unlinked, and then the walk starts over.
+    /// Goes down to the lowest PTE for the current frame and returns its value and state. It is
+    /// never a directory entry, and never frozen: a frozen PTE lies only on a path that was
+    /// unlinked, and then the walk starts over.
     #[inline]
     pub(crate) fn descend_to_lowest(&mut self) -> (Entry, State) {
         self.descend_to(Level::L4K)
     }
 
-    /// As [`descend_to_lowest`](Self::descend_to_lowest), but not below `level`: there it may be a table.
+    /// As [`descend_to_lowest`](Self::descend_to_lowest), but not below `level`: there it may be a
+    /// directory entry.
     #[inline(always)]
     pub(crate) fn descend_to(&mut self, level: Level) -> (Entry, State) {
         loop {
             let value = self.entry().load();
             match entry::state::<F>(value, self.level) {
-                // At the lowest level there are no tables: with that constant, nothing is compared.
+                // At the lowest level there are no directory entries: with that constant, nothing
+                // is compared.
                 State::Table if level == Level::L4K || self.level > level => {
-                    // SAFETY: read from the current entry, and a table.
+                    // SAFETY: read from the current PTE, which is a directory entry.
                     unsafe { self.descend(value) }
                 }
                 State::Frozen => {
-                    // The table was unlinked from its parent before its entries were frozen, and this thread has read
-                    // the frozen value with acquire: the root's path does not lead here again. No waiting.
+                    // The page-table page was unlinked from its parent before its PTEs were frozen,
+                    // and this thread has read the frozen value with acquire. So the path from the
+                    // root does not lead here again, and nothing is waited for.
                     self.restart();
                 }
                 state => return (value, state),
@@ -201,7 +211,8 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         }
     }
 
-    /// To the entry for `gfn`: of the current level if that is in the same table, else of the root's.
+    /// Moves to the PTE for `gfn`: of the current level in the same page-table page, else of the
+    /// root.
     #[inline]
     pub(crate) fn move_to(&mut self, gfn: Gfn) {
         let moved = self.gfn.0 ^ gfn.0;
@@ -211,10 +222,11 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         }
     }
 
-    /// To the entry of `level` for `gfn`, or as low as there are tables: then `None`, as in a table that was unlinked.
+    /// Moves to the PTE of `level` for `gfn`. `None` if the page-table pages do not reach so low,
+    /// as in one that was unlinked; the cursor is then as low as they reach.
     ///
-    /// For who looks at many entries of one level, a constant: so levels are constants here, on the way down and in the
-    /// table.
+    /// For a caller that visits many PTEs of one level, a constant: so levels are constants here,
+    /// on the way down and in the page.
     #[inline(always)]
     pub(crate) fn move_to_entry(&mut self, gfn: Gfn, level: Level) -> Option<EntryRef<'s>> {
         let moved = self.gfn.0 ^ gfn.0;
@@ -225,7 +237,8 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         Some(EntryRef::new(&self.table[index_of::<F>(gfn, level)], level))
     }
 
-    /// From the root to the table whose entries have `level`, or as low as there are tables: then `None`.
+    /// From the root to the page-table page whose PTEs have `level`. `None` if there is none; the
+    /// cursor is then as low as there are page-table pages.
     #[inline(always)]
     fn descend_from_root(&mut self, level: Level) -> Option<()> {
         self.restart();
@@ -235,21 +248,21 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
             if entry::state::<F>(value, above) != State::Table {
                 return None;
             }
-            // SAFETY: read from the current entry, of this level, and a table.
+            // SAFETY: read from the current PTE, of this level, which is a directory entry.
             unsafe { self.descend(value) }
             above = above.down();
         }
         Some(())
     }
 
-    /// To the first frame behind the current entry's block.
+    /// Moves to the first frame behind the block of the current PTE.
     #[inline]
     pub(crate) fn advance(&mut self) {
         self.move_to(self.block().end);
     }
 }
 
-/// Index of `gfn` in a table whose entries have `level`.
+/// Index of `gfn` in a page-table page whose PTEs have `level`.
 #[inline]
 pub(crate) fn index_of<F: Format>(gfn: Gfn, level: Level) -> usize {
     (gfn.0 / level.nr_pages()) as usize & (frames::nr_entries::<F>(level) - 1)
