@@ -1,59 +1,86 @@
-//! States of an entry, and who may change what into what. This is the protocol that all else relies on.
+//! The states of a PTE and the changes between them. Every other protocol relies on this one.
 //!
-//! | state | present for hardware | means |
+//! # Guarantees
+//! - One atomic operation makes each change of a linked PTE. No A or D that hardware sets is lost.
+//! - A leaf PTE never becomes a leaf PTE of another frame. The range is invalidated in between.
+//! - A CPU that loads speculatively through a PTE that is not present reaches no memory.
+//!
+//! # Use
+//! Read a PTE through [`EntryRef`], decode it with [`state`], and change it by an operation of
+//! [`EntryRef`]. A thread that reads a frozen PTE starts over at the root.
+//!
+//! # Implementation
+//! | state | present for hardware | meaning |
 //! |---|---|---|
-//! | *empty(stamp)* | no | nothing is mapped; the stamp says when a fault may have looked to still install here |
+//! | *empty* | no | nothing is mapped; holds an invalidation sequence number |
 //! | *leaf* | yes | maps memory |
-//! | *tracked* | no | a leaf whose next access is to be seen: it maps memory, but hardware faults on it |
-//! | *table* | yes | points to the table below |
-//! | *broken* | no | for now: somebody is between a table and a huge leaf, and the table that was or is to be here is named |
-//! | *frozen* | no | the table that this entry is in was unlinked or is broken; final |
+//! | *tracked* | no | maps memory; hardware faults, so that the next access is observed |
+//! | *table* | yes | points to the page-table page below: a directory entry |
+//! | *broken* | no | between a page-table page and a huge leaf; names the page-table page |
+//! | *frozen* | no | the page-table page of this PTE was unlinked or is broken; final |
 //!
-//! | from -> to | who | how |
-//! |---|---|---|
-//! | empty -> leaf, table | fault, prefault | compare-and-exchange on the very value read, if its stamp is the one that was seen; the entries of a new table inherit the stamp of the entry that it hangs on |
-//! | empty -> empty, greater stamp | zap | compare-and-exchange; an unflushed entry that is covered in part has been flushed since it was read |
-//! | leaf -> leaf, same frame | fault (gives W back; sets A and D for a CPU that does not), protect, age | compare-and-exchange; a single AND at the lowest level, to clear only; never an OR |
-//! | leaf -> tracked, same frame | age, where there is no A bit | compare-and-exchange; W is dropped, D is kept |
-//! | tracked -> leaf, same frame | fault | compare-and-exchange |
-//! | leaf, tracked -> table | split | compare-and-exchange; permissions, A and D are copied exactly, so no flush is owed. By way of broken, with a flush, where the format says so |
-//! | table -> broken -> leaf | recover | compare-and-exchange; between the two all entries below are frozen, and A and D gathered |
-//! | broken -> empty, with a stamp of its own | who meets it, but not who only protects, splits, ages or asks | compare-and-exchange, once all that was there has been reported: the owner's then fails, and nobody waits |
-//! | leaf, tracked -> empty | zap; a fault that replaces a read-only leaf | compare-and-exchange from the value read, which the zap has reported to the host |
-//! | table -> table, closed | protect (lazily) | compare-and-exchange; W is cleared, and the generation moves on even if it was clear |
-//! | table, closed -> table | fault that pushes down | compare-and-exchange from the value that it began with; W is set |
-//! | table -> empty | zap | compare-and-exchange from the value read, with a stamp of its own, once all entries below are empty; then those on which a table could still be hung are frozen |
-//! | empty, table -> frozen | who unlinked the table | exchange |
-//! | anything -> frozen, which says what it was | who recovers the table, or cancels that | compare-and-exchange |
-//! | leaf A -> leaf B, another frame | nobody | the range is taken away first |
+//! These are all changes. Each is a compare-and-exchange from the very value that was read; at the
+//! lowest level one AND may clear W or A of a leaf. No OR sets a bit.
 //!
-//! Whoever meets a frozen entry starts over at the root. Hardware may set A and D of a linked leaf at any time; that is
-//! why nothing but a compare-and-exchange (or the one AND) ever changes a linked entry. A leaf that is writable for the
-//! guest has both `F::WRITABLE` and `F::HOST_WRITABLE`; a leaf with `HOST_WRITABLE` alone is write-protected for
-//! logging, and whoever finds the page's slot may give W back without asking the host; a leaf with neither needs the
-//! host's word, and with that it is taken away and installed anew (an exchange of the one leaf for the other could not
-//! tell that the slot was replaced meanwhile by one over the same frames that may not be written).
+//! | from -> to | operation |
+//! |---|---|
+//! | empty -> leaf, table | fault, prefault, if the PTE holds the number that it saw |
+//! | empty -> empty, greater number | zap; for an unflushed PTE in part, a flush after the read |
+//! | leaf, tracked -> leaf, same frame | fault; restores W, sets A and D for a CPU that does not |
+//! | leaf -> leaf, tracked, same frame | protect; age (to tracked without an A bit; W goes, D stays) |
+//! | leaf, tracked -> table | split; it copies permissions, A and D exactly, so it needs no flush |
+//! | leaf, tracked -> broken -> table | split with break before make; a flush in between |
+//! | table -> broken -> leaf, tracked | recovery; it freezes the PTEs below, and gathers A and D |
+//! | broken -> empty, fresh number | abort, once all that was there has been reported |
+//! | leaf, tracked -> empty | zap, once it is reported; fault that replaces a read-only leaf |
+//! | table -> table, protected | lazy protection; clears W, moves the generation on in any case |
+//! | table, protected -> table | push-down, from the value that it began with; sets W |
+//! | table -> empty, fresh number | zap, once all PTEs below are empty |
+//! | empty, table -> frozen | the unlinking thread, where a table could be linked; plain exchange |
+//! | any -> frozen, keeps what it was | recovery of the page-table page, or its abort |
 //!
-//! A table entry above leaves of 4 KiB may be *closed*: without W it protects all 512 leaves at once, and what their own W
-//! says does not count. The next writer *pushes down* (`second_stage/push_down.rs`). Each closing moves the entry's
-//! generation on, so that a push-down that began before it fails; `generation` keeps generations from coming back. In formats
-//! without generations (table entries that have no rights, or no room) none is ever closed.
+//! PTEs of a new page-table page inherit the number of the PTE above. An operation that needs a
+//! broken PTE aborts its owner's work; one that only protects, splits, ages or queries does not.
+//! The owner's exchange then fails, and no thread waits.
 //!
-//! Non-present entries have the lowest three bits clear, which no format reads as present. Bit 3 says frozen, bit 4
-//! tracked, bit 10 broken. The rest from bit 12 on is a stamp (empty), a link of the list of retired tables (frozen, see
-//! `retire`), the frame or table that it had (frozen, with bits 9, 11 and 52 to 56 for what it was), the frame (tracked, with bits 5
-//! and 6 for what the leaf was), or the table (broken, with bit 11 if that is to be linked and not to be taken away). CPUs may
-//! still have a tracked leaf cached, as it was before: that only hides accesses until the translation is replaced, and
-//! whoever takes the leaf away flushes.
+//! A leaf that the guest may write has both `F::WRITABLE` and `F::HOST_WRITABLE`. A leaf with
+//! `HOST_WRITABLE` alone is write-protected for logging: a fault that finds the page's memslot
+//! restores W without asking the host. A leaf with neither needs the host's answer. With that
+//! answer the fault empties the PTE and installs a new leaf.
+//!
+//! A directory entry above leaves of 4 KiB may be *protected*: without W it write-protects all 512
+//! leaves, whatever their own W is. The next writer *pushes down* (`second_stage/push_down.rs`). If
+//! the entry was protected again meanwhile, that fails, because the generation has moved on
+//! (`generation`). In formats without generations (directory entries without rights, or without
+//! room) none is protected.
+//!
+//! A PTE that is not present has the lowest three bits clear, which no format reads as present. Bit
+//! 3 says frozen, bit 4 tracked, bit 10 broken. From bit 12 on an empty PTE has the sequence
+//! number, and a tracked one its frame, with bits 5 and 6 for what the leaf was. A frozen one has a
+//! link of the list of retired page-table pages (`retire`), or its former frame or page-table page,
+//! with bits 9, 11 and 52 to 56 for what it was. A broken one has the page-table page, with bit 11
+//! if that is to be linked.
+//!
+//! # Why it is correct
+//! Hardware may set A and D of a linked leaf at any time. A compare-and-exchange from the value
+//! that was read fails if hardware or another thread was faster; the one AND only clears bits.
+//!
+//! The exchange of a read-only leaf for a writable one could not show that the memslot was replaced
+//! meanwhile by one over the same frames that must not be written. The number of the empty PTE
+//! does.
+//!
+//! CPUs may still have a tracked leaf cached, as it was before. That only hides accesses until the
+//! translation is replaced; an operation that zaps the leaf flushes.
 //!
 //! # L1 terminal fault
-//! A CPU may load from the address in an entry that is not present, ahead of the fault, if the L1 data cache has that address; and
-//! the guest may find out what was there (Intel, "Deep Dive: Intel Analysis of L1 Terminal Fault", CVE-2018-3646). So no entry that
-//! is not present has an address in bits 12 to 51 at which there is memory: what stands there (an address, a number) is inverted.
-//! An address below half of what the CPU's cache tells apart (2^43 on the CPUs concerned, if not more) is then above it. Numbers
-//! have their lowest 12 bits in bits 52 to 63, so that the rest stays small: stamps below 2^43 are out of reach, which last 14
-//! years at 10000 changes a second. A host with memory beyond that half keeps guests apart from it by other means (flushes
-//! of the L1 data cache at entry), as such a host has to anyway.
+//! A CPU may load from the address in a PTE that is not present, ahead of the fault, if the L1 data
+//! cache has that address; the guest may then find out what was there (Intel, "Deep Dive: Intel
+//! Analysis of L1 Terminal Fault", CVE-2018-3646). So bits 12 to 51 of such a PTE hold no address
+//! of memory: an address or a number is stored inverted. An address below half of what the cache
+//! distinguishes (2^43 on the CPUs concerned, if not more) is then above it. Numbers have their
+//! lowest 12 bits in bits 52 to 63, so that the rest stays small: sequence numbers below 2^43 are
+//! out of reach, which last 14 years at 10000 changes a second. A host with memory beyond that half
+//! protects it by other means (flushes of the L1 data cache at entry), as it has to anyway.
 
 use crate::addr::{Access, Hpa, Level, Pfn};
 use crate::format::{Entry, Format};
@@ -65,8 +92,8 @@ const TRACKED_HOST_WRITABLE: u64 = 1 << 5;
 const TRACKED_DIRTY: u64 = 1 << 6;
 const BROKEN_BIT: u64 = 1 << 10;
 const BROKEN_FOR_SPLIT: u64 = 1 << 11;
-// What a frozen entry was. A link of retired tables has neither of these two bits; and none of the rest is where an AND could
-// hit it that was meant for the leaf.
+// What a frozen PTE was. A link of retired page-table pages has neither of these two bits. None of
+// the others is where an AND could hit it that was meant for the leaf.
 const FROZEN_LEAF: u64 = 1 << 9;
 const FROZEN_TABLE: u64 = 1 << 11;
 const FROZEN_HOST_WRITABLE: u64 = 1 << 52;
@@ -77,39 +104,36 @@ const FROZEN_TRACKED: u64 = 1 << 56;
 const PAYLOAD_SHIFT: u32 = 12;
 /// Bits 12 to 51: no format may have wider host-physical addresses ([`Format::HPA_BITS`]).
 const ADDRESS: u64 = (1 << 52) - (1 << PAYLOAD_SHIFT);
-/// Frozen, and it was nothing.
 const FROZEN_NOTHING: u64 = FROZEN_BIT | ADDRESS;
 
-/// The bits by which an entry that is not present keeps `address`; see the module on L1 terminal faults.
+/// The bits by which a PTE that is not present keeps `address`; see L1 terminal fault above.
 #[inline]
 const fn hidden_address(address: Hpa) -> u64 {
     debug_assert!(address.0 & !ADDRESS == 0);
     address.0 ^ ADDRESS
 }
 
-/// The address that such an entry keeps.
 #[inline]
 const fn address_in(entry: Entry) -> Hpa {
     Hpa(!entry.0 & ADDRESS)
 }
 
-/// The bits by which it keeps `number`, which has 52 bits at most.
+/// The bits by which such a PTE keeps `number`, which has 52 bits at most.
 #[inline]
 const fn hidden_number(number: u64) -> u64 {
     debug_assert!(number < 1 << (u64::BITS - PAYLOAD_SHIFT));
     (number & ADDRESS | number << (u64::BITS - PAYLOAD_SHIFT)) ^ ADDRESS
 }
 
-/// The number in such bits.
 #[inline]
 const fn number_in(bits: u64) -> u64 {
     !bits & ADDRESS | bits >> (u64::BITS - PAYLOAD_SHIFT)
 }
 
-/// A moment in the life of the VM's tables: the value of the stamp counter when a range was taken away. Those of the counter
-/// are even. It is kept as the complement of the empty entry that has it, so that a fault, which only compares, has next to
-/// nothing to decode. (As the entry itself it would cost more: the compiler then takes the two for one, and carries along
-/// what it knows of entries.)
+/// An invalidation sequence number: the value of the counter, which is even, when a range was
+/// invalidated. Kept as the complement of the empty PTE that has it, so that a fault, which only
+/// compares, decodes next to nothing. (As the PTE itself it would cost more: the compiler then
+/// identifies the two, and carries along what it knows of PTEs.)
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Stamp(u64);
 
@@ -132,52 +156,50 @@ impl core::fmt::Debug for Stamp {
 }
 
 impl Stamp {
-    /// The stamp of tables that nothing was ever taken from.
+    /// The number of page tables in which nothing was ever invalidated.
     pub(crate) const FIRST: Stamp = Stamp(!hidden_number(0));
 
-    /// The stamp that the counter says `number` for: 52 bits, so at one stamp a microsecond they last 71 years.
+    /// From the counter: 52 bits, so at one number a microsecond they last 71 years.
     #[inline]
     pub(crate) fn from_number(number: u64) -> Stamp {
         Stamp(!hidden_number(number))
     }
 
-    /// What the counter said, perhaps with the mark of [`unflushed`](Stamp::unflushed).
+    /// The value of the counter, perhaps with the mark of [`unflushed`](Stamp::unflushed).
     #[inline]
     pub(crate) fn number(self) -> u64 {
         number_in(!self.0)
     }
 
-    /// Whether nobody has taken a stamp between `earlier` and this one.
+    /// Whether no thread has taken a number between `earlier` and this one.
     pub(crate) fn follows(self, earlier: Stamp) -> bool {
         self.number() == earlier.number() + Stamp::STEP
     }
 
-    /// From one stamp of the counter to the next.
     pub(crate) const STEP: u64 = 2;
 
-    /// This stamp, of an entry at which CPUs may have a translation cached of another size than the next that is made there,
-    /// in a format that does not allow that ([`Format::BREAK_BEFORE_MAKE`]).
+    /// This number, marked: CPUs may have a translation of another size cached than the next that
+    /// is made at the PTE, in a format that does not allow that ([`Format::BREAK_BEFORE_MAKE`]).
     pub(crate) fn unflushed(self) -> Stamp {
         Stamp(self.0 & !Stamp::UNFLUSHED)
     }
 
-    /// This stamp, once that flush is over.
+    /// This number, once that flush is over.
     #[inline]
     pub(crate) fn flushed(self) -> Stamp {
         Stamp(self.0 | Stamp::UNFLUSHED)
     }
 
-    /// Whether a flush must come before anything is made of an entry with this stamp.
+    /// Whether a flush must precede all that is made of a PTE with this number.
     #[inline]
     pub(crate) fn is_unflushed(self) -> bool {
         self.0 & Stamp::UNFLUSHED == 0
     }
 
-    /// The lowest bit of the number, where an entry has it; inverted here.
+    /// The lowest bit of the number, where a PTE has it; inverted here.
     const UNFLUSHED: u64 = 1 << (u64::BITS - PAYLOAD_SHIFT);
 }
 
-/// What an entry is; see the module's table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum State {
     Empty(Stamp),
@@ -191,7 +213,7 @@ pub(crate) enum State {
 #[inline]
 pub(crate) fn state<F: Format>(entry: Entry, level: Level) -> State {
     if !F::is_present(entry) {
-        // The most frequent one by one test.
+        // The most frequent state by one test.
         if entry.0 & (FROZEN_BIT | TRACKED_BIT | BROKEN_BIT) == 0 {
             State::Empty(Stamp(!entry.0))
         } else if entry.0 & FROZEN_BIT != 0 {
@@ -213,16 +235,15 @@ pub(crate) fn empty(stamp: Stamp) -> Entry {
     Entry(!stamp.0)
 }
 
-/// Why an entry is broken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Breaking {
-    /// A table was here, and a huge leaf is to come.
+    /// A page-table page was here, and a huge leaf is to come.
     Recovery,
-    /// A huge leaf was here, and a table is to come.
+    /// A huge leaf was here, and a page-table page is to come.
     Split,
 }
 
-/// A broken entry where the table at `table` was, or is to be.
+/// A broken PTE where the page-table page at `table` was, or is to be.
 pub(crate) fn broken(table: Hpa, breaking: Breaking) -> Entry {
     let kind = match breaking {
         Breaking::Recovery => 0,
@@ -231,24 +252,23 @@ pub(crate) fn broken(table: Hpa, breaking: Breaking) -> Entry {
     Entry(hidden_address(table) | BROKEN_BIT | kind)
 }
 
-/// What [`broken`] was made with.
 pub(crate) fn table_of_broken(entry: Entry) -> (Hpa, Breaking) {
     debug_assert!(entry.0 & BROKEN_BIT != 0);
     let breaking = if entry.0 & BROKEN_FOR_SPLIT == 0 { Breaking::Recovery } else { Breaking::Split };
     (address_in(entry), breaking)
 }
 
-/// What a frozen entry was, if it was frozen by [`EntryRef::freeze_as_was`].
+/// What a frozen PTE was, if [`EntryRef::freeze_as_was`] froze it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Frozen {
-    /// This leaf, tracked or not; but for its right to write.
+    /// This leaf, tracked or not, without its right to write.
     Leaf(Entry),
-    /// An entry that pointed to this table.
+    /// A PTE that pointed to this page-table page.
     Table(Hpa),
     Nothing,
 }
 
-/// What the frozen entry `entry` of `level` was.
+/// What the frozen PTE `entry` of `level` was.
 pub(crate) fn before_freezing<F: Format>(entry: Entry, level: Level) -> Frozen {
     debug_assert!(entry.0 & FROZEN_BIT != 0);
     let bit = |from: u64, to: u64| if entry.0 & from != 0 { to } else { 0 };
@@ -263,14 +283,14 @@ pub(crate) fn before_freezing<F: Format>(entry: Entry, level: Level) -> Frozen {
     Frozen::Leaf(if entry.0 & FROZEN_TRACKED != 0 { tracked::<F>(leaf, level) } else { leaf })
 }
 
-/// The frame of the leaf, tracked or not, that the frozen entry `entry` was; `None` if it was none.
+/// The frame of the leaf, tracked or not, that the frozen PTE `entry` was; `None` if it was none.
 #[inline]
 pub(crate) fn frame_before_freezing(entry: Entry) -> Option<Pfn> {
     debug_assert!(entry.0 & FROZEN_BIT != 0);
     (entry.0 & FROZEN_LEAF != 0).then(|| address_in(entry).pfn())
 }
 
-/// What leaves, tracked or not, said together before they were frozen.
+/// The attributes of many leaves, tracked or not, before they were frozen.
 #[derive(Clone, Copy)]
 pub(crate) struct FrozenLeaves {
     any: u64,
@@ -288,18 +308,16 @@ impl FrozenLeaves {
         self.all &= frozen.0;
     }
 
-    /// Whether the host allows writing; `None` if only of some.
+    /// Whether the host allows writing; `None` if only for some.
     pub(crate) fn are_host_writable(self) -> Option<bool> {
         let (any, all) = (self.any & FROZEN_HOST_WRITABLE != 0, self.all & FROZEN_HOST_WRITABLE != 0);
         (any == all).then_some(all)
     }
 
-    /// As [`is_accessed`], of any.
     pub(crate) fn is_any_accessed(self) -> bool {
         self.any & FROZEN_ACCESSED != 0
     }
 
-    /// As [`is_dirty`], of any.
     pub(crate) fn is_any_dirty(self) -> bool {
         self.any & (FROZEN_DIRTY | FROZEN_WAS_DIRTY) != 0
     }
@@ -309,7 +327,7 @@ impl FrozenLeaves {
     }
 }
 
-/// The entry `value` of `level` frozen, so that [`before_freezing`] tells what it was.
+/// The PTE `value` of `level` frozen, so that [`before_freezing`] returns what it was.
 #[inline]
 fn frozen_as_was<F: Format>(value: Entry, level: Level) -> Entry {
     Entry(match state::<F>(value, level) {
@@ -330,45 +348,43 @@ fn frozen_as_was<F: Format>(value: Entry, level: Level) -> Entry {
     })
 }
 
-/// A frozen entry that carries `next`, a page-aligned address.
+/// A frozen PTE that carries `next`, a page-aligned address.
 #[inline]
 pub(crate) fn frozen_link(next: Hpa) -> Entry {
     debug_assert!(next.0 & ((1 << PAYLOAD_SHIFT) - 1) == 0);
-    // With what it may have above bit 51: the end of a list is no address.
+    // With the bits that it may have above bit 51: the end of a list is no address.
     Entry(next.0 ^ ADDRESS | FROZEN_BIT)
 }
 
-/// A frozen entry that carries the number `payload` (below 2^52).
+/// A frozen PTE that carries the number `payload` (below 2^52).
 #[inline]
 pub(crate) fn frozen_number(payload: u64) -> Entry {
     Entry(hidden_number(payload) | FROZEN_BIT)
 }
 
-/// The link in a [`frozen_link`].
 pub(crate) fn link_of(entry: Entry) -> Hpa {
     debug_assert!(entry.0 & FROZEN_BIT != 0);
     Hpa((entry.0 ^ ADDRESS) & !((1 << PAYLOAD_SHIFT) - 1))
 }
 
-/// The number in a [`frozen_number`].
 pub(crate) fn number_of(entry: Entry) -> u64 {
     debug_assert!(entry.0 & FROZEN_BIT != 0);
     number_in(entry.0)
 }
 
-/// Whether table entries of the format can be closed: they have a right to write, and generations.
+/// Whether directory entries of the format can be protected: it has W there, and generations.
 #[inline]
 pub(crate) const fn can_be_closed<F: Format>() -> bool {
     F::GENERATION != 0
 }
 
-/// Whether a table entry takes the right to write from all leaves below.
+/// Whether a directory entry write-protects all leaves below.
 #[inline]
 pub(crate) fn is_closed<F: Format>(table: Entry) -> bool {
     can_be_closed::<F>() && table.0 & F::WRITABLE == 0
 }
 
-/// The table entry `table` closed, whether it was before or not: of the next generation.
+/// The directory entry `table` protected, whether it was before or not: of the next generation.
 #[inline]
 pub(crate) fn closed<F: Format>(table: Entry) -> Entry {
     let one = F::GENERATION & F::GENERATION.wrapping_neg();
@@ -376,13 +392,13 @@ pub(crate) fn closed<F: Format>(table: Entry) -> Entry {
     Entry(table.0 & !(F::GENERATION | F::WRITABLE) | generation)
 }
 
-/// The closed table entry `table` opened.
+/// The protected directory entry `table` with W again.
 #[inline]
 pub(crate) fn opened<F: Format>(table: Entry) -> Entry {
     Entry(table.0 | F::WRITABLE)
 }
 
-/// Whether the guest may write through a leaf, if the entry above is not closed. Never, through a tracked one.
+/// Whether the guest may write through a leaf, unless the directory entry above is protected.
 #[inline]
 pub(crate) fn is_writable<F: Format>(leaf: Entry) -> bool {
     F::is_present(leaf) && leaf.0 & F::WRITABLE == F::WRITABLE
@@ -395,7 +411,7 @@ pub(crate) fn is_host_writable<F: Format>(leaf: Entry) -> bool {
     leaf.0 & bit != 0
 }
 
-/// Whether the guest has used a leaf since it was installed or last aged. (A tracked one: certainly not.)
+/// Whether the guest has used a leaf since it was installed or last aged. False for a tracked one.
 pub(crate) fn is_accessed<F: Format>(leaf: Entry) -> bool {
     F::is_present(leaf) && leaf.0 & F::ACCESSED != 0
 }
@@ -405,7 +421,7 @@ pub(crate) fn is_dirty<F: Format>(leaf: Entry) -> bool {
     leaf.0 & if F::is_present(leaf) { F::DIRTY | F::WAS_DIRTY } else { TRACKED_DIRTY } != 0
 }
 
-/// Whether `leaf` has A, and for a write D: then a CPU that does not set them does not fault for them.
+/// Whether `leaf` has A, and for a write D: a CPU that sets neither then does not fault for it.
 #[inline]
 pub(crate) fn is_marked<F: Format>(leaf: Entry, access: Access) -> bool {
     marked::<F>(leaf, access) == leaf
@@ -418,14 +434,14 @@ pub(crate) fn marked<F: Format>(leaf: Entry, access: Access) -> Entry {
     Entry(leaf.0 | F::ACCESSED | dirty)
 }
 
-/// Whether the guest has written through a leaf since hardware's dirty bit was last cleared for the log. Not asked of
-/// tracked leaves: where there are any, that bit is not the log's.
+/// Whether the guest has written through a leaf since hardware's dirty bit was last cleared for the
+/// log. Not for tracked leaves: where there are any, that bit is not the log's.
 #[inline]
 pub(crate) fn is_dirty_for_log<F: Format>(leaf: Entry) -> bool {
     F::is_present(leaf) && leaf.0 & F::DIRTY != 0
 }
 
-/// `leaf` with hardware's dirty bit clear; it still says that it was written.
+/// `leaf` with hardware's dirty bit clear; [`is_dirty`] stays true.
 #[inline]
 pub(crate) fn cleaned_for_log<F: Format>(leaf: Entry) -> Entry {
     let was_dirty = if leaf.0 & F::DIRTY != 0 { F::WAS_DIRTY } else { 0 };
@@ -438,19 +454,19 @@ pub(crate) fn frame<F: Format>(leaf: Entry, level: Level) -> Pfn {
     if F::is_present(leaf) { F::address(leaf, level).pfn() } else { address_in(leaf).pfn() }
 }
 
-/// The bits of a leaf that belong to software and to hardware's use of it, and are copied when it is split.
+/// The bits of a leaf that belong to software and to hardware's use of it. A split copies them.
 fn attributes<F: Format>(leaf: Entry) -> u64 {
     leaf.0 & (F::WRITABLE | F::HOST_WRITABLE | F::ACCESSED | F::DIRTY | F::WAS_DIRTY)
 }
 
-/// The tracked form of `leaf`: not to be used by hardware, and not accessed since.
+/// The tracked form of `leaf`: hardware cannot use it, and it counts as not accessed.
 pub(crate) fn tracked<F: Format>(leaf: Entry, level: Level) -> Entry {
     let host_writable = if is_host_writable::<F>(leaf) { TRACKED_HOST_WRITABLE } else { 0 };
     let dirty = if is_dirty::<F>(leaf) { TRACKED_DIRTY } else { 0 };
     Entry(hidden_address(frame::<F>(leaf, level).hpa()) | TRACKED_BIT | host_writable | dirty)
 }
 
-/// The leaf that `leaf` is or, if it is tracked, was: then without the right to write, and not accessed.
+/// The leaf that `leaf` is or, if it is tracked, was: then without W, and not accessed.
 #[inline]
 pub(crate) fn untracked<F: Format>(leaf: Entry, level: Level) -> Entry {
     if F::is_present(leaf) {
@@ -461,15 +477,14 @@ pub(crate) fn untracked<F: Format>(leaf: Entry, level: Level) -> Entry {
     Entry(F::leaf(frame::<F>(leaf, level), level).0 | host_writable | dirty)
 }
 
-/// The leaf for part number `index` of the huge leaf `huge` of `level`, one level lower, with the same attributes; tracked
-/// if that is.
+/// Part `index` of the huge leaf `huge` of `level`, one level lower, with the same attributes.
 pub(crate) fn part_of_huge<F: Format>(huge: Entry, level: Level, index: usize) -> Entry {
     let pfn = Pfn(frame::<F>(huge, level).0 + index as u64 * level.down().nr_pages());
     let part = Entry(F::leaf(pfn, level.down()).0 | attributes::<F>(untracked::<F>(huge, level)));
     if F::is_present(huge) { part } else { tracked::<F>(part, level.down()) }
 }
 
-/// A linked or once linked entry in its table: the only way to change one.
+/// A PTE in a page-table page that is linked or was: the only way to change one.
 #[derive(Clone, Copy)]
 pub(crate) struct EntryRef<'s> {
     cell: &'s AtomicU64,
@@ -487,18 +502,18 @@ impl<'s> EntryRef<'s> {
         self.level
     }
 
-    /// Acquire: pairs with the release of whoever linked the table or the leaf, so that a table's entries are seen
-    /// filled; and orders this read before the reads of the state that the answer depends on (see `stamp`).
+    /// Acquire: pairs with the release of the thread that linked the page-table page or the leaf,
+    /// so that a page-table page is observed filled. It also orders this read before the reads of
+    /// the state that the answer depends on (see `stamp`).
     #[inline]
     pub(crate) fn load(&self) -> Entry {
         Entry(self.cell.load(Ordering::Acquire))
     }
 
-    /// Replaces `old` by `new`, if `old` is still there; else says what is.
-    ///
-    /// SeqCst: release, so that a new table's entries are seen by who walks to it; acquire, as for `load`; and total
-    /// order with the accesses of the slot set and of the dirty bitmap that pair with it (see `fence_after_rmw` at the
-    /// callers).
+    /// Replaces `old` by `new`, if `old` is still there; else returns what is there. SeqCst:
+    /// release, so that a walk observes the PTEs of a new page-table page; acquire, as for `load`;
+    /// and total order with the accesses of the memslot set and of the dirty bitmap that pair with
+    /// it (see `fence_after_rmw` at the callers).
     #[inline]
     pub(crate) fn compare_exchange<F: Format>(&self, old: Entry, new: Entry) -> Result<(), Entry> {
         #[cfg(debug_assertions)]
@@ -509,8 +524,9 @@ impl<'s> EntryRef<'s> {
         }
     }
 
-    /// Clears `bits` of an entry of the lowest level with one AND, and says what it was before. The entry may be no leaf
-    /// by now: W and A are clear in all that it can be then. (A is cleared so only where no leaf is ever tracked.)
+    /// Clears `bits` of a PTE of the lowest level with one AND, and returns what it was before. The
+    /// PTE may be no leaf by now: in all that it can be then, W and A are clear. (A is cleared so
+    /// only where no leaf is ever tracked.)
     #[inline]
     pub(crate) fn clear<F: Format>(&self, bits: u64) -> Entry {
         const {
@@ -525,17 +541,17 @@ impl<'s> EntryRef<'s> {
         Entry(self.cell.fetch_and(!bits, Ordering::SeqCst))
     }
 
-    /// Freezes an entry of a table that the caller has unlinked, and says what it was before.
+    /// Freezes a PTE of a page-table page that the caller has unlinked; returns what it was before.
     #[inline]
     pub(crate) fn freeze(&self) -> Entry {
-        // AcqRel: what the entry pointed to must be seen as its writer left it.
+        // AcqRel: observes what the PTE pointed to as its writer left it.
         Entry(self.cell.swap(FROZEN_NOTHING, Ordering::AcqRel))
     }
 
-    /// Freezes `value`, if it is still there, in a way that says what it was, and returns that; else says what is there.
+    /// Freezes `value` so that it keeps what it was, if it is still there; `Err` is what is there.
     #[inline]
     pub(crate) fn freeze_as_was<F: Format>(&self, value: Entry) -> Result<Entry, Entry> {
-        // AcqRel, Acquire: as for `freeze`, and who finds it frozen sees as much.
+        // AcqRel, Acquire: as for `freeze`, also for a thread that finds it frozen.
         let frozen = frozen_as_was::<F>(value, self.level);
         match self.cell.compare_exchange(value.0, frozen.0, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => Ok(frozen),
@@ -543,7 +559,6 @@ impl<'s> EntryRef<'s> {
         }
     }
 
-    /// Checks a change against the module's table.
     #[cfg(debug_assertions)]
     fn assert_transition<F: Format>(&self, old: Entry, new: Entry) {
         let level = self.level;
