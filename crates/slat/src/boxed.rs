@@ -1,4 +1,5 @@
-//! Heap memory whose allocation may fail: an error instead of an abort. (`Box::try_new` is not stable yet.)
+//! Heap memory whose allocation may fail: an error instead of an abort. (`Box::try_new` is not
+//! stable.)
 
 #![expect(unsafe_code, reason = "allocates by hand")]
 
@@ -12,12 +13,12 @@ use core::slice;
 use crate::error::Error;
 use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
-/// A box with `value` in it.
+/// Returns a box with `value` in it.
 pub(crate) fn try_box<T>(value: T) -> Result<Box<T>, Error> {
     Ok(Vacant::new()?.fill(value))
 }
 
-/// A box that has its memory, and no value yet: so that a large value is made where it is to be.
+/// A box with memory and no value yet: a large value is made in place.
 pub(crate) struct Vacant<T>(Box<MaybeUninit<T>>);
 
 impl<T> Vacant<T> {
@@ -28,8 +29,8 @@ impl<T> Vacant<T> {
         if memory.is_null() {
             return Err(Error::OutOfMemory);
         }
-        // SAFETY: the memory has the layout of a `T` and came from the global allocator, as a box's must; it may be
-        // uninitialized.
+        // SAFETY: the memory has the layout of a `T` and came from the global allocator, as a box's
+        // must; it may be uninitialized.
         Ok(Vacant(unsafe { Box::from_raw(memory) }))
     }
 
@@ -38,24 +39,24 @@ impl<T> Vacant<T> {
     pub(crate) fn fill(self, value: T) -> Box<T> {
         let Vacant(mut memory) = self;
         memory.write(value);
-        // SAFETY: written just now.
+        // SAFETY: just written.
         unsafe { memory.assume_init() }
     }
 }
 
-/// A type of which memory of zeroes is a value. Large values are made in place by it: what is made by value first takes their
-/// size of the caller's stack.
+/// A type of which zeroed memory is a value. [`try_zeroed`] makes large values in place; a value
+/// that is moved into a box first takes its size of the caller's stack.
 ///
 /// # Safety
-/// Memory of zeroes is a valid value of the type, other than under loom, whose atomics are more than their value. There
-/// `zeroed` makes it.
+/// Zeroed memory is a valid value of the type, except under loom, whose atomics are more than their
+/// value. There `zeroed` makes it.
 pub(crate) unsafe trait Zeroed: Sized {
-    /// The value that memory of zeroes is elsewhere.
+    /// The value that zeroed memory is elsewhere.
     #[cfg(loom)]
     fn zeroed() -> Self;
 }
 
-// SAFETY: the atomics are transparent over core's, whose zero is all zeroes.
+// SAFETY: the atomics are transparent over those of core, whose zero is all zeroes.
 unsafe impl Zeroed for AtomicU32 {
     #[cfg(loom)]
     fn zeroed() -> AtomicU32 {
@@ -71,7 +72,7 @@ unsafe impl Zeroed for AtomicU64 {
     }
 }
 
-/// Types that are [`Zeroed`] because zero is one of their values.
+/// Implements [`Zeroed`] for types of which zero is a value.
 macro_rules! zeroed_numbers {
     ($($name:ident),*) => {
         $(
@@ -95,7 +96,7 @@ unsafe impl<T: Zeroed, const N: usize> Zeroed for [T; N] {
     }
 }
 
-/// A box with zeroes in it, made in place.
+/// Returns a box with zeroes in it, made in place.
 pub(crate) fn try_zeroed<T: Zeroed>() -> Result<Box<T>, Error> {
     const { assert!(size_of::<T>() != 0) }
     #[cfg(loom)]
@@ -107,15 +108,16 @@ pub(crate) fn try_zeroed<T: Zeroed>() -> Result<Box<T>, Error> {
         if memory.is_null() {
             return Err(Error::OutOfMemory);
         }
-        // SAFETY: the memory has the layout of a `T` and came from the global allocator, as a box's must; and zeroes are a `T`.
+        // SAFETY: the memory has the layout of a `T` and came from the global allocator, as a box's
+        // must; and zeroes are a `T`.
         Ok(unsafe { Box::from_raw(memory) })
     }
 }
 
-/// A place for a box that is made at most once, and then stays as long as the place does.
+/// A place for a box that is made at most once, and then lives as long as the place.
 pub(crate) struct OnceBox<T>(AtomicPtr<T>);
 
-// SAFETY: a null pointer is all zeroes: nothing is there yet.
+// SAFETY: a null pointer is all zeroes: no box is there yet.
 unsafe impl<T> Zeroed for OnceBox<T> {
     #[cfg(loom)]
     fn zeroed() -> OnceBox<T> {
@@ -124,27 +126,27 @@ unsafe impl<T> Zeroed for OnceBox<T> {
 }
 
 impl<T: Zeroed + Send + Sync> OnceBox<T> {
-    /// What is there.
+    /// The value, if it was made.
     #[inline]
     pub(crate) fn get(&self) -> Option<&T> {
-        // Acquire: sees the value as it was made.
+        // Acquire: observes the value as it was made.
         let value = self.0.load(Ordering::Acquire);
         // SAFETY: null, or from a box of `get_or_make`, which is freed with `self` alone.
         unsafe { value.as_ref() }
     }
 
-    /// What is there; zeroes, if there was nothing.
+    /// The value; made of zeroes, if there was none.
     pub(crate) fn get_or_make(&self) -> Result<&T, Error> {
         if let Some(value) = self.get() {
             return Ok(value);
         }
         let made = Box::into_raw(try_zeroed::<T>()?);
-        // AcqRel: shows the value to others, or another thread's to this one.
+        // AcqRel: publishes the value, or observes that of another thread.
         match self.0.compare_exchange(ptr::null_mut(), made, Ordering::AcqRel, Ordering::Acquire) {
             // SAFETY: from a box, which is freed with `self` alone.
             Ok(_) => Ok(unsafe { &*made }),
             Err(found) => {
-                // SAFETY: it came from a box just now, and no other thread has seen it.
+                // SAFETY: it came from a box just now, and no other thread has its address.
                 drop(unsafe { Box::from_raw(made) });
                 // SAFETY: not null, because the exchange failed; as above.
                 Ok(unsafe { &*found })
@@ -166,8 +168,8 @@ impl<T> Drop for OnceBox<T> {
 /// Size of a cache line in bytes.
 const LINE_BYTES: usize = 64;
 
-/// Atomic words on cache lines of their own, zero at first. Where the allocator takes zeroed pages from the operating
-/// system, words that were never touched take no memory.
+/// Atomic words, zero at first, on cache lines of their own. Words that were never touched take no
+/// memory, where the allocator gets zeroed pages from the operating system.
 pub(crate) struct ZeroedWords {
     first: NonNull<AtomicU64>,
     len: usize,
@@ -182,8 +184,9 @@ unsafe impl Sync for ZeroedWords {}
 
 impl ZeroedWords {
     pub(crate) fn new(len: usize) -> Result<ZeroedWords, Error> {
-        // A line more, and the words moved to a line's beginning by hand: asked for more than the alignment that it has by
-        // itself, std's allocator on Unix writes the zeroes, and so touches all. (Nor may an allocation have no size.)
+        // One line more, and the words are moved to the beginning of a line by hand. Asked for more
+        // than its own alignment, std's allocator on Unix writes the zeroes, and so touches all.
+        // (Nor may the size of an allocation be zero.)
         let words = Layout::array::<AtomicU64>(len).map_err(|_| Error::OutOfMemory)?;
         let size_bytes = words.size().checked_add(LINE_BYTES).ok_or(Error::OutOfMemory)?;
         let layout = Layout::from_size_align(size_bytes, words.align()).map_err(|_| Error::OutOfMemory)?;
@@ -196,7 +199,7 @@ impl ZeroedWords {
         // loom's atomics are more than their value.
         #[cfg(loom)]
         for index in 0..len {
-            // SAFETY: inside the allocation, which is nobody else's.
+            // SAFETY: inside the allocation, which no other thread has.
             unsafe { first.add(index).write(AtomicU64::new(0)) };
         }
         Ok(ZeroedWords { first, len, allocation, layout })
@@ -208,7 +211,8 @@ impl Deref for ZeroedWords {
 
     #[inline]
     fn deref(&self) -> &[AtomicU64] {
-        // SAFETY: `len` words were allocated, and all bits zero is an atomic zero (loom's were written).
+        // SAFETY: `len` words were allocated, and all bits zero is an atomic zero (loom's were
+        // written).
         unsafe { slice::from_raw_parts(self.first.as_ptr(), self.len) }
     }
 }

@@ -1,50 +1,71 @@
-//! The optional lock of a VM: what the engine does *not* need, kept so that it can be measured.
+//! The optional lock of a VM. The engine does *not* need it; it is there to be measured.
 //!
-//! The engine's protocol takes no lock. [`Locking::Exclusive`] and [`Locking::Shared`] put one around its sections all
-//! the same, to compare with hypervisors that do; such a comparison is worth something only if the lock is a good one.
-//! Both kinds sleep through [`Park`], cost one compare-and-exchange to take and one read-modify-write to give back when
-//! nobody waits, and allocate nothing.
+//! The engine's protocols take no lock. [`Locking::Exclusive`] and [`Locking::Shared`] put one
+//! around each section of the engine that changes page tables, to compare with hypervisors that
+//! have one. Such a comparison is worth something only if the lock is a good one.
 //!
-//! # Exclusive
-//! One word: [`FREE`], [`HELD`], or [`HELD_WAITED`] (held, and somebody may sleep). Who gives the lock back from
-//! `HELD_WAITED` wakes one sleeper; that one takes the lock as `HELD_WAITED`, because it cannot know whether others
-//! sleep still. So a sleeper is always followed by a holder that will wake it.
+//! # Guarantees
+//! - A writer excludes all other threads, readers exclude writers. Neither starves.
+//! - Threads that wait sleep through [`Park`]. No wake-up is lost.
+//! - Without waiters it costs one compare-and-exchange to take and one read-modify-write to
+//!   release. It never allocates.
 //!
-//! # Shared
-//! The `state` word counts the readers in its low bits; above them are flags:
+//! # Use
+//! [`Lock::acquire`] returns a [`LockGuard`] that holds the lock until it is dropped. A holder
+//! learns from [`Lock::is_contended`] that other threads wait.
+//!
+//! # Implementation
+//! ## Exclusive
+//! One word: [`FREE`], [`HELD`], or [`HELD_WAITED`] (held, and a thread may sleep). A release from
+//! `HELD_WAITED` wakes one sleeper. The sleeper takes the lock as `HELD_WAITED`, because it cannot
+//! know whether others still sleep. So a sleeper is always followed by a holder that will wake it.
+//!
+//! ## Shared
+//! The `state` word counts the readers in its low bits. Above them are flags:
 //!
 //! | flag | meaning | set by | cleared by |
 //! |---|---|---|---|
 //! | [`WRITER`] | a writer holds the lock | the writer | the writer |
-//! | [`READERS_SLEEP`] | readers sleep on `state`, or are about to | such a reader | who wakes all of them |
-//! | [`WRITERS_SLEEP`] | writers sleep on `writers`, or are about to | such a writer | who wakes one of them |
-//! | [`WRITER_NEXT`] | a writer lost too often: no reader may enter | that writer | the next writer that enters, or a turn |
-//! | [`READERS_NEXT`] | readers were passed over too often: no writer may enter | a leaving writer | the next reader that enters |
+//! | [`READERS_SLEEP`] | readers sleep on `state`, or will | such a reader | the waker of all |
+//! | [`WRITERS_SLEEP`] | writers sleep on `writers`, or will | such a writer | the waker of one |
+//! | [`WRITER_NEXT`] | no reader may enter | a writer that lost too often | see below |
+//! | [`READERS_NEXT`] | no writer may enter | a leaving writer | the next reader that enters |
 //!
-//! - Readers enter while no flag is set (or with `READERS_NEXT`); writers enter while nobody is inside and
-//!   `READERS_NEXT` is clear. Waiting writers thus stop new readers, and the lock may be taken past those that were
-//!   woken but do not run yet: a lock that is handed to a sleeper stands idle until the scheduler runs it.
-//! - *Writers do not starve:* the readers inside leave, new ones wait; a writer that lost [`MAX_LOST`] times sets
-//!   `WRITER_NEXT`, and the next one in is a writer.
-//! - *Readers do not starve:* in every [`MAX_PASSED`]th release that finds readers asleep, the writer leaves
-//!   `READERS_NEXT`, and the next one in is a reader.
-//! - *No flag outlives its owner,* or all would wait for nobody. A reader sets `READERS_SLEEP` and enters only after
-//!   it was cleared, because readers do not enter while it is set, and nobody sets it under `READERS_NEXT`; so behind
-//!   `READERS_SLEEP`, and behind a `READERS_NEXT` that replaces it, there is a reader that comes. Whoever enters as a
-//!   writer clears `WRITER_NEXT`, so its setter is still waiting while it is set. `WRITERS_SLEEP` beside
-//!   readers stands for a writer that waits, since a leaving writer always clears it. Beside a writer it may be stale:
-//!   that writer may have set it itself, and come in instead of sleeping, or set it for others that are not there. A
-//!   leaving writer that finds no writer asleep therefore goes on to the readers.
-//! - Writers sleep on a word of their own, which counts their wake-ups, so that a waker can choose between one writer
-//!   and all readers. A writer reads that count, then sees in `state` that its flag stands, then sleeps if the count is
-//!   the same; the waker clears the flag first and counts second, so it is either seen or the sleep does not begin.
+//! The next writer that enters clears `WRITER_NEXT`, and so does a writer that sets `READERS_NEXT`.
+//!
+//! Readers enter while no flag is set, or with `READERS_NEXT`. Writers enter while no thread is
+//! inside and `READERS_NEXT` is clear. So waiting writers stop new readers. The lock may be taken
+//! past threads that were woken and do not run yet: a lock that is handed to a sleeper stands idle
+//! until the scheduler runs it.
+//!
+//! Writers sleep on a word of their own, which counts their wake-ups, so that a waker can choose
+//! between one writer and all readers. A writer reads that count, then checks in `state` that its
+//! flag is set, then sleeps if the count is the same. The waker clears the flag first and counts
+//! second, so the writer observes it, or the sleep does not begin.
+//!
+//! # Why it is correct
+//! - *Writers do not starve.* The readers inside leave, new ones wait. A writer that lost
+//!   [`MAX_LOST`] times sets `WRITER_NEXT`, and the next thread that enters is a writer.
+//! - *Readers do not starve.* In every [`MAX_PASSED`]th release that finds readers asleep, the
+//!   writer leaves `READERS_NEXT`, and the next thread that enters is a reader.
+//! - *No flag outlives its owner;* otherwise all threads would wait in vain.
+//!   - A reader sets `READERS_SLEEP` and enters only after it was cleared, because readers do not
+//!     enter while it is set, and no reader sets it under `READERS_NEXT`. So behind
+//!     `READERS_SLEEP`, and behind a `READERS_NEXT` that replaces it, there is a reader that will
+//!     enter.
+//!   - A thread that enters as a writer clears `WRITER_NEXT`. So while it is set, its setter still
+//!     waits.
+//!   - `WRITERS_SLEEP` beside readers stands for a writer that waits, since a leaving writer always
+//!     clears it. Beside a writer it may be stale: that writer may have set it itself and entered
+//!     instead of sleeping, or have set it for others that are not there. So a leaving writer that
+//!     finds no writer asleep goes on to the readers.
 
 use crossbeam_utils::CachePadded;
 
 use super::AtomicU32;
 use super::Ordering::{Acquire, Relaxed, Release};
 
-/// How threads wait for a lock: sleeping and waking, as the surroundings do it.
+/// How threads sleep and wake when they wait for a lock: the surroundings implement it.
 ///
 /// Only called with a [`Locking`] other than `None`.
 pub trait Park {
@@ -54,32 +75,34 @@ pub trait Park {
         super::spin_loop();
     }
 
-    /// Sleeps while `*word == expected`, until [`unpark_one`](Park::unpark_one) or [`unpark_all`](Park::unpark_all) is
-    /// called for `word`. May return for no reason. The comparison and the falling asleep are one atomic step with
-    /// respect to the unparks (a futex does it).
+    /// Sleeps while `*word == expected`, until [`unpark_one`](Park::unpark_one) or
+    /// [`unpark_all`](Park::unpark_all) is called for `word`. May return for no reason. The
+    /// comparison and the begin of the sleep are one atomic step with respect to the unparks (as
+    /// with a futex).
     fn park(&self, word: &AtomicU32, expected: u32);
 
-    /// Wakes one of the threads that sleep on `word`, if there is one; says whether it did. `word` is only an address:
-    /// it may already be gone.
+    /// Wakes one of the threads that sleep on `word`, if there is one; returns whether it did.
+    /// `word` is only an address: it may already be gone.
     fn unpark_one(&self, word: *const AtomicU32) -> bool;
 
     /// Wakes all threads that sleep on `word`, which is only an address.
     fn unpark_all(&self, word: *const AtomicU32);
 }
 
-/// Which lock a VM takes around the sections that change its tables.
+/// The lock that a VM holds while it changes its page tables.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Locking {
     /// None at all.
     #[default]
     None,
-    /// A reader/writer lock: faults are readers, zap and harvest are writers (S1 as published).
+    /// A reader/writer lock: faults are readers, zap and harvest are writers (KVM's parallel
+    /// faults, as published).
     Shared,
-    /// A mutex: the baseline of S1.
+    /// A mutex: the baseline of that series.
     Exclusive,
 }
 
-/// Side of the lock that a section takes.
+/// The side of the lock that an operation takes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Side {
     /// Beside other readers.
@@ -88,8 +111,8 @@ pub enum Side {
     Write,
 }
 
-// The word of a shared lock. All flags are above the count, so that one comparison with MAX_READERS tells a reader
-// that it may enter.
+// The word of a shared lock. All flags are above the count, so that a reader finds by one
+// comparison with MAX_READERS whether it may enter.
 const READER: u32 = 1;
 const MAX_READERS: u32 = (1 << 24) - 1;
 const WRITER: u32 = 1 << 24;
@@ -98,41 +121,43 @@ const WRITERS_SLEEP: u32 = 1 << 26;
 const WRITER_NEXT: u32 = 1 << 27;
 const READERS_NEXT: u32 = 1 << 28;
 
-// The word of an exclusive lock; held, it looks like that of a shared lock with a writer.
+// The word of an exclusive lock. Held, it looks like that of a shared lock with a writer.
 const FREE: u32 = 0;
 const HELD: u32 = WRITER;
 const HELD_WAITED: u32 = WRITER | WRITERS_SLEEP;
 
-/// Bits that say that somebody is inside.
+/// Bits that are set while a thread is inside.
 const INSIDE: u32 = MAX_READERS | WRITER;
 
-/// Turns of [`Park::relax`] before a thread goes to sleep. A section is much shorter than falling asleep and being
-/// woken; a holder that lost its CPU is away for much longer than any sensible spin. None for the model checkers: there
-/// a spinning thread makes the holder go on, and nobody would ever sleep.
+/// Turns of [`Park::relax`] before a thread sleeps. The lock is held for much less time than it
+/// takes to fall asleep and to be woken; a holder that lost its CPU is away for much longer than
+/// any sensible spin. None for the model checkers: there a spinning thread makes the holder go on,
+/// and no thread would ever sleep.
 const SPIN_TURNS: u32 = if cfg!(any(loom, shuttle)) { 0 } else { 100 };
-/// After finding readers inside at so many wake-ups, a writer sets [`WRITER_NEXT`].
+/// After finding readers inside at this many wake-ups, a writer sets [`WRITER_NEXT`].
 const MAX_LOST: u32 = if cfg!(any(loom, shuttle)) { 1 } else { 4 };
-/// At every so many-th release by a writer that finds readers asleep, the readers come next. A handed-over lock is idle
-/// until a sleeper runs, so this must be rare. Small for the model checkers, so that they come by here.
+/// One in so many releases by a writer that find readers asleep makes the readers next. A lock that
+/// is handed over is idle until a sleeper runs, so this must be rare. Small for the model checkers,
+/// so that they reach it.
 const MAX_PASSED: u32 = if cfg!(any(loom, shuttle)) { 2 } else { 64 };
 
 /// The optional lock of a VM.
 #[derive(Debug)]
 pub struct Lock {
-    /// Never written, and so not in the cache line of the words: reading it there would fetch the line once more, before
-    /// the exchange that must own it.
+    /// Never written, and so not in the cache line of the words. To read it there would fetch the
+    /// line once more, before the exchange that must own it.
     locking: Locking,
     words: CachePadded<Words>,
 }
 
 #[derive(Debug)]
 struct Words {
-    /// See the module's text; readers, and the threads that wait for an exclusive lock, sleep on it.
+    /// See the module. Readers, and the threads that wait for an exclusive lock, sleep on it.
     state: AtomicU32,
-    /// Counts the wake-ups of writers; they sleep on it.
+    /// Counts the wake-ups of writers, which sleep on it.
     writers: AtomicU32,
-    /// How often a writer found sleeping readers when it left, since their last turn. Only a leaving writer, which
-    /// still holds the lock, uses it.
+    /// How often a leaving writer found readers asleep, since their last turn. Only a leaving
+    /// writer, which still holds the lock, accesses it.
     passed: AtomicU32,
 }
 
@@ -145,8 +170,9 @@ pub struct LockGuard<'a, P: Park> {
     held: Held,
 }
 
-/// How a lock is held: found out once, so that giving it back need not look at the lock's kind again. The two ways of
-/// holding it alone are one until somebody waits: with more cases the compiler makes a table of jumps, which shows.
+/// How a lock is held: decided once, so that the release need not read the kind of the lock again.
+/// The two ways to hold it alone are one until a thread waits: with more cases the compiler makes a
+/// table of jumps, which is measurable.
 #[derive(Clone, Copy, Debug)]
 enum Held {
     Nothing,
@@ -171,7 +197,7 @@ fn with_reader(state: u32) -> Option<u32> {
     if state < MAX_READERS {
         Some(state + READER)
     } else if state & READERS_NEXT != 0 {
-        // Nobody is inside then, so there is room for one.
+        // No thread is inside then, so there is room for one.
         Some((state & !READERS_NEXT) + READER)
     } else {
         None
@@ -191,37 +217,40 @@ impl Lock {
         Lock { locking, words: CachePadded::new(words) }
     }
 
-    /// Which kind it is.
+    /// Its kind.
     #[inline]
     pub fn locking(&self) -> Locking {
         self.locking
     }
 
-    /// Takes the lock if nobody has to be waited for.
+    /// Takes the lock if that needs no wait.
     #[inline]
     pub fn try_acquire<'a, P: Park>(&'a self, park: &'a P, side: Side) -> Option<LockGuard<'a, P>> {
-        // Acquire here and in `acquire`: what the last holders did comes before what this one does; it pairs with the
-        // Release of `drop`. A failed attempt orders nothing.
+        // Acquire here and in `acquire`: what the last holders did precedes what this one does.
+        // Pairs with the Release of `drop`. A failed attempt orders nothing.
         let held = Held::new(self.locking, side);
         let state = &self.words.state;
         let taken = match held {
             Held::Nothing => true,
             Held::Read => state.fetch_update(Acquire, Relaxed, with_reader).is_ok(),
-            // An exclusive lock's word has no other free state than a shared lock's without flags.
+            // The only free state of an exclusive lock's word is that of a shared lock's without
+            // flags.
             Held::Alone => state.fetch_update(Acquire, Relaxed, with_writer).is_ok(),
         };
-        // Not `then_some`: a guard that is not wanted would give back a lock that was not taken.
+        // Not `then_some`: it would make a guard in any case, whose drop releases a lock that was
+        // not taken.
         taken.then(|| LockGuard { lock: self, park, held })
     }
 
-    /// Takes the lock, waiting for it if need be. A thread that has it already must not ask for it, on neither side.
+    /// Takes the lock, and waits for it if need be. A thread that holds it must not call this, for
+    /// neither side.
     #[inline]
     pub fn acquire<'a, P: Park>(&'a self, park: &'a P, side: Side) -> LockGuard<'a, P> {
         let held = Held::new(self.locking, side);
         match held {
             Held::Nothing => {}
             Held::Read => {
-                // Relaxed: only a guess for the exchange, which checks it.
+                // Relaxed: only a guess, which the exchange checks.
                 let state = self.words.state.load(Relaxed);
                 if state >= MAX_READERS
                     || self.words.state.compare_exchange_weak(state, state + READER, Acquire, Relaxed).is_err()
@@ -238,13 +267,15 @@ impl Lock {
         LockGuard { lock: self, park, held }
     }
 
-    /// Whether somebody waits for the lock: its holder should let go when it can. For a reader that is a writer, since
-    /// readers wait behind readers only if a writer stands between.
+    /// Whether other threads wait for the lock, so that its holder should release it when it can.
+    /// For a reader this means a writer, since readers wait behind readers only if a writer waits
+    /// in between.
     ///
-    /// A hint: it does not see a thread that still spins, and it may speak of one that has just come in.
+    /// A hint: it misses a thread that still spins, and may count one that has just entered.
     #[inline]
     pub fn is_contended(&self) -> bool {
-        // Relaxed: a hint that is asked for again soon; nothing is concluded from it about other memory.
+        // Relaxed: a hint that is asked for again soon; no conclusion about other memory is drawn
+        // from it.
         match self.locking {
             Locking::None => false,
             Locking::Exclusive => self.words.state.load(Relaxed) == HELD_WAITED,
@@ -273,8 +304,8 @@ impl Lock {
         }
     }
 
-    /// Turns while the lock is held and nobody sleeps. Behind a sleeper there is no use in turning: the holder will
-    /// take the long way out anyway, and this thread had better leave the CPU to it.
+    /// Spins while the lock is held and no thread sleeps. Behind a sleeper spinning is useless: the
+    /// holder's release is the long one anyway, and this thread should leave the CPU to it.
     fn spin_exclusive<P: Park>(&self, park: &P) -> u32 {
         let mut turns = SPIN_TURNS;
         loop {
@@ -293,12 +324,13 @@ impl Lock {
         {
             return;
         }
-        // From here on this thread may sleep, or may have slept beside others. Acquire for the case that the lock was
-        // free; if it was not, the exchange only announces a sleeper.
+        // From here on this thread may sleep, or may have slept beside others. Acquire for the case
+        // that the lock was free; if it was not, the exchange only announces a sleeper.
         while self.words.state.swap(HELD_WAITED, Acquire) != FREE {
             loop {
                 park.park(&self.words.state, HELD_WAITED);
-                // Test before the next exchange: it would take the cache line away from the holder.
+                // Test before the next exchange, which would take the cache line away from the
+                // holder.
                 if self.spin_exclusive(park) != HELD_WAITED {
                     break;
                 }
@@ -320,7 +352,7 @@ impl Lock {
                 continue;
             }
             let asleep = state & (READERS_SLEEP | WRITERS_SLEEP | WRITER_NEXT) != 0;
-            // Without any flag there are as many readers as can be counted: only turning helps.
+            // Without any flag there are as many readers as can be counted: only spinning helps.
             if state == MAX_READERS || (turns > 0 && !asleep) {
                 turns = turns.saturating_sub(1);
                 park.relax();
@@ -328,7 +360,7 @@ impl Lock {
                 continue;
             }
             if state & READERS_SLEEP == 0 {
-                // Relaxed: a flag for wakers, which find it in this very word.
+                // Relaxed: a flag for wakers, which read it in this very word.
                 if let Err(seen) = self.words.state.compare_exchange(state, state | READERS_SLEEP, Relaxed, Relaxed) {
                     state = seen;
                     continue;
@@ -343,7 +375,8 @@ impl Lock {
     fn wait_write<P: Park>(&self, park: &P) {
         let mut turns = SPIN_TURNS;
         let mut lost = 0;
-        // Set once this thread has slept: it may have been woken instead of others, and must announce them.
+        // Set once this thread has slept: it may have been woken instead of others, and must
+        // announce them.
         let mut others = 0;
         // Relaxed, here and below: guesses, which an exchange or the sleep checks.
         let mut state = self.words.state.load(Relaxed);
@@ -363,14 +396,15 @@ impl Lock {
             }
             let flags = if lost < MAX_LOST { WRITERS_SLEEP } else { WRITERS_SLEEP | WRITER_NEXT };
             if state & flags != flags {
-                // Relaxed: a flag for wakers, which find it in this very word.
+                // Relaxed: a flag for wakers, which read it in this very word.
                 if let Err(seen) = self.words.state.compare_exchange(state, state | flags, Relaxed, Relaxed) {
                     state = seen;
                     continue;
                 }
             }
-            // Acquire: whoever sees a wake-up's count also sees that the flag was cleared for it, and then does not
-            // sleep on that count. Pairs with the Release in `wake_writer`.
+            // Acquire: a thread that observes the count of a wake-up also observes that the flag
+            // was cleared for it, and then does not sleep on that count. Pairs with the Release in
+            // `wake_writer`.
             let wakeups = self.words.writers.load(Acquire);
             state = self.words.state.load(Relaxed);
             if with_writer(state).is_some() || state & WRITERS_SLEEP == 0 {
@@ -380,37 +414,41 @@ impl Lock {
             others = WRITERS_SLEEP;
             turns = SPIN_TURNS;
             state = self.words.state.load(Relaxed);
-            // Only what was lost to readers counts: that is what the flag helps against.
+            // Only losses to readers count: the flag helps against these.
             lost += u32::from(state & MAX_READERS != 0);
         }
     }
 
-    /// Wakes a sleeping writer; the caller has cleared [`WRITERS_SLEEP`]. Says whether there was one.
+    /// Wakes a sleeping writer; the caller has cleared [`WRITERS_SLEEP`]. Returns whether there was
+    /// one.
     fn wake_writer<P: Park>(&self, park: &P) -> bool {
-        // Release: the cleared flag comes before the count; pairs with the Acquire in `wait_write`.
+        // Release: the cleared flag precedes the count; pairs with the Acquire in `wait_write`.
         self.words.writers.fetch_add(1, Release);
         park.unpark_one(&self.words.writers)
     }
 
-    /// Wakes the readers of a lock that was left to writers of whom none was asleep.
+    /// Wakes the readers of a lock that was left to writers, when none of these was asleep.
     fn wake_readers_instead<P: Park>(&self, park: &P) {
-        // Relaxed: no section lies behind it, and the word's earlier releases stay visible through a read-modify-write.
-        // On failure a writer has come after all, or is sure to come, and will wake the readers.
+        // Relaxed: no critical section lies behind it, and the word's earlier releases stay visible
+        // through a read-modify-write. On failure a writer has entered after all, or is sure to
+        // enter, and will wake the readers.
         if self.words.state.compare_exchange(READERS_SLEEP, 0, Relaxed, Relaxed).is_ok() {
             park.unpark_all(&self.words.state);
         }
     }
 
-    /// After the last reader left `state` behind, with a flag in it.
+    /// Wakes a writer after the last reader left `state` behind, with a flag in it.
     #[cold]
     fn wake_after_readers<P: Park>(&self, park: &P, mut state: u32) {
-        // If somebody is inside again, that one will wake; if the flag is gone, somebody else has.
+        // If a thread is inside again, it will wake the writer; if the flag is gone, another thread
+        // has.
         while state & INSIDE == 0 && state & WRITERS_SLEEP != 0 {
-            // Relaxed: no section lies behind it; those of the readers were released by their own subtractions, and a
-            // read-modify-write keeps those visible.
+            // Relaxed: no critical section lies behind it. Those of the readers were released by
+            // their own subtractions, and a read-modify-write keeps these visible.
             match self.words.state.compare_exchange_weak(state, state & !WRITERS_SLEEP, Relaxed, Relaxed) {
                 Ok(_) => {
-                    // If no writer was asleep, its setter is awake and comes, see the module's text.
+                    // If no writer was asleep, the flag's setter is awake and will enter; see the
+                    // module.
                     self.wake_writer(park);
                     return;
                 }
@@ -419,9 +457,10 @@ impl Lock {
         }
     }
 
-    /// Releases from the write side where somebody waits.
+    /// Releases from the write side when other threads wait.
     fn release_write<P: Park>(&self, park: &P) {
-        // Relaxed, all of them: this thread still holds the lock, so its predecessor's store came before its Acquire.
+        // Relaxed, all of them: this thread still holds the lock, so its predecessor's store
+        // precedes its Acquire.
         let mut state = self.words.state.load(Relaxed);
         let passed = self.words.passed.load(Relaxed) + u32::from(state & READERS_SLEEP != 0);
         let readers_next = passed >= MAX_PASSED;
@@ -431,14 +470,14 @@ impl Lock {
             let writers_sleep = state & WRITERS_SLEEP != 0;
             let wake_readers = readers_sleep && (readers_next || !writers_sleep);
             let new = match (wake_readers, readers_next) {
-                // Without the writers' flags all woken readers can come in, not just the first; the writer that is
-                // woken with them will set its flag again.
+                // Without the writers' flags all woken readers can enter, not just the first. The
+                // writer that is woken with them will set its flag again.
                 (true, true) => READERS_NEXT,
                 (true, false) => 0,
                 // To the writers; the readers' flag keeps new readers behind them.
                 (false, _) => state & (READERS_SLEEP | WRITER_NEXT),
             };
-            // Release: the section comes before whatever the next holder does.
+            // Release: as in `drop`.
             match self.words.state.compare_exchange_weak(state, new, Release, Relaxed) {
                 Ok(_) if wake_readers => {
                     park.unpark_all(&self.words.state);
@@ -463,9 +502,9 @@ impl<P: Park> Drop for LockGuard<'_, P> {
     #[inline]
     fn drop(&mut self) {
         let (lock, park) = (self.lock, self.park);
-        // Release in all of them: the section comes before whatever the next holder does, who takes the lock with
-        // Acquire. A writer's Acquire covers every reader before it, because each reader's subtraction goes on with the
-        // release sequence of the one before.
+        // Release in all of them: the critical section precedes what the next holder does, which
+        // takes the lock with Acquire. A writer's Acquire covers every reader before it, because
+        // each reader's subtraction continues the release sequence of the one before.
         match self.held {
             Held::Nothing => {}
             Held::Read => {

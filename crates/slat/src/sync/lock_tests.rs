@@ -1,5 +1,5 @@
-//! The locks under real threads: exclusion, parallel readers, no lost wake-up, nobody starves, contention is told.
-//! The small schedules are tried out completely in `tests/loom_lock.rs`.
+//! The locks under real threads: exclusion, parallel readers, no lost wake-up, no starvation, and
+//! that a holder learns of waiters. `tests/loom_lock.rs` tries all schedules of a few threads.
 
 extern crate std;
 

@@ -1,14 +1,17 @@
-//! The only door to atomics and locks. `core` in a normal build; with `--cfg shuttle` the same atomics with a
-//! scheduling point before each operation, so that [shuttle](https://docs.rs/shuttle) can try schedules on the whole
-//! engine; with `--cfg loom` the types of [loom](https://docs.rs/loom), for small models of single structures.
+//! Atomics, fences and locks: all of the crate's come from here.
+//! - In a normal build the types are those of `core`.
+//! - With `--cfg shuttle` they have a scheduling point before each operation, so that
+//!   [shuttle](https://docs.rs/shuttle) can try schedules on the whole engine.
+//! - With `--cfg loom` they are those of [loom](https://docs.rs/loom), for small models of single
+//!   structures.
 //!
-//! Under `core` and shuttle the types are transparent over the core atomics, so that a raw table page can be read as an
-//! array of them.
+//! Under `core` and shuttle the types are transparent over the core atomics, so that a raw
+//! page-table page can be read as an array of them.
 //!
 //! # Store-load pairs
-//! "I set a thing, then I look whether the other did" needs a full fence on both sides. All such places in the engine
-//! use [`full_fence`] after a plain store, or [`fence_after_rmw`] after an atomic read-modify-write, and name their
-//! partner in a comment.
+//! "Set a thing, then look whether the other side did" needs a full fence on both sides. All such
+//! places in the engine use [`full_fence`] after a plain store, or [`fence_after_rmw`] after an
+//! atomic read-modify-write, and name their partner in a comment.
 
 #[cfg(not(any(loom, shuttle)))]
 pub(crate) use core::sync::atomic::{AtomicBool, AtomicPtr};
@@ -50,24 +53,24 @@ pub fn full_fence() {
     core::sync::atomic::fence(Ordering::SeqCst);
     #[cfg(loom)]
     loom::sync::atomic::fence(Ordering::SeqCst);
-    // shuttle runs one thread at a time: every operation is sequentially consistent there.
+    // shuttle runs one thread at a time: there every operation is sequentially consistent.
 }
 
 /// The near side of a fence that another thread makes on all CPUs
-/// ([`Host::barrier_on_all_cpus`](crate::Host::barrier_on_all_cpus)): holds back the compiler alone.
+/// ([`Host::barrier_on_all_cpus`](crate::Host::barrier_on_all_cpus)): holds back only the compiler.
 #[inline]
 pub(crate) fn fence_against_remote_barrier() {
     #[cfg(not(any(loom, shuttle)))]
     core::sync::atomic::compiler_fence(Ordering::SeqCst);
-    // The model checkers know no such barrier.
+    // The model checkers have no such barrier.
     #[cfg(any(loom, shuttle))]
     full_fence();
 }
 
-/// [`full_fence`] for a place that stands directly behind an atomic read-modify-write of this thread.
+/// [`full_fence`] for a place directly behind an atomic read-modify-write of this thread.
 ///
-/// On x86 a locked instruction is a full fence itself (Intel SDM vol. 3A, 10.2.2; AMD APM vol. 2, 7.4.2), so only the
-/// compiler is held back there.
+/// On x86 a locked instruction is a full fence itself (Intel SDM vol. 3A, 10.2.2; AMD APM vol. 2,
+/// 7.4.2), so there it holds back only the compiler.
 #[inline]
 pub fn fence_after_rmw() {
     #[cfg(all(target_arch = "x86_64", not(any(loom, shuttle))))]

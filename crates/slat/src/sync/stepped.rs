@@ -1,14 +1,15 @@
-//! Atomics for [shuttle](https://docs.rs/shuttle): the core types, with a scheduling point before each operation.
+//! Atomics for [shuttle](https://docs.rs/shuttle): the core types, with a scheduling point before
+//! each operation.
 //!
-//! Shuttle runs all threads of a test one at a time on one thread of the system and decides at each scheduling point who
-//! goes on. Its own atomics cannot stand in for the engine's, since they are larger than the values they hold, while a
-//! table page is an array of entries in raw memory. So these are transparent over the core atomics and only tell
-//! shuttle where a thread may be stopped.
+//! Shuttle runs all threads of a test one at a time on one thread of the system. At each scheduling
+//! point it decides which one goes on. Its own atomics are larger than the values that they hold,
+//! while a page-table page is an array of PTEs in raw memory. So these types are transparent over
+//! the core atomics, and only mark for shuttle where a thread may be stopped.
 //!
-//! The scheduling point is `shuttle::thread::sleep`: a model without time makes of it a context switch that may or may
-//! not happen, and nothing else. `yield_now` would not do, because it tells the scheduler that the thread cannot go on.
-//! Every operation is one step and sees all earlier ones, so memory orders are not tried here; loom does that for
-//! small models.
+//! The scheduling point is `shuttle::thread::sleep`: a model without time makes of it a context
+//! switch that may or may not happen, and nothing else. `yield_now` would not do, because for the
+//! scheduler it means that the thread cannot go on. Every operation is one step and observes all
+//! earlier ones. So memory orders are not tried here; loom does that for small models.
 
 #![allow(dead_code, reason = "all operations of an engine, whichever it uses at the moment")]
 #![expect(unreachable_pub, reason = "one macro makes all types, of which some are only for the crate")]
@@ -72,7 +73,7 @@ macro_rules! common {
             self.compare_exchange(current, new, success, failure)
         }
 
-        /// See the core type. Others may run between its load and its exchange.
+        /// See the core type. Other threads may run between its load and its exchange.
         pub fn fetch_update(
             &self,
             success: Ordering,
@@ -89,12 +90,12 @@ macro_rules! common {
             Err(current)
         }
 
-        /// See the core type. No scheduling point: nobody else has a reference.
+        /// See the core type. No scheduling point: no other thread has a reference.
         pub fn get_mut(&mut self) -> &mut $value {
             self.0.get_mut()
         }
 
-        /// See the core type. No scheduling point: nobody else has a reference.
+        /// See the core type. No scheduling point: no other thread has a reference.
         pub fn into_inner(self) -> $value {
             self.0.into_inner()
         }
@@ -138,7 +139,7 @@ macro_rules! stepped {
 
             impl fmt::Debug for $name {
                 fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                    // Without a scheduling point: what is printed when a test fails must not move it on.
+                    // No scheduling point: what is printed when a test fails must not move it on.
                     fmt::Debug::fmt(&self.0, f)
                 }
             }

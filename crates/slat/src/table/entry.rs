@@ -27,7 +27,7 @@
 //! | empty -> leaf, table | fault, prefault, if the PTE holds the number that it saw |
 //! | empty -> empty, greater number | zap; for an unflushed PTE in part, a flush after the read |
 //! | leaf, tracked -> leaf, same frame | fault; restores W, sets A and D for a CPU that does not |
-//! | leaf -> leaf, tracked, same frame | protect; age (to tracked without an A bit; W goes, D stays) |
+//! | leaf -> leaf, tracked, same frame | protect; age (tracked without A bits: W goes, D stays) |
 //! | leaf, tracked -> table | split; it copies permissions, A and D exactly, so it needs no flush |
 //! | leaf, tracked -> broken -> table | split with break before make; a flush in between |
 //! | table -> broken -> leaf, tracked | recovery; it freezes the PTEs below, and gathers A and D |
@@ -441,7 +441,7 @@ pub(crate) fn is_dirty_for_log<F: Format>(leaf: Entry) -> bool {
     F::is_present(leaf) && leaf.0 & F::DIRTY != 0
 }
 
-/// `leaf` with hardware's dirty bit clear; [`is_dirty`] stays true.
+/// `leaf` with hardware's dirty bit clear; [`is_dirty`] stays as it was.
 #[inline]
 pub(crate) fn cleaned_for_log<F: Format>(leaf: Entry) -> Entry {
     let was_dirty = if leaf.0 & F::DIRTY != 0 { F::WAS_DIRTY } else { 0 };
@@ -548,7 +548,7 @@ impl<'s> EntryRef<'s> {
         Entry(self.cell.swap(FROZEN_NOTHING, Ordering::AcqRel))
     }
 
-    /// Freezes `value` so that it keeps what it was, if it is still there; `Err` is what is there.
+    /// Freezes `value`, which keeps what it was, and returns that; `Err` is what is there instead.
     #[inline]
     pub(crate) fn freeze_as_was<F: Format>(&self, value: Entry) -> Result<Entry, Entry> {
         // AcqRel, Acquire: as for `freeze`, also for a thread that finds it frozen.

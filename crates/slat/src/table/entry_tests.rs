@@ -1,4 +1,5 @@
-//! Entries that are not present: what they keep comes back, and none of them has an address at which a CPU could find memory.
+//! PTEs that are not present: what they keep is read back, and none of them has an address at which
+//! a CPU could find memory.
 
 use super::*;
 use crate::format::{Ept, Npt, Stage2, Sv39x4, Sv48x4};

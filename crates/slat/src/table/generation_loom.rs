@@ -1,5 +1,5 @@
-//! The window of closings under loom, beside a section: no more are admitted while it is open than the module says. With
-//! the memory orders as they are written, and a window of one turn.
+//! The window of admissions under loom: while a guard is open, no more turns are admitted than the
+//! module says. With the memory orders as they are written, and a window of one turn.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
 

@@ -9,10 +9,9 @@
 //!   a range waits for no other thread.
 //!
 //! # Use
-//! A change publishes its range ([`PublishedRanges::publish`]) before it takes its sequence number,
-//! and drops the [`Published`] after the host is done. A fault calls
-//! [`PublishedRanges::free_level`] after it read its PTE and before it reads the memslots. Inside a
-//! range it comes back later.
+//! A change calls [`PublishedRanges::publish`] before it takes its sequence number, and drops the
+//! answer after the host is done. A fault calls [`PublishedRanges::free_level`] between its reads
+//! of the PTE and of the memslots. Inside a range it comes back later.
 //!
 //! # Implementation
 //! Ranges lie in chunks of a pair of cache lines each: places, and a word with a *claimed* and an

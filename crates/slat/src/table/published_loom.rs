@@ -1,5 +1,6 @@
-//! Every interleaving of a fault with an invalidation that is published behind the first chunk (here a chunk has one
-//! place): a fault that has found its stamp, and does not see its range, sees what the host did.
+//! Every interleaving of a fault with an invalidation whose range is published behind the first
+//! chunk (here a chunk has one place). A fault that reads its sequence number, and does not observe
+//! its range in flight, observes what the host did.
 
 #![expect(unsafe_code, reason = "a cell that loom watches stands for the frame")]
 

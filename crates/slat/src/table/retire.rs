@@ -8,14 +8,14 @@
 //! # Use
 //! Open a guard ([`Section`]) to read page-table pages or the memslot set. A guard is short:
 //! - Inside it there is no flush, no allocation that waits, no resolve and no yield.
-//! - It makes at most [`MAX_SECTION_STEPS`](super::record::MAX_SECTION_STEPS) steps, whatever the
-//!   host answers when it is asked to yield. Two guards are exempt: a change of memslots copies the
-//!   whole set in one (at most [`MAX_SLOTS`](crate::MAX_SLOTS) memslots), and the user of a
-//!   `TableReader` decides how long its guard is open.
+//! - It makes at most [`MAX_SECTION_STEPS`](super::record::MAX_SECTION_STEPS) steps, whatever
+//!   `Host::should_yield` answers. A change of memslots copies the whole set inside one guard (at
+//!   most [`MAX_SLOTS`](crate::MAX_SLOTS) memslots).
+//! - How long a `TableReader` is open is its user's matter.
 //!
 //! While the host resolves a page, a [`HazardPointer`] protects the backing of the memslot instead.
 //!
-//! To free a thing, unlink it, flush, then retire it ([`Epochs::retire_tables`],
+//! To free a thing: unlink it, flush, retire it ([`Epochs::retire_tables`],
 //! [`Epochs::retire_era`]).
 //!
 //! # Implementation

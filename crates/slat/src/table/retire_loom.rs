@@ -1,5 +1,6 @@
-//! Epochs under loom: whoever can reach a thing inside a section never sees it freed. Schedules of a few threads with at
-//! most [`PREEMPTIONS`] preemptions, with the memory orders as they are written.
+//! Epochs under loom: a thing that a guard can reach is not freed while the guard is open.
+//! Schedules of a few threads with at most [`PREEMPTIONS`] preemptions, with the memory orders as
+//! they are written.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
 

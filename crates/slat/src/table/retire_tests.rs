@@ -1,4 +1,4 @@
-//! Which era is announced while sections nest.
+//! Which epoch is announced while guards nest.
 
 use super::{Epochs, Fences};
 

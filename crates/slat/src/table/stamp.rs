@@ -9,12 +9,12 @@
 //! an invalidation for the host. An invalidation sequence number is a [`Stamp`].
 //!
 //! # Use
-//! A change publishes its range ([`published`](super::published)), takes a number from the counter
-//! here, walks, flushes, and withdraws the range. A fault keeps the PTE that it read, and compares.
+//! A change takes the steps below in this order (`second_stage/invalidate.rs`). A fault keeps the
+//! PTE that it read, and compares.
 //!
 //! # Implementation
 //! A change
-//! 1. publishes its range among the ranges in flight,
+//! 1. publishes its range among the ranges in flight ([`published`](super::published)),
 //! 2. takes the next number ([`StampCounter::next`]),
 //! 3. stores that number in every empty PTE of the range, unless a greater one is there, and zaps
 //!    the leaf PTEs,

@@ -1,6 +1,7 @@
-//! Stamps and published ranges under loom: a fault beside whoever takes its page away, with the memory orders as they are
-//! written. Schedules of a few threads with at most [`PREEMPTIONS`] preemptions. One entry stands for the tree; under loom a
-//! chunk of published ranges has one place, so a second range goes to a second chunk.
+//! Sequence numbers and ranges in flight under loom: a fault beside a thread that invalidates its
+//! page, with the memory orders as they are written. Schedules of a few threads with at most
+//! [`PREEMPTIONS`] preemptions. One PTE stands for the tree. Under loom a chunk of ranges in flight
+//! has one place, so a second range goes to a second chunk.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
 
