@@ -184,7 +184,7 @@ impl<H: Host, F: Format> Tree<H, F> {
     /// Takes the lock.
     ///
     /// All waits are timed, holds by sample. A thread that waits loses more than two readings of
-    /// the clock. Most holds are as short as these readings, and each reading would keep other
+    /// the clock. Most holds are as short as these readings, and to time each would keep other
     /// threads out for twice as long. Whether a hold is timed is decided before the lock is taken.
     /// Where each fault takes the lock once, it is not the hold of a timed fault: otherwise both
     /// clocks would be in the guest's stall.

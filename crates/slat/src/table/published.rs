@@ -3,7 +3,7 @@
 //! [`stamp`](super::stamp).
 //!
 //! # Guarantees
-//! - Inside a range in flight no fault installs a leaf; beside it, no leaf that reaches in.
+//! - No fault installs a leaf that shares a frame with a range in flight.
 //! - A fault that misses a range because it is withdrawn observes what the host did before.
 //! - Ranges stay apart: a fault outside of all of them is not disturbed. To publish and to withdraw
 //!   a range waits for no other thread.
@@ -95,12 +95,12 @@ impl Chunk {
             let claimed = word | claimed_bit(place);
             match self.word.compare_exchange(word, claimed, Ordering::Acquire, Ordering::Relaxed) {
                 Ok(_) => {
-                    // Release: to a fault that reads one of them for an earlier owner's range (see
+                    // Release: for a fault that reads one of them for an earlier owner's range (see
                     // the module).
                     self.places[place].start.store(range.start.0, Ordering::Release);
                     self.places[place].end.store(range.end.0, Ordering::Release);
-                    // Release: to a fault that observes the bit. A fault that reads the number that
-                    // is taken next observes the bit by the release of that number.
+                    // Release: for a fault that observes the bit. A fault that reads the number
+                    // that is taken next observes the bit by the release of that number.
                     self.word.fetch_or(active_bit(place), Ordering::Release);
                     return Some(place);
                 }

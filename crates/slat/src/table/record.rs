@@ -27,9 +27,9 @@ use crate::boxed::Zeroed;
 use crate::stats::Recorder;
 use crate::sync::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
-/// Most PTEs, words of bitmaps, and pages that a guard visits; what is retired behind it waits no
-/// longer. A longer walk leaves its guard and goes on in another. Checked in builds with debug
-/// assertions.
+/// The most PTEs, words of bitmaps and pages that one guard visits, so that what is retired behind
+/// it does not wait long. A longer walk leaves its guard and goes on in another. Checked in builds
+/// with debug assertions.
 pub(crate) const MAX_SECTION_STEPS: u64 = 1 << 15;
 
 /// Announcement of a participant whose owner is in no guard.
@@ -322,7 +322,7 @@ pub(crate) struct RecordGuard<'a>(&'a Record);
 
 impl<'a> RecordGuard<'a> {
     /// # Safety
-    /// The caller has set `in_use`, and leaves its end to the guard.
+    /// The caller has set `in_use`, and leaves its end to the answer.
     pub(super) unsafe fn new(record: &'a SharedRecord) -> RecordGuard<'a> {
         // SAFETY: as the caller promises.
         RecordGuard(unsafe { record.owned() })
@@ -349,7 +349,7 @@ impl Deref for RecordGuard<'_> {
 
 impl Drop for RecordGuard<'_> {
     fn drop(&mut self) {
-        // SAFETY: this guard has it in use, until now.
+        // SAFETY: `self` has it in use, until now.
         unsafe { release_record(self.0) }
     }
 }

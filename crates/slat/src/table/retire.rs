@@ -28,11 +28,11 @@
 //! the link to the next page of the list, the second the tag.
 //!
 //! # Why it is correct
-//! A guard that began after the thing was unlinked cannot reach it. For one that began before,
-//! there is a store-load pair: the guard stores its announcement, then reads pointers; the
-//! reclaimer has stored the unlinking, then reads announcements. A full fence stands between the
-//! two steps on both sides. So if the reclaimer misses the announcement, the guard observes the
-//! unlinking.
+//! A guard that announces an epoch later than the tag began after the thing was unlinked, and
+//! cannot reach it. That no older guard is missed takes a store-load pair. The guard stores its
+//! announcement, then reads pointers; the reclaimer has stored the unlinking, then reads
+//! announcements. A full fence stands between the two steps on both sides. So if the reclaimer
+//! misses the announcement, the guard observes the unlinking.
 //!
 //! Guards are many and reclaims are few. Where the host can make a barrier on all CPUs at once, the
 //! reclaimer makes it for both sides, and a guard begins without a fence ([`Fences::Remote`]).
@@ -167,7 +167,7 @@ impl Epochs {
             Some(record) => record,
             None => self.add_record()?,
         };
-        // SAFETY: this thread has set `in_use`, and the guard resets it.
+        // SAFETY: this thread has set `in_use`, and the `RecordGuard` resets it.
         let record = unsafe { RecordGuard::new(record) };
         if self.has_lock_times {
             record.stats.make_lock_times()?;

@@ -29,8 +29,8 @@ pub(crate) struct Cursor<'s, H: Host, F: Format> {
     section: &'s Section<'s>,
     /// The page-table page of the current PTE.
     table: &'s [AtomicU64],
-    /// The directory entry through which the walk came here, as it was read then; at the root,
-    /// none.
+    /// The directory entry through which the walk came here, as it was read then. At the root: one
+    /// that is not protected.
     above: Entry,
     level: Level,
     gfn: Gfn,
