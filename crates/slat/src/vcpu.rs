@@ -1,14 +1,31 @@
-//! One vCPU's way through a fault: look, resolve, act.
+//! The fault path of one vCPU: look, resolve, act.
 //!
-//! 1. *Look*, inside a read section: walk to the lowest entry, read it, and only then read what the answer depends on
-//!    (the published ranges, the slot, its flags). The result is a plan.
-//! 2. *Resolve*, outside: allocate the tables that the plan may need; ask the host for the frame, if it needs one.
-//! 3. *Act*, inside a section (and the VM's lock, if there is one): walk again, and carry the plan out by one
-//!    compare-and-exchange if the entry still allows it; else start over. If the leaf may now be written, mark the page
-//!    if its slot logs.
+//! # Guarantees
+//! - A fault installs a leaf only if nothing that its answer depends on has changed since its look.
+//! - A page that a fault makes writable is marked dirty before the fault returns, if its memslot logs
+//!   and no CPU will report the write.
+//! - Without the VM's lock, a fault waits for no invalidation, harvest or change of memslots.
 //!
-//! Without a lock, a fault that needs nothing but a leaf's right to write, or a tracked leaf itself, given back is fixed
-//! within the first section.
+//! # Use
+//! The thread of the vCPU calls [`Vcpu::handle_fault`] when the hardware exits, and acts on its
+//! [`Outcome`]. Prefault (`prefault`) and fault-around (`fault_around`) take the same steps.
+//!
+//! # Implementation
+//! A fault
+//! 1. *looks*, inside a guard: it walks to the lowest PTE, reads it, and only then reads what the
+//!    answer depends on (the ranges in flight, the memslot, its flags). The result is a `Plan`.
+//! 2. *resolves*, outside of any guard: it allocates the page-table pages that the plan may need,
+//!    and asks the host for the frame, if it needs one.
+//! 3. *acts*, inside a guard (and the VM's lock, if there is one): it walks again, and carries the
+//!    plan out by one compare-and-exchange if the PTE still allows it. Otherwise it starts over. If
+//!    the leaf may now be written and the memslot logs, it marks the page.
+//!
+//! Without a lock, the look itself restores a leaf PTE that only lacks W, or that is tracked. Such
+//! a fault needs one guard and no second walk.
+//!
+//! # Why it is correct
+//! `table/stamp.rs` has the argument for installing on the invalidation sequence number that the
+//! look read. `dirty/log.rs` has the one for marking after W was restored.
 
 #![expect(unsafe_code, reason = "the vCPU's record is kept alive by its VM")]
 
@@ -48,88 +65,92 @@ use crate::table::retire::{Exclusive, FaultPin, HazardPointer, OwnedRecord, Reco
 use crate::table::walk::Cursor;
 use crate::vm::Vm;
 
-/// So often an invalidation may overtake a fault before it maps a small page where a larger one would do: that is overtaken
-/// by invalidations of this very page alone.
+/// After so many overtaking invalidations a fault maps a small page where a larger one would do.
+/// Then only invalidations of this very page can overtake it.
 const OVERTAKEN_BEFORE_SMALL_LEAF: u32 = 4;
 
-/// Flags of slots in which it is not the host alone who says what a fault may map.
+/// Flags of memslots in which user space, too, restricts what a fault may map.
 const LOOK_CLOSER: MemoryRegionFlags =
     MemoryRegionFlags::READONLY.union(MemoryRegionFlags::USERFAULT).union(MemoryRegionFlags::GUEST_MEMFD);
 
-/// What user space says of a page.
+/// What user space allows for a page.
 enum Told {
-    /// It has these attributes, and may be mapped by leaves up to this level.
+    /// The page has these attributes, and may be mapped by leaves up to this level.
     May(MemoryAttributes, Level),
     Exit,
     Withheld,
 }
 
-/// What became of a fault.
+/// What the caller does after a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Outcome {
-    /// Run the guest again: the fault is fixed, or was spurious, or the page is being taken away at this moment.
+    /// Run the guest again. The fault is fixed or was spurious, or the page is being invalidated
+    /// now.
     Resume,
     /// User space must act before the guest can go on.
     Exit(Exit),
 }
 
-/// Why a vCPU leaves to user space.
+/// Why a vCPU exits to user space.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Exit {
-    /// The address that the guest accesses has no memory, or the guest wrote to a read-only slot: a device is meant.
+    /// Emulate a device: the address has no memory, or the guest wrote to a read-only memslot.
     Mmio {
         /// The address.
         gpa: Gpa,
         /// What the guest did.
         access: Access,
     },
-    /// A table of the guest's, which the CPU would read to translate `gva`, is where no memory is. What the guest accesses is not
-    /// known; hardware reads what a device gives it, mostly ones, and acts on that. With shadow paging.
+    /// The CPU would read a page table of the guest to translate `gva`, and there is no memory
+    /// where that table is. The page that the guest accesses is therefore not known. Hardware reads
+    /// what a device returns there, mostly ones, and acts on that. With shadow paging.
     TableMmio {
         /// The address that the guest accesses.
         gva: Gva,
-        /// Where the entry of the table would be.
+        /// The address of the PTE in the guest's page table.
         gpa: Gpa,
     },
-    /// User space must see to the page before the guest can use it: fetch it, and clear its bit in the slot's
-    /// [`UserfaultBitmap`](crate::UserfaultBitmap). KVM's `KVM_EXIT_MEMORY_FAULT`.
+    /// User space must fetch the page and clear its bit in the memslot's
+    /// [`UserfaultBitmap`](crate::UserfaultBitmap) before the guest can use it. KVM's
+    /// `KVM_EXIT_MEMORY_FAULT`.
     MemoryFault {
-        /// Why, for the page that the guest has touched.
+        /// The reason, for the page that the guest accessed.
         flags: MemoryFaultFlags,
-        /// The first byte of what is meant: of the page, or of the block that the bitmap has a bit for.
+        /// The first byte of the page, or of the block that one bit of the bitmap stands for.
         gpa: Gpa,
-        /// How many bytes.
+        /// The size of that page or block in bytes.
         size: u64,
     },
-    /// The guest's own tables forbid the access: a page fault (#PF) is to be injected. With shadow paging.
+    /// Inject a page fault (#PF): the guest's own page tables forbid the access. With shadow
+    /// paging.
     PageFault {
         /// The address, for CR2.
         gva: Gva,
         /// The error code (Intel SDM vol. 3A, "Page-Fault Exceptions").
         error_code: u32,
     },
-    /// What the guest wrote into a register, or gave to an instruction, cannot be: a general-protection fault, #GP(0), is to be
-    /// injected, and nothing has changed. With shadow paging.
+    /// Inject a general-protection fault, #GP(0): the guest loaded a register with an invalid
+    /// value, or gave an instruction an invalid operand. Nothing has changed. With shadow paging.
     GeneralProtection,
-    /// The guest writes into one of its page tables, or where its CPU cannot be let write: the instruction is to be emulated, its
-    /// write made by [`Vcpu::write_guest_table`]. It is never a device's address: there was memory that may be written. With shadow
-    /// paging.
+    /// Emulate the instruction, and make its write with [`Vcpu::write_guest_table`]. The guest
+    /// writes into one of its page tables, or its CPU cannot be allowed to write there. The address
+    /// is never that of a device: there was memory that may be written. With shadow paging.
     EmulateWrite {
         /// The address.
         gpa: Gpa,
     },
-    /// The vCPU's dirty ring is nearly full: what is in it must be harvested and reset
-    /// ([`Vm::reset_dirty_rings`]) before the vCPU can open more pages. All of its faults exit until there is room.
+    /// Harvest and reset the vCPU's dirty ring ([`Vm::reset_dirty_rings`]): it is nearly full.
+    /// Until there is room, all faults of the vCPU exit.
     DirtyRingFull,
 }
 
-/// The memory side of one virtual CPU. It belongs to one thread at a time.
+/// The memory side of one virtual CPU. One thread uses it at a time.
 pub struct Vcpu<H: Host, F: Format> {
     vm: Arc<Vm<H, F>>,
     record: OwnedRecord,
-    /// Where the pages go that this vCPU opens, if the VM logs by rings.
+    /// Where the pages are recorded that this vCPU makes writable, if the VM logs by rings.
     ring: Option<OwnedRing>,
     tables: TableCache,
     /// With shadow paging.
@@ -148,7 +169,8 @@ impl<H: Host, F: Format> Vcpu<H, F> {
                 Ok(Vcpu { vm, record, ring, tables: TableCache::new(), roots })
             }
             Err(error) => {
-                // SAFETY: `vm` keeps the epochs that it came from, and this is its end.
+                // SAFETY: `vm` keeps the epochs that it came from alive, and it is not used after
+                // this.
                 unsafe { record.release() }
                 Err(error)
             }
@@ -160,30 +182,36 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         &self.vm
     }
 
-    /// The dirty ring of this vCPU, if the VM logs by rings ([`Vm::enable_dirty_ring`]). [`Vm::dirty_rings`] has it too, for
-    /// other threads, and when the vCPU is gone.
+    /// The dirty ring of this vCPU, if the VM logs by rings ([`Vm::enable_dirty_ring`]). Other
+    /// threads find it by [`Vm::dirty_rings`], also after the vCPU is dropped.
     pub fn dirty_ring(&self) -> Option<&DirtyRing> {
         // SAFETY: `self.vm` keeps the VM alive, and with it its rings.
         self.ring.as_ref().map(|ring| unsafe { ring.get() })
     }
 
-    /// Hands over what this vCPU's CPU has put into its page-modification log: the addresses that it wrote, of which the
-    /// pages count as written from now on, if their slots log. To be called when the log is full, before it is reset; see
-    /// [`Host::drain_modification_logs`] for the logs of other CPUs.
+    /// Marks the pages dirty that this vCPU's CPU wrote into its page-modification log, if their
+    /// memslots log. `written` has the logged addresses.
+    ///
+    /// Call it when the log is full, before the log is reset. For the logs of other CPUs there is
+    /// [`Host::drain_modification_logs`].
     pub fn log_modifications(&mut self, written: &[Gpa]) {
-        // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the record came from.
+        // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the participant came
+        // from.
         let record = unsafe { self.record.get() };
         log::mark_written(&self.vm.slots, &self.vm.tree.epochs, record, written);
     }
 
-    /// Serves a second-stage fault: the guest did `access` at `gpa`, and the tables did not allow it.
+    /// Handles a second-stage fault: the guest did `access` at `gpa`, and the page tables did not
+    /// allow it.
     ///
-    /// Blocks only in [`Host::allocate_table`], [`Host::resolve`] and [`Host::flush`], and for the VM's lock if it has
-    /// one. Where the format needs it, [`Host::flush_local`] is called last, so the thread of the vCPU is the caller.
+    /// It blocks only in [`Host::allocate_table`], [`Host::resolve`] and [`Host::flush`], and for
+    /// the VM's lock if there is one. Call it on the thread of the vCPU: where the format needs it,
+    /// it calls [`Host::flush_local`] last.
     ///
     /// # Errors
-    /// [`Error::AddressTooHigh`], [`Error::BackingGone`], [`Error::BadResolve`], [`Error::UserfaultBitmapGone`],
-    /// [`Error::OutOfMemory`]; nothing has changed then for the guest, and the same fault may be tried again.
+    /// [`Error::AddressTooHigh`], [`Error::BackingGone`], [`Error::BadResolve`],
+    /// [`Error::UserfaultBitmapGone`], [`Error::OutOfMemory`]. Nothing has changed for the guest,
+    /// and the caller may try the same fault again.
     ///
     /// # Example
     /// ```
@@ -210,14 +238,14 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         let record = fault.record;
         let nr_faults = record.stats.get(Counter::Faults);
         record.stats.count(Counter::Faults);
-        // Not the first of a period: a vCPU's very first fault, with all its cold caches, stands for none but itself. But
-        // early, so that a short run has a sample.
+        // Early, so that a short run has a sample. But not the first fault of a period: the very
+        // first fault of a vCPU, with cold caches, represents no other.
         if is_sampled(nr_faults) {
             fault.start_timing();
         }
-        // The one call of it, so that it needs no frame of its own.
+        // The only call of it, so that it is inlined and needs no stack frame of its own.
         let result = fault.serve(own);
-        // A right given back, a new leaf, or a spurious fault: the CPU may still have what it faulted on.
+        // The CPU may still have cached what it faulted on, also after a spurious fault.
         if F::NEEDS_LOCAL_FLUSH && matches!(result, Ok(Outcome::Resume)) {
             fault.tree.host.flush_local(gpa);
         }
@@ -230,10 +258,10 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     #[inline]
     fn fault(&mut self, gpa: Gpa, access: Access) -> Result<(Fault<'_, H, F>, Exclusive<'_>), Error> {
         let gfn = self.vm.check_gpa(gpa)?;
-        // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the record came from.
-        // What it has once is this fault's alone, which borrows the vCPU.
+        // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the participant came
+        // from. The exclusive part is used by this fault alone, because the fault borrows the vCPU.
         let (record, own) = unsafe { (self.record.get(), self.record.exclusive()) };
-        // SAFETY: as above, and its rings.
+        // SAFETY: as above: the VM keeps its rings alive, too.
         let ring = self.ring.as_ref().map(|ring| unsafe { ring.get() });
         let (tree, slots, tables) = (&*self.vm.tree, &self.vm.slots, &mut self.tables);
         Ok((Fault { tree, slots, record, ring, tables, gfn, gpa, access, nr_overtaken: 0, timing: None }, own))
@@ -243,20 +271,22 @@ impl<H: Host, F: Format> Vcpu<H, F> {
 impl<H: Host, F: Format> Drop for Vcpu<H, F> {
     fn drop(&mut self) {
         self.drop_roots();
-        // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the record came from.
+        // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the participant came
+        // from.
         let record = unsafe { self.record.get() };
         self.tables.drain::<H, F>(&self.vm.tree.host, &record.stats);
-        // SAFETY: as above, and this is its end.
+        // SAFETY: as above, and the participant is not used after this.
         unsafe { self.record.release() }
         match &mut self.ring {
-            // SAFETY: as above, and its rings.
+            // SAFETY: as above: the VM keeps its rings alive, too, and the ring is not used after
+            // this.
             Some(ring) => unsafe { ring.release() },
             None => self.vm.tree.rings.leave(),
         }
     }
 }
 
-/// What counts leaves of `level` that faults install.
+/// The counter of leaves of `level` that faults install.
 #[inline]
 fn installed(level: Level) -> Counter {
     match level {
@@ -276,7 +306,7 @@ struct Fault<'v, H: Host, F: Format> {
     gfn: Gfn,
     gpa: Gpa,
     access: Access,
-    /// How often an invalidation came between a look at an empty entry and the exchange.
+    /// How often an invalidation changed an empty PTE between the look at it and the exchange.
     nr_overtaken: u32,
     timing: Option<Timing>,
 }
@@ -285,7 +315,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[inline]
     fn serve(&mut self, mut own: Exclusive<'_>) -> Result<Outcome, Error> {
         loop {
-            // Each time: a step that was overtaken has pushed its page all the same.
+            // In each round, because a step that failed may have pushed its page all the same.
             if self.is_ring_full() {
                 self.count(Counter::Exits);
                 return Ok(Outcome::Exit(Exit::DirtyRingFull));
@@ -310,7 +340,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                     Some(error) => return Err(error),
                 },
                 Plan::TakenAway => {
-                    // The guest comes back. Whoever takes it away is no vCPU; it gets the CPU if it wants it.
+                    // The guest comes back. The thread that invalidates the page is not a vCPU, so
+                    // let it run here.
                     self.count(Counter::Retries);
                     self.tree.host.yield_now();
                     return Ok(Outcome::Resume);
@@ -331,7 +362,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                     self.top_up_for(&plan, &leaf)?;
                     let step = self.install(own.pin.reborrow(), &plan, leaf);
                     if self.maps_around(leaf.level) && matches!((plan.found, &step), (Found::Empty(_), Ok(_))) {
-                        // The neighbours' backing may be another by now.
+                        // The neighbours may have another backing by now.
                         self.map_around(plan.backing.release());
                     }
                     step
@@ -358,8 +389,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         self.ring.is_some_and(DirtyRing::is_soft_full)
     }
 
-    /// How many pages one step may make writable. With a ring, as many as it has room for: their slot may begin to log
-    /// before they are marked, even if it does not log now.
+    /// The largest number of pages that one step may make writable. With a ring this is its room,
+    /// also if the memslot does not log now: it may begin to log before the pages are marked.
     #[inline]
     fn max_opened(&self) -> u64 {
         self.ring.map_or(u64::MAX, DirtyRing::room)
@@ -373,7 +404,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         plan.leaf::<F>(&self.tree.config, self.max_opened(), gfn, self.access, resolved)
     }
 
-    /// Marks the pages of this fault's leaf of `level`, which it has just made writable, if their slot
+    /// Marks the pages of this fault's leaf of `level`, which is writable by now, if their memslot
     /// logs.
     #[inline(always)]
     fn mark_leaf(&self, section: &Section<'_>, level: Level) {
@@ -385,12 +416,12 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         }
     }
 
-    /// Step 1: what there is, and what to do about it.
+    /// Step 1: finds out what there is, and decides what to do about it.
     #[inline]
     fn look<'r>(&self, pin: FaultPin<'_>, hazard: HazardPointer<'r>) -> Plan<'r, H::Backing> {
         let (tree, slots) = (self.tree, self.slots);
         let section = tree.epochs.enter_fault(pin);
-        // The entry first, the ranges and the slot after: see `table/stamp.rs`.
+        // The PTE first, then the ranges in flight and the memslot: see `table/stamp.rs`.
         let (cursor, value, state) = Cursor::at_lowest(tree, &section, self.gfn);
         let writes = self.access == Access::Write;
         let is_closed = writes && cursor.is_closed();
@@ -404,7 +435,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 };
             }
             State::Leaf | State::Tracked if !writes || entry::is_host_writable::<F>(value) => Found::Lacking(value),
-            // A leaf has no stamp; see `install_instead`.
+            // A leaf has no sequence number; see `install_instead`.
             State::Leaf | State::Tracked => Found::ReadOnly(value, tree.current_stamp()),
             State::Empty(stamp) => Found::Empty(stamp),
             State::Broken => return Plan::Cancel,
@@ -451,11 +482,11 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         }
     }
 
-    /// What user space says of the page: its attributes, and the largest leaf for it up to `max_level`; or what there is to be
-    /// done instead of mapping it.
+    /// Reads what user space allows for the page: its attributes and the largest leaf up to
+    /// `max_level`, or what the fault does instead of mapping the page.
     #[cold]
     fn look_closer(&self, section: &Section<'_>, max_level: Level) -> Told {
-        // Found once more: that the caller's need not be in memory spares each fault in a plain slot its copy.
+        // Looked up a second time, so that faults in plain memslots keep theirs in registers.
         let Some(slot) = self.slots.find(section, self.gfn) else { return Told::Exit };
         if self.access == Access::Write && slot.flags().contains(MemoryRegionFlags::READONLY) {
             return Told::Exit;
@@ -467,13 +498,13 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         Told::May(slot.attributes_of(self.gfn), level)
     }
 
-    /// The level of the largest block around the fault's page, up to `largest`, whose pages have the
-    /// attributes of the fault's. Not asked in the look, which does not know yet how
-    /// large a block the host has: a block of 512 GiB has 2 Mi words of attributes.
+    /// The level of the largest block around the fault's page, up to `largest`, whose pages all
+    /// have the attributes of the fault's. It is not part of the look, which does not know the size
+    /// of the host's block yet: 512 GiB have 2 Mi words of attributes.
     ///
-    /// As in the look they are read after the entry was. If they are changed after that, the entry
-    /// gets another stamp, or is replaced by a table, before they are stored; then nothing is
-    /// installed.
+    /// As in the look, the attributes are read after the PTE. If they change later, the PTE gets
+    /// another sequence number, or is replaced by a page-table page, before they are stored. Then
+    /// nothing is installed.
     #[cold]
     #[inline(never)]
     fn narrow_to_alike(&self, largest: Level) -> Level {
@@ -481,7 +512,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         let section = tree.epochs.enter(self.record);
         let mut level = Level::L4K;
         if let Some(slot) = slots.find(&section, self.gfn) {
-            // From below: what is not alike is mostly found out soon.
+            // From below, because blocks that differ are mostly found early.
             while level < largest.min(Level::L1G) && slot.are_alike(self.gfn.block(level.up())) {
                 level = level.up();
             }
@@ -489,14 +520,15 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         level
     }
 
-    /// What user space is to do before the page can be mapped; `None` if it has done that meanwhile.
+    /// What user space must do before the page can be mapped; `None` if it has done so in the
+    /// meantime.
     #[cold]
     fn why_withheld(&self) -> Option<Error> {
         let section = self.tree.epochs.enter(self.record);
         self.slots.find(&section, self.gfn)?.check_userfault(self.gfn).err()
     }
 
-    /// Step 2: the frame.
+    /// Step 2: asks the host for the frame.
     fn resolve(&mut self, plan: &InstallPlan<'_, H::Backing>) -> Result<Resolved, Gone> {
         let host = &self.tree.host;
         let resolve = || plan.resolve(host, self.gfn, self.access);
@@ -515,8 +547,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         }
     }
 
-    /// What becomes of a fault whose page is gone. If the answer may be of the past, the guest comes
-    /// back, unless user space is to act first.
+    /// Ends a fault for which the host has no frame. If that answer may be out of date, the guest
+    /// comes back, or user space acts first.
     #[cold]
     #[inline(never)]
     fn gone(&self, found: Found, attributes: MemoryAttributes) -> Result<Outcome, Error> {
@@ -532,17 +564,17 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         }
     }
 
-    /// The host has no frame. An error, unless something has changed since the look, which had
-    /// `found` and `attributes`: the entry, the ranges that are being taken away, or what user
-    /// space says of the page. Then the host's answer may be of the past: user space has taken the
-    /// page back, say, and thrown its contents away.
+    /// Returns an error because the host has no frame, unless something changed since the look,
+    /// which had `found` and `attributes`. What may change is the PTE, the ranges in flight, the
+    /// userfault bit and the attributes. After such a change the host's answer may be out of date:
+    /// user space may have taken the page back, for example, and thrown its contents away.
     #[cold]
     #[inline(never)]
     fn check_gone(&self, found: Found, attributes: MemoryAttributes) -> Result<(), Error> {
         let (tree, slots) = (self.tree, self.slots);
         let section = tree.epochs.enter(self.record);
         let mut cursor = Cursor::new(tree, &section, self.gfn);
-        // In the order of `look`. A change that is over has left another stamp.
+        // In the order of `look`. A change that is over has left another sequence number.
         let (value, state) = cursor.descend_to_lowest();
         let is_same = match found {
             Found::Empty(stamp) => state == State::Empty(stamp),
@@ -561,7 +593,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         Ok(())
     }
 
-    /// Flushes what CPUs may have cached of the entry, if nothing can be made of it before that.
+    /// Flushes what CPUs may have cached of the PTE, if nothing may be installed there before that.
     #[inline]
     fn flush_before_make(&self, plan: &InstallPlan<'_, H::Backing>) {
         if F::BREAK_BEFORE_MAKE && matches!(plan.found, Found::Empty(stamp) if stamp.is_unflushed()) {
@@ -569,11 +601,11 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         }
     }
 
-    /// Takes from the host what step 3 may link to install `leaf`.
+    /// Allocates the page-table pages that step 3 may link to install `leaf`.
     #[inline]
     fn top_up_for(&mut self, plan: &InstallPlan<'_, H::Backing>, leaf: &NewLeaf) -> Result<(), Error> {
         match plan.found {
-            // A part of it is split off, one level at a time.
+            // The part is split off, one level at a time.
             Found::ReadOnly(value, _) if plan.level > leaf.level => {
                 self.top_up(1, TableUse::Split, entry::frame::<F>(value, plan.level))
             }
@@ -581,7 +613,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         }
     }
 
-    /// Takes from the host what step 3 may link for `table_use` of the memory at `pfn`.
+    /// Allocates the page-table pages that step 3 may link for `table_use` of the memory at `pfn`.
     #[inline]
     fn top_up(&mut self, nr_tables: usize, table_use: TableUse, pfn: Pfn) -> Result<(), Error> {
         if nr_tables == 0 {

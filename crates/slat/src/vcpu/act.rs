@@ -1,5 +1,5 @@
-//! Step 3 of a fault: what was resolved is installed, if nothing has changed since the look that would forbid it, and what may
-//! now be written is marked.
+//! Step 3 of a fault, for a frame that was resolved: installs the leaf if nothing changed since the
+//! look, and marks the pages that may now be written.
 
 use super::plan::{Found, InstallPlan, Step};
 use super::{Fault, installed};
@@ -15,7 +15,7 @@ use crate::table::retire::{FaultPin, Section};
 use crate::table::walk::Cursor;
 
 impl<H: Host, F: Format> Fault<'_, H, F> {
-    /// Step 3 for an entry that is empty, or a leaf that the host has now allowed to be written.
+    /// Step 3 for an empty PTE, or for a leaf that the host now allows to be written.
     #[inline]
     pub(super) fn install(
         &mut self,
@@ -25,7 +25,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     ) -> Result<Step, Changed> {
         match plan.found {
             Found::Empty(stamp) => self.install_on_empty(pin, plan, stamp, leaf),
-            // A part of it: the other pages stay.
+            // The part is split off: the other pages stay mapped.
             Found::ReadOnly(value, _) if plan.level > leaf.level => self.split(value, plan.level, value),
             Found::ReadOnly(value, seen) => self.install_instead(value, seen, leaf),
             Found::Lacking(_) => unreachable!("no frame is asked for"),
@@ -45,8 +45,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let (cursor, value, State::Empty(stamp)) = Cursor::at_lowest(self.tree, section, self.gfn) else {
             return Err(Changed);
         };
-        // Another stamp: the range was taken away since the look. A higher or lower entry than then: the leaf may not fit,
-        // or need more tables than were taken.
+        // With another sequence number, the range was invalidated since the look. With a higher or
+        // lower PTE than then, the leaf may not fit, or need more page-table pages than were
+        // allocated.
         if stamp != seen || cursor.level() > highest || cursor.level() < leaf.level {
             if stamp != seen {
                 self.refine(section, highest, leaf.level, leaf.pfn);
@@ -61,13 +62,16 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         }
     }
 
-    /// Makes sure that this fault gets through beside invalidations of its neighbours, which give a stamp to the whole empty
-    /// entry that both are in, again and again. The entry, of level `highest` at most, is replaced by the tables that were
-    /// taken for a leaf of `leaf_level`, whose entries are all empty with the stamp that the entry has. They say the same,
-    /// piece by piece, so nothing has to be looked at before. From then on only what is invalidated in the block of the leaf
-    /// overtakes this fault; if even that is too much, the next leaf is a small one.
+    /// Ensures progress of this fault beside invalidations of its neighbours. Each of these stores
+    /// its sequence number in the whole empty PTE that covers both.
     ///
-    /// It walks anew: the caller's cursor must stay in registers.
+    /// It replaces that PTE, of level `highest` at most, by the page-table pages that were
+    /// allocated for a leaf of `leaf_level`. Their PTEs are all empty and inherit the sequence
+    /// number. So the new page-table pages express what the PTE did, and nothing has to be checked
+    /// before. From then on only invalidations in the block of the leaf overtake this fault. If
+    /// there are still too many, the next leaf is a small one.
+    ///
+    /// It walks anew, so that the caller's cursor stays in registers.
     #[cold]
     #[inline(never)]
     pub(super) fn refine(&mut self, section: &Section<'_>, highest: Level, leaf_level: Level, pfn: Pfn) {
@@ -79,33 +83,41 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         if level > highest || level <= leaf_level {
             return;
         }
-        // Where a break must come before a make, the entry has to be flushed by now. A zap that has taken something away there
-        // and not flushed yet says so in the stamp; unless its range covers the entry, and so this page, and is published.
-        // Invalidations beside this page clear that flag (`second_stage/zap.rs`). So if it is set, something was mapped here
-        // and taken away since the look, or this page was invalidated itself.
+        // With break before make, the PTE must be flushed by now. A zap that removed a mapping
+        // there and has not flushed yet has left an unflushed sequence number, or its range covers
+        // this page and is in flight. Invalidations beside this page clear the flag
+        // (`second_stage/zap.rs`). So if the flag is set, a mapping was removed here since the
+        // look, or this page itself was invalidated.
         let is_flushed = || !stamp.is_unflushed() && published.free_level(self.gfn, Level::L4K).is_some();
         if !F::BREAK_BEFORE_MAKE || is_flushed() {
             let empty = Prepared::empty(stamp, leaf_level, pfn);
-            // If the entry has changed once more, the next look finds out.
+            // If the PTE has changed once more, the next look finds out.
             let _: Result<(), Changed> = install::link(&cursor, host, self.tables, value, stamp, empty);
         }
     }
 
-    /// Takes the leaf `value` away and installs `leaf` in its place, in one section: between the two, and before the host
-    /// has answered, a reader would put the read-only leaf back, again and again.
+    /// Replaces the leaf `value` by `leaf`, inside one guard. If the PTE stayed empty until the
+    /// host had answered, a reading vCPU would install the read-only leaf again and again.
     ///
-    /// A leaf has no stamp that would tell whether the page was taken away since the look, and the very same leaf put back
-    /// by another fault after the host has forbidden what it answered here. The counter tells, read once more when the leaf
-    /// is gone: if this fault's stamp is the only one since the look, nobody has. If somebody has taken a stamp, wherever,
-    /// the entry is left empty, and the fault asks again. Who takes one later finds what is installed here, and zaps it.
+    /// **Detecting an invalidation.** A leaf has no sequence number that shows whether the page was
+    /// invalidated since the look. After the host has withdrawn its answer, another fault may even
+    /// have installed the very same leaf again. So the counter is read again after the exchange:
+    /// - If the number of this fault is the only one since the look, no thread has invalidated the
+    ///   page.
+    /// - If another thread took a number, for whatever page, the PTE stays empty and the fault asks
+    ///   again.
+    /// - A thread that takes a number later finds the new leaf, and zaps it.
     ///
-    /// No flush is owed: the frame is the same, and CPUs may use it until an invalidation, which flushes; and one that has
-    /// the leaf cached faults on the write and walks anew (Intel SDM vol. 3C, "Operations that Invalidate Cached Mappings":
-    /// an EPT violation drops the translation that caused it; elsewhere the end of each fault does,
-    /// [`Host::flush_local`]; so it is wherever a right is given). That
-    /// the page was used is told to the host before the leaf goes, as by a zap (the fault may be overtaken, and then nothing
-    /// else would tell), and kept in the leaf that takes its place. A huge leaf of which the host gives a part
-    /// is split before, so that its other pages stay.
+    /// **No flush is due.** The frame is the same, and CPUs may use it until an invalidation, which
+    /// flushes. A CPU that has the old leaf cached faults on the write and walks anew. On Intel an
+    /// EPT violation drops the translation that caused it (Intel SDM vol. 3C, "Operations that
+    /// Invalidate Cached Mappings"). Elsewhere the end of each fault does ([`Host::flush_local`]).
+    /// The same holds wherever access is restored.
+    ///
+    /// **The accessed bit.** The host is notified that the page was used before the leaf goes, as
+    /// by a zap: if the fault is overtaken, no later step reports it. The new leaf keeps the bit.
+    ///
+    /// A huge leaf of which the host allows a part is split before, so that its other pages stay.
     #[cold]
     #[inline(never)]
     fn install_instead(&mut self, value: Entry, seen: Stamp, leaf: NewLeaf) -> Result<Step, Changed> {
@@ -122,7 +134,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             return Err(Changed);
         }
         let stamp = tree.next_stamp();
-        // If nothing comes of it here, others may put something smaller there.
+        // If this fault fails below, another one may install something smaller here.
         let stamp = if F::BREAK_BEFORE_MAKE && level > Level::L4K { stamp.unflushed() } else { stamp };
         let is_accessed = entry::is_accessed::<F>(value);
         if is_accessed {
@@ -131,7 +143,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let leaf = NewLeaf { used: leaf.used.or(is_accessed.then_some(Access::Read)), ..leaf };
         let empty = install::take_away(&cursor, value, stamp)?;
         self.count(zap::zapped_leaf(level));
-        // A store-load pair with who takes a stamp, and then looks at the entry.
+        // A store-load pair with a thread that takes a sequence number and then looks at the PTE.
         fence_after_rmw();
         if tree.current_stamp().follows(seen) {
             self.install_at(&cursor, section, empty, stamp, leaf)
@@ -145,8 +157,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         Pfn(entry::frame::<F>(leaf, level).0 + (self.gfn.0 & (level.nr_pages() - 1)))
     }
 
-    /// Whether the host has given a page that is mapped read-only another frame, and not invalidated it: then the leaf is
-    /// still there, and nobody has taken a stamp since the look.
+    /// Whether the host resolved a page that is mapped read-only to another frame without
+    /// invalidating it. In that case the leaf is still there, and no sequence number was taken
+    /// since the look.
     #[inline]
     pub(super) fn is_another_frame(&self, plan: &InstallPlan<'_, H::Backing>, leaf: &NewLeaf) -> bool {
         let Found::ReadOnly(value, seen) = plan.found else { return false };
@@ -159,8 +172,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         cursor.descend_to_lowest().0 == value && tree.current_stamp() == seen
     }
 
-    /// [`install_at`](Self::install_at) for an entry of more than a page. It takes the cursor itself, so
-    /// that its caller's stays in registers.
+    /// [`install_at`](Self::install_at) for a huge leaf. It takes the cursor by value, so that the
+    /// caller's stays in registers.
     #[inline(never)]
     fn install_higher(
         &mut self,
@@ -173,7 +186,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         self.install_at(&cursor, section, value, stamp, leaf)
     }
 
-    /// Installs `leaf` in the entry at the cursor, which is `value`, empty with `stamp`.
+    /// Installs `leaf` in the PTE at the cursor, which is `value`, empty with `stamp`.
     #[inline(always)]
     fn install_at(
         &mut self,
@@ -183,9 +196,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         stamp: Stamp,
         leaf: NewLeaf,
     ) -> Result<Step, Changed> {
-        // Below a closed entry the leaf is of no use to a write yet. The step that opens the entry
-        // gives the right to write, and marks the page: if it were marked here too, a ring would
-        // have it twice.
+        // Below a protected directory entry the leaf does not allow a write yet. The push-down
+        // restores W and marks the page. If it were marked here too, a ring would have it twice.
         let is_nearer = self.access == Access::Write && cursor.is_closed();
         let rights = match leaf.rights {
             Rights::Writable if is_nearer => Rights::WriteProtected,
@@ -199,14 +211,15 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         Ok(if is_nearer { Step::Nearer } else { Step::Done })
     }
 
-    /// Whether this fault is to mark the pages of a leaf of `level` that it makes writable. Where CPUs' dirty bits are the
-    /// log, they tell of leaves of 4 KiB; what is written at once has its dirty bit set here, so that no CPU will tell.
+    /// Whether this fault marks the pages of a leaf of `level` that it makes writable. Where CPUs'
+    /// dirty bits are the log, they report leaves of 4 KiB. But a leaf that is installed for a
+    /// write gets its dirty bit here, and no CPU reports it.
     #[inline]
     pub(super) fn marks(&self, level: Level) -> bool {
         self.marks_for(self.access, level)
     }
 
-    /// As [`marks`](Self::marks), of a leaf that is installed for `access`.
+    /// As [`marks`](Self::marks), for a leaf that is installed for `access`.
     #[inline]
     pub(super) fn marks_for(&self, access: Access, level: Level) -> bool {
         access == Access::Write || self.tree.config.first_write_faults(level)

@@ -1,18 +1,26 @@
-//! Fault-around: neighbours of the page that the guest has faulted on, which are resident anyway, are mapped along, so that
-//! a guest that goes through such memory faults once for a window of pages.
+//! Fault-around: a fault also maps resident neighbours of its page. A guest that walks through such
+//! memory then faults once for a window of pages.
 //!
-//! The fault itself goes its way. Once its page is mapped, the other entries of the window are looked
-//! at, in the order of `together`, and the host is asked which of their pages are resident. The host's
-//! answer for the fault's own page says nothing about them, even if it was a large block: that answer
-//! may be older than the entries that were seen now, and a stamp guards only an answer that came after
-//! it. Each neighbour is installed by an exchange of its own; one that has changed meanwhile is passed
-//! over. A window of more than [`GROUP`] pages is done group by group, the fault's own first, so that a
-//! fault needs little of the stack.
+//! # Guarantees
+//! - A neighbour gets what a read would get, so it is never written unseen where the memslot logs.
+//! - A neighbour counts as not used. Where CPUs do not set A, a leaf counts as used as soon as it
+//!   is installed. Where they do not set D, it counts as dirty as soon as it is writable. There
+//!   neighbours are mapped without W: a page that counts as used by mistake is found at its next
+//!   aging, but one that counts as dirty would be written back for nothing.
 //!
-//! A neighbour gets what a read would give it (so it is never written unseen where the slot logs), and counts as not used.
-//! Where CPUs do not set A, a leaf is used as soon as it is there, and where they do not set D, dirty as soon as it can be
-//! written; there it is mapped without the right to write: a page that somebody has used is found out when it is aged next,
-//! but one that counts as written would be written back for nothing.
+//! # Implementation
+//! First the fault maps its own page. Then it
+//! 1. reads the other PTEs of the window, in the order of `together`,
+//! 2. asks the host which of their pages are resident,
+//! 3. installs each neighbour by an exchange of its own, and passes over a PTE that changed.
+//!
+//! A window of more than [`GROUP`] pages is done group by group, the fault's own group first. So a
+//! fault needs little stack.
+//!
+//! # Why it is correct
+//! The host's answer for the fault's own page is not used for its neighbours, even if that answer
+//! was a large block. It may be older than the PTEs of step 1, and a sequence number guards only
+//! answers that came after it was read.
 
 use super::Fault;
 use super::together::{Batch, Missing, NOTHING};
@@ -29,14 +37,14 @@ use crate::table::entry::{self, State};
 use crate::table::retire::{HazardPointer, Section};
 use crate::table::walk::Cursor;
 
-/// Pages of a window that go together: a fault has little of the stack.
+/// Pages of a window that are mapped as one batch, which is on the stack.
 const GROUP: usize = 8;
 
-// A ring that is not soft-full has room for a whole window, if the slot begins to log meanwhile.
+// A ring that is not soft-full has room for a whole window, if the memslot begins to log now.
 const _: () = assert!(MAX_FAULT_AROUND_PAGES as u32 <= DIRTY_RING_RESERVE);
 
 impl<H: Host, F: Format> Fault<'_, H, F> {
-    /// Whether a leaf of `level` is installed with its neighbours.
+    /// Whether a fault that installed a leaf of `level` maps its neighbours.
     #[inline]
     pub(super) fn maps_around(&self, level: Level) -> bool {
         self.tree.config.fault_around != FaultAround::Off && level == Level::L4K
@@ -46,7 +54,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     #[cold]
     #[inline(never)]
     pub(super) fn map_around(&self, mut hazard: HazardPointer<'_>) {
-        // Windows and groups are aligned, and the one is a multiple of the other.
+        // Windows and groups are aligned, and a window is a multiple of a group.
         let window_pages = self.tree.config.fault_around.nr_pages();
         let group_pages = window_pages.min(GROUP as u64);
         let own = self.gfn.0 & !(group_pages - 1);
@@ -60,7 +68,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     }
 
     /// Maps the neighbours among the `nr_pages` pages from `first` on. It and its parts are never
-    /// inlined: each needs its part of the stack for itself.
+    /// inlined, so that their stack frames do not add up.
     #[inline(never)]
     fn map_group(&self, hazard: HazardPointer<'_>, first: u64, nr_pages: u64) {
         let page = |index| Gfn(first + index as u64);
@@ -77,12 +85,13 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         self.record.stats.add(Counter::Around, nr_leaves);
     }
 
-    /// What the neighbours are mapped for.
+    /// The access that the neighbours are mapped for.
     fn access_around(&self) -> Access {
         if self.access == Access::Execute { Access::Execute } else { Access::Read }
     }
 
-    /// Makes leaves for the first `nr_pages` of `neighbours`. Returns the range of the slot that they are in, if there are any.
+    /// Makes leaves for the first `nr_pages` of `neighbours`. Returns the range of their memslot,
+    /// or `None` if there is nothing to install.
     #[inline(never)]
     fn resolve_around<P: Fn(usize) -> Gfn>(
         &self,
@@ -115,20 +124,20 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         Some(plan.slot)
     }
 
-    /// Finds the empty entries of `neighbours`, this fault's own aside. There are none if the page is not
-    /// mapped by a leaf of 4 KiB any more.
+    /// Finds the empty PTEs of `neighbours`, without this fault's own. It finds none if the page is
+    /// no longer mapped by a leaf of 4 KiB.
     #[inline(never)]
     fn look_around<P: Fn(usize) -> Gfn>(&self, section: &Section<'_>, nr_pages: u64, neighbours: &mut Batch<P, GROUP>) {
         let mut cursor = Cursor::new(self.tree, section, self.gfn);
         if cursor.descend_to_lowest().1 != State::Leaf || cursor.level() != Level::L4K {
             return;
         }
-        // In one table, for the window is aligned and smaller than a table.
+        // All in one page-table page: the window is aligned and smaller than that.
         for _ in 0..nr_pages {
             let gfn = neighbours.next_page();
             cursor.move_to(gfn);
             let value = cursor.entry().load();
-            // What must be flushed first is left to a fault of its own.
+            // An unflushed PTE is left to a fault of its own, which flushes first.
             let is_wanted = gfn != self.gfn
                 && matches!(entry::state::<F>(value, Level::L4K), State::Empty(stamp) if !stamp.is_unflushed());
             neighbours.push(if is_wanted { value } else { NOTHING });

@@ -1,6 +1,5 @@
-//! What a fault does about a leaf that is there and does not allow the access: it gives access back, pushes a closed entry
-//! down, or splits a huge leaf. No frame is asked for. And what it does where a leaf or a table is to be, for somebody has broken
-//! the entry: it cancels that.
+//! What a fault does where it needs no frame: it restores access through a leaf PTE, pushes a
+//! protected directory entry down, splits a huge leaf, or aborts the work on a broken PTE.
 
 use super::Fault;
 use super::plan::{LeafPlan, Step};
@@ -18,12 +17,13 @@ use crate::table::frames::TableUse;
 use crate::table::retire::Section;
 use crate::table::walk::Cursor;
 
-/// Looks at a broken entry before it is cancelled. A recovery that is running is over by then, mostly; to cancel it costs as
-/// much as it does, and a fault on top. One that is not running is not waited for.
+/// How often a fault reads a broken PTE before it aborts the recovery. A running recovery is mostly
+/// over by then; aborting it costs as much as it does, and one more fault. A recovery whose thread
+/// is preempted is not waited for.
 const PATIENCE: usize = if cfg!(any(loom, shuttle)) { 1 } else { 100 };
 
 impl<H: Host, F: Format> Fault<'_, H, F> {
-    /// Carries out what needs no frame.
+    /// Carries out a plan that needs no frame.
     #[inline(always)]
     pub(super) fn act_on_leaf(&mut self, plan: LeafPlan) -> Result<Result<Step, Changed>, Error> {
         match plan {
@@ -36,22 +36,22 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         }
     }
 
-    /// Whether a huge leaf of `level` must be split before a write: because `slot_logs`, and by smaller pages; or because
-    /// the ring has no room for all of its pages.
+    /// Whether a huge leaf of `level` must be split before a write: because `slot_logs` by smaller
+    /// pages, or because the ring has no room for all of its pages.
     #[inline]
     pub(super) fn splits(&self, level: Level, slot_logs: bool) -> bool {
         let largest = || if slot_logs { self.tree.config.largest_logged_write() } else { F::ROOT_LEVEL };
         level > Level::L4K && (level > largest() || level.nr_pages() > self.max_opened())
     }
 
-    /// Step 3 for a leaf that only needs to be given back, where there is a lock to take.
+    /// Step 3 for a leaf that only lacks access, under the VM's lock.
     #[inline(never)]
     fn give_back(&self, value: Entry) -> Result<(), Changed> {
         let tree = self.tree;
         let locked = tree.enter(self.record, Side::Read);
         let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
         let found = cursor.descend_to_lowest().0;
-        // The level too: the very same value may by now be that of a larger leaf.
+        // The level is compared, too: the very same value may by now be that of a larger leaf.
         let opens_too_many = self.access == Access::Write && cursor.level().nr_pages() > self.max_opened();
         if found != value || opens_too_many {
             return Err(Changed);
@@ -59,7 +59,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         self.give_back_at(cursor.entry(), &locked.section, value)
     }
 
-    /// Restores access through the leaf `value` in `entry`, and marks what may be written.
+    /// Restores access through the leaf `value` in `entry`, and marks the pages that may be
+    /// written.
     #[inline]
     pub(super) fn give_back_at(&self, entry: EntryRef<'_>, section: &Section<'_>, value: Entry) -> Result<(), Changed> {
         if entry.level() == Level::L4K {
@@ -87,12 +88,13 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         Ok(())
     }
 
-    /// Sets A, and for a write D, of a leaf that allows the access: a CPU that sets none faults until they are set (Arm with
-    /// VTCR_EL2.HA clear: "Access flag fault"; RISC-V without Svadu, Svade). What the CPU is about to do is what the bits say.
+    /// Sets A, and for a write D, of a leaf that allows the access. A CPU that sets neither faults
+    /// until they are set (Arm with VTCR_EL2.HA clear: "Access flag fault"; RISC-V without Svadu,
+    /// Svade). The bits say what the CPU is about to do.
     ///
-    /// Where CPUs' dirty bits are the log, the page is marked as well, as for any leaf that this fault makes dirty
-    /// ([`marks_for`](Self::marks_for)): no CPU will put it into a modification log. Elsewhere a leaf that may be written has
-    /// been marked.
+    /// Where CPUs' dirty bits are the log, it also marks the page, as for any leaf that this fault
+    /// makes dirty ([`marks_for`](Self::marks_for)): no CPU will put it into a modification log.
+    /// Elsewhere a writable leaf has been marked before.
     #[cold]
     pub(super) fn set_marks(&self) -> Result<Step, Changed> {
         let tree = self.tree;
@@ -104,7 +106,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             return Err(Changed);
         }
         let marked = entry::marked::<F>(value, self.access);
-        // If hardware or another fault was first, the next look says what is left.
+        // If hardware or another fault was first, the next look finds what is missing.
         cursor.entry().compare_exchange::<F>(value, marked).map_err(|_| Changed)?;
         if writes && !tree.config.first_write_faults(cursor.level()) {
             self.mark_leaf(&locked.section, cursor.level());
@@ -113,7 +115,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         Ok(Step::Done)
     }
 
-    /// Step 3 for a leaf below a closed entry, where there is a lock to take.
+    /// Step 3 for a leaf below a protected directory entry, under the VM's lock.
     #[inline(never)]
     fn push_down(&self) -> Result<Step, Changed> {
         let locked = self.tree.enter(self.record, Side::Read);
@@ -129,7 +131,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         };
         let pushed = push_down::push_down(self.tree, section, self.gfn, others)?;
         self.count(Counter::WritesRestored);
-        // Also if the entry could not be opened: see `push_down`.
+        // Also if W of the directory entry could not be restored: see `push_down`.
         self.mark_leaf(section, Level::L4K);
         match pushed {
             Pushed::Open => {
@@ -140,8 +142,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         }
     }
 
-    /// Replaces the huge leaf `value` of `level` by a table, for which the cache has one: its parts
-    /// allow what `whole` does, or in a format that needs a break what `split_by_breaking` says.
+    /// Replaces the huge leaf `value` of `level` by a page-table page, for which the cache has one.
+    /// Its parts allow what `whole` does; with break before make, what `split_by_breaking` says.
     #[cold]
     #[inline(never)]
     pub(super) fn split(&mut self, value: Entry, level: Level, whole: Entry) -> Result<Step, Changed> {
@@ -151,7 +153,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         } else {
             let locked = tree.enter(self.record, Side::Read);
             let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
-            // The level too: the very same value may by now be that of another leaf.
+            // The level is compared, too: the very same value may by now be that of another leaf.
             if cursor.descend_to_lowest().0 != value || cursor.level() != level {
                 return Err(Changed);
             }
@@ -160,7 +162,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         Ok(Step::Nearer)
     }
 
-    /// Cancels the recovery or the split that is under way where the page is.
+    /// Aborts the recovery or the split that is under way where the page is.
     #[cold]
     pub(super) fn cancel(&self) -> Result<Step, Changed> {
         let (tree, slots) = (self.tree, self.slots);

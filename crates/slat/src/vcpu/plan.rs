@@ -1,4 +1,4 @@
-//! What a fault is to do, as its look decided: the plan that its acting carries out, or finds overtaken.
+//! The plan of a fault: what its look decided, for its last step to carry out.
 
 use crate::addr::{Access, Gfn, GfnRange, Level, PAGE_SHIFT};
 use crate::config::Config;
@@ -10,36 +10,36 @@ use crate::slot::view::BackingRef;
 use crate::slot::{MemoryAttributes, MemoryRegionFlags};
 use crate::table::entry::Stamp;
 
-/// What a fault is to do, as decided by its look.
+/// What a fault does next, as decided by its look.
 pub(super) enum Plan<'r, B> {
-    /// Nothing: the entry, of this level, allows the access.
+    /// Nothing: the PTE, of this level, allows the access.
     Spurious(Level),
-    /// Set A, and for a write D: the entry, of this level, allows the access and lacks nothing else.
+    /// Set A, and for a write D. The PTE, of this level, allows the access and lacks nothing else.
     SetMarks(Level),
     Exit,
-    /// Nothing, before user space has done something.
+    /// Nothing, until user space has acted.
     Withheld,
-    /// The page is in a published range.
+    /// The page is in a range in flight.
     TakenAway,
-    /// Somebody is between a table and a huge leaf here: cancel that.
+    /// The PTE is broken: abort the recovery or split.
     Cancel,
     /// Ask the host for the frame and install a leaf.
     Install(InstallPlan<'r, B>),
-    /// There is a leaf, and the host need not be asked.
+    /// Change the leaf that is there; no frame is needed.
     OnLeaf(LeafPlan),
-    /// Nothing any more: access was restored within the look.
+    /// Nothing any more: the look itself restored access.
     Restored,
-    /// Another look: this one was overtaken.
+    /// Look again: the PTE changed during the look.
     StartOver,
 }
 
-/// What is to be done about a leaf that does not allow the access.
+/// What to do about a leaf that does not allow the access.
 pub(super) enum LeafPlan {
-    /// Give access back to this leaf.
+    /// Restore access through this leaf.
     GiveBack(Entry),
-    /// Split this huge leaf, for logging is by smaller pages.
+    /// Split this huge leaf, because smaller pages are logged.
     Split(Entry, Level),
-    /// The leaf is below a closed entry: push down.
+    /// Push down the protected directory entry above the leaf.
     PushDown,
 }
 
@@ -50,22 +50,23 @@ pub(super) enum Step {
     Nearer,
 }
 
-/// What to install a leaf for, and instead of what.
+/// What to install a leaf for, and what the leaf replaces.
 pub(super) struct InstallPlan<'r, B> {
     pub(super) backing: BackingRef<'r, B>,
     pub(super) slot: GfnRange,
     pub(super) flags: MemoryRegionFlags,
-    /// Those of the fault's page.
+    /// The attributes of the fault's page.
     pub(super) attributes: MemoryAttributes,
-    /// Level of the entry that was found.
+    /// Level of the PTE that was found.
     pub(super) level: Level,
-    /// The largest leaf that reaches into no published range, and that user space allows.
+    /// The largest leaf that reaches into no range in flight, and that user space allows.
     pub(super) max_level: Level,
     pub(super) found: Found,
 }
 
 impl<B: Send + Sync> InstallPlan<'_, B> {
-    /// Asks the host for page `gfn` of the slot, which has the attributes of the fault's own.
+    /// Asks the host for page `gfn` of the memslot, which has the same attributes as the fault's
+    /// page.
     #[inline]
     pub(super) fn resolve<H: Host<Backing = B>>(&self, host: &H, gfn: Gfn, access: Access) -> Result<Resolved, Gone> {
         let (backing, page) = (self.backing.get(), self.page(gfn));
@@ -76,20 +77,21 @@ impl<B: Send + Sync> InstallPlan<'_, B> {
         }
     }
 
-    /// Number of a page within the slot.
+    /// Number of a page within the memslot.
     #[inline]
     pub(super) fn page(&self, gfn: Gfn) -> u64 {
         gfn.0 - self.slot.start.0
     }
 
-    /// Whether a leaf may be writable at once that is installed for `access`, if the host allows it.
+    /// Whether a leaf that is installed for `access` may be writable at once, if the host allows
+    /// it.
     #[inline]
     pub(super) fn may_give_write(&self, access: Access) -> bool {
         access == Access::Write || !self.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES)
     }
 
-    /// The largest leaf for `gfn` that slot, backing, alignment, logging and published ranges allow. A leaf that may be
-    /// written has no more than `max_opened` pages.
+    /// The largest leaf for `gfn` that memslot, backing, alignment, logging and ranges in flight
+    /// allow. A leaf that may be written has at most `max_opened` pages.
     #[inline]
     pub(super) fn leaf<F: Format>(
         &self,
@@ -127,13 +129,14 @@ impl<B: Send + Sync> InstallPlan<'_, B> {
     }
 }
 
-/// The entry that has no leaf for the access, as the look found it.
+/// The PTE that does not allow the access, as the look found it.
 #[derive(Clone, Copy)]
 pub(super) enum Found {
-    /// Empty, with this stamp.
+    /// Empty, with this sequence number.
     Empty(Stamp),
-    /// This leaf, which may be given back.
+    /// A leaf through which access may be restored.
     Lacking(Entry),
-    /// This leaf, which the host did not allow to be written when it was installed; and the greatest stamp at that time.
+    /// A leaf for which the host did not allow writes when it was installed, and the greatest
+    /// sequence number at the time of the look.
     ReadOnly(Entry, Stamp),
 }

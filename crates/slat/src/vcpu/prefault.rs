@@ -1,11 +1,15 @@
-//! Mapping pages before the guest asks for them: a range (KVM's `KVM_PRE_FAULT_MEMORY`), or a list, such as the pages that
-//! a guest used before it was put into a snapshot.
+//! Prefault: maps pages before the guest accesses them. The pages are a range (KVM's
+//! `KVM_PRE_FAULT_MEMORY`) or a list, such as the pages that a guest used before its snapshot.
 //!
-//! Both go the way of a fault: entry first, then what the answer depends on, resolve, one compare-and-exchange if the
-//! stamp allows it. Where a table is missing, for 2 MiB or for 1 GiB of huge pages, as much of it as is wanted is filled
-//! before it is linked, so that it costs one exchange instead of 512. Where it is there, pages go the way together
-//! (`together`). The host is asked once for frames that follow each other. What is mapped anew has not been used: A and D
-//! stay clear (where CPUs set them). A leaf that was there and is given back counts as used.
+//! Both take the steps of a fault: read the PTE, then what the answer depends on; resolve; install
+//! by one compare-and-exchange if the PTE still has its sequence number.
+//! - Where a page-table page is missing, it is filled as far as wanted before it is linked. This
+//!   costs one exchange instead of 512, for 2 MiB of small pages or 1 GiB of huge ones.
+//! - Where the page-table page is there, its pages are mapped as a batch (`together`).
+//! - The host is asked once for frames that follow each other.
+//!
+//! A new leaf counts as not used: A and D stay clear where CPUs set them. A leaf through which
+//! access was restored counts as used.
 
 use super::together::{Batch, Missing, NOTHING, Run, TOGETHER};
 use super::{Fault, Found, InstallPlan, Plan, Step, Vcpu};
@@ -24,16 +28,23 @@ use crate::table::retire::{Exclusive, FaultPin, HazardPointer};
 use crate::table::walk::{self, Cursor};
 
 impl<H: Host, F: Format> Vcpu<H, F> {
-    /// Maps the `size_bytes` from `gpa` on, so that `access` to them does not fault: for a write, the pages that this makes
-    /// writable count as written in a slot that logs. What is mapped already stays. Several vCPUs may do parts of a range
-    /// at once.
+    /// Maps the `size_bytes` bytes from `gpa` on, so that `access` to them does not fault. What is
+    /// mapped already stays. Several vCPUs may map parts of a range at once.
     ///
-    /// Returns how many bytes from `gpa` on are mapped by now; if not all, a second call with the rest says why.
+    /// For a write, the pages that it makes writable count as written in a memslot that logs.
+    ///
+    /// Returns how many bytes from `gpa` on are mapped. If these are not all, a second call with
+    /// the rest returns the error.
     ///
     /// # Errors
-    /// For the first page: [`Error::NoMemory`] if no slot has it, or not for writing; [`Error::Busy`] if it is being taken
-    /// away at this moment, by an invalidation or a change of its slot: try again; [`Error::DirtyRingFull`];
-    /// [`Error::MemoryFault`] where a fault would exit; and those of [`handle_fault`](Vcpu::handle_fault). [`Error::UnalignedAddress`], [`Error::BadSize`].
+    /// For the first page:
+    /// - [`Error::NoMemory`]: no memslot has it, or it may not be written.
+    /// - [`Error::Busy`]: an invalidation or a change of its memslot is under way. Try again.
+    /// - [`Error::DirtyRingFull`]: the vCPU's ring must be reset first.
+    /// - [`Error::MemoryFault`]: a fault would exit.
+    /// - Those of [`handle_fault`](Vcpu::handle_fault).
+    ///
+    /// For the arguments: [`Error::UnalignedAddress`], [`Error::BadSize`].
     ///
     /// # Example
     /// ```
@@ -85,10 +96,12 @@ impl<H: Host, F: Format> Vcpu<H, F> {
 }
 
 impl<H: Host, F: Format> Vcpu<H, F> {
-    /// Maps the pages that hold the addresses `pages`, in their order, so that `access` to them does not fault: as
-    /// [`pre_fault_memory`](Vcpu::pre_fault_memory) does for a range. It is fastest if they are sorted.
+    /// Maps the pages that contain the addresses `pages`, in their order, so that `access` to them
+    /// does not fault. It does for a list what [`pre_fault_memory`](Vcpu::pre_fault_memory) does
+    /// for a range. Sorted lists are fastest.
     ///
-    /// Returns how many from the first on are mapped by now; if not all, a second call with the rest says why.
+    /// Returns how many pages, from the first on, are mapped. If these are not all, a second call
+    /// with the rest returns the error.
     ///
     /// # Errors
     /// For the first page: those of [`pre_fault_memory`](Vcpu::pre_fault_memory).
@@ -116,10 +129,11 @@ impl<H: Host, F: Format> Vcpu<H, F> {
 }
 
 impl<H: Host, F: Format> Fault<'_, H, F> {
-    /// Maps as many of `nr_pages` pages, `page(0)` on, which is this fault's, as need nothing but leaves of 4 KiB in tables that
-    /// are there, and lie in one slot. Returns how many from the first on are mapped by now.
+    /// Maps pages of one memslot that need only leaves of 4 KiB in page-table pages that are there.
+    /// There are `nr_pages` candidates from `page(0)` on, which is this fault's page. Returns how
+    /// many from the first on are mapped.
     ///
-    /// Never inlined: its batch would be on the stack of what else a prefault does.
+    /// Never inlined: its batch would be on the stack of the rest of a prefault.
     #[inline(never)]
     fn pre_fault_together(&mut self, hazard: HazardPointer<'_>, nr_pages: usize, page: impl Fn(usize) -> Gfn) -> usize {
         let tree = self.tree;
@@ -166,7 +180,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         batch.nr_pages()
     }
 
-    /// Maps the page of this fault, and as many behind it below `end` as go with it. Returns the first that is not done.
+    /// Maps the page of this fault, and those after it below `end` that one step covers. Returns
+    /// the first page that is not done.
     fn pre_fault(&mut self, mut own: Exclusive<'_>, end: Gfn) -> Result<Gfn, Error> {
         loop {
             if self.is_ring_full() {
@@ -188,7 +203,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                         continue;
                     };
                     if plan.flags.contains(MemoryRegionFlags::GUEST_MEMFD) {
-                        // And the block of the table that such leaves may fill.
+                        // One level up: the block of the page-table page that such leaves may fill.
                         plan.max_level = self.narrow_to_alike(plan.max_level.min(resolved.max_size.level().up()));
                     }
                     self.flush_before_make(&plan);
@@ -206,7 +221,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                         _ => self.install_next(own.pin.reborrow(), &plan, leaf),
                     }
                 }
-                // Done, or one step nearer: the next look tells.
+                // Done, or one step nearer: the next look finds out.
                 Plan::OnLeaf(plan) => self.act_on_leaf(plan)?.map(|_| self.gfn),
                 Plan::Restored => Ok(self.gfn),
                 Plan::StartOver => Err(Changed),
@@ -232,11 +247,13 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         })
     }
 
-    /// What a new table for leaves of `level` can map, from this fault's page on: `None` where a table is there already, or a
-    /// part of what it would cover is being taken away. Leaves may reach beyond `end`, as they may for a fault, but not beyond
-    /// the slot; nor, if they open pages, into the reserve of the ring.
+    /// The pages that a new page-table page for leaves of `level` can map, from this fault's page
+    /// on. `None` if the page-table page exists, or if a range in flight overlaps its block.
+    ///
+    /// Leaves may reach beyond `end`, as they may for a fault, but not beyond the memslot. Leaves
+    /// that make pages writable do not use the reserve of the ring.
     fn fillable(&self, plan: &InstallPlan<'_, H::Backing>, level: Level, end: Gfn) -> Option<GfnRange> {
-        // To that level user space says the same of all pages.
+        // Up to that level, user space allows the same for all pages.
         if level.up() > plan.level.min(plan.max_level) {
             return None;
         }
@@ -254,8 +271,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         Some(GfnRange::new(start, nr_pages.max(leaf_pages)))
     }
 
-    /// Maps `pages` by a table that is filled before it is linked, with leaves of `LEVEL`: a constant, for it is used 512
-    /// times. `first` and `resolved` are those of this fault's page. Returns the first page that has none.
+    /// Maps `pages` by a page-table page that is filled before it is linked, with leaves of
+    /// `LEVEL`. The level is a constant, because it is used 512 times. `first` and `resolved` are
+    /// those of this fault's page. Returns the first page that is not mapped.
     fn fill<const LEVEL: u8>(
         &mut self,
         plan: &InstallPlan<'_, H::Backing>,
@@ -280,7 +298,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         // Leaves that are known, from the first on.
         let mut nr_known = nr_in(&run).min(nr_wanted);
         let mut any_writable = first.rights == Rights::Writable;
-        // Where there is no leaf, all entries have the stamp of the look, which is that of the entry that they will hang on.
+        // The other PTEs inherit the sequence number of the PTE that this page-table page will be
+        // linked to.
         let table = self.tables.prepare::<H, F>(host, 0, |index| {
             let nth = index.wrapping_sub(first_index);
             if nth >= nr_known {
@@ -292,7 +311,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 let leaf_for = |resolved| plan.leaf::<F>(&tree.config, max_opened, gfn, access, resolved).ok();
                 let resolved = plan.resolve(host, gfn, access).ok();
                 let next = resolved.and_then(|resolved| Some((resolved, leaf_for(resolved)?)));
-                // A smaller one ends it: it needs a table of its own.
+                // A smaller leaf ends it: that needs a page-table page below.
                 if let Some((resolved, leaf)) = next.filter(|(_, leaf)| leaf.level >= leaf_level) {
                     any_writable |= leaf.rights == Rights::Writable;
                     run = run_from(gfn, resolved, leaf);

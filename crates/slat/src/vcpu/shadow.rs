@@ -1,4 +1,5 @@
-//! The face of a vCPU with shadow paging: what its CPU exits for, and what it must load before it runs the guest again.
+//! Shadow paging on a vCPU: the operations for which its CPU exits, and what the CPU loads before
+//! it runs the guest again ([`Vcpu::entry`]).
 
 #![expect(unsafe_code, reason = "the vCPU's record is kept alive by its VM")]
 
@@ -21,10 +22,10 @@ use crate::stats::Counter;
 use crate::table::retire::Record;
 use crate::vm::Vm;
 
-/// Most bytes of one emulated write.
+/// Largest emulated write in bytes.
 const MAX_WRITE_BYTES: usize = 64;
 
-/// Times that a fault starts over before the guest is let try again.
+/// How often a fault starts over before the guest resumes and faults again.
 const MAX_TURNS: u32 = 256;
 
 impl<H: Host, F: Format> Vcpu<H, F> {
@@ -38,9 +39,10 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         roots.end(mmu);
     }
 
-    /// The shadow tables, and this vCPU's roots.
+    /// The shadow page tables, and this vCPU's roots.
     fn shadow(&mut self) -> Result<(Mmu<'_, H, F>, &mut Roots), Error> {
-        // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the record came from.
+        // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the participant came
+        // from.
         let record: &Record = unsafe { self.record.get() };
         match (self.vm.tree.mmu(record), &mut self.roots) {
             (Some(mmu), Some(roots)) => Ok((mmu, roots)),
@@ -48,7 +50,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         }
     }
 
-    /// The guest's registers, as they were set last.
+    /// The guest's paging registers, with their latest values.
     ///
     /// # Errors
     /// [`Error::NotShadow`].
@@ -56,17 +58,20 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         self.roots.as_ref().map(|roots| roots.registers()).ok_or(Error::NotShadow)
     }
 
-    /// The guest writes `value` into CR0, CR4 or EFER (MOV to CR0, MOV to CR4, WRMSR). What the CPU has cached is flushed as a
-    /// whole. For CR3 this is [`load_cr3`](Vcpu::load_cr3).
+    /// Emulates the guest's write of `value` to CR0, CR4 or EFER (MOV to CR0, MOV to CR4, WRMSR).
+    /// All that the CPU has cached is flushed. CR3 is passed on to [`load_cr3`](Vcpu::load_cr3).
     ///
-    /// The rules of these instructions hold as far as they are about paging (Intel SDM vol. 3A, 4.1.2, 4.4.1, 4.10.1): a value
-    /// that the register cannot have is [`Exit::GeneralProtection`], and nothing has changed. Other reserved bits, and NW without
-    /// CD in CR0, are the caller's to refuse. Where PAE's PDPTEs are loaded, a reserved bit in one of them is refused, too. To
-    /// read them may block as [`handle_fault`](Vcpu::handle_fault) does, and as long as their page is taken away; and exit as
-    /// that does. Then nothing has changed either, and the guest is to execute the instruction again.
+    /// The rules of these instructions hold as far as they concern paging (Intel SDM vol. 3A,
+    /// 4.1.2, 4.4.1, 4.10.1). A value that the register cannot have is [`Exit::GeneralProtection`],
+    /// and nothing has changed. The caller refuses other reserved bits, and NW without CD in CR0.
+    ///
+    /// If the write loads PAE's PDPTEs, a reserved bit in one of them is refused, too. To read
+    /// them, the call may block as [`handle_fault`](Vcpu::handle_fault) does, and while their page
+    /// is being invalidated. It may also exit as that does. Then nothing has changed, and the guest
+    /// executes the instruction again.
     ///
     /// # Errors
-    /// [`Error::NotShadow`]; where PDPTEs are loaded [`Error::NoGuestMemory`] and those of
+    /// [`Error::NotShadow`]. If PDPTEs are loaded: [`Error::NoGuestMemory`] and those of
     /// [`handle_fault`](Vcpu::handle_fault).
     pub fn write_paging_register(&mut self, register: PagingRegister, value: u64) -> Result<Outcome, Error> {
         if register == PagingRegister::Cr3 {
@@ -87,18 +92,19 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         Ok(Outcome::Resume)
     }
 
-    /// Restores the registers of a vCPU: of a saved one, or of one that was reset. What the CPU has cached is flushed as a whole.
-    /// (PAE's PDPTEs are not looked at: memory may not be there yet.)
+    /// Restores the registers of a vCPU from a snapshot or for a reset. All that the CPU has cached
+    /// is flushed. PAE's PDPTEs are not checked, because memory may not be there yet.
     ///
     /// # Errors
-    /// [`Error::NotShadow`]; [`Error::BadPagingRegister`] if no vCPU can have these registers together. Nothing has changed then.
+    /// [`Error::NotShadow`]; [`Error::BadPagingRegister`] if no vCPU can have these registers
+    /// together. Nothing has changed then.
     pub fn set_paging_registers(&mut self, registers: PagingRegisters) -> Result<(), Error> {
         let (mmu, roots) = self.shadow()?;
         roots.restore(mmu, registers)
     }
 
-    /// Looks at the PDPTEs that CR3's value `cr3` leads to: a reserved bit in one is #GP. Where no memory is, there is nothing
-    /// to look at; a walk will say so.
+    /// Checks the PDPTEs that CR3's value `cr3` refers to: a reserved bit in one is #GP. Without
+    /// memory there, nothing is checked, and the next walk exits.
     fn check_pdptes(&mut self, mode: GuestMode, cr3: u64) -> Result<Outcome, Error> {
         let gpa = mode.root_table(cr3);
         loop {
@@ -116,13 +122,17 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         }
     }
 
-    /// The guest has loaded CR3 with `value`: the address of a table, with PCIDs on also the PCID (bits 11 to 0), and bit 63 if
-    /// nothing is to be flushed (Intel SDM vol. 2B, "MOV - Move to/from Control Registers"). A switch to a root that the vCPU
-    /// remembers, and without a flush, takes no lock. (It flushes if the root that it leaves was taken away meanwhile.) With PAE
-    /// paging the PDPTEs are checked as by [`write_paging_register`](Vcpu::write_paging_register).
+    /// Emulates the guest's load of CR3 with `value`: the address of a page table, the PCID if
+    /// PCIDs are on (bits 11 to 0), and bit 63 if nothing is to be flushed (Intel SDM vol. 2B, "MOV
+    /// - Move to/from Control Registers").
+    ///
+    /// A switch without a flush to a root that the vCPU remembers takes no lock. It flushes if the
+    /// root that it leaves was invalidated in the meantime. With PAE paging the PDPTEs are checked
+    /// as by [`write_paging_register`](Vcpu::write_paging_register).
     ///
     /// # Errors
-    /// [`Error::NotShadow`]; with PAE paging [`Error::NoGuestMemory`] and those of [`handle_fault`](Vcpu::handle_fault).
+    /// [`Error::NotShadow`]; with PAE paging [`Error::NoGuestMemory`] and those of
+    /// [`handle_fault`](Vcpu::handle_fault).
     ///
     /// # Example
     /// ```
@@ -171,7 +181,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         Ok(or_general_protection(roots.load_cr3(mmu, value)))
     }
 
-    /// The guest has executed INVLPG for `gva`.
+    /// Emulates the guest's INVLPG for `gva`.
     ///
     /// # Errors
     /// [`Error::NotShadow`].
@@ -181,7 +191,8 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         Ok(Outcome::Resume)
     }
 
-    /// The guest has executed INVPCID of type `kind` with `descriptor`: the PCID, and the address (Intel SDM vol. 2A, "INVPCID").
+    /// Emulates the guest's INVPCID of type `kind` with `descriptor`: the PCID, and the address
+    /// (Intel SDM vol. 2A, "INVPCID").
     ///
     /// # Errors
     /// [`Error::NotShadow`].
@@ -190,7 +201,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         Ok(or_general_protection(roots.invalidate_pcid(mmu, kind, descriptor)))
     }
 
-    /// What the CPU must load, and forget, before it runs the guest: to be asked after each exit.
+    /// What the CPU loads and flushes before it runs the guest. Call it after each exit.
     ///
     /// # Errors
     /// [`Error::NotShadow`], [`Error::OutOfMemory`].
@@ -200,16 +211,20 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         roots.entry(mmu)
     }
 
-    /// Serves a page fault that the CPU took on the shadow tables: the guest did `access` at `gva`.
+    /// Handles a page fault that the CPU took on the shadow page tables: the guest did `access` at
+    /// `gva`.
     ///
-    /// Blocks as [`handle_fault`](Vcpu::handle_fault) does; besides, for as long as another thread works on the same guest frame,
-    /// or the same shadow table. It waits for no other's flush: while an emulated write to a table on the way is under way, it
-    /// resumes the guest, which faults again.
+    /// It blocks as [`handle_fault`](Vcpu::handle_fault) does, and while another thread works on
+    /// the same guest frame or the same shadow page. It waits for no other thread's flush: while an
+    /// emulated write to a page table that it needs is under way, it resumes the guest, which
+    /// faults again.
     ///
     /// # Errors
-    /// [`Error::NotShadow`], [`Error::NoGuestMemory`], and those of [`handle_fault`](Vcpu::handle_fault);
-    /// [`Error::OutOfMemory`] also if so many vCPUs are in different address spaces that all shadow tables
-    /// ([`ShadowPaging::max_pages`](crate::ShadowPaging::max_pages)) are on somebody's way. Nothing has changed then for the guest.
+    /// [`Error::NotShadow`], [`Error::NoGuestMemory`], and those of
+    /// [`handle_fault`](Vcpu::handle_fault). [`Error::OutOfMemory`] also if vCPUs in different
+    /// address spaces use all shadow pages
+    /// ([`ShadowPaging::max_pages`](crate::ShadowPaging::max_pages)). Nothing has changed for the
+    /// guest.
     ///
     /// # Example
     /// ```
@@ -252,7 +267,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
                 Step::Done => return Ok(Outcome::Resume),
                 Step::Again => {
                     mmu.count(Counter::Retries);
-                    // Another thread may be in the midst of a change.
+                    // Another thread may be in the middle of a change.
                     mmu.host().yield_now();
                 }
                 Step::Later => {
@@ -278,7 +293,8 @@ impl<H: Host, F: Format> Vcpu<H, F> {
                 },
                 Step::MapMarked(gpa) => match self.handle_fault(gpa, Access::Write)? {
                     Outcome::Resume => {}
-                    // With more of them than a walk has, tables are being exchanged under it.
+                    // More of them than a walk has: page tables are being exchanged during the
+                    // walk.
                     Outcome::Exit(Exit::Mmio { .. }) if !unmarkable.is_full() => unmarkable.push(gpa.gfn()),
                     Outcome::Exit(Exit::Mmio { .. }) => return Ok(Outcome::Exit(Exit::TableMmio { gva, gpa })),
                     exit => return Ok(exit),
@@ -288,15 +304,17 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         Ok(Outcome::Resume)
     }
 
-    /// Makes the write that the guest is about to make at `gpa` ([`Exit::EmulateWrite`]): 1 to 64 bytes, none beyond the page. The
-    /// page counts as written. What was made of the guest's entries there is taken away first.
+    /// Makes the write that the guest is about to make at `gpa` ([`Exit::EmulateWrite`]). It has 1
+    /// to 64 bytes, none beyond the page. The page counts as written. Shadow PTEs that were made of
+    /// the old values are removed first.
     ///
-    /// Blocks as [`handle_fault`](Vcpu::handle_fault) does, in [`Host::flush`], and as long as the page is taken away
-    /// ([`Vm::invalidate_range`](crate::Vm::invalidate_range)): not to be called by whom has taken it.
+    /// It blocks as [`handle_fault`](Vcpu::handle_fault) does, in [`Host::flush`], and while the
+    /// page is being invalidated ([`Vm::invalidate_range`](crate::Vm::invalidate_range)). A thread
+    /// that holds that invalidation must not call it.
     ///
     /// # Errors
-    /// [`Error::NotShadow`], [`Error::BadWrite`], [`Error::NoGuestMemory`], and those of [`handle_fault`](Vcpu::handle_fault);
-    /// nothing was written then.
+    /// [`Error::NotShadow`], [`Error::BadWrite`], [`Error::NoGuestMemory`], and those of
+    /// [`handle_fault`](Vcpu::handle_fault). Nothing was written then.
     pub fn write_guest_table(&mut self, gpa: Gpa, bytes: &[u8]) -> Result<Outcome, Error> {
         self.shadow()?;
         let len = bytes.len();

@@ -1,21 +1,21 @@
-//! Where the time of a fault goes that is in the sample.
+//! Times of a fault that is in the sample.
 
 use super::Fault;
 use crate::format::Format;
 use crate::host::Host;
 
-/// Where the time of a fault goes that is in the sample.
+/// Times of a fault that is in the sample, in nanoseconds.
 #[derive(Default)]
 pub(super) struct Timing {
     /// When the fault began.
     pub(super) start_ns: u64,
     /// The run delay by then.
     pub(super) start_delay_ns: u64,
-    /// In resolve, waits for a CPU included.
+    /// Time in resolve, with waits for a CPU.
     pub(super) resolve_ns: u64,
     /// Waits for a CPU in resolve.
     pub(super) resolve_run_delay_ns: u64,
-    /// In resolve, and in finding out how long that took.
+    /// Time in resolve, and in measuring that.
     pub(super) outside_ns: u64,
 }
 
@@ -24,7 +24,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     #[cold]
     pub(super) fn start_timing(&mut self) {
         let host = &self.tree.host;
-        // The clock is read innermost, here and below: asking for the run delay may take longer than the fault.
+        // The clock is read innermost, here and below: reading the run delay may take longer than
+        // the fault.
         let start_delay_ns = host.run_delay_ns();
         self.timing = Some(Timing { start_ns: host.timestamp_ns(), start_delay_ns, ..Timing::default() });
     }

@@ -1,9 +1,10 @@
-//! Pages of 4 KiB that go the way of a fault together, so that they share sections and walks: those of a prefault, and the
-//! neighbours that a fault maps along.
+//! Batches of 4 KiB pages that share guards and walks: those of a prefault, and the neighbours of
+//! fault-around.
 //!
-//! The order is that of `table/stamp.rs`, for all at once: all entries are looked at, then the published ranges, then the slot;
-//! the host is asked outside of the section; and each leaf is installed by an exchange of its own on the very entry that the
-//! look saw.
+//! The order is that of `table/stamp.rs`, for all pages at once. The caller
+//! 1. reads all PTEs, then the ranges in flight, then the memslot, inside a guard,
+//! 2. asks the host, outside of any guard,
+//! 3. installs each leaf by an exchange of its own, on the very PTE that step 1 read.
 
 use super::{Fault, Found, InstallPlan};
 use crate::addr::{Access, Gfn, GfnRange, Level, PageSize, Pfn};
@@ -17,32 +18,31 @@ use crate::table::entry::{self, Stamp};
 use crate::table::retire::{HazardPointer, Section};
 use crate::table::walk::Cursor;
 
-/// Most pages that go together: no more than a ring that is not soft-full has room for. They are on the stack.
+/// Largest batch: no more than a ring that is not soft-full has room for. It is on the stack.
 pub(super) const TOGETHER: usize = 32;
 const _: () = assert!(TOGETHER <= DIRTY_RING_RESERVE as usize);
 
-/// Stands for the entry, or the leaf, of a page for which there is nothing to install: a value that no empty entry has, and
-/// no leaf.
+/// Stands for a page for which nothing is to be installed. No empty PTE and no leaf has this value.
 pub(super) const NOTHING: Entry = Entry(u64::MAX);
 
-/// What becomes of the other pages when nothing can be installed for one.
+/// What happens to the other pages when nothing can be installed for one.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Missing {
-    /// Those behind it are left.
+    /// The pages after it are left out.
     Stop,
-    /// It is passed over.
+    /// Only that page is left out.
     PassOver,
 }
 
-/// Some pages, the entries that were seen for them, and what is to be installed there.
+/// Some pages, the PTEs that were read for them, and the leaves to install there.
 pub(super) struct Batch<P, const CAPACITY: usize> {
-    /// What the leaves are for.
+    /// The access that the leaves are installed for.
     access: Access,
     missing: Missing,
     nr_pages: usize,
-    /// The page of each index.
+    /// Maps an index to its page.
     page: P,
-    /// The empty entry, or [`NOTHING`] where nothing is to be installed.
+    /// The empty PTE, or [`NOTHING`] where nothing is to be installed.
     seen: [Entry; CAPACITY],
     leaves: [Entry; CAPACITY],
 }
@@ -68,7 +68,7 @@ impl<P: Fn(usize) -> Gfn, const CAPACITY: usize> Batch<P, CAPACITY> {
         (self.page)(self.nr_pages)
     }
 
-    /// Adds the next page, unless it is full.
+    /// Adds the next page, unless the batch is full.
     #[inline]
     pub(super) fn push(&mut self, seen: Entry) {
         if let Some(entry) = self.seen.get_mut(self.nr_pages) {
@@ -92,25 +92,25 @@ impl<P: Fn(usize) -> Gfn, const CAPACITY: usize> Batch<P, CAPACITY> {
     }
 }
 
-/// Pages whose frames follow each other, as the host has said of one of them; with the same rights.
+/// Pages with the same rights whose frames follow each other, as one answer of the host says.
 #[derive(Clone, Copy)]
 pub(super) struct Run {
     pub(super) pages: GfnRange,
     /// Frame of the first.
     pfn: Pfn,
-    /// The bits of each leaf that say neither where its memory is nor that it is a leaf.
+    /// The bits of each leaf other than its frame and the format's leaf bits.
     attributes: u64,
 }
 
 impl Run {
-    /// From the leaf `leaf` of `level`, which was made of `resolved` for `gfn`, to the end of the block that the host has told
-    /// of.
+    /// From the leaf `leaf` of `level`, which was made of `resolved` for `gfn`, to the end of the
+    /// host's block.
     #[inline]
     pub(super) fn new<F: Format>(gfn: Gfn, resolved: Resolved, leaf: Entry, level: Level) -> Run {
         let inside = level.nr_pages() - 1;
         let pfn = Pfn(resolved.pfn.0 & !inside);
         let block_pages = resolved.max_size.level().nr_pages();
-        // Nothing but the frame differs between two leaves of a run.
+        // Two leaves of a run differ only in their frame.
         let attributes = leaf.0 & !F::leaf(pfn, level).0;
         let pages = GfnRange::new(gfn.align_down(level), block_pages - (pfn.0 & (block_pages - 1)));
         Run { pages, pfn, attributes }
@@ -122,7 +122,7 @@ impl Run {
         self.leaf::<F>(Pfn(self.pfn.0 + (gfn.0 - self.pages.start.0)), Level::L4K)
     }
 
-    /// The leaf of `level` for the first page. The next call gives the one behind it.
+    /// The leaf of `level` for the first page. The next call returns the leaf after it.
     #[inline(always)]
     pub(super) fn pop<F: Format>(&mut self, level: Level) -> Entry {
         let leaf = self.leaf::<F>(self.pfn, level);
@@ -137,17 +137,17 @@ impl Run {
 }
 
 impl<'v, H: Host, F: Format> Fault<'v, H, F> {
-    /// What says whether a page is in no published range, if this fault's is in none. To be asked when all entries have been
-    /// read, and before the slot is.
+    /// Returns a test whether a page is in no range in flight; `None` if this fault's page is in
+    /// one. Call it after all PTEs were read and before the memslot is.
     pub(super) fn free_pages(&self) -> Option<impl Fn(Gfn) -> bool + use<'v, H, F>> {
         let published = &self.tree.published;
-        // Mostly all there is; then the pages around this one are not asked for one by one.
+        // Mostly this block is everything, and then no page is tested by itself.
         let free = self.gfn.block(published.free_level(self.gfn, F::ROOT_LEVEL)?);
         Some(move |gfn| free.contains(gfn) || published.free_level(gfn, Level::L4K).is_some())
     }
 
-    /// What small leaves are to be made of, in the slot that has this fault's page; leaves out the pages of `batch` for which
-    /// that does not hold. To be asked last.
+    /// Plans small leaves in the memslot of this fault's page. Leaves out the pages of `batch` that
+    /// the plan does not fit. Call it last in the look.
     #[inline(always)]
     pub(super) fn plan_together<'r, P: Fn(usize) -> Gfn, const CAPACITY: usize>(
         &self,
@@ -172,8 +172,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         })
     }
 
-    /// Makes the leaves of `batch`: what `leaf` answers for a page with what the host has told, or follows from that for one
-    /// before.
+    /// Makes the leaves of `batch`. `leaf` asks the host for a page; later pages of the same answer
+    /// follow from it.
     #[inline]
     pub(super) fn make_leaves<P: Fn(usize) -> Gfn, const CAPACITY: usize>(
         &self,
@@ -200,8 +200,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         }
     }
 
-    /// Installs the leaves of `batch`, all of which are for pages in `slot_range`; leaves out the pages that have been changed
-    /// since the look. Returns the number of leaves.
+    /// Installs the leaves of `batch`, all for pages in `slot_range`. Leaves out the pages whose
+    /// PTEs changed since the look. Returns the number of leaves.
     #[inline(never)]
     pub(super) fn install_together<P: Fn(usize) -> Gfn, const CAPACITY: usize>(
         &self,
@@ -217,7 +217,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             if *leaf == NOTHING {
                 continue;
             }
-            // An empty entry is its stamp: where the entry is the one that was seen, so is the stamp.
+            // An empty PTE is its sequence number: an equal value has an equal number.
             let entry = cursor.move_to_entry((batch.page)(index), Level::L4K);
             if entry.is_some_and(|entry| entry.compare_exchange::<F>(seen, *leaf).is_ok()) {
                 any_writable |= entry::is_writable::<F>(*leaf);
@@ -231,7 +231,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         }
         self.record.stats.add(Counter::Installed4K, nr_leaves);
         if any_writable && self.marks_for(batch.access, Level::L4K) {
-            // As `mark_if_logging` would for each: the leaves are writable before the flags are read.
+            // As `mark_if_logging` does for one leaf: the leaves are writable before the flags are
+            // read.
             fence_after_rmw();
             let slot = self.slots.find(section, self.gfn);
             if slot.is_none_or(|slot| slot.logs() || slot.range() != slot_range) {
