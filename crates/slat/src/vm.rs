@@ -1,5 +1,5 @@
-//! The face of a VM's memory: dirty logs, invalidation, aging, statistics; slots in `region`, and what user space says of
-//! single pages in `withheld`. Names and rules are KVM's.
+//! The operations on a VM's memory: dirty logs, invalidation, aging, statistics. Memslots are
+//! changed in `region`; userfault and page attributes are in `withheld`. Names and rules are KVM's.
 
 mod region;
 mod withheld;
@@ -27,19 +27,21 @@ use crate::table::Tree;
 use crate::table::retire::Record;
 use crate::vcpu::Vcpu;
 
-/// The guest-physical memory of a virtual machine: its slots, and the second-stage tables that translate it.
+/// The guest-physical memory of a virtual machine: its memslots, and the second-stage page tables
+/// that translate it.
 ///
-/// All methods may be called from several threads at once, beside the faults of its vCPUs.
+/// All methods may be called from several threads at once, and while its vCPUs fault.
 ///
-/// Dropping it tells the host of all that is mapped ([`Host::leaf_zapped`]), and frees all tables: stop the CPUs that walk them, and flush their translations, before the last
-/// reference goes.
+/// Dropping it notifies the host of all mapped leaves ([`Host::leaf_zapped`]) and frees all
+/// page-table pages. Before the last reference is dropped, stop the CPUs that walk them, and flush
+/// their translations.
 pub struct Vm<H: Host, F: Format> {
-    /// In a box: it is large for a stack, on which a VM is moved.
+    /// Boxed: a VM is moved on the stack, and the tree is large.
     pub(crate) tree: Box<Tree<H, F>>,
     pub(crate) slots: Slots<H::Backing>,
 }
 
-/// What a VM may be able to do: KVM's capabilities, `KVM_CAP_*`.
+/// An optional ability of a VM: KVM's capabilities, `KVM_CAP_*`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Cap {
@@ -47,30 +49,30 @@ pub enum Cap {
     Userfault,
     /// [`MemoryRegionFlags::GUEST_MEMFD`](crate::MemoryRegionFlags::GUEST_MEMFD): 1.
     GuestMemfd,
-    /// [`Vm::set_memory_attributes`]: the [`MemoryAttributes`] that there are.
+    /// [`Vm::set_memory_attributes`]: the [`MemoryAttributes`] that exist, as bits.
     MemoryAttributes,
 }
 
 impl<H: Host, F: Format> Vm<H, F> {
-    /// A VM without memory.
+    /// Creates a VM without memory.
     ///
     /// # Errors
-    /// [`Error::NoDirtyBit`], [`Error::NoDirtyBitInFormat`], [`Error::NoModificationLog`], [`Error::BadFaultAround`],
-    /// [`Error::NoShadowPaging`], [`Error::ShadowNeedsFaults`], [`Error::TooManyRoots`], [`Error::BadShadowPages`]: this
-    /// configuration cannot be had.
-    /// [`Error::OutOfMemory`].
-    ///
+    /// [`Error::OutOfMemory`]. For a configuration that is not supported: [`Error::NoDirtyBit`],
+    /// [`Error::NoDirtyBitInFormat`], [`Error::NoModificationLog`], [`Error::BadFaultAround`],
+    /// [`Error::NoShadowPaging`], [`Error::ShadowNeedsFaults`], [`Error::TooManyRoots`],
+    /// [`Error::BadShadowPages`].
     pub fn new(host: H, config: Config) -> Result<Vm<H, F>, Error> {
         config.check::<F>()?;
         Ok(Vm { slots: Slots::new()?, tree: Tree::new(host, config)? })
     }
 
-    /// The VM's surroundings.
+    /// The host that the VM was created with.
     pub fn host(&self) -> &H {
         &self.tree.host
     }
 
-    /// Whether, and how far, the VM can do `cap`: 0 if it cannot, else as said there. KVM's `KVM_CHECK_EXTENSION`.
+    /// Whether, and how far, the VM supports `cap`: 0 if it does not, else the value that [`Cap`]
+    /// names. KVM's `KVM_CHECK_EXTENSION`.
     pub fn check_extension(&self, cap: Cap) -> u64 {
         match cap {
             Cap::Userfault | Cap::GuestMemfd => 1,
@@ -78,13 +80,14 @@ impl<H: Host, F: Format> Vm<H, F> {
         }
     }
 
-    /// Host-physical address of the root table: what goes into nCR3 (AMD APM vol. 2, 15.25.3) or, with its control
-    /// bits, into the EPTP (Intel SDM vol. 3C, "Extended-Page-Table Pointer").
+    /// Host-physical address of the root page-table page. It goes into nCR3 (AMD APM vol. 2,
+    /// 15.25.3) or, with its control bits, into the EPTP (Intel SDM vol. 3C, "Extended-Page-Table
+    /// Pointer").
     pub fn root(&self) -> Hpa {
         self.tree.root()
     }
 
-    /// Makes a vCPU's view of this memory.
+    /// Creates a vCPU of this VM.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -92,15 +95,19 @@ impl<H: Host, F: Format> Vm<H, F> {
         Vcpu::new(Arc::clone(self))
     }
 
-    /// Takes the dirty log of slot `slot` into `bitmap` and begins a new one: bit n of the slot (bit n % 64 of word
-    /// n / 64) is page n, set if the guest wrote it since the log was last taken. Returns the number of pages set.
-    /// Words behind the slot's are left as they are. With [`ManualProtect`], the log is copied only.
+    /// Takes the dirty log of memslot `slot` into `bitmap`, and begins a new log. Returns the
+    /// number of pages set. With [`ManualProtect`], the log is copied only.
     ///
-    /// Several threads may get, and clear, the log of one slot at once: each page is then reported to one of them at least.
+    /// Page n of the memslot is bit n % 64 of word n / 64. It is set if the guest wrote the page
+    /// since the log was last taken. Words beyond the memslot are left as they are.
+    ///
+    /// Several threads may get, and clear, the log of one memslot at once. Each page is then
+    /// reported to at least one of them.
     ///
     /// # Errors
-    /// [`Error::NoSuchSlot`], [`Error::NotLogging`], [`Error::BitmapTooShort`], [`Error::OutOfMemory`],
-    /// [`Error::DirtyRingInUse`]. No mark is lost by them, unless the slot is deleted or ceases to log while this call runs.
+    /// [`Error::NoSuchSlot`], [`Error::NotLogging`], [`Error::BitmapTooShort`],
+    /// [`Error::OutOfMemory`], [`Error::DirtyRingInUse`]. An error loses no mark, unless the
+    /// memslot is deleted or ceases to log during the call.
     ///
     /// # Example
     /// ```
@@ -125,12 +132,13 @@ impl<H: Host, F: Format> Vm<H, F> {
         self.get_or_copy(slot, None, bitmap)
     }
 
-    /// As [`get_dirty_log`](Vm::get_dirty_log), for `nr_pages` pages from `first_page` on: bit 0 is `first_page`, a multiple
-    /// of 64. `nr_pages` is one too, or the range ends with the slot.
+    /// As [`get_dirty_log`](Vm::get_dirty_log), for `nr_pages` pages from `first_page` on, which is
+    /// bit 0. `first_page` is a multiple of 64. So is `nr_pages`, or the range ends with the
+    /// memslot.
     ///
     /// # Errors
-    /// As there, and [`Error::UnalignedLogRange`], [`Error::EmptyRange`],
-    /// [`Error::LogRangePastEnd`].
+    /// Those of [`get_dirty_log`](Vm::get_dirty_log), and [`Error::UnalignedLogRange`],
+    /// [`Error::EmptyRange`], [`Error::LogRangePastEnd`].
     pub fn get_dirty_log_range(
         &self,
         slot: u32,
@@ -151,13 +159,15 @@ impl<H: Host, F: Format> Vm<H, F> {
         }
     }
 
-    /// Takes those marks of `nr_pages` pages from `first_page` on that `bitmap` names (bit 0 is `first_page`), and begins to
-    /// log these pages anew. Returns how many of them were marked. What the guest writes from then on is marked again: so
-    /// call it before the pages' contents are read. KVM's `KVM_CLEAR_DIRTY_LOG`; it goes with any [`ManualProtect`].
-    /// The alignment is that of [`get_dirty_log_range`](Vm::get_dirty_log_range).
+    /// Clears those marks of `nr_pages` pages from `first_page` on that `bitmap` names (bit 0 is
+    /// `first_page`), and logs these pages anew. Returns how many of them were marked.
+    ///
+    /// Call it before the pages' contents are read: what the guest writes after the call is marked
+    /// again. The alignment is that of [`get_dirty_log_range`](Vm::get_dirty_log_range). KVM's
+    /// `KVM_CLEAR_DIRTY_LOG`; it works with any [`ManualProtect`].
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`get_dirty_log_range`](Vm::get_dirty_log_range).
     ///
     /// # Example
     /// ```
@@ -186,14 +196,14 @@ impl<H: Host, F: Format> Vm<H, F> {
         LogCall { tree: &self.tree, slots: &self.slots, record, id }
     }
 
-    /// Marks `nr_pages` pages from `first_page` on of slot `slot` in its dirty log, if it has one: for what others than its
-    /// vCPUs have written, the emulation of a device for instance. To be called when it is written.
+    /// Marks `nr_pages` pages from `first_page` on of memslot `slot` in its dirty log, if it has
+    /// one. It is for writes that no vCPU of the VM makes, such as those of an emulated device.
+    /// Call it after the write.
     ///
     /// # Errors
     /// [`Error::NoSuchSlot`], [`Error::EmptyRange`], [`Error::LogRangePastEnd`],
-    /// [`Error::OutOfMemory`].
-    /// [`Error::DirtyRingInUse`]: as with KVM, rings take the writes of vCPUs alone, and whoever
-    /// else writes keeps account of it.
+    /// [`Error::OutOfMemory`]. [`Error::DirtyRingInUse`]: as with KVM, rings take the writes of
+    /// vCPUs only, and the VMM records its own.
     ///
     /// # Example
     /// ```
@@ -215,20 +225,23 @@ impl<H: Host, F: Format> Vm<H, F> {
         log::mark_pages(&self.slots, &self.tree.epochs, &record, slot, first_page, nr_pages)
     }
 
-    /// Whether page `page` of slot `slot` is marked in its dirty log at this moment.
+    /// Whether page `page` of memslot `slot` is marked in its dirty log now.
     ///
     /// # Errors
-    /// [`Error::NoSuchSlot`], [`Error::NotLogging`], [`Error::LogRangePastEnd`], [`Error::OutOfMemory`],
-    /// [`Error::DirtyRingInUse`].
+    /// [`Error::NoSuchSlot`], [`Error::NotLogging`], [`Error::LogRangePastEnd`],
+    /// [`Error::OutOfMemory`], [`Error::DirtyRingInUse`].
     pub fn is_marked_dirty(&self, slot: u32, page: u64) -> Result<bool, Error> {
         self.check_uses_bitmaps(slot)?;
         let record = self.tree.epochs.borrow_record()?;
         log::is_marked(&self.slots, &self.tree.epochs.enter(&record), slot, page)
     }
 
-    /// How many pages are marked in the dirty logs of all slots at this moment, or pushed into dirty rings and not reset yet (a
-    /// page may be there more than once). It takes nothing and holds nobody up: for whoever wants to see how a migration gets
-    /// on. What CPUs know by dirty bits and modification logs is not marked before somebody takes the log.
+    /// How many pages are marked now in the dirty logs of all memslots, or have been pushed into
+    /// dirty rings and not reset (a page may be there more than once).
+    ///
+    /// It changes nothing and delays no other call, so it can show the progress of a migration.
+    /// Writes that CPUs have recorded in dirty bits or modification logs are not marked before a
+    /// harvest.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -244,28 +257,35 @@ impl<H: Host, F: Format> Vm<H, F> {
         if self.tree.rings.are_enabled() { Err(Error::DirtyRingInUse { slot }) } else { Ok(()) }
     }
 
-    /// Gives each vCPU a dirty ring of `nr_entries` entries, instead of the bitmaps of the slots.
-    /// To be called while there is no vCPU: so it is for the VM's life. KVM's
-    /// `KVM_CAP_DIRTY_LOG_RING`. If there were vCPUs before, the slots that log are
-    /// write-protected; what their bitmaps have by then is lost, so take them before.
+    /// Logs by dirty rings instead of bitmaps: each vCPU gets a ring of `nr_entries` entries. KVM's
+    /// `KVM_CAP_DIRTY_LOG_RING`.
     ///
-    /// In a slot that logs, each fault that opens a page for writing is then an entry in the ring of its vCPU
-    /// ([`Vcpu::dirty_ring`]); a page may be there more than once. When [`DIRTY_RING_RESERVE`](crate::DIRTY_RING_RESERVE) entries are left, the vCPU's faults
-    /// exit with [`Exit::DirtyRingFull`](crate::Exit::DirtyRingFull). To go on: harvest the entries, call
-    /// [`reset_dirty_rings`](Vm::reset_dirty_rings), and only then read the pages. When no vCPU runs, one harvest of all
-    /// rings is exact.
+    /// Call it while there is no vCPU; it holds for the VM's life. If there were vCPUs before, the
+    /// memslots that log are write-protected. Marks in their bitmaps are lost, so harvest them
+    /// before.
     ///
-    /// A slot that is moved while it logs is dirty as a whole, and nothing is pushed for that. With
-    /// [`ManualProtect::InitiallySet`], too, a slot that begins to log is write-protected, and nothing pushed.
+    /// From then on, each fault that makes a page writable in a memslot that logs pushes an entry
+    /// into the ring of its vCPU ([`Vcpu::dirty_ring`]). A page may be there more than once. When
+    /// [`DIRTY_RING_RESERVE`](crate::DIRTY_RING_RESERVE) entries are left, the vCPU's faults exit
+    /// with [`Exit::DirtyRingFull`](crate::Exit::DirtyRingFull). To go on:
+    /// 1. harvest the entries,
+    /// 2. call [`reset_dirty_rings`](Vm::reset_dirty_rings),
+    /// 3. read the pages.
     ///
-    /// No step opens more pages than the ring has room for, in slots that do not log as well: no page of 1 GiB is mapped
-    /// as one for writing, and pages of 2 MiB only where 512 entries are free.
+    /// When no vCPU runs, one harvest of all rings is exact.
+    ///
+    /// A memslot that is moved while it logs is dirty as a whole, and nothing is pushed for that.
+    /// Also with [`ManualProtect::InitiallySet`], a memslot that begins to log is write-protected,
+    /// and nothing is pushed.
+    ///
+    /// No step makes more pages writable than the ring has room for, in memslots that do not log as
+    /// well. So no page of 1 GiB is mapped as one for writing, and a page of 2 MiB only if 512
+    /// entries are free.
     ///
     /// # Errors
     /// [`Error::BadRingSize`], [`Error::RingNeedsPageFaults`], [`Error::DirtyRingEnabled`],
-    /// [`Error::OutOfMemory`].
-    /// [`Error::VcpusExist`]: also while another thread puts huge pages back
-    /// ([`recover_range`](Vm::recover_range)), or splits them in a format with
+    /// [`Error::OutOfMemory`]. [`Error::VcpusExist`]: there is a vCPU, or another thread recovers
+    /// huge pages ([`recover_range`](Vm::recover_range)), or splits them in a format with
     /// [`Format::BREAK_BEFORE_MAKE`].
     ///
     /// # Example
@@ -304,17 +324,21 @@ impl<H: Host, F: Format> Vm<H, F> {
         Ok(())
     }
 
-    /// The dirty rings of all vCPUs, those that are gone included: a later vCPU takes over one of theirs, with what is in it.
+    /// The dirty rings of all vCPUs, also of those that were dropped. A later vCPU takes over the
+    /// ring of a dropped one, with its entries.
     pub fn dirty_rings(&self) -> impl Iterator<Item = &DirtyRing> {
         self.tree.rings.iter()
     }
 
-    /// Makes room of the entries that were harvested from the dirty rings, and has the pages logged anew: what the guest
-    /// writes to them after this call is pushed again. So call it after harvesting and before the pages are read. Returns
-    /// how many entries were made room of. KVM's `KVM_RESET_DIRTY_RINGS`.
+    /// Frees the harvested entries of all dirty rings, and logs their pages anew. Returns how many
+    /// entries it freed. KVM's `KVM_RESET_DIRTY_RINGS`.
     ///
-    /// Any number of threads may call it at once, beside harvests and vCPUs: an entry is counted by one of them, but to all
-    /// of them the pages that they have harvested are protected when the call returns.
+    /// Call it after harvesting and before reading the pages: what the guest writes to them after
+    /// this call is pushed again.
+    ///
+    /// Any number of threads may call it at once, beside harvests and running vCPUs. One of the
+    /// calls counts an entry. But when any call returns, the pages that its caller has harvested
+    /// are protected.
     ///
     /// # Errors
     /// [`Error::NoDirtyRing`], [`Error::OutOfMemory`].
@@ -326,20 +350,24 @@ impl<H: Host, F: Format> Vm<H, F> {
         RingsReset { tree: &self.tree, slots: &self.slots, record: &record }.reset(self.tree.rings.iter())
     }
 
-    /// Takes the guest frames of `range` away from the guest until the answer is dropped: the host is going to give the
-    /// pages other frames, to free them, or to forbid writing them. It need not know which of them are mapped, nor in
-    /// which slots, if any; but it must name every guest frame that has the page, and if a slot is being moved, both places
-    /// that the page may have. What KVM's MMU notifier does from `invalidate_range_start` to `invalidate_range_end`.
+    /// Unmaps the guest frames of `range` and keeps faults out until the returned value is dropped.
+    /// Call it before the host gives pages other frames, frees them, or forbids writing them. KVM's
+    /// MMU notifier, from `invalidate_range_start` to `invalidate_range_end`.
     ///
-    /// When this returns, no CPU uses a frame of the range any more, and [`Host::leaf_zapped`] was told what the guest did
-    /// through each leaf. Faults inside the range make the guest try again, those outside do not notice. Any number of
+    /// The host need not know which frames are mapped, nor in which memslots, if any. But it must
+    /// name every guest frame that has the page; while a memslot is being moved, both places of the
+    /// page.
+    ///
+    /// When the call returns, no CPU uses a frame of the range any more. The host has been notified
+    /// of what the guest did through each leaf ([`Host::leaf_zapped`]). Faults inside the range
+    /// resume the guest, which tries again; faults outside do not notice. Any number of
     /// invalidations may run at once, also of the same pages.
     ///
-    /// It blocks on nothing but [`Host::flush`], and on the VM's lock if there is one.
+    /// It blocks only on [`Host::flush`], and on the VM's lock if there is one.
     ///
     /// # Errors
-    /// [`Error::EmptyRange`], [`Error::AddressTooHigh`]; [`Error::OutOfMemory`]: there is no room to publish the range.
-    /// Nothing has changed then.
+    /// [`Error::EmptyRange`], [`Error::AddressTooHigh`]. [`Error::OutOfMemory`]: there is no memory
+    /// to publish the range. Nothing has changed then.
     ///
     /// # Example
     /// ```
@@ -370,15 +398,17 @@ impl<H: Host, F: Format> Vm<H, F> {
         result
     }
 
-    /// Splits all leaves larger than `largest` that reach into `range`, beside running vCPUs. Returns how many it has split.
-    /// Threads that split ranges apart from each other do not get in each other's way. A block that is being put back at this
-    /// moment ([`recover_range`](Vm::recover_range)) is passed by. What turning on
-    /// [`LOG_DIRTY_PAGES`](crate::MemoryRegionFlags::LOG_DIRTY_PAGES) does by itself
-    /// ([`HugePageSplitting`](crate::HugePageSplitting)); call it before, from several threads,
-    /// to have it done sooner.
+    /// Splits all leaves larger than `largest` that reach into `range`, while vCPUs run. Returns
+    /// how many it split.
+    ///
+    /// Turning on [`LOG_DIRTY_PAGES`](crate::MemoryRegionFlags::LOG_DIRTY_PAGES) does this by
+    /// itself ([`HugePageSplitting`](crate::HugePageSplitting)). To have it done sooner, call this
+    /// before, from several threads. Threads that split disjoint ranges do not delay each other. A
+    /// block that is being recovered ([`recover_range`](Vm::recover_range)) is skipped.
     ///
     /// # Errors
-    /// [`Error::EmptyRange`], [`Error::AddressTooHigh`]; [`Error::OutOfMemory`]: the leaves that are left are as they were.
+    /// [`Error::EmptyRange`], [`Error::AddressTooHigh`]. [`Error::OutOfMemory`]: the remaining
+    /// leaves are unchanged.
     ///
     /// # Example
     /// ```
@@ -409,12 +439,14 @@ impl<H: Host, F: Format> Vm<H, F> {
         split::split_range(&self.tree, &self.slots, &record, range, largest.level(), |_| true)
     }
 
-    /// Puts huge leaves back in `range`, beside running vCPUs, as large as the host and the slots' logs allow. Returns how
-    /// many tables became leaves. A page that only the guest's next access can bring back as a part of a huge leaf is taken
-    /// away to that end. What turning off
-    /// [`LOG_DIRTY_PAGES`](crate::MemoryRegionFlags::LOG_DIRTY_PAGES), or `USERFAULT`, does by itself.
+    /// Recovers huge leaves in `range`, while vCPUs run, as large as the host and the memslots'
+    /// logs allow. Returns how many page-table pages became leaves. Turning off
+    /// [`LOG_DIRTY_PAGES`](crate::MemoryRegionFlags::LOG_DIRTY_PAGES), or `USERFAULT`, does this by
+    /// itself.
     ///
-    /// It leaves what it cannot do at once: where others are at work, or while too many tables wait to be freed.
+    /// A page that only the guest's next access can map as a part of a huge leaf is unmapped.
+    /// Blocks that another thread works on are left as they are. So is the rest of the range while
+    /// too many page-table pages wait to be freed.
     ///
     /// # Errors
     /// [`Error::EmptyRange`], [`Error::AddressTooHigh`], [`Error::OutOfMemory`].
@@ -424,9 +456,12 @@ impl<H: Host, F: Format> Vm<H, F> {
         Ok(self.recover(&mut record, range))
     }
 
-    /// Returns how many pages of `range` the guest has used since they were mapped or last aged, and begins anew: from now
-    /// on they count as not used. A huge leaf counts with all of its pages in the range, and is aged as a whole. Nothing is
-    /// flushed: accesses through translations that a CPU has cached may stay unseen until it replaces them.
+    /// Returns how many pages of `range` the guest has used since they were mapped or last aged.
+    /// From now on they count as not used. A huge leaf counts with all of its pages in the range,
+    /// and is aged as a whole.
+    ///
+    /// Nothing is flushed, except with shadow paging. Accesses through cached translations may stay
+    /// unseen until the CPU replaces them.
     ///
     /// # Errors
     /// [`Error::EmptyRange`], [`Error::AddressTooHigh`], [`Error::OutOfMemory`].
@@ -457,7 +492,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// As [`age_range`](Vm::age_range), but changes nothing.
     ///
     /// # Errors
-    /// As for [`age_range`](Vm::age_range).
+    /// Those of [`age_range`](Vm::age_range).
     pub fn test_age_range(&self, range: GfnRange) -> Result<u64, Error> {
         self.age_or_test(range, Aging::Test)
     }
@@ -467,13 +502,14 @@ impl<H: Host, F: Format> Vm<H, F> {
         let record = self.tree.epochs.borrow_record()?;
         let nr_used = age::age_range(&self.tree, &record, range, aging);
         if aging == Aging::Age && self.tree.shadow.is_some() {
-            // Shadow leaves would hide accesses for good, and not only until a CPU replaces its translation.
+            // Shadow leaves would hide accesses for good, and not only until a CPU replaces its
+            // translation.
             self.tree.flush(&record, &[range]);
         }
         Ok(nr_used)
     }
 
-    /// Opens a look at the tables: what is mapped, and how it was used.
+    /// Opens a reader of the page tables: what is mapped, and how it was used.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -481,8 +517,9 @@ impl<H: Host, F: Format> Vm<H, F> {
         TableReader::new(&self.tree)
     }
 
-    /// Frees what deletions, moves and changes of slots and invalidations took away, as far as no vCPU can be using it. They
-    /// do so themselves for most of what came before; call this when vCPUs have been idle for a while.
+    /// Frees what invalidations and changes of memslots have removed, as far as no vCPU can still
+    /// use it. These calls free most of what earlier ones left. Call this when vCPUs have been idle
+    /// for a while.
     pub fn reclaim(&self) {
         self.tree.reclaim();
         self.slots.reclaim(&self.tree.epochs, || self.tree.host.barrier_on_all_cpus());
@@ -510,23 +547,24 @@ impl<H: Host, F: Format> Vm<H, F> {
         for record in self.tree.epochs.records() {
             stats.add(&record.stats);
         }
-        // Those that belong to no recorder: the root, and tables whose freeing was put off.
+        // Those that no participant counts: the root, and page-table pages whose freeing was
+        // deferred.
         stats.tables_allocated += 1;
         stats.tables_freed += self.tree.epochs.nr_freed_tables();
         stats
     }
 
-    /// Shadow tables that there are at this moment.
+    /// The number of shadow pages now.
     pub fn nr_shadow_pages(&self) -> u64 {
         self.tree.shadow.as_deref().map_or(0, Shadow::nr_pages)
     }
 
-    /// Most shadow tables that there were at a time.
+    /// The largest number of shadow pages so far.
     pub fn shadow_pages_peak(&self) -> u64 {
         self.tree.shadow.as_deref().map_or(0, Shadow::pages_peak)
     }
 
-    /// Whether `range` has frames, and none that the format cannot translate.
+    /// Checks that `range` is not empty, and that the format translates all of it.
     fn check_range(&self, range: GfnRange) -> Result<(), Error> {
         if range.is_empty() {
             return Err(Error::EmptyRange { start: range.start, end: range.end });
@@ -534,14 +572,14 @@ impl<H: Host, F: Format> Vm<H, F> {
         let whole = self.tree.whole();
         if !whole.covers(range) {
             let beyond = if whole.contains(range.start) { whole.end } else { range.start };
-            // Frames have more numbers than addresses.
+            // There are more frame numbers than addresses.
             let gpa = Gpa(beyond.0.saturating_mul(PAGE_SIZE));
             return Err(Error::AddressTooHigh { gpa, gpa_bits: F::GPA_BITS });
         }
         Ok(())
     }
 
-    /// Whether `gpa` is an address that the format can translate.
+    /// Checks that the format translates `gpa`.
     #[inline]
     pub(crate) fn check_gpa(&self, gpa: Gpa) -> Result<Gfn, Error> {
         let gfn = gpa.gfn();

@@ -1,4 +1,5 @@
-//! Slots: how they are made, changed and deleted, and what a change of their flags takes with it.
+//! Creating, changing and deleting memslots, and what a change of their flags implies. The protocol
+//! of the published set is in `slot/set.rs`.
 
 use super::Vm;
 use crate::addr::{Gfn, GfnRange};
@@ -15,25 +16,27 @@ use crate::slot::{MemoryRegion, MemoryRegionFlags};
 use crate::sync::full_fence;
 use crate::table::retire::{Record, RecordGuard};
 
-/// Old slot sets that may wait for the next reclaim.
+/// Old memslot sets that may wait for the next reclaim.
 const MAX_WAITING_SETS: u64 = 8;
 
 impl<H: Host, F: Format> Vm<H, F> {
-    /// Creates, deletes, moves or changes a slot; see [`MemoryRegion`].
+    /// Creates, deletes, moves or changes a memslot; see [`MemoryRegion`].
     ///
-    /// When a deletion or a move has returned, no CPU uses the slot's old range any more. A slot that is moved while it
-    /// logs is dirty as a whole: all of its pages have another address. Turning on
-    /// [`MemoryRegionFlags::LOG_DIRTY_PAGES`] write-protects the slot's pages: writes from then on are logged. Turning on
-    /// [`MemoryRegionFlags::USERFAULT`] takes the mappings of its pages away: when it has returned, no CPU uses a page whose
-    /// bit was set before.
+    /// When a deletion or a move returns, no CPU uses the memslot's old range any more. A memslot
+    /// that is moved while it logs is dirty as a whole: all of its pages have another address.
+    ///
+    /// Turning on [`MemoryRegionFlags::LOG_DIRTY_PAGES`] write-protects the memslot's pages: writes
+    /// after the call are logged. Turning on [`MemoryRegionFlags::USERFAULT`] unmaps its pages:
+    /// when the call returns, no CPU uses a page whose bit was set before.
     ///
     /// # Errors
-    /// For a bad description the variant that names its fault; [`Error::OutOfMemory`].
-    /// [`Error::SlotBusy`] if another thread is changing the same slot, in whatever way, at this
-    /// moment: KVM would wait for it, here nobody waits.
-    /// [`Error::TooMuchRetired`]: what earlier changes left cannot be freed yet. On an error the
-    /// slot is as it was; if memory ran out, mappings may have been taken away, and the next access
-    /// faults.
+    /// - For a bad description, the variant that names what is wrong.
+    /// - [`Error::OutOfMemory`].
+    /// - [`Error::SlotBusy`]: another thread is changing the same memslot. KVM would wait for it.
+    /// - [`Error::TooMuchRetired`]: what earlier changes left cannot be freed yet.
+    ///
+    /// After an error the memslot is as it was. If memory ran out, pages may have been unmapped;
+    /// the next access maps them again.
     ///
     /// # Example
     /// ```
@@ -70,7 +73,8 @@ impl<H: Host, F: Format> Vm<H, F> {
         };
         drop(record);
         self.tree.reclaim();
-        // Freeing makes a barrier on all CPUs. A backing should go at once; a few old sets and logs may wait.
+        // Freeing makes a barrier on all CPUs, so a few old sets and logs wait. A backing is freed
+        // at once.
         if deletes || self.slots.nr_retired() >= MAX_WAITING_SETS {
             self.slots.reclaim(&self.tree.epochs, || self.tree.host.barrier_on_all_cpus());
         }
@@ -83,12 +87,14 @@ impl<H: Host, F: Format> Vm<H, F> {
         let MemoryRegion { slot: id, flags, backing, .. } = region;
         let backing = backing.ok_or(Error::NoBacking { slot: id })?;
         let slot = NewSlot::new(id, range, flags, backing, attachments)?;
-        // Nothing was mapped there, and faults that looked before see no memory: no stamp is needed.
+        // No sequence number is needed: nothing was mapped there, and a fault that looked before
+        // finds no memory.
         self.slots.insert(&self.tree.epochs, record, slot)
     }
 
     fn delete_slot(&self, record: &Record, claim: Claim<'_, H::Backing>) -> Result<(), Error> {
-        // Until the set without the slot is published: no fault maps it again, and nothing takes its place.
+        // In flight until the set without the memslot is published: no fault maps it again, and no
+        // other memslot takes its place.
         let _taken_away = Invalidation::new(&self.tree, &self.slots, record, claim.entry().range)?;
         claim.remove(&self.tree.epochs, record)
     }
@@ -124,11 +130,12 @@ impl<H: Host, F: Format> Vm<H, F> {
             return Ok(());
         }
         if moves {
-            // Before anything is taken away: a description that is refused changes nothing. `publish` asks again.
+            // Before anything is unmapped: a description that is refused changes nothing. `publish`
+            // checks again.
             self.slots.check_vacant(&self.tree.epochs, record, id, range)?;
         }
         let begins_to_log = begins.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
-        // The log of the last time, if it is to be used again. See `dirty/log.rs`.
+        // The memslot may still have the log of an earlier time. See `dirty/log.rs`.
         let uses_again = begins_to_log && claim.log().is_some();
         let is_marked_at_first = self.tree.config.manual_protect == ManualProtect::InitiallySet;
         if let Some(log) = claim.log().filter(|_| uses_again && !is_marked_at_first) {
@@ -156,11 +163,11 @@ impl<H: Host, F: Format> Vm<H, F> {
         Ok(())
     }
 
-    /// Write-protects all slots that log, when rings have been enabled. No vCPU was there at that
-    /// moment, but there may have been some before, and they have left pages that can be written
-    /// without a fault.
+    /// Write-protects all memslots that log, after rings were enabled. There was no vCPU at that
+    /// moment, but earlier ones may have left pages that can be written without a fault.
     pub(super) fn begin_to_log_by_rings(&self, record: &Record) {
-        // A store-load pair with a slot that begins to log: there are rings, then which slots log?
+        // A store-load pair with a memslot that begins to log: rings are visible, then which
+        // memslots log?
         full_fence();
         let mut next = Gfn(0);
         loop {
@@ -169,30 +176,31 @@ impl<H: Host, F: Format> Vm<H, F> {
             let (range, logs) = (slot.range(), slot.logs());
             drop(section);
             if logs {
-                // If it is moved or deleted meanwhile, what was mapped is taken away.
+                // If the memslot is moved or deleted in the meantime, its pages are unmapped.
                 self.begin_to_log(record, range);
             }
             next = range.end;
         }
     }
 
-    /// Write-protects a slot at `range` whose new flags are published.
+    /// Write-protects a memslot at `range` whose new flags are published.
     fn begin_to_log(&self, record: &Record, range: GfnRange) {
-        // A store-load pair (`dirty/log.rs`): the flag is visible before leaves are looked at; and before it is asked
-        // whether there are rings. A call that enables them does it the other way round.
+        // A store-load pair (`dirty/log.rs`): the flag is visible before leaves are read, and
+        // before `are_enabled` is. A call that enables rings does the reverse.
         full_fence();
         if self.tree.config.manual_protect == ManualProtect::InitiallySet && !self.tree.rings.are_enabled() {
             // All pages are marked, and each is protected when its mark is taken.
             return;
         }
-        // The parts are as writable as the whole, so before they are protected. Best effort: what is not split now is split
-        // by the first write.
+        // Before they are protected, because the parts are as writable as the whole. Best effort:
+        // the first write splits what is not split now.
         if self.tree.config.huge_page_splitting == HugePageSplitting::Eager {
             let target = self.tree.config.largest_logged_write();
             let _ = split::split_range(&self.tree, &self.slots, record, range, target, |_| true);
         }
         protect::protect_slot(&self.tree, record, range);
-        // Whether or not a leaf changed: one that is protected already may still be cached as writable.
+        // Flushed even if no leaf changed: one that is protected already may still be cached as
+        // writable.
         self.tree.flush(record, &[range]);
     }
 
@@ -200,9 +208,11 @@ impl<H: Host, F: Format> Vm<H, F> {
         recover::recover_range(&self.tree, &self.slots, record, range, &self.tree.rings)
     }
 
-    /// What a slot needs that becomes what `region`, of `range`, says, and that it has not yet, if it is `claim`'s.
+    /// The log and bitmap that the memslot needs for `region` at `range` and does not have yet. An
+    /// existing memslot is held by `claim`.
     ///
-    /// Never inlined, as `create_slot`: what it makes would be on the stack below the walks of a change.
+    /// Never inlined, as `create_slot`, so that its values are not on the stack below the walks of
+    /// a change.
     #[inline(never)]
     fn attachments_for(
         &self,
@@ -226,7 +236,8 @@ impl<H: Host, F: Format> Vm<H, F> {
             let logs = before.is_some_and(|before| before.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES));
             let moves = before.is_some_and(|before| before.range != range);
             let has_log = claim.is_some_and(|claim| claim.log().is_some());
-            // See `dirty/log.rs`: "Slots that move", "Logging that ends and begins again".
+            // `dirty/log.rs` has the cases: memslots that move, and logging that ends and begins
+            // again.
             let nr_pages = range.nr_pages();
             attachments.log = match self.tree.config.manual_protect {
                 _ if logs && !moves => None,

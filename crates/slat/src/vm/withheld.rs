@@ -1,4 +1,5 @@
-//! What user space says of single pages: at which of them faults exit to it, and which are private to the guest.
+//! What user space decides for single pages: at which of them faults exit (userfault), and which
+//! are private to the guest (attributes).
 
 use core::convert::Infallible;
 
@@ -13,23 +14,26 @@ use crate::slot::view::SlotView;
 use crate::slot::{MemoryAttributes, MemoryFaultFlags};
 use crate::table::retire::Record;
 
-/// Pages looked at one by one before the section is left for a while.
+/// Pages that are checked one by one inside one guard.
 const PAGES_PER_TURN: u64 = 1 << 12;
-/// Pages whose attributes are set, by words of 64, before the section is left for a while.
+/// Pages whose attributes are set, by words of 64, inside one guard.
 const PAGES_SET_PER_TURN: u64 = PAGES_PER_TURN * u64::BITS as u64;
 
 impl<H: Host, F: Format> Vm<H, F> {
-    /// Takes away the mappings of those of `nr_pages` pages from `first_page` on of slot `slot` whose bit is set in its
-    /// userfault bitmap. Returns how many pages that are (with a bit for 2 MiB: all of its pages).
+    /// Unmaps those of `nr_pages` pages from `first_page` on of memslot `slot` whose userfault bit
+    /// is set. Returns how many pages these are (with a bit for 2 MiB: all of its pages). Pages
+    /// whose bit is clear stay mapped.
     ///
-    /// A bit that is set while the slot has [`MemoryRegionFlags::USERFAULT`](crate::MemoryRegionFlags::USERFAULT) counts at
-    /// once for faults that begin later. For faults under way, and for pages that are mapped, it counts when this has returned:
-    /// no CPU uses the page any more, until its bit is cleared. So a page is poisoned, or a range taken back, without turning
-    /// the flag off and on. Pages whose bit is clear stay mapped.
+    /// Use it to poison a page, or to take a range back, without turning the flag off and on.
+    /// Faults that begin after a bit was set observe it at once, if the memslot has
+    /// [`MemoryRegionFlags::USERFAULT`](crate::MemoryRegionFlags::USERFAULT). When this call
+    /// returns, the bit also holds for earlier faults and for pages that were mapped: no CPU uses
+    /// the page until its bit is cleared.
     ///
     /// # Errors
-    /// [`Error::NoSuchSlot`], [`Error::NotUserfault`], [`Error::EmptyRange`], [`Error::LogRangePastEnd`],
-    /// [`Error::UserfaultBitmapGone`], [`Error::OutOfMemory`]. With the last two, a part may be done.
+    /// [`Error::NoSuchSlot`], [`Error::NotUserfault`], [`Error::EmptyRange`],
+    /// [`Error::LogRangePastEnd`], [`Error::UserfaultBitmapGone`], [`Error::OutOfMemory`]. With the
+    /// last two, a part may be done.
     ///
     /// # Example
     /// ```
@@ -66,14 +70,17 @@ impl<H: Host, F: Format> Vm<H, F> {
         result
     }
 
-    /// Whether user space may use the `size_bytes` bytes from `gpa` on itself, as the guest could: a device that it emulates,
-    /// or a copy that it makes. What a fault would exit for is refused, instead of read as garbage or written for nothing.
-    /// Who takes pages back makes sure that such accesses are over.
+    /// Checks whether user space may access the `size_bytes` bytes from `gpa` on itself, as the
+    /// guest could: for a device that it emulates, or a copy that it makes. It refuses a page for
+    /// which a fault would exit, whose contents are not there yet, and a private page.
+    ///
+    /// A thread that takes pages back must make sure that accesses after such a check are over.
     ///
     /// # Errors
-    /// [`Error::MemoryFault`]: the first page that user space must see to before, because its bit is set in its slot's userfault
-    /// bitmap, or that it has no mapping of, because it is private. [`Error::NoMemory`]: no slot has a page.
-    /// [`Error::BadSize`], [`Error::AddressTooHigh`], [`Error::UserfaultBitmapGone`], [`Error::OutOfMemory`].
+    /// [`Error::MemoryFault`] names the first page that user space must not access: its userfault
+    /// bit is set, or it is private and user space has no mapping of it. [`Error::NoMemory`]: a
+    /// page has no memslot. [`Error::BadSize`], [`Error::AddressTooHigh`],
+    /// [`Error::UserfaultBitmapGone`], [`Error::OutOfMemory`].
     pub fn check_access(&self, gpa: Gpa, size_bytes: u64) -> Result<(), Error> {
         let range = self.check_bytes(gpa, size_bytes)?;
         let record = self.tree.epochs.borrow_record()?;
@@ -94,17 +101,20 @@ impl<H: Host, F: Format> Vm<H, F> {
         })
     }
 
-    /// Makes the `size_bytes` bytes from `gpa` on private to the guest, or shared. Both are multiples of 4 KiB, and all of the
-    /// range is in slots with [`MemoryRegionFlags::GUEST_MEMFD`](crate::MemoryRegionFlags::GUEST_MEMFD). A new slot is shared.
-    /// When this has returned, no CPU uses the memory that a page had before; what is in it stays. KVM's
-    /// `KVM_SET_MEMORY_ATTRIBUTES`.
+    /// Makes the `size_bytes` bytes from `gpa` on private to the guest, or shared. Both numbers are
+    /// multiples of 4 KiB. The whole range is in memslots with
+    /// [`MemoryRegionFlags::GUEST_MEMFD`](crate::MemoryRegionFlags::GUEST_MEMFD). A new memslot is
+    /// shared. KVM's `KVM_SET_MEMORY_ATTRIBUTES`.
     ///
-    /// Of calls for one page at the same time, one is the last. If a slot of the range is deleted
-    /// meanwhile, the attributes of its pages go with it; all other pages of the range get theirs.
+    /// When the call returns, no CPU uses the memory that a page had before. Its contents stay.
+    ///
+    /// Of concurrent calls for one page, one takes effect last. If a memslot of the range is
+    /// deleted during the call, the attributes of its pages go with it; all other pages of the
+    /// range get theirs.
     ///
     /// # Errors
-    /// [`Error::UnalignedAddress`], [`Error::BadSize`], [`Error::AddressTooHigh`], [`Error::UnknownAttributes`],
-    /// [`Error::NoGuestMemfd`], [`Error::OutOfMemory`].
+    /// [`Error::UnalignedAddress`], [`Error::BadSize`], [`Error::AddressTooHigh`],
+    /// [`Error::UnknownAttributes`], [`Error::NoGuestMemfd`], [`Error::OutOfMemory`].
     ///
     /// # Example
     /// ```
@@ -134,14 +144,14 @@ impl<H: Host, F: Format> Vm<H, F> {
             return Err(Error::BadSize { size_bytes });
         }
         let range = self.check_bytes(gpa, size_bytes)?;
-        // First whether all of it can be had.
+        // First check the whole range, so that a refused call changes nothing.
         let record = self.tree.epochs.borrow_record()?;
         self.for_parts(&record, range, u64::MAX, |slot, part| {
             let has_private = slot.is_some_and(|slot| slot.private().is_some());
             if has_private { Ok(()) } else { Err(Error::NoGuestMemfd { gpa: part.start.gpa() }) }
         })?;
         let taken_away = Invalidation::new(&self.tree, &self.slots, &record, range)?;
-        // A slot that has gone meanwhile took its pages with it, and another may have come in its
+        // A memslot that was deleted since then took its pages with it, and another may be in its
         // place. All other pages of the range get their attributes.
         let Ok(()) = self.for_parts::<Infallible>(&record, range, PAGES_SET_PER_TURN, |slot, part| {
             if let Some((slot, private)) = slot.and_then(|slot| Some((slot, slot.private()?))) {
@@ -160,7 +170,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// The attributes of the page at `gpa`.
     ///
     /// # Errors
-    /// [`Error::NoMemory`]: no slot has the page. [`Error::AddressTooHigh`], [`Error::OutOfMemory`].
+    /// [`Error::NoMemory`]: no memslot has the page. [`Error::AddressTooHigh`],
+    /// [`Error::OutOfMemory`].
     pub fn memory_attributes(&self, gpa: Gpa) -> Result<MemoryAttributes, Error> {
         let gfn = self.check_gpa(gpa)?;
         let record = self.tree.epochs.borrow_record()?;
@@ -179,9 +190,9 @@ impl<H: Host, F: Format> Vm<H, F> {
         Ok(range)
     }
 
-    /// Calls `step` for each part of `range`, from its start to its end: for what one slot has of
-    /// it, or for a hole between slots. A section is open during each call, and a slot is looked up
-    /// again in each. The part of a slot has no more than `max_pages`.
+    /// Calls `step` for each part of `range` in order: the part that one memslot has, with at most
+    /// `max_pages`, or a hole between memslots. Each call has its own guard and its own look-up of
+    /// the memslot.
     fn for_parts<E>(
         &self,
         record: &Record,
