@@ -1,27 +1,35 @@
-//! slat is the memory-virtualization engine of a hypervisor: it keeps the second-stage page tables that translate a
-//! guest's physical addresses to the host's, and it answers the faults that the guest takes on them.
+//! slat is the memory-virtualization engine of a hypervisor. It keeps the second-stage page tables,
+//! which translate a guest's physical addresses to the host's, and handles the faults that the
+//! guest takes on them.
 //!
 //! # The problem
-//! A virtual machine with many vCPUs faults on many pages at once: when it boots, when its memory is populated on demand,
-//! when dirty logging is turned on before a migration. With one lock around the tables all those vCPUs stand in a queue,
-//! and when the one that holds the lock is preempted, all of them wait for the scheduler. Deleting a slot, taking a range
-//! of memory away, reading the dirty log: each wants the same lock.
+//! A virtual machine with many vCPUs faults on many pages at once: when it boots, when its memory
+//! is populated on demand, when dirty logging begins before a migration. With one lock around the
+//! page tables all those vCPUs queue, and if the holder is preempted, all of them wait for the
+//! scheduler. Deleting a memslot, unmapping a range, reading the dirty log: each needs the same
+//! lock.
 //!
-//! slat takes no lock on the VM, and no operation waits for a vCPU that was preempted. Each entry of the tables is
-//! changed by one compare-and-exchange; whoever loses starts over. Ranges are taken away by stamps, tables are freed by
-//! epochs, slots are published by swapping a pointer. For comparison the same code can run inside a reader/writer lock or
-//! a mutex ([`Locking`]).
+//! slat takes no lock on the VM, and no operation waits for a preempted vCPU. Each PTE is changed
+//! by one compare-and-exchange, and the thread that loses starts over. Invalidation sequence
+//! numbers keep faults out of unmapped ranges, epochs defer the freeing of page-table pages, and
+//! swapping one pointer publishes the memslots. For comparison the same code can run inside a
+//! reader/writer lock or a mutex ([`Locking`]).
 //!
 //! # How to use it
-//! Implement [`Host`] (memory for tables, frames for guest pages, a TLB flush), make a [`Vm`] of it for a table
-//! [`Format`] ([`Npt`], [`Ept`], [`Stage2`], [`Sv39x4`] or [`Sv48x4`]), give it slots by [`Vm::set_user_memory_region`],
-//! point the hardware at [`Vm::root`], and call [`Vcpu::handle_fault`] for each second-stage fault. Names are KVM's where
-//! KVM has one.
+//! 1. Implement [`Host`]: memory for page-table pages, frames for guest pages, a TLB flush.
+//! 2. Create a [`Vm`] with it for a [`Format`] of page tables ([`Npt`], [`Ept`], [`Stage2`],
+//!    [`Sv39x4`] or [`Sv48x4`]).
+//! 3. Add memslots by [`Vm::set_user_memory_region`].
+//! 4. Point the hardware at [`Vm::root`].
+//! 5. Call [`Vcpu::handle_fault`] for each second-stage fault.
 //!
-//! [`guide`] says in which order to write that, what each call may wait for, what is held when the host is called, and what a
-//! flush owes; [`guide::porting`] is a list to check a port by. Three programs in `examples/` run, and check what they show:
-//! `smallest_host` (no operating system, less than 150 lines), `toy_vmm` (a VMM with vCPU threads, an MMU notifier and a
-//! migration, step by step) and `vm_memory` (devices written for the crate vm-memory).
+//! Names are KVM's where KVM has one.
+//!
+//! [`guide`] says in which order to write that, what each call may wait for, what is held when the
+//! host is called, and what a flush guarantees. [`guide::porting`] is a checklist for a port. Three
+//! programs in `examples/` run, and check what they show: `smallest_host` (no operating system,
+//! less than 150 lines), `toy_vmm` (a VMM with vCPU threads, an MMU notifier and a migration, step
+//! by step) and `vm_memory` (devices written for the crate vm-memory).
 //!
 //! ```
 //! # use std::alloc::{Layout, alloc, dealloc};
@@ -87,35 +95,49 @@
 //! ```
 //!
 //! # Hardware without a second stage
-//! A VM made with [`Paging::Shadow`] keeps shadow tables, which lead from the guest's virtual addresses to the host's frames.
-//! Everything above stays as it is; besides, the host says where guest memory can be read ([`Host::guest_memory_ptr`]), and each
-//! vCPU's CPU exits for page faults ([`Vcpu::handle_page_fault`]), for writes of CR0, CR4 and EFER
-//! ([`Vcpu::write_paging_register`]), for loads of CR3 ([`Vcpu::load_cr3`]), and for INVLPG and INVPCID ([`Vcpu::invlpg`],
-//! [`Vcpu::invpcid`]). Before it runs again it loads what [`Vcpu::entry`] says. Hardware walks with CR0.WP, EFER.NXE and
-//! CR4.PCIDE set, CR4.PGE clear, and with the guest's CR4.SMEP and SMAP while the guest's paging is on. [`Host::flush`] names
-//! guest frames, which such a CPU knows nothing of: it forgets everything.
+//! A VM created with [`Paging::Shadow`] keeps shadow page tables, which translate the guest's
+//! virtual addresses to the host's frames. Everything above stays the same. In addition:
+//! - The host returns a pointer to guest memory ([`Host::guest_memory_ptr`]).
+//! - Each vCPU's CPU exits for page faults ([`Vcpu::handle_page_fault`]), for writes of CR0, CR4
+//!   and EFER ([`Vcpu::write_paging_register`]), for loads of CR3 ([`Vcpu::load_cr3`]), and for
+//!   INVLPG and INVPCID ([`Vcpu::invlpg`], [`Vcpu::invpcid`]). Before it runs again it loads what
+//!   [`Vcpu::entry`] returns.
+//! - Hardware walks with CR0.WP, EFER.NXE and CR4.PCIDE set and CR4.PGE clear. While the guest's
+//!   paging is on, CR4.SMEP and SMAP are the guest's.
+//! - [`Host::flush`] names guest frames, which such a CPU does not know: it flushes everything.
 //!
 //! # What it can do
-//! | for | there is |
-//! |---|---|
-//! | slots | created, deleted, moved, re-flagged beside running vCPUs; read-only ones: [`Vm::set_user_memory_region`] |
-//! | faults | 4 KiB, 2 MiB and 1 GiB; neighbours along with them ([`FaultAround`]); ahead of time ([`Vcpu::pre_fault_memory`], [`Vcpu::pre_fault_pages`]) |
-//! | the host's memory management | [`Vm::invalidate_range`] (an MMU notifier), what the guest did reported ([`Host::leaf_zapped`]); [`Vm::age_range`] |
-//! | the dirty log | as a bitmap, with KVM's manual protect and initially-all-set, or as rings ([`Vm::enable_dirty_ring`]); found out by write protection, dirty bits or modification logs ([`DirtyTracking`]) |
-//! | huge pages | split when logging begins, or when written, or kept ([`HugePageLogging`]); put back when it ends ([`Vm::recover_range`]); tables on the right node ([`TablePlacement`]) |
-//! | demand paging | exits for pages whose bit is set ([`UserfaultBitmap`]), pages taken back ([`Vm::rescan_userfault`]) |
-//! | private memory | attributes of pages in guest_memfds ([`Vm::set_memory_attributes`]) |
-//! | hardware without a second stage | [`Paging::Shadow`] |
-//! | looking | [`Vm::stats`], [`Vm::read_tables`] |
+//! - **Memslots** are created, deleted, moved and changed while vCPUs run; some may be read-only:
+//!   [`Vm::set_user_memory_region`].
+//! - **Faults** map 4 KiB, 2 MiB and 1 GiB, also neighbours ([`FaultAround`]), or ahead of time
+//!   ([`Vcpu::pre_fault_memory`], [`Vcpu::pre_fault_pages`]).
+//! - **The host's memory management** invalidates ranges ([`Vm::invalidate_range`], an MMU
+//!   notifier), is notified of what the guest did ([`Host::leaf_zapped`]), and ages pages
+//!   ([`Vm::age_range`]).
+//! - **The dirty log** is a bitmap, with KVM's manual protect and initially-all-set, or rings
+//!   ([`Vm::enable_dirty_ring`]). Writes are found by write protection, dirty bits or modification
+//!   logs ([`DirtyTracking`]).
+//! - **Huge pages** are split when logging begins, or when written, or kept ([`HugePageLogging`]).
+//!   They are recovered when it ends ([`Vm::recover_range`]). Page-table pages are on the right
+//!   node ([`TablePlacement`]).
+//! - **Demand paging**: faults exit for pages whose bit is set ([`UserfaultBitmap`]), and pages are
+//!   taken back ([`Vm::rescan_userfault`]).
+//! - **Private memory**: attributes of pages in guest_memfds ([`Vm::set_memory_attributes`]).
+//! - **Hardware without a second stage**: [`Paging::Shadow`].
+//! - **Observation**: [`Vm::stats`], [`Vm::read_tables`].
 //!
 //! # Cargo features
 //! None is on by default: the engine is `no_std` and needs `alloc`.
-//! - `vm-memory` (needs std): `SlotBitmap` makes a slot's dirty log the bitmap of the vm-memory region that has its memory, and
-//!   `CheckedMemory` refuses a device what a vCPU would exit for.
+//! - `vm-memory` (needs std): `SlotBitmap` makes a memslot's dirty log the bitmap of the vm-memory
+//!   region that has its memory. `CheckedMemory` refuses a device the accesses for which a vCPU
+//!   would exit.
 //!
-//! Rust 1.85 or newer: that compiler builds the library in each run of the checks. `cfg(loom)` and `cfg(shuttle)` are for the engine's own tests.
+//! # Requirements
+//! Rust 1.85 or newer: that compiler builds the library in each run of the checks. `cfg(loom)` and
+//! `cfg(shuttle)` are for the engine's own tests.
 
-//! Targets with pointers of 64 bits: numbers of pages, of words in a bitmap and of bytes in a page table are `usize`.
+//! The target has pointers of 64 bits: numbers of pages, of words in a bitmap and of bytes in a
+//! page table are `usize`.
 
 #![no_std]
 

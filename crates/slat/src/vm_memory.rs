@@ -1,16 +1,19 @@
-//! The dirty log behind vm-memory's [`Bitmap`], so that a VMM built on rust-vmm marks its own writes in the very log that
-//! the vCPUs' faults mark: there is no second bitmap to merge, and no page that only one of two harvests knows.
+//! The dirty log behind vm-memory's [`Bitmap`]. A VMM built on rust-vmm marks its own writes in the
+//! same log that the vCPUs' faults mark. So there is no second bitmap to merge.
 //!
-//! vm-memory marks after each write that goes through it, once for the write. That call is [`Vm::mark_dirty`] with the
-//! pages that were touched, and it marks as a fault does (`dirty/log.rs`): a write is reported by the harvest under way or
-//! by the next one, and when all calls that mark have returned, one harvest is exact. Whoever reads a page after it was
-//! reported reads the write that it was reported for.
+//! # Guarantees
+//! vm-memory marks once for each write, after the write. The call is [`Vm::mark_dirty`] with the
+//! pages that were written, and it marks as a fault does (`dirty/log.rs`):
+//! - The harvest under way or the next one reports the write.
+//! - When all calls that mark have returned, one harvest is exact.
+//! - A read of a page after it was reported returns the write that it was reported for.
 //!
-//! An access takes slices of the bitmap: they borrow it, as those of vm-memory's own bitmap do, so no reference count is
-//! shared by the threads of a VMM.
+//! # Implementation
+//! An access uses slices of the bitmap. They borrow it, as those of vm-memory's own bitmap do, so
+//! the threads of a VMM share no reference count.
 //!
-//! [`NewBitmap`](::vm_memory::bitmap::NewBitmap) is left out. It makes a bitmap of nothing but a length: such a one has
-//! no log, and would drop marks in silence.
+//! [`NewBitmap`](::vm_memory::bitmap::NewBitmap) is not implemented. It makes a bitmap from a
+//! length only. Such a bitmap has no log, and would drop marks silently.
 
 mod checked;
 
@@ -29,25 +32,31 @@ use crate::host::Host;
 use crate::table::retire::Record;
 use crate::vm::Vm;
 
-/// The dirty log of one slot, as the bitmap of the vm-memory region that has the slot's memory: byte 0 of the region is
-/// byte 0 of the slot. With the feature `vm-memory`.
+/// The dirty log of one memslot, as the bitmap of the vm-memory region that has the memslot's
+/// memory. Byte 0 of the region is byte 0 of the memslot. With the feature `vm-memory`.
 ///
-/// The slot is meant by its number. It may be created after the bitmap, begin and cease to log, and be moved; a slot that
-/// is made later under the same number is marked like the first. While there is no such slot, or it does not log, nothing
-/// is marked: a VMM that starts to log copies all memory once anyway. Nor is anything marked where pages are logged by rings
-/// ([`Vm::enable_dirty_ring`]), which only vCPUs have: there, as with KVM, a VMM tracks its own writes. Of a write that reaches behind the end of the slot,
-/// the pages in the slot are marked.
+/// The bitmap names the memslot by its number. The memslot may be created after the bitmap, begin
+/// and cease to log, and be moved. A later memslot with the same number is marked like the first.
 ///
-/// Clones mark the same log. For a region that has no slot there is vm-memory's own `Option<SlotBitmap<..>>`.
+/// Nothing is marked
+/// - while there is no such memslot, or it does not log: a VMM that starts to log copies all memory
+///   once anyway,
+/// - if the VM logs by rings ([`Vm::enable_dirty_ring`]), which only vCPUs have: as with KVM, a VMM
+///   then tracks its own writes.
 ///
-/// [`dirty_at`](Bitmap::dirty_at) tells what is marked, as [`Vm::is_marked_dirty`] does.
+/// If a write reaches beyond the end of the memslot, the pages inside are marked.
 ///
-/// It keeps the VM alive. A [`Host::Backing`] should not own the region in turn: both would stay until the slot is deleted.
+/// Clones mark the same log. For a region without a memslot there is vm-memory's own
+/// `Option<SlotBitmap<..>>`. [`dirty_at`](Bitmap::dirty_at) returns the same as
+/// [`Vm::is_marked_dirty`].
+///
+/// The bitmap keeps the VM alive. A [`Host::Backing`] should not own the region in turn: both would
+/// stay until the memslot is deleted.
 ///
 /// # Aborts
-/// As any call of the VM, one that runs beside more others than ever before needs memory: about 10 KiB, which later calls
-/// use again. If there is none, the process ends by [`handle_alloc_error`]: the trait has no way to tell it, and a page that
-/// is missed is a migrated guest with wrong memory.
+/// A call needs about 10 KiB of memory if more calls run at once than ever before; later calls
+/// reuse it. If there is none, the process ends by [`handle_alloc_error`]. The trait cannot return
+/// an error, and a page that is missed means a migrated guest with wrong memory.
 ///
 /// # Example
 /// ```
@@ -121,7 +130,7 @@ pub struct SlotBitmap<H: Host, F: Format> {
 }
 
 impl<H: Host, F: Format> SlotBitmap<H, F> {
-    /// The log of slot `slot`, which need not exist yet.
+    /// The log of memslot `slot`, which need not exist yet.
     pub fn new(vm: Arc<Vm<H, F>>, slot: u32) -> SlotBitmap<H, F> {
         SlotBitmap { vm, slot }
     }
@@ -146,12 +155,13 @@ impl<'a, H: Host + 'static, F: Format> WithBitmapSlice<'a> for SlotBitmap<H, F> 
 impl<H: Host + 'static, F: Format> Bitmap for SlotBitmap<H, F> {
     fn mark_dirty(&self, offset: usize, len: usize) {
         let Some(last) = len.checked_sub(1) else { return };
-        // vm-memory asks for what it has written, so nothing overflows; who does not may mean pages that no slot has.
+        // vm-memory passes what it has written, so nothing overflows. Other callers may pass pages
+        // that no memslot has.
         let (first_page, last_page) = (page_of(offset), page_of(offset.saturating_add(last)));
         let mut nr_pages = last_page - first_page + 1;
         while nr_pages != 0 {
             match or_abort(self.vm.mark_dirty(self.slot, first_page, nr_pages)) {
-                // Fewer pages each time, should one slot after another have this number.
+                // Fewer pages each time, if several memslots have this number one after another.
                 Err(Error::LogRangePastEnd { slot_pages, .. }) => nr_pages = slot_pages.saturating_sub(first_page),
                 _ => return,
             }
@@ -171,7 +181,7 @@ fn page_of(offset: usize) -> u64 {
     offset as u64 >> PAGE_SHIFT
 }
 
-/// An answer of the log; ends the process if there was no memory for it.
+/// Passes on an answer of the log, but ends the process if there was no memory for it.
 fn or_abort<T>(answer: Result<T, Error>) -> Result<T, Error> {
     if let Err(Error::OutOfMemory) = answer {
         handle_alloc_error(Layout::new::<Record>());

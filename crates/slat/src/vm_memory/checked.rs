@@ -1,5 +1,6 @@
-//! Guest memory as vm-memory sees it, of which the pages that have not arrived, and those that are private, cannot be read or
-//! written: a device that a VMM emulates gets the error for which a vCPU exits, and not the zeroes of a page to come.
+//! Guest memory for vm-memory that refuses pages which have not arrived, and private pages. A
+//! device that a VMM emulates gets the error for which a vCPU exits, and not the zeroes of an empty
+//! page.
 
 extern crate std;
 
@@ -17,24 +18,26 @@ use crate::format::Format;
 use crate::host::Host;
 use crate::vm::Vm;
 
-/// `memory`, as far as user space may use it: [`Vm::check_access`] is asked before each access. With the feature `vm-memory`.
+/// Guest memory that calls [`Vm::check_access`] before each access. With the feature `vm-memory`.
 ///
-/// An access that needs a page which user space must see to first fails as a whole, and touches nothing, with a
-/// [`GuestMemoryError::IOError`] whose inner error is the [`Error`], [`Error::MemoryFault`] for such a page: fetch it, and do
-/// the access again. A slice that was handed out stays usable: who takes
-/// pages back makes sure that such accesses are over.
+/// An access that needs a page on which user space must act first fails as a whole, and accesses
+/// nothing. The error is a [`GuestMemoryError::IOError`] whose inner error is the [`Error`]. If it
+/// is [`Error::MemoryFault`], fetch the page and access it again.
+///
+/// A slice that was returned stays usable. A thread that takes pages back must make sure that such
+/// accesses are over.
 pub struct CheckedMemory<M, H: Host, F: Format> {
     memory: M,
     vm: Arc<Vm<H, F>>,
 }
 
 impl<M: GuestMemoryBackend, H: Host, F: Format> CheckedMemory<M, H, F> {
-    /// The guest's memory, at the guest-physical addresses of the slots of `vm`.
+    /// The guest's memory, at the guest-physical addresses of the memslots of `vm`.
     pub fn new(memory: M, vm: Arc<Vm<H, F>>) -> CheckedMemory<M, H, F> {
         CheckedMemory { memory, vm }
     }
 
-    /// The memory itself, unchecked: for who fills it.
+    /// The memory itself, unchecked, to fill its pages.
     pub fn unchecked(&self) -> &M {
         &self.memory
     }
