@@ -1,5 +1,5 @@
-//! Addresses, frame numbers, levels and ranges: newtypes, so that a guest-physical address is never taken for a
-//! host-physical one and a page number never for a byte address. No bare `u64` crosses a module.
+//! Addresses, frame numbers, levels and ranges. They are newtypes, so that the compiler keeps apart
+//! guest-physical and host-physical, and byte addresses and page numbers.
 
 use core::fmt;
 
@@ -8,7 +8,8 @@ pub const PAGE_SHIFT: u32 = 12;
 /// Size of a base page in bytes.
 pub const PAGE_SIZE: u64 = 1 << PAGE_SHIFT;
 
-/// Address bits that one level of tables below the root translates (512 entries), in every supported format.
+/// Address bits that one level of page-table pages below the root translates (512 PTEs), in every
+/// supported format.
 pub(crate) const LEVEL_SHIFT: u32 = 9;
 
 macro_rules! address {
@@ -45,8 +46,8 @@ address!(
     Gfn
 );
 address!(
-    /// Host-physical address, in bytes. Never assumed to be a pointer: [`Host::table_ptr`](crate::Host::table_ptr)
-    /// makes one of it.
+    /// Host-physical address, in bytes. It is never used as a pointer:
+    /// [`Host::table_ptr`](crate::Host::table_ptr) converts it.
     Hpa
 );
 address!(
@@ -60,7 +61,7 @@ address!(
 pub struct NodeId(pub u32);
 
 impl Gpa {
-    /// The frame that holds this address.
+    /// The frame that contains this address.
     #[inline]
     pub const fn gfn(self) -> Gfn {
         Gfn(self.0 >> PAGE_SHIFT)
@@ -80,13 +81,13 @@ impl Gfn {
         Gpa(self.0 << PAGE_SHIFT)
     }
 
-    /// The first frame of the naturally aligned block of `level` that holds this frame.
+    /// The first frame of the naturally aligned block of `level` that contains this frame.
     #[inline]
     pub const fn align_down(self, level: Level) -> Gfn {
         Gfn(self.0 & !(level.nr_pages() - 1))
     }
 
-    /// The naturally aligned range of `level` that holds this frame.
+    /// The naturally aligned block of `level` that contains this frame.
     #[inline]
     pub const fn block(self, level: Level) -> GfnRange {
         let start = self.align_down(level);
@@ -95,7 +96,7 @@ impl Gfn {
 }
 
 impl Hpa {
-    /// The frame that holds this address.
+    /// The frame that contains this address.
     #[inline]
     pub const fn pfn(self) -> Pfn {
         Pfn(self.0 >> PAGE_SHIFT)
@@ -110,27 +111,28 @@ impl Pfn {
     }
 }
 
-/// Level of an entry in the table tree, counted as KVM counts: an entry of level 1 maps 4 KiB, of level 2 2 MiB, of
-/// level 3 1 GiB; the root's entries have the highest level, 5 at most. The methods are for levels 1 to 5.
+/// Level of a PTE in the page tables, as KVM counts: a PTE of level 1 maps 4 KiB, of level 2 2 MiB,
+/// of level 3 1 GiB. The root's PTEs have the highest level, 5 at most. The methods are for levels
+/// 1 to 5.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 #[repr(transparent)]
 pub struct Level(pub u8);
 
 impl Level {
-    /// Entries that map 4 KiB.
+    /// PTEs that map 4 KiB.
     pub const L4K: Level = Level(1);
-    /// Entries that map 2 MiB, or point to a table of 4 KiB entries.
+    /// PTEs that map 2 MiB, or point to a page-table page for 4 KiB pages.
     pub const L2M: Level = Level(2);
-    /// Entries that map 1 GiB, or point to a table of 2 MiB entries.
+    /// PTEs that map 1 GiB, or point to a page-table page for 2 MiB pages.
     pub const L1G: Level = Level(3);
 
-    /// Base pages covered by one entry of this level.
+    /// Base pages covered by one PTE of this level.
     #[inline]
     pub const fn nr_pages(self) -> u64 {
         1 << (LEVEL_SHIFT * (self.0 as u32 - 1))
     }
 
-    /// Bytes covered by one entry of this level.
+    /// Bytes covered by one PTE of this level.
     #[inline]
     pub const fn size_bytes(self) -> u64 {
         self.nr_pages() << PAGE_SHIFT
@@ -150,7 +152,7 @@ impl Level {
 }
 
 impl Level {
-    /// The size of a leaf of this level; of the largest, for a level that has none.
+    /// The size of a leaf of this level; for a level without leaves, the largest size.
     pub(crate) const fn page_size(self) -> PageSize {
         match self {
             Level::L4K => PageSize::Size4K,
@@ -172,7 +174,7 @@ pub enum PageSize {
 }
 
 impl PageSize {
-    /// The level of the entries that map a page of this size.
+    /// The level of the PTEs that map a page of this size.
     #[inline]
     pub const fn level(self) -> Level {
         match self {
@@ -205,12 +207,12 @@ pub enum Access {
 pub struct GfnRange {
     /// First frame of the range.
     pub start: Gfn,
-    /// First frame behind the range.
+    /// First frame after the range.
     pub end: Gfn,
 }
 
 impl GfnRange {
-    /// The range of `nr_pages` frames from `start` on, or as many as there are numbers for.
+    /// The range of `nr_pages` frames from `start` on, or up to the largest frame number.
     #[inline]
     pub const fn new(start: Gfn, nr_pages: u64) -> GfnRange {
         GfnRange { start, end: Gfn(start.0.saturating_add(nr_pages)) }
@@ -252,7 +254,7 @@ impl GfnRange {
         self.start.0 < other.end.0 && other.start.0 < self.end.0
     }
 
-    /// The frames that both ranges have; empty if there are none.
+    /// The frames that are in both ranges; an empty range if there are none.
     #[inline]
     pub const fn intersection(self, other: GfnRange) -> GfnRange {
         let start = if self.start.0 > other.start.0 { self.start } else { other.start };

@@ -1,5 +1,5 @@
-//! How a VM's memory is managed: chosen when it is made, and the same for its life. Any value goes with any other, but for
-//! what [`Config::check`] refuses.
+//! The configuration of a VM, fixed when the VM is created. All combinations are allowed, except
+//! those that [`Config::check`] refuses.
 
 use crate::addr::{Level, NodeId, Pfn};
 use crate::error::Error;
@@ -30,52 +30,56 @@ use crate::sync::Locking;
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub struct Config {
-    /// The lock around sections that change the tables.
+    /// The lock around guards that change the page tables.
     pub locking: Locking,
-    /// How [`Vm::age_range`](crate::Vm::age_range) finds out what the guest has used.
+    /// How [`Vm::age_range`](crate::Vm::age_range) finds the pages that the guest has used.
     pub access_tracking: AccessTracking,
-    /// How the dirty log finds out what the guest has written.
+    /// How the dirty log finds the pages that the guest has written.
     pub dirty_tracking: DirtyTracking,
-    /// What getting the dirty log does.
+    /// Whether getting the dirty log also begins a new one.
     pub manual_protect: ManualProtect,
-    /// What the first write to a huge page does in a slot that logs.
+    /// What the first write to a huge page does in a memslot that logs.
     pub huge_page_logging: HugePageLogging,
-    /// When the huge pages of a slot that begins to log are split.
+    /// When the huge pages of a memslot that begins to log are split.
     pub huge_page_splitting: HugePageSplitting,
-    /// Where the tables are allocated that replace huge pages.
+    /// Where the page-table pages are allocated that replace huge leaves.
     pub split_table_placement: TablePlacement,
-    /// Where the tables are allocated that faults and prefaults need.
+    /// Where the page-table pages are allocated that faults and prefaults need.
     pub fault_table_placement: TablePlacement,
-    /// Which neighbours a fault maps along.
+    /// Which neighbours a fault also maps.
     pub fault_around: FaultAround,
-    /// Which tables the hardware walks.
+    /// Which page tables the hardware walks.
     pub paging: Paging,
 }
 
-/// Which tables the hardware walks.
+/// Which page tables the hardware walks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Paging {
     /// Those of the second stage, behind the guest's own.
     #[default]
     SecondStage,
-    /// Shadow tables, which lead from the guest's virtual addresses straight to the host's frames: for hardware that has no
-    /// second stage, or has it in use. With the format [`Npt`], and with [`AccessTracking::Faults`], since no
-    /// hardware sets the accessed bits of the second stage.
+    /// Shadow page tables, which translate the guest's virtual addresses to the host's frames. They
+    /// are for hardware that has no second stage, or that uses it already. They need the format
+    /// [`Npt`], and [`AccessTracking::Faults`], since no hardware sets the accessed bits of the
+    /// second stage.
     ///
-    /// Whoever else than the guest writes its page tables while it runs (a device, the VMM) does so by
-    /// [`Vcpu::write_guest_table`](crate::Vcpu::write_guest_table), or takes the page away meanwhile
-    /// ([`Vm::invalidate_range`](crate::Vm::invalidate_range)): nothing else tells that shadow tables have become old.
+    /// While the guest runs, only the guest may write its page tables directly. A device or the VMM
+    /// writes them by [`Vcpu::write_guest_table`](crate::Vcpu::write_guest_table), or invalidates
+    /// the page for the time of the write ([`Vm::invalidate_range`](crate::Vm::invalidate_range)).
+    /// Otherwise shadow page tables become stale.
     Shadow(ShadowPaging),
 }
 
-/// How shadow tables are kept.
+/// How shadow page tables are kept.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ShadowPaging {
-    /// What becomes of them when the guest loads CR3.
+    /// What happens to them when the guest loads CR3.
     pub strategy: ShadowStrategy,
-    /// Roots that each vCPU remembers beside its current one; at most [`MAX_PREVIOUS_ROOTS`].
+    /// Number of roots that each vCPU remembers besides its current one; at most
+    /// [`MAX_PREVIOUS_ROOTS`].
     pub previous_roots: u8,
-    /// Most shadow tables at a time, from [`MIN_SHADOW_PAGES`] to [`MAX_SHADOW_PAGES`]: then those go that are not in use.
+    /// Largest number of shadow pages, from [`MIN_SHADOW_PAGES`] to [`MAX_SHADOW_PAGES`]. Beyond
+    /// it, pages that are not in use are evicted.
     pub max_pages: u32,
 }
 
@@ -85,62 +89,67 @@ impl Default for ShadowPaging {
     }
 }
 
-/// What becomes of shadow tables when the guest loads CR3 or flushes.
+/// What happens to shadow page tables when the guest loads CR3 or flushes.
 ///
 /// # What bit 63 of CR3 may keep
-/// With `RootCache` and `PcidTagged`, the vCPUs of a VM share tables. A load of CR3 with bit 63 set returns to a PCID that this
-/// vCPU has left without a flush. There it may find what *another* vCPU has cached for the PCID meanwhile: an entry as it was
-/// while the PCID was not current here, which this vCPU's own CPU could not have cached (Intel SDM vol. 3A, 4.10.2). Each flush
-/// by this vCPU of the address, or of the PCID, ends that; so does a page fault at the address.
+/// With `RootCache` and `PcidTagged`, the vCPUs of a VM share shadow pages. A load of CR3 with bit
+/// 63 set returns to a PCID that this vCPU has left without a flush. There it may find a
+/// translation that *another* vCPU has cached for the PCID since: a PTE as it was while the PCID
+/// was not current here. This vCPU's own CPU could not have cached it (Intel SDM vol. 3A, 4.10.2).
+/// It lasts until this vCPU flushes the address or the PCID, or takes a page fault at the address.
 ///
-/// A guest notices nothing that flushes, on each vCPU, what has changed since that vCPU left the PCID, at the latest when it
-/// returns to it: as Linux does by its `tlb_gen`. For another guest there is `Baseline`. (To synchronize each such load would
-/// cost what bit 63 saves: guests use the same few PCIDs on all of their vCPUs.)
+/// A guest does not notice if each of its vCPUs flushes what has changed since that vCPU left the
+/// PCID, at the latest when it returns to it. Linux does so by its `tlb_gen`. For other guests
+/// there is `Baseline`. (Synchronizing each such load would cost what bit 63 saves: guests use the
+/// same few PCIDs on all of their vCPUs.)
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum ShadowStrategy {
-    /// The root that was current is dropped with all that is reached from it alone, and the next one built anew. Bit 63 of CR3
-    /// saves nothing.
+    /// The old root is dropped, with all shadow pages that only it reaches, and the new one is
+    /// built anew. Bit 63 of CR3 saves nothing.
     Baseline,
-    /// Each vCPU remembers its last roots; a switch to one of them builds nothing, and synchronizes nothing if bit 63 is set.
-    /// Tables serve all PCIDs and vCPUs: what one of them may still have cached of an entry that has changed, all may. What INVLPG flushes
-    /// is flushed of all remembered roots at once.
+    /// Each vCPU remembers its last roots. A switch to one of them builds nothing, and synchronizes
+    /// nothing if bit 63 is set.
+    ///
+    /// Shadow pages serve all PCIDs and vCPUs: if a changed PTE may still be cached for one of
+    /// them, it may be for all. INVLPG flushes the address in all remembered roots at once.
     RootCache,
-    /// As `RootCache`, but each table belongs to one PCID (of all vCPUs), and what INVLPG flushes of others, too, is done when the
-    /// guest switches to them.
+    /// As `RootCache`, but each shadow page belongs to one PCID (of all vCPUs). What INVLPG flushes
+    /// in other roots, too, is done when the guest switches to them.
     PcidTagged,
 }
 
-/// Most roots that a vCPU can remember beside its current one.
+/// Largest number of roots that a vCPU can remember besides its current one.
 pub const MAX_PREVIOUS_ROOTS: u8 = 31;
 
-/// Fewest shadow tables that a VM can do with.
+/// Smallest limit for the shadow pages of a VM.
 pub const MIN_SHADOW_PAGES: u32 = 64;
 
-/// Most shadow tables that a VM can have.
+/// Largest limit for the shadow pages of a VM.
 pub const MAX_SHADOW_PAGES: u32 = 1 << 20;
 
-/// Which neighbours a fault maps along with its page of 4 KiB. Those that the host knows to be resident
-/// ([`Host::resolve_resident`]), with what a read would be given; to the dirty log and to CPUs'
-/// accessed bits they are pages that nobody has used.
+/// Which neighbours a fault maps together with its page of 4 KiB. These are pages that the host
+/// knows to be resident ([`Host::resolve_resident`]), mapped as a read would map them. For the
+/// dirty log and CPUs' accessed bits they are not used.
 ///
-/// With [`AccessTracking::Faults`] nothing tells of the first use of a page that is mapped: there neighbours count as used
-/// until they are aged. There, and in a format without dirty bits ([`Format::HAS_DIRTY_BIT`]), they are mapped without the
-/// right to write, so that they do not count as written.
+/// With [`AccessTracking::Faults`] the first use of a mapped page cannot be observed, so neighbours
+/// count as used until they are aged. There, and in a format without dirty bits
+/// ([`Format::HAS_DIRTY_BIT`]), they are mapped without the right to write, so that they do not
+/// count as written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum FaultAround {
     /// None.
     #[default]
     Off,
-    /// Those in the aligned window of so many pages around the one that faulted: a power of two from 2 to
-    /// [`MAX_FAULT_AROUND_PAGES`].
+    /// Those in the aligned window of so many pages around the page that faulted: a power of two
+    /// from 2 to [`MAX_FAULT_AROUND_PAGES`].
     Pages(u8),
 }
 
-/// Most pages in the window of [`FaultAround`].
+/// Largest window of [`FaultAround`] in pages.
 pub const MAX_FAULT_AROUND_PAGES: u8 = 64;
 
 impl FaultAround {
-    /// Pages in the window, the one that faulted among them.
+    /// Pages in the window, with the one that faulted.
     #[inline]
     pub(crate) fn nr_pages(self) -> u64 {
         match self {
@@ -150,15 +159,17 @@ impl FaultAround {
     }
 }
 
-/// How the dirty log finds out which pages of 4 KiB the guest has written. Huge pages are write-protected in any case.
+/// How the dirty log finds the pages of 4 KiB that the guest has written. Huge pages are
+/// write-protected in any case.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum DirtyTracking {
-    /// Pages are write-protected, and the first write of each faults.
+    /// Pages are write-protected, and the first write to each faults.
     WriteProtect(WriteProtection),
-    /// By the dirty bits of the leaves, which CPUs set: no write faults, and getting the log looks at each leaf.
+    /// By the dirty bits of the leaves, which CPUs set. No write faults, but getting the log reads
+    /// each leaf.
     DirtyBit,
-    /// CPUs log the pages whose dirty bits they set (Intel SDM vol. 3C, "Page-Modification Logging"), and the host hands
-    /// that over ([`Host::drain_modification_logs`]).
+    /// CPUs log the pages whose dirty bits they set (Intel SDM vol. 3C, "Page-Modification
+    /// Logging"), and the host passes these logs on ([`Host::drain_modification_logs`]).
     PageModificationLog,
 }
 
@@ -171,65 +182,73 @@ impl Default for DirtyTracking {
 /// How pages are write-protected for the dirty log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum WriteProtection {
-    /// Where many pages of a 2 MiB block are meant: all 512 at once, by the table entry above them. The first write to the
-    /// block afterwards takes the right to write from each of the others. In a format whose table entries have no rights
-    /// ([`Format::GENERATION`]), as `LeafByLeaf`.
+    /// By the directory entry above a 2 MiB block, if many of its pages are protected: this
+    /// protects all 512 at once. The next write to the block then write-protects each of the
+    /// others. In a format whose directory entries have no rights ([`Format::GENERATION`] is 0), as
+    /// `LeafByLeaf`.
     #[default]
     Lazy,
-    /// Each page by itself.
+    /// Each page by its own leaf.
     LeafByLeaf,
 }
 
-/// What [`Vm::get_dirty_log`](crate::Vm::get_dirty_log) does: KVM's `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` and its flags.
+/// Whether [`Vm::get_dirty_log`](crate::Vm::get_dirty_log) also begins a new log: KVM's
+/// `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` and its flags.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum ManualProtect {
-    /// It takes the log, and writes from then on are logged anew.
+    /// It takes the log, and later writes are logged anew.
     #[default]
     Disabled,
-    /// It copies the log; [`Vm::clear_dirty_log`](crate::Vm::clear_dirty_log) begins anew, range by range.
+    /// It copies the log. [`Vm::clear_dirty_log`](crate::Vm::clear_dirty_log) logs anew, range by
+    /// range.
     Enabled,
-    /// As `Enabled`, and a slot that begins to log has all of its pages dirty at first. So nothing is write-protected then,
-    /// but with each range that is cleared.
+    /// As `Enabled`, and all pages of a memslot that begins to log are dirty at first. So nothing
+    /// is write-protected then, but only with each range that is cleared.
     InitiallySet,
 }
 
-/// What the first write to a huge page does in a slot that logs. Until then huge pages stay, and reads map new ones.
+/// What the first write to a huge page does in a memslot that logs. Until then huge pages stay, and
+/// reads map new ones.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum HugePageLogging {
     /// It splits the huge page, so that pages of 4 KiB are logged.
     #[default]
     Split,
-    /// It marks all pages of the 2 MiB as dirty, and leaves them mapped as one. (A page of 1 GiB is split into those.)
+    /// It marks all pages of the 2 MiB as dirty, and leaves them mapped as one. (A page of 1 GiB is
+    /// split into pages of 2 MiB.)
     MarkWhole,
 }
 
-/// When the huge pages of a slot that logs are split, if they are to be ([`HugePageLogging`]).
+/// When the huge pages of a memslot that logs are split, as [`HugePageLogging`] says.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum HugePageSplitting {
-    /// Ahead of time, by the thread that turns logging on; with [`ManualProtect::InitiallySet`] by those that clear the log,
-    /// range by range. Those for which there is no memory are split as with `Lazy`.
+    /// Ahead of time, by the thread that turns logging on. With [`ManualProtect::InitiallySet`], by
+    /// those that clear the log, range by range. Without memory for it, a huge page is split as
+    /// with `Lazy`.
     #[default]
     Eager,
     /// Each by the vCPU that first writes to it.
     Lazy,
 }
 
-/// On which node of the host a table is allocated.
+/// On which node of the host a page-table page is allocated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum TablePlacement {
-    /// On that of the memory which the table will map: of the huge page that it replaces, or of the page that faulted.
+    /// On the node of the memory that it will map: of the huge page that it replaces, or of the
+    /// page that faulted.
     #[default]
     HugePageNode,
-    /// On that of the CPU on which the thread runs that allocates it.
+    /// On the node of the CPU that runs the allocating thread.
     CallerNode,
     /// Where the memory policy of that thread says.
     CallerPolicy,
-    /// On this one.
+    /// On this node.
     Node(NodeId),
 }
 
 impl TablePlacement {
-    /// What to ask the host for, for a table that will map the memory at `pfn`, if that is known.
+    /// The node to request from the host for a page-table page that will map the memory at `pfn`,
+    /// if that is known.
     pub(crate) fn node_for<H: Host>(self, host: &H, pfn: Option<Pfn>) -> TableNode {
         match (self, pfn) {
             (TablePlacement::HugePageNode, Some(pfn)) => TableNode::Node(host.node_of(pfn)),
@@ -241,52 +260,52 @@ impl TablePlacement {
 }
 
 impl Config {
-    /// The default configuration with another locking.
+    /// The default configuration with `locking`.
     pub fn with_locking(locking: Locking) -> Config {
         Config { locking, ..Config::default() }
     }
 
-    /// This configuration with another way to find out accesses.
+    /// This configuration with `access_tracking`.
     pub fn with_access_tracking(self, access_tracking: AccessTracking) -> Config {
         Config { access_tracking, ..self }
     }
 
-    /// This configuration with another way to find out writes.
+    /// This configuration with `dirty_tracking`.
     pub fn with_dirty_tracking(self, dirty_tracking: DirtyTracking) -> Config {
         Config { dirty_tracking, ..self }
     }
 
-    /// This configuration with another way to get the dirty log.
+    /// This configuration with `manual_protect`.
     pub fn with_manual_protect(self, manual_protect: ManualProtect) -> Config {
         Config { manual_protect, ..self }
     }
 
-    /// This configuration with another grain of logging.
+    /// This configuration with `huge_page_logging`.
     pub fn with_huge_page_logging(self, huge_page_logging: HugePageLogging) -> Config {
         Config { huge_page_logging, ..self }
     }
 
-    /// This configuration with another time of splitting.
+    /// This configuration with `huge_page_splitting`.
     pub fn with_huge_page_splitting(self, huge_page_splitting: HugePageSplitting) -> Config {
         Config { huge_page_splitting, ..self }
     }
 
-    /// This configuration with the tables that replace huge pages elsewhere.
+    /// This configuration with `split_table_placement`.
     pub fn with_split_table_placement(self, split_table_placement: TablePlacement) -> Config {
         Config { split_table_placement, ..self }
     }
 
-    /// This configuration with the tables of faults elsewhere.
+    /// This configuration with `fault_table_placement`.
     pub fn with_fault_table_placement(self, fault_table_placement: TablePlacement) -> Config {
         Config { fault_table_placement, ..self }
     }
 
-    /// This configuration with other neighbours that faults map along.
+    /// This configuration with `fault_around`.
     pub fn with_fault_around(self, fault_around: FaultAround) -> Config {
         Config { fault_around, ..self }
     }
 
-    /// This configuration with other tables for the hardware. Shadow tables come with [`AccessTracking::Faults`].
+    /// This configuration with `paging`. [`Paging::Shadow`] also sets [`AccessTracking::Faults`].
     pub fn with_paging(self, paging: Paging) -> Config {
         match paging {
             Paging::SecondStage => Config { paging, ..self },
@@ -294,7 +313,7 @@ impl Config {
         }
     }
 
-    /// Whether tables of format `F` can be managed like this.
+    /// Checks that page tables of format `F` support this configuration.
     pub(crate) fn check<F: Format>(&self) -> Result<(), Error> {
         if let Paging::Shadow(ShadowPaging { previous_roots, max_pages, .. }) = self.paging {
             if F::NAME != Npt::NAME {
@@ -330,13 +349,14 @@ impl Config {
         Ok(())
     }
 
-    /// Whether the first write to a leaf of `level` in a slot that logs is to fault, so that it is seen.
+    /// Whether the first write to a leaf of `level` in a memslot that logs must fault to be
+    /// observed.
     #[inline]
     pub(crate) fn first_write_faults(&self, level: Level) -> bool {
         level > Level::L4K || matches!(self.dirty_tracking, DirtyTracking::WriteProtect(_))
     }
 
-    /// The largest leaf that may be written in a slot that logs.
+    /// The largest leaf that may be written in a memslot that logs.
     #[inline]
     pub(crate) fn largest_logged_write(&self) -> Level {
         match self.huge_page_logging {

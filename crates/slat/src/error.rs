@@ -1,5 +1,5 @@
-//! What can go wrong: small typed values that name the offending value and address. An operation that returns one has
-//! changed nothing, unless the variant says otherwise.
+//! Errors: small typed values with the offending value and address. An operation that returns one
+//! has changed nothing, unless the operation or the variant says otherwise.
 
 use thiserror::Error;
 
@@ -7,7 +7,7 @@ use crate::addr::{Gfn, Gpa};
 use crate::shadow::PagingRegister;
 use crate::slot::MemoryFaultFlags;
 
-/// An operation that could not be done.
+/// Why an operation was not done.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -25,15 +25,15 @@ pub enum Error {
         /// Its size in bytes.
         memory_size: u64,
     },
-    /// A range of frames has none.
+    /// A range of guest frames is empty.
     #[error("range of guest frames from {start} to {end} is empty")]
     EmptyRange {
         /// Its first frame.
         start: Gfn,
-        /// The frame behind its last.
+        /// The frame after its last.
         end: Gfn,
     },
-    /// A region, a range or an address ends beyond what the format can translate.
+    /// A region, a range or an address is beyond the last address that the format translates.
     #[error("address {gpa} is beyond the {gpa_bits} guest-physical bits of the format")]
     AddressTooHigh {
         /// The first byte of the region, or the address.
@@ -47,17 +47,17 @@ pub enum Error {
         /// The slot.
         slot: u32,
     },
-    /// The region overlaps another slot's.
+    /// The region overlaps another memslot's.
     #[error("region of slot {slot} at {gpa} overlaps slot {other}")]
     Overlap {
-        /// The slot to be set.
+        /// The memslot to be set.
         slot: u32,
-        /// Where it was to start.
+        /// The address where it was to start.
         gpa: Gpa,
-        /// The slot that is there.
+        /// The memslot that is there.
         other: u32,
     },
-    /// Flag bits that nothing is known of.
+    /// Unknown flag bits.
     #[error("unknown flags {flags:#x} for slot {slot}")]
     UnknownFlags {
         /// The slot.
@@ -65,39 +65,39 @@ pub enum Error {
         /// All flag bits that were given.
         flags: u32,
     },
-    /// The slot does not exist.
+    /// The memslot does not exist.
     #[error("slot {slot} does not exist")]
     NoSuchSlot {
         /// The slot.
         slot: u32,
     },
-    /// Another thread is deleting or moving the slot at this moment.
+    /// Another thread is changing the memslot now. Try again.
     #[error("slot {slot} is being deleted or moved by another call")]
     SlotBusy {
         /// The slot.
         slot: u32,
     },
-    /// What earlier changes of slots have left cannot be freed yet, and is too much: a thread that
-    /// was preempted inside a call, or a [`TableReader`](crate::TableReader), may still use it. Try
+    /// Too much memory of earlier changes of memslots cannot be freed yet. A thread that was
+    /// preempted inside a call, or a [`TableReader`](crate::TableReader), may still use it. Try
     /// again later.
     #[error("{size_bytes} bytes that earlier changes of slots left wait to be freed")]
     TooMuchRetired {
-        /// Bytes of slot sets, logs and bitmaps that wait.
+        /// Size of the memslot sets, logs and bitmaps that wait.
         size_bytes: u64,
     },
-    /// A new slot was given no backing.
+    /// A new memslot was given no backing.
     #[error("new slot {slot} has no backing")]
     NoBacking {
         /// The slot.
         slot: u32,
     },
-    /// A backing was given for a slot that exists: it keeps the one it was created with.
+    /// A backing was given for an existing memslot, which keeps its own.
     #[error("the backing of slot {slot} cannot be changed")]
     BackingFixed {
         /// The slot.
         slot: u32,
     },
-    /// The size of an existing slot cannot be changed.
+    /// The size of an existing memslot cannot be changed.
     #[error("slot {slot} cannot be resized to {memory_size:#x} bytes")]
     SizeFixed {
         /// The slot.
@@ -105,52 +105,54 @@ pub enum Error {
         /// The size in bytes that was asked for.
         memory_size: u64,
     },
-    /// Whether a slot is read-only cannot be changed.
+    /// Whether a memslot is read-only cannot be changed.
     #[error("whether slot {slot} is read-only cannot be changed")]
     ReadOnlyFixed {
         /// The slot.
         slot: u32,
     },
-    /// A slot with a guest_memfd cannot be read-only.
+    /// A memslot with a guest_memfd cannot be read-only.
     #[error("slot {slot} has a guest_memfd, and cannot be read-only")]
     ReadOnlyGuestMemfd {
         /// The slot.
         slot: u32,
     },
-    /// A slot with a guest_memfd can neither be moved nor become one without, and no other can become one with.
+    /// A memslot with a guest_memfd cannot be moved. Whether a memslot has one cannot be changed.
     #[error("slot {slot} cannot be moved if it has a guest_memfd, and whether it has one cannot be changed")]
     GuestMemfdFixed {
         /// The slot.
         slot: u32,
     },
-    /// A range whose attributes were to be changed has a page that is in no slot with a guest_memfd.
+    /// A range whose attributes were to be changed has a page that is in no memslot with a
+    /// guest_memfd.
     #[error("no slot with a guest_memfd has memory at {gpa}")]
     NoGuestMemfd {
         /// The address of the first such page.
         gpa: Gpa,
     },
-    /// Shadow tables are to be kept beside a second stage of another format than `npt`.
+    /// Shadow paging was configured with another format than `npt`.
     #[error("shadow paging goes with the format npt, not with {format}")]
     NoShadowPaging {
         /// The format.
         format: &'static str,
     },
-    /// Shadow tables are to be kept, and accesses to be found out by accessed bits that no hardware sets.
+    /// Shadow paging was configured with access tracking by accessed bits, which no hardware sets
+    /// there.
     #[error("shadow paging needs accesses to be tracked by faults")]
     ShadowNeedsFaults,
-    /// More previous roots than a vCPU can remember.
+    /// More previous roots were configured than a vCPU can remember.
     #[error("{previous_roots} previous roots: at most 31")]
     TooManyRoots {
-        /// How many.
+        /// The number that was configured.
         previous_roots: u8,
     },
-    /// Fewer shadow tables than a VM can do with, or too many.
+    /// The configured number of shadow pages is too small or too large.
     #[error("{max_pages} shadow tables: not from 64 to 1048576")]
     BadShadowPages {
-        /// How many.
+        /// The number that was configured.
         max_pages: u32,
     },
-    /// The VM's hardware walks the second stage, not shadow tables.
+    /// The VM has no shadow paging: its hardware walks the second stage.
     #[error("the VM has no shadow paging")]
     NotShadow,
     /// The host has no pointer to memory of the guest that the engine must read
@@ -160,15 +162,16 @@ pub enum Error {
         /// The address.
         gpa: Gpa,
     },
-    /// Registers that were to be restored are those of no vCPU: this one cannot have that value beside the others.
+    /// Registers to be restored do not fit together: this one cannot have that value beside the
+    /// others.
     #[error("{register:?} cannot hold {value:#x} beside the other paging registers")]
     BadPagingRegister {
         /// The register.
         register: PagingRegister,
-        /// What it was to hold.
+        /// The value that it was to hold.
         value: u64,
     },
-    /// A write that is to be emulated has no bytes, too many, or crosses a page.
+    /// A write to be emulated has no bytes, too many, or crosses a page.
     #[error("a write of {len} bytes at {gpa} cannot be emulated at once")]
     BadWrite {
         /// The first byte's address.
@@ -176,19 +179,19 @@ pub enum Error {
         /// How many bytes.
         len: usize,
     },
-    /// Attribute bits that nothing is known of.
+    /// Unknown attribute bits.
     #[error("unknown memory attributes {attributes:#x}")]
     UnknownAttributes {
         /// All bits that were given.
         attributes: u64,
     },
-    /// The slot is to exit on the pages that a bitmap names, and there is none.
+    /// The memslot has the flag `USERFAULT`, but no userfault bitmap was given.
     #[error("slot {slot} has the flag USERFAULT, and no bitmap")]
     NoUserfaultBitmap {
         /// The slot.
         slot: u32,
     },
-    /// The bits of a userfault bitmap stand for blocks of another size than 4 KiB or 2 MiB.
+    /// A bit of a userfault bitmap stands for another size than 4 KiB or 2 MiB.
     #[error("the userfault bitmap of slot {slot} has a bit for {size_bytes:#x} bytes: not for 4 KiB or 2 MiB")]
     BadUserfaultGranularity {
         /// The slot.
@@ -196,15 +199,15 @@ pub enum Error {
         /// The size of the blocks in bytes.
         size_bytes: u64,
     },
-    /// A slot whose userfault bitmap has a bit for 2 MiB does not begin at a multiple of that.
+    /// A memslot whose userfault bitmap has a bit for 2 MiB does not begin at a multiple of 2 MiB.
     #[error("slot {slot} at {gpa} has a userfault bitmap of 2 MiB blocks, and does not begin at a multiple of 2 MiB")]
     UnalignedUserfaultSlot {
         /// The slot.
         slot: u32,
-        /// Where it begins.
+        /// The address where it begins.
         gpa: Gpa,
     },
-    /// The slot has no userfault bitmap.
+    /// The memslot has no userfault bitmap.
     #[error("slot {slot} has not the flag USERFAULT")]
     NotUserfault {
         /// The slot.
@@ -218,23 +221,24 @@ pub enum Error {
         /// The address of the page.
         gpa: Gpa,
     },
-    /// User space must act before the page can be used: what [`Exit::MemoryFault`](crate::Exit::MemoryFault) is to a vCPU.
+    /// User space must act before the page can be used. To a vCPU this is
+    /// [`Exit::MemoryFault`](crate::Exit::MemoryFault).
     #[error("user space must see to {size} bytes at {gpa} first ({flags:?})")]
     MemoryFault {
-        /// Why.
+        /// The reason.
         flags: MemoryFaultFlags,
-        /// The first byte of what is meant.
+        /// The first byte of the page or block.
         gpa: Gpa,
-        /// How many bytes.
+        /// Its size in bytes.
         size: u64,
     },
-    /// The slot does not log dirty pages.
+    /// The memslot does not log dirty pages.
     #[error("slot {slot} does not log dirty pages")]
     NotLogging {
         /// The slot.
         slot: u32,
     },
-    /// The caller's bitmap cannot hold the slot's log.
+    /// The caller's bitmap cannot hold the memslot's log.
     #[error("bitmap of {words} words is too short for slot {slot}, which needs {needed}")]
     BitmapTooShort {
         /// The slot.
@@ -244,8 +248,8 @@ pub enum Error {
         /// 64-bit words that are needed.
         needed: usize,
     },
-    /// A range of a slot's log does not begin at a multiple of 64 pages, or neither has a multiple of 64 pages nor ends
-    /// with the slot.
+    /// A range of a memslot's log does not begin at a multiple of 64 pages. Or its length is no
+    /// multiple of 64 pages, and it does not end with the memslot.
     #[error("log range of slot {slot}, pages {first_page} and {nr_pages} on, is not a multiple of 64 pages")]
     UnalignedLogRange {
         /// The slot.
@@ -255,7 +259,7 @@ pub enum Error {
         /// The number of pages.
         nr_pages: u64,
     },
-    /// A range of a slot's pages reaches behind its end.
+    /// A range of a memslot's pages reaches beyond its end.
     #[error("slot {slot} has {slot_pages} pages, and not {nr_pages} from page {first_page} on")]
     LogRangePastEnd {
         /// The slot.
@@ -264,22 +268,22 @@ pub enum Error {
         first_page: u64,
         /// The number of pages.
         nr_pages: u64,
-        /// Pages of the slot.
+        /// Pages of the memslot.
         slot_pages: u64,
     },
-    /// Dirty tracking by the CPUs' dirty bits was asked for together with access tracking by faults, which is for CPUs that
-    /// have none.
+    /// Dirty tracking by the CPUs' dirty bits was configured with access tracking by faults. The
+    /// latter is for CPUs that set neither bit.
     #[error(
         "dirty tracking by dirty bits needs CPUs that set them, and access tracking by faults is for those that do not"
     )]
     NoDirtyBit,
-    /// Dirty tracking by the CPUs' dirty bits was asked for, and CPUs set none in tables of this format.
+    /// Dirty tracking by the CPUs' dirty bits was configured, but CPUs set none in this format.
     #[error("there are no dirty bits in {format} tables that CPUs set")]
     NoDirtyBitInFormat {
         /// The format's name.
         format: &'static str,
     },
-    /// Page-modification logging was asked for, and CPUs have none for tables of this format.
+    /// Page-modification logging was configured, but CPUs do not support it in this format.
     #[error("there is no page-modification logging with {format} tables")]
     NoModificationLog {
         /// The format's name.
@@ -292,29 +296,29 @@ pub enum Error {
         crate::MAX_FAULT_AROUND_PAGES
     )]
     BadFaultAround {
-        /// The number of pages that was asked for.
+        /// The number of pages that was configured.
         nr_pages: u8,
     },
-    /// The size of what is to be mapped is zero, or not a multiple of 4 KiB.
+    /// The size is zero, or not a multiple of 4 KiB.
     #[error("size {size_bytes:#x} is not a positive multiple of the page size")]
     BadSize {
         /// The size in bytes.
         size_bytes: u64,
     },
-    /// No slot has the page, or the one that has it may not be written.
+    /// No memslot has the page, or its memslot does not allow the write.
     #[error("no slot has memory for {gpa} that allows the access")]
     NoMemory {
         /// The address of the page.
         gpa: Gpa,
     },
-    /// The page is being taken away at this moment: it is in a range that is being invalidated, or its slot is being
-    /// deleted or moved.
+    /// The page is being invalidated: it is in a range in flight, or its memslot is being changed.
+    /// Try again.
     #[error("{gpa} is being taken away by another call")]
     Busy {
         /// The address of the page.
         gpa: Gpa,
     },
-    /// There is no memory for tables or bookkeeping.
+    /// There is no memory for page-table pages or for bookkeeping.
     #[error("out of memory")]
     OutOfMemory,
     /// The backing has no frame for the page.
@@ -323,8 +327,9 @@ pub enum Error {
         /// The address of the fault.
         gpa: Gpa,
     },
-    /// [`Host::resolve`](crate::Host::resolve) broke its contract: a frame beyond the format's bits, one that may
-    /// not be written for a write, or another frame than before without an invalidation.
+    /// [`Host::resolve`](crate::Host::resolve) broke its contract. It returned a frame beyond the
+    /// format's bits, a frame that may not be written for a write, or another frame than before
+    /// without an invalidation.
     #[error("the host resolved {gpa} to a frame that cannot be used")]
     BadResolve {
         /// The address of the fault.
@@ -339,17 +344,17 @@ pub enum Error {
         crate::MAX_DIRTY_RING_ENTRIES
     )]
     BadRingSize {
-        /// The number of entries that was asked for.
+        /// The number of entries that was requested.
         nr_entries: u32,
     },
-    /// Dirty rings are enabled while the VM has no vCPU, and no huge pages are being put back or, in formats that break before
-    /// they make, split.
+    /// Dirty rings can be enabled only while the VM has no vCPU and no huge pages are being
+    /// recovered. With break before make, none may be split either.
     #[error("dirty rings cannot be enabled: the VM has vCPUs")]
     VcpusExist,
-    /// Dirty rings were enabled before.
+    /// Dirty rings are enabled already.
     #[error("dirty rings are enabled already")]
     DirtyRingEnabled,
-    /// The VM logs by dirty rings, so its slots have no bitmaps.
+    /// The VM logs by dirty rings, so its memslots have no bitmaps.
     #[error("slot {slot} has no bitmap: the VM logs by dirty rings")]
     DirtyRingInUse {
         /// The slot.
@@ -364,7 +369,7 @@ pub enum Error {
         /// The address of the page.
         gpa: Gpa,
     },
-    /// Dirty rings are filled by faults on single pages: they need
+    /// Dirty rings need faults on single pages, so they need
     /// [`DirtyTracking::WriteProtect`](crate::DirtyTracking::WriteProtect) and
     /// [`HugePageLogging::Split`](crate::HugePageLogging::Split).
     #[error("dirty rings need tracking by write protection, and huge pages that are split")]

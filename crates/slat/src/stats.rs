@@ -1,13 +1,15 @@
-//! Counters and latency histograms: one [`Recorder`] for each vCPU and for each thread that is inside a VM call, summed
-//! when [`Vm::stats`](crate::Vm::stats) is read.
+//! Counters and latency histograms. Each vCPU, and each thread inside a VM call, has a
+//! [`Recorder`]. [`Vm::stats`](crate::Vm::stats) sums them.
 //!
-//! A recorder has one writer at a time, so counting is a plain load and store on a line that nobody else writes. Time
-//! comes from [`Host::timestamp_ns`](crate::Host::timestamp_ns): lock waits are always timed, faults and holds of the lock
-//! by sample (one in [`SAMPLE_PERIOD`]), because reading the clock twice costs as much as a fault. Sums that are
-//! extrapolated from the sample say so.
+//! A recorder has one writer at a time, so counting is a plain load and store on a line that no
+//! other thread writes. Time comes from [`Host::timestamp_ns`](crate::Host::timestamp_ns). Lock
+//! waits are always timed. Faults and holds of the lock are sampled (one in [`SAMPLE_PERIOD`]),
+//! because reading the clock twice costs as much as a fault. Sums that are extrapolated from the
+//! sample are documented as such.
 //!
-//! Histograms are most of it, so a recorder has them only if it records into them: a vCPU's those of its faults, and with a
-//! lock all have those of the lock. Their buckets have 32 bits, and a full one stays full.
+//! Histograms take most of the memory, so a recorder has only those that it uses: a vCPU's those of
+//! faults, and with a lock every one those of the lock. Their buckets have 32 bits, and a full
+//! bucket stays full.
 
 #![expect(unsafe_code, reason = "says which types are zeroed")]
 
@@ -21,11 +23,13 @@ use crate::sync::{AtomicU32, AtomicU64, Ordering};
 /// One fault in so many is timed, and one hold of the lock.
 pub(crate) const SAMPLE_PERIOD: u64 = 128;
 
-/// Whether a fault is timed before which the vCPU had `nr_before`; and so with holds of the lock. In turns an even and an odd
-/// one: where each page costs two faults, an exit and one that maps it, both are seen.
+/// Whether a fault, or a hold of the lock, is timed after `nr_before` earlier ones of the vCPU. It
+/// selects an even and an odd one in turn. Where each page costs two faults, an exit and one that
+/// maps it, both kinds are sampled.
 #[inline]
 pub(crate) fn is_sampled(nr_before: u64) -> bool {
-    // One test for nearly all: the 8th or 9th of a period, and then which of the two it is this time.
+    // The first test fails for nearly all: the 8th or 9th of a period. The second selects one of
+    // the two.
     (nr_before % SAMPLE_PERIOD) & !1 == 8 && (nr_before ^ (nr_before / SAMPLE_PERIOD)) & 1 == 0
 }
 
@@ -37,24 +41,26 @@ macro_rules! counters {
 
         const NR_COUNTERS: usize = [$(Counter::$variant),*].len();
 
-        /// Sums over all vCPUs and VM calls since the VM was made.
+        /// Sums over all vCPUs and VM calls since the VM was created.
         #[derive(Clone, Debug, Default)]
         #[non_exhaustive]
         pub struct Stats {
             $($(#[$doc])* pub $field: u64,)*
-            /// Duration of a fault in nanoseconds, resolve included; a sample.
+            /// Duration of a fault in nanoseconds, with resolve; a sample.
             pub fault_ns: Histogram,
-            /// Time in [`Host::resolve`](crate::Host::resolve) in one fault, in nanoseconds, without the time for which the
-            /// scheduler had no CPU for the vCPU ([`Host::run_delay_ns`](crate::Host::run_delay_ns)); a sample.
+            /// Time in [`Host::resolve`](crate::Host::resolve) in one fault, in nanoseconds; a
+            /// sample. Without the time for which the scheduler had no CPU for the vCPU
+            /// ([`Host::run_delay_ns`](crate::Host::run_delay_ns)).
             pub resolve_ns: Histogram,
-            /// Guest stall in nanoseconds: time that a vCPU was held up by the engine in one fault, that is the fault's
-            /// duration without resolve and without the time for which the scheduler had no CPU for it; a sample.
+            /// Guest stall in nanoseconds: the time for which the engine delayed a vCPU in one
+            /// fault; a sample. This is the fault's duration without resolve, and without the time
+            /// for which the scheduler had no CPU for it.
             pub guest_stall_ns: Histogram,
-            /// Waits for the VM's lock in nanoseconds, where one had to be waited for at all.
+            /// Waits for the VM's lock in nanoseconds. Acquisitions without a wait are not in it.
             pub lock_wait_ns: Histogram,
-            /// Holds of the VM's lock in nanoseconds, from taking it to giving it back, with the time for which its holder had
-            /// no CPU; a sample. Empty with [`Locking::None`](crate::Locking::None). A long operation lets go between its
-            /// turns, and each turn is a hold of its own.
+            /// Holds of the VM's lock in nanoseconds, with the time for which the holder had no
+            /// CPU; a sample. Empty with [`Locking::None`](crate::Locking::None). A long operation
+            /// releases the lock between its turns, and each turn is one hold.
             pub lock_hold_ns: Histogram,
         }
 
@@ -78,10 +84,11 @@ macro_rules! counters {
 counters! {
     /// Calls of [`Vcpu::handle_fault`](crate::Vcpu::handle_fault).
     Faults faults,
-    /// Faults that found nothing to do: somebody else was first, or the CPU used an old translation; or nothing but to set the
-    /// accessed or the dirty bit, which the CPU does not.
+    /// Faults that found nothing to do, or only the accessed or dirty bit to set where CPUs do not
+    /// set it. Another thread was first, or the CPU used an old translation.
     Spurious spurious,
-    /// Times that a fault had to start over: tables or slots changed under it, or its page is being taken away.
+    /// Times that a fault had to start over: page tables or memslots changed during it, or its page
+    /// is in a range in flight.
     Retries retries,
     /// Leaves installed by faults and prefaults that map 4 KiB.
     Installed4K installed_4k,
@@ -89,116 +96,124 @@ counters! {
     Installed2M installed_2m,
     /// Leaves installed by faults and prefaults that map 1 GiB.
     Installed1G installed_1g,
-    /// Leaves of 4 KiB that faults installed for neighbours of their pages ([`FaultAround`](crate::FaultAround)); they are
-    /// among `installed_4k`.
+    /// Leaves of 4 KiB that faults installed for neighbours of their pages
+    /// ([`FaultAround`](crate::FaultAround)). `installed_4k` includes them.
     Around around,
-    /// Leaves to which a fault gave back the right to write, without asking the host.
+    /// Leaves to which a fault restored the right to write, without asking the host.
     WritesRestored writes_restored,
-    /// Leaves that a fault gave back for reading, because the access was to be seen ([`AccessTracking::Faults`]).
+    /// Leaves through which a fault restored reading; they were not present in order to observe the
+    /// access ([`AccessTracking::Faults`]).
     ///
     /// [`AccessTracking::Faults`]: crate::AccessTracking::Faults
     AccessesRestored accesses_restored,
     /// Huge leaves split, by faults and ahead of time.
     Splits splits,
-    /// Those of them that mapped 1 GiB.
+    /// Those of `splits` that split a leaf of 1 GiB.
     Splits1G splits_1g,
-    /// Tables that became huge leaves again.
+    /// Page-table pages that became huge leaves again.
     Recoveries recoveries,
-    /// Those of them that became leaves of 1 GiB.
+    /// Those of `recoveries` that made a leaf of 1 GiB.
     Recoveries1G recoveries_1g,
-    /// Tables that faults and prefaults have linked, and invalidations where nothing was mapped.
+    /// Page-table pages that faults and prefaults have linked, and invalidations where nothing was
+    /// mapped.
     FaultTables fault_tables,
-    /// Those of them that were on another node than the memory for which they were linked.
+    /// Those of `fault_tables` on another node than the memory for which they were linked.
     RemoteFaultTables remote_fault_tables,
-    /// Tables that were linked instead of huge leaves, or, where a break comes before, were about to be.
+    /// Page-table pages that were linked instead of huge leaves; with break before make, also those
+    /// that were about to be.
     SplitTables split_tables,
-    /// Those of them that were on another node than the huge leaf's memory.
+    /// Those of `split_tables` on another node than the huge leaf's memory.
     RemoteSplitTables remote_split_tables,
     /// Exits to user space.
     Exits exits,
-    /// Those of them that were memory faults ([`Exit::MemoryFault`](crate::Exit::MemoryFault)).
+    /// Those of `exits` that were memory faults ([`Exit::MemoryFault`](crate::Exit::MemoryFault)).
     Userfaults userfaults,
     /// Calls of [`Host::flush`](crate::Host::flush).
     Flushes flushes,
-    /// Leaves from which the right to write (or hardware's dirty bit) was taken for logging, one by one.
+    /// Leaves that were write-protected for logging, one by one, or whose dirty bit was cleared.
     Protected protected,
-    /// Table entries that were closed, each taking the right to write from all leaves below.
+    /// Directory entries that were protected. Each write-protects all leaves below.
     TablesClosed tables_closed,
-    /// Closed table entries that faults opened again.
+    /// Protected directory entries to which faults restored W.
     TablesOpened tables_opened,
-    /// Entries (leaves and tables) taken away by zaps, and recoveries that were cancelled.
+    /// PTEs (leaves and directory entries) that were zapped, and recoveries that were aborted.
     Zapped zapped,
-    /// Leaves of 4 KiB taken away.
+    /// Leaves of 4 KiB that were zapped.
     Zapped4K zapped_4k,
-    /// Leaves of 2 MiB taken away.
+    /// Leaves of 2 MiB that were zapped.
     Zapped2M zapped_2m,
-    /// Leaves of 1 GiB taken away.
+    /// Leaves of 1 GiB that were zapped.
     Zapped1G zapped_1g,
-    /// Tables allocated from the host.
+    /// Page-table pages allocated from the host.
     TablesAllocated tables_allocated,
-    /// Tables given back to the host.
+    /// Page-table pages returned to the host.
     TablesFreed tables_freed,
-    /// Times that a section took the VM's lock, on either side; 0 with [`Locking::None`](crate::Locking::None).
+    /// Times that a guard took the VM's lock, on either side; 0 with
+    /// [`Locking::None`](crate::Locking::None).
     LockAcquisitions lock_acquisitions,
-    /// Those of them that had to wait for it.
+    /// Those of `lock_acquisitions` that had to wait.
     LockWaits lock_waits,
     /// Calls of [`Vcpu::handle_page_fault`](crate::Vcpu::handle_page_fault).
     PageFaults page_faults,
-    /// Those of them that were the guest's own ([`Exit::PageFault`](crate::Exit::PageFault)).
+    /// Those of `page_faults` that were the guest's own
+    /// ([`Exit::PageFault`](crate::Exit::PageFault)).
     GuestPageFaults guest_page_faults,
     /// Loads of CR3 by the guest, while its paging was on.
     Cr3Loads cr3_loads,
-    /// Switches to a root that the vCPU remembered, and that was still there.
+    /// Switches to a remembered root that still existed.
     RootHits root_hits,
-    /// Switches to a root that had to be looked for, or built.
+    /// Switches to a root that had to be looked up, or built.
     RootMisses root_misses,
-    /// Shadow tables built.
+    /// Shadow pages built.
     ShadowPagesBuilt shadow_pages_built,
-    /// Shadow tables taken away, for whatever reason.
+    /// Shadow pages zapped, for whatever reason.
     ShadowPagesZapped shadow_pages_zapped,
-    /// Those of them that made room for others.
+    /// Those of `shadow_pages_zapped` that were evicted to make room for others.
     ShadowEvictions shadow_evictions,
-    /// Those of them that went because the guest wrote their tables again and again.
+    /// Those of `shadow_pages_zapped` whose guest page table the guest wrote again and again.
     ShadowFloods shadow_floods,
-    /// Leaves of shadow tables made.
+    /// Shadow leaves made.
     ShadowLeavesMade shadow_leaves_made,
-    /// Leaves of shadow tables taken away.
+    /// Shadow leaves removed.
     ShadowLeavesDropped shadow_leaves_dropped,
-    /// Shadow tables of the lowest level that were compared with the guest's as a whole.
+    /// Shadow pages of the lowest level that were compared as a whole with the guest's page table.
     ShadowSyncs shadow_syncs,
-    /// Shadow entries compared with the guest's, for a flush or a new link.
+    /// Shadow PTEs compared with the guest's PTEs, for a flush or a new link.
     EntriesCompared entries_compared,
-    /// Shadow entries brought into line with the guest's: taken away, or narrowed, because a comparison found them different; and
-    /// made again by a fault, of entries that the guest had used before (their accessed bit was set).
+    /// Shadow PTEs made to agree with the guest's PTEs. A comparison found a difference and removed
+    /// or write-protected the shadow PTE, or a fault made it again from a PTE whose accessed bit
+    /// was set.
     EntriesSynced entries_synced,
-    /// Times that the guest was given the right to write one of its tables of the lowest level, and the shadow table ceased to
-    /// be in sync.
+    /// Times that the guest was allowed to write one of its page tables of the lowest level, and
+    /// the shadow page became unsync.
     ShadowUnsyncs unsyncs,
-    /// Writes to the guest's tables that were emulated ([`Vcpu::write_guest_table`](crate::Vcpu::write_guest_table)).
+    /// Writes to the guest's page tables that were emulated
+    /// ([`Vcpu::write_guest_table`](crate::Vcpu::write_guest_table)).
     EmulatedWrites emulated_writes,
 }
 
 impl Stats {
-    /// Leaves of 4 KiB that are mapped at this moment. Exact when no call is under way; so are the next two.
+    /// Leaves of 4 KiB that are mapped now. Exact when no call is under way; so are the next two.
     pub fn pages_4k(&self) -> u64 {
         let (split_2m, recovered_2m) = self.splits_and_recoveries_2m();
         let more = self.installed_4k + split_2m * ENTRIES;
         more.saturating_sub(self.zapped_4k + recovered_2m * ENTRIES)
     }
 
-    /// Leaves of 2 MiB that are mapped at this moment.
+    /// Leaves of 2 MiB that are mapped now.
     pub fn pages_2m(&self) -> u64 {
         let (split_2m, recovered_2m) = self.splits_and_recoveries_2m();
         let more = self.installed_2m + recovered_2m + self.splits_1g * ENTRIES;
         more.saturating_sub(self.zapped_2m + split_2m + self.recoveries_1g * ENTRIES)
     }
 
-    /// Leaves of 1 GiB that are mapped at this moment.
+    /// Leaves of 1 GiB that are mapped now.
     pub fn pages_1g(&self) -> u64 {
         (self.installed_1g + self.recoveries_1g).saturating_sub(self.zapped_1g + self.splits_1g)
     }
 
-    /// Leaves of shadow tables at this moment, which are the entries of the reverse map. Exact when no call is under way.
+    /// Shadow leaves that exist now; the reverse map has one entry for each. Exact when no call is
+    /// under way.
     pub fn shadow_leaves(&self) -> u64 {
         self.shadow_leaves_made.saturating_sub(self.shadow_leaves_dropped)
     }
@@ -208,17 +223,20 @@ impl Stats {
         (self.splits.saturating_sub(self.splits_1g), self.recoveries.saturating_sub(self.recoveries_1g))
     }
 
-    /// Tables that are allocated at this moment: linked, kept in a vCPU's cache, or waiting for a grace period.
+    /// Page-table pages that are allocated now: linked, in a vCPU's cache, or waiting for a grace
+    /// period.
     pub fn live_tables(&self) -> u64 {
         self.tables_allocated.saturating_sub(self.tables_freed)
     }
 
-    /// Total time in resolve, in nanoseconds, without waits for a CPU; extrapolated from the sample.
+    /// Total time in resolve, in nanoseconds, without waits for a CPU; extrapolated from the
+    /// sample.
     pub fn resolve_time_ns(&self) -> u64 {
         self.extrapolate(self.resolve_ns.sum())
     }
 
-    /// Total time in faults without resolve, in nanoseconds, without waits for a CPU; extrapolated from the sample.
+    /// Total time in faults without resolve, in nanoseconds, without waits for a CPU; extrapolated
+    /// from the sample.
     pub fn engine_time_ns(&self) -> u64 {
         self.extrapolate(self.guest_stall_ns.sum())
     }
@@ -234,13 +252,14 @@ impl Stats {
 /// Parts of a huge leaf, in every format.
 const ENTRIES: u64 = Level::L2M.nr_pages();
 
-/// Buckets below this index hold one value each; above, each power of two has `SUB_BUCKETS` of them.
+/// Buckets below this index hold one value each; above, each power of two has `SUB_BUCKETS` of
+/// them.
 const SUB_BUCKETS: usize = 8;
 const SUB_BUCKET_BITS: u32 = SUB_BUCKETS.trailing_zeros();
 /// Values from 2^34 ns (17 seconds) on share the last bucket.
 #[cfg(not(loom))]
 const MAX_BITS: u32 = 34;
-/// Few: loom follows each atomic of each record.
+/// Few, because loom follows each atomic of each participant.
 #[cfg(loom)]
 const MAX_BITS: u32 = 4;
 const NR_BUCKETS: usize = (MAX_BITS - SUB_BUCKET_BITS + 1) as usize * SUB_BUCKETS;
@@ -266,7 +285,7 @@ fn bucket_top(index: usize) -> u64 {
     (((SUB_BUCKETS + index % SUB_BUCKETS + 1) as u64) << exponent) - 1
 }
 
-/// Counts and histograms of one writer.
+/// Counters and histograms of one writer.
 pub(crate) struct Recorder {
     counters: [AtomicU64; NR_COUNTERS],
     fault_times: OnceBox<FaultTimes>,
@@ -286,7 +305,7 @@ pub(crate) struct LockTimes {
     pub(crate) hold_ns: Recording,
 }
 
-// SAFETY: nothing but arrays of atomics, and places for boxes.
+// SAFETY: it has only arrays of atomics, and cells for boxes; zeroes are valid values of them.
 unsafe impl Zeroed for Recorder {
     #[cfg(loom)]
     fn zeroed() -> Recorder {
@@ -294,7 +313,7 @@ unsafe impl Zeroed for Recorder {
     }
 }
 
-// SAFETY: nothing but recordings.
+// SAFETY: it has only recordings, for which zeroes are a valid value.
 unsafe impl Zeroed for FaultTimes {
     #[cfg(loom)]
     fn zeroed() -> FaultTimes {
@@ -311,22 +330,22 @@ unsafe impl Zeroed for LockTimes {
 }
 
 impl Recorder {
-    /// Makes room for the times of faults.
+    /// Allocates the histograms for the times of faults.
     pub(crate) fn make_fault_times(&self) -> Result<(), Error> {
         self.fault_times.get_or_make().map(|_| ())
     }
 
-    /// Makes room for the times of the lock.
+    /// Allocates the histograms for the times of the lock.
     pub(crate) fn make_lock_times(&self) -> Result<(), Error> {
         self.lock_times.get_or_make().map(|_| ())
     }
 
-    /// Where the times of faults go, if it is a vCPU's.
+    /// The histograms for the times of faults, if this is a vCPU's recorder.
     pub(crate) fn fault_times(&self) -> Option<&FaultTimes> {
         self.fault_times.get()
     }
 
-    /// Where the times of the lock go, if the VM has one.
+    /// The histograms for the times of the lock, if the VM has one.
     pub(crate) fn lock_times(&self) -> Option<&LockTimes> {
         self.lock_times.get()
     }
@@ -347,7 +366,8 @@ impl Recorder {
     }
 }
 
-/// Adds to a counter with one writer. Relaxed: a count orders nothing, and readers take what they find.
+/// Adds to a counter with one writer. Relaxed: a count orders nothing, and readers need no exact
+/// moment.
 #[inline]
 fn increase(counter: &AtomicU64, n: u64) {
     counter.store(counter.load(Ordering::Relaxed).wrapping_add(n), Ordering::Relaxed);
@@ -360,7 +380,7 @@ pub(crate) struct Recording {
     buckets: [AtomicU32; NR_BUCKETS],
 }
 
-// SAFETY: nothing but atomics.
+// SAFETY: it has only atomics, for which zeroes are a valid value.
 unsafe impl Zeroed for Recording {
     #[cfg(loom)]
     fn zeroed() -> Recording {
@@ -370,7 +390,7 @@ unsafe impl Zeroed for Recording {
 
 impl Recording {
     pub(crate) fn record(&self, value_ns: u64) {
-        // Relaxed, all of them: as in `increase`.
+        // All Relaxed, as in `increase`.
         let bucket = &self.buckets[bucket(value_ns)];
         bucket.store(bucket.load(Ordering::Relaxed).saturating_add(1), Ordering::Relaxed);
         increase(&self.sum, value_ns);
@@ -382,8 +402,9 @@ impl Recording {
 
 /// A histogram of durations with buckets no wider than an eighth of their value.
 ///
-/// The buckets are on the heap. Where there is no memory for them, all values count as in the last one: then a quantile is no
-/// more than the largest value, and [`count`](Histogram::count), [`sum`](Histogram::sum) and [`max`](Histogram::max) stay exact.
+/// The buckets are on the heap. Without memory for them, all values count as in the last bucket. A
+/// quantile is then at most the largest value; [`count`](Histogram::count), [`sum`](Histogram::sum)
+/// and [`max`](Histogram::max) stay exact.
 ///
 /// # Example
 /// ```
@@ -431,7 +452,7 @@ impl Histogram {
         self.max = self.max.max(recording.max.load(Ordering::Relaxed));
     }
 
-    /// Adds so many values to each bucket.
+    /// Adds that many values to each bucket.
     fn add_counts(&mut self, counts: impl Iterator<Item = u64>) {
         for (index, n) in counts.enumerate().filter(|&(_, n)| n != 0) {
             if self.count == 0 {
@@ -444,17 +465,17 @@ impl Histogram {
         }
     }
 
-    /// Whether values were recorded, and there was no memory for their buckets.
+    /// Whether values were recorded, but there was no memory for their buckets.
     fn lacks_buckets(&self) -> bool {
         self.count != 0 && self.buckets.is_none()
     }
 
-    /// The number of values in each bucket, of a histogram that has them, if it has any values.
+    /// The number of values in each bucket; zeroes if there are no buckets.
     fn counts(&self) -> impl Iterator<Item = u64> {
         (0..NR_BUCKETS).map(|index| self.buckets.as_ref().map_or(0, |buckets| buckets[index]))
     }
 
-    /// Adds what `other` recorded, as of another run.
+    /// Adds what `other` recorded, for example in another run.
     pub fn merge(&mut self, other: &Histogram) {
         if other.lacks_buckets() {
             self.buckets = None;
@@ -466,7 +487,8 @@ impl Histogram {
         self.max = self.max.max(other.max);
     }
 
-    /// What was recorded since `earlier` was read from the same VM. The largest value is known as exactly as the buckets are.
+    /// What was recorded since `earlier` was read from the same VM. Its largest value is only as
+    /// exact as the buckets are.
     pub fn since(&self, earlier: &Histogram) -> Histogram {
         let mut since = Histogram { sum: self.sum.saturating_sub(earlier.sum), ..Histogram::default() };
         if self.lacks_buckets() || earlier.lacks_buckets() {
@@ -493,8 +515,8 @@ impl Histogram {
         self.max
     }
 
-    /// The value, in nanoseconds, that `per_mille` thousandths of the recorded values do not exceed (500: the median),
-    /// rounded up to its bucket's end; 0 if nothing was recorded.
+    /// The value, in nanoseconds, that `per_mille` thousandths of the recorded values do not exceed
+    /// (500: the median). It is rounded up to its bucket's end; 0 if nothing was recorded.
     pub fn quantile(&self, per_mille: u32) -> u64 {
         let count = self.count();
         let rank = (u128::from(count) * u128::from(per_mille.min(1000))).div_ceil(1000) as u64;
@@ -506,11 +528,11 @@ impl Histogram {
         reached.map_or(0, |(top, _)| top.min(self.max))
     }
 
-    /// The buckets that are not empty, in order: the largest value that falls into the bucket, in nanoseconds, and the number
-    /// of values recorded there.
+    /// The buckets that are not empty, in order: the largest value of the bucket, in nanoseconds,
+    /// and the number of values recorded there.
     ///
-    /// The bounds are the same in every histogram. The last bucket, of values from about 17 seconds on, is bounded by
-    /// `u64::MAX` only.
+    /// The bounds are the same in every histogram. The last bucket, of values from about 17 seconds
+    /// on, is bounded by `u64::MAX` only.
     pub fn buckets(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         let counts = self.buckets.iter().flat_map(|buckets| buckets.iter()).enumerate();
         let known = counts.filter(|&(_, &n)| n != 0).map(|(index, &n)| (bucket_top(index), n));
@@ -582,7 +604,7 @@ mod tests {
                 seen += n;
             }
         }
-        // Not more than there was, though its bucket goes on.
+        // At most the largest value, although its bucket reaches further.
         assert_eq!(histogram_of([1000]).quantile(1000), 1000);
     }
 
@@ -598,7 +620,7 @@ mod tests {
         assert!(merged.buckets().eq(at_once.buckets()));
     }
 
-    /// As where there was no memory.
+    /// A copy of a histogram for whose buckets there was no memory.
     fn without_buckets(histogram: &Histogram) -> Histogram {
         Histogram { buckets: None, ..histogram.clone() }
     }
@@ -642,7 +664,7 @@ mod tests {
         assert_eq!((earlier.since(&earlier).count(), earlier.since(&earlier).max()), (0, 0));
         let since = later.since(&earlier);
         assert_eq!((since.count(), since.sum()), (10, 55));
-        // The bucket of 10 is that of 10 alone; the million from before is not in it.
+        // The bucket of 10 has only 10; the million from before is not in it.
         assert_eq!((since.quantile(500), since.quantile(1000), since.max()), (5, 10, 10));
         // Not of the same VM: nothing, and no overflow.
         assert_eq!((earlier.since(&later).count(), earlier.since(&later).quantile(990)), (0, 0));
