@@ -98,10 +98,10 @@ impl Default for ShadowPaging {
 /// was not current here. This vCPU's own CPU could not have cached it (Intel SDM vol. 3A, 4.10.2).
 /// It lasts until this vCPU flushes the address or the PCID, or takes a page fault at the address.
 ///
-/// A guest does not notice if each of its vCPUs flushes what has changed since that vCPU left the
-/// PCID, at the latest when it returns to it. Linux does so by its `tlb_gen`. For other guests
-/// there is `Baseline`. (Synchronizing each such load would cost what bit 63 saves: guests use the
-/// same few PCIDs on all of their vCPUs.)
+/// A guest does not notice if each of its vCPUs flushes, at the latest on its return to a PCID,
+/// what has changed since it left. Linux does so by its `tlb_gen`. For other guests there is
+/// `Baseline`. (Synchronizing each such load would cost what bit 63 saves: guests use the same few
+/// PCIDs on all of their vCPUs.)
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum ShadowStrategy {
     /// The old root is dropped, with all shadow pages that only it reaches, and the new one is

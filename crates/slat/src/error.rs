@@ -20,7 +20,7 @@ pub enum Error {
     /// The size of a region is not a multiple of 4 KiB.
     #[error("memory size {memory_size:#x} of slot {slot} is not a multiple of the page size")]
     UnalignedSize {
-        /// The slot.
+        /// The memslot.
         slot: u32,
         /// Its size in bytes.
         memory_size: u64,
@@ -41,10 +41,10 @@ pub enum Error {
         /// Address bits that the format translates.
         gpa_bits: u32,
     },
-    /// The slot number is not below [`MAX_SLOTS`](crate::MAX_SLOTS).
+    /// The memslot number is not below [`MAX_SLOTS`](crate::MAX_SLOTS).
     #[error("slot {slot} is not below the limit of {} slots", crate::MAX_SLOTS)]
     SlotTooHigh {
-        /// The slot.
+        /// The memslot.
         slot: u32,
     },
     /// The region overlaps another memslot's.
@@ -60,7 +60,7 @@ pub enum Error {
     /// Unknown flag bits.
     #[error("unknown flags {flags:#x} for slot {slot}")]
     UnknownFlags {
-        /// The slot.
+        /// The memslot.
         slot: u32,
         /// All flag bits that were given.
         flags: u32,
@@ -68,13 +68,13 @@ pub enum Error {
     /// The memslot does not exist.
     #[error("slot {slot} does not exist")]
     NoSuchSlot {
-        /// The slot.
+        /// The memslot.
         slot: u32,
     },
     /// Another thread is changing the memslot now. Try again.
     #[error("slot {slot} is being deleted or moved by another call")]
     SlotBusy {
-        /// The slot.
+        /// The memslot.
         slot: u32,
     },
     /// Too much memory of earlier changes of memslots cannot be freed yet. A thread that was
@@ -88,19 +88,19 @@ pub enum Error {
     /// A new memslot was given no backing.
     #[error("new slot {slot} has no backing")]
     NoBacking {
-        /// The slot.
+        /// The memslot.
         slot: u32,
     },
     /// A backing was given for an existing memslot, which keeps its own.
     #[error("the backing of slot {slot} cannot be changed")]
     BackingFixed {
-        /// The slot.
+        /// The memslot.
         slot: u32,
     },
     /// The size of an existing memslot cannot be changed.
     #[error("slot {slot} cannot be resized to {memory_size:#x} bytes")]
     SizeFixed {
-        /// The slot.
+        /// The memslot.
         slot: u32,
         /// The size in bytes that was asked for.
         memory_size: u64,
@@ -108,19 +108,19 @@ pub enum Error {
     /// Whether a memslot is read-only cannot be changed.
     #[error("whether slot {slot} is read-only cannot be changed")]
     ReadOnlyFixed {
-        /// The slot.
+        /// The memslot.
         slot: u32,
     },
     /// A memslot with a guest_memfd cannot be read-only.
     #[error("slot {slot} has a guest_memfd, and cannot be read-only")]
     ReadOnlyGuestMemfd {
-        /// The slot.
+        /// The memslot.
         slot: u32,
     },
     /// A memslot with a guest_memfd cannot be moved. Whether a memslot has one cannot be changed.
     #[error("slot {slot} cannot be moved if it has a guest_memfd, and whether it has one cannot be changed")]
     GuestMemfdFixed {
-        /// The slot.
+        /// The memslot.
         slot: u32,
     },
     /// A range whose attributes were to be changed has a page that is in no memslot with a
@@ -188,13 +188,13 @@ pub enum Error {
     /// The memslot has the flag `USERFAULT`, but no userfault bitmap was given.
     #[error("slot {slot} has the flag USERFAULT, and no bitmap")]
     NoUserfaultBitmap {
-        /// The slot.
+        /// The memslot.
         slot: u32,
     },
     /// A bit of a userfault bitmap stands for another size than 4 KiB or 2 MiB.
     #[error("the userfault bitmap of slot {slot} has a bit for {size_bytes:#x} bytes: not for 4 KiB or 2 MiB")]
     BadUserfaultGranularity {
-        /// The slot.
+        /// The memslot.
         slot: u32,
         /// The size of the blocks in bytes.
         size_bytes: u64,
@@ -202,7 +202,7 @@ pub enum Error {
     /// A memslot whose userfault bitmap has a bit for 2 MiB does not begin at a multiple of 2 MiB.
     #[error("slot {slot} at {gpa} has a userfault bitmap of 2 MiB blocks, and does not begin at a multiple of 2 MiB")]
     UnalignedUserfaultSlot {
-        /// The slot.
+        /// The memslot.
         slot: u32,
         /// The address where it begins.
         gpa: Gpa,
@@ -210,13 +210,13 @@ pub enum Error {
     /// The memslot has no userfault bitmap.
     #[error("slot {slot} has not the flag USERFAULT")]
     NotUserfault {
-        /// The slot.
+        /// The memslot.
         slot: u32,
     },
     /// A userfault bitmap has fewer words than when it was given.
     #[error("the userfault bitmap of slot {slot} has no bit for {gpa} any more")]
     UserfaultBitmapGone {
-        /// The slot.
+        /// The memslot.
         slot: u32,
         /// The address of the page.
         gpa: Gpa,
@@ -235,13 +235,13 @@ pub enum Error {
     /// The memslot does not log dirty pages.
     #[error("slot {slot} does not log dirty pages")]
     NotLogging {
-        /// The slot.
+        /// The memslot.
         slot: u32,
     },
     /// The caller's bitmap cannot hold the memslot's log.
     #[error("bitmap of {words} words is too short for slot {slot}, which needs {needed}")]
     BitmapTooShort {
-        /// The slot.
+        /// The memslot.
         slot: u32,
         /// 64-bit words that were given.
         words: usize,
@@ -252,7 +252,7 @@ pub enum Error {
     /// multiple of 64 pages, and it does not end with the memslot.
     #[error("log range of slot {slot}, pages {first_page} and {nr_pages} on, is not a multiple of 64 pages")]
     UnalignedLogRange {
-        /// The slot.
+        /// The memslot.
         slot: u32,
         /// The first page.
         first_page: u64,
@@ -262,7 +262,7 @@ pub enum Error {
     /// A range of a memslot's pages reaches beyond its end.
     #[error("slot {slot} has {slot_pages} pages, and not {nr_pages} from page {first_page} on")]
     LogRangePastEnd {
-        /// The slot.
+        /// The memslot.
         slot: u32,
         /// The first page.
         first_page: u64,
@@ -357,7 +357,7 @@ pub enum Error {
     /// The VM logs by dirty rings, so its memslots have no bitmaps.
     #[error("slot {slot} has no bitmap: the VM logs by dirty rings")]
     DirtyRingInUse {
-        /// The slot.
+        /// The memslot.
         slot: u32,
     },
     /// The VM has no dirty rings.

@@ -1,7 +1,7 @@
-//! How to put slat under a hypervisor: what to implement and in which order, what each call may
-//! wait for, which locks are held when the [`Host`] is called, and which memory order `flush` and
-//! `park` guarantee. [`porting`] has it as a checklist. The examples `smallest_host`, `toy_vmm` and
-//! `vm_memory` have it as programs.
+//! How to put slat under a hypervisor: what to implement in which order, and what each call may
+//! wait for. Also which locks are held when the [`Host`] is called, and which memory order `flush`
+//! and `park` guarantee. [`porting`] is the checklist for it. The examples `smallest_host`,
+//! `toy_vmm` and `vm_memory` show it as programs.
 //!
 //! # What to implement, in which order
 //! Each step works without those after it.
@@ -89,8 +89,8 @@
 //!   so a host copies a page on its first write. The other methods of the host must call none. Most
 //!   run inside a guard and perhaps under the lock, which is not recursive; and a call from `flush`
 //!   would flush.
-//! - The host may hold a lock of its own while it calls the engine, if no method of the host that
-//!   this call leads to takes that lock. For `flush` that is mostly so. A lock that `resolve` takes
+//! - The host may hold its own lock while it calls the engine, unless that call leads to a method
+//!   of the host that takes the lock. For `flush` that is mostly so. A lock that `resolve` takes
 //!   must not be held around [`Vcpu::handle_fault`], the prefaults, [`Vm::recover_range`], or a
 //!   [`Vm::set_user_memory_region`] that turns `LOG_DIRTY_PAGES` or `USERFAULT` off.
 //! - While an [`Invalidation`] lives, do not wait for a vCPU that may access its range: its faults
@@ -172,8 +172,8 @@
 //!   [`Host::flush_local`] is called just before. A CPU that does not observe the new leaf yet
 //!   faults once more: the fault is spurious.
 //!   - On x86 a fault drops the translation that caused it.
-//!   - On Arm the CPU may keep the translation that lacked the right, and on RISC-V the PTE that
-//!     was not valid, until that CPU flushes the page.
+//!   - Until it flushes the page, a CPU may keep what it faulted on: on Arm the translation that
+//!     lacked the right, on RISC-V the PTE that was not valid.
 //!   - The flush is of the CPU that the thread runs on. If the hypervisor moves the vCPU before it
 //!     enters the guest, the guest may fault once more there, and that CPU is flushed. So the guest
 //!     makes progress.

@@ -19,9 +19,9 @@ pub struct Resolved {
     /// The frame of the page that was asked for (not of the start of the huge page around it).
     pub pfn: Pfn,
     /// The largest block around the frame that one leaf may map. It is naturally aligned in
-    /// host-physical memory, its frames back the pages around this one in their order, and
-    /// `writable` is true or false for all of it. The engine maps less where the memslot's ends,
-    /// alignment or dirty logging require it.
+    /// host-physical memory, and its frames back the pages around this one in their order.
+    /// `writable` holds for all of it. The engine maps less where the memslot's ends, alignment or
+    /// dirty logging require it.
     pub max_size: PageSize,
     /// Whether the guest may write the frame. Must be `true` if the access was a write.
     ///
@@ -193,9 +193,9 @@ pub unsafe trait Host: Park + Send + Sync {
     /// need not be kept. For [`DirtyTracking::PageModificationLog`](crate::DirtyTracking).
     ///
     /// Two conditions must hold:
-    /// - For each dirty bit that a CPU has set before this call, the page has been passed on before
-    ///   it returns, and after the bit was set. It was passed to this `log`, to that of another
-    ///   call, or to [`Vcpu::log_modifications`](crate::Vcpu::log_modifications), and that one has
+    /// - For each dirty bit that a CPU set before this call, the page is passed on after the bit
+    ///   was set, and before this call returns. It is passed to this `log`, to that of another
+    ///   call, or to [`Vcpu::log_modifications`](crate::Vcpu::log_modifications), and that call has
     ///   returned.
     /// - When a page is passed, each CPU that logged it has set its dirty bit already, or will log
     ///   it again before it sets the bit. The engine may clear the bit at that moment.
@@ -244,8 +244,8 @@ pub unsafe trait Host: Park + Send + Sync {
 
     /// Makes a full memory barrier on every CPU that may run a thread of this VM, like an interrupt
     /// whose handler has one (Linux: `membarrier` with `MEMBARRIER_CMD_PRIVATE_EXPEDITED`; bare
-    /// metal: an IPI). Called when memory is reclaimed, and now and then by calls that write-protect
-    /// pages for the dirty log.
+    /// metal: an IPI). Called when memory is reclaimed, and now and then by calls that
+    /// write-protect pages for the dirty log.
     ///
     /// A thread that is not running needs no barrier, since a switch of threads is one. The call
     /// must not wait for such a thread. With it, each fault makes two full fences fewer.
@@ -255,9 +255,9 @@ pub unsafe trait Host: Park + Send + Sync {
     /// Whether the caller's CPU is needed for something else, so that a long operation should call
     /// [`yield_now`](Host::yield_now).
     ///
-    /// It is called every few thousand PTEs that a walk passes by, and every few that it changes,
-    /// inside the guard and the lock or between two guards. So it should only read a flag. The
-    /// guard is left from time to time in any case.
+    /// It is called every few thousand PTEs that a walk passes by, and every few that it changes.
+    /// This is inside the guard and the lock, or between two guards. So it should only read a flag.
+    /// The guard is left from time to time in any case.
     #[inline]
     fn should_yield(&self) -> bool {
         false

@@ -2,8 +2,8 @@
 //!
 //! # Guarantees
 //! - A fault installs a leaf only if nothing that its answer depends on has changed since its look.
-//! - A page that a fault makes writable is marked dirty before the fault returns, if its memslot logs
-//!   and no CPU will report the write.
+//! - A page that a fault makes writable is marked dirty before the fault returns, if its memslot
+//!   logs and no CPU will report the write.
 //! - Without the VM's lock, a fault waits for no invalidation, harvest or change of memslots.
 //!
 //! # Use

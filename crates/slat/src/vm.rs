@@ -236,8 +236,8 @@ impl<H: Host, F: Format> Vm<H, F> {
         log::is_marked(&self.slots, &self.tree.epochs.enter(&record), slot, page)
     }
 
-    /// How many pages are marked now in the dirty logs of all memslots, or have been pushed into
-    /// dirty rings and not reset (a page may be there more than once).
+    /// How many pages are marked now in the dirty logs of all memslots. With dirty rings, how many
+    /// entries have been pushed and not reset (a page may be there more than once).
     ///
     /// It changes nothing and delays no other call, so it can show the progress of a migration.
     /// Writes that CPUs have recorded in dirty bits or modification logs are not marked before a

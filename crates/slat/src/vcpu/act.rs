@@ -84,9 +84,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             return;
         }
         // With break before make, the PTE must be flushed by now. A zap that removed a mapping
-        // there and has not flushed yet has left an unflushed sequence number, or its range covers
-        // this page and is in flight. Invalidations beside this page clear the flag
-        // (`second_stage/zap.rs`). So if the flag is set, a mapping was removed here since the
+        // there and has not flushed yet has left an unflushed sequence number. Or its range covers
+        // the PTE, and so this page, and is in flight. Invalidations beside this page clear the
+        // flag (`second_stage/zap.rs`). So if the flag is set, a mapping was removed here since the
         // look, or this page itself was invalidated.
         let is_flushed = || !stamp.is_unflushed() && published.free_level(self.gfn, Level::L4K).is_some();
         if !F::BREAK_BEFORE_MAKE || is_flushed() {

@@ -188,7 +188,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 return Err(Error::DirtyRingFull { gpa: self.gpa });
             }
             let changed = match self.look(own.pin.reborrow(), own.hazard.reborrow()) {
-                // The guest has not used the page yet.
+                // No marks are set: the guest has not used the page yet.
                 Plan::Spurious(level) | Plan::SetMarks(level) => return Ok(self.gfn.block(level).end),
                 Plan::Exit => return Err(Error::NoMemory { gpa: self.gpa }),
                 Plan::Withheld => match self.why_withheld() {

@@ -122,9 +122,9 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         }
     }
 
-    /// Emulates the guest's load of CR3 with `value`: the address of a page table, the PCID if PCIDs
-    /// are on (bits 11 to 0), and bit 63 if nothing is to be flushed (Intel SDM vol. 2B, "MOV - Move
-    /// to/from Control Registers").
+    /// Emulates the guest's load of CR3 with `value`: the address of a page table, the PCID if
+    /// PCIDs are on (bits 11 to 0), and bit 63 if nothing is to be flushed (Intel SDM vol. 2B,
+    /// "MOV - Move to/from Control Registers").
     ///
     /// A switch without a flush to a root that the vCPU remembers takes no lock. It flushes if the
     /// root that it leaves was invalidated in the meantime. With PAE paging the PDPTEs are checked

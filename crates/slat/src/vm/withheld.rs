@@ -71,8 +71,9 @@ impl<H: Host, F: Format> Vm<H, F> {
     }
 
     /// Checks whether user space may access the `size_bytes` bytes from `gpa` on itself, as the
-    /// guest could: for a device that it emulates, or a copy that it makes. It refuses a page for
-    /// which a fault would exit, whose contents are not there yet, and a private page.
+    /// guest could: for a device that it emulates, or a copy that it makes. It refuses a page whose
+    /// contents have not arrived, and a private page: user space would read garbage, or write in
+    /// vain.
     ///
     /// A thread that takes pages back must make sure that accesses after such a check are over.
     ///
