@@ -1,7 +1,8 @@
 //! The fault path of one vCPU: look, resolve, act.
 //!
 //! # Guarantees
-//! - A fault installs a leaf only if nothing that its answer depends on has changed since its look.
+//! - A leaf from an answer that is out of date never stays: the fault's exchange fails, or the
+//!   change that made the answer out of date zaps the leaf.
 //! - A page that a fault makes writable is marked dirty before the fault returns, if its memslot
 //!   logs and no CPU will report the write.
 //! - Without the VM's lock, a fault waits for no invalidation, harvest or change of memslots.
