@@ -21,7 +21,7 @@ use crate::sync::Locking;
 ///     .with_dirty_tracking(DirtyTracking::PageModificationLog)
 ///     .with_fault_around(FaultAround::Pages(16));
 /// assert!(Vm::<Heap, Ept>::new(Heap, config).is_ok());
-/// // What does not go together is refused.
+/// // An unsupported combination is refused.
 /// let refused = Vm::<Heap, Npt>::new(Heap, config).err();
 /// assert_eq!(refused, Some(Error::NoModificationLog { format: "npt" }));
 /// # Ok(())

@@ -36,7 +36,7 @@
 //! # use std::sync::Arc;
 //! use slat::*;
 //!
-//! /// Tables come from the heap; each slot is backed by frames that follow each other.
+//! /// Page-table pages come from the heap; consecutive frames back each memslot.
 //! struct Heap;
 //! struct FirstFrame(Pfn);
 //!
@@ -47,12 +47,12 @@
 //!     fn unpark_all(&self, _word: *const sync::AtomicU32) {}
 //! }
 //!
-//! // SAFETY: the heap gives memory that is nobody else's, and no CPU runs on these tables.
+//! // SAFETY: the heap's memory has no other user, and no CPU walks these page tables.
 //! unsafe impl Host for Heap {
 //!     type Backing = FirstFrame;
 //!
 //!     fn allocate_table(&self, layout: Layout, _node: TableNode, _wait: AllocationWait) -> Option<Hpa> {
-//!         // SAFETY: a table's layout is never empty.
+//!         // SAFETY: the layout of a page-table page is never empty.
 //!         let table = unsafe { alloc(layout) };
 //!         (!table.is_null()).then_some(Hpa(table as u64))
 //!     }
@@ -82,9 +82,9 @@
 //! })?;
 //! let mut vcpu = vm.create_vcpu()?;
 //!
-//! // The guest wrote to 0x3008, and the hardware found nothing there.
+//! // The guest wrote to 0x3008, and the hardware found no translation.
 //! assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Write)?, Outcome::Resume);
-//! // It read where no slot is: a device, which user space emulates.
+//! // It read where no memslot is: user space emulates a device.
 //! assert!(matches!(vcpu.handle_fault(Gpa(0xfee0_0000), Access::Read)?, Outcome::Exit(Exit::Mmio { .. })));
 //!
 //! let mut dirty = [0; 4];

@@ -417,7 +417,7 @@ impl Recording {
 /// for page in 0..256 {
 ///     assert_eq!(vcpu.handle_fault(Gpa(page * PAGE_SIZE), Access::Read)?, Outcome::Resume);
 /// }
-/// // Of several runs together:
+/// // To sum several runs:
 /// let mut stall_ns = Histogram::default();
 /// stall_ns.merge(&vm.stats().guest_stall_ns);
 /// let (median, p99, worst) = (stall_ns.quantile(500), stall_ns.quantile(990), stall_ns.max());

@@ -206,8 +206,9 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// allow it.
     ///
     /// It blocks only in [`Host::allocate_table`], [`Host::resolve`] and [`Host::flush`], and for
-    /// the VM's lock if there is one. Call it on the thread of the vCPU: where the format needs it,
-    /// it calls [`Host::flush_local`] last.
+    /// the VM's lock if there is one. While the page is being invalidated, it calls
+    /// [`Host::yield_now`] once. Call it on the thread of the vCPU: where the format needs it, it
+    /// calls [`Host::flush_local`] last.
     ///
     /// # Errors
     /// [`Error::AddressTooHigh`], [`Error::BackingGone`], [`Error::BadResolve`],
@@ -222,14 +223,14 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// # fn main() -> Result<(), Error> {
     /// # let vm = vm_with_memory(Config::default(), MemoryRegionFlags::READONLY);
     /// # let mut vcpu = vm.create_vcpu()?;
-    /// // What the hardware's exit says: where, and what the guest did.
+    /// // The hardware's exit reports the address and the access.
     /// let (gpa, access) = (Gpa(0x3008), Access::Read);
     /// match vcpu.handle_fault(gpa, access)? {
     ///     Outcome::Resume => { /* run the guest again */ }
     ///     Outcome::Exit(Exit::Mmio { gpa, access }) => panic!("emulate a device: {access:?} at {gpa}"),
     ///     Outcome::Exit(exit) => panic!("see to {exit:?} first"),
     /// }
-    /// // A read-only slot is a device to those who write: a flash memory, say.
+    /// // A write to a read-only memslot is for a device, such as a flash memory.
     /// assert!(matches!(vcpu.handle_fault(gpa, Access::Write)?, Outcome::Exit(Exit::Mmio { .. })));
     /// # Ok(())
     /// # }

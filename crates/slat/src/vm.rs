@@ -178,7 +178,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// let vm = vm_with_memory(Config::default().with_manual_protect(ManualProtect::Enabled), MemoryRegionFlags::LOG_DIRTY_PAGES);
     /// let mut vcpu = vm.create_vcpu()?;
     /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Write)?, Outcome::Resume);
-    /// // To get it is to copy it; what is going to be sent is cleared, and then read.
+    /// // Getting the log copies it. Clear the pages that are sent next, and then read them.
     /// let mut bitmap = [0; 4];
     /// assert_eq!(vm.get_dirty_log(0, &mut bitmap)?, 1);
     /// assert_eq!(vm.clear_dirty_log(0, 0, 64, &bitmap[..1])?, 1);
@@ -302,7 +302,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// while vcpu.handle_fault(gpa, Access::Write)? == Outcome::Resume {
     ///     gpa = Gpa(gpa.0 + PAGE_SIZE);
     /// }
-    /// // It has stopped with `Exit::DirtyRingFull`: take the entries, make room, and only then read the pages.
+    /// // It stopped with `Exit::DirtyRingFull`: harvest, reset, and only then read the pages.
     /// let mut pages = Vec::new();
     /// for ring in vm.dirty_rings() {
     ///     ring.harvest(|dirty| pages.push((dirty.slot, dirty.page)));
@@ -380,7 +380,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Write)?, Outcome::Resume);
     /// let taken_away = vm.invalidate_range(GfnRange::new(Gfn(3), 1))?;
     /// assert_eq!(vm.read_tables()?.cursor().query(Gpa(0x3008)), None);
-    /// // Here the host gives the page another frame. A vCPU that wants it comes back for as long as that takes:
+    /// // Now the host gives the page another frame. Until the drop, faults on it resume the guest:
     /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Resume);
     /// assert_eq!(vm.read_tables()?.cursor().query(Gpa(0x3008)), None);
     /// drop(taken_away);
@@ -421,7 +421,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// let mut vcpu = vm.create_vcpu()?;
     /// vcpu.pre_fault_memory(Gpa(0), 4 << 20, Access::Write)?;
     /// assert_eq!(vm.stats().pages_2m(), 2);
-    /// // The first huge page in pages of 4 KiB, and back.
+    /// // Split the first huge page into pages of 4 KiB, and recover it.
     /// let first = GfnRange::new(Gfn(0), 512);
     /// assert_eq!(vm.split_range(first, PageSize::Size4K)?, 1);
     /// assert_eq!((vm.stats().pages_2m(), vm.stats().pages_4k()), (1, 512));
@@ -480,7 +480,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// let range = GfnRange::new(Gfn(0), 256);
     /// assert_eq!(vm.test_age_range(range)?, 3);
     /// assert_eq!(vm.age_range(range)?, 3);
-    /// // Nobody has used any since.
+    /// // The guest has used none since.
     /// assert_eq!(vm.age_range(range)?, 0);
     /// # Ok(())
     /// # }

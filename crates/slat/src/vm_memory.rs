@@ -71,11 +71,11 @@ use crate::vm::Vm;
 /// #     fn unpark_one(&self, _word: *const sync::AtomicU32) -> bool { false }
 /// #     fn unpark_all(&self, _word: *const sync::AtomicU32) {}
 /// # }
-/// # // SAFETY: the heap gives memory that is nobody else's, and no CPU runs on these tables.
+/// # // SAFETY: the heap's memory has no other user, and no CPU walks these page tables.
 /// # unsafe impl Host for Kernel {
 /// #     type Backing = HostAddress;
 /// #     fn allocate_table(&self, layout: Layout, _: TableNode, _: AllocationWait) -> Option<Hpa> {
-/// #         // SAFETY: a table's layout is never empty.
+/// #         // SAFETY: the layout of a page-table page is never empty.
 /// #         Some(Hpa(unsafe { alloc(layout) } as u64))
 /// #     }
 /// #     unsafe fn free_table(&self, table: Hpa, layout: Layout) {
@@ -92,7 +92,7 @@ use crate::vm::Vm;
 /// #     fn timestamp_ns(&self) -> u64 { 0 }
 /// # }
 ///
-/// /// Where the memory of a slot is in the VMM. The `Host` resolves its pages.
+/// /// Address of a memslot's memory in the VMM. The `Host` resolves its pages.
 /// struct HostAddress(u64);
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -55,10 +55,10 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// let vm = vm_with_memory(Config::default(), MemoryRegionFlags::empty());
     /// let mut vcpu = vm.create_vcpu()?;
     /// assert_eq!(vcpu.pre_fault_memory(Gpa(0), 64 * PAGE_SIZE, Access::Write)?, 64 * PAGE_SIZE);
-    /// // Pages that the guest used before it was put into a snapshot.
+    /// // Pages that the guest used before its snapshot.
     /// assert_eq!(vcpu.pre_fault_pages(&[Gpa(0x5_0000), Gpa(0x7_1000)], Access::Read)?, 2);
     /// assert_eq!((vm.stats().pages_4k(), vm.stats().faults), (66, 0));
-    /// // A range that has no memory from its middle on.
+    /// // The second half of this range has no memory.
     /// assert_eq!(vcpu.pre_fault_memory(Gpa(0xf_f000), 2 * PAGE_SIZE, Access::Read)?, PAGE_SIZE);
     /// assert_eq!(vcpu.pre_fault_memory(Gpa(1 << 20), PAGE_SIZE, Access::Read), Err(Error::NoMemory { gpa: Gpa(1 << 20) }));
     /// # Ok(())

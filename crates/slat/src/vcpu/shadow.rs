@@ -149,11 +149,11 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// #         assert_eq!(vcpu.write_guest_table(Gpa(at), &(next | 0b111).to_le_bytes())?, Outcome::Resume);
     /// #     }
     /// # }
-    /// // The guest has turned long mode on, with PCIDs (CR4.PAE and CR4.PCIDE), and tables at 0x1000.
+    /// // The guest has turned long mode on, with PCIDs (CR4.PAE and CR4.PCIDE), and page tables at 0x1000.
     /// let registers = PagingRegisters { cr0: 1 << 31 | 1, cr3: 0x1000, cr4: 1 << 5 | 1 << 17, efer: 1 << 8 };
     /// vcpu.set_paging_registers(registers)?;
     /// let entry = vcpu.entry()?;
-    /// // It switches to the tables at 0x5000, and back: the root is remembered, and nothing is built.
+    /// // It switches to the page tables at 0x5000, and back: the root is remembered, and nothing is built.
     /// assert_eq!(vcpu.load_cr3(0x5000)?, Outcome::Resume);
     /// assert_ne!(vcpu.entry()?.root, entry.root);
     /// let built = vm.stats().shadow_pages_built;
@@ -234,7 +234,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// # fn main() -> Result<(), Error> {
     /// let vm = vm_with_memory(Config::default().with_paging(Paging::Shadow(ShadowPaging::default())), MemoryRegionFlags::empty());
     /// let mut vcpu = vm.create_vcpu()?;
-    /// // The guest's tables, from 0x1000 on, map page 0 of its address space to frame 9, not for writing.
+    /// // The guest's page tables, from 0x1000 on, map page 0 of its address space to frame 9, read-only.
     /// for (at, next) in [(0x1000_u64, 0x2000_u64), (0x2000, 0x3000), (0x3000, 0x4000), (0x4000, 0x9000)] {
     ///     let entry = if next == 0x9000 { next | 0b001 } else { next | 0b011 };
     ///     assert_eq!(vcpu.write_guest_table(Gpa(at), &entry.to_le_bytes())?, Outcome::Resume);

@@ -44,7 +44,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// use std::sync::Arc;
     /// use std::sync::atomic::{AtomicU64, Ordering};
     /// let vm = vm(Config::default());
-    /// // No page of the slot has come yet.
+    /// // No page of the memslot has arrived yet.
     /// let words = Arc::new((0..4).map(|_| AtomicU64::new(u64::MAX)).collect::<Vec<_>>());
     /// let bitmap = UserfaultBitmap::new(Arc::<Vec<AtomicU64>>::clone(&words), PageSize::Size4K);
     /// let slot = region(MemoryRegionFlags::USERFAULT, 1 << 20);
@@ -52,10 +52,10 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// let mut vcpu = vm.create_vcpu()?;
     /// let fault = Exit::MemoryFault { flags: MemoryFaultFlags::USERFAULT, gpa: Gpa(0x3000), size: PAGE_SIZE };
     /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Exit(fault));
-    /// // Page 3 is filled, and then its bit cleared, with release.
+    /// // Fill page 3, and then clear its bit with release.
     /// words[0].fetch_and(!(1 << 3), Ordering::Release);
     /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Resume);
-    /// // It is taken back: the bit first.
+    /// // Take it back: set the bit first.
     /// words[0].fetch_or(1 << 3, Ordering::Release);
     /// assert_eq!(vm.rescan_userfault(0, 3, 1)?, 1);
     /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Exit(fault));
@@ -124,7 +124,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// use slat::*;
     /// # fn main() -> Result<(), Error> {
     /// let vm = vm_with_memory(Config::default(), MemoryRegionFlags::GUEST_MEMFD);
-    /// // The guest has asked for a private page. From now on its faults there are for `Host::resolve_private`.
+    /// // The guest asked for a private page. From now on `Host::resolve_private` resolves its faults there.
     /// vm.set_memory_attributes(Gpa(0x3000), PAGE_SIZE, MemoryAttributes::PRIVATE)?;
     /// assert_eq!(vm.create_vcpu()?.handle_fault(Gpa(0x3008), Access::Write)?, Outcome::Resume);
     /// // The VMM has no mapping of it.
