@@ -447,15 +447,21 @@ impl Reserved {
     /// Refuses what the machine does not have. Memory that is mapped but not touched yet counts as used, since nothing
     /// else would show two guests that are both promised the same memory.
     pub(crate) fn new(size_bytes: u64) -> Result<Reserved, MemoryError> {
-        let before = MAPPED_BYTES.fetch_add(size_bytes, Ordering::Relaxed);
-        let reserved = Reserved(size_bytes);
-        let Some(available_bytes) = topology::available_memory_bytes() else { return Ok(reserved) };
-        let untouched_bytes = before.saturating_sub(topology::resident_memory_bytes().unwrap_or(0));
-        let needed_bytes = size_bytes.saturating_add(untouched_bytes);
-        if needed_bytes > available_bytes {
-            return Err(MemoryError::NotEnoughMemory { needed_bytes, available_bytes });
+        let available_bytes = topology::available_memory_bytes().unwrap_or(u64::MAX);
+        let mut mapped_bytes = MAPPED_BYTES.load(Ordering::Relaxed);
+        loop {
+            let untouched_bytes = mapped_bytes.saturating_sub(topology::resident_memory_bytes().unwrap_or(0));
+            let needed_bytes = size_bytes.saturating_add(untouched_bytes);
+            if needed_bytes > available_bytes {
+                return Err(MemoryError::NotEnoughMemory { needed_bytes, available_bytes });
+            }
+            // What is refused is never counted: another guest would be refused for it.
+            let sum_bytes = mapped_bytes.saturating_add(size_bytes);
+            match MAPPED_BYTES.compare_exchange(mapped_bytes, sum_bytes, Ordering::Relaxed, Ordering::Relaxed) {
+                Ok(_) => return Ok(Reserved(size_bytes)),
+                Err(found) => mapped_bytes = found,
+            }
         }
-        Ok(reserved)
     }
 }
 
