@@ -24,14 +24,14 @@
 //! 6. **The dirty log**: [`Vm::get_dirty_log`], or rings. [`Vm::mark_dirty`] is for the VMM's own
 //!    writes.
 //! 7. **Options**:
-//!    - [`Host::barrier_on_all_cpus`]: faults without fences.
-//!    - [`Host::should_yield`] and [`Host::yield_now`]: long calls yield the CPU.
-//!    - [`Host::node_of`]: page-table pages on the right node.
-//!    - [`Host::resolve_resident`]: fault-around.
-//!    - [`Host::resolve_private`]: guest_memfds.
-//!    - [`Host::drain_modification_logs`]: page-modification logging.
-//!    - [`Host::guest_memory_ptr`]: shadow paging.
-//!    - [`Park`]: a VM with a lock, for comparison.
+//!    - [`Host::barrier_on_all_cpus`] for faults without fences.
+//!    - [`Host::should_yield`] and [`Host::yield_now`] for long calls that yield the CPU.
+//!    - [`Host::node_of`] for page-table pages on the right node.
+//!    - [`Host::resolve_resident`] for fault-around.
+//!    - [`Host::resolve_private`] for guest_memfds.
+//!    - [`Host::drain_modification_logs`] for page-modification logging.
+//!    - [`Host::guest_memory_ptr`] for shadow paging.
+//!    - [`Park`] for a VM with a lock, for comparison.
 //!
 //! # When the host is called, and what is held then
 //! Every method may be called by several threads at once. Nothing is held where the host may block;
