@@ -56,14 +56,16 @@ pub enum Exit {
     /// Inject a general-protection fault, #GP(0): the guest loaded a register with an invalid
     /// value, or gave an instruction an invalid operand. Nothing has changed. With shadow paging.
     GeneralProtection,
-    /// Emulate the instruction, and make its write with [`Vcpu::write_guest_table`](crate::Vcpu::write_guest_table). The guest
-    /// writes into one of its page tables, or its CPU cannot be allowed to write there. The address
-    /// is never that of a device: there was memory that may be written. With shadow paging.
+    /// Emulate the instruction, and make its write with
+    /// [`Vcpu::write_guest_table`](crate::Vcpu::write_guest_table). The guest writes into one of its
+    /// page tables, or its CPU cannot be allowed to write there. The address is never that of a
+    /// device: there was memory that may be written. With shadow paging.
     EmulateWrite {
         /// The address.
         gpa: Gpa,
     },
-    /// Harvest and reset the vCPU's dirty ring ([`Vm::reset_dirty_rings`](crate::Vm::reset_dirty_rings)): it is nearly full.
-    /// Until there is room, all faults of the vCPU exit.
+    /// Harvest and reset the vCPU's dirty ring
+    /// ([`Vm::reset_dirty_rings`](crate::Vm::reset_dirty_rings)): it is nearly full. Until there is
+    /// room, all faults of the vCPU exit.
     DirtyRingFull,
 }
