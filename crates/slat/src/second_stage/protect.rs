@@ -55,7 +55,7 @@ const ENTRIES_PER_TURN: u64 = 4096;
 const PAGES_WORTH_CLOSING: u64 = if cfg!(shuttle) { 1 } else { 16 };
 
 /// Leaves that are read together.
-const PENDING_LEAVES: usize = 16;
+const PENDING_LEAVES: usize = 32;
 
 /// Pages of a word.
 const WORD_PAGES: u64 = u64::BITS as u64;
