@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What the checks need beyond Rust itself: its formatter and linter, the fuzzer with a C++ compiler for its runtime, Python
-# for the protocol's models, and a browser for the report.
+# for the protocol's models, valgrind for the count of a fault's instructions, and a browser for the report.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo fmt --version >/dev/null 2>&1 || rustup component add rustfmt
@@ -8,6 +8,7 @@ cargo clippy --version >/dev/null 2>&1 || rustup component add clippy
 cargo fuzz --version >/dev/null 2>&1 || cargo install cargo-fuzz --locked
 missing=()
 command -v python3 >/dev/null || missing+=(python3)
+command -v valgrind >/dev/null || missing+=(valgrind)
 command -v c++ >/dev/null || missing+=(g++)
 command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || missing+=(chromium)
 if ((${#missing[@]})); then

@@ -5,8 +5,9 @@
 //! valgrind --tool=callgrind --toggle-collect='*::touch*' target/release/deps/fault_count-* 65536
 //! ```
 //!
-//! The count divided by the number printed is instructions per fault. `65536 log`: faults that give the right to write
-//! back while the slot logs.
+//! The count divided by the number printed is instructions per fault. `65536 log`: faults that
+//! restore write access while the memslot logs. `ci/instructions.sh` does both, and fails if the
+//! counts are too high.
 
 #[cfg(not(any(loom, shuttle)))]
 #[path = "fault/arena.rs"]
