@@ -307,7 +307,7 @@ pub enum Error {
     },
     /// No memslot has the page, or its memslot does not allow the write.
     #[error("no slot has memory for {gpa} that allows the access")]
-    NoMemory {
+    NoMemslot {
         /// The address of the page.
         gpa: Gpa,
     },

@@ -31,6 +31,7 @@
 #![expect(unsafe_code, reason = "the vCPU's record is kept alive by its VM")]
 
 mod act;
+mod batch;
 mod exit;
 mod fault_around;
 mod on_leaf;
@@ -38,7 +39,6 @@ mod plan;
 mod prefault;
 mod shadow;
 mod timing;
-mod together;
 
 use alloc::boxed::Box;
 use alloc::sync::Arc;
@@ -73,15 +73,15 @@ use crate::vm::Vm;
 const OVERTAKEN_BEFORE_SMALL_LEAF: u32 = 4;
 
 /// Flags of memslots in which user space, too, restricts what a fault may map.
-const LOOK_CLOSER: MemoryRegionFlags =
+const NEEDS_PAGE_STATE: MemoryRegionFlags =
     MemoryRegionFlags::READONLY.union(MemoryRegionFlags::USERFAULT).union(MemoryRegionFlags::GUEST_MEMFD);
 
 /// What user space allows for a page.
-enum Told {
+enum PageState {
     /// The page has these attributes, and may be mapped by leaves up to this level.
     May(MemoryAttributes, Level),
     Exit,
-    Withheld,
+    UserfaultPending,
 }
 
 /// The memory side of one virtual CPU. One thread uses it at a time.
@@ -269,7 +269,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                     self.count(Counter::Exits);
                     return Ok(Outcome::Exit(Exit::Mmio { gpa: self.gpa, access: self.access }));
                 }
-                Plan::Withheld => match self.why_withheld() {
+                Plan::UserfaultPending => match self.userfault_exit() {
                     None => Err(Changed),
                     Some(Error::MemoryFault { flags, gpa, size }) => {
                         self.count(Counter::Exits);
@@ -291,7 +291,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                         return self.gone(plan.found, plan.attributes);
                     };
                     if plan.flags.contains(MemoryRegionFlags::GUEST_MEMFD) {
-                        plan.max_level = self.narrow_to_alike(plan.max_level.min(resolved.max_size.level()));
+                        plan.max_level = self.limit_to_alike(plan.max_level.min(resolved.max_size.level()));
                     }
                     self.flush_before_make(&plan);
                     let leaf = self.leaf(&plan, self.gfn, resolved)?;
@@ -382,11 +382,11 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         };
         let Some(max_level) = tree.published.free_level(self.gfn, cursor.level()) else { return Plan::TakenAway };
         let Some(slot) = slots.find(&section, self.gfn) else { return Plan::Exit };
-        let (attributes, max_level) = if slot.flags().intersects(LOOK_CLOSER) {
-            match self.look_closer(&section, max_level) {
-                Told::May(attributes, max_level) => (attributes, max_level),
-                Told::Exit => return Plan::Exit,
-                Told::Withheld => return Plan::Withheld,
+        let (attributes, max_level) = if slot.flags().intersects(NEEDS_PAGE_STATE) {
+            match self.check_page_state(&section, max_level) {
+                PageState::May(attributes, max_level) => (attributes, max_level),
+                PageState::Exit => return Plan::Exit,
+                PageState::UserfaultPending => return Plan::UserfaultPending,
             }
         } else {
             (MemoryAttributes::empty(), max_level)
@@ -411,9 +411,9 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         } else if writes && self.splits(cursor.level(), slot.logs()) {
             return Plan::OnLeaf(LeafPlan::Split(leaf, cursor.level()));
         } else if is_locked {
-            return Plan::OnLeaf(LeafPlan::GiveBack(leaf));
+            return Plan::OnLeaf(LeafPlan::Restore(leaf));
         } else {
-            self.give_back_at(cursor.entry(), &section, leaf)
+            self.restore_at(cursor.entry(), &section, leaf)
         };
         match restored {
             Ok(()) => Plan::Restored,
@@ -424,17 +424,17 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// Reads what user space allows for the page: its attributes and the largest leaf up to
     /// `max_level`, or what the fault does instead of mapping the page.
     #[cold]
-    fn look_closer(&self, section: &Section<'_>, max_level: Level) -> Told {
+    fn check_page_state(&self, section: &Section<'_>, max_level: Level) -> PageState {
         // Looked up a second time, so that faults in plain memslots keep theirs in registers.
-        let Some(slot) = self.slots.find(section, self.gfn) else { return Told::Exit };
+        let Some(slot) = self.slots.find(section, self.gfn) else { return PageState::Exit };
         if self.access == Access::Write && slot.flags().contains(MemoryRegionFlags::READONLY) {
-            return Told::Exit;
+            return PageState::Exit;
         }
         if slot.check_userfault(self.gfn).is_err() {
-            return Told::Withheld;
+            return PageState::UserfaultPending;
         }
         let level = slot.userfault().map_or(max_level, |userfault| max_level.min(userfault.level()));
-        Told::May(slot.attributes_of(self.gfn), level)
+        PageState::May(slot.attributes_of(self.gfn), level)
     }
 
     /// The level of the largest block around the fault's page, up to `largest`, whose pages all
@@ -446,7 +446,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// nothing is installed.
     #[cold]
     #[inline(never)]
-    fn narrow_to_alike(&self, largest: Level) -> Level {
+    fn limit_to_alike(&self, largest: Level) -> Level {
         let (tree, slots) = (self.tree, self.slots);
         let section = tree.epochs.enter(self.record);
         let mut level = Level::L4K;
@@ -462,7 +462,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// What user space must do before the page can be mapped; `None` if it has done so in the
     /// meantime.
     #[cold]
-    fn why_withheld(&self) -> Option<Error> {
+    fn userfault_exit(&self) -> Option<Error> {
         let section = self.tree.epochs.enter(self.record);
         self.slots.find(&section, self.gfn)?.check_userfault(self.gfn).err()
     }
@@ -492,7 +492,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[inline(never)]
     fn gone(&self, found: Found, attributes: MemoryAttributes) -> Result<Outcome, Error> {
         self.check_gone(found, attributes)?;
-        match self.why_withheld() {
+        match self.userfault_exit() {
             None => Ok(Outcome::Resume),
             Some(Error::MemoryFault { flags, gpa, size }) => {
                 self.count(Counter::Exits);

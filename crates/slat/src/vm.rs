@@ -1,8 +1,8 @@
 //! The operations on a VM's memory: dirty logs, invalidation, aging, statistics. Memslots are
-//! changed in `region`; userfault and page attributes are in `withheld`. Names and rules are KVM's.
+//! changed in `region`; userfault and page attributes are in `page_state`. Names and rules are KVM's.
 
+mod page_state;
 mod region;
-mod withheld;
 
 use alloc::boxed::Box;
 use alloc::sync::Arc;

@@ -493,7 +493,7 @@ fn life_with_userfault<F: Format>(locking: Locking) {
         || vm.set_user_memory_region(both.clone()),
         || {
             assert_eq!((Arc::strong_count(&words), Arc::strong_count(&backing)), nobody);
-            assert_eq!(vm.check_access(gpa(0), 1), Err(Error::NoMemory { gpa: gpa(0) }));
+            assert_eq!(vm.check_access(gpa(0), 1), Err(Error::NoMemslot { gpa: gpa(0) }));
         },
     );
     assert!(failures >= 5, "{failures}: a bitmap's box, a log, private pages, a slot and a set");

@@ -54,6 +54,6 @@ fn what_has_not_arrived_is_neither_read_nor_written() {
     vm.set_memory_attributes(Gpa(page(1).0), PAGE_SIZE, MemoryAttributes::PRIVATE).unwrap();
     assert_eq!(refused(memory.read_obj::<u8>(page(1))), fault(MemoryFaultFlags::PRIVATE, 1));
     assert_eq!(refused(memory.read_obj::<u8>(page(2))), fault(userfault, 2));
-    assert_eq!(refused(memory.read_obj::<u8>(GuestAddress(0))), Error::NoMemory { gpa: Gpa(0) });
+    assert_eq!(refused(memory.read_obj::<u8>(GuestAddress(0))), Error::NoMemslot { gpa: Gpa(0) });
     memory.write_slice(&[], page(2)).unwrap();
 }

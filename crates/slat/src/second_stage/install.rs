@@ -137,7 +137,7 @@ pub(crate) fn link<H: Host, F: Format>(
 /// Restores `access` to the leaf `value` in `entry`, which is tracked or lacks W. The leaf itself
 /// says that the host allows it.
 #[inline]
-pub(crate) fn give_back<F: Format>(
+pub(crate) fn restore_access<F: Format>(
     tracking: AccessTracking,
     entry: EntryRef<'_>,
     value: Entry,
@@ -210,7 +210,7 @@ pub(crate) fn count_split(stats: &Recorder, level: Level) {
 
 /// Empties the PTE at the cursor, which holds `value` and may be empty already, and stores `stamp`.
 /// Returns the empty PTE. If hardware could use `value`, a flush of its block is due.
-pub(crate) fn take_away<H: Host, F: Format>(
+pub(crate) fn zap_pte<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
     value: Entry,
     stamp: Stamp,

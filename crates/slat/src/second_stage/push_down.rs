@@ -123,7 +123,7 @@ fn push_down_in<F: Format>(
         protect_all::<F>(below);
         protect_all::<F>(&from_own[1..]);
     }
-    install::give_back::<F>(tracking, own, value, Access::Write)?;
+    install::restore_access::<F>(tracking, own, value, Access::Write)?;
     match above.compare_exchange::<F>(table, entry::opened::<F>(table)) {
         Ok(()) => Ok(Pushed::Open),
         Err(_) => Ok(Pushed::LeafOnly),

@@ -143,7 +143,7 @@ impl World {
                     }
                 }
                 State::Leaf => {
-                    if install::give_back::<Npt>(TRACKING, self.leaf(index), value, Access::Write).is_ok() {
+                    if install::restore_access::<Npt>(TRACKING, self.leaf(index), value, Access::Write).is_ok() {
                         self.mark_if_logging(index);
                         return;
                     }

@@ -63,7 +63,7 @@ pub(crate) fn rescan<H: Host, F: Format>(
         // linked.
         fence_after_rmw();
         let mut batch = TlbBatch::new(tree, record);
-        let mut nr_withheld = 0;
+        let mut nr_rescanned = 0;
         let mut next = pages.start;
         let done = loop {
             if next >= pages.end {
@@ -81,14 +81,14 @@ pub(crate) fn rescan<H: Host, F: Format>(
             }
             drop(section);
             for &run in &runs {
-                nr_withheld += run.nr_pages();
+                nr_rescanned += run.nr_pages();
                 zap::zap_range(slots, run, stamp, Faults::MayComeBack, &mut batch);
                 batch.add(run);
             }
         };
         drop(batch);
         if done? {
-            return Ok(nr_withheld);
+            return Ok(nr_rescanned);
         }
     }
 }

@@ -232,7 +232,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                     // The flag stays, for the flush is still due; the exchange itself makes none
                     // due.
                     let stamp = if is_unflushed { stamp.unflushed() } else { stamp };
-                    install::take_away(&cursor, value, stamp).map(drop)
+                    install::zap_pte(&cursor, value, stamp).map(drop)
                 }
                 State::Leaf | State::Tracked if self.goes_whole(section, value, level, block) => {
                     // Before the exchange: see the module. If hardware sets A or D meanwhile, the
@@ -244,7 +244,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                     // before the flush.
                     let may_come_back = self.faults == Faults::MayComeBack || !range.covers(block);
                     let stamp = if F::BREAK_BEFORE_MAKE && may_come_back { stamp.unflushed() } else { stamp };
-                    let done = install::take_away(&cursor, value, stamp).map(drop);
+                    let done = install::zap_pte(&cursor, value, stamp).map(drop);
                     if done.is_ok() {
                         // Once more: before the exchange a harvest may have taken the mark and
                         // cleared D, and a CPU have set D again (`models/dirty_bit.py`).
@@ -266,7 +266,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 State::Table if level == pass && range.covers(block) && self.may_unlink() => {
                     // A fresh number: greater ones than the zap's may have been left inside
                     // (`table/stamp.rs`).
-                    let done = install::take_away(&cursor, value, self.tree.next_stamp()).map(drop);
+                    let done = install::zap_pte(&cursor, value, self.tree.next_stamp()).map(drop);
                     if done.is_ok() {
                         // Not before the exchange: frozen PTEs in a linked page-table page would
                         // make walks spin.

@@ -30,7 +30,7 @@ const FREE: u32 = 0;
 const HELD: u32 = 1;
 
 /// Turns of a waiter's loop before it yields its CPU.
-const PATIENCE: u32 = 128;
+const SPINS_BEFORE_CANCEL: u32 = 128;
 
 #[derive(Debug)]
 pub(super) struct WordLock(AtomicU32);
@@ -71,7 +71,7 @@ impl WordLock {
                 return is_wanted().then_some(guard);
             }
             nr_turns = nr_turns.wrapping_add(1);
-            if nr_turns % PATIENCE == 0 {
+            if nr_turns % SPINS_BEFORE_CANCEL == 0 {
                 host.yield_now();
             } else {
                 spin_loop();
@@ -85,7 +85,7 @@ impl WordLock {
         let mut nr_turns = 0_u32;
         loop {
             nr_turns = nr_turns.wrapping_add(1);
-            if nr_turns % PATIENCE == 0 {
+            if nr_turns % SPINS_BEFORE_CANCEL == 0 {
                 host.yield_now();
             } else {
                 spin_loop();

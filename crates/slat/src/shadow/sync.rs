@@ -257,7 +257,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
         self.count(Counter::EntriesSynced);
         if is_within(value & !WRITABLE) {
-            self.narrow_leaf(place, gfn, debt);
+            self.write_protect_leaf(place, gfn, debt);
         } else {
             self.drop_entry(place, debt);
         }
@@ -265,7 +265,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
 
     /// Takes W from the leaf PTE at `place`, if it still maps `gfn`. The caller holds the lock of
     /// its page.
-    fn narrow_leaf(&self, place: EntryPlace, gfn: crate::addr::Gfn, debt: &mut Debt) {
+    fn write_protect_leaf(&self, place: EntryPlace, gfn: crate::addr::Gfn, debt: &mut Debt) {
         let page = self.shadow.pages.get(place.page);
         let Some(frame) = self.shadow.frames.get(gfn, Level::L4K) else { return };
         let _guard = frame.lock.lock(self.host());

@@ -101,20 +101,20 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     pub(crate) fn flush(&self, ranges: &[GfnRange]) {
         let mut debt = Debt::new();
         for &range in ranges {
-            self.take_away(range, &mut debt);
+            self.zap_unbacked(range, &mut debt);
         }
         self.flush_cpus(ranges);
         debt.settle(self);
     }
 
-    fn take_away(&self, range: GfnRange, debt: &mut Debt) {
+    fn zap_unbacked(&self, range: GfnRange, debt: &mut Debt) {
         // A store-load pair with the lock of a frame: see `WordLock::is_free`.
         full_fence();
         self.shadow.frames.for_each(range, |frame, gfn, level| {
             if frame.is_idle() {
                 return;
             }
-            self.narrow_leaves(gfn, level, debt);
+            self.write_protect_leaves(gfn, level, debt);
             // After the leaf PTEs, and whether or not there were any: nothing need map a guest
             // table.
             while level == Level::L4K && frame.pages.load(Ordering::Relaxed) != 0 {
@@ -130,7 +130,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     /// Never inlined: its batch would lie on the stack of the whole harvest.
     #[inline(never)]
     pub(crate) fn write_protect(&self, pages: impl Iterator<Item = Gfn>, debt: &mut Debt) {
-        // As in `take_away`. The caller has taken W by an atomic operation.
+        // As in `zap_unbacked`. The caller has taken W by an atomic operation.
         fence_after_rmw();
         let frames = &self.shadow.frames;
         let mut block = None;
@@ -176,7 +176,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     }
 
     /// Makes the leaf PTEs of the block of `level` at `gfn` what the second stage allows now.
-    fn narrow_leaves(&self, gfn: Gfn, level: Level, debt: &mut Debt) {
+    fn write_protect_leaves(&self, gfn: Gfn, level: Level, debt: &mut Debt) {
         let Some(frame) = self.shadow.frames.get(gfn, level) else { return };
         let _guard = frame.lock.lock(self.host());
         let second = self.second_stage(gfn).filter(|second| second.level >= level);

@@ -141,7 +141,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             zap::report(tree, value, level, cursor.block());
         }
         let leaf = NewLeaf { used: leaf.used.or(is_accessed.then_some(Access::Read)), ..leaf };
-        let empty = install::take_away(&cursor, value, stamp)?;
+        let empty = install::zap_pte(&cursor, value, stamp)?;
         self.count(zap::zapped_leaf(level));
         // A store-load pair with a thread that takes a sequence number and then looks at the PTE.
         fence_after_rmw();

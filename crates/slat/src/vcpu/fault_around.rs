@@ -10,7 +10,7 @@
 //!
 //! # Implementation
 //! First the fault maps its own page. Then it
-//! 1. reads the other PTEs of the window, in the order of `together`,
+//! 1. reads the other PTEs of the window, in the order of `batch`,
 //! 2. asks the host which of their pages are resident,
 //! 3. installs each neighbour by an exchange of its own, and passes over a PTE that changed.
 //!
@@ -23,7 +23,7 @@
 //! answers that came after it was read.
 
 use super::Fault;
-use super::together::{Batch, Missing, NOTHING};
+use super::batch::{Batch, Missing, NOTHING};
 use crate::addr::{Access, Gfn, GfnRange, Level};
 use crate::config::{FaultAround, MAX_FAULT_AROUND_PAGES};
 use crate::dirty::ring::DIRTY_RING_RESERVE;
@@ -81,7 +81,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     #[inline(never)]
     fn install_around<P: Fn(usize) -> Gfn>(&self, neighbours: &mut Batch<P, GROUP>, slot_range: GfnRange) {
         let locked = self.tree.enter(self.record, Side::Read);
-        let nr_leaves = self.install_together(&locked.section, neighbours, slot_range);
+        let nr_leaves = self.install_batch(&locked.section, neighbours, slot_range);
         self.record.stats.add(Counter::Around, nr_leaves);
     }
 
@@ -107,7 +107,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             return None;
         }
         neighbours.retain(self.free_pages()?);
-        let plan = self.plan_together(&section, hazard, neighbours)?;
+        let plan = self.plan_batch(&section, hazard, neighbours)?;
         drop(section);
         if plan.attributes.contains(MemoryAttributes::PRIVATE) {
             return None;

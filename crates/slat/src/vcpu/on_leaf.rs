@@ -20,14 +20,14 @@ use crate::table::walk::Cursor;
 /// How often a fault reads a broken PTE before it aborts the recovery. A running recovery is mostly
 /// over by then; aborting it costs as much as it does, and one more fault. A recovery whose thread
 /// is preempted is not waited for.
-const PATIENCE: usize = if cfg!(any(loom, shuttle)) { 1 } else { 100 };
+const SPINS_BEFORE_CANCEL: usize = if cfg!(any(loom, shuttle)) { 1 } else { 100 };
 
 impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Carries out a plan that needs no frame.
     #[inline(always)]
     pub(super) fn act_on_leaf(&mut self, plan: LeafPlan) -> Result<Result<Step, Changed>, Error> {
         match plan {
-            LeafPlan::GiveBack(value) => Ok(self.give_back(value).map(|()| Step::Done)),
+            LeafPlan::Restore(value) => Ok(self.restore(value).map(|()| Step::Done)),
             LeafPlan::Split(value, level) => {
                 self.top_up(1, TableUse::Split, entry::frame::<F>(value, Level::L2M))?;
                 Ok(self.split(value, level, split::parts_of::<F>(&self.tree.config, value, level)))
@@ -46,7 +46,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
 
     /// Step 3 for a leaf that only lacks access, under the VM's lock.
     #[inline(never)]
-    fn give_back(&self, value: Entry) -> Result<(), Changed> {
+    fn restore(&self, value: Entry) -> Result<(), Changed> {
         let tree = self.tree;
         let locked = tree.enter(self.record, Side::Read);
         let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
@@ -56,29 +56,29 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         if found != value || opens_too_many {
             return Err(Changed);
         }
-        self.give_back_at(cursor.entry(), &locked.section, value)
+        self.restore_at(cursor.entry(), &locked.section, value)
     }
 
     /// Restores access through the leaf `value` in `entry`, and marks the pages that may be
     /// written.
     #[inline]
-    pub(super) fn give_back_at(&self, entry: EntryRef<'_>, section: &Section<'_>, value: Entry) -> Result<(), Changed> {
+    pub(super) fn restore_at(&self, entry: EntryRef<'_>, section: &Section<'_>, value: Entry) -> Result<(), Changed> {
         if entry.level() == Level::L4K {
             // What most faults do, with all levels constant.
-            self.give_back_to(entry, section, value)
+            self.restore_to(entry, section, value)
         } else {
-            self.give_back_huge(entry, section, value)
+            self.restore_huge(entry, section, value)
         }
     }
 
     #[inline(never)]
-    fn give_back_huge(&self, entry: EntryRef<'_>, section: &Section<'_>, value: Entry) -> Result<(), Changed> {
-        self.give_back_to(entry, section, value)
+    fn restore_huge(&self, entry: EntryRef<'_>, section: &Section<'_>, value: Entry) -> Result<(), Changed> {
+        self.restore_to(entry, section, value)
     }
 
     #[inline(always)]
-    fn give_back_to(&self, entry: EntryRef<'_>, section: &Section<'_>, value: Entry) -> Result<(), Changed> {
-        install::give_back::<F>(self.tree.config.access_tracking, entry, value, self.access)?;
+    fn restore_to(&self, entry: EntryRef<'_>, section: &Section<'_>, value: Entry) -> Result<(), Changed> {
+        install::restore_access::<F>(self.tree.config.access_tracking, entry, value, self.access)?;
         if self.access == Access::Write {
             self.count(Counter::WritesRestored);
             self.mark_leaf(section, entry.level());
@@ -170,7 +170,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
         let (broken, state) = cursor.descend_to_lowest();
         if state == State::Broken && !F::BREAK_BEFORE_MAKE {
-            for _ in 0..PATIENCE {
+            for _ in 0..SPINS_BEFORE_CANCEL {
                 tree.host.relax();
                 if cursor.entry().load() != broken {
                     return Err(Changed);

@@ -18,7 +18,7 @@ pub(super) enum Plan<'r, B> {
     SetMarks(Level),
     Exit,
     /// Nothing, until user space has acted.
-    Withheld,
+    UserfaultPending,
     /// The page is in a range in flight.
     TakenAway,
     /// The PTE is broken: abort the recovery or split.
@@ -36,7 +36,7 @@ pub(super) enum Plan<'r, B> {
 /// What to do about a leaf that does not allow the access.
 pub(super) enum LeafPlan {
     /// Restore access through this leaf.
-    GiveBack(Entry),
+    Restore(Entry),
     /// Split this huge leaf, because smaller pages are logged.
     Split(Entry, Level),
     /// Push down the protected directory entry above the leaf.

@@ -5,13 +5,13 @@
 //! by one compare-and-exchange if the PTE still has its sequence number.
 //! - Where a page-table page is missing, it is filled as far as wanted before it is linked. This
 //!   costs one exchange instead of 512, for 2 MiB of small pages or 1 GiB of huge ones.
-//! - Where the page-table page is there, its pages are mapped as a batch (`together`).
+//! - Where the page-table page is there, its pages are mapped as a batch (`batch`).
 //! - The host is asked once for frames that follow each other.
 //!
 //! A new leaf counts as not used: A and D stay clear where CPUs set them. A leaf through which
 //! access was restored counts as used.
 
-use super::together::{Batch, Missing, NOTHING, Run, TOGETHER};
+use super::batch::{BATCH_PAGES, Batch, Missing, NOTHING, Run};
 use super::{Fault, Found, InstallPlan, Plan, Step, Vcpu};
 use crate::addr::{Access, Gfn, GfnRange, Gpa, Level, PAGE_SHIFT, PAGE_SIZE};
 use crate::dirty::log;
@@ -38,7 +38,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     ///
     /// # Errors
     /// For the first page:
-    /// - [`Error::NoMemory`]: no memslot has it, or it may not be written.
+    /// - [`Error::NoMemslot`]: no memslot has it, or it may not be written.
     /// - [`Error::Busy`]: an invalidation or a change of its memslot is under way. Try again.
     /// - [`Error::DirtyRingFull`]: the vCPU's ring must be reset first.
     /// - [`Error::MemoryFault`]: a fault would exit.
@@ -60,7 +60,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// assert_eq!((vm.stats().pages_4k(), vm.stats().faults), (66, 0));
     /// // The second half of this range has no memory.
     /// assert_eq!(vcpu.pre_fault_memory(Gpa(0xf_f000), 2 * PAGE_SIZE, Access::Read)?, PAGE_SIZE);
-    /// assert_eq!(vcpu.pre_fault_memory(Gpa(1 << 20), PAGE_SIZE, Access::Read), Err(Error::NoMemory { gpa: Gpa(1 << 20) }));
+    /// assert_eq!(vcpu.pre_fault_memory(Gpa(1 << 20), PAGE_SIZE, Access::Read), Err(Error::NoMemslot { gpa: Gpa(1 << 20) }));
     /// # Ok(())
     /// # }
     /// ```
@@ -77,7 +77,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
             let result = self.fault(next.gpa(), access).and_then(|(mut fault, mut own)| {
                 let nr_pages = (range.end.0 - next.0) as usize;
                 let page = |index| Gfn(next.0 + index as u64);
-                match fault.pre_fault_together(own.hazard.reborrow(), nr_pages, page) {
+                match fault.pre_fault_batch(own.hazard.reborrow(), nr_pages, page) {
                     0 => fault.pre_fault(own, range.end),
                     nr_pages => Ok(Gfn(next.0 + nr_pages as u64)),
                 }
@@ -110,7 +110,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         while let Some(&page) = pages.get(done) {
             let result = self.fault(page, access).and_then(|(mut fault, mut own)| {
                 let page_at = |index: usize| pages[done + index].gfn();
-                match fault.pre_fault_together(own.hazard.reborrow(), pages.len() - done, page_at) {
+                match fault.pre_fault_batch(own.hazard.reborrow(), pages.len() - done, page_at) {
                     0 => fault.pre_fault(own, Gfn(page.gfn().0 + 1)).map(|_| 1),
                     nr_pages => Ok(nr_pages),
                 }
@@ -135,7 +135,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     ///
     /// Never inlined: its batch would be on the stack of the rest of a prefault.
     #[inline(never)]
-    fn pre_fault_together(&mut self, hazard: HazardPointer<'_>, nr_pages: usize, page: impl Fn(usize) -> Gfn) -> usize {
+    fn pre_fault_batch(&mut self, hazard: HazardPointer<'_>, nr_pages: usize, page: impl Fn(usize) -> Gfn) -> usize {
         let tree = self.tree;
         let access = self.access;
         if self.is_ring_full() {
@@ -146,8 +146,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         if cursor.move_to_entry(self.gfn, Level::L4K).is_none() {
             return 0;
         }
-        let mut batch = Batch::<_, TOGETHER>::new(access, Missing::Stop, &page);
-        for gfn in (0..nr_pages.min(TOGETHER)).map(&page) {
+        let mut batch = Batch::<_, BATCH_PAGES>::new(access, Missing::Stop, &page);
+        for gfn in (0..nr_pages.min(BATCH_PAGES)).map(&page) {
             if !tree.whole().contains(gfn) {
                 break;
             }
@@ -164,7 +164,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         }
         let Some(is_free) = self.free_pages() else { return 0 };
         batch.retain(is_free);
-        let Some(plan) = self.plan_together(&section, hazard, &mut batch) else { return 0 };
+        let Some(plan) = self.plan_batch(&section, hazard, &mut batch) else { return 0 };
         drop(section);
         if access == Access::Write && plan.flags.contains(MemoryRegionFlags::READONLY) {
             return 0;
@@ -176,7 +176,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             Some((resolved, leaf.entry::<F>(tree.config.access_tracking)))
         });
         let locked = tree.enter(self.record, Side::Read);
-        self.install_together(&locked.section, &mut batch, plan.slot);
+        self.install_batch(&locked.section, &mut batch, plan.slot);
         batch.nr_pages()
     }
 
@@ -190,8 +190,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             let changed = match self.look(own.pin.reborrow(), own.hazard.reborrow()) {
                 // No marks are set: the guest has not used the page yet.
                 Plan::Spurious(level) | Plan::SetMarks(level) => return Ok(self.gfn.block(level).end),
-                Plan::Exit => return Err(Error::NoMemory { gpa: self.gpa }),
-                Plan::Withheld => match self.why_withheld() {
+                Plan::Exit => return Err(Error::NoMemslot { gpa: self.gpa }),
+                Plan::UserfaultPending => match self.userfault_exit() {
                     None => Err(Changed),
                     Some(error) => return Err(error),
                 },
@@ -204,7 +204,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                     };
                     if plan.flags.contains(MemoryRegionFlags::GUEST_MEMFD) {
                         // One level up: the block of the page-table page that such leaves may fill.
-                        plan.max_level = self.narrow_to_alike(plan.max_level.min(resolved.max_size.level().up()));
+                        plan.max_level = self.limit_to_alike(plan.max_level.min(resolved.max_size.level().up()));
                     }
                     self.flush_before_make(&plan);
                     let leaf = NewLeaf { used: None, ..self.leaf(&plan, self.gfn, resolved)? };

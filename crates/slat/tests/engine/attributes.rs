@@ -96,7 +96,7 @@ fn slots_that_go_meanwhile<F: Format>(locking: Locking) {
             let mut vcpu = vm.create_vcpu().unwrap();
             for page in 0..u64::from(NR_SLOTS) * PAGES {
                 let expected = meanwhile.expected(page, after);
-                let no_memory = Error::NoMemory { gpa: gpa(page) };
+                let no_memory = Error::NoMemslot { gpa: gpa(page) };
                 assert_eq!(
                     vm.memory_attributes(gpa(page)),
                     expected.ok_or(no_memory),
@@ -136,6 +136,6 @@ fn a_hole_is_refused_before_anything_changes() {
     for page in (0..PAGES).chain(2 * PAGES..3 * PAGES) {
         assert_eq!(vm.memory_attributes(gpa(page)), Ok(SHARED), "page {page}");
     }
-    assert_eq!(vm.check_access(gpa(0), 2 * PAGES * PAGE_SIZE), Err(Error::NoMemory { gpa: gpa(PAGES) }));
+    assert_eq!(vm.check_access(gpa(0), 2 * PAGES * PAGE_SIZE), Err(Error::NoMemslot { gpa: gpa(PAGES) }));
     assert_eq!(vm.check_access(gpa(2 * PAGES), 2 * PAGES * PAGE_SIZE), Ok(()));
 }

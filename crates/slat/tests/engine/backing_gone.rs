@@ -128,7 +128,7 @@ fn page_goes<F: Format>(locking: Locking) {
                 Ok(Outcome::Exit(Exit::MemoryFault { flags, gpa, size })) => {
                     Err(Error::MemoryFault { flags, gpa, size })
                 }
-                Ok(Outcome::Exit(_)) => Err(Error::NoMemory { gpa: GPA }),
+                Ok(Outcome::Exit(_)) => Err(Error::NoMemslot { gpa: GPA }),
                 Err(error) => Err(error),
             };
             assert_eq!(world.vcpu.pre_fault_memory(GPA, PAGE_SIZE, access), expected, "{access:?}, {meanwhile:?}");

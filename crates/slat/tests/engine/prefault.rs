@@ -102,8 +102,8 @@ fn stops_where_memory_ends<F: Format>(locking: Locking) {
     vm.set_user_memory_region(region(0, 2 * MIB, size_bytes, 7, PageSize::Size4K)).unwrap();
     assert_eq!(vcpu.pre_fault_memory(Gpa(2 * MIB), size_bytes + PAGE_SIZE, Access::Read), Ok(size_bytes));
     let behind = Gpa(2 * MIB + size_bytes);
-    assert_eq!(vcpu.pre_fault_memory(behind, PAGE_SIZE, Access::Read), Err(Error::NoMemory { gpa: behind }));
-    assert_eq!(vcpu.pre_fault_memory(Gpa(0), PAGE_SIZE, Access::Read), Err(Error::NoMemory { gpa: Gpa(0) }));
+    assert_eq!(vcpu.pre_fault_memory(behind, PAGE_SIZE, Access::Read), Err(Error::NoMemslot { gpa: behind }));
+    assert_eq!(vcpu.pre_fault_memory(Gpa(0), PAGE_SIZE, Access::Read), Err(Error::NoMemslot { gpa: Gpa(0) }));
 
     // A backing that is shorter than its slot, in the midst of a block.
     let mut short = region(1, GIB, 4 * MIB, 0, PageSize::Size4K);
@@ -126,7 +126,7 @@ fn refuses<F: Format>(locking: Locking) {
     assert_eq!(pre_fault(1, PAGE_SIZE, Access::Read), Err(Error::UnalignedAddress { gpa: Gpa(1) }));
     assert_eq!(pre_fault(0, 0, Access::Read), Err(Error::BadSize { size_bytes: 0 }));
     assert_eq!(pre_fault(0, 4095, Access::Read), Err(Error::BadSize { size_bytes: 4095 }));
-    assert_eq!(pre_fault(0, PAGE_SIZE, Access::Write), Err(Error::NoMemory { gpa: Gpa(0) }));
+    assert_eq!(pre_fault(0, PAGE_SIZE, Access::Write), Err(Error::NoMemslot { gpa: Gpa(0) }));
     assert_eq!(pre_fault(0, u64::MAX - 4095, Access::Read), Ok(MIB));
     let too_high = Gpa(1 << F::GPA_BITS);
     let expected = Err(Error::AddressTooHigh { gpa: too_high, gpa_bits: F::GPA_BITS });
@@ -203,7 +203,7 @@ fn maps_a_list<F: Format>(locking: Locking) {
     // What cannot be mapped ends the list, and is an error when it comes first.
     let list = [Gpa(PAGE_SIZE), Gpa(2 * PAGE_SIZE), Gpa(9 * MIB), Gpa(4 * PAGE_SIZE)];
     assert_eq!(vcpu.pre_fault_pages(&list, Access::Write), Ok(2));
-    assert_eq!(vcpu.pre_fault_pages(&list[2..], Access::Write), Err(Error::NoMemory { gpa: Gpa(9 * MIB) }));
+    assert_eq!(vcpu.pre_fault_pages(&list[2..], Access::Write), Err(Error::NoMemslot { gpa: Gpa(9 * MIB) }));
     assert_eq!(mapped(&vm, 4 * PAGE_SIZE, 1), [None]);
     let too_high = Gpa(u64::MAX);
     let expected = Err(Error::AddressTooHigh { gpa: too_high, gpa_bits: F::GPA_BITS });
@@ -269,7 +269,7 @@ fn beside_a_slot_that_comes_and_goes<F: Format>(locking: Locking) {
                             assert!(more > 0 && more <= size_bytes - done && more.is_multiple_of(PAGE_SIZE));
                             done = (done + more) % size_bytes;
                         }
-                        Err(Error::Busy { gpa } | Error::NoMemory { gpa }) => assert_eq!(gpa, Gpa(GIB + done)),
+                        Err(Error::Busy { gpa } | Error::NoMemslot { gpa }) => assert_eq!(gpa, Gpa(GIB + done)),
                         Err(error) => panic!("{error}"),
                     }
                 }
@@ -442,7 +442,7 @@ fn ends_in_the_midst<F: Format>(locking: Locking) {
                     let mut vcpu = vm.create_vcpu().unwrap();
                     let error = |gpa| match end {
                         End::Backing | End::Hole => Error::BackingGone { gpa },
-                        End::Slot | End::ReadOnly => Error::NoMemory { gpa },
+                        End::Slot | End::ReadOnly => Error::NoMemslot { gpa },
                         End::Held | End::HeldWithoutMemory => Error::Busy { gpa },
                     };
                     let done = pre_fault_exactly(&mut vcpu, (first, 2000), Access::Write, error);
@@ -527,7 +527,7 @@ fn as_kvm_does<F: Format>(locking: Locking) {
         assert_eq!(left(0, 2 * MIB), Ok(0));
         assert_eq!(left(2 * MIB, 2 * PAGE_SIZE), Ok(PAGE_SIZE));
         let behind = GIB + 2 * MIB + PAGE_SIZE;
-        assert_eq!(left(2 * MIB + PAGE_SIZE, PAGE_SIZE), Err(Error::NoMemory { gpa: Gpa(behind) }));
+        assert_eq!(left(2 * MIB + PAGE_SIZE, PAGE_SIZE), Err(Error::NoMemslot { gpa: Gpa(behind) }));
         assert_eq!(mapped(&vm, GIB, 514).iter().flatten().count(), 513);
     }
 }

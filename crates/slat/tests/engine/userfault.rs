@@ -243,7 +243,7 @@ fn bad_input_is_refused_and_changes_nothing() {
     assert_eq!(vm.rescan_userfault(0, u64::MAX, 2), Err(past(u64::MAX, 2)));
     assert_eq!(vm.rescan_userfault(0, 1, PAGES), Err(past(1, PAGES)));
     assert_eq!(vm.check_access(Gpa(8 * MIB), 0), Err(Error::BadSize { size_bytes: 0 }));
-    assert_eq!(vm.check_access(Gpa(0), 1), Err(Error::NoMemory { gpa: Gpa(0) }));
+    assert_eq!(vm.check_access(Gpa(0), 1), Err(Error::NoMemslot { gpa: Gpa(0) }));
     assert!(matches!(vm.check_access(Gpa(u64::MAX), 2), Err(Error::AddressTooHigh { .. })));
     assert_eq!(vm.check_access(Gpa(10 * MIB), 2 * MIB), Ok(()));
     let fault = Error::MemoryFault { flags, gpa: Gpa(8 * MIB), size: 2 * MIB };

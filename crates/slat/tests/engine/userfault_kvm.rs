@@ -249,7 +249,7 @@ fn attributes<F: Format>(locking: Locking) {
     assert_eq!(vm.set_memory_attributes(gpa(0), 3 * SIZE, SHARED), none(2 * PAGES));
     assert_eq!(vm.set_memory_attributes(Gpa(0), START + PAGE_SIZE, SHARED), Err(Error::NoGuestMemfd { gpa: Gpa(0) }));
     assert_eq!(found(&vm, 3), Some((private(3), Level::L2M)), "what is refused changes nothing");
-    assert_eq!(vm.memory_attributes(gpa(3 * PAGES)), Err(Error::NoMemory { gpa: gpa(3 * PAGES) }));
+    assert_eq!(vm.memory_attributes(gpa(3 * PAGES)), Err(Error::NoMemslot { gpa: gpa(3 * PAGES) }));
     let refused = [
         (gpa(0), 0, PRIVATE, Error::BadSize { size_bytes: 0 }),
         (gpa(0), 1, PRIVATE, Error::BadSize { size_bytes: 1 }),
@@ -342,7 +342,7 @@ fn read_only<F: Format>(locking: Locking) {
     // Beside the slot there is nothing to fetch.
     assert_eq!(vcpu.handle_fault(gpa(PAGES), Access::Write), mmio(gpa(PAGES)));
     assert_eq!(vcpu.pre_fault_memory(gpa(PAGES), PAGE_SIZE, Access::Read), {
-        Err(Error::NoMemory { gpa: gpa(PAGES) })
+        Err(Error::NoMemslot { gpa: gpa(PAGES) })
     });
 }
 

@@ -361,7 +361,7 @@ impl<F: Format> Pair<'_, F> {
                 assert_eq!(self.vm.set_memory_attributes(gpa, size_bytes, attributes), expected, "{range:?}");
                 let private = self.vm.memory_attributes(gpa).map(|found| found == MemoryAttributes::PRIVATE);
                 let slot = self.model.slots.values().find(|slot| slot.range.contains(range.start));
-                assert_eq!(private, slot.map(|slot| slot.is_private(range.start)).ok_or(Error::NoMemory { gpa }));
+                assert_eq!(private, slot.map(|slot| slot.is_private(range.start)).ok_or(Error::NoMemslot { gpa }));
             }
             Op::CheckAccess { at, pages } => {
                 let range = self.range(at, pages % 4);

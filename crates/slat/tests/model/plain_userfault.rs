@@ -166,7 +166,7 @@ impl Model {
     /// Whether the VMM may access the pages of `range`.
     pub fn check_access(&self, range: GfnRange) -> Result<(), Error> {
         for gfn in (range.start.0..range.end.0).map(Gfn) {
-            let slot = self.slot_at(gfn).map(|id| &self.slots[&id]).ok_or(Error::NoMemory { gpa: gfn.gpa() })?;
+            let slot = self.slot_at(gfn).map(|id| &self.slots[&id]).ok_or(Error::NoMemslot { gpa: gfn.gpa() })?;
             if let Some(Exit::MemoryFault { flags, gpa, size }) = slot.withheld(gfn) {
                 return Err(Error::MemoryFault { flags, gpa, size });
             }

@@ -460,7 +460,7 @@ fn every_configuration<F: Format>() {
 const SOURCES: [&str; 9] = [
     include_str!("../../src/vm.rs"),
     include_str!("../../src/vm/region.rs"),
-    include_str!("../../src/vm/withheld.rs"),
+    include_str!("../../src/vm/page_state.rs"),
     include_str!("../../src/vcpu.rs"),
     include_str!("../../src/vcpu/prefault.rs"),
     include_str!("../../src/vcpu/shadow.rs"),

@@ -503,7 +503,7 @@ impl Guest {
         let vcpu = &mut self.vcpu;
         let prefault = || vcpu.pre_fault_memory(Gpa(gfn * PAGE_SIZE), nr_pages * PAGE_SIZE, access);
         match host.during_call(self.index, Gfn(gfn), prefault) {
-            Ok(_) | Err(Error::Busy { .. } | Error::NoMemory { .. }) => {}
+            Ok(_) | Err(Error::Busy { .. } | Error::NoMemslot { .. }) => {}
             Err(Error::OutOfMemory) if host.fails_one_in.is_some() => {}
             Err(error) => panic!("prefault at frame {gfn:#x} failed: {error}"),
         }

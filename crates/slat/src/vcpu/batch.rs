@@ -19,8 +19,8 @@ use crate::table::retire::{HazardPointer, Section};
 use crate::table::walk::Cursor;
 
 /// Largest batch: no more than a ring that is not soft-full has room for. It is on the stack.
-pub(super) const TOGETHER: usize = 32;
-const _: () = assert!(TOGETHER <= DIRTY_RING_RESERVE as usize);
+pub(super) const BATCH_PAGES: usize = 32;
+const _: () = assert!(BATCH_PAGES <= DIRTY_RING_RESERVE as usize);
 
 /// Stands for a page for which nothing is to be installed. No empty PTE and no leaf has this value.
 pub(super) const NOTHING: Entry = Entry(u64::MAX);
@@ -149,7 +149,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// Plans small leaves in the memslot of this fault's page. Leaves out the pages of `batch` that
     /// the plan does not fit. Call it last in the look.
     #[inline(always)]
-    pub(super) fn plan_together<'r, P: Fn(usize) -> Gfn, const CAPACITY: usize>(
+    pub(super) fn plan_batch<'r, P: Fn(usize) -> Gfn, const CAPACITY: usize>(
         &self,
         section: &Section<'_>,
         hazard: HazardPointer<'r>,
@@ -203,7 +203,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// Installs the leaves of `batch`, all for pages in `slot_range`. Leaves out the pages whose
     /// PTEs changed since the look. Returns the number of leaves.
     #[inline(never)]
-    pub(super) fn install_together<P: Fn(usize) -> Gfn, const CAPACITY: usize>(
+    pub(super) fn install_batch<P: Fn(usize) -> Gfn, const CAPACITY: usize>(
         &self,
         section: &Section<'_>,
         batch: &mut Batch<P, CAPACITY>,

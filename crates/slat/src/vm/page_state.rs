@@ -79,14 +79,14 @@ impl<H: Host, F: Format> Vm<H, F> {
     ///
     /// # Errors
     /// [`Error::MemoryFault`] names the first page that user space must not access: its userfault
-    /// bit is set, or it is private and user space has no mapping of it. [`Error::NoMemory`]: a
+    /// bit is set, or it is private and user space has no mapping of it. [`Error::NoMemslot`]: a
     /// page has no memslot. [`Error::BadSize`], [`Error::AddressTooHigh`],
     /// [`Error::UserfaultBitmapGone`], [`Error::OutOfMemory`].
     pub fn check_access(&self, gpa: Gpa, size_bytes: u64) -> Result<(), Error> {
         let range = self.check_bytes(gpa, size_bytes)?;
         let record = self.tree.epochs.borrow_record()?;
         self.for_parts(&record, range, PAGES_PER_TURN, |slot, part| {
-            let slot = slot.ok_or(Error::NoMemory { gpa: part.start.gpa() })?;
+            let slot = slot.ok_or(Error::NoMemslot { gpa: part.start.gpa() })?;
             if slot.is_plain() {
                 return Ok(());
             }
@@ -171,13 +171,13 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// The attributes of the page at `gpa`.
     ///
     /// # Errors
-    /// [`Error::NoMemory`]: no memslot has the page. [`Error::AddressTooHigh`],
+    /// [`Error::NoMemslot`]: no memslot has the page. [`Error::AddressTooHigh`],
     /// [`Error::OutOfMemory`].
     pub fn memory_attributes(&self, gpa: Gpa) -> Result<MemoryAttributes, Error> {
         let gfn = self.check_gpa(gpa)?;
         let record = self.tree.epochs.borrow_record()?;
         let section = self.tree.epochs.enter(&record);
-        let slot = self.slots.find(&section, gfn).ok_or(Error::NoMemory { gpa })?;
+        let slot = self.slots.find(&section, gfn).ok_or(Error::NoMemslot { gpa })?;
         Ok(slot.attributes_of(gfn))
     }
 
