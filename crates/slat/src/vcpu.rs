@@ -62,10 +62,10 @@ use crate::slot::{MemoryAttributes, MemoryRegionFlags};
 use crate::stats::{Counter, is_sampled};
 use crate::sync::Locking;
 use crate::table::Tree;
+use crate::table::cursor::Cursor;
 use crate::table::entry::{self, State};
-use crate::table::frames::{TableCache, TableUse};
+use crate::table::node::{TableCache, TableUse};
 use crate::table::retire::{Exclusive, FaultPin, HazardPointer, OwnedRecord, Record, Section};
-use crate::table::walk::Cursor;
 use crate::vm::Vm;
 
 /// After so many overtaking invalidations a fault maps a small page where a larger one would do.

@@ -114,10 +114,10 @@ use crate::slot::set::Slots;
 use crate::slot::view::SlotView;
 use crate::sync::{Side, fence_after_rmw, full_fence};
 use crate::table::Tree;
+use crate::table::cursor::{self, Cursor};
 use crate::table::entry::{self, EntryRef};
 use crate::table::retire::{Epochs, Record, Section};
 use crate::table::tlb::TlbBatch;
-use crate::table::walk::{self, Cursor};
 
 /// Pages whose dirty bits a walk visits in one guard.
 const PAGES_PER_TURN: u64 = 1 << 13;
@@ -478,7 +478,7 @@ fn mark_dirty_in_table<H: Host, F: Format>(
     let behind = page_of(cursor.block().end).min(end);
     if let Some((_, leaves)) = cursor.read_table(Level::L2M) {
         let is_dirty = |page: u64| {
-            let index = walk::index_of::<F>(Gfn(slot.start.0 + page), Level::L4K);
+            let index = cursor::index_of::<F>(Gfn(slot.start.0 + page), Level::L4K);
             entry::is_dirty_for_log::<F>(EntryRef::new(&leaves[index], Level::L4K).load())
         };
         let mut page = first;

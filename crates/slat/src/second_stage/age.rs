@@ -14,9 +14,9 @@ use crate::addr::{Gfn, GfnRange, Level};
 use crate::format::{Entry, Format};
 use crate::host::Host;
 use crate::table::Tree;
+use crate::table::cursor::Cursor;
 use crate::table::entry::{self, State};
 use crate::table::retire::{Record, Section};
-use crate::table::walk::Cursor;
 
 /// How accesses of the guest are found out.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]

@@ -47,11 +47,11 @@ use crate::host::Host;
 use crate::slot::set::Slots;
 use crate::stats::Counter;
 use crate::table::Tree;
+use crate::table::cursor::Cursor;
 use crate::table::entry::{self, Breaking, EntryRef, Frozen, State};
-use crate::table::frames;
+use crate::table::node;
 use crate::table::retire::Section;
 use crate::table::tlb::TlbBatch;
-use crate::table::walk::Cursor;
 
 /// A report of leaves to the host and to the dirty log, with their number.
 struct Telling<'c, H: Host, F: Format> {
@@ -122,7 +122,7 @@ impl<H: Host, F: Format> Telling<'_, H, F> {
     /// The address of the page-table page was read inside the guard, in a PTE of the level above.
     unsafe fn tell_and_freeze(&mut self, table: Hpa, level: Level, start: Gfn, breaking: Breaking) {
         // SAFETY: as the caller promises.
-        let cells = unsafe { frames::linked_entries::<H, F>(&self.tree.host, self.section, table, level) };
+        let cells = unsafe { node::linked_entries::<H, F>(&self.tree.host, self.section, table, level) };
         for (index, cell) in cells.iter().enumerate() {
             let gfn = Gfn(start.0 + index as u64 * level.nr_pages());
             let entry = EntryRef::new(cell, level);
@@ -201,7 +201,7 @@ pub(super) unsafe fn give_up<H: Host, F: Format>(
 ) {
     if level > Level::L4K {
         // SAFETY: the page-table page is not freed before the batch has it, and that is below.
-        for cell in unsafe { frames::linked_entries::<H, F>(&tree.host, section, table, level) } {
+        for cell in unsafe { node::linked_entries::<H, F>(&tree.host, section, table, level) } {
             let value = EntryRef::new(cell, level).load();
             debug_assert!(entry::state::<F>(value, level) == State::Frozen, "a table is given up that is in use");
             if let Frozen::Table(below) = entry::before_freezing::<F>(value, level) {

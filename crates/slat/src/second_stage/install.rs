@@ -11,9 +11,9 @@ use crate::addr::{Access, Level, Pfn};
 use crate::format::{Entry, Format};
 use crate::host::Host;
 use crate::stats::{Counter, Recorder};
+use crate::table::cursor::{self, Cursor};
 use crate::table::entry::{self, EntryRef, Stamp};
-use crate::table::frames::{TableCache, TableUse};
-use crate::table::walk::{self, Cursor};
+use crate::table::node::{TableCache, TableUse};
 
 /// The PTE is no longer what the caller has read.
 pub(crate) struct Changed;
@@ -122,7 +122,7 @@ pub(crate) fn link<H: Host, F: Format>(
 ) -> Result<(), Changed> {
     let Prepared { entry: mut new, mut level, mut nr_tables, pfn } = prepared;
     while level < cursor.level() {
-        let inside = walk::index_of::<F>(cursor.gfn(), level);
+        let inside = cursor::index_of::<F>(cursor.gfn(), level);
         // The caller has flushed the PTE, if that was needed.
         let beside = entry::empty(stamp.flushed());
         new = cache.prepare::<H, F>(host, nr_tables, |index| if index == inside { new } else { beside });

@@ -42,11 +42,11 @@ use crate::host::Host;
 use crate::stats::Counter;
 use crate::sync::{AtomicU64, Ordering, Side};
 use crate::table::Tree;
+use crate::table::cursor::Cursor;
 use crate::table::entry::{self, EntryRef, State};
 use crate::table::generation::Admission;
 use crate::table::retire::{Record, Section};
 use crate::table::tlb::TlbBatch;
-use crate::table::walk::Cursor;
 
 /// PTEs that a turn visits before it leaves its guard.
 const ENTRIES_PER_TURN: u64 = 4096;

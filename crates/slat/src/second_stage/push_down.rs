@@ -37,9 +37,9 @@ use crate::format::{Entry, Format};
 use crate::host::Host;
 use crate::sync::{AtomicU64, Ordering};
 use crate::table::Tree;
+use crate::table::cursor::{self, Cursor};
 use crate::table::entry::{self, EntryRef, State};
 use crate::table::retire::Section;
-use crate::table::walk::{self, Cursor};
 
 /// Leaves that are read together.
 const LEAVES_PER_LOOK: usize = 16;
@@ -97,7 +97,7 @@ pub(crate) fn push_down<H: Host, F: Format>(
     if !entry::is_closed::<F>(table) {
         return Err(Changed);
     }
-    let own_index = walk::index_of::<F>(gfn, Level::L4K);
+    let own_index = cursor::index_of::<F>(gfn, Level::L4K);
     push_down_in::<F>(tree.config.access_tracking, above.entry(), table, leaves, own_index, others)
 }
 

@@ -9,10 +9,10 @@ use crate::format::{Entry, Format};
 use crate::host::Host;
 use crate::sync::AtomicU64;
 use crate::table::Tree;
+use crate::table::cursor::Cursor;
 use crate::table::entry::{self, EntryRef, State};
-use crate::table::frames;
+use crate::table::node;
 use crate::table::retire::LoneSection;
-use crate::table::walk::Cursor;
 
 /// The translation of a page, as the page tables have it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -73,7 +73,7 @@ impl<H: Host, F: Format> TableReader<'_, H, F> {
         };
         let host = &self.tree.host;
         // SAFETY: as the caller promises.
-        let entries = unsafe { frames::linked_entries::<H, F>(host, self.section.get(), table, level) };
+        let entries = unsafe { node::linked_entries::<H, F>(host, self.section.get(), table, level) };
         let nr_below: u64 = if level > Level::L4K { entries.iter().map(below).sum() } else { 0 };
         nr_below + u64::from(host.node_of(table.pfn()) == node)
     }

@@ -61,10 +61,10 @@ use crate::slot::view::{BackingRef, SlotView};
 use crate::stats::Counter;
 use crate::sync::{AtomicU64, Side, fence_after_rmw};
 use crate::table::Tree;
+use crate::table::cursor::Cursor;
 use crate::table::entry::{self, Breaking, EntryRef, FrozenLeaves, Stamp, State};
 use crate::table::retire::{HazardPointer, Record, RecordGuard, Section};
 use crate::table::tlb::TlbBatch;
-use crate::table::walk::Cursor;
 
 /// How often a block is tried that other threads change.
 const MAX_TRIES: usize = 8;

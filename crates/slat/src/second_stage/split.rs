@@ -42,10 +42,10 @@ use crate::host::{AllocationWait, Host, TableNode};
 use crate::slot::set::Slots;
 use crate::sync::Side;
 use crate::table::Tree;
+use crate::table::cursor::Cursor;
 use crate::table::entry::{self, Breaking, State};
-use crate::table::frames::{TableCache, TableUse};
+use crate::table::node::{TableCache, TableUse};
 use crate::table::retire::{Record, Section, TableChain};
-use crate::table::walk::Cursor;
 
 /// Leaves split, or PTEs passed by, before a turn leaves its guard.
 const STEPS_PER_TURN: u64 = 32;

@@ -68,11 +68,11 @@ use crate::slot::set::Slots;
 use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::Tree;
+use crate::table::cursor::Cursor;
 use crate::table::entry::{self, EntryRef, Stamp, State};
-use crate::table::frames::{self, TableCache};
+use crate::table::node::{self, TableCache};
 use crate::table::retire::Section;
 use crate::table::tlb::TlbBatch;
-use crate::table::walk::Cursor;
 
 /// PTEs that a turn visits before it leaves its guard. A page-table page that is unlinked counts as
 /// many.
@@ -276,7 +276,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                         unsafe { self.take_over(section, F::address(value, level), level.down(), block.start) }
                         self.batch.add(block);
                         zapped += 1;
-                        visited += frames::nr_entries::<F>(level.down()) as u64;
+                        visited += node::nr_entries::<F>(level.down()) as u64;
                     }
                     done
                 }
@@ -343,7 +343,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
     /// batch flushes what it covered.
     unsafe fn take_over(&mut self, section: &Section<'_>, table: Hpa, level: Level, start: Gfn) {
         // SAFETY: as the caller promises.
-        let cells = unsafe { frames::linked_entries::<H, F>(&self.tree.host, section, table, level) };
+        let cells = unsafe { node::linked_entries::<H, F>(&self.tree.host, section, table, level) };
         for (index, cell) in (0..).zip(cells) {
             if level == Level::L4K {
                 debug_assert!(

@@ -3,9 +3,9 @@
 
 #![expect(unsafe_code, reason = "entries are reached under the locks that keep their tables")]
 
-use super::frames::Frame;
 use super::memory::NoMemory;
 use super::page::{EntryPlace, PageNumber, PageRef, SyncState, Target};
+use super::rmap::Frame;
 use super::role::Role;
 use super::zap::Debt;
 use super::{ACCESSED, ADDRESS, DIRTY, Mmu, NO_EXECUTE, PAGE_SIZE_BIT, PRESENT, USER, WRITABLE};
@@ -16,7 +16,7 @@ use crate::host::{AllocationWait, Host, TableNode};
 use crate::shadow::guest::{GuestMode, Rights};
 use crate::stats::Counter;
 use crate::sync::Ordering;
-use crate::table::frames;
+use crate::table::node;
 
 /// Why a PTE could not be made.
 #[derive(Clone, Copy, Debug)]
@@ -253,7 +253,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     }
 
     fn allocate_table(&self, node: TableNode) -> Option<Hpa> {
-        let table = frames::new_shadow_table::<H, F>(self.host(), node, AllocationWait::Allowed)?;
+        let table = node::new_shadow_table::<H, F>(self.host(), node, AllocationWait::Allowed)?;
         self.count(Counter::TablesAllocated);
         Some(table)
     }
@@ -264,7 +264,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     /// It came from [`allocate_table`](Self::allocate_table), and nothing points to it.
     unsafe fn free_unused_table(&self, table: Hpa) {
         // SAFETY: as the caller promises.
-        unsafe { frames::free_shadow_table::<H, F>(self.host(), table) }
+        unsafe { node::free_shadow_table::<H, F>(self.host(), table) }
         self.count(Counter::TablesFreed);
     }
 

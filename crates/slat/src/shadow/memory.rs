@@ -7,16 +7,16 @@
 
 #![expect(unsafe_code, reason = "reads and writes the guest's page tables, and the hardware's, through raw pointers")]
 
-use super::frames::Frame;
 use super::guest::{Decoded, GuestMode};
 use super::page::{NR_ENTRIES, ShadowPage};
+use super::rmap::Frame;
 use super::{Mmu, SecondStage};
 use crate::addr::{Gfn, Gpa, Level, PAGE_SIZE};
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
-use crate::table::frames;
+use crate::table::node;
 
 /// Why the guest's memory could not be accessed.
 #[derive(Clone, Copy, Debug)]
@@ -81,7 +81,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     pub(super) unsafe fn cell(&self, page: &ShadowPage, index: usize) -> &'v AtomicU64 {
         // SAFETY: the page-table page was filled before the shadow page could be found; and as the
         // caller promises, it is not freed.
-        let cells: &'v [AtomicU64] = unsafe { frames::entries(self.host(), page.table(), NR_ENTRIES) };
+        let cells: &'v [AtomicU64] = unsafe { node::entries(self.host(), page.table(), NR_ENTRIES) };
         &cells[index]
     }
 
@@ -170,7 +170,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
 
     /// Writes `bytes` at `gpa`, none beyond the page. Aligned words of 8 and 4 bytes are written at
     /// once, others byte by byte, as the architecture allows. If it writes, it ends the emulated
-    /// write that the caller has [begun](super::frames::Frame::nr_writers).
+    /// write that the caller has [begun](super::rmap::Frame::nr_writers).
     pub(super) fn write_guest(&self, gpa: Gpa, bytes: &[u8]) -> Result<(), NoMemory> {
         self.with_guest_memory(gpa, |pointer, second, frame| {
             if !second.is_writable {

@@ -19,7 +19,7 @@
 //!
 //! - `guest` decodes the guest's tables, `memory` reads them.
 //! - `page`: a shadow page is a hardware page-table page, made from a guest frame in a `role`.
-//! - `frames` has, for each guest frame, the leaf PTEs that map it and the pages made from it.
+//! - `rmap` has, for each guest frame, the leaf PTEs that map it and the pages made from it.
 //! - `walk` and `install` serve the guest's page faults, `write` its writes to its tables.
 //! - `zap` removes PTEs and pages; `sync` compares pages with the guest's tables after a flush.
 //! - `roots` keeps the roots of each vCPU, and knows which of them a flush by the guest concerns.
@@ -76,13 +76,13 @@
 //!
 //! The same page has the rules one by one, `models/shadow.py` what goes wrong without them.
 
-mod frames;
 pub(crate) mod guest;
 mod install;
 mod lock;
 mod memory;
 mod page;
 pub(crate) mod registers;
+mod rmap;
 mod role;
 pub(crate) mod roots;
 mod sync;
@@ -105,11 +105,11 @@ use crate::host::Host;
 use crate::stats::Counter;
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::table::Tree;
+use crate::table::cursor::Cursor;
 use crate::table::entry::{self, State};
 use crate::table::retire::Record;
-use crate::table::walk::Cursor;
-use frames::Frames;
 use page::Pages;
+use rmap::Frames;
 pub(crate) use zap::Debt;
 
 /// P, bit 0 of a shadow PTE (Intel SDM vol. 3A, tables 4-14 to 4-20; AMD APM vol. 2, 5.4.1).

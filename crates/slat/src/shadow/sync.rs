@@ -3,9 +3,9 @@
 
 #![expect(unsafe_code, reason = "entries are reached under the locks that keep their tables")]
 
-use super::frames::Frame;
 use super::install;
 use super::page::{EntryPlace, NR_ENTRIES, PageRef, ShadowPage, SyncState, Target};
+use super::rmap::Frame;
 use super::zap::Debt;
 use super::{Mmu, PRESENT, WRITABLE};
 use crate::addr::{Gva, Level, PAGE_SHIFT};

@@ -13,8 +13,8 @@
 
 use arrayvec::ArrayVec;
 
-use super::frames::Frame;
 use super::page::{EntryPlace, NR_ENTRIES, PageRef, Target};
+use super::rmap::Frame;
 use super::{Mmu, WRITABLE};
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::format::Format;

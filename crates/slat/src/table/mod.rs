@@ -2,19 +2,19 @@
 //!
 //! Read `entry` first: it has the states of a PTE and the transitions between them. `stamp`
 //! invalidates a range beside faults that are under way, `published` holds the ranges in flight.
-//! `generation` bounds how often a directory entry is protected. `frames` turns memory of the host
-//! into page-table pages, `walk` moves through them. `tlb` collects the flushes that are due;
+//! `generation` bounds how often a directory entry is protected. `node` turns memory of the host
+//! into page-table pages, `cursor` moves through them. `tlb` collects the flushes that are due;
 //! `retire` and `record` say when an unlinked page-table page may be freed.
 
+pub(crate) mod cursor;
 pub(crate) mod entry;
-pub(crate) mod frames;
 pub(crate) mod generation;
+pub(crate) mod node;
 pub(crate) mod published;
 mod record;
 pub(crate) mod retire;
 pub(crate) mod stamp;
 pub(crate) mod tlb;
-pub(crate) mod walk;
 
 use alloc::boxed::Box;
 use core::marker::PhantomData;
@@ -106,7 +106,7 @@ impl<H: Host, F: Format> Tree<H, F> {
             Paging::SecondStage => None,
             Paging::Shadow(paging) => Some(Shadow::new(paging)?),
         };
-        let root = frames::new_root::<H, F>(&host).ok_or(Error::OutOfMemory)?;
+        let root = node::new_root::<H, F>(&host).ok_or(Error::OutOfMemory)?;
         let fences = if host.has_barrier_on_all_cpus() { Fences::Remote } else { Fences::Both };
         Ok(memory.fill(Tree {
             host,
@@ -258,6 +258,6 @@ impl<H: Host, F: Format> Drop for Tree<H, F> {
     fn drop(&mut self) {
         self.epochs.free_all_tables::<H, F>(&self.host);
         // SAFETY: this is the end of the tree.
-        unsafe { frames::free_tree(self) }
+        unsafe { node::free_tree(self) }
     }
 }

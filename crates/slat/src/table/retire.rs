@@ -45,7 +45,7 @@ use core::ptr::{self, NonNull};
 use crossbeam_utils::CachePadded;
 
 use super::entry;
-use super::frames;
+use super::node;
 use super::record::IDLE;
 pub(crate) use super::record::{CountedSection, FaultSection, LoneSection, OwnedRecord, RecordGuard, SharedRecord};
 pub(crate) use super::record::{Exclusive, FaultPin, HazardPointer, Protected, Record, Section};
@@ -301,7 +301,7 @@ impl Epochs {
                 // SAFETY: the page was unlinked and flushed before it was retired, all guards that
                 // could reach it are over, and the list it was on is this thread's alone. Roots are
                 // never retired.
-                unsafe { frames::free::<H, F>(host, table, Level::L4K) }
+                unsafe { node::free::<H, F>(host, table, Level::L4K) }
                 freed += 1;
             } else {
                 // SAFETY: it came from a chain, and is off the list now.
@@ -368,8 +368,8 @@ impl Drop for Epochs {
 /// # Safety
 /// The page was pushed to a chain, and is not freed for `'a`.
 unsafe fn chain_cells<'a, H: Host>(host: &H, table: Hpa) -> &'a [AtomicU64] {
-    // SAFETY: as the caller promises, and every page-table page has at least two PTEs (`frames`).
-    unsafe { frames::entries(host, table, 2) }
+    // SAFETY: as the caller promises, and every page-table page has at least two PTEs (`node`).
+    unsafe { node::entries(host, table, 2) }
 }
 
 /// Page-table pages that were unlinked and emptied, linked through their first PTEs. One thread

@@ -10,9 +10,9 @@ use crate::second_stage::install::{self, Changed, NewLeaf, Prepared, Rights};
 use crate::second_stage::zap;
 use crate::sync::{Side, fence_after_rmw};
 use crate::table::Tree;
+use crate::table::cursor::Cursor;
 use crate::table::entry::{self, Stamp, State};
 use crate::table::retire::{FaultPin, Section};
-use crate::table::walk::Cursor;
 
 impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Step 3 for an empty PTE, or for a leaf that the host now allows to be written.

@@ -14,9 +14,9 @@ use crate::format::{Entry, Format};
 use crate::host::{Host, Resolved};
 use crate::stats::Counter;
 use crate::sync::fence_after_rmw;
+use crate::table::cursor::Cursor;
 use crate::table::entry::{self, Stamp};
 use crate::table::retire::{HazardPointer, Section};
-use crate::table::walk::Cursor;
 
 /// Largest batch: no more than a ring that is not soft-full has room for. It is on the stack.
 pub(super) const BATCH_PAGES: usize = 32;

@@ -33,9 +33,9 @@ use crate::second_stage::install::{NewLeaf, Rights};
 use crate::slot::MemoryAttributes;
 use crate::stats::Counter;
 use crate::sync::Side;
+use crate::table::cursor::Cursor;
 use crate::table::entry::{self, State};
 use crate::table::retire::{HazardPointer, Section};
-use crate::table::walk::Cursor;
 
 /// Pages of a window that are mapped as one batch, which is on the stack.
 const GROUP: usize = 8;

@@ -12,10 +12,10 @@ use crate::second_stage::push_down::{self, Others, Pushed};
 use crate::second_stage::{broken, split};
 use crate::stats::Counter;
 use crate::sync::Side;
+use crate::table::cursor::Cursor;
 use crate::table::entry::{self, EntryRef, State};
-use crate::table::frames::TableUse;
+use crate::table::node::TableUse;
 use crate::table::retire::Section;
-use crate::table::walk::Cursor;
 
 /// How often a fault reads a broken PTE before it aborts the recovery. A running recovery is mostly
 /// over by then; aborting it costs as much as it does, and one more fault. A recovery whose thread

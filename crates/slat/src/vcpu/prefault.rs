@@ -23,9 +23,9 @@ use crate::second_stage::install::{self, Changed, NewLeaf, Prepared, Rights};
 use crate::slot::MemoryRegionFlags;
 use crate::stats::Counter;
 use crate::sync::Side;
+use crate::table::cursor::{self, Cursor};
 use crate::table::entry::{self, Stamp, State};
 use crate::table::retire::{Exclusive, FaultPin, HazardPointer};
-use crate::table::walk::{self, Cursor};
 
 impl<H: Host, F: Format> Vcpu<H, F> {
     /// Maps the `size_bytes` bytes from `gpa` on, so that `access` to them does not fault. What is
@@ -287,7 +287,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let (max_opened, tracking) = (self.max_opened(), tree.config.access_tracking);
         let leaf_level = Level(LEVEL);
         let leaf_pages = leaf_level.nr_pages();
-        let first_index = walk::index_of::<F>(pages.start, leaf_level);
+        let first_index = cursor::index_of::<F>(pages.start, leaf_level);
         let nr_wanted = (pages.nr_pages() / leaf_pages) as usize;
         let run_from = |gfn, resolved, leaf| {
             let leaf = NewLeaf { level: leaf_level, used: None, ..leaf };

@@ -15,7 +15,7 @@
 
 use super::Tree;
 use super::entry::{self, EntryRef, State};
-use super::frames;
+use super::node;
 use super::retire::Section;
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::format::{Entry, Format};
@@ -41,7 +41,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     #[inline]
     pub(crate) fn new(tree: &'s Tree<H, F>, section: &'s Section<'s>, gfn: Gfn) -> Cursor<'s, H, F> {
         // SAFETY: it is the root.
-        let table = unsafe { frames::linked_entries::<H, F>(&tree.host, section, tree.root(), F::ROOT_LEVEL) };
+        let table = unsafe { node::linked_entries::<H, F>(&tree.host, section, tree.root(), F::ROOT_LEVEL) };
         Cursor { tree, section, table, above: Entry(F::WRITABLE), level: F::ROOT_LEVEL, gfn }
     }
 
@@ -115,7 +115,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         let table = F::address(value, self.level);
         // SAFETY: the current PTE is in a page-table page of the tree that was reached inside the
         // guard.
-        unsafe { frames::linked_entries::<H, F>(&self.tree.host, self.section, table, self.level.down()) }
+        unsafe { node::linked_entries::<H, F>(&self.tree.host, self.section, table, self.level.down()) }
     }
 
     /// Back to the root, for the same frame.
@@ -173,7 +173,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
                 let table = F::address(value, level);
                 level = level.down();
                 // SAFETY: read in a page-table page of the tree that was reached inside the guard.
-                cursor.table = unsafe { frames::linked_entries::<H, F>(&tree.host, section, table, level) };
+                cursor.table = unsafe { node::linked_entries::<H, F>(&tree.host, section, table, level) };
                 cursor.above = value;
             }
         }
@@ -265,5 +265,5 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
 /// Index of `gfn` in a page-table page whose PTEs have `level`.
 #[inline]
 pub(crate) fn index_of<F: Format>(gfn: Gfn, level: Level) -> usize {
-    (gfn.0 / level.nr_pages()) as usize & (frames::nr_entries::<F>(level) - 1)
+    (gfn.0 / level.nr_pages()) as usize & (node::nr_entries::<F>(level) - 1)
 }
