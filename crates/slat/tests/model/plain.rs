@@ -341,7 +341,7 @@ impl Model {
         let may_write = !slot.flags.contains(READONLY);
         let first_write_faults =
             self.writes_are_unseen() || (slot.flags.contains(LOG) && self.first_write_faults(Level::L4K));
-        // Of frames that follow each other the host is asked for the first only, in each group of 16 pages.
+        // Of frames that follow each other the host is asked for the first only, in each group of 8 pages.
         let (mut group, mut told) = (u64::MAX, Gfn(0));
         let mut around = Vec::new();
         let window = self.window(gfn);
@@ -350,8 +350,8 @@ impl Model {
             if !slot.range.contains(gfn) || !is_free || !slot.goes_along(gfn) {
                 continue;
             }
-            if gfn.0 / 16 != group {
-                (group, told) = (gfn.0 / 16, gfn);
+            if gfn.0 / 8 != group {
+                (group, told) = (gfn.0 / 8, gfn);
             }
             if gfn >= told {
                 if !is_resident(gfn.0 - slot.range.start.0) {
