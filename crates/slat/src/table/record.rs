@@ -12,7 +12,7 @@
 //! for one thing: to protect another, the caller drops the first. [`retire`](super::retire) has the
 //! protocol.
 
-#![expect(unsafe_code, reason = "a record is its owner's although all threads reach it")]
+#![expect(unsafe_code, reason = "a participant is its owner's although others reach it")]
 
 use core::cell::Cell;
 use core::marker::PhantomData;
