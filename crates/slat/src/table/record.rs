@@ -102,7 +102,7 @@ impl SharedRecord {
 pub(crate) struct Record {
     shared: SharedRecord,
     /// The owner is one thread: this is not `Sync`.
-    one_thread: PhantomData<Cell<()>>,
+    not_sync: PhantomData<Cell<()>>,
 }
 
 impl Deref for Record {
