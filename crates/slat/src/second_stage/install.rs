@@ -6,6 +6,8 @@
 //! compare-and-exchange. [`Changed`] means that another thread or hardware was faster; the fault
 //! starts over.
 
+#![expect(unsafe_code, reason = "links the tables that it has prepared")]
+
 use super::age::AccessTracking;
 use crate::addr::{Access, Level, Pfn};
 use crate::format::{Entry, Format};
@@ -125,7 +127,8 @@ pub(crate) fn link<H: Host, F: Format>(
         let inside = cursor::index_of::<F>(cursor.gfn(), level);
         // The caller has flushed the PTE, if that was needed.
         let beside = entry::empty(stamp.flushed());
-        new = cache.prepare::<H, F>(host, nr_tables, |index| if index == inside { new } else { beside });
+        // SAFETY: `linked` follows the exchange at once.
+        new = unsafe { cache.prepare::<H, F>(host, nr_tables, |index| if index == inside { new } else { beside }) };
         nr_tables += 1;
         level = level.up();
     }
@@ -179,7 +182,8 @@ pub(crate) fn split_into<H: Host, F: Format>(
     whole: Entry,
 ) -> Result<(), Changed> {
     let level = cursor.level();
-    let table = prepare_parts::<H, F>(host, cache, whole, level);
+    // SAFETY: `linked` follows the exchange at once.
+    let table = unsafe { prepare_parts::<H, F>(host, cache, whole, level) };
     // If hardware sets A or D of the huge leaf meanwhile, the exchange fails, and the next try
     // copies them.
     cursor.entry().compare_exchange::<F>(value, table).map_err(|_| Changed)?;
@@ -191,8 +195,19 @@ pub(crate) fn split_into<H: Host, F: Format>(
 
 /// Fills a page-table page of the cache with the parts of the huge leaf `whole` of `level`. Returns
 /// the directory entry that links it.
-pub(crate) fn prepare_parts<H: Host, F: Format>(host: &H, cache: &mut TableCache, whole: Entry, level: Level) -> Entry {
-    let mut parts_of = |level| cache.prepare::<H, F>(host, 0, |index| entry::part_of_huge::<F>(whole, level, index));
+///
+/// # Safety
+/// As for [`TableCache::prepare`].
+pub(crate) unsafe fn prepare_parts<H: Host, F: Format>(
+    host: &H,
+    cache: &mut TableCache,
+    whole: Entry,
+    level: Level,
+) -> Entry {
+    let mut parts_of = |level| {
+        // SAFETY: as the caller promises.
+        unsafe { cache.prepare::<H, F>(host, 0, |index| entry::part_of_huge::<F>(whole, level, index)) }
+    };
     match level {
         // A constant level for all but one split in 512. So the shifts are constants, too, which
         // are most of the work.

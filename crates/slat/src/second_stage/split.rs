@@ -227,7 +227,8 @@ fn break_leaf<H: Host, F: Format>(
     }
     let keeps_write = without_rings.is_some() && slots.find(&locked.section, gfn).is_some_and(|slot| !slot.logs());
     let whole = if keeps_write || !F::is_present(value) { value } else { Entry(value.0 & !F::WRITABLE) };
-    let table = install::prepare_parts::<H, F>(&tree.host, tables, whole, level);
+    // SAFETY: `linked` follows the exchange at once.
+    let table = unsafe { install::prepare_parts::<H, F>(&tree.host, tables, whole, level) };
     let broken = entry::broken(F::address(table, level), Breaking::Split);
     cursor.entry().compare_exchange::<F>(value, broken).map_err(|_| Changed)?;
     // Other threads may find the page-table page from now on: it never goes back to the cache.

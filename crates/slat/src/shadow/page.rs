@@ -281,9 +281,12 @@ impl ShadowPage {
 
     /// Ends [`ShadowPage::pin`]. `true` if the page is an orphan and this was the last pin: then
     /// the caller frees it.
+    ///
+    /// # Safety
+    /// The pin is the caller's, and the page is not used by it any more.
     #[inline]
     #[must_use]
-    pub(super) fn unpin(&self) -> bool {
+    pub(super) unsafe fn unpin(&self) -> bool {
         let mut life = self.life.load(Ordering::Relaxed);
         loop {
             let is_last = life & LIFE_ORPHAN != 0 && life & LIFE_PINS == 1;

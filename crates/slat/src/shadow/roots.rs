@@ -31,6 +31,8 @@
 //! list, is in sync for this vCPU. The vCPU may switch to it as it is, if the guest allows that
 //! (bit 63 of CR3).
 
+#![expect(unsafe_code, reason = "ends the pins of the pages that were its roots")]
+
 use arrayvec::ArrayVec;
 
 use super::Mmu;
@@ -202,7 +204,8 @@ impl Roots {
     /// ([`ShadowStrategy::Baseline`]).
     fn drop_current<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>) {
         if let Some(page) = self.roots[self.current].page.take() {
-            mmu.unpin(page);
+            // SAFETY: the pin of the root, which has given up the page.
+            unsafe { mmu.unpin(page) }
             let mut debt = Debt::new();
             mmu.zap_tree(page, &mut debt);
             debt.pay(&mmu);
@@ -232,7 +235,9 @@ impl Roots {
             mmu.count(if is_hit { Counter::RootHits } else { Counter::RootMisses });
             self.current = place;
             if let Some(old) = old {
-                mmu.unpin(old);
+                // SAFETY: the pin of the root that was the current one. If it becomes that again, it
+                // pins the page anew.
+                unsafe { mmu.unpin(old) }
             }
         }
         self.roots[self.current].used_at = self.now;
@@ -474,7 +479,8 @@ impl Roots {
             // The page died while it was pinned; or the root was empty, and its table has memory
             // now.
             root.page = None;
-            mmu.unpin(page);
+            // SAFETY: the pin of the root, which has given up the page.
+            unsafe { mmu.unpin(page) }
         }
         // The guest may load CR3 with anything, and records of frames are kept only for memory.
         let (gfn, role) = if has_table() { (gfn, root.role) } else { (Gfn(0), root.role.empty_root()) };
@@ -541,7 +547,8 @@ impl Roots {
     /// Ends the vCPU's use of the shadow page tables. The last vCPU removes all pages.
     pub(crate) fn end<H: Host, F: Format>(&mut self, mmu: Mmu<'_, H, F>) {
         if let Some(page) = self.roots[self.current].page.take() {
-            mmu.unpin(page);
+            // SAFETY: the pin of the root, which has given up the page.
+            unsafe { mmu.unpin(page) }
         }
         // AcqRel: the last vCPU reads what all others have stored.
         if mmu.shadow.nr_vcpus.fetch_sub(1, Ordering::AcqRel) == 1 {

@@ -11,6 +11,8 @@
 
 #![expect(unsafe_code, reason = "entries are reached under the locks that keep their tables")]
 
+use core::mem;
+
 use arrayvec::ArrayVec;
 
 use super::page::{EntryPlace, NR_ENTRIES, PageRef, Target};
@@ -58,21 +60,25 @@ impl Debt {
 
     /// Flushes all CPUs if there is a change to flush.
     pub(super) fn pay<H: Host, F: Format>(&mut self, mmu: &Mmu<'_, H, F>) {
-        if !self.is_owed {
-            return;
-        }
-        mmu.flush_cpus(&[mmu.tree.whole()]);
-        self.settle(mmu);
+        self.end(mmu, || mmu.flush_cpus(&[mmu.tree.whole()]));
     }
 
     /// Ends the batch without a flush: the caller has flushed the CPUs.
     pub(crate) fn settle<H: Host, F: Format>(&mut self, mmu: &Mmu<'_, H, F>) {
+        self.end(mmu, || ());
+    }
+
+    fn end<H: Host, F: Format>(&mut self, mmu: &Mmu<'_, H, F>, flush: impl FnOnce()) {
         if !self.is_owed {
             return;
         }
+        // Taken first: if the flush panics, the page-table pages are leaked and the count stays, for
+        // CPUs may use what was zapped still.
         self.is_owed = false;
+        let tables = mem::replace(&mut self.tables, TableChain::new());
+        flush();
         mmu.shadow.nr_debts.fetch_sub(1, Ordering::SeqCst);
-        mmu.tree.epochs.retire_tables(mmu.host(), core::mem::replace(&mut self.tables, TableChain::new()));
+        mmu.tree.epochs.retire_tables(mmu.host(), tables);
         mmu.tree.reclaim();
     }
 }
@@ -304,7 +310,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             }
         }
         self.count(Counter::ShadowPagesZapped);
-        if page.unpin() {
+        // SAFETY: the pin of `die`.
+        if unsafe { page.unpin() } {
             // SAFETY: the page is dead, and this was the last pin.
             unsafe { self.free_page(reference, debt) }
         }
@@ -324,8 +331,12 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     }
 
     /// Ends the pin of a vCPU that has another root now.
-    pub(super) fn unpin(&self, reference: PageRef) {
-        if self.shadow.pages.get(reference.number).unpin() {
+    ///
+    /// # Safety
+    /// As for [`ShadowPage::unpin`](super::page::ShadowPage::unpin).
+    pub(super) unsafe fn unpin(&self, reference: PageRef) {
+        // SAFETY: as the caller promises.
+        if unsafe { self.shadow.pages.get(reference.number).unpin() } {
             let mut debt = Debt::new();
             // SAFETY: as in `zap_page`.
             unsafe { self.free_page(reference, &mut debt) }

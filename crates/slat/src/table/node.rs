@@ -229,8 +229,12 @@ impl TableCache {
 
     /// Stores each PTE of the `nth` page-table page, and returns the PTE that links it. The page
     /// stays in the cache until [`TableCache::linked`].
+    ///
+    /// # Safety
+    /// A caller that makes the page reachable for others calls [`TableCache::linked`] for it before
+    /// anything else is done with the cache, which would store to the page, or free it.
     #[inline]
-    pub(crate) fn prepare<H: Host, F: Format>(
+    pub(crate) unsafe fn prepare<H: Host, F: Format>(
         &mut self,
         host: &H,
         nth: usize,

@@ -18,7 +18,7 @@ use crate::sync::{AtomicU64, Ordering};
 /// Enough for a reader that is overtaken by a retirement and its reclaim, and comes back.
 const PREEMPTIONS: usize = 3;
 
-fn check(model: fn()) {
+fn check(model: impl Fn() + Send + Sync + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound.get_or_insert(PREEMPTIONS);
     builder.check(model);
@@ -89,13 +89,13 @@ impl World {
     }
 }
 
-#[test]
-fn what_a_section_finds_is_not_freed_in_it() {
-    check(|| {
+/// Checks `read`, which reads thing 0, beside the retirement of that thing.
+fn check_beside_a_retirement(read: fn(&World)) {
+    check(move || {
         let world = World::new();
         let reader = thread::spawn({
             let world = Arc::clone(&world);
-            move || world.read_in_a_call(0)
+            move || read(&world)
         });
         world.retire(0);
         reader.join().expect("no check fails");
@@ -103,53 +103,42 @@ fn what_a_section_finds_is_not_freed_in_it() {
 }
 
 #[test]
+fn what_a_section_finds_is_not_freed_in_it() {
+    check_beside_a_retirement(|world| world.read_in_a_call(0));
+}
+
+#[test]
 fn sections_of_a_record_protect_in_whichever_order_they_end() {
-    check(|| {
-        let world = World::new();
-        let reader = thread::spawn({
-            let world = Arc::clone(&world);
-            move || {
-                let record = world.epochs.borrow_record().expect("memory for a record");
-                let first = world.epochs.enter(&record);
-                let is_found = world.things[0].is_linked();
-                let second = world.epochs.enter(&record);
-                if is_found {
-                    world.things[0].use_memory();
-                }
-                drop(first);
-                if world.things[0].is_linked() {
-                    world.things[0].use_memory();
-                }
-                drop(second);
-            }
-        });
-        world.retire(0);
-        reader.join().expect("no check fails");
+    check_beside_a_retirement(|world| {
+        let record = world.epochs.borrow_record().expect("memory for a record");
+        let first = world.epochs.enter(&record);
+        let is_found = world.things[0].is_linked();
+        let second = world.epochs.enter(&record);
+        if is_found {
+            world.things[0].use_memory();
+        }
+        drop(first);
+        if world.things[0].is_linked() {
+            world.things[0].use_memory();
+        }
+        drop(second);
     });
 }
 
 #[test]
 fn a_section_in_that_of_a_fault_does_not_end_it() {
-    check(|| {
-        let world = World::new();
-        let fault = thread::spawn({
-            let world = Arc::clone(&world);
-            move || {
-                let mut owned = world.epochs.take_record().expect("memory for a record");
-                // SAFETY: the epochs are alive, and the record is released when all of it is over.
-                let (record, own) = unsafe { (owned.get(), owned.exclusive()) };
-                let section = world.epochs.enter_fault(own.pin);
-                drop(world.epochs.enter(record));
-                if world.things[0].is_linked() {
-                    world.things[0].use_memory();
-                }
-                drop(section);
-                // SAFETY: as above.
-                unsafe { owned.release() }
-            }
-        });
-        world.retire(0);
-        fault.join().expect("no check fails");
+    check_beside_a_retirement(|world| {
+        let mut owned = world.epochs.take_record().expect("memory for a record");
+        // SAFETY: the epochs are alive, and the record is released when all of it is over.
+        let (record, own) = unsafe { (owned.get(), owned.exclusive()) };
+        let section = world.epochs.enter_fault(own.pin);
+        drop(world.epochs.enter(record));
+        if world.things[0].is_linked() {
+            world.things[0].use_memory();
+        }
+        drop(section);
+        // SAFETY: as above.
+        unsafe { owned.release() }
     });
 }
 

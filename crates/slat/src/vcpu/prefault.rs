@@ -11,6 +11,8 @@
 //! A new leaf counts as not used: A and D stay clear where CPUs set them. A leaf through which
 //! access was restored counts as used.
 
+#![expect(unsafe_code, reason = "prepares the table that is linked then")]
+
 use super::batch::{BATCH_PAGES, Batch, Missing, NOTHING, Run};
 use super::{Fault, Found, InstallPlan, Plan, Step, Vcpu};
 use crate::addr::{Access, Gfn, GfnRange, Gpa, Level, PAGE_SHIFT, PAGE_SIZE};
@@ -300,7 +302,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let mut any_writable = first.rights == Rights::Writable;
         // The other PTEs inherit the sequence number of the PTE that this page-table page will be
         // linked to.
-        let table = self.tables.prepare::<H, F>(host, 0, |index| {
+        let entry = |index: usize| {
             let nth = index.wrapping_sub(first_index);
             if nth >= nr_known {
                 return entry::empty(seen.flushed());
@@ -319,7 +321,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 }
             }
             value
-        });
+        };
+        // SAFETY: `install::link` is given the page with its count, and calls `linked`.
+        let table = unsafe { self.tables.prepare::<H, F>(host, 0, entry) };
         let filled = GfnRange::new(pages.start, nr_known as u64 * leaf_pages);
         let level = leaf_level.up();
         let locked = tree.enter(self.record, Side::Read);

@@ -161,7 +161,7 @@ fn flushed_beside<F: Format>() {
         drop(world.vm.invalidate_range(first).unwrap());
         assert!(world.vm.host().was_overtaken());
         assert_eq!(told.recv().unwrap(), Ok(Outcome::Resume));
-        // Each invalidation flushes its range in any case; what the first has taken away, with it.
+        // Each invalidation flushes its range in any case; what the first has zapped, with it.
         let block = GfnRange::new(SLOT.gfn(0), BIG);
         assert_eq!(world.take_flushes().concat(), [block, neighbours[0], neighbours[1], block]);
         assert_eq!(world.at(SLOT.gfn(3)).unwrap().level, Level::L4K);

@@ -59,7 +59,7 @@ fn invalidate_at_each<F: Format>(vm: &Arc<Vm<TestHost, F>>, call: Call, neighbou
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Before {
     Nothing,
-    /// A huge leaf, which an invalidation of a part has taken away as a whole, for want of memory. Where a break must come
+    /// A huge leaf, which an invalidation of a part has zapped as a whole, for want of memory. Where a break must come
     /// before a make, its entry is unflushed.
     HugeLeaf,
 }
