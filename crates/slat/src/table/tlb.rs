@@ -98,13 +98,24 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
     }
 
     fn flush_by(&mut self, flush: impl FnOnce(&[GfnRange])) {
-        // Taken first: if the flush panics, the page-table pages are leaked, since CPUs may still
-        // walk them.
-        let (ranges, unlinked) = (mem::take(&mut self.ranges), mem::replace(&mut self.unlinked, TableChain::new()));
-        if !ranges.is_empty() {
-            flush(&ranges);
+        // Taken first: if the flush panics, the page-table pages are leaked, for CPUs may walk them
+        // still.
+        let unlinked = mem::replace(&mut self.unlinked, TableChain::new());
+        if !self.ranges.is_empty() {
+            let ranges = ClearedAtEnd(&mut self.ranges);
+            flush(ranges.0);
         }
         self.tree.epochs.retire_tables(&self.tree.host, unlinked);
+    }
+}
+
+/// Ranges that are cleared when their flush ends, also by a panic: the batch does not flush them
+/// again.
+struct ClearedAtEnd<'r>(&'r mut ArrayVec<GfnRange, MAX_RANGES>);
+
+impl Drop for ClearedAtEnd<'_> {
+    fn drop(&mut self) {
+        self.0.clear();
     }
 }
 
