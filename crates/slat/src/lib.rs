@@ -177,7 +177,7 @@ pub use dirty::ring::{
     DIRTY_RING_RESERVE, DirtyPage, DirtyRing, DirtyRingEntry, MAX_DIRTY_RING_ENTRIES, MIN_DIRTY_RING_ENTRIES,
 };
 pub use error::Error;
-pub use format::{Entry, Ept, Format, Npt, Stage2, Sv39x4, Sv48x4};
+pub use format::{Ept, Format, Npt, Pte, Stage2, Sv39x4, Sv48x4};
 pub use host::{AllocationWait, Gone, Host, Resolved, TableNode, ZappedLeaf};
 pub use second_stage::age::AccessTracking;
 pub use second_stage::invalidate::Invalidation;

@@ -136,9 +136,9 @@ counters! {
     /// Leaves that were write-protected for logging, one by one, or whose dirty bit was cleared.
     Protected protected,
     /// Directory entries that were protected. Each write-protects all leaves below.
-    TablesClosed tables_closed,
+    TablesProtected tables_protected,
     /// Protected directory entries to which faults restored W.
-    TablesOpened tables_opened,
+    TablesUnprotected tables_unprotected,
     /// PTEs (leaves and directory entries) that were zapped, and recoveries that were aborted.
     Zapped zapped,
     /// Leaves of 4 KiB that were zapped.

@@ -25,10 +25,10 @@
 //! a fault needs one guard and no second walk.
 //!
 //! # Why it is correct
-//! `table/stamp.rs` has the argument for installing on the invalidation sequence number that the
+//! `table/seq.rs` has the argument for installing on the invalidation sequence number that the
 //! look read. `dirty/log.rs` has the one for marking after W was restored.
 
-#![expect(unsafe_code, reason = "the vCPU's record is kept alive by its VM")]
+#![expect(unsafe_code, reason = "the vCPU's participant is kept alive by its VM")]
 
 mod act;
 mod batch;
@@ -63,9 +63,9 @@ use crate::stats::{Counter, is_sampled};
 use crate::sync::Locking;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
-use crate::table::entry::{self, State};
 use crate::table::node::{TableCache, TableUse};
-use crate::table::retire::{Exclusive, FaultPin, HazardPointer, OwnedRecord, Record, Section};
+use crate::table::pte::{self, State};
+use crate::table::retire::{Exclusive, FaultPin, Guard, HazardPointer, OwnedParticipant, Participant};
 use crate::vm::Vm;
 
 /// After so many overtaking invalidations a fault maps a small page where a larger one would do.
@@ -87,7 +87,7 @@ enum PageState {
 /// The memory side of one virtual CPU. One thread uses it at a time.
 pub struct Vcpu<H: Host, F: Format> {
     vm: Arc<Vm<H, F>>,
-    record: OwnedRecord,
+    participant: OwnedParticipant,
     /// Where the pages are recorded that this vCPU makes writable, if the VM logs by rings.
     ring: Option<OwnedRing>,
     tables: TableCache,
@@ -98,18 +98,18 @@ pub struct Vcpu<H: Host, F: Format> {
 impl<H: Host, F: Format> Vcpu<H, F> {
     pub(crate) fn new(vm: Arc<Vm<H, F>>) -> Result<Vcpu<H, F>, Error> {
         let roots = Vcpu::new_roots(&vm)?;
-        let mut record = vm.tree.epochs.take_record()?;
+        let mut participant = vm.tree.epochs.take_participant()?;
         match vm.tree.rings.take() {
             Ok(ring) => {
                 if let Some(shadow) = &vm.tree.shadow {
                     shadow.add_vcpu();
                 }
-                Ok(Vcpu { vm, record, ring, tables: TableCache::new(), roots })
+                Ok(Vcpu { vm, participant, ring, tables: TableCache::new(), roots })
             }
             Err(error) => {
                 // SAFETY: `vm` keeps the epochs that it came from alive, and it is not used after
                 // this.
-                unsafe { record.release() }
+                unsafe { participant.release() }
                 Err(error)
             }
         }
@@ -135,8 +135,8 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     pub fn log_modifications(&mut self, written: &[Gpa]) {
         // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the participant came
         // from.
-        let record = unsafe { self.record.get() };
-        log::mark_written(&self.vm.slots, &self.vm.tree.epochs, record, written);
+        let participant = unsafe { self.participant.get() };
+        log::mark_written(&self.vm.slots, &self.vm.tree.epochs, participant, written);
     }
 
     /// Handles a second-stage fault: the guest did `access` at `gpa`, and the page tables did not
@@ -164,19 +164,19 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// let (gpa, access) = (Gpa(0x3008), Access::Read);
     /// match vcpu.handle_fault(gpa, access)? {
     ///     Outcome::Resume => { /* run the guest again */ }
-    ///     Outcome::Exit(Exit::Mmio { gpa, access }) => panic!("emulate a device: {access:?} at {gpa}"),
-    ///     Outcome::Exit(exit) => panic!("see to {exit:?} first"),
-    /// }
-    /// // A write to a read-only memslot is for a device, such as a flash memory.
-    /// assert!(matches!(vcpu.handle_fault(gpa, Access::Write)?, Outcome::Exit(Exit::Mmio { .. })));
+    ///     Outcome::Exit(Exit::Mmio { gpa, access }) => panic!("emulate a device: {access:?} at
+    ///     {gpa}"), Outcome::Exit(exit) => panic!("see to {exit:?} first"), } // A write to a
+    ///     read-only memslot is for a device, such as a flash memory.
+    ///     assert!(matches!(vcpu.handle_fault(gpa, Access::Write)?, Outcome::Exit(Exit::Mmio { ..
+    ///     })));
     /// # Ok(())
     /// # }
     /// ```
     pub fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, Error> {
         let (mut fault, own) = self.fault(gpa, access)?;
-        let record = fault.record;
-        let nr_faults = record.stats.get(Counter::Faults);
-        record.stats.count(Counter::Faults);
+        let participant = fault.participant;
+        let nr_faults = participant.stats.get(Counter::Faults);
+        participant.stats.count(Counter::Faults);
         // Early, so that a short run has a sample. But not the first fault of a period: the very
         // first fault of a vCPU, with cold caches, represents no other.
         if is_sampled(nr_faults) {
@@ -199,11 +199,11 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         let gfn = self.vm.check_gpa(gpa)?;
         // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the participant came
         // from. The exclusive part is used by this fault alone, because the fault borrows the vCPU.
-        let (record, own) = unsafe { (self.record.get(), self.record.exclusive()) };
+        let (participant, own) = unsafe { (self.participant.get(), self.participant.exclusive()) };
         // SAFETY: as above: the VM keeps its rings alive, too.
         let ring = self.ring.as_ref().map(|ring| unsafe { ring.get() });
         let (tree, slots, tables) = (&*self.vm.tree, &self.vm.slots, &mut self.tables);
-        Ok((Fault { tree, slots, record, ring, tables, gfn, gpa, access, nr_overtaken: 0, timing: None }, own))
+        Ok((Fault { tree, slots, participant, ring, tables, gfn, gpa, access, nr_overtaken: 0, timing: None }, own))
     }
 }
 
@@ -212,10 +212,10 @@ impl<H: Host, F: Format> Drop for Vcpu<H, F> {
         self.drop_roots();
         // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the participant came
         // from.
-        let record = unsafe { self.record.get() };
-        self.tables.drain::<H, F>(&self.vm.tree.host, &record.stats);
+        let participant = unsafe { self.participant.get() };
+        self.tables.drain::<H, F>(&self.vm.tree.host, &participant.stats);
         // SAFETY: as above, and the participant is not used after this.
-        unsafe { self.record.release() }
+        unsafe { self.participant.release() }
         match &mut self.ring {
             // SAFETY: as above: the VM keeps its rings alive, too, and the ring is not used after
             // this.
@@ -239,7 +239,7 @@ fn installed(level: Level) -> Counter {
 struct Fault<'v, H: Host, F: Format> {
     tree: &'v Tree<H, F>,
     slots: &'v Slots<H::Backing>,
-    record: &'v Record,
+    participant: &'v Participant,
     ring: Option<&'v DirtyRing>,
     tables: &'v mut TableCache,
     gfn: Gfn,
@@ -278,7 +278,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                     }
                     Some(error) => return Err(error),
                 },
-                Plan::TakenAway => {
+                Plan::BeingInvalidated => {
                     // The guest comes back. The thread that invalidates the page is not a vCPU, so
                     // let it run here.
                     self.count(Counter::Retries);
@@ -320,7 +320,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
 
     #[inline]
     fn count(&self, counter: Counter) {
-        self.record.stats.count(counter);
+        self.participant.stats.count(counter);
     }
 
     #[inline]
@@ -346,12 +346,12 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// Marks the pages of this fault's leaf of `level`, which is writable by now, if their memslot
     /// logs.
     #[inline(always)]
-    fn mark_leaf(&self, section: &Section<'_>, level: Level) {
+    fn mark_leaf(&self, guard: &Guard<'_>, level: Level) {
         let (slots, gfn) = (self.slots, self.gfn);
         if level == Level::L4K {
-            log::mark_page_if_logging(slots, section, self.ring, gfn);
+            log::mark_page_if_logging(slots, guard, self.ring, gfn);
         } else {
-            log::mark_if_logging(slots, section, self.ring, gfn, gfn.block(level));
+            log::mark_if_logging(slots, guard, self.ring, gfn, gfn.block(level));
         }
     }
 
@@ -359,31 +359,33 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[inline]
     fn look<'r>(&self, pin: FaultPin<'_>, hazard: HazardPointer<'r>) -> Plan<'r, H::Backing> {
         let (tree, slots) = (self.tree, self.slots);
-        let section = tree.epochs.enter_fault(pin);
-        // The PTE first, then the ranges in flight and the memslot: see `table/stamp.rs`.
-        let (cursor, value, state) = Cursor::at_lowest(tree, &section, self.gfn);
+        let guard = tree.epochs.pin_fault(pin);
+        // The PTE first, then the ranges in flight and the memslot: see `table/seq.rs`.
+        let (cursor, value, state) = Cursor::at_lowest(tree, &guard, self.gfn);
         let writes = self.access == Access::Write;
-        let is_closed = writes && cursor.is_closed();
+        let is_protected = writes && cursor.is_protected();
         let found = match state {
-            State::Leaf if !writes || (entry::is_writable::<F>(value) && !is_closed) => {
+            State::Leaf if !writes || (pte::is_writable::<F>(value) && !is_protected) => {
                 let level = cursor.level();
-                return if entry::is_marked::<F>(value, self.access) {
+                return if pte::is_marked::<F>(value, self.access) {
                     Plan::Spurious(level)
                 } else {
                     Plan::SetMarks(level)
                 };
             }
-            State::Leaf | State::Tracked if !writes || entry::is_host_writable::<F>(value) => Found::Lacking(value),
+            State::Leaf | State::Tracked if !writes || pte::is_host_writable::<F>(value) => Found::Lacking(value),
             // A leaf has no sequence number; see `install_instead`.
-            State::Leaf | State::Tracked => Found::ReadOnly(value, tree.current_stamp()),
-            State::Empty(stamp) => Found::Empty(stamp),
+            State::Leaf | State::Tracked => Found::ReadOnly(value, tree.current_seq()),
+            State::Empty(seq) => Found::Empty(seq),
             State::Broken => return Plan::Cancel,
             State::Table | State::Frozen => unreachable!("descend_to_lowest passes them"),
         };
-        let Some(max_level) = tree.published.free_level(self.gfn, cursor.level()) else { return Plan::TakenAway };
-        let Some(slot) = slots.find(&section, self.gfn) else { return Plan::Exit };
+        let Some(max_level) = tree.in_flight.free_level(self.gfn, cursor.level()) else {
+            return Plan::BeingInvalidated;
+        };
+        let Some(slot) = slots.find(&guard, self.gfn) else { return Plan::Exit };
         let (attributes, max_level) = if slot.flags().intersects(NEEDS_PAGE_STATE) {
-            match self.check_page_state(&section, max_level) {
+            match self.check_page_state(&guard, max_level) {
                 PageState::May(attributes, max_level) => (attributes, max_level),
                 PageState::Exit => return Plan::Exit,
                 PageState::UserfaultPending => return Plan::UserfaultPending,
@@ -403,17 +405,17 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             });
         };
         let is_locked = tree.locking() != Locking::None;
-        let restored = if is_closed {
+        let restored = if is_protected {
             if is_locked {
                 return Plan::OnLeaf(LeafPlan::PushDown);
             }
-            self.push_down_in(&section).map(|_| ())
+            self.push_down_in(&guard).map(|_| ())
         } else if writes && self.splits(cursor.level(), slot.logs()) {
             return Plan::OnLeaf(LeafPlan::Split(leaf, cursor.level()));
         } else if is_locked {
             return Plan::OnLeaf(LeafPlan::Restore(leaf));
         } else {
-            self.restore_at(cursor.entry(), &section, leaf)
+            self.restore_at(cursor.pte(), &guard, leaf)
         };
         match restored {
             Ok(()) => Plan::Restored,
@@ -424,9 +426,9 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// Reads what user space allows for the page: its attributes and the largest leaf up to
     /// `max_level`, or what the fault does instead of mapping the page.
     #[cold]
-    fn check_page_state(&self, section: &Section<'_>, max_level: Level) -> PageState {
+    fn check_page_state(&self, guard: &Guard<'_>, max_level: Level) -> PageState {
         // Looked up a second time, so that faults in plain memslots keep theirs in registers.
-        let Some(slot) = self.slots.find(section, self.gfn) else { return PageState::Exit };
+        let Some(slot) = self.slots.find(guard, self.gfn) else { return PageState::Exit };
         if self.access == Access::Write && slot.flags().contains(MemoryRegionFlags::READONLY) {
             return PageState::Exit;
         }
@@ -448,9 +450,9 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[inline(never)]
     fn limit_to_alike(&self, largest: Level) -> Level {
         let (tree, slots) = (self.tree, self.slots);
-        let section = tree.epochs.enter(self.record);
+        let guard = tree.epochs.pin(self.participant);
         let mut level = Level::L4K;
-        if let Some(slot) = slots.find(&section, self.gfn) {
+        if let Some(slot) = slots.find(&guard, self.gfn) {
             // From below, because blocks that differ are mostly found early.
             while level < largest.min(Level::L1G) && slot.are_alike(self.gfn.block(level.up())) {
                 level = level.up();
@@ -463,8 +465,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// meantime.
     #[cold]
     fn userfault_exit(&self) -> Option<Error> {
-        let section = self.tree.epochs.enter(self.record);
-        self.slots.find(&section, self.gfn)?.check_userfault(self.gfn).err()
+        let guard = self.tree.epochs.pin(self.participant);
+        self.slots.find(&guard, self.gfn)?.check_userfault(self.gfn).err()
     }
 
     /// Step 2: asks the host for the frame.
@@ -511,17 +513,17 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[inline(never)]
     fn check_gone(&self, found: Found, attributes: MemoryAttributes) -> Result<(), Error> {
         let (tree, slots) = (self.tree, self.slots);
-        let section = tree.epochs.enter(self.record);
-        let mut cursor = Cursor::new(tree, &section, self.gfn);
+        let guard = tree.epochs.pin(self.participant);
+        let mut cursor = Cursor::new(tree, &guard, self.gfn);
         // In the order of `look`. A change that is over has left another sequence number.
         let (value, state) = cursor.descend_to_lowest();
         let is_same = match found {
-            Found::Empty(stamp) => state == State::Empty(stamp),
-            Found::ReadOnly(leaf, stamp) => value == leaf && tree.current_stamp() == stamp,
+            Found::Empty(seq) => state == State::Empty(seq),
+            Found::ReadOnly(leaf, seq) => value == leaf && tree.current_seq() == seq,
             Found::Lacking(_) => unreachable!("no frame is asked for"),
         };
-        let is_free = is_same && tree.published.free_level(self.gfn, cursor.level()).is_some();
-        let slot = if is_free { slots.find(&section, self.gfn) } else { None };
+        let is_free = is_same && tree.in_flight.free_level(self.gfn, cursor.level()).is_some();
+        let slot = if is_free { slots.find(&guard, self.gfn) } else { None };
         let is_asked_for = |slot: &SlotView<'_, H::Backing>| {
             slot.check_userfault(self.gfn).is_ok() && slot.attributes_of(self.gfn) == attributes
         };
@@ -535,8 +537,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// Flushes what CPUs may have cached of the PTE, if nothing may be installed there before that.
     #[inline]
     fn flush_before_make(&self, plan: &InstallPlan<'_, H::Backing>) {
-        if F::BREAK_BEFORE_MAKE && matches!(plan.found, Found::Empty(stamp) if stamp.is_unflushed()) {
-            self.tree.flush(self.record, &[self.gfn.block(plan.level)]);
+        if F::BREAK_BEFORE_MAKE && matches!(plan.found, Found::Empty(seq) if seq.is_unflushed()) {
+            self.tree.flush(self.participant, &[self.gfn.block(plan.level)]);
         }
     }
 
@@ -546,7 +548,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         match plan.found {
             // The part is split off, one level at a time.
             Found::ReadOnly(value, _) if plan.level > leaf.level => {
-                self.top_up(1, TableUse::Split, entry::frame::<F>(value, plan.level))
+                self.top_up(1, TableUse::Split, pte::frame::<F>(value, plan.level))
             }
             _ => self.top_up(usize::from(plan.level.0 - leaf.level.0), TableUse::Fault, leaf.pfn),
         }
@@ -568,7 +570,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             return Ok(());
         }
         self.tables
-            .top_up::<H, F>(host, &self.record.stats, nr_tables, node, AllocationWait::Allowed)
+            .top_up::<H, F>(host, &self.participant.stats, nr_tables, node, AllocationWait::Allowed)
             .map_err(|()| Error::OutOfMemory)
     }
 }

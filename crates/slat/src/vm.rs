@@ -1,5 +1,6 @@
 //! The operations on a VM's memory: dirty logs, invalidation, aging, statistics. Memslots are
-//! changed in `region`; userfault and page attributes are in `page_state`. Names and rules are KVM's.
+//! changed in `region`; userfault and page attributes are in `page_state`. Names and rules are
+//! KVM's.
 
 mod page_state;
 mod region;
@@ -24,7 +25,7 @@ use crate::slot::MemoryAttributes;
 use crate::slot::set::Slots;
 use crate::stats::Stats;
 use crate::table::Tree;
-use crate::table::retire::Record;
+use crate::table::retire::Participant;
 use crate::vcpu::Vcpu;
 
 /// The guest-physical memory of a virtual machine: its memslots, and the second-stage page tables
@@ -151,8 +152,8 @@ impl<H: Host, F: Format> Vm<H, F> {
 
     fn get_or_copy(&self, slot: u32, pages: Option<(u64, u64)>, bitmap: &mut [u64]) -> Result<u64, Error> {
         self.check_uses_bitmaps(slot)?;
-        let record = self.tree.epochs.borrow_record()?;
-        let call = self.log_call(slot, &record);
+        let participant = self.tree.epochs.borrow_participant()?;
+        let call = self.log_call(slot, &participant);
         match self.tree.config.manual_protect {
             ManualProtect::Disabled => call.get(pages, bitmap),
             ManualProtect::Enabled | ManualProtect::InitiallySet => call.copy(pages, bitmap),
@@ -175,25 +176,23 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # use host::*;
     /// use slat::*;
     /// # fn main() -> Result<(), Error> {
-    /// let vm = vm_with_memory(Config::default().with_manual_protect(ManualProtect::Enabled), MemoryRegionFlags::LOG_DIRTY_PAGES);
-    /// let mut vcpu = vm.create_vcpu()?;
-    /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Write)?, Outcome::Resume);
-    /// // Getting the log copies it. Clear the pages that are sent next, and then read them.
-    /// let mut bitmap = [0; 4];
-    /// assert_eq!(vm.get_dirty_log(0, &mut bitmap)?, 1);
-    /// assert_eq!(vm.clear_dirty_log(0, 0, 64, &bitmap[..1])?, 1);
-    /// assert_eq!(vm.get_dirty_log(0, &mut bitmap)?, 0);
+    /// let vm = vm_with_memory(Config::default().with_manual_protect(ManualProtect::Enabled),
+    /// MemoryRegionFlags::LOG_DIRTY_PAGES); let mut vcpu = vm.create_vcpu()?;
+    /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Write)?, Outcome::Resume); // Getting the
+    /// log copies it. Clear the pages that are sent next, and then read them. let mut bitmap = [0;
+    /// 4]; assert_eq!(vm.get_dirty_log(0, &mut bitmap)?, 1); assert_eq!(vm.clear_dirty_log(0, 0,
+    /// 64, &bitmap[..1])?, 1); assert_eq!(vm.get_dirty_log(0, &mut bitmap)?, 0);
     /// # Ok(())
     /// # }
     /// ```
     pub fn clear_dirty_log(&self, slot: u32, first_page: u64, nr_pages: u64, bitmap: &[u64]) -> Result<u64, Error> {
         self.check_uses_bitmaps(slot)?;
-        let record = self.tree.epochs.borrow_record()?;
-        self.log_call(slot, &record).clear((first_page, nr_pages), bitmap)
+        let participant = self.tree.epochs.borrow_participant()?;
+        self.log_call(slot, &participant).clear((first_page, nr_pages), bitmap)
     }
 
-    fn log_call<'c>(&'c self, id: u32, record: &'c Record) -> LogCall<'c, H, F> {
-        LogCall { tree: &self.tree, slots: &self.slots, record, id }
+    fn log_call<'c>(&'c self, id: u32, participant: &'c Participant) -> LogCall<'c, H, F> {
+        LogCall { tree: &self.tree, slots: &self.slots, participant, id }
     }
 
     /// Marks `nr_pages` pages from `first_page` on of memslot `slot` in its dirty log, if it has
@@ -221,8 +220,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// ```
     pub fn mark_dirty(&self, slot: u32, first_page: u64, nr_pages: u64) -> Result<(), Error> {
         self.check_uses_bitmaps(slot)?;
-        let record = self.tree.epochs.borrow_record()?;
-        log::mark_pages(&self.slots, &self.tree.epochs, &record, slot, first_page, nr_pages)
+        let participant = self.tree.epochs.borrow_participant()?;
+        log::mark_pages(&self.slots, &self.tree.epochs, &participant, slot, first_page, nr_pages)
     }
 
     /// Whether page `page` of memslot `slot` is marked in its dirty log now.
@@ -232,8 +231,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// [`Error::OutOfMemory`], [`Error::DirtyRingInUse`].
     pub fn is_marked_dirty(&self, slot: u32, page: u64) -> Result<bool, Error> {
         self.check_uses_bitmaps(slot)?;
-        let record = self.tree.epochs.borrow_record()?;
-        log::is_marked(&self.slots, &self.tree.epochs.enter(&record), slot, page)
+        let participant = self.tree.epochs.borrow_participant()?;
+        log::is_marked(&self.slots, &self.tree.epochs.pin(&participant), slot, page)
     }
 
     /// How many pages are marked now in the dirty logs of all memslots. With dirty rings, how many
@@ -249,8 +248,8 @@ impl<H: Host, F: Format> Vm<H, F> {
         if self.tree.rings.are_enabled() {
             return Ok(self.tree.rings.iter().map(DirtyRing::nr_used).sum());
         }
-        let record = self.tree.epochs.borrow_record()?;
-        Ok(log::nr_marked(&self.slots, &self.tree.epochs, &record))
+        let participant = self.tree.epochs.borrow_participant()?;
+        Ok(log::nr_marked(&self.slots, &self.tree.epochs, &participant))
     }
 
     fn check_uses_bitmaps(&self, slot: u32) -> Result<(), Error> {
@@ -318,9 +317,9 @@ impl<H: Host, F: Format> Vm<H, F> {
         if !matches!((dirty_tracking, huge_page_logging), (DirtyTracking::WriteProtect(_), HugePageLogging::Split)) {
             return Err(Error::RingNeedsPageFaults);
         }
-        let record = self.tree.epochs.borrow_record()?;
+        let participant = self.tree.epochs.borrow_participant()?;
         self.tree.rings.enable(nr_entries)?;
-        self.begin_to_log_by_rings(&record);
+        self.begin_to_log_by_rings(&participant);
         Ok(())
     }
 
@@ -346,8 +345,8 @@ impl<H: Host, F: Format> Vm<H, F> {
         if !self.tree.rings.are_enabled() {
             return Err(Error::NoDirtyRing);
         }
-        let record = self.tree.epochs.borrow_record()?;
-        RingsReset { tree: &self.tree, slots: &self.slots, record: &record }.reset(self.tree.rings.iter())
+        let participant = self.tree.epochs.borrow_participant()?;
+        RingsReset { tree: &self.tree, slots: &self.slots, participant: &participant }.reset(self.tree.rings.iter())
     }
 
     /// Unmaps the guest frames of `range` and keeps faults out until the returned value is dropped.
@@ -391,9 +390,9 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// ```
     pub fn invalidate_range(&self, range: GfnRange) -> Result<Invalidation<'_>, Error> {
         self.check_range(range)?;
-        let record = self.tree.epochs.borrow_record()?;
-        let result = Invalidation::new(&self.tree, &self.slots, &record, range);
-        drop(record);
+        let participant = self.tree.epochs.borrow_participant()?;
+        let result = Invalidation::new(&self.tree, &self.slots, &participant, range);
+        drop(participant);
         self.reclaim();
         result
     }
@@ -435,8 +434,8 @@ impl<H: Host, F: Format> Vm<H, F> {
         if largest.level() >= F::ROOT_LEVEL {
             return Ok(0);
         }
-        let record = self.tree.epochs.borrow_record()?;
-        split::split_range(&self.tree, &self.slots, &record, range, largest.level(), |_| true)
+        let participant = self.tree.epochs.borrow_participant()?;
+        split::split_range(&self.tree, &self.slots, &participant, range, largest.level(), |_| true)
     }
 
     /// Recovers huge leaves in `range`, while vCPUs run, as large as the host and the memslots'
@@ -452,8 +451,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// [`Error::EmptyRange`], [`Error::AddressTooHigh`], [`Error::OutOfMemory`].
     pub fn recover_range(&self, range: GfnRange) -> Result<u64, Error> {
         self.check_range(range)?;
-        let mut record = self.tree.epochs.borrow_record()?;
-        Ok(self.recover(&mut record, range))
+        let mut participant = self.tree.epochs.borrow_participant()?;
+        Ok(self.recover(&mut participant, range))
     }
 
     /// Returns how many pages of `range` the guest has used since they were mapped or last aged.
@@ -499,12 +498,12 @@ impl<H: Host, F: Format> Vm<H, F> {
 
     fn age_or_test(&self, range: GfnRange, aging: Aging) -> Result<u64, Error> {
         self.check_range(range)?;
-        let record = self.tree.epochs.borrow_record()?;
-        let nr_used = age::age_range(&self.tree, &record, range, aging);
+        let participant = self.tree.epochs.borrow_participant()?;
+        let nr_used = age::age_range(&self.tree, &participant, range, aging);
         if aging == Aging::Age && self.tree.shadow.is_some() {
             // Shadow leaves would hide accesses for good, and not only until a CPU replaces its
             // translation.
-            self.tree.flush(&record, &[range]);
+            self.tree.flush(&participant, &[range]);
         }
         Ok(nr_used)
     }
@@ -538,14 +537,15 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Resume);
     /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Resume);
     /// let stats = vm.stats();
-    /// assert_eq!((stats.faults, stats.spurious, stats.installed_4k, stats.pages_4k()), (2, 1, 1, 1));
+    /// assert_eq!((stats.faults, stats.spurious, stats.installed_4k, stats.pages_4k()), (2, 1, 1,
+    /// 1));
     /// # Ok(())
     /// # }
     /// ```
     pub fn stats(&self) -> Stats {
         let mut stats = Stats::default();
-        for record in self.tree.epochs.records() {
-            stats.add(&record.stats);
+        for participant in self.tree.epochs.participants() {
+            stats.add(&participant.stats);
         }
         // Those that no participant counts: the root, and page-table pages whose freeing was
         // deferred.

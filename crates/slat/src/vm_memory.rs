@@ -29,7 +29,7 @@ use crate::addr::PAGE_SHIFT;
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
-use crate::table::retire::Record;
+use crate::table::retire::Participant;
 use crate::vm::Vm;
 
 /// The dirty log of one memslot, as the bitmap of the vm-memory region that has the memslot's
@@ -85,8 +85,10 @@ use crate::vm::Vm;
 /// #     fn table_ptr(&self, table: Hpa) -> *mut u8 {
 /// #         table.0 as *mut u8
 /// #     }
-/// #     fn resolve(&self, memory: &HostAddress, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Gone> {
-/// #         Ok(Resolved { pfn: Pfn(memory.0 / PAGE_SIZE + page), max_size: PageSize::Size4K, writable: true })
+/// #     fn resolve(&self, memory: &HostAddress, _gfn: Gfn, page: u64, _access: Access) ->
+/// Result<Resolved, Gone> {
+/// #         Ok(Resolved { pfn: Pfn(memory.0 / PAGE_SIZE + page), max_size: PageSize::Size4K,
+/// writable: true })
 /// #     }
 /// #     fn flush(&self, _ranges: &[GfnRange]) {}
 /// #     fn timestamp_ns(&self) -> u64 { 0 }
@@ -99,20 +101,13 @@ use crate::vm::Vm;
 /// let vm = Arc::new(Vm::<Kernel, Npt>::new(Kernel, Config::default())?);
 /// let mut regions = Vec::new();
 /// for (slot, start, size) in [(0, 0, 1 << 20), (1, 4 << 30, 2 << 20)] {
-///     let mapping = MmapRegionBuilder::new_with_bitmap(size, SlotBitmap::new(Arc::clone(&vm), slot))
-///         .with_mmap_prot(0x3) // PROT_READ | PROT_WRITE
-///         .build()?;
-///     vm.set_user_memory_region(MemoryRegion {
-///         slot,
-///         flags: MemoryRegionFlags::LOG_DIRTY_PAGES,
-///         guest_phys_addr: Gpa(start),
-///         memory_size: size as u64,
-///         backing: Some(HostAddress(mapping.as_ptr() as u64)),
-///         userfault_bitmap: None,
-///     })?;
-///     regions.push(GuestRegionMmap::new(mapping, GuestAddress(start)).ok_or("the region is too high")?);
-/// }
-/// let memory = GuestMemoryMmap::from_regions(regions)?;
+///     let mapping = MmapRegionBuilder::new_with_bitmap(size, SlotBitmap::new(Arc::clone(&vm),
+///     slot)) .with_mmap_prot(0x3) // PROT_READ | PROT_WRITE .build()?;
+///     vm.set_user_memory_region(MemoryRegion { slot, flags: MemoryRegionFlags::LOG_DIRTY_PAGES,
+///     guest_phys_addr: Gpa(start), memory_size: size as u64, backing:
+///     Some(HostAddress(mapping.as_ptr() as u64)), userfault_bitmap: None, })?;
+///     regions.push(GuestRegionMmap::new(mapping, GuestAddress(start)).ok_or("the region is too
+///     high")?); } let memory = GuestMemoryMmap::from_regions(regions)?;
 ///
 /// // The guest writes page 3, and a device that the VMM emulates writes page 5.
 /// vm.create_vcpu()?.handle_fault(Gpa(0x3000), Access::Write)?;
@@ -184,7 +179,7 @@ fn page_of(offset: usize) -> u64 {
 /// Passes on an answer of the log, but ends the process if there was no memory for it.
 fn or_abort<T>(answer: Result<T, Error>) -> Result<T, Error> {
     if let Err(Error::OutOfMemory) = answer {
-        handle_alloc_error(Layout::new::<Record>());
+        handle_alloc_error(Layout::new::<Participant>());
     }
     answer
 }

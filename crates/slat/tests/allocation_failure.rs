@@ -377,7 +377,7 @@ fn life_of_a_log<F: Format>(config: Config) {
     let marked = || (0..NR_PAGES).map(|page| vm.is_marked_dirty(1, page)).collect::<Vec<_>>();
     let counters = || {
         let stats = vm.stats();
-        [stats.protected, stats.tables_closed, vm.host().nr_flushes() as u64, stats.live_tables()]
+        [stats.protected, stats.tables_protected, vm.host().nr_flushes() as u64, stats.live_tables()]
     };
     let seen = || (all(), marked(), counters());
     // Enabling: the slot still does not log, or logs and is protected; nothing between.

@@ -391,7 +391,7 @@ fn the_notation_is_recognised() {
         Mention::of("models/zap.py: no-stamp, stamp-again"),
         Some(Mention::Rules("models/zap.py".into(), vec!["no-stamp".into(), "stamp-again".into()]))
     );
-    assert_eq!(Mention::of("table/entry.rs"), Some(Mention::Path("table/entry.rs".into())), "which is in no folder");
+    assert_eq!(Mention::of("table/pte.rs"), Some(Mention::Path("table/pte.rs".into())), "which is in no folder");
     assert_eq!(
         Mention::of("Vm::invalidate_range"),
         Some(Mention::Identifier(vec!["Vm".into(), "invalidate_range".into()]))

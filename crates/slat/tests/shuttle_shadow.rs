@@ -24,8 +24,8 @@ use schedules::{check_less, random};
 use shadow_cpu::{Cpu, P, TestVm, U, W, WORDS, move_page, new_vm, registers_with_pcids};
 use shuttle::thread;
 use slat::{
-    Access, Config, Entry, Exit, Format, Gfn, GfnRange, Hpa, Level, MemoryRegionFlags, Npt, Paging, PagingRegisters,
-    Pfn, ShadowPaging, ShadowStrategy,
+    Access, Config, Exit, Format, Gfn, GfnRange, Hpa, Level, MemoryRegionFlags, Npt, Paging, PagingRegisters, Pfn, Pte,
+    ShadowPaging, ShadowStrategy,
 };
 
 /// [`Npt`] with tables of four entries, of three levels. A level is nine bits of the address all the same.
@@ -52,23 +52,23 @@ unsafe impl Format for Shape {
     const NEEDS_LOCAL_FLUSH: bool = Npt::NEEDS_LOCAL_FLUSH;
     const HAS_MODIFICATION_LOG: bool = Npt::HAS_MODIFICATION_LOG;
 
-    fn is_present(entry: Entry) -> bool {
+    fn is_present(entry: Pte) -> bool {
         Npt::is_present(entry)
     }
 
-    fn is_leaf(entry: Entry, level: Level) -> bool {
+    fn is_leaf(entry: Pte, level: Level) -> bool {
         Npt::is_leaf(entry, level)
     }
 
-    fn leaf(pfn: Pfn, level: Level) -> Entry {
+    fn leaf(pfn: Pfn, level: Level) -> Pte {
         Npt::leaf(pfn, level)
     }
 
-    fn table(table: Hpa) -> Entry {
+    fn table(table: Hpa) -> Pte {
         Npt::table(table)
     }
 
-    fn address(entry: Entry, level: Level) -> Hpa {
+    fn address(entry: Pte, level: Level) -> Hpa {
         Npt::address(entry, level)
     }
 }

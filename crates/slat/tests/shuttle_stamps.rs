@@ -1,5 +1,5 @@
 //! The one schedule that random ones do not find: a stamp that came back to a page, so that a fault installed what had been
-//! taken away (`src/table/stamp.rs`, "No number comes back to a page"). It needs six threads, each stopped at one point. So
+//! taken away (`src/table/invalidation_seq.rs`, "No number comes back to a page"). It needs six threads, each stopped at one point. So
 //! the threads take turns by a script, and the script is tried with every point at which the first three can be stopped.
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test -p slat --release --test shuttle_stamps`

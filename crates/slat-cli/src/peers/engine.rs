@@ -162,7 +162,7 @@ impl Engine {
             expect("4 KiB leaves", stats.installed_4k)?;
         }
         if matches!(self.job.operation, Operation::ProtectRange | Operation::Protect4k) {
-            expect("protected", stats.protected + BLOCK_PAGES * stats.tables_closed)?;
+            expect("protected", stats.protected + BLOCK_PAGES * stats.tables_protected)?;
         }
         Ok(())
     }

@@ -74,7 +74,7 @@ pub(crate) const OTHERS: [Other; 16] = [
         name: "tables_closed",
         title: "Tables protected lazily",
         unit: "count",
-        value: |run| count(run, |stats| stats.tables_closed),
+        value: |run| count(run, |stats| stats.tables_protected),
     },
     Other { name: "splits", title: "Huge pages split", unit: "count", value: |run| count(run, |stats| stats.splits) },
     Other {

@@ -245,7 +245,7 @@ fn conclude<F: HardwareFormat>(world: &World<F>, round: u64, main: &Beat) -> Res
         (Figure::Spurious, stats.spurious),
         (Figure::Retries, stats.retries),
         (Figure::Flushes, stats.flushes),
-        (Figure::Closed, stats.tables_closed),
+        (Figure::Closed, stats.tables_protected),
         (Figure::Splits, stats.splits),
         (Figure::Recoveries, stats.recoveries),
         (Figure::Zapped, stats.zapped),

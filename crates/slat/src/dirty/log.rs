@@ -115,8 +115,8 @@ use crate::slot::view::SlotView;
 use crate::sync::{Side, fence_after_rmw, full_fence};
 use crate::table::Tree;
 use crate::table::cursor::{self, Cursor};
-use crate::table::entry::{self, EntryRef};
-use crate::table::retire::{Epochs, Record, Section};
+use crate::table::pte::{self, PteRef};
+use crate::table::retire::{Epochs, Guard, Participant};
 use crate::table::tlb::TlbBatch;
 
 /// Pages whose dirty bits a walk visits in one guard.
@@ -141,14 +141,14 @@ const PAGES_OF_WORDS: u64 = WORDS_PER_TURN as u64 * PAGES_PER_WORD;
 #[inline]
 pub(crate) fn mark_if_logging<B>(
     slots: &Slots<B>,
-    section: &Section<'_>,
+    guard: &Guard<'_>,
     ring: Option<&DirtyRing>,
     gfn: Gfn,
     block: GfnRange,
 ) {
     // The store-load pairs of the module: the leaf is writable before flags and bits are read.
     fence_after_rmw();
-    let Some(slot) = slots.find(section, gfn) else { return };
+    let Some(slot) = slots.find(guard, gfn) else { return };
     if slot.logs() {
         mark_block(&slot, ring, block);
     }
@@ -156,10 +156,10 @@ pub(crate) fn mark_if_logging<B>(
 
 /// As [`mark_if_logging`], for page `gfn` alone.
 #[inline]
-pub(crate) fn mark_page_if_logging<B>(slots: &Slots<B>, section: &Section<'_>, ring: Option<&DirtyRing>, gfn: Gfn) {
+pub(crate) fn mark_page_if_logging<B>(slots: &Slots<B>, guard: &Guard<'_>, ring: Option<&DirtyRing>, gfn: Gfn) {
     // As in `mark_if_logging`.
     fence_after_rmw();
-    let Some(slot) = slots.find(section, gfn) else { return };
+    let Some(slot) = slots.find(guard, gfn) else { return };
     if slot.logs() {
         mark_page(&slot, ring, gfn.0 - slot.range().start.0);
     }
@@ -231,7 +231,7 @@ struct Found<'s, B> {
 pub(crate) struct LogCall<'c, H: Host, F: Format> {
     pub(crate) tree: &'c Tree<H, F>,
     pub(crate) slots: &'c Slots<H::Backing>,
-    pub(crate) record: &'c Record,
+    pub(crate) participant: &'c Participant,
     pub(crate) id: u32,
 }
 
@@ -241,12 +241,12 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     /// or its number may be that of another.
     fn find<'s>(
         &'s self,
-        section: &'s Section<'s>,
+        guard: &'s Guard<'s>,
         pages: Option<(u64, u64)>,
         bitmap_len: usize,
         done: usize,
     ) -> Result<Found<'s, H::Backing>, Error> {
-        let slot = self.slots.by_id(section, self.id).ok_or(Error::NoSuchSlot { slot: self.id })?;
+        let slot = self.slots.by_id(guard, self.id).ok_or(Error::NoSuchSlot { slot: self.id })?;
         let log = slot.log().ok_or(Error::NotLogging { slot: self.id })?;
         let words = words_of(&slot, pages, self.id, bitmap_len)?;
         if words.len() < done {
@@ -284,9 +284,9 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         let mut nr_pages = 0;
         let mut done = 0;
         loop {
-            let section = self.tree.epochs.enter(self.record);
-            let Found { log, words, turn, .. } = self.find(&section, pages, out.len(), done)?;
-            section.visit(turn.len() as u64);
+            let guard = self.tree.epochs.pin(self.participant);
+            let Found { log, words, turn, .. } = self.find(&guard, pages, out.len(), done)?;
+            guard.visit(turn.len() as u64);
             let copied = &mut out[done..done + turn.len()];
             copied.fill(0);
             nr_pages += log.copy(turn.clone(), copied);
@@ -318,8 +318,8 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     /// the first time.
     fn split_for(&self, pages: (u64, u64), mask: &[u64]) -> Result<(), Error> {
         let range = {
-            let section = self.tree.epochs.enter(self.record);
-            let Found { slot, words, .. } = self.find(&section, Some(pages), mask.len(), 0)?;
+            let guard = self.tree.epochs.pin(self.participant);
+            let Found { slot, words, .. } = self.find(&guard, Some(pages), mask.len(), 0)?;
             let first = Gfn(slot.range().start.0 + words.start as u64 * PAGES_PER_WORD);
             GfnRange::new(first, words.len() as u64 * PAGES_PER_WORD).intersection(slot.range())
         };
@@ -334,7 +334,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         let target = self.tree.config.largest_logged_write();
         // Best effort: the first write splits what is not split now. If the memslot is moved
         // meanwhile, the parts at the old place allow what the whole did.
-        let _ = split::split_range(self.tree, self.slots, self.record, range, target, is_named);
+        let _ = split::split_range(self.tree, self.slots, self.participant, range, target, is_named);
         Ok(())
     }
 
@@ -354,28 +354,28 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     ) -> Result<u64, Error> {
         let tree = self.tree;
         let mut nr_pages = 0;
-        let mut batch = TlbBatch::new(tree, self.record);
-        let mut narrowed = Debt::new();
+        let mut batch = TlbBatch::new(tree, self.participant);
+        let mut write_protected = Debt::new();
         let mut done = 0;
         let result = loop {
             tree.generations.renew_if_low(&tree.epochs, || tree.host.barrier_on_all_cpus());
-            let locked = tree.enter(self.record, Side::Write);
-            let Found { slot, log, words, turn } = match self.find(&locked.section, pages, bitmap_len, done) {
+            let locked = tree.pin(self.participant, Side::Write);
+            let Found { slot, log, words, turn } = match self.find(&locked.guard, pages, bitmap_len, done) {
                 Ok(found) => found,
                 Err(error) => break Err(error),
             };
             taken.clear();
             let reached = take(log, turn.clone(), done, taken);
-            locked.section.visit((reached - turn.start) as u64 + taken.offsets().len() as u64 * PAGES_PER_WORD);
+            locked.guard.visit((reached - turn.start) as u64 + taken.offsets().len() as u64 * PAGES_PER_WORD);
             let mut first = None;
             if !taken.is_empty() {
-                first = Some(self.rearm(&locked.section, &slot, turn.start, taken, &mut batch, &mut nr_pages));
+                first = Some(self.rearm(&locked.guard, &slot, turn.start, taken, &mut batch, &mut nr_pages));
             }
             drop(locked);
-            if let (Some(first), Some(mmu)) = (first, tree.mmu(self.record)) {
+            if let (Some(first), Some(mmu)) = (first, tree.mmu(self.participant)) {
                 // The second stage first, then the shadow pages made from it. As with the flush, it
                 // does not matter which leaves lost W now, and which before.
-                mmu.write_protect(taken.pages().map(|page| Gfn(first.0 + page)), &mut narrowed);
+                mmu.write_protect(taken.pages().map(|page| Gfn(first.0 + page)), &mut write_protected);
             }
             let turn_len = reached - turn.start;
             hand_out(done..done + turn_len, taken);
@@ -388,8 +388,8 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
             }
         };
         batch.flush_cpus();
-        if let Some(mmu) = tree.mmu(self.record) {
-            narrowed.settle(&mmu);
+        if let Some(mmu) = tree.mmu(self.participant) {
+            write_protected.settle(&mmu);
         }
         result.map(|()| nr_pages)
     }
@@ -398,7 +398,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     /// their number to `nr_pages`. Returns the page of that word's first bit.
     fn rearm(
         &self,
-        section: &Section<'_>,
+        guard: &Guard<'_>,
         slot: &SlotView<'_, H::Backing>,
         first_word: usize,
         taken: &TakenWords,
@@ -409,12 +409,12 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         fence_after_rmw();
         // Only now: if the memslot was moved since this guard began, the pages whose bits were
         // taken may be writable at its new place.
-        let now = self.slots.by_id(section, self.id).filter(|now| now.is_same_slot(slot));
+        let now = self.slots.by_id(guard, self.id).filter(|now| now.is_same_slot(slot));
         let range = now.map_or(slot.range(), |now| now.range());
-        let mut protector = Protector::new(self.tree, section, range);
+        let mut protector = Protector::new(self.tree, guard, range);
         let first = Gfn(range.start.0 + first_word as u64 * PAGES_PER_WORD);
         protector.protect(first, taken, batch);
-        *nr_pages += protector.finish(self.record);
+        *nr_pages += protector.finish(self.participant);
         first
     }
 
@@ -426,9 +426,9 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
             DirtyTracking::PageModificationLog => {
                 // A call that is refused changes nothing: what the CPUs have logged stays for the
                 // next call.
-                self.find(&self.tree.epochs.enter(self.record), pages, bitmap_len, 0)?;
+                self.find(&self.tree.epochs.pin(self.participant), pages, bitmap_len, 0)?;
                 self.tree.host.drain_modification_logs(&mut |written| {
-                    mark_written(self.slots, &self.tree.epochs, self.record, written);
+                    mark_written(self.slots, &self.tree.epochs, self.participant, written);
                 });
                 Ok(())
             }
@@ -439,22 +439,22 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     fn mark_dirty_leaves(&self, pages: Option<(u64, u64)>, bitmap_len: usize) -> Result<(), Error> {
         let mut done = 0;
         loop {
-            let section = self.tree.epochs.enter(self.record);
-            let Found { slot, log, words, .. } = self.find(&section, pages, bitmap_len, 0)?;
+            let guard = self.tree.epochs.pin(self.participant);
+            let Found { slot, log, words, .. } = self.find(&guard, pages, bitmap_len, 0)?;
             let first = words.start as u64 * PAGES_PER_WORD;
             let end = slot.range().nr_pages().min(words.end as u64 * PAGES_PER_WORD);
             let turn_end = end.min(first + done + PAGES_PER_TURN);
-            let mut cursor = Cursor::new(self.tree, &section, slot.range().start);
+            let mut cursor = Cursor::new(self.tree, &guard, slot.range().start);
             let mut next = first + done;
             while next < turn_end {
-                section.visit(Level::L2M.nr_pages());
+                guard.visit(Level::L2M.nr_pages());
                 next = mark_dirty_in_table(&mut cursor, log, slot.range(), next, end);
             }
             if next >= end {
                 return Ok(());
             }
             done = next - first;
-            drop(section);
+            drop(guard);
             if self.tree.host.should_yield() {
                 self.tree.host.yield_now();
             }
@@ -479,7 +479,7 @@ fn mark_dirty_in_table<H: Host, F: Format>(
     if let Some((_, leaves)) = cursor.read_table(Level::L2M) {
         let is_dirty = |page: u64| {
             let index = cursor::index_of::<F>(Gfn(slot.start.0 + page), Level::L4K);
-            entry::is_dirty_for_log::<F>(EntryRef::new(&leaves[index], Level::L4K).load())
+            pte::is_dirty_for_log::<F>(PteRef::new(&leaves[index], Level::L4K).load())
         };
         let mut page = first;
         while page < behind {
@@ -497,15 +497,15 @@ fn mark_dirty_in_table<H: Host, F: Format>(
 }
 
 /// Marks the pages that hold the addresses `written`, where their memslots log.
-pub(crate) fn mark_written<B>(slots: &Slots<B>, epochs: &Epochs, record: &Record, written: &[Gpa]) {
+pub(crate) fn mark_written<B>(slots: &Slots<B>, epochs: &Epochs, participant: &Participant, written: &[Gpa]) {
     // The store-load pairs of the module: a CPU set D, before it or another CPU handed the address
     // over.
     full_fence();
     for written in written.chunks(MARKS_PER_TURN) {
-        let section = epochs.enter(record);
-        section.visit(written.len() as u64);
+        let guard = epochs.pin(participant);
+        guard.visit(written.len() as u64);
         for gpa in written {
-            mark_page_if_logging(slots, &section, None, gpa.gfn());
+            mark_page_if_logging(slots, &guard, None, gpa.gfn());
         }
     }
 }
@@ -515,7 +515,7 @@ pub(crate) fn mark_written<B>(slots: &Slots<B>, epochs: &Epochs, record: &Record
 pub(crate) fn mark_pages<B>(
     slots: &Slots<B>,
     epochs: &Epochs,
-    record: &Record,
+    participant: &Participant,
     id: u32,
     first_page: u64,
     nr_pages: u64,
@@ -525,12 +525,12 @@ pub(crate) fn mark_pages<B>(
     full_fence();
     let (mut next, mut left) = (first_page, nr_pages);
     loop {
-        let section = epochs.enter(record);
-        let slot = slots.by_id(&section, id).ok_or(Error::NoSuchSlot { slot: id })?;
+        let guard = epochs.pin(participant);
+        let slot = slots.by_id(&guard, id).ok_or(Error::NoSuchSlot { slot: id })?;
         slot.check_pages(next, left)?;
         let turn = left.min(PAGES_OF_WORDS);
         if let Some(log) = slot.log() {
-            section.visit(turn / PAGES_PER_WORD + 2);
+            guard.visit(turn / PAGES_PER_WORD + 2);
             log.mark(next, turn);
         }
         (next, left) = (next + turn, left - turn);
@@ -542,11 +542,11 @@ pub(crate) fn mark_pages<B>(
 
 /// Returns how many pages are marked in the logs of all memslots. A memslot that is moved meanwhile
 /// may be left out, or counted twice.
-pub(crate) fn nr_marked<B>(slots: &Slots<B>, epochs: &Epochs, record: &Record) -> u64 {
+pub(crate) fn nr_marked<B>(slots: &Slots<B>, epochs: &Epochs, participant: &Participant) -> u64 {
     let (mut nr_pages, mut next) = (0, Gfn(0));
     loop {
-        let section = epochs.enter(record);
-        let Some(slot) = slots.find_from(&section, next) else { return nr_pages };
+        let guard = epochs.pin(participant);
+        let Some(slot) = slots.find_from(&guard, next) else { return nr_pages };
         let range = slot.range();
         let Some(log) = slot.log() else {
             next = range.end;
@@ -554,15 +554,15 @@ pub(crate) fn nr_marked<B>(slots: &Slots<B>, epochs: &Epochs, record: &Record) -
         };
         let first = (next.0.max(range.start.0) - range.start.0) / PAGES_PER_WORD;
         let words = first as usize..first as usize + WORDS_PER_TURN;
-        section.visit(words.len() as u64);
+        guard.visit(words.len() as u64);
         next = Gfn(range.start.0 + words.end as u64 * PAGES_PER_WORD).min(range.end);
         nr_pages += log.nr_marked(words);
     }
 }
 
 /// Whether page `page` of memslot `id` is marked.
-pub(crate) fn is_marked<B>(slots: &Slots<B>, section: &Section<'_>, id: u32, page: u64) -> Result<bool, Error> {
-    let slot = slots.by_id(section, id).ok_or(Error::NoSuchSlot { slot: id })?;
+pub(crate) fn is_marked<B>(slots: &Slots<B>, guard: &Guard<'_>, id: u32, page: u64) -> Result<bool, Error> {
+    let slot = slots.by_id(guard, id).ok_or(Error::NoSuchSlot { slot: id })?;
     let log = slot.log().ok_or(Error::NotLogging { slot: id })?;
     slot.check_pages(page, 1)?;
     Ok(log.is_marked(page))

@@ -14,11 +14,11 @@ use loom::thread;
 use super::mark_if_logging;
 use crate::addr::{Gfn, GfnRange, Level, Pfn};
 use crate::dirty::bitmap::{Bitmap, TakenWords};
-use crate::format::{Entry, Format, Npt};
+use crate::format::{Format, Npt, Pte};
 use crate::slot::MemoryRegionFlags;
 use crate::slot::set::{Attachments, NewSlot, Slots};
 use crate::sync::{AtomicU64, fence_after_rmw, full_fence};
-use crate::table::entry::{self, EntryRef};
+use crate::table::pte::{self, PteRef};
 use crate::table::retire::{Epochs, Fences};
 
 const PREEMPTIONS: usize = 3;
@@ -30,8 +30,8 @@ fn check(model: impl Fn() + Sync + Send + 'static) {
 }
 
 /// A leaf that the host allows to be written, and that is not writable.
-fn protected_leaf() -> Entry {
-    Entry(Npt::leaf(Pfn(5), Level::L4K).0 | Npt::HOST_WRITABLE)
+fn protected_leaf() -> Pte {
+    Pte(Npt::leaf(Pfn(5), Level::L4K).0 | Npt::HOST_WRITABLE)
 }
 
 /// A leaf in memory.
@@ -42,24 +42,24 @@ impl Leaf {
         Leaf(AtomicU64::new(protected_leaf().0))
     }
 
-    fn entry(&self) -> EntryRef<'_> {
-        EntryRef::new(&self.0, Level::L4K)
+    fn pte(&self) -> PteRef<'_> {
+        PteRef::new(&self.0, Level::L4K)
     }
 
     fn is_writable(&self) -> bool {
-        entry::is_writable::<Npt>(self.entry().load())
+        pte::is_writable::<Npt>(self.pte().load())
     }
 
     /// Gives the right to write, if it is not there. Says whether it did.
     fn give_write(&self) -> bool {
-        let value = self.entry().load();
-        !entry::is_writable::<Npt>(value)
-            && self.entry().compare_exchange::<Npt>(value, Entry(value.0 | Npt::WRITABLE)).is_ok()
+        let value = self.pte().load();
+        !pte::is_writable::<Npt>(value)
+            && self.pte().compare_exchange::<Npt>(value, Pte(value.0 | Npt::WRITABLE)).is_ok()
     }
 
     fn protect(&self) {
         if self.is_writable() {
-            self.entry().clear::<Npt>(Npt::WRITABLE);
+            self.pte().clear::<Npt>(Npt::WRITABLE);
         }
     }
 }
@@ -160,28 +160,28 @@ impl World {
         };
         let slot =
             NewSlot::new(0, RANGE, MemoryRegionFlags::empty(), (), Attachments::default()).expect("memory for a slot");
-        let record = world.epochs.borrow_record().expect("memory for a record");
-        world.slots.insert(&world.epochs, &record, slot).expect("memory for a set");
-        drop(record);
+        let participant = world.epochs.borrow_participant().expect("memory for a participant");
+        world.slots.insert(&world.epochs, &participant, slot).expect("memory for a set");
+        drop(participant);
         world
     }
 
     fn fault(&self) {
-        let record = self.epochs.borrow_record().expect("memory for a record");
-        let section = self.epochs.enter(&record);
+        let participant = self.epochs.borrow_participant().expect("memory for a participant");
+        let guard = self.epochs.pin(&participant);
         if self.leaf.give_write() {
-            mark_if_logging(&self.slots, &section, None, RANGE.start, RANGE);
+            mark_if_logging(&self.slots, &guard, None, RANGE.start, RANGE);
         }
     }
 
     fn enable(&self) {
-        let record = self.epochs.borrow_record().expect("memory for a record");
+        let participant = self.epochs.borrow_participant().expect("memory for a participant");
         let mut claim =
-            self.slots.claim(&self.epochs, &record, 0).expect("no other call has it").expect("the slot stays");
+            self.slots.claim(&self.epochs, &participant, 0).expect("no other call has it").expect("the slot stays");
         let log = Bitmap::new(1).expect("memory for a bitmap");
         let attachments = Attachments { log: Some(log), userfault: None };
         let flags = MemoryRegionFlags::LOG_DIRTY_PAGES;
-        claim.replace(&self.epochs, &record, RANGE, flags, attachments).expect("memory for a set");
+        claim.replace(&self.epochs, &participant, RANGE, flags, attachments).expect("memory for a set");
         full_fence();
         self.leaf.protect();
     }
@@ -197,9 +197,9 @@ fn a_fault_beside_the_enabling_of_the_log() {
         });
         world.enable();
         fault.join().expect("no check fails");
-        let record = world.epochs.borrow_record().expect("memory for a record");
-        let section = world.epochs.enter(&record);
-        let slot = world.slots.find(&section, RANGE.start).expect("the slot stays");
+        let participant = world.epochs.borrow_participant().expect("memory for a participant");
+        let guard = world.epochs.pin(&participant);
+        let slot = world.slots.find(&guard, RANGE.start).expect("the slot stays");
         let is_marked = takes_mark(slot.log().expect("the log is on"));
         assert!(!world.leaf.is_writable() || is_marked, "the page can be written unseen");
     });

@@ -42,7 +42,7 @@ use crate::second_stage::protect::Protector;
 use crate::slot::set::Slots;
 use crate::sync::{AtomicPtr, AtomicU64, Ordering, Side};
 use crate::table::Tree;
-use crate::table::retire::{Record, Section};
+use crate::table::retire::{Guard, Participant};
 use crate::table::tlb::TlbBatch;
 
 /// Set in [`Rings::state`] if the VM has rings; the rest is their size.
@@ -250,7 +250,7 @@ fn in_order(words: &mut [PageWord]) -> &[PageWord] {
 pub(crate) struct RingsReset<'c, H: Host, F: Format> {
     pub(crate) tree: &'c Tree<H, F>,
     pub(crate) slots: &'c Slots<H::Backing>,
-    pub(crate) record: &'c Record,
+    pub(crate) participant: &'c Participant,
 }
 
 impl<H: Host, F: Format> RingsReset<'_, H, F> {
@@ -260,7 +260,7 @@ impl<H: Host, F: Format> RingsReset<'_, H, F> {
         let mut room = try_zeroed::<Room>()?;
         let mut nr_reset = 0;
         loop {
-            let mut batch = TlbBatch::new(self.tree, self.record);
+            let mut batch = TlbBatch::new(self.tree, self.participant);
             let protected = rings.clone();
             let mut nr_rings = 0;
             for ring in rings.by_ref().take(RINGS_PER_FLUSH) {
@@ -309,14 +309,14 @@ impl<H: Host, F: Format> RingsReset<'_, H, F> {
         // A directory entry is protected once at most in a turn, so its pages must be together.
         let words = in_order(words);
         tree.generations.renew_if_low(&tree.epochs, || tree.host.barrier_on_all_cpus());
-        let locked = tree.enter(self.record, Side::Write);
-        locked.section.visit(words.len() as u64 * PAGES_PER_WORD);
+        let locked = tree.pin(self.participant, Side::Write);
+        locked.guard.visit(words.len() as u64 * PAGES_PER_WORD);
         for words in words.chunk_by(|word, next| word.slot == next.slot) {
             // If the memslot was deleted or moved since the pages were pushed, all its PTEs were
             // zapped and flushed before the new set was published. The pages at its new place, or
             // of another memslot with the same number, were pushed for themselves.
-            if let Some(slot) = self.slots.by_id(&locked.section, words[0].slot) {
-                self.protect_in_slot(&locked.section, slot.range(), words, pages, batch);
+            if let Some(slot) = self.slots.by_id(&locked.guard, words[0].slot) {
+                self.protect_in_slot(&locked.guard, slot.range(), words, pages, batch);
             }
         }
         drop(locked);
@@ -327,28 +327,28 @@ impl<H: Host, F: Format> RingsReset<'_, H, F> {
 }
 
 /// Words from the first on that are protected together.
-const REACH: u64 = 1 << 13;
+const TURN_WORDS: u64 = 1 << 13;
 
 impl<H: Host, F: Format> RingsReset<'_, H, F> {
     /// Protects the pages of `words`, which are in order, of the memslot that has `range`.
     fn protect_in_slot(
         &self,
-        section: &Section<'_>,
+        guard: &Guard<'_>,
         range: GfnRange,
         mut words: &[PageWord],
         pages: &mut PageWords<WORDS_PER_TURN>,
         batch: &mut TlbBatch<'_, H, F>,
     ) {
         while let Some(first) = words.first().map(|word| word.index) {
-            let (near, far) = words.split_at(words.partition_point(|word| word.index - first < REACH));
+            let (near, far) = words.split_at(words.partition_point(|word| word.index - first < TURN_WORDS));
             pages.clear();
             for word in near {
                 pages.push((word.index - first) as usize, word.bits_below(range.nr_pages()));
             }
             // Each with an admission of its own: a page-table page may have pages in both.
-            let mut protector = Protector::new(self.tree, section, range);
+            let mut protector = Protector::new(self.tree, guard, range);
             protector.protect(Gfn(range.start.0 + first * PAGES_PER_WORD), pages, batch);
-            protector.finish(self.record);
+            protector.finish(self.participant);
             words = far;
         }
     }

@@ -4,7 +4,7 @@
 
 #![expect(unsafe_code, reason = "implements Format")]
 
-use super::{Entry, Format};
+use super::{Format, Pte};
 use crate::addr::{Hpa, Level, Pfn};
 
 /// Marker of Intel's extended page tables, 4 levels.
@@ -57,28 +57,28 @@ unsafe impl Format for Ept {
     const HAS_MODIFICATION_LOG: bool = true;
 
     #[inline]
-    fn is_present(entry: Entry) -> bool {
-        entry.0 & (READ | WRITE | EXECUTE) != 0
+    fn is_present(pte: Pte) -> bool {
+        pte.0 & (READ | WRITE | EXECUTE) != 0
     }
 
     #[inline]
-    fn is_leaf(entry: Entry, level: Level) -> bool {
-        level == Level::L4K || entry.0 & MAPS_PAGE != 0
+    fn is_leaf(pte: Pte, level: Level) -> bool {
+        level == Level::L4K || pte.0 & MAPS_PAGE != 0
     }
 
     #[inline]
-    fn leaf(pfn: Pfn, level: Level) -> Entry {
+    fn leaf(pfn: Pfn, level: Level) -> Pte {
         let size = if level == Level::L4K { 0 } else { MAPS_PAGE };
-        Entry(pfn.hpa().0 & ADDRESS | READ | EXECUTE | WRITE_BACK | size)
+        Pte(pfn.hpa().0 & ADDRESS | READ | EXECUTE | WRITE_BACK | size)
     }
 
     #[inline]
-    fn table(table: Hpa) -> Entry {
-        Entry(table.0 & ADDRESS | READ | WRITE | EXECUTE | ACCESSED)
+    fn table(table: Hpa) -> Pte {
+        Pte(table.0 & ADDRESS | READ | WRITE | EXECUTE | ACCESSED)
     }
 
     #[inline]
-    fn address(entry: Entry, _level: Level) -> Hpa {
-        Hpa(entry.0 & ADDRESS)
+    fn address(pte: Pte, _level: Level) -> Hpa {
+        Hpa(pte.0 & ADDRESS)
     }
 }

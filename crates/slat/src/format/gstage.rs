@@ -10,12 +10,12 @@
 //! needs it. All accesses of a guest count as user accesses here, so U is set in each leaf PTE.
 //!
 //! A PTE with R, W and X clear points to a page-table page. It has no room for rights and cannot be
-//! protected. Physical addresses have 56 bits; the engine uses 52 (`table/entry.rs` keeps them in
+//! protected. Physical addresses have 56 bits; the engine uses 52 (`table/pte.rs` keeps them in
 //! bits 12 to 51).
 
 #![expect(unsafe_code, reason = "implements Format")]
 
-use super::{Entry, Format};
+use super::{Format, Pte};
 use crate::addr::{Hpa, Level, Pfn};
 
 /// Marker of RISC-V's Sv39x4 tables: 3 levels, 41 bits of guest-physical address.
@@ -79,28 +79,28 @@ macro_rules! gstage {
             const HAS_MODIFICATION_LOG: bool = false;
 
             #[inline]
-            fn is_present(entry: Entry) -> bool {
-                entry.0 & VALID != 0
+            fn is_present(pte: Pte) -> bool {
+                pte.0 & VALID != 0
             }
 
             #[inline]
-            fn is_leaf(entry: Entry, _level: Level) -> bool {
-                entry.0 & (READ | WRITE | EXECUTE) != 0
+            fn is_leaf(pte: Pte, _level: Level) -> bool {
+                pte.0 & (READ | WRITE | EXECUTE) != 0
             }
 
             #[inline]
-            fn leaf(pfn: Pfn, _level: Level) -> Entry {
-                Entry(with_ppn(pfn) | VALID | READ | EXECUTE | USER)
+            fn leaf(pfn: Pfn, _level: Level) -> Pte {
+                Pte(with_ppn(pfn) | VALID | READ | EXECUTE | USER)
             }
 
             #[inline]
-            fn table(table: Hpa) -> Entry {
-                Entry(with_ppn(table.pfn()) | VALID)
+            fn table(table: Hpa) -> Pte {
+                Pte(with_ppn(table.pfn()) | VALID)
             }
 
             #[inline]
-            fn address(entry: Entry, _level: Level) -> Hpa {
-                Pfn((entry.0 & PPN) >> PPN_SHIFT).hpa()
+            fn address(pte: Pte, _level: Level) -> Hpa {
+                Pfn((pte.0 & PPN) >> PPN_SHIFT).hpa()
             }
         }
     };
@@ -116,10 +116,10 @@ mod tests {
     fn entries_are_those_of_the_manual<F: Format>() {
         // V, R, X and U; the page number two bits lower than in the address.
         let pages = [(0xab_cdef_0123, Level::L4K), (0x80_0000_0200, Level::L2M), (0x80_0004_0000, Level::L1G)];
-        let leaves = [0x0002_af37_bc04_8c1b, 0x0002_0000_0008_001b, 0x0002_0000_1000_001b].map(Entry);
+        let leaves = [0x0002_af37_bc04_8c1b, 0x0002_0000_0008_001b, 0x0002_0000_1000_001b].map(Pte);
         assert_eq!(pages.map(|(pfn, level)| F::leaf(Pfn(pfn), level)), leaves);
         assert_eq!(leaves.map(|leaf| F::address(leaf, Level::L1G).pfn().0), pages.map(|(pfn, _)| pfn));
-        assert_eq!(F::table(Hpa(0x000f_ffff_ffff_c000)), Entry(0x0003_ffff_ffff_f001));
+        assert_eq!(F::table(Hpa(0x000f_ffff_ffff_c000)), Pte(0x0003_ffff_ffff_f001));
         assert_eq!((F::WRITABLE, F::ACCESSED, F::DIRTY), (0x04, 0x40, 0x80));
         assert_eq!(F::HOST_WRITABLE | F::WAS_DIRTY, 0b11 << 8);
         assert!(F::is_leaf(leaves[0], Level::L1G) && !F::is_leaf(F::table(Hpa(0x1000)), Level::L2M));

@@ -1,6 +1,6 @@
 //! A PTE as hardware reads it. A [`Format`] knows bits and nothing else: which bit lets the guest
 //! write, where the frame number is, what makes a PTE a leaf PTE. What PTEs mean to the engine, and
-//! which thread may change what into what, is in `table/entry.rs`, the same for all formats.
+//! which thread may change what into what, is in `table/pte.rs`, the same for all formats.
 //!
 //! In every format, a PTE whose lowest three bits are clear is not present, and all its other bits
 //! belong to software. This is so in long-mode tables (bit 0), in EPT (bits 0 to 2), in Arm's stage
@@ -23,9 +23,9 @@ use crate::addr::{Hpa, Level, Pfn};
 /// The 64 bits of a PTE.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(transparent)]
-pub struct Entry(pub u64);
+pub struct Pte(pub u64);
 
-impl core::fmt::Debug for Entry {
+impl core::fmt::Debug for Pte {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         write!(f, "Entry({:#x})", self.0)
     }
@@ -82,7 +82,7 @@ pub unsafe trait Format: Send + Sync + 'static {
     /// [`DIRTY`](Format::DIRTY) was last cleared for the dirty log.
     const WAS_DIRTY: u64;
     /// At least 11 adjacent bits that hardware ignores in a directory entry. 0 if directory entries
-    /// cannot be protected (`table/entry.rs`); then all write protection is by leaf PTEs.
+    /// cannot be protected (`table/pte.rs`); then all write protection is by leaf PTEs.
     const GENERATION: u64;
     /// Whether break before make is needed where a page-table page replaces a huge leaf PTE, or the
     /// other way. Then the PTE is not present until no CPU can have a translation cached through
@@ -107,20 +107,20 @@ pub unsafe trait Format: Send + Sync + 'static {
     const HAS_MODIFICATION_LOG: bool;
 
     /// Whether hardware would use the PTE.
-    fn is_present(entry: Entry) -> bool;
+    fn is_present(pte: Pte) -> bool;
 
     /// Whether a present PTE of `level` maps memory, and does not point to a page-table page.
-    fn is_leaf(entry: Entry, level: Level) -> bool;
+    fn is_leaf(pte: Pte, level: Level) -> bool;
 
     /// A leaf PTE of `level` for `pfn` that may be read and executed; not writable, not accessed,
     /// not dirty. Memory is write-back.
-    fn leaf(pfn: Pfn, level: Level) -> Entry;
+    fn leaf(pfn: Pfn, level: Level) -> Pte;
 
     /// A directory entry that points to the page-table page at `table` and takes no right from what
     /// is below.
-    fn table(table: Hpa) -> Entry;
+    fn table(table: Hpa) -> Pte;
 
     /// The address that a present PTE holds: of the page-table page, or of the memory that the leaf
     /// PTE maps.
-    fn address(entry: Entry, level: Level) -> Hpa;
+    fn address(pte: Pte, level: Level) -> Hpa;
 }

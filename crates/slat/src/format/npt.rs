@@ -4,7 +4,7 @@
 
 #![expect(unsafe_code, reason = "implements Format")]
 
-use super::{Entry, Format};
+use super::{Format, Pte};
 use crate::addr::{Hpa, Level, Pfn};
 
 /// Marker of AMD's nested page tables, 4 levels.
@@ -57,31 +57,31 @@ unsafe impl Format for Npt {
     const HAS_MODIFICATION_LOG: bool = false;
 
     #[inline]
-    fn is_present(entry: Entry) -> bool {
-        entry.0 & PRESENT != 0
+    fn is_present(pte: Pte) -> bool {
+        pte.0 & PRESENT != 0
     }
 
     #[inline]
-    fn is_leaf(entry: Entry, level: Level) -> bool {
-        level == Level::L4K || entry.0 & PAGE_SIZE_BIT != 0
+    fn is_leaf(pte: Pte, level: Level) -> bool {
+        level == Level::L4K || pte.0 & PAGE_SIZE_BIT != 0
     }
 
     #[inline]
-    fn leaf(pfn: Pfn, level: Level) -> Entry {
+    fn leaf(pfn: Pfn, level: Level) -> Pte {
         let size = if level == Level::L4K { 0 } else { PAGE_SIZE_BIT };
-        Entry(pfn.hpa().0 & ADDRESS | PRESENT | USER | size)
+        Pte(pfn.hpa().0 & ADDRESS | PRESENT | USER | size)
     }
 
     #[inline]
-    fn table(table: Hpa) -> Entry {
+    fn table(table: Hpa) -> Pte {
         // A is set here: no walk has to set it, and nothing reads it in a directory entry.
-        Entry(table.0 & ADDRESS | PRESENT | READ_WRITE | USER | ACCESSED)
+        Pte(table.0 & ADDRESS | PRESENT | READ_WRITE | USER | ACCESSED)
     }
 
     #[inline]
-    fn address(entry: Entry, _level: Level) -> Hpa {
+    fn address(pte: Pte, _level: Level) -> Hpa {
         // In a huge leaf PTE the bits between 12 and its size are PAT or must be zero (5.3.4);
         // `leaf` leaves them clear.
-        Hpa(entry.0 & ADDRESS)
+        Hpa(pte.0 & ADDRESS)
     }
 }

@@ -17,7 +17,7 @@
 
 #![expect(unsafe_code, reason = "implements Format")]
 
-use super::{Entry, Format};
+use super::{Format, Pte};
 use crate::addr::{Hpa, Level, Pfn};
 
 /// Marker of Arm's stage 2 tables, 4 levels.
@@ -71,31 +71,31 @@ unsafe impl Format for Stage2 {
     const HAS_MODIFICATION_LOG: bool = false;
 
     #[inline]
-    fn is_present(entry: Entry) -> bool {
-        entry.0 & VALID != 0
+    fn is_present(pte: Pte) -> bool {
+        pte.0 & VALID != 0
     }
 
     #[inline]
-    fn is_leaf(entry: Entry, level: Level) -> bool {
-        level == Level::L4K || entry.0 & TABLE_OR_PAGE == 0
+    fn is_leaf(pte: Pte, level: Level) -> bool {
+        level == Level::L4K || pte.0 & TABLE_OR_PAGE == 0
     }
 
     #[inline]
-    fn leaf(pfn: Pfn, level: Level) -> Entry {
+    fn leaf(pfn: Pfn, level: Level) -> Pte {
         let kind = if level == Level::L4K { TABLE_OR_PAGE } else { 0 };
         // XN, bits 53 and 54, stays clear: execution is allowed at EL1 and EL0.
-        Entry(pfn.hpa().0 & ADDRESS | VALID | kind | WRITE_BACK | READ | INNER_SHAREABLE)
+        Pte(pfn.hpa().0 & ADDRESS | VALID | kind | WRITE_BACK | READ | INNER_SHAREABLE)
     }
 
     #[inline]
-    fn table(table: Hpa) -> Entry {
-        Entry(table.0 & ADDRESS | VALID | TABLE_OR_PAGE)
+    fn table(table: Hpa) -> Pte {
+        Pte(table.0 & ADDRESS | VALID | TABLE_OR_PAGE)
     }
 
     #[inline]
-    fn address(entry: Entry, _level: Level) -> Hpa {
+    fn address(pte: Pte, _level: Level) -> Hpa {
         // In a block the bits between 12 and its size are nT or reserved; `leaf` leaves them clear.
-        Hpa(entry.0 & ADDRESS)
+        Hpa(pte.0 & ADDRESS)
     }
 }
 
@@ -107,12 +107,12 @@ mod tests {
     fn descriptors_are_those_of_the_manual() {
         // Page: 0b11, MemAttr 0b1111, S2AP 0b01, SH 0b11, AF 0. Block: 0b01 and the same
         // attributes.
-        assert_eq!(Stage2::leaf(Pfn(0xa_bcde_1234), Level::L4K), Entry(0x0000_abcd_e123_437f));
-        assert_eq!(Stage2::leaf(Pfn(0x8_0000_0200), Level::L2M), Entry(0x0000_8000_0020_037d));
-        assert_eq!(Stage2::leaf(Pfn(0x8_0004_0000), Level::L1G), Entry(0x0000_8000_4000_037d));
+        assert_eq!(Stage2::leaf(Pfn(0xa_bcde_1234), Level::L4K), Pte(0x0000_abcd_e123_437f));
+        assert_eq!(Stage2::leaf(Pfn(0x8_0000_0200), Level::L2M), Pte(0x0000_8000_0020_037d));
+        assert_eq!(Stage2::leaf(Pfn(0x8_0004_0000), Level::L1G), Pte(0x0000_8000_4000_037d));
         // Table: 0b11 and the address; the attribute bits of stage 1 table descriptors are
         // reserved.
-        assert_eq!(Stage2::table(Hpa(0xffff_ffff_f000)), Entry(0x0000_ffff_ffff_f003));
+        assert_eq!(Stage2::table(Hpa(0xffff_ffff_f000)), Pte(0x0000_ffff_ffff_f003));
         assert_eq!((Stage2::WRITABLE, Stage2::ACCESSED), (0x80, 0x400));
         assert_eq!(Stage2::HOST_WRITABLE | Stage2::WAS_DIRTY | Stage2::DIRTY, 0b111 << 55);
     }

@@ -5,18 +5,18 @@
 //! does not set A again until its translation is replaced. So pages may look older than they are,
 //! as with all aging.
 //!
-//! Where they have none, aging makes the leaf *tracked* (`table/entry.rs`): the next access faults,
+//! Where they have none, aging makes the leaf *tracked* (`table/pte.rs`): the next access faults,
 //! and the fault makes it a leaf again. A tracked leaf has lost W, which the first write restores,
 //! as after a harvest. So the protocol of the dirty log need not know of tracked leaves.
 
 use super::install::Changed;
 use crate::addr::{Gfn, GfnRange, Level};
-use crate::format::{Entry, Format};
+use crate::format::{Format, Pte};
 use crate::host::Host;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
-use crate::table::entry::{self, State};
-use crate::table::retire::{Record, Section};
+use crate::table::pte::{self, State};
+use crate::table::retire::{Guard, Participant};
 
 /// How accesses of the guest are found out.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -54,13 +54,18 @@ pub(crate) enum Aging {
 const ENTRIES_PER_TURN: u64 = 4096;
 
 /// Ages or tests `range`. Returns the number of its pages that the guest has used.
-pub(crate) fn age_range<H: Host, F: Format>(tree: &Tree<H, F>, record: &Record, range: GfnRange, aging: Aging) -> u64 {
+pub(crate) fn age_range<H: Host, F: Format>(
+    tree: &Tree<H, F>,
+    participant: &Participant,
+    range: GfnRange,
+    aging: Aging,
+) -> u64 {
     let mut nr_used = 0;
     let mut next = range.start;
     while next < range.end {
-        let section = tree.epochs.enter(record);
-        next = age_turn(tree, &section, GfnRange { start: next, end: range.end }, aging, &mut nr_used);
-        drop(section);
+        let guard = tree.epochs.pin(participant);
+        next = age_turn(tree, &guard, GfnRange { start: next, end: range.end }, aging, &mut nr_used);
+        drop(guard);
         if next < range.end && tree.host.should_yield() {
             tree.host.yield_now();
         }
@@ -71,12 +76,12 @@ pub(crate) fn age_range<H: Host, F: Format>(tree: &Tree<H, F>, record: &Record, 
 /// One turn of [`age_range`], in one guard. Returns the first frame that it did not reach.
 fn age_turn<H: Host, F: Format>(
     tree: &Tree<H, F>,
-    section: &Section<'_>,
+    guard: &Guard<'_>,
     range: GfnRange,
     aging: Aging,
     nr_used: &mut u64,
 ) -> Gfn {
-    let mut cursor = Cursor::new(tree, section, range.start);
+    let mut cursor = Cursor::new(tree, guard, range.start);
     let mut visited = 0;
     while cursor.gfn() < range.end {
         // A tracked leaf has not been used since it was aged.
@@ -98,7 +103,7 @@ fn age_turn<H: Host, F: Format>(
             break;
         }
     }
-    section.visit(visited);
+    guard.visit(visited);
     cursor.gfn()
 }
 
@@ -111,23 +116,23 @@ enum Used {
 fn age_leaf<H: Host, F: Format>(
     tracking: AccessTracking,
     cursor: &Cursor<'_, H, F>,
-    leaf: Entry,
+    leaf: Pte,
     aging: Aging,
 ) -> Result<Used, Changed> {
-    let entry = cursor.entry();
+    let pte = cursor.pte();
     let aged = match tracking {
-        AccessTracking::AccessedBit if !entry::is_accessed::<F>(leaf) => return Ok(Used::No),
-        AccessTracking::AccessedBit => Entry(leaf.0 & !F::ACCESSED),
+        AccessTracking::AccessedBit if !pte::is_accessed::<F>(leaf) => return Ok(Used::No),
+        AccessTracking::AccessedBit => Pte(leaf.0 & !F::ACCESSED),
         // A leaf that is present was used, or is about to be.
-        AccessTracking::Faults => entry::tracked::<F>(leaf, entry.level()),
+        AccessTracking::Faults => pte::tracked::<F>(leaf, pte.level()),
     };
     if aging == Aging::Test {
         return Ok(Used::Yes);
     }
-    if tracking == AccessTracking::AccessedBit && entry.level() == Level::L4K {
-        entry.clear::<F>(F::ACCESSED);
+    if tracking == AccessTracking::AccessedBit && pte.level() == Level::L4K {
+        pte.clear::<F>(F::ACCESSED);
         return Ok(Used::Yes);
     }
-    entry.compare_exchange::<F>(leaf, aged).map_err(|_| Changed)?;
+    pte.compare_exchange::<F>(leaf, aged).map_err(|_| Changed)?;
     Ok(Used::Yes)
 }

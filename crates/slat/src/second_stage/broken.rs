@@ -31,8 +31,8 @@
 //!
 //! The leaves need no flush: the frames stay the guest's until an invalidation, which flushes. The
 //! owner flushes for the page-table page. With break before make the empty PTE is *unflushed*
-//! ([`Stamp::unflushed`](crate::table::entry::Stamp::unflushed)), so that a flush precedes the next
-//! make.
+//! ([`InvalidationSeq::unflushed`](crate::table::pte::InvalidationSeq::unflushed)), so that a flush
+//! precedes the next make.
 //!
 //! The owner may retire a page-table page that a cancel still reads inside its guard. The links of
 //! the list of retired ones do not look like frozen leaves. The exchange of the cancel fails, for
@@ -42,22 +42,22 @@
 
 use super::zap::{mark_dirty, report, zapped_leaf};
 use crate::addr::{Gfn, Hpa, Level};
-use crate::format::{Entry, Format};
+use crate::format::{Format, Pte};
 use crate::host::Host;
 use crate::slot::set::Slots;
 use crate::stats::Counter;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
-use crate::table::entry::{self, Breaking, EntryRef, Frozen, State};
 use crate::table::node;
-use crate::table::retire::Section;
+use crate::table::pte::{self, Breaking, Frozen, PteRef, State};
+use crate::table::retire::Guard;
 use crate::table::tlb::TlbBatch;
 
 /// A report of leaves to the host and to the dirty log, with their number.
-struct Telling<'c, H: Host, F: Format> {
+struct ReportZapped<'c, H: Host, F: Format> {
     tree: &'c Tree<H, F>,
     slots: &'c Slots<H::Backing>,
-    section: &'c Section<'c>,
+    guard: &'c Guard<'c>,
     nr_4k: u64,
     nr_2m: u64,
 }
@@ -67,29 +67,29 @@ struct Telling<'c, H: Host, F: Format> {
 pub(crate) fn cancel<H: Host, F: Format>(
     tree: &Tree<H, F>,
     slots: &Slots<H::Backing>,
-    section: &Section<'_>,
+    guard: &Guard<'_>,
     cursor: &Cursor<'_, H, F>,
 ) {
-    let (entry, level) = (cursor.entry(), cursor.level());
-    let value = entry.load();
-    if entry::state::<F>(value, level) != State::Broken {
+    let (pte, level) = (cursor.pte(), cursor.level());
+    let value = pte.load();
+    if pte::state::<F>(value, level) != State::Broken {
         return;
     }
-    let (table, breaking) = entry::table_of_broken(value);
-    let mut telling = Telling { tree, slots, section, nr_4k: 0, nr_2m: 0 };
+    let (table, breaking) = pte::table_of_broken(value);
+    let mut report = ReportZapped { tree, slots, guard, nr_4k: 0, nr_2m: 0 };
     // SAFETY: a broken PTE that was read inside the guard names it.
-    unsafe { telling.tell_and_freeze(table, level.down(), cursor.block().start, breaking) }
-    let stamp = tree.next_stamp();
-    let stamp = if F::BREAK_BEFORE_MAKE { stamp.unflushed() } else { stamp };
-    if entry.compare_exchange::<F>(value, entry::empty(stamp)).is_err() {
+    unsafe { report.report_and_freeze(table, level.down(), cursor.block().start, breaking) }
+    let seq = tree.next_seq();
+    let seq = if F::BREAK_BEFORE_MAKE { seq.unflushed() } else { seq };
+    if pte.compare_exchange::<F>(value, pte::empty(seq)).is_err() {
         return;
     }
     let stats = cursor.stats();
     match breaking {
         Breaking::Split => stats.count(zapped_leaf(level)),
         Breaking::Recovery => {
-            stats.add(Counter::Zapped4K, telling.nr_4k);
-            stats.add(Counter::Zapped2M, telling.nr_2m);
+            stats.add(Counter::Zapped4K, report.nr_4k);
+            stats.add(Counter::Zapped2M, report.nr_2m);
         }
     }
     stats.count(Counter::Zapped);
@@ -100,56 +100,56 @@ pub(crate) fn cancel<H: Host, F: Format>(
 ///
 /// # Safety
 /// `value` was read inside the guard from a PTE of `level` of this tree, and is broken.
-pub(super) unsafe fn tell_frozen<H: Host, F: Format>(
+pub(super) unsafe fn report_frozen<H: Host, F: Format>(
     tree: &Tree<H, F>,
     slots: &Slots<H::Backing>,
-    section: &Section<'_>,
-    value: Entry,
+    guard: &Guard<'_>,
+    value: Pte,
     level: Level,
     start: Gfn,
 ) {
-    let (table, breaking) = entry::table_of_broken(value);
-    let mut telling = Telling { tree, slots, section, nr_4k: 0, nr_2m: 0 };
+    let (table, breaking) = pte::table_of_broken(value);
+    let mut report = ReportZapped { tree, slots, guard, nr_4k: 0, nr_2m: 0 };
     // SAFETY: as the caller promises.
-    unsafe { telling.tell_and_freeze(table, level.down(), start, breaking) }
+    unsafe { report.report_and_freeze(table, level.down(), start, breaking) }
 }
 
-impl<H: Host, F: Format> Telling<'_, H, F> {
+impl<H: Host, F: Format> ReportZapped<'_, H, F> {
     /// Reports the leaves that the PTEs of `table`, of `level` and for the pages from `start` on,
     /// are or were. In a recovery it freezes these PTEs.
     ///
     /// # Safety
     /// The address of the page-table page was read inside the guard, in a PTE of the level above.
-    unsafe fn tell_and_freeze(&mut self, table: Hpa, level: Level, start: Gfn, breaking: Breaking) {
+    unsafe fn report_and_freeze(&mut self, table: Hpa, level: Level, start: Gfn, breaking: Breaking) {
         // SAFETY: as the caller promises.
-        let cells = unsafe { node::linked_entries::<H, F>(&self.tree.host, self.section, table, level) };
+        let cells = unsafe { node::linked_ptes::<H, F>(&self.tree.host, self.guard, table, level) };
         for (index, cell) in cells.iter().enumerate() {
             let gfn = Gfn(start.0 + index as u64 * level.nr_pages());
-            let entry = EntryRef::new(cell, level);
-            let mut value = entry.load();
+            let pte = PteRef::new(cell, level);
+            let mut value = pte.load();
             loop {
-                let state = entry::state::<F>(value, level);
-                let told = (self.nr_4k, self.nr_2m);
+                let state = pte::state::<F>(value, level);
+                let reported = (self.nr_4k, self.nr_2m);
                 if breaking == Breaking::Split && matches!(state, State::Table | State::Broken) {
                     // The page-table page is linked by now, and in use: nothing is left to cancel.
                     return;
                 }
                 if state == State::Broken {
                     // Before this PTE is frozen: a frozen one does not show what was behind it.
-                    let (below, breaking) = entry::table_of_broken(value);
+                    let (below, breaking) = pte::table_of_broken(value);
                     // SAFETY: `value` is of this page-table page, and was read inside the guard.
-                    unsafe { self.tell_and_freeze(below, level.down(), gfn, breaking) }
+                    unsafe { self.report_and_freeze(below, level.down(), gfn, breaking) }
                     if breaking == Breaking::Split {
                         // For the count the parts are still one leaf.
-                        (self.nr_4k, self.nr_2m) = (told.0, told.1 + 1);
+                        (self.nr_4k, self.nr_2m) = (reported.0, reported.1 + 1);
                     }
                 }
                 // A page-table page that a split was to link stays as it is: its owner may link it
                 // yet.
                 if breaking == Breaking::Recovery && state != State::Frozen {
-                    if let Err(found) = entry.freeze_as_was::<F>(value) {
+                    if let Err(found) = pte.freeze_as_was::<F>(value) {
                         value = found;
-                        (self.nr_4k, self.nr_2m) = told;
+                        (self.nr_4k, self.nr_2m) = reported;
                         continue;
                     }
                 }
@@ -158,14 +158,14 @@ impl<H: Host, F: Format> Telling<'_, H, F> {
                     (State::Table, _) => {
                         let below = F::address(value, level);
                         // SAFETY: as above.
-                        unsafe { self.tell_and_freeze(below, level.down(), gfn, Breaking::Recovery) }
+                        unsafe { self.report_and_freeze(below, level.down(), gfn, Breaking::Recovery) }
                         break;
                     }
-                    (State::Frozen, _) => match entry::before_freezing::<F>(value, level) {
+                    (State::Frozen, _) => match pte::before_freezing::<F>(value, level) {
                         Frozen::Leaf(leaf) => leaf,
                         Frozen::Table(below) => {
                             // SAFETY: as above.
-                            unsafe { self.tell_and_freeze(below, level.down(), gfn, Breaking::Recovery) }
+                            unsafe { self.report_and_freeze(below, level.down(), gfn, Breaking::Recovery) }
                             break;
                         }
                         Frozen::Nothing => break,
@@ -174,7 +174,7 @@ impl<H: Host, F: Format> Telling<'_, H, F> {
                 };
                 report(self.tree, leaf, level, gfn.block(level));
                 // The exchange that froze or broke it is over: no CPU sets its dirty bit any more.
-                mark_dirty(self.tree, self.slots, self.section, leaf, level, gfn.block(level));
+                mark_dirty(self.tree, self.slots, self.guard, leaf, level, gfn.block(level));
                 match level {
                     Level::L4K => self.nr_4k += 1,
                     _ => self.nr_2m += 1,
@@ -194,20 +194,20 @@ impl<H: Host, F: Format> Telling<'_, H, F> {
 /// covers.
 pub(super) unsafe fn give_up<H: Host, F: Format>(
     tree: &Tree<H, F>,
-    section: &Section<'_>,
+    guard: &Guard<'_>,
     table: Hpa,
     level: Level,
     batch: &mut TlbBatch<'_, H, F>,
 ) {
     if level > Level::L4K {
         // SAFETY: the page-table page is not freed before the batch has it, and that is below.
-        for cell in unsafe { node::linked_entries::<H, F>(&tree.host, section, table, level) } {
-            let value = EntryRef::new(cell, level).load();
-            debug_assert!(entry::state::<F>(value, level) == State::Frozen, "a table is given up that is in use");
-            if let Frozen::Table(below) = entry::before_freezing::<F>(value, level) {
+        for cell in unsafe { node::linked_ptes::<H, F>(&tree.host, guard, table, level) } {
+            let value = PteRef::new(cell, level).load();
+            debug_assert!(pte::state::<F>(value, level) == State::Frozen, "a table is given up that is in use");
+            if let Frozen::Table(below) = pte::before_freezing::<F>(value, level) {
                 // SAFETY: as for the page-table page: what was linked below it belongs to the same
                 // thread.
-                unsafe { give_up(tree, section, below, level.down(), batch) }
+                unsafe { give_up(tree, guard, below, level.down(), batch) }
             }
         }
     }
@@ -224,12 +224,12 @@ pub(super) unsafe fn give_up<H: Host, F: Format>(
 pub(super) fn find_broken<'s, H: Host, F: Format>(
     tree: &'s Tree<H, F>,
     slots: &Slots<H::Backing>,
-    section: &'s Section<'s>,
+    guard: &'s Guard<'s>,
     gfn: Gfn,
     level: Level,
 ) -> Option<Cursor<'s, H, F>> {
     loop {
-        let mut cursor = Cursor::new(tree, section, gfn);
+        let mut cursor = Cursor::new(tree, guard, gfn);
         let (_, state) = cursor.descend_to(level);
         if cursor.level() == level {
             return Some(cursor);
@@ -237,6 +237,6 @@ pub(super) fn find_broken<'s, H: Host, F: Format>(
         if state != State::Broken {
             return None;
         }
-        cancel(tree, slots, section, &cursor);
+        cancel(tree, slots, guard, &cursor);
     }
 }

@@ -10,12 +10,12 @@
 
 use super::age::AccessTracking;
 use crate::addr::{Access, Level, Pfn};
-use crate::format::{Entry, Format};
+use crate::format::{Format, Pte};
 use crate::host::Host;
 use crate::stats::{Counter, Recorder};
 use crate::table::cursor::{self, Cursor};
-use crate::table::entry::{self, EntryRef, Stamp};
 use crate::table::node::{TableCache, TableUse};
+use crate::table::pte::{self, InvalidationSeq, PteRef};
 
 /// The PTE is no longer what the caller has read.
 pub(crate) struct Changed;
@@ -47,27 +47,26 @@ pub(crate) enum Rights {
 ///
 /// Where CPUs do not set A, a leaf counts as used as soon as it is installed. Where they do not set
 /// D, it counts as dirty as soon as it has W, since no CPU records a write through it.
-fn used_leaf<F: Format>(leaf: Entry, used: Option<Access>, tracking: AccessTracking) -> Entry {
+fn used_leaf<F: Format>(leaf: Pte, used: Option<Access>, tracking: AccessTracking) -> Pte {
     let accessed = if used.is_some() || tracking == AccessTracking::Faults { F::ACCESSED } else { 0 };
-    let is_written =
-        used == Some(Access::Write) || (tracking.writes_are_unseen::<F>() && entry::is_writable::<F>(leaf));
+    let is_written = used == Some(Access::Write) || (tracking.writes_are_unseen::<F>() && pte::is_writable::<F>(leaf));
     let dirty = if is_written { F::DIRTY } else { 0 };
-    Entry(leaf.0 | accessed | dirty)
+    Pte(leaf.0 | accessed | dirty)
 }
 
 impl NewLeaf {
-    pub(crate) fn entry<F: Format>(self, tracking: AccessTracking) -> Entry {
+    pub(crate) fn pte<F: Format>(self, tracking: AccessTracking) -> Pte {
         let first = Pfn(self.pfn.0 & !(self.level.nr_pages() - 1));
         let rights = match self.rights {
             Rights::ReadOnly => 0,
             Rights::WriteProtected => F::HOST_WRITABLE,
             Rights::Writable => F::HOST_WRITABLE | F::WRITABLE,
         };
-        used_leaf::<F>(Entry(F::leaf(first, self.level).0 | rights), self.used, tracking)
+        used_leaf::<F>(Pte(F::leaf(first, self.level).0 | rights), self.used, tracking)
     }
 }
 
-/// Installs `leaf` for the frame at the cursor, whose PTE is `value`, empty with `stamp`. The
+/// Installs `leaf` for the frame at the cursor, whose PTE is `value`, empty with `seq`. The
 /// page-table pages that lie between are linked by the same compare-and-exchange. All their other
 /// PTEs are empty with the same number.
 ///
@@ -77,8 +76,8 @@ pub(crate) fn install<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
     host: &H,
     cache: &mut TableCache,
-    value: Entry,
-    stamp: Stamp,
+    value: Pte,
+    seq: InvalidationSeq,
     leaf: NewLeaf,
 ) -> Result<(), Changed> {
     link(
@@ -86,9 +85,9 @@ pub(crate) fn install<H: Host, F: Format>(
         host,
         cache,
         value,
-        stamp,
+        seq,
         Prepared {
-            entry: leaf.entry::<F>(cursor.tree().config.access_tracking),
+            pte: leaf.pte::<F>(cursor.tree().config.access_tracking),
             level: leaf.level,
             nr_tables: 0,
             pfn: leaf.pfn,
@@ -98,7 +97,7 @@ pub(crate) fn install<H: Host, F: Format>(
 
 /// A PTE of `level` to be linked, with the page-table pages of the cache that it takes along.
 pub(crate) struct Prepared {
-    pub(crate) entry: Entry,
+    pub(crate) pte: Pte,
     pub(crate) level: Level,
     pub(crate) nr_tables: usize,
     /// The memory that it is for.
@@ -106,9 +105,9 @@ pub(crate) struct Prepared {
 }
 
 impl Prepared {
-    /// A PTE of `level` that is empty with `stamp`: linked below an empty PTE, it changes nothing.
-    pub(crate) fn empty(stamp: Stamp, level: Level, pfn: Pfn) -> Prepared {
-        Prepared { entry: entry::empty(stamp), level, nr_tables: 0, pfn }
+    /// A PTE of `level` that is empty with `seq`: linked below an empty PTE, it changes nothing.
+    pub(crate) fn empty(seq: InvalidationSeq, level: Level, pfn: Pfn) -> Prepared {
+        Prepared { pte: pte::empty(seq), level, nr_tables: 0, pfn }
     }
 }
 
@@ -118,44 +117,44 @@ pub(crate) fn link<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
     host: &H,
     cache: &mut TableCache,
-    value: Entry,
-    stamp: Stamp,
+    value: Pte,
+    seq: InvalidationSeq,
     prepared: Prepared,
 ) -> Result<(), Changed> {
-    let Prepared { entry: mut new, mut level, mut nr_tables, pfn } = prepared;
+    let Prepared { pte: mut new, mut level, mut nr_tables, pfn } = prepared;
     while level < cursor.level() {
         let inside = cursor::index_of::<F>(cursor.gfn(), level);
         // The caller has flushed the PTE, if that was needed.
-        let beside = entry::empty(stamp.flushed());
+        let beside = pte::empty(seq.flushed());
         // SAFETY: `linked` follows the exchange at once.
         new = unsafe { cache.prepare::<H, F>(host, nr_tables, |index| if index == inside { new } else { beside }) };
         nr_tables += 1;
         level = level.up();
     }
-    cursor.entry().compare_exchange::<F>(value, new).map_err(|_| Changed)?;
+    cursor.pte().compare_exchange::<F>(value, new).map_err(|_| Changed)?;
     cache.linked(host, cursor.stats(), nr_tables, TableUse::Fault, Some(pfn));
     Ok(())
 }
 
-/// Restores `access` to the leaf `value` in `entry`, which is tracked or lacks W. The leaf itself
+/// Restores `access` to the leaf `value` in `pte`, which is tracked or lacks W. The leaf itself
 /// says that the host allows it.
 #[inline]
 pub(crate) fn restore_access<F: Format>(
     tracking: AccessTracking,
-    entry: EntryRef<'_>,
-    value: Entry,
+    pte: PteRef<'_>,
+    value: Pte,
     access: Access,
 ) -> Result<(), Changed> {
-    let leaf = entry::untracked::<F>(value, entry.level());
+    let leaf = pte::untracked::<F>(value, pte.level());
     let new = match access {
         Access::Write => {
-            debug_assert!(entry::is_host_writable::<F>(value));
-            Entry(leaf.0 | F::WRITABLE)
+            debug_assert!(pte::is_host_writable::<F>(value));
+            Pte(leaf.0 | F::WRITABLE)
         }
         Access::Read | Access::Execute => leaf,
     };
     let new = used_leaf::<F>(new, Some(access), tracking);
-    entry.compare_exchange::<F>(value, new).map_err(|_| Changed)
+    pte.compare_exchange::<F>(value, new).map_err(|_| Changed)
 }
 
 /// Replaces the huge leaf `value` at the cursor, tracked or not, by a page-table page of leaves one
@@ -167,7 +166,7 @@ pub(crate) fn split<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
     host: &H,
     cache: &mut TableCache,
-    value: Entry,
+    value: Pte,
 ) -> Result<(), Changed> {
     split_into(cursor, host, cache, value, value)
 }
@@ -178,16 +177,16 @@ pub(crate) fn split_into<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
     host: &H,
     cache: &mut TableCache,
-    value: Entry,
-    whole: Entry,
+    value: Pte,
+    whole: Pte,
 ) -> Result<(), Changed> {
     let level = cursor.level();
     // SAFETY: `linked` follows the exchange at once.
     let table = unsafe { prepare_parts::<H, F>(host, cache, whole, level) };
     // If hardware sets A or D of the huge leaf meanwhile, the exchange fails, and the next try
     // copies them.
-    cursor.entry().compare_exchange::<F>(value, table).map_err(|_| Changed)?;
-    let pfn = entry::frame::<F>(value, level);
+    cursor.pte().compare_exchange::<F>(value, table).map_err(|_| Changed)?;
+    let pfn = pte::frame::<F>(value, level);
     cache.linked(host, cursor.stats(), 1, TableUse::Split, Some(pfn));
     count_split(cursor.stats(), level);
     Ok(())
@@ -201,12 +200,12 @@ pub(crate) fn split_into<H: Host, F: Format>(
 pub(crate) unsafe fn prepare_parts<H: Host, F: Format>(
     host: &H,
     cache: &mut TableCache,
-    whole: Entry,
+    whole: Pte,
     level: Level,
-) -> Entry {
+) -> Pte {
     let mut parts_of = |level| {
         // SAFETY: as the caller promises.
-        unsafe { cache.prepare::<H, F>(host, 0, |index| entry::part_of_huge::<F>(whole, level, index)) }
+        unsafe { cache.prepare::<H, F>(host, 0, |index| pte::part_of_huge::<F>(whole, level, index)) }
     };
     match level {
         // A constant level for all but one split in 512. So the shifts are constants, too, which
@@ -223,14 +222,14 @@ pub(crate) fn count_split(stats: &Recorder, level: Level) {
     }
 }
 
-/// Empties the PTE at the cursor, which holds `value` and may be empty already, and stores `stamp`.
+/// Empties the PTE at the cursor, which holds `value` and may be empty already, and stores `seq`.
 /// Returns the empty PTE. If hardware could use `value`, a flush of its block is due.
 pub(crate) fn zap_pte<H: Host, F: Format>(
     cursor: &Cursor<'_, H, F>,
-    value: Entry,
-    stamp: Stamp,
-) -> Result<Entry, Changed> {
-    let empty = entry::empty(stamp);
-    cursor.entry().compare_exchange::<F>(value, empty).map_err(|_| Changed)?;
+    value: Pte,
+    seq: InvalidationSeq,
+) -> Result<Pte, Changed> {
+    let empty = pte::empty(seq);
+    cursor.pte().compare_exchange::<F>(value, empty).map_err(|_| Changed)?;
     Ok(empty)
 }

@@ -17,7 +17,7 @@
 //!
 //! # Why it is correct
 //! A fault that reads the ranges in flight after the publication installs nothing in the range. One
-//! that read them before loses one exchange at most. `table/stamp.rs` has the argument.
+//! that read them before loses one exchange at most. `table/seq.rs` has the argument.
 
 use super::zap::{self, Faults};
 use crate::addr::GfnRange;
@@ -27,8 +27,8 @@ use crate::host::Host;
 use crate::slot::set::Slots;
 use crate::sync::fence_after_rmw;
 use crate::table::Tree;
-use crate::table::published::Published;
-use crate::table::retire::Record;
+use crate::table::in_flight::InFlight;
+use crate::table::retire::Participant;
 use crate::table::tlb::TlbBatch;
 
 /// A range that was zapped and is in flight. Until this is dropped, no CPU uses a frame of the
@@ -38,7 +38,7 @@ use crate::table::tlb::TlbBatch;
 #[must_use = "the range is given back when this is dropped"]
 pub struct Invalidation<'v> {
     range: GfnRange,
-    _published: Published<'v>,
+    _published: InFlight<'v>,
 }
 
 impl Invalidation<'_> {
@@ -59,21 +59,21 @@ impl<'v> Invalidation<'v> {
     pub(crate) fn new<H: Host, F: Format>(
         tree: &'v Tree<H, F>,
         slots: &Slots<H::Backing>,
-        record: &Record,
+        participant: &Participant,
         range: GfnRange,
     ) -> Result<Invalidation<'v>, Error> {
-        let published = tree.published.publish(range)?;
-        let stamp = tree.next_stamp();
+        let in_flight = tree.in_flight.publish(range)?;
+        let seq = tree.next_seq();
         // The range is visible before the walk finds any page-table page linked; see
-        // `table/stamp.rs`. A third thread has to agree, which unlinks that page, and a fault makes
+        // `table/seq.rs`. A third thread has to agree, which unlinks that page, and a fault makes
         // no fence. So beside this fence it takes multi-copy atomicity: all other CPUs observe a
         // store at once, as on x86, Armv8 and RISC-V.
         fence_after_rmw();
-        let mut batch = TlbBatch::new(tree, record);
-        zap::zap_range(slots, range, stamp, Faults::KeptOut, &mut batch);
+        let mut batch = TlbBatch::new(tree, participant);
+        zap::zap_range(slots, range, seq, Faults::KeptOut, &mut batch);
         // Even if nothing was there: another thread may have emptied a PTE and not flushed yet.
         batch.add(range);
         batch.flush();
-        Ok(Invalidation { range, _published: published })
+        Ok(Invalidation { range, _published: in_flight })
     }
 }

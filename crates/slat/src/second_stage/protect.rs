@@ -15,8 +15,8 @@
 //! # Implementation
 //! A directory entry is protected by one compare-and-exchange; the next write below it pushes down
 //! (`push_down`). Only entries wholly inside the memslot are protected, and only for more than
-//! [`PAGES_WORTH_CLOSING`] pages: a push-down reads all 512 leaves. A turn protects each entry at
-//! most once (`table/generation.rs`).
+//! [`PAGES_WORTH_PROTECTING`] pages: a push-down reads all 512 leaves. A turn protects each entry
+//! at most once (`table/generation.rs`).
 //!
 //! # Why it is correct
 //! A fault restores W, makes a full fence, and then reads flags and bit (`dirty/log.rs`). One side
@@ -37,22 +37,22 @@ use super::install::Changed;
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::config::{DirtyTracking, WriteProtection};
 use crate::dirty::bitmap::{PageWords, SetBits, nr_bits};
-use crate::format::{Entry, Format};
+use crate::format::{Format, Pte};
 use crate::host::Host;
 use crate::stats::Counter;
 use crate::sync::{AtomicU64, Ordering, Side};
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
-use crate::table::entry::{self, EntryRef, State};
 use crate::table::generation::Admission;
-use crate::table::retire::{Record, Section};
+use crate::table::pte::{self, PteRef, State};
+use crate::table::retire::{Guard, Participant};
 use crate::table::tlb::TlbBatch;
 
 /// PTEs that a turn visits before it leaves its guard.
 const ENTRIES_PER_TURN: u64 = 4096;
 
 /// For so many pages of a page-table page, or fewer, leaves are protected one by one.
-const PAGES_WORTH_CLOSING: u64 = if cfg!(shuttle) { 1 } else { 16 };
+const PAGES_WORTH_PROTECTING: u64 = if cfg!(shuttle) { 1 } else { 16 };
 
 /// Leaves that are read together.
 const PENDING_LEAVES: usize = 32;
@@ -138,7 +138,7 @@ fn words_of_table(range: GfnRange) -> PageWords<TABLE_WORDS> {
 }
 
 /// Whether a turn may protect directory entries.
-enum Closing {
+enum DirectoryProtection {
     /// The turn has not asked yet.
     Unasked,
     Admitted(Admission),
@@ -150,30 +150,32 @@ pub(crate) struct Protector<'s, H: Host, F: Format> {
     cursor: Cursor<'s, H, F>,
     /// The memslot: entries that reach beyond it are not protected.
     slot: GfnRange,
-    closing: Closing,
+    directory_protection: DirectoryProtection,
     /// Leaves of 4 KiB that are still to be protected.
     pending: ArrayVec<&'s AtomicU64, PENDING_LEAVES>,
     /// Pages that the caller has named.
     nr_pages: u64,
     nr_protected: u64,
-    nr_closed: u64,
+    nr_tables: u64,
 }
 
 impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     /// For pages of a memslot at `slot`. To be made after step 2 of the module.
-    pub(crate) fn new(tree: &'s Tree<H, F>, section: &'s Section<'s>, slot: GfnRange) -> Protector<'s, H, F> {
-        let closing = match tree.config.dirty_tracking {
-            DirtyTracking::WriteProtect(WriteProtection::Lazy) if entry::can_be_closed::<F>() => Closing::Unasked,
-            _ => Closing::No,
+    pub(crate) fn new(tree: &'s Tree<H, F>, guard: &'s Guard<'s>, slot: GfnRange) -> Protector<'s, H, F> {
+        let directory_protection = match tree.config.dirty_tracking {
+            DirtyTracking::WriteProtect(WriteProtection::Lazy) if pte::can_be_protected::<F>() => {
+                DirectoryProtection::Unasked
+            }
+            _ => DirectoryProtection::No,
         };
         Protector {
-            cursor: Cursor::new(tree, section, slot.start),
+            cursor: Cursor::new(tree, guard, slot.start),
             slot,
-            closing,
+            directory_protection,
             pending: ArrayVec::new(),
             nr_pages: 0,
             nr_protected: 0,
-            nr_closed: 0,
+            nr_tables: 0,
         }
     }
 
@@ -230,7 +232,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
             self.nr_pages += pages.nr_pages;
             match self.table_of(pages.first) {
                 // The short way: leaf by leaf in any case.
-                Some(leaves) if pages.nr_pages <= PAGES_WORTH_CLOSING => self.protect_leaves(leaves, &pages),
+                Some(leaves) if pages.nr_pages <= PAGES_WORTH_PROTECTING => self.protect_leaves(leaves, &pages),
                 _ => {
                     self.protect_table(&pages);
                 }
@@ -244,8 +246,8 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     /// page-table page of leaves, or of a greater block that has none.
     fn protect_table(&mut self, pages: &TablePages<'_>) -> Gfn {
         loop {
-            let (value, state) = match self.cursor.move_to_entry(pages.first, Level::L2M).map(|entry| entry.load()) {
-                Some(value) if entry::state::<F>(value, Level::L2M) == State::Table => (value, State::Table),
+            let (value, state) = match self.cursor.move_to_pte(pages.first, Level::L2M).map(|pte| pte.load()) {
+                Some(value) if pte::state::<F>(value, Level::L2M) == State::Table => (value, State::Table),
                 // A huge leaf, or nothing; or the path leads through a page-table page that was
                 // unlinked.
                 _ => {
@@ -276,34 +278,35 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     }
 
     fn may_close(&mut self, pages: &TablePages<'_>) -> bool {
-        if matches!(self.closing, Closing::No)
-            || pages.nr_pages <= PAGES_WORTH_CLOSING
+        if matches!(self.directory_protection, DirectoryProtection::No)
+            || pages.nr_pages <= PAGES_WORTH_PROTECTING
             || !self.slot.covers(pages.block())
         {
             return false;
         }
-        if let Closing::Unasked = self.closing {
-            self.closing = self.cursor.tree().generations.admit().map_or(Closing::No, Closing::Admitted);
+        if let DirectoryProtection::Unasked = self.directory_protection {
+            self.directory_protection =
+                self.cursor.tree().generations.admit().map_or(DirectoryProtection::No, DirectoryProtection::Admitted);
         }
-        matches!(self.closing, Closing::Admitted(_))
+        matches!(self.directory_protection, DirectoryProtection::Admitted(_))
     }
 
-    fn close(&mut self, value: Entry) -> Result<(), Changed> {
-        self.cursor.entry().compare_exchange::<F>(value, entry::closed::<F>(value)).map_err(|_| Changed)?;
-        self.nr_closed += 1;
+    fn close(&mut self, value: Pte) -> Result<(), Changed> {
+        self.cursor.pte().compare_exchange::<F>(value, pte::protected::<F>(value)).map_err(|_| Changed)?;
+        self.nr_tables += 1;
         Ok(())
     }
 
     /// Clears W of a leaf above the lowest level. Where dirty bits are the log it clears D, too,
     /// because the parts of a split leaf begin with D of the leaf.
-    fn protect_huge(&mut self, value: Entry) -> Result<(), Changed> {
+    fn protect_huge(&mut self, value: Pte) -> Result<(), Changed> {
         let protected = match self.cursor.tree().config.dirty_tracking {
             DirtyTracking::WriteProtect(_) => value,
-            DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog => entry::cleaned_for_log::<F>(value),
+            DirtyTracking::DirtyBit | DirtyTracking::PageModificationLog => pte::cleaned_for_log::<F>(value),
         };
-        let protected = Entry(protected.0 & !F::WRITABLE);
+        let protected = Pte(protected.0 & !F::WRITABLE);
         if protected != value {
-            self.cursor.entry().compare_exchange::<F>(value, protected).map_err(|_| Changed)?;
+            self.cursor.pte().compare_exchange::<F>(value, protected).map_err(|_| Changed)?;
             self.nr_protected += 1;
         }
         Ok(())
@@ -326,7 +329,7 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     /// The page-table page of leaves of 4 KiB for `gfn`, if there is one.
     #[inline]
     fn table_of(&mut self, gfn: Gfn) -> Option<&'s [AtomicU64]> {
-        self.cursor.move_to_entry(gfn, Level::L2M)?;
+        self.cursor.move_to_pte(gfn, Level::L2M)?;
         self.cursor.read_table(Level::L2M).map(|(_, leaves)| leaves)
     }
 
@@ -346,10 +349,10 @@ impl<'s, H: Host, F: Format> Protector<'s, H, F> {
     }
 
     /// Ends the turn. Returns the number of pages that the caller has named.
-    pub(crate) fn finish(&mut self, record: &Record) -> u64 {
+    pub(crate) fn finish(&mut self, participant: &Participant) -> u64 {
         self.protect_pending();
-        record.stats.add(Counter::Protected, self.nr_protected);
-        record.stats.add(Counter::TablesClosed, self.nr_closed);
+        participant.stats.add(Counter::Protected, self.nr_protected);
+        participant.stats.add(Counter::TablesProtected, self.nr_tables);
         self.nr_pages
     }
 }
@@ -366,21 +369,21 @@ fn protect_all<'c, H: Host, F: Format>(tree: &Tree<H, F>, cells: impl Iterator<I
 /// Clears W of the leaf of 4 KiB in `cell`. Returns 1 if it was set.
 #[inline]
 pub(super) fn protect_leaf<F: Format>(cell: &AtomicU64) -> u64 {
-    let entry = EntryRef::new(cell, Level::L4K);
-    if !entry::is_writable::<F>(entry.load()) {
+    let pte = PteRef::new(cell, Level::L4K);
+    if !pte::is_writable::<F>(pte.load()) {
         return 0;
     }
-    u64::from(entry::is_writable::<F>(entry.clear::<F>(F::WRITABLE)))
+    u64::from(pte::is_writable::<F>(pte.clear::<F>(F::WRITABLE)))
 }
 
 /// Clears hardware's dirty bit of the leaf of 4 KiB in `cell`. Returns 1 if it was set.
 #[inline]
 fn clean_leaf<F: Format>(cell: &AtomicU64) -> u64 {
-    let entry = EntryRef::new(cell, Level::L4K);
-    let mut value = entry.load();
+    let pte = PteRef::new(cell, Level::L4K);
+    let mut value = pte.load();
     // An exchange, and not an AND: the same step notes for the host that the page was written.
-    while entry::is_dirty_for_log::<F>(value) {
-        match entry.compare_exchange::<F>(value, entry::cleaned_for_log::<F>(value)) {
+    while pte::is_dirty_for_log::<F>(value) {
+        match pte.compare_exchange::<F>(value, pte::cleaned_for_log::<F>(value)) {
             Ok(()) => return 1,
             Err(found) => value = found,
         }
@@ -390,29 +393,29 @@ fn clean_leaf<F: Format>(cell: &AtomicU64) -> u64 {
 
 /// Protects all that is mapped of the memslot at `slot`, in as many guards as it takes. The caller
 /// flushes the memslot after that.
-pub(crate) fn protect_slot<H: Host, F: Format>(tree: &Tree<H, F>, record: &Record, slot: GfnRange) {
+pub(crate) fn protect_slot<H: Host, F: Format>(tree: &Tree<H, F>, participant: &Participant, slot: GfnRange) {
     let mut next = slot.start;
     while next < slot.end {
         tree.generations.renew_if_low(&tree.epochs, || tree.host.barrier_on_all_cpus());
-        let locked = tree.enter(record, Side::Write);
-        let mut protector = Protector::new(tree, &locked.section, slot);
+        let locked = tree.pin(participant, Side::Write);
+        let mut protector = Protector::new(tree, &locked.guard, slot);
         let mut visited = 0;
         while next < slot.end {
-            let nr_closed = protector.nr_closed;
+            let nr_tables = protector.nr_tables;
             let words = words_of_table(GfnRange { start: next, end: slot.end });
             let Some(pages) = TablePages::first_of(next.align_down(Level::L2M).0 / WORD_PAGES, &words, 0) else {
                 break;
             };
             next = protector.protect_table(&pages);
             // Without a protected entry it was a page-table page of leaves, at most.
-            visited += if protector.nr_closed > nr_closed { 1 } else { Level::L2M.nr_pages() };
+            visited += if protector.nr_tables > nr_tables { 1 } else { Level::L2M.nr_pages() };
             if visited >= ENTRIES_PER_TURN {
                 break;
             }
         }
-        protector.finish(record);
+        protector.finish(participant);
         drop(protector);
-        locked.section.visit(visited);
+        locked.guard.visit(visited);
         let yields = next < slot.end && tree.should_yield();
         drop(locked);
         if yields {

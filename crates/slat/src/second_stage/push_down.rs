@@ -33,13 +33,13 @@
 use super::age::AccessTracking;
 use super::install::{self, Changed};
 use crate::addr::{Access, Gfn, Level};
-use crate::format::{Entry, Format};
+use crate::format::{Format, Pte};
 use crate::host::Host;
 use crate::sync::{AtomicU64, Ordering};
 use crate::table::Tree;
 use crate::table::cursor::{self, Cursor};
-use crate::table::entry::{self, EntryRef, State};
-use crate::table::retire::Section;
+use crate::table::pte::{self, PteRef, State};
+use crate::table::retire::Guard;
 
 /// Leaves that are read together.
 const LEAVES_PER_LOOK: usize = 16;
@@ -71,8 +71,8 @@ fn protect_all<F: Format>(cells: &[AtomicU64]) {
             continue;
         }
         for cell in cells {
-            let leaf = EntryRef::new(cell, Level::L4K);
-            if entry::is_writable::<F>(leaf.load()) {
+            let leaf = PteRef::new(cell, Level::L4K);
+            if pte::is_writable::<F>(leaf.load()) {
                 leaf.clear::<F>(F::WRITABLE);
             }
         }
@@ -87,34 +87,33 @@ fn protect_all<F: Format>(cells: &[AtomicU64]) {
 /// lost it.
 pub(crate) fn push_down<H: Host, F: Format>(
     tree: &Tree<H, F>,
-    section: &Section<'_>,
+    guard: &Guard<'_>,
     gfn: Gfn,
     others: impl FnOnce() -> Others,
 ) -> Result<Pushed, Changed> {
-    let mut above = Cursor::new(tree, section, gfn);
+    let mut above = Cursor::new(tree, guard, gfn);
     above.descend_to(Level::L2M);
     let Some((table, leaves)) = above.read_table(Level::L2M) else { return Err(Changed) };
-    if !entry::is_closed::<F>(table) {
+    if !pte::is_protected::<F>(table) {
         return Err(Changed);
     }
     let own_index = cursor::index_of::<F>(gfn, Level::L4K);
-    push_down_in::<F>(tree.config.access_tracking, above.entry(), table, leaves, own_index, others)
+    push_down_in::<F>(tree.config.access_tracking, above.pte(), table, leaves, own_index, others)
 }
 
 /// [`push_down`] for the leaf at `own_index` of `leaves`, below the entry `above`, which was read
 /// as `table`.
 fn push_down_in<F: Format>(
     tracking: AccessTracking,
-    above: EntryRef<'_>,
-    table: Entry,
+    above: PteRef<'_>,
+    table: Pte,
     leaves: &[AtomicU64],
     own_index: usize,
     others: impl FnOnce() -> Others,
 ) -> Result<Pushed, Changed> {
-    let own = EntryRef::new(&leaves[own_index], Level::L4K);
+    let own = PteRef::new(&leaves[own_index], Level::L4K);
     let value = own.load();
-    let (State::Leaf | State::Tracked, true) =
-        (entry::state::<F>(value, Level::L4K), entry::is_host_writable::<F>(value))
+    let (State::Leaf | State::Tracked, true) = (pte::state::<F>(value, Level::L4K), pte::is_host_writable::<F>(value))
     else {
         return Err(Changed);
     };
@@ -124,7 +123,7 @@ fn push_down_in<F: Format>(
         protect_all::<F>(&from_own[1..]);
     }
     install::restore_access::<F>(tracking, own, value, Access::Write)?;
-    match above.compare_exchange::<F>(table, entry::opened::<F>(table)) {
+    match above.compare_exchange::<F>(table, pte::unprotected::<F>(table)) {
         Ok(()) => Ok(Pushed::Open),
         Err(_) => Ok(Pushed::LeafOnly),
     }

@@ -14,11 +14,11 @@ use loom::thread;
 use super::{Others, Pushed, push_down_in};
 use crate::addr::{Access, Hpa, Level, Pfn};
 use crate::dirty::bitmap::{Bitmap, TakenWords};
-use crate::format::{Entry, Format, Npt};
+use crate::format::{Format, Npt, Pte};
 use crate::second_stage::age::AccessTracking;
 use crate::second_stage::{install, protect};
 use crate::sync::{AtomicU64, Ordering, fence_after_rmw, full_fence};
-use crate::table::entry::{self, EntryRef, Stamp, State};
+use crate::table::pte::{self, InvalidationSeq, PteRef, State};
 
 const PREEMPTIONS: usize = 3;
 /// For three threads and more: with one more, a model takes minutes.
@@ -77,12 +77,12 @@ use Leaf::{Empty, Protected, Writable};
 use Step::{Age, CeaseToLog, Lazy, LeafByLeaf, LogLazily, LogLeafByLeaf, LogMarked, Write};
 
 impl Leaf {
-    fn entry(self, index: usize) -> Entry {
-        let leaf = Entry(Npt::leaf(Pfn(5 + index as u64), Level::L4K).0 | Npt::HOST_WRITABLE | Npt::ACCESSED);
+    fn pte(self, index: usize) -> Pte {
+        let leaf = Pte(Npt::leaf(Pfn(5 + index as u64), Level::L4K).0 | Npt::HOST_WRITABLE | Npt::ACCESSED);
         match self {
-            Empty => entry::empty(Stamp::FIRST),
+            Empty => pte::empty(InvalidationSeq::FIRST),
             Protected => leaf,
-            Writable => Entry(leaf.0 | Npt::WRITABLE),
+            Writable => Pte(leaf.0 | Npt::WRITABLE),
         }
     }
 }
@@ -90,23 +90,23 @@ impl Leaf {
 impl World {
     fn new(start: Start) -> World {
         let table = Npt::table(Hpa(1 << 20));
-        let above = if start.is_open.is_some() { table } else { entry::closed::<Npt>(table) };
+        let above = if start.is_open.is_some() { table } else { pte::protected::<Npt>(table) };
         let log = Bitmap::new(64).expect("memory for a bitmap");
         (0..NR_LEAVES).filter(|index| start.marked >> index & 1 == 1).for_each(|index| log.mark(index as u64, 1));
         World {
             above: AtomicU64::new(above.0),
-            leaves: core::array::from_fn(|index| AtomicU64::new(start.leaves[index].entry(index).0)),
+            leaves: core::array::from_fn(|index| AtomicU64::new(start.leaves[index].pte(index).0)),
             log,
             logs: AtomicU64::new(u64::from(start.logs.is_some())),
         }
     }
 
-    fn above(&self) -> EntryRef<'_> {
-        EntryRef::new(&self.above, Level::L2M)
+    fn above(&self) -> PteRef<'_> {
+        PteRef::new(&self.above, Level::L2M)
     }
 
-    fn leaf(&self, index: usize) -> EntryRef<'_> {
-        EntryRef::new(&self.leaves[index], Level::L4K)
+    fn leaf(&self, index: usize) -> PteRef<'_> {
+        PteRef::new(&self.leaves[index], Level::L4K)
     }
 
     fn logs(&self) -> bool {
@@ -126,13 +126,13 @@ impl World {
         loop {
             let above = self.above().load();
             let value = self.leaf(index).load();
-            let is_closed = entry::is_closed::<Npt>(above);
-            match entry::state::<Npt>(value, Level::L4K) {
-                State::Leaf if entry::is_writable::<Npt>(value) && !is_closed => return,
-                State::Leaf if is_closed => {
+            let is_protected = pte::is_protected::<Npt>(above);
+            match pte::state::<Npt>(value, Level::L4K) {
+                State::Leaf if pte::is_writable::<Npt>(value) && !is_protected => return,
+                State::Leaf if is_protected => {
                     let others = || if self.logs() { Others::Protect } else { Others::Leave };
                     let above = self.above().load();
-                    if !entry::is_closed::<Npt>(above) {
+                    if !pte::is_protected::<Npt>(above) {
                         continue;
                     }
                     let pushed = push_down_in::<Npt>(TRACKING, self.above(), above, &self.leaves, index, others);
@@ -149,9 +149,9 @@ impl World {
                     }
                 }
                 _ => {
-                    if self.leaf(index).compare_exchange::<Npt>(value, Writable.entry(index)).is_ok() {
+                    if self.leaf(index).compare_exchange::<Npt>(value, Writable.pte(index)).is_ok() {
                         self.mark_if_logging(index);
-                        if !is_closed {
+                        if !is_protected {
                             return;
                         }
                     }
@@ -163,7 +163,7 @@ impl World {
     fn close(&self) {
         loop {
             let value = self.above().load();
-            if self.above().compare_exchange::<Npt>(value, entry::closed::<Npt>(value)).is_ok() {
+            if self.above().compare_exchange::<Npt>(value, pte::protected::<Npt>(value)).is_ok() {
                 return;
             }
         }
@@ -211,14 +211,14 @@ impl World {
     }
 
     fn assert_seen(&self) {
-        if entry::is_closed::<Npt>(self.above().load()) {
+        if pte::is_protected::<Npt>(self.above().load()) {
             return;
         }
         let mut taken = TakenWords::new();
         self.log.take(0..1, &mut taken);
         let marked = taken.bits().iter().fold(0, |pages, bits| pages | bits);
         for index in 0..NR_LEAVES {
-            let is_writable = entry::is_writable::<Npt>(self.leaf(index).load());
+            let is_writable = pte::is_writable::<Npt>(self.leaf(index).load());
             assert!(!is_writable || marked >> index & 1 == 1, "page {index} can be written unseen");
         }
     }

@@ -5,14 +5,14 @@
 
 use crate::addr::{Gfn, Gpa, Hpa, Level, NodeId, PageSize, Pfn};
 use crate::error::Error;
-use crate::format::{Entry, Format};
+use crate::format::{Format, Pte};
 use crate::host::Host;
 use crate::sync::AtomicU64;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
-use crate::table::entry::{self, EntryRef, State};
 use crate::table::node;
-use crate::table::retire::LoneSection;
+use crate::table::pte::{self, PteRef, State};
+use crate::table::retire::LoneGuard;
 
 /// The translation of a page, as the page tables have it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -34,18 +34,18 @@ pub struct Translation {
 #[must_use]
 pub struct TableReader<'v, H: Host, F: Format> {
     tree: &'v Tree<H, F>,
-    section: LoneSection<'v>,
+    guard: LoneGuard<'v>,
 }
 
 impl<'v, H: Host, F: Format> TableReader<'v, H, F> {
     pub(crate) fn new(tree: &'v Tree<H, F>) -> Result<TableReader<'v, H, F>, Error> {
-        Ok(TableReader { tree, section: tree.epochs.enter_alone()? })
+        Ok(TableReader { tree, guard: tree.epochs.pin_alone()? })
     }
 
     /// A position in the page tables. Pages of one page-table page, one after the other, cost no
     /// walk.
     pub fn cursor(&self) -> TableCursor<'_, H, F> {
-        TableCursor { cursor: Cursor::new(self.tree, self.section.get(), Gfn(0)) }
+        TableCursor { cursor: Cursor::new(self.tree, self.guard.get(), Gfn(0)) }
     }
 }
 
@@ -64,8 +64,8 @@ impl<H: Host, F: Format> TableReader<'_, H, F> {
     /// above.
     unsafe fn count_tables(&self, table: Hpa, level: Level, node: NodeId) -> u64 {
         let below = |cell: &AtomicU64| {
-            let value = EntryRef::new(cell, level).load();
-            match entry::state::<F>(value, level) {
+            let value = PteRef::new(cell, level).load();
+            match pte::state::<F>(value, level) {
                 // SAFETY: read in this guard, in a page-table page of the tree.
                 State::Table => unsafe { self.count_tables(F::address(value, level), level.down(), node) },
                 _ => 0,
@@ -73,7 +73,7 @@ impl<H: Host, F: Format> TableReader<'_, H, F> {
         };
         let host = &self.tree.host;
         // SAFETY: as the caller promises.
-        let entries = unsafe { node::linked_entries::<H, F>(host, self.section.get(), table, level) };
+        let entries = unsafe { node::linked_ptes::<H, F>(host, self.guard.get(), table, level) };
         let nr_below: u64 = if level > Level::L4K { entries.iter().map(below).sum() } else { 0 };
         nr_below + u64::from(host.node_of(table.pfn()) == node)
     }
@@ -114,9 +114,9 @@ impl<H: Host, F: Format> TableCursor<'_, H, F> {
         // neighbours may be.
         let level = self.cursor.level();
         let may_move = level == Level::L4K || level == F::ROOT_LEVEL;
-        if let Some(entry) = may_move.then(|| self.cursor.move_to_entry(gfn, Level::L4K)).flatten() {
-            let value = entry.load();
-            match entry::state::<F>(value, Level::L4K) {
+        if let Some(pte) = may_move.then(|| self.cursor.move_to_pte(gfn, Level::L4K)).flatten() {
+            let value = pte.load();
+            match pte::state::<F>(value, Level::L4K) {
                 State::Leaf | State::Tracked => return Some(self.translation(value, Level::L4K, gfn)),
                 State::Empty(_) | State::Table | State::Broken | State::Frozen => {}
             }
@@ -131,13 +131,13 @@ impl<H: Host, F: Format> TableCursor<'_, H, F> {
 
     /// The translation of `gfn` by the leaf `leaf` of `level`, tracked or not.
     #[inline]
-    fn translation(&self, leaf: Entry, level: Level, gfn: Gfn) -> Translation {
+    fn translation(&self, leaf: Pte, level: Level, gfn: Gfn) -> Translation {
         Translation {
-            pfn: Pfn(entry::frame::<F>(leaf, level).0 + (gfn.0 & (level.nr_pages() - 1))),
+            pfn: Pfn(pte::frame::<F>(leaf, level).0 + (gfn.0 & (level.nr_pages() - 1))),
             size: level.page_size(),
-            writable: entry::is_writable::<F>(leaf) && !self.cursor.is_closed(),
-            accessed: entry::is_accessed::<F>(leaf),
-            dirty: entry::is_dirty::<F>(leaf),
+            writable: pte::is_writable::<F>(leaf) && !self.cursor.is_protected(),
+            accessed: pte::is_accessed::<F>(leaf),
+            dirty: pte::is_dirty::<F>(leaf),
         }
     }
 }

@@ -13,7 +13,7 @@
 //! - Those of a memslot that logs. With [`HugePageLogging::MarkWhole`](crate::HugePageLogging) and
 //!   write protection, leaves of 2 MiB come back all the same.
 //! - Those larger than the blocks of a userfault bitmap, or with private and shared pages.
-//! - The rest, when too many unlinked page-table pages wait for a guard: [`MAX_PUT_OFF_TABLES`],
+//! - The rest, when too many unlinked page-table pages wait for a guard: [`MAX_DEFERRED_TABLES`],
 //!   and as many as were linked when the recovery began.
 //!
 //! # Implementation
@@ -48,12 +48,12 @@
 use super::age::AccessTracking;
 use super::broken::{cancel, find_broken, give_up};
 use super::install::Changed;
-use super::zap::{MAX_PUT_OFF_TABLES, TABLES_PER_FLUSH};
+use super::zap::{MAX_DEFERRED_TABLES, TABLES_PER_FLUSH};
 use crate::addr::{Access, Gfn, GfnRange, Level, Pfn};
 use crate::config::{DirtyTracking, HugePageLogging};
 use crate::dirty::log;
 use crate::dirty::rings::{Rings, WithoutRings};
-use crate::format::{Entry, Format};
+use crate::format::{Format, Pte};
 use crate::host::{Host, Resolved};
 use crate::slot::MemoryAttributes;
 use crate::slot::set::Slots;
@@ -62,8 +62,8 @@ use crate::stats::Counter;
 use crate::sync::{AtomicU64, Side, fence_after_rmw};
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
-use crate::table::entry::{self, Breaking, EntryRef, FrozenLeaves, Stamp, State};
-use crate::table::retire::{HazardPointer, Record, RecordGuard, Section};
+use crate::table::pte::{self, Breaking, FrozenLeaves, InvalidationSeq, PteRef, State};
+use crate::table::retire::{BorrowedParticipant, Guard, HazardPointer, Participant};
 use crate::table::tlb::TlbBatch;
 
 /// How often a block is tried that other threads change.
@@ -77,15 +77,15 @@ const STEPS_PER_TURN: u64 = 4096;
 pub(crate) fn recover_range<H: Host, F: Format>(
     tree: &Tree<H, F>,
     slots: &Slots<H::Backing>,
-    record: &mut RecordGuard<'_>,
+    participant: &mut BorrowedParticipant<'_>,
     range: GfnRange,
     rings: &Rings,
 ) -> u64 {
-    let (record, mut hazard) = record.with_hazard();
-    let max_put_off = MAX_PUT_OFF_TABLES + tree.nr_linked_tables();
-    let batch = TlbBatch::new(tree, record);
+    let (participant, mut hazard) = participant.with_hazard();
+    let max_deferred = MAX_DEFERRED_TABLES + tree.nr_linked_tables();
+    let batch = TlbBatch::new(tree, participant);
     let without_rings = rings.keep_out();
-    let mut recovery = Recovery { tree, slots, record, without_rings, max_put_off, batch, nr_recovered: 0 };
+    let mut recovery = Recovery { tree, slots, participant, without_rings, max_deferred, batch, nr_recovered: 0 };
     let mut level = Level::L2M;
     while level <= F::ROOT_LEVEL.min(Level::L1G) && range.has_block(level) {
         if recovery.pass(hazard.reborrow(), range, level).is_none() {
@@ -112,7 +112,7 @@ struct Candidate<'r, B> {
     attributes: MemoryAttributes,
     backing: BackingRef<'r, B>,
     /// The counter of sequence numbers, read before all that.
-    seen: Stamp,
+    seen: InvalidationSeq,
 }
 
 /// Where the search for a candidate ended.
@@ -135,9 +135,9 @@ struct Gathered {
 struct Recovery<'r, H: Host, F: Format> {
     tree: &'r Tree<H, F>,
     slots: &'r Slots<H::Backing>,
-    record: &'r Record,
+    participant: &'r Participant,
     without_rings: Option<WithoutRings<'r>>,
-    max_put_off: u64,
+    max_deferred: u64,
     batch: TlbBatch<'r, H, F>,
     nr_recovered: u64,
 }
@@ -175,11 +175,11 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         if self.batch.nr_unlinked() >= TABLES_PER_FLUSH {
             self.batch.flush();
         }
-        if self.tree.epochs.nr_put_off_tables() >= self.max_put_off {
+        if self.tree.epochs.nr_deferred_tables() >= self.max_deferred {
             // The guards that they waited for may be over by now.
             self.tree.reclaim();
         }
-        (self.tree.epochs.nr_put_off_tables() < self.max_put_off).then_some(())
+        (self.tree.epochs.nr_deferred_tables() < self.max_deferred).then_some(())
     }
 
     /// Finds a page-table page below a PTE of `level`, from `start` on.
@@ -187,10 +187,10 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
     /// Never inlined, like `try_recover`: its stack is free again when the batch is flushed.
     #[inline(never)]
     fn look<'h>(&self, hazard: HazardPointer<'h>, start: Gfn, range: GfnRange, level: Level) -> Look<'h, H::Backing> {
-        let (tree, record) = (self.tree, self.record);
-        let section = tree.epochs.enter(record);
-        let seen = tree.current_stamp();
-        let mut cursor = Cursor::new(tree, &section, start);
+        let (tree, participant) = (self.tree, self.participant);
+        let guard = tree.epochs.pin(participant);
+        let seen = tree.current_seq();
+        let mut cursor = Cursor::new(tree, &guard, start);
         let mut nr_steps = 0;
         while cursor.gfn() < range.end && nr_steps < STEPS_PER_TURN {
             let (_, state) = cursor.descend_to(level);
@@ -203,17 +203,17 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
             if let Some((index, leaf)) = first {
                 let parts = level.down();
                 let gfn = Gfn(block.start.0 + index * parts.nr_pages());
-                let pfn = entry::frame::<F>(leaf, parts);
+                let pfn = pte::frame::<F>(leaf, parts);
                 let is_aligned = (pfn.0 ^ gfn.0) & (level.nr_pages() - 1) == 0;
                 // Inside a range in flight the host's answer may be outdated, and no sequence
                 // number shows it.
-                let is_free = tree.published.free_level(gfn, level) == Some(level);
-                let slot = (is_aligned && is_free).then(|| self.slots.find(&section, gfn)).flatten();
+                let is_free = tree.in_flight.free_level(gfn, level) == Some(level);
+                let slot = (is_aligned && is_free).then(|| self.slots.find(&guard, gfn)).flatten();
                 nr_steps += slot.as_ref().map_or(0, |slot| slot.steps_of(block));
                 if let Some(slot) = slot.filter(|slot| self.may_recover(slot, block, level)) {
                     let page = gfn.0 - slot.range().start.0;
                     let backing = slot.keep_for_resolve(hazard);
-                    let is_host_writable = entry::is_host_writable::<F>(leaf);
+                    let is_host_writable = pte::is_host_writable::<F>(leaf);
                     let attributes = slot.attributes_of(gfn);
                     return Look::Found(Candidate {
                         block,
@@ -230,7 +230,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
             }
             cursor.move_to(block.end);
         }
-        section.visit(nr_steps);
+        guard.visit(nr_steps);
         Look::Next(cursor.gfn())
     }
 
@@ -248,7 +248,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
     #[inline(never)]
     fn try_recover(&mut self, candidate: Candidate<'_, H::Backing>) -> Result<(), Changed> {
         let Candidate { block, level, gfn, page, pfn, is_host_writable, attributes, backing, seen } = candidate;
-        let (tree, record) = (self.tree, self.record);
+        let (tree, participant) = (self.tree, self.participant);
         let resolved = if attributes.contains(MemoryAttributes::PRIVATE) {
             tree.host.resolve_private(backing.get(), gfn, page, Access::Read)
         } else {
@@ -264,12 +264,12 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         if !resolved.is_ok_and(is_huge) {
             return Ok(());
         }
-        let locked = tree.enter(record, Side::Read);
+        let locked = tree.pin(participant, Side::Read);
         // A recovery that is bound to fail would cost the guest faults.
-        if tree.current_stamp() != seen {
+        if tree.current_seq() != seen {
             return Err(Changed);
         }
-        let mut cursor = Cursor::new(tree, &locked.section, block.start);
+        let mut cursor = Cursor::new(tree, &locked.guard, block.start);
         cursor.descend_to(level);
         let Some((value, leaves)) = cursor.read_table(level) else { return Ok(()) };
         // Nor are so many leaves given up because one is missing, or still a page-table page.
@@ -277,8 +277,8 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
             return Ok(());
         }
         let table = F::address(value, level);
-        let broken = entry::broken(table, Breaking::Recovery);
-        cursor.entry().compare_exchange::<F>(value, broken).map_err(|_| Changed)?;
+        let broken = pte::broken(table, Breaking::Recovery);
+        cursor.pte().compare_exchange::<F>(value, broken).map_err(|_| Changed)?;
         if !F::BREAK_BEFORE_MAKE {
             self.batch.add(block);
         }
@@ -288,8 +288,8 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         // invalidation that begins from now on finds the broken PTE, or what becomes of it. The
         // other side of this store-load pair takes a number, and then reads the PTE (`invalidate`).
         fence_after_rmw();
-        let is_overtaken = tree.current_stamp() != seen;
-        let slot = self.slots.find(&locked.section, gfn).filter(|slot| self.may_recover(slot, block, level));
+        let is_overtaken = tree.current_seq() != seen;
+        let slot = self.slots.find(&locked.guard, gfn).filter(|slot| self.may_recover(slot, block, level));
         // The pages are marked in the memslot's bitmap, and in no ring.
         let may_write = slot.as_ref().is_some_and(|slot| !slot.logs()) && self.without_rings.is_some();
         let leaf = slot
@@ -298,77 +298,75 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
             .map(|gathered| self.leaf(&gathered, level, may_write));
         if !F::BREAK_BEFORE_MAKE {
             // At this very PTE: a walk from the root could end at a broken PTE above.
-            self.make(&locked.section, &cursor, broken, leaf);
+            self.make(&locked.guard, &cursor, broken, leaf);
             // SAFETY: this call has broken the PTE, and `make` has replaced it. The batch has the
             // block.
-            unsafe { give_up(tree, &locked.section, table, level.down(), &mut self.batch) }
+            unsafe { give_up(tree, &locked.guard, table, level.down(), &mut self.batch) }
             return Ok(());
         }
         drop(locked);
-        tree.flush(record, &[block]);
-        let locked = tree.enter(record, Side::Read);
-        if let Some(cursor) = find_broken(tree, self.slots, &locked.section, block.start, level) {
-            self.make(&locked.section, &cursor, broken, leaf);
+        tree.flush(participant, &[block]);
+        let locked = tree.pin(participant, Side::Read);
+        if let Some(cursor) = find_broken(tree, self.slots, &locked.guard, block.start, level) {
+            self.make(&locked.guard, &cursor, broken, leaf);
         }
         // SAFETY: as above; the flush is over.
-        unsafe { give_up(tree, &locked.section, table, level.down(), &mut self.batch) }
+        unsafe { give_up(tree, &locked.guard, table, level.down(), &mut self.batch) }
         Ok(())
     }
 
     /// Exchanges this recovery's broken PTE at the cursor for `leaf`, or cancels if that is `None`.
     /// When this returns, the broken PTE is not there any more.
-    fn make(&mut self, section: &Section<'_>, cursor: &Cursor<'_, H, F>, broken: Entry, leaf: Option<Entry>) {
+    fn make(&mut self, guard: &Guard<'_>, cursor: &Cursor<'_, H, F>, broken: Pte, leaf: Option<Pte>) {
         match leaf {
-            Some(leaf) if cursor.entry().compare_exchange::<F>(broken, leaf).is_ok() => {
-                self.made(section, leaf, cursor.block(), cursor.level());
+            Some(leaf) if cursor.pte().compare_exchange::<F>(broken, leaf).is_ok() => {
+                self.made(guard, leaf, cursor.block(), cursor.level());
             }
-            None if cursor.entry().load() == broken => cancel(self.tree, self.slots, section, cursor),
+            None if cursor.pte().load() == broken => cancel(self.tree, self.slots, guard, cursor),
             _ => {}
         }
     }
 
     /// The leaf of `level` for all that was `gathered`, with W only if `may_write`.
-    fn leaf(&self, gathered: &Gathered, level: Level, may_write: bool) -> Entry {
+    fn leaf(&self, gathered: &Gathered, level: Level, may_write: bool) -> Pte {
         let tracking = self.tree.config.access_tracking;
         let bit = |is_set: bool, bit: u64| if is_set { bit } else { 0 };
         let may_write = may_write && gathered.is_host_writable && gathered.is_present;
-        let leaf = Entry(
-            F::leaf(gathered.first, level).0
+        let leaf = Pte(F::leaf(gathered.first, level).0
                 | bit(gathered.is_host_writable, F::HOST_WRITABLE)
                 | bit(may_write, F::WRITABLE)
                 // As in `install`: where CPUs set neither, a leaf has A from the beginning, and D
                 // with W.
                 | bit(gathered.is_accessed || tracking == AccessTracking::Faults, F::ACCESSED)
-                | bit(gathered.is_dirty || (tracking.writes_are_unseen::<F>() && may_write), F::DIRTY),
-        );
-        if gathered.is_present { leaf } else { entry::tracked::<F>(leaf, level) }
+                | bit(gathered.is_dirty || (tracking.writes_are_unseen::<F>() && may_write), F::DIRTY));
+        if gathered.is_present { leaf } else { pte::tracked::<F>(leaf, level) }
     }
 
     /// Counts the leaf of `level` that was just made for `block`, and marks its pages if need be.
-    fn made(&mut self, section: &Section<'_>, leaf: Entry, block: GfnRange, level: Level) {
+    fn made(&mut self, guard: &Guard<'_>, leaf: Pte, block: GfnRange, level: Level) {
         self.nr_recovered += 1;
-        self.record.stats.count(Counter::Recoveries);
+        self.participant.stats.count(Counter::Recoveries);
         if level > Level::L2M {
-            self.record.stats.count(Counter::Recoveries1G);
+            self.participant.stats.count(Counter::Recoveries1G);
         }
-        if entry::is_writable::<F>(leaf) {
-            log::mark_if_logging(self.slots, section, None, block.start, block);
+        if pte::is_writable::<F>(leaf) {
+            log::mark_if_logging(self.slots, guard, None, block.start, block);
         }
     }
 }
 
 /// The first leaf of `level` in `cells`, and its index.
-fn first_leaf<F: Format>(cells: &[AtomicU64], level: Level) -> Option<(u64, Entry)> {
+fn first_leaf<F: Format>(cells: &[AtomicU64], level: Level) -> Option<(u64, Pte)> {
     (0..).zip(cells).find_map(|(index, cell)| {
-        let value = EntryRef::new(cell, level).load();
-        matches!(entry::state::<F>(value, level), State::Leaf | State::Tracked).then_some((index, value))
+        let value = PteRef::new(cell, level).load();
+        matches!(pte::state::<F>(value, level), State::Leaf | State::Tracked).then_some((index, value))
     })
 }
 
 /// Whether the PTE `cell` of `level` is a leaf, tracked or not.
 fn is_leaf<F: Format>(cell: &AtomicU64, level: Level) -> bool {
-    let value = EntryRef::new(cell, level).load();
-    matches!(entry::state::<F>(value, level), State::Leaf | State::Tracked)
+    let value = PteRef::new(cell, level).load();
+    matches!(pte::state::<F>(value, level), State::Leaf | State::Tracked)
 }
 
 /// Freezes the PTEs `cells` of `level`, which are to map the frames from `first` on. `None`: they
@@ -377,11 +375,11 @@ fn gather<F: Format>(cells: &[AtomicU64], level: Level, first: Pfn) -> Option<Ga
     let mut leaves = FrozenLeaves::new();
     let mut pfn = first;
     for cell in cells {
-        let entry = EntryRef::new(cell, level);
-        let mut value = entry.load();
+        let pte = PteRef::new(cell, level);
+        let mut value = pte.load();
         let frozen = loop {
-            match entry::state::<F>(value, level) {
-                State::Leaf | State::Tracked => match entry.freeze_as_was::<F>(value) {
+            match pte::state::<F>(value, level) {
+                State::Leaf | State::Tracked => match pte.freeze_as_was::<F>(value) {
                     Ok(frozen) => break frozen,
                     // Hardware has set A or D, or another thread has changed the PTE.
                     Err(found) => value = found,
@@ -391,7 +389,7 @@ fn gather<F: Format>(cells: &[AtomicU64], level: Level, first: Pfn) -> Option<Ga
                 State::Empty(_) | State::Table | State::Broken => return None,
             }
         };
-        if entry::frame_before_freezing(frozen) != Some(pfn) {
+        if pte::frame_before_freezing(frozen) != Some(pfn) {
             return None;
         }
         leaves.add(frozen);

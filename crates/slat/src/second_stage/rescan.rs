@@ -13,7 +13,7 @@
 //! them in any case, as an invalidation does. It starts over if the memslot has changed meanwhile.
 //!
 //! # Why it is correct
-//! The order is that of `table/stamp.rs`. No range is in flight: no memory is moved that a fault
+//! The order is that of `table/seq.rs`. No range is in flight: no memory is moved that a fault
 //! could still map, and faults observe the bit instead. User space may clear the bit at any time,
 //! and then faults install in the midst of the zap: see [`Faults::MayComeBack`].
 
@@ -29,7 +29,7 @@ use crate::slot::userfault::UserfaultBitmap;
 use crate::slot::view::SlotView;
 use crate::sync::fence_after_rmw;
 use crate::table::Tree;
-use crate::table::retire::Record;
+use crate::table::retire::Participant;
 use crate::table::tlb::TlbBatch;
 
 /// Runs of pages that are found in one guard.
@@ -43,26 +43,26 @@ const WORDS_PER_TURN: usize = 4096;
 pub(crate) fn rescan<H: Host, F: Format>(
     tree: &Tree<H, F>,
     slots: &Slots<H::Backing>,
-    record: &Record,
+    participant: &Participant,
     id: u32,
     first_page: u64,
     nr_pages: u64,
 ) -> Result<u64, Error> {
     loop {
         let slot_range = {
-            let section = tree.epochs.enter(record);
-            let slot = slots.by_id(&section, id).ok_or(Error::NoSuchSlot { slot: id })?;
+            let guard = tree.epochs.pin(participant);
+            let slot = slots.by_id(&guard, id).ok_or(Error::NoSuchSlot { slot: id })?;
             check_pages(&slot, first_page, nr_pages)?;
             slot.range()
         };
         let pages = GfnRange::new(Gfn(slot_range.start.0 + first_page), nr_pages);
         // Taken after the memslot was read. A fault that found it elsewhere, or with another
         // bitmap, is overtaken by the change of the memslot.
-        let stamp = tree.next_stamp();
+        let seq = tree.next_seq();
         // As in `invalidate`: the bits are visible before the walk finds any page-table page
         // linked.
         fence_after_rmw();
-        let mut batch = TlbBatch::new(tree, record);
+        let mut batch = TlbBatch::new(tree, participant);
         let mut nr_rescanned = 0;
         let mut next = pages.start;
         let done = loop {
@@ -70,19 +70,19 @@ pub(crate) fn rescan<H: Host, F: Format>(
                 break Ok(true);
             }
             let mut runs = ArrayVec::<GfnRange, RUNS_PER_TURN>::new();
-            let section = tree.epochs.enter(record);
+            let guard = tree.epochs.pin(participant);
             // Moved, deleted or changed meanwhile: start over with what is there now, which may be
             // smaller.
-            let found = slots.by_id(&section, id);
+            let found = slots.by_id(&guard, id);
             let Some(slot) = found.filter(|slot| slot.range() == slot_range) else { break Ok(false) };
             let Some(userfault) = slot.userfault() else { break Ok(false) };
             if let Err(gone) = find_runs(&slot, userfault, pages, &mut next, &mut runs) {
                 break Err(gone);
             }
-            drop(section);
+            drop(guard);
             for &run in &runs {
                 nr_rescanned += run.nr_pages();
-                zap::zap_range(slots, run, stamp, Faults::MayComeBack, &mut batch);
+                zap::zap_range(slots, run, seq, Faults::MayComeBack, &mut batch);
                 batch.add(run);
             }
         };

@@ -37,15 +37,15 @@ use crate::config::Config;
 use crate::dirty::log;
 use crate::dirty::rings::WithoutRings;
 use crate::error::Error;
-use crate::format::{Entry, Format};
+use crate::format::{Format, Pte};
 use crate::host::{AllocationWait, Host, TableNode};
 use crate::slot::set::Slots;
 use crate::sync::Side;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
-use crate::table::entry::{self, Breaking, State};
 use crate::table::node::{TableCache, TableUse};
-use crate::table::retire::{Record, Section, TableChain};
+use crate::table::pte::{self, Breaking, State};
+use crate::table::retire::{Guard, Participant, TableChain};
 
 /// Leaves split, or PTEs passed by, before a turn leaves its guard.
 const STEPS_PER_TURN: u64 = 32;
@@ -58,14 +58,15 @@ const STEPS_PER_TURN: u64 = 32;
 pub(crate) fn split_range<H: Host, F: Format>(
     tree: &Tree<H, F>,
     slots: &Slots<H::Backing>,
-    record: &Record,
+    participant: &Participant,
     range: GfnRange,
     target: Level,
     is_wanted: impl Fn(GfnRange) -> bool,
 ) -> Result<u64, Error> {
-    let mut split = Split { tree, slots, record, range, target, is_wanted, tables: TableCache::new(), nr_split: 0 };
+    let mut split =
+        Split { tree, slots, participant, range, target, is_wanted, tables: TableCache::new(), nr_split: 0 };
     let result = split.run();
-    split.tables.drain::<H, F>(&tree.host, &record.stats);
+    split.tables.drain::<H, F>(&tree.host, &participant.stats);
     result.map(|()| split.nr_split)
 }
 
@@ -76,13 +77,13 @@ enum TurnEnd {
     /// The cache has no page-table page from this node.
     NeedsTable(Gfn, TableNode),
     /// The leaf here must be broken, which takes a flush.
-    Break(Gfn, Entry, Level),
+    Break(Gfn, Pte, Level),
 }
 
 struct Split<'t, H: Host, F: Format, W> {
     tree: &'t Tree<H, F>,
     slots: &'t Slots<H::Backing>,
-    record: &'t Record,
+    participant: &'t Participant,
     range: GfnRange,
     target: Level,
     is_wanted: W,
@@ -94,22 +95,22 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
     fn run(&mut self) -> Result<(), Error> {
         let mut next = self.range.start;
         while next < self.range.end {
-            let locked = self.tree.enter(self.record, Side::Read);
-            let end = self.turn(&locked.section, next);
+            let locked = self.tree.pin(self.participant, Side::Read);
+            let end = self.turn(&locked.guard, next);
             drop(locked);
             next = match end {
                 TurnEnd::At(gfn) => gfn,
                 TurnEnd::NeedsTable(gfn, node) => {
                     let Tree { host, .. } = self.tree;
                     self.tables
-                        .top_up::<H, F>(host, &self.record.stats, 1, node, AllocationWait::Allowed)
+                        .top_up::<H, F>(host, &self.participant.stats, 1, node, AllocationWait::Allowed)
                         .map_err(|()| Error::OutOfMemory)?;
                     gfn
                 }
                 TurnEnd::Break(gfn, value, level) => {
                     // If another thread was first, the next turn reads the PTE anew.
-                    let Split { tree, slots, record, tables, .. } = self;
-                    if split_by_breaking(tree, slots, record, tables, gfn, value, level).is_ok() {
+                    let Split { tree, slots, participant, tables, .. } = self;
+                    if split_by_breaking(tree, slots, participant, tables, gfn, value, level).is_ok() {
                         self.nr_split += 1;
                     }
                     gfn
@@ -123,10 +124,10 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
     }
 
     /// One turn, in one guard.
-    fn turn(&mut self, section: &Section<'_>, start: Gfn) -> TurnEnd {
+    fn turn(&mut self, guard: &Guard<'_>, start: Gfn) -> TurnEnd {
         let Tree { host, config, .. } = self.tree;
         let above_target = self.target.up();
-        let mut cursor = Cursor::new(self.tree, section, start);
+        let mut cursor = Cursor::new(self.tree, guard, start);
         let mut nr_steps = 0;
         while cursor.gfn() < self.range.end {
             // Leaves below a PTE of this level have the target's size or less.
@@ -137,7 +138,10 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
             {
                 let node = placement_of::<H, F>(config, host, value, cursor.level());
                 if !self.tables.has(1, node)
-                    && self.tables.top_up::<H, F>(host, &self.record.stats, 1, node, AllocationWait::Never).is_err()
+                    && self
+                        .tables
+                        .top_up::<H, F>(host, &self.participant.stats, 1, node, AllocationWait::Never)
+                        .is_err()
                 {
                     return TurnEnd::NeedsTable(cursor.gfn(), node);
                 }
@@ -145,7 +149,7 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
                     return TurnEnd::Break(cursor.gfn(), value, cursor.level());
                 }
                 let whole = parts_of::<F>(config, value, cursor.level());
-                section.visit(cursor.level().nr_pages() / cursor.level().down().nr_pages());
+                guard.visit(cursor.level().nr_pages() / cursor.level().down().nr_pages());
                 if install::split_into(&cursor, host, &mut self.tables, value, whole).is_ok() {
                     self.nr_split += 1;
                 }
@@ -153,7 +157,7 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
             } else {
                 cursor.advance();
             }
-            section.visit(1);
+            guard.visit(1);
             nr_steps += 1;
             if nr_steps == STEPS_PER_TURN {
                 break;
@@ -164,15 +168,15 @@ impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
 }
 
 /// The node for the page-table page that replaces the leaf `value` of `level`.
-pub(crate) fn placement_of<H: Host, F: Format>(config: &Config, host: &H, value: Entry, level: Level) -> TableNode {
-    config.split_table_placement.node_for(host, Some(entry::frame::<F>(value, level)))
+pub(crate) fn placement_of<H: Host, F: Format>(config: &Config, host: &H, value: Pte, level: Level) -> TableNode {
+    config.split_table_placement.node_for(host, Some(pte::frame::<F>(value, level)))
 }
 
 /// The leaf whose parts replace the leaf `value` of `level`. It is `value`; but with W, if the host
 /// allows it and a write to a part is found out without a fault.
-pub(crate) fn parts_of<F: Format>(config: &Config, value: Entry, level: Level) -> Entry {
-    let may_write = !config.first_write_faults(level.down()) && entry::is_host_writable::<F>(value);
-    if F::is_present(value) && may_write { Entry(value.0 | F::WRITABLE) } else { value }
+pub(crate) fn parts_of<F: Format>(config: &Config, value: Pte, level: Level) -> Pte {
+    let may_write = !config.first_write_faults(level.down()) && pte::is_host_writable::<F>(value);
+    if F::is_present(value) && may_write { Pte(value.0 | F::WRITABLE) } else { value }
 }
 
 /// Replaces the leaf `value` of `level`, more than 4 KiB, that maps `gfn`, by a page-table page,
@@ -188,25 +192,25 @@ pub(crate) fn parts_of<F: Format>(config: &Config, value: Entry, level: Level) -
 pub(crate) fn split_by_breaking<H: Host, F: Format>(
     tree: &Tree<H, F>,
     slots: &Slots<H::Backing>,
-    record: &Record,
+    participant: &Participant,
     tables: &mut TableCache,
     gfn: Gfn,
-    value: Entry,
+    value: Pte,
     level: Level,
 ) -> Result<(), Changed> {
     let without_rings = tree.rings.keep_out();
-    let split = break_leaf(tree, slots, &without_rings, record, tables, gfn, (value, level))?;
-    tree.flush(record, &[gfn.block(level)]);
-    link_parts(tree, slots, record, gfn, level, &split)
+    let split = break_leaf(tree, slots, &without_rings, participant, tables, gfn, (value, level))?;
+    tree.flush(participant, &[gfn.block(level)]);
+    link_parts(tree, slots, participant, gfn, level, &split)
 }
 
 /// A leaf that is broken, so that a page-table page can take its place.
 struct BrokenLeaf {
-    broken: Entry,
+    broken: Pte,
     /// The directory entry that links the page-table page.
-    table: Entry,
+    table: Pte,
     /// What the parts allow.
-    whole: Entry,
+    whole: Pte,
 }
 
 /// The first guard of [`split_by_breaking`], a function of its own so that it needs little stack.
@@ -215,24 +219,24 @@ fn break_leaf<H: Host, F: Format>(
     tree: &Tree<H, F>,
     slots: &Slots<H::Backing>,
     without_rings: &Option<WithoutRings<'_>>,
-    record: &Record,
+    participant: &Participant,
     tables: &mut TableCache,
     gfn: Gfn,
-    (value, level): (Entry, Level),
+    (value, level): (Pte, Level),
 ) -> Result<BrokenLeaf, Changed> {
-    let locked = tree.enter(record, Side::Read);
-    let mut cursor = Cursor::new(tree, &locked.section, gfn);
+    let locked = tree.pin(participant, Side::Read);
+    let mut cursor = Cursor::new(tree, &locked.guard, gfn);
     if cursor.descend_to_lowest().0 != value || cursor.level() != level {
         return Err(Changed);
     }
-    let keeps_write = without_rings.is_some() && slots.find(&locked.section, gfn).is_some_and(|slot| !slot.logs());
-    let whole = if keeps_write || !F::is_present(value) { value } else { Entry(value.0 & !F::WRITABLE) };
+    let keeps_write = without_rings.is_some() && slots.find(&locked.guard, gfn).is_some_and(|slot| !slot.logs());
+    let whole = if keeps_write || !F::is_present(value) { value } else { Pte(value.0 & !F::WRITABLE) };
     // SAFETY: `linked` follows the exchange at once.
     let table = unsafe { install::prepare_parts::<H, F>(&tree.host, tables, whole, level) };
-    let broken = entry::broken(F::address(table, level), Breaking::Split);
-    cursor.entry().compare_exchange::<F>(value, broken).map_err(|_| Changed)?;
+    let broken = pte::broken(F::address(table, level), Breaking::Split);
+    cursor.pte().compare_exchange::<F>(value, broken).map_err(|_| Changed)?;
     // Other threads may find the page-table page from now on: it never goes back to the cache.
-    tables.linked(&tree.host, &record.stats, 1, TableUse::Split, Some(entry::frame::<F>(value, level)));
+    tables.linked(&tree.host, &participant.stats, 1, TableUse::Split, Some(pte::frame::<F>(value, level)));
     Ok(BrokenLeaf { broken, table, whole })
 }
 
@@ -241,19 +245,19 @@ fn break_leaf<H: Host, F: Format>(
 fn link_parts<H: Host, F: Format>(
     tree: &Tree<H, F>,
     slots: &Slots<H::Backing>,
-    record: &Record,
+    participant: &Participant,
     gfn: Gfn,
     level: Level,
     split: &BrokenLeaf,
 ) -> Result<(), Changed> {
-    let locked = tree.enter(record, Side::Read);
-    if find_broken(tree, slots, &locked.section, gfn, level)
-        .is_some_and(|cursor| cursor.entry().compare_exchange::<F>(split.broken, split.table).is_ok())
+    let locked = tree.pin(participant, Side::Read);
+    if find_broken(tree, slots, &locked.guard, gfn, level)
+        .is_some_and(|cursor| cursor.pte().compare_exchange::<F>(split.broken, split.table).is_ok())
     {
-        install::count_split(&record.stats, level);
-        if entry::is_writable::<F>(split.whole) {
+        install::count_split(&participant.stats, level);
+        if pte::is_writable::<F>(split.whole) {
             let block = gfn.block(level);
-            log::mark_if_logging(slots, &locked.section, None, block.start, block);
+            log::mark_if_logging(slots, &locked.guard, None, block.start, block);
         }
         return Ok(());
     }

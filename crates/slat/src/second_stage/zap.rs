@@ -10,8 +10,8 @@
 //!
 //! # Use
 //! The caller publishes the range, so that a fault that reads the ranges in flight later installs
-//! nothing there; or it sets the userfault bits of the pages. Then it takes `stamp`; see
-//! `table/stamp.rs`.
+//! nothing there; or it sets the userfault bits of the pages. Then it takes `seq`; see
+//! `table/seq.rs`.
 //!
 //! # Implementation
 //! The zap passes over the range from the lowest level up.
@@ -28,11 +28,11 @@
 //! for memory that was never mapped. A fault beside the range that has read the PTE already reads
 //! it once more (`vcpu/act.rs`).
 //!
-//! While [`MAX_PUT_OFF_TABLES`] unlinked page-table pages wait, perhaps for a guard that was
+//! While [`MAX_DEFERRED_TABLES`] unlinked page-table pages wait, perhaps for a guard that was
 //! suspended, no more are unlinked. The others stay linked, with empty PTEs.
 //!
-//! An unflushed PTE ([`Stamp::unflushed`]) that the range covers in part loses that flag. So the
-//! first of many invalidations beside a fault lets it link page-table pages there
+//! An unflushed PTE ([`InvalidationSeq::unflushed`]) that the range covers in part loses that flag.
+//! So the first of many invalidations beside a fault lets it link page-table pages there
 //! (`Fault::refine`). To clear the flag, the zap
 //! 1. reads the PTE, and leaves its guard,
 //! 2. flushes the block of the PTE,
@@ -50,7 +50,7 @@
 //! operations that held one then.
 //!
 //! **Sequence numbers.** A PTE of the lowest level gets the zap's own number, each PTE above a
-//! fresh one, taken for it alone. So no number comes back to a page, on which `table/stamp.rs`
+//! fresh one, taken for it alone. So no number comes back to a page, on which `table/seq.rs`
 //! relies. Only the first pass visits PTEs of the lowest level, and it moves forward: each page
 //! gets the own number at most once. A PTE above may stand for pages that have got it already. In a
 //! further pass, their page-table page may have been unlinked meanwhile; in a rescan, several
@@ -62,16 +62,16 @@ use super::install::{self, Changed};
 use super::{broken, split};
 use crate::addr::{Gfn, GfnRange, Hpa, Level};
 use crate::dirty::log;
-use crate::format::{Entry, Format};
+use crate::format::{Format, Pte};
 use crate::host::{AllocationWait, Host, ZappedLeaf};
 use crate::slot::set::Slots;
 use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
-use crate::table::entry::{self, EntryRef, Stamp, State};
 use crate::table::node::{self, TableCache};
-use crate::table::retire::Section;
+use crate::table::pte::{self, InvalidationSeq, PteRef, State};
+use crate::table::retire::Guard;
 use crate::table::tlb::TlbBatch;
 
 /// PTEs that a turn visits before it leaves its guard. A page-table page that is unlinked counts as
@@ -83,7 +83,7 @@ pub(super) const TABLES_PER_FLUSH: u64 = 512;
 
 /// Unlinked page-table pages that may wait for their grace period. Each zap under way may hold
 /// [`TABLES_PER_FLUSH`] more.
-pub(super) const MAX_PUT_OFF_TABLES: u64 = 1024;
+pub(super) const MAX_DEFERRED_TABLES: u64 = 1024;
 
 /// What keeps faults from installing again what a zap has emptied.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -99,12 +99,12 @@ pub(crate) enum Faults {
 pub(crate) fn zap_range<H: Host, F: Format>(
     slots: &Slots<H::Backing>,
     range: GfnRange,
-    stamp: Stamp,
+    seq: InvalidationSeq,
     faults: Faults,
     batch: &mut TlbBatch<'_, H, F>,
 ) {
-    let (tree, record) = (batch.tree(), batch.record());
-    if tree.epochs.nr_put_off_tables() >= MAX_PUT_OFF_TABLES {
+    let (tree, participant) = (batch.tree(), batch.participant());
+    if tree.epochs.nr_deferred_tables() >= MAX_DEFERRED_TABLES {
         // The guards that they waited for may be over by now.
         tree.reclaim();
     }
@@ -112,7 +112,7 @@ pub(crate) fn zap_range<H: Host, F: Format>(
         tree,
         slots,
         range,
-        stamp,
+        seq,
         faults,
         batch,
         tables: TableCache::new(),
@@ -125,8 +125,8 @@ pub(crate) fn zap_range<H: Host, F: Format>(
     while pass == Level::L4K || (pass <= F::ROOT_LEVEL && range.has_block(pass)) {
         let mut next = range.start;
         while next < range.end {
-            let locked = tree.enter(record, Side::Write);
-            let end = zap.turn(&locked.section, next, pass);
+            let locked = tree.pin(participant, Side::Write);
+            let end = zap.turn(&locked.guard, next, pass);
             drop(locked);
             next = match end {
                 TurnEnd::At(gfn) => gfn,
@@ -141,11 +141,11 @@ pub(crate) fn zap_range<H: Host, F: Format>(
                 TurnEnd::Break(gfn, value, level) => {
                     // If the PTE has changed meanwhile, the next turn reads it anew.
                     let _: Result<(), Changed> =
-                        split::split_by_breaking(tree, slots, record, &mut zap.tables, gfn, value, level);
+                        split::split_by_breaking(tree, slots, participant, &mut zap.tables, gfn, value, level);
                     gfn
                 }
                 TurnEnd::Flush(gfn, value, level) => {
-                    tree.flush(record, &[gfn.block(level)]);
+                    tree.flush(participant, &[gfn.block(level)]);
                     zap.flushed = Some(value);
                     gfn
                 }
@@ -158,7 +158,7 @@ pub(crate) fn zap_range<H: Host, F: Format>(
         }
         pass = pass.up();
     }
-    zap.tables.drain::<H, F>(&tree.host, &record.stats);
+    zap.tables.drain::<H, F>(&tree.host, &participant.stats);
 }
 
 /// The counter of zapped leaves of `level`.
@@ -177,9 +177,9 @@ enum TurnEnd {
     /// Other threads should run.
     Yield(Gfn),
     /// A leaf that is covered in part must be broken before it is split.
-    Break(Gfn, Entry, Level),
+    Break(Gfn, Pte, Level),
     /// An unflushed empty PTE that is covered in part must be flushed before it gets a number.
-    Flush(Gfn, Entry, Level),
+    Flush(Gfn, Pte, Level),
 }
 
 /// A zap under way.
@@ -187,7 +187,7 @@ struct Zap<'z, 't, H: Host, F: Format> {
     tree: &'t Tree<H, F>,
     slots: &'z Slots<H::Backing>,
     range: GfnRange,
-    stamp: Stamp,
+    seq: InvalidationSeq,
     faults: Faults,
     batch: &'z mut TlbBatch<'t, H, F>,
     tables: TableCache,
@@ -196,61 +196,61 @@ struct Zap<'z, 't, H: Host, F: Format> {
     leaves_tables: bool,
     /// The unflushed PTE that was flushed last. No other PTE has its number, which never comes
     /// back.
-    flushed: Option<Entry>,
+    flushed: Option<Pte>,
 }
 
 impl<H: Host, F: Format> Zap<'_, '_, H, F> {
     /// One turn of a pass, in one guard. The lowest pass empties PTEs; a higher one unlinks the
     /// page-table pages below the PTEs of its level.
-    fn turn(&mut self, section: &Section<'_>, start: Gfn, pass: Level) -> TurnEnd {
+    fn turn(&mut self, guard: &Guard<'_>, start: Gfn, pass: Level) -> TurnEnd {
         let range = self.range;
-        let mut cursor = Cursor::new(self.tree, section, start);
+        let mut cursor = Cursor::new(self.tree, guard, start);
         let mut visited = 0;
         let mut zapped = 0;
         let end = loop {
             if cursor.gfn() >= range.end {
                 break TurnEnd::At(cursor.gfn());
             }
-            let (entry, level, block) = (cursor.entry(), cursor.level(), cursor.block());
-            let value = entry.load();
-            let done = match entry::state::<F>(value, level) {
+            let (pte, level, block) = (cursor.pte(), cursor.level(), cursor.block());
+            let value = pte.load();
+            let done = match pte::state::<F>(value, level) {
                 State::Frozen => {
                     cursor.restart();
                     continue;
                 }
                 State::Broken => {
-                    broken::cancel(self.tree, self.slots, section, &cursor);
+                    broken::cancel(self.tree, self.slots, guard, &cursor);
                     continue;
                 }
-                State::Empty(found) if found >= self.stamp => Ok(()),
+                State::Empty(found) if found >= self.seq => Ok(()),
                 State::Empty(found) => {
                     let is_unflushed = F::BREAK_BEFORE_MAKE && found.is_unflushed() && self.flushed != Some(value);
                     if is_unflushed && !range.covers(block) {
                         break TurnEnd::Flush(cursor.gfn(), value, level);
                     }
-                    let stamp = self.stamp_for(level);
+                    let seq = self.seq_for(level);
                     // The flag stays, for the flush is still due; the exchange itself makes none
                     // due.
-                    let stamp = if is_unflushed { stamp.unflushed() } else { stamp };
-                    install::zap_pte(&cursor, value, stamp).map(drop)
+                    let seq = if is_unflushed { seq.unflushed() } else { seq };
+                    install::zap_pte(&cursor, value, seq).map(drop)
                 }
-                State::Leaf | State::Tracked if self.goes_whole(section, value, level, block) => {
+                State::Leaf | State::Tracked if self.goes_whole(guard, value, level, block) => {
                     // Before the exchange: see the module. If hardware sets A or D meanwhile, the
                     // exchange fails, and the next try reports anew.
-                    mark_dirty(self.tree, self.slots, section, value, level, block);
+                    mark_dirty(self.tree, self.slots, guard, value, level, block);
                     report(self.tree, value, level, block);
-                    let stamp = self.stamp_for(level);
+                    let seq = self.seq_for(level);
                     // Beside the range nothing keeps a fault from making a PTE of another size
                     // before the flush.
                     let may_come_back = self.faults == Faults::MayComeBack || !range.covers(block);
-                    let stamp = if F::BREAK_BEFORE_MAKE && may_come_back { stamp.unflushed() } else { stamp };
-                    let done = install::zap_pte(&cursor, value, stamp).map(drop);
+                    let seq = if F::BREAK_BEFORE_MAKE && may_come_back { seq.unflushed() } else { seq };
+                    let done = install::zap_pte(&cursor, value, seq).map(drop);
                     if done.is_ok() {
                         // Once more: before the exchange a harvest may have taken the mark and
                         // cleared D, and a CPU have set D again (`models/dirty_bit.py`).
-                        mark_dirty(self.tree, self.slots, section, value, level, block);
+                        mark_dirty(self.tree, self.slots, guard, value, level, block);
                         self.batch.add(block);
-                        section.record().stats.count(zapped_leaf(level));
+                        guard.participant().stats.count(zapped_leaf(level));
                         zapped += 1;
                     }
                     done
@@ -265,18 +265,18 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 }
                 State::Table if level == pass && range.covers(block) && self.may_unlink() => {
                     // A fresh number: greater ones than the zap's may have been left inside
-                    // (`table/stamp.rs`).
-                    let done = install::zap_pte(&cursor, value, self.tree.next_stamp()).map(drop);
+                    // (`table/seq.rs`).
+                    let done = install::zap_pte(&cursor, value, self.tree.next_seq()).map(drop);
                     if done.is_ok() {
                         // Not before the exchange: frozen PTEs in a linked page-table page would
                         // make walks spin.
                         // SAFETY: this thread has just read the address in the PTE and unlinked the
                         // page-table page, and earlier passes have emptied it. No fault fills it:
                         // the range is in flight. The batch gets the block below.
-                        unsafe { self.take_over(section, F::address(value, level), level.down(), block.start) }
+                        unsafe { self.take_over(guard, F::address(value, level), level.down(), block.start) }
                         self.batch.add(block);
                         zapped += 1;
-                        visited += node::nr_entries::<F>(level.down()) as u64;
+                        visited += node::nr_ptes::<F>(level.down()) as u64;
                     }
                     done
                 }
@@ -299,38 +299,38 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 }
             }
         };
-        section.visit(visited);
-        section.record().stats.add(Counter::Zapped, zapped);
+        guard.visit(visited);
+        guard.participant().stats.add(Counter::Zapped, zapped);
         end
     }
 
     /// The sequence number for a PTE of `level` that becomes empty; see the module.
-    fn stamp_for(&self, level: Level) -> Stamp {
-        if level == Level::L4K { self.stamp } else { self.tree.next_stamp() }
+    fn seq_for(&self, level: Level) -> InvalidationSeq {
+        if level == Level::L4K { self.seq } else { self.tree.next_seq() }
     }
 
     /// Whether the leaf `value`, which maps `block`, is emptied as a whole: the range covers it, or
     /// there is no memory to split it. If not, the cache has the page-table page for the split.
-    fn goes_whole(&mut self, section: &Section<'_>, value: Entry, level: Level, block: GfnRange) -> bool {
+    fn goes_whole(&mut self, guard: &Guard<'_>, value: Pte, level: Level, block: GfnRange) -> bool {
         if self.range.covers(block) || self.is_out_of_memory {
             return true;
         }
         let Tree { host, config, .. } = self.tree;
         let node = split::placement_of::<H, F>(config, host, value, level);
         if !self.tables.has(1, node) {
-            let stats = &section.record().stats;
+            let stats = &guard.participant().stats;
             self.is_out_of_memory = self.tables.top_up::<H, F>(host, stats, 1, node, AllocationWait::Never).is_err();
         }
         self.is_out_of_memory
     }
 
     fn may_unlink(&mut self) -> bool {
-        let may_unlink = self.tree.epochs.nr_put_off_tables() < MAX_PUT_OFF_TABLES;
+        let may_unlink = self.tree.epochs.nr_deferred_tables() < MAX_DEFERRED_TABLES;
         self.leaves_tables |= !may_unlink;
         may_unlink
     }
 
-    /// Adds a page-table page of PTEs of `level`, which this thread unlinked inside `section`, to
+    /// Adds a page-table page of PTEs of `level`, which this thread unlinked inside `guard`, to
     /// the batch.
     ///
     /// PTEs of the lowest level stay as they are: empty, with numbers of this zap or of later ones,
@@ -338,16 +338,16 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
     /// could still link empty page-table pages there. What it has linked is added, too.
     ///
     /// # Safety
-    /// The page-table page is one of the tree, and its address was read inside `section`. This
+    /// The page-table page is one of the tree, and its address was read inside `guard`. This
     /// thread alone has unlinked it, or frozen the PTE above it. It has no leaf and gets none. The
     /// batch flushes what it covered.
-    unsafe fn take_over(&mut self, section: &Section<'_>, table: Hpa, level: Level, start: Gfn) {
+    unsafe fn take_over(&mut self, guard: &Guard<'_>, table: Hpa, level: Level, start: Gfn) {
         // SAFETY: as the caller promises.
-        let cells = unsafe { node::linked_entries::<H, F>(&self.tree.host, section, table, level) };
+        let cells = unsafe { node::linked_ptes::<H, F>(&self.tree.host, guard, table, level) };
         for (index, cell) in (0..).zip(cells) {
             if level == Level::L4K {
                 debug_assert!(
-                    matches!(entry::state::<F>(EntryRef::new(cell, level).load(), level), State::Empty(_)),
+                    matches!(pte::state::<F>(PteRef::new(cell, level).load(), level), State::Empty(_)),
                     "a table is unlinked that is not empty"
                 );
                 if !cfg!(debug_assertions) {
@@ -356,14 +356,14 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 continue;
             }
             let gfn = Gfn(start.0 + index * level.nr_pages());
-            let old = EntryRef::new(cell, level).freeze();
-            match entry::state::<F>(old, level) {
+            let old = PteRef::new(cell, level).freeze();
+            match pte::state::<F>(old, level) {
                 // SAFETY: this thread has just frozen the PTE. What was linked there is empty, too.
-                State::Table => unsafe { self.take_over(section, F::address(old, level), level.down(), gfn) },
+                State::Table => unsafe { self.take_over(guard, F::address(old, level), level.down(), gfn) },
                 // A recovery of an empty page-table page that was linked there. The page belongs to
                 // the owner of the broken PTE.
                 // SAFETY: the PTE was read inside the guard, and was broken.
-                State::Broken => unsafe { broken::tell_frozen(self.tree, self.slots, section, old, level, gfn) },
+                State::Broken => unsafe { broken::report_frozen(self.tree, self.slots, guard, old, level, gfn) },
                 state => debug_assert!(matches!(state, State::Empty(_)), "a table is unlinked with a leaf in it"),
             }
         }
@@ -378,25 +378,25 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
 pub(super) fn mark_dirty<H: Host, F: Format>(
     tree: &Tree<H, F>,
     slots: &Slots<H::Backing>,
-    section: &Section<'_>,
-    leaf: Entry,
+    guard: &Guard<'_>,
+    leaf: Pte,
     level: Level,
     range: GfnRange,
 ) {
-    if !tree.config.first_write_faults(level) && entry::is_dirty_for_log::<F>(leaf) {
+    if !tree.config.first_write_faults(level) && pte::is_dirty_for_log::<F>(leaf) {
         // No ring: a VM with rings logs by faults alone.
-        log::mark_if_logging(slots, section, None, range.start, range);
+        log::mark_if_logging(slots, guard, None, range.start, range);
     }
 }
 
 /// Notifies the host of what the guest did through `leaf` of `level`, which maps `range` and is
 /// about to go.
 #[inline]
-pub(crate) fn report<H: Host, F: Format>(tree: &Tree<H, F>, leaf: Entry, level: Level, range: GfnRange) {
+pub(crate) fn report<H: Host, F: Format>(tree: &Tree<H, F>, leaf: Pte, level: Level, range: GfnRange) {
     tree.host.leaf_zapped(ZappedLeaf {
         range,
-        pfn: entry::frame::<F>(leaf, level),
-        accessed: entry::is_accessed::<F>(leaf),
-        dirty: entry::is_dirty::<F>(leaf),
+        pfn: pte::frame::<F>(leaf, level),
+        accessed: pte::is_accessed::<F>(leaf),
+        dirty: pte::is_dirty::<F>(leaf),
     });
 }

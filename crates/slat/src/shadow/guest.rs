@@ -314,54 +314,54 @@ impl GuestMode {
         (gva.0 << unused_bits) as i64 >> unused_bits == gva.0 as i64
     }
 
-    /// What the guest's PTE `entry` of `level`, 1 to [`root_level`](Self::root_level), says. With
+    /// What the guest's PTE `pte` of `level`, 1 to [`root_level`](Self::root_level), says. With
     /// 32-bit paging only the lower half is read. Without paging it counts as not present.
-    pub(crate) fn decode(self, entry: u64, level: Level) -> Decoded {
-        if entry & PRESENT == 0 {
+    pub(crate) fn decode(self, pte: u64, level: Level) -> Decoded {
+        if pte & PRESENT == 0 {
             return Decoded::NotPresent;
         }
         match (self.paging, level) {
             (PagingMode::Off, _) => Decoded::NotPresent,
-            (PagingMode::TwoLevel, _) => self.decode_4_bytes(entry & bits(0, 31), level),
-            (PagingMode::Pae, Level::L1G) => self.decode_pdpte(entry),
-            _ => self.decode_8_bytes(entry, level),
+            (PagingMode::TwoLevel, _) => self.decode_4_bytes(pte & bits(0, 31), level),
+            (PagingMode::Pae, Level::L1G) => self.decode_pdpte(pte),
+            _ => self.decode_8_bytes(pte, level),
         }
     }
 
     /// 32-bit paging (tables 4-4 to 4-6).
-    fn decode_4_bytes(self, entry: u64, level: Level) -> Decoded {
+    fn decode_4_bytes(self, pte: u64, level: Level) -> Decoded {
         if level == Level::L4K {
-            return self.leaf(entry, Gpa(entry & ADDRESS_32), 1);
+            return self.leaf(pte, Gpa(pte & ADDRESS_32), 1);
         }
         let can_be_leaf = self.modifiers.contains(Modifiers::PAGE_SIZE_EXTENSIONS);
-        if !can_be_leaf || entry & PAGE_SIZE_BIT == 0 {
-            return Decoded::table(entry, ADDRESS_32);
+        if !can_be_leaf || pte & PAGE_SIZE_BIT == 0 {
+            return Decoded::table(pte, ADDRESS_32);
         }
-        let address = entry & ADDRESS_4M | (entry & PSE36) << PSE36_SHIFT;
-        if entry & RESERVED_4M != 0 || address & self.beyond_memory(39) != 0 {
+        let address = pte & ADDRESS_4M | (pte & PSE36) << PSE36_SHIFT;
+        if pte & RESERVED_4M != 0 || address & self.beyond_memory(39) != 0 {
             return Decoded::Reserved;
         }
-        self.leaf(entry, Gpa(address), 1 << LEVEL_SHIFT_32)
+        self.leaf(pte, Gpa(address), 1 << LEVEL_SHIFT_32)
     }
 
     /// PAE's root PTEs (table 4-8), which have neither rights nor marks.
-    fn decode_pdpte(self, entry: u64) -> Decoded {
-        if entry & (RESERVED_PDPTE | self.beyond_memory(63)) != 0 {
+    fn decode_pdpte(self, pte: u64) -> Decoded {
+        if pte & (RESERVED_PDPTE | self.beyond_memory(63)) != 0 {
             return Decoded::Reserved;
         }
-        Decoded::Table { table: Gpa(entry & ADDRESS), rights: Rights::ALL, is_accessed: true }
+        Decoded::Table { table: Gpa(pte & ADDRESS), rights: Rights::ALL, is_accessed: true }
     }
 
     /// PAE paging below the root (tables 4-9 to 4-11), 4-level and 5-level paging (tables 4-14 to
     /// 4-20).
-    fn decode_8_bytes(self, entry: u64, level: Level) -> Decoded {
+    fn decode_8_bytes(self, pte: u64, level: Level) -> Decoded {
         // Long mode ignores bits 62:52. With PAE paging they are reserved, like the address bits
         // that the guest lacks.
         let mut reserved = self.beyond_memory(if self.paging == PagingMode::Pae { 62 } else { 51 });
         if !self.no_execute() {
             reserved |= EXECUTE_DISABLE;
         }
-        let is_leaf = level == Level::L4K || entry & PAGE_SIZE_BIT != 0;
+        let is_leaf = level == Level::L4K || pte & PAGE_SIZE_BIT != 0;
         if is_leaf {
             // Between PAT (bit 12) and the address of a large page.
             reserved |= (level.size_bytes() - 1) & !(2 * PAGE_SIZE - 1);
@@ -369,24 +369,24 @@ impl GuestMode {
         if level > Level::L1G {
             reserved |= PAGE_SIZE_BIT;
         }
-        if entry & reserved != 0 {
+        if pte & reserved != 0 {
             return Decoded::Reserved;
         }
         if !is_leaf {
-            return Decoded::table(entry, ADDRESS);
+            return Decoded::table(pte, ADDRESS);
         }
         // PAT is the only bit of `ADDRESS` that may be set here and is not of the address.
-        self.leaf(entry, Gpa(entry & ADDRESS & !(level.size_bytes() - 1)), level.nr_pages())
+        self.leaf(pte, Gpa(pte & ADDRESS & !(level.size_bytes() - 1)), level.nr_pages())
     }
 
-    fn leaf(self, entry: u64, address: Gpa, nr_pages: u64) -> Decoded {
+    fn leaf(self, pte: u64, address: Gpa, nr_pages: u64) -> Decoded {
         Decoded::Leaf(GuestLeaf {
             gfn: address.gfn(),
             nr_pages,
-            rights: Rights::of(entry),
-            is_global: self.global_pages() && entry & GLOBAL != 0,
-            is_accessed: entry & ACCESSED != 0,
-            is_dirty: entry & DIRTY != 0,
+            rights: Rights::of(pte),
+            is_global: self.global_pages() && pte & GLOBAL != 0,
+            is_accessed: pte & ACCESSED != 0,
+            is_dirty: pte & DIRTY != 0,
         })
     }
 
@@ -501,8 +501,8 @@ pub(crate) struct GuestLeaf {
 }
 
 impl Decoded {
-    fn table(entry: u64, address: u64) -> Decoded {
-        Decoded::Table { table: Gpa(entry & address), rights: Rights::of(entry), is_accessed: entry & ACCESSED != 0 }
+    fn table(pte: u64, address: u64) -> Decoded {
+        Decoded::Table { table: Gpa(pte & address), rights: Rights::of(pte), is_accessed: pte & ACCESSED != 0 }
     }
 
     /// The bits that the CPU must set in the PTE in memory before `access` goes through it (4.8); 0
@@ -542,10 +542,10 @@ impl Rights {
 
     /// The rights in a PTE that has no reserved bit set. (XD is reserved where it has no meaning,
     /// and clear in a 32-bit PTE.)
-    fn of(entry: u64) -> Rights {
-        let write = if entry & READ_WRITE != 0 { Rights::WRITE.0 } else { 0 };
-        let user = if entry & USER != 0 { Rights::USER.0 } else { 0 };
-        let execute = if entry & EXECUTE_DISABLE == 0 { Rights::EXECUTE.0 } else { 0 };
+    fn of(pte: u64) -> Rights {
+        let write = if pte & READ_WRITE != 0 { Rights::WRITE.0 } else { 0 };
+        let user = if pte & USER != 0 { Rights::USER.0 } else { 0 };
+        let execute = if pte & EXECUTE_DISABLE == 0 { Rights::EXECUTE.0 } else { 0 };
         Rights(write | user | execute)
     }
 

@@ -117,8 +117,8 @@ fn spread(format: &str, maxphyaddr: u32) -> String {
     fields
 }
 
-fn interpret(guest: Guest, entry: u64, level: u8) -> Decoded {
-    let bits = format!("{entry:064b}");
+fn interpret(guest: Guest, pte: u64, level: u8) -> Decoded {
+    let bits = format!("{pte:064b}");
     if bits.ends_with('0') {
         return Decoded::NotPresent;
     }
@@ -239,9 +239,9 @@ fn walk(mode: GuestMode, cr3: u64, gva: Gva, access: GuestAccess, entries: &[u64
         return (reads, mode.check(Rights::ALL, access).map(|()| (Gpa(gva.0), Rights::ALL)));
     }
     let (mut table, mut level, mut rights) = (mode.root_table(cr3), mode.root_level(), Rights::ALL);
-    for &entry in entries {
+    for &pte in entries {
         let at = mode.entry_gpa(table, level, gva);
-        let decoded = mode.decode(entry, level);
+        let decoded = mode.decode(pte, level);
         match decoded {
             Decoded::NotPresent => return (reads, Err(mode.error_code(access, 0))),
             Decoded::Reserved => return (reads, Err(mode.error_code(access, FAULT_PRESENT | FAULT_RESERVED))),
@@ -307,7 +307,7 @@ fn possible_guest() -> impl Strategy<Value = Guest> {
 }
 
 /// Entries: any bits; flags with a low address, so that many are valid; and those with one more bit.
-fn entry() -> impl Strategy<Value = u64> {
+fn pte() -> impl Strategy<Value = u64> {
     let valid = || {
         (0u64..1 << 12, 0u64..1 << 20, any::<u64>()).prop_map(|(flags, frame, dice)| {
             let rights = if dice % 4 == 0 { 0 } else { 7 };
@@ -316,7 +316,7 @@ fn entry() -> impl Strategy<Value = u64> {
             (flags | rights | 1 | frame << 12) & large | if dice / 16 % 8 == 0 { 1 << 63 } else { 0 }
         })
     };
-    prop_oneof![1 => any::<u64>(), 6 => valid(), 2 => (valid(), 0u32..64).prop_map(|(entry, bit)| entry ^ 1 << bit)]
+    prop_oneof![1 => any::<u64>(), 6 => valid(), 2 => (valid(), 0u32..64).prop_map(|(pte, bit)| pte ^ 1 << bit)]
 }
 
 fn access() -> impl Strategy<Value = GuestAccess> {
@@ -338,10 +338,10 @@ proptest! {
     }
 
     #[test]
-    fn entries_say_what_the_tables_say(guest in possible_guest(), entry in entry()) {
+    fn entries_say_what_the_tables_say(guest in possible_guest(), pte in pte()) {
         let mode = GuestMode::new(guest.registers, guest.maxphyaddr).unwrap();
         for level in 1..=mode.root_level().0 {
-            prop_assert_eq!(mode.decode(entry, Level(level)), interpret(guest, entry, level), "level {}", level);
+            prop_assert_eq!(mode.decode(pte, Level(level)), interpret(guest, pte, level), "level {}", level);
         }
     }
 
@@ -363,7 +363,7 @@ proptest! {
         guest in possible_guest(),
         gva in any::<u64>(),
         access in access(),
-        entries in proptest::collection::vec(entry(), 5),
+        entries in proptest::collection::vec(pte(), 5),
     ) {
         let mode = GuestMode::new(guest.registers, guest.maxphyaddr).unwrap();
         let gva = match mode.paging() {

@@ -322,7 +322,7 @@ fn a_leaf_is_global_if_pge_says_so() {
 fn accessed_and_dirty_are_set_as_the_cpu_does() {
     use Access::{Execute, Read, Write};
     for registers in [TWO_LEVEL, PAE, LONG, FIVE_LEVEL] {
-        let missing = |entry, level, access| mode(registers).decode(entry, Level(level)).missing_marks(access);
+        let missing = |pte, level, access| mode(registers).decode(pte, Level(level)).missing_marks(access);
         assert_eq!(missing(0x1001, 1, Read), 0x20);
         assert_eq!(missing(0x1001, 1, Execute), 0x20);
         assert_eq!(missing(0x1003, 1, Write), 0x60);

@@ -4,7 +4,7 @@
 #![expect(unsafe_code, reason = "entries are reached under the locks that keep their tables")]
 
 use super::memory::NoMemory;
-use super::page::{EntryPlace, PageNumber, PageRef, SyncState, Target};
+use super::page::{PageNumber, PageRef, PtePlace, SyncState, Target};
 use super::rmap::Frame;
 use super::role::Role;
 use super::zap::Debt;
@@ -43,7 +43,7 @@ impl From<NoMemory> for NotMade {
 
 /// A guest PTE that a shadow PTE is made from, as the walk has read it; `None` where a shadow PTE
 /// is made from nothing.
-pub(super) type SeenEntry = Option<u64>;
+pub(super) type SeenPte = Option<u64>;
 
 /// A shadow leaf PTE to be made.
 #[derive(Clone, Copy)]
@@ -204,7 +204,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     /// # Safety
     /// The caller holds the frame's lock.
     pub(super) unsafe fn protect_leaves(&self, frame: &Frame, debt: &mut Debt) {
-        let mut next = EntryPlace::from_number(frame.leaves.load(Ordering::Relaxed));
+        let mut next = PtePlace::from_number(frame.leaves.load(Ordering::Relaxed));
         while let Some(place) = next {
             next = self.shadow.pages.behind(place);
             let page = self.shadow.pages.get(place.page);
@@ -270,11 +270,11 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
 
     /// Whether the guest's PTE that PTE `index` of `page` is made from is still `seen`. The caller
     /// holds the page's lock.
-    fn is_as_seen(&self, page: PageNumber, index: usize, seen: SeenEntry) -> Result<(), NotMade> {
+    fn is_as_seen(&self, page: PageNumber, index: usize, seen: SeenPte) -> Result<(), NotMade> {
         let Some(seen) = seen else { return Ok(()) };
         let (gpa, size_bytes) = self.shadow.pages.get(page).guest_entry(index);
         match self.read_guest_for_entry(gpa, size_bytes)? {
-            Some(entry) if entry == seen => Ok(()),
+            Some(pte) if pte == seen => Ok(()),
             Some(_) => Err(NotMade::Changed),
             None => Err(NotMade::BeingWritten),
         }
@@ -287,14 +287,14 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         mode: GuestMode,
         above: PageRef,
         index: usize,
-        seen: SeenEntry,
+        seen: SeenPte,
         below: PageRef,
         debt: &mut Debt,
     ) -> Result<(), NotMade> {
         let pages = &self.shadow.pages;
         let page = pages.get(above.number);
         let child = pages.get(below.number);
-        let place = EntryPlace { page: above.number, index };
+        let place = PtePlace { page: above.number, index };
         let _page_guard = page.lock.lock(self.host());
         if !page.is_alive(above.generation) {
             return Err(NotMade::Changed);
@@ -330,14 +330,14 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         &self,
         reference: PageRef,
         index: usize,
-        seen: SeenEntry,
+        seen: SeenPte,
         leaf: ShadowLeaf,
         access: Access,
         debt: &mut Debt,
     ) -> Result<(), NotMade> {
         let pages = &self.shadow.pages;
         let page = pages.get(reference.number);
-        let place = EntryPlace { page: reference.number, index };
+        let place = PtePlace { page: reference.number, index };
         let ShadowLeaf { gfn, rights, is_dirty } = leaf;
         let _page_guard = page.lock.lock(self.host());
         if !page.is_alive(reference.generation) {

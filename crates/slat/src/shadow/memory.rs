@@ -126,9 +126,9 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     pub(super) fn read_guest_entries(&self, gpa: Gpa, size_bytes: u64, entries: &mut [u64]) -> Result<(), NoMemory> {
         debug_assert!(gpa.0 % PAGE_SIZE + size_bytes * entries.len() as u64 <= PAGE_SIZE);
         self.with_guest_memory(gpa, |pointer, _, _| {
-            for (index, entry) in entries.iter_mut().enumerate() {
+            for (index, pte) in entries.iter_mut().enumerate() {
                 // SAFETY: as in `read_guest`.
-                *entry = unsafe { load(pointer.wrapping_add(index * size_bytes as usize), size_bytes) };
+                *pte = unsafe { load(pointer.wrapping_add(index * size_bytes as usize), size_bytes) };
             }
             Ok(())
         })
@@ -142,7 +142,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
         let mut entries = [0; 4];
         match self.read_guest_entries(gpa, mode.entry_bytes(), &mut entries) {
-            Ok(()) => Ok(Some(entries.iter().any(|&entry| mode.decode(entry, Level::L1G) == Decoded::Reserved))),
+            Ok(()) => Ok(Some(entries.iter().any(|&pte| mode.decode(pte, Level::L1G) == Decoded::Reserved))),
             Err(NoMemory::NotMapped) => Ok(None),
             Err(NoMemory::NoPointer) => Err(Error::NoGuestMemory { gpa }),
         }

@@ -106,8 +106,8 @@ use crate::stats::Counter;
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
-use crate::table::entry::{self, State};
-use crate::table::retire::Record;
+use crate::table::pte::{self, State};
+use crate::table::retire::Participant;
 use page::Pages;
 use rmap::Frames;
 pub(crate) use zap::Debt;
@@ -174,7 +174,7 @@ impl Shadow {
 pub(crate) struct Mmu<'v, H: Host, F: Format> {
     tree: &'v Tree<H, F>,
     shadow: &'v Shadow,
-    record: &'v Record,
+    participant: &'v Participant,
 }
 
 impl<H: Host, F: Format> Clone for Mmu<'_, H, F> {
@@ -196,8 +196,8 @@ struct SecondStage {
 }
 
 impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
-    pub(crate) fn new(tree: &'v Tree<H, F>, shadow: &'v Shadow, record: &'v Record) -> Mmu<'v, H, F> {
-        Mmu { tree, shadow, record }
+    pub(crate) fn new(tree: &'v Tree<H, F>, shadow: &'v Shadow, participant: &'v Participant) -> Mmu<'v, H, F> {
+        Mmu { tree, shadow, participant }
     }
 
     pub(crate) fn host(&self) -> &'v H {
@@ -205,19 +205,19 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     }
 
     pub(crate) fn count(&self, counter: Counter) {
-        self.record.stats.count(counter);
+        self.participant.stats.count(counter);
     }
 
     /// What the second stage has for `gfn` at this moment. If the caller holds the lock of the
     /// frame, and puts the shadow leaf PTE that it makes of the answer into the frame's list before
     /// it releases the lock, then each later change of the second stage finds that leaf PTE.
     fn second_stage(&self, gfn: Gfn) -> Option<SecondStage> {
-        let section = self.tree.epochs.enter(self.record);
-        let mut cursor = Cursor::new(self.tree, &section, gfn);
+        let guard = self.tree.epochs.pin(self.participant);
+        let mut cursor = Cursor::new(self.tree, &guard, gfn);
         let (leaf, State::Leaf) = cursor.descend_to_lowest() else { return None };
         let level = cursor.level();
-        let pfn = Pfn(entry::frame::<F>(leaf, level).0 + (gfn.0 & (level.nr_pages() - 1)));
-        let is_writable = entry::is_writable::<F>(leaf) && !cursor.is_closed();
+        let pfn = Pfn(pte::frame::<F>(leaf, level).0 + (gfn.0 & (level.nr_pages() - 1)));
+        let is_writable = pte::is_writable::<F>(leaf) && !cursor.is_protected();
         Some(SecondStage { pfn, level, is_writable })
     }
 }

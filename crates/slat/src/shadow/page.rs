@@ -48,12 +48,12 @@ pub(super) struct PageRef {
 
 /// A PTE of a shadow page. In the lists it is a number, and 0 is none.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct EntryPlace {
+pub(super) struct PtePlace {
     pub(super) page: PageNumber,
     pub(super) index: usize,
 }
 
-impl EntryPlace {
+impl PtePlace {
     #[inline]
     pub(super) fn number(self) -> u32 {
         self.page << INDEX_BITS | self.index as u32
@@ -61,8 +61,8 @@ impl EntryPlace {
 
     /// The PTE with this number; `None` for 0.
     #[inline]
-    pub(super) fn from_number(number: u32) -> Option<EntryPlace> {
-        (number != 0).then_some(EntryPlace { page: number >> INDEX_BITS, index: number as usize % NR_ENTRIES })
+    pub(super) fn from_number(number: u32) -> Option<PtePlace> {
+        (number != 0).then_some(PtePlace { page: number >> INDEX_BITS, index: number as usize % NR_ENTRIES })
     }
 }
 
@@ -481,36 +481,36 @@ impl Pages {
         None
     }
 
-    fn link_of(&self, entry: EntryPlace) -> (&AtomicU32, &AtomicU32) {
-        let page = self.get(entry.page);
-        (&page.next[entry.index], &page.previous[entry.index])
+    fn link_of(&self, pte: PtePlace) -> (&AtomicU32, &AtomicU32) {
+        let page = self.get(pte.page);
+        (&page.next[pte.index], &page.previous[pte.index])
     }
 
-    /// Puts `entry` into the list at `head`. The caller holds the lock of the list's frame.
-    pub(super) fn push(&self, head: &AtomicU32, entry: EntryPlace) {
+    /// Puts `pte` into the list at `head`. The caller holds the lock of the list's frame.
+    pub(super) fn push(&self, head: &AtomicU32, pte: PtePlace) {
         let first = head.load(Ordering::Relaxed);
-        let (next, previous) = self.link_of(entry);
+        let (next, previous) = self.link_of(pte);
         next.store(first, Ordering::Relaxed);
         previous.store(0, Ordering::Relaxed);
-        if let Some(first) = EntryPlace::from_number(first) {
-            self.link_of(first).1.store(entry.number(), Ordering::Relaxed);
+        if let Some(first) = PtePlace::from_number(first) {
+            self.link_of(first).1.store(pte.number(), Ordering::Relaxed);
         }
-        head.store(entry.number(), Ordering::Relaxed);
+        head.store(pte.number(), Ordering::Relaxed);
     }
 
-    /// Takes `entry`, which is in it, out of the list at `head`. The caller holds the lock of the
+    /// Takes `pte`, which is in it, out of the list at `head`. The caller holds the lock of the
     /// list's frame.
-    pub(super) fn remove(&self, head: &AtomicU32, entry: EntryPlace) {
-        let (next, previous) = self.link_of(entry);
+    pub(super) fn remove(&self, head: &AtomicU32, pte: PtePlace) {
+        let (next, previous) = self.link_of(pte);
         let (next, previous) = (next.load(Ordering::Relaxed), previous.load(Ordering::Relaxed));
-        match EntryPlace::from_number(previous) {
+        match PtePlace::from_number(previous) {
             Some(before) => self.link_of(before).0.store(next, Ordering::Relaxed),
             None => {
-                debug_assert!(head.load(Ordering::Relaxed) == entry.number(), "an entry is in no list, or another");
+                debug_assert!(head.load(Ordering::Relaxed) == pte.number(), "an entry is in no list, or another");
                 head.store(next, Ordering::Relaxed);
             }
         }
-        if let Some(behind) = EntryPlace::from_number(next) {
+        if let Some(behind) = PtePlace::from_number(next) {
             self.link_of(behind).1.store(previous, Ordering::Relaxed);
         }
     }
@@ -518,14 +518,14 @@ impl Pages {
     /// Loads the list link of the PTE with this number into the cache.
     #[inline]
     pub(super) fn prefetch(&self, number: u32) {
-        if let Some(place) = EntryPlace::from_number(number) {
+        if let Some(place) = PtePlace::from_number(number) {
             self.link_of(place).0.load(Ordering::Relaxed);
         }
     }
 
-    /// The PTE after `entry` in its list. The caller holds the lock of the list's frame.
-    pub(super) fn behind(&self, entry: EntryPlace) -> Option<EntryPlace> {
-        EntryPlace::from_number(self.link_of(entry).0.load(Ordering::Relaxed))
+    /// The PTE after `pte` in its list. The caller holds the lock of the list's frame.
+    pub(super) fn behind(&self, pte: PtePlace) -> Option<PtePlace> {
+        PtePlace::from_number(self.link_of(pte).0.load(Ordering::Relaxed))
     }
 }
 

@@ -4,7 +4,7 @@
 #![expect(unsafe_code, reason = "entries are reached under the locks that keep their tables")]
 
 use super::install;
-use super::page::{EntryPlace, NR_ENTRIES, PageRef, ShadowPage, SyncState, Target};
+use super::page::{NR_ENTRIES, PageRef, PtePlace, ShadowPage, SyncState, Target};
 use super::rmap::Frame;
 use super::zap::Debt;
 use super::{Mmu, PRESENT, WRITABLE};
@@ -69,7 +69,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             // finds anything.
             for &syncing in &turn[..len] {
                 let nr_compared = self.compare_page(mode, syncing.page, &mut debt);
-                self.record.stats.add(Counter::EntriesCompared, nr_compared);
+                self.participant.stats.add(Counter::EntriesCompared, nr_compared);
             }
             // Flushes even if no W was taken here: the thread that took it may not have flushed
             // yet.
@@ -80,7 +80,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 self.compare_page(mode, syncing.page, &mut debt);
                 self.end_sync(syncing);
             }
-            self.record.stats.add(Counter::ShadowSyncs, len as u64);
+            self.participant.stats.add(Counter::ShadowSyncs, len as u64);
             debt.pay(self);
         }
     }
@@ -138,7 +138,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         let mut len = 0;
         let found = self.with_frame_of(page, |_, page| {
             let pages = &self.shadow.pages;
-            let mut next = EntryPlace::from_number(page.parents.load(Ordering::Relaxed));
+            let mut next = PtePlace::from_number(page.parents.load(Ordering::Relaxed));
             while let Some(place) = next {
                 next = pages.behind(place);
                 // Dead pages have no PTEs to keep.
@@ -168,7 +168,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         if self.shadow.pages.get(below.number).role().level() == Level::L4K {
             if self.shadow.pages.next_unsync(below.number) == Some(below.number) {
                 let nr_compared = self.compare_page(mode, below, debt);
-                self.record.stats.add(Counter::EntriesCompared, nr_compared);
+                self.participant.stats.add(Counter::EntriesCompared, nr_compared);
             }
             return;
         }
@@ -179,7 +179,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             let page = PageRef { number, generation };
             if self.is_below(page, below) {
                 let nr_compared = self.compare_page(mode, page, debt);
-                self.record.stats.add(Counter::EntriesCompared, nr_compared);
+                self.participant.stats.add(Counter::EntriesCompared, nr_compared);
             }
         }
     }
@@ -214,10 +214,10 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             if self.read_guest_entries(gpa, size_bytes, &mut entries).is_err() {
                 entries.fill(0);
             }
-            for (index, entry) in (first..).zip(entries) {
+            for (index, pte) in (first..).zip(entries) {
                 if page.target(index) != Target::None {
                     // SAFETY: the page is locked, and was found alive under the lock.
-                    unsafe { self.compare_entry(mode, reference.number, index, entry, debt) }
+                    unsafe { self.compare_entry(mode, reference.number, index, pte, debt) }
                     nr_compared += 1;
                 }
             }
@@ -226,7 +226,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         nr_compared
     }
 
-    /// Compares one PTE of a page of the lowest level with the guest's, `entry`.
+    /// Compares one PTE of a page of the lowest level with the guest's, `pte`.
     ///
     /// PTEs of global pages are compared in every flush. One that has not changed stays. One that
     /// has changed may be stale only for the vCPUs that had it cached, but which these are is not
@@ -234,7 +234,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     ///
     /// # Safety
     /// The caller holds the lock of the page, which is alive.
-    unsafe fn compare_entry(&self, mode: GuestMode, number: u32, index: usize, entry: u64, debt: &mut Debt) {
+    unsafe fn compare_entry(&self, mode: GuestMode, number: u32, index: usize, pte: u64, debt: &mut Debt) {
         let page = self.shadow.pages.get(number);
         let Target::Leaf(gfn) = page.target(index) else { return };
         let role = page.role();
@@ -243,8 +243,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         if value & PRESENT == 0 {
             return;
         }
-        let place = EntryPlace { page: number, index };
-        let leaf = match mode.decode(entry, Level::L4K) {
+        let place = PtePlace { page: number, index };
+        let leaf = match mode.decode(pte, Level::L4K) {
             Decoded::Leaf(leaf) if leaf.gfn == gfn && leaf.is_accessed => leaf,
             _ => {
                 self.count(Counter::EntriesSynced);
@@ -265,7 +265,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
 
     /// Takes W from the leaf PTE at `place`, if it still maps `gfn`. The caller holds the lock of
     /// its page.
-    fn write_protect_leaf(&self, place: EntryPlace, gfn: crate::addr::Gfn, debt: &mut Debt) {
+    fn write_protect_leaf(&self, place: PtePlace, gfn: crate::addr::Gfn, debt: &mut Debt) {
         let page = self.shadow.pages.get(place.page);
         let Some(frame) = self.shadow.frames.get(gfn, Level::L4K) else { return };
         let _guard = frame.lock.lock(self.host());
@@ -323,9 +323,9 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 Target::Leaf(_) => {
                     if role.level() == Level::L4K && role.is_of_table() {
                         let (gpa, size_bytes) = page.guest_entry(index);
-                        let entry = self.read_guest(gpa, size_bytes).unwrap_or(0);
+                        let pte = self.read_guest(gpa, size_bytes).unwrap_or(0);
                         // SAFETY: the page is locked, and was found alive under the lock.
-                        unsafe { self.compare_entry(mode, reference.number, index, entry, debt) }
+                        unsafe { self.compare_entry(mode, reference.number, index, pte, debt) }
                         self.count(Counter::EntriesCompared);
                     }
                     return;

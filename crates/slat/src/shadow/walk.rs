@@ -8,7 +8,7 @@
 
 use super::Mmu;
 use super::guest::{ACCESSED, DIRTY, Decoded, FAULT_PRESENT, FAULT_RESERVED, GuestLeaf, GuestMode, PagingMode, Rights};
-use super::install::{NotMade, SeenEntry, ShadowLeaf};
+use super::install::{NotMade, SeenPte, ShadowLeaf};
 use super::memory::{Exchanged, NoMemory};
 use super::page::{PageRef, Target};
 use super::registers::{GuestAccess, Privilege};
@@ -356,8 +356,8 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             let level = role.level();
             let index = index_of(gva, level);
             page.note_walked();
-            let entry = &walk.entries[usize::from(level.0) - 1];
-            let seen: SeenEntry = role.is_of_table().then_some(entry.value);
+            let pte = &walk.entries[usize::from(level.0) - 1];
+            let seen: SeenPte = role.is_of_table().then_some(pte.value);
             if level <= walk.leaf_level && self.may_be_leaf(gfn, level) {
                 let leaf = ShadowLeaf { gfn: gfn.align_down(level), ..shadow_leaf };
                 let made = self.install_leaf(reference, index, seen, leaf, access.access, debt);
@@ -378,7 +378,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 (mode.root_table(view.cr3).gfn(), role.below(made, part, Rights::ALL))
             } else {
                 let rights = walk.rights_above[usize::from(below.0) - 1];
-                (entry.table, role.below(Made::Table, part, rights))
+                (pte.table, role.below(Made::Table, part, rights))
             };
             let known = match page.target(index) {
                 Target::Link(link) => {

@@ -25,7 +25,7 @@
 
 use super::Mmu;
 use super::memory::NoMemory;
-use super::page::{EntryPlace, PageRef};
+use super::page::{PageRef, PtePlace};
 use super::role::{MarkKind, Role};
 use super::zap::Debt;
 use crate::addr::{Gfn, Gpa, Level, PAGE_SIZE};
@@ -108,7 +108,7 @@ impl<H: Host, F: Format> Mmu<'_, H, F> {
         let (start, end) = role.entries_of(offset, len);
         let Some(_guard) = page.lock.lock_while(self.host(), || page.is_alive(reference.generation)) else { return };
         for index in start..end {
-            self.drop_entry(EntryPlace { page: reference.number, index }, debt);
+            self.drop_entry(PtePlace { page: reference.number, index }, debt);
         }
     }
 

@@ -15,7 +15,7 @@ use core::mem;
 
 use arrayvec::ArrayVec;
 
-use super::page::{EntryPlace, NR_ENTRIES, PageRef, Target};
+use super::page::{NR_ENTRIES, PageRef, PtePlace, Target};
 use super::rmap::Frame;
 use super::{Mmu, WRITABLE};
 use crate::addr::{Gfn, GfnRange, Level};
@@ -72,8 +72,8 @@ impl Debt {
         if !self.is_owed {
             return;
         }
-        // Taken first: if the flush panics, the page-table pages are leaked and the count stays, for
-        // CPUs may use what was zapped still.
+        // Taken first: if the flush panics, the page-table pages are leaked and the count stays,
+        // for CPUs may use what was zapped still.
         self.is_owed = false;
         let tables = mem::replace(&mut self.tables, TableChain::new());
         flush();
@@ -92,7 +92,7 @@ impl Drop for Debt {
 impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     /// Flushes all CPUs, whatever the shadow tables say.
     pub(super) fn flush_cpus(&self, ranges: &[GfnRange]) {
-        self.tree.flush_cpus(self.record, ranges);
+        self.tree.flush_cpus(self.participant, ranges);
     }
 
     /// Whether CPUs may have something cached that the shadow PTEs do not say any more.
@@ -186,7 +186,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         let Some(frame) = self.shadow.frames.get(gfn, level) else { return };
         let _guard = frame.lock.lock(self.host());
         let second = self.second_stage(gfn).filter(|second| second.level >= level);
-        let mut next = EntryPlace::from_number(frame.leaves.load(Ordering::Relaxed));
+        let mut next = PtePlace::from_number(frame.leaves.load(Ordering::Relaxed));
         while let Some(place) = next {
             next = self.shadow.pages.behind(place);
             let page = self.shadow.pages.get(place.page);
@@ -222,7 +222,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     /// # Safety
     /// The caller holds the lock of the frame whose list of leaf PTEs begins at `head`, and `place`
     /// is in that list.
-    unsafe fn drop_leaf(&self, head: &AtomicU32, place: EntryPlace, debt: &mut Debt) {
+    unsafe fn drop_leaf(&self, head: &AtomicU32, place: PtePlace, debt: &mut Debt) {
         let page = self.shadow.pages.get(place.page);
         debt.incur(self);
         // SAFETY: as the caller promises, the PTE leads to the locked frame.
@@ -236,14 +236,14 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
     pub(super) fn drop_leaves(&self, gfn: Gfn, level: Level, debt: &mut Debt) {
         let Some(frame) = self.shadow.frames.get(gfn, level) else { return };
         let _guard = frame.lock.lock(self.host());
-        while let Some(place) = EntryPlace::from_number(frame.leaves.load(Ordering::Relaxed)) {
+        while let Some(place) = PtePlace::from_number(frame.leaves.load(Ordering::Relaxed)) {
             // SAFETY: the frame is locked, and the place is in its list.
             unsafe { self.drop_leaf(&frame.leaves, place, debt) }
         }
     }
 
     /// Zaps the PTE at `place`, leaf or link. The caller holds the lock of its page.
-    pub(super) fn drop_entry(&self, place: EntryPlace, debt: &mut Debt) {
+    pub(super) fn drop_entry(&self, place: PtePlace, debt: &mut Debt) {
         let page = self.shadow.pages.get(place.page);
         let target = page.target(place.index);
         let (gfn, level) = match target {
@@ -290,7 +290,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             // Its page-table page goes, and CPUs may be walking it.
             debt.incur(self);
             self.unlist(frame, reference.number);
-            while let Some(parent) = EntryPlace::from_number(page.parents.load(Ordering::Relaxed)) {
+            while let Some(parent) = PtePlace::from_number(page.parents.load(Ordering::Relaxed)) {
                 let above = pages.get(parent.page);
                 // SAFETY: the PTE leads to a page of the frame, which is locked.
                 unsafe { self.cell(above, parent.index) }.store(0, Ordering::Release);
@@ -306,7 +306,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         {
             let _guard = page.lock.lock(self.host());
             for index in 0..NR_ENTRIES {
-                self.drop_entry(EntryPlace { page: reference.number, index }, debt);
+                self.drop_entry(PtePlace { page: reference.number, index }, debt);
             }
         }
         self.count(Counter::ShadowPagesZapped);
@@ -383,7 +383,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 let Target::Link(below) = page.target(index) else { continue };
                 {
                     let _guard = page.lock.lock(self.host());
-                    self.drop_entry(EntryPlace { page: reference.number, index }, debt);
+                    self.drop_entry(PtePlace { page: reference.number, index }, debt);
                 }
                 if self.shadow.pages.get(below.number).parents.load(Ordering::Relaxed) == 0 {
                     self.zap_tree(below, debt);

@@ -9,7 +9,7 @@
 //!
 //! # Use
 //! To change a memslot, [claim](Slots::claim) it, then [`Claim::replace`] or [`Claim::remove`] it.
-//! To move or delete it, the caller invalidates its range first (`table/stamp.rs`), and keeps the
+//! To move or delete it, the caller invalidates its range first (`table/seq.rs`), and keeps the
 //! range in flight until the new set is published.
 //!
 //! # Implementation
@@ -41,7 +41,7 @@ use crate::boxed::try_box;
 use crate::dirty::bitmap::Bitmap;
 use crate::error::Error;
 use crate::sync::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
-use crate::table::retire::{Epochs, Record, Section};
+use crate::table::retire::{Epochs, Guard, Participant};
 
 /// What stays the same as long as a memslot exists. On lines of its own: faults read that of their
 /// memslot, and must not notice a claim of another.
@@ -159,7 +159,7 @@ impl<B> Claim<'_, B> {
     pub(crate) fn replace(
         &mut self,
         epochs: &Epochs,
-        record: &Record,
+        participant: &Participant,
         range: GfnRange,
         flags: MemoryRegionFlags,
         attachments: Attachments,
@@ -177,7 +177,7 @@ impl<B> Claim<'_, B> {
         let change = Change { id: before.id, claim: Some(self), entry: Some(entry.duplicate()) };
         // SAFETY: what is new in the entry came from boxes, which the set owns from then on. The
         // rest is the claimed memslot's. The claim forgets what the set does not have any more.
-        unsafe { self.slots.publish(epochs, record, &change) }?;
+        unsafe { self.slots.publish(epochs, participant, &change) }?;
         mem::forget((log, userfault));
         self.entry = entry;
         Ok(())
@@ -187,10 +187,10 @@ impl<B> Claim<'_, B> {
     /// old set must not change it.
     ///
     /// On an error nothing was published, and the claim is over.
-    pub(crate) fn remove(self, epochs: &Epochs, record: &Record) -> Result<(), Error> {
+    pub(crate) fn remove(self, epochs: &Epochs, participant: &Participant) -> Result<(), Error> {
         let change = Change { id: self.entry.id, claim: Some(&self), entry: None };
         // SAFETY: it adds nothing, and the claim is forgotten.
-        unsafe { self.slots.publish(epochs, record, &change) }?;
+        unsafe { self.slots.publish(epochs, participant, &change) }?;
         // Retired by now, and perhaps freed: not to be touched.
         mem::forget(self);
         Ok(())
@@ -297,33 +297,38 @@ impl<B> Slots<B> {
     /// The published set. SeqCst: stands in store-load pairs with `protect` (see `dirty/log.rs`).
     /// As an acquire load it observes the contents of the set.
     #[inline]
-    fn current<'s>(&'s self, _section: &'s Section<'_>) -> &'s SlotSet<B> {
+    fn current<'s>(&'s self, _guard: &'s Guard<'_>) -> &'s SlotSet<B> {
         // SAFETY: never null. A set that was published during the guard is freed only after it.
         unsafe { &*self.current.load(Ordering::SeqCst) }
     }
 
     /// The memslot that has `gfn`.
     #[inline]
-    pub(crate) fn find<'s>(&'s self, section: &'s Section<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
-        let found = self.current(section).find(&section.record().last_slot, gfn);
-        found.map(|entry| SlotView { entry: entry.duplicate(), section })
+    pub(crate) fn find<'s>(&'s self, guard: &'s Guard<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
+        let found = self.current(guard).find(&guard.participant().last_slot, gfn);
+        found.map(|entry| SlotView { entry: entry.duplicate(), guard })
     }
 
     /// The memslot that has `gfn`, or else the first above it.
-    pub(crate) fn find_from<'s>(&'s self, section: &'s Section<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
-        let entries = &self.current(section).entries;
+    pub(crate) fn find_from<'s>(&'s self, guard: &'s Guard<'s>, gfn: Gfn) -> Option<SlotView<'s, B>> {
+        let entries = &self.current(guard).entries;
         let first = entries.partition_point(|entry| entry.range.end <= gfn);
-        entries.get(first).map(|entry| SlotView { entry: entry.duplicate(), section })
+        entries.get(first).map(|entry| SlotView { entry: entry.duplicate(), guard })
     }
 
-    pub(crate) fn by_id<'s>(&'s self, section: &'s Section<'s>, id: u32) -> Option<SlotView<'s, B>> {
-        self.current(section).by_id(id).map(|entry| SlotView { entry: entry.duplicate(), section })
+    pub(crate) fn by_id<'s>(&'s self, guard: &'s Guard<'s>, id: u32) -> Option<SlotView<'s, B>> {
+        self.current(guard).by_id(id).map(|entry| SlotView { entry: entry.duplicate(), guard })
     }
 
     /// Claims memslot `id` for a change. `Ok(None)`: there is none.
-    pub(crate) fn claim(&self, epochs: &Epochs, record: &Record, id: u32) -> Result<Option<Claim<'_, B>>, Error> {
-        let section = epochs.enter(record);
-        let Some(view) = self.by_id(&section, id) else { return Ok(None) };
+    pub(crate) fn claim(
+        &self,
+        epochs: &Epochs,
+        participant: &Participant,
+        id: u32,
+    ) -> Result<Option<Claim<'_, B>>, Error> {
+        let guard = epochs.pin(participant);
+        let Some(view) = self.by_id(&guard, id) else { return Ok(None) };
         // SAFETY: found in an open guard.
         let slot = unsafe { view.entry.slot.as_ref() };
         // Acquire: takes over the state that the last change of the memslot left.
@@ -332,26 +337,32 @@ impl<B> Slots<B> {
         }
         // Read again, now that it is fixed: the set may have changed since. The memslot is there:
         // one that was deleted stays claimed, so the exchange would have failed.
-        Ok(self.by_id(&section, id).map(|now| Claim { entry: now.entry.duplicate(), slots: self }))
+        Ok(self.by_id(&guard, id).map(|now| Claim { entry: now.entry.duplicate(), slots: self }))
     }
 
     /// Checks that memslot `id` could have `range` now.
-    pub(crate) fn check_vacant(&self, epochs: &Epochs, record: &Record, id: u32, range: GfnRange) -> Result<(), Error> {
-        let section = epochs.enter(record);
-        match self.current(&section).overlapping(id, range) {
+    pub(crate) fn check_vacant(
+        &self,
+        epochs: &Epochs,
+        participant: &Participant,
+        id: u32,
+        range: GfnRange,
+    ) -> Result<(), Error> {
+        let guard = epochs.pin(participant);
+        match self.current(&guard).overlapping(id, range) {
             Some(other) => Err(Error::Overlap { slot: id, gpa: range.start.gpa(), other: other.id }),
             None => Ok(()),
         }
     }
 
     /// Publishes the set with memslot `new`. On an error it publishes nothing and frees `new`.
-    pub(crate) fn insert(&self, epochs: &Epochs, record: &Record, new: NewSlot<B>) -> Result<(), Error> {
+    pub(crate) fn insert(&self, epochs: &Epochs, participant: &Participant, new: NewSlot<B>) -> Result<(), Error> {
         let NewSlot { range, id, flags, slot, log, userfault } = new;
         let (log_pointer, userfault_pointer) = (Unpublished::of(&log), Unpublished::of(&userfault));
         let entry = SlotEntry { range, id, flags, slot: slot.0, log: log_pointer, userfault: userfault_pointer };
         let change = Change { id, claim: None, entry: Some(entry.duplicate()) };
         // SAFETY: what the entry points to came from boxes, which the set owns from then on.
-        unsafe { self.publish(epochs, record, &change) }?;
+        unsafe { self.publish(epochs, participant, &change) }?;
         mem::forget((slot, log, userfault));
         // The claim that it was made with.
         drop(Claim { entry, slots: self });
@@ -365,13 +376,13 @@ impl<B> Slots<B> {
     /// # Safety
     /// The claim is of a memslot of this VM. What the change adds exists until the set owns it.
     /// What it takes out of the set is not used through the claim any more.
-    unsafe fn publish(&self, epochs: &Epochs, record: &Record, change: &Change<'_, B>) -> Result<(), Error> {
+    unsafe fn publish(&self, epochs: &Epochs, participant: &Participant, change: &Change<'_, B>) -> Result<(), Error> {
         let mut node = try_box(Retired::nothing())?;
-        let mut capacity = self.current(&epochs.enter(record)).entries.len() + 1;
+        let mut capacity = self.current(&epochs.pin(participant)).entries.len() + 1;
         loop {
             // Allocation, outside of the guard.
             let mut new = try_box(SlotSet::with_capacity(capacity)?)?;
-            let section = epochs.enter(record);
+            let guard = epochs.pin(participant);
             let old_pointer = self.current.load(Ordering::SeqCst);
             // SAFETY: as for `current`.
             let old = unsafe { &*old_pointer };
@@ -399,11 +410,11 @@ impl<B> Slots<B> {
             // `mark_if_logging`. The guard keeps `old` from being freed and its address from being
             // used again, so equal pointers are equal sets.
             let published = self.current.compare_exchange(old_pointer, new, Ordering::SeqCst, Ordering::Relaxed);
-            drop(section);
+            drop(guard);
             if published.is_ok() {
                 // Not as a box: guards that are open still read it.
                 node.set = NonNull::new(old_pointer);
-                node.tag = epochs.retire_era();
+                node.tag = epochs.advance_epoch();
                 self.push_retired(node);
                 return Ok(());
             }

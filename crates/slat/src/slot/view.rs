@@ -1,7 +1,7 @@
 //! A memslot as a guard finds it: its flags, what user space has set for its pages, and how a
 //! resolve keeps its backing.
 
-#![expect(unsafe_code, reason = "slots are reached by raw pointers, which an open section keeps alive")]
+#![expect(unsafe_code, reason = "memslots are reached by raw pointers, which an open guard keeps alive")]
 
 use super::attributes::{MemoryAttributes, PrivatePages};
 use super::region::MemoryRegionFlags;
@@ -10,12 +10,12 @@ use super::userfault::{MemoryFaultFlags, UserfaultBitmap};
 use crate::addr::{Gfn, GfnRange, Level, PAGE_SHIFT};
 use crate::dirty::bitmap::Bitmap;
 use crate::error::Error;
-use crate::table::retire::{HazardPointer, Protected, Section};
+use crate::table::retire::{Guard, HazardPointer, Protected};
 
 /// A memslot as found in a guard.
 pub(crate) struct SlotView<'s, B> {
     pub(super) entry: SlotEntry<B>,
-    pub(super) section: &'s Section<'s>,
+    pub(super) guard: &'s Guard<'s>,
 }
 
 impl<'s, B> SlotView<'s, B> {
@@ -30,7 +30,7 @@ impl<'s, B> SlotView<'s, B> {
 
     /// Notes steps in the guard in which the memslot was found.
     pub(crate) fn visit(&self, nr_steps: u64) {
-        self.section.visit(nr_steps);
+        self.guard.visit(nr_steps);
     }
 
     pub(crate) fn flags(&self) -> MemoryRegionFlags {
@@ -117,7 +117,7 @@ impl<'s, B> SlotView<'s, B> {
         let range = self.range();
         let Some(private) = self.private().filter(|_| range.covers(block)) else { return range.covers(block) };
         debug_assert!(block.nr_pages() <= Level::L1G.nr_pages());
-        self.section.visit(self.steps_of(block));
+        self.guard.visit(self.steps_of(block));
         private.are_alike(GfnRange::new(Gfn(block.start.0 - range.start.0), block.nr_pages()))
     }
 

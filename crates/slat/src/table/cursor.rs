@@ -14,11 +14,11 @@
 #![expect(unsafe_code, reason = "goes from table to table by the addresses that it reads in them")]
 
 use super::Tree;
-use super::entry::{self, EntryRef, State};
 use super::node;
-use super::retire::Section;
+use super::pte::{self, PteRef, State};
+use super::retire::Guard;
 use crate::addr::{Gfn, GfnRange, Level};
-use crate::format::{Entry, Format};
+use crate::format::{Format, Pte};
 use crate::host::Host;
 use crate::stats::Recorder;
 use crate::sync::AtomicU64;
@@ -26,12 +26,12 @@ use crate::sync::AtomicU64;
 /// A position in the tree: the PTE of `level` for `gfn`.
 pub(crate) struct Cursor<'s, H: Host, F: Format> {
     tree: &'s Tree<H, F>,
-    section: &'s Section<'s>,
+    guard: &'s Guard<'s>,
     /// The page-table page of the current PTE.
     table: &'s [AtomicU64],
     /// The directory entry through which the walk came here, as it was read then. At the root: one
     /// that is not protected.
-    above: Entry,
+    above: Pte,
     level: Level,
     gfn: Gfn,
 }
@@ -39,10 +39,10 @@ pub(crate) struct Cursor<'s, H: Host, F: Format> {
 impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// At the root's PTE for `gfn`.
     #[inline]
-    pub(crate) fn new(tree: &'s Tree<H, F>, section: &'s Section<'s>, gfn: Gfn) -> Cursor<'s, H, F> {
+    pub(crate) fn new(tree: &'s Tree<H, F>, guard: &'s Guard<'s>, gfn: Gfn) -> Cursor<'s, H, F> {
         // SAFETY: it is the root.
-        let table = unsafe { node::linked_entries::<H, F>(&tree.host, section, tree.root(), F::ROOT_LEVEL) };
-        Cursor { tree, section, table, above: Entry(F::WRITABLE), level: F::ROOT_LEVEL, gfn }
+        let table = unsafe { node::linked_ptes::<H, F>(&tree.host, guard, tree.root(), F::ROOT_LEVEL) };
+        Cursor { tree, guard, table, above: Pte(F::WRITABLE), level: F::ROOT_LEVEL, gfn }
     }
 
     #[inline]
@@ -53,7 +53,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// The statistics of the thread that walks.
     #[inline]
     pub(crate) fn stats(&self) -> &'s Recorder {
-        &self.section.record().stats
+        &self.guard.participant().stats
     }
 
     #[inline]
@@ -74,35 +74,35 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
 
     /// The current PTE.
     #[inline]
-    pub(crate) fn entry(&self) -> EntryRef<'s> {
-        self.entry_at(self.level)
+    pub(crate) fn pte(&self) -> PteRef<'s> {
+        self.pte_at(self.level)
     }
 
-    /// As [`entry`](Self::entry), with the level of the current PTE: for callers to which that is a
+    /// As [`pte`](Self::pte), with the level of the current PTE: for callers to which that is a
     /// constant.
     #[inline(always)]
-    fn entry_at(&self, level: Level) -> EntryRef<'s> {
+    fn pte_at(&self, level: Level) -> PteRef<'s> {
         debug_assert!(level == self.level);
-        EntryRef::new(&self.table[index_of::<F>(self.gfn, level)], level)
+        PteRef::new(&self.table[index_of::<F>(self.gfn, level)], level)
     }
 
     /// Whether the directory entry above was protected when the walk came through it: then no page
     /// below it may be written, whatever the leaves say.
     #[inline]
-    pub(crate) fn is_closed(&self) -> bool {
-        entry::is_closed::<F>(self.above)
+    pub(crate) fn is_protected(&self) -> bool {
+        pte::is_protected::<F>(self.above)
     }
 
     /// Reads the current PTE, if it is of `level`. If it points to a page-table page, returns what
     /// was read and the PTEs of that page. The cursor stays.
     #[inline]
-    pub(crate) fn read_table(&self, level: Level) -> Option<(Entry, &'s [AtomicU64])> {
+    pub(crate) fn read_table(&self, level: Level) -> Option<(Pte, &'s [AtomicU64])> {
         if self.level != level {
             return None;
         }
-        let value = self.entry().load();
+        let value = self.pte().load();
         // SAFETY: read from the current PTE, which is a directory entry.
-        (entry::state::<F>(value, level) == State::Table).then(|| (value, unsafe { self.table_below(value) }))
+        (pte::state::<F>(value, level) == State::Table).then(|| (value, unsafe { self.table_below(value) }))
     }
 
     /// The PTEs of the page-table page that `value` points to.
@@ -110,18 +110,18 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// # Safety
     /// `value` was read from the current PTE, and points to a page-table page.
     #[inline]
-    unsafe fn table_below(&self, value: Entry) -> &'s [AtomicU64] {
-        debug_assert!(entry::state::<F>(value, self.level) == State::Table);
+    unsafe fn table_below(&self, value: Pte) -> &'s [AtomicU64] {
+        debug_assert!(pte::state::<F>(value, self.level) == State::Table);
         let table = F::address(value, self.level);
         // SAFETY: the current PTE is in a page-table page of the tree that was reached inside the
         // guard.
-        unsafe { node::linked_entries::<H, F>(&self.tree.host, self.section, table, self.level.down()) }
+        unsafe { node::linked_ptes::<H, F>(&self.tree.host, self.guard, table, self.level.down()) }
     }
 
     /// Back to the root, for the same frame.
     #[inline]
     pub(crate) fn restart(&mut self) {
-        *self = Cursor::new(self.tree, self.section, self.gfn);
+        *self = Cursor::new(self.tree, self.guard, self.gfn);
     }
 
     /// Goes down to the page-table page that the current PTE points to. If it points to none any
@@ -140,7 +140,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// # Safety
     /// `value` was read from the current PTE, and points to a page-table page.
     #[inline]
-    unsafe fn descend(&mut self, value: Entry) {
+    unsafe fn descend(&mut self, value: Pte) {
         // SAFETY: as the caller promises.
         self.table = unsafe { self.table_below(value) };
         self.above = value;
@@ -151,18 +151,14 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// [`descend_to_lowest`](Self::descend_to_lowest) does. For a fault, which walks from the root
     /// twice: all levels are constants here.
     #[inline(always)]
-    pub(crate) fn at_lowest(
-        tree: &'s Tree<H, F>,
-        section: &'s Section<'s>,
-        gfn: Gfn,
-    ) -> (Cursor<'s, H, F>, Entry, State) {
+    pub(crate) fn at_lowest(tree: &'s Tree<H, F>, guard: &'s Guard<'s>, gfn: Gfn) -> (Cursor<'s, H, F>, Pte, State) {
         'root: loop {
-            let mut cursor = Cursor::new(tree, section, gfn);
+            let mut cursor = Cursor::new(tree, guard, gfn);
             let mut level = F::ROOT_LEVEL;
             loop {
                 cursor.level = level;
-                let value = cursor.entry_at(level).load();
-                let state = entry::state::<F>(value, level);
+                let value = cursor.pte_at(level).load();
+                let state = pte::state::<F>(value, level);
                 if state == State::Frozen {
                     // As in `descend_to`.
                     continue 'root;
@@ -173,7 +169,7 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
                 let table = F::address(value, level);
                 level = level.down();
                 // SAFETY: read in a page-table page of the tree that was reached inside the guard.
-                cursor.table = unsafe { node::linked_entries::<H, F>(&tree.host, section, table, level) };
+                cursor.table = unsafe { node::linked_ptes::<H, F>(&tree.host, guard, table, level) };
                 cursor.above = value;
             }
         }
@@ -183,17 +179,17 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// never a directory entry, and never frozen: a frozen PTE lies only on a path that was
     /// unlinked, and then the walk starts over.
     #[inline]
-    pub(crate) fn descend_to_lowest(&mut self) -> (Entry, State) {
+    pub(crate) fn descend_to_lowest(&mut self) -> (Pte, State) {
         self.descend_to(Level::L4K)
     }
 
     /// As [`descend_to_lowest`](Self::descend_to_lowest), but not below `level`: there it may be a
     /// directory entry.
     #[inline(always)]
-    pub(crate) fn descend_to(&mut self, level: Level) -> (Entry, State) {
+    pub(crate) fn descend_to(&mut self, level: Level) -> (Pte, State) {
         loop {
-            let value = self.entry().load();
-            match entry::state::<F>(value, self.level) {
+            let value = self.pte().load();
+            match pte::state::<F>(value, self.level) {
                 // At the lowest level there are no directory entries: with that constant, nothing
                 // is compared.
                 State::Table if level == Level::L4K || self.level > level => {
@@ -228,13 +224,13 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
     /// For a caller that visits many PTEs of one level, a constant: so levels are constants here,
     /// on the way down and in the page.
     #[inline(always)]
-    pub(crate) fn move_to_entry(&mut self, gfn: Gfn, level: Level) -> Option<EntryRef<'s>> {
+    pub(crate) fn move_to_pte(&mut self, gfn: Gfn, level: Level) -> Option<PteRef<'s>> {
         let moved = self.gfn.0 ^ gfn.0;
         self.gfn = gfn;
         if self.level != level || (level < F::ROOT_LEVEL && moved >= level.up().nr_pages()) {
             self.descend_from_root(level)?;
         }
-        Some(EntryRef::new(&self.table[index_of::<F>(gfn, level)], level))
+        Some(PteRef::new(&self.table[index_of::<F>(gfn, level)], level))
     }
 
     /// From the root to the page-table page whose PTEs have `level`. `None` if there is none; the
@@ -244,8 +240,8 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
         self.restart();
         let mut above = F::ROOT_LEVEL;
         while above > level {
-            let value = self.entry().load();
-            if entry::state::<F>(value, above) != State::Table {
+            let value = self.pte().load();
+            if pte::state::<F>(value, above) != State::Table {
                 return None;
             }
             // SAFETY: read from the current PTE, of this level, which is a directory entry.
@@ -265,5 +261,5 @@ impl<'s, H: Host, F: Format> Cursor<'s, H, F> {
 /// Index of `gfn` in a page-table page whose PTEs have `level`.
 #[inline]
 pub(crate) fn index_of<F: Format>(gfn: Gfn, level: Level) -> usize {
-    (gfn.0 / level.nr_pages()) as usize & (node::nr_entries::<F>(level) - 1)
+    (gfn.0 / level.nr_pages()) as usize & (node::nr_ptes::<F>(level) - 1)
 }

@@ -15,7 +15,7 @@
 //! A push-down reads the directory entry and exchanges it inside one guard.
 //!
 //! # Implementation
-//! A protected directory entry carries a generation, which each protecting moves on (`entry`). A
+//! A protected directory entry carries a generation, which each protecting moves on (`pte`). A
 //! fault that pushes down restores W by a compare-and-exchange from the value that it read first.
 //! That fails if the entry was protected again meanwhile.
 //!
@@ -31,7 +31,7 @@
 //! - None of them was admitted before renewal k-1: the guard of such a turn was open then, and was
 //!   over before renewal k.
 //!
-//! These are at most 3 [`WINDOW`] + [`LOW`] = 1600 protectings of an entry
+//! These are at most 3 [`WINDOW`] + [`RENEWAL_ROOM`] = 1600 protectings of an entry
 //! (`models/generation.py`).
 
 use super::retire::Epochs;
@@ -46,7 +46,7 @@ const WINDOW: u64 = match () {
 };
 /// The window is renewed when this many admissions are left: early, so that a turn is seldom
 /// refused.
-const LOW: u64 = if cfg!(any(loom, shuttle)) { 1 } else { 64 };
+const RENEWAL_ROOM: u64 = if cfg!(any(loom, shuttle)) { 1 } else { 64 };
 
 /// The right of a turn to protect directory entries.
 #[derive(Clone, Copy)]
@@ -85,7 +85,7 @@ impl Generations {
     #[inline]
     pub(crate) fn renew_if_low(&self, epochs: &Epochs, barrier_on_all_cpus: impl FnOnce()) {
         let (limit, nr_admitted) = (self.limit.load(Ordering::Relaxed), self.nr_admitted.load(Ordering::Relaxed));
-        if limit.saturating_sub(nr_admitted) <= LOW {
+        if limit.saturating_sub(nr_admitted) <= RENEWAL_ROOM {
             self.renew(epochs, barrier_on_all_cpus);
         }
     }
@@ -98,10 +98,10 @@ impl Generations {
         }
         let (limit, nr_admitted) = (self.limit.load(Ordering::Relaxed), self.nr_admitted.load(Ordering::Relaxed));
         // Again: the last renewing thread may have renewed the window since this thread read.
-        if limit.saturating_sub(nr_admitted) <= LOW
+        if limit.saturating_sub(nr_admitted) <= RENEWAL_ROOM
             && self.renewed.load(Ordering::Relaxed) < epochs.oldest_open(barrier_on_all_cpus)
         {
-            self.renewed.store(epochs.retire_era(), Ordering::Relaxed);
+            self.renewed.store(epochs.advance_epoch(), Ordering::Relaxed);
             // Release: pairs with `admit`.
             self.limit.store(limit + WINDOW, Ordering::Release);
         }
@@ -134,14 +134,14 @@ mod tests {
         assert_eq!(admitted_of(10 * WINDOW), 10 * WINDOW);
         assert!(nr_barriers.get() <= 10, "a window is renewed once: {}", nr_barriers.get());
 
-        let record = epochs.borrow_record().unwrap();
+        let participant = epochs.borrow_participant().unwrap();
         for nr_turns_before in 0..WINDOW {
             admitted_of(nr_turns_before);
-            let section = epochs.enter(&record);
+            let guard = epochs.pin(&participant);
             let admitted = admitted_of(4 * WINDOW);
-            assert!((WINDOW / 2..=2 * WINDOW + LOW).contains(&admitted), "{admitted}");
+            assert!((WINDOW / 2..=2 * WINDOW + RENEWAL_ROOM).contains(&admitted), "{admitted}");
             assert_eq!(admitted_of(5), 0, "a turn is refused and does not wait");
-            drop(section);
+            drop(guard);
             assert_eq!(admitted_of(5), 5);
         }
     }

@@ -8,7 +8,7 @@ extern crate std;
 use loom::sync::Arc;
 use loom::thread;
 
-use super::{Generations, LOW, WINDOW};
+use super::{Generations, RENEWAL_ROOM, WINDOW};
 use crate::sync::{AtomicU64, Ordering};
 use crate::table::retire::{Epochs, Fences};
 
@@ -25,9 +25,9 @@ struct World {
 
 impl World {
     fn turn(&self) {
-        let record = self.epochs.borrow_record().expect("memory for a record");
+        let participant = self.epochs.borrow_participant().expect("memory for a participant");
         self.generations.renew_if_low(&self.epochs, || ());
-        let _section = self.epochs.enter(&record);
+        let _guard = self.epochs.pin(&participant);
         if self.generations.admit().is_some() {
             self.generation.fetch_add(1, Ordering::SeqCst);
         }
@@ -52,16 +52,16 @@ fn model(nr_turns: &'static [usize]) {
             thread::spawn(move || (0..nr_turns).for_each(|_| world.turn()))
         });
         let threads = threads.collect::<std::vec::Vec<_>>();
-        let record = world.epochs.borrow_record().expect("memory for a record");
-        let section = world.epochs.enter(&record);
+        let participant = world.epochs.borrow_participant().expect("memory for a participant");
+        let guard = world.epochs.pin(&participant);
         let seen = world.generation.load(Ordering::Acquire);
         // The comparison reads the newest, as an exchange does.
-        let nr_closed = world.generation.fetch_add(0, Ordering::SeqCst) - seen;
-        drop(section);
-        let most = 2 * WINDOW + LOW + nr_turns.len() as u64;
-        assert!(nr_closed <= most, "closed {nr_closed} times beside one section");
+        let nr_protected = world.generation.fetch_add(0, Ordering::SeqCst) - seen;
+        drop(guard);
+        let most = 2 * WINDOW + RENEWAL_ROOM + nr_turns.len() as u64;
+        assert!(nr_protected <= most, "closed {nr_protected} times beside one section");
         threads.into_iter().for_each(|thread| thread.join().expect("no check fails"));
-        drop(record);
+        drop(participant);
         // Nothing is open any more.
         world.turn();
         assert!(world.generation.fetch_add(0, Ordering::SeqCst) > 0, "no turn was admitted");
@@ -70,7 +70,7 @@ fn model(nr_turns: &'static [usize]) {
 
 #[test]
 fn a_section_beside_many_turns() {
-    model(&[2 * WINDOW as usize + LOW as usize + 3]);
+    model(&[2 * WINDOW as usize + RENEWAL_ROOM as usize + 3]);
 }
 
 #[test]

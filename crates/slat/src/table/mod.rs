@@ -1,19 +1,19 @@
 //! The tree of page-table pages, and which operation may change what in it.
 //!
-//! Read `entry` first: it has the states of a PTE and the transitions between them. `stamp`
-//! invalidates a range beside faults that are under way, `published` holds the ranges in flight.
+//! Read `pte` first: it has the states of a PTE and the transitions between them. `seq`
+//! invalidates a range beside faults that are under way, `in_flight` holds the ranges in flight.
 //! `generation` bounds how often a directory entry is protected. `node` turns memory of the host
 //! into page-table pages, `cursor` moves through them. `tlb` collects the flushes that are due;
-//! `retire` and `record` say when an unlinked page-table page may be freed.
+//! `retire` and `participant` say when an unlinked page-table page may be freed.
 
 pub(crate) mod cursor;
-pub(crate) mod entry;
 pub(crate) mod generation;
+pub(crate) mod in_flight;
+pub(crate) mod invalidation_seq;
 pub(crate) mod node;
-pub(crate) mod published;
-mod record;
+mod participant;
+pub(crate) mod pte;
 pub(crate) mod retire;
-pub(crate) mod stamp;
 pub(crate) mod tlb;
 
 use alloc::boxed::Box;
@@ -31,11 +31,11 @@ use crate::host::Host;
 use crate::shadow::{Mmu, Shadow};
 use crate::stats::{Counter, is_sampled};
 use crate::sync::{Lock, LockGuard, Locking, Side};
-use entry::Stamp;
 use generation::Generations;
-use published::PublishedRanges;
-use retire::{CountedSection, Epochs, FaultPin, FaultSection, Fences, Record, SharedRecord};
-use stamp::StampCounter;
+use in_flight::RangesInFlight;
+use invalidation_seq::InvalidationSeqCounter;
+use pte::InvalidationSeq;
+use retire::{Epochs, FaultGuard, FaultPin, Fences, NestedGuard, Participant, SharedParticipant};
 
 /// The page tables of one VM, with the state of their protocols.
 pub(crate) struct Tree<H: Host, F: Format> {
@@ -44,8 +44,8 @@ pub(crate) struct Tree<H: Host, F: Format> {
     lock: CachePadded<Lock>,
     pub(crate) config: Config,
     pub(crate) generations: CachePadded<Generations>,
-    stamps: CachePadded<StampCounter>,
-    pub(crate) published: PublishedRanges,
+    invalidation_seq: CachePadded<InvalidationSeqCounter>,
+    pub(crate) in_flight: RangesInFlight,
     pub(crate) epochs: Epochs,
     /// Where pages are logged, if not in bitmaps.
     pub(crate) rings: Rings,
@@ -56,8 +56,8 @@ pub(crate) struct Tree<H: Host, F: Format> {
 
 /// A guard that may change the tree. It is inside the VM's lock, if there is one. The order of the
 /// fields is the order of the drops: guard, lock.
-pub(crate) struct LockedSection<'a, H: Host, S = CountedSection<'a>> {
-    pub(crate) section: S,
+pub(crate) struct LockedGuard<'a, H: Host, S = NestedGuard<'a>> {
+    pub(crate) guard: S,
     _lock: Option<HeldLock<'a, H>>,
 }
 
@@ -74,7 +74,7 @@ const HOLDS_APART: u64 = 32;
 /// A hold of the lock that is timed.
 struct TimedHold<'a, H: Host> {
     host: &'a H,
-    record: &'a Record,
+    participant: &'a Participant,
     start_ns: u64,
 }
 
@@ -93,7 +93,7 @@ impl<H: Host> TimedHold<'_, H> {
     #[cold]
     fn record(&self) {
         let hold_ns = self.host.timestamp_ns().saturating_sub(self.start_ns);
-        if let Some(times) = self.record.stats.lock_times() {
+        if let Some(times) = self.participant.stats.lock_times() {
             times.hold_ns.record(hold_ns);
         }
     }
@@ -114,8 +114,8 @@ impl<H: Host, F: Format> Tree<H, F> {
             lock: CachePadded::new(Lock::new(config.locking)),
             config,
             generations: CachePadded::new(Generations::new()),
-            stamps: CachePadded::new(StampCounter::new()),
-            published: PublishedRanges::default(),
+            invalidation_seq: CachePadded::new(InvalidationSeqCounter::new()),
+            in_flight: RangesInFlight::default(),
             epochs: Epochs::new(fences).with_lock_times(config.locking != Locking::None),
             rings: Rings::new(),
             shadow,
@@ -133,14 +133,14 @@ impl<H: Host, F: Format> Tree<H, F> {
         GfnRange::new(Gfn(0), 1 << (F::GPA_BITS - crate::addr::PAGE_SHIFT))
     }
 
-    /// Returns an invalidation sequence number greater than all before; see `stamp`.
-    pub(crate) fn next_stamp(&self) -> Stamp {
-        self.stamps.next()
+    /// Returns an invalidation sequence number greater than all before; see `seq`.
+    pub(crate) fn next_seq(&self) -> InvalidationSeq {
+        self.invalidation_seq.next()
     }
 
-    /// Returns the greatest invalidation sequence number so far; see `stamp`.
-    pub(crate) fn current_stamp(&self) -> Stamp {
-        self.stamps.current()
+    /// Returns the greatest invalidation sequence number so far; see `seq`.
+    pub(crate) fn current_seq(&self) -> InvalidationSeq {
+        self.invalidation_seq.current()
     }
 
     pub(crate) fn locking(&self) -> Locking {
@@ -155,29 +155,29 @@ impl<H: Host, F: Format> Tree<H, F> {
     /// Opens a guard that changes the tree, inside the VM's lock if there is one, for which it
     /// waits.
     #[inline(always)]
-    pub(crate) fn enter<'a>(&'a self, record: &'a Record, side: Side) -> LockedSection<'a, H> {
-        let lock = self.lock_for(record, side);
-        LockedSection { section: self.epochs.enter(record), _lock: lock }
+    pub(crate) fn pin<'a>(&'a self, participant: &'a Participant, side: Side) -> LockedGuard<'a, H> {
+        let lock = self.lock_for(participant, side);
+        LockedGuard { guard: self.epochs.pin(participant), _lock: lock }
     }
 
     /// As [`enter`](Self::enter), for a fault.
     #[inline(always)]
-    pub(crate) fn enter_fault<'a>(
+    pub(crate) fn pin_fault<'a>(
         &'a self,
         pin: FaultPin<'a>,
-        record: &'a Record,
+        participant: &'a Participant,
         side: Side,
-    ) -> LockedSection<'a, H, FaultSection<'a>> {
-        let lock = self.lock_for(record, side);
-        LockedSection { section: self.epochs.enter_fault(pin), _lock: lock }
+    ) -> LockedGuard<'a, H, FaultGuard<'a>> {
+        let lock = self.lock_for(participant, side);
+        LockedGuard { guard: self.epochs.pin_fault(pin), _lock: lock }
     }
 
     /// The VM's lock, if there is one.
     #[inline(always)]
-    fn lock_for<'a>(&'a self, record: &'a Record, side: Side) -> Option<HeldLock<'a, H>> {
+    fn lock_for<'a>(&'a self, participant: &'a Participant, side: Side) -> Option<HeldLock<'a, H>> {
         match self.lock.locking() {
             Locking::None => None,
-            _ => Some(self.acquire(record, side)),
+            _ => Some(self.acquire(participant, side)),
         }
     }
 
@@ -189,27 +189,27 @@ impl<H: Host, F: Format> Tree<H, F> {
     /// Where each fault takes the lock once, it is not the hold of a timed fault: otherwise both
     /// clocks would be in the guest's stall.
     #[inline]
-    fn acquire<'a>(&'a self, record: &'a Record, side: Side) -> HeldLock<'a, H> {
-        let is_timed = is_sampled(record.stats.get(Counter::LockAcquisitions).wrapping_sub(HOLDS_APART));
-        record.stats.count(Counter::LockAcquisitions);
+    fn acquire<'a>(&'a self, participant: &'a Participant, side: Side) -> HeldLock<'a, H> {
+        let is_timed = is_sampled(participant.stats.get(Counter::LockAcquisitions).wrapping_sub(HOLDS_APART));
+        participant.stats.count(Counter::LockAcquisitions);
         let guard = match self.lock.try_acquire(&self.host, side) {
             Some(guard) => guard,
-            None => self.wait_for_lock(record, side),
+            None => self.wait_for_lock(participant, side),
         };
-        HeldLock { _guard: guard, timed: if is_timed { Some(self.time_hold(record)) } else { None } }
+        HeldLock { _guard: guard, timed: if is_timed { Some(self.time_hold(participant)) } else { None } }
     }
 
     #[cold]
-    fn time_hold<'a>(&'a self, record: &'a Record) -> TimedHold<'a, H> {
-        TimedHold { host: &self.host, record, start_ns: self.host.timestamp_ns() }
+    fn time_hold<'a>(&'a self, participant: &'a Participant) -> TimedHold<'a, H> {
+        TimedHold { host: &self.host, participant, start_ns: self.host.timestamp_ns() }
     }
 
     #[cold]
-    fn wait_for_lock<'a>(&'a self, record: &'a Record, side: Side) -> LockGuard<'a, H> {
+    fn wait_for_lock<'a>(&'a self, participant: &'a Participant, side: Side) -> LockGuard<'a, H> {
         let start_ns = self.host.timestamp_ns();
         let guard = self.lock.acquire(&self.host, side);
-        record.stats.count(Counter::LockWaits);
-        if let Some(times) = record.stats.lock_times() {
+        participant.stats.count(Counter::LockWaits);
+        if let Some(times) = participant.stats.lock_times() {
             times.wait_ns.record(self.host.timestamp_ns().saturating_sub(start_ns));
         }
         guard
@@ -217,22 +217,22 @@ impl<H: Host, F: Format> Tree<H, F> {
 
     /// The shadow page tables, if hardware walks such.
     #[inline]
-    pub(crate) fn mmu<'a>(&'a self, record: &'a Record) -> Option<Mmu<'a, H, F>> {
-        self.shadow.as_deref().map(|shadow| Mmu::new(self, shadow, record))
+    pub(crate) fn mmu<'a>(&'a self, participant: &'a Participant) -> Option<Mmu<'a, H, F>> {
+        self.shadow.as_deref().map(|shadow| Mmu::new(self, shadow, participant))
     }
 
     /// Flushes `ranges` on all CPUs, and before that in the shadow page tables.
-    pub(crate) fn flush(&self, record: &Record, ranges: &[GfnRange]) {
-        match self.mmu(record) {
-            None => self.flush_cpus(record, ranges),
+    pub(crate) fn flush(&self, participant: &Participant, ranges: &[GfnRange]) {
+        match self.mmu(participant) {
+            None => self.flush_cpus(participant, ranges),
             Some(mmu) => mmu.flush(ranges),
         }
     }
 
     /// Flushes `ranges` on all CPUs, where the shadow page tables allow no more than they may
     /// already.
-    pub(crate) fn flush_cpus(&self, record: &Record, ranges: &[GfnRange]) {
-        record.stats.count(Counter::Flushes);
+    pub(crate) fn flush_cpus(&self, participant: &Participant, ranges: &[GfnRange]) {
+        participant.stats.count(Counter::Flushes);
         self.host.flush(ranges);
     }
 
@@ -243,18 +243,21 @@ impl<H: Host, F: Format> Tree<H, F> {
 
     /// Page-table pages that are linked, or kept by vCPUs, approximately.
     pub(crate) fn nr_linked_tables(&self) -> u64 {
-        let records = self.epochs.records();
-        let count = |record: &SharedRecord, counter| record.stats.get(counter);
+        let participants = self.epochs.participants();
+        let count = |participant: &SharedParticipant, counter| participant.stats.get(counter);
         let (allocated, freed) =
-            records.fold((0, self.epochs.nr_freed_tables()), |(allocated, freed): (u64, u64), record| {
-                (allocated + count(record, Counter::TablesAllocated), freed + count(record, Counter::TablesFreed))
+            participants.fold((0, self.epochs.nr_freed_tables()), |(allocated, freed): (u64, u64), participant| {
+                (
+                    allocated + count(participant, Counter::TablesAllocated),
+                    freed + count(participant, Counter::TablesFreed),
+                )
             });
-        allocated.saturating_sub(freed).saturating_sub(self.epochs.nr_put_off_tables())
+        allocated.saturating_sub(freed).saturating_sub(self.epochs.nr_deferred_tables())
     }
 }
 
 impl<H: Host, F: Format> Drop for Tree<H, F> {
-    #[expect(unsafe_code, reason = "frees the tables that sections may have reached")]
+    #[expect(unsafe_code, reason = "frees the page-table pages that guards may have reached")]
     fn drop(&mut self) {
         self.epochs.free_all_tables::<H, F>(&self.host);
         // SAFETY: this is the end of the tree.

@@ -2,7 +2,7 @@
 //! keeps ready.
 //!
 //! A page-table page is an array of atomics, reached by the pointer that [`Host::table_ptr`] makes
-//! of its host-physical address. A thread with a [`Section`] may read every page-table page that
+//! of its host-physical address. A thread with a [`Guard`] may read every page-table page that
 //! was linked when the guard began, or since: an unlinked one is freed only when all guards that
 //! could have reached it are over (see `retire`).
 
@@ -12,10 +12,10 @@ use core::alloc::Layout;
 use core::slice;
 
 use super::Tree;
-use super::entry::{self, Stamp, State};
-use super::retire::Section;
+use super::pte::{self, InvalidationSeq, State};
+use super::retire::Guard;
 use crate::addr::{Gfn, Hpa, Level, Pfn};
-use crate::format::{Entry, Format};
+use crate::format::{Format, Pte};
 use crate::host::{AllocationWait, Host, TableNode};
 use crate::second_stage::zap;
 use crate::stats::{Counter, Recorder};
@@ -23,7 +23,7 @@ use crate::sync::{AtomicU64, Ordering};
 
 /// Number of PTEs in a page-table page whose PTEs have `level`.
 #[inline]
-pub(crate) fn nr_entries<F: Format>(level: Level) -> usize {
+pub(crate) fn nr_ptes<F: Format>(level: Level) -> usize {
     if level == F::ROOT_LEVEL { F::ROOT_ENTRIES } else { F::TABLE_ENTRIES }
 }
 
@@ -34,11 +34,11 @@ fn layout<F: Format>(level: Level) -> Layout {
         // Two for the links of retired page-table pages; not so many that a size could overflow.
         assert!(F::ROOT_ENTRIES >= 2 && F::ROOT_ENTRIES <= 1 << 20);
         assert!(F::TABLE_ENTRIES >= 2 && F::TABLE_ENTRIES <= 512);
-        // `entry` keeps addresses in bits 12 to 51.
+        // `pte` keeps addresses in bits 12 to 51.
         assert!(F::HPA_BITS <= 52);
         assert!(F::ROOT_LEVEL.0 >= 2 && F::ROOT_LEVEL.0 as usize <= TableCache::CAPACITY + 1);
     }
-    let size_bytes = nr_entries::<F>(level) * size_of::<AtomicU64>();
+    let size_bytes = nr_ptes::<F>(level) * size_of::<AtomicU64>();
     // SAFETY: the size is a power of two, not zero, and far below isize::MAX (all checked above).
     unsafe { Layout::from_size_align_unchecked(size_bytes, size_bytes) }
 }
@@ -58,7 +58,7 @@ fn allocate<H: Host, F: Format>(host: &H, level: Level, node: TableNode, wait: A
 pub(crate) fn new_root<H: Host, F: Format>(host: &H) -> Option<Hpa> {
     let root = allocate::<H, F>(host, F::ROOT_LEVEL, TableNode::CallerPolicy, AllocationWait::Allowed)?;
     // SAFETY: just allocated, with this many PTEs.
-    unsafe { build(host, root, F::ROOT_ENTRIES, |_| entry::empty(Stamp::FIRST)) }
+    unsafe { build(host, root, F::ROOT_ENTRIES, |_| pte::empty(InvalidationSeq::FIRST)) }
     Some(root)
 }
 
@@ -66,7 +66,7 @@ pub(crate) fn new_root<H: Host, F: Format>(host: &H) -> Option<Hpa> {
 pub(crate) fn new_shadow_table<H: Host, F: Format>(host: &H, node: TableNode, wait: AllocationWait) -> Option<Hpa> {
     let table = allocate::<H, F>(host, Level::L4K, node, wait)?;
     // SAFETY: just allocated, with this many PTEs.
-    unsafe { build(host, table, F::TABLE_ENTRIES, |_| Entry(0)) }
+    unsafe { build(host, table, F::TABLE_ENTRIES, |_| Pte(0)) }
     Some(table)
 }
 
@@ -92,15 +92,15 @@ pub(crate) unsafe fn free<H: Host, F: Format>(host: &H, table: Hpa, level: Level
 /// The PTEs of a page-table page, as long as no thread can free it.
 ///
 /// # Safety
-/// `table` is allocated, has at least `nr_entries` PTEs that were stored once, and stays so for
+/// `table` is allocated, has at least `nr_ptes` PTEs that were stored once, and stays so for
 /// `'a`.
 #[inline]
-pub(crate) unsafe fn entries<'a, H: Host>(host: &H, table: Hpa, nr_entries: usize) -> &'a [AtomicU64] {
+pub(crate) unsafe fn entries<'a, H: Host>(host: &H, table: Hpa, nr_ptes: usize) -> &'a [AtomicU64] {
     let first = host.table_ptr(table).cast::<AtomicU64>();
     // SAFETY: the host promises a pointer to the page's memory, aligned to its size; the memory was
     // filled before (by `build`); it is only ever accessed through atomics; the caller promises the
     // lifetime.
-    unsafe { slice::from_raw_parts(first, nr_entries) }
+    unsafe { slice::from_raw_parts(first, nr_ptes) }
 }
 
 /// The PTEs of a page-table page of the guard's tree; they have `level`.
@@ -110,14 +110,14 @@ pub(crate) unsafe fn entries<'a, H: Host>(host: &H, table: Hpa, nr_entries: usiz
 /// that was reached like this, or that is broken or frozen. A page is filled before its address is
 /// in such a PTE. It is freed only after every guard that could have read that (`retire`).
 #[inline]
-pub(crate) unsafe fn linked_entries<'s, H: Host, F: Format>(
+pub(crate) unsafe fn linked_ptes<'s, H: Host, F: Format>(
     host: &H,
-    _section: &'s Section<'_>,
+    _guard: &'s Guard<'_>,
     table: Hpa,
     level: Level,
 ) -> &'s [AtomicU64] {
     // SAFETY: as the caller promises, it was filled, and it is there as long as the guard.
-    unsafe { entries(host, table, nr_entries::<F>(level)) }
+    unsafe { entries(host, table, nr_ptes::<F>(level)) }
 }
 
 /// Stores each PTE of a page-table page that no other thread can reach yet.
@@ -127,15 +127,15 @@ pub(crate) unsafe fn linked_entries<'s, H: Host, F: Format>(
 /// links the page releases them.
 ///
 /// # Safety
-/// The page has `nr_entries` PTEs and is the caller's alone.
+/// The page has `nr_ptes` PTEs and is the caller's alone.
 #[inline]
-unsafe fn build<H: Host>(host: &H, table: Hpa, nr_entries: usize, mut entry: impl FnMut(usize) -> Entry) {
+unsafe fn build<H: Host>(host: &H, table: Hpa, nr_ptes: usize, mut pte: impl FnMut(usize) -> Pte) {
     let first = host.table_ptr(table).cast::<AtomicU64>();
-    for index in 0..nr_entries {
+    for index in 0..nr_ptes {
         // SAFETY: inside the page, as the caller promises, and aligned; a store does not read what
         // was there.
         let cell = unsafe { &*first.add(index) };
-        cell.store(entry(index).0, Ordering::Relaxed);
+        cell.store(pte(index).0, Ordering::Relaxed);
     }
 }
 
@@ -158,11 +158,11 @@ pub(crate) unsafe fn free_tree<H: Host, F: Format>(tree: &mut Tree<H, F>) {
 unsafe fn free_subtree<H: Host, F: Format>(tree: &Tree<H, F>, table: Hpa, level: Level, start: Gfn) {
     // SAFETY: the page is linked in a tree of which the caller is the only user, so it stays for
     // this loop.
-    let cells = unsafe { entries(&tree.host, table, nr_entries::<F>(level)) };
+    let cells = unsafe { entries(&tree.host, table, nr_ptes::<F>(level)) };
     for (index, cell) in (0..).zip(cells) {
-        let value = Entry(cell.load(Ordering::Relaxed));
+        let value = Pte(cell.load(Ordering::Relaxed));
         let gfn = Gfn(start.0 + index * level.nr_pages());
-        match entry::state::<F>(value, level) {
+        match pte::state::<F>(value, level) {
             // SAFETY: as the caller promises, and it is linked only once.
             State::Table => unsafe { free_subtree::<H, F>(tree, F::address(value, level), level.down(), gfn) },
             State::Leaf | State::Tracked => zap::report(tree, value, level, gfn.block(level)),
@@ -238,11 +238,11 @@ impl TableCache {
         &mut self,
         host: &H,
         nth: usize,
-        entry: impl FnMut(usize) -> Entry,
-    ) -> Entry {
+        pte: impl FnMut(usize) -> Pte,
+    ) -> Pte {
         let table = self.tables[..self.len][self.len - 1 - nth];
         // SAFETY: pages in the cache were allocated for this size, and are the cache's alone.
-        unsafe { build(host, table, F::TABLE_ENTRIES, entry) }
+        unsafe { build(host, table, F::TABLE_ENTRIES, pte) }
         F::table(table)
     }
 

@@ -6,9 +6,9 @@
 //! [`Vm::reclaim`](crate::Vm::reclaim).
 //!
 //! # Use
-//! Open a guard ([`Section`]) to read page-table pages or the memslot set. A guard is short:
+//! Open a guard ([`Guard`]) to read page-table pages or the memslot set. A guard is short:
 //! - Inside it there is no flush, no allocation that waits, no resolve and no yield.
-//! - It makes at most [`MAX_SECTION_STEPS`](super::record::MAX_SECTION_STEPS) steps, whatever
+//! - It makes at most [`MAX_GUARD_STEPS`](super::participant::MAX_GUARD_STEPS) steps, whatever
 //!   `Host::should_yield` answers. A change of memslots copies the whole set inside one guard (at
 //!   most [`MAX_SLOTS`](crate::MAX_SLOTS) memslots).
 //! - How long a `TableReader` is open is its user's matter.
@@ -16,12 +16,12 @@
 //! While the host resolves a page, a [`HazardPointer`] protects the backing of the memslot instead.
 //!
 //! To free a thing: unlink it, flush, retire it ([`Epochs::retire_tables`],
-//! [`Epochs::retire_era`]).
+//! [`Epochs::advance_epoch`]).
 //!
 //! # Implementation
-//! A guard announces the epoch in which it began, in its participant ([`Record`]). A retirement
-//! moves the epoch on, and tags the thing with the epoch before. The thing is freed when every open
-//! guard announces an epoch later than the tag.
+//! A guard announces the epoch in which it began, in its participant ([`Participant`]). A
+//! retirement moves the epoch on, and tags the thing with the epoch before. The thing is freed when
+//! every open guard announces an epoch later than the tag.
 //!
 //! Retired page-table pages need no memory of their own. Their PTEs are empty or frozen, and no
 //! thread makes anything else of them; a frozen PTE has room for a payload. The first PTE carries
@@ -37,22 +37,24 @@
 //! Guards are many and reclaims are few. Where the host can make a barrier on all CPUs at once, the
 //! reclaimer makes it for both sides, and a guard begins without a fence ([`Fences::Remote`]).
 
-#![expect(unsafe_code, reason = "records and retired tables are reached by raw pointers")]
+#![expect(unsafe_code, reason = "participants and retired page-table pages are reached by raw pointers")]
 
 use alloc::boxed::Box;
 use core::ptr::{self, NonNull};
 
 use crossbeam_utils::CachePadded;
 
-use super::entry;
 use super::node;
-use super::record::IDLE;
-pub(crate) use super::record::{CountedSection, FaultSection, LoneSection, OwnedRecord, RecordGuard, SharedRecord};
-pub(crate) use super::record::{Exclusive, FaultPin, HazardPointer, Protected, Record, Section};
+use super::participant::IDLE;
+pub(crate) use super::participant::{
+    BorrowedParticipant, FaultGuard, LoneGuard, NestedGuard, OwnedParticipant, SharedParticipant,
+};
+pub(crate) use super::participant::{Exclusive, FaultPin, Guard, HazardPointer, Participant, Protected};
+use super::pte;
 use crate::addr::{Hpa, Level};
 use crate::boxed::try_zeroed;
 use crate::error::Error;
-use crate::format::{Entry, Format};
+use crate::format::{Format, Pte};
 use crate::host::Host;
 use crate::sync::{
     AtomicBool, AtomicPtr, AtomicU64, Ordering, fence_after_rmw, fence_against_remote_barrier, full_fence,
@@ -78,8 +80,8 @@ pub(crate) struct Epochs {
     /// Whether participants have room for the times of the VM's lock.
     has_lock_times: bool,
     /// The epoch, above [`IDLE`]. Each retirement writes it, each guard reads it when it begins.
-    era: CachePadded<AtomicU64>,
-    records: AtomicPtr<SharedRecord>,
+    epoch: CachePadded<AtomicU64>,
+    participants: AtomicPtr<SharedParticipant>,
     /// Apart from what guards read.
     retired_tables: CachePadded<RetiredTables>,
 }
@@ -89,7 +91,7 @@ struct RetiredTables {
     first: AtomicU64,
     /// Page-table pages that were retired and not freed yet. Only a count: it bounds, and does not
     /// protect.
-    nr_put_off: AtomicU64,
+    nr_deferred: AtomicU64,
     /// Those that were freed. A count.
     nr_freed: AtomicU64,
 }
@@ -99,11 +101,11 @@ impl Epochs {
         Epochs {
             fences,
             has_lock_times: false,
-            era: CachePadded::new(AtomicU64::new(IDLE + 1)),
-            records: AtomicPtr::new(ptr::null_mut()),
+            epoch: CachePadded::new(AtomicU64::new(IDLE + 1)),
+            participants: AtomicPtr::new(ptr::null_mut()),
             retired_tables: CachePadded::new(RetiredTables {
                 first: AtomicU64::new(NO_TABLE.0),
-                nr_put_off: AtomicU64::new(0),
+                nr_deferred: AtomicU64::new(0),
                 nr_freed: AtomicU64::new(0),
             }),
         }
@@ -117,31 +119,31 @@ impl Epochs {
 
     /// Opens a guard. Other guards of the participant may be open.
     #[inline]
-    pub(crate) fn enter<'a>(&self, record: &'a Record) -> CountedSection<'a> {
-        if record.is_outside() {
-            self.announce(&record.announced);
+    pub(crate) fn pin<'a>(&self, participant: &'a Participant) -> NestedGuard<'a> {
+        if participant.is_outside() {
+            self.announce(&participant.announced);
         }
         // SAFETY: it was announced here, or when the first of the open guards began.
-        unsafe { CountedSection::new(record) }
+        unsafe { NestedGuard::new(participant) }
     }
 
     /// Opens the guard of a fault. Counted guards may be open beside it.
     #[inline]
-    pub(crate) fn enter_fault<'p>(&self, pin: FaultPin<'p>) -> FaultSection<'p> {
-        self.announce(&pin.record().announced_by_fault);
+    pub(crate) fn pin_fault<'p>(&self, pin: FaultPin<'p>) -> FaultGuard<'p> {
+        self.announce(&pin.participant().announced_by_fault);
         // SAFETY: it was announced just now.
-        unsafe { FaultSection::new(pin) }
+        unsafe { FaultGuard::new(pin) }
     }
 
     #[inline]
     fn announce(&self, announced: &AtomicU64) {
         // Acquire: a guard that reads an epoch which a retirement began observes what was unlinked
         // before.
-        let era = self.era.load(Ordering::Acquire);
+        let epoch = self.epoch.load(Ordering::Acquire);
         // The announcement precedes every read of the guard (pairs with `oldest_open`).
         match self.fences {
             Fences::Both => {
-                announced.swap(era, Ordering::SeqCst);
+                announced.swap(epoch, Ordering::SeqCst);
                 fence_after_rmw();
             }
             // The barrier that `oldest_open` makes on this CPU falls between two instructions here.
@@ -149,43 +151,43 @@ impl Epochs {
             // the store: then the reclaimer observes the store. Only the compiler has to be held
             // back.
             Fences::Remote => {
-                announced.store(era, Ordering::Relaxed);
+                announced.store(epoch, Ordering::Relaxed);
                 fence_against_remote_barrier();
             }
         }
     }
 
     /// Returns a participant for one call: a free one, or a new one.
-    pub(crate) fn borrow_record(&self) -> Result<RecordGuard<'_>, Error> {
-        let free = self.records().find(|record| {
+    pub(crate) fn borrow_participant(&self) -> Result<BorrowedParticipant<'_>, Error> {
+        let free = self.participants().find(|participant| {
             // Relaxed look first: it does not take the line of a participant that is in use.
-            let in_use = &record.listed.in_use;
+            let in_use = &participant.listed.in_use;
             !in_use.load(Ordering::Relaxed)
                 && in_use.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
         });
-        let record = match free {
-            Some(record) => record,
-            None => self.add_record()?,
+        let participant = match free {
+            Some(participant) => participant,
+            None => self.add_participant()?,
         };
-        // SAFETY: this thread has set `in_use`, and the `RecordGuard` resets it.
-        let record = unsafe { RecordGuard::new(record) };
+        // SAFETY: this thread has set `in_use`, and the `BorrowedParticipant` resets it.
+        let participant = unsafe { BorrowedParticipant::new(participant) };
         if self.has_lock_times {
-            record.stats.make_lock_times()?;
+            participant.stats.make_lock_times()?;
         }
-        Ok(record)
+        Ok(participant)
     }
 
     /// Makes a participant, in use. In place: it is large for a stack.
     #[cold]
-    fn add_record(&self) -> Result<&SharedRecord, Error> {
-        let mut new = try_zeroed::<SharedRecord>()?;
+    fn add_participant(&self) -> Result<&SharedParticipant, Error> {
+        let mut new = try_zeroed::<SharedParticipant>()?;
         new.listed.in_use = AtomicBool::new(true);
-        let mut head = self.records.load(Ordering::Acquire);
+        let mut head = self.participants.load(Ordering::Acquire);
         loop {
             new.listed.next = head;
-            let pointer: *mut SharedRecord = Box::into_raw(new);
+            let pointer: *mut SharedParticipant = Box::into_raw(new);
             // Release: a thread that walks the list observes the participant's contents.
-            match self.records.compare_exchange(head, pointer, Ordering::AcqRel, Ordering::Acquire) {
+            match self.participants.compare_exchange(head, pointer, Ordering::AcqRel, Ordering::Acquire) {
                 // SAFETY: the participant was just made; participants are freed only with the
                 // `Epochs`, which `&self` keeps.
                 Ok(_) => return Ok(unsafe { &*pointer }),
@@ -199,35 +201,35 @@ impl Epochs {
     }
 
     /// Opens a guard with a participant of its own.
-    pub(crate) fn enter_alone(&self) -> Result<LoneSection<'_>, Error> {
-        Ok(LoneSection::new(self, self.borrow_record()?))
+    pub(crate) fn pin_alone(&self) -> Result<LoneGuard<'_>, Error> {
+        Ok(LoneGuard::new(self, self.borrow_participant()?))
     }
 
-    /// Returns a participant for a vCPU, which ends with [`OwnedRecord::release`].
-    pub(crate) fn take_record(&self) -> Result<OwnedRecord, Error> {
-        let record = self.borrow_record()?;
-        record.stats.make_fault_times()?;
-        Ok(record.keep())
+    /// Returns a participant for a vCPU, which ends with [`OwnedParticipant::release`].
+    pub(crate) fn take_participant(&self) -> Result<OwnedParticipant, Error> {
+        let participant = self.borrow_participant()?;
+        participant.stats.make_fault_times()?;
+        Ok(participant.keep())
     }
 
     /// All participants, in use or not.
-    pub(crate) fn records(&self) -> impl Iterator<Item = &SharedRecord> {
-        let mut next = self.records.load(Ordering::Acquire).cast_const();
+    pub(crate) fn participants(&self) -> impl Iterator<Item = &SharedParticipant> {
+        let mut next = self.participants.load(Ordering::Acquire).cast_const();
         core::iter::from_fn(move || {
             // SAFETY: the pointer is null or a participant of the list; participants are freed only
             // with the `Epochs`.
-            let record = unsafe { next.as_ref() }?;
-            next = record.listed.next;
-            Some(record)
+            let participant = unsafe { next.as_ref() }?;
+            next = participant.listed.next;
+            Some(participant)
         })
     }
 
     /// Ends the epoch in which things were unlinked, and returns its number. The things may be
     /// freed once [`Epochs::oldest_open`] is above it.
-    pub(crate) fn retire_era(&self) -> u64 {
+    pub(crate) fn advance_epoch(&self) -> u64 {
         // AcqRel: release for the guards that begin in the new epoch and must observe the
         // unlinking; acquire because each retirement hands epochs on to the next.
-        self.era.fetch_add(1, Ordering::AcqRel)
+        self.epoch.fetch_add(1, Ordering::AcqRel)
     }
 
     /// Returns the lowest epoch that an open guard announces; `u64::MAX` if no guard is open.
@@ -241,8 +243,8 @@ impl Epochs {
             barrier_on_all_cpus();
         }
         let mut oldest = u64::MAX;
-        for record in self.records() {
-            for announced in [&record.announced, &record.announced_by_fault] {
+        for participant in self.participants() {
+            for announced in [&participant.announced, &participant.announced_by_fault] {
                 // Acquire: what a guard did that is observed to be over precedes the free.
                 let announced = announced.load(Ordering::Acquire);
                 if announced != IDLE {
@@ -256,7 +258,7 @@ impl Epochs {
     /// Whether a thread resolves in the backing of `slot`. Call it after [`Epochs::oldest_open`]
     /// has shown that no guard can reach the memslot.
     pub(crate) fn is_resolving<T>(&self, slot: NonNull<T>) -> bool {
-        self.records().any(|record| record.resolving.load(Ordering::Acquire) == slot.as_ptr().cast())
+        self.participants().any(|participant| participant.resolving.load(Ordering::Acquire) == slot.as_ptr().cast())
     }
 
     /// Retires a chain of unlinked, emptied, flushed page-table pages.
@@ -264,8 +266,8 @@ impl Epochs {
         let Some((first, last)) = chain.ends else { return };
         // Before the pages are on the list, so that no page is counted as freed before it is
         // counted here.
-        self.retired_tables.nr_put_off.fetch_add(chain.len, Ordering::Relaxed);
-        let tag = entry::frozen_number(self.retire_era());
+        self.retired_tables.nr_deferred.fetch_add(chain.len, Ordering::Relaxed);
+        let tag = pte::frozen_number(self.advance_epoch());
         let mut table = first;
         loop {
             // SAFETY: the page is of the chain, which is this thread's until it is on the list.
@@ -276,7 +278,7 @@ impl Epochs {
             if table == last {
                 break;
             }
-            table = entry::link_of(Entry(cells[0].load(Ordering::Relaxed)));
+            table = pte::link_of(Pte(cells[0].load(Ordering::Relaxed)));
         }
         self.push_tables(host, chain);
     }
@@ -296,8 +298,8 @@ impl Epochs {
             let table = next;
             // SAFETY: the list holds pages of chains alone. It is this thread's, which frees below.
             let cells = unsafe { chain_cells(host, table) };
-            next = entry::link_of(Entry(cells[0].load(Ordering::Relaxed)));
-            if entry::number_of(Entry(cells[1].load(Ordering::Relaxed))) < oldest {
+            next = pte::link_of(Pte(cells[0].load(Ordering::Relaxed)));
+            if pte::number_of(Pte(cells[1].load(Ordering::Relaxed))) < oldest {
                 // SAFETY: the page was unlinked and flushed before it was retired, all guards that
                 // could reach it are over, and the list it was on is this thread's alone. Roots are
                 // never retired.
@@ -309,7 +311,7 @@ impl Epochs {
             }
         }
         self.push_tables(host, kept);
-        self.retired_tables.nr_put_off.fetch_sub(freed, Ordering::Relaxed);
+        self.retired_tables.nr_deferred.fetch_sub(freed, Ordering::Relaxed);
         self.retired_tables.nr_freed.fetch_add(freed, Ordering::Relaxed);
         freed
     }
@@ -320,8 +322,8 @@ impl Epochs {
     }
 
     /// Page-table pages that were retired and not freed yet.
-    pub(crate) fn nr_put_off_tables(&self) -> u64 {
-        self.retired_tables.nr_put_off.load(Ordering::Relaxed)
+    pub(crate) fn nr_deferred_tables(&self) -> u64 {
+        self.retired_tables.nr_deferred.load(Ordering::Relaxed)
     }
 
     /// Puts pages whose tags are set on the list.
@@ -331,7 +333,7 @@ impl Epochs {
         loop {
             // SAFETY: the page is of the chain, which is this thread's until the exchange.
             let cells = unsafe { chain_cells(host, last) };
-            cells[0].store(entry::frozen_link(Hpa(head)).0, Ordering::Release);
+            cells[0].store(pte::frozen_link(Hpa(head)).0, Ordering::Release);
             match self.retired_tables.first.compare_exchange(head, first.0, Ordering::Release, Ordering::Relaxed) {
                 Ok(_) => return,
                 Err(found) => head = found,
@@ -342,9 +344,9 @@ impl Epochs {
     /// Frees all retired page-table pages, at the end of the VM.
     pub(crate) fn free_all_tables<H: Host, F: Format>(&mut self, host: &H) {
         // Whatever is announced: with `&mut self` no guard is open, unless one was leaked.
-        for record in self.records() {
-            record.announced.store(IDLE, Ordering::Relaxed);
-            record.announced_by_fault.store(IDLE, Ordering::Relaxed);
+        for participant in self.participants() {
+            participant.announced.store(IDLE, Ordering::Relaxed);
+            participant.announced_by_fault.store(IDLE, Ordering::Relaxed);
         }
         self.reclaim_tables::<H, F>(host);
     }
@@ -352,13 +354,13 @@ impl Epochs {
 
 impl Drop for Epochs {
     fn drop(&mut self) {
-        let mut next = self.records.load(Ordering::Relaxed).cast_const();
+        let mut next = self.participants.load(Ordering::Relaxed).cast_const();
         while !next.is_null() {
             // SAFETY: every participant of the list came from a box, and with `&mut self` no thread
             // uses one any more: guards borrow the `Epochs`, and vCPUs keep the VM that holds it
             // alive.
-            let record = unsafe { Box::from_raw(next.cast_mut()) };
-            next = record.listed.next;
+            let participant = unsafe { Box::from_raw(next.cast_mut()) };
+            next = participant.listed.next;
         }
     }
 }
@@ -403,7 +405,7 @@ impl TableChain {
         self.ends = Some(match self.ends {
             None => (table, table),
             Some((first, last)) => {
-                cells[0].store(entry::frozen_link(first).0, Ordering::Release);
+                cells[0].store(pte::frozen_link(first).0, Ordering::Release);
                 (table, last)
             }
         });

@@ -12,7 +12,7 @@ use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::thread;
 
-use super::{Epochs, Fences, Record};
+use super::{Epochs, Fences, Participant};
 use crate::sync::{AtomicU64, Ordering};
 
 /// Enough for a reader that is overtaken by a retirement and its reclaim, and comes back.
@@ -66,22 +66,22 @@ impl World {
         Arc::new(World { epochs: Epochs::new(Fences::Both), things: [Thing::new(), Thing::new()] })
     }
 
-    fn read(&self, record: &Record, thing: usize) {
-        let _section = self.epochs.enter(record);
+    fn read(&self, participant: &Participant, thing: usize) {
+        let _guard = self.epochs.pin(participant);
         if self.things[thing].is_linked() {
             self.things[thing].use_memory();
         }
     }
 
     fn read_in_a_call(&self, thing: usize) {
-        let record = self.epochs.borrow_record().expect("memory for a record");
-        self.read(&record, thing);
+        let participant = self.epochs.borrow_participant().expect("memory for a participant");
+        self.read(&participant, thing);
     }
 
     /// Takes a thing away and frees it if that is allowed at once. Returns its tag.
     fn retire(&self, thing: usize) -> u64 {
         self.things[thing].unlink();
-        let tag = self.epochs.retire_era();
+        let tag = self.epochs.advance_epoch();
         if tag < self.epochs.oldest_open(|| ()) {
             self.things[thing].free();
         }
@@ -110,10 +110,10 @@ fn what_a_section_finds_is_not_freed_in_it() {
 #[test]
 fn sections_of_a_record_protect_in_whichever_order_they_end() {
     check_beside_a_retirement(|world| {
-        let record = world.epochs.borrow_record().expect("memory for a record");
-        let first = world.epochs.enter(&record);
+        let participant = world.epochs.borrow_participant().expect("memory for a participant");
+        let first = world.epochs.pin(&participant);
         let is_found = world.things[0].is_linked();
-        let second = world.epochs.enter(&record);
+        let second = world.epochs.pin(&participant);
         if is_found {
             world.things[0].use_memory();
         }
@@ -128,15 +128,15 @@ fn sections_of_a_record_protect_in_whichever_order_they_end() {
 #[test]
 fn a_section_in_that_of_a_fault_does_not_end_it() {
     check_beside_a_retirement(|world| {
-        let mut owned = world.epochs.take_record().expect("memory for a record");
+        let mut owned = world.epochs.take_participant().expect("memory for a participant");
         // SAFETY: the epochs are alive, and the record is released when all of it is over.
-        let (record, own) = unsafe { (owned.get(), owned.exclusive()) };
-        let section = world.epochs.enter_fault(own.pin);
-        drop(world.epochs.enter(record));
+        let (participant, own) = unsafe { (owned.get(), owned.exclusive()) };
+        let guard = world.epochs.pin_fault(own.pin);
+        drop(world.epochs.pin(participant));
         if world.things[0].is_linked() {
             world.things[0].use_memory();
         }
-        drop(section);
+        drop(guard);
         // SAFETY: as above.
         unsafe { owned.release() }
     });
@@ -149,9 +149,9 @@ fn of_two_things_each_is_kept_for_its_own_sections() {
         let reader = thread::spawn({
             let world = Arc::clone(&world);
             move || {
-                let record = world.epochs.borrow_record().expect("memory for a record");
-                world.read(&record, 0);
-                world.read(&record, 1);
+                let participant = world.epochs.borrow_participant().expect("memory for a participant");
+                world.read(&participant, 0);
+                world.read(&participant, 1);
             }
         });
         world.retire(0);
@@ -180,7 +180,7 @@ fn another_thread_may_reclaim_what_one_has_retired() {
             }
         });
         world.things[0].unlink();
-        list.store(world.epochs.retire_era(), Ordering::Release);
+        list.store(world.epochs.advance_epoch(), Ordering::Release);
         reader.join().expect("no check fails");
         reclaimer.join().expect("no check fails");
     });
@@ -193,19 +193,19 @@ fn what_is_announced_as_being_resolved_in_is_not_freed() {
         let resolver = thread::spawn({
             let world = Arc::clone(&world);
             move || {
-                let mut record = world.epochs.borrow_record().expect("memory for a record");
-                let (record, hazard) = record.with_hazard();
-                let section = world.epochs.enter(record);
+                let mut participant = world.epochs.borrow_participant().expect("memory for a participant");
+                let (participant, hazard) = participant.with_hazard();
+                let guard = world.epochs.pin(participant);
                 if world.things[0].is_linked() {
                     // SAFETY: found in the section, and freed as is asked for.
                     let thing = unsafe { hazard.protect(NonNull::from(&world.things[0])) };
-                    drop(section);
+                    drop(guard);
                     thing.get().use_memory();
                 }
             }
         });
         world.things[0].unlink();
-        let tag = world.epochs.retire_era();
+        let tag = world.epochs.advance_epoch();
         // The order of the questions matters.
         if tag < world.epochs.oldest_open(|| ()) && !world.epochs.is_resolving(NonNull::from(&world.things[0])) {
             world.things[0].free();

@@ -5,12 +5,12 @@ use super::{Epochs, Fences};
 #[test]
 fn the_first_of_nested_sections_is_announced_until_the_last_is_over() {
     let epochs = Epochs::new(Fences::Both);
-    let record = epochs.borrow_record().unwrap();
+    let participant = epochs.borrow_participant().unwrap();
     let oldest = || epochs.oldest_open(|| ());
-    let first = epochs.enter(&record);
-    let tag = epochs.retire_era();
+    let first = epochs.pin(&participant);
+    let tag = epochs.advance_epoch();
     assert_eq!(oldest(), tag);
-    let second = epochs.enter(&record);
+    let second = epochs.pin(&participant);
     assert_eq!(oldest(), tag);
     drop(first);
     assert_eq!(oldest(), tag);

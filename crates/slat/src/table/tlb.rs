@@ -22,7 +22,7 @@ use core::mem;
 use arrayvec::ArrayVec;
 
 use super::Tree;
-use super::retire::{Record, TableChain};
+use super::retire::{Participant, TableChain};
 use crate::addr::{GfnRange, Hpa};
 use crate::format::Format;
 use crate::host::Host;
@@ -34,22 +34,22 @@ const MAX_RANGES: usize = 8;
 #[must_use]
 pub(crate) struct TlbBatch<'t, H: Host, F: Format> {
     tree: &'t Tree<H, F>,
-    record: &'t Record,
+    participant: &'t Participant,
     ranges: ArrayVec<GfnRange, MAX_RANGES>,
     unlinked: TableChain,
 }
 
 impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
-    pub(crate) fn new(tree: &'t Tree<H, F>, record: &'t Record) -> TlbBatch<'t, H, F> {
-        TlbBatch { tree, record, ranges: ArrayVec::new(), unlinked: TableChain::new() }
+    pub(crate) fn new(tree: &'t Tree<H, F>, participant: &'t Participant) -> TlbBatch<'t, H, F> {
+        TlbBatch { tree, participant, ranges: ArrayVec::new(), unlinked: TableChain::new() }
     }
 
     pub(crate) fn tree(&self) -> &'t Tree<H, F> {
         self.tree
     }
 
-    pub(crate) fn record(&self) -> &'t Record {
-        self.record
+    pub(crate) fn participant(&self) -> &'t Participant {
+        self.participant
     }
 
     /// Adds `range`, of which CPUs may have translations cached that the page tables no longer
@@ -86,15 +86,15 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
 
     /// Flushes the ranges, if there are any, then retires the page-table pages.
     pub(crate) fn flush(&mut self) {
-        let (tree, record) = (self.tree, self.record);
-        self.flush_by(|ranges| tree.flush(record, ranges));
+        let (tree, participant) = (self.tree, self.participant);
+        self.flush_by(|ranges| tree.flush(participant, ranges));
     }
 
     /// As [`flush`](Self::flush), where the shadow tables allow no more than the second stage
     /// already.
     pub(crate) fn flush_cpus(mut self) {
-        let (tree, record) = (self.tree, self.record);
-        self.flush_by(|ranges| tree.flush_cpus(record, ranges));
+        let (tree, participant) = (self.tree, self.participant);
+        self.flush_by(|ranges| tree.flush_cpus(participant, ranges));
     }
 
     fn flush_by(&mut self, flush: impl FnOnce(&[GfnRange])) {

@@ -4,15 +4,15 @@
 use super::plan::{Found, InstallPlan, Step};
 use super::{Fault, installed};
 use crate::addr::{Access, Level, Pfn};
-use crate::format::{Entry, Format};
+use crate::format::{Format, Pte};
 use crate::host::Host;
 use crate::second_stage::install::{self, Changed, NewLeaf, Prepared, Rights};
 use crate::second_stage::zap;
 use crate::sync::{Side, fence_after_rmw};
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
-use crate::table::entry::{self, Stamp, State};
-use crate::table::retire::{FaultPin, Section};
+use crate::table::pte::{self, InvalidationSeq, State};
+use crate::table::retire::{FaultPin, Guard};
 
 impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Step 3 for an empty PTE, or for a leaf that the host now allows to be written.
@@ -24,7 +24,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         leaf: NewLeaf,
     ) -> Result<Step, Changed> {
         match plan.found {
-            Found::Empty(stamp) => self.install_on_empty(pin, plan, stamp, leaf),
+            Found::Empty(seq) => self.install_on_empty(pin, plan, seq, leaf),
             // The part is split off: the other pages stay mapped.
             Found::ReadOnly(value, _) if plan.level > leaf.level => self.split(value, plan.level, value),
             Found::ReadOnly(value, seen) => self.install_instead(value, seen, leaf),
@@ -37,28 +37,28 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         &mut self,
         pin: FaultPin<'_>,
         plan: &InstallPlan<'_, H::Backing>,
-        seen: Stamp,
+        seen: InvalidationSeq,
         leaf: NewLeaf,
     ) -> Result<Step, Changed> {
-        let locked = self.tree.enter_fault(pin, self.record, Side::Read);
-        let (section, highest) = (&locked.section, plan.level);
-        let (cursor, value, State::Empty(stamp)) = Cursor::at_lowest(self.tree, section, self.gfn) else {
+        let locked = self.tree.pin_fault(pin, self.participant, Side::Read);
+        let (guard, highest) = (&locked.guard, plan.level);
+        let (cursor, value, State::Empty(seq)) = Cursor::at_lowest(self.tree, guard, self.gfn) else {
             return Err(Changed);
         };
         // With another sequence number, the range was invalidated since the look. With a higher or
         // lower PTE than then, the leaf may not fit, or need more page-table pages than were
         // allocated.
-        if stamp != seen || cursor.level() > highest || cursor.level() < leaf.level {
-            if stamp != seen {
-                self.refine(section, highest, leaf.level, leaf.pfn);
+        if seq != seen || cursor.level() > highest || cursor.level() < leaf.level {
+            if seq != seen {
+                self.refine(guard, highest, leaf.level, leaf.pfn);
             }
             return Err(Changed);
         }
         if cursor.level() == Level::L4K {
             // What most faults do, with all levels constant.
-            self.install_at(&cursor, section, value, stamp, NewLeaf { level: Level::L4K, ..leaf })
+            self.install_at(&cursor, guard, value, seq, NewLeaf { level: Level::L4K, ..leaf })
         } else {
-            self.install_higher(cursor, section, value, stamp, leaf)
+            self.install_higher(cursor, guard, value, seq, leaf)
         }
     }
 
@@ -74,11 +74,11 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// It walks anew, so that the caller's cursor stays in registers.
     #[cold]
     #[inline(never)]
-    pub(super) fn refine(&mut self, section: &Section<'_>, highest: Level, leaf_level: Level, pfn: Pfn) {
+    pub(super) fn refine(&mut self, guard: &Guard<'_>, highest: Level, leaf_level: Level, pfn: Pfn) {
         self.nr_overtaken = self.nr_overtaken.saturating_add(1);
-        let Tree { host, published, .. } = self.tree;
-        let mut cursor = Cursor::new(self.tree, section, self.gfn);
-        let (value, State::Empty(stamp)) = cursor.descend_to_lowest() else { return };
+        let Tree { host, in_flight, .. } = self.tree;
+        let mut cursor = Cursor::new(self.tree, guard, self.gfn);
+        let (value, State::Empty(seq)) = cursor.descend_to_lowest() else { return };
         let level = cursor.level();
         if level > highest || level <= leaf_level {
             return;
@@ -88,11 +88,11 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         // the PTE, and so this page, and is in flight. Invalidations beside this page clear the
         // flag (`second_stage/zap.rs`). So if the flag is set, a mapping was removed here since the
         // look, or this page itself was invalidated.
-        let is_flushed = || !stamp.is_unflushed() && published.free_level(self.gfn, Level::L4K).is_some();
+        let is_flushed = || !seq.is_unflushed() && in_flight.free_level(self.gfn, Level::L4K).is_some();
         if !F::BREAK_BEFORE_MAKE || is_flushed() {
-            let empty = Prepared::empty(stamp, leaf_level, pfn);
+            let empty = Prepared::empty(seq, leaf_level, pfn);
             // If the PTE has changed once more, the next look finds out.
-            let _: Result<(), Changed> = install::link(&cursor, host, self.tables, value, stamp, empty);
+            let _: Result<(), Changed> = install::link(&cursor, host, self.tables, value, seq, empty);
         }
     }
 
@@ -120,11 +120,11 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// A huge leaf of which the host allows a part is split before, so that its other pages stay.
     #[cold]
     #[inline(never)]
-    fn install_instead(&mut self, value: Entry, seen: Stamp, leaf: NewLeaf) -> Result<Step, Changed> {
+    fn install_instead(&mut self, value: Pte, seen: InvalidationSeq, leaf: NewLeaf) -> Result<Step, Changed> {
         let tree = self.tree;
-        let locked = tree.enter(self.record, Side::Read);
-        let section = &locked.section;
-        let mut cursor = Cursor::new(tree, section, self.gfn);
+        let locked = tree.pin(self.participant, Side::Read);
+        let guard = &locked.guard;
+        let mut cursor = Cursor::new(tree, guard, self.gfn);
         let (found, _) = cursor.descend_to_lowest();
         let level = cursor.level();
         if found != value || level != leaf.level {
@@ -133,28 +133,24 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         if self.frame_in(value, level) != leaf.pfn {
             return Err(Changed);
         }
-        let stamp = tree.next_stamp();
+        let seq = tree.next_seq();
         // If this fault fails below, another one may install something smaller here.
-        let stamp = if F::BREAK_BEFORE_MAKE && level > Level::L4K { stamp.unflushed() } else { stamp };
-        let is_accessed = entry::is_accessed::<F>(value);
+        let seq = if F::BREAK_BEFORE_MAKE && level > Level::L4K { seq.unflushed() } else { seq };
+        let is_accessed = pte::is_accessed::<F>(value);
         if is_accessed {
             zap::report(tree, value, level, cursor.block());
         }
         let leaf = NewLeaf { used: leaf.used.or(is_accessed.then_some(Access::Read)), ..leaf };
-        let empty = install::zap_pte(&cursor, value, stamp)?;
+        let empty = install::zap_pte(&cursor, value, seq)?;
         self.count(zap::zapped_leaf(level));
         // A store-load pair with a thread that takes a sequence number and then looks at the PTE.
         fence_after_rmw();
-        if tree.current_stamp().follows(seen) {
-            self.install_at(&cursor, section, empty, stamp, leaf)
-        } else {
-            Err(Changed)
-        }
+        if tree.current_seq().follows(seen) { self.install_at(&cursor, guard, empty, seq, leaf) } else { Err(Changed) }
     }
 
     /// The frame of this fault's page in the leaf `leaf` of `level`.
-    fn frame_in(&self, leaf: Entry, level: Level) -> Pfn {
-        Pfn(entry::frame::<F>(leaf, level).0 + (self.gfn.0 & (level.nr_pages() - 1)))
+    fn frame_in(&self, leaf: Pte, level: Level) -> Pfn {
+        Pfn(pte::frame::<F>(leaf, level).0 + (self.gfn.0 & (level.nr_pages() - 1)))
     }
 
     /// Whether the host resolved a page that is mapped read-only to another frame without
@@ -167,9 +163,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             return false;
         }
         let tree = self.tree;
-        let section = tree.epochs.enter(self.record);
-        let mut cursor = Cursor::new(tree, &section, self.gfn);
-        cursor.descend_to_lowest().0 == value && tree.current_stamp() == seen
+        let guard = tree.epochs.pin(self.participant);
+        let mut cursor = Cursor::new(tree, &guard, self.gfn);
+        cursor.descend_to_lowest().0 == value && tree.current_seq() == seen
     }
 
     /// [`install_at`](Self::install_at) for a huge leaf. It takes the cursor by value, so that the
@@ -178,35 +174,35 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     fn install_higher(
         &mut self,
         cursor: Cursor<'_, H, F>,
-        section: &Section<'_>,
-        value: Entry,
-        stamp: Stamp,
+        guard: &Guard<'_>,
+        value: Pte,
+        seq: InvalidationSeq,
         leaf: NewLeaf,
     ) -> Result<Step, Changed> {
-        self.install_at(&cursor, section, value, stamp, leaf)
+        self.install_at(&cursor, guard, value, seq, leaf)
     }
 
-    /// Installs `leaf` in the PTE at the cursor, which is `value`, empty with `stamp`.
+    /// Installs `leaf` in the PTE at the cursor, which is `value`, empty with `seq`.
     #[inline(always)]
     fn install_at(
         &mut self,
         cursor: &Cursor<'_, H, F>,
-        section: &Section<'_>,
-        value: Entry,
-        stamp: Stamp,
+        guard: &Guard<'_>,
+        value: Pte,
+        seq: InvalidationSeq,
         leaf: NewLeaf,
     ) -> Result<Step, Changed> {
         // Below a protected directory entry the leaf does not allow a write yet. The push-down
         // restores W and marks the page. If it were marked here too, a ring would have it twice.
-        let is_nearer = self.access == Access::Write && cursor.is_closed();
+        let is_nearer = self.access == Access::Write && cursor.is_protected();
         let rights = match leaf.rights {
             Rights::Writable if is_nearer => Rights::WriteProtected,
             rights => rights,
         };
-        install::install(cursor, &self.tree.host, self.tables, value, stamp, NewLeaf { rights, ..leaf })?;
+        install::install(cursor, &self.tree.host, self.tables, value, seq, NewLeaf { rights, ..leaf })?;
         self.count(installed(leaf.level));
         if rights == Rights::Writable && self.marks(leaf.level) {
-            self.mark_leaf(section, leaf.level);
+            self.mark_leaf(guard, leaf.level);
         }
         Ok(if is_nearer { Step::Nearer } else { Step::Done })
     }

@@ -1,7 +1,7 @@
 //! Batches of 4 KiB pages that share guards and walks: those of a prefault, and the neighbours of
 //! fault-around.
 //!
-//! The order is that of `table/stamp.rs`, for all pages at once. The caller
+//! The order is that of `table/seq.rs`, for all pages at once. The caller
 //! 1. reads all PTEs, then the ranges in flight, then the memslot, inside a guard,
 //! 2. asks the host, outside of any guard,
 //! 3. installs each leaf by an exchange of its own, on the very PTE that step 1 read.
@@ -10,20 +10,20 @@ use super::{Fault, Found, InstallPlan};
 use crate::addr::{Access, Gfn, GfnRange, Level, PageSize, Pfn};
 use crate::dirty::log;
 use crate::dirty::ring::DIRTY_RING_RESERVE;
-use crate::format::{Entry, Format};
+use crate::format::{Format, Pte};
 use crate::host::{Host, Resolved};
 use crate::stats::Counter;
 use crate::sync::fence_after_rmw;
 use crate::table::cursor::Cursor;
-use crate::table::entry::{self, Stamp};
-use crate::table::retire::{HazardPointer, Section};
+use crate::table::pte::{self, InvalidationSeq};
+use crate::table::retire::{Guard, HazardPointer};
 
 /// Largest batch: no more than a ring that is not soft-full has room for. It is on the stack.
 pub(super) const BATCH_PAGES: usize = 32;
 const _: () = assert!(BATCH_PAGES <= DIRTY_RING_RESERVE as usize);
 
 /// Stands for a page for which nothing is to be installed. No empty PTE and no leaf has this value.
-pub(super) const NOTHING: Entry = Entry(u64::MAX);
+pub(super) const NOTHING: Pte = Pte(u64::MAX);
 
 /// What happens to the other pages when nothing can be installed for one.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -43,8 +43,8 @@ pub(super) struct Batch<P, const CAPACITY: usize> {
     /// Maps an index to its page.
     page: P,
     /// The empty PTE, or [`NOTHING`] where nothing is to be installed.
-    seen: [Entry; CAPACITY],
-    leaves: [Entry; CAPACITY],
+    seen: [Pte; CAPACITY],
+    leaves: [Pte; CAPACITY],
 }
 
 impl<P: Fn(usize) -> Gfn, const CAPACITY: usize> Batch<P, CAPACITY> {
@@ -70,9 +70,9 @@ impl<P: Fn(usize) -> Gfn, const CAPACITY: usize> Batch<P, CAPACITY> {
 
     /// Adds the next page, unless the batch is full.
     #[inline]
-    pub(super) fn push(&mut self, seen: Entry) {
-        if let Some(entry) = self.seen.get_mut(self.nr_pages) {
-            *entry = seen;
+    pub(super) fn push(&mut self, seen: Pte) {
+        if let Some(pte) = self.seen.get_mut(self.nr_pages) {
+            *pte = seen;
             self.nr_pages += 1;
         }
     }
@@ -106,7 +106,7 @@ impl Run {
     /// From the leaf `leaf` of `level`, which was made of `resolved` for `gfn`, to the end of the
     /// host's block.
     #[inline]
-    pub(super) fn new<F: Format>(gfn: Gfn, resolved: Resolved, leaf: Entry, level: Level) -> Run {
+    pub(super) fn new<F: Format>(gfn: Gfn, resolved: Resolved, leaf: Pte, level: Level) -> Run {
         let inside = level.nr_pages() - 1;
         let pfn = Pfn(resolved.pfn.0 & !inside);
         let block_pages = resolved.max_size.level().nr_pages();
@@ -118,21 +118,21 @@ impl Run {
 
     /// The leaf of 4 KiB for `gfn`, which is in the run.
     #[inline]
-    pub(super) fn small_leaf<F: Format>(&self, gfn: Gfn) -> Entry {
+    pub(super) fn small_leaf<F: Format>(&self, gfn: Gfn) -> Pte {
         self.leaf::<F>(Pfn(self.pfn.0 + (gfn.0 - self.pages.start.0)), Level::L4K)
     }
 
     /// The leaf of `level` for the first page. The next call returns the leaf after it.
     #[inline(always)]
-    pub(super) fn pop<F: Format>(&mut self, level: Level) -> Entry {
+    pub(super) fn pop<F: Format>(&mut self, level: Level) -> Pte {
         let leaf = self.leaf::<F>(self.pfn, level);
         self.pfn.0 += level.nr_pages();
         leaf
     }
 
     #[inline(always)]
-    fn leaf<F: Format>(&self, pfn: Pfn, level: Level) -> Entry {
-        Entry(F::leaf(pfn, level).0 | self.attributes)
+    fn leaf<F: Format>(&self, pfn: Pfn, level: Level) -> Pte {
+        Pte(F::leaf(pfn, level).0 | self.attributes)
     }
 }
 
@@ -140,10 +140,10 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// Returns a test whether a page is in no range in flight; `None` if this fault's page is in
     /// one. Call it after all PTEs were read and before the memslot is.
     pub(super) fn free_pages(&self) -> Option<impl Fn(Gfn) -> bool + use<'v, H, F>> {
-        let published = &self.tree.published;
+        let in_flight = &self.tree.in_flight;
         // Mostly this block is everything, and then no page is tested by itself.
-        let free = self.gfn.block(published.free_level(self.gfn, F::ROOT_LEVEL)?);
-        Some(move |gfn| free.contains(gfn) || published.free_level(gfn, Level::L4K).is_some())
+        let free = self.gfn.block(in_flight.free_level(self.gfn, F::ROOT_LEVEL)?);
+        Some(move |gfn| free.contains(gfn) || in_flight.free_level(gfn, Level::L4K).is_some())
     }
 
     /// Plans small leaves in the memslot of this fault's page. Leaves out the pages of `batch` that
@@ -151,11 +151,11 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[inline(always)]
     pub(super) fn plan_batch<'r, P: Fn(usize) -> Gfn, const CAPACITY: usize>(
         &self,
-        section: &Section<'_>,
+        guard: &Guard<'_>,
         hazard: HazardPointer<'r>,
         batch: &mut Batch<P, CAPACITY>,
     ) -> Option<InstallPlan<'r, H::Backing>> {
-        let slot = self.slots.find(section, self.gfn)?;
+        let slot = self.slots.find(guard, self.gfn)?;
         let attributes = slot.attributes_of(self.gfn);
         batch.retain(|gfn| {
             slot.range().contains(gfn)
@@ -168,7 +168,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             attributes,
             level: Level::L4K,
             max_level: Level::L4K,
-            found: Found::Empty(Stamp::FIRST),
+            found: Found::Empty(InvalidationSeq::FIRST),
         })
     }
 
@@ -178,7 +178,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     pub(super) fn make_leaves<P: Fn(usize) -> Gfn, const CAPACITY: usize>(
         &self,
         batch: &mut Batch<P, CAPACITY>,
-        leaf: impl Fn(Gfn) -> Option<(Resolved, Entry)>,
+        leaf: impl Fn(Gfn) -> Option<(Resolved, Pte)>,
     ) {
         let mut run: Option<Run> = None;
         let entries = batch.seen[..batch.nr_pages].iter().zip(&mut batch.leaves);
@@ -205,11 +205,11 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[inline(never)]
     pub(super) fn install_batch<P: Fn(usize) -> Gfn, const CAPACITY: usize>(
         &self,
-        section: &Section<'_>,
+        guard: &Guard<'_>,
         batch: &mut Batch<P, CAPACITY>,
         slot_range: GfnRange,
     ) -> u64 {
-        let mut cursor = Cursor::new(self.tree, section, self.gfn);
+        let mut cursor = Cursor::new(self.tree, guard, self.gfn);
         let mut nr_leaves = 0;
         let mut any_writable = false;
         let entries = batch.seen[..batch.nr_pages].iter().zip(&mut batch.leaves);
@@ -218,9 +218,9 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 continue;
             }
             // An empty PTE is its sequence number: an equal value has an equal number.
-            let entry = cursor.move_to_entry((batch.page)(index), Level::L4K);
-            if entry.is_some_and(|entry| entry.compare_exchange::<F>(seen, *leaf).is_ok()) {
-                any_writable |= entry::is_writable::<F>(*leaf);
+            let pte = cursor.move_to_pte((batch.page)(index), Level::L4K);
+            if pte.is_some_and(|pte| pte.compare_exchange::<F>(seen, *leaf).is_ok()) {
+                any_writable |= pte::is_writable::<F>(*leaf);
                 nr_leaves += 1;
             } else if batch.missing == Missing::Stop {
                 batch.nr_pages = index;
@@ -229,16 +229,16 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 *leaf = NOTHING;
             }
         }
-        self.record.stats.add(Counter::Installed4K, nr_leaves);
+        self.participant.stats.add(Counter::Installed4K, nr_leaves);
         if any_writable && self.marks_for(batch.access, Level::L4K) {
             // As `mark_if_logging` does for one leaf: the leaves are writable before the flags are
             // read.
             fence_after_rmw();
-            let slot = self.slots.find(section, self.gfn);
+            let slot = self.slots.find(guard, self.gfn);
             if slot.is_none_or(|slot| slot.logs() || slot.range() != slot_range) {
                 for (index, &leaf) in batch.leaves[..batch.nr_pages].iter().enumerate() {
-                    if leaf != NOTHING && entry::is_writable::<F>(leaf) {
-                        log::mark_page_if_logging(self.slots, section, self.ring, (batch.page)(index));
+                    if leaf != NOTHING && pte::is_writable::<F>(leaf) {
+                        log::mark_page_if_logging(self.slots, guard, self.ring, (batch.page)(index));
                     }
                 }
             }

@@ -34,8 +34,8 @@ use crate::slot::MemoryAttributes;
 use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::cursor::Cursor;
-use crate::table::entry::{self, State};
-use crate::table::retire::{HazardPointer, Section};
+use crate::table::pte::{self, State};
+use crate::table::retire::{Guard, HazardPointer};
 
 /// Pages of a window that are mapped as one batch, which is on the stack.
 const GROUP: usize = 8;
@@ -80,9 +80,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
 
     #[inline(never)]
     fn install_around<P: Fn(usize) -> Gfn>(&self, neighbours: &mut Batch<P, GROUP>, slot_range: GfnRange) {
-        let locked = self.tree.enter(self.record, Side::Read);
-        let nr_leaves = self.install_batch(&locked.section, neighbours, slot_range);
-        self.record.stats.add(Counter::Around, nr_leaves);
+        let locked = self.tree.pin(self.participant, Side::Read);
+        let nr_leaves = self.install_batch(&locked.guard, neighbours, slot_range);
+        self.participant.stats.add(Counter::Around, nr_leaves);
     }
 
     /// The access that the neighbours are mapped for.
@@ -101,14 +101,14 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     ) -> Option<GfnRange> {
         let tree = self.tree;
         let access = self.access_around();
-        let section = tree.epochs.enter(self.record);
-        self.look_around(&section, nr_pages, neighbours);
+        let guard = tree.epochs.pin(self.participant);
+        self.look_around(&guard, nr_pages, neighbours);
         if neighbours.is_empty() {
             return None;
         }
         neighbours.retain(self.free_pages()?);
-        let plan = self.plan_batch(&section, hazard, neighbours)?;
-        drop(section);
+        let plan = self.plan_batch(&guard, hazard, neighbours)?;
+        drop(guard);
         if plan.attributes.contains(MemoryAttributes::PRIVATE) {
             return None;
         }
@@ -119,7 +119,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             let is_unseen = config.access_tracking.writes_are_unseen::<F>() && leaf.rights == Rights::Writable;
             let rights = if is_unseen { Rights::WriteProtected } else { leaf.rights };
             let leaf = NewLeaf { level: Level::L4K, rights, used: None, ..leaf };
-            Some((resolved, leaf.entry::<F>(config.access_tracking)))
+            Some((resolved, leaf.pte::<F>(config.access_tracking)))
         });
         Some(plan.slot)
     }
@@ -127,8 +127,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Finds the empty PTEs of `neighbours`, without this fault's own. It finds none if the page is
     /// no longer mapped by a leaf of 4 KiB.
     #[inline(never)]
-    fn look_around<P: Fn(usize) -> Gfn>(&self, section: &Section<'_>, nr_pages: u64, neighbours: &mut Batch<P, GROUP>) {
-        let mut cursor = Cursor::new(self.tree, section, self.gfn);
+    fn look_around<P: Fn(usize) -> Gfn>(&self, guard: &Guard<'_>, nr_pages: u64, neighbours: &mut Batch<P, GROUP>) {
+        let mut cursor = Cursor::new(self.tree, guard, self.gfn);
         if cursor.descend_to_lowest().1 != State::Leaf || cursor.level() != Level::L4K {
             return;
         }
@@ -136,10 +136,10 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         for _ in 0..nr_pages {
             let gfn = neighbours.next_page();
             cursor.move_to(gfn);
-            let value = cursor.entry().load();
+            let value = cursor.pte().load();
             // An unflushed PTE is left to a fault of its own, which flushes first.
             let is_wanted = gfn != self.gfn
-                && matches!(entry::state::<F>(value, Level::L4K), State::Empty(stamp) if !stamp.is_unflushed());
+                && matches!(pte::state::<F>(value, Level::L4K), State::Empty(seq) if !seq.is_unflushed());
             neighbours.push(if is_wanted { value } else { NOTHING });
         }
     }

@@ -5,7 +5,7 @@ use super::Fault;
 use super::plan::{LeafPlan, Step};
 use crate::addr::{Access, Level};
 use crate::error::Error;
-use crate::format::{Entry, Format};
+use crate::format::{Format, Pte};
 use crate::host::Host;
 use crate::second_stage::install::{self, Changed};
 use crate::second_stage::push_down::{self, Others, Pushed};
@@ -13,9 +13,9 @@ use crate::second_stage::{broken, split};
 use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::cursor::Cursor;
-use crate::table::entry::{self, EntryRef, State};
 use crate::table::node::TableUse;
-use crate::table::retire::Section;
+use crate::table::pte::{self, PteRef, State};
+use crate::table::retire::Guard;
 
 /// How often a fault reads a broken PTE before it aborts the recovery. A running recovery is mostly
 /// over by then; aborting it costs as much as it does, and one more fault. A recovery whose thread
@@ -29,7 +29,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         match plan {
             LeafPlan::Restore(value) => Ok(self.restore(value).map(|()| Step::Done)),
             LeafPlan::Split(value, level) => {
-                self.top_up(1, TableUse::Split, entry::frame::<F>(value, Level::L2M))?;
+                self.top_up(1, TableUse::Split, pte::frame::<F>(value, Level::L2M))?;
                 Ok(self.split(value, level, split::parts_of::<F>(&self.tree.config, value, level)))
             }
             LeafPlan::PushDown => Ok(self.push_down()),
@@ -46,42 +46,42 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
 
     /// Step 3 for a leaf that only lacks access, under the VM's lock.
     #[inline(never)]
-    fn restore(&self, value: Entry) -> Result<(), Changed> {
+    fn restore(&self, value: Pte) -> Result<(), Changed> {
         let tree = self.tree;
-        let locked = tree.enter(self.record, Side::Read);
-        let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
+        let locked = tree.pin(self.participant, Side::Read);
+        let mut cursor = Cursor::new(tree, &locked.guard, self.gfn);
         let found = cursor.descend_to_lowest().0;
         // The level is compared, too: the very same value may by now be that of a larger leaf.
         let opens_too_many = self.access == Access::Write && cursor.level().nr_pages() > self.max_opened();
         if found != value || opens_too_many {
             return Err(Changed);
         }
-        self.restore_at(cursor.entry(), &locked.section, value)
+        self.restore_at(cursor.pte(), &locked.guard, value)
     }
 
-    /// Restores access through the leaf `value` in `entry`, and marks the pages that may be
+    /// Restores access through the leaf `value` in `pte`, and marks the pages that may be
     /// written.
     #[inline]
-    pub(super) fn restore_at(&self, entry: EntryRef<'_>, section: &Section<'_>, value: Entry) -> Result<(), Changed> {
-        if entry.level() == Level::L4K {
+    pub(super) fn restore_at(&self, pte: PteRef<'_>, guard: &Guard<'_>, value: Pte) -> Result<(), Changed> {
+        if pte.level() == Level::L4K {
             // What most faults do, with all levels constant.
-            self.restore_to(entry, section, value)
+            self.restore_to(pte, guard, value)
         } else {
-            self.restore_huge(entry, section, value)
+            self.restore_huge(pte, guard, value)
         }
     }
 
     #[inline(never)]
-    fn restore_huge(&self, entry: EntryRef<'_>, section: &Section<'_>, value: Entry) -> Result<(), Changed> {
-        self.restore_to(entry, section, value)
+    fn restore_huge(&self, pte: PteRef<'_>, guard: &Guard<'_>, value: Pte) -> Result<(), Changed> {
+        self.restore_to(pte, guard, value)
     }
 
     #[inline(always)]
-    fn restore_to(&self, entry: EntryRef<'_>, section: &Section<'_>, value: Entry) -> Result<(), Changed> {
-        install::restore_access::<F>(self.tree.config.access_tracking, entry, value, self.access)?;
+    fn restore_to(&self, pte: PteRef<'_>, guard: &Guard<'_>, value: Pte) -> Result<(), Changed> {
+        install::restore_access::<F>(self.tree.config.access_tracking, pte, value, self.access)?;
         if self.access == Access::Write {
             self.count(Counter::WritesRestored);
-            self.mark_leaf(section, entry.level());
+            self.mark_leaf(guard, pte.level());
         } else {
             self.count(Counter::AccessesRestored);
         }
@@ -98,18 +98,18 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     #[cold]
     pub(super) fn set_marks(&self) -> Result<Step, Changed> {
         let tree = self.tree;
-        let locked = tree.enter(self.record, Side::Read);
-        let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
+        let locked = tree.pin(self.participant, Side::Read);
+        let mut cursor = Cursor::new(tree, &locked.guard, self.gfn);
         let (value, state) = cursor.descend_to_lowest();
         let writes = self.access == Access::Write;
-        if state != State::Leaf || (writes && (!entry::is_writable::<F>(value) || cursor.is_closed())) {
+        if state != State::Leaf || (writes && (!pte::is_writable::<F>(value) || cursor.is_protected())) {
             return Err(Changed);
         }
-        let marked = entry::marked::<F>(value, self.access);
+        let marked = pte::marked::<F>(value, self.access);
         // If hardware or another fault was first, the next look finds what is missing.
-        cursor.entry().compare_exchange::<F>(value, marked).map_err(|_| Changed)?;
+        cursor.pte().compare_exchange::<F>(value, marked).map_err(|_| Changed)?;
         if writes && !tree.config.first_write_faults(cursor.level()) {
-            self.mark_leaf(&locked.section, cursor.level());
+            self.mark_leaf(&locked.guard, cursor.level());
         }
         self.count(Counter::Spurious);
         Ok(Step::Done)
@@ -118,24 +118,24 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Step 3 for a leaf below a protected directory entry, under the VM's lock.
     #[inline(never)]
     fn push_down(&self) -> Result<Step, Changed> {
-        let locked = self.tree.enter(self.record, Side::Read);
-        self.push_down_in(&locked.section)
+        let locked = self.tree.pin(self.participant, Side::Read);
+        self.push_down_in(&locked.guard)
     }
 
     #[cold]
-    pub(super) fn push_down_in(&self, section: &Section<'_>) -> Result<Step, Changed> {
+    pub(super) fn push_down_in(&self, guard: &Guard<'_>) -> Result<Step, Changed> {
         let slots = self.slots;
         let others = || {
-            let logs = slots.find(section, self.gfn).is_none_or(|slot| slot.logs());
+            let logs = slots.find(guard, self.gfn).is_none_or(|slot| slot.logs());
             if logs { Others::Protect } else { Others::Leave }
         };
-        let pushed = push_down::push_down(self.tree, section, self.gfn, others)?;
+        let pushed = push_down::push_down(self.tree, guard, self.gfn, others)?;
         self.count(Counter::WritesRestored);
         // Also if W of the directory entry could not be restored: see `push_down`.
-        self.mark_leaf(section, Level::L4K);
+        self.mark_leaf(guard, Level::L4K);
         match pushed {
             Pushed::Open => {
-                self.count(Counter::TablesOpened);
+                self.count(Counter::TablesUnprotected);
                 Ok(Step::Done)
             }
             Pushed::LeafOnly => Err(Changed),
@@ -146,13 +146,13 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Its parts allow what `whole` does; with break before make, what `split_by_breaking` says.
     #[cold]
     #[inline(never)]
-    pub(super) fn split(&mut self, value: Entry, level: Level, whole: Entry) -> Result<Step, Changed> {
+    pub(super) fn split(&mut self, value: Pte, level: Level, whole: Pte) -> Result<Step, Changed> {
         let (tree, slots) = (self.tree, self.slots);
         if F::BREAK_BEFORE_MAKE {
-            split::split_by_breaking(tree, slots, self.record, self.tables, self.gfn, value, level)?;
+            split::split_by_breaking(tree, slots, self.participant, self.tables, self.gfn, value, level)?;
         } else {
-            let locked = tree.enter(self.record, Side::Read);
-            let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
+            let locked = tree.pin(self.participant, Side::Read);
+            let mut cursor = Cursor::new(tree, &locked.guard, self.gfn);
             // The level is compared, too: the very same value may by now be that of another leaf.
             if cursor.descend_to_lowest().0 != value || cursor.level() != level {
                 return Err(Changed);
@@ -166,18 +166,18 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     #[cold]
     pub(super) fn cancel(&self) -> Result<Step, Changed> {
         let (tree, slots) = (self.tree, self.slots);
-        let locked = tree.enter(self.record, Side::Read);
-        let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
+        let locked = tree.pin(self.participant, Side::Read);
+        let mut cursor = Cursor::new(tree, &locked.guard, self.gfn);
         let (broken, state) = cursor.descend_to_lowest();
         if state == State::Broken && !F::BREAK_BEFORE_MAKE {
             for _ in 0..SPINS_BEFORE_CANCEL {
                 tree.host.relax();
-                if cursor.entry().load() != broken {
+                if cursor.pte().load() != broken {
                     return Err(Changed);
                 }
             }
         }
-        broken::cancel(tree, slots, &locked.section, &cursor);
+        broken::cancel(tree, slots, &locked.guard, &cursor);
         Err(Changed)
     }
 }

@@ -3,12 +3,12 @@
 use crate::addr::{Access, Gfn, GfnRange, Level, PAGE_SHIFT};
 use crate::config::Config;
 use crate::error::Error;
-use crate::format::{Entry, Format};
+use crate::format::{Format, Pte};
 use crate::host::{Gone, Host, Resolved};
 use crate::second_stage::install::{NewLeaf, Rights};
 use crate::slot::view::BackingRef;
 use crate::slot::{MemoryAttributes, MemoryRegionFlags};
-use crate::table::entry::Stamp;
+use crate::table::pte::InvalidationSeq;
 
 /// What a fault does next, as decided by its look.
 pub(super) enum Plan<'r, B> {
@@ -20,7 +20,7 @@ pub(super) enum Plan<'r, B> {
     /// Nothing, until user space has acted.
     UserfaultPending,
     /// The page is in a range in flight.
-    TakenAway,
+    BeingInvalidated,
     /// The PTE is broken: abort the recovery or split.
     Cancel,
     /// Ask the host for the frame and install a leaf.
@@ -36,9 +36,9 @@ pub(super) enum Plan<'r, B> {
 /// What to do about a leaf that does not allow the access.
 pub(super) enum LeafPlan {
     /// Restore access through this leaf.
-    Restore(Entry),
+    Restore(Pte),
     /// Split this huge leaf, because smaller pages are logged.
-    Split(Entry, Level),
+    Split(Pte, Level),
     /// Push down the protected directory entry above the leaf.
     PushDown,
 }
@@ -133,10 +133,10 @@ impl<B: Send + Sync> InstallPlan<'_, B> {
 #[derive(Clone, Copy)]
 pub(super) enum Found {
     /// Empty, with this sequence number.
-    Empty(Stamp),
+    Empty(InvalidationSeq),
     /// A leaf through which access may be restored.
-    Lacking(Entry),
+    Lacking(Pte),
     /// A leaf for which the host did not allow writes when it was installed, and the greatest
     /// sequence number at the time of the look.
-    ReadOnly(Entry, Stamp),
+    ReadOnly(Pte, InvalidationSeq),
 }

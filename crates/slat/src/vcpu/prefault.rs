@@ -26,7 +26,7 @@ use crate::slot::MemoryRegionFlags;
 use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::cursor::{self, Cursor};
-use crate::table::entry::{self, Stamp, State};
+use crate::table::pte::{self, InvalidationSeq, State};
 use crate::table::retire::{Exclusive, FaultPin, HazardPointer};
 
 impl<H: Host, F: Format> Vcpu<H, F> {
@@ -62,7 +62,8 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// assert_eq!((vm.stats().pages_4k(), vm.stats().faults), (66, 0));
     /// // The second half of this range has no memory.
     /// assert_eq!(vcpu.pre_fault_memory(Gpa(0xf_f000), 2 * PAGE_SIZE, Access::Read)?, PAGE_SIZE);
-    /// assert_eq!(vcpu.pre_fault_memory(Gpa(1 << 20), PAGE_SIZE, Access::Read), Err(Error::NoMemslot { gpa: Gpa(1 << 20) }));
+    /// assert_eq!(vcpu.pre_fault_memory(Gpa(1 << 20), PAGE_SIZE, Access::Read),
+    /// Err(Error::NoMemslot { gpa: Gpa(1 << 20) }));
     /// # Ok(())
     /// # }
     /// ```
@@ -143,9 +144,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         if self.is_ring_full() {
             return 0;
         }
-        let section = tree.epochs.enter(self.record);
-        let mut cursor = Cursor::new(tree, &section, self.gfn);
-        if cursor.move_to_entry(self.gfn, Level::L4K).is_none() {
+        let guard = tree.epochs.pin(self.participant);
+        let mut cursor = Cursor::new(tree, &guard, self.gfn);
+        if cursor.move_to_pte(self.gfn, Level::L4K).is_none() {
             return 0;
         }
         let mut batch = Batch::<_, BATCH_PAGES>::new(access, Missing::Stop, &page);
@@ -153,21 +154,21 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             if !tree.whole().contains(gfn) {
                 break;
             }
-            let Some(entry) = cursor.move_to_entry(gfn, Level::L4K) else { break };
-            if access == Access::Write && cursor.is_closed() {
+            let Some(pte) = cursor.move_to_pte(gfn, Level::L4K) else { break };
+            if access == Access::Write && cursor.is_protected() {
                 break;
             }
-            let value = entry.load();
-            match entry::state::<F>(value, Level::L4K) {
-                State::Empty(stamp) if !stamp.is_unflushed() => batch.push(value),
-                State::Leaf if access != Access::Write || entry::is_writable::<F>(value) => batch.push(NOTHING),
+            let value = pte.load();
+            match pte::state::<F>(value, Level::L4K) {
+                State::Empty(seq) if !seq.is_unflushed() => batch.push(value),
+                State::Leaf if access != Access::Write || pte::is_writable::<F>(value) => batch.push(NOTHING),
                 _ => break,
             }
         }
         let Some(is_free) = self.free_pages() else { return 0 };
         batch.retain(is_free);
-        let Some(plan) = self.plan_batch(&section, hazard, &mut batch) else { return 0 };
-        drop(section);
+        let Some(plan) = self.plan_batch(&guard, hazard, &mut batch) else { return 0 };
+        drop(guard);
         if access == Access::Write && plan.flags.contains(MemoryRegionFlags::READONLY) {
             return 0;
         }
@@ -175,10 +176,10 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             let resolved = plan.resolve(&tree.host, gfn, access).ok()?;
             let leaf = self.leaf(&plan, gfn, resolved).ok()?;
             let leaf = NewLeaf { level: Level::L4K, used: None, ..leaf };
-            Some((resolved, leaf.entry::<F>(tree.config.access_tracking)))
+            Some((resolved, leaf.pte::<F>(tree.config.access_tracking)))
         });
-        let locked = tree.enter(self.record, Side::Read);
-        self.install_batch(&locked.section, &mut batch, plan.slot);
+        let locked = tree.pin(self.participant, Side::Read);
+        self.install_batch(&locked.guard, &mut batch, plan.slot);
         batch.nr_pages()
     }
 
@@ -197,7 +198,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                     None => Err(Changed),
                     Some(error) => return Err(error),
                 },
-                Plan::TakenAway => return Err(Error::Busy { gpa: self.gpa }),
+                Plan::BeingInvalidated => return Err(Error::Busy { gpa: self.gpa }),
                 Plan::Cancel => self.cancel().map(|_| self.gfn),
                 Plan::Install(mut plan) => {
                     let Ok(resolved) = self.resolve(&plan) else {
@@ -279,7 +280,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     fn fill<const LEVEL: u8>(
         &mut self,
         plan: &InstallPlan<'_, H::Backing>,
-        seen: Stamp,
+        seen: InvalidationSeq,
         pages: GfnRange,
         first: NewLeaf,
         resolved: Resolved,
@@ -293,7 +294,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let nr_wanted = (pages.nr_pages() / leaf_pages) as usize;
         let run_from = |gfn, resolved, leaf| {
             let leaf = NewLeaf { level: leaf_level, used: None, ..leaf };
-            Run::new::<F>(gfn, resolved, leaf.entry::<F>(tracking), leaf_level)
+            Run::new::<F>(gfn, resolved, leaf.pte::<F>(tracking), leaf_level)
         };
         let nr_in = |run: &Run| (run.pages.nr_pages() / leaf_pages) as usize;
         let mut run = run_from(pages.start, resolved, first);
@@ -302,10 +303,10 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let mut any_writable = first.rights == Rights::Writable;
         // The other PTEs inherit the sequence number of the PTE that this page-table page will be
         // linked to.
-        let entry = |index: usize| {
+        let pte = |index: usize| {
             let nth = index.wrapping_sub(first_index);
             if nth >= nr_known {
-                return entry::empty(seen.flushed());
+                return pte::empty(seen.flushed());
             }
             let value = run.pop::<F>(leaf_level);
             if nth + 1 == nr_known && nr_known < nr_wanted {
@@ -323,23 +324,23 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             value
         };
         // SAFETY: `install::link` is given the page with its count, and calls `linked`.
-        let table = unsafe { self.tables.prepare::<H, F>(host, 0, entry) };
+        let table = unsafe { self.tables.prepare::<H, F>(host, 0, pte) };
         let filled = GfnRange::new(pages.start, nr_known as u64 * leaf_pages);
         let level = leaf_level.up();
-        let locked = tree.enter(self.record, Side::Read);
-        let mut cursor = Cursor::new(tree, &locked.section, self.gfn);
-        let (value, State::Empty(stamp)) = cursor.descend_to_lowest() else { return Err(Changed) };
-        if stamp != seen || cursor.level() > plan.level || cursor.level() < level {
-            if stamp != seen {
-                self.refine(&locked.section, plan.level, first.level, first.pfn);
+        let locked = tree.pin(self.participant, Side::Read);
+        let mut cursor = Cursor::new(tree, &locked.guard, self.gfn);
+        let (value, State::Empty(seq)) = cursor.descend_to_lowest() else { return Err(Changed) };
+        if seq != seen || cursor.level() > plan.level || cursor.level() < level {
+            if seq != seen {
+                self.refine(&locked.guard, plan.level, first.level, first.pfn);
             }
             return Err(Changed);
         }
-        let prepared = Prepared { entry: table, level, nr_tables: 1, pfn: resolved.pfn };
-        install::link(&cursor, host, self.tables, value, stamp, prepared)?;
-        self.record.stats.add(super::installed(leaf_level), filled.nr_pages() / leaf_pages);
+        let prepared = Prepared { pte: table, level, nr_tables: 1, pfn: resolved.pfn };
+        install::link(&cursor, host, self.tables, value, seq, prepared)?;
+        self.participant.stats.add(super::installed(leaf_level), filled.nr_pages() / leaf_pages);
         if any_writable && self.marks(leaf_level) {
-            log::mark_if_logging(self.slots, &locked.section, self.ring, self.gfn, filled);
+            log::mark_if_logging(self.slots, &locked.guard, self.ring, self.gfn, filled);
         }
         Ok(filled.end)
     }

@@ -1,7 +1,7 @@
 //! Shadow paging on a vCPU: the operations for which its CPU exits, and what the CPU loads before
 //! it runs the guest again ([`Vcpu::entry`]).
 
-#![expect(unsafe_code, reason = "the vCPU's record is kept alive by its VM")]
+#![expect(unsafe_code, reason = "the vCPU's participant is kept alive by its VM")]
 
 use alloc::boxed::Box;
 use alloc::sync::Arc;
@@ -19,7 +19,7 @@ use crate::shadow::roots::Roots;
 use crate::shadow::walk::{MAX_TABLES, Step};
 use crate::shadow::{GuestAccess, GuestEntry, Mmu, PagingRegister, PagingRegisters};
 use crate::stats::Counter;
-use crate::table::retire::Record;
+use crate::table::retire::Participant;
 use crate::vm::Vm;
 
 /// Largest emulated write in bytes.
@@ -30,8 +30,8 @@ const MAX_TURNS: u32 = 256;
 
 impl<H: Host, F: Format> Vcpu<H, F> {
     pub(super) fn new_roots(vm: &Arc<Vm<H, F>>) -> Result<Option<Box<Roots>>, Error> {
-        let record = vm.tree.epochs.borrow_record()?;
-        vm.tree.mmu(&record).map(|mmu| try_box(Roots::new(mmu)?)).transpose()
+        let participant = vm.tree.epochs.borrow_participant()?;
+        vm.tree.mmu(&participant).map(|mmu| try_box(Roots::new(mmu)?)).transpose()
     }
 
     pub(super) fn drop_roots(&mut self) {
@@ -43,8 +43,8 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     fn shadow(&mut self) -> Result<(Mmu<'_, H, F>, &mut Roots), Error> {
         // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the participant came
         // from.
-        let record: &Record = unsafe { self.record.get() };
-        match (self.vm.tree.mmu(record), &mut self.roots) {
+        let participant: &Participant = unsafe { self.participant.get() };
+        match (self.vm.tree.mmu(participant), &mut self.roots) {
             (Some(mmu), Some(roots)) => Ok((mmu, roots)),
             _ => Err(Error::NotShadow),
         }

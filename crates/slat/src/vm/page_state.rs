@@ -12,7 +12,7 @@ use crate::second_stage::invalidate::Invalidation;
 use crate::second_stage::rescan;
 use crate::slot::view::SlotView;
 use crate::slot::{MemoryAttributes, MemoryFaultFlags};
-use crate::table::retire::Record;
+use crate::table::retire::Participant;
 
 /// Pages that are checked one by one inside one guard.
 const PAGES_PER_TURN: u64 = 1 << 12;
@@ -50,22 +50,20 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// let slot = region(MemoryRegionFlags::USERFAULT, 1 << 20);
     /// vm.set_user_memory_region(MemoryRegion { userfault_bitmap: Some(bitmap), ..slot })?;
     /// let mut vcpu = vm.create_vcpu()?;
-    /// let fault = Exit::MemoryFault { flags: MemoryFaultFlags::USERFAULT, gpa: Gpa(0x3000), size: PAGE_SIZE };
-    /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Exit(fault));
-    /// // Fill page 3, and then clear its bit with release.
-    /// words[0].fetch_and(!(1 << 3), Ordering::Release);
-    /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Resume);
-    /// // Take it back: set the bit first.
-    /// words[0].fetch_or(1 << 3, Ordering::Release);
-    /// assert_eq!(vm.rescan_userfault(0, 3, 1)?, 1);
+    /// let fault = Exit::MemoryFault { flags: MemoryFaultFlags::USERFAULT, gpa: Gpa(0x3000), size:
+    /// PAGE_SIZE }; assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?,
+    /// Outcome::Exit(fault)); // Fill page 3, and then clear its bit with release.
+    /// words[0].fetch_and(!(1 << 3), Ordering::Release); assert_eq!(vcpu.handle_fault(Gpa(0x3008),
+    /// Access::Read)?, Outcome::Resume); // Take it back: set the bit first. words[0].fetch_or(1 <<
+    /// 3, Ordering::Release); assert_eq!(vm.rescan_userfault(0, 3, 1)?, 1);
     /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Exit(fault));
     /// # Ok(())
     /// # }
     /// ```
     pub fn rescan_userfault(&self, slot: u32, first_page: u64, nr_pages: u64) -> Result<u64, Error> {
-        let record = self.tree.epochs.borrow_record()?;
-        let result = rescan::rescan(&self.tree, &self.slots, &record, slot, first_page, nr_pages);
-        drop(record);
+        let participant = self.tree.epochs.borrow_participant()?;
+        let result = rescan::rescan(&self.tree, &self.slots, &participant, slot, first_page, nr_pages);
+        drop(participant);
         self.tree.reclaim();
         result
     }
@@ -84,8 +82,8 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// [`Error::UserfaultBitmapGone`], [`Error::OutOfMemory`].
     pub fn check_access(&self, gpa: Gpa, size_bytes: u64) -> Result<(), Error> {
         let range = self.check_bytes(gpa, size_bytes)?;
-        let record = self.tree.epochs.borrow_record()?;
-        self.for_parts(&record, range, PAGES_PER_TURN, |slot, part| {
+        let participant = self.tree.epochs.borrow_participant()?;
+        self.for_parts(&participant, range, PAGES_PER_TURN, |slot, part| {
             let slot = slot.ok_or(Error::NoMemslot { gpa: part.start.gpa() })?;
             if slot.is_plain() {
                 return Ok(());
@@ -124,11 +122,11 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// use slat::*;
     /// # fn main() -> Result<(), Error> {
     /// let vm = vm_with_memory(Config::default(), MemoryRegionFlags::GUEST_MEMFD);
-    /// // The guest asked for a private page. From now on `Host::resolve_private` resolves its faults there.
-    /// vm.set_memory_attributes(Gpa(0x3000), PAGE_SIZE, MemoryAttributes::PRIVATE)?;
-    /// assert_eq!(vm.create_vcpu()?.handle_fault(Gpa(0x3008), Access::Write)?, Outcome::Resume);
-    /// // The VMM has no mapping of it.
-    /// let refused = Error::MemoryFault { flags: MemoryFaultFlags::PRIVATE, gpa: Gpa(0x3000), size: PAGE_SIZE };
+    /// // The guest asked for a private page. From now on `Host::resolve_private` resolves its
+    /// faults there. vm.set_memory_attributes(Gpa(0x3000), PAGE_SIZE, MemoryAttributes::PRIVATE)?;
+    /// assert_eq!(vm.create_vcpu()?.handle_fault(Gpa(0x3008), Access::Write)?, Outcome::Resume); //
+    /// The VMM has no mapping of it. let refused = Error::MemoryFault { flags:
+    /// MemoryFaultFlags::PRIVATE, gpa: Gpa(0x3000), size: PAGE_SIZE };
     /// assert_eq!(vm.check_access(Gpa(0x2ff8), 16), Err(refused));
     /// assert_eq!(vm.check_access(Gpa(0x2ff0), 16), Ok(()));
     /// # Ok(())
@@ -146,15 +144,15 @@ impl<H: Host, F: Format> Vm<H, F> {
         }
         let range = self.check_bytes(gpa, size_bytes)?;
         // First check the whole range, so that a refused call changes nothing.
-        let record = self.tree.epochs.borrow_record()?;
-        self.for_parts(&record, range, u64::MAX, |slot, part| {
+        let participant = self.tree.epochs.borrow_participant()?;
+        self.for_parts(&participant, range, u64::MAX, |slot, part| {
             let has_private = slot.is_some_and(|slot| slot.private().is_some());
             if has_private { Ok(()) } else { Err(Error::NoGuestMemfd { gpa: part.start.gpa() }) }
         })?;
-        let taken_away = Invalidation::new(&self.tree, &self.slots, &record, range)?;
+        let invalidation = Invalidation::new(&self.tree, &self.slots, &participant, range)?;
         // A memslot that was deleted since then took its pages with it, and another may be in its
         // place. All other pages of the range get their attributes.
-        let Ok(()) = self.for_parts::<Infallible>(&record, range, PAGES_SET_PER_TURN, |slot, part| {
+        let Ok(()) = self.for_parts::<Infallible>(&participant, range, PAGES_SET_PER_TURN, |slot, part| {
             if let Some((slot, private)) = slot.and_then(|slot| Some((slot, slot.private()?))) {
                 let first = part.start.0 - slot.range().start.0;
                 slot.visit(part.nr_pages() / u64::from(u64::BITS) + 2);
@@ -162,8 +160,8 @@ impl<H: Host, F: Format> Vm<H, F> {
             }
             Ok(())
         });
-        drop(taken_away);
-        drop(record);
+        drop(invalidation);
+        drop(participant);
         self.tree.reclaim();
         Ok(())
     }
@@ -175,9 +173,9 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// [`Error::OutOfMemory`].
     pub fn memory_attributes(&self, gpa: Gpa) -> Result<MemoryAttributes, Error> {
         let gfn = self.check_gpa(gpa)?;
-        let record = self.tree.epochs.borrow_record()?;
-        let section = self.tree.epochs.enter(&record);
-        let slot = self.slots.find(&section, gfn).ok_or(Error::NoMemslot { gpa })?;
+        let participant = self.tree.epochs.borrow_participant()?;
+        let guard = self.tree.epochs.pin(&participant);
+        let slot = self.slots.find(&guard, gfn).ok_or(Error::NoMemslot { gpa })?;
         Ok(slot.attributes_of(gfn))
     }
 
@@ -196,15 +194,15 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// the memslot.
     fn for_parts<E>(
         &self,
-        record: &Record,
+        participant: &Participant,
         range: GfnRange,
         max_pages: u64,
         mut step: impl FnMut(Option<&SlotView<'_, H::Backing>>, GfnRange) -> Result<(), E>,
     ) -> Result<(), E> {
         let mut next = range.start;
         while next < range.end {
-            let section = self.tree.epochs.enter(record);
-            let slot = self.slots.find_from(&section, next);
+            let guard = self.tree.epochs.pin(participant);
+            let slot = self.slots.find_from(&guard, next);
             let (slot, end) = match slot.as_ref().map(SlotView::range) {
                 Some(found) if found.contains(next) => {
                     (slot.as_ref(), found.end.min(Gfn(next.0.saturating_add(max_pages))))

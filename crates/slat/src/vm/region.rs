@@ -14,7 +14,7 @@ use crate::second_stage::{protect, recover, split};
 use crate::slot::set::{Attachments, Claim, NewSlot};
 use crate::slot::{MemoryRegion, MemoryRegionFlags};
 use crate::sync::full_fence;
-use crate::table::retire::{Record, RecordGuard};
+use crate::table::retire::{BorrowedParticipant, Participant};
 
 /// Old memslot sets that may wait for the next reclaim.
 const MAX_WAITING_SETS: u64 = 8;
@@ -49,12 +49,12 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// vm.set_user_memory_region(region(MemoryRegionFlags::empty(), 1 << 20))?;
     /// // Change its flags, and then move it: the backing stays.
     /// vm.set_user_memory_region(change(MemoryRegionFlags::LOG_DIRTY_PAGES, 1 << 20))?;
-    /// let moved = MemoryRegion { guest_phys_addr: Gpa(1 << 30), ..change(MemoryRegionFlags::LOG_DIRTY_PAGES, 1 << 20) };
-    /// vm.set_user_memory_region(moved)?;
-    /// // Another memslot must not overlap it.
-    /// let other = MemoryRegion { slot: 1, guest_phys_addr: Gpa(1 << 30), ..region(MemoryRegionFlags::empty(), 4096) };
-    /// assert_eq!(vm.set_user_memory_region(other), Err(Error::Overlap { slot: 1, gpa: Gpa(1 << 30), other: 0 }));
-    /// // Delete it, by size 0.
+    /// let moved = MemoryRegion { guest_phys_addr: Gpa(1 << 30),
+    /// ..change(MemoryRegionFlags::LOG_DIRTY_PAGES, 1 << 20) }; vm.set_user_memory_region(moved)?;
+    /// // Another memslot must not overlap it. let other = MemoryRegion { slot: 1, guest_phys_addr:
+    /// Gpa(1 << 30), ..region(MemoryRegionFlags::empty(), 4096) };
+    /// assert_eq!(vm.set_user_memory_region(other), Err(Error::Overlap { slot: 1, gpa: Gpa(1 <<
+    /// 30), other: 0 })); // Delete it, by size 0.
     /// vm.set_user_memory_region(change(MemoryRegionFlags::empty(), 0))?;
     /// assert_eq!(vm.get_dirty_log(0, &mut [0; 4]), Err(Error::NoSuchSlot { slot: 0 }));
     /// # Ok(())
@@ -63,15 +63,15 @@ impl<H: Host, F: Format> Vm<H, F> {
     pub fn set_user_memory_region(&self, region: MemoryRegion<H::Backing>) -> Result<(), Error> {
         let range = region.check(F::GPA_BITS)?;
         let deletes = range.is_empty();
-        let mut record = self.tree.epochs.borrow_record()?;
+        let mut participant = self.tree.epochs.borrow_participant()?;
         self.slots.make_room(&self.tree.epochs, || self.tree.host.barrier_on_all_cpus())?;
-        let result = match self.slots.claim(&self.tree.epochs, &record, region.slot)? {
+        let result = match self.slots.claim(&self.tree.epochs, &participant, region.slot)? {
             None if range.is_empty() => Err(Error::NoSuchSlot { slot: region.slot }),
-            None => self.create_slot(&record, region, range),
-            Some(claim) if range.is_empty() => self.delete_slot(&record, claim),
-            Some(mut claim) => self.change_slot(&mut record, &mut claim, &region, range),
+            None => self.create_slot(&participant, region, range),
+            Some(claim) if range.is_empty() => self.delete_slot(&participant, claim),
+            Some(mut claim) => self.change_slot(&mut participant, &mut claim, &region, range),
         };
-        drop(record);
+        drop(participant);
         self.tree.reclaim();
         // Freeing makes a barrier on all CPUs, so a few old sets and logs wait. A backing is freed
         // at once.
@@ -82,26 +82,31 @@ impl<H: Host, F: Format> Vm<H, F> {
     }
 
     #[inline(never)]
-    fn create_slot(&self, record: &Record, region: MemoryRegion<H::Backing>, range: GfnRange) -> Result<(), Error> {
+    fn create_slot(
+        &self,
+        participant: &Participant,
+        region: MemoryRegion<H::Backing>,
+        range: GfnRange,
+    ) -> Result<(), Error> {
         let attachments = self.attachments_for(&region, range, None)?;
         let MemoryRegion { slot: id, flags, backing, .. } = region;
         let backing = backing.ok_or(Error::NoBacking { slot: id })?;
         let slot = NewSlot::new(id, range, flags, backing, attachments)?;
         // No sequence number is needed: nothing was mapped there, and a fault that looked before
         // finds no memory.
-        self.slots.insert(&self.tree.epochs, record, slot)
+        self.slots.insert(&self.tree.epochs, participant, slot)
     }
 
-    fn delete_slot(&self, record: &Record, claim: Claim<'_, H::Backing>) -> Result<(), Error> {
+    fn delete_slot(&self, participant: &Participant, claim: Claim<'_, H::Backing>) -> Result<(), Error> {
         // In flight until the set without the memslot is published: no fault maps it again, and no
         // other memslot takes its place.
-        let _taken_away = Invalidation::new(&self.tree, &self.slots, record, claim.entry().range)?;
-        claim.remove(&self.tree.epochs, record)
+        let _invalidation = Invalidation::new(&self.tree, &self.slots, participant, claim.entry().range)?;
+        claim.remove(&self.tree.epochs, participant)
     }
 
     fn change_slot(
         &self,
-        record: &mut RecordGuard<'_>,
+        participant: &mut BorrowedParticipant<'_>,
         claim: &mut Claim<'_, H::Backing>,
         region: &MemoryRegion<H::Backing>,
         range: GfnRange,
@@ -132,7 +137,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         if moves {
             // Before anything is unmapped: a description that is refused changes nothing. `publish`
             // checks again.
-            self.slots.check_vacant(&self.tree.epochs, record, id, range)?;
+            self.slots.check_vacant(&self.tree.epochs, participant, id, range)?;
         }
         let begins_to_log = begins.contains(MemoryRegionFlags::LOG_DIRTY_PAGES);
         // The memslot may still have the log of an earlier time. See `dirty/log.rs`.
@@ -141,11 +146,11 @@ impl<H: Host, F: Format> Vm<H, F> {
         if let Some(log) = claim.log().filter(|_| uses_again && !is_marked_at_first) {
             log.clear_all();
         }
-        let taken_away = (moves || begins_userfault)
-            .then(|| Invalidation::new(&self.tree, &self.slots, record, range_before))
+        let invalidation = (moves || begins_userfault)
+            .then(|| Invalidation::new(&self.tree, &self.slots, participant, range_before))
             .transpose()?;
-        claim.replace(&self.tree.epochs, record, range, flags, attachments)?;
-        drop(taken_away);
+        claim.replace(&self.tree.epochs, participant, range, flags, attachments)?;
+        drop(invalidation);
         if let Some(log) = claim.log().filter(|_| uses_again && is_marked_at_first) {
             // A store-load pair, see `dirty/log.rs`.
             full_fence();
@@ -155,36 +160,36 @@ impl<H: Host, F: Format> Vm<H, F> {
             return Ok(());
         }
         if begins_to_log {
-            self.begin_to_log(record, range);
+            self.begin_to_log(participant, range);
         }
         if ends.intersects(MemoryRegionFlags::LOG_DIRTY_PAGES | MemoryRegionFlags::USERFAULT) {
-            self.recover(record, range);
+            self.recover(participant, range);
         }
         Ok(())
     }
 
     /// Write-protects all memslots that log, after rings were enabled. There was no vCPU at that
     /// moment, but earlier ones may have left pages that can be written without a fault.
-    pub(super) fn begin_to_log_by_rings(&self, record: &Record) {
+    pub(super) fn begin_to_log_by_rings(&self, participant: &Participant) {
         // A store-load pair with a memslot that begins to log: rings are visible, then which
         // memslots log?
         full_fence();
         let mut next = Gfn(0);
         loop {
-            let section = self.tree.epochs.enter(record);
-            let Some(slot) = self.slots.find_from(&section, next) else { return };
+            let guard = self.tree.epochs.pin(participant);
+            let Some(slot) = self.slots.find_from(&guard, next) else { return };
             let (range, logs) = (slot.range(), slot.logs());
-            drop(section);
+            drop(guard);
             if logs {
                 // If the memslot is moved or deleted in the meantime, its pages are unmapped.
-                self.begin_to_log(record, range);
+                self.begin_to_log(participant, range);
             }
             next = range.end;
         }
     }
 
     /// Write-protects a memslot at `range` whose new flags are published.
-    fn begin_to_log(&self, record: &Record, range: GfnRange) {
+    fn begin_to_log(&self, participant: &Participant, range: GfnRange) {
         // A store-load pair (`dirty/log.rs`): the flag is visible before leaves are read, and
         // before `are_enabled` is. A call that enables rings does the reverse.
         full_fence();
@@ -196,16 +201,16 @@ impl<H: Host, F: Format> Vm<H, F> {
         // the first write splits what is not split now.
         if self.tree.config.huge_page_splitting == HugePageSplitting::Eager {
             let target = self.tree.config.largest_logged_write();
-            let _ = split::split_range(&self.tree, &self.slots, record, range, target, |_| true);
+            let _ = split::split_range(&self.tree, &self.slots, participant, range, target, |_| true);
         }
-        protect::protect_slot(&self.tree, record, range);
+        protect::protect_slot(&self.tree, participant, range);
         // Flushed even if no leaf changed: one that is protected already may still be cached as
         // writable.
-        self.tree.flush(record, &[range]);
+        self.tree.flush(participant, &[range]);
     }
 
-    pub(super) fn recover(&self, record: &mut RecordGuard<'_>, range: GfnRange) -> u64 {
-        recover::recover_range(&self.tree, &self.slots, record, range, &self.tree.rings)
+    pub(super) fn recover(&self, participant: &mut BorrowedParticipant<'_>, range: GfnRange) -> u64 {
+        recover::recover_range(&self.tree, &self.slots, participant, range, &self.tree.rings)
     }
 
     /// The log and bitmap that the memslot needs for `region` at `range` and does not have yet. An

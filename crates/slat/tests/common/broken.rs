@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::{Entry, Format, Gfn, GfnRange, Hpa, Level, Npt, Vm};
+use slat::{Format, Gfn, GfnRange, Hpa, Level, Npt, Pte, Vm};
 
 use super::{BIAS, TestHost, hooked};
 
@@ -36,9 +36,9 @@ struct Observer {
     root_level: Level,
     /// What the entries' format says of them, without that being observed: whether one is present, and then what it is, and
     /// the table that it points to.
-    is_present: fn(Entry) -> bool,
-    is_leaf: fn(Entry, Level) -> bool,
-    address: fn(Entry, Level) -> Hpa,
+    is_present: fn(Pte) -> bool,
+    is_leaf: fn(Pte, Level) -> bool,
+    address: fn(Pte, Level) -> Hpa,
     entries: HashMap<(Level, Gfn), Seen>,
     /// Looks at all entries so far.
     round: u64,
@@ -108,7 +108,7 @@ impl Observer {
             let gfn = Gfn(start.0 + index as u64 * level.nr_pages());
             // SAFETY: inside a table that is linked; this thread, which alone frees tables, is here.
             let entry = unsafe { AtomicU64::from_ptr(((table.0 - BIAS) as *mut u64).add(index)) };
-            let entry = Entry(entry.load(Ordering::SeqCst));
+            let entry = Pte(entry.load(Ordering::SeqCst));
             if !(self.is_present)(entry) {
                 continue;
             }
@@ -153,7 +153,7 @@ unsafe impl<F: Format> Format for Breaking<F> {
     const TABLE_ENTRIES: usize = F::TABLE_ENTRIES;
     const BREAK_BEFORE_MAKE: bool = true;
 
-    fn is_leaf(entry: Entry, level: Level) -> bool {
+    fn is_leaf(entry: Pte, level: Level) -> bool {
         hooked::look(level);
         if level > Level::L4K {
             observe_now();
@@ -161,7 +161,7 @@ unsafe impl<F: Format> Format for Breaking<F> {
         F::is_leaf(entry, level)
     }
 
-    fn address(entry: Entry, level: Level) -> Hpa {
+    fn address(entry: Pte, level: Level) -> Hpa {
         F::address(entry, level)
     }
 }

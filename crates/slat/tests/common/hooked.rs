@@ -3,7 +3,7 @@
 
 use std::cell::RefCell;
 
-use slat::{Entry, Format, Hpa, Level, Npt};
+use slat::{Format, Hpa, Level, Npt, Pte};
 
 type Hook = Box<dyn FnOnce()>;
 
@@ -60,12 +60,12 @@ unsafe impl Format for Hooked {
     const TABLE_ENTRIES: usize = Npt::TABLE_ENTRIES;
     const BREAK_BEFORE_MAKE: bool = false;
 
-    fn is_leaf(entry: Entry, level: Level) -> bool {
+    fn is_leaf(entry: Pte, level: Level) -> bool {
         look(level);
         Npt::is_leaf(entry, level)
     }
 
-    fn address(entry: Entry, level: Level) -> Hpa {
+    fn address(entry: Pte, level: Level) -> Hpa {
         look(level);
         Npt::address(entry, level)
     }

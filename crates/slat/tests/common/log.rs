@@ -96,7 +96,7 @@ pub fn write_as_hardware<F: Format>(vm: &Vm<TestHost, F>, gfn: Gfn, found: Trans
     // Kept meanwhile: setting D and logging it is one step for who drains the log.
     let mut log = vm.host().modification_log.lock().unwrap();
     let done = set_accessed_and_dirty(vm, gfn.gpa(), found, Access::Write);
-    if done && found.entry.0 & F::DIRTY == 0 {
+    if done && found.pte.0 & F::DIRTY == 0 {
         log.push(gfn.gpa());
     }
     done

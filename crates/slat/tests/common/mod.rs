@@ -89,15 +89,15 @@ macro_rules! bits_of {
         const HAS_MODIFICATION_LOG: bool = <$format>::HAS_MODIFICATION_LOG;
         const NEEDS_LOCAL_FLUSH: bool = <$format>::NEEDS_LOCAL_FLUSH;
 
-        fn is_present(entry: slat::Entry) -> bool {
+        fn is_present(entry: slat::Pte) -> bool {
             <$format>::is_present(entry)
         }
 
-        fn leaf(pfn: slat::Pfn, level: slat::Level) -> slat::Entry {
+        fn leaf(pfn: slat::Pfn, level: slat::Level) -> slat::Pte {
             <$format>::leaf(pfn, level)
         }
 
-        fn table(table: slat::Hpa) -> slat::Entry {
+        fn table(table: slat::Hpa) -> slat::Pte {
             <$format>::table(table)
         }
     };

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::{Access, Entry, Format, Gfn, Gpa, Host, Hpa, Level, Pfn, Vm};
+use slat::{Access, Format, Gfn, Gpa, Host, Hpa, Level, Pfn, Pte, Vm};
 
 use super::{POISON, TestHost, hooked};
 
@@ -13,16 +13,16 @@ pub struct Translation {
     pub pfn: Pfn,
     pub level: Level,
     pub writable: bool,
-    pub entry: Entry,
+    pub pte: Pte,
 }
 
 /// The lowest entry for `gfn`: where it is, what it holds, its level.
-pub fn walk<F: Format>(host: &TestHost, root: Hpa, gfn: Gfn) -> (*mut u64, Entry, Level) {
+pub fn walk<F: Format>(host: &TestHost, root: Hpa, gfn: Gfn) -> (*mut u64, Pte, Level) {
     walk_with::<F>(host, root, gfn, |_| ())
 }
 
 /// [`walk`] that shows each table entry on the way.
-fn walk_with<F: Format>(host: &TestHost, root: Hpa, gfn: Gfn, through: impl FnMut(Entry)) -> (*mut u64, Entry, Level) {
+fn walk_with<F: Format>(host: &TestHost, root: Hpa, gfn: Gfn, through: impl FnMut(Pte)) -> (*mut u64, Pte, Level) {
     hooked::without_looks(|| walk_quietly::<F>(host, root, gfn, through))
 }
 
@@ -30,8 +30,8 @@ fn walk_quietly<F: Format>(
     host: &TestHost,
     root: Hpa,
     gfn: Gfn,
-    mut through: impl FnMut(Entry),
-) -> (*mut u64, Entry, Level) {
+    mut through: impl FnMut(Pte),
+) -> (*mut u64, Pte, Level) {
     let (mut table, mut level) = (root, F::ROOT_LEVEL);
     loop {
         let nr_entries = if level == F::ROOT_LEVEL { F::ROOT_ENTRIES } else { F::TABLE_ENTRIES };
@@ -39,7 +39,7 @@ fn walk_quietly<F: Format>(
         // SAFETY: inside a live table.
         let cell = unsafe { host.table_ptr(table).cast::<u64>().add(index) };
         // SAFETY: as above; atomic, because others may write.
-        let entry = Entry(unsafe { AtomicU64::from_ptr(cell) }.load(Ordering::SeqCst));
+        let entry = Pte(unsafe { AtomicU64::from_ptr(cell) }.load(Ordering::SeqCst));
         assert_ne!(entry.0, POISON, "a walk for {gfn} in a table that was freed");
         if !F::is_present(entry) || F::is_leaf(entry, level) {
             return (cell, entry, level);
@@ -77,7 +77,7 @@ pub fn translate<F: Format>(vm: &Vm<TestHost, F>, gpa: Gpa) -> Option<Translatio
         pfn: Pfn(hooked::without_looks(|| F::address(entry, level)).pfn().0 + gpa.gfn().0 % level.nr_pages()),
         level,
         writable: writable && entry.0 & F::WRITABLE == F::WRITABLE,
-        entry,
+        pte: entry,
     })
 }
 
@@ -85,7 +85,7 @@ pub fn translate<F: Format>(vm: &Vm<TestHost, F>, gpa: Gpa) -> Option<Translatio
 /// whether the leaf was still there and allowed it. For who keeps its table from being freed.
 pub fn set_accessed_and_dirty<F: Format>(vm: &Vm<TestHost, F>, gpa: Gpa, found: Translation, access: Access) -> bool {
     let (cell, entry, level) = walk::<F>(vm.host(), vm.root(), gpa.gfn());
-    if entry != found.entry || level != found.level || (access == Access::Write && !found.writable) {
+    if entry != found.pte || level != found.level || (access == Access::Write && !found.writable) {
         return false;
     }
     let bits = F::ACCESSED | if access == Access::Write && F::HAS_DIRTY_BIT { F::DIRTY } else { 0 };

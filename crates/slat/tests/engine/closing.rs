@@ -32,9 +32,9 @@ fn opens_one<F: Format>(locking: Locking) {
     write_all(&mut vcpu, 0, MANY);
     vm.set_user_memory_region(change(0, LOG, 0, 2 * MIB)).unwrap();
     for round in 1..=3 {
-        assert_eq!((vm.stats().tables_closed, may_be_written(&vm, 0, MANY)), (round, 0));
+        assert_eq!((vm.stats().tables_protected, may_be_written(&vm, 0, MANY)), (round, 0));
         write_all(&mut vcpu, 7 * PAGE_SIZE, 1);
-        assert_eq!((vm.stats().tables_opened, may_be_written(&vm, 0, MANY)), (round, 1), "page 7, and no other");
+        assert_eq!((vm.stats().tables_unprotected, may_be_written(&vm, 0, MANY)), (round, 1), "page 7, and no other");
         write_all(&mut vcpu, 0, MANY);
         assert_eq!(vm.get_dirty_log(0, &mut [0; 8]), Ok(MANY));
     }
@@ -54,7 +54,7 @@ fn shared<F: Format>(locking: Locking) {
     }
     vm.set_user_memory_region(change(0, LOG, 0, 3 * MIB)).unwrap();
     for round in 1..=2 {
-        assert_eq!(vm.stats().tables_closed, round, "of the whole block");
+        assert_eq!(vm.stats().tables_protected, round, "of the whole block");
         assert_eq!(may_be_written(&vm, 3 * MIB, MANY), MANY, "the neighbour does not notice");
         // What the neighbour does gives nothing back to the slot that logs.
         write_all(&mut vcpu, 3 * MIB, 1);

@@ -120,7 +120,7 @@ impl<F: Format> World<F> {
     /// What a CPU does that has found a writable translation.
     fn write_through(&self, gpa: Gpa, found: Translation) -> bool {
         // One that has D cached looks no further. Where CPUs set no D, all are like that.
-        let is_dirty = self.config.access_tracking == AccessTracking::Faults || found.entry.0 & F::DIRTY == F::DIRTY;
+        let is_dirty = self.config.access_tracking == AccessTracking::Faults || found.pte.0 & F::DIRTY == F::DIRTY;
         if !is_dirty && !write_as_hardware(&self.vm, gpa.gfn(), found) {
             return false;
         }
@@ -195,7 +195,7 @@ impl<F: Format> World<F> {
         for page in 0..=self.nr_pages {
             let Some(found) = at(page) else { continue };
             // Writes fault, or set a bit that is clear.
-            let sets_bit = found.level == Level::L4K && found.entry.0 & F::DIRTY == 0;
+            let sets_bit = found.level == Level::L4K && found.pte.0 & F::DIRTY == 0;
             let by_bits = !matches!(self.config.dirty_tracking, slat::DirtyTracking::WriteProtect(_));
             assert!(
                 !found.writable || (by_bits && sets_bit),

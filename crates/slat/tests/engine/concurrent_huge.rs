@@ -211,7 +211,7 @@ impl<F: Format> World<F> {
             return !sets_bits || set_accessed_and_dirty(&self.vm, gfn.gpa(), found, access);
         }
         // A CPU that has D cached looks no further.
-        if sets_bits && found.entry.0 & F::DIRTY == 0 && !write_as_hardware(&self.vm, gfn, found) {
+        if sets_bits && found.pte.0 & F::DIRTY == 0 && !write_as_hardware(&self.vm, gfn, found) {
             return false;
         }
         // Looked at once more: the access is not over, so whoever takes the frame back has not returned from the flush.

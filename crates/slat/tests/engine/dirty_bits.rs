@@ -21,7 +21,7 @@ fn by_dirty_bits<F: Format>(config: Config) -> impl Iterator<Item = Config> {
 
 /// D and "was dirty" of the leaf of `page`.
 fn bits<F: Format>(world: &World<F>, slot: Slot, page: u64) -> (bool, bool) {
-    let entry = world.at(slot.gfn(page)).unwrap().entry;
+    let entry = world.at(slot.gfn(page)).unwrap().pte;
     (entry.0 & F::DIRTY != 0, entry.0 & F::WAS_DIRTY != 0)
 }
 
@@ -60,7 +60,7 @@ fn once<F: Format>(config: Config) {
                 assert_eq!(world.take(SLOT), [0; 0]);
                 assert_eq!(world.take_flushes().len(), 0);
             }
-            assert_eq!((world.vm.stats().tables_closed, world.vm.stats().writes_restored), (0, 0));
+            assert_eq!((world.vm.stats().tables_protected, world.vm.stats().writes_restored), (0, 0));
             world.finish(&[SLOT]);
         }
     }

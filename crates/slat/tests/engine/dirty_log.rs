@@ -191,7 +191,7 @@ fn initially_set<F: Format>(config: Config) {
         world.set_flags(slot, LOG);
         assert_eq!(world.entries(slot), entries);
         let stats = world.vm.stats();
-        assert_eq!((world.take_flushes().len(), stats.protected, stats.tables_closed), (0, 0, 0));
+        assert_eq!((world.take_flushes().len(), stats.protected, stats.tables_protected), (0, 0, 0));
         let mut bitmap = [0; 10];
         assert_eq!(world.vm.get_dirty_log(1, &mut bitmap), Ok(612));
         assert!(bitmap[..9].iter().all(|word| *word == u64::MAX));
@@ -276,7 +276,8 @@ fn marks<F: Format>(config: Config) {
 fn seen<F: Format>(world: &World<F>, slot: Slot) -> (Vec<u64>, Vec<Option<crate::common::Translation>>, [u64; 5]) {
     let marked = (0..slot.nr_pages).filter(|page| world.vm.is_marked_dirty(slot.id, *page) == Ok(true)).collect();
     let stats = world.vm.stats();
-    let counters = [stats.flushes, stats.protected, stats.tables_closed, stats.tables_opened, stats.live_tables()];
+    let counters =
+        [stats.flushes, stats.protected, stats.tables_protected, stats.tables_unprotected, stats.live_tables()];
     (marked, world.entries(slot), counters)
 }
 

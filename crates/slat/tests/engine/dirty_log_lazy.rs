@@ -17,7 +17,7 @@ const SLOT: Slot = Slot::new(1, 512, 3 * 512);
 /// Tables closed and opened, and leaves protected one by one, since this was last asked with the same `before`.
 fn since<F: Format>(world: &World<F>, before: &mut [u64; 3]) -> [u64; 3] {
     let stats = world.vm.stats();
-    let now = [stats.tables_closed, stats.tables_opened, stats.protected];
+    let now = [stats.tables_protected, stats.tables_unprotected, stats.protected];
     let since = [0, 1, 2].map(|index| now[index] - before[index]);
     *before = now;
     since
@@ -29,13 +29,13 @@ fn closed<F: Format>(config: Config) -> World<F> {
     world.create(SLOT, LOG);
     world.write_all(SLOT, 0..SLOT.nr_pages);
     assert_eq!(world.take(SLOT).len() as u64, SLOT.nr_pages);
-    assert_eq!(world.vm.stats().tables_closed, 3);
+    assert_eq!(world.vm.stats().tables_protected, 3);
     world
 }
 
 /// Whether the leaf of `page` itself has the right to write, whatever is above.
 fn leaf_has_write<F: Format>(world: &World<F>, slot: Slot, page: u64) -> bool {
-    world.at(slot.gfn(page)).is_some_and(|found| found.entry.0 & F::WRITABLE == F::WRITABLE)
+    world.at(slot.gfn(page)).is_some_and(|found| found.pte.0 & F::WRITABLE == F::WRITABLE)
 }
 
 fn query_says_writable<F: Format>(world: &World<F>, gfn: Gfn) -> Option<bool> {
@@ -132,7 +132,7 @@ fn neighbour<F: Format>(config: Config) {
         world.write_all(left, 0..200);
         world.write_all(right, 0..312);
         assert_eq!(world.take(left).len(), 200);
-        assert_eq!(world.vm.stats().tables_closed, 0);
+        assert_eq!(world.vm.stats().tables_protected, 0);
         assert!((0..200).all(|page| !world.is_writable(left, page)));
         assert_eq!(world.write_all(right, 0..312), 0, "the neighbour's pages fault");
         if other_flags == LOG {
@@ -189,12 +189,12 @@ fn unmapped<F: Format>(config: Config) {
     world.create(SLOT, LOG);
     world.write_all(SLOT, 0..100);
     assert_eq!(world.take(SLOT).len(), 100);
-    assert_eq!(world.vm.stats().tables_closed, 1);
+    assert_eq!(world.vm.stats().tables_protected, 1);
     // For reading: it stays closed.
     assert_eq!(world.read(SLOT, 200), 1);
-    assert_eq!((world.vm.stats().tables_opened, world.is_writable(SLOT, 200)), (0, false));
+    assert_eq!((world.vm.stats().tables_unprotected, world.is_writable(SLOT, 200)), (0, false));
     assert_eq!(world.write(SLOT, 300), 1);
-    assert_eq!(world.vm.stats().tables_opened, 1);
+    assert_eq!(world.vm.stats().tables_unprotected, 1);
     assert!((0..512).all(|page| world.is_writable(SLOT, page) == (page == 300)));
     assert_eq!(world.write(SLOT, 200), 1);
     assert_eq!(world.take(SLOT), [200, 300]);
@@ -223,7 +223,7 @@ fn prefault<F: Format>(config: Config) {
                         assert_eq!(done, Ok(size_bytes));
                     }
                     let is_write = access == Access::Write;
-                    assert_eq!(world.vm.stats().tables_opened > 0, is_write);
+                    assert_eq!(world.vm.stats().tables_unprotected > 0, is_write);
                     for page in 0..SLOT.nr_pages {
                         let expected = is_write && pages.contains(&page);
                         assert_eq!(world.is_writable(SLOT, page), expected, "page {page} after {access:?}");
@@ -248,7 +248,7 @@ fn tracked<F: Format>(config: Config) {
             assert_eq!(world.vm.age_range(some), Ok(10));
         }
         assert_eq!(world.take(SLOT).len(), 512);
-        assert_eq!(world.vm.stats().tables_closed, 1);
+        assert_eq!(world.vm.stats().tables_protected, 1);
         if !age_first {
             assert_eq!(world.vm.age_range(some), Ok(10));
         }
@@ -256,10 +256,10 @@ fn tracked<F: Format>(config: Config) {
         assert_eq!(query_says_writable(&world, SLOT.gfn(100)), Some(false));
         // A read gives it back for reading, and the entry stays closed.
         assert_eq!((world.read(SLOT, 100), world.is_writable(SLOT, 100)), (1, false));
-        assert_eq!(world.vm.stats().tables_opened, 0);
+        assert_eq!(world.vm.stats().tables_unprotected, 0);
         // A write of a tracked leaf opens it; the other tracked ones stay so.
         assert_eq!(world.write(SLOT, 101), 1);
-        assert_eq!(world.vm.stats().tables_opened, 1);
+        assert_eq!(world.vm.stats().tables_unprotected, 1);
         assert!((0..512).all(|page| world.is_writable(SLOT, page) == (page == 101)));
         assert_eq!(world.vm.test_age_range(some), Ok(2));
         assert_eq!(world.write(SLOT, 102), 1);
@@ -281,7 +281,7 @@ fn ended<F: Format>(config: Config) {
         assert_eq!(world.write(SLOT, 700), 1);
         assert_eq!(world.write_all(SLOT, (512..1024).filter(|page| *page != 601)), 0);
         assert_eq!(world.write(SLOT, 601), 1);
-        assert_eq!(world.vm.stats().tables_opened, 1);
+        assert_eq!(world.vm.stats().tables_unprotected, 1);
         // Logging begins anew, over tables of both kinds.
         world.set_flags(SLOT, LOG);
         let initially = if manual_protect == ManualProtect::InitiallySet { SLOT.nr_pages } else { 0 };
@@ -351,7 +351,7 @@ fn part_taken<F: Format>(config: Config) {
     world.write_all(SLOT, 0..512);
     // One word, and the table is closed above the others, too: their marks stay.
     assert_eq!(world.get_range(SLOT, 64, 64).len(), 64);
-    assert_eq!(world.vm.stats().tables_closed, 1);
+    assert_eq!(world.vm.stats().tables_protected, 1);
     world.write_all(SLOT, [64, 200]);
     assert_eq!(world.get_range(SLOT, 64, 64), [64]);
     assert_eq!(world.get(SLOT), (0..64).chain(128..512).collect::<Vec<_>>());
@@ -364,16 +364,16 @@ fn part_taken<F: Format>(config: Config) {
 each_config!(a_closed_table_that_is_closed_again_and_again_stays_exact, generations,);
 fn generations<F: Format>(config: Config) {
     let mut world = closed::<F>(config);
-    let closings = world.vm.stats().tables_closed;
+    let closings = world.vm.stats().tables_protected;
     // More often than there are generations, twice.
     let rounds = 2 * 2048 + 100;
     for _ in 0..rounds {
         world.vm.mark_dirty(SLOT.id, 512, 33).unwrap();
         assert_eq!(world.take(SLOT).len(), 33);
     }
-    assert_eq!(world.vm.stats().tables_closed - closings, rounds, "nobody is in the way of a renewal");
+    assert_eq!(world.vm.stats().tables_protected - closings, rounds, "nobody is in the way of a renewal");
     assert_eq!(world.write(SLOT, 600), 1);
-    assert_eq!((world.vm.stats().tables_opened, world.take(SLOT)), (1, vec![600]));
+    assert_eq!((world.vm.stats().tables_unprotected, world.take(SLOT)), (1, vec![600]));
     world.finish(&[SLOT]);
 }
 
@@ -382,7 +382,7 @@ fn long_section<F: Format>(config: Config) {
     let mut world = closed::<F>(config);
     let vm = std::sync::Arc::clone(&world.vm);
     let reader = vm.read_tables().unwrap();
-    let closings = vm.stats().tables_closed;
+    let closings = vm.stats().tables_protected;
     let mut all_closed = true;
     for round in 0..1500 {
         let pages = [round % 512, 512 + round % 479];
@@ -393,10 +393,10 @@ fn long_section<F: Format>(config: Config) {
         expected.dedup();
         assert_eq!(world.take(SLOT), expected, "round {round}");
         assert!(pages.iter().all(|page| !world.is_writable(SLOT, *page)));
-        all_closed &= vm.stats().tables_closed - closings == round + 1;
+        all_closed &= vm.stats().tables_protected - closings == round + 1;
     }
     // 2048 generations must not come round while a fault may be on its way.
-    let nr_closed = vm.stats().tables_closed - closings;
+    let nr_closed = vm.stats().tables_protected - closings;
     assert!(!all_closed && nr_closed < 2 * 512 + 100, "{nr_closed}");
     drop(reader);
     // The window opens again.
@@ -404,7 +404,7 @@ fn long_section<F: Format>(config: Config) {
         vm.mark_dirty(SLOT.id, 512, 33).unwrap();
         world.take(SLOT);
     }
-    assert!(vm.stats().tables_closed - closings > nr_closed);
+    assert!(vm.stats().tables_protected - closings > nr_closed);
     drop(vm);
     world.finish(&[SLOT]);
 }
@@ -434,9 +434,9 @@ fn outlives<F: Format>(config: Config) {
         for slot in [left, right] {
             (0..100).for_each(|page| assert_eq!(world.read(slot, page), 1));
         }
-        let opened = vm.stats().tables_opened;
+        let opened = vm.stats().tables_unprotected;
         world.write(if first_writer_logs { left } else { right }, 7);
-        assert_eq!(vm.stats().tables_opened - opened, 1, "the table was closed");
+        assert_eq!(vm.stats().tables_unprotected - opened, 1, "the table was closed");
         world.write_all(left, [8, 150]);
         world.write_all(right, [8, 150]);
         assert!((0..200).all(|page| {
@@ -480,7 +480,7 @@ fn never_closed<F: Format>() {
         let counts = since(&world, &mut before);
         // 3 tables when it began to log, and twice what was written.
         assert_eq!(counts, [0, 0, SLOT.nr_pages + 2 * 600]);
-        let leaves: Vec<_> = world.entries(SLOT).into_iter().map(|found| found.unwrap().entry).collect();
+        let leaves: Vec<_> = world.entries(SLOT).into_iter().map(|found| found.unwrap().pte).collect();
         world.finish(&[SLOT]);
         (counts, leaves)
     });

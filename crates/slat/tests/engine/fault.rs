@@ -5,8 +5,8 @@ use std::sync::atomic::Ordering;
 
 use crate::common::{Frame, GIB, MIB, TestHost, Translation, Writes, change, region, translate, vm};
 use slat::{
-    Access, Entry, Ept, Error, Exit, Format, Gfn, GfnRange, Gpa, Level, Locking, MemoryRegionFlags, Npt, Outcome,
-    PageSize, Pfn, Stage2, Sv39x4, Sv48x4, Vm,
+    Access, Ept, Error, Exit, Format, Gfn, GfnRange, Gpa, Level, Locking, MemoryRegionFlags, Npt, Outcome, PageSize,
+    Pfn, Pte, Stage2, Sv39x4, Sv48x4, Vm,
 };
 
 /// Runs a test for each format and locking.
@@ -33,13 +33,13 @@ fn maps<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     assert_eq!(vcpu.handle_fault(Gpa(0x11008), Access::Read), Ok(Outcome::Resume));
     let mapped = translate(&vm, Gpa(0x11000)).unwrap();
     assert_eq!((mapped.pfn, mapped.level, mapped.writable), (Pfn(0x778), Level::L4K, true));
-    assert_ne!(mapped.entry.0 & F::ACCESSED, 0);
+    assert_ne!(mapped.pte.0 & F::ACCESSED, 0);
     // It may be written; where CPUs set no D, that counts as written.
-    assert_eq!(mapped.entry.0 & F::DIRTY == 0, F::HAS_DIRTY_BIT);
+    assert_eq!(mapped.pte.0 & F::DIRTY == 0, F::HAS_DIRTY_BIT);
     assert_eq!(translate(&vm, Gpa(0x10000)), None);
     // Again: spurious, and the frame stays. Now it is written.
     assert_eq!(vcpu.handle_fault(Gpa(0x11008), Access::Write), Ok(Outcome::Resume));
-    let written = Translation { entry: Entry(mapped.entry.0 | F::DIRTY), ..mapped };
+    let written = Translation { pte: Pte(mapped.pte.0 | F::DIRTY), ..mapped };
     assert_eq!(translate(&vm, Gpa(0x11000)), Some(written));
     let stats = vm.stats();
     let nr_tables = u64::from(F::ROOT_LEVEL.0);
@@ -188,7 +188,7 @@ fn logging<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     assert_eq!((small.level, small.writable, small.pfn), (Level::L4K, true, Pfn(GIB / 4096 + 0x12345)));
     let neighbour = translate(&vm, Gpa(0x12346000)).unwrap();
     assert_eq!((neighbour.level, neighbour.writable, neighbour.pfn), (Level::L4K, false, Pfn(GIB / 4096 + 0x12346)));
-    assert_eq!(neighbour.entry.0 & (F::ACCESSED | F::DIRTY), huge.entry.0 & (F::ACCESSED | F::DIRTY));
+    assert_eq!(neighbour.pte.0 & (F::ACCESSED | F::DIRTY), huge.pte.0 & (F::ACCESSED | F::DIRTY));
     assert_eq!(vm.stats().splits, 2);
     let nr_breaks = if F::BREAK_BEFORE_MAKE { 2 } else { 0 };
     assert_eq!(vm.get_dirty_log(0, &mut bitmap), Ok(1));
@@ -221,11 +221,11 @@ fn hardware_bits<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     #[allow(unsafe_code)]
     // SAFETY: a live entry, and nobody else is here.
     unsafe {
-        cell.write(before.entry.0 | F::DIRTY)
+        cell.write(before.pte.0 | F::DIRTY)
     };
     vm.set_user_memory_region(change(0, MemoryRegionFlags::LOG_DIRTY_PAGES, 0, MIB)).unwrap();
     let after = translate(&vm, Gpa(0)).unwrap();
-    assert_eq!(after.entry, Entry((before.entry.0 | F::DIRTY) & !F::WRITABLE));
+    assert_eq!(after.pte, Pte((before.pte.0 | F::DIRTY) & !F::WRITABLE));
 }
 
 each!(deleting_and_moving_take_all_away, delete_and_move);

@@ -407,7 +407,7 @@ fn accessed_and_dirty<F: Format>(config: Config) {
     assert_eq!(vm.test_age_range(slot.range()), Ok(BIG + 2));
     assert_eq!(vm.recover_range(GfnRange::new(Gfn(HUGE), 2 * BIG)), Ok(2));
     assert_eq!(vm.test_age_range(slot.range()), Ok(3 * BIG));
-    let dirty = |page: u64| world.at(slot.gfn(page)).unwrap().entry.0 & F::DIRTY != 0;
+    let dirty = |page: u64| world.at(slot.gfn(page)).unwrap().pte.0 & F::DIRTY != 0;
     assert_eq!((dirty(0), dirty(BIG), dirty(2 * BIG)), (!F::HAS_DIRTY_BIT, true, !F::HAS_DIRTY_BIT));
     assert_eq!(vm.recover_range(slot.range()), Ok(1));
     assert_eq!(sizes(&world), (0, 0, 1));

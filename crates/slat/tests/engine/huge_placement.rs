@@ -7,8 +7,8 @@ use crate::common::broken::Broken;
 use crate::common::log::{LOG, NO_FLAGS, Slot, World};
 use crate::common::{MIB, Nodes, region};
 use slat::{
-    Access, Config, Entry, Ept, Error, Format, Gfn, GfnRange, Host, Hpa, HugePageSplitting, Level, Locking, NodeId,
-    Npt, Outcome, PageSize, Stage2, Sv39x4, Sv48x4, TablePlacement,
+    Access, Config, Ept, Error, Format, Gfn, GfnRange, Host, Hpa, HugePageSplitting, Level, Locking, NodeId, Npt,
+    Outcome, PageSize, Pte, Stage2, Sv39x4, Sv48x4, TablePlacement,
 };
 
 const BIG: u64 = 512;
@@ -65,7 +65,7 @@ fn visit<F: Format>(
     let entries = crate::common::entries_of(host, table);
     for entry in entries {
         let Some(gfn) = reader.next() else { return };
-        let entry = Entry(entry);
+        let entry = Pte(entry);
         if F::is_present(entry) && !F::is_leaf(entry, level) {
             visit(world, F::address(entry, level), level.down(), gfn, wanted, found);
         }

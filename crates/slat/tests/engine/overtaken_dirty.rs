@@ -248,7 +248,7 @@ fn run(tracking: DirtyTracking, state: Act, victim: Act, act: Act, nth: u32) -> 
         for page in mapped().chain([UNMAPPED]) {
             let found = translate(&actor.vm, SLOT.gfn(page).gpa()).filter(|found| found.writable);
             let is_seen = |entry: u64| !by_write_protection && entry & Hooked::DIRTY == 0;
-            assert!(found.is_none_or(|found| is_seen(found.entry.0)), "{what}: page {page} may be written unseen");
+            assert!(found.is_none_or(|found| is_seen(found.pte.0)), "{what}: page {page} may be written unseen");
         }
     } else {
         actor.write(OWN);

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::common::trap::trap_vm;
 use crate::common::{GIB, MIB, TestHost, change, each, lazily_splitting, lowest_entry, region, translate, vm};
 use slat::{
-    Access, DirtyTracking, Entry, Error, Exit, Format, Gfn, GfnRange, Gpa, Level, Locking, MemoryRegionFlags, Outcome,
-    PAGE_SIZE, PageSize, Pfn, Sv39x4, Sv48x4, Vm, WriteProtection,
+    Access, DirtyTracking, Error, Exit, Format, Gfn, GfnRange, Gpa, Level, Locking, MemoryRegionFlags, Outcome,
+    PAGE_SIZE, PageSize, Pfn, Pte, Sv39x4, Sv48x4, Vm, WriteProtection,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -65,7 +65,7 @@ fn keeps_bits_of<F: Format>(locking: Locking, protection: WriteProtection, size:
     // Split, for a huge leaf: the parts have them, too.
     assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
     assert!(translate(&vm, Gpa(0)).unwrap().writable);
-    let neighbour = translate(&vm, Gpa(PAGE_SIZE)).map(|found| found.entry.0 & (F::ACCESSED | F::DIRTY));
+    let neighbour = translate(&vm, Gpa(PAGE_SIZE)).map(|found| found.pte.0 & (F::ACCESSED | F::DIRTY));
     assert_eq!(neighbour, (level > Level::L4K).then_some(bits));
 }
 
@@ -269,7 +269,7 @@ fn deleted_under_resolve<F: Format>(locking: Locking) {
     assert_eq!(level, Level::L4K);
     let (cell, _) = lowest_entry::<F>(&vm.host().host, vm.root(), Gfn(3));
     // SAFETY: a live entry.
-    let entry = Entry(unsafe { AtomicU64::from_ptr(cell) }.load(Ordering::SeqCst));
+    let entry = Pte(unsafe { AtomicU64::from_ptr(cell) }.load(Ordering::SeqCst));
     assert_eq!(F::address(entry, level).pfn(), Pfn(0x903), "the frame that was resolved before the deletion");
     vm.reclaim();
     assert!(dropped.load(Ordering::SeqCst));

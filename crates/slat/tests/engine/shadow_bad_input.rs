@@ -419,7 +419,7 @@ fn a_table_that_points_to_itself() {
     for strategy in [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {
         let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         let mut cpu = guest(&vm);
-        // Entry 5 of the top table.
+        // Pte 5 of the top table.
         let own = ROOT << 12 | P | W | U;
         assert_eq!(cpu.vcpu().write_guest_table(Gpa((ROOT << 12) + 40), &own.to_le_bytes()), RESUMED);
         let [top, other] =

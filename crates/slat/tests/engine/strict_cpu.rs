@@ -53,7 +53,7 @@ impl<F: Format> StrictCpu<F> {
         let Some(found) = self.world.at(SLOT.gfn(page)) else { return false };
         let dirty = if access == Access::Write && F::HAS_DIRTY_BIT { F::DIRTY } else { 0 };
         let marks = F::ACCESSED | dirty;
-        (access != Access::Write || found.writable) && (self.sets_marks || found.entry.0 & marks == marks)
+        (access != Access::Write || found.writable) && (self.sets_marks || found.pte.0 & marks == marks)
     }
 
     /// Does `access`. Returns the number of faults.

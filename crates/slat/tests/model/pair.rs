@@ -375,7 +375,7 @@ impl<F: Format> Pair<'_, F> {
     fn compare(&mut self) {
         for &gfn in &self.watched {
             let found = translate(self.vm, Gfn(gfn).gpa()).map(|found| {
-                let has = |bit| found.entry.0 & bit != 0;
+                let has = |bit| found.pte.0 & bit != 0;
                 (found.pfn.0, found.level, found.writable, [F::ACCESSED, F::DIRTY, F::WAS_DIRTY].map(has))
             });
             let leaf = self.model.leaf_at(Gfn(gfn)).filter(|(_, leaf)| !leaf.tracked);

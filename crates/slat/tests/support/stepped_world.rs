@@ -9,9 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use slat::sync::{AtomicU32, AtomicU64};
 use slat::{
-    Access, AllocationWait, Config, DirtyTracking, Entry, Exit, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level,
-    Locking, MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode, Vcpu,
-    Vm,
+    Access, AllocationWait, Config, DirtyTracking, Exit, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa, Level, Locking,
+    MemoryRegion, MemoryRegionFlags, Npt, Outcome, PAGE_SIZE, PageSize, Park, Pfn, Pte, Resolved, TableNode, Vcpu, Vm,
 };
 
 /// Tables of four entries, so that unlinking one is a few steps. A level is nine bits of the address all the same: frames
@@ -43,25 +42,25 @@ unsafe impl<const LEVELS: u8, const BREAKS: bool> Format for Tiny<LEVELS, BREAKS
     const NEEDS_LOCAL_FLUSH: bool = false;
     const HAS_MODIFICATION_LOG: bool = true;
 
-    fn is_present(entry: Entry) -> bool {
+    fn is_present(entry: Pte) -> bool {
         // The engine asks this of every entry that it reads, too.
         assert_ne!(entry.0, POISON, "an entry of a table that was freed");
         Npt::is_present(entry)
     }
 
-    fn is_leaf(entry: Entry, level: Level) -> bool {
+    fn is_leaf(entry: Pte, level: Level) -> bool {
         Npt::is_leaf(entry, level)
     }
 
-    fn leaf(pfn: Pfn, level: Level) -> Entry {
+    fn leaf(pfn: Pfn, level: Level) -> Pte {
         Npt::leaf(pfn, level)
     }
 
-    fn table(table: Hpa) -> Entry {
+    fn table(table: Hpa) -> Pte {
         Npt::table(table)
     }
 
-    fn address(entry: Entry, level: Level) -> Hpa {
+    fn address(entry: Pte, level: Level) -> Hpa {
         Npt::address(entry, level)
     }
 }
@@ -401,7 +400,7 @@ pub fn find<H: Host, F: Format>(vm: &Vm<H, F>, gfn: u64) -> Option<Found<'_>> {
         let index = (gfn / level.nr_pages()) as usize % nr_entries;
         // SAFETY: inside a table, whose memory stays until the host goes.
         let cell = unsafe { &*vm.host().table_ptr(table).cast::<AtomicU64>().add(index) };
-        let entry = Entry(cell.load(Ordering::SeqCst));
+        let entry = Pte(cell.load(Ordering::SeqCst));
         if !F::is_present(entry) {
             return None;
         }

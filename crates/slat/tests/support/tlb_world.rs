@@ -17,9 +17,9 @@ use std::sync::{Arc, Mutex, Weak};
 
 use slat::sync::{AtomicU32, AtomicU64};
 use slat::{
-    Access, AccessTracking, AllocationWait, Config, DirtyTracking, Entry, Error, Format, Gfn, GfnRange, Gone, Gpa,
-    Host, Hpa, HugePageLogging, HugePageSplitting, Level, ManualProtect, MemoryRegion, MemoryRegionFlags, Outcome,
-    PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode, Vcpu, Vm, WriteProtection, ZappedLeaf,
+    Access, AccessTracking, AllocationWait, Config, DirtyTracking, Error, Format, Gfn, GfnRange, Gone, Gpa, Host, Hpa,
+    HugePageLogging, HugePageSplitting, Level, ManualProtect, MemoryRegion, MemoryRegionFlags, Outcome, PAGE_SIZE,
+    PageSize, Park, Pfn, Pte, Resolved, TableNode, Vcpu, Vm, WriteProtection, ZappedLeaf,
 };
 
 use crate::Shape;
@@ -549,7 +549,7 @@ impl Guest {
             let index = (gfn / level.nr_pages()) as usize % nr_entries;
             // SAFETY: inside a table, whose memory stays until the host goes.
             let cell = unsafe { &*host.table_ptr(table).cast::<AtomicU64>().add(index) };
-            let entry = Entry(cell.load(Ordering::SeqCst));
+            let entry = Pte(cell.load(Ordering::SeqCst));
             if !Shape::is_present(entry) {
                 return None;
             }

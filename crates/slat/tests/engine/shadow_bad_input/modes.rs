@@ -220,7 +220,7 @@ fn marks_of_two_levels_change_addresses_of_wide_entries() {
         let slot = second_slot(MemoryRegionFlags::empty(), 0x50, 8);
         vm.set_user_memory_region(slat::MemoryRegion { guest_phys_addr: Gpa(high), ..slot }).unwrap();
         let (mut long, mut narrow) = (Cpu::new(&vm), Cpu::new(&vm));
-        // Entry 1 of this page directory leads to the first page above 4 GiB; its upper half maps page 0.
+        // Pte 1 of this page directory leads to the first page above 4 GiB; its upper half maps page 0.
         let (directory, va) = (0x32, 1 << 21);
         map(&vm, 0x30, 4, 0, 0, 0);
         vm.host().store(directory, 1, high | P | W | U);

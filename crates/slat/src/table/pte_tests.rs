@@ -8,11 +8,11 @@ use crate::format::{Ept, Npt, Stage2, Sv39x4, Sv48x4};
 const CACHE_BITS: core::ops::RangeInclusive<u32> = 44..=52;
 
 /// No bit that says leaf or present, and an address in the upper half of what any cache tells apart.
-fn assert_out_of_reach<F: Format>(entry: Entry) {
-    assert!(!F::is_present(entry), "{}: {entry:?} is present", F::NAME);
+fn assert_out_of_reach<F: Format>(pte: Pte) {
+    assert!(!F::is_present(pte), "{}: {pte:?} is present", F::NAME);
     for bits in CACHE_BITS {
-        let address = entry.0 & ADDRESS & ((1 << bits) - 1);
-        assert!(address >= 1 << (bits - 1), "{}: {entry:?} has address {address:#x} for {bits} bits", F::NAME);
+        let address = pte.0 & ADDRESS & ((1 << bits) - 1);
+        assert!(address >= 1 << (bits - 1), "{}: {pte:?} has address {address:#x} for {bits} bits", F::NAME);
     }
 }
 
@@ -27,9 +27,9 @@ fn keeps_out_of_reach<F: Format>() {
     }
     for table in ADDRESSES.map(|address| Hpa(address & ((1 << 43) - 1))) {
         for breaking in [Breaking::Recovery, Breaking::Split] {
-            let entry = broken(table, breaking);
-            assert_eq!((state::<F>(entry, Level::L2M), table_of_broken(entry)), (State::Broken, (table, breaking)));
-            assert_out_of_reach::<F>(entry);
+            let pte = broken(table, breaking);
+            assert_eq!((state::<F>(pte, Level::L2M), table_of_broken(pte)), (State::Broken, (table, breaking)));
+            assert_out_of_reach::<F>(pte);
         }
         let frozen = frozen_as_was::<F>(F::table(table), Level::L2M);
         assert_eq!(before_freezing::<F>(frozen, Level::L2M), Frozen::Table(table));
@@ -39,41 +39,41 @@ fn keeps_out_of_reach<F: Format>() {
         assert_eq!(before_freezing::<F>(link, Level::L4K), Frozen::Nothing, "links look like nothing");
         assert_out_of_reach::<F>(link);
     }
-    let cell = AtomicU64::new(empty(Stamp::FIRST).0);
-    let entry = EntryRef::new(&cell, Level::L2M);
-    entry.freeze();
-    assert_eq!(before_freezing::<F>(entry.load(), Level::L2M), Frozen::Nothing);
-    assert_out_of_reach::<F>(entry.load());
-    assert_out_of_reach::<F>(frozen_as_was::<F>(empty(Stamp::FIRST), Level::L2M));
+    let cell = AtomicU64::new(empty(InvalidationSeq::FIRST).0);
+    let pte = PteRef::new(&cell, Level::L2M);
+    pte.freeze();
+    assert_eq!(before_freezing::<F>(pte.load(), Level::L2M), Frozen::Nothing);
+    assert_out_of_reach::<F>(pte.load());
+    assert_out_of_reach::<F>(frozen_as_was::<F>(empty(InvalidationSeq::FIRST), Level::L2M));
     let mut before = None;
     for number in [0, 1, 2, 4, 4094, 4095, 4096, 4097, 4098, 1 << 20, (1 << 32) + 6, (1 << 43) - 2, (1 << 43) - 1] {
-        let stamp = Stamp::from_number(number);
-        assert_eq!((stamp.number(), state::<F>(empty(stamp), Level::L4K)), (number, State::Empty(stamp)));
-        assert_out_of_reach::<F>(empty(stamp));
-        assert!(before < Some(stamp), "stamps are in the order of their numbers");
-        before = Some(stamp);
-        assert_eq!(stamp.unflushed().number(), number | 1);
-        assert_eq!((stamp.flushed().number(), stamp.is_unflushed()), (number & !1, number % 2 == 1));
+        let seq = InvalidationSeq::from_number(number);
+        assert_eq!((seq.number(), state::<F>(empty(seq), Level::L4K)), (number, State::Empty(seq)));
+        assert_out_of_reach::<F>(empty(seq));
+        assert!(before < Some(seq), "stamps are in the order of their numbers");
+        before = Some(seq);
+        assert_eq!(seq.unflushed().number(), number | 1);
+        assert_eq!((seq.flushed().number(), seq.is_unflushed()), (number & !1, number % 2 == 1));
         let tag = frozen_number(number);
         assert_eq!((state::<F>(tag, Level::L4K), number_of(tag)), (State::Frozen, number));
         assert_eq!(before_freezing::<F>(tag, Level::L4K), Frozen::Nothing);
         assert_out_of_reach::<F>(tag);
     }
-    assert_eq!(Stamp::FIRST, Stamp::from_number(0));
+    assert_eq!(InvalidationSeq::FIRST, InvalidationSeq::from_number(0));
     // All numbers come back, also those that are too large to be kept out of reach.
     let last = (1 << 52) - 1;
-    assert_eq!((Stamp::from_number(last).number(), number_of(frozen_number(last))), (last, last));
+    assert_eq!((InvalidationSeq::from_number(last).number(), number_of(frozen_number(last))), (last, last));
 }
 
 /// A tracked leaf of `level` at `address`, and a leaf that was frozen.
 fn keeps_address_out_of_reach<F: Format>(address: Hpa, level: Level) {
     for attributes in [0, F::HOST_WRITABLE, F::DIRTY, F::HOST_WRITABLE | F::DIRTY] {
-        let leaf = Entry(F::leaf(address.pfn(), level).0 | attributes);
+        let leaf = Pte(F::leaf(address.pfn(), level).0 | attributes);
         let kept = tracked::<F>(leaf, level);
         assert_eq!((state::<F>(kept, level), untracked::<F>(kept, level)), (State::Tracked, leaf));
         assert_eq!(frame::<F>(kept, level), address.pfn());
         assert_out_of_reach::<F>(kept);
-        for leaf in [leaf, Entry(leaf.0 | F::ACCESSED), kept] {
+        for leaf in [leaf, Pte(leaf.0 | F::ACCESSED), kept] {
             let frozen = frozen_as_was::<F>(leaf, level);
             assert_eq!(before_freezing::<F>(frozen, level), Frozen::Leaf(leaf));
             assert_eq!(frame_before_freezing(frozen), Some(address.pfn()));

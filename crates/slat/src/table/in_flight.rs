@@ -1,6 +1,6 @@
 //! The ranges in flight: those that are being invalidated at this moment, for the host
 //! ([`Vm::invalidate_range`]) or with a memslot that changes. To publish one is step 1 of
-//! [`stamp`](super::stamp).
+//! [`invalidation_seq`](super::invalidation_seq).
 //!
 //! # Guarantees
 //! - No fault installs a leaf that shares a frame with a range in flight.
@@ -9,8 +9,8 @@
 //!   a range waits for no other thread.
 //!
 //! # Use
-//! A change calls [`PublishedRanges::publish`] before it takes its sequence number, and drops the
-//! answer after the host is done. A fault calls [`PublishedRanges::free_level`] between its reads
+//! A change calls [`RangesInFlight::publish`] before it takes its sequence number, and drops the
+//! answer after the host is done. A fault calls [`RangesInFlight::free_level`] between its reads
 //! of the PTE and of the memslots. Inside a range it comes back later.
 //!
 //! # Implementation
@@ -145,29 +145,29 @@ impl Chunk {
 
 /// The ranges in flight of one VM.
 #[derive(Default)]
-pub(crate) struct PublishedRanges {
+pub(crate) struct RangesInFlight {
     first: Chunk,
 }
 
-impl PublishedRanges {
+impl RangesInFlight {
     /// Publishes `range` until the returned value is dropped. Allocates only if more ranges are in
     /// flight than ever before.
-    pub(crate) fn publish(&self, range: GfnRange) -> Result<Published<'_>, Error> {
+    pub(crate) fn publish(&self, range: GfnRange) -> Result<InFlight<'_>, Error> {
         if let Some(place) = self.first.publish(range) {
-            return Ok(Published { ranges: self, chunk: &self.first, place });
+            return Ok(InFlight { ranges: self, chunk: &self.first, place });
         }
         // Release: as for the active bit, a fault that reads the number that is taken next observes
         // this.
         self.first.word.fetch_add(ONE_BEHIND, Ordering::Release);
-        let published = self.publish_behind(range);
-        if published.is_err() {
+        let in_flight = self.publish_behind(range);
+        if in_flight.is_err() {
             self.first.word.fetch_sub(ONE_BEHIND, Ordering::Release);
         }
-        published
+        in_flight
     }
 
     #[cold]
-    fn publish_behind(&self, range: GfnRange) -> Result<Published<'_>, Error> {
+    fn publish_behind(&self, range: GfnRange) -> Result<InFlight<'_>, Error> {
         let mut chunk = &self.first;
         loop {
             chunk = match chunk.next() {
@@ -175,7 +175,7 @@ impl PublishedRanges {
                 None => Self::link_another(chunk)?,
             };
             if let Some(place) = chunk.publish(range) {
-                return Ok(Published { ranges: self, chunk, place });
+                return Ok(InFlight { ranges: self, chunk, place });
             }
         }
     }
@@ -223,7 +223,7 @@ impl PublishedRanges {
         active.is_power_of_two() && !gfn.block(level).overlaps(GfnRange { start, end })
     }
 
-    /// As [`free_level`](PublishedRanges::free_level), where there are ranges.
+    /// As [`free_level`](RangesInFlight::free_level), where there are ranges.
     #[cold]
     fn free_level_beside(&self, word: u64, gfn: Gfn, level: Level) -> Option<Level> {
         let mut free = self.first.free_level(word, gfn, level)?;
@@ -239,7 +239,7 @@ impl PublishedRanges {
     }
 }
 
-impl Drop for PublishedRanges {
+impl Drop for RangesInFlight {
     fn drop(&mut self) {
         let mut next = self.first.next.load(Ordering::Relaxed);
         while !next.is_null() {
@@ -252,13 +252,13 @@ impl Drop for PublishedRanges {
 
 /// A range in flight. Dropping it withdraws the range.
 #[must_use]
-pub(crate) struct Published<'p> {
-    ranges: &'p PublishedRanges,
+pub(crate) struct InFlight<'p> {
+    ranges: &'p RangesInFlight,
     chunk: &'p Chunk,
     place: usize,
 }
 
-impl Drop for Published<'_> {
+impl Drop for InFlight<'_> {
     fn drop(&mut self) {
         // Release: what the host did comes before, for a fault that does not observe the range any
         // more, and for the place's next owner.
@@ -271,9 +271,9 @@ impl Drop for Published<'_> {
 }
 
 #[cfg(all(test, not(any(loom, shuttle))))]
-#[path = "published_tests.rs"]
+#[path = "in_flight_tests.rs"]
 mod tests;
 
 #[cfg(all(test, loom))]
-#[path = "published_loom.rs"]
+#[path = "in_flight_loom.rs"]
 mod loom_tests;

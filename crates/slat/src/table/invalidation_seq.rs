@@ -6,7 +6,7 @@
 //! other.
 //!
 //! A *change* is all that alters what is below a fault: the deletion or the move of a memslot, or
-//! an invalidation for the host. An invalidation sequence number is a [`Stamp`].
+//! an invalidation for the host. An invalidation sequence number is a [`InvalidationSeq`].
 //!
 //! # Use
 //! A change takes the steps below in this order (`second_stage/invalidate.rs`). A fault keeps the
@@ -14,8 +14,8 @@
 //!
 //! # Implementation
 //! A change
-//! 1. publishes its range among the ranges in flight ([`published`](super::published)),
-//! 2. takes the next number ([`StampCounter::next`]),
+//! 1. publishes its range among the ranges in flight ([`in_flight`](super::in_flight)),
+//! 2. takes the next number ([`InvalidationSeqCounter::next`]),
 //! 3. stores that number in every empty PTE of the range, unless a greater one is there, and zaps
 //!    the leaf PTEs,
 //! 4. flushes the TLBs,
@@ -75,33 +75,33 @@
 //! 6. A fault of a neighbour links a page-table page there, and the page inherits S.
 //! 7. F read the ranges in flight before I published. It installs on S what I has zapped.
 
-use super::entry::Stamp;
+use super::pte::InvalidationSeq;
 use crate::sync::{AtomicU64, Ordering};
 
 /// The VM's counter of invalidation sequence numbers.
-pub(crate) struct StampCounter(AtomicU64);
+pub(crate) struct InvalidationSeqCounter(AtomicU64);
 
-impl StampCounter {
-    pub(crate) fn new() -> StampCounter {
-        StampCounter(AtomicU64::new(Stamp::FIRST.number()))
+impl InvalidationSeqCounter {
+    pub(crate) fn new() -> InvalidationSeqCounter {
+        InvalidationSeqCounter(AtomicU64::new(InvalidationSeq::FIRST.number()))
     }
 
     /// Returns a number greater than all before.
-    pub(crate) fn next(&self) -> Stamp {
+    pub(crate) fn next(&self) -> InvalidationSeq {
         // AcqRel: release publishes what the caller did before; acquire observes what earlier
         // callers published.
-        Stamp::from_number(self.0.fetch_add(Stamp::STEP, Ordering::AcqRel) + Stamp::STEP)
+        InvalidationSeq::from_number(self.0.fetch_add(InvalidationSeq::STEP, Ordering::AcqRel) + InvalidationSeq::STEP)
     }
 
     /// Returns the greatest number so far. The caller observes what its taker published before it
     /// took the number, and so for all earlier numbers.
-    pub(crate) fn current(&self) -> Stamp {
+    pub(crate) fn current(&self) -> InvalidationSeq {
         // Acquire: pairs with the release of every `next` so far (they form one release sequence).
         // It precedes the caller's reads of what was published.
-        Stamp::from_number(self.0.load(Ordering::Acquire))
+        InvalidationSeq::from_number(self.0.load(Ordering::Acquire))
     }
 }
 
 #[cfg(all(test, loom))]
-#[path = "stamp_loom.rs"]
+#[path = "invalidation_seq_loom.rs"]
 mod loom_tests;

@@ -9,11 +9,11 @@ use loom::sync::Arc;
 use loom::thread;
 
 use super::*;
-use crate::table::stamp::StampCounter;
+use crate::table::invalidation_seq::InvalidationSeqCounter;
 
 struct World {
-    set: PublishedRanges,
-    stamps: StampCounter,
+    set: RangesInFlight,
+    invalidation_seq: InvalidationSeqCounter,
     /// Whether the host is through with the frame.
     is_moved: UnsafeCell<bool>,
 }
@@ -28,13 +28,13 @@ fn range(start: u64) -> GfnRange {
 /// Runs `invalidate`, which moves the frame of page 1, beside a fault there.
 fn check(invalidate: fn(&World)) {
     loom::model(move || {
-        let (set, stamps) = (PublishedRanges::default(), StampCounter::new());
-        let world = Arc::new(World { set, stamps, is_moved: UnsafeCell::new(false) });
-        let before = world.stamps.current();
+        let (set, invalidation_seq) = (RangesInFlight::default(), InvalidationSeqCounter::new());
+        let world = Arc::new(World { set, invalidation_seq, is_moved: UnsafeCell::new(false) });
+        let before = world.invalidation_seq.current();
         let fault = {
             let world = Arc::clone(&world);
             thread::spawn(move || {
-                let found = world.stamps.current();
+                let found = world.invalidation_seq.current();
                 if world.set.free_level(Gfn(1), Level::L4K).is_some() && found > before {
                     // SAFETY: loom checks that nobody writes meanwhile.
                     assert!(world.is_moved.with(|cell| unsafe { *cell }));
@@ -48,7 +48,7 @@ fn check(invalidate: fn(&World)) {
 }
 
 fn move_frame(world: &World) {
-    world.stamps.next();
+    world.invalidation_seq.next();
     // SAFETY: loom checks that nobody reads meanwhile.
     world.is_moved.with_mut(|cell| unsafe { *cell = true });
 }

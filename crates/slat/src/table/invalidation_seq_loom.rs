@@ -10,12 +10,12 @@ extern crate std;
 use loom::sync::Arc;
 use loom::thread;
 
-use super::StampCounter;
+use super::InvalidationSeqCounter;
 use crate::addr::{Gfn, GfnRange, Level, Pfn};
-use crate::format::{Entry, Format, Npt};
+use crate::format::{Format, Npt, Pte};
 use crate::sync::{AtomicU64, Ordering};
-use crate::table::entry::{self, EntryRef, Stamp, State};
-use crate::table::published::PublishedRanges;
+use crate::table::in_flight::RangesInFlight;
+use crate::table::pte::{self, InvalidationSeq, PteRef, State};
 
 const PREEMPTIONS: usize = 3;
 /// For three threads: with one more, a model takes minutes.
@@ -26,9 +26,9 @@ const PAGE: Gfn = Gfn(5);
 /// A page: its entry, and the frame that the host has for it. No order but that of the protocol: the host's word is read and
 /// written relaxed.
 struct World {
-    stamps: StampCounter,
-    published: PublishedRanges,
-    entry: AtomicU64,
+    invalidation_seq: InvalidationSeqCounter,
+    in_flight: RangesInFlight,
+    pte: AtomicU64,
     /// The frame, and in bit 0 of it whether the guest may write: the host's word.
     host: AtomicU64,
 }
@@ -41,80 +41,80 @@ const fn word(frame: u64, may_write: bool) -> u64 {
 impl World {
     fn new(host: u64) -> World {
         World {
-            stamps: StampCounter::new(),
-            published: PublishedRanges::default(),
-            entry: AtomicU64::new(entry::empty(Stamp::FIRST).0),
+            invalidation_seq: InvalidationSeqCounter::new(),
+            in_flight: RangesInFlight::default(),
+            pte: AtomicU64::new(pte::empty(InvalidationSeq::FIRST).0),
             host: AtomicU64::new(host),
         }
     }
 
-    fn entry(&self) -> EntryRef<'_> {
-        EntryRef::new(&self.entry, Level::L4K)
+    fn pte(&self) -> PteRef<'_> {
+        PteRef::new(&self.pte, Level::L4K)
     }
 
-    fn leaf(host: u64) -> Entry {
+    fn leaf(host: u64) -> Pte {
         let rights = if host & 1 != 0 { Npt::WRITABLE | Npt::HOST_WRITABLE } else { 0 };
-        Entry(Npt::leaf(Pfn(host >> 1), Level::L4K).0 | rights)
+        Pte(Npt::leaf(Pfn(host >> 1), Level::L4K).0 | rights)
     }
 
     /// A fault: look, resolve, install. Gives up where the engine starts over.
     fn fault(&self) {
-        let value = self.entry().load();
-        let State::Empty(seen) = entry::state::<Npt>(value, Level::L4K) else { return };
-        if self.published.free_level(PAGE, Level::L4K).is_none() {
+        let value = self.pte().load();
+        let State::Empty(seen) = pte::state::<Npt>(value, Level::L4K) else { return };
+        if self.in_flight.free_level(PAGE, Level::L4K).is_none() {
             return;
         }
         let resolved = self.host.load(Ordering::Relaxed);
-        let value = self.entry().load();
-        let State::Empty(stamp) = entry::state::<Npt>(value, Level::L4K) else { return };
-        if stamp == seen {
-            let _: Result<(), Entry> = self.entry().compare_exchange::<Npt>(value, World::leaf(resolved));
+        let value = self.pte().load();
+        let State::Empty(seq) = pte::state::<Npt>(value, Level::L4K) else { return };
+        if seq == seen {
+            let _: Result<(), Pte> = self.pte().compare_exchange::<Npt>(value, World::leaf(resolved));
         }
     }
 
     /// As `install_instead` of `vcpu.rs`, for a host that allows to write the frame when it is asked.
     fn upgrade(&self) {
-        let found = self.entry().load();
-        if entry::state::<Npt>(found, Level::L4K) != State::Leaf || entry::is_host_writable::<Npt>(found) {
+        let found = self.pte().load();
+        if pte::state::<Npt>(found, Level::L4K) != State::Leaf || pte::is_host_writable::<Npt>(found) {
             return;
         }
-        let seen = self.stamps.current();
-        if self.published.free_level(PAGE, Level::L4K).is_none() {
+        let seen = self.invalidation_seq.current();
+        if self.in_flight.free_level(PAGE, Level::L4K).is_none() {
             return;
         }
         let resolved = self.host.fetch_or(1, Ordering::Relaxed) | 1;
-        let empty = entry::empty(self.stamps.next());
-        if self.entry().compare_exchange::<Npt>(found, empty).is_err() {
+        let empty = pte::empty(self.invalidation_seq.next());
+        if self.pte().compare_exchange::<Npt>(found, empty).is_err() {
             return;
         }
-        if self.stamps.current().follows(seen) {
-            let _: Result<(), Entry> = self.entry().compare_exchange::<Npt>(empty, World::leaf(resolved));
+        if self.invalidation_seq.current().follows(seen) {
+            let _: Result<(), Pte> = self.pte().compare_exchange::<Npt>(empty, World::leaf(resolved));
         }
     }
 
     /// Takes the page away, and has `change` of the host's word done.
     fn invalidate(&self, range: GfnRange, change: impl FnOnce(&AtomicU64)) {
-        let published = self.published.publish(range).expect("memory for a chunk");
-        let stamp = self.stamps.next();
+        let in_flight = self.in_flight.publish(range).expect("memory for a chunk");
+        let seq = self.invalidation_seq.next();
         loop {
-            let value = self.entry().load();
-            match entry::state::<Npt>(value, Level::L4K) {
-                State::Empty(found) if found >= stamp => break,
-                _ if self.entry().compare_exchange::<Npt>(value, entry::empty(stamp)).is_ok() => break,
+            let value = self.pte().load();
+            match pte::state::<Npt>(value, Level::L4K) {
+                State::Empty(found) if found >= seq => break,
+                _ if self.pte().compare_exchange::<Npt>(value, pte::empty(seq)).is_ok() => break,
                 _ => {}
             }
         }
         change(&self.host);
-        drop(published);
+        drop(in_flight);
     }
 
     /// The leaf, if there is one, is what the host says at the end.
     fn assert_true(&self) {
-        let value = self.entry().load();
-        if entry::state::<Npt>(value, Level::L4K) == State::Leaf {
+        let value = self.pte().load();
+        if pte::state::<Npt>(value, Level::L4K) == State::Leaf {
             let host = self.host.load(Ordering::Relaxed);
-            assert_eq!(entry::frame::<Npt>(value, Level::L4K), Pfn(host >> 1), "a frame that was taken away");
-            assert!(!entry::is_writable::<Npt>(value) || host & 1 != 0, "writable, and the host forbids it");
+            assert_eq!(pte::frame::<Npt>(value, Level::L4K), Pfn(host >> 1), "a frame that was taken away");
+            assert!(!pte::is_writable::<Npt>(value) || host & 1 != 0, "writable, and the host forbids it");
         }
     }
 }

@@ -2,12 +2,12 @@
 //! free things.
 //!
 //! # Guarantees
-//! One thread at a time owns a participant: its owner has a [`Record`], the list of participants
-//! yields [`SharedRecord`] alone. As long as a guard is borrowed, what was reached inside is not
-//! freed; nor is a thing before its [`Protected`] is dropped.
+//! One thread at a time owns a participant: its owner has a [`Participant`], the list of
+//! participants yields [`SharedParticipant`] alone. As long as a guard is borrowed, what was
+//! reached inside is not freed; nor is a thing before its [`Protected`] is dropped.
 //!
 //! # Use
-//! Guards of a participant nest ([`CountedSection`]). The guards of a fault follow one another: a
+//! Guards of a participant nest ([`NestedGuard`]). The guards of a fault follow one another: a
 //! [`FaultPin`] opens them, and only one of them borrows it at a time. A [`HazardPointer`] has room
 //! for one thing: to protect another, the caller drops the first. [`retire`](super::retire) has the
 //! protocol.
@@ -30,7 +30,7 @@ use crate::sync::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 /// The most PTEs, words of bitmaps and pages that one guard visits, so that what is retired behind
 /// it does not wait long. A longer walk leaves its guard and goes on in another. Checked in builds
 /// with debug assertions.
-pub(crate) const MAX_SECTION_STEPS: u64 = 1 << 15;
+pub(crate) const MAX_GUARD_STEPS: u64 = 1 << 15;
 
 /// Announcement of a participant whose owner is in no guard.
 pub(super) const IDLE: u64 = 0;
@@ -38,7 +38,7 @@ pub(super) const IDLE: u64 = 0;
 /// The part of a participant that all threads reach. On lines of its own: the owner writes it at
 /// every fault.
 #[repr(align(128))]
-pub(crate) struct SharedRecord {
+pub(crate) struct SharedParticipant {
     /// Epoch in which the first of the open counted guards began, or [`IDLE`].
     pub(super) announced: AtomicU64,
     /// Epoch in which the open guard of a fault began, or [`IDLE`].
@@ -56,10 +56,10 @@ pub(crate) struct SharedRecord {
 
 // SAFETY: atomics whose first value is zero, a null pointer, and fields that are `Zeroed`
 // themselves.
-unsafe impl Zeroed for SharedRecord {
+unsafe impl Zeroed for SharedParticipant {
     #[cfg(loom)]
-    fn zeroed() -> SharedRecord {
-        SharedRecord {
+    fn zeroed() -> SharedParticipant {
+        SharedParticipant {
             announced: AtomicU64::new(IDLE),
             announced_by_fault: AtomicU64::new(IDLE),
             nr_open: Cell::new(0),
@@ -76,45 +76,45 @@ unsafe impl Zeroed for SharedRecord {
 pub(super) struct Listed {
     pub(super) in_use: AtomicBool,
     /// The participant that was pushed before this one; never changes once this one is pushed.
-    pub(super) next: *const SharedRecord,
+    pub(super) next: *const SharedParticipant,
 }
 
 // SAFETY: all fields but two are atomics. `listed.next` is written before the participant is
-// published, and only read since. `nr_open` is used through a `Record` alone, which is one
+// published, and only read since. `nr_open` is used through a `Participant` alone, which is one
 // thread's.
-unsafe impl Send for SharedRecord {}
+unsafe impl Send for SharedParticipant {}
 // SAFETY: as above.
-unsafe impl Sync for SharedRecord {}
+unsafe impl Sync for SharedParticipant {}
 
-impl SharedRecord {
+impl SharedParticipant {
     /// The participant for the thread that owns it.
     ///
     /// # Safety
     /// The caller has the participant in use, and no other thread has it before the answer is gone.
-    unsafe fn owned(&self) -> &Record {
-        // SAFETY: a `Record` is a `SharedRecord` and nothing else.
+    unsafe fn owned(&self) -> &Participant {
+        // SAFETY: a `Participant` is a `SharedParticipant` and nothing else.
         unsafe { &*ptr::from_ref(self).cast() }
     }
 }
 
 /// A participant as its owner has it. It alone opens guards, so no other thread can end one.
 #[repr(transparent)]
-pub(crate) struct Record {
-    shared: SharedRecord,
+pub(crate) struct Participant {
+    shared: SharedParticipant,
     /// The owner is one thread: this is not `Sync`.
     not_sync: PhantomData<Cell<()>>,
 }
 
-impl Deref for Record {
-    type Target = SharedRecord;
+impl Deref for Participant {
+    type Target = SharedParticipant;
 
     #[inline]
-    fn deref(&self) -> &SharedRecord {
+    fn deref(&self) -> &SharedParticipant {
         &self.shared
     }
 }
 
-impl Record {
+impl Participant {
     /// Whether no counted guard is open.
     #[inline]
     pub(super) fn is_outside(&self) -> bool {
@@ -129,21 +129,21 @@ pub(crate) struct Exclusive<'r> {
 }
 
 /// The right to open the guard of a fault: one at a time, which ends before the next begins.
-pub(crate) struct FaultPin<'r>(&'r Record);
+pub(crate) struct FaultPin<'r>(&'r Participant);
 
 impl FaultPin<'_> {
     pub(crate) fn reborrow(&mut self) -> FaultPin<'_> {
         FaultPin(self.0)
     }
 
-    pub(super) fn record(&self) -> &Record {
+    pub(super) fn participant(&self) -> &Participant {
         self.0
     }
 }
 
 /// The hazard pointer of a participant: it keeps one thing at a time from being freed, without a
 /// guard.
-pub(crate) struct HazardPointer<'r>(&'r Record);
+pub(crate) struct HazardPointer<'r>(&'r Participant);
 
 impl<'r> HazardPointer<'r> {
     pub(crate) fn reborrow(&mut self) -> HazardPointer<'_> {
@@ -160,20 +160,20 @@ impl<'r> HazardPointer<'r> {
         // Release is enough: the end of the guard (a release store) comes after, and a reclaimer
         // that observes that end (acquire) observes this.
         self.0.resolving.store(thing.as_ptr().cast(), Ordering::Release);
-        Protected { thing, record: self.0 }
+        Protected { thing, participant: self.0 }
     }
 }
 
 /// A thing that a hazard pointer keeps from being freed.
 pub(crate) struct Protected<'r, T> {
     thing: NonNull<T>,
-    record: &'r Record,
+    participant: &'r Participant,
 }
 
 impl<'r, T> Protected<'r, T> {
     /// Ends the protection: the hazard pointer has room again.
     pub(crate) fn release(self) -> HazardPointer<'r> {
-        HazardPointer(self.record)
+        HazardPointer(self.participant)
     }
 
     #[inline]
@@ -188,31 +188,31 @@ impl<T> Drop for Protected<'_, T> {
     #[inline]
     fn drop(&mut self) {
         // Release: the uses of the thing precede its free, by a thread that observes this.
-        self.record.resolving.store(ptr::null_mut(), Ordering::Release);
+        self.participant.resolving.store(ptr::null_mut(), Ordering::Release);
     }
 }
 
 /// An open guard. What was reached inside is not freed as long as it is borrowed.
-pub(crate) struct Section<'a> {
-    record: &'a Record,
+pub(crate) struct Guard<'a> {
+    participant: &'a Participant,
     #[cfg(debug_assertions)]
     steps: AtomicU64,
 }
 
-impl<'a> Section<'a> {
+impl<'a> Guard<'a> {
     /// # Safety
     /// An announcement of the participant stands, and stays as long as the guard.
     #[inline]
-    unsafe fn new(record: &'a Record) -> Section<'a> {
-        Section {
-            record,
+    unsafe fn new(participant: &'a Participant) -> Guard<'a> {
+        Guard {
+            participant,
             #[cfg(debug_assertions)]
             steps: AtomicU64::new(0),
         }
     }
 
-    pub(crate) fn record(&self) -> &'a Record {
-        self.record
+    pub(crate) fn participant(&self) -> &'a Participant {
+        self.participant
     }
 
     /// Counts `nr_steps` more PTEs, words or pages that this guard visits.
@@ -222,46 +222,46 @@ impl<'a> Section<'a> {
         {
             // Relaxed: a count.
             let steps = self.steps.fetch_add(nr_steps, Ordering::Relaxed) + nr_steps;
-            assert!(steps <= MAX_SECTION_STEPS, "a section of {steps} steps");
+            assert!(steps <= MAX_GUARD_STEPS, "a guard of {steps} steps");
         }
         #[cfg(not(debug_assertions))]
-        let _ = (nr_steps, MAX_SECTION_STEPS);
+        let _ = (nr_steps, MAX_GUARD_STEPS);
     }
 }
 
 /// A counted guard. Guards of a participant nest, and end in any order: the announcement of the
 /// first stays until the last is over.
 #[must_use]
-pub(crate) struct CountedSection<'a>(Section<'a>);
+pub(crate) struct NestedGuard<'a>(Guard<'a>);
 
-impl<'a> CountedSection<'a> {
+impl<'a> NestedGuard<'a> {
     /// # Safety
     /// The participant's announcement for counted guards stands.
     #[inline]
-    pub(super) unsafe fn new(record: &'a Record) -> CountedSection<'a> {
-        record.nr_open.set(record.nr_open.get() + 1);
+    pub(super) unsafe fn new(participant: &'a Participant) -> NestedGuard<'a> {
+        participant.nr_open.set(participant.nr_open.get() + 1);
         // SAFETY: the announcement stays until the last counted guard is dropped.
-        CountedSection(unsafe { Section::new(record) })
+        NestedGuard(unsafe { Guard::new(participant) })
     }
 }
 
-impl<'a> Deref for CountedSection<'a> {
-    type Target = Section<'a>;
+impl<'a> Deref for NestedGuard<'a> {
+    type Target = Guard<'a>;
 
     #[inline]
-    fn deref(&self) -> &Section<'a> {
+    fn deref(&self) -> &Guard<'a> {
         &self.0
     }
 }
 
-impl Drop for CountedSection<'_> {
+impl Drop for NestedGuard<'_> {
     #[inline]
     fn drop(&mut self) {
-        let record = self.0.record;
-        record.nr_open.set(record.nr_open.get() - 1);
-        if record.nr_open.get() == 0 {
+        let participant = self.0.participant;
+        participant.nr_open.set(participant.nr_open.get() - 1);
+        if participant.nr_open.get() == 0 {
             // Release: all accesses of the guard precede a reclaim that observes its end.
-            record.announced.store(IDLE, Ordering::Release);
+            participant.announced.store(IDLE, Ordering::Release);
         }
     }
 }
@@ -269,110 +269,110 @@ impl Drop for CountedSection<'_> {
 /// The guard of a fault, which has an announcement of its own. It is not counted, because a count
 /// costs a fault 50 instructions: what the compiler keeps in registers goes to the stack.
 #[must_use]
-pub(crate) struct FaultSection<'p>(Section<'p>);
+pub(crate) struct FaultGuard<'p>(Guard<'p>);
 
-impl<'p> FaultSection<'p> {
+impl<'p> FaultGuard<'p> {
     /// # Safety
     /// The announcement of the pin's participant for the guards of faults stands.
     #[inline]
-    pub(super) unsafe fn new(pin: FaultPin<'p>) -> FaultSection<'p> {
+    pub(super) unsafe fn new(pin: FaultPin<'p>) -> FaultGuard<'p> {
         // SAFETY: no other guard borrows the pin, so the announcement stays until this is dropped.
-        FaultSection(unsafe { Section::new(pin.0) })
+        FaultGuard(unsafe { Guard::new(pin.0) })
     }
 }
 
-impl<'p> Deref for FaultSection<'p> {
-    type Target = Section<'p>;
+impl<'p> Deref for FaultGuard<'p> {
+    type Target = Guard<'p>;
 
     #[inline]
-    fn deref(&self) -> &Section<'p> {
+    fn deref(&self) -> &Guard<'p> {
         &self.0
     }
 }
 
-impl Drop for FaultSection<'_> {
+impl Drop for FaultGuard<'_> {
     #[inline]
     fn drop(&mut self) {
         // Release: as for a counted guard.
-        self.0.record.announced_by_fault.store(IDLE, Ordering::Release);
+        self.0.participant.announced_by_fault.store(IDLE, Ordering::Release);
     }
 }
 
 /// A guard with a participant of its own.
 #[must_use]
-pub(crate) struct LoneSection<'a> {
+pub(crate) struct LoneGuard<'a> {
     // Dropped in this order.
-    section: CountedSection<'a>,
-    _record: RecordGuard<'a>,
+    guard: NestedGuard<'a>,
+    _record: BorrowedParticipant<'a>,
 }
 
-impl<'a> LoneSection<'a> {
-    pub(super) fn new(epochs: &Epochs, record: RecordGuard<'a>) -> LoneSection<'a> {
-        LoneSection { section: epochs.enter(record.0), _record: record }
+impl<'a> LoneGuard<'a> {
+    pub(super) fn new(epochs: &Epochs, participant: BorrowedParticipant<'a>) -> LoneGuard<'a> {
+        LoneGuard { guard: epochs.pin(participant.0), _record: participant }
     }
 
     /// The guard. Its participant is not reachable for longer than the guard.
-    pub(crate) fn get<'s>(&'s self) -> &'s Section<'s> {
-        &self.section
+    pub(crate) fn get<'s>(&'s self) -> &'s Guard<'s> {
+        &self.guard
     }
 }
 
 /// The use of a participant for one call of the VM.
-pub(crate) struct RecordGuard<'a>(&'a Record);
+pub(crate) struct BorrowedParticipant<'a>(&'a Participant);
 
-impl<'a> RecordGuard<'a> {
+impl<'a> BorrowedParticipant<'a> {
     /// # Safety
     /// The caller has set `in_use`, and leaves its end to the answer.
-    pub(super) unsafe fn new(record: &'a SharedRecord) -> RecordGuard<'a> {
+    pub(super) unsafe fn new(participant: &'a SharedParticipant) -> BorrowedParticipant<'a> {
         // SAFETY: as the caller promises.
-        RecordGuard(unsafe { record.owned() })
+        BorrowedParticipant(unsafe { participant.owned() })
     }
 
     /// The participant, and its hazard pointer.
-    pub(crate) fn with_hazard(&mut self) -> (&Record, HazardPointer<'_>) {
+    pub(crate) fn with_hazard(&mut self) -> (&Participant, HazardPointer<'_>) {
         (self.0, HazardPointer(self.0))
     }
 
     /// Keeps the participant in use, for a vCPU.
-    pub(super) fn keep(self) -> OwnedRecord {
-        OwnedRecord(NonNull::from(&ManuallyDrop::new(self).0.shared))
+    pub(super) fn keep(self) -> OwnedParticipant {
+        OwnedParticipant(NonNull::from(&ManuallyDrop::new(self).0.shared))
     }
 }
 
-impl Deref for RecordGuard<'_> {
-    type Target = Record;
+impl Deref for BorrowedParticipant<'_> {
+    type Target = Participant;
 
-    fn deref(&self) -> &Record {
+    fn deref(&self) -> &Participant {
         self.0
     }
 }
 
-impl Drop for RecordGuard<'_> {
+impl Drop for BorrowedParticipant<'_> {
     fn drop(&mut self) {
         // SAFETY: `self` has it in use, until now.
-        unsafe { release_record(self.0) }
+        unsafe { release_participant(self.0) }
     }
 }
 
 /// # Safety
 /// The caller has the participant in use, and this is the end of that use.
-unsafe fn release_record(record: &SharedRecord) {
-    debug_assert!(record.announced.load(Ordering::Relaxed) == IDLE);
-    debug_assert!(record.announced_by_fault.load(Ordering::Relaxed) == IDLE);
+unsafe fn release_participant(participant: &SharedParticipant) {
+    debug_assert!(participant.announced.load(Ordering::Relaxed) == IDLE);
+    debug_assert!(participant.announced_by_fault.load(Ordering::Relaxed) == IDLE);
     // Release: the next owner takes the statistics over with acquire.
-    record.listed.in_use.store(false, Ordering::Release);
+    participant.listed.in_use.store(false, Ordering::Release);
 }
 
 /// A participant that a vCPU has for its life.
-pub(crate) struct OwnedRecord(NonNull<SharedRecord>);
+pub(crate) struct OwnedParticipant(NonNull<SharedParticipant>);
 
-// SAFETY: a `SharedRecord` is `Sync`, and the thread that has this is the participant's owner.
-unsafe impl Send for OwnedRecord {}
+// SAFETY: a `SharedParticipant` is `Sync`, and the thread that has this is the participant's owner.
+unsafe impl Send for OwnedParticipant {}
 
-impl OwnedRecord {
+impl OwnedParticipant {
     /// # Safety
     /// The `Epochs` that it came from is alive for `'a`, and this is not released before.
-    pub(crate) unsafe fn get<'a>(&self) -> &'a Record {
+    pub(crate) unsafe fn get<'a>(&self) -> &'a Participant {
         // SAFETY: participants live as long as their `Epochs`, and this one is in use as long as
         // `self`.
         unsafe { self.0.as_ref().owned() }
@@ -384,8 +384,8 @@ impl OwnedRecord {
     /// As for [`get`](Self::get), and what this has answered before is gone.
     pub(crate) unsafe fn exclusive<'a>(&mut self) -> Exclusive<'a> {
         // SAFETY: as the caller promises.
-        let record = unsafe { self.get() };
-        Exclusive { pin: FaultPin(record), hazard: HazardPointer(record) }
+        let participant = unsafe { self.get() };
+        Exclusive { pin: FaultPin(participant), hazard: HazardPointer(participant) }
     }
 
     /// Releases the participant for others to use.
@@ -394,6 +394,6 @@ impl OwnedRecord {
     /// The `Epochs` that it came from is alive. Neither this nor its answers are used any more.
     pub(crate) unsafe fn release(&mut self) {
         // SAFETY: as the caller promises.
-        unsafe { release_record(self.get()) }
+        unsafe { release_participant(self.get()) }
     }
 }

@@ -6,8 +6,8 @@
 //! - A CPU that loads speculatively through a PTE that is not present reaches no memory.
 //!
 //! # Use
-//! Read a PTE through [`EntryRef`], decode it with [`state`], and change it by an operation of
-//! [`EntryRef`]. A thread that reads a frozen PTE starts over at the root.
+//! Read a PTE through [`PteRef`], decode it with [`state`], and change it by an operation of
+//! [`PteRef`]. A thread that reads a frozen PTE starts over at the root.
 //!
 //! # Implementation
 //! | state | present for hardware | meaning |
@@ -83,7 +83,7 @@
 //! protects it by other means (flushes of the L1 data cache at entry), as it has to anyway.
 
 use crate::addr::{Access, Hpa, Level, Pfn};
-use crate::format::{Entry, Format};
+use crate::format::{Format, Pte};
 use crate::sync::{AtomicU64, Ordering};
 
 const FROZEN_BIT: u64 = 1 << 3;
@@ -114,8 +114,8 @@ const fn hidden_address(address: Hpa) -> u64 {
 }
 
 #[inline]
-const fn address_in(entry: Entry) -> Hpa {
-    Hpa(!entry.0 & ADDRESS)
+const fn address_in(pte: Pte) -> Hpa {
+    Hpa(!pte.0 & ADDRESS)
 }
 
 /// The bits by which such a PTE keeps `number`, which has 52 bits at most.
@@ -135,65 +135,66 @@ const fn number_in(bits: u64) -> u64 {
 /// compares, decodes next to nothing. (As the PTE itself it would cost more: the compiler then
 /// identifies the two, and carries along what it knows of PTEs.)
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Stamp(u64);
+pub(crate) struct InvalidationSeq(u64);
 
-impl PartialOrd for Stamp {
-    fn partial_cmp(&self, other: &Stamp) -> Option<core::cmp::Ordering> {
+impl PartialOrd for InvalidationSeq {
+    fn partial_cmp(&self, other: &InvalidationSeq) -> Option<core::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for Stamp {
-    fn cmp(&self, other: &Stamp) -> core::cmp::Ordering {
+impl Ord for InvalidationSeq {
+    fn cmp(&self, other: &InvalidationSeq) -> core::cmp::Ordering {
         self.number().cmp(&other.number())
     }
 }
 
-impl core::fmt::Debug for Stamp {
+impl core::fmt::Debug for InvalidationSeq {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         write!(f, "Stamp({})", self.number())
     }
 }
 
-impl Stamp {
+impl InvalidationSeq {
     /// The number of page tables in which nothing was ever invalidated.
-    pub(crate) const FIRST: Stamp = Stamp(!hidden_number(0));
+    pub(crate) const FIRST: InvalidationSeq = InvalidationSeq(!hidden_number(0));
 
     /// From the counter: 52 bits, so at one number a microsecond they last 71 years.
     #[inline]
-    pub(crate) fn from_number(number: u64) -> Stamp {
-        Stamp(!hidden_number(number))
+    pub(crate) fn from_number(number: u64) -> InvalidationSeq {
+        InvalidationSeq(!hidden_number(number))
     }
 
-    /// The value of the counter, perhaps with the mark of [`unflushed`](Stamp::unflushed).
+    /// The value of the counter, perhaps with the mark of
+    /// [`unflushed`](InvalidationSeq::unflushed).
     #[inline]
     pub(crate) fn number(self) -> u64 {
         number_in(!self.0)
     }
 
     /// Whether no thread has taken a number between `earlier` and this one.
-    pub(crate) fn follows(self, earlier: Stamp) -> bool {
-        self.number() == earlier.number() + Stamp::STEP
+    pub(crate) fn follows(self, earlier: InvalidationSeq) -> bool {
+        self.number() == earlier.number() + InvalidationSeq::STEP
     }
 
     pub(crate) const STEP: u64 = 2;
 
     /// This number, marked: CPUs may have a translation of another size cached than the next that
     /// is made at the PTE, in a format that does not allow that ([`Format::BREAK_BEFORE_MAKE`]).
-    pub(crate) fn unflushed(self) -> Stamp {
-        Stamp(self.0 & !Stamp::UNFLUSHED)
+    pub(crate) fn unflushed(self) -> InvalidationSeq {
+        InvalidationSeq(self.0 & !InvalidationSeq::UNFLUSHED)
     }
 
     /// This number, once that flush is over.
     #[inline]
-    pub(crate) fn flushed(self) -> Stamp {
-        Stamp(self.0 | Stamp::UNFLUSHED)
+    pub(crate) fn flushed(self) -> InvalidationSeq {
+        InvalidationSeq(self.0 | InvalidationSeq::UNFLUSHED)
     }
 
     /// Whether a flush must precede all that is made of a PTE with this number.
     #[inline]
     pub(crate) fn is_unflushed(self) -> bool {
-        self.0 & Stamp::UNFLUSHED == 0
+        self.0 & InvalidationSeq::UNFLUSHED == 0
     }
 
     /// The lowest bit of the number, where a PTE has it; inverted here.
@@ -202,7 +203,7 @@ impl Stamp {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum State {
-    Empty(Stamp),
+    Empty(InvalidationSeq),
     Leaf,
     Tracked,
     Table,
@@ -211,19 +212,19 @@ pub(crate) enum State {
 }
 
 #[inline]
-pub(crate) fn state<F: Format>(entry: Entry, level: Level) -> State {
-    if !F::is_present(entry) {
+pub(crate) fn state<F: Format>(pte: Pte, level: Level) -> State {
+    if !F::is_present(pte) {
         // The most frequent state by one test.
-        if entry.0 & (FROZEN_BIT | TRACKED_BIT | BROKEN_BIT) == 0 {
-            State::Empty(Stamp(!entry.0))
-        } else if entry.0 & FROZEN_BIT != 0 {
+        if pte.0 & (FROZEN_BIT | TRACKED_BIT | BROKEN_BIT) == 0 {
+            State::Empty(InvalidationSeq(!pte.0))
+        } else if pte.0 & FROZEN_BIT != 0 {
             State::Frozen
-        } else if entry.0 & BROKEN_BIT != 0 {
+        } else if pte.0 & BROKEN_BIT != 0 {
             State::Broken
         } else {
             State::Tracked
         }
-    } else if F::is_leaf(entry, level) {
+    } else if F::is_leaf(pte, level) {
         State::Leaf
     } else {
         State::Table
@@ -231,8 +232,8 @@ pub(crate) fn state<F: Format>(entry: Entry, level: Level) -> State {
 }
 
 #[inline]
-pub(crate) fn empty(stamp: Stamp) -> Entry {
-    Entry(!stamp.0)
+pub(crate) fn empty(seq: InvalidationSeq) -> Pte {
+    Pte(!seq.0)
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -244,50 +245,50 @@ pub(crate) enum Breaking {
 }
 
 /// A broken PTE where the page-table page at `table` was, or is to be.
-pub(crate) fn broken(table: Hpa, breaking: Breaking) -> Entry {
+pub(crate) fn broken(table: Hpa, breaking: Breaking) -> Pte {
     let kind = match breaking {
         Breaking::Recovery => 0,
         Breaking::Split => BROKEN_FOR_SPLIT,
     };
-    Entry(hidden_address(table) | BROKEN_BIT | kind)
+    Pte(hidden_address(table) | BROKEN_BIT | kind)
 }
 
-pub(crate) fn table_of_broken(entry: Entry) -> (Hpa, Breaking) {
-    debug_assert!(entry.0 & BROKEN_BIT != 0);
-    let breaking = if entry.0 & BROKEN_FOR_SPLIT == 0 { Breaking::Recovery } else { Breaking::Split };
-    (address_in(entry), breaking)
+pub(crate) fn table_of_broken(pte: Pte) -> (Hpa, Breaking) {
+    debug_assert!(pte.0 & BROKEN_BIT != 0);
+    let breaking = if pte.0 & BROKEN_FOR_SPLIT == 0 { Breaking::Recovery } else { Breaking::Split };
+    (address_in(pte), breaking)
 }
 
-/// What a frozen PTE was, if [`EntryRef::freeze_as_was`] froze it.
+/// What a frozen PTE was, if [`PteRef::freeze_as_was`] froze it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Frozen {
     /// This leaf, tracked or not, without its right to write.
-    Leaf(Entry),
+    Leaf(Pte),
     /// A PTE that pointed to this page-table page.
     Table(Hpa),
     Nothing,
 }
 
-/// What the frozen PTE `entry` of `level` was.
-pub(crate) fn before_freezing<F: Format>(entry: Entry, level: Level) -> Frozen {
-    debug_assert!(entry.0 & FROZEN_BIT != 0);
-    let bit = |from: u64, to: u64| if entry.0 & from != 0 { to } else { 0 };
-    if entry.0 & FROZEN_LEAF == 0 {
-        return if entry.0 & FROZEN_TABLE != 0 { Frozen::Table(address_in(entry)) } else { Frozen::Nothing };
+/// What the frozen PTE `pte` of `level` was.
+pub(crate) fn before_freezing<F: Format>(pte: Pte, level: Level) -> Frozen {
+    debug_assert!(pte.0 & FROZEN_BIT != 0);
+    let bit = |from: u64, to: u64| if pte.0 & from != 0 { to } else { 0 };
+    if pte.0 & FROZEN_LEAF == 0 {
+        return if pte.0 & FROZEN_TABLE != 0 { Frozen::Table(address_in(pte)) } else { Frozen::Nothing };
     }
     let attributes = bit(FROZEN_HOST_WRITABLE, F::HOST_WRITABLE)
         | bit(FROZEN_DIRTY, F::DIRTY)
         | bit(FROZEN_ACCESSED, F::ACCESSED)
         | bit(FROZEN_WAS_DIRTY, F::WAS_DIRTY);
-    let leaf = Entry(F::leaf(address_in(entry).pfn(), level).0 | attributes);
-    Frozen::Leaf(if entry.0 & FROZEN_TRACKED != 0 { tracked::<F>(leaf, level) } else { leaf })
+    let leaf = Pte(F::leaf(address_in(pte).pfn(), level).0 | attributes);
+    Frozen::Leaf(if pte.0 & FROZEN_TRACKED != 0 { tracked::<F>(leaf, level) } else { leaf })
 }
 
-/// The frame of the leaf, tracked or not, that the frozen PTE `entry` was; `None` if it was none.
+/// The frame of the leaf, tracked or not, that the frozen PTE `pte` was; `None` if it was none.
 #[inline]
-pub(crate) fn frame_before_freezing(entry: Entry) -> Option<Pfn> {
-    debug_assert!(entry.0 & FROZEN_BIT != 0);
-    (entry.0 & FROZEN_LEAF != 0).then(|| address_in(entry).pfn())
+pub(crate) fn frame_before_freezing(pte: Pte) -> Option<Pfn> {
+    debug_assert!(pte.0 & FROZEN_BIT != 0);
+    (pte.0 & FROZEN_LEAF != 0).then(|| address_in(pte).pfn())
 }
 
 /// The attributes of many leaves, tracked or not, before they were frozen.
@@ -303,7 +304,7 @@ impl FrozenLeaves {
     }
 
     #[inline]
-    pub(crate) fn add(&mut self, frozen: Entry) {
+    pub(crate) fn add(&mut self, frozen: Pte) {
         self.any |= frozen.0;
         self.all &= frozen.0;
     }
@@ -329,8 +330,8 @@ impl FrozenLeaves {
 
 /// The PTE `value` of `level` frozen, so that [`before_freezing`] returns what it was.
 #[inline]
-fn frozen_as_was<F: Format>(value: Entry, level: Level) -> Entry {
-    Entry(match state::<F>(value, level) {
+fn frozen_as_was<F: Format>(value: Pte, level: Level) -> Pte {
+    Pte(match state::<F>(value, level) {
         found @ (State::Leaf | State::Tracked) => {
             let leaf = untracked::<F>(value, level);
             let bit = |from: u64, to: u64| if leaf.0 & from != 0 { to } else { 0 };
@@ -350,151 +351,151 @@ fn frozen_as_was<F: Format>(value: Entry, level: Level) -> Entry {
 
 /// A frozen PTE that carries `next`, a page-aligned address.
 #[inline]
-pub(crate) fn frozen_link(next: Hpa) -> Entry {
+pub(crate) fn frozen_link(next: Hpa) -> Pte {
     debug_assert!(next.0 & ((1 << PAYLOAD_SHIFT) - 1) == 0);
     // With the bits that it may have above bit 51: the end of a list is no address.
-    Entry(next.0 ^ ADDRESS | FROZEN_BIT)
+    Pte(next.0 ^ ADDRESS | FROZEN_BIT)
 }
 
 /// A frozen PTE that carries the number `payload` (below 2^52).
 #[inline]
-pub(crate) fn frozen_number(payload: u64) -> Entry {
-    Entry(hidden_number(payload) | FROZEN_BIT)
+pub(crate) fn frozen_number(payload: u64) -> Pte {
+    Pte(hidden_number(payload) | FROZEN_BIT)
 }
 
-pub(crate) fn link_of(entry: Entry) -> Hpa {
-    debug_assert!(entry.0 & FROZEN_BIT != 0);
-    Hpa((entry.0 ^ ADDRESS) & !((1 << PAYLOAD_SHIFT) - 1))
+pub(crate) fn link_of(pte: Pte) -> Hpa {
+    debug_assert!(pte.0 & FROZEN_BIT != 0);
+    Hpa((pte.0 ^ ADDRESS) & !((1 << PAYLOAD_SHIFT) - 1))
 }
 
-pub(crate) fn number_of(entry: Entry) -> u64 {
-    debug_assert!(entry.0 & FROZEN_BIT != 0);
-    number_in(entry.0)
+pub(crate) fn number_of(pte: Pte) -> u64 {
+    debug_assert!(pte.0 & FROZEN_BIT != 0);
+    number_in(pte.0)
 }
 
 /// Whether directory entries of the format can be protected: it has W there, and generations.
 #[inline]
-pub(crate) const fn can_be_closed<F: Format>() -> bool {
+pub(crate) const fn can_be_protected<F: Format>() -> bool {
     F::GENERATION != 0
 }
 
 /// Whether a directory entry write-protects all leaves below.
 #[inline]
-pub(crate) fn is_closed<F: Format>(table: Entry) -> bool {
-    can_be_closed::<F>() && table.0 & F::WRITABLE == 0
+pub(crate) fn is_protected<F: Format>(table: Pte) -> bool {
+    can_be_protected::<F>() && table.0 & F::WRITABLE == 0
 }
 
 /// The directory entry `table` protected, whether it was before or not: of the next generation.
 #[inline]
-pub(crate) fn closed<F: Format>(table: Entry) -> Entry {
+pub(crate) fn protected<F: Format>(table: Pte) -> Pte {
     let one = F::GENERATION & F::GENERATION.wrapping_neg();
     let generation = table.0.wrapping_add(one) & F::GENERATION;
-    Entry(table.0 & !(F::GENERATION | F::WRITABLE) | generation)
+    Pte(table.0 & !(F::GENERATION | F::WRITABLE) | generation)
 }
 
 /// The protected directory entry `table` with W again.
 #[inline]
-pub(crate) fn opened<F: Format>(table: Entry) -> Entry {
-    Entry(table.0 | F::WRITABLE)
+pub(crate) fn unprotected<F: Format>(table: Pte) -> Pte {
+    Pte(table.0 | F::WRITABLE)
 }
 
 /// Whether the guest may write through a leaf, unless the directory entry above is protected.
 #[inline]
-pub(crate) fn is_writable<F: Format>(leaf: Entry) -> bool {
+pub(crate) fn is_writable<F: Format>(leaf: Pte) -> bool {
     F::is_present(leaf) && leaf.0 & F::WRITABLE == F::WRITABLE
 }
 
 /// Whether the host allows writing the frame of a leaf, tracked or not.
 #[inline]
-pub(crate) fn is_host_writable<F: Format>(leaf: Entry) -> bool {
+pub(crate) fn is_host_writable<F: Format>(leaf: Pte) -> bool {
     let bit = if F::is_present(leaf) { F::HOST_WRITABLE } else { TRACKED_HOST_WRITABLE };
     leaf.0 & bit != 0
 }
 
 /// Whether the guest has used a leaf since it was installed or last aged. False for a tracked one.
-pub(crate) fn is_accessed<F: Format>(leaf: Entry) -> bool {
+pub(crate) fn is_accessed<F: Format>(leaf: Pte) -> bool {
     F::is_present(leaf) && leaf.0 & F::ACCESSED != 0
 }
 
 /// Whether the guest has written through a leaf, tracked or not, since it was installed.
-pub(crate) fn is_dirty<F: Format>(leaf: Entry) -> bool {
+pub(crate) fn is_dirty<F: Format>(leaf: Pte) -> bool {
     leaf.0 & if F::is_present(leaf) { F::DIRTY | F::WAS_DIRTY } else { TRACKED_DIRTY } != 0
 }
 
 /// Whether `leaf` has A, and for a write D: a CPU that sets neither then does not fault for it.
 #[inline]
-pub(crate) fn is_marked<F: Format>(leaf: Entry, access: Access) -> bool {
+pub(crate) fn is_marked<F: Format>(leaf: Pte, access: Access) -> bool {
     marked::<F>(leaf, access) == leaf
 }
 
 /// `leaf` with A, and for a write D.
 #[inline]
-pub(crate) fn marked<F: Format>(leaf: Entry, access: Access) -> Entry {
+pub(crate) fn marked<F: Format>(leaf: Pte, access: Access) -> Pte {
     let dirty = if access == Access::Write { F::DIRTY } else { 0 };
-    Entry(leaf.0 | F::ACCESSED | dirty)
+    Pte(leaf.0 | F::ACCESSED | dirty)
 }
 
 /// Whether the guest has written through a leaf since hardware's dirty bit was last cleared for the
 /// log. Not for tracked leaves: where there are any, that bit is not the log's.
 #[inline]
-pub(crate) fn is_dirty_for_log<F: Format>(leaf: Entry) -> bool {
+pub(crate) fn is_dirty_for_log<F: Format>(leaf: Pte) -> bool {
     F::is_present(leaf) && leaf.0 & F::DIRTY != 0
 }
 
 /// `leaf` with hardware's dirty bit clear; [`is_dirty`] stays as it was.
 #[inline]
-pub(crate) fn cleaned_for_log<F: Format>(leaf: Entry) -> Entry {
+pub(crate) fn cleaned_for_log<F: Format>(leaf: Pte) -> Pte {
     let was_dirty = if leaf.0 & F::DIRTY != 0 { F::WAS_DIRTY } else { 0 };
-    Entry(leaf.0 & !F::DIRTY | was_dirty)
+    Pte(leaf.0 & !F::DIRTY | was_dirty)
 }
 
 /// The frame of a leaf, tracked or not.
 #[inline]
-pub(crate) fn frame<F: Format>(leaf: Entry, level: Level) -> Pfn {
+pub(crate) fn frame<F: Format>(leaf: Pte, level: Level) -> Pfn {
     if F::is_present(leaf) { F::address(leaf, level).pfn() } else { address_in(leaf).pfn() }
 }
 
 /// The bits of a leaf that belong to software and to hardware's use of it. A split copies them.
-fn attributes<F: Format>(leaf: Entry) -> u64 {
+fn attributes<F: Format>(leaf: Pte) -> u64 {
     leaf.0 & (F::WRITABLE | F::HOST_WRITABLE | F::ACCESSED | F::DIRTY | F::WAS_DIRTY)
 }
 
 /// The tracked form of `leaf`: hardware cannot use it, and it counts as not accessed.
-pub(crate) fn tracked<F: Format>(leaf: Entry, level: Level) -> Entry {
+pub(crate) fn tracked<F: Format>(leaf: Pte, level: Level) -> Pte {
     let host_writable = if is_host_writable::<F>(leaf) { TRACKED_HOST_WRITABLE } else { 0 };
     let dirty = if is_dirty::<F>(leaf) { TRACKED_DIRTY } else { 0 };
-    Entry(hidden_address(frame::<F>(leaf, level).hpa()) | TRACKED_BIT | host_writable | dirty)
+    Pte(hidden_address(frame::<F>(leaf, level).hpa()) | TRACKED_BIT | host_writable | dirty)
 }
 
 /// The leaf that `leaf` is or, if it is tracked, was: then without W, and not accessed.
 #[inline]
-pub(crate) fn untracked<F: Format>(leaf: Entry, level: Level) -> Entry {
+pub(crate) fn untracked<F: Format>(leaf: Pte, level: Level) -> Pte {
     if F::is_present(leaf) {
         return leaf;
     }
     let host_writable = if is_host_writable::<F>(leaf) { F::HOST_WRITABLE } else { 0 };
     let dirty = if is_dirty::<F>(leaf) { F::DIRTY } else { 0 };
-    Entry(F::leaf(frame::<F>(leaf, level), level).0 | host_writable | dirty)
+    Pte(F::leaf(frame::<F>(leaf, level), level).0 | host_writable | dirty)
 }
 
 /// Part `index` of the huge leaf `huge` of `level`, one level lower, with the same attributes.
-pub(crate) fn part_of_huge<F: Format>(huge: Entry, level: Level, index: usize) -> Entry {
+pub(crate) fn part_of_huge<F: Format>(huge: Pte, level: Level, index: usize) -> Pte {
     let pfn = Pfn(frame::<F>(huge, level).0 + index as u64 * level.down().nr_pages());
-    let part = Entry(F::leaf(pfn, level.down()).0 | attributes::<F>(untracked::<F>(huge, level)));
+    let part = Pte(F::leaf(pfn, level.down()).0 | attributes::<F>(untracked::<F>(huge, level)));
     if F::is_present(huge) { part } else { tracked::<F>(part, level.down()) }
 }
 
 /// A PTE in a page-table page that is linked or was: the only way to change one.
 #[derive(Clone, Copy)]
-pub(crate) struct EntryRef<'s> {
+pub(crate) struct PteRef<'s> {
     cell: &'s AtomicU64,
     level: Level,
 }
 
-impl<'s> EntryRef<'s> {
+impl<'s> PteRef<'s> {
     #[inline]
-    pub(crate) fn new(cell: &'s AtomicU64, level: Level) -> EntryRef<'s> {
-        EntryRef { cell, level }
+    pub(crate) fn new(cell: &'s AtomicU64, level: Level) -> PteRef<'s> {
+        PteRef { cell, level }
     }
 
     #[inline]
@@ -504,10 +505,10 @@ impl<'s> EntryRef<'s> {
 
     /// Acquire: pairs with the release of the thread that linked the page-table page or the leaf,
     /// so that a page-table page is observed filled. It also orders this read before the reads of
-    /// the state that the answer depends on (see `stamp`).
+    /// the state that the answer depends on (see `seq`).
     #[inline]
-    pub(crate) fn load(&self) -> Entry {
-        Entry(self.cell.load(Ordering::Acquire))
+    pub(crate) fn load(&self) -> Pte {
+        Pte(self.cell.load(Ordering::Acquire))
     }
 
     /// Replaces `old` by `new`, if `old` is still there; else returns what is there. SeqCst:
@@ -515,12 +516,12 @@ impl<'s> EntryRef<'s> {
     /// and total order with the accesses of the memslot set and of the dirty bitmap that pair with
     /// it (see `fence_after_rmw` at the callers).
     #[inline]
-    pub(crate) fn compare_exchange<F: Format>(&self, old: Entry, new: Entry) -> Result<(), Entry> {
+    pub(crate) fn compare_exchange<F: Format>(&self, old: Pte, new: Pte) -> Result<(), Pte> {
         #[cfg(debug_assertions)]
         self.assert_transition::<F>(old, new);
         match self.cell.compare_exchange(old.0, new.0, Ordering::SeqCst, Ordering::Acquire) {
             Ok(_) => Ok(()),
-            Err(found) => Err(Entry(found)),
+            Err(found) => Err(Pte(found)),
         }
     }
 
@@ -528,39 +529,39 @@ impl<'s> EntryRef<'s> {
     /// PTE may be no leaf by now: in all that it can be then, W and A are clear. (A is cleared so
     /// only where no leaf is ever tracked.)
     #[inline]
-    pub(crate) fn clear<F: Format>(&self, bits: u64) -> Entry {
+    pub(crate) fn clear<F: Format>(&self, bits: u64) -> Pte {
         const {
             // Bit 10 says broken, but not at the lowest level: Arm's A may be there.
             let never = TRACKED_BIT | FROZEN_BIT | FROZEN_LEAF | FROZEN_TABLE | u64::MAX << PAYLOAD_SHIFT;
             assert!((F::WRITABLE | F::ACCESSED) & never == 0);
             assert!(F::WRITABLE & (TRACKED_HOST_WRITABLE | TRACKED_DIRTY) == 0);
         }
-        debug_assert!(self.level == Level::L4K, "an AND above the lowest level could hit a table entry");
+        debug_assert!(self.level == Level::L4K, "an AND above the lowest level could hit a directory entry");
         debug_assert!(bits & !(F::WRITABLE | F::ACCESSED) == 0, "not for {bits:#x}");
         // SeqCst: stands in the store-load pairs of the dirty log.
-        Entry(self.cell.fetch_and(!bits, Ordering::SeqCst))
+        Pte(self.cell.fetch_and(!bits, Ordering::SeqCst))
     }
 
     /// Freezes a PTE of a page-table page that the caller has unlinked; returns what it was before.
     #[inline]
-    pub(crate) fn freeze(&self) -> Entry {
+    pub(crate) fn freeze(&self) -> Pte {
         // AcqRel: observes what the PTE pointed to as its writer left it.
-        Entry(self.cell.swap(FROZEN_NOTHING, Ordering::AcqRel))
+        Pte(self.cell.swap(FROZEN_NOTHING, Ordering::AcqRel))
     }
 
     /// Freezes `value`, which keeps what it was, and returns that; `Err` is what is there instead.
     #[inline]
-    pub(crate) fn freeze_as_was<F: Format>(&self, value: Entry) -> Result<Entry, Entry> {
+    pub(crate) fn freeze_as_was<F: Format>(&self, value: Pte) -> Result<Pte, Pte> {
         // AcqRel, Acquire: as for `freeze`, also for a thread that finds it frozen.
         let frozen = frozen_as_was::<F>(value, self.level);
         match self.cell.compare_exchange(value.0, frozen.0, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => Ok(frozen),
-            Err(found) => Err(Entry(found)),
+            Err(found) => Err(Pte(found)),
         }
     }
 
     #[cfg(debug_assertions)]
-    fn assert_transition<F: Format>(&self, old: Entry, new: Entry) {
+    fn assert_transition<F: Format>(&self, old: Pte, new: Pte) {
         let level = self.level;
         let allowed = match (state::<F>(old, level), state::<F>(new, level)) {
             (State::Empty(_), State::Leaf | State::Table) => true,
@@ -573,8 +574,8 @@ impl<'s> EntryRef<'s> {
             (State::Leaf | State::Tracked, State::Table) => level > Level::L4K,
             (State::Table, State::Table) => {
                 level == Level::L2M
-                    && can_be_closed::<F>()
-                    && (new == closed::<F>(old) || (is_closed::<F>(old) && new == opened::<F>(old)))
+                    && can_be_protected::<F>()
+                    && (new == protected::<F>(old) || (is_protected::<F>(old) && new == unprotected::<F>(old)))
             }
             (State::Leaf | State::Tracked | State::Table | State::Broken, State::Empty(_)) => true,
             (State::Table, State::Broken) => table_of_broken(new) == (F::address(old, level), Breaking::Recovery),
@@ -585,7 +586,7 @@ impl<'s> EntryRef<'s> {
             (State::Broken, State::Table) => table_of_broken(old) == (F::address(new, level), Breaking::Split),
             _ => false,
         };
-        assert!(allowed, "forbidden change of an entry of level {}: {old:?} to {new:?}", level.0);
+        assert!(allowed, "forbidden change of a PTE of level {}: {old:?} to {new:?}", level.0);
         let is_leaf = state::<F>(new, level) == State::Leaf;
         assert!(
             !is_leaf || !is_writable::<F>(new) || is_host_writable::<F>(new),
@@ -595,5 +596,5 @@ impl<'s> EntryRef<'s> {
 }
 
 #[cfg(test)]
-#[path = "entry_tests.rs"]
+#[path = "pte_tests.rs"]
 mod tests;
