@@ -176,12 +176,14 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # use host::*;
     /// use slat::*;
     /// # fn main() -> Result<(), Error> {
-    /// let vm = vm_with_memory(Config::default().with_manual_protect(ManualProtect::Enabled),
-    /// MemoryRegionFlags::LOG_DIRTY_PAGES); let mut vcpu = vm.create_vcpu()?;
-    /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Write)?, Outcome::Resume); // Getting the
-    /// log copies it. Clear the pages that are sent next, and then read them. let mut bitmap = [0;
-    /// 4]; assert_eq!(vm.get_dirty_log(0, &mut bitmap)?, 1); assert_eq!(vm.clear_dirty_log(0, 0,
-    /// 64, &bitmap[..1])?, 1); assert_eq!(vm.get_dirty_log(0, &mut bitmap)?, 0);
+    /// let vm = vm_with_memory(Config::default().with_manual_protect(ManualProtect::Enabled), MemoryRegionFlags::LOG_DIRTY_PAGES);
+    /// let mut vcpu = vm.create_vcpu()?;
+    /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Write)?, Outcome::Resume);
+    /// // Getting the log copies it. Clear the pages that are sent next, and then read them.
+    /// let mut bitmap = [0; 4];
+    /// assert_eq!(vm.get_dirty_log(0, &mut bitmap)?, 1);
+    /// assert_eq!(vm.clear_dirty_log(0, 0, 64, &bitmap[..1])?, 1);
+    /// assert_eq!(vm.get_dirty_log(0, &mut bitmap)?, 0);
     /// # Ok(())
     /// # }
     /// ```
@@ -537,8 +539,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Resume);
     /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Resume);
     /// let stats = vm.stats();
-    /// assert_eq!((stats.faults, stats.spurious, stats.installed_4k, stats.pages_4k()), (2, 1, 1,
-    /// 1));
+    /// assert_eq!((stats.faults, stats.spurious, stats.installed_4k, stats.pages_4k()), (2, 1, 1, 1));
     /// # Ok(())
     /// # }
     /// ```

@@ -85,10 +85,8 @@ use crate::vm::Vm;
 /// #     fn table_ptr(&self, table: Hpa) -> *mut u8 {
 /// #         table.0 as *mut u8
 /// #     }
-/// #     fn resolve(&self, memory: &HostAddress, _gfn: Gfn, page: u64, _access: Access) ->
-/// Result<Resolved, Gone> {
-/// #         Ok(Resolved { pfn: Pfn(memory.0 / PAGE_SIZE + page), max_size: PageSize::Size4K,
-/// writable: true })
+/// #     fn resolve(&self, memory: &HostAddress, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Gone> {
+/// #         Ok(Resolved { pfn: Pfn(memory.0 / PAGE_SIZE + page), max_size: PageSize::Size4K, writable: true })
 /// #     }
 /// #     fn flush(&self, _ranges: &[GfnRange]) {}
 /// #     fn timestamp_ns(&self) -> u64 { 0 }
@@ -101,13 +99,20 @@ use crate::vm::Vm;
 /// let vm = Arc::new(Vm::<Kernel, Npt>::new(Kernel, Config::default())?);
 /// let mut regions = Vec::new();
 /// for (slot, start, size) in [(0, 0, 1 << 20), (1, 4 << 30, 2 << 20)] {
-///     let mapping = MmapRegionBuilder::new_with_bitmap(size, SlotBitmap::new(Arc::clone(&vm),
-///     slot)) .with_mmap_prot(0x3) // PROT_READ | PROT_WRITE .build()?;
-///     vm.set_user_memory_region(MemoryRegion { slot, flags: MemoryRegionFlags::LOG_DIRTY_PAGES,
-///     guest_phys_addr: Gpa(start), memory_size: size as u64, backing:
-///     Some(HostAddress(mapping.as_ptr() as u64)), userfault_bitmap: None, })?;
-///     regions.push(GuestRegionMmap::new(mapping, GuestAddress(start)).ok_or("the region is too
-///     high")?); } let memory = GuestMemoryMmap::from_regions(regions)?;
+///     let mapping = MmapRegionBuilder::new_with_bitmap(size, SlotBitmap::new(Arc::clone(&vm), slot))
+///         .with_mmap_prot(0x3) // PROT_READ | PROT_WRITE
+///         .build()?;
+///     vm.set_user_memory_region(MemoryRegion {
+///         slot,
+///         flags: MemoryRegionFlags::LOG_DIRTY_PAGES,
+///         guest_phys_addr: Gpa(start),
+///         memory_size: size as u64,
+///         backing: Some(HostAddress(mapping.as_ptr() as u64)),
+///         userfault_bitmap: None,
+///     })?;
+///     regions.push(GuestRegionMmap::new(mapping, GuestAddress(start)).ok_or("the region is too high")?);
+/// }
+/// let memory = GuestMemoryMmap::from_regions(regions)?;
 ///
 /// // The guest writes page 3, and a device that the VMM emulates writes page 5.
 /// vm.create_vcpu()?.handle_fault(Gpa(0x3000), Access::Write)?;

@@ -62,8 +62,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// assert_eq!((vm.stats().pages_4k(), vm.stats().faults), (66, 0));
     /// // The second half of this range has no memory.
     /// assert_eq!(vcpu.pre_fault_memory(Gpa(0xf_f000), 2 * PAGE_SIZE, Access::Read)?, PAGE_SIZE);
-    /// assert_eq!(vcpu.pre_fault_memory(Gpa(1 << 20), PAGE_SIZE, Access::Read),
-    /// Err(Error::NoMemslot { gpa: Gpa(1 << 20) }));
+    /// assert_eq!(vcpu.pre_fault_memory(Gpa(1 << 20), PAGE_SIZE, Access::Read), Err(Error::NoMemslot { gpa: Gpa(1 << 20) }));
     /// # Ok(())
     /// # }
     /// ```

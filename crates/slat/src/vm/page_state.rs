@@ -50,12 +50,14 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// let slot = region(MemoryRegionFlags::USERFAULT, 1 << 20);
     /// vm.set_user_memory_region(MemoryRegion { userfault_bitmap: Some(bitmap), ..slot })?;
     /// let mut vcpu = vm.create_vcpu()?;
-    /// let fault = Exit::MemoryFault { flags: MemoryFaultFlags::USERFAULT, gpa: Gpa(0x3000), size:
-    /// PAGE_SIZE }; assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?,
-    /// Outcome::Exit(fault)); // Fill page 3, and then clear its bit with release.
-    /// words[0].fetch_and(!(1 << 3), Ordering::Release); assert_eq!(vcpu.handle_fault(Gpa(0x3008),
-    /// Access::Read)?, Outcome::Resume); // Take it back: set the bit first. words[0].fetch_or(1 <<
-    /// 3, Ordering::Release); assert_eq!(vm.rescan_userfault(0, 3, 1)?, 1);
+    /// let fault = Exit::MemoryFault { flags: MemoryFaultFlags::USERFAULT, gpa: Gpa(0x3000), size: PAGE_SIZE };
+    /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Exit(fault));
+    /// // Fill page 3, and then clear its bit with release.
+    /// words[0].fetch_and(!(1 << 3), Ordering::Release);
+    /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Resume);
+    /// // Take it back: set the bit first.
+    /// words[0].fetch_or(1 << 3, Ordering::Release);
+    /// assert_eq!(vm.rescan_userfault(0, 3, 1)?, 1);
     /// assert_eq!(vcpu.handle_fault(Gpa(0x3008), Access::Read)?, Outcome::Exit(fault));
     /// # Ok(())
     /// # }
@@ -122,11 +124,11 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// use slat::*;
     /// # fn main() -> Result<(), Error> {
     /// let vm = vm_with_memory(Config::default(), MemoryRegionFlags::GUEST_MEMFD);
-    /// // The guest asked for a private page. From now on `Host::resolve_private` resolves its
-    /// faults there. vm.set_memory_attributes(Gpa(0x3000), PAGE_SIZE, MemoryAttributes::PRIVATE)?;
-    /// assert_eq!(vm.create_vcpu()?.handle_fault(Gpa(0x3008), Access::Write)?, Outcome::Resume); //
-    /// The VMM has no mapping of it. let refused = Error::MemoryFault { flags:
-    /// MemoryFaultFlags::PRIVATE, gpa: Gpa(0x3000), size: PAGE_SIZE };
+    /// // The guest asked for a private page. From now on `Host::resolve_private` resolves its faults there.
+    /// vm.set_memory_attributes(Gpa(0x3000), PAGE_SIZE, MemoryAttributes::PRIVATE)?;
+    /// assert_eq!(vm.create_vcpu()?.handle_fault(Gpa(0x3008), Access::Write)?, Outcome::Resume);
+    /// // The VMM has no mapping of it.
+    /// let refused = Error::MemoryFault { flags: MemoryFaultFlags::PRIVATE, gpa: Gpa(0x3000), size: PAGE_SIZE };
     /// assert_eq!(vm.check_access(Gpa(0x2ff8), 16), Err(refused));
     /// assert_eq!(vm.check_access(Gpa(0x2ff0), 16), Ok(()));
     /// # Ok(())

@@ -49,12 +49,12 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// vm.set_user_memory_region(region(MemoryRegionFlags::empty(), 1 << 20))?;
     /// // Change its flags, and then move it: the backing stays.
     /// vm.set_user_memory_region(change(MemoryRegionFlags::LOG_DIRTY_PAGES, 1 << 20))?;
-    /// let moved = MemoryRegion { guest_phys_addr: Gpa(1 << 30),
-    /// ..change(MemoryRegionFlags::LOG_DIRTY_PAGES, 1 << 20) }; vm.set_user_memory_region(moved)?;
-    /// // Another memslot must not overlap it. let other = MemoryRegion { slot: 1, guest_phys_addr:
-    /// Gpa(1 << 30), ..region(MemoryRegionFlags::empty(), 4096) };
-    /// assert_eq!(vm.set_user_memory_region(other), Err(Error::Overlap { slot: 1, gpa: Gpa(1 <<
-    /// 30), other: 0 })); // Delete it, by size 0.
+    /// let moved = MemoryRegion { guest_phys_addr: Gpa(1 << 30), ..change(MemoryRegionFlags::LOG_DIRTY_PAGES, 1 << 20) };
+    /// vm.set_user_memory_region(moved)?;
+    /// // Another memslot must not overlap it.
+    /// let other = MemoryRegion { slot: 1, guest_phys_addr: Gpa(1 << 30), ..region(MemoryRegionFlags::empty(), 4096) };
+    /// assert_eq!(vm.set_user_memory_region(other), Err(Error::Overlap { slot: 1, gpa: Gpa(1 << 30), other: 0 }));
+    /// // Delete it, by size 0.
     /// vm.set_user_memory_region(change(MemoryRegionFlags::empty(), 0))?;
     /// assert_eq!(vm.get_dirty_log(0, &mut [0; 4]), Err(Error::NoSuchSlot { slot: 0 }));
     /// # Ok(())
