@@ -154,6 +154,7 @@ mod error;
 mod format;
 pub mod guide;
 mod host;
+mod operation;
 mod second_stage;
 mod shadow;
 mod slot;

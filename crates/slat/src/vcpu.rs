@@ -25,8 +25,8 @@
 //! a fault needs one guard and no second walk.
 //!
 //! # Why it is correct
-//! `table/seq.rs` has the argument for installing on the invalidation sequence number that the
-//! look read. `dirty/log.rs` has the one for marking after W was restored.
+//! `table/invalidation_seq.rs` has the argument for installing on the invalidation sequence number
+//! that the look read. `dirty/log.rs` has the one for marking after W was restored.
 
 #![expect(unsafe_code, reason = "the vCPU's participant is kept alive by its VM")]
 
@@ -54,9 +54,9 @@ use crate::dirty::rings::OwnedRing;
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::{AllocationWait, Gone, Host, Resolved};
+use crate::operation::Operation;
 use crate::second_stage::install::{Changed, NewLeaf};
 use crate::shadow::roots::Roots;
-use crate::slot::set::Slots;
 use crate::slot::view::SlotView;
 use crate::slot::{MemoryAttributes, MemoryRegionFlags};
 use crate::stats::{Counter, is_sampled};
@@ -65,7 +65,7 @@ use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::node::{TableCache, TableUse};
 use crate::table::pte::{self, State};
-use crate::table::retire::{Exclusive, FaultPin, Guard, HazardPointer, OwnedParticipant, Participant};
+use crate::table::retire::{Exclusive, FaultPin, Guard, HazardPointer, OwnedParticipant};
 use crate::vm::Vm;
 
 /// After so many overtaking invalidations a fault maps a small page where a larger one would do.
@@ -136,7 +136,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the participant came
         // from.
         let participant = unsafe { self.participant.get() };
-        log::mark_written(&self.vm.slots, &self.vm.tree.epochs, participant, written);
+        log::mark_written(self.vm.operation(participant), written);
     }
 
     /// Handles a second-stage fault: the guest did `access` at `gpa`, and the page tables did not
@@ -174,7 +174,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
     /// ```
     pub fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, Error> {
         let (mut fault, own) = self.fault(gpa, access)?;
-        let participant = fault.participant;
+        let participant = fault.op.participant;
         let nr_faults = participant.stats.get(Counter::Faults);
         participant.stats.count(Counter::Faults);
         // Early, so that a short run has a sample. But not the first fault of a period: the very
@@ -186,7 +186,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         let result = fault.serve(own);
         // The CPU may still have cached what it faulted on, also after a spurious fault.
         if F::NEEDS_LOCAL_FLUSH && matches!(result, Ok(Outcome::Resume)) {
-            fault.tree.host.flush_local(gpa);
+            fault.op.tree.host.flush_local(gpa);
         }
         if fault.timing.is_some() {
             fault.stop_timing();
@@ -202,8 +202,8 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         let (participant, own) = unsafe { (self.participant.get(), self.participant.exclusive()) };
         // SAFETY: as above: the VM keeps its rings alive, too.
         let ring = self.ring.as_ref().map(|ring| unsafe { ring.get() });
-        let (tree, slots, tables) = (&*self.vm.tree, &self.vm.slots, &mut self.tables);
-        Ok((Fault { tree, slots, participant, ring, tables, gfn, gpa, access, nr_overtaken: 0, timing: None }, own))
+        let (op, tables) = (self.vm.operation(participant), &mut self.tables);
+        Ok((Fault { op, ring, tables, gfn, gpa, access, nr_overtaken: 0, timing: None }, own))
     }
 }
 
@@ -237,9 +237,7 @@ fn installed(level: Level) -> Counter {
 
 /// One fault under way.
 struct Fault<'v, H: Host, F: Format> {
-    tree: &'v Tree<H, F>,
-    slots: &'v Slots<H::Backing>,
-    participant: &'v Participant,
+    op: Operation<'v, H, F>,
     ring: Option<&'v DirtyRing>,
     tables: &'v mut TableCache,
     gfn: Gfn,
@@ -282,7 +280,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                     // The guest comes back. The thread that invalidates the page is not a vCPU, so
                     // let it run here.
                     self.count(Counter::Retries);
-                    self.tree.host.yield_now();
+                    self.op.host().yield_now();
                     return Ok(Outcome::Resume);
                 }
                 Plan::Cancel => self.cancel(),
@@ -320,7 +318,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
 
     #[inline]
     fn count(&self, counter: Counter) {
-        self.participant.stats.count(counter);
+        self.op.stats().count(counter);
     }
 
     #[inline]
@@ -340,14 +338,14 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         if self.nr_overtaken >= OVERTAKEN_BEFORE_SMALL_LEAF {
             resolved.max_size = PageSize::Size4K;
         }
-        plan.leaf::<F>(&self.tree.config, self.max_opened(), gfn, self.access, resolved)
+        plan.leaf::<F>(&self.op.tree.config, self.max_opened(), gfn, self.access, resolved)
     }
 
     /// Marks the pages of this fault's leaf of `level`, which is writable by now, if their memslot
     /// logs.
     #[inline(always)]
     fn mark_leaf(&self, guard: &Guard<'_>, level: Level) {
-        let (slots, gfn) = (self.slots, self.gfn);
+        let (slots, gfn) = (self.op.slots, self.gfn);
         if level == Level::L4K {
             log::mark_page_if_logging(slots, guard, self.ring, gfn);
         } else {
@@ -358,9 +356,10 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// Step 1: finds out what there is, and decides what to do about it.
     #[inline]
     fn look<'r>(&self, pin: FaultPin<'_>, hazard: HazardPointer<'r>) -> Plan<'r, H::Backing> {
-        let (tree, slots) = (self.tree, self.slots);
+        let Operation { tree, slots, .. } = self.op;
         let guard = tree.epochs.pin_fault(pin);
-        // The PTE first, then the ranges in flight and the memslot: see `table/seq.rs`.
+        // The PTE first, then the ranges in flight and the memslot: see
+        // `table/invalidation_seq.rs`.
         let (cursor, value, state) = Cursor::at_lowest(tree, &guard, self.gfn);
         let writes = self.access == Access::Write;
         let is_protected = writes && cursor.is_protected();
@@ -428,7 +427,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[cold]
     fn check_page_state(&self, guard: &Guard<'_>, max_level: Level) -> PageState {
         // Looked up a second time, so that faults in plain memslots keep theirs in registers.
-        let Some(slot) = self.slots.find(guard, self.gfn) else { return PageState::Exit };
+        let Some(slot) = self.op.slots.find(guard, self.gfn) else { return PageState::Exit };
         if self.access == Access::Write && slot.flags().contains(MemoryRegionFlags::READONLY) {
             return PageState::Exit;
         }
@@ -449,8 +448,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[cold]
     #[inline(never)]
     fn limit_to_alike(&self, largest: Level) -> Level {
-        let (tree, slots) = (self.tree, self.slots);
-        let guard = tree.epochs.pin(self.participant);
+        let slots = self.op.slots;
+        let guard = self.op.pin();
         let mut level = Level::L4K;
         if let Some(slot) = slots.find(&guard, self.gfn) {
             // From below, because blocks that differ are mostly found early.
@@ -465,13 +464,13 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// meantime.
     #[cold]
     fn userfault_exit(&self) -> Option<Error> {
-        let guard = self.tree.epochs.pin(self.participant);
-        self.slots.find(&guard, self.gfn)?.check_userfault(self.gfn).err()
+        let guard = self.op.pin();
+        self.op.slots.find(&guard, self.gfn)?.check_userfault(self.gfn).err()
     }
 
     /// Step 2: asks the host for the frame.
     fn resolve(&mut self, plan: &InstallPlan<'_, H::Backing>) -> Result<Resolved, Gone> {
-        let host = &self.tree.host;
+        let host = self.op.host();
         let resolve = || plan.resolve(host, self.gfn, self.access);
         match &mut self.timing {
             None => resolve(),
@@ -512,8 +511,8 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[cold]
     #[inline(never)]
     fn check_gone(&self, found: Found, attributes: MemoryAttributes) -> Result<(), Error> {
-        let (tree, slots) = (self.tree, self.slots);
-        let guard = tree.epochs.pin(self.participant);
+        let Operation { tree, slots, .. } = self.op;
+        let guard = self.op.pin();
         let mut cursor = Cursor::new(tree, &guard, self.gfn);
         // In the order of `look`. A change that is over has left another sequence number.
         let (value, state) = cursor.descend_to_lowest();
@@ -538,7 +537,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     #[inline]
     fn flush_before_make(&self, plan: &InstallPlan<'_, H::Backing>) {
         if F::BREAK_BEFORE_MAKE && matches!(plan.found, Found::Empty(seq) if seq.is_unflushed()) {
-            self.tree.flush(self.participant, &[self.gfn.block(plan.level)]);
+            self.op.flush(&[self.gfn.block(plan.level)]);
         }
     }
 
@@ -560,7 +559,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         if nr_tables == 0 {
             return Ok(());
         }
-        let Tree { host, config, .. } = self.tree;
+        let Tree { host, config, .. } = self.op.tree;
         let placement = match table_use {
             TableUse::Fault => config.fault_table_placement,
             TableUse::Split => config.split_table_placement,
@@ -570,7 +569,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
             return Ok(());
         }
         self.tables
-            .top_up::<H, F>(host, &self.participant.stats, nr_tables, node, AllocationWait::Allowed)
+            .top_up::<H, F>(host, self.op.stats(), nr_tables, node, AllocationWait::Allowed)
             .map_err(|()| Error::OutOfMemory)
     }
 }

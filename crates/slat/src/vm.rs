@@ -16,6 +16,7 @@ use crate::dirty::rings::RingsReset;
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
+use crate::operation::Operation;
 use crate::second_stage::age::{self, Aging};
 use crate::second_stage::invalidate::Invalidation;
 use crate::second_stage::query::TableReader;
@@ -194,7 +195,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     }
 
     fn log_call<'c>(&'c self, id: u32, participant: &'c Participant) -> LogCall<'c, H, F> {
-        LogCall { tree: &self.tree, slots: &self.slots, participant, id }
+        LogCall { op: self.operation(participant), id }
     }
 
     /// Marks `nr_pages` pages from `first_page` on of memslot `slot` in its dirty log, if it has
@@ -223,7 +224,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     pub fn mark_dirty(&self, slot: u32, first_page: u64, nr_pages: u64) -> Result<(), Error> {
         self.check_uses_bitmaps(slot)?;
         let participant = self.tree.epochs.borrow_participant()?;
-        log::mark_pages(&self.slots, &self.tree.epochs, &participant, slot, first_page, nr_pages)
+        log::mark_pages(self.operation(&participant), slot, first_page, nr_pages)
     }
 
     /// Whether page `page` of memslot `slot` is marked in its dirty log now.
@@ -234,7 +235,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     pub fn is_marked_dirty(&self, slot: u32, page: u64) -> Result<bool, Error> {
         self.check_uses_bitmaps(slot)?;
         let participant = self.tree.epochs.borrow_participant()?;
-        log::is_marked(&self.slots, &self.tree.epochs.pin(&participant), slot, page)
+        log::is_marked(self.operation(&participant), slot, page)
     }
 
     /// How many pages are marked now in the dirty logs of all memslots. With dirty rings, how many
@@ -251,7 +252,7 @@ impl<H: Host, F: Format> Vm<H, F> {
             return Ok(self.tree.rings.iter().map(DirtyRing::nr_used).sum());
         }
         let participant = self.tree.epochs.borrow_participant()?;
-        Ok(log::nr_marked(&self.slots, &self.tree.epochs, &participant))
+        Ok(log::nr_marked(self.operation(&participant)))
     }
 
     fn check_uses_bitmaps(&self, slot: u32) -> Result<(), Error> {
@@ -348,7 +349,7 @@ impl<H: Host, F: Format> Vm<H, F> {
             return Err(Error::NoDirtyRing);
         }
         let participant = self.tree.epochs.borrow_participant()?;
-        RingsReset { tree: &self.tree, slots: &self.slots, participant: &participant }.reset(self.tree.rings.iter())
+        RingsReset { op: self.operation(&participant) }.reset(self.tree.rings.iter())
     }
 
     /// Unmaps the guest frames of `range` and keeps faults out until the returned value is dropped.
@@ -393,7 +394,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     pub fn invalidate_range(&self, range: GfnRange) -> Result<Invalidation<'_>, Error> {
         self.check_range(range)?;
         let participant = self.tree.epochs.borrow_participant()?;
-        let result = Invalidation::new(&self.tree, &self.slots, &participant, range);
+        let result = Invalidation::new(&self.tree.in_flight, self.operation(&participant), range);
         drop(participant);
         self.reclaim();
         result
@@ -437,7 +438,7 @@ impl<H: Host, F: Format> Vm<H, F> {
             return Ok(0);
         }
         let participant = self.tree.epochs.borrow_participant()?;
-        split::split_range(&self.tree, &self.slots, &participant, range, largest.level(), |_| true)
+        split::split_range(self.operation(&participant), range, largest.level(), |_| true)
     }
 
     /// Recovers huge leaves in `range`, while vCPUs run, as large as the host and the memslots'
@@ -501,7 +502,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     fn age_or_test(&self, range: GfnRange, aging: Aging) -> Result<u64, Error> {
         self.check_range(range)?;
         let participant = self.tree.epochs.borrow_participant()?;
-        let nr_used = age::age_range(&self.tree, &participant, range, aging);
+        let nr_used = age::age_range(self.operation(&participant), range, aging);
         if aging == Aging::Age && self.tree.shadow.is_some() {
             // Shadow leaves would hide accesses for good, and not only until a CPU replaces its
             // translation.
@@ -563,6 +564,11 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// The largest number of shadow pages so far.
     pub fn shadow_pages_peak(&self) -> u64 {
         self.tree.shadow.as_deref().map_or(0, Shadow::pages_peak)
+    }
+
+    /// An operation on this VM by the owner of `participant`.
+    pub(crate) fn operation<'v>(&'v self, participant: &'v Participant) -> Operation<'v, H, F> {
+        Operation { tree: &self.tree, slots: &self.slots, participant }
     }
 
     /// Checks that `range` is not empty, and that the format translates all of it.

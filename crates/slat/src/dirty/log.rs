@@ -107,16 +107,16 @@ use crate::config::{Config, DirtyTracking, HugePageSplitting, ManualProtect};
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
+use crate::operation::Operation;
 use crate::second_stage::protect::Protector;
 use crate::second_stage::split;
 use crate::shadow::Debt;
 use crate::slot::set::Slots;
 use crate::slot::view::SlotView;
 use crate::sync::{Side, fence_after_rmw, full_fence};
-use crate::table::Tree;
 use crate::table::cursor::{self, Cursor};
 use crate::table::pte::{self, PteRef};
-use crate::table::retire::{Epochs, Guard, Participant};
+use crate::table::retire::Guard;
 use crate::table::tlb::TlbBatch;
 
 /// Pages whose dirty bits a walk visits in one guard.
@@ -229,9 +229,7 @@ struct Found<'s, B> {
 
 /// A call on the log of one memslot.
 pub(crate) struct LogCall<'c, H: Host, F: Format> {
-    pub(crate) tree: &'c Tree<H, F>,
-    pub(crate) slots: &'c Slots<H::Backing>,
-    pub(crate) participant: &'c Participant,
+    pub(crate) op: Operation<'c, H, F>,
     pub(crate) id: u32,
 }
 
@@ -246,7 +244,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         bitmap_len: usize,
         done: usize,
     ) -> Result<Found<'s, H::Backing>, Error> {
-        let slot = self.slots.by_id(guard, self.id).ok_or(Error::NoSuchSlot { slot: self.id })?;
+        let slot = self.op.slots.by_id(guard, self.id).ok_or(Error::NoSuchSlot { slot: self.id })?;
         let log = slot.log().ok_or(Error::NotLogging { slot: self.id })?;
         let words = words_of(&slot, pages, self.id, bitmap_len)?;
         if words.len() < done {
@@ -284,7 +282,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         let mut nr_pages = 0;
         let mut done = 0;
         loop {
-            let guard = self.tree.epochs.pin(self.participant);
+            let guard = self.op.pin();
             let Found { log, words, turn, .. } = self.find(&guard, pages, out.len(), done)?;
             guard.visit(turn.len() as u64);
             let copied = &mut out[done..done + turn.len()];
@@ -301,7 +299,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     /// number.
     pub(crate) fn clear(&self, pages: (u64, u64), mask: &[u64]) -> Result<u64, Error> {
         let mut taken = try_zeroed()?;
-        let Config { manual_protect, huge_page_splitting, .. } = self.tree.config;
+        let Config { manual_protect, huge_page_splitting, .. } = self.op.tree.config;
         if manual_protect == ManualProtect::InitiallySet && huge_page_splitting == HugePageSplitting::Eager {
             self.split_for(pages, mask)?;
         }
@@ -318,7 +316,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     /// the first time.
     fn split_for(&self, pages: (u64, u64), mask: &[u64]) -> Result<(), Error> {
         let range = {
-            let guard = self.tree.epochs.pin(self.participant);
+            let guard = self.op.pin();
             let Found { slot, words, .. } = self.find(&guard, Some(pages), mask.len(), 0)?;
             let first = Gfn(slot.range().start.0 + words.start as u64 * PAGES_PER_WORD);
             GfnRange::new(first, words.len() as u64 * PAGES_PER_WORD).intersection(slot.range())
@@ -331,10 +329,10 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
                 mask.get(words).is_some_and(|mask| mask.iter().any(|&bits| bits != 0))
             }
         };
-        let target = self.tree.config.largest_logged_write();
+        let target = self.op.tree.config.largest_logged_write();
         // Best effort: the first write splits what is not split now. If the memslot is moved
         // meanwhile, the parts at the old place allow what the whole did.
-        let _ = split::split_range(self.tree, self.slots, self.participant, range, target, is_named);
+        let _ = split::split_range(self.op, range, target, is_named);
         Ok(())
     }
 
@@ -352,14 +350,14 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         take: impl Fn(&Bitmap, Range<usize>, usize, &mut TakenWords) -> usize,
         mut hand_out: impl FnMut(Range<usize>, &TakenWords),
     ) -> Result<u64, Error> {
-        let tree = self.tree;
+        let tree = self.op.tree;
         let mut nr_pages = 0;
-        let mut batch = TlbBatch::new(tree, self.participant);
+        let mut batch = self.op.batch();
         let mut write_protected = Debt::new();
         let mut done = 0;
         let result = loop {
-            tree.generations.renew_if_low(&tree.epochs, || tree.host.barrier_on_all_cpus());
-            let locked = tree.pin(self.participant, Side::Write);
+            tree.renew_generations();
+            let locked = self.op.pin_locked(Side::Write);
             let Found { slot, log, words, turn } = match self.find(&locked.guard, pages, bitmap_len, done) {
                 Ok(found) => found,
                 Err(error) => break Err(error),
@@ -372,7 +370,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
                 first = Some(self.rearm(&locked.guard, &slot, turn.start, taken, &mut batch, &mut nr_pages));
             }
             drop(locked);
-            if let (Some(first), Some(mmu)) = (first, tree.mmu(self.participant)) {
+            if let (Some(first), Some(mmu)) = (first, tree.mmu(self.op.participant)) {
                 // The second stage first, then the shadow pages made from it. As with the flush, it
                 // does not matter which leaves lost W now, and which before.
                 mmu.write_protect(taken.pages().map(|page| Gfn(first.0 + page)), &mut write_protected);
@@ -388,7 +386,7 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
             }
         };
         batch.flush_cpus();
-        if let Some(mmu) = tree.mmu(self.participant) {
+        if let Some(mmu) = tree.mmu(self.op.participant) {
             write_protected.settle(&mmu);
         }
         result.map(|()| nr_pages)
@@ -409,26 +407,26 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
         fence_after_rmw();
         // Only now: if the memslot was moved since this guard began, the pages whose bits were
         // taken may be writable at its new place.
-        let now = self.slots.by_id(guard, self.id).filter(|now| now.is_same_slot(slot));
+        let now = self.op.slots.by_id(guard, self.id).filter(|now| now.is_same_slot(slot));
         let range = now.map_or(slot.range(), |now| now.range());
-        let mut protector = Protector::new(self.tree, guard, range);
+        let mut protector = Protector::new(self.op.tree, guard, range);
         let first = Gfn(range.start.0 + first_word as u64 * PAGES_PER_WORD);
         protector.protect(first, taken, batch);
-        *nr_pages += protector.finish(self.participant);
+        *nr_pages += protector.finish(self.op.participant);
         first
     }
 
     /// Updates the bitmap with the writes to `pages` that the CPUs have recorded.
     fn collect(&self, pages: Option<(u64, u64)>, bitmap_len: usize) -> Result<(), Error> {
-        match self.tree.config.dirty_tracking {
+        match self.op.tree.config.dirty_tracking {
             DirtyTracking::WriteProtect(_) => Ok(()),
             DirtyTracking::DirtyBit => self.mark_dirty_leaves(pages, bitmap_len),
             DirtyTracking::PageModificationLog => {
                 // A call that is refused changes nothing: what the CPUs have logged stays for the
                 // next call.
-                self.find(&self.tree.epochs.pin(self.participant), pages, bitmap_len, 0)?;
-                self.tree.host.drain_modification_logs(&mut |written| {
-                    mark_written(self.slots, &self.tree.epochs, self.participant, written);
+                self.find(&self.op.pin(), pages, bitmap_len, 0)?;
+                self.op.host().drain_modification_logs(&mut |written| {
+                    mark_written(self.op, written);
                 });
                 Ok(())
             }
@@ -439,12 +437,12 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
     fn mark_dirty_leaves(&self, pages: Option<(u64, u64)>, bitmap_len: usize) -> Result<(), Error> {
         let mut done = 0;
         loop {
-            let guard = self.tree.epochs.pin(self.participant);
+            let guard = self.op.pin();
             let Found { slot, log, words, .. } = self.find(&guard, pages, bitmap_len, 0)?;
             let first = words.start as u64 * PAGES_PER_WORD;
             let end = slot.range().nr_pages().min(words.end as u64 * PAGES_PER_WORD);
             let turn_end = end.min(first + done + PAGES_PER_TURN);
-            let mut cursor = Cursor::new(self.tree, &guard, slot.range().start);
+            let mut cursor = Cursor::new(self.op.tree, &guard, slot.range().start);
             let mut next = first + done;
             while next < turn_end {
                 guard.visit(Level::L2M.nr_pages());
@@ -455,8 +453,8 @@ impl<H: Host, F: Format> LogCall<'_, H, F> {
             }
             done = next - first;
             drop(guard);
-            if self.tree.host.should_yield() {
-                self.tree.host.yield_now();
+            if self.op.host().should_yield() {
+                self.op.host().yield_now();
             }
         }
     }
@@ -497,25 +495,23 @@ fn mark_dirty_in_table<H: Host, F: Format>(
 }
 
 /// Marks the pages that hold the addresses `written`, where their memslots log.
-pub(crate) fn mark_written<B>(slots: &Slots<B>, epochs: &Epochs, participant: &Participant, written: &[Gpa]) {
+pub(crate) fn mark_written<H: Host, F: Format>(op: Operation<'_, H, F>, written: &[Gpa]) {
     // The store-load pairs of the module: a CPU set D, before it or another CPU handed the address
     // over.
     full_fence();
     for written in written.chunks(MARKS_PER_TURN) {
-        let guard = epochs.pin(participant);
+        let guard = op.pin();
         guard.visit(written.len() as u64);
         for gpa in written {
-            mark_page_if_logging(slots, &guard, None, gpa.gfn());
+            mark_page_if_logging(op.slots, &guard, None, gpa.gfn());
         }
     }
 }
 
 /// Marks `nr_pages` pages from `first_page` on of memslot `id`, which the caller has written, if
 /// the memslot logs.
-pub(crate) fn mark_pages<B>(
-    slots: &Slots<B>,
-    epochs: &Epochs,
-    participant: &Participant,
+pub(crate) fn mark_pages<H: Host, F: Format>(
+    op: Operation<'_, H, F>,
     id: u32,
     first_page: u64,
     nr_pages: u64,
@@ -525,8 +521,8 @@ pub(crate) fn mark_pages<B>(
     full_fence();
     let (mut next, mut left) = (first_page, nr_pages);
     loop {
-        let guard = epochs.pin(participant);
-        let slot = slots.by_id(&guard, id).ok_or(Error::NoSuchSlot { slot: id })?;
+        let guard = op.pin();
+        let slot = op.slots.by_id(&guard, id).ok_or(Error::NoSuchSlot { slot: id })?;
         slot.check_pages(next, left)?;
         let turn = left.min(PAGES_OF_WORDS);
         if let Some(log) = slot.log() {
@@ -542,11 +538,11 @@ pub(crate) fn mark_pages<B>(
 
 /// Returns how many pages are marked in the logs of all memslots. A memslot that is moved meanwhile
 /// may be left out, or counted twice.
-pub(crate) fn nr_marked<B>(slots: &Slots<B>, epochs: &Epochs, participant: &Participant) -> u64 {
+pub(crate) fn nr_marked<H: Host, F: Format>(op: Operation<'_, H, F>) -> u64 {
     let (mut nr_pages, mut next) = (0, Gfn(0));
     loop {
-        let guard = epochs.pin(participant);
-        let Some(slot) = slots.find_from(&guard, next) else { return nr_pages };
+        let guard = op.pin();
+        let Some(slot) = op.slots.find_from(&guard, next) else { return nr_pages };
         let range = slot.range();
         let Some(log) = slot.log() else {
             next = range.end;
@@ -561,8 +557,9 @@ pub(crate) fn nr_marked<B>(slots: &Slots<B>, epochs: &Epochs, participant: &Part
 }
 
 /// Whether page `page` of memslot `id` is marked.
-pub(crate) fn is_marked<B>(slots: &Slots<B>, guard: &Guard<'_>, id: u32, page: u64) -> Result<bool, Error> {
-    let slot = slots.by_id(guard, id).ok_or(Error::NoSuchSlot { slot: id })?;
+pub(crate) fn is_marked<H: Host, F: Format>(op: Operation<'_, H, F>, id: u32, page: u64) -> Result<bool, Error> {
+    let guard = op.pin();
+    let slot = op.slots.by_id(&guard, id).ok_or(Error::NoSuchSlot { slot: id })?;
     let log = slot.log().ok_or(Error::NotLogging { slot: id })?;
     slot.check_pages(page, 1)?;
     Ok(log.is_marked(page))

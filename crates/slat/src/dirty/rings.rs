@@ -38,11 +38,10 @@ use crate::boxed::{Zeroed, try_box, try_zeroed};
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
+use crate::operation::Operation;
 use crate::second_stage::protect::Protector;
-use crate::slot::set::Slots;
 use crate::sync::{AtomicPtr, AtomicU64, Ordering, Side};
-use crate::table::Tree;
-use crate::table::retire::{Guard, Participant};
+use crate::table::retire::Guard;
 use crate::table::tlb::TlbBatch;
 
 /// Set in [`Rings::state`] if the VM has rings; the rest is their size.
@@ -248,9 +247,7 @@ fn in_order(words: &mut [PageWord]) -> &[PageWord] {
 
 /// One call that resets all rings of a VM.
 pub(crate) struct RingsReset<'c, H: Host, F: Format> {
-    pub(crate) tree: &'c Tree<H, F>,
-    pub(crate) slots: &'c Slots<H::Backing>,
-    pub(crate) participant: &'c Participant,
+    pub(crate) op: Operation<'c, H, F>,
 }
 
 impl<H: Host, F: Format> RingsReset<'_, H, F> {
@@ -260,7 +257,7 @@ impl<H: Host, F: Format> RingsReset<'_, H, F> {
         let mut room = try_zeroed::<Room>()?;
         let mut nr_reset = 0;
         loop {
-            let mut batch = TlbBatch::new(self.tree, self.participant);
+            let mut batch = self.op.batch();
             let protected = rings.clone();
             let mut nr_rings = 0;
             for ring in rings.by_ref().take(RINGS_PER_FLUSH) {
@@ -305,17 +302,17 @@ impl<H: Host, F: Format> RingsReset<'_, H, F> {
 
     /// Protects the pages of `words`, in one guard.
     fn protect(&self, words: &mut [PageWord], pages: &mut PageWords<WORDS_PER_TURN>, batch: &mut TlbBatch<'_, H, F>) {
-        let tree = self.tree;
+        let tree = self.op.tree;
         // A directory entry is protected once at most in a turn, so its pages must be together.
         let words = in_order(words);
-        tree.generations.renew_if_low(&tree.epochs, || tree.host.barrier_on_all_cpus());
-        let locked = tree.pin(self.participant, Side::Write);
+        tree.renew_generations();
+        let locked = self.op.pin_locked(Side::Write);
         locked.guard.visit(words.len() as u64 * PAGES_PER_WORD);
         for words in words.chunk_by(|word, next| word.slot == next.slot) {
             // If the memslot was deleted or moved since the pages were pushed, all its PTEs were
             // zapped and flushed before the new set was published. The pages at its new place, or
             // of another memslot with the same number, were pushed for themselves.
-            if let Some(slot) = self.slots.by_id(&locked.guard, words[0].slot) {
+            if let Some(slot) = self.op.slots.by_id(&locked.guard, words[0].slot) {
                 self.protect_in_slot(&locked.guard, slot.range(), words, pages, batch);
             }
         }
@@ -346,9 +343,9 @@ impl<H: Host, F: Format> RingsReset<'_, H, F> {
                 pages.push((word.index - first) as usize, word.bits_below(range.nr_pages()));
             }
             // Each with an admission of its own: a page-table page may have pages in both.
-            let mut protector = Protector::new(self.tree, guard, range);
+            let mut protector = Protector::new(self.op.tree, guard, range);
             protector.protect(Gfn(range.start.0 + first * PAGES_PER_WORD), pages, batch);
-            protector.finish(self.participant);
+            protector.finish(self.op.participant);
             words = far;
         }
     }

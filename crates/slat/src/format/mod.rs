@@ -12,6 +12,7 @@ mod ept;
 mod gstage;
 mod npt;
 mod stage2;
+pub(crate) mod x86;
 
 pub use ept::Ept;
 pub use gstage::{Sv39x4, Sv48x4};

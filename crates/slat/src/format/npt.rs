@@ -4,6 +4,7 @@
 
 #![expect(unsafe_code, reason = "implements Format")]
 
+use super::x86::{self, ADDRESS, PAGE_SIZE_BIT, PRESENT, READ_WRITE, USER};
 use super::{Format, Pte};
 use crate::addr::{Hpa, Level, Pfn};
 
@@ -11,18 +12,6 @@ use crate::addr::{Hpa, Level, Pfn};
 #[derive(Clone, Copy, Debug)]
 pub struct Npt;
 
-/// P, bit 0 (5.4.1).
-const PRESENT: u64 = 1 << 0;
-/// R/W, bit 1 (5.4.1).
-const READ_WRITE: u64 = 1 << 1;
-/// U/S, bit 2 (5.4.1).
-const USER: u64 = 1 << 2;
-/// A, bit 5 (5.4.1).
-const ACCESSED: u64 = 1 << 5;
-/// D, bit 6, in leaf PTEs (5.4.1).
-const DIRTY: u64 = 1 << 6;
-/// PS, bit 7, in PTEs of levels 2 and 3 (5.3.3, 5.3.4); at level 1 the bit is PAT.
-const PAGE_SIZE_BIT: u64 = 1 << 7;
 /// Bit 52, one of the bits 52 to 58 that are available to software (5.4, figure 5-21 and
 /// following).
 const SOFTWARE_52: u64 = 1 << 52;
@@ -31,8 +20,6 @@ const SOFTWARE_53: u64 = 1 << 53;
 /// Bits 52 to 62 of a directory entry, all available to software there (5.3.3, figures of the PDE,
 /// PDPE and PML4E).
 const TABLE_SOFTWARE: u64 = 0x7ff << 52;
-/// Physical address, bits 12 to 51 (5.3.3).
-const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
 // SAFETY: address bits 12 to 51 are apart from all flag bits. `is_present` and `is_leaf` read only
 // bits that `leaf` and `table` set as they must, and none of the flag bits is among these. No state
@@ -46,8 +33,8 @@ unsafe impl Format for Npt {
     const TABLE_ENTRIES: usize = 512;
 
     const WRITABLE: u64 = READ_WRITE;
-    const ACCESSED: u64 = ACCESSED;
-    const DIRTY: u64 = DIRTY;
+    const ACCESSED: u64 = x86::ACCESSED;
+    const DIRTY: u64 = x86::DIRTY;
     const HAS_DIRTY_BIT: bool = true;
     const HOST_WRITABLE: u64 = SOFTWARE_52;
     const WAS_DIRTY: u64 = SOFTWARE_53;
@@ -75,7 +62,7 @@ unsafe impl Format for Npt {
     #[inline]
     fn table(table: Hpa) -> Pte {
         // A is set here: no walk has to set it, and nothing reads it in a directory entry.
-        Pte(table.0 & ADDRESS | PRESENT | READ_WRITE | USER | ACCESSED)
+        Pte(table.0 & ADDRESS | PRESENT | READ_WRITE | USER | x86::ACCESSED)
     }
 
     #[inline]

@@ -9,14 +9,19 @@
 //! and the fault makes it a leaf again. A tracked leaf has lost W, which the first write restores,
 //! as after a harvest. So the protocol of the dirty log need not know of tracked leaves.
 
+use core::convert::Infallible;
+
 use super::install::Changed;
+use super::walk::{self, Next, TurnEnd, Walk};
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::format::{Format, Pte};
 use crate::host::Host;
+use crate::operation::Operation;
+use crate::sync::Side;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::pte::{self, State};
-use crate::table::retire::{Guard, Participant};
+use crate::table::retire::Guard;
 
 /// How accesses of the guest are found out.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -54,57 +59,49 @@ pub(crate) enum Aging {
 const ENTRIES_PER_TURN: u64 = 4096;
 
 /// Ages or tests `range`. Returns the number of its pages that the guest has used.
-pub(crate) fn age_range<H: Host, F: Format>(
-    tree: &Tree<H, F>,
-    participant: &Participant,
-    range: GfnRange,
-    aging: Aging,
-) -> u64 {
-    let mut nr_used = 0;
-    let mut next = range.start;
-    while next < range.end {
-        let guard = tree.epochs.pin(participant);
-        next = age_turn(tree, &guard, GfnRange { start: next, end: range.end }, aging, &mut nr_used);
-        drop(guard);
-        if next < range.end && tree.host.should_yield() {
-            tree.host.yield_now();
-        }
-    }
-    nr_used
+pub(crate) fn age_range<H: Host, F: Format>(op: Operation<'_, H, F>, range: GfnRange, aging: Aging) -> u64 {
+    let mut age = Age { tree: op.tree, range, aging, nr_used: 0 };
+    let Ok(()) = walk::run(op, range, &mut age);
+    age.nr_used
 }
 
-/// One turn of [`age_range`], in one guard. Returns the first frame that it did not reach.
-fn age_turn<H: Host, F: Format>(
-    tree: &Tree<H, F>,
-    guard: &Guard<'_>,
+struct Age<'a, H: Host, F: Format> {
+    tree: &'a Tree<H, F>,
     range: GfnRange,
     aging: Aging,
-    nr_used: &mut u64,
-) -> Gfn {
-    let mut cursor = Cursor::new(tree, guard, range.start);
-    let mut visited = 0;
-    while cursor.gfn() < range.end {
-        // A tracked leaf has not been used since it was aged.
-        if let (leaf, State::Leaf) = cursor.descend_to_lowest() {
-            match age_leaf(tree.config.access_tracking, &cursor, leaf, aging) {
-                Ok(Used::Yes) => {
-                    // Pages before the cursor were counted already, as small leaves, before a
-                    // recovery made one leaf of them.
-                    let rest = GfnRange { start: cursor.gfn(), end: range.end };
-                    *nr_used += cursor.block().intersection(rest).nr_pages();
+    nr_used: u64,
+}
+
+impl<H: Host, F: Format> Walk<H, F> for Age<'_, H, F> {
+    type Work = Infallible;
+    type Error = Infallible;
+    /// The lock protects no A: hardware sets it at any time.
+    const SIDE: Option<Side> = None;
+
+    fn turn(&mut self, guard: &Guard<'_>, start: Gfn) -> TurnEnd<Infallible> {
+        let Age { tree, range, aging, .. } = *self;
+        let rest = GfnRange { start, ..range };
+        walk::visit_ptes(tree, guard, rest, ENTRIES_PER_TURN, |cursor| {
+            // A tracked leaf has not been used since it was aged.
+            if let (leaf, State::Leaf) = cursor.descend_to_lowest() {
+                match age_leaf(tree.config.access_tracking, cursor, leaf, aging) {
+                    Ok(Used::Yes) => {
+                        // Pages before the cursor were counted already, as small leaves, before a
+                        // recovery made one leaf of them.
+                        let rest = GfnRange { start: cursor.gfn(), end: range.end };
+                        self.nr_used += cursor.block().intersection(rest).nr_pages();
+                    }
+                    Ok(Used::No) => {}
+                    Err(Changed) => return Next::Again(0),
                 }
-                Ok(Used::No) => {}
-                Err(Changed) => continue,
             }
-        }
-        cursor.advance();
-        visited += 1;
-        if visited == ENTRIES_PER_TURN {
-            break;
-        }
+            Next::Advance(1)
+        })
     }
-    guard.visit(visited);
-    cursor.gfn()
+
+    fn work(&mut self, _: Gfn, work: Infallible) -> Result<Gfn, Infallible> {
+        match work {}
+    }
 }
 
 enum Used {

@@ -40,13 +40,12 @@
 
 #![expect(unsafe_code, reason = "reads the tables that broken and frozen entries name")]
 
-use super::zap::{mark_dirty, report, zapped_leaf};
+use super::zap::{mark_dirty, zapped_leaf};
 use crate::addr::{Gfn, Hpa, Level};
 use crate::format::{Format, Pte};
 use crate::host::Host;
-use crate::slot::set::Slots;
+use crate::operation::Operation;
 use crate::stats::Counter;
-use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::node;
 use crate::table::pte::{self, Breaking, Frozen, PteRef, State};
@@ -55,8 +54,7 @@ use crate::table::tlb::TlbBatch;
 
 /// A report of leaves to the host and to the dirty log, with their number.
 struct ReportZapped<'c, H: Host, F: Format> {
-    tree: &'c Tree<H, F>,
-    slots: &'c Slots<H::Backing>,
+    op: Operation<'c, H, F>,
     guard: &'c Guard<'c>,
     nr_4k: u64,
     nr_2m: u64,
@@ -64,22 +62,17 @@ struct ReportZapped<'c, H: Host, F: Format> {
 
 /// Cancels what is under way at the cursor's PTE, which was found broken.
 #[cold]
-pub(crate) fn cancel<H: Host, F: Format>(
-    tree: &Tree<H, F>,
-    slots: &Slots<H::Backing>,
-    guard: &Guard<'_>,
-    cursor: &Cursor<'_, H, F>,
-) {
+pub(crate) fn cancel<H: Host, F: Format>(op: Operation<'_, H, F>, guard: &Guard<'_>, cursor: &Cursor<'_, H, F>) {
     let (pte, level) = (cursor.pte(), cursor.level());
     let value = pte.load();
     if pte::state::<F>(value, level) != State::Broken {
         return;
     }
     let (table, breaking) = pte::table_of_broken(value);
-    let mut report = ReportZapped { tree, slots, guard, nr_4k: 0, nr_2m: 0 };
+    let mut report = ReportZapped { op, guard, nr_4k: 0, nr_2m: 0 };
     // SAFETY: a broken PTE that was read inside the guard names it.
     unsafe { report.report_and_freeze(table, level.down(), cursor.block().start, breaking) }
-    let seq = tree.next_seq();
+    let seq = op.tree.next_seq();
     let seq = if F::BREAK_BEFORE_MAKE { seq.unflushed() } else { seq };
     if pte.compare_exchange::<F>(value, pte::empty(seq)).is_err() {
         return;
@@ -101,15 +94,14 @@ pub(crate) fn cancel<H: Host, F: Format>(
 /// # Safety
 /// `value` was read inside the guard from a PTE of `level` of this tree, and is broken.
 pub(super) unsafe fn report_frozen<H: Host, F: Format>(
-    tree: &Tree<H, F>,
-    slots: &Slots<H::Backing>,
+    op: Operation<'_, H, F>,
     guard: &Guard<'_>,
     value: Pte,
     level: Level,
     start: Gfn,
 ) {
     let (table, breaking) = pte::table_of_broken(value);
-    let mut report = ReportZapped { tree, slots, guard, nr_4k: 0, nr_2m: 0 };
+    let mut report = ReportZapped { op, guard, nr_4k: 0, nr_2m: 0 };
     // SAFETY: as the caller promises.
     unsafe { report.report_and_freeze(table, level.down(), start, breaking) }
 }
@@ -122,7 +114,7 @@ impl<H: Host, F: Format> ReportZapped<'_, H, F> {
     /// The address of the page-table page was read inside the guard, in a PTE of the level above.
     unsafe fn report_and_freeze(&mut self, table: Hpa, level: Level, start: Gfn, breaking: Breaking) {
         // SAFETY: as the caller promises.
-        let cells = unsafe { node::linked_ptes::<H, F>(&self.tree.host, self.guard, table, level) };
+        let cells = unsafe { node::linked_ptes::<H, F>(self.op.host(), self.guard, table, level) };
         for (index, cell) in cells.iter().enumerate() {
             let gfn = Gfn(start.0 + index as u64 * level.nr_pages());
             let pte = PteRef::new(cell, level);
@@ -172,9 +164,9 @@ impl<H: Host, F: Format> ReportZapped<'_, H, F> {
                     },
                     (State::Empty(_) | State::Broken, _) => break,
                 };
-                report(self.tree, leaf, level, gfn.block(level));
+                node::report_zapped::<H, F>(self.op.host(), leaf, level, gfn.block(level));
                 // The exchange that froze or broke it is over: no CPU sets its dirty bit any more.
-                mark_dirty(self.tree, self.slots, self.guard, leaf, level, gfn.block(level));
+                mark_dirty(self.op, self.guard, leaf, level, gfn.block(level));
                 match level {
                     Level::L4K => self.nr_4k += 1,
                     _ => self.nr_2m += 1,
@@ -193,7 +185,7 @@ impl<H: Host, F: Format> ReportZapped<'_, H, F> {
 /// not broken any more and does not point to the page-table page. The batch flushes what the PTE
 /// covers.
 pub(super) unsafe fn give_up<H: Host, F: Format>(
-    tree: &Tree<H, F>,
+    op: Operation<'_, H, F>,
     guard: &Guard<'_>,
     table: Hpa,
     level: Level,
@@ -201,13 +193,13 @@ pub(super) unsafe fn give_up<H: Host, F: Format>(
 ) {
     if level > Level::L4K {
         // SAFETY: the page-table page is not freed before the batch has it, and that is below.
-        for cell in unsafe { node::linked_ptes::<H, F>(&tree.host, guard, table, level) } {
+        for cell in unsafe { node::linked_ptes::<H, F>(op.host(), guard, table, level) } {
             let value = PteRef::new(cell, level).load();
             debug_assert!(pte::state::<F>(value, level) == State::Frozen, "a table is given up that is in use");
             if let Frozen::Table(below) = pte::before_freezing::<F>(value, level) {
                 // SAFETY: as for the page-table page: what was linked below it belongs to the same
                 // thread.
-                unsafe { give_up(tree, guard, below, level.down(), batch) }
+                unsafe { give_up(op, guard, below, level.down(), batch) }
             }
         }
     }
@@ -222,14 +214,13 @@ pub(super) unsafe fn give_up<H: Host, F: Format>(
 /// A walk may end at a broken PTE above, which is still to freeze this one: that is cancelled.
 #[inline]
 pub(super) fn find_broken<'s, H: Host, F: Format>(
-    tree: &'s Tree<H, F>,
-    slots: &Slots<H::Backing>,
+    op: Operation<'s, H, F>,
     guard: &'s Guard<'s>,
     gfn: Gfn,
     level: Level,
 ) -> Option<Cursor<'s, H, F>> {
     loop {
-        let mut cursor = Cursor::new(tree, guard, gfn);
+        let mut cursor = Cursor::new(op.tree, guard, gfn);
         let (_, state) = cursor.descend_to(level);
         if cursor.level() == level {
             return Some(cursor);
@@ -237,6 +228,6 @@ pub(super) fn find_broken<'s, H: Host, F: Format>(
         if state != State::Broken {
             return None;
         }
-        cancel(tree, slots, guard, &cursor);
+        cancel(op, guard, &cursor);
     }
 }

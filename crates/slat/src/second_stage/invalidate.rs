@@ -17,19 +17,16 @@
 //!
 //! # Why it is correct
 //! A fault that reads the ranges in flight after the publication installs nothing in the range. One
-//! that read them before loses one exchange at most. `table/seq.rs` has the argument.
+//! that read them before loses one exchange at most. `table/invalidation_seq.rs` has the argument.
 
 use super::zap::{self, Faults};
 use crate::addr::GfnRange;
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
-use crate::slot::set::Slots;
+use crate::operation::Operation;
 use crate::sync::fence_after_rmw;
-use crate::table::Tree;
-use crate::table::in_flight::InFlight;
-use crate::table::retire::Participant;
-use crate::table::tlb::TlbBatch;
+use crate::table::in_flight::{InFlight, RangesInFlight};
 
 /// A range that was zapped and is in flight. Until this is dropped, no CPU uses a frame of the
 /// range, and no fault maps one: faults in the range make the guest try again.
@@ -57,20 +54,19 @@ impl core::fmt::Debug for Invalidation<'_> {
 impl<'v> Invalidation<'v> {
     /// Invalidates `range`, until the value is dropped.
     pub(crate) fn new<H: Host, F: Format>(
-        tree: &'v Tree<H, F>,
-        slots: &Slots<H::Backing>,
-        participant: &Participant,
+        ranges: &'v RangesInFlight,
+        op: Operation<'_, H, F>,
         range: GfnRange,
     ) -> Result<Invalidation<'v>, Error> {
-        let in_flight = tree.in_flight.publish(range)?;
-        let seq = tree.next_seq();
+        let in_flight = ranges.publish(range)?;
+        let seq = op.tree.next_seq();
         // The range is visible before the walk finds any page-table page linked; see
-        // `table/seq.rs`. A third thread has to agree, which unlinks that page, and a fault makes
-        // no fence. So beside this fence it takes multi-copy atomicity: all other CPUs observe a
-        // store at once, as on x86, Armv8 and RISC-V.
+        // `table/invalidation_seq.rs`. A third thread has to agree, which unlinks that page, and a
+        // fault makes no fence. So beside this fence it takes multi-copy atomicity: all other CPUs
+        // observe a store at once, as on x86, Armv8 and RISC-V.
         fence_after_rmw();
-        let mut batch = TlbBatch::new(tree, participant);
-        zap::zap_range(slots, range, seq, Faults::KeptOut, &mut batch);
+        let mut batch = op.batch();
+        zap::zap_range(op, range, seq, Faults::KeptOut, &mut batch);
         // Even if nothing was there: another thread may have emptied a PTE and not flushed yet.
         batch.add(range);
         batch.flush();

@@ -8,6 +8,7 @@
 //! - `split`, `recover`: make page-table pages of huge leaves, and the reverse; `broken` is the
 //!   state between.
 //! - `query`: reads, and changes nothing.
+//! - `walk`: runs the long ones of these in turns.
 //!
 //! `table/tlb.rs` batches the TLB flushes that they need.
 
@@ -21,4 +22,5 @@ pub(crate) mod query;
 pub(crate) mod recover;
 pub(crate) mod rescan;
 pub(crate) mod split;
+mod walk;
 pub(crate) mod zap;

@@ -29,16 +29,19 @@
 //! that is under way may be about to restore W over leaves whose bits were just taken; its exchange
 //! then fails.
 
+use core::convert::Infallible;
 use core::hint::black_box;
 
 use arrayvec::ArrayVec;
 
 use super::install::Changed;
+use super::walk::{self, TurnEnd, Walk};
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::config::{DirtyTracking, WriteProtection};
 use crate::dirty::bitmap::{PageWords, SetBits, nr_bits};
 use crate::format::{Format, Pte};
 use crate::host::Host;
+use crate::operation::Operation;
 use crate::stats::Counter;
 use crate::sync::{AtomicU64, Ordering, Side};
 use crate::table::Tree;
@@ -393,33 +396,45 @@ fn clean_leaf<F: Format>(cell: &AtomicU64) -> u64 {
 
 /// Protects all that is mapped of the memslot at `slot`, in as many guards as it takes. The caller
 /// flushes the memslot after that.
-pub(crate) fn protect_slot<H: Host, F: Format>(tree: &Tree<H, F>, participant: &Participant, slot: GfnRange) {
-    let mut next = slot.start;
-    while next < slot.end {
-        tree.generations.renew_if_low(&tree.epochs, || tree.host.barrier_on_all_cpus());
-        let locked = tree.pin(participant, Side::Write);
-        let mut protector = Protector::new(tree, &locked.guard, slot);
-        let mut visited = 0;
-        while next < slot.end {
+pub(crate) fn protect_slot<H: Host, F: Format>(op: Operation<'_, H, F>, slot: GfnRange) {
+    op.tree.renew_generations();
+    let Ok(()) = walk::run(op, slot, &mut ProtectSlot { op, slot });
+}
+
+struct ProtectSlot<'a, H: Host, F: Format> {
+    op: Operation<'a, H, F>,
+    slot: GfnRange,
+}
+
+/// The generations are renewed, if that is needed for the next turn.
+struct Renew;
+
+impl<H: Host, F: Format> Walk<H, F> for ProtectSlot<'_, H, F> {
+    type Work = Renew;
+    type Error = Infallible;
+    const SIDE: Option<Side> = Some(Side::Write);
+
+    fn turn(&mut self, guard: &Guard<'_>, start: Gfn) -> TurnEnd<Renew> {
+        let mut protector = Protector::new(self.op.tree, guard, self.slot);
+        let mut next = start;
+        let mut nr_steps = 0;
+        while next < self.slot.end && nr_steps < ENTRIES_PER_TURN {
             let nr_tables = protector.nr_tables;
-            let words = words_of_table(GfnRange { start: next, end: slot.end });
+            let words = words_of_table(GfnRange { start: next, end: self.slot.end });
             let Some(pages) = TablePages::first_of(next.align_down(Level::L2M).0 / WORD_PAGES, &words, 0) else {
                 break;
             };
             next = protector.protect_table(&pages);
             // Without a protected entry it was a page-table page of leaves, at most.
-            visited += if protector.nr_tables > nr_tables { 1 } else { Level::L2M.nr_pages() };
-            if visited >= ENTRIES_PER_TURN {
-                break;
-            }
+            nr_steps += if protector.nr_tables > nr_tables { 1 } else { Level::L2M.nr_pages() };
         }
-        protector.finish(participant);
-        drop(protector);
-        locked.guard.visit(visited);
-        let yields = next < slot.end && tree.should_yield();
-        drop(locked);
-        if yields {
-            tree.host.yield_now();
-        }
+        protector.finish(self.op.participant);
+        guard.visit(nr_steps);
+        TurnEnd::Work(next, Renew)
+    }
+
+    fn work(&mut self, gfn: Gfn, _: Renew) -> Result<Gfn, Infallible> {
+        self.op.tree.renew_generations();
+        Ok(gfn)
     }
 }

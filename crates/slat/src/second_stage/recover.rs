@@ -45,25 +45,28 @@
 
 #![expect(unsafe_code, reason = "gives up the tables that it has broken")]
 
+use core::convert::Infallible;
+
 use super::age::AccessTracking;
 use super::broken::{cancel, find_broken, give_up};
 use super::install::Changed;
+use super::walk::{self, Next, TurnEnd, Walk};
 use super::zap::{MAX_DEFERRED_TABLES, TABLES_PER_FLUSH};
 use crate::addr::{Access, Gfn, GfnRange, Level, Pfn};
 use crate::config::{DirtyTracking, HugePageLogging};
 use crate::dirty::log;
-use crate::dirty::rings::{Rings, WithoutRings};
+use crate::dirty::rings::WithoutRings;
 use crate::format::{Format, Pte};
 use crate::host::{Host, Resolved};
+use crate::operation::Operation;
 use crate::slot::MemoryAttributes;
-use crate::slot::set::Slots;
 use crate::slot::view::{BackingRef, SlotView};
 use crate::stats::Counter;
 use crate::sync::{AtomicU64, Side, fence_after_rmw};
-use crate::table::Tree;
 use crate::table::cursor::Cursor;
+use crate::table::node;
 use crate::table::pte::{self, Breaking, FrozenLeaves, InvalidationSeq, PteRef, State};
-use crate::table::retire::{BorrowedParticipant, Guard, HazardPointer, Participant};
+use crate::table::retire::{Guard, HazardPointer};
 use crate::table::tlb::TlbBatch;
 
 /// How often a block is tried that other threads change.
@@ -75,27 +78,27 @@ const STEPS_PER_TURN: u64 = 4096;
 /// Recovers huge leaves in `range`, as large as the host and the memslots' logs allow. Returns how
 /// many page-table pages became leaves.
 pub(crate) fn recover_range<H: Host, F: Format>(
-    tree: &Tree<H, F>,
-    slots: &Slots<H::Backing>,
-    participant: &mut BorrowedParticipant<'_>,
+    op: Operation<'_, H, F>,
+    hazard: HazardPointer<'_>,
     range: GfnRange,
-    rings: &Rings,
 ) -> u64 {
-    let (participant, mut hazard) = participant.with_hazard();
-    let max_deferred = MAX_DEFERRED_TABLES + tree.nr_linked_tables();
-    let batch = TlbBatch::new(tree, participant);
-    let without_rings = rings.keep_out();
-    let mut recovery = Recovery { tree, slots, participant, without_rings, max_deferred, batch, nr_recovered: 0 };
-    let mut level = Level::L2M;
-    while level <= F::ROOT_LEVEL.min(Level::L1G) && range.has_block(level) {
-        if recovery.pass(hazard.reborrow(), range, level).is_none() {
-            break;
-        }
-        level = level.up();
+    let max_deferred = MAX_DEFERRED_TABLES + op.tree.nr_linked_tables();
+    let recovery = Recovery {
+        op,
+        without_rings: op.tree.rings.keep_out(),
+        max_deferred,
+        batch: op.batch(),
+        nr_recovered: 0,
+        is_full: false,
+    };
+    let mut pass = Pass { recovery, hazard, range, level: Level::L2M };
+    while pass.level <= F::ROOT_LEVEL.min(Level::L1G) && range.has_block(pass.level) && !pass.recovery.is_full {
+        let Ok(()) = walk::run(op, range, &mut pass);
+        pass.level = pass.level.up();
     }
-    let Recovery { batch, nr_recovered, .. } = recovery;
+    let Recovery { batch, nr_recovered, .. } = pass.recovery;
     drop(batch);
-    tree.reclaim();
+    op.tree.reclaim();
     nr_recovered
 }
 
@@ -115,13 +118,6 @@ struct Candidate<'r, B> {
     seen: InvalidationSeq,
 }
 
-/// Where the search for a candidate ended.
-enum Look<'r, B> {
-    Found(Candidate<'r, B>),
-    /// There is none before this page.
-    Next(Gfn),
-}
-
 /// What the leaves of a page-table page say together.
 struct Gathered {
     first: Pfn,
@@ -133,110 +129,121 @@ struct Gathered {
 }
 
 struct Recovery<'r, H: Host, F: Format> {
-    tree: &'r Tree<H, F>,
-    slots: &'r Slots<H::Backing>,
-    participant: &'r Participant,
+    op: Operation<'r, H, F>,
     without_rings: Option<WithoutRings<'r>>,
     max_deferred: u64,
     batch: TlbBatch<'r, H, F>,
     nr_recovered: u64,
+    /// No more page-table pages can be given up for now.
+    is_full: bool,
+}
+
+/// The walk that tries all blocks of one level.
+struct Pass<'r, H: Host, F: Format> {
+    recovery: Recovery<'r, H, F>,
+    hazard: HazardPointer<'r>,
+    range: GfnRange,
+    level: Level,
+}
+
+/// A block may be recovered, which the host is asked first.
+struct Try;
+
+impl<H: Host, F: Format> Walk<H, F> for Pass<'_, H, F> {
+    type Work = Try;
+    type Error = Infallible;
+    /// It changes nothing; the tries do.
+    const SIDE: Option<Side> = None;
+
+    fn turn(&mut self, guard: &Guard<'_>, start: Gfn) -> TurnEnd<Try> {
+        let Pass { ref recovery, range, level, .. } = *self;
+        walk::visit_ptes(recovery.op.tree, guard, GfnRange { start, ..range }, STEPS_PER_TURN, |cursor| {
+            cursor.descend_to(level);
+            if !range.covers(cursor.block()) {
+                return Next::Advance(1);
+            }
+            match cursor.read_table(level).map(|(_, cells)| first_leaf::<F>(cells, level.down())) {
+                Some(Some(_)) => Next::Leave(Try),
+                Some(None) => Next::Advance(1 + node::nr_ptes::<F>(level.down()) as u64),
+                None => Next::Advance(1),
+            }
+        })
+    }
+
+    fn work(&mut self, start: Gfn, _: Try) -> Result<Gfn, Infallible> {
+        let Pass { recovery, hazard, level, .. } = self;
+        let block = start.block(*level);
+        for _ in 0..MAX_TRIES {
+            let Some(candidate) = recovery.look(hazard.reborrow(), block, *level) else { break };
+            if !recovery.make_room() {
+                recovery.is_full = true;
+                return Ok(self.range.end);
+            }
+            if recovery.try_recover(candidate).is_ok() {
+                break;
+            }
+        }
+        Ok(block.end)
+    }
 }
 
 impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
-    /// Tries all blocks of `level` in `range`. `None`: no more page-table pages can be given up for
-    /// now.
-    fn pass(&mut self, mut hazard: HazardPointer<'_>, range: GfnRange, level: Level) -> Option<()> {
-        let mut next = range.start;
-        // The block that was tried last, and how often.
-        let (mut tried, mut nr_tries) = (None, 0);
-        while next < range.end {
-            next = match self.look(hazard.reborrow(), next, range, level) {
-                Look::Next(gfn) => gfn,
-                Look::Found(candidate) => {
-                    let block = candidate.block;
-                    nr_tries = if tried == Some(block) { nr_tries + 1 } else { 1 };
-                    tried = Some(block);
-                    self.make_room()?;
-                    match self.try_recover(candidate) {
-                        Err(Changed) if nr_tries < MAX_TRIES => block.start,
-                        Ok(()) | Err(Changed) => block.end,
-                    }
-                }
-            };
-            if self.tree.should_yield() {
-                self.tree.host.yield_now();
-            }
-        }
-        Some(())
-    }
-
-    /// Makes sure that one more page-table page may be given up.
-    fn make_room(&mut self) -> Option<()> {
+    /// Makes sure that one more page-table page may be given up. Returns whether it may.
+    fn make_room(&mut self) -> bool {
+        let tree = self.op.tree;
         if self.batch.nr_unlinked() >= TABLES_PER_FLUSH {
             self.batch.flush();
         }
-        if self.tree.epochs.nr_deferred_tables() >= self.max_deferred {
+        if tree.epochs.nr_deferred_tables() >= self.max_deferred {
             // The guards that they waited for may be over by now.
-            self.tree.reclaim();
+            tree.reclaim();
         }
-        (self.tree.epochs.nr_deferred_tables() < self.max_deferred).then_some(())
+        tree.epochs.nr_deferred_tables() < self.max_deferred
     }
 
-    /// Finds a page-table page below a PTE of `level`, from `start` on.
+    /// Looks at the page-table page for `block`, if there is one, and finds out whether the host
+    /// may be asked for a leaf of `level` there.
     ///
     /// Never inlined, like `try_recover`: its stack is free again when the batch is flushed.
     #[inline(never)]
-    fn look<'h>(&self, hazard: HazardPointer<'h>, start: Gfn, range: GfnRange, level: Level) -> Look<'h, H::Backing> {
-        let (tree, participant) = (self.tree, self.participant);
-        let guard = tree.epochs.pin(participant);
+    fn look<'h>(&self, hazard: HazardPointer<'h>, block: GfnRange, level: Level) -> Option<Candidate<'h, H::Backing>> {
+        let Operation { tree, slots, .. } = self.op;
+        let guard = self.op.pin();
         let seen = tree.current_seq();
-        let mut cursor = Cursor::new(tree, &guard, start);
-        let mut nr_steps = 0;
-        while cursor.gfn() < range.end && nr_steps < STEPS_PER_TURN {
-            let (_, state) = cursor.descend_to(level);
-            let block = cursor.block();
-            let is_meant = state == State::Table && range.covers(block);
-            let entries = block.nr_pages() / level.down().nr_pages();
-            nr_steps += 1 + if is_meant { entries } else { 0 };
-            let parts = if is_meant { cursor.read_table(level) } else { None };
-            let first = parts.and_then(|(_, cells)| first_leaf::<F>(cells, level.down()));
-            if let Some((index, leaf)) = first {
-                let parts = level.down();
-                let gfn = Gfn(block.start.0 + index * parts.nr_pages());
-                let pfn = pte::frame::<F>(leaf, parts);
-                let is_aligned = (pfn.0 ^ gfn.0) & (level.nr_pages() - 1) == 0;
-                // Inside a range in flight the host's answer may be outdated, and no sequence
-                // number shows it.
-                let is_free = tree.in_flight.free_level(gfn, level) == Some(level);
-                let slot = (is_aligned && is_free).then(|| self.slots.find(&guard, gfn)).flatten();
-                nr_steps += slot.as_ref().map_or(0, |slot| slot.steps_of(block));
-                if let Some(slot) = slot.filter(|slot| self.may_recover(slot, block, level)) {
-                    let page = gfn.0 - slot.range().start.0;
-                    let backing = slot.keep_for_resolve(hazard);
-                    let is_host_writable = pte::is_host_writable::<F>(leaf);
-                    let attributes = slot.attributes_of(gfn);
-                    return Look::Found(Candidate {
-                        block,
-                        level,
-                        gfn,
-                        page,
-                        pfn,
-                        is_host_writable,
-                        attributes,
-                        backing,
-                        seen,
-                    });
-                }
-            }
-            cursor.move_to(block.end);
+        let mut cursor = Cursor::new(tree, &guard, block.start);
+        cursor.descend_to(level);
+        let (_, cells) = cursor.read_table(level)?;
+        let parts = level.down();
+        let (index, leaf) = first_leaf::<F>(cells, parts)?;
+        let gfn = Gfn(block.start.0 + index * parts.nr_pages());
+        let pfn = pte::frame::<F>(leaf, parts);
+        if (pfn.0 ^ gfn.0) & (level.nr_pages() - 1) != 0 {
+            return None;
         }
-        guard.visit(nr_steps);
-        Look::Next(cursor.gfn())
+        // Inside a range in flight the host's answer may be outdated, and no sequence number shows
+        // it.
+        tree.in_flight.free_level(gfn, level).filter(|&free| free == level)?;
+        let slot = slots.find(&guard, gfn)?;
+        guard.visit(index + slot.steps_of(block));
+        if !self.may_recover(&slot, block, level) {
+            return None;
+        }
+        Some(Candidate {
+            block,
+            level,
+            gfn,
+            page: gfn.0 - slot.range().start.0,
+            pfn,
+            is_host_writable: pte::is_host_writable::<F>(leaf),
+            attributes: slot.attributes_of(gfn),
+            backing: slot.keep_for_resolve(hazard),
+            seen,
+        })
     }
 
     /// Whether `slot` may have a leaf of `level` for `block`.
     fn may_recover(&self, slot: &SlotView<'_, H::Backing>, block: GfnRange, level: Level) -> bool {
-        let config = &self.tree.config;
+        let config = &self.op.tree.config;
         let needs = slot.logs()
             && !(matches!(config.dirty_tracking, DirtyTracking::WriteProtect(_))
                 && config.huge_page_logging == HugePageLogging::MarkWhole
@@ -248,7 +255,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
     #[inline(never)]
     fn try_recover(&mut self, candidate: Candidate<'_, H::Backing>) -> Result<(), Changed> {
         let Candidate { block, level, gfn, page, pfn, is_host_writable, attributes, backing, seen } = candidate;
-        let (tree, participant) = (self.tree, self.participant);
+        let (op, tree) = (self.op, self.op.tree);
         let resolved = if attributes.contains(MemoryAttributes::PRIVATE) {
             tree.host.resolve_private(backing.get(), gfn, page, Access::Read)
         } else {
@@ -264,7 +271,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         if !resolved.is_ok_and(is_huge) {
             return Ok(());
         }
-        let locked = tree.pin(participant, Side::Read);
+        let locked = op.pin_locked(Side::Read);
         // A recovery that is bound to fail would cost the guest faults.
         if tree.current_seq() != seen {
             return Err(Changed);
@@ -289,7 +296,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
         // other side of this store-load pair takes a number, and then reads the PTE (`invalidate`).
         fence_after_rmw();
         let is_overtaken = tree.current_seq() != seen;
-        let slot = self.slots.find(&locked.guard, gfn).filter(|slot| self.may_recover(slot, block, level));
+        let slot = op.slots.find(&locked.guard, gfn).filter(|slot| self.may_recover(slot, block, level));
         // The pages are marked in the memslot's bitmap, and in no ring.
         let may_write = slot.as_ref().is_some_and(|slot| !slot.logs()) && self.without_rings.is_some();
         let leaf = slot
@@ -301,17 +308,17 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
             self.make(&locked.guard, &cursor, broken, leaf);
             // SAFETY: this call has broken the PTE, and `make` has replaced it. The batch has the
             // block.
-            unsafe { give_up(tree, &locked.guard, table, level.down(), &mut self.batch) }
+            unsafe { give_up(op, &locked.guard, table, level.down(), &mut self.batch) }
             return Ok(());
         }
         drop(locked);
-        tree.flush(participant, &[block]);
-        let locked = tree.pin(participant, Side::Read);
-        if let Some(cursor) = find_broken(tree, self.slots, &locked.guard, block.start, level) {
+        op.flush(&[block]);
+        let locked = op.pin_locked(Side::Read);
+        if let Some(cursor) = find_broken(op, &locked.guard, block.start, level) {
             self.make(&locked.guard, &cursor, broken, leaf);
         }
         // SAFETY: as above; the flush is over.
-        unsafe { give_up(tree, &locked.guard, table, level.down(), &mut self.batch) }
+        unsafe { give_up(op, &locked.guard, table, level.down(), &mut self.batch) }
         Ok(())
     }
 
@@ -322,14 +329,14 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
             Some(leaf) if cursor.pte().compare_exchange::<F>(broken, leaf).is_ok() => {
                 self.made(guard, leaf, cursor.block(), cursor.level());
             }
-            None if cursor.pte().load() == broken => cancel(self.tree, self.slots, guard, cursor),
+            None if cursor.pte().load() == broken => cancel(self.op, guard, cursor),
             _ => {}
         }
     }
 
     /// The leaf of `level` for all that was `gathered`, with W only if `may_write`.
     fn leaf(&self, gathered: &Gathered, level: Level, may_write: bool) -> Pte {
-        let tracking = self.tree.config.access_tracking;
+        let tracking = self.op.tree.config.access_tracking;
         let bit = |is_set: bool, bit: u64| if is_set { bit } else { 0 };
         let may_write = may_write && gathered.is_host_writable && gathered.is_present;
         let leaf = Pte(F::leaf(gathered.first, level).0
@@ -345,12 +352,12 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
     /// Counts the leaf of `level` that was just made for `block`, and marks its pages if need be.
     fn made(&mut self, guard: &Guard<'_>, leaf: Pte, block: GfnRange, level: Level) {
         self.nr_recovered += 1;
-        self.participant.stats.count(Counter::Recoveries);
+        self.op.stats().count(Counter::Recoveries);
         if level > Level::L2M {
-            self.participant.stats.count(Counter::Recoveries1G);
+            self.op.stats().count(Counter::Recoveries1G);
         }
         if pte::is_writable::<F>(leaf) {
-            log::mark_if_logging(self.slots, guard, None, block.start, block);
+            log::mark_if_logging(self.op.slots, guard, None, block.start, block);
         }
     }
 }

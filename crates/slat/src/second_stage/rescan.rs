@@ -13,9 +13,9 @@
 //! them in any case, as an invalidation does. It starts over if the memslot has changed meanwhile.
 //!
 //! # Why it is correct
-//! The order is that of `table/seq.rs`. No range is in flight: no memory is moved that a fault
-//! could still map, and faults observe the bit instead. User space may clear the bit at any time,
-//! and then faults install in the midst of the zap: see [`Faults::MayComeBack`].
+//! The order is that of `table/invalidation_seq.rs`. No range is in flight: no memory is moved that
+//! a fault could still map, and faults observe the bit instead. User space may clear the bit at any
+//! time, and then faults install in the midst of the zap: see [`Faults::MayComeBack`].
 
 use arrayvec::ArrayVec;
 
@@ -24,13 +24,10 @@ use crate::addr::{Gfn, GfnRange};
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
-use crate::slot::set::Slots;
+use crate::operation::Operation;
 use crate::slot::userfault::UserfaultBitmap;
 use crate::slot::view::SlotView;
 use crate::sync::fence_after_rmw;
-use crate::table::Tree;
-use crate::table::retire::Participant;
-use crate::table::tlb::TlbBatch;
 
 /// Runs of pages that are found in one guard.
 const RUNS_PER_TURN: usize = 32;
@@ -41,16 +38,15 @@ const WORDS_PER_TURN: usize = 4096;
 /// Zaps those of `nr_pages` pages from `first_page` on of memslot `id` whose userfault bit is set.
 /// Returns their number.
 pub(crate) fn rescan<H: Host, F: Format>(
-    tree: &Tree<H, F>,
-    slots: &Slots<H::Backing>,
-    participant: &Participant,
+    op: Operation<'_, H, F>,
     id: u32,
     first_page: u64,
     nr_pages: u64,
 ) -> Result<u64, Error> {
+    let Operation { tree, slots, .. } = op;
     loop {
         let slot_range = {
-            let guard = tree.epochs.pin(participant);
+            let guard = op.pin();
             let slot = slots.by_id(&guard, id).ok_or(Error::NoSuchSlot { slot: id })?;
             check_pages(&slot, first_page, nr_pages)?;
             slot.range()
@@ -62,7 +58,7 @@ pub(crate) fn rescan<H: Host, F: Format>(
         // As in `invalidate`: the bits are visible before the walk finds any page-table page
         // linked.
         fence_after_rmw();
-        let mut batch = TlbBatch::new(tree, participant);
+        let mut batch = op.batch();
         let mut nr_rescanned = 0;
         let mut next = pages.start;
         let done = loop {
@@ -70,7 +66,7 @@ pub(crate) fn rescan<H: Host, F: Format>(
                 break Ok(true);
             }
             let mut runs = ArrayVec::<GfnRange, RUNS_PER_TURN>::new();
-            let guard = tree.epochs.pin(participant);
+            let guard = op.pin();
             // Moved, deleted or changed meanwhile: start over with what is there now, which may be
             // smaller.
             let found = slots.by_id(&guard, id);
@@ -82,7 +78,7 @@ pub(crate) fn rescan<H: Host, F: Format>(
             drop(guard);
             for &run in &runs {
                 nr_rescanned += run.nr_pages();
-                zap::zap_range(slots, run, seq, Faults::MayComeBack, &mut batch);
+                zap::zap_range(op, run, seq, Faults::MayComeBack, &mut batch);
                 batch.add(run);
             }
         };

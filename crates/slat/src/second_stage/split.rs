@@ -32,6 +32,7 @@
 
 use super::broken::find_broken;
 use super::install::{self, Changed};
+use super::walk::{self, Next, TurnEnd, Walk};
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::config::Config;
 use crate::dirty::log;
@@ -39,13 +40,13 @@ use crate::dirty::rings::WithoutRings;
 use crate::error::Error;
 use crate::format::{Format, Pte};
 use crate::host::{AllocationWait, Host, TableNode};
-use crate::slot::set::Slots;
+use crate::operation::Operation;
 use crate::sync::Side;
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::node::{TableCache, TableUse};
 use crate::table::pte::{self, Breaking, State};
-use crate::table::retire::{Guard, Participant, TableChain};
+use crate::table::retire::{Guard, TableChain};
 
 /// Leaves split, or PTEs passed by, before a turn leaves its guard.
 const STEPS_PER_TURN: u64 = 32;
@@ -56,34 +57,27 @@ const STEPS_PER_TURN: u64 = 32;
 /// # Errors
 /// [`Error::OutOfMemory`]: the other leaves are as they were.
 pub(crate) fn split_range<H: Host, F: Format>(
-    tree: &Tree<H, F>,
-    slots: &Slots<H::Backing>,
-    participant: &Participant,
+    op: Operation<'_, H, F>,
     range: GfnRange,
     target: Level,
     is_wanted: impl Fn(GfnRange) -> bool,
 ) -> Result<u64, Error> {
-    let mut split =
-        Split { tree, slots, participant, range, target, is_wanted, tables: TableCache::new(), nr_split: 0 };
-    let result = split.run();
-    split.tables.drain::<H, F>(&tree.host, &participant.stats);
+    let mut split = Split { op, range, target, is_wanted, tables: TableCache::new(), nr_split: 0 };
+    let result = walk::run(op, range, &mut split);
+    split.tables.drain::<H, F>(op.host(), op.stats());
     result.map(|()| split.nr_split)
 }
 
-/// Why a turn ended, and the frame to go on from.
-enum TurnEnd {
-    /// The range is done, or the next turn goes on from here.
-    At(Gfn),
+/// What a turn leaves its guard for.
+enum Work {
     /// The cache has no page-table page from this node.
-    NeedsTable(Gfn, TableNode),
-    /// The leaf here must be broken, which takes a flush.
-    Break(Gfn, Pte, Level),
+    Allocate(TableNode),
+    /// The leaf is broken, which takes a flush.
+    Break(Pte, Level),
 }
 
 struct Split<'t, H: Host, F: Format, W> {
-    tree: &'t Tree<H, F>,
-    slots: &'t Slots<H::Backing>,
-    participant: &'t Participant,
+    op: Operation<'t, H, F>,
     range: GfnRange,
     target: Level,
     is_wanted: W,
@@ -91,79 +85,59 @@ struct Split<'t, H: Host, F: Format, W> {
     nr_split: u64,
 }
 
-impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
-    fn run(&mut self) -> Result<(), Error> {
-        let mut next = self.range.start;
-        while next < self.range.end {
-            let locked = self.tree.pin(self.participant, Side::Read);
-            let end = self.turn(&locked.guard, next);
-            drop(locked);
-            next = match end {
-                TurnEnd::At(gfn) => gfn,
-                TurnEnd::NeedsTable(gfn, node) => {
-                    let Tree { host, .. } = self.tree;
-                    self.tables
-                        .top_up::<H, F>(host, &self.participant.stats, 1, node, AllocationWait::Allowed)
-                        .map_err(|()| Error::OutOfMemory)?;
-                    gfn
-                }
-                TurnEnd::Break(gfn, value, level) => {
-                    // If another thread was first, the next turn reads the PTE anew.
-                    let Split { tree, slots, participant, tables, .. } = self;
-                    if split_by_breaking(tree, slots, participant, tables, gfn, value, level).is_ok() {
-                        self.nr_split += 1;
-                    }
-                    gfn
-                }
-            };
-            if self.tree.should_yield() {
-                self.tree.host.yield_now();
-            }
-        }
-        Ok(())
+impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Walk<H, F> for Split<'_, H, F, W> {
+    type Work = Work;
+    type Error = Error;
+    const SIDE: Option<Side> = Some(Side::Read);
+
+    fn turn(&mut self, guard: &Guard<'_>, start: Gfn) -> TurnEnd<Work> {
+        let rest = GfnRange { start, ..self.range };
+        walk::visit_ptes(self.op.tree, guard, rest, STEPS_PER_TURN, |cursor| self.visit(guard, cursor))
     }
 
-    /// One turn, in one guard.
-    fn turn(&mut self, guard: &Guard<'_>, start: Gfn) -> TurnEnd {
-        let Tree { host, config, .. } = self.tree;
-        let above_target = self.target.up();
-        let mut cursor = Cursor::new(self.tree, guard, start);
-        let mut nr_steps = 0;
-        while cursor.gfn() < self.range.end {
-            // Leaves below a PTE of this level have the target's size or less.
-            let (value, state) = cursor.descend_to(above_target);
-            if matches!(state, State::Leaf | State::Tracked)
-                && cursor.level() >= above_target
-                && (self.is_wanted)(cursor.block())
-            {
-                let node = placement_of::<H, F>(config, host, value, cursor.level());
-                if !self.tables.has(1, node)
-                    && self
-                        .tables
-                        .top_up::<H, F>(host, &self.participant.stats, 1, node, AllocationWait::Never)
-                        .is_err()
-                {
-                    return TurnEnd::NeedsTable(cursor.gfn(), node);
-                }
-                if F::BREAK_BEFORE_MAKE {
-                    return TurnEnd::Break(cursor.gfn(), value, cursor.level());
-                }
-                let whole = parts_of::<F>(config, value, cursor.level());
-                guard.visit(cursor.level().nr_pages() / cursor.level().down().nr_pages());
-                if install::split_into(&cursor, host, &mut self.tables, value, whole).is_ok() {
+    fn work(&mut self, gfn: Gfn, work: Work) -> Result<Gfn, Error> {
+        match work {
+            Work::Allocate(node) => self.top_up(node, AllocationWait::Allowed).map_err(|()| Error::OutOfMemory)?,
+            // If another thread was first, the next turn reads the PTE anew.
+            Work::Break(value, level) => {
+                if split_by_breaking(self.op, &mut self.tables, gfn, value, level).is_ok() {
                     self.nr_split += 1;
                 }
-                // The next step goes down into it, or tries once more.
-            } else {
-                cursor.advance();
-            }
-            guard.visit(1);
-            nr_steps += 1;
-            if nr_steps == STEPS_PER_TURN {
-                break;
             }
         }
-        TurnEnd::At(cursor.gfn())
+        Ok(gfn)
+    }
+}
+
+impl<H: Host, F: Format, W: Fn(GfnRange) -> bool> Split<'_, H, F, W> {
+    fn top_up(&mut self, node: TableNode, wait: AllocationWait) -> Result<(), ()> {
+        self.tables.top_up::<H, F>(self.op.host(), self.op.stats(), 1, node, wait)
+    }
+
+    /// Splits the leaf at the cursor, if it is too large, or the leaves below.
+    fn visit(&mut self, guard: &Guard<'_>, cursor: &mut Cursor<'_, H, F>) -> Next<Work> {
+        let Tree { host, config, .. } = self.op.tree;
+        // Leaves below a PTE of this level have the target's size or less.
+        let above_target = self.target.up();
+        let (value, state) = cursor.descend_to(above_target);
+        let level = cursor.level();
+        if !matches!(state, State::Leaf | State::Tracked) || level < above_target || !(self.is_wanted)(cursor.block()) {
+            return Next::Advance(1);
+        }
+        let node = placement_of::<H, F>(config, host, value, level);
+        if !self.tables.has(1, node) && self.top_up(node, AllocationWait::Never).is_err() {
+            return Next::Leave(Work::Allocate(node));
+        }
+        if F::BREAK_BEFORE_MAKE {
+            return Next::Leave(Work::Break(value, level));
+        }
+        guard.visit(level.nr_pages() / level.down().nr_pages());
+        let whole = parts_of::<F>(config, value, level);
+        if install::split_into(cursor, host, &mut self.tables, value, whole).is_ok() {
+            self.nr_split += 1;
+        }
+        // The next step goes down into it, or tries once more.
+        Next::Again(1)
     }
 }
 
@@ -190,18 +164,16 @@ pub(crate) fn parts_of<F: Format>(config: &Config, value: Pte, level: Level) -> 
 /// Once the parts are linked, the flags are read again, and all pages are marked if the memslot
 /// logs by then, as in a recovery (`recover`). No rings are enabled before that.
 pub(crate) fn split_by_breaking<H: Host, F: Format>(
-    tree: &Tree<H, F>,
-    slots: &Slots<H::Backing>,
-    participant: &Participant,
+    op: Operation<'_, H, F>,
     tables: &mut TableCache,
     gfn: Gfn,
     value: Pte,
     level: Level,
 ) -> Result<(), Changed> {
-    let without_rings = tree.rings.keep_out();
-    let split = break_leaf(tree, slots, &without_rings, participant, tables, gfn, (value, level))?;
-    tree.flush(participant, &[gfn.block(level)]);
-    link_parts(tree, slots, participant, gfn, level, &split)
+    let without_rings = op.tree.rings.keep_out();
+    let split = break_leaf(op, &without_rings, tables, gfn, (value, level))?;
+    op.flush(&[gfn.block(level)]);
+    link_parts(op, gfn, level, &split)
 }
 
 /// A leaf that is broken, so that a page-table page can take its place.
@@ -216,55 +188,51 @@ struct BrokenLeaf {
 /// The first guard of [`split_by_breaking`], a function of its own so that it needs little stack.
 #[inline(never)]
 fn break_leaf<H: Host, F: Format>(
-    tree: &Tree<H, F>,
-    slots: &Slots<H::Backing>,
+    op: Operation<'_, H, F>,
     without_rings: &Option<WithoutRings<'_>>,
-    participant: &Participant,
     tables: &mut TableCache,
     gfn: Gfn,
     (value, level): (Pte, Level),
 ) -> Result<BrokenLeaf, Changed> {
-    let locked = tree.pin(participant, Side::Read);
-    let mut cursor = Cursor::new(tree, &locked.guard, gfn);
+    let locked = op.pin_locked(Side::Read);
+    let mut cursor = Cursor::new(op.tree, &locked.guard, gfn);
     if cursor.descend_to_lowest().0 != value || cursor.level() != level {
         return Err(Changed);
     }
-    let keeps_write = without_rings.is_some() && slots.find(&locked.guard, gfn).is_some_and(|slot| !slot.logs());
+    let keeps_write = without_rings.is_some() && op.slots.find(&locked.guard, gfn).is_some_and(|slot| !slot.logs());
     let whole = if keeps_write || !F::is_present(value) { value } else { Pte(value.0 & !F::WRITABLE) };
     // SAFETY: `linked` follows the exchange at once.
-    let table = unsafe { install::prepare_parts::<H, F>(&tree.host, tables, whole, level) };
+    let table = unsafe { install::prepare_parts::<H, F>(op.host(), tables, whole, level) };
     let broken = pte::broken(F::address(table, level), Breaking::Split);
     cursor.pte().compare_exchange::<F>(value, broken).map_err(|_| Changed)?;
     // Other threads may find the page-table page from now on: it never goes back to the cache.
-    tables.linked(&tree.host, &participant.stats, 1, TableUse::Split, Some(pte::frame::<F>(value, level)));
+    tables.linked(op.host(), op.stats(), 1, TableUse::Split, Some(pte::frame::<F>(value, level)));
     Ok(BrokenLeaf { broken, table, whole })
 }
 
 /// The second guard, after the flush.
 #[inline(never)]
 fn link_parts<H: Host, F: Format>(
-    tree: &Tree<H, F>,
-    slots: &Slots<H::Backing>,
-    participant: &Participant,
+    op: Operation<'_, H, F>,
     gfn: Gfn,
     level: Level,
     split: &BrokenLeaf,
 ) -> Result<(), Changed> {
-    let locked = tree.pin(participant, Side::Read);
-    if find_broken(tree, slots, &locked.guard, gfn, level)
+    let locked = op.pin_locked(Side::Read);
+    if find_broken(op, &locked.guard, gfn, level)
         .is_some_and(|cursor| cursor.pte().compare_exchange::<F>(split.broken, split.table).is_ok())
     {
-        install::count_split(&participant.stats, level);
+        install::count_split(op.stats(), level);
         if pte::is_writable::<F>(split.whole) {
             let block = gfn.block(level);
-            log::mark_if_logging(slots, &locked.guard, None, block.start, block);
+            log::mark_if_logging(op.slots, &locked.guard, None, block.start, block);
         }
         return Ok(());
     }
     drop(locked);
     let mut unlinked = TableChain::new();
     // SAFETY: it was never linked. A broken PTE has named it, and does not any more.
-    unsafe { unlinked.push(&tree.host, F::address(split.table, level)) }
-    tree.epochs.retire_tables(&tree.host, unlinked);
+    unsafe { unlinked.push(op.host(), F::address(split.table, level)) }
+    op.tree.epochs.retire_tables(op.host(), unlinked);
     Err(Changed)
 }

@@ -11,7 +11,7 @@
 //! # Use
 //! The caller publishes the range, so that a fault that reads the ranges in flight later installs
 //! nothing there; or it sets the userfault bits of the pages. Then it takes `seq`; see
-//! `table/seq.rs`.
+//! `table/invalidation_seq.rs`.
 //!
 //! # Implementation
 //! The zap passes over the range from the lowest level up.
@@ -50,21 +50,24 @@
 //! operations that held one then.
 //!
 //! **Sequence numbers.** A PTE of the lowest level gets the zap's own number, each PTE above a
-//! fresh one, taken for it alone. So no number comes back to a page, on which `table/seq.rs`
-//! relies. Only the first pass visits PTEs of the lowest level, and it moves forward: each page
-//! gets the own number at most once. A PTE above may stand for pages that have got it already. In a
-//! further pass, their page-table page may have been unlinked meanwhile; in a rescan, several
-//! ranges share one number.
+//! fresh one, taken for it alone. So no number comes back to a page, on which
+//! `table/invalidation_seq.rs` relies. Only the first pass visits PTEs of the lowest level, and it
+//! moves forward: each page gets the own number at most once. A PTE above may stand for pages that
+//! have got it already. In a further pass, their page-table page may have been unlinked meanwhile;
+//! in a rescan, several ranges share one number.
 
 #![expect(unsafe_code, reason = "takes over the tables that it unlinks")]
 
+use core::convert::Infallible;
+
 use super::install::{self, Changed};
+use super::walk::{self, Next, TurnEnd, Walk};
 use super::{broken, split};
 use crate::addr::{Gfn, GfnRange, Hpa, Level};
 use crate::dirty::log;
 use crate::format::{Format, Pte};
-use crate::host::{AllocationWait, Host, ZappedLeaf};
-use crate::slot::set::Slots;
+use crate::host::{AllocationWait, Host};
+use crate::operation::Operation;
 use crate::stats::Counter;
 use crate::sync::Side;
 use crate::table::Tree;
@@ -96,69 +99,42 @@ pub(crate) enum Faults {
 }
 
 /// Zaps `range`. What is to be flushed, and the unlinked page-table pages, are in `batch` then.
-pub(crate) fn zap_range<H: Host, F: Format>(
-    slots: &Slots<H::Backing>,
+pub(crate) fn zap_range<'t, H: Host, F: Format>(
+    op: Operation<'t, H, F>,
     range: GfnRange,
     seq: InvalidationSeq,
     faults: Faults,
-    batch: &mut TlbBatch<'_, H, F>,
+    batch: &mut TlbBatch<'t, H, F>,
 ) {
-    let (tree, participant) = (batch.tree(), batch.participant());
-    if tree.epochs.nr_deferred_tables() >= MAX_DEFERRED_TABLES {
+    if op.tree.epochs.nr_deferred_tables() >= MAX_DEFERRED_TABLES {
         // The guards that they waited for may be over by now.
-        tree.reclaim();
+        op.tree.reclaim();
     }
     let mut zap = Zap {
-        tree,
-        slots,
+        op,
         range,
         seq,
         faults,
         batch,
+        pass: Level::L4K,
+        nr_zapped: 0,
         tables: TableCache::new(),
         is_out_of_memory: false,
         leaves_tables: false,
         flushed: None,
     };
-    let mut pass = Level::L4K;
     // A further pass has work only if the range has a whole block of the level.
-    while pass == Level::L4K || (pass <= F::ROOT_LEVEL && range.has_block(pass)) {
-        let mut next = range.start;
-        while next < range.end {
-            let locked = tree.pin(participant, Side::Write);
-            let end = zap.turn(&locked.guard, next, pass);
-            drop(locked);
-            next = match end {
-                TurnEnd::At(gfn) => gfn,
-                TurnEnd::Yield(gfn) => {
-                    // No flush is missing while other threads run, and the page-table pages are
-                    // retired sooner.
-                    zap.batch.flush();
-                    tree.reclaim();
-                    tree.host.yield_now();
-                    gfn
-                }
-                TurnEnd::Break(gfn, value, level) => {
-                    // If the PTE has changed meanwhile, the next turn reads it anew.
-                    let _: Result<(), Changed> =
-                        split::split_by_breaking(tree, slots, participant, &mut zap.tables, gfn, value, level);
-                    gfn
-                }
-                TurnEnd::Flush(gfn, value, level) => {
-                    tree.flush(participant, &[gfn.block(level)]);
-                    zap.flushed = Some(value);
-                    gfn
-                }
-            };
-        }
+    while zap.pass == Level::L4K || (zap.pass <= F::ROOT_LEVEL && range.has_block(zap.pass)) {
+        let Ok(()) = walk::run(op, range, &mut zap);
         // Unlinking a page-table page above would take along those that were left, in one long
         // step.
         if zap.leaves_tables || faults == Faults::MayComeBack {
             break;
         }
-        pass = pass.up();
+        zap.pass = zap.pass.up();
     }
-    zap.tables.drain::<H, F>(&tree.host, &participant.stats);
+    op.stats().add(Counter::Zapped, zap.nr_zapped);
+    zap.tables.drain::<H, F>(op.host(), op.stats());
 }
 
 /// The counter of zapped leaves of `level`.
@@ -170,26 +146,27 @@ pub(crate) fn zapped_leaf(level: Level) -> Counter {
     }
 }
 
-/// Why a turn ended, and the first frame that it did not reach.
-enum TurnEnd {
-    /// The range is done, or the next turn goes on from here.
-    At(Gfn),
-    /// Other threads should run.
-    Yield(Gfn),
-    /// A leaf that is covered in part must be broken before it is split.
-    Break(Gfn, Pte, Level),
-    /// An unflushed empty PTE that is covered in part must be flushed before it gets a number.
-    Flush(Gfn, Pte, Level),
+/// What a turn leaves its guard for.
+enum Work {
+    /// What was zapped is flushed, and the unlinked page-table pages are retired.
+    Retire,
+    /// A leaf that is covered in part is broken before it is split.
+    Break(Pte, Level),
+    /// An unflushed empty PTE that is covered in part is flushed before it gets a number.
+    Flush(Pte, Level),
 }
 
 /// A zap under way.
 struct Zap<'z, 't, H: Host, F: Format> {
-    tree: &'t Tree<H, F>,
-    slots: &'z Slots<H::Backing>,
+    op: Operation<'t, H, F>,
     range: GfnRange,
     seq: InvalidationSeq,
     faults: Faults,
     batch: &'z mut TlbBatch<'t, H, F>,
+    /// The lowest pass empties PTEs. A higher one unlinks the page-table pages below the PTEs of
+    /// its level.
+    pass: Level,
+    nr_zapped: u64,
     tables: TableCache,
     is_out_of_memory: bool,
     /// Too many unlinked page-table pages wait, so some were left linked.
@@ -199,114 +176,132 @@ struct Zap<'z, 't, H: Host, F: Format> {
     flushed: Option<Pte>,
 }
 
-impl<H: Host, F: Format> Zap<'_, '_, H, F> {
-    /// One turn of a pass, in one guard. The lowest pass empties PTEs; a higher one unlinks the
-    /// page-table pages below the PTEs of its level.
-    fn turn(&mut self, guard: &Guard<'_>, start: Gfn, pass: Level) -> TurnEnd {
-        let range = self.range;
-        let mut cursor = Cursor::new(self.tree, guard, start);
-        let mut visited = 0;
-        let mut zapped = 0;
-        let end = loop {
-            if cursor.gfn() >= range.end {
-                break TurnEnd::At(cursor.gfn());
+impl<H: Host, F: Format> Walk<H, F> for Zap<'_, '_, H, F> {
+    type Work = Work;
+    type Error = Infallible;
+    const SIDE: Option<Side> = Some(Side::Write);
+
+    fn turn(&mut self, guard: &Guard<'_>, start: Gfn) -> TurnEnd<Work> {
+        let rest = GfnRange { start, ..self.range };
+        let end = walk::visit_ptes(self.op.tree, guard, rest, ENTRIES_PER_TURN, |cursor| self.visit(guard, cursor));
+        match end {
+            // No flush is missing while other threads run, and the page-table pages are retired
+            // sooner.
+            TurnEnd::At(gfn) if gfn < rest.end && self.op.tree.should_yield() => TurnEnd::Work(gfn, Work::Retire),
+            end => end,
+        }
+    }
+
+    fn work(&mut self, gfn: Gfn, work: Work) -> Result<Gfn, Infallible> {
+        match work {
+            Work::Retire => {
+                self.batch.flush();
+                self.op.tree.reclaim();
             }
-            let (pte, level, block) = (cursor.pte(), cursor.level(), cursor.block());
-            let value = pte.load();
-            let done = match pte::state::<F>(value, level) {
-                State::Frozen => {
-                    cursor.restart();
-                    continue;
+            // If the PTE has changed meanwhile, the next turn reads it anew.
+            Work::Break(value, level) => {
+                let _: Result<(), Changed> = split::split_by_breaking(self.op, &mut self.tables, gfn, value, level);
+            }
+            Work::Flush(value, level) => {
+                self.op.flush(&[gfn.block(level)]);
+                self.flushed = Some(value);
+            }
+        }
+        Ok(gfn)
+    }
+}
+
+impl<H: Host, F: Format> Zap<'_, '_, H, F> {
+    /// Visits the cursor's PTE.
+    #[inline]
+    fn visit(&mut self, guard: &Guard<'_>, cursor: &mut Cursor<'_, H, F>) -> Next<Work> {
+        if self.batch.nr_unlinked() >= TABLES_PER_FLUSH {
+            return Next::Leave(Work::Retire);
+        }
+        let (op, range) = (self.op, self.range);
+        let (pte, level, block) = (cursor.pte(), cursor.level(), cursor.block());
+        let value = pte.load();
+        let mut nr_steps = 1;
+        let done = match pte::state::<F>(value, level) {
+            State::Frozen => {
+                cursor.restart();
+                return Next::Again(0);
+            }
+            State::Broken => {
+                broken::cancel(op, guard, cursor);
+                return Next::Again(0);
+            }
+            State::Empty(found) if found >= self.seq => Ok(()),
+            State::Empty(found) => {
+                let is_unflushed = F::BREAK_BEFORE_MAKE && found.is_unflushed() && self.flushed != Some(value);
+                if is_unflushed && !range.covers(block) {
+                    return Next::Leave(Work::Flush(value, level));
                 }
-                State::Broken => {
-                    broken::cancel(self.tree, self.slots, guard, &cursor);
-                    continue;
+                let seq = self.seq_for(level);
+                // The flag stays, for the flush is still due; the exchange itself makes none due.
+                let seq = if is_unflushed { seq.unflushed() } else { seq };
+                install::zap_pte(cursor, value, seq).map(drop)
+            }
+            State::Leaf | State::Tracked if self.goes_whole(guard, value, level, block) => {
+                // Before the exchange: see the module. If hardware sets A or D meanwhile, the
+                // exchange fails, and the next try reports anew.
+                mark_dirty(op, guard, value, level, block);
+                node::report_zapped::<H, F>(op.host(), value, level, block);
+                let seq = self.seq_for(level);
+                // Beside the range nothing keeps a fault from making a PTE of another size before
+                // the flush.
+                let may_come_back = self.faults == Faults::MayComeBack || !range.covers(block);
+                let seq = if F::BREAK_BEFORE_MAKE && may_come_back { seq.unflushed() } else { seq };
+                let done = install::zap_pte(cursor, value, seq).map(drop);
+                if done.is_ok() {
+                    // Once more: before the exchange a harvest may have taken the mark and cleared
+                    // D, and a CPU have set D again (`models/dirty_bit.py`).
+                    mark_dirty(op, guard, value, level, block);
+                    self.batch.add(block);
+                    op.stats().count(zapped_leaf(level));
+                    self.nr_zapped += 1;
                 }
-                State::Empty(found) if found >= self.seq => Ok(()),
-                State::Empty(found) => {
-                    let is_unflushed = F::BREAK_BEFORE_MAKE && found.is_unflushed() && self.flushed != Some(value);
-                    if is_unflushed && !range.covers(block) {
-                        break TurnEnd::Flush(cursor.gfn(), value, level);
-                    }
-                    let seq = self.seq_for(level);
-                    // The flag stays, for the flush is still due; the exchange itself makes none
-                    // due.
-                    let seq = if is_unflushed { seq.unflushed() } else { seq };
-                    install::zap_pte(&cursor, value, seq).map(drop)
+                done
+            }
+            State::Leaf | State::Tracked if F::BREAK_BEFORE_MAKE => return Next::Leave(Work::Break(value, level)),
+            State::Leaf | State::Tracked => {
+                // If the PTE has changed meanwhile, the next step reads it anew.
+                let _: Result<(), Changed> = install::split(cursor, op.host(), &mut self.tables, value);
+                return Next::Again(0);
+            }
+            State::Table if level == self.pass && range.covers(block) && self.may_unlink() => {
+                // A fresh number: greater ones than the zap's may have been left inside
+                // (`table/invalidation_seq.rs`).
+                let done = install::zap_pte(cursor, value, op.tree.next_seq()).map(drop);
+                if done.is_ok() {
+                    // Not before the exchange: frozen PTEs in a linked page-table page would make
+                    // walks spin.
+                    // SAFETY: this thread has just read the address in the PTE and unlinked the
+                    // page-table page, and earlier passes have emptied it. No fault fills it: the
+                    // range is in flight. The batch gets the block below.
+                    unsafe { self.take_over(guard, F::address(value, level), level.down(), block.start) }
+                    self.batch.add(block);
+                    self.nr_zapped += 1;
+                    nr_steps += node::nr_ptes::<F>(level.down()) as u64;
                 }
-                State::Leaf | State::Tracked if self.goes_whole(guard, value, level, block) => {
-                    // Before the exchange: see the module. If hardware sets A or D meanwhile, the
-                    // exchange fails, and the next try reports anew.
-                    mark_dirty(self.tree, self.slots, guard, value, level, block);
-                    report(self.tree, value, level, block);
-                    let seq = self.seq_for(level);
-                    // Beside the range nothing keeps a fault from making a PTE of another size
-                    // before the flush.
-                    let may_come_back = self.faults == Faults::MayComeBack || !range.covers(block);
-                    let seq = if F::BREAK_BEFORE_MAKE && may_come_back { seq.unflushed() } else { seq };
-                    let done = install::zap_pte(&cursor, value, seq).map(drop);
-                    if done.is_ok() {
-                        // Once more: before the exchange a harvest may have taken the mark and
-                        // cleared D, and a CPU have set D again (`models/dirty_bit.py`).
-                        mark_dirty(self.tree, self.slots, guard, value, level, block);
-                        self.batch.add(block);
-                        guard.participant().stats.count(zapped_leaf(level));
-                        zapped += 1;
-                    }
-                    done
-                }
-                State::Leaf | State::Tracked => {
-                    if F::BREAK_BEFORE_MAKE {
-                        break TurnEnd::Break(cursor.gfn(), value, level);
-                    }
-                    // If the PTE has changed meanwhile, the next step reads it anew.
-                    let _: Result<(), Changed> = install::split(&cursor, &self.tree.host, &mut self.tables, value);
-                    continue;
-                }
-                State::Table if level == pass && range.covers(block) && self.may_unlink() => {
-                    // A fresh number: greater ones than the zap's may have been left inside
-                    // (`table/seq.rs`).
-                    let done = install::zap_pte(&cursor, value, self.tree.next_seq()).map(drop);
-                    if done.is_ok() {
-                        // Not before the exchange: frozen PTEs in a linked page-table page would
-                        // make walks spin.
-                        // SAFETY: this thread has just read the address in the PTE and unlinked the
-                        // page-table page, and earlier passes have emptied it. No fault fills it:
-                        // the range is in flight. The batch gets the block below.
-                        unsafe { self.take_over(guard, F::address(value, level), level.down(), block.start) }
-                        self.batch.add(block);
-                        zapped += 1;
-                        visited += node::nr_ptes::<F>(level.down()) as u64;
-                    }
-                    done
-                }
-                // Earlier passes have emptied what is below.
-                State::Table if level <= pass && pass > Level::L4K => Ok(()),
-                State::Table => {
-                    cursor.step_down();
-                    continue;
-                }
-            };
-            if done.is_ok() {
-                cursor.advance();
-                visited += 1;
-                if self.batch.nr_unlinked() >= TABLES_PER_FLUSH {
-                    break TurnEnd::Yield(cursor.gfn());
-                }
-                if visited >= ENTRIES_PER_TURN {
-                    let next = cursor.gfn();
-                    break if self.tree.should_yield() { TurnEnd::Yield(next) } else { TurnEnd::At(next) };
-                }
+                done
+            }
+            // Earlier passes have emptied what is below.
+            State::Table if level <= self.pass && self.pass > Level::L4K => Ok(()),
+            State::Table => {
+                cursor.step_down();
+                return Next::Again(0);
             }
         };
-        guard.visit(visited);
-        guard.participant().stats.add(Counter::Zapped, zapped);
-        end
+        match done {
+            Ok(()) => Next::Advance(nr_steps),
+            Err(Changed) => Next::Again(0),
+        }
     }
 
     /// The sequence number for a PTE of `level` that becomes empty; see the module.
     fn seq_for(&self, level: Level) -> InvalidationSeq {
-        if level == Level::L4K { self.seq } else { self.tree.next_seq() }
+        if level == Level::L4K { self.seq } else { self.op.tree.next_seq() }
     }
 
     /// Whether the leaf `value`, which maps `block`, is emptied as a whole: the range covers it, or
@@ -315,7 +310,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
         if self.range.covers(block) || self.is_out_of_memory {
             return true;
         }
-        let Tree { host, config, .. } = self.tree;
+        let Tree { host, config, .. } = self.op.tree;
         let node = split::placement_of::<H, F>(config, host, value, level);
         if !self.tables.has(1, node) {
             let stats = &guard.participant().stats;
@@ -325,7 +320,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
     }
 
     fn may_unlink(&mut self) -> bool {
-        let may_unlink = self.tree.epochs.nr_deferred_tables() < MAX_DEFERRED_TABLES;
+        let may_unlink = self.op.tree.epochs.nr_deferred_tables() < MAX_DEFERRED_TABLES;
         self.leaves_tables |= !may_unlink;
         may_unlink
     }
@@ -343,7 +338,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
     /// batch flushes what it covered.
     unsafe fn take_over(&mut self, guard: &Guard<'_>, table: Hpa, level: Level, start: Gfn) {
         // SAFETY: as the caller promises.
-        let cells = unsafe { node::linked_ptes::<H, F>(&self.tree.host, guard, table, level) };
+        let cells = unsafe { node::linked_ptes::<H, F>(self.op.host(), guard, table, level) };
         for (index, cell) in (0..).zip(cells) {
             if level == Level::L4K {
                 debug_assert!(
@@ -363,7 +358,7 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
                 // A recovery of an empty page-table page that was linked there. The page belongs to
                 // the owner of the broken PTE.
                 // SAFETY: the PTE was read inside the guard, and was broken.
-                State::Broken => unsafe { broken::report_frozen(self.tree, self.slots, guard, old, level, gfn) },
+                State::Broken => unsafe { broken::report_frozen(self.op, guard, old, level, gfn) },
                 state => debug_assert!(matches!(state, State::Empty(_)), "a table is unlinked with a leaf in it"),
             }
         }
@@ -376,27 +371,14 @@ impl<H: Host, F: Format> Zap<'_, '_, H, F> {
 /// record of a write for the dirty log.
 #[inline]
 pub(super) fn mark_dirty<H: Host, F: Format>(
-    tree: &Tree<H, F>,
-    slots: &Slots<H::Backing>,
+    op: Operation<'_, H, F>,
     guard: &Guard<'_>,
     leaf: Pte,
     level: Level,
     range: GfnRange,
 ) {
-    if !tree.config.first_write_faults(level) && pte::is_dirty_for_log::<F>(leaf) {
+    if !op.tree.config.first_write_faults(level) && pte::is_dirty_for_log::<F>(leaf) {
         // No ring: a VM with rings logs by faults alone.
-        log::mark_if_logging(slots, guard, None, range.start, range);
+        log::mark_if_logging(op.slots, guard, None, range.start, range);
     }
-}
-
-/// Notifies the host of what the guest did through `leaf` of `level`, which maps `range` and is
-/// about to go.
-#[inline]
-pub(crate) fn report<H: Host, F: Format>(tree: &Tree<H, F>, leaf: Pte, level: Level, range: GfnRange) {
-    tree.host.leaf_zapped(ZappedLeaf {
-        range,
-        pfn: pte::frame::<F>(leaf, level),
-        accessed: pte::is_accessed::<F>(leaf),
-        dirty: pte::is_dirty::<F>(leaf),
-    });
 }

@@ -29,23 +29,7 @@ use super::registers::{
     CR4_SMAP, CR4_SMEP, CR4_UNSUPPORTED, EFER_LME, EFER_NXE, GuestAccess, PagingRegister, PagingRegisters, Privilege,
 };
 use crate::addr::{Access, Gfn, Gpa, Gva, LEVEL_SHIFT, Level, PAGE_SHIFT, PAGE_SIZE};
-
-/// P, bit 0 of a PTE.
-pub(crate) const PRESENT: u64 = 1 << 0;
-/// R/W, bit 1.
-pub(crate) const READ_WRITE: u64 = 1 << 1;
-/// U/S, bit 2.
-pub(crate) const USER: u64 = 1 << 2;
-/// A, bit 5, in every mode, but not in PAE's PDPTEs.
-pub(crate) const ACCESSED: u64 = 1 << 5;
-/// D, bit 6, in leaf PTEs of every mode.
-pub(crate) const DIRTY: u64 = 1 << 6;
-/// PS, bit 7, in PTEs above level 1 that may be leaf PTEs. At level 1 the bit is PAT.
-pub(crate) const PAGE_SIZE_BIT: u64 = 1 << 7;
-/// G, bit 8, in leaf PTEs.
-pub(crate) const GLOBAL: u64 = 1 << 8;
-/// XD (NX), bit 63 of a PTE of 8 bytes.
-pub(crate) const EXECUTE_DISABLE: u64 = 1 << 63;
+use crate::format::x86::{ACCESSED, ADDRESS, DIRTY, EXECUTE_DISABLE, GLOBAL, PAGE_SIZE_BIT, PRESENT, READ_WRITE, USER};
 
 /// Bits of a #PF's error code (4.7). P: every PTE was present.
 pub(crate) const FAULT_PRESENT: u32 = 1 << 0;
@@ -58,8 +42,6 @@ pub(crate) const FAULT_RESERVED: u32 = 1 << 3;
 /// I/D: an instruction fetch.
 pub(crate) const FAULT_FETCH: u32 = 1 << 4;
 
-/// Address in a PTE of 8 bytes, bits 51:12.
-const ADDRESS: u64 = bits(12, 51);
 /// Address in a 32-bit PTE, bits 31:12.
 const ADDRESS_32: u64 = bits(12, 31);
 /// Address bits 31:22 in a PDE that maps 4 MiB (table 4-4).

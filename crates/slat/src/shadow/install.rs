@@ -3,15 +3,16 @@
 
 #![expect(unsafe_code, reason = "entries are reached under the locks that keep their tables")]
 
+use super::Mmu;
 use super::memory::NoMemory;
 use super::page::{PageNumber, PageRef, PtePlace, SyncState, Target};
 use super::rmap::Frame;
 use super::role::Role;
 use super::zap::Debt;
-use super::{ACCESSED, ADDRESS, DIRTY, Mmu, NO_EXECUTE, PAGE_SIZE_BIT, PRESENT, USER, WRITABLE};
 use crate::addr::{Access, Gfn, Hpa, Level};
 use crate::error::Error;
 use crate::format::Format;
+use crate::format::x86::{ACCESSED, ADDRESS, DIRTY, EXECUTE_DISABLE, PAGE_SIZE_BIT, PRESENT, READ_WRITE, USER};
 use crate::host::{AllocationWait, Host, TableNode};
 use crate::shadow::guest::{GuestMode, Rights};
 use crate::stats::Counter;
@@ -74,16 +75,16 @@ pub(super) fn leaf_rights(role: Role, rights: Rights, access: Access, may_write:
         bits |= USER;
     }
     if may_write && (rights.has(Rights::WRITE) || !role.heeds_write_protection() && !rights.has(Rights::USER)) {
-        bits |= WRITABLE;
+        bits |= READ_WRITE;
     }
     if !rights.has(Rights::EXECUTE) {
-        bits |= NO_EXECUTE;
+        bits |= EXECUTE_DISABLE;
     }
     if access == Access::Write && may_write && !role.has_smap() && is_written_by_supervisor_alone(role, rights) {
-        bits = bits & !USER | WRITABLE;
+        bits = bits & !USER | READ_WRITE;
         if role.has_smep() {
             // It is a user page, which the supervisor must not execute.
-            bits |= NO_EXECUTE;
+            bits |= EXECUTE_DISABLE;
         }
     }
     bits
@@ -94,7 +95,9 @@ pub(super) fn leaf_rights(role: Role, rights: Rights, access: Access, may_write:
 /// supervisor.
 pub(super) fn leaf_is_within(role: Role, rights: Rights, is_dirty: bool, leaf: u64) -> bool {
     let faces = [Access::Read, Access::Write].map(|access| leaf_rights(role, rights, access, is_dirty));
-    faces.iter().any(|face| leaf & !face & WRITABLE == 0 && (leaf ^ face) & USER == 0 && face & !leaf & NO_EXECUTE == 0)
+    faces
+        .iter()
+        .any(|face| leaf & !face & READ_WRITE == 0 && (leaf ^ face) & USER == 0 && face & !leaf & EXECUTE_DISABLE == 0)
 }
 
 impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
@@ -211,11 +214,11 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             // SAFETY: the PTE leads to the frame, which the caller has locked.
             let cell = unsafe { self.cell(page, place.index) };
             let value = cell.load(Ordering::Relaxed);
-            if value & WRITABLE != 0 {
+            if value & READ_WRITE != 0 {
                 debt.incur(self);
                 // A store is enough. Other threads need the lock of the frame, and hardware finds A
                 // and D set.
-                cell.store(value & !WRITABLE, Ordering::Release);
+                cell.store(value & !READ_WRITE, Ordering::Release);
             }
         }
     }
@@ -321,7 +324,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         }
         // SAFETY: the page is locked, and was found alive under the lock.
         let cell = unsafe { self.cell(page, index) };
-        cell.store(child.table().0 | PRESENT | WRITABLE | USER | ACCESSED, Ordering::Release);
+        cell.store(child.table().0 | PRESENT | READ_WRITE | USER | ACCESSED, Ordering::Release);
         Ok(())
     }
 
@@ -365,7 +368,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             && if writes { self.give_up_tracking(frame)? } else { !self.is_tracked(frame) };
         let size = if level > Level::L4K { PAGE_SIZE_BIT } else { 0 };
         let bits = leaf_rights(role, rights, access, may_write);
-        let dirty = if bits & WRITABLE != 0 { DIRTY } else { 0 };
+        let dirty = if bits & READ_WRITE != 0 { DIRTY } else { 0 };
         let new = second.pfn.hpa().0 & ADDRESS | PRESENT | ACCESSED | size | dirty | bits;
         // SAFETY: the page is locked, and was found alive under the lock.
         let cell = unsafe { self.cell(page, index) };
@@ -376,7 +379,10 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
                 pages.push(&frame.leaves, place);
                 self.count(Counter::ShadowLeavesMade);
             }
-            _ if old & !new & (WRITABLE | USER) != 0 || new & !old & NO_EXECUTE != 0 || (old ^ new) & ADDRESS != 0 => {
+            _ if old & !new & (READ_WRITE | USER) != 0
+                || new & !old & EXECUTE_DISABLE != 0
+                || (old ^ new) & ADDRESS != 0 =>
+            {
                 debt.incur(self);
             }
             _ => {}

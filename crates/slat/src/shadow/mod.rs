@@ -96,7 +96,7 @@ use crossbeam_utils::CachePadded;
 
 use alloc::boxed::Box;
 
-use crate::addr::{Gfn, Level, PAGE_SHIFT, Pfn};
+use crate::addr::{Gfn, Level, Pfn};
 use crate::boxed::Vacant;
 use crate::config::ShadowPaging;
 use crate::error::Error;
@@ -111,23 +111,6 @@ use crate::table::retire::Participant;
 use page::Pages;
 use rmap::Frames;
 pub(crate) use zap::Debt;
-
-/// P, bit 0 of a shadow PTE (Intel SDM vol. 3A, tables 4-14 to 4-20; AMD APM vol. 2, 5.4.1).
-const PRESENT: u64 = 1 << 0;
-/// R/W, bit 1.
-const WRITABLE: u64 = 1 << 1;
-/// U/S, bit 2.
-const USER: u64 = 1 << 2;
-/// A, bit 5: set when the PTE is made, so that no CPU has to set it.
-const ACCESSED: u64 = 1 << 5;
-/// D, bit 6, in leaf PTEs: as A.
-const DIRTY: u64 = 1 << 6;
-/// PS, bit 7, in leaf PTEs above the lowest level.
-const PAGE_SIZE_BIT: u64 = 1 << 7;
-/// XD, bit 63.
-const NO_EXECUTE: u64 = 1 << 63;
-/// Bits 51 to 12.
-const ADDRESS: u64 = (1 << 52) - (1 << PAGE_SHIFT);
 
 /// The shadow page tables of one VM.
 pub(crate) struct Shadow {

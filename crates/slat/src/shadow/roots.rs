@@ -235,8 +235,8 @@ impl Roots {
             mmu.count(if is_hit { Counter::RootHits } else { Counter::RootMisses });
             self.current = place;
             if let Some(old) = old {
-                // SAFETY: the pin of the root that was the current one. If it becomes that again, it
-                // pins the page anew.
+                // SAFETY: the pin of the root that was the current one. If it becomes that again,
+                // it pins the page anew.
                 unsafe { mmu.unpin(old) }
             }
         }

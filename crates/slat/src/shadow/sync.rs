@@ -3,13 +3,14 @@
 
 #![expect(unsafe_code, reason = "entries are reached under the locks that keep their tables")]
 
+use super::Mmu;
 use super::install;
 use super::page::{NR_ENTRIES, PageRef, PtePlace, ShadowPage, SyncState, Target};
 use super::rmap::Frame;
 use super::zap::Debt;
-use super::{Mmu, PRESENT, WRITABLE};
 use crate::addr::{Gva, Level, PAGE_SHIFT};
 use crate::format::Format;
+use crate::format::x86::{PRESENT, READ_WRITE};
 use crate::host::Host;
 use crate::shadow::guest::{Decoded, GuestMode};
 use crate::stats::Counter;
@@ -256,7 +257,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             return;
         }
         self.count(Counter::EntriesSynced);
-        if is_within(value & !WRITABLE) {
+        if is_within(value & !READ_WRITE) {
             self.write_protect_leaf(place, gfn, debt);
         } else {
             self.drop_entry(place, debt);
@@ -272,7 +273,7 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
         if page.target(place.index) == Target::Leaf(gfn) {
             debt.incur(self);
             // SAFETY: the PTE leads to the frame, which is locked.
-            unsafe { self.cell(page, place.index) }.fetch_and(!WRITABLE, Ordering::AcqRel);
+            unsafe { self.cell(page, place.index) }.fetch_and(!READ_WRITE, Ordering::AcqRel);
         }
     }
 

@@ -7,7 +7,7 @@
 //! from a whole walk.
 
 use super::Mmu;
-use super::guest::{ACCESSED, DIRTY, Decoded, FAULT_PRESENT, FAULT_RESERVED, GuestLeaf, GuestMode, PagingMode, Rights};
+use super::guest::{Decoded, FAULT_PRESENT, FAULT_RESERVED, GuestLeaf, GuestMode, PagingMode, Rights};
 use super::install::{NotMade, SeenPte, ShadowLeaf};
 use super::memory::{Exchanged, NoMemory};
 use super::page::{PageRef, Target};
@@ -18,6 +18,7 @@ use super::zap::Debt;
 use crate::addr::{Access, Gfn, Gpa, Gva, Level, PAGE_SHIFT, PAGE_SIZE};
 use crate::error::Error;
 use crate::format::Format;
+use crate::format::x86::{ACCESSED, DIRTY};
 use crate::host::Host;
 use crate::stats::Counter;
 use crate::sync::{Ordering, fence_after_rmw};

@@ -15,11 +15,12 @@ use core::mem;
 
 use arrayvec::ArrayVec;
 
+use super::Mmu;
 use super::page::{NR_ENTRIES, PageRef, PtePlace, Target};
 use super::rmap::Frame;
-use super::{Mmu, WRITABLE};
 use crate::addr::{Gfn, GfnRange, Level};
 use crate::format::Format;
+use crate::format::x86::{self, READ_WRITE};
 use crate::host::Host;
 use crate::stats::Counter;
 use crate::sync::{AtomicU32, Ordering, fence_after_rmw, full_fence};
@@ -194,10 +195,10 @@ impl<'v, H: Host, F: Format> Mmu<'v, H, F> {
             let cell = unsafe { self.cell(page, place.index) };
             let value = cell.load(Ordering::Relaxed);
             match second {
-                Some(second) if second.pfn.hpa().0 == value & super::ADDRESS => {
-                    if !second.is_writable && value & WRITABLE != 0 {
+                Some(second) if second.pfn.hpa().0 == value & x86::ADDRESS => {
+                    if !second.is_writable && value & READ_WRITE != 0 {
                         debt.incur(self);
-                        cell.fetch_and(!WRITABLE, Ordering::AcqRel);
+                        cell.fetch_and(!READ_WRITE, Ordering::AcqRel);
                     }
                 }
                 // SAFETY: as above.

@@ -9,8 +9,8 @@
 //!
 //! # Use
 //! To change a memslot, [claim](Slots::claim) it, then [`Claim::replace`] or [`Claim::remove`] it.
-//! To move or delete it, the caller invalidates its range first (`table/seq.rs`), and keeps the
-//! range in flight until the new set is published.
+//! To move or delete it, the caller invalidates its range first (`table/invalidation_seq.rs`), and
+//! keeps the range in flight until the new set is published.
 //!
 //! # Implementation
 //! A change

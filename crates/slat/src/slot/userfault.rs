@@ -20,10 +20,10 @@
 //! whole memslot.
 //!
 //! # Why it is correct
-//! The bit is a part of what a fault depends on, as a memslot is (`table/seq.rs`). If a fault
-//! read its PTE before the rescan stored the number, its exchange fails, or the rescan zaps its
-//! leaf. If it reads the PTE later, it observes the bit, which was visible before the number was
-//! taken.
+//! The bit is a part of what a fault depends on, as a memslot is (`table/invalidation_seq.rs`). If
+//! a fault read its PTE before the rescan stored the number, its exchange fails, or the rescan zaps
+//! its leaf. If it reads the PTE later, it observes the bit, which was visible before the number
+//! was taken.
 //!
 //! [`Vm::rescan_userfault`]: crate::Vm::rescan_userfault
 //! [`MemoryRegionFlags::USERFAULT`]: super::MemoryRegionFlags::USERFAULT
@@ -133,7 +133,7 @@ impl UserfaultBitmap {
         let index = (bit / u64::from(u64::BITS)) as usize;
         // Acquire: a fault that finds the bit clear observes what user space did to fill the page
         // before. And it observes the bits that were set before the number in its PTE was taken,
-        // because it read the PTE first (`table/seq.rs`).
+        // because it read the PTE first (`table/invalidation_seq.rs`).
         let word = self.words().get(index)?.load(Ordering::Acquire);
         Some((word, (bit % u64::from(u64::BITS)) as u32, index))
     }

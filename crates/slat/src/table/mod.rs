@@ -1,10 +1,11 @@
 //! The tree of page-table pages, and which operation may change what in it.
 //!
-//! Read `pte` first: it has the states of a PTE and the transitions between them. `seq`
-//! invalidates a range beside faults that are under way, `in_flight` holds the ranges in flight.
-//! `generation` bounds how often a directory entry is protected. `node` turns memory of the host
-//! into page-table pages, `cursor` moves through them. `tlb` collects the flushes that are due;
-//! `retire` and `participant` say when an unlinked page-table page may be freed.
+//! Read `pte` first: it has the states of a PTE and the transitions between them.
+//! `invalidation_seq` invalidates a range beside faults that are under way, `in_flight` holds the
+//! ranges in flight. `generation` bounds how often a directory entry is protected. `node` turns
+//! memory of the host into page-table pages, `cursor` moves through them. `tlb` collects the
+//! flushes that are due; `retire` and `participant` say when an unlinked page-table page may be
+//! freed.
 
 pub(crate) mod cursor;
 pub(crate) mod generation;
@@ -133,12 +134,12 @@ impl<H: Host, F: Format> Tree<H, F> {
         GfnRange::new(Gfn(0), 1 << (F::GPA_BITS - crate::addr::PAGE_SHIFT))
     }
 
-    /// Returns an invalidation sequence number greater than all before; see `seq`.
+    /// Returns an invalidation sequence number greater than all before; see `invalidation_seq`.
     pub(crate) fn next_seq(&self) -> InvalidationSeq {
         self.invalidation_seq.next()
     }
 
-    /// Returns the greatest invalidation sequence number so far; see `seq`.
+    /// Returns the greatest invalidation sequence number so far; see `invalidation_seq`.
     pub(crate) fn current_seq(&self) -> InvalidationSeq {
         self.invalidation_seq.current()
     }
@@ -234,6 +235,13 @@ impl<H: Host, F: Format> Tree<H, F> {
     pub(crate) fn flush_cpus(&self, participant: &Participant, ranges: &[GfnRange]) {
         participant.stats.count(Counter::Flushes);
         self.host.flush(ranges);
+    }
+
+    /// Makes room for turns that protect directory entries, if little is left. Called outside of
+    /// guards.
+    #[inline]
+    pub(crate) fn renew_generations(&self) {
+        self.generations.renew_if_low(&self.epochs, || self.host.barrier_on_all_cpus());
     }
 
     /// Frees the page-table pages whose grace period is over.

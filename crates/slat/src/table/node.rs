@@ -14,10 +14,9 @@ use core::slice;
 use super::Tree;
 use super::pte::{self, InvalidationSeq, State};
 use super::retire::Guard;
-use crate::addr::{Gfn, Hpa, Level, Pfn};
+use crate::addr::{Gfn, GfnRange, Hpa, Level, Pfn};
 use crate::format::{Format, Pte};
-use crate::host::{AllocationWait, Host, TableNode};
-use crate::second_stage::zap;
+use crate::host::{AllocationWait, Host, TableNode, ZappedLeaf};
 use crate::stats::{Counter, Recorder};
 use crate::sync::{AtomicU64, Ordering};
 
@@ -165,12 +164,24 @@ unsafe fn free_subtree<H: Host, F: Format>(tree: &Tree<H, F>, table: Hpa, level:
         match pte::state::<F>(value, level) {
             // SAFETY: as the caller promises, and it is linked only once.
             State::Table => unsafe { free_subtree::<H, F>(tree, F::address(value, level), level.down(), gfn) },
-            State::Leaf | State::Tracked => zap::report(tree, value, level, gfn.block(level)),
+            State::Leaf | State::Tracked => report_zapped::<H, F>(&tree.host, value, level, gfn.block(level)),
             State::Empty(_) | State::Broken | State::Frozen => {}
         }
     }
     // SAFETY: it was allocated for `level`, and no other thread uses the tree.
     unsafe { free::<H, F>(&tree.host, table, level) }
+}
+
+/// Notifies the host of what the guest did through `leaf` of `level`, which maps `range` and is
+/// about to go.
+#[inline]
+pub(crate) fn report_zapped<H: Host, F: Format>(host: &H, leaf: Pte, level: Level, range: GfnRange) {
+    host.leaf_zapped(ZappedLeaf {
+        range,
+        pfn: pte::frame::<F>(leaf, level),
+        accessed: pte::is_accessed::<F>(leaf),
+        dirty: pte::is_dirty::<F>(leaf),
+    });
 }
 
 /// What a page-table page is linked for: each use has its placement and its counters.

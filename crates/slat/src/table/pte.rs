@@ -505,7 +505,7 @@ impl<'s> PteRef<'s> {
 
     /// Acquire: pairs with the release of the thread that linked the page-table page or the leaf,
     /// so that a page-table page is observed filled. It also orders this read before the reads of
-    /// the state that the answer depends on (see `seq`).
+    /// the state that the answer depends on (see `invalidation_seq`).
     #[inline]
     pub(crate) fn load(&self) -> Pte {
         Pte(self.cell.load(Ordering::Acquire))

@@ -44,14 +44,6 @@ impl<'t, H: Host, F: Format> TlbBatch<'t, H, F> {
         TlbBatch { tree, participant, ranges: ArrayVec::new(), unlinked: TableChain::new() }
     }
 
-    pub(crate) fn tree(&self) -> &'t Tree<H, F> {
-        self.tree
-    }
-
-    pub(crate) fn participant(&self) -> &'t Participant {
-        self.participant
-    }
-
     /// Adds `range`, of which CPUs may have translations cached that the page tables no longer
     /// have.
     pub(crate) fn add(&mut self, mut range: GfnRange) {

@@ -11,6 +11,7 @@ use crate::second_stage::zap;
 use crate::sync::{Side, fence_after_rmw};
 use crate::table::Tree;
 use crate::table::cursor::Cursor;
+use crate::table::node;
 use crate::table::pte::{self, InvalidationSeq, State};
 use crate::table::retire::{FaultPin, Guard};
 
@@ -40,9 +41,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         seen: InvalidationSeq,
         leaf: NewLeaf,
     ) -> Result<Step, Changed> {
-        let locked = self.tree.pin_fault(pin, self.participant, Side::Read);
+        let locked = self.op.tree.pin_fault(pin, self.op.participant, Side::Read);
         let (guard, highest) = (&locked.guard, plan.level);
-        let (cursor, value, State::Empty(seq)) = Cursor::at_lowest(self.tree, guard, self.gfn) else {
+        let (cursor, value, State::Empty(seq)) = Cursor::at_lowest(self.op.tree, guard, self.gfn) else {
             return Err(Changed);
         };
         // With another sequence number, the range was invalidated since the look. With a higher or
@@ -76,8 +77,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     #[inline(never)]
     pub(super) fn refine(&mut self, guard: &Guard<'_>, highest: Level, leaf_level: Level, pfn: Pfn) {
         self.nr_overtaken = self.nr_overtaken.saturating_add(1);
-        let Tree { host, in_flight, .. } = self.tree;
-        let mut cursor = Cursor::new(self.tree, guard, self.gfn);
+        let Tree { host, in_flight, .. } = self.op.tree;
+        let mut cursor = Cursor::new(self.op.tree, guard, self.gfn);
         let (value, State::Empty(seq)) = cursor.descend_to_lowest() else { return };
         let level = cursor.level();
         if level > highest || level <= leaf_level {
@@ -121,8 +122,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     #[cold]
     #[inline(never)]
     fn install_instead(&mut self, value: Pte, seen: InvalidationSeq, leaf: NewLeaf) -> Result<Step, Changed> {
-        let tree = self.tree;
-        let locked = tree.pin(self.participant, Side::Read);
+        let tree = self.op.tree;
+        let locked = self.op.pin_locked(Side::Read);
         let guard = &locked.guard;
         let mut cursor = Cursor::new(tree, guard, self.gfn);
         let (found, _) = cursor.descend_to_lowest();
@@ -138,7 +139,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let seq = if F::BREAK_BEFORE_MAKE && level > Level::L4K { seq.unflushed() } else { seq };
         let is_accessed = pte::is_accessed::<F>(value);
         if is_accessed {
-            zap::report(tree, value, level, cursor.block());
+            node::report_zapped::<H, F>(self.op.host(), value, level, cursor.block());
         }
         let leaf = NewLeaf { used: leaf.used.or(is_accessed.then_some(Access::Read)), ..leaf };
         let empty = install::zap_pte(&cursor, value, seq)?;
@@ -162,8 +163,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         if self.frame_in(value, plan.level) == leaf.pfn {
             return false;
         }
-        let tree = self.tree;
-        let guard = tree.epochs.pin(self.participant);
+        let tree = self.op.tree;
+        let guard = self.op.pin();
         let mut cursor = Cursor::new(tree, &guard, self.gfn);
         cursor.descend_to_lowest().0 == value && tree.current_seq() == seen
     }
@@ -199,7 +200,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             Rights::Writable if is_nearer => Rights::WriteProtected,
             rights => rights,
         };
-        install::install(cursor, &self.tree.host, self.tables, value, seq, NewLeaf { rights, ..leaf })?;
+        install::install(cursor, self.op.host(), self.tables, value, seq, NewLeaf { rights, ..leaf })?;
         self.count(installed(leaf.level));
         if rights == Rights::Writable && self.marks(leaf.level) {
             self.mark_leaf(guard, leaf.level);
@@ -218,6 +219,6 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// As [`marks`](Self::marks), for a leaf that is installed for `access`.
     #[inline]
     pub(super) fn marks_for(&self, access: Access, level: Level) -> bool {
-        access == Access::Write || self.tree.config.first_write_faults(level)
+        access == Access::Write || self.op.tree.config.first_write_faults(level)
     }
 }

@@ -1,7 +1,7 @@
 //! Batches of 4 KiB pages that share guards and walks: those of a prefault, and the neighbours of
 //! fault-around.
 //!
-//! The order is that of `table/seq.rs`, for all pages at once. The caller
+//! The order is that of `table/invalidation_seq.rs`, for all pages at once. The caller
 //! 1. reads all PTEs, then the ranges in flight, then the memslot, inside a guard,
 //! 2. asks the host, outside of any guard,
 //! 3. installs each leaf by an exchange of its own, on the very PTE that step 1 read.
@@ -140,7 +140,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
     /// Returns a test whether a page is in no range in flight; `None` if this fault's page is in
     /// one. Call it after all PTEs were read and before the memslot is.
     pub(super) fn free_pages(&self) -> Option<impl Fn(Gfn) -> bool + use<'v, H, F>> {
-        let in_flight = &self.tree.in_flight;
+        let in_flight = &self.op.tree.in_flight;
         // Mostly this block is everything, and then no page is tested by itself.
         let free = self.gfn.block(in_flight.free_level(self.gfn, F::ROOT_LEVEL)?);
         Some(move |gfn| free.contains(gfn) || in_flight.free_level(gfn, Level::L4K).is_some())
@@ -155,7 +155,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         hazard: HazardPointer<'r>,
         batch: &mut Batch<P, CAPACITY>,
     ) -> Option<InstallPlan<'r, H::Backing>> {
-        let slot = self.slots.find(guard, self.gfn)?;
+        let slot = self.op.slots.find(guard, self.gfn)?;
         let attributes = slot.attributes_of(self.gfn);
         batch.retain(|gfn| {
             slot.range().contains(gfn)
@@ -209,7 +209,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         batch: &mut Batch<P, CAPACITY>,
         slot_range: GfnRange,
     ) -> u64 {
-        let mut cursor = Cursor::new(self.tree, guard, self.gfn);
+        let mut cursor = Cursor::new(self.op.tree, guard, self.gfn);
         let mut nr_leaves = 0;
         let mut any_writable = false;
         let entries = batch.seen[..batch.nr_pages].iter().zip(&mut batch.leaves);
@@ -229,16 +229,16 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                 *leaf = NOTHING;
             }
         }
-        self.participant.stats.add(Counter::Installed4K, nr_leaves);
+        self.op.stats().add(Counter::Installed4K, nr_leaves);
         if any_writable && self.marks_for(batch.access, Level::L4K) {
             // As `mark_if_logging` does for one leaf: the leaves are writable before the flags are
             // read.
             fence_after_rmw();
-            let slot = self.slots.find(guard, self.gfn);
+            let slot = self.op.slots.find(guard, self.gfn);
             if slot.is_none_or(|slot| slot.logs() || slot.range() != slot_range) {
                 for (index, &leaf) in batch.leaves[..batch.nr_pages].iter().enumerate() {
                     if leaf != NOTHING && pte::is_writable::<F>(leaf) {
-                        log::mark_page_if_logging(self.slots, guard, self.ring, (batch.page)(index));
+                        log::mark_page_if_logging(self.op.slots, guard, self.ring, (batch.page)(index));
                     }
                 }
             }

@@ -57,8 +57,8 @@ pub enum Exit {
     /// value, or gave an instruction an invalid operand. Nothing has changed. With shadow paging.
     GeneralProtection,
     /// Emulate the instruction, and make its write with
-    /// [`Vcpu::write_guest_table`](crate::Vcpu::write_guest_table). The guest writes into one of its
-    /// page tables, or its CPU cannot be allowed to write there. The address is never that of a
+    /// [`Vcpu::write_guest_table`](crate::Vcpu::write_guest_table). The guest writes into one of
+    /// its page tables, or its CPU cannot be allowed to write there. The address is never that of a
     /// device: there was memory that may be written. With shadow paging.
     EmulateWrite {
         /// The address.

@@ -47,7 +47,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Whether a fault that installed a leaf of `level` maps its neighbours.
     #[inline]
     pub(super) fn maps_around(&self, level: Level) -> bool {
-        self.tree.config.fault_around != FaultAround::Off && level == Level::L4K
+        self.op.tree.config.fault_around != FaultAround::Off && level == Level::L4K
     }
 
     /// Maps the neighbours of this fault's page, which is mapped by a leaf of 4 KiB now.
@@ -55,7 +55,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     #[inline(never)]
     pub(super) fn map_around(&self, mut hazard: HazardPointer<'_>) {
         // Windows and groups are aligned, and a window is a multiple of a group.
-        let window_pages = self.tree.config.fault_around.nr_pages();
+        let window_pages = self.op.tree.config.fault_around.nr_pages();
         let group_pages = window_pages.min(GROUP as u64);
         let own = self.gfn.0 & !(group_pages - 1);
         let first = self.gfn.0 & !(window_pages - 1);
@@ -80,9 +80,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
 
     #[inline(never)]
     fn install_around<P: Fn(usize) -> Gfn>(&self, neighbours: &mut Batch<P, GROUP>, slot_range: GfnRange) {
-        let locked = self.tree.pin(self.participant, Side::Read);
+        let locked = self.op.pin_locked(Side::Read);
         let nr_leaves = self.install_batch(&locked.guard, neighbours, slot_range);
-        self.participant.stats.add(Counter::Around, nr_leaves);
+        self.op.stats().add(Counter::Around, nr_leaves);
     }
 
     /// The access that the neighbours are mapped for.
@@ -99,9 +99,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         nr_pages: u64,
         neighbours: &mut Batch<P, GROUP>,
     ) -> Option<GfnRange> {
-        let tree = self.tree;
+        let tree = self.op.tree;
         let access = self.access_around();
-        let guard = tree.epochs.pin(self.participant);
+        let guard = self.op.pin();
         self.look_around(&guard, nr_pages, neighbours);
         if neighbours.is_empty() {
             return None;
@@ -128,7 +128,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// no longer mapped by a leaf of 4 KiB.
     #[inline(never)]
     fn look_around<P: Fn(usize) -> Gfn>(&self, guard: &Guard<'_>, nr_pages: u64, neighbours: &mut Batch<P, GROUP>) {
-        let mut cursor = Cursor::new(self.tree, guard, self.gfn);
+        let mut cursor = Cursor::new(self.op.tree, guard, self.gfn);
         if cursor.descend_to_lowest().1 != State::Leaf || cursor.level() != Level::L4K {
             return;
         }

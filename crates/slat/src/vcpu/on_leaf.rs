@@ -30,7 +30,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             LeafPlan::Restore(value) => Ok(self.restore(value).map(|()| Step::Done)),
             LeafPlan::Split(value, level) => {
                 self.top_up(1, TableUse::Split, pte::frame::<F>(value, Level::L2M))?;
-                Ok(self.split(value, level, split::parts_of::<F>(&self.tree.config, value, level)))
+                Ok(self.split(value, level, split::parts_of::<F>(&self.op.tree.config, value, level)))
             }
             LeafPlan::PushDown => Ok(self.push_down()),
         }
@@ -40,15 +40,15 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// pages, or because the ring has no room for all of its pages.
     #[inline]
     pub(super) fn splits(&self, level: Level, slot_logs: bool) -> bool {
-        let largest = || if slot_logs { self.tree.config.largest_logged_write() } else { F::ROOT_LEVEL };
+        let largest = || if slot_logs { self.op.tree.config.largest_logged_write() } else { F::ROOT_LEVEL };
         level > Level::L4K && (level > largest() || level.nr_pages() > self.max_opened())
     }
 
     /// Step 3 for a leaf that only lacks access, under the VM's lock.
     #[inline(never)]
     fn restore(&self, value: Pte) -> Result<(), Changed> {
-        let tree = self.tree;
-        let locked = tree.pin(self.participant, Side::Read);
+        let tree = self.op.tree;
+        let locked = self.op.pin_locked(Side::Read);
         let mut cursor = Cursor::new(tree, &locked.guard, self.gfn);
         let found = cursor.descend_to_lowest().0;
         // The level is compared, too: the very same value may by now be that of a larger leaf.
@@ -78,7 +78,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
 
     #[inline(always)]
     fn restore_to(&self, pte: PteRef<'_>, guard: &Guard<'_>, value: Pte) -> Result<(), Changed> {
-        install::restore_access::<F>(self.tree.config.access_tracking, pte, value, self.access)?;
+        install::restore_access::<F>(self.op.tree.config.access_tracking, pte, value, self.access)?;
         if self.access == Access::Write {
             self.count(Counter::WritesRestored);
             self.mark_leaf(guard, pte.level());
@@ -97,8 +97,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Elsewhere a writable leaf has been marked before.
     #[cold]
     pub(super) fn set_marks(&self) -> Result<Step, Changed> {
-        let tree = self.tree;
-        let locked = tree.pin(self.participant, Side::Read);
+        let tree = self.op.tree;
+        let locked = self.op.pin_locked(Side::Read);
         let mut cursor = Cursor::new(tree, &locked.guard, self.gfn);
         let (value, state) = cursor.descend_to_lowest();
         let writes = self.access == Access::Write;
@@ -118,18 +118,18 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Step 3 for a leaf below a protected directory entry, under the VM's lock.
     #[inline(never)]
     fn push_down(&self) -> Result<Step, Changed> {
-        let locked = self.tree.pin(self.participant, Side::Read);
+        let locked = self.op.pin_locked(Side::Read);
         self.push_down_in(&locked.guard)
     }
 
     #[cold]
     pub(super) fn push_down_in(&self, guard: &Guard<'_>) -> Result<Step, Changed> {
-        let slots = self.slots;
+        let slots = self.op.slots;
         let others = || {
             let logs = slots.find(guard, self.gfn).is_none_or(|slot| slot.logs());
             if logs { Others::Protect } else { Others::Leave }
         };
-        let pushed = push_down::push_down(self.tree, guard, self.gfn, others)?;
+        let pushed = push_down::push_down(self.op.tree, guard, self.gfn, others)?;
         self.count(Counter::WritesRestored);
         // Also if W of the directory entry could not be restored: see `push_down`.
         self.mark_leaf(guard, Level::L4K);
@@ -147,11 +147,11 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     #[cold]
     #[inline(never)]
     pub(super) fn split(&mut self, value: Pte, level: Level, whole: Pte) -> Result<Step, Changed> {
-        let (tree, slots) = (self.tree, self.slots);
+        let tree = self.op.tree;
         if F::BREAK_BEFORE_MAKE {
-            split::split_by_breaking(tree, slots, self.participant, self.tables, self.gfn, value, level)?;
+            split::split_by_breaking(self.op, self.tables, self.gfn, value, level)?;
         } else {
-            let locked = tree.pin(self.participant, Side::Read);
+            let locked = self.op.pin_locked(Side::Read);
             let mut cursor = Cursor::new(tree, &locked.guard, self.gfn);
             // The level is compared, too: the very same value may by now be that of another leaf.
             if cursor.descend_to_lowest().0 != value || cursor.level() != level {
@@ -165,8 +165,8 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Aborts the recovery or the split that is under way where the page is.
     #[cold]
     pub(super) fn cancel(&self) -> Result<Step, Changed> {
-        let (tree, slots) = (self.tree, self.slots);
-        let locked = tree.pin(self.participant, Side::Read);
+        let tree = self.op.tree;
+        let locked = self.op.pin_locked(Side::Read);
         let mut cursor = Cursor::new(tree, &locked.guard, self.gfn);
         let (broken, state) = cursor.descend_to_lowest();
         if state == State::Broken && !F::BREAK_BEFORE_MAKE {
@@ -177,7 +177,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                 }
             }
         }
-        broken::cancel(tree, slots, &locked.guard, &cursor);
+        broken::cancel(self.op, &locked.guard, &cursor);
         Err(Changed)
     }
 }

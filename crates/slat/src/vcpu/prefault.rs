@@ -138,12 +138,12 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
     /// Never inlined: its batch would be on the stack of the rest of a prefault.
     #[inline(never)]
     fn pre_fault_batch(&mut self, hazard: HazardPointer<'_>, nr_pages: usize, page: impl Fn(usize) -> Gfn) -> usize {
-        let tree = self.tree;
+        let tree = self.op.tree;
         let access = self.access;
         if self.is_ring_full() {
             return 0;
         }
-        let guard = tree.epochs.pin(self.participant);
+        let guard = self.op.pin();
         let mut cursor = Cursor::new(tree, &guard, self.gfn);
         if cursor.move_to_pte(self.gfn, Level::L4K).is_none() {
             return 0;
@@ -177,7 +177,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
             let leaf = NewLeaf { level: Level::L4K, used: None, ..leaf };
             Some((resolved, leaf.pte::<F>(tree.config.access_tracking)))
         });
-        let locked = tree.pin(self.participant, Side::Read);
+        let locked = self.op.pin_locked(Side::Read);
         self.install_batch(&locked.guard, &mut batch, plan.slot);
         batch.nr_pages()
     }
@@ -284,7 +284,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         first: NewLeaf,
         resolved: Resolved,
     ) -> Result<Gfn, Changed> {
-        let tree = self.tree;
+        let tree = self.op.tree;
         let (host, access) = (&tree.host, self.access);
         let (max_opened, tracking) = (self.max_opened(), tree.config.access_tracking);
         let leaf_level = Level(LEVEL);
@@ -326,7 +326,7 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         let table = unsafe { self.tables.prepare::<H, F>(host, 0, pte) };
         let filled = GfnRange::new(pages.start, nr_known as u64 * leaf_pages);
         let level = leaf_level.up();
-        let locked = tree.pin(self.participant, Side::Read);
+        let locked = self.op.pin_locked(Side::Read);
         let mut cursor = Cursor::new(tree, &locked.guard, self.gfn);
         let (value, State::Empty(seq)) = cursor.descend_to_lowest() else { return Err(Changed) };
         if seq != seen || cursor.level() > plan.level || cursor.level() < level {
@@ -337,9 +337,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
         }
         let prepared = Prepared { pte: table, level, nr_tables: 1, pfn: resolved.pfn };
         install::link(&cursor, host, self.tables, value, seq, prepared)?;
-        self.participant.stats.add(super::installed(leaf_level), filled.nr_pages() / leaf_pages);
+        self.op.stats().add(super::installed(leaf_level), filled.nr_pages() / leaf_pages);
         if any_writable && self.marks(leaf_level) {
-            log::mark_if_logging(self.slots, &locked.guard, self.ring, self.gfn, filled);
+            log::mark_if_logging(self.op.slots, &locked.guard, self.ring, self.gfn, filled);
         }
         Ok(filled.end)
     }

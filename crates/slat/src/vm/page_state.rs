@@ -64,7 +64,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// ```
     pub fn rescan_userfault(&self, slot: u32, first_page: u64, nr_pages: u64) -> Result<u64, Error> {
         let participant = self.tree.epochs.borrow_participant()?;
-        let result = rescan::rescan(&self.tree, &self.slots, &participant, slot, first_page, nr_pages);
+        let result = rescan::rescan(self.operation(&participant), slot, first_page, nr_pages);
         drop(participant);
         self.tree.reclaim();
         result
@@ -151,7 +151,7 @@ impl<H: Host, F: Format> Vm<H, F> {
             let has_private = slot.is_some_and(|slot| slot.private().is_some());
             if has_private { Ok(()) } else { Err(Error::NoGuestMemfd { gpa: part.start.gpa() }) }
         })?;
-        let invalidation = Invalidation::new(&self.tree, &self.slots, &participant, range)?;
+        let invalidation = Invalidation::new(&self.tree.in_flight, self.operation(&participant), range)?;
         // A memslot that was deleted since then took its pages with it, and another may be in its
         // place. All other pages of the range get their attributes.
         let Ok(()) = self.for_parts::<Infallible>(&participant, range, PAGES_SET_PER_TURN, |slot, part| {

@@ -100,7 +100,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     fn delete_slot(&self, participant: &Participant, claim: Claim<'_, H::Backing>) -> Result<(), Error> {
         // In flight until the set without the memslot is published: no fault maps it again, and no
         // other memslot takes its place.
-        let _invalidation = Invalidation::new(&self.tree, &self.slots, participant, claim.entry().range)?;
+        let _invalidation = Invalidation::new(&self.tree.in_flight, self.operation(participant), claim.entry().range)?;
         claim.remove(&self.tree.epochs, participant)
     }
 
@@ -147,7 +147,7 @@ impl<H: Host, F: Format> Vm<H, F> {
             log.clear_all();
         }
         let invalidation = (moves || begins_userfault)
-            .then(|| Invalidation::new(&self.tree, &self.slots, participant, range_before))
+            .then(|| Invalidation::new(&self.tree.in_flight, self.operation(participant), range_before))
             .transpose()?;
         claim.replace(&self.tree.epochs, participant, range, flags, attachments)?;
         drop(invalidation);
@@ -201,16 +201,19 @@ impl<H: Host, F: Format> Vm<H, F> {
         // the first write splits what is not split now.
         if self.tree.config.huge_page_splitting == HugePageSplitting::Eager {
             let target = self.tree.config.largest_logged_write();
-            let _ = split::split_range(&self.tree, &self.slots, participant, range, target, |_| true);
+            let _ = split::split_range(self.operation(participant), range, target, |_| true);
         }
-        protect::protect_slot(&self.tree, participant, range);
+        protect::protect_slot(self.operation(participant), range);
         // Flushed even if no leaf changed: one that is protected already may still be cached as
         // writable.
         self.tree.flush(participant, &[range]);
     }
 
     pub(super) fn recover(&self, participant: &mut BorrowedParticipant<'_>, range: GfnRange) -> u64 {
-        recover::recover_range(&self.tree, &self.slots, participant, range, &self.tree.rings)
+        {
+            let (participant, hazard) = participant.with_hazard();
+            recover::recover_range(self.operation(participant), hazard, range)
+        }
     }
 
     /// The log and bitmap that the memslot needs for `region` at `range` and does not have yet. An
