@@ -5,7 +5,6 @@ use crate::addr::{Level, NodeId, Pfn};
 use crate::error::Error;
 use crate::format::{Format, Npt};
 use crate::host::{Host, TableNode};
-use crate::second_stage::age::AccessTracking;
 use crate::sync::Locking;
 
 /// How a VM's memory is managed.
@@ -50,6 +49,29 @@ pub struct Config {
     pub fault_around: FaultAround,
     /// Which page tables the hardware walks.
     pub paging: Paging,
+}
+
+/// How accesses of the guest are found out.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum AccessTracking {
+    /// By the accessed bit of the leaves. A CPU may fault where the bit is clear, instead of
+    /// setting it (Arm with VTCR_EL2.HA clear, RISC-V with Svade): the fault sets it. On EPT it
+    /// must be on.
+    #[default]
+    AccessedBit,
+    /// By faults: for CPUs that do not set accessed bits (EPT with the EPTP's bit 6 clear, Intel
+    /// SDM vol. 3C, "Accessed and Dirty Flags for EPT"; Arm without FEAT_HAFDBS; RISC-V with
+    /// Svade).
+    Faults,
+}
+
+impl AccessTracking {
+    /// Whether nothing records a write through a leaf that has W: CPUs set no dirty bits in format
+    /// `F`. Such a leaf counts as dirty from the beginning.
+    #[inline]
+    pub(crate) fn writes_are_unseen<F: Format>(self) -> bool {
+        self == AccessTracking::Faults || !F::HAS_DIRTY_BIT
+    }
 }
 
 /// Which page tables the hardware walks.

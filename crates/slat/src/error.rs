@@ -4,8 +4,8 @@
 use thiserror::Error;
 
 use crate::addr::{Gfn, Gpa};
-use crate::shadow::PagingRegister;
-use crate::slot::MemoryFaultFlags;
+use crate::exit::MemoryFaultFlags;
+use crate::registers::PagingRegister;
 
 /// Why an operation was not done.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]

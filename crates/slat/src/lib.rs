@@ -151,10 +151,13 @@ mod boxed;
 mod config;
 mod dirty;
 mod error;
+mod exit;
 mod format;
 pub mod guide;
+mod harvest;
 mod host;
 mod operation;
+mod registers;
 mod second_stage;
 mod shadow;
 mod slot;
@@ -170,24 +173,22 @@ mod vm_memory;
 pub use self::vm_memory::{CheckedMemory, SlotBitmap};
 pub use addr::{Access, Gfn, GfnRange, Gpa, Gva, Hpa, Level, NodeId, PAGE_SHIFT, PAGE_SIZE, PageSize, Pfn};
 pub use config::{
-    Config, DirtyTracking, FaultAround, HugePageLogging, HugePageSplitting, MAX_FAULT_AROUND_PAGES, MAX_PREVIOUS_ROOTS,
-    MAX_SHADOW_PAGES, MIN_SHADOW_PAGES, ManualProtect, Paging, ShadowPaging, ShadowStrategy, TablePlacement,
-    WriteProtection,
+    AccessTracking, Config, DirtyTracking, FaultAround, HugePageLogging, HugePageSplitting, MAX_FAULT_AROUND_PAGES,
+    MAX_PREVIOUS_ROOTS, MAX_SHADOW_PAGES, MIN_SHADOW_PAGES, ManualProtect, Paging, ShadowPaging, ShadowStrategy,
+    TablePlacement, WriteProtection,
 };
 pub use dirty::ring::{
     DIRTY_RING_RESERVE, DirtyPage, DirtyRing, DirtyRingEntry, MAX_DIRTY_RING_ENTRIES, MIN_DIRTY_RING_ENTRIES,
 };
 pub use error::Error;
+pub use exit::{Exit, MemoryFaultFlags, Outcome};
 pub use format::{Ept, Format, Npt, Pte, Stage2, Sv39x4, Sv48x4};
 pub use host::{AllocationWait, Gone, Host, Resolved, TableNode, ZappedLeaf};
-pub use second_stage::age::AccessTracking;
+pub use registers::{GuestAccess, GuestEntry, LocalFlush, PagingRegister, PagingRegisters, Privilege};
 pub use second_stage::invalidate::Invalidation;
 pub use second_stage::query::{TableCursor, TableReader, Translation};
-pub use shadow::{GuestAccess, GuestEntry, LocalFlush, PagingRegister, PagingRegisters, Privilege};
-pub use slot::{
-    MAX_SLOTS, MemoryAttributes, MemoryFaultFlags, MemoryRegion, MemoryRegionFlags, UserfaultBitmap, UserfaultWords,
-};
+pub use slot::{MAX_SLOTS, MemoryAttributes, MemoryRegion, MemoryRegionFlags, UserfaultBitmap, UserfaultWords};
 pub use stats::{Histogram, Stats};
 pub use sync::{Locking, Park};
-pub use vcpu::{Exit, Outcome, Vcpu};
+pub use vcpu::Vcpu;
 pub use vm::{Cap, Vm};

@@ -1,6 +1,7 @@
 //! What every operation on a VM works with, so that calls pass one value on.
 
 use crate::addr::GfnRange;
+use crate::dirty::rings::Rings;
 use crate::format::Format;
 use crate::host::Host;
 use crate::slot::set::Slots;
@@ -14,6 +15,7 @@ use crate::table::{LockedGuard, Tree};
 pub(crate) struct Operation<'v, H: Host, F: Format> {
     pub(crate) tree: &'v Tree<H, F>,
     pub(crate) slots: &'v Slots<H::Backing>,
+    pub(crate) rings: &'v Rings,
     pub(crate) participant: &'v Participant,
 }
 

@@ -32,7 +32,6 @@
 
 mod act;
 mod batch;
-mod exit;
 mod fault_around;
 mod on_leaf;
 mod plan;
@@ -43,7 +42,6 @@ mod timing;
 use alloc::boxed::Box;
 use alloc::sync::Arc;
 
-pub use exit::{Exit, Outcome};
 use plan::{Found, InstallPlan, LeafPlan, Plan, Step};
 use timing::Timing;
 
@@ -52,7 +50,9 @@ use crate::dirty::log;
 use crate::dirty::ring::DirtyRing;
 use crate::dirty::rings::OwnedRing;
 use crate::error::Error;
+use crate::exit::{Exit, Outcome};
 use crate::format::Format;
+use crate::harvest::mark;
 use crate::host::{AllocationWait, Gone, Host, Resolved};
 use crate::operation::Operation;
 use crate::second_stage::install::{Changed, NewLeaf};
@@ -95,11 +95,21 @@ pub struct Vcpu<H: Host, F: Format> {
     roots: Option<Box<Roots>>,
 }
 
+impl<H: Host, F: Format> Vm<H, F> {
+    /// Creates a vCPU of this VM.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn create_vcpu(self: &Arc<Self>) -> Result<Vcpu<H, F>, Error> {
+        Vcpu::new(Arc::clone(self))
+    }
+}
+
 impl<H: Host, F: Format> Vcpu<H, F> {
-    pub(crate) fn new(vm: Arc<Vm<H, F>>) -> Result<Vcpu<H, F>, Error> {
+    fn new(vm: Arc<Vm<H, F>>) -> Result<Vcpu<H, F>, Error> {
         let roots = Vcpu::new_roots(&vm)?;
         let mut participant = vm.tree.epochs.take_participant()?;
-        match vm.tree.rings.take() {
+        match vm.rings.take() {
             Ok(ring) => {
                 if let Some(shadow) = &vm.tree.shadow {
                     shadow.add_vcpu();
@@ -136,7 +146,7 @@ impl<H: Host, F: Format> Vcpu<H, F> {
         // SAFETY: `self.vm` keeps the VM alive, and with it the epochs that the participant came
         // from.
         let participant = unsafe { self.participant.get() };
-        log::mark_written(self.vm.operation(participant), written);
+        mark::mark_written(self.vm.operation(participant), written);
     }
 
     /// Handles a second-stage fault: the guest did `access` at `gpa`, and the page tables did not
@@ -220,7 +230,7 @@ impl<H: Host, F: Format> Drop for Vcpu<H, F> {
             // SAFETY: as above: the VM keeps its rings alive, too, and the ring is not used after
             // this.
             Some(ring) => unsafe { ring.release() },
-            None => self.vm.tree.rings.leave(),
+            None => self.vm.rings.leave(),
         }
     }
 }

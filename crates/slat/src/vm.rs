@@ -6,15 +6,16 @@ mod page_state;
 mod region;
 
 use alloc::boxed::Box;
-use alloc::sync::Arc;
 
 use crate::addr::{Gfn, GfnRange, Gpa, Hpa, PAGE_SIZE, PageSize};
 use crate::config::{Config, DirtyTracking, HugePageLogging, ManualProtect};
-use crate::dirty::log::{self, LogCall};
 use crate::dirty::ring::DirtyRing;
-use crate::dirty::rings::RingsReset;
+use crate::dirty::rings::Rings;
 use crate::error::Error;
 use crate::format::Format;
+use crate::harvest::log::LogCall;
+use crate::harvest::mark;
+use crate::harvest::rings::RingsReset;
 use crate::host::Host;
 use crate::operation::Operation;
 use crate::second_stage::age::{self, Aging};
@@ -27,7 +28,6 @@ use crate::slot::set::Slots;
 use crate::stats::Stats;
 use crate::table::Tree;
 use crate::table::retire::Participant;
-use crate::vcpu::Vcpu;
 
 /// The guest-physical memory of a virtual machine: its memslots, and the second-stage page tables
 /// that translate it.
@@ -41,6 +41,8 @@ pub struct Vm<H: Host, F: Format> {
     /// Boxed: a VM is moved on the stack, and the tree is large.
     pub(crate) tree: Box<Tree<H, F>>,
     pub(crate) slots: Slots<H::Backing>,
+    /// Where pages are logged, if not in bitmaps.
+    pub(crate) rings: Rings,
 }
 
 /// An optional ability of a VM: KVM's capabilities, `KVM_CAP_*`.
@@ -65,7 +67,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// [`Error::BadShadowPages`].
     pub fn new(host: H, config: Config) -> Result<Vm<H, F>, Error> {
         config.check::<F>()?;
-        Ok(Vm { slots: Slots::new()?, tree: Tree::new(host, config)? })
+        Ok(Vm { slots: Slots::new()?, tree: Tree::new(host, config)?, rings: Rings::new() })
     }
 
     /// The host that the VM was created with.
@@ -87,14 +89,6 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// Pointer").
     pub fn root(&self) -> Hpa {
         self.tree.root()
-    }
-
-    /// Creates a vCPU of this VM.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`].
-    pub fn create_vcpu(self: &Arc<Self>) -> Result<Vcpu<H, F>, Error> {
-        Vcpu::new(Arc::clone(self))
     }
 
     /// Takes the dirty log of memslot `slot` into `bitmap`, and begins a new log. Returns the
@@ -224,7 +218,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     pub fn mark_dirty(&self, slot: u32, first_page: u64, nr_pages: u64) -> Result<(), Error> {
         self.check_uses_bitmaps(slot)?;
         let participant = self.tree.epochs.borrow_participant()?;
-        log::mark_pages(self.operation(&participant), slot, first_page, nr_pages)
+        mark::mark_pages(self.operation(&participant), slot, first_page, nr_pages)
     }
 
     /// Whether page `page` of memslot `slot` is marked in its dirty log now.
@@ -235,7 +229,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     pub fn is_marked_dirty(&self, slot: u32, page: u64) -> Result<bool, Error> {
         self.check_uses_bitmaps(slot)?;
         let participant = self.tree.epochs.borrow_participant()?;
-        log::is_marked(self.operation(&participant), slot, page)
+        mark::is_marked(self.operation(&participant), slot, page)
     }
 
     /// How many pages are marked now in the dirty logs of all memslots. With dirty rings, how many
@@ -248,15 +242,15 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # Errors
     /// [`Error::OutOfMemory`].
     pub fn nr_marked_dirty(&self) -> Result<u64, Error> {
-        if self.tree.rings.are_enabled() {
-            return Ok(self.tree.rings.iter().map(DirtyRing::nr_used).sum());
+        if self.rings.are_enabled() {
+            return Ok(self.rings.iter().map(DirtyRing::nr_used).sum());
         }
         let participant = self.tree.epochs.borrow_participant()?;
-        Ok(log::nr_marked(self.operation(&participant)))
+        Ok(mark::nr_marked(self.operation(&participant)))
     }
 
     fn check_uses_bitmaps(&self, slot: u32) -> Result<(), Error> {
-        if self.tree.rings.are_enabled() { Err(Error::DirtyRingInUse { slot }) } else { Ok(()) }
+        if self.rings.are_enabled() { Err(Error::DirtyRingInUse { slot }) } else { Ok(()) }
     }
 
     /// Logs by dirty rings instead of bitmaps: each vCPU gets a ring of `nr_entries` entries. KVM's
@@ -267,9 +261,10 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// before.
     ///
     /// From then on, each fault that makes a page writable in a memslot that logs pushes an entry
-    /// into the ring of its vCPU ([`Vcpu::dirty_ring`]). A page may be there more than once. When
-    /// [`DIRTY_RING_RESERVE`](crate::DIRTY_RING_RESERVE) entries are left, the vCPU's faults exit
-    /// with [`Exit::DirtyRingFull`](crate::Exit::DirtyRingFull). To go on:
+    /// into the ring of its vCPU ([`Vcpu::dirty_ring`](crate::Vcpu::dirty_ring)). A page may be
+    /// there more than once. When [`DIRTY_RING_RESERVE`](crate::DIRTY_RING_RESERVE) entries are
+    /// left, the vCPU's faults exit with [`Exit::DirtyRingFull`](crate::Exit::DirtyRingFull). To go
+    /// on:
     /// 1. harvest the entries,
     /// 2. call [`reset_dirty_rings`](Vm::reset_dirty_rings),
     /// 3. read the pages.
@@ -321,7 +316,7 @@ impl<H: Host, F: Format> Vm<H, F> {
             return Err(Error::RingNeedsPageFaults);
         }
         let participant = self.tree.epochs.borrow_participant()?;
-        self.tree.rings.enable(nr_entries)?;
+        self.rings.enable(nr_entries)?;
         self.begin_to_log_by_rings(&participant);
         Ok(())
     }
@@ -329,7 +324,7 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// The dirty rings of all vCPUs, also of those that were dropped. A later vCPU takes over the
     /// ring of a dropped one, with its entries.
     pub fn dirty_rings(&self) -> impl Iterator<Item = &DirtyRing> {
-        self.tree.rings.iter()
+        self.rings.iter()
     }
 
     /// Frees the harvested entries of all dirty rings, and logs their pages anew. Returns how many
@@ -345,11 +340,11 @@ impl<H: Host, F: Format> Vm<H, F> {
     /// # Errors
     /// [`Error::NoDirtyRing`], [`Error::OutOfMemory`].
     pub fn reset_dirty_rings(&self) -> Result<u64, Error> {
-        if !self.tree.rings.are_enabled() {
+        if !self.rings.are_enabled() {
             return Err(Error::NoDirtyRing);
         }
         let participant = self.tree.epochs.borrow_participant()?;
-        RingsReset { op: self.operation(&participant) }.reset(self.tree.rings.iter())
+        RingsReset { op: self.operation(&participant) }.reset(self.rings.iter())
     }
 
     /// Unmaps the guest frames of `range` and keeps faults out until the returned value is dropped.
@@ -568,7 +563,7 @@ impl<H: Host, F: Format> Vm<H, F> {
 
     /// An operation on this VM by the owner of `participant`.
     pub(crate) fn operation<'v>(&'v self, participant: &'v Participant) -> Operation<'v, H, F> {
-        Operation { tree: &self.tree, slots: &self.slots, participant }
+        Operation { tree: &self.tree, slots: &self.slots, rings: &self.rings, participant }
     }
 
     /// Checks that `range` is not empty, and that the format translates all of it.

@@ -13,9 +13,9 @@ use loom::thread;
 
 use super::mark_if_logging;
 use crate::addr::{Gfn, GfnRange, Level, Pfn};
-use crate::dirty::bitmap::{Bitmap, TakenWords};
 use crate::format::{Format, Npt, Pte};
 use crate::slot::MemoryRegionFlags;
+use crate::slot::bitmap::{Bitmap, TakenWords};
 use crate::slot::set::{Attachments, NewSlot, Slots};
 use crate::sync::{AtomicU64, fence_after_rmw, full_fence};
 use crate::table::pte::{self, PteRef};

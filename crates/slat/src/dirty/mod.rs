@@ -1,10 +1,9 @@
-//! The dirty log: which pages the guest wrote since the last harvest.
+//! The dirty log: how written pages are marked.
 //!
-//! `bitmap` is the log of one memslot, and `log` the protocol between faults that mark pages and
-//! harvests. `ring` is the log of one vCPU, the other form; `rings` are those of a VM, and their
-//! reset.
+//! `log` is the protocol between faults that mark pages in the memslot's bitmap (`slot/bitmap.rs`)
+//! and harvests (`harvest`). `ring` is the log of one vCPU, the other form; `rings` are those of a
+//! VM.
 
-pub(crate) mod bitmap;
 pub(crate) mod log;
 pub(crate) mod ring;
 pub(crate) mod rings;

@@ -11,6 +11,7 @@ use loom::sync::Arc;
 use loom::thread;
 
 use super::*;
+use crate::dirty::ring::DirtyPage;
 
 #[test]
 fn a_vcpu_takes_the_ring_of_another_over() {

@@ -14,6 +14,7 @@ use core::convert::Infallible;
 use super::install::Changed;
 use super::walk::{self, Next, TurnEnd, Walk};
 use crate::addr::{Gfn, GfnRange, Level};
+use crate::config::AccessTracking;
 use crate::format::{Format, Pte};
 use crate::host::Host;
 use crate::operation::Operation;
@@ -22,29 +23,6 @@ use crate::table::Tree;
 use crate::table::cursor::Cursor;
 use crate::table::pte::{self, State};
 use crate::table::retire::Guard;
-
-/// How accesses of the guest are found out.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum AccessTracking {
-    /// By the accessed bit of the leaves. A CPU may fault where the bit is clear, instead of
-    /// setting it (Arm with VTCR_EL2.HA clear, RISC-V with Svade): the fault sets it. On EPT it
-    /// must be on.
-    #[default]
-    AccessedBit,
-    /// By faults: for CPUs that do not set accessed bits (EPT with the EPTP's bit 6 clear, Intel
-    /// SDM vol. 3C, "Accessed and Dirty Flags for EPT"; Arm without FEAT_HAFDBS; RISC-V with
-    /// Svade).
-    Faults,
-}
-
-impl AccessTracking {
-    /// Whether nothing records a write through a leaf that has W: CPUs set no dirty bits in format
-    /// `F`. Such a leaf counts as dirty from the beginning.
-    #[inline]
-    pub(crate) fn writes_are_unseen<F: Format>(self) -> bool {
-        self == AccessTracking::Faults || !F::HAS_DIRTY_BIT
-    }
-}
 
 /// What becomes of the pages that were used.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -8,8 +8,8 @@
 
 #![expect(unsafe_code, reason = "links the tables that it has prepared")]
 
-use super::age::AccessTracking;
 use crate::addr::{Access, Level, Pfn};
+use crate::config::AccessTracking;
 use crate::format::{Format, Pte};
 use crate::host::Host;
 use crate::stats::{Counter, Recorder};

@@ -30,9 +30,9 @@
 //! Neither change needs a flush. Where a CPU has a leaf cached with W, its bit is still set, or the
 //! harvest that took it flushes. A CPU that has the protected entry cached faults and walks anew.
 
-use super::age::AccessTracking;
 use super::install::{self, Changed};
 use crate::addr::{Access, Gfn, Level};
+use crate::config::AccessTracking;
 use crate::format::{Format, Pte};
 use crate::host::Host;
 use crate::sync::{AtomicU64, Ordering};

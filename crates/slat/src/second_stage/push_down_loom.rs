@@ -13,10 +13,10 @@ use loom::thread;
 
 use super::{Others, Pushed, push_down_in};
 use crate::addr::{Access, Hpa, Level, Pfn};
-use crate::dirty::bitmap::{Bitmap, TakenWords};
+use crate::config::AccessTracking;
 use crate::format::{Format, Npt, Pte};
-use crate::second_stage::age::AccessTracking;
 use crate::second_stage::{install, protect};
+use crate::slot::bitmap::{Bitmap, TakenWords};
 use crate::sync::{AtomicU64, Ordering, fence_after_rmw, full_fence};
 use crate::table::pte::{self, InvalidationSeq, PteRef, State};
 

@@ -47,12 +47,12 @@
 
 use core::convert::Infallible;
 
-use super::age::AccessTracking;
 use super::broken::{cancel, find_broken, give_up};
 use super::install::Changed;
 use super::walk::{self, Next, TurnEnd, Walk};
 use super::zap::{MAX_DEFERRED_TABLES, TABLES_PER_FLUSH};
 use crate::addr::{Access, Gfn, GfnRange, Level, Pfn};
+use crate::config::AccessTracking;
 use crate::config::{DirtyTracking, HugePageLogging};
 use crate::dirty::log;
 use crate::dirty::rings::WithoutRings;
@@ -85,7 +85,7 @@ pub(crate) fn recover_range<H: Host, F: Format>(
     let max_deferred = MAX_DEFERRED_TABLES + op.tree.nr_linked_tables();
     let recovery = Recovery {
         op,
-        without_rings: op.tree.rings.keep_out(),
+        without_rings: op.rings.keep_out(),
         max_deferred,
         batch: op.batch(),
         nr_recovered: 0,

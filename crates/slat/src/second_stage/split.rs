@@ -170,7 +170,7 @@ pub(crate) fn split_by_breaking<H: Host, F: Format>(
     value: Pte,
     level: Level,
 ) -> Result<(), Changed> {
-    let without_rings = op.tree.rings.keep_out();
+    let without_rings = op.rings.keep_out();
     let split = break_leaf(op, &without_rings, tables, gfn, (value, level))?;
     op.flush(&[gfn.block(level)]);
     link_parts(op, gfn, level, &split)

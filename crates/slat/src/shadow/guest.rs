@@ -24,12 +24,12 @@
 //! - As Intel has it (4.4.1), a load of CR3 is a #GP if a PDPTE has a reserved bit set. A PDPTE
 //!   that gets such a bit afterwards is a #PF with RSVD when it is used.
 
-use super::registers::{
+use crate::addr::{Access, Gfn, Gpa, Gva, LEVEL_SHIFT, Level, PAGE_SHIFT, PAGE_SIZE};
+use crate::format::x86::{ACCESSED, ADDRESS, DIRTY, EXECUTE_DISABLE, GLOBAL, PAGE_SIZE_BIT, PRESENT, READ_WRITE, USER};
+use crate::registers::{
     CR0_CD, CR0_NW, CR0_PE, CR0_PG, CR0_WP, CR3_KEEP, CR3_PCID, CR4_LA57, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_PSE,
     CR4_SMAP, CR4_SMEP, CR4_UNSUPPORTED, EFER_LME, EFER_NXE, GuestAccess, PagingRegister, PagingRegisters, Privilege,
 };
-use crate::addr::{Access, Gfn, Gpa, Gva, LEVEL_SHIFT, Level, PAGE_SHIFT, PAGE_SIZE};
-use crate::format::x86::{ACCESSED, ADDRESS, DIRTY, EXECUTE_DISABLE, GLOBAL, PAGE_SIZE_BIT, PRESENT, READ_WRITE, USER};
 
 /// Bits of a #PF's error code (4.7). P: every PTE was present.
 pub(crate) const FAULT_PRESENT: u32 = 1 << 0;

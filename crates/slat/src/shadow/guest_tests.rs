@@ -1,7 +1,7 @@
 //! Each rule with registers, PTEs and addresses written out.
 
 use super::*;
-use crate::shadow::registers::EFER_LMA;
+use crate::registers::EFER_LMA;
 
 const GPA_BITS: u32 = 46;
 const LONG: PagingRegisters =

@@ -81,7 +81,6 @@ mod install;
 mod lock;
 mod memory;
 mod page;
-pub(crate) mod registers;
 mod rmap;
 mod role;
 pub(crate) mod roots;
@@ -89,8 +88,6 @@ mod sync;
 pub(crate) mod walk;
 mod write;
 mod zap;
-
-pub use registers::{GuestAccess, GuestEntry, LocalFlush, PagingRegister, PagingRegisters, Privilege};
 
 use crossbeam_utils::CachePadded;
 

@@ -38,7 +38,6 @@ use arrayvec::ArrayVec;
 use super::Mmu;
 use super::guest::{GeneralProtection, GuestMode, Keep, PagingMode};
 use super::page::PageRef;
-use super::registers::{GuestEntry, LocalFlush, PagingRegister, PagingRegisters};
 use super::role::{Role, part_for};
 use super::walk::View;
 use super::zap::Debt;
@@ -48,6 +47,7 @@ use crate::config::{MAX_PREVIOUS_ROOTS, ShadowStrategy};
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
+use crate::registers::{GuestEntry, LocalFlush, PagingRegister, PagingRegisters};
 use crate::stats::Counter;
 use crate::sync::Ordering;
 

@@ -11,18 +11,18 @@ use super::guest::{Decoded, FAULT_PRESENT, FAULT_RESERVED, GuestLeaf, GuestMode,
 use super::install::{NotMade, SeenPte, ShadowLeaf};
 use super::memory::{Exchanged, NoMemory};
 use super::page::{PageRef, Target};
-use super::registers::{GuestAccess, Privilege};
 use super::role::{Made, MarkKind, part_for};
 use super::sync::index_of;
 use super::zap::Debt;
 use crate::addr::{Access, Gfn, Gpa, Gva, Level, PAGE_SHIFT, PAGE_SIZE};
 use crate::error::Error;
+use crate::exit::Exit;
 use crate::format::Format;
 use crate::format::x86::{ACCESSED, DIRTY};
 use crate::host::Host;
+use crate::registers::{GuestAccess, Privilege};
 use crate::stats::Counter;
 use crate::sync::{Ordering, fence_after_rmw};
-use crate::vcpu::Exit;
 
 /// Levels of the deepest guest tables.
 const MAX_LEVELS: usize = 5;

@@ -20,8 +20,8 @@ use alloc::boxed::Box;
 
 use crate::addr::GfnRange;
 use crate::boxed::{ZeroedWords, try_box};
-use crate::dirty::bitmap::nr_words;
 use crate::error::Error;
+use crate::slot::bitmap::nr_words;
 use crate::sync::Ordering;
 
 bitflags::bitflags! {

@@ -1,10 +1,11 @@
 //! Memslots: ranges of guest-physical memory, each with a backing and flags.
 //!
 //! `region` is the caller's description of a memslot. `set` is the published set, which faults read
-//! without a lock, and its replacement; `view` is what a guard finds there. `userfault` has the
+//! without a lock, and its replacement; `view` is what a guard finds there. `bitmap` is the dirty log of a memslot. `userfault` has the
 //! pages at which faults exit, `attributes` those that are private.
 
 pub(crate) mod attributes;
+pub(crate) mod bitmap;
 pub(crate) mod region;
 pub(crate) mod set;
 pub(crate) mod userfault;
@@ -12,4 +13,4 @@ pub(crate) mod view;
 
 pub use attributes::MemoryAttributes;
 pub use region::{MAX_SLOTS, MemoryRegion, MemoryRegionFlags};
-pub use userfault::{MemoryFaultFlags, UserfaultBitmap, UserfaultWords};
+pub use userfault::{UserfaultBitmap, UserfaultWords};

@@ -38,8 +38,8 @@ use crossbeam_utils::CachePadded;
 
 use crate::addr::{Gfn, GfnRange};
 use crate::boxed::try_box;
-use crate::dirty::bitmap::Bitmap;
 use crate::error::Error;
+use crate::slot::bitmap::Bitmap;
 use crate::sync::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use crate::table::retire::{Epochs, Guard, Participant};
 

@@ -177,14 +177,3 @@ impl fmt::Debug for UserfaultBitmap {
             .finish_non_exhaustive()
     }
 }
-
-bitflags::bitflags! {
-    /// Why a memory fault exits to user space, with KVM's values.
-    #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-    pub struct MemoryFaultFlags: u64 {
-        /// The page is private ([`MemoryAttributes::PRIVATE`](super::MemoryAttributes::PRIVATE)).
-        const PRIVATE = 1 << 3;
-        /// The page's bit is set in its memslot's [`UserfaultBitmap`].
-        const USERFAULT = 1 << 4;
-    }
-}

@@ -6,10 +6,11 @@
 use super::attributes::{MemoryAttributes, PrivatePages};
 use super::region::MemoryRegionFlags;
 use super::set::{Slot, SlotEntry};
-use super::userfault::{MemoryFaultFlags, UserfaultBitmap};
+use super::userfault::UserfaultBitmap;
 use crate::addr::{Gfn, GfnRange, Level, PAGE_SHIFT};
-use crate::dirty::bitmap::Bitmap;
 use crate::error::Error;
+use crate::exit::MemoryFaultFlags;
+use crate::slot::bitmap::Bitmap;
 use crate::table::retire::{Guard, HazardPointer, Protected};
 
 /// A memslot as found in a guard.

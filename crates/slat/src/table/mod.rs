@@ -25,7 +25,6 @@ use crossbeam_utils::CachePadded;
 use crate::addr::{Gfn, GfnRange, Hpa};
 use crate::boxed::Vacant;
 use crate::config::{Config, Paging};
-use crate::dirty::rings::Rings;
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
@@ -48,8 +47,6 @@ pub(crate) struct Tree<H: Host, F: Format> {
     invalidation_seq: CachePadded<InvalidationSeqCounter>,
     pub(crate) in_flight: RangesInFlight,
     pub(crate) epochs: Epochs,
-    /// Where pages are logged, if not in bitmaps.
-    pub(crate) rings: Rings,
     /// The page tables that hardware walks instead of this tree.
     pub(crate) shadow: Option<Box<Shadow>>,
     format: PhantomData<F>,
@@ -118,7 +115,6 @@ impl<H: Host, F: Format> Tree<H, F> {
             invalidation_seq: CachePadded::new(InvalidationSeqCounter::new()),
             in_flight: RangesInFlight::default(),
             epochs: Epochs::new(fences).with_lock_times(config.locking != Locking::None),
-            rings: Rings::new(),
             shadow,
             format: PhantomData,
         }))

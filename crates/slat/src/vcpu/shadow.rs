@@ -6,18 +6,20 @@
 use alloc::boxed::Box;
 use alloc::sync::Arc;
 
-use super::{Exit, Outcome, Vcpu};
+use super::Vcpu;
 use arrayvec::ArrayVec;
 
 use crate::addr::{Access, Gpa, Gva, PAGE_SIZE};
 use crate::boxed::try_box;
 use crate::error::Error;
+use crate::exit::{Exit, Outcome};
 use crate::format::Format;
 use crate::host::Host;
+use crate::registers::{GuestAccess, GuestEntry, PagingRegister, PagingRegisters};
+use crate::shadow::Mmu;
 use crate::shadow::guest::{GeneralProtection, GuestMode};
 use crate::shadow::roots::Roots;
 use crate::shadow::walk::{MAX_TABLES, Step};
-use crate::shadow::{GuestAccess, GuestEntry, Mmu, PagingRegister, PagingRegisters};
 use crate::stats::Counter;
 use crate::table::retire::Participant;
 use crate::vm::Vm;

@@ -6,12 +6,13 @@ use core::convert::Infallible;
 use super::Vm;
 use crate::addr::{Gfn, GfnRange, Gpa, PAGE_SHIFT, PAGE_SIZE};
 use crate::error::Error;
+use crate::exit::MemoryFaultFlags;
 use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::invalidate::Invalidation;
 use crate::second_stage::rescan;
+use crate::slot::MemoryAttributes;
 use crate::slot::view::SlotView;
-use crate::slot::{MemoryAttributes, MemoryFaultFlags};
 use crate::table::retire::Participant;
 
 /// Pages that are checked one by one inside one guard.

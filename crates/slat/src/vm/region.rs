@@ -5,12 +5,12 @@ use super::Vm;
 use crate::addr::{Gfn, GfnRange};
 use crate::boxed::try_box;
 use crate::config::{HugePageSplitting, ManualProtect};
-use crate::dirty::bitmap::Bitmap;
 use crate::error::Error;
 use crate::format::Format;
 use crate::host::Host;
 use crate::second_stage::invalidate::Invalidation;
 use crate::second_stage::{protect, recover, split};
+use crate::slot::bitmap::Bitmap;
 use crate::slot::set::{Attachments, Claim, NewSlot};
 use crate::slot::{MemoryRegion, MemoryRegionFlags};
 use crate::sync::full_fence;
@@ -193,7 +193,7 @@ impl<H: Host, F: Format> Vm<H, F> {
         // A store-load pair (`dirty/log.rs`): the flag is visible before leaves are read, and
         // before `are_enabled` is. A call that enables rings does the reverse.
         full_fence();
-        if self.tree.config.manual_protect == ManualProtect::InitiallySet && !self.tree.rings.are_enabled() {
+        if self.tree.config.manual_protect == ManualProtect::InitiallySet && !self.rings.are_enabled() {
             // All pages are marked, and each is protected when its mark is taken.
             return;
         }
@@ -239,7 +239,7 @@ impl<H: Host, F: Format> Vm<H, F> {
                 attachments.userfault = Some(try_box(bitmap.clone())?);
             }
         }
-        if flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES) && !self.tree.rings.are_enabled() {
+        if flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES) && !self.rings.are_enabled() {
             let before = claim.map(Claim::entry);
             let logs = before.is_some_and(|before| before.flags.contains(MemoryRegionFlags::LOG_DIRTY_PAGES));
             let moves = before.is_some_and(|before| before.range != range);

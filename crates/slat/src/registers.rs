@@ -6,48 +6,48 @@
 use crate::addr::{Access, Gva, Hpa};
 
 /// CR0.PE, bit 0: protected mode.
-pub(super) const CR0_PE: u64 = 1 << 0;
+pub(crate) const CR0_PE: u64 = 1 << 0;
 /// CR0.WP, bit 16: R/W holds for supervisors, too.
-pub(super) const CR0_WP: u64 = 1 << 16;
+pub(crate) const CR0_WP: u64 = 1 << 16;
 /// CR0.NW, bit 29, and CR0.CD, bit 30: caching. With PAE a change loads the PDPTEs.
-pub(super) const CR0_NW: u64 = 1 << 29;
+pub(crate) const CR0_NW: u64 = 1 << 29;
 /// As CR0.NW.
-pub(super) const CR0_CD: u64 = 1 << 30;
+pub(crate) const CR0_CD: u64 = 1 << 30;
 /// CR0.PG, bit 31: paging.
-pub(super) const CR0_PG: u64 = 1 << 31;
+pub(crate) const CR0_PG: u64 = 1 << 31;
 
 /// Bit 63 of the *operand* of MOV to CR3, with PCIDs: nothing has to be invalidated. CR3 itself
 /// never holds it (4.10.4.1).
-pub(super) const CR3_KEEP: u64 = 1 << 63;
+pub(crate) const CR3_KEEP: u64 = 1 << 63;
 /// Bits 11:0 of CR3, with PCIDs: the current one (table 4-13).
-pub(super) const CR3_PCID: u64 = 0xfff;
+pub(crate) const CR3_PCID: u64 = 0xfff;
 
 /// CR4.PSE, bit 4: 4 MiB pages with 32-bit paging.
-pub(super) const CR4_PSE: u64 = 1 << 4;
+pub(crate) const CR4_PSE: u64 = 1 << 4;
 /// CR4.PAE, bit 5: PTEs of 8 bytes.
-pub(super) const CR4_PAE: u64 = 1 << 5;
+pub(crate) const CR4_PAE: u64 = 1 << 5;
 /// CR4.PGE, bit 7: global pages.
-pub(super) const CR4_PGE: u64 = 1 << 7;
+pub(crate) const CR4_PGE: u64 = 1 << 7;
 /// CR4.LA57, bit 12: five levels in long mode.
-pub(super) const CR4_LA57: u64 = 1 << 12;
+pub(crate) const CR4_LA57: u64 = 1 << 12;
 /// CR4.PCIDE, bit 17: PCIDs.
-pub(super) const CR4_PCIDE: u64 = 1 << 17;
+pub(crate) const CR4_PCIDE: u64 = 1 << 17;
 /// CR4.SMEP, bit 20: supervisors cannot execute user pages.
-pub(super) const CR4_SMEP: u64 = 1 << 20;
+pub(crate) const CR4_SMEP: u64 = 1 << 20;
 /// CR4.SMAP, bit 21: supervisors can access user pages only with EFLAGS.AC.
-pub(super) const CR4_SMAP: u64 = 1 << 21;
+pub(crate) const CR4_SMAP: u64 = 1 << 21;
 /// CR4.PKE, bit 22; CR4.CET, bit 23; CR4.PKS, bit 24; CR4.LAM_SUP, bit 28. Protection keys, shadow
 /// stacks and masked linear addresses change what PTEs and addresses mean. Shadow paging supports
 /// none of them. For a guest they are reserved bits, as its CPUID must say.
-pub(super) const CR4_UNSUPPORTED: u64 = 1 << 22 | 1 << 23 | 1 << 24 | 1 << 28;
+pub(crate) const CR4_UNSUPPORTED: u64 = 1 << 22 | 1 << 23 | 1 << 24 | 1 << 28;
 
 /// EFER.LME, bit 8: paging, when it is on, is that of long mode.
-pub(super) const EFER_LME: u64 = 1 << 8;
+pub(crate) const EFER_LME: u64 = 1 << 8;
 /// EFER.LMA, bit 10: LME and CR0.PG, as the CPU reports it.
 #[cfg(test)]
-pub(super) const EFER_LMA: u64 = 1 << 10;
+pub(crate) const EFER_LMA: u64 = 1 << 10;
 /// EFER.NXE, bit 11: bit 63 of a PTE forbids execution.
-pub(super) const EFER_NXE: u64 = 1 << 11;
+pub(crate) const EFER_NXE: u64 = 1 << 11;
 
 /// The registers that select how the guest's own page tables are read, with the guest's values: raw
 /// bits as in the Intel SDM vol. 3A, "Control Registers" (2.5). The default, all zero, is a vCPU

@@ -1,7 +1,6 @@
 //! What becomes of a fault: the guest goes on, or user space acts first.
 
 use crate::addr::{Access, Gpa, Gva};
-use crate::slot::MemoryFaultFlags;
 
 /// What the caller does after a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -68,4 +67,15 @@ pub enum Exit {
     /// ([`Vm::reset_dirty_rings`](crate::Vm::reset_dirty_rings)): it is nearly full. Until there is
     /// room, all faults of the vCPU exit.
     DirtyRingFull,
+}
+
+bitflags::bitflags! {
+    /// Why a memory fault exits to user space, with KVM's values.
+    #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+    pub struct MemoryFaultFlags: u64 {
+        /// The page is private ([`MemoryAttributes::PRIVATE`](crate::MemoryAttributes::PRIVATE)).
+        const PRIVATE = 1 << 3;
+        /// The page's bit is set in its memslot's [`UserfaultBitmap`](crate::UserfaultBitmap).
+        const USERFAULT = 1 << 4;
+    }
 }

@@ -1,0 +1,328 @@
+//! The calls that get, copy and clear the dirty log of a memslot.
+//!
+//! [`LogCall::get`] takes all marks, [`LogCall::clear`] those that the caller names,
+//! [`LogCall::copy`] none. `dirty/log.rs` has the protocol between them and the faults.
+
+use core::ops::Range;
+
+use crate::addr::{Gfn, GfnRange, Level};
+use crate::boxed::try_zeroed;
+use crate::config::{Config, DirtyTracking, HugePageSplitting, ManualProtect};
+use crate::error::Error;
+use crate::format::Format;
+use crate::harvest::mark::mark_written;
+use crate::host::Host;
+use crate::operation::Operation;
+use crate::second_stage::protect::Protector;
+use crate::second_stage::split;
+use crate::shadow::Debt;
+use crate::slot::bitmap::{self, Bitmap, PAGES_PER_WORD, TakenWords, WORDS_PER_TURN};
+use crate::slot::view::SlotView;
+use crate::sync::{Side, fence_after_rmw};
+use crate::table::cursor::{self, Cursor};
+use crate::table::pte::{self, PteRef};
+use crate::table::retire::Guard;
+use crate::table::tlb::TlbBatch;
+
+/// Pages whose dirty bits a walk visits in one guard.
+const PAGES_PER_TURN: u64 = 1 << 13;
+
+/// Returns the words of the memslot's log that have the bits of `pages` (first and number; all if
+/// `None`). `bitmap_len` is the length, in words, of the caller's bitmap, which must hold them.
+fn words_of<B>(
+    slot: &SlotView<'_, B>,
+    pages: Option<(u64, u64)>,
+    id: u32,
+    bitmap_len: usize,
+) -> Result<Range<usize>, Error> {
+    let slot_pages = slot.range().nr_pages();
+    let (first_page, nr_pages) = pages.unwrap_or((0, slot_pages));
+    slot.check_pages(first_page, nr_pages)?;
+    let is_end = first_page + nr_pages == slot_pages;
+    if first_page % PAGES_PER_WORD != 0 || !(is_end || nr_pages % PAGES_PER_WORD == 0) {
+        return Err(Error::UnalignedLogRange { slot: id, first_page, nr_pages });
+    }
+    let needed = bitmap::nr_words(nr_pages);
+    if bitmap_len < needed {
+        return Err(Error::BitmapTooShort { slot: id, words: bitmap_len, needed });
+    }
+    let first = (first_page / PAGES_PER_WORD) as usize;
+    Ok(first..first + needed)
+}
+
+/// The memslot as a turn finds it.
+struct Found<'s, B> {
+    slot: SlotView<'s, B>,
+    log: &'s Bitmap,
+    /// The words of all pages of the call.
+    words: Range<usize>,
+    /// The words of this turn, which follow those that are done.
+    turn: Range<usize>,
+}
+
+/// A call on the log of one memslot.
+pub(crate) struct LogCall<'c, H: Host, F: Format> {
+    pub(crate) op: Operation<'c, H, F>,
+    pub(crate) id: u32,
+}
+
+impl<H: Host, F: Format> LogCall<'_, H, F> {
+    /// Finds the memslot, its log, and the words of the call; `done` of them are done. Each guard
+    /// looks them up anew: since the last, the memslot may have been moved or have ceased to log,
+    /// or its number may be that of another.
+    fn find<'s>(
+        &'s self,
+        guard: &'s Guard<'s>,
+        pages: Option<(u64, u64)>,
+        bitmap_len: usize,
+        done: usize,
+    ) -> Result<Found<'s, H::Backing>, Error> {
+        let slot = self.op.slots.by_id(guard, self.id).ok_or(Error::NoSuchSlot { slot: self.id })?;
+        let log = slot.log().ok_or(Error::NotLogging { slot: self.id })?;
+        let words = words_of(&slot, pages, self.id, bitmap_len)?;
+        if words.len() < done {
+            return Err(Error::NoSuchSlot { slot: self.id });
+        }
+        let start = words.start + done;
+        let turn = start..words.end.min(start + WORDS_PER_TURN);
+        Ok(Found { slot, log, words, turn })
+    }
+
+    /// Takes the log of `pages` (first and number; all if `None`) into `out`, and protects the
+    /// pages taken. Returns their number.
+    #[inline(never)]
+    pub(crate) fn get(&self, pages: Option<(u64, u64)>, out: &mut [u64]) -> Result<u64, Error> {
+        let mut taken = try_zeroed()?;
+        self.collect(pages, out.len())?;
+        self.harvest(
+            pages,
+            out.len(),
+            &mut taken,
+            |log, words, _, taken| log.take(words, taken),
+            |reached, taken| {
+                out[reached.clone()].fill(0);
+                for (&offset, &bits) in taken.offsets().iter().zip(taken.bits()) {
+                    out[reached.start + usize::from(offset)] = bits;
+                }
+            },
+        )
+    }
+
+    /// Copies the log of `pages` into `out`, and changes nothing. Returns the number of pages.
+    #[inline(never)]
+    pub(crate) fn copy(&self, pages: Option<(u64, u64)>, out: &mut [u64]) -> Result<u64, Error> {
+        self.collect(pages, out.len())?;
+        let mut nr_pages = 0;
+        let mut done = 0;
+        loop {
+            let guard = self.op.pin();
+            let Found { log, words, turn, .. } = self.find(&guard, pages, out.len(), done)?;
+            guard.visit(turn.len() as u64);
+            let copied = &mut out[done..done + turn.len()];
+            copied.fill(0);
+            nr_pages += log.copy(turn.clone(), copied);
+            done += turn.len();
+            if turn.end == words.end {
+                return Ok(nr_pages);
+            }
+        }
+    }
+
+    /// Takes those marks of `pages` that `mask` names, and protects their pages. Returns their
+    /// number.
+    pub(crate) fn clear(&self, pages: (u64, u64), mask: &[u64]) -> Result<u64, Error> {
+        let mut taken = try_zeroed()?;
+        let Config { manual_protect, huge_page_splitting, .. } = self.op.tree.config;
+        if manual_protect == ManualProtect::InitiallySet && huge_page_splitting == HugePageSplitting::Eager {
+            self.split_for(pages, mask)?;
+        }
+        self.harvest(
+            Some(pages),
+            mask.len(),
+            &mut taken,
+            |log, words, done, taken| log.take_masked(words, &mask[done..], taken),
+            |_, _| (),
+        )
+    }
+
+    /// Splits the huge leaves of those of `pages` that `mask` names, before they are protected for
+    /// the first time.
+    fn split_for(&self, pages: (u64, u64), mask: &[u64]) -> Result<(), Error> {
+        let range = {
+            let guard = self.op.pin();
+            let Found { slot, words, .. } = self.find(&guard, Some(pages), mask.len(), 0)?;
+            let first = Gfn(slot.range().start.0 + words.start as u64 * PAGES_PER_WORD);
+            GfnRange::new(first, words.len() as u64 * PAGES_PER_WORD).intersection(slot.range())
+        };
+        let is_named = |block: GfnRange| {
+            let pages = block.intersection(range);
+            let word_of = |gfn: Gfn| (gfn.0 - range.start.0) / PAGES_PER_WORD;
+            !pages.is_empty() && {
+                let words = word_of(pages.start) as usize..=word_of(Gfn(pages.end.0 - 1)) as usize;
+                mask.get(words).is_some_and(|mask| mask.iter().any(|&bits| bits != 0))
+            }
+        };
+        let target = self.op.tree.config.largest_logged_write();
+        // Best effort: the first write splits what is not split now. If the memslot is moved
+        // meanwhile, the parts at the old place allow what the whole did.
+        let _ = split::split_range(self.op, range, target, is_named);
+        Ok(())
+    }
+
+    /// Takes marks of `pages` by `take`, protects their pages, and hands them to `hand_out`, turn
+    /// by turn. Returns the number of pages.
+    ///
+    /// `take` gets the words that it may take from, and how many are done already. It returns the
+    /// first word that it did not reach. `hand_out` gets the words that were reached, counted from
+    /// the first of `pages`.
+    fn harvest(
+        &self,
+        pages: Option<(u64, u64)>,
+        bitmap_len: usize,
+        taken: &mut TakenWords,
+        take: impl Fn(&Bitmap, Range<usize>, usize, &mut TakenWords) -> usize,
+        mut hand_out: impl FnMut(Range<usize>, &TakenWords),
+    ) -> Result<u64, Error> {
+        let tree = self.op.tree;
+        let mut nr_pages = 0;
+        let mut batch = self.op.batch();
+        let mut write_protected = Debt::new();
+        let mut done = 0;
+        let result = loop {
+            tree.renew_generations();
+            let locked = self.op.pin_locked(Side::Write);
+            let Found { slot, log, words, turn } = match self.find(&locked.guard, pages, bitmap_len, done) {
+                Ok(found) => found,
+                Err(error) => break Err(error),
+            };
+            taken.clear();
+            let reached = take(log, turn.clone(), done, taken);
+            locked.guard.visit((reached - turn.start) as u64 + taken.offsets().len() as u64 * PAGES_PER_WORD);
+            let mut first = None;
+            if !taken.is_empty() {
+                first = Some(self.rearm(&locked.guard, &slot, turn.start, taken, &mut batch, &mut nr_pages));
+            }
+            drop(locked);
+            if let (Some(first), Some(mmu)) = (first, tree.mmu(self.op.participant)) {
+                // The second stage first, then the shadow pages made from it. As with the flush, it
+                // does not matter which leaves lost W now, and which before.
+                mmu.write_protect(taken.pages().map(|page| Gfn(first.0 + page)), &mut write_protected);
+            }
+            let turn_len = reached - turn.start;
+            hand_out(done..done + turn_len, taken);
+            done += turn_len;
+            if reached == words.end {
+                break Ok(());
+            }
+            if tree.should_yield() {
+                tree.host.yield_now();
+            }
+        };
+        batch.flush_cpus();
+        if let Some(mmu) = tree.mmu(self.op.participant) {
+            write_protected.settle(&mmu);
+        }
+        result.map(|()| nr_pages)
+    }
+
+    /// Protects the pages of the words just taken, which begin at `first_word` of the log, and adds
+    /// their number to `nr_pages`. Returns the page of that word's first bit.
+    fn rearm(
+        &self,
+        guard: &Guard<'_>,
+        slot: &SlotView<'_, H::Backing>,
+        first_word: usize,
+        taken: &TakenWords,
+        batch: &mut TlbBatch<'_, H, F>,
+        nr_pages: &mut u64,
+    ) -> Gfn {
+        // The store-load pair: bits are taken before leaves are read.
+        fence_after_rmw();
+        // Only now: if the memslot was moved since this guard began, the pages whose bits were
+        // taken may be writable at its new place.
+        let now = self.op.slots.by_id(guard, self.id).filter(|now| now.is_same_slot(slot));
+        let range = now.map_or(slot.range(), |now| now.range());
+        let mut protector = Protector::new(self.op.tree, guard, range);
+        let first = Gfn(range.start.0 + first_word as u64 * PAGES_PER_WORD);
+        protector.protect(first, taken, batch);
+        *nr_pages += protector.finish(self.op.participant);
+        first
+    }
+
+    /// Updates the bitmap with the writes to `pages` that the CPUs have recorded.
+    fn collect(&self, pages: Option<(u64, u64)>, bitmap_len: usize) -> Result<(), Error> {
+        match self.op.tree.config.dirty_tracking {
+            DirtyTracking::WriteProtect(_) => Ok(()),
+            DirtyTracking::DirtyBit => self.mark_dirty_leaves(pages, bitmap_len),
+            DirtyTracking::PageModificationLog => {
+                // A call that is refused changes nothing: what the CPUs have logged stays for the
+                // next call.
+                self.find(&self.op.pin(), pages, bitmap_len, 0)?;
+                self.op.host().drain_modification_logs(&mut |written| {
+                    mark_written(self.op, written);
+                });
+                Ok(())
+            }
+        }
+    }
+
+    /// Marks those of `pages` whose leaves of 4 KiB are dirty.
+    fn mark_dirty_leaves(&self, pages: Option<(u64, u64)>, bitmap_len: usize) -> Result<(), Error> {
+        let mut done = 0;
+        loop {
+            let guard = self.op.pin();
+            let Found { slot, log, words, .. } = self.find(&guard, pages, bitmap_len, 0)?;
+            let first = words.start as u64 * PAGES_PER_WORD;
+            let end = slot.range().nr_pages().min(words.end as u64 * PAGES_PER_WORD);
+            let turn_end = end.min(first + done + PAGES_PER_TURN);
+            let mut cursor = Cursor::new(self.op.tree, &guard, slot.range().start);
+            let mut next = first + done;
+            while next < turn_end {
+                guard.visit(Level::L2M.nr_pages());
+                next = mark_dirty_in_table(&mut cursor, log, slot.range(), next, end);
+            }
+            if next >= end {
+                return Ok(());
+            }
+            done = next - first;
+            drop(guard);
+            if self.op.host().should_yield() {
+                self.op.host().yield_now();
+            }
+        }
+    }
+}
+
+/// Marks the dirty leaves of 4 KiB in one page-table page: that of page `first` of the memslot at
+/// `slot`, up to page `end`. Returns the first page behind them.
+fn mark_dirty_in_table<H: Host, F: Format>(
+    cursor: &mut Cursor<'_, H, F>,
+    log: &Bitmap,
+    slot: GfnRange,
+    first: u64,
+    end: u64,
+) -> u64 {
+    let page_of = |gfn: Gfn| gfn.0 - slot.start.0;
+    let gfn = Gfn(slot.start.0 + first);
+    cursor.move_to(gfn);
+    cursor.descend_to(Level::L2M);
+    let behind = page_of(cursor.block().end).min(end);
+    if let Some((_, leaves)) = cursor.read_table(Level::L2M) {
+        let is_dirty = |page: u64| {
+            let index = cursor::index_of::<F>(Gfn(slot.start.0 + page), Level::L4K);
+            pte::is_dirty_for_log::<F>(PteRef::new(&leaves[index], Level::L4K).load())
+        };
+        let mut page = first;
+        while page < behind {
+            let clean_from = (page..behind).find(|&page| !is_dirty(page)).unwrap_or(behind);
+            if clean_from > page {
+                // No fence: the leaves were read with acquire. A page that was written again after
+                // a harvest took its bit has D only since that harvest cleared D. So the bit is
+                // read as clear here.
+                log.mark(page, clean_from - page);
+            }
+            page = clean_from + 1;
+        }
+    }
+    behind
+}
