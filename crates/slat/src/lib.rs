@@ -147,6 +147,7 @@ compile_error!("slat needs pointers of 64 bits: a slot's pages are counted, and 
 extern crate alloc;
 
 mod addr;
+mod bits;
 mod boxed;
 mod config;
 mod dirty;
@@ -157,6 +158,7 @@ pub mod guide;
 mod harvest;
 mod host;
 mod operation;
+mod pool;
 mod registers;
 mod second_stage;
 mod shadow;

@@ -298,15 +298,7 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
                     let Ok(resolved) = self.resolve(&plan) else {
                         return self.gone(plan.found, plan.attributes);
                     };
-                    if plan.flags.contains(MemoryRegionFlags::GUEST_MEMFD) {
-                        plan.max_level = self.limit_to_alike(plan.max_level.min(resolved.max_size.level()));
-                    }
-                    self.flush_before_make(&plan);
-                    let leaf = self.leaf(&plan, self.gfn, resolved)?;
-                    if self.is_another_frame(&plan, &leaf) {
-                        return Err(Error::BadResolve { gpa: self.gpa });
-                    }
-                    self.top_up_for(&plan, &leaf)?;
+                    let leaf = self.prepare(&mut plan, resolved, resolved.max_size.level())?;
                     let step = self.install(own.pin.reborrow(), &plan, leaf);
                     if self.maps_around(leaf.level) && matches!((plan.found, &step), (Found::Empty(_), Ok(_))) {
                         // The neighbours may have another backing by now.
@@ -541,6 +533,28 @@ impl<'v, H: Host, F: Format> Fault<'v, H, F> {
         }
         self.count(Counter::Retries);
         Ok(())
+    }
+
+    /// Prepares the installation of what the host has `resolved`: the leaf, the page-table pages
+    /// for it, and the flush that must precede it. In a memslot with a guest_memfd it may span
+    /// `largest`, as far as the attributes are alike.
+    #[inline]
+    fn prepare(
+        &mut self,
+        plan: &mut InstallPlan<'_, H::Backing>,
+        resolved: Resolved,
+        largest: Level,
+    ) -> Result<NewLeaf, Error> {
+        if plan.flags.contains(MemoryRegionFlags::GUEST_MEMFD) {
+            plan.max_level = self.limit_to_alike(plan.max_level.min(largest));
+        }
+        self.flush_before_make(plan);
+        let leaf = self.leaf(plan, self.gfn, resolved)?;
+        if self.is_another_frame(plan, &leaf) {
+            return Err(Error::BadResolve { gpa: self.gpa });
+        }
+        self.top_up_for(plan, &leaf)?;
+        Ok(leaf)
     }
 
     /// Flushes what CPUs may have cached of the PTE, if nothing may be installed there before that.

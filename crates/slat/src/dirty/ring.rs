@@ -56,16 +56,15 @@
 //! reset (release and acquire along `pushed`, and `harvested` or the mark). No store-load pair is
 //! needed: a fault that restores W pushes whatever the ring holds already.
 
-#![expect(unsafe_code, reason = "the list of rings is linked by raw pointers")]
-
-use core::ptr;
+#![expect(unsafe_code, reason = "a ring is in a pool")]
 
 use crossbeam_utils::CachePadded;
 
 use crate::boxed::ZeroedWords;
 use crate::error::Error;
+use crate::pool::{PoolLink, Pooled};
 use crate::slot::MAX_SLOTS;
-use crate::sync::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering};
 
 /// Entries that are kept free for the fault that finds its ring nearly full, as in KVM: the soft
 /// limit is that far below the size.
@@ -140,24 +139,18 @@ pub struct DirtyRing {
     harvested: CachePadded<AtomicU64>,
     /// Index of the first entry that was not reset.
     first: CachePadded<AtomicU64>,
-    pub(super) listed: CachePadded<Listed>,
+    link: PoolLink<DirtyRing>,
 }
 
-/// What a search for a ring that no vCPU has reads; see `rings`.
-pub(super) struct Listed {
-    pub(super) in_use: AtomicBool,
-    /// The ring that was listed before this one. It never changes once this one is on the list.
-    pub(super) next: *const DirtyRing,
+// SAFETY: it is one field of the ring.
+unsafe impl Pooled for DirtyRing {
+    fn link(&self) -> &PoolLink<DirtyRing> {
+        &self.link
+    }
 }
-
-// SAFETY: all fields but `listed.next` are atomics or never change. `next` is written before the
-// ring is on the list, and only read since.
-unsafe impl Send for DirtyRing {}
-// SAFETY: as above.
-unsafe impl Sync for DirtyRing {}
 
 impl DirtyRing {
-    /// Makes an empty ring that is in use. `nr_entries` is a power of two above `reserve`.
+    /// Makes an empty ring. `nr_entries` is a power of two above `reserve`.
     pub(super) fn new(nr_entries: u32, reserve: u32) -> Result<DirtyRing, Error> {
         debug_assert!(nr_entries.is_power_of_two() && nr_entries > reserve);
         Ok(DirtyRing {
@@ -167,7 +160,7 @@ impl DirtyRing {
             pushed: CachePadded::new(AtomicU64::new(0)),
             harvested: CachePadded::new(AtomicU64::new(0)),
             first: CachePadded::new(AtomicU64::new(0)),
-            listed: CachePadded::new(Listed { in_use: AtomicBool::new(true), next: ptr::null() }),
+            link: PoolLink::new(),
         })
     }
 

@@ -17,13 +17,13 @@
 
 #![expect(unsafe_code, reason = "rings are reached by raw pointers, which their VM keeps alive")]
 
-use alloc::boxed::Box;
-use core::ptr::{self, NonNull};
+use core::ptr::NonNull;
 
 use super::ring::{DIRTY_RING_RESERVE, DirtyRing, MAX_DIRTY_RING_ENTRIES, MIN_DIRTY_RING_ENTRIES};
 use crate::boxed::try_box;
 use crate::error::Error;
-use crate::sync::{AtomicPtr, AtomicU64, Ordering};
+use crate::pool::{Pool, Pooled};
+use crate::sync::{AtomicU64, Ordering};
 
 /// Set in [`Rings::state`] if the VM has rings; the rest is their size.
 const ENABLED: u64 = 1 << 63;
@@ -33,7 +33,7 @@ pub(crate) struct Rings {
     /// [`ENABLED`] and the size of each ring, in entries; or how many vCPUs and [`WithoutRings`]
     /// there are.
     state: AtomicU64,
-    first: AtomicPtr<DirtyRing>,
+    rings: Pool<DirtyRing>,
 }
 
 /// As long as this lives, the VM has no rings.
@@ -47,7 +47,7 @@ impl Drop for WithoutRings<'_> {
 
 impl Rings {
     pub(crate) fn new() -> Rings {
-        Rings { state: AtomicU64::new(0), first: AtomicPtr::new(ptr::null_mut()) }
+        Rings { state: AtomicU64::new(0), rings: Pool::new() }
     }
 
     /// Enables rings: each vCPU that is made from now on has one of `nr_entries` entries.
@@ -107,59 +107,16 @@ impl Rings {
     }
 
     fn take_ring(&self, nr_entries: u32) -> Result<OwnedRing, Error> {
-        for ring in self.iter() {
-            // Relaxed first: the line of a ring that is in use stays where it is. Acquire: `pushed`
-            // is as the vCPU before has left it.
-            let in_use = &ring.listed.in_use;
-            if !in_use.load(Ordering::Relaxed)
-                && in_use.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
-            {
-                return Ok(OwnedRing(NonNull::from(ring)));
-            }
-        }
-        let mut new = try_box(DirtyRing::new(nr_entries, DIRTY_RING_RESERVE)?)?;
-        // Relaxed: if the exchange fails, it returns what is listed by then.
-        let mut head = self.first.load(Ordering::Relaxed);
-        loop {
-            new.listed.next = head;
-            let pointer = NonNull::from(Box::leak(new));
-            // Release: a walk of the list observes the ring and, through the chain of exchanges,
-            // those behind it.
-            match self.first.compare_exchange(head, pointer.as_ptr(), Ordering::Release, Ordering::Relaxed) {
-                Ok(_) => return Ok(OwnedRing(pointer)),
-                Err(found) => {
-                    head = found;
-                    // SAFETY: the exchange failed, so no other thread has the pointer, which came
-                    // from a box.
-                    new = unsafe { Box::from_raw(pointer.as_ptr()) };
-                }
-            }
-        }
+        let ring = match self.rings.claim() {
+            Some(ring) => ring,
+            None => self.rings.add(try_box(DirtyRing::new(nr_entries, DIRTY_RING_RESERVE)?)?),
+        };
+        Ok(OwnedRing(NonNull::from(ring)))
     }
 
     /// All rings, also those that no vCPU has now.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &DirtyRing> + Clone {
-        // Acquire: observes the rings.
-        let mut next = self.first.load(Ordering::Acquire).cast_const();
-        core::iter::from_fn(move || {
-            // SAFETY: the pointer is null or a ring of the list; rings are freed only with the
-            // `Rings`.
-            let ring = unsafe { next.as_ref() }?;
-            next = ring.listed.next;
-            Some(ring)
-        })
-    }
-}
-
-impl Drop for Rings {
-    fn drop(&mut self) {
-        let mut next = self.first.load(Ordering::Relaxed);
-        while !next.is_null() {
-            // SAFETY: every ring of the list came from a box, and with `&mut self` none is in use:
-            // references borrow the `Rings`, and vCPUs keep the VM that holds it alive.
-            let ring = unsafe { Box::from_raw(next) };
-            next = ring.listed.next.cast_mut();
-        }
+        self.rings.iter()
     }
 }
 
@@ -182,8 +139,8 @@ impl OwnedRing {
     /// # Safety
     /// The `Rings` that it came from is alive. This is not used any more.
     pub(crate) unsafe fn release(&mut self) {
-        // SAFETY: as the caller promises. Release: see `take_ring`.
-        unsafe { self.get() }.listed.in_use.store(false, Ordering::Release);
+        // SAFETY: as the caller promises: it has the ring, and does not use it any more.
+        unsafe { self.get().link().release() }
     }
 }
 

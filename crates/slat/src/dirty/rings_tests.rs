@@ -1,5 +1,7 @@
 use alloc::vec::Vec;
 
+use core::ptr;
+
 use super::*;
 use crate::dirty::ring::DirtyPage;
 

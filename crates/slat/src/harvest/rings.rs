@@ -12,6 +12,7 @@
 #![expect(unsafe_code, reason = "the working memory of a reset is made of zeroes")]
 
 use crate::addr::{Gfn, GfnRange};
+use crate::bits::bit_range;
 use crate::boxed::{Zeroed, try_zeroed};
 use crate::dirty::ring::{DirtyPage, DirtyRing, Reset};
 use crate::error::Error;
@@ -64,7 +65,7 @@ impl PageWord {
     fn bits_below(&self, nr_pages: u64) -> u64 {
         match nr_pages.saturating_sub(self.index * PAGES_PER_WORD) {
             0 => 0,
-            left => self.bits & (u64::MAX >> PAGES_PER_WORD.saturating_sub(left)),
+            left => self.bits & bit_range(0, left.min(PAGES_PER_WORD)),
         }
     }
 }

@@ -37,6 +37,7 @@ use arrayvec::ArrayVec;
 use super::install::Changed;
 use super::walk::{self, TurnEnd, Walk};
 use crate::addr::{Gfn, GfnRange, Level};
+use crate::bits::bit_range;
 use crate::config::{DirtyTracking, WriteProtection};
 use crate::format::{Format, Pte};
 use crate::host::Host;
@@ -134,7 +135,7 @@ fn words_of_table(range: GfnRange) -> PageWords<TABLE_WORDS> {
     while next < range.end.0 {
         let shift = next % WORD_PAGES;
         let nr_pages = (WORD_PAGES - shift).min(range.end.0 - next);
-        words.push(((next - block.start.0) / WORD_PAGES) as usize, (u64::MAX >> (WORD_PAGES - nr_pages)) << shift);
+        words.push(((next - block.start.0) / WORD_PAGES) as usize, bit_range(shift, nr_pages));
         next += nr_pages;
     }
     words

@@ -256,11 +256,7 @@ impl<'r, H: Host, F: Format> Recovery<'r, H, F> {
     fn try_recover(&mut self, candidate: Candidate<'_, H::Backing>) -> Result<(), Changed> {
         let Candidate { block, level, gfn, page, pfn, is_host_writable, attributes, backing, seen } = candidate;
         let (op, tree) = (self.op, self.op.tree);
-        let resolved = if attributes.contains(MemoryAttributes::PRIVATE) {
-            tree.host.resolve_private(backing.get(), gfn, page, Access::Read)
-        } else {
-            tree.host.resolve(backing.get(), gfn, page, Access::Read)
-        };
+        let resolved = backing.resolve(op.host(), attributes, gfn, page, Access::Read);
         drop(backing);
         let is_huge = |resolved: Resolved| {
             resolved.pfn == pfn

@@ -25,6 +25,7 @@
 //!   that gets such a bit afterwards is a #PF with RSVD when it is used.
 
 use crate::addr::{Access, Gfn, Gpa, Gva, LEVEL_SHIFT, Level, PAGE_SHIFT, PAGE_SIZE};
+use crate::bits::bit_range;
 use crate::format::x86::{ACCESSED, ADDRESS, DIRTY, EXECUTE_DISABLE, GLOBAL, PAGE_SIZE_BIT, PRESENT, READ_WRITE, USER};
 use crate::registers::{
     CR0_CD, CR0_NW, CR0_PE, CR0_PG, CR0_WP, CR3_KEEP, CR3_PCID, CR4_LA57, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_PSE,
@@ -62,7 +63,7 @@ const LEVEL_SHIFT_32: u32 = 10;
 
 /// A mask of bits `low` to `high`, both included; empty if `low` is greater.
 const fn bits(low: u32, high: u32) -> u64 {
-    if low <= high { u64::MAX << low & u64::MAX >> (63 - high) } else { 0 }
+    if low <= high { bit_range(low as u64, (high - low) as u64 + 1) } else { 0 }
 }
 
 /// The guest did what raises #GP(0).

@@ -19,6 +19,7 @@
 use alloc::boxed::Box;
 
 use crate::addr::GfnRange;
+use crate::bits::bit_range;
 use crate::boxed::{ZeroedWords, try_box};
 use crate::error::Error;
 use crate::slot::bitmap::nr_words;
@@ -92,6 +93,6 @@ fn words_of(pages: GfnRange) -> impl Iterator<Item = (usize, u64)> {
     (start / BITS..end.div_ceil(BITS)).map(move |index| {
         let first = start.saturating_sub(index * BITS);
         let count = (end - index * BITS).min(BITS) - first;
-        (index as usize, (u64::MAX >> (BITS - count)) << first)
+        (index as usize, bit_range(first, count))
     })
 }

@@ -40,6 +40,7 @@ use alloc::boxed::Box;
 use core::hint::black_box;
 use core::ops::Range;
 
+use crate::bits::bit_range;
 use crate::boxed::{Zeroed, ZeroedWords, try_box};
 use crate::error::Error;
 use crate::sync::{Ordering, fence_after_rmw};
@@ -62,13 +63,6 @@ pub(crate) struct Bitmap {
 /// Returns the number of words that `nr_pages` bits need.
 pub(crate) fn nr_words(nr_pages: u64) -> usize {
     nr_pages.div_ceil(PAGES_PER_WORD) as usize
-}
-
-/// Returns a word with `count` bits set, from bit `first` on.
-#[inline]
-fn bits(first: u64, count: u64) -> u64 {
-    debug_assert!(count != 0 && first + count <= PAGES_PER_WORD);
-    (u64::MAX >> (PAGES_PER_WORD - count)) << first
 }
 
 /// Pages as words of 64, in their order: those that a turn has taken.
@@ -172,12 +166,12 @@ impl Bitmap {
         bitmap.clean = u64::MAX;
         // Relaxed, both: publishing the bitmap releases them.
         if let Some(last) = bitmap.words.last().filter(|_| nr_pages % PAGES_PER_WORD != 0) {
-            last.store(!bits(0, nr_pages % PAGES_PER_WORD), Ordering::Relaxed);
+            last.store(!bit_range(0, nr_pages % PAGES_PER_WORD), Ordering::Relaxed);
         }
         let nr_words = bitmap.words.len() as u64;
         for (index, summary) in bitmap.summary.iter().enumerate() {
             let count = (nr_words - index as u64 * GROUP_WORDS as u64).min(GROUP_WORDS as u64);
-            summary.store(bits(0, count), Ordering::Relaxed);
+            summary.store(bit_range(0, count), Ordering::Relaxed);
         }
         Ok(bitmap)
     }
@@ -252,7 +246,7 @@ impl Bitmap {
             while page < group_end {
                 let index = (page / PAGES_PER_WORD) as usize;
                 let count = (PAGES_PER_WORD - page % PAGES_PER_WORD).min(group_end - page);
-                let mask = bits(page % PAGES_PER_WORD, count);
+                let mask = bit_range(page % PAGES_PER_WORD, count);
                 // SeqCst: "marked already" is a load after a store, in a pair with the harvest (see
                 // `log`).
                 if self.marks(index, Ordering::SeqCst) & mask != mask {
@@ -437,7 +431,7 @@ impl Iterator for SetBits {
 fn group_of(next: usize, range_end: usize) -> (usize, u64, usize) {
     let group = next / GROUP_WORDS;
     let end = range_end.min((group + 1) * GROUP_WORDS);
-    (group, bits((next % GROUP_WORDS) as u64, (end - next) as u64), end)
+    (group, bit_range((next % GROUP_WORDS) as u64, (end - next) as u64), end)
 }
 
 #[cfg(all(test, not(any(loom, shuttle))))]

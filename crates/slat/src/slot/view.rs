@@ -7,9 +7,10 @@ use super::attributes::{MemoryAttributes, PrivatePages};
 use super::region::MemoryRegionFlags;
 use super::set::{Slot, SlotEntry};
 use super::userfault::UserfaultBitmap;
-use crate::addr::{Gfn, GfnRange, Level, PAGE_SHIFT};
+use crate::addr::{Access, Gfn, GfnRange, Level, PAGE_SHIFT};
 use crate::error::Error;
 use crate::exit::MemoryFaultFlags;
+use crate::host::{Gone, Host, Resolved};
 use crate::slot::bitmap::Bitmap;
 use crate::table::retire::{Guard, HazardPointer, Protected};
 
@@ -163,5 +164,25 @@ impl<'r, B> BackingRef<'r, B> {
 
     pub(crate) fn get(&self) -> &B {
         &self.0.get().backing
+    }
+
+    /// Asks `host` for page number `page` of the memslot, which is at `gfn` and has `attributes`.
+    #[inline]
+    pub(crate) fn resolve<H: Host<Backing = B>>(
+        &self,
+        host: &H,
+        attributes: MemoryAttributes,
+        gfn: Gfn,
+        page: u64,
+        access: Access,
+    ) -> Result<Resolved, Gone>
+    where
+        B: Send + Sync,
+    {
+        if attributes.contains(MemoryAttributes::PRIVATE) {
+            host.resolve_private(self.get(), gfn, page, access)
+        } else {
+            host.resolve(self.get(), gfn, page, access)
+        }
     }
 }

@@ -20,12 +20,11 @@ use core::mem::ManuallyDrop;
 use core::ops::Deref;
 use core::ptr::{self, NonNull};
 
-use crossbeam_utils::CachePadded;
-
 use super::retire::Epochs;
 use crate::boxed::Zeroed;
+use crate::pool::{PoolLink, Pooled};
 use crate::stats::Recorder;
-use crate::sync::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 /// The most PTEs, words of bitmaps and pages that one guard visits, so that what is retired behind
 /// it does not wait long. A longer walk leaves its guard and goes on in another. Checked in builds
@@ -50,7 +49,7 @@ pub(crate) struct SharedParticipant {
     /// Index in the published set of the memslot that the owner found last. A hint: the owner
     /// compares what is there.
     pub(crate) last_slot: AtomicU32,
-    pub(super) listed: CachePadded<Listed>,
+    link: PoolLink<SharedParticipant>,
     pub(crate) stats: Recorder,
 }
 
@@ -65,23 +64,21 @@ unsafe impl Zeroed for SharedParticipant {
             nr_open: Cell::new(0),
             resolving: AtomicPtr::new(ptr::null_mut()),
             last_slot: AtomicU32::new(0),
-            listed: CachePadded::new(Listed { in_use: AtomicBool::new(false), next: ptr::null() }),
+            link: PoolLink::new(),
             stats: Zeroed::zeroed(),
         }
     }
 }
 
-/// What a search for a free participant reads. On lines of its own, so that the search does not
-/// take the owner's lines away.
-pub(super) struct Listed {
-    pub(super) in_use: AtomicBool,
-    /// The participant that was pushed before this one; never changes once this one is pushed.
-    pub(super) next: *const SharedParticipant,
+// SAFETY: it is one field of the participant.
+unsafe impl Pooled for SharedParticipant {
+    fn link(&self) -> &PoolLink<SharedParticipant> {
+        &self.link
+    }
 }
 
-// SAFETY: all fields but two are atomics. `listed.next` is written before the participant is
-// published, and only read since. `nr_open` is used through a `Participant` alone, which is one
-// thread's.
+// SAFETY: all fields but one are atomics. `nr_open` is used through a `Participant` alone, which is
+// one thread's.
 unsafe impl Send for SharedParticipant {}
 // SAFETY: as above.
 unsafe impl Sync for SharedParticipant {}
@@ -359,8 +356,8 @@ impl Drop for BorrowedParticipant<'_> {
 unsafe fn release_participant(participant: &SharedParticipant) {
     debug_assert!(participant.announced.load(Ordering::Relaxed) == IDLE);
     debug_assert!(participant.announced_by_fault.load(Ordering::Relaxed) == IDLE);
-    // Release: the next owner takes the statistics over with acquire.
-    participant.listed.in_use.store(false, Ordering::Release);
+    // SAFETY: as the caller promises.
+    unsafe { participant.link.release() }
 }
 
 /// A participant that a vCPU has for its life.

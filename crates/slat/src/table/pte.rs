@@ -96,10 +96,11 @@ const BROKEN_FOR_SPLIT: u64 = 1 << 11;
 // the others is where an AND could hit it that was meant for the leaf.
 const FROZEN_LEAF: u64 = 1 << 9;
 const FROZEN_TABLE: u64 = 1 << 11;
+// In the order of the x86 formats, where the first two are at home, and the other two adjacent.
 const FROZEN_HOST_WRITABLE: u64 = 1 << 52;
-const FROZEN_DIRTY: u64 = 1 << 53;
+const FROZEN_WAS_DIRTY: u64 = 1 << 53;
 const FROZEN_ACCESSED: u64 = 1 << 54;
-const FROZEN_WAS_DIRTY: u64 = 1 << 55;
+const FROZEN_DIRTY: u64 = 1 << 55;
 const FROZEN_TRACKED: u64 = 1 << 56;
 const PAYLOAD_SHIFT: u32 = 12;
 /// Bits 12 to 51: no format may have wider host-physical addresses ([`Format::HPA_BITS`]).

@@ -39,8 +39,7 @@
 
 #![expect(unsafe_code, reason = "participants and retired page-table pages are reached by raw pointers")]
 
-use alloc::boxed::Box;
-use core::ptr::{self, NonNull};
+use core::ptr::NonNull;
 
 use crossbeam_utils::CachePadded;
 
@@ -56,9 +55,8 @@ use crate::boxed::try_zeroed;
 use crate::error::Error;
 use crate::format::{Format, Pte};
 use crate::host::Host;
-use crate::sync::{
-    AtomicBool, AtomicPtr, AtomicU64, Ordering, fence_after_rmw, fence_against_remote_barrier, full_fence,
-};
+use crate::pool::Pool;
+use crate::sync::{AtomicU64, Ordering, fence_after_rmw, fence_against_remote_barrier, full_fence};
 
 /// The end of a list of page-table pages. No page has this address; the first page of memory may be
 /// one.
@@ -81,7 +79,7 @@ pub(crate) struct Epochs {
     has_lock_times: bool,
     /// The epoch, above [`IDLE`]. Each retirement writes it, each guard reads it when it begins.
     epoch: CachePadded<AtomicU64>,
-    participants: AtomicPtr<SharedParticipant>,
+    participants: Pool<SharedParticipant>,
     /// Apart from what guards read.
     retired_tables: CachePadded<RetiredTables>,
 }
@@ -102,7 +100,7 @@ impl Epochs {
             fences,
             has_lock_times: false,
             epoch: CachePadded::new(AtomicU64::new(IDLE + 1)),
-            participants: AtomicPtr::new(ptr::null_mut()),
+            participants: Pool::new(),
             retired_tables: CachePadded::new(RetiredTables {
                 first: AtomicU64::new(NO_TABLE.0),
                 nr_deferred: AtomicU64::new(0),
@@ -159,17 +157,12 @@ impl Epochs {
 
     /// Returns a participant for one call: a free one, or a new one.
     pub(crate) fn borrow_participant(&self) -> Result<BorrowedParticipant<'_>, Error> {
-        let free = self.participants().find(|participant| {
-            // Relaxed look first: it does not take the line of a participant that is in use.
-            let in_use = &participant.listed.in_use;
-            !in_use.load(Ordering::Relaxed)
-                && in_use.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
-        });
-        let participant = match free {
+        let participant = match self.participants.claim() {
             Some(participant) => participant,
             None => self.add_participant()?,
         };
-        // SAFETY: this thread has set `in_use`, and the `BorrowedParticipant` resets it.
+        // SAFETY: this call is the user of the participant, and leaves the end of the use to the
+        // `BorrowedParticipant`.
         let participant = unsafe { BorrowedParticipant::new(participant) };
         if self.has_lock_times {
             participant.stats.make_lock_times()?;
@@ -180,24 +173,7 @@ impl Epochs {
     /// Makes a participant, in use. In place: it is large for a stack.
     #[cold]
     fn add_participant(&self) -> Result<&SharedParticipant, Error> {
-        let mut new = try_zeroed::<SharedParticipant>()?;
-        new.listed.in_use = AtomicBool::new(true);
-        let mut head = self.participants.load(Ordering::Acquire);
-        loop {
-            new.listed.next = head;
-            let pointer: *mut SharedParticipant = Box::into_raw(new);
-            // Release: a thread that walks the list observes the participant's contents.
-            match self.participants.compare_exchange(head, pointer, Ordering::AcqRel, Ordering::Acquire) {
-                // SAFETY: the participant was just made; participants are freed only with the
-                // `Epochs`, which `&self` keeps.
-                Ok(_) => return Ok(unsafe { &*pointer }),
-                Err(found) => {
-                    head = found;
-                    // SAFETY: the exchange failed, so no other thread has the pointer.
-                    new = unsafe { Box::from_raw(pointer) };
-                }
-            }
-        }
+        Ok(self.participants.add(try_zeroed()?))
     }
 
     /// Opens a guard with a participant of its own.
@@ -214,14 +190,7 @@ impl Epochs {
 
     /// All participants, in use or not.
     pub(crate) fn participants(&self) -> impl Iterator<Item = &SharedParticipant> {
-        let mut next = self.participants.load(Ordering::Acquire).cast_const();
-        core::iter::from_fn(move || {
-            // SAFETY: the pointer is null or a participant of the list; participants are freed only
-            // with the `Epochs`.
-            let participant = unsafe { next.as_ref() }?;
-            next = participant.listed.next;
-            Some(participant)
-        })
+        self.participants.iter()
     }
 
     /// Ends the epoch in which things were unlinked, and returns its number. The things may be
@@ -349,19 +318,6 @@ impl Epochs {
             participant.announced_by_fault.store(IDLE, Ordering::Relaxed);
         }
         self.reclaim_tables::<H, F>(host);
-    }
-}
-
-impl Drop for Epochs {
-    fn drop(&mut self) {
-        let mut next = self.participants.load(Ordering::Relaxed).cast_const();
-        while !next.is_null() {
-            // SAFETY: every participant of the list came from a box, and with `&mut self` no thread
-            // uses one any more: guards borrow the `Epochs`, and vCPUs keep the VM that holds it
-            // alive.
-            let participant = unsafe { Box::from_raw(next.cast_mut()) };
-            next = participant.listed.next;
-        }
     }
 }
 

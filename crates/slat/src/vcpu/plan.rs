@@ -69,12 +69,7 @@ impl<B: Send + Sync> InstallPlan<'_, B> {
     /// page.
     #[inline]
     pub(super) fn resolve<H: Host<Backing = B>>(&self, host: &H, gfn: Gfn, access: Access) -> Result<Resolved, Gone> {
-        let (backing, page) = (self.backing.get(), self.page(gfn));
-        if self.attributes.contains(MemoryAttributes::PRIVATE) {
-            host.resolve_private(backing, gfn, page, access)
-        } else {
-            host.resolve(backing, gfn, page, access)
-        }
+        self.backing.resolve(host, self.attributes, gfn, self.page(gfn), access)
     }
 
     /// Number of a page within the memslot.

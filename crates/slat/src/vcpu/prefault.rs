@@ -204,16 +204,9 @@ impl<H: Host, F: Format> Fault<'_, H, F> {
                         self.check_gone(plan.found, plan.attributes)?;
                         continue;
                     };
-                    if plan.flags.contains(MemoryRegionFlags::GUEST_MEMFD) {
-                        // One level up: the block of the page-table page that such leaves may fill.
-                        plan.max_level = self.limit_to_alike(plan.max_level.min(resolved.max_size.level().up()));
-                    }
-                    self.flush_before_make(&plan);
-                    let leaf = NewLeaf { used: None, ..self.leaf(&plan, self.gfn, resolved)? };
-                    if self.is_another_frame(&plan, &leaf) {
-                        return Err(Error::BadResolve { gpa: self.gpa });
-                    }
-                    self.top_up_for(&plan, &leaf)?;
+                    // One level up: the block of the page-table page that such leaves may fill.
+                    let leaf = self.prepare(&mut plan, resolved, resolved.max_size.level().up())?;
+                    let leaf = NewLeaf { used: None, ..leaf };
                     match (plan.found, self.fillable(&plan, leaf.level, end)) {
                         (Found::Empty(seen), Some(pages)) => match leaf.level {
                             Level::L4K => self.fill::<1>(&plan, seen, pages, leaf, resolved),

@@ -1,0 +1,131 @@
+//! A list of things that one thread at a time uses: participants and dirty rings.
+//!
+//! # Guarantees
+//! - A thing is freed with its pool.
+//! - There are never more things than were in use at once.
+//! - No thread waits for another.
+//!
+//! # Use
+//! [`Pool::claim`] finds a thing that no thread uses. If there is none, make one and
+//! [`add`](Pool::add) it. Its user ends the use by [`PoolLink::release`].
+//!
+//! # Implementation
+//! A thing is pushed to the front of the list once, and stays. Its user has its flag set.
+
+#![expect(unsafe_code, reason = "things are linked by raw pointers, and freed with the pool")]
+
+use alloc::boxed::Box;
+use core::ptr;
+
+use crossbeam_utils::CachePadded;
+
+use crate::boxed::Zeroed;
+use crate::sync::{AtomicBool, AtomicPtr, Ordering};
+
+/// Things of which each has one user at a time, or none.
+pub(crate) struct Pool<T: Pooled> {
+    first: AtomicPtr<T>,
+}
+
+/// What a pool keeps in a thing: on a line of its own, so that a search for a free thing takes no
+/// line away from a user.
+pub(crate) struct PoolLink<T>(CachePadded<Link<T>>);
+
+struct Link<T> {
+    is_in_use: AtomicBool,
+    /// The thing that was pushed before. It does not change once this one is pushed.
+    next: AtomicPtr<T>,
+}
+
+/// A thing of a pool.
+///
+/// # Safety
+/// [`link`](Pooled::link) returns a field of the thing, the same at each call.
+pub(crate) unsafe trait Pooled: Sized {
+    fn link(&self) -> &PoolLink<Self>;
+}
+
+impl<T> PoolLink<T> {
+    pub(crate) fn new() -> PoolLink<T> {
+        let (is_in_use, next) = (AtomicBool::new(false), AtomicPtr::new(ptr::null_mut()));
+        PoolLink(CachePadded::new(Link { is_in_use, next }))
+    }
+
+    /// Ends the use of the thing.
+    ///
+    /// # Safety
+    /// The caller is the user of the thing, and does not use it any more.
+    pub(crate) unsafe fn release(&self) {
+        // Release: the next user observes what this one has done.
+        self.0.is_in_use.store(false, Ordering::Release);
+    }
+}
+
+// SAFETY: atomics whose first value is zero, and a null pointer.
+unsafe impl<T> Zeroed for PoolLink<T> {
+    #[cfg(loom)]
+    fn zeroed() -> PoolLink<T> {
+        PoolLink::new()
+    }
+}
+
+impl<T: Pooled> Pool<T> {
+    pub(crate) fn new() -> Pool<T> {
+        Pool { first: AtomicPtr::new(ptr::null_mut()) }
+    }
+
+    /// All things, in use or not.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &T> + Clone {
+        // Acquire: observes the things as they were pushed.
+        let mut next = self.first.load(Ordering::Acquire).cast_const();
+        core::iter::from_fn(move || {
+            // SAFETY: null or a thing of the list; these are freed only with the pool.
+            let thing = unsafe { next.as_ref() }?;
+            // Relaxed: it was stored before the thing was pushed.
+            next = thing.link().0.next.load(Ordering::Relaxed);
+            Some(thing)
+        })
+    }
+
+    /// Returns a thing that had no user. The caller is its user now.
+    pub(crate) fn claim(&self) -> Option<&T> {
+        self.iter().find(|thing| {
+            let is_in_use = &thing.link().0.is_in_use;
+            // Relaxed first: the line of a thing that is in use stays where it is. Acquire: observes
+            // what the last user has done.
+            !is_in_use.load(Ordering::Relaxed)
+                && is_in_use.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
+        })
+    }
+
+    /// Adds `thing`. The caller is its user.
+    pub(crate) fn add(&self, thing: Box<T>) -> &T {
+        thing.link().0.is_in_use.store(true, Ordering::Relaxed);
+        let pushed: *mut T = Box::into_raw(thing);
+        // SAFETY: from a box; from the exchange on it is freed only with the pool, which `&self`
+        // keeps.
+        let thing = unsafe { &*pushed };
+        let mut first = self.first.load(Ordering::Relaxed);
+        loop {
+            thing.link().0.next.store(first, Ordering::Relaxed);
+            // Release: a walk of the list observes the thing and, through the chain of exchanges,
+            // those behind it.
+            match self.first.compare_exchange(first, pushed, Ordering::Release, Ordering::Relaxed) {
+                Ok(_) => return thing,
+                Err(found) => first = found,
+            }
+        }
+    }
+}
+
+impl<T: Pooled> Drop for Pool<T> {
+    fn drop(&mut self) {
+        let mut next = self.first.load(Ordering::Relaxed);
+        while !next.is_null() {
+            // SAFETY: every thing of the list came from a box. With `&mut self` none is in use:
+            // references borrow the pool, and those that do not are gone by their own contract.
+            let thing = unsafe { Box::from_raw(next) };
+            next = thing.link().0.next.load(Ordering::Relaxed);
+        }
+    }
+}
