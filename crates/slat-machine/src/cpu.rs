@@ -1,25 +1,30 @@
-//! A software CPU: what the hardware of one virtual CPU does with an access, up to the fault that the engine handles.
+//! A software CPU: what the hardware of one virtual CPU does with an access, up to the fault that
+//! the engine handles.
 //!
 //! # The protocol
-//! One access is a loop: read the generation; if it is a new one, catch up with the flushes; look into the TLB, else walk
-//! the tables; do the access by a checked operation. Whatever happens in between (a flush, a lost race for an accessed
-//! bit, a fault that the engine has handled), the access starts over from the top, so that it completes through one
-//! translation which was valid all the way from its lookup to its side effect, or not at all.
+//! One access is a loop: read the generation; if it is a new one, catch up with the flushes; look
+//! into the TLB, else walk the tables; do the access by a checked operation. Whatever happens in
+//! between (a flush, a lost race for an accessed bit, a fault that the engine has handled), the
+//! access starts over from the top, so that it completes through one translation which was valid
+//! all the way from its lookup to its side effect, or not at all.
 //!
-//! With page-modification logging ([`Cpu::with_modification_log`]) the walk also fills the CPU's log; when that is full, the
-//! CPU gives all of it to the handler and the access starts over, too.
+//! With page-modification logging ([`Cpu::with_modification_log`]) the walk also fills the CPU's
+//! log; when that is full, the CPU gives all of it to the handler and the access starts over, too.
 //!
-//! The TLB always is that of one generation, the one that the CPU has caught up with: nothing in it is of pages that were
-//! flushed up to then and of a walk before that. A walk under that generation adds to it what holds for that generation.
-//! If a flush overtakes the walk, what it found may be stale already when it is filled in; but nothing uses it: the
-//! checked operation fails, and the next turn of the loop catches up with that flush, and drops it if it is named.
+//! The TLB always is that of one generation, the one that the CPU has caught up with: nothing in it
+//! is of pages that were flushed up to then and of a walk before that. A walk under that generation
+//! adds to it what holds for that generation. If a flush overtakes the walk, what it found may be
+//! stale already when it is filled in; but nothing uses it: the checked operation fails, and the
+//! next turn of the loop catches up with that flush, and drops it if it is named.
 //!
-//! For the same reason a fill can tell whether a format's rule of break before make was kept ([`CpuError::TlbConflict`]): what
-//! the walk found was in the tables before any flush that the TLB has not caught up with began. So if a translation of another size is cached for the
-//! same page, no flush came between the two.
+//! For the same reason a fill can tell whether a format's rule of break before make was kept
+//! ([`CpuError::TlbConflict`]): what the walk found was in the tables before any flush that the TLB
+//! has not caught up with began. So if a translation of another size is cached for the same page,
+//! no flush came between the two.
 //!
-//! A CPU of Arm or RISC-V also remembers its faults (`kept`): it goes on to answer an access with the same fault, until the page
-//! is flushed on all CPUs, or on this one at the end of the fault ([`Host::flush_local`]).
+//! A CPU of Arm or RISC-V also remembers its faults (`kept`): it goes on to answer an access with
+//! the same fault, until the page is flushed on all CPUs, or on this one at the end of the fault
+//! ([`Host::flush_local`]).
 
 #![expect(unsafe_code, reason = "the CPU accesses guest memory through raw pointers")]
 
@@ -49,11 +54,12 @@ use crate::tlb::{Context, Geometry, Tlb};
 use crate::walk::guest::{self, GuestFault, GuestStop};
 use crate::walk::{CountReads, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Walker};
 
-/// Faults on one access after which the CPU gives its time slice away at each further one: somebody else is holding
-/// things up.
+/// Faults on one access after which the CPU gives its time slice away at each further one: somebody
+/// else is holding things up.
 pub(crate) const PATIENT_FAULTS: u64 = 64;
 
-/// Faults on one access after which the CPU gives up. They all were answered with "run the guest again".
+/// Faults on one access after which the CPU gives up. They all were answered with "run the guest
+/// again".
 pub(crate) const STUCK_FAULTS: u64 = 1 << 22;
 
 /// Who handles second-stage faults: the engine's [`Vcpu`], or a test.
@@ -65,8 +71,9 @@ pub trait FaultHandler {
     /// The engine's.
     fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::Error>;
 
-    /// Takes the pages in the CPU's page-modification log, which is full: see [`Vcpu::log_modifications`]. The CPU has made
-    /// all of them dirty, or may have tried to. One page may be there several times.
+    /// Takes the pages in the CPU's page-modification log, which is full: see
+    /// [`Vcpu::log_modifications`]. The CPU has made all of them dirty, or may have tried to. One
+    /// page may be there several times.
     fn log_modifications(&mut self, written: &[Gpa]);
 }
 
@@ -86,7 +93,8 @@ pub enum Paging {
     /// Off: its addresses are guest-physical.
     #[default]
     Off,
-    /// On, in two dimensions: its addresses go through its own tables and then through the second stage.
+    /// On, in two dimensions: its addresses go through its own tables and then through the second
+    /// stage.
     TwoDimensional,
 }
 
@@ -120,8 +128,9 @@ pub enum CpuError {
         /// Where the tables led.
         hpa: Hpa,
     },
-    /// A translation of another size is still in the TLB, and no flush has named it (Arm: a TLB conflict abort): an entry of the
-    /// second stage was changed without break before make. Looked for while the guest's paging is off.
+    /// A translation of another size is still in the TLB, and no flush has named it (Arm: a TLB
+    /// conflict abort): an entry of the second stage was changed without break before make. Looked
+    /// for while the guest's paging is off.
     #[error("TLB conflict at {gpa}: a translation of {cached:?} is cached, and the tables now have {walked:?}")]
     TlbConflict {
         /// The address.
@@ -167,7 +176,8 @@ pub struct Counters {
     pub nr_restarts: u64,
     /// Flushes that the CPU has caught up with.
     pub nr_flushes_seen: u64,
-    /// Times that it dropped its whole TLB because it could not learn what was flushed, or it was too many ranges.
+    /// Times that it dropped its whole TLB because it could not learn what was flushed, or it was
+    /// too many ranges.
     pub nr_full_drops: u64,
     /// Translations that it dropped from its TLB for flushes.
     pub nr_translations_dropped: u64,
@@ -175,7 +185,8 @@ pub struct Counters {
     pub nr_pages_logged: u64,
     /// Times that the log was full: exits.
     pub nr_log_full_exits: u64,
-    /// Entries of second-stage tables that its walks have read; counted where there are several nodes.
+    /// Entries of second-stage tables that its walks have read; counted where there are several
+    /// nodes.
     pub walk_reads: WalkReads,
 }
 
@@ -220,7 +231,8 @@ pub struct Cpu<V, F> {
 }
 
 impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
-    /// A CPU of VM `vm` (a tag for the TLB), paging off, with the second-stage root at `root` (nCR3 or EPTP).
+    /// A CPU of VM `vm` (a tag for the TLB), paging off, with the second-stage root at `root` (nCR3
+    /// or EPTP).
     pub fn new(handler: V, port: Port, vm: u16, root: Hpa, geometry: Geometry) -> Cpu<V, F> {
         Cpu {
             handler,
@@ -239,14 +251,15 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         }
     }
 
-    /// The CPU with page-modification logging on, into `log`. Where the format has no such thing, the log stays empty
-    /// ([`HardwareFormat::LOGS_MODIFICATIONS`]).
+    /// The CPU with page-modification logging on, into `log`. Where the format has no such thing,
+    /// the log stays empty ([`HardwareFormat::LOGS_MODIFICATIONS`]).
     #[must_use]
     pub fn with_modification_log(self, log: ModificationLog) -> Cpu<V, F> {
         Cpu { log: Some(log), ..self }
     }
 
-    /// The CPU with its walks counted by `counter`, if any. It then is on the node of the thread that runs it.
+    /// The CPU with its walks counted by `counter`, if any. It then is on the node of the thread
+    /// that runs it.
     #[must_use]
     pub fn with_walk_counter(self, counter: Option<WalkCounter>) -> Cpu<V, F> {
         Cpu { counter, ..self }
@@ -262,8 +275,8 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         }
     }
 
-    /// Says that the CPU makes no access for a while: until the next one, flushes need not mind it, as a hypervisor sends no
-    /// interrupt to a CPU that does not run its guest.
+    /// Says that the CPU makes no access for a while: until the next one, flushes need not mind it,
+    /// as a hypervisor sends no interrupt to a CPU that does not run its guest.
     pub fn exit_guest_mode(&self) {
         self.port.exit_guest_mode();
     }
@@ -278,7 +291,8 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         self.paging
     }
 
-    /// Turns the guest's paging on or off (CR0.PG); forgets the translations of the current context, as hardware does.
+    /// Turns the guest's paging on or off (CR0.PG); forgets the translations of the current
+    /// context, as hardware does.
     pub fn set_paging(&mut self, paging: Paging) {
         self.tlb.invalidate_context(self.context);
         self.paging = paging;
@@ -288,8 +302,9 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         };
     }
 
-    /// Writes CR3 with CR4.PCIDE set: the address of the top table, the PCID in bits 11 to 0, and bit 63 to keep the
-    /// translations of that PCID (Intel SDM vol. 3A, "Operations that invalidate TLBs and paging-structure caches").
+    /// Writes CR3 with CR4.PCIDE set: the address of the top table, the PCID in bits 11 to 0, and
+    /// bit 63 to keep the translations of that PCID (Intel SDM vol. 3A, "Operations that invalidate
+    /// TLBs and paging-structure caches").
     ///
     /// # Errors
     /// [`CpuError::BadCr3`] if address bits beyond the guest's are set.
@@ -351,9 +366,10 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
 
     /// Does `operation` at the memory behind `gva`.
     ///
-    /// It is called with a generation and a pointer that was looked up after the generation was read: aligned, because
-    /// `gva` is and pages are; and valid as long as the generation is current, because the engine maps only frames that
-    /// the host resolved, and takes a frame away by a flush first.
+    /// It is called with a generation and a pointer that was looked up after the generation was
+    /// read: aligned, because `gva` is and pages are; and valid as long as the generation is
+    /// current, because the engine maps only frames that the host resolved, and takes a frame away
+    /// by a flush first.
     #[inline]
     fn access<T>(
         &mut self,
@@ -435,7 +451,8 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         let stop = match found {
             Ok(mapping) => {
                 debug_assert_eq!(generation, self.caught_up, "a fill is of the TLB's generation");
-                // With paging, the guest's own tables may change sizes without a flush: nothing is to be seen there.
+                // With paging, the guest's own tables may change sizes without a flush: nothing is
+                // to be seen there.
                 if F::HAS_TLB_CONFLICTS
                     && self.paging == Paging::Off
                     && let Some(cached) = self.tlb.other_size(self.context, gva.0, mapping.size)
@@ -469,7 +486,8 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
                 // What another CPU's fault on this thread has left is not meant for this CPU.
                 let _ = take_local_flush();
                 let outcome = self.handler.handle_fault(fault.gpa, fault.access);
-                // What is cached of other pages of a larger one stays: it may have been cached in parts.
+                // What is cached of other pages of a larger one stays: it may have been cached in
+                // parts.
                 if let Some(gpa) = take_local_flush() {
                     self.kept.drop_range(GfnRange::new(gpa.gfn(), 1));
                 }

@@ -1,32 +1,40 @@
-//! Userfaults delivered to a resolver in another thread or another process, without an exit of the VMM's own: each vCPU
-//! writes what it needs into a ring in shared memory, sleeps, and goes on when its page is there.
+//! Userfaults delivered to a resolver in another thread or another process, without an exit of the
+//! VMM's own: each vCPU writes what it needs into a ring in shared memory, sleeps, and goes on when
+//! its page is there.
 //!
-//! Why: one queue for all vCPUs (a userfaultfd, a pipe to one thread) is what post-copy with many vCPUs waits for. Here
-//! nothing is shared by two vCPUs: not a queue, not a lock, not a line of memory that both write. One look at all rings serves
-//! whatever is pending, so many faults cost few switches.
+//! Why: one queue for all vCPUs (a userfaultfd, a pipe to one thread) is what post-copy with many
+//! vCPUs waits for. Here nothing is shared by two vCPUs: not a queue, not a lock, not a line of
+//! memory that both write. One look at all rings serves whatever is pending, so many faults cost
+//! few switches.
 //!
 //! # Protocol
-//! - **A page is there when its bit is clear**, and nothing else counts: not a completion, not a wake-up. The one who fills a
-//!   page writes all of it, then clears the bit with release, then completes. The vCPU reads the bit with acquire.
-//! - **Nobody sleeps through news.** Each sleep is announced in shared memory, then there is one more look, then the sleep.
-//!   Who brings news writes it, then looks whether somebody sleeps. A fence on either side: `ring.rs`.
-//! - **Every wait has a way out**: a time, the resolver's death, the delivery's end. (With one exception, a resolver that means
-//!   harm and lives, and catches vCPUs in its doorbell: how far that is bounded, and that only vCPUs can be caught,
-//!   `session.rs` says.) The resolver's death is the end of its
-//!   socket; one watcher thread sees it (`session.rs`). What was in flight stays known to its port (`port.rs`), which asks the
-//!   next resolver, in new rings.
-//! - **No page is filled twice**, which means exactly: while a resolver lives, a page is handed out to be filled once
-//!   between two settings of its bit, because whoever fills claims it first, among all threads of that resolver
-//!   (`resolver.rs`), and looks at the bit after that. Of several resolvers one after the other: a page whose bit is clear is
-//!   not asked for again, and if it is asked for all the same, is completed without being filled. A resolver that is killed
-//!   may leave a page half filled; its bit is set, so no guest has seen it, and its successor fills all of it. So a guest
-//!   never sees a page change under it by a fill; the bit goes from 1 to 0 once; and a vCPU's request is reported once. (What a
-//!   resolver does that was only *declared* dead cannot be bounded: it has the memory mapped. Kill it.)
-//! - **The other side is not trusted.** What is read from shared memory is checked before it is used, and read once; what
-//!   makes no sense is an error or is counted, see [`PortStats`]. Files that both map cannot shrink. A resolver may of course
-//!   fill pages with rubbish, or never answer: that is a time-out.
+//! - **A page is there when its bit is clear**, and nothing else counts: not a completion, not a
+//!   wake-up. The one who fills a page writes all of it, then clears the bit with release, then
+//!   completes. The vCPU reads the bit with acquire.
+//! - **Nobody sleeps through news.** Each sleep is announced in shared memory, then there is one
+//!   more look, then the sleep. Who brings news writes it, then looks whether somebody sleeps. A
+//!   fence on either side: `ring.rs`.
+//! - **Every wait has a way out**: a time, the resolver's death, the delivery's end. (With one
+//!   exception, a resolver that means harm and lives, and catches vCPUs in its doorbell: how far
+//!   that is bounded, and that only vCPUs can be caught, `session.rs` says.) The resolver's death
+//!   is the end of its socket; one watcher thread sees it (`session.rs`). What was in flight stays
+//!   known to its port (`port.rs`), which asks the next resolver, in new rings.
+//! - **No page is filled twice**, which means exactly: while a resolver lives, a page is handed out
+//!   to be filled once between two settings of its bit, because whoever fills claims it first,
+//!   among all threads of that resolver (`resolver.rs`), and looks at the bit after that. Of
+//!   several resolvers one after the other: a page whose bit is clear is not asked for again, and
+//!   if it is asked for all the same, is completed without being filled. A resolver that is killed
+//!   may leave a page half filled; its bit is set, so no guest has seen it, and its successor fills
+//!   all of it. So a guest never sees a page change under it by a fill; the bit goes from 1 to 0
+//!   once; and a vCPU's request is reported once. (What a resolver does that was only *declared*
+//!   dead cannot be bounded: it has the memory mapped. Kill it.)
+//! - **The other side is not trusted.** What is read from shared memory is checked before it is
+//!   used, and read once; what makes no sense is an error or is counted, see [`PortStats`]. Files
+//!   that both map cannot shrink. A resolver may of course fill pages with rubbish, or never
+//!   answer: that is a time-out.
 //!
-//! Model: the exit-less mode that was discussed for KVM Userfault, a ring and an eventfd each way for each vCPU.
+//! Model: the exit-less mode that was discussed for KVM Userfault, a ring and an eventfd each way
+//! for each vCPU.
 
 mod bitmap;
 mod error;
@@ -75,8 +83,8 @@ pub struct SharedMemoryFile {
 pub struct DeliveryConfig {
     /// vCPUs, each with its rings.
     pub nr_vcpus: u32,
-    /// Eventfds that vCPUs sleep on: vCPU v on number v modulo this. As many as vCPUs where each has its thread; as many as
-    /// threads where a thread runs several.
+    /// Eventfds that vCPUs sleep on: vCPU v on number v modulo this. As many as vCPUs where each
+    /// has its thread; as many as threads where a thread runs several.
     pub nr_waiters: u32,
     /// Requests that a vCPU may have in flight; a power of two.
     pub ring_entries: u32,
@@ -91,7 +99,8 @@ pub struct DeliveryConfig {
 }
 
 impl DeliveryConfig {
-    /// A thread for each vCPU, 16 requests in flight for each, pages of 4 KiB, no file of the memory, 10 seconds.
+    /// A thread for each vCPU, 16 requests in flight for each, pages of 4 KiB, no file of the
+    /// memory, 10 seconds.
     pub fn new(nr_vcpus: u32, bitmap: Arc<SharedBitmap>) -> DeliveryConfig {
         DeliveryConfig {
             nr_vcpus,
@@ -112,7 +121,8 @@ struct Taken {
     waiters: Vec<bool>,
 }
 
-/// The VMM's end: hands out ports to vCPUs and lets resolvers in, one after the other. Dropping it ends all waits.
+/// The VMM's end: hands out ports to vCPUs and lets resolvers in, one after the other. Dropping it
+/// ends all waits.
 #[derive(Debug)]
 pub struct Delivery {
     shared: Arc<Shared>,
@@ -217,7 +227,8 @@ impl Delivery {
         }
     }
 
-    /// Attaches the resolver at the other end of `stream`, with new rings. Its epoch: resolvers are counted.
+    /// Attaches the resolver at the other end of `stream`, with new rings. Its epoch: resolvers are
+    /// counted.
     ///
     /// # Errors
     /// [`AttachError`].
@@ -228,7 +239,8 @@ impl Delivery {
         if let Some(living) = self.shared.live_session() {
             return Err(AttachError::AlreadyAttached { epoch: living.epoch });
         }
-        // Relaxed: only a number. 16 bits of it are in tickets, so none comes back within 65536 resolvers.
+        // Relaxed: only a number. 16 bits of it are in tickets, so none comes back within 65536
+        // resolvers.
         let epoch = self.last_epoch.fetch_add(1, Ordering::Relaxed) + 1;
         let session = self.shake_hands(stream, epoch)?;
         match self.shared.begin(session) {
@@ -328,7 +340,8 @@ fn check_memory(memory: &SharedMemoryFile, bitmap_bytes: u64) -> Result<(), Conf
         }
         Ok(())
     };
-    // Before the file is changed, for it may be refused; and after, for it may have been cut meanwhile.
+    // Before the file is changed, for it may be refused; and after, for it may have been cut
+    // meanwhile.
     check()?;
     if !shared::is_sealed(file.as_fd()) {
         shared::seal_against_shrinking(file.as_fd()).map_err(|source| ConfigError::UnsealedMemory { source })?;

@@ -1,22 +1,25 @@
-//! Demand paging: guests run while their memory is still elsewhere, and each page comes when it is touched. What a migrated
-//! or restored VM does, and what userfault exits were made for.
+//! Demand paging: guests run while their memory is still elsewhere, and each page comes when it is
+//! touched. What a migrated or restored VM does, and what userfault exits were made for.
 //!
-//! Its shape is that of KVM's demand paging test: a region of `nr_vcpus * bytes_per_vcpu` in one slot, of which each vCPU
-//! touches its own part once, page by page (or all of them touch all). What differs between the modes ([`Mode`]) is who notices
-//! that a page is not there, and who brings it. Transparent huge pages are off, so that a page is a page, unless the memory is
-//! asked for with them and there is no userfaultfd, which serves pages of 4 KiB.
+//! Its shape is that of KVM's demand paging test: a region of `nr_vcpus * bytes_per_vcpu` in one
+//! slot, of which each vCPU touches its own part once, page by page (or all of them touch all).
+//! What differs between the modes ([`Mode`]) is who notices that a page is not there, and who
+//! brings it. Transparent huge pages are off, so that a page is a page, unless the memory is asked
+//! for with them and there is no userfaultfd, which serves pages of 4 KiB.
 //!
 //! # The protocol
 //! - Which pages are there, who may bring one, and that each is brought once: `arrivals.rs`.
-//! - How a thread runs its vCPUs, many or one, and what it does while their pages are on their way: `scheduler.rs`; where the
-//!   pages come from: `fetch.rs` (a source of its own), `ring.rs` (a resolver elsewhere), `userfaults.rs` (readers of a
-//!   userfaultfd); how they are put in place: `filler.rs`; what comes unasked: `copier.rs`.
-//! - Everything is verified. A touch returns the first word that the guest found in the page, and writes another; whole pages
-//!   are compared afterwards ([`DemandPaging::verify`]).
-//! - A run that fails leaves its vCPUs where they were. [`DemandPaging::run`] goes on from there with another resolver, and
-//!   fetches what has not come. Not so in the modes `missing` and `minor`: to let go of the threads that the kernel keeps
-//!   waiting, the memory is given up ([`Backing::is_lost`]), and such a VM can only be torn down. The same goes for the modes
-//!   with both, if it is a reader that fails.
+//! - How a thread runs its vCPUs, many or one, and what it does while their pages are on their way:
+//!   `scheduler.rs`; where the pages come from: `fetch.rs` (a source of its own), `ring.rs` (a
+//!   resolver elsewhere), `userfaults.rs` (readers of a userfaultfd); how they are put in place:
+//!   `filler.rs`; what comes unasked: `copier.rs`.
+//! - Everything is verified. A touch returns the first word that the guest found in the page, and
+//!   writes another; whole pages are compared afterwards ([`DemandPaging::verify`]).
+//! - A run that fails leaves its vCPUs where they were. [`DemandPaging::run`] goes on from there
+//!   with another resolver, and fetches what has not come. Not so in the modes `missing` and
+//!   `minor`: to let go of the threads that the kernel keeps waiting, the memory is given up
+//!   ([`Backing::is_lost`]), and such a VM can only be torn down. The same goes for the modes with
+//!   both, if it is a reader that fails.
 
 mod arrivals;
 mod config;
@@ -90,7 +93,8 @@ const RING_TIMEOUT: Duration = Duration::from_secs(10);
 pub enum Resolver {
     /// Nobody: the mode needs none, or all pages are there.
     Nobody,
-    /// This process: the vCPUs' threads, the readers of a userfaultfd, or, with rings, a thread. Each has a source of its own.
+    /// This process: the vCPUs' threads, the readers of a userfaultfd, or, with rings, a thread.
+    /// Each has a source of its own.
     Source(SourceSpec),
     /// Whoever is attached to the rings ([`DemandPaging::delivery`]).
     Elsewhere,
@@ -126,7 +130,8 @@ impl<F: HardwareFormat> fmt::Debug for DemandPaging<F> {
 }
 
 impl<F: HardwareFormat> DemandPaging<F> {
-    /// Makes the VM and its memory; nothing of that is there yet, unless the mode is [`Mode::None`].
+    /// Makes the VM and its memory; nothing of that is there yet, unless the mode is
+    /// [`Mode::None`].
     ///
     /// # Errors
     /// [`DemandPagingError`]: what is wrong with the configuration, or what could not be had.
@@ -153,8 +158,8 @@ impl<F: HardwareFormat> DemandPaging<F> {
             }
             PagedBacking::GuestMemfd => Backing::of_guest_memfd(Arc::new(GuestMemfd::new(size_bytes, None)?)),
         };
-        // Its pages are in the file from the beginning, and not in the guest's mapping of it; but a page that is in the file is
-        // not missing to a userfaultfd.
+        // Its pages are in the file from the beginning, and not in the guest's mapping of it; but a
+        // page that is in the file is not missing to a userfaultfd.
         let is_empty = matches!(config.mode, Mode::Missing | Mode::MissingUserfault);
         let alias = if memory.file().is_some() && !is_empty { Some(memory.alias()?) } else { None };
         if let Some(alias) = &alias {
@@ -235,8 +240,8 @@ impl<F: HardwareFormat> DemandPaging<F> {
         flags
     }
 
-    /// The userfault bitmap, if vCPUs exit. For looking at: a bit that is set again means a page that has been brought already, and
-    /// nobody brings it once more.
+    /// The userfault bitmap, if vCPUs exit. For looking at: a bit that is set again means a page
+    /// that has been brought already, and nobody brings it once more.
     pub fn bitmap(&self) -> Option<UserfaultBitmap> {
         let uses = self.config.mode.uses_bitmap();
         uses.then(|| UserfaultBitmap::new(self.arrivals.words(), self.config.granularity))
@@ -262,7 +267,8 @@ impl<F: HardwareFormat> DemandPaging<F> {
         Ok(())
     }
 
-    /// The rings, with as many waiters as there will be threads: a resolver that is elsewhere takes its time.
+    /// The rings, with as many waiters as there will be threads: a resolver that is elsewhere takes
+    /// its time.
     fn make_delivery(&self, bitmap: Arc<SharedBitmap>, file: SharedMemoryFile) -> Result<Delivery, DemandPagingError> {
         let nr_vcpus = self.config.nr_vcpus as u32;
         Delivery::new(DeliveryConfig {
@@ -314,11 +320,13 @@ impl<F: HardwareFormat> DemandPaging<F> {
         Ok(())
     }
 
-    /// Lets the vCPUs touch all pages that they have not touched yet, while `resolver` brings what is not there.
+    /// Lets the vCPUs touch all pages that they have not touched yet, while `resolver` brings what
+    /// is not there.
     ///
     /// # Errors
-    /// [`DemandPagingError::WrongResolver`]: nothing was done. [`DemandPagingError::Vcpus`]: who did not get to the end, and why;
-    /// see the [module](self) for how one goes on. [`DemandPagingError::Background`], and what could not be had.
+    /// [`DemandPagingError::WrongResolver`]: nothing was done. [`DemandPagingError::Vcpus`]: who
+    /// did not get to the end, and why; see the [module](self) for how one goes on.
+    /// [`DemandPagingError::Background`], and what could not be had.
     pub fn run(&mut self, resolver: Resolver) -> Result<DemandPagingReport, DemandPagingError> {
         self.run_job(None, &resolver)
     }
@@ -423,10 +431,12 @@ impl<F: HardwareFormat> DemandPaging<F> {
         Ok(report::report(self, finished.wall, ended))
     }
 
-    /// Looks at every byte of every page that is there; how many pages that are. While no run is under way.
+    /// Looks at every byte of every page that is there; how many pages that are. While no run is
+    /// under way.
     ///
     /// # Errors
-    /// [`DemandPagingError::WrongWord`]: the first that is not what was sent, or what the guest has written since.
+    /// [`DemandPagingError::WrongWord`]: the first that is not what was sent, or what the guest has
+    /// written since.
     pub fn verify(&self) -> Result<u64, DemandPagingError> {
         let contents = if self.config.mode == Mode::None { None } else { Some(self.config.contents) };
         let mut nr_verified = 0;
@@ -469,7 +479,8 @@ impl<F: HardwareFormat> DemandPaging<F> {
         self.memory.guest_memfd().map(|memory| &**memory)
     }
 
-    /// The rings, in mode [`Mode::UserfaultRing`]: for a resolver in another process to be attached.
+    /// The rings, in mode [`Mode::UserfaultRing`]: for a resolver in another process to be
+    /// attached.
     pub fn delivery(&self) -> Option<&Delivery> {
         self.delivery.as_ref()
     }

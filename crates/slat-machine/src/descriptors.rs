@@ -15,7 +15,8 @@ pub(crate) fn checked(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// A new memory file of `size_bytes` zeros, close-on-exec, which no name leads to and which can be sealed.
+/// A new memory file of `size_bytes` zeros, close-on-exec, which no name leads to and which can be
+/// sealed.
 pub(crate) fn memory_file(name: &CStr, size_bytes: u64) -> io::Result<OwnedFd> {
     // SAFETY: the name is a C string that outlives the call.
     let file = checked(unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) })?;
@@ -42,8 +43,8 @@ impl EventFd {
     /// Wakes whoever waits, or the next who will.
     pub(crate) fn signal(&self) {
         let one = 1u64;
-        // SAFETY: reads 8 bytes of a number that outlives the call. A full counter is refused, and wakes all the same; no
-        // other error is possible on an eventfd.
+        // SAFETY: reads 8 bytes of a number that outlives the call. A full counter is refused, and
+        // wakes all the same; no other error is possible on an eventfd.
         unsafe { libc::write(self.0.as_raw_fd(), (&raw const one).cast(), 8) };
     }
 
@@ -51,8 +52,8 @@ impl EventFd {
     pub(crate) fn drain(&self) {
         let mut count = 0u64;
         let buffer = libc::iovec { iov_base: (&raw mut count).cast(), iov_len: 8 };
-        // SAFETY: the kernel writes at most 8 bytes to a number that outlives the call. RWF_NOWAIT: O_NONBLOCK belongs to the
-        // open file, and the other side may have turned it off.
+        // SAFETY: the kernel writes at most 8 bytes to a number that outlives the call. RWF_NOWAIT:
+        // O_NONBLOCK belongs to the open file, and the other side may have turned it off.
         let result = unsafe { libc::preadv2(self.0.as_raw_fd(), &raw const buffer, 1, -1, libc::RWF_NOWAIT) };
         if result < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::EOPNOTSUPP) {
             // An old kernel (before 5.8): then only the flag keeps the read from blocking.
@@ -62,7 +63,8 @@ impl EventFd {
         }
     }
 
-    /// Whether a signal would find no room: after 2^64 - 2 of them, or if the other side has filled it.
+    /// Whether a signal would find no room: after 2^64 - 2 of them, or if the other side has filled
+    /// it.
     pub(crate) fn is_full(&self) -> bool {
         // A failed look says nothing.
         matches!(poll(&mut [poll_entry(self.as_fd(), libc::POLLOUT)], Some(Duration::ZERO)), Ok(false))
@@ -111,16 +113,16 @@ pub(crate) fn poll_entry(descriptor: BorrowedFd<'_>, events: libc::c_short) -> l
     libc::pollfd { fd: descriptor.as_raw_fd(), events, revents: 0 }
 }
 
-/// Waits once; whether something happened at a descriptor, which its entry says. `None` waits for ever. A signal counts as
-/// time that is over.
+/// Waits once; whether something happened at a descriptor, which its entry says. `None` waits for
+/// ever. A signal counts as time that is over.
 pub(crate) fn poll(entries: &mut [libc::pollfd], time_out: Option<Duration>) -> io::Result<bool> {
     let time_out = time_out.map(|time| libc::timespec {
         tv_sec: libc::time_t::try_from(time.as_secs()).unwrap_or(libc::time_t::MAX),
         // Below 1e9: cannot truncate.
         tv_nsec: time.subsec_nanos() as libc::c_long,
     });
-    // SAFETY: the entries and the time are valid for the call, which writes to the entries only; their number is that of
-    // the slice. No signal mask is given.
+    // SAFETY: the entries and the time are valid for the call, which writes to the entries only;
+    // their number is that of the slice. No signal mask is given.
     let ready = unsafe {
         libc::ppoll(
             entries.as_mut_ptr(),

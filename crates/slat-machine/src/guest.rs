@@ -1,10 +1,12 @@
-//! Guest programs: what the virtual CPUs do to the test region, after the pattern of KVM's memory stress selftests
-//! (touch the first 8 bytes of each page), and the guest tables that a guest with paging builds for itself.
+//! Guest programs: what the virtual CPUs do to the test region, after the pattern of KVM's memory
+//! stress selftests (touch the first 8 bytes of each page), and the guest tables that a guest with
+//! paging builds for itself.
 //!
-//! Guests verify what they read. A written value carries the round and the page's number ([`value`]), so that a page
-//! which is mapped to another's frame, a lost write and a write from the future all show as a [`GuestError::WrongValue`].
-//! Where the host changes memory while the guest runs, each virtual CPU keeps a [`Ledger`] of its pages besides, and a
-//! wrong value of a page that is its own shows as [`GuestError::NotAsWritten`].
+//! Guests verify what they read. A written value carries the round and the page's number
+//! ([`value`]), so that a page which is mapped to another's frame, a lost write and a write from
+//! the future all show as a [`GuestError::WrongValue`]. Where the host changes memory while the
+//! guest runs, each virtual CPU keeps a [`Ledger`] of its pages besides, and a wrong value of a
+//! page that is its own shows as [`GuestError::NotAsWritten`].
 
 mod cpu;
 mod ledger;
@@ -29,8 +31,8 @@ pub const PAGE_BITS: u32 = 40;
 /// Rounds are below this.
 pub const ROUND_END: u64 = 1 << (64 - PAGE_BITS);
 
-/// What a guest writes to page number `page` of the region in `round`. Rounds count from 1, so that 0 is the value of a
-/// page which was never written.
+/// What a guest writes to page number `page` of the region in `round`. Rounds count from 1, so that
+/// 0 is the value of a page which was never written.
 #[inline]
 pub const fn value(round: u64, page: u64) -> u64 {
     round << PAGE_BITS | page
@@ -65,7 +67,8 @@ pub struct Program {
     pub sharing: Sharing,
     /// How many of a hundred touches are writes; the others are reads. At most 100.
     pub write_percent: u8,
-    /// Start of the random numbers: virtual CPU n draws from `seed + n`, and differently in each round.
+    /// Start of the random numbers: virtual CPU n draws from `seed + n`, and differently in each
+    /// round.
     pub seed: u64,
     /// The round that writes carry, from 1 on and below [`ROUND_END`]. No page holds a later one.
     pub round: u64,
@@ -122,7 +125,8 @@ impl Program {
         Ok(())
     }
 
-    /// Whether a read of page number `page` may find `found` when the newest round is `newest_round`.
+    /// Whether a read of page number `page` may find `found` when the newest round is
+    /// `newest_round`.
     #[inline]
     pub fn accepts(&self, page: u64, found: u64, newest_round: u64) -> bool {
         if found == 0 {
@@ -169,7 +173,8 @@ impl Touches {
             Sharing::Partitioned => (vcpu * pages_per_vcpu, pages_per_vcpu),
             Sharing::Overlapping => (0, nr_vcpus * pages_per_vcpu),
         };
-        // The round in the upper half: seeds of neighbouring virtual CPUs do not meet those of the next round.
+        // The round in the upper half: seeds of neighbouring virtual CPUs do not meet those of the
+        // next round.
         let seed = program.seed.wrapping_add(vcpu) ^ program.round.rotate_left(40);
         Touches {
             first_page,
@@ -237,7 +242,8 @@ pub enum GuestError {
         /// The newest.
         newest_round: u64,
     },
-    /// A read of a page that no other virtual CPU writes found neither what was written nor, after a discard, zeros.
+    /// A read of a page that no other virtual CPU writes found neither what was written nor, after
+    /// a discard, zeros.
     #[error("read {found:#x} at {gva}: page {page:#x} holds {expected:#x}, or zeros if it was discarded since")]
     NotAsWritten {
         /// The address.
@@ -268,8 +274,9 @@ fn page_gva(region: Gva, page: u64) -> Gva {
     Gva(region.0 + (page << PAGE_SHIFT))
 }
 
-/// Does one touch of the region at `region` (guest-virtual or guest-physical, whatever the CPU's mode). `newest_round`
-/// is asked for after a read: what was written before may be as new as it says.
+/// Does one touch of the region at `region` (guest-virtual or guest-physical, whatever the CPU's
+/// mode). `newest_round` is asked for after a read: what was written before may be as new as it
+/// says.
 ///
 /// # Errors
 /// [`GuestError`]: the access failed or found a wrong value.
@@ -312,8 +319,8 @@ pub struct GuestTables {
     pub gpa: Gpa,
     /// Number of 4 KiB pages to be mapped.
     pub nr_pages: u64,
-    /// Size of the pages that map them, to multiples of which both addresses are aligned. With large ones a little more may be
-    /// mapped.
+    /// Size of the pages that map them, to multiples of which both addresses are aligned. With
+    /// large ones a little more may be mapped.
     pub page_size: PageSize,
 }
 
@@ -341,7 +348,8 @@ impl GuestTables {
         self.memory.0 + ((level + 1..=4).map(|above| self.tables(above).1).sum::<u64>() << PAGE_SHIFT)
     }
 
-    /// Writes the tables through `cpu`, as a guest with paging off does; returns the value for CR3 (PCID 0).
+    /// Writes the tables through `cpu`, as a guest with paging off does; returns the value for CR3
+    /// (PCID 0).
     ///
     /// # Errors
     /// [`GuestError::TablesTooBig`], or an access that failed.

@@ -1,14 +1,18 @@
-//! The engine's surroundings on Linux: tables from a reserved region for each node, sleep by futex, the flush of the software CPUs,
-//! a clock. One [`MachineHost`] belongs to one VM.
+//! The engine's surroundings on Linux: tables from a reserved region for each node, sleep by futex,
+//! the flush of the software CPUs, a clock. One [`MachineHost`] belongs to one VM.
 //!
 //! # Protocol
-//! - The region of tables is mapped as long as the host lives: a software CPU whose thread was stopped in the midst of a
-//!   walk may read a table that was freed meanwhile, and must read memory (its access then does not commit, see
-//!   [`commit`](crate::commit)). So a freed table is only put on a list, from where it is given out again.
-//! - Allocating and freeing take no lock: a thread that loses its CPU between them must not hold up a fault.
-//! - Nothing is kept about guest memory: [`Host::resolve`] asks the [`Backing`] each time, as a hypervisor must.
-//! - A host whose memory has movable pages knows its VM ([`MachineHost::attach`]): it takes pages away from the guest
-//!   before it changes them, sometimes in the midst of a resolve, and hears what the guest did through the leaves that go.
+//! - The region of tables is mapped as long as the host lives: a software CPU whose thread was
+//!   stopped in the midst of a walk may read a table that was freed meanwhile, and must read memory
+//!   (its access then does not commit, see [`commit`](crate::commit)). So a freed table is only put
+//!   on a list, from where it is given out again.
+//! - Allocating and freeing take no lock: a thread that loses its CPU between them must not hold up
+//!   a fault.
+//! - Nothing is kept about guest memory: [`Host::resolve`] asks the [`Backing`] each time, as a
+//!   hypervisor must.
+//! - A host whose memory has movable pages knows its VM ([`MachineHost::attach`]): it takes pages
+//!   away from the guest before it changes them, sometimes in the midst of a resolve, and hears
+//!   what the guest did through the leaves that go.
 
 #![expect(unsafe_code, reason = "futex, and the promise of the trait Host")]
 
@@ -40,7 +44,8 @@ use crate::numa::{NodeMap, NumaError, ReadCounts, WalkCounter};
 use crate::phys;
 use tables::Tables;
 
-/// Address space kept for tables larger than 4 KiB, and for the gaps in front of them: one root or two.
+/// Address space kept for tables larger than 4 KiB, and for the gaps in front of them: one root or
+/// two.
 const ROOTS_BYTES: u64 = 256 << 10;
 /// A host that could not be made.
 #[derive(Debug, Error)]
@@ -64,8 +69,8 @@ pub enum HostError {
 pub struct BackingSlice {
     /// The memory.
     pub backing: Backing,
-    /// Where in it the slot's first page is, in bytes: a multiple of 4 KiB. For huge leaves it must be as far from a
-    /// multiple of their size as the slot's guest-physical address is.
+    /// Where in it the slot's first page is, in bytes: a multiple of 4 KiB. For huge leaves it must
+    /// be as far from a multiple of their size as the slot's guest-physical address is.
     pub offset_bytes: u64,
 }
 
@@ -101,8 +106,8 @@ pub struct MachineHost {
 }
 
 impl MachineHost {
-    /// A host of one node whose flushes reach the CPUs of `flush_domain`, with address space for `max_tables` tables at a
-    /// time. (They take memory as they are touched.)
+    /// A host of one node whose flushes reach the CPUs of `flush_domain`, with address space for
+    /// `max_tables` tables at a time. (They take memory as they are touched.)
     ///
     /// # Errors
     /// [`HostError`].
@@ -133,7 +138,8 @@ impl MachineHost {
         })
     }
 
-    /// Tells the host of `vm` that `pages` are the memory which it changes while the guest runs; only the first time.
+    /// Tells the host of `vm` that `pages` are the memory which it changes while the guest runs;
+    /// only the first time.
     pub fn attach<F: Format + 'static>(vm: &Arc<Vm<MachineHost, F>>, pages: &Arc<Pages>) {
         let guest: Box<dyn Guest> = Box::new(Arc::downgrade(vm));
         // The first stays.
@@ -203,10 +209,10 @@ impl MachineHost {
     }
 }
 
-// SAFETY: tables are disjoint parts of one region that stays mapped, at the pointer that `phys` computes from their
-// address; `FlushDomain::flush` promises what `flush` must, and `ModificationLogs::drain` what
-// `drain_modification_logs` must; a backing keeps its frames, or changes them while they are
-// invalidated; and none of it unwinds.
+// SAFETY: tables are disjoint parts of one region that stays mapped, at the pointer that `phys`
+// computes from their address; `FlushDomain::flush` promises what `flush` must, and
+// `ModificationLogs::drain` what `drain_modification_logs` must; a backing keeps its frames, or
+// changes them while they are invalidated; and none of it unwinds.
 unsafe impl Host for MachineHost {
     type Backing = BackingSlice;
 
@@ -295,8 +301,9 @@ impl Park for MachineHost {
     fn park(&self, word: &AtomicU32, expected: u32) {
         let forever = ptr::null::<libc::timespec>();
         let operation = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
-        // SAFETY: the word is an aligned 32-bit integer that outlives the call, and no timeout is allowed. Every result
-        // (woken, interrupted, another value) is a reason to return that the trait permits.
+        // SAFETY: the word is an aligned 32-bit integer that outlives the call, and no timeout is
+        // allowed. Every result (woken, interrupted, another value) is a reason to return that the
+        // trait permits.
         unsafe { libc::syscall(libc::SYS_futex, ptr::from_ref(word), operation, expected, forever) };
     }
 
@@ -309,7 +316,8 @@ impl Park for MachineHost {
     }
 }
 
-/// The number of threads that were woken; negative for an error, of which there is none but a word that is gone.
+/// The number of threads that were woken; negative for an error, of which there is none but a word
+/// that is gone.
 fn futex_wake(word: *const AtomicU32, most: i32) -> libc::c_long {
     // SAFETY: the kernel takes the word of a private wake-up for a number only; it may be gone.
     unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, most) }

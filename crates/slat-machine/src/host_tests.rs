@@ -1,4 +1,5 @@
-//! The host: tables are disjoint, limited and reused; sleepers wake; slices of one memory resolve to its parts.
+//! The host: tables are disjoint, limited and reused; sleepers wake; slices of one memory resolve
+//! to its parts.
 
 use std::collections::HashSet;
 use std::sync::Mutex;
@@ -104,7 +105,8 @@ fn no_table_has_two_owners() {
                     if turn % 3 != 0 {
                         let table = mine.swap_remove(turn % mine.len());
                         assert!(owned.lock().expect("no panic").remove(&table));
-                        // SAFETY: it came from this host with this layout, and nobody uses it any more.
+                        // SAFETY: it came from this host with this layout, and nobody uses it any
+                        // more.
                         unsafe { host.free_table(table, layout(4096)) };
                     }
                 }

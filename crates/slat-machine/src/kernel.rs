@@ -1,28 +1,34 @@
-//! A guest kernel in miniature: a guest that behaves towards the MMU as an x86-64 Linux guest does, and checks after each
-//! step that every access gives what its own tables say.
+//! A guest kernel in miniature: a guest that behaves towards the MMU as an x86-64 Linux guest does,
+//! and checks after each step that every access gives what its own tables say.
 //!
 //! It runs on any [`GuestCpu`]: a [`PlainCpu`], or a [`ShadowCpu`](crate::shadow_cpu::ShadowCpu).
 //!
-//! Why: what costs a shadow-paging hypervisor is what kernels do all the time: two loads of CR3 for each system call under
-//! page-table isolation, page faults, fork's write protection, exec's new tables, table frames that become pages. And
-//! whatever it does wrong, a stale translation or a table taken for another, shows in what the guest reads.
+//! Why: what costs a shadow-paging hypervisor is what kernels do all the time: two loads of CR3 for
+//! each system call under page-table isolation, page faults, fork's write protection, exec's new
+//! tables, table frames that become pages. And whatever it does wrong, a stale translation or a
+//! table taken for another, shows in what the guest reads.
 //!
-//! What is alike to Linux: the four-level tables, written through a direct map of 2 MiB pages; page-table isolation with
-//! two neighbouring roots that share the tables of the user half ([`Isolation`]); few address-space identifiers a CPU, bit
-//! 63 of CR3, deferred flushes of the user PCID and generations instead of interrupts for address spaces that do not run
-//! ([`Pcids`], `asid.rs`); demand paging, copy-on-write, INVLPG for few pages and a flush of the PCID for many; SMEP and
-//! SMAP. Processes have one thread each, so no address space runs on two CPUs at once and no CPU interrupts another.
+//! What is alike to Linux: the four-level tables, written through a direct map of 2 MiB pages;
+//! page-table isolation with two neighbouring roots that share the tables of the user half
+//! ([`Isolation`]); few address-space identifiers a CPU, bit 63 of CR3, deferred flushes of the
+//! user PCID and generations instead of interrupts for address spaces that do not run ([`Pcids`],
+//! `asid.rs`); demand paging, copy-on-write, INVLPG for few pages and a flush of the PCID for many;
+//! SMEP and SMAP. Processes have one thread each, so no address space runs on two CPUs at once and
+//! no CPU interrupts another.
 //!
 //! # The check
-//! The kernel keeps a model of each address space apart from the tables (`address_space.rs`). Pages hold stamps that never
-//! come twice; a read must find the model's. A page fault must be one that the tables call for, with the right error code,
-//! or, where rights have grown without a flush, one of the old rights. What the tables forbid must fault. Entries that
-//! the kernel reads must be what it wrote, with accessed and dirty bits as the accesses ask for. A frame that is taken
-//! must be zero but for what its last owner left there. The first deviation is returned as a [`KernelError`].
+//! The kernel keeps a model of each address space apart from the tables (`address_space.rs`). Pages
+//! hold stamps that never come twice; a read must find the model's. A page fault must be one that
+//! the tables call for, with the right error code, or, where rights have grown without a flush, one
+//! of the old rights. What the tables forbid must fault. Entries that the kernel reads must be what
+//! it wrote, with accessed and dirty bits as the accesses ask for. A frame that is taken must be
+//! zero but for what its last owner left there. The first deviation is returned as a
+//! [`KernelError`].
 //!
 //! # Who may do what
-//! An address space belongs to one CPU at a time, with its tables; to give it to another the CPU switches away from it
-//! first. The kernel's half is written at boot only, but for each CPU's own temporary mappings. Frames are shared by all.
+//! An address space belongs to one CPU at a time, with its tables; to give it to another the CPU
+//! switches away from it first. The kernel's half is written at boot only, but for each CPU's own
+//! temporary mappings. Frames are shared by all.
 
 mod address_space;
 mod asid;
@@ -104,10 +110,12 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Bytes of guest memory that the kernel needs from guest-physical 0 on, zero at the start: a multiple of 2 MiB.
+    /// Bytes of guest memory that the kernel needs from guest-physical 0 on, zero at the start: a
+    /// multiple of 2 MiB.
     pub fn memory_bytes(&self) -> u64 {
-        // A process more while exec has both, and one that waits for another CPU. What processes have in fact is well below
-        // their most, so that there are always neighbours for roots, too.
+        // A process more while exec has both, and one that waits for another CPU. What processes
+        // have in fact is well below their most, so that there are always neighbours for roots,
+        // too.
         let processes = u64::from(self.nr_vcpus) * (u64::from(self.processes_per_vcpu) + 2);
         let bytes = processes * PROCESS_FRAMES * slat::PAGE_SIZE;
         (IMAGE_BYTES + bytes).next_multiple_of(IMAGE_BYTES)

@@ -1,17 +1,21 @@
-//! The machine put together: guest memory in slots, a VM of the engine, and one thread for each virtual CPU.
+//! The machine put together: guest memory in slots, a VM of the engine, and one thread for each
+//! virtual CPU.
 //!
-//! Its shape is that of KVM's memory stress selftests: a test region of `nr_vcpus * bytes_per_vcpu`, split evenly into
-//! `nr_slots` slots with numbers from 1 on, of which each virtual CPU owns an equal part; and, if the guest has paging
-//! on, its page tables in one more slot: one address space for all virtual CPUs. All threads are started before anything is measured, and sleep between runs.
+//! Its shape is that of KVM's memory stress selftests: a test region of `nr_vcpus *
+//! bytes_per_vcpu`, split evenly into `nr_slots` slots with numbers from 1 on, of which each
+//! virtual CPU owns an equal part; and, if the guest has paging on, its page tables in one more
+//! slot: one address space for all virtual CPUs. All threads are started before anything is
+//! measured, and sleep between runs.
 //!
 //! # The protocol of a run
 //! [`Machine::run`] posts a [`Program`] to all threads and returns when the last has done its pass.
-//! [`Machine::start`] posts it and returns at once: the virtual CPUs do pass after pass until [`Running::stop`]. While
-//! they run, [`Running::advance_round`] lets their writes carry a new round. The first virtual CPU that fails stops the
-//! others. Only one program runs at a time.
+//! [`Machine::start`] posts it and returns at once: the virtual CPUs do pass after pass until
+//! [`Running::stop`]. While they run, [`Running::advance_round`] lets their writes carry a new
+//! round. The first virtual CPU that fails stops the others. Only one program runs at a time.
 //!
-//! If the configuration allows it ([`HostEvents`]), the host changes the region's memory meanwhile, by the methods in
-//! `events`. Where memory and virtual CPUs are, on a machine with several nodes, is decided in `nodes`.
+//! If the configuration allows it ([`HostEvents`]), the host changes the region's memory meanwhile,
+//! by the methods in `events`. Where memory and virtual CPUs are, on a machine with several nodes,
+//! is decided in `nodes`.
 
 mod config;
 pub(crate) mod crew;
@@ -54,8 +58,8 @@ use crate::numa::{NodeMap, NumaError};
 use crate::topology::{self, PinError};
 use crate::walk::HardwareFormat;
 
-/// Guest-physical address of the test region: aligned to 1 GiB, so that the backing's alignment decides about large
-/// pages.
+/// Guest-physical address of the test region: aligned to 1 GiB, so that the backing's alignment
+/// decides about large pages.
 pub const REGION_GPA: Gpa = Gpa(64 << 30);
 
 /// Guest-physical address of the memory for the guest's own page tables.
@@ -218,8 +222,8 @@ impl<F: HardwareFormat> fmt::Debug for Machine<F> {
 }
 
 impl<F: HardwareFormat> Machine<F> {
-    /// Builds the machine and starts its threads; with paging, the guest builds its tables. If the configuration has a
-    /// pin for the main thread, that is the calling one, and it stays pinned.
+    /// Builds the machine and starts its threads; with paging, the guest builds its tables. If the
+    /// configuration has a pin for the main thread, that is the calling one, and it stays pinned.
     ///
     /// # Errors
     /// [`MachineError`]: what is wrong with the configuration, or what could not be had.
@@ -346,7 +350,8 @@ impl<F: HardwareFormat> Machine<F> {
         report(self.crew.finish())
     }
 
-    /// Starts `program` on all virtual CPUs: each does pass after pass over its pages until it is told to stop.
+    /// Starts `program` on all virtual CPUs: each does pass after pass over its pages until it is
+    /// told to stop.
     ///
     /// # Errors
     /// The program makes no sense, or another one is running.
@@ -408,8 +413,8 @@ impl<F: HardwareFormat> Machine<F> {
         self.flush_domain.method()
     }
 
-    /// Reads the first 8 bytes of page number `page` of the test region, from the host's side and behind the engine's
-    /// back; `None` beyond its end.
+    /// Reads the first 8 bytes of page number `page` of the test region, from the host's side and
+    /// behind the engine's back; `None` beyond its end.
     pub fn peek(&self, page: u64) -> Option<u64> {
         self.region.peek(page)
     }
@@ -469,7 +474,8 @@ fn work<F: HardwareFormat, C: GuestCpu<Handler = Vcpu<MachineHost, F>> + Send + 
     Box::new(move |job| worker.work(job))
 }
 
-/// All answers, or the first failure. A virtual CPU's own error goes before a panic, which may be its consequence.
+/// All answers, or the first failure. A virtual CPU's own error goes before a panic, which may be
+/// its consequence.
 fn answers(finished: Finished<Result<Answer, GuestError>>) -> Result<(Vec<Answer>, Duration), MachineError> {
     let mut answers = Vec::with_capacity(finished.endings.len());
     let mut panic = None;
@@ -506,7 +512,8 @@ pub struct Running<'a, F: HardwareFormat> {
 }
 
 impl<F: HardwareFormat> Running<'_, F> {
-    /// Lets the writes from now on carry the next round; returns it. It stays at the last one that there is.
+    /// Lets the writes from now on carry the next round; returns it. It stays at the last one that
+    /// there is.
     pub fn advance_round(&self) -> u64 {
         let next = |round: u64| Some((round + 1).min(ROUND_END - 1));
         // Release: what the caller did before is seen by who writes the round.

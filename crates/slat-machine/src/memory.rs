@@ -1,19 +1,24 @@
-//! Guest memory: mappings of this process that the machine takes for the host's RAM, in the kinds that the KVM selftests
-//! know (`-s` there), and what [`Host::resolve`](slat::Host::resolve) finds in them.
+//! Guest memory: mappings of this process that the machine takes for the host's RAM, in the kinds
+//! that the KVM selftests know (`-s` there), and what [`Host::resolve`](slat::Host::resolve) finds
+//! in them.
 //!
 //! # Protocol
-//! - A mapping never moves and is never unmapped while a [`Backing`] of it lives. A frame is the pointer to it, with the
-//!   bias of [`phys`]; and a page has the same frame for ever, unless the memory was made with movable pages ([`Pages`]).
-//! - What this machine cannot serve is refused when the backing is made, not by the kernel's OOM killer in the midst of a
-//!   run: memory is compared with what is available, huge pages are reserved by the mapping.
-//! - [`resolve`](slat::Host::resolve) touches the page as the guest will, so that the kernel's own fault happens there, where it is
-//!   accounted for, and not in the CPU's access. Touching for a write when only reading is asked for would give memory
-//!   to pages that nobody writes; reading first where a write follows would cost a second fault.
-//! - Memory that a [`Userfaultfd`](crate::userfaultfd::Userfaultfd) had and gave up is *lost*: a page of it may be zeros that
-//!   nobody sent. Nothing of it is resolved any more. The mark is set before the kernel lets anybody in, and read after
-//!   each touch, so no page that came in without being filled is taken for good.
-//! - Mappings start where the largest leaf that they may hold could start, so that alignment never decides an experiment
-//!   by chance.
+//! - A mapping never moves and is never unmapped while a [`Backing`] of it lives. A frame is the
+//!   pointer to it, with the bias of [`phys`]; and a page has the same frame for ever, unless the
+//!   memory was made with movable pages ([`Pages`]).
+//! - What this machine cannot serve is refused when the backing is made, not by the kernel's OOM
+//!   killer in the midst of a run: memory is compared with what is available, huge pages are
+//!   reserved by the mapping.
+//! - [`resolve`](slat::Host::resolve) touches the page as the guest will, so that the kernel's own
+//!   fault happens there, where it is accounted for, and not in the CPU's access. Touching for a
+//!   write when only reading is asked for would give memory to pages that nobody writes; reading
+//!   first where a write follows would cost a second fault.
+//! - Memory that a [`Userfaultfd`](crate::userfaultfd::Userfaultfd) had and gave up is *lost*: a
+//!   page of it may be zeros that nobody sent. Nothing of it is resolved any more. The mark is set
+//!   before the kernel lets anybody in, and read after each touch, so no page that came in without
+//!   being filled is taken for good.
+//! - Mappings start where the largest leaf that they may hold could start, so that alignment never
+//!   decides an experiment by chance.
 
 #![expect(unsafe_code, reason = "mmap, and access to memory that guests change at any time")]
 
@@ -95,7 +100,8 @@ impl BackingKind {
         }
     }
 
-    /// The largest page of the host that it may be made of, in bytes: such a page lies on one node whole.
+    /// The largest page of the host that it may be made of, in bytes: such a page lies on one node
+    /// whole.
     pub(crate) const fn largest_page_bytes(self) -> u64 {
         match self {
             BackingKind::AnonymousThp => SIZE_2M,
@@ -118,7 +124,8 @@ impl FromStr for BackingKind {
     type Err = MemoryError;
 
     fn from_str(name: &str) -> Result<BackingKind, MemoryError> {
-        // The selftests' name for huge pages of the default size, which is 2 MiB on the machines meant here.
+        // The selftests' name for huge pages of the default size, which is 2 MiB on the machines
+        // meant here.
         let wanted = if name == "anonymous_hugetlb" { BackingKind::AnonymousHugetlb2M.name() } else { name };
         BackingKind::ALL
             .into_iter()
@@ -127,7 +134,8 @@ impl FromStr for BackingKind {
     }
 }
 
-/// Bytes of all mappings of this process that come out of its available memory (not the pools of huge pages).
+/// Bytes of all mappings of this process that come out of its available memory (not the pools of
+/// huge pages).
 static MAPPED_BYTES: AtomicU64 = AtomicU64::new(0);
 
 /// Guest memory. Clones are the same memory, which is unmapped with the last of them.
@@ -144,7 +152,8 @@ enum Memory {
 }
 
 impl Backing {
-    /// Maps `size_bytes` of fresh zeroed memory, at a multiple of 1 GiB if it is as large as that, else of 2 MiB.
+    /// Maps `size_bytes` of fresh zeroed memory, at a multiple of 1 GiB if it is as large as that,
+    /// else of 2 MiB.
     ///
     /// # Errors
     /// Every [`MemoryError`] but `UnknownKind`.
@@ -152,8 +161,9 @@ impl Backing {
         Ok(Backing(Memory::Fixed(Arc::new(Mapping::new(kind, size_bytes)?))))
     }
 
-    /// Zeroed memory of kind [`BackingKind::Anonymous`] whose pages may change frames while guests run: see [`Pages`]. It
-    /// takes as many frames as there are pages, and `nr_spare_frames` more, all at once.
+    /// Zeroed memory of kind [`BackingKind::Anonymous`] whose pages may change frames while guests
+    /// run: see [`Pages`]. It takes as many frames as there are pages, and `nr_spare_frames` more,
+    /// all at once.
     ///
     /// # Errors
     /// As for [`new`](Backing::new).
@@ -168,8 +178,8 @@ impl Backing {
         Ok(Backing(Memory::Movable(Arc::new(Pages::new(size_bytes, nr_spare_frames)?))))
     }
 
-    /// The memory of a slot with [`GUEST_MEMFD`](slat::MemoryRegionFlags::GUEST_MEMFD): private pages are in `memory`, and
-    /// shared ones in its shared part.
+    /// The memory of a slot with [`GUEST_MEMFD`](slat::MemoryRegionFlags::GUEST_MEMFD): private
+    /// pages are in `memory`, and shared ones in its shared part.
     pub fn of_guest_memfd(memory: Arc<GuestMemfd>) -> Backing {
         Backing(Memory::GuestMemfd(memory))
     }
@@ -192,8 +202,9 @@ impl Backing {
         }
     }
 
-    /// The first byte, unless pages are movable, or private: then no place is a page's own, or nobody may look there, and this
-    /// is null. Guests and other users of the memory change it at any time: access it atomically, or while nothing runs.
+    /// The first byte, unless pages are movable, or private: then no place is a page's own, or
+    /// nobody may look there, and this is null. Guests and other users of the memory change it at
+    /// any time: access it atomically, or while nothing runs.
     #[inline]
     pub fn as_ptr(&self) -> *mut u8 {
         match &self.0 {
@@ -212,8 +223,8 @@ impl Backing {
         }
     }
 
-    /// Where all of its frames are: the first byte and the size in bytes, which is more than that of the memory if pages are
-    /// movable.
+    /// Where all of its frames are: the first byte and the size in bytes, which is more than that
+    /// of the memory if pages are movable.
     pub(crate) fn frames(&self) -> (*mut u8, u64) {
         let mapping = match &self.0 {
             Memory::Fixed(mapping) => mapping,
@@ -235,7 +246,8 @@ impl Backing {
         }
     }
 
-    /// What it is made of; of a guest_memfd, its shared part, or, if it has none, the kind that is most like it.
+    /// What it is made of; of a guest_memfd, its shared part, or, if it has none, the kind that is
+    /// most like it.
     #[inline]
     pub fn kind(&self) -> BackingKind {
         match &self.0 {
@@ -245,8 +257,8 @@ impl Backing {
         }
     }
 
-    /// The first 8 bytes of page number `page`, as they are now; `None` beyond the end, of private memory, or if the memory is
-    /// [lost](Backing::is_lost).
+    /// The first 8 bytes of page number `page`, as they are now; `None` beyond the end, of private
+    /// memory, or if the memory is [lost](Backing::is_lost).
     pub fn peek(&self, page: u64) -> Option<u64> {
         let mapping = match &self.0 {
             Memory::Movable(pages) => return pages.peek(page),
@@ -257,20 +269,23 @@ impl Backing {
             return None;
         }
         let at = mapping.start.wrapping_add((page << PAGE_SHIFT) as usize).cast::<u64>();
-        // SAFETY: the page is inside the mapping, which lives as long as `self`; pages are aligned; guests and hosts
-        // access the word atomically. Acquire: as a CPU's read.
+        // SAFETY: the page is inside the mapping, which lives as long as `self`; pages are aligned;
+        // guests and hosts access the word atomically. Acquire: as a CPU's read.
         let word = unsafe { AtomicU64::from_ptr(at) }.load(Ordering::Acquire);
         (!mapping.is_lost()).then_some(word)
     }
 
-    /// Makes the kernel provide the page at `offset_bytes` for `access` and says which frame that is.
+    /// Makes the kernel provide the page at `offset_bytes` for `access` and says which frame that
+    /// is.
     ///
-    /// Memory with fixed frames may be written also after a read: the mapping allows it, and if the kernel has only lent
-    /// its page of zeros so far, it replaces that under the same pointer, which is what the machine takes for the frame.
-    /// A movable page may have to be taken away from the guest first: that is what `invalidate` is for.
+    /// Memory with fixed frames may be written also after a read: the mapping allows it, and if the
+    /// kernel has only lent its page of zeros so far, it replaces that under the same pointer,
+    /// which is what the machine takes for the frame. A movable page may have to be taken away from
+    /// the guest first: that is what `invalidate` is for.
     ///
     /// # Errors
-    /// [`Gone`]: the memory ends before `offset_bytes` or is [lost](Backing::is_lost), or a page could not be taken away.
+    /// [`Gone`]: the memory ends before `offset_bytes` or is [lost](Backing::is_lost), or a page
+    /// could not be taken away.
     pub(crate) fn resolve(
         &self,
         offset_bytes: u64,
@@ -306,19 +321,22 @@ struct Mapping {
     _reserved: Reserved,
 }
 
-// SAFETY: the pointer is only an address; what is behind it is shared memory, which is accessed atomically here.
+// SAFETY: the pointer is only an address; what is behind it is shared memory, which is accessed
+// atomically here.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: it was mapped with this start and size, nothing else lies in it, and the last user is gone.
+        // SAFETY: it was mapped with this start and size, nothing else lies in it, and the last
+        // user is gone.
         unsafe { unmap(self.start, self.size_bytes) };
     }
 }
 
-/// `struct pm_scan_arg` of the kernel (include/uapi/linux/fs.h, Documentation/admin-guide/mm/pagemap.rst).
+/// `struct pm_scan_arg` of the kernel (include/uapi/linux/fs.h,
+/// Documentation/admin-guide/mm/pagemap.rst).
 #[repr(C)]
 #[derive(Default)]
 struct PagemapScan {
@@ -368,7 +386,8 @@ impl Mapping {
                 (shmem::map_file(&file, size_bytes)?, Some(file))
             }
         };
-        // Without the file, or on a kernel that cannot scan it (before 6.7), huge pages are mapped as small ones.
+        // Without the file, or on a kernel that cannot scan it (before 6.7), huge pages are mapped
+        // as small ones.
         let pagemap = if kind == BackingKind::AnonymousThp { File::open("/proc/self/pagemap").ok() } else { None };
         Ok(Mapping { kind, start, size_bytes, pagemap, file, lost: AtomicBool::new(false), _reserved: reserved })
     }
@@ -376,8 +395,8 @@ impl Mapping {
     /// Whether what was read before may be zeros that nobody sent.
     #[inline]
     fn is_lost(&self) -> bool {
-        // The mark is set before the kernel is told to let accesses through, so an access that came through finds it,
-        // if this load comes after that access: the fence keeps them in order.
+        // The mark is set before the kernel is told to let accesses through, so an access that came
+        // through finds it, if this load comes after that access: the fence keeps them in order.
         fence(Ordering::Acquire);
         self.lost.load(Ordering::Relaxed)
     }
@@ -391,11 +410,12 @@ impl Mapping {
         let page = self.start.wrapping_add(page_bytes as usize);
         match access {
             Access::Write => {
-                // SAFETY: the page lies in the mapping, which lives as long as `self`, is readable and writable and
-                // aligned; guests access it with machine instructions or atomically, so there is no data race.
+                // SAFETY: the page lies in the mapping, which lives as long as `self`, is readable
+                // and writable and aligned; guests access it with machine instructions or
+                // atomically, so there is no data race.
                 let word = unsafe { AtomicU64::from_ptr(page.cast()) };
-                // Changes nothing, but is a write to the kernel. The compiler must not know the value, since it
-                // replaces an atomic "or" with a known zero by a load.
+                // Changes nothing, but is a write to the kernel. The compiler must not know the
+                // value, since it replaces an atomic "or" with a known zero by a load.
                 word.fetch_or(black_box(0), Ordering::Relaxed);
             }
             Access::Read | Access::Execute => {
@@ -432,8 +452,8 @@ impl Mapping {
             return_mask: PAGE_IS_HUGE,
             ..PagemapScan::default()
         };
-        // SAFETY: the argument has the kernel's layout and says its size; the kernel writes to it and to at most one
-        // region, and both outlive the call.
+        // SAFETY: the argument has the kernel's layout and says its size; the kernel writes to it
+        // and to at most one region, and both outlive the call.
         let nr_regions = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN as _, &raw mut scan) };
         nr_regions == 1 && region.start == start && region.end == start + SIZE_2M
     }
@@ -444,8 +464,8 @@ impl Mapping {
 pub(crate) struct Reserved(u64);
 
 impl Reserved {
-    /// Refuses what the machine does not have. Memory that is mapped but not touched yet counts as used, since nothing
-    /// else would show two guests that are both promised the same memory.
+    /// Refuses what the machine does not have. Memory that is mapped but not touched yet counts as
+    /// used, since nothing else would show two guests that are both promised the same memory.
     pub(crate) fn new(size_bytes: u64) -> Result<Reserved, MemoryError> {
         let available_bytes = topology::available_memory_bytes().unwrap_or(u64::MAX);
         let mut mapped_bytes = MAPPED_BYTES.load(Ordering::Relaxed);
@@ -472,7 +492,8 @@ impl Drop for Reserved {
 }
 
 /// # Safety
-/// `size_bytes` from `start` on are mapped, nobody uses them any more, and both are multiples of the page size.
+/// `size_bytes` from `start` on are mapped, nobody uses them any more, and both are multiples of
+/// the page size.
 unsafe fn unmap(start: *mut u8, size_bytes: u64) {
     if size_bytes != 0 {
         // SAFETY: the caller's promise.
@@ -532,7 +553,8 @@ fn map_anonymous(kind: BackingKind, size_bytes: u64) -> Result<*mut u8, MemoryEr
     Ok(start)
 }
 
-/// The kernel aligns it to its huge pages. It reserves them too: a shortage shows here, not as a signal later.
+/// The kernel aligns it to its huge pages. It reserves them too: a shortage shows here, not as a
+/// signal later.
 fn map_hugetlb(kind: BackingKind, size_bytes: u64) -> Result<*mut u8, MemoryError> {
     let page_bytes = kind.page_size().size_bytes();
     let page_shift = page_bytes.trailing_zeros() as libc::c_int;

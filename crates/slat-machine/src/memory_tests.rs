@@ -1,4 +1,5 @@
-//! Guest memory of each kind: what it gives, where it ends, and what it says when the machine has not enough.
+//! Guest memory of each kind: what it gives, where it ends, and what it says when the machine has
+//! not enough.
 
 use std::sync::Mutex;
 
@@ -113,7 +114,8 @@ fn resolve_gives_the_frame_under_the_pointer() {
     }
 }
 
-/// Whether the kernel holds a page of its own for `page`: private memory that was only read has the zero page.
+/// Whether the kernel holds a page of its own for `page`: private memory that was only read has the
+/// zero page.
 fn resident_pages(backing: &Backing) -> usize {
     let nr_pages = (backing.size_bytes() / PAGE_SIZE) as usize;
     let mut resident = vec![0u8; nr_pages];

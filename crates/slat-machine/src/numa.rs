@@ -1,24 +1,29 @@
-//! The nodes of a machine: which there are, which have CPUs and memory, where a thread is, and where its memory comes from.
+//! The nodes of a machine: which there are, which have CPUs and memory, where a thread is, and
+//! where its memory comes from.
 //!
-//! Why: what a hypervisor allocates on the wrong node costs each later walk, and shows only on machines with several. Those
-//! are rare, so nodes may be *virtual*: every table and every frame has a node, every CPU sits on one, and the walkers count
-//! which of their reads went to another. That is counted and not felt: the memory is equally fast. On a host that has
-//! nodes, they can be the real ones, and then it is felt.
+//! Why: what a hypervisor allocates on the wrong node costs each later walk, and shows only on
+//! machines with several. Those are rare, so nodes may be *virtual*: every table and every frame
+//! has a node, every CPU sits on one, and the walkers count which of their reads went to another.
+//! That is counted and not felt: the memory is equally fast. On a host that has nodes, they can be
+//! the real ones, and then it is felt.
 //!
 //! # Protocol
-//! - Nodes have numbers ([`NodeId`]), which need not follow each other. In here a node is its *place* among them.
-//! - A thread is on one node. Virtual: the one that [`NodeMap::run_on`] gave it, and the first before that. Host: the one of
-//!   the CPU that it runs on at that moment.
-//! - Memory that is wanted on a node without memory, or with none left, comes from another: of the host's nodes the nearest by
-//!   their distances, of virtual ones the next in their order.
-//! - Where a frame or a table lies is told by its address alone (`spans`), so that asking takes no lock.
-//! - The host's nodes: guest memory is bound to its node (`MPOL_BIND`), and refused when the node has not that much free; tables
-//!   prefer theirs (`MPOL_PREFERRED`), and [`Host::node_of`](slat::Host::node_of) says which that is, also if the kernel
-//!   had to take memory of another.
+//! - Nodes have numbers ([`NodeId`]), which need not follow each other. In here a node is its
+//!   *place* among them.
+//! - A thread is on one node. Virtual: the one that [`NodeMap::run_on`] gave it, and the first
+//!   before that. Host: the one of the CPU that it runs on at that moment.
+//! - Memory that is wanted on a node without memory, or with none left, comes from another: of the
+//!   host's nodes the nearest by their distances, of virtual ones the next in their order.
+//! - Where a frame or a table lies is told by its address alone (`spans`), so that asking takes no
+//!   lock.
+//! - The host's nodes: guest memory is bound to its node (`MPOL_BIND`), and refused when the node
+//!   has not that much free; tables prefer theirs (`MPOL_PREFERRED`), and
+//!   [`Host::node_of`](slat::Host::node_of) says which that is, also if the kernel had to take
+//!   memory of another.
 //! - With one node nothing of all this is done, and nothing is counted.
 //!
-//! Sources: Documentation/admin-guide/mm/numa_memory_policy.rst, Documentation/ABI/stable/sysfs-devices-node, mbind(2),
-//! set_mempolicy(2), get_mempolicy(2).
+//! Sources: Documentation/admin-guide/mm/numa_memory_policy.rst,
+//! Documentation/ABI/stable/sysfs-devices-node, mbind(2), set_mempolicy(2), get_mempolicy(2).
 
 pub(crate) mod policy;
 pub(crate) mod reads;
@@ -91,9 +96,9 @@ pub enum Pinning {
     /// They do. On the host's nodes, threads are kept on the node's CPUs.
     #[default]
     On,
-    /// They do not. On the host's nodes, threads run where the scheduler likes, and that says which node it is. On virtual
-    /// nodes each is drawn anew when the virtual CPU begins a run, which is what a scheduler makes of virtual CPUs that
-    /// sleep in between.
+    /// They do not. On the host's nodes, threads run where the scheduler likes, and that says which
+    /// node it is. On virtual nodes each is drawn anew when the virtual CPU begins a run, which is
+    /// what a scheduler makes of virtual CPUs that sleep in between.
     Off {
         /// Start of the random numbers: virtual CPU n draws from `seed + n`.
         seed: u64,
@@ -217,8 +222,8 @@ pub enum NumaError {
 }
 
 impl NumaError {
-    /// Whether no machine could do what was asked for. Otherwise it is this machine that cannot. (A number that the host has
-    /// not counts as asked for in vain.)
+    /// Whether no machine could do what was asked for. Otherwise it is this machine that cannot. (A
+    /// number that the host has not counts as asked for in vain.)
     pub const fn is_bad_usage(&self) -> bool {
         matches!(
             self,
@@ -243,7 +248,8 @@ struct Thread {
 }
 
 thread_local! {
-    /// What the calling thread has chosen. It outlives a machine: another one takes of it what it has, too.
+    /// What the calling thread has chosen. It outlives a machine: another one takes of it what it
+    /// has, too.
     static THREAD: Cell<Thread> =
         const { Cell::new(Thread { node: None, policy: MemoryPolicy::Local, nr_interleaved: 0 }) };
 }
@@ -322,7 +328,8 @@ impl NodeMap {
         }
         let nearest = (0..ids.len()).map(|place| {
             let mut places = with_memory.to_vec();
-            // Stable: of equally distant ones the first. Itself before all, whatever the distances say.
+            // Stable: of equally distant ones the first. Itself before all, whatever the distances
+            // say.
             places
                 .sort_by_key(|&other| (other != place, nodes[place].distances.get(other).copied().unwrap_or(u32::MAX)));
             places.into_boxed_slice()
@@ -381,10 +388,12 @@ impl NodeMap {
         self.ids[self.current_place()]
     }
 
-    /// Puts the calling thread on `node`. The host's: it is kept on the node's CPUs, and so are threads that it starts later.
+    /// Puts the calling thread on `node`. The host's: it is kept on the node's CPUs, and so are
+    /// threads that it starts later.
     ///
     /// # Errors
-    /// [`NumaError::NoSuchNode`], [`NumaError::NoCpus`], [`NumaError::Affinity`]: the thread stays where it was.
+    /// [`NumaError::NoSuchNode`], [`NumaError::NoCpus`], [`NumaError::Affinity`]: the thread stays
+    /// where it was.
     pub fn run_on(&self, node: NodeId) -> Result<(), NumaError> {
         let place = self.place_of(node).ok_or(NumaError::NoSuchNode { node })?;
         match &self.host {
@@ -398,8 +407,9 @@ impl NodeMap {
     }
 
     /// Chooses where tables come from that the calling thread allocates by its policy
-    /// ([`TablePlacement::CallerPolicy`](slat::TablePlacement::CallerPolicy)). On the host's nodes this is the kernel's policy of
-    /// the thread, for all of its memory; who has set that already need not come here.
+    /// ([`TablePlacement::CallerPolicy`](slat::TablePlacement::CallerPolicy)). On the host's nodes
+    /// this is the kernel's policy of the thread, for all of its memory; who has set that already
+    /// need not come here.
     ///
     /// # Errors
     /// [`NumaError::NoSuchNode`], [`NumaError::Policy`]: the policy is what it was.
@@ -494,8 +504,8 @@ impl NodeMap {
         }
     }
 
-    /// The home of each of `nr_vcpus` virtual CPUs: equal blocks over the nodes with CPUs; or, if they are pinned, where the
-    /// host says that their CPUs are.
+    /// The home of each of `nr_vcpus` virtual CPUs: equal blocks over the nodes with CPUs; or, if
+    /// they are pinned, where the host says that their CPUs are.
     pub(crate) fn homes(&self, nr_vcpus: usize, pins: Option<&[u32]>) -> Box<[usize]> {
         if let (Some(host), Some(pins)) = (&self.host, pins) {
             return pins.iter().map(|&cpu| self.place_of_cpu(host, cpu)).collect();
@@ -503,7 +513,8 @@ impl NodeMap {
         (0..nr_vcpus).map(|vcpu| self.with_cpus[vcpu * self.with_cpus.len() / nr_vcpus]).collect()
     }
 
-    /// Refuses guest memory that the host's nodes have not got: `needed_bytes` for each place, of pages of `page_bytes`.
+    /// Refuses guest memory that the host's nodes have not got: `needed_bytes` for each place, of
+    /// pages of `page_bytes`.
     pub(crate) fn check_free(&self, needed_bytes: &[u64], page_bytes: u64) -> Result<(), NumaError> {
         let Some(host) = &self.host else { return Ok(()) };
         for (place, &needed_bytes) in needed_bytes.iter().enumerate() {
@@ -518,7 +529,8 @@ impl NodeMap {
         Ok(())
     }
 
-    /// Places the `size_bytes` from `start` on, whole pages, at `place`; only the host's nodes need that.
+    /// Places the `size_bytes` from `start` on, whole pages, at `place`; only the host's nodes need
+    /// that.
     ///
     /// # Errors
     /// [`NumaError::Mbind`]: what is there already may have moved in part.

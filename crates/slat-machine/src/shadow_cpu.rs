@@ -1,29 +1,34 @@
-//! A software CPU of hardware without a second stage: it walks one kind of tables, the *shadow tables* that the hypervisor
-//! keeps in place of the guest's own, and exits for all that could make the two differ.
+//! A software CPU of hardware without a second stage: it walks one kind of tables, the *shadow
+//! tables* that the hypervisor keeps in place of the guest's own, and exits for all that could make
+//! the two differ.
 //!
 //! # The hardware's side
-//! The CPU runs with CR0.WP, EFER.NXE and CR4.PCIDE set and CR4.PGE clear, whatever the guest believes. CR4.SMEP and
-//! CR4.SMAP are the guest's while the guest's paging is on; without paging it has no pages of the user's, and the bits must
-//! not act on the tables that stand in for it. CR4.LA57 goes by the tables ([`GuestEntry::levels`]). Intercepted are all
-//! page faults, all writes to CR0, CR3, CR4 and IA32_EFER, INVLPG and INVPCID. (Intel SDM vol. 3C, "VM-execution control fields"
-//! without "enable EPT"; AMD APM vol. 2, 15.9 to 15.13.)
+//! The CPU runs with CR0.WP, EFER.NXE and CR4.PCIDE set and CR4.PGE clear, whatever the guest
+//! believes. CR4.SMEP and CR4.SMAP are the guest's while the guest's paging is on; without paging
+//! it has no pages of the user's, and the bits must not act on the tables that stand in for it.
+//! CR4.LA57 goes by the tables ([`GuestEntry::levels`]). Intercepted are all page faults, all
+//! writes to CR0, CR3, CR4 and IA32_EFER, INVLPG and INVPCID. (Intel SDM vol. 3C, "VM-execution
+//! control fields" without "enable EPT"; AMD APM vol. 2, 15.9 to 15.13.)
 //!
 //! # The protocol
-//! An access is done as by the [`Cpu`](crate::cpu::Cpu) with a second stage: by a checked operation of the generation that the TLB
-//! has caught up with, or over again from the top. What is different:
-//! - After each exit the CPU asks the hypervisor what to load ([`ShadowHandler::entry`]) before it does anything else, and
-//!   forgets what it is told to. So does it after the hypervisor's side had it ([`ShadowCpu::handler`]) or it slept
-//!   ([`ShadowCpu::exit_guest_mode`]).
-//! - A translation belongs to the VM and to the *host's* PCID. It goes when the CPU is told to forget it, when another takes its
-//!   place, or at any flush of the flush domain: flushes name guest-physical pages, of which this hardware knows nothing, so
-//!   it drops its whole TLB. A flush is no exit: the CPU goes on with the root that it has loaded, which the hypervisor
-//!   keeps until the next entry.
-//! - A translation serves each access that needs no rights but those of the walk that made it, whoever makes the access. Else
-//!   the CPU walks anew before it faults, as hardware may; and if it then faults, it keeps the translation, as long as
-//!   it may (Intel's processors would drop it): until the page fault is the guest's own.
-//! - A write that the hypervisor wants emulated ([`Exit::EmulateWrite`]) is handed back to it as a write to guest-physical
-//!   memory, which completes the access. An [exchange](ShadowCpu::exchange) is not: to emulate it needs a read and a write in
-//!   one piece, and there is only the write.
+//! An access is done as by the [`Cpu`](crate::cpu::Cpu) with a second stage: by a checked operation
+//! of the generation that the TLB has caught up with, or over again from the top. What is
+//! different:
+//! - After each exit the CPU asks the hypervisor what to load ([`ShadowHandler::entry`]) before it
+//!   does anything else, and forgets what it is told to. So does it after the hypervisor's side had
+//!   it ([`ShadowCpu::handler`]) or it slept ([`ShadowCpu::exit_guest_mode`]).
+//! - A translation belongs to the VM and to the *host's* PCID. It goes when the CPU is told to
+//!   forget it, when another takes its place, or at any flush of the flush domain: flushes name
+//!   guest-physical pages, of which this hardware knows nothing, so it drops its whole TLB. A flush
+//!   is no exit: the CPU goes on with the root that it has loaded, which the hypervisor keeps until
+//!   the next entry.
+//! - A translation serves each access that needs no rights but those of the walk that made it,
+//!   whoever makes the access. Else the CPU walks anew before it faults, as hardware may; and if it
+//!   then faults, it keeps the translation, as long as it may (Intel's processors would drop it):
+//!   until the page fault is the guest's own.
+//! - A write that the hypervisor wants emulated ([`Exit::EmulateWrite`]) is handed back to it as a
+//!   write to guest-physical memory, which completes the access. An [exchange](ShadowCpu::exchange)
+//!   is not: to emulate it needs a read and a write in one piece, and there is only the write.
 
 #![expect(unsafe_code, reason = "the CPU accesses guest memory through raw pointers")]
 
@@ -157,8 +162,8 @@ impl<V: ShadowHandler> ShadowCpu<V> {
         Counters { nr_tlb_misses: self.tlb.nr_misses(), ..self.counters }
     }
 
-    /// Says that the CPU makes no access for a while: until the next one, flushes need not mind it, as a hypervisor sends no
-    /// interrupt to a CPU that does not run its guest.
+    /// Says that the CPU makes no access for a while: until the next one, flushes need not mind it,
+    /// as a hypervisor sends no interrupt to a CPU that does not run its guest.
     pub fn exit_guest_mode(&mut self) {
         self.loaded = None;
         self.port.exit_guest_mode();
@@ -170,7 +175,8 @@ impl<V: ShadowHandler> ShadowCpu<V> {
         &mut self.handler
     }
 
-    /// The registers, as the guest sees them. EFER.LMA is not among them: it is EFER.LME with CR0.PG.
+    /// The registers, as the guest sees them. EFER.LMA is not among them: it is EFER.LME with
+    /// CR0.PG.
     pub fn registers(&self) -> PagingRegisters {
         self.registers
     }
@@ -237,8 +243,9 @@ impl<V: ShadowHandler> ShadowCpu<V> {
     /// Writes the 8 bytes at `gva` and returns what they were before, in one piece (XCHG).
     ///
     /// # Errors
-    /// [`ShadowCpuError`]: nothing was written. [`ShadowCpuError::EmulatedExchange`] where the hypervisor would have to emulate it: a
-    /// guest that is alone with these bytes can read and write instead.
+    /// [`ShadowCpuError`]: nothing was written. [`ShadowCpuError::EmulatedExchange`] where the
+    /// hypervisor would have to emulate it: a guest that is alone with these bytes can read and
+    /// write instead.
     #[inline]
     pub fn exchange(&mut self, gva: Gva, value: u64) -> Result<u64, ShadowCpuError> {
         let done = self.access(gva, Access::Write, |port, generation, at| {
@@ -253,9 +260,10 @@ impl<V: ShadowHandler> ShadowCpu<V> {
 
     /// Does `operation` at the memory behind `gva`.
     ///
-    /// It is called with a generation and a pointer that was looked up after the generation was read: aligned, because
-    /// `gva` is and pages are; and valid as long as the generation is current, because the engine maps only frames that
-    /// the host resolved, and takes a frame away by a flush first.
+    /// It is called with a generation and a pointer that was looked up after the generation was
+    /// read: aligned, because `gva` is and pages are; and valid as long as the generation is
+    /// current, because the engine maps only frames that the host resolved, and takes a frame away
+    /// by a flush first.
     #[inline]
     fn access<T>(
         &mut self,
@@ -387,7 +395,8 @@ impl<V: ShadowHandler> ShadowCpu<V> {
             Outcome::Exit(Exit::EmulateWrite { gpa }) => Ok(Miss::Emulate(gpa)),
             Outcome::Exit(exit) => {
                 if let Exit::PageFault { .. } = exit {
-                    // Intel SDM vol. 3A, "Operations that Invalidate TLBs and Paging-Structure Caches".
+                    // Intel SDM vol. 3A, "Operations that Invalidate TLBs and Paging-Structure
+                    // Caches".
                     self.tlb.invalidate_page(loaded.context, gva.0);
                 }
                 Err(exit.into())
@@ -395,7 +404,8 @@ impl<V: ShadowHandler> ShadowCpu<V> {
         }
     }
 
-    /// Walks, and fills the TLB with what it finds. The outer error is the guest's fault: there is nothing to walk for.
+    /// Walks, and fills the TLB with what it finds. The outer error is the guest's fault: there is
+    /// nothing to walk for.
     fn walk(
         &mut self,
         loaded: Loaded,

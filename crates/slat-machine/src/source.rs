@@ -1,25 +1,32 @@
-//! Where pages come from that the guest does not have yet: made from their numbers, read from a file, or fetched from
-//! another process; each at once or after a latency.
+//! Where pages come from that the guest does not have yet: made from their numbers, read from a
+//! file, or fetched from another process; each at once or after a latency.
 //!
-//! Why: demand paging is measured by who waits for pages and how, and not by where they come from. So every way to deliver
-//! a page (a vCPU that resolves its own faults, a loop that runs many vCPUs on few threads, readers of a userfaultfd, a
-//! resolver in another process, a copier in the background) uses the same sources through one trait.
+//! Why: demand paging is measured by who waits for pages and how, and not by where they come from.
+//! So every way to deliver a page (a vCPU that resolves its own faults, a loop that runs many vCPUs
+//! on few threads, readers of a userfaultfd, a resolver in another process, a copier in the
+//! background) uses the same sources through one trait.
 //!
 //! # Protocol
-//! - A source belongs to one thread. A [`SourceSpec`] says what to open and costs nothing to copy; each thread opens its own,
-//!   so no lock is shared and no page of one thread waits behind another's.
-//! - [`PageSource::request`] asks and does not wait. Up to [`MAX_IN_FLIGHT`] pages are in flight, each once.
-//! - [`PageSource::arrived`] says which page is here; in any order, and the same one until it is taken. It is the only call
-//!   that waits, and only as long as its [`Wait`] says. Even [`Wait::ForEver`] ends: by an arrival, by a latency that is
-//!   over, or by a peer's time-out.
-//! - Requests are collected, and sent together by a call of `arrived` that finds no page, or a page that it has named
-//!   before. So who has taken a page and asked for others calls it again, until there is nothing.
-//! - [`PageSource::take_into`] puts the page where the caller wants it: made or read there, with no buffer between.
-//!   [`PageSource::take`] shows it where it lies, for who hands it on to a system call. No page costs an allocation.
-//! - What goes wrong with a page of a file concerns that page, and it counts as taken. What goes wrong with a peer ends the
-//!   source: all that was in flight is lost, `request` and `arrived` say [`SourceError::Ended`] from then on, and there is
-//!   nothing to take ([`SourceError::NothingArrived`]).
-//! - A loop that has other things to wait for asks [`PageSource::next_arrival`] and waits by [`wait_until`].
+//! - A source belongs to one thread. A [`SourceSpec`] says what to open and costs nothing to copy;
+//!   each thread opens its own, so no lock is shared and no page of one thread waits behind
+//!   another's.
+//! - [`PageSource::request`] asks and does not wait. Up to [`MAX_IN_FLIGHT`] pages are in flight,
+//!   each once.
+//! - [`PageSource::arrived`] says which page is here; in any order, and the same one until it is
+//!   taken. It is the only call that waits, and only as long as its [`Wait`] says. Even
+//!   [`Wait::ForEver`] ends: by an arrival, by a latency that is over, or by a peer's time-out.
+//! - Requests are collected, and sent together by a call of `arrived` that finds no page, or a page
+//!   that it has named before. So who has taken a page and asked for others calls it again, until
+//!   there is nothing.
+//! - [`PageSource::take_into`] puts the page where the caller wants it: made or read there, with no
+//!   buffer between. [`PageSource::take`] shows it where it lies, for who hands it on to a system
+//!   call. No page costs an allocation.
+//! - What goes wrong with a page of a file concerns that page, and it counts as taken. What goes
+//!   wrong with a peer ends the source: all that was in flight is lost, `request` and `arrived` say
+//!   [`SourceError::Ended`] from then on, and there is nothing to take
+//!   ([`SourceError::NothingArrived`]).
+//! - A loop that has other things to wait for asks [`PageSource::next_arrival`] and waits by
+//!   [`wait_until`].
 
 mod delayed;
 mod error;
@@ -52,9 +59,10 @@ pub const PAGE_SIZE: usize = 4096;
 /// The bytes of one page.
 pub type PageBytes = [u8; PAGE_SIZE];
 
-/// Pages that may be in flight in one source: enough for a thread that runs hundreds of vCPUs, and few enough to be looked
-/// through for each answer. The requests to a peer need not fit into a socket's buffer (a Unix socket takes a few hundred
-/// single ones that nobody reads): what finds no room is kept, and sent when there is some.
+/// Pages that may be in flight in one source: enough for a thread that runs hundreds of vCPUs, and
+/// few enough to be looked through for each answer. The requests to a peer need not fit into a
+/// socket's buffer (a Unix socket takes a few hundred single ones that nobody reads): what finds no
+/// room is kept, and sent when there is some.
 pub const MAX_IN_FLIGHT: usize = 1024;
 
 /// How long [`PageSource::arrived`] waits for a page, if none is here. Never, if none is in flight.
@@ -86,8 +94,8 @@ pub enum NextArrival<'a> {
     Nothing,
     /// At this moment of [`timestamp_ns`](crate::clock::timestamp_ns); now, if it is past.
     At(u64),
-    /// When there is something to read from the descriptor; and at this moment at the latest, since a page that is not here
-    /// is an error then.
+    /// When there is something to read from the descriptor; and at this moment at the latest, since
+    /// a page that is not here is an error then.
     Readable {
         /// A socket.
         descriptor: BorrowedFd<'a>,
@@ -98,27 +106,27 @@ pub enum NextArrival<'a> {
 
 /// Something that pages can be fetched from, one thread's own. See the [module](self).
 pub trait PageSource: Debug + Send {
-    /// Asks for a page, by its number from the start of the source. Does not wait. It is sent, together with others,
-    /// when [`arrived`](PageSource::arrived) is called.
+    /// Asks for a page, by its number from the start of the source. Does not wait. It is sent,
+    /// together with others, when [`arrived`](PageSource::arrived) is called.
     ///
     /// # Errors
     /// [`SourceError::AlreadyRequested`] if it is in flight, [`SourceError::TooManyInFlight`],
     /// [`SourceError::PageOutOfRange`]; they change nothing.
     fn request(&mut self, page: u64) -> Result<(), SourceError>;
 
-    /// Which page is here: the same one until it is taken. `None` if none is, when the wait is over or nothing is in
-    /// flight; then all requests are sent, as far as the peer reads.
+    /// Which page is here: the same one until it is taken. `None` if none is, when the wait is over
+    /// or nothing is in flight; then all requests are sent, as far as the peer reads.
     ///
     /// # Errors
-    /// Of a peer, which end the source: [`SourceError::Closed`], [`SourceError::Silent`], and what it should not have
-    /// sent.
+    /// Of a peer, which end the source: [`SourceError::Closed`], [`SourceError::Silent`], and what
+    /// it should not have sent.
     fn arrived(&mut self, wait: Wait) -> Result<Option<u64>, SourceError>;
 
     /// Takes the page that [`arrived`](PageSource::arrived) named, and shows it where it lies.
     ///
     /// # Errors
-    /// [`SourceError::NothingArrived`]; of a file, [`SourceError::FileTooShort`] and [`SourceError::ReadFile`]; of a peer,
-    /// [`SourceError::Refused`].
+    /// [`SourceError::NothingArrived`]; of a file, [`SourceError::FileTooShort`] and
+    /// [`SourceError::ReadFile`]; of a peer, [`SourceError::Refused`].
     fn take(&mut self) -> Result<&PageBytes, SourceError>;
 
     /// Takes the page that [`arrived`](PageSource::arrived) named, and puts it there.

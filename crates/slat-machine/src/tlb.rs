@@ -1,27 +1,33 @@
 //! The TLB of a software CPU: set-associative, one array for each page size.
 //!
-//! It is the machine's oracle for missing flushes: it keeps a translation as long as it may, so an engine that changes a
-//! table and does not flush, or flushes another range, sees the guest go on through the old translation.
+//! It is the machine's oracle for missing flushes: it keeps a translation as long as it may, so an
+//! engine that changes a table and does not flush, or flushes another range, sees the guest go on
+//! through the old translation.
 //!
 //! # The protocol
-//! - An entry belongs to a *context* (VM and PCID). It is found by the address that the guest uses and dropped by the
-//!   guest-physical page behind it; while the guest has paging off the two are the same.
-//! - The CPU drops what was flushed ([`Tlb::drop_range`], [`Tlb::clear`]) before its next lookup, and fills only with
-//!   what a walk found that began after that (see [`cpu`](crate::cpu)). An entry knows nothing of generations.
-//! - An entry serves writes only if the walk that filled it found both that writing is permitted and that the dirty bit
-//!   was set; otherwise a write would go by without setting it (Intel SDM vol. 3C, 29.3.5; AMD APM vol. 2, 5.4.2). The
-//!   write walks anew and replaces the entry.
-//! - The translations of a CPU without a second stage ([`shadow_cpu`](crate::shadow_cpu)) depend on who makes the access,
-//!   too: their entries carry all the [`Rights`] that the walk found, and serve an access that needs no others.
+//! - An entry belongs to a *context* (VM and PCID). It is found by the address that the guest uses
+//!   and dropped by the guest-physical page behind it; while the guest has paging off the two are
+//!   the same.
+//! - The CPU drops what was flushed ([`Tlb::drop_range`], [`Tlb::clear`]) before its next lookup,
+//!   and fills only with what a walk found that began after that (see [`cpu`](crate::cpu)). An
+//!   entry knows nothing of generations.
+//! - An entry serves writes only if the walk that filled it found both that writing is permitted
+//!   and that the dirty bit was set; otherwise a write would go by without setting it (Intel SDM
+//!   vol. 3C, 29.3.5; AMD APM vol. 2, 5.4.2). The write walks anew and replaces the entry.
+//! - The translations of a CPU without a second stage ([`shadow_cpu`](crate::shadow_cpu)) depend on
+//!   who makes the access, too: their entries carry all the [`Rights`] that the walk found, and
+//!   serve an access that needs no others.
 //!
 //! # What a flush drops
-//! An entry goes if its guest-physical page shares a 4 KiB page with a range, however large the entry's page is. While
-//! the guest has paging on, an entry also came from the guest's own tables, which lie in guest-physical pages, too; a
-//! flush of those does not drop it. It need not: the entry leads to no frame but that of its own page, and what it says
-//! of the guest's tables are their contents, which a CPU may keep until the guest invalidates them (Intel SDM vol. 3A,
-//! "Invalidation of TLBs and paging-structure caches"), wherever the host keeps those pages meanwhile. There is no cache
-//! of the walk itself that could lead into their old frames. (The flushes that hypervisors use, INVEPT and those by VPID
-//! or ASID, drop more because they do not go by ranges.)
+//! An entry goes if its guest-physical page shares a 4 KiB page with a range, however large the
+//! entry's page is. While the guest has paging on, an entry also came from the guest's own tables,
+//! which lie in guest-physical pages, too; a flush of those does not drop it. It need not: the
+//! entry leads to no frame but that of its own page, and what it says of the guest's tables are
+//! their contents, which a CPU may keep until the guest invalidates them (Intel SDM vol. 3A,
+//! "Invalidation of TLBs and paging-structure caches"), wherever the host keeps those pages
+//! meanwhile. There is no cache of the walk itself that could lead into their old frames. (The
+//! flushes that hypervisors use, INVEPT and those by VPID or ASID, drop more because they do not go
+//! by ranges.)
 
 use slat::{Gfn, GfnRange, Gpa, Hpa, PAGE_SHIFT, PageSize};
 
@@ -30,7 +36,8 @@ use slat::{Gfn, GfnRange, Gpa, Hpa, PAGE_SHIFT, PageSize};
 pub struct Context {
     /// The VM (VPID or ASID).
     pub vm: u16,
-    /// The process-context identifier, 12 bits; [`Context::UNPAGED`] while the guest has paging off.
+    /// The process-context identifier, 12 bits; [`Context::UNPAGED`] while the guest has paging
+    /// off.
     pub pcid: u16,
 }
 
@@ -150,13 +157,15 @@ struct Array {
     nr_live: u64,
     /// All guest-physical frames behind live entries lie in here; empty before the first fill.
     span: GfnRange,
-    /// Whether all live entries have guest-physical addresses for addresses: then sets can be found by frame.
+    /// Whether all live entries have guest-physical addresses for addresses: then sets can be found
+    /// by frame.
     is_identity: bool,
 }
 
 impl Array {
     fn new(size: PageSize, (sets, ways): (usize, usize)) -> Array {
-        // Any geometry works: sets are rounded up to a power of two, and ways fit the replacement counter.
+        // Any geometry works: sets are rounded up to a power of two, and ways fit the replacement
+        // counter.
         let sets = sets.max(1).next_power_of_two();
         let ways = ways.clamp(1, 128);
         Array {
@@ -216,7 +225,8 @@ impl Array {
         let first = set * self.ways;
         let era = self.era;
         let ways = &mut self.entries[first..first + self.ways];
-        // The same page again (a read filled it, now a write did), else a dead entry, else the next in turn.
+        // The same page again (a read filled it, now a write did), else a dead entry, else the next
+        // in turn.
         let same = ways.iter().position(|entry| entry.page == new.page && entry.tag == new.tag);
         let way = same.or_else(|| ways.iter().position(|entry| !is_live(entry, era))).unwrap_or_else(|| {
             let way = usize::from(self.next_way[set]) % self.ways;
@@ -254,7 +264,8 @@ impl Array {
     }
 
     fn drop_range(&mut self, range: GfnRange) -> u64 {
-        // Slots, and the parts of them that CPUs work in, are far apart: most ranges miss all entries or hit all.
+        // Slots, and the parts of them that CPUs work in, are far apart: most ranges miss all
+        // entries or hit all.
         if self.nr_live == 0 || range.is_empty() || !range.overlaps(self.span) {
             return 0;
         }
@@ -305,7 +316,8 @@ pub struct Tlb {
 }
 
 impl Tlb {
-    /// An empty TLB. Numbers of sets are rounded up to powers of two, and no number is less than one.
+    /// An empty TLB. Numbers of sets are rounded up to powers of two, and no number is less than
+    /// one.
     pub fn new(geometry: Geometry) -> Tlb {
         Tlb {
             arrays: [
@@ -324,13 +336,15 @@ impl Tlb {
         self.lookup(context, address, Rights::NONE)
     }
 
-    /// The host-physical address behind `address` for a write: found only if the entry allows writes.
+    /// The host-physical address behind `address` for a write: found only if the entry allows
+    /// writes.
     #[inline]
     pub fn lookup_write(&mut self, context: Context, address: u64) -> Option<Hpa> {
         self.lookup(context, address, Rights::WRITE)
     }
 
-    /// The host-physical address behind `address` for an access that needs rights: found only if the entry has them all.
+    /// The host-physical address behind `address` for an access that needs rights: found only if
+    /// the entry has them all.
     #[inline]
     pub fn lookup(&mut self, context: Context, address: u64, needed: Rights) -> Option<Hpa> {
         for array in &self.arrays {
@@ -349,8 +363,9 @@ impl Tlb {
         None
     }
 
-    /// Keeps the translation of the page of `size` around `address`: `gpa` and `hpa` are what `address` itself translates
-    /// to in the two stages. (A CPU without a second stage does not know `gpa`, and drops nothing by ranges.)
+    /// Keeps the translation of the page of `size` around `address`: `gpa` and `hpa` are what
+    /// `address` itself translates to in the two stages. (A CPU without a second stage does not
+    /// know `gpa`, and drops nothing by ranges.)
     pub fn fill(
         &mut self,
         context: Context,
@@ -373,7 +388,8 @@ impl Tlb {
         });
     }
 
-    /// The size of another translation in `context` that the TLB has for a part of the page of `size` around `address`.
+    /// The size of another translation in `context` that the TLB has for a part of the page of
+    /// `size` around `address`.
     pub fn other_size(&self, context: Context, address: u64, size: PageSize) -> Option<PageSize> {
         let sizes = [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G];
         let has_other = |array: &Array, other: PageSize| match other {
@@ -384,7 +400,8 @@ impl Tlb {
         self.arrays.iter().zip(sizes).find(|&(array, other)| has_other(array, other)).map(|(_, other)| other)
     }
 
-    /// Drops the translations, in all contexts, of pages that have a part in `range`. Returns their number.
+    /// Drops the translations, in all contexts, of pages that have a part in `range`. Returns their
+    /// number.
     pub fn drop_range(&mut self, range: GfnRange) -> u64 {
         self.arrays.iter_mut().map(|array| array.drop_range(range)).sum()
     }

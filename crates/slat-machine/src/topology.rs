@@ -1,8 +1,8 @@
-//! What the machine that this runs on has: CPUs, memory, names. Experiments pin their threads by it, refuse what does not
-//! fit, and put it beside their figures, which mean nothing without it.
+//! What the machine that this runs on has: CPUs, memory, names. Experiments pin their threads by
+//! it, refuse what does not fit, and put it beside their figures, which mean nothing without it.
 //!
-//! Everything is read from the kernel when it is asked for; nothing is cached, since CPUs and memory come and go. What
-//! the kernel does not tell is `None` or "unknown", never a guess.
+//! Everything is read from the kernel when it is asked for; nothing is cached, since CPUs and
+//! memory come and go. What the kernel does not tell is `None` or "unknown", never a guess.
 
 #![expect(unsafe_code, reason = "the affinity system calls")]
 
@@ -13,7 +13,8 @@ use std::path::Path;
 
 use thiserror::Error;
 
-/// CPUs that an affinity mask can name here, more than any kernel is built for (`NR_CPUS` is at most 8192).
+/// CPUs that an affinity mask can name here, more than any kernel is built for (`NR_CPUS` is at
+/// most 8192).
 const MAX_CPUS: usize = 8192;
 const MASK_WORDS: usize = MAX_CPUS / 64;
 
@@ -100,8 +101,8 @@ pub fn total_memory_bytes() -> Option<u64> {
     meminfo_bytes("MemTotal")
 }
 
-/// Memory that can be had without swapping, in bytes: the kernel's estimate for the machine, or what the control group
-/// of this process still allows, if that is less.
+/// Memory that can be had without swapping, in bytes: the kernel's estimate for the machine, or
+/// what the control group of this process still allows, if that is less.
 pub fn available_memory_bytes() -> Option<u64> {
     let machine = meminfo_bytes("MemAvailable");
     match (machine, cgroup_available_bytes()) {
@@ -116,8 +117,9 @@ pub(crate) fn resident_memory_bytes() -> Option<u64> {
     field(&text, "VmRSS").map(|kib| kib << 10)
 }
 
-/// What the memory control groups of this process allow beyond what they use (Documentation/admin-guide/cgroup-v2.rst,
-/// cgroup-v1/memory.rst). The groups above count as well, down from the root.
+/// What the memory control groups of this process allow beyond what they use
+/// (Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst). The groups above count as well,
+/// down from the root.
 fn cgroup_available_bytes() -> Option<u64> {
     let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
     groups

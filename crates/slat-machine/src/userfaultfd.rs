@@ -1,26 +1,32 @@
-//! userfaultfd(2) for guest memory: the kernel stops whoever touches a page that is not there, and tells a reader of the
-//! descriptor, who brings the page and wakes the one who waits. It is what hypervisors do demand paging with today, and what
-//! demand paging by exits is measured against; and both go together.
+//! userfaultfd(2) for guest memory: the kernel stops whoever touches a page that is not there, and
+//! tells a reader of the descriptor, who brings the page and wakes the one who waits. It is what
+//! hypervisors do demand paging with today, and what demand paging by exits is measured against;
+//! and both go together.
 //!
 //! # Two kinds of faults
-//! - *Missing*: the page has no contents. [`Userfaultfd::copy`] brings them, whole pages at a time; of two who copy the same
-//!   page, the kernel takes the first ([`Filled::AlreadyThere`]). For all memory.
-//! - *Minor*: the page is in the memory's file, and not in this mapping. [`Userfaultfd::map_cached`] maps what the file has;
-//!   its contents were written through another mapping ([`Alias`](crate::memory::Alias)). Only for memory that is shared. The
-//!   kernel does not know who has written what: who writes to the alias claims the page first, or may overwrite what a guest
-//!   has written since.
+//! - *Missing*: the page has no contents. [`Userfaultfd::copy`] brings them, whole pages at a time;
+//!   of two who copy the same page, the kernel takes the first ([`Filled::AlreadyThere`]). For all
+//!   memory.
+//! - *Minor*: the page is in the memory's file, and not in this mapping.
+//!   [`Userfaultfd::map_cached`] maps what the file has; its contents were written through another
+//!   mapping ([`Alias`](crate::memory::Alias)). Only for memory that is shared. The kernel does not
+//!   know who has written what: who writes to the alias claims the page first, or may overwrite
+//!   what a guest has written since.
 //!
 //! # Protocol
 //! - A range is registered before guests run. What was touched already does not fault.
-//! - Each thread that faults makes a message, also two on the same page, and one message is read by one reader. To wake is
-//!   to let all go who wait for a page at that moment; they try again, and who still finds nothing makes a new message. So
-//!   nobody is woken too early for good, and who waits although the page is there, because it was filled with
-//!   [`Wake::Nobody`], needs a [`wake`](Userfaultfd::wake).
-//! - Every wait has a way out. A descriptor ends in one of two ways: [`unregister`](Userfaultfd::unregister), when all pages
-//!   are there that anybody will ask for; or [`abandon`](Userfaultfd::abandon), which first marks the memory as lost and then
-//!   lets everybody in. Who gets in so finds zeros, or what the file had; but the machine reads the mark after each touch
-//!   and takes the page for gone ([`Backing::is_lost`]). Dropping a descriptor that was not unregistered abandons it, and
-//!   so do [`Readers`] whose handler failed or panicked, or that were dropped and not stopped.
+//! - Each thread that faults makes a message, also two on the same page, and one message is read by
+//!   one reader. To wake is to let all go who wait for a page at that moment; they try again, and
+//!   who still finds nothing makes a new message. So nobody is woken too early for good, and who
+//!   waits although the page is there, because it was filled with [`Wake::Nobody`], needs a
+//!   [`wake`](Userfaultfd::wake).
+//! - Every wait has a way out. A descriptor ends in one of two ways:
+//!   [`unregister`](Userfaultfd::unregister), when all pages are there that anybody will ask for;
+//!   or [`abandon`](Userfaultfd::abandon), which first marks the memory as lost and then lets
+//!   everybody in. Who gets in so finds zeros, or what the file had; but the machine reads the mark
+//!   after each touch and takes the page for gone ([`Backing::is_lost`]). Dropping a descriptor
+//!   that was not unregistered abandons it, and so do [`Readers`] whose handler failed or panicked,
+//!   or that were dropped and not stopped.
 //! - Whoever answers faults must not touch the registered mapping: it would wait for itself.
 //!
 //! A descriptor has no lock of ours, so any number of threads may use it at once.
@@ -50,8 +56,9 @@ pub use readers::{ReaderError, Readers};
 pub enum Mode {
     /// Of pages without contents, which [`Userfaultfd::copy`] brings.
     Missing,
-    /// Of pages that are in the file and not in the mapping, which [`Userfaultfd::map_cached`] maps. Those that are not in the
-    /// file either are reported too, as [`Cause::Missing`]: the kernel would else put zeros there and say nothing.
+    /// Of pages that are in the file and not in the mapping, which [`Userfaultfd::map_cached`]
+    /// maps. Those that are not in the file either are reported too, as [`Cause::Missing`]: the
+    /// kernel would else put zeros there and say nothing.
     Minor,
 }
 
@@ -60,8 +67,8 @@ pub enum Mode {
 pub enum Wake {
     /// All threads that wait for the page.
     Waiters,
-    /// No thread (`DONTWAKE`): where it is known that nobody waits in the kernel, as with a vCPU that has left by an exit, it
-    /// spares the kernel the look.
+    /// No thread (`DONTWAKE`): where it is known that nobody waits in the kernel, as with a vCPU
+    /// that has left by an exit, it spares the kernel the look.
     Nobody,
 }
 
@@ -71,10 +78,11 @@ pub enum Wake {
 pub enum Filled {
     /// They are there.
     Done,
-    /// The first of them was there already, and was left as it is; those behind it were not looked at. With
-    /// [`Wake::Waiters`] whoever waits for the first is woken all the same.
+    /// The first of them was there already, and was left as it is; those behind it were not looked
+    /// at. With [`Wake::Waiters`] whoever waits for the first is woken all the same.
     AlreadyThere,
-    /// The kernel stopped, for a reason that may pass. To be called again for what is left: it says then if there is more to it.
+    /// The kernel stopped, for a reason that may pass. To be called again for what is left: it says
+    /// then if there is more to it.
     TryAgain {
         /// How much was filled from the beginning, in bytes; whole pages, and 0 if none.
         filled_bytes: u64,
@@ -163,8 +171,8 @@ impl Userfaultfd {
                 _ => UserfaultfdError::System { call: "userfaultfd", source },
             })
         };
-        // Features that the kernel has not are refused, and a descriptor can be asked only once: so one is asked for all, and
-        // another told what is wanted of these.
+        // Features that the kernel has not are refused, and a descriptor can be asked only once: so
+        // one is asked for all, and another told what is wanted of these.
         let features = sys::handshake(open()?.fd.as_fd(), 0).map_err(UserfaultfdError::system("UFFDIO_API"))?;
         let wanted = sys::FEATURE_MISSING_SHMEM | sys::FEATURE_MISSING_HUGETLBFS | sys::FEATURE_MINOR_SHMEM;
         let sys::Opened { fd, handles_kernel_faults } = open()?;
@@ -172,21 +180,23 @@ impl Userfaultfd {
         Ok(Userfaultfd { fd, handles_kernel_faults, features, registered: Vec::new(), ended: AtomicBool::new(false) })
     }
 
-    /// Whether faults are reported that the kernel has on behalf of a program, as in read(2) into the memory. Otherwise this
-    /// user may have only those of user mode, and such a call fails with EFAULT where a page is not there.
+    /// Whether faults are reported that the kernel has on behalf of a program, as in read(2) into
+    /// the memory. Otherwise this user may have only those of user mode, and such a call fails with
+    /// EFAULT where a page is not there.
     pub fn handles_kernel_faults(&self) -> bool {
         self.handles_kernel_faults
     }
 
-    /// Has faults on the part `bytes` of `memory` reported from now on. The memory is kept mapped for as long as the descriptor
-    /// lives, and gets no transparent huge pages from now on: one of these would bring 511 pages that nobody sent.
+    /// Has faults on the part `bytes` of `memory` reported from now on. The memory is kept mapped
+    /// for as long as the descriptor lives, and gets no transparent huge pages from now on: one of
+    /// these would bring 511 pages that nobody sent.
     ///
-    /// Only pages that are not there fault: they never were touched, or were taken away by [`Backing::discard`], or for
-    /// [`Mode::Minor`] by [`Backing::unmap_pages`].
+    /// Only pages that are not there fault: they never were touched, or were taken away by
+    /// [`Backing::discard`], or for [`Mode::Minor`] by [`Backing::unmap_pages`].
     ///
     /// # Errors
-    /// `MovablePages`, `MinorNeedsShared`, `Empty`, `Unaligned`, `OutOfRange`, `MemoryLost`, `MissingFeature`, `MissingIoctl`,
-    /// `AlreadyRegistered` and `System`.
+    /// `MovablePages`, `MinorNeedsShared`, `Empty`, `Unaligned`, `OutOfRange`, `MemoryLost`,
+    /// `MissingFeature`, `MissingIoctl`, `AlreadyRegistered` and `System`.
     pub fn register(&mut self, memory: &Backing, bytes: Range<u64>, mode: Mode) -> Result<(), UserfaultfdError> {
         let kind = memory.kind();
         if memory.pages().is_some() {
@@ -220,8 +230,8 @@ impl Userfaultfd {
             Mode::Minor => (sys::MODE_MISSING | sys::MODE_MINOR, (sys::NR_CONTINUE, "UFFDIO_CONTINUE")),
         };
         let start = address(memory, offset_bytes);
-        // SAFETY: the range lies in a mapping of guest memory, which is accessed atomically or by machine instructions, may
-        // change at any time, and is kept mapped by `registered`.
+        // SAFETY: the range lies in a mapping of guest memory, which is accessed atomically or by
+        // machine instructions, may change at any time, and is kept mapped by `registered`.
         let ioctls =
             unsafe { sys::register(self.fd.as_fd(), start, len_bytes, kernel_mode) }.map_err(|source| match source
                 .raw_os_error()
@@ -243,13 +253,16 @@ impl Userfaultfd {
         Ok(())
     }
 
-    /// The orderly end: no fault is reported any more, and all threads that wait go on. Pages that nobody has filled are zeros
-    /// from now on, or what their file has. Does nothing after another end.
+    /// The orderly end: no fault is reported any more, and all threads that wait go on. Pages that
+    /// nobody has filled are zeros from now on, or what their file has. Does nothing after another
+    /// end.
     ///
     /// # Errors
-    /// `System`: a part may still be registered; [`abandon`](Userfaultfd::abandon) or a drop ends that.
+    /// `System`: a part may still be registered; [`abandon`](Userfaultfd::abandon) or a drop ends
+    /// that.
     pub fn unregister(&self) -> Result<(), UserfaultfdError> {
-        // First, so that somebody who fills pages meanwhile, and takes the end for a failure, does not declare the memory lost.
+        // First, so that somebody who fills pages meanwhile, and takes the end for a failure, does
+        // not declare the memory lost.
         if self.ended.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
@@ -259,18 +272,20 @@ impl Userfaultfd {
         })
     }
 
-    /// The end when pages are missing that will not come: the memory is [lost](Backing::is_lost) from now on, all of it, and all
-    /// threads that wait go on and find that out. May be called at any time by anybody, also more than once. Does nothing
-    /// after another end.
+    /// The end when pages are missing that will not come: the memory is [lost](Backing::is_lost)
+    /// from now on, all of it, and all threads that wait go on and find that out. May be called at
+    /// any time by anybody, also more than once. Does nothing after another end.
     pub fn abandon(&self) {
         if self.ended.load(Ordering::Acquire) {
             return;
         }
-        // Before anybody is let in, and all memories before the first range: see `Mapping::is_lost`.
+        // Before anybody is let in, and all memories before the first range: see
+        // `Mapping::is_lost`.
         for registered in &self.registered {
             registered.memory.set_lost(true);
         }
-        // The kernel may lack the memory to split its own records. The next call, or the close, tries again.
+        // The kernel may lack the memory to split its own records. The next call, or the close,
+        // tries again.
         if self.let_all_in().is_ok() {
             self.ended.store(true, Ordering::Release);
         }
@@ -281,18 +296,19 @@ impl Userfaultfd {
         for registered in &self.registered {
             let (start, len_bytes) = (registered.start(), registered.len_bytes());
             let unregistered = sys::unregister(self.fd.as_fd(), start, len_bytes);
-            // The kernel itself wakes nobody where only minor faults are registered (6.18), and promises nothing for the rest.
+            // The kernel itself wakes nobody where only minor faults are registered (6.18), and
+            // promises nothing for the rest.
             result = result.and(unregistered.and_then(|()| sys::wake(self.fd.as_fd(), start, len_bytes)));
         }
         result
     }
 
-    /// Brings contents: the pages from `offset_bytes` on get `bytes`, those of them that are not there. Whole pages; guests
-    /// see all of a page or nothing.
+    /// Brings contents: the pages from `offset_bytes` on get `bytes`, those of them that are not
+    /// there. Whole pages; guests see all of a page or nothing.
     ///
     /// # Errors
-    /// `Empty`, `Unaligned`, `OutOfRange`, `NotRegistered` (also after the end of the descriptor) and `System`, as when the
-    /// kernel has no memory for the page.
+    /// `Empty`, `Unaligned`, `OutOfRange`, `NotRegistered` (also after the end of the descriptor)
+    /// and `System`, as when the kernel has no memory for the page.
     pub fn copy(
         &self,
         memory: &Backing,
@@ -307,8 +323,8 @@ impl Userfaultfd {
         self.filled("UFFDIO_COPY", result, memory, offset_bytes, len_bytes, wake)
     }
 
-    /// Maps what the file has: the pages `bytes` of `memory`, which was registered with [`Mode::Minor`] and has them in its
-    /// file.
+    /// Maps what the file has: the pages `bytes` of `memory`, which was registered with
+    /// [`Mode::Minor`] and has them in its file.
     ///
     /// # Errors
     /// As for [`copy`](Userfaultfd::copy), and `NotCached`: the first page is not in the file.
@@ -354,7 +370,8 @@ impl Userfaultfd {
         }
     }
 
-    /// Lets all threads go that wait for pages in `bytes` of `memory`. Those that still find nothing make new messages.
+    /// Lets all threads go that wait for pages in `bytes` of `memory`. Those that still find
+    /// nothing make new messages.
     ///
     /// # Errors
     /// `Empty`, `Unaligned`, `OutOfRange`, `NotRegistered` and `System`.
@@ -401,8 +418,8 @@ impl Userfaultfd {
                 && registered.bytes.start <= offset_bytes
                 && offset_bytes + len_bytes <= registered.bytes.end
         };
-        // Also after the end: guests may have zeros there, which must not become something else. The kernel says so too, but
-        // not if another descriptor has the memory by now.
+        // Also after the end: guests may have zeros there, which must not become something else.
+        // The kernel says so too, but not if another descriptor has the memory by now.
         if !self.registered.iter().any(holds) || self.ended.load(Ordering::Acquire) {
             return Err(UserfaultfdError::NotRegistered { offset_bytes, len_bytes });
         }

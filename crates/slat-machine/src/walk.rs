@@ -1,28 +1,31 @@
 //! The page-table walkers of the software CPUs, written from the manuals.
 //!
-//! They share nothing with the engine's own code for the formats, not even a constant: they are the oracle for it. An
-//! entry that hardware would refuse is refused here.
+//! They share nothing with the engine's own code for the formats, not even a constant: they are the
+//! oracle for it. An entry that hardware would refuse is refused here.
 //!
 //! # The protocol
-//! - A walk belongs to a generation that was read before it began. It reads every entry by a checked load and sets every
-//!   accessed or dirty bit by a checked compare-and-exchange against the value that it walked with
-//!   (see [`commit`](crate::commit)). So it never reads a table that was freed after a flush, and never marks an entry
-//!   that has meanwhile become something else.
-//! - The bits are set only when the whole walk has succeeded, from the root down, as the manuals allow (an entry's
-//!   accessed bit may be set early, but need not).
-//! - A CPU with page-modification logging writes a page into its log before it sets the dirty bit of the page's leaf, by an
-//!   exchange that is checked against a generation read before; see [`modification_log`](crate::modification_log).
-//! - A walk that lost a race, against a flush or for an entry, ends with [`Stop::Restart`]; the CPU does the access
-//!   again from its beginning.
+//! - A walk belongs to a generation that was read before it began. It reads every entry by a
+//!   checked load and sets every accessed or dirty bit by a checked compare-and-exchange against
+//!   the value that it walked with (see [`commit`](crate::commit)). So it never reads a table that
+//!   was freed after a flush, and never marks an entry that has meanwhile become something else.
+//! - The bits are set only when the whole walk has succeeded, from the root down, as the manuals
+//!   allow (an entry's accessed bit may be set early, but need not).
+//! - A CPU with page-modification logging writes a page into its log before it sets the dirty bit
+//!   of the page's leaf, by an exchange that is checked against a generation read before; see
+//!   [`modification_log`](crate::modification_log).
+//! - A walk that lost a race, against a flush or for an entry, ends with [`Stop::Restart`]; the CPU
+//!   does the access again from its beginning.
 //!
-//! Sources: Intel SDM vol. 3C, chapter "VMX support for address translation", sections "EPT translation mechanism",
-//! "EPT-induced VM exits" and "Accessed and dirty flags for EPT"; AMD APM vol. 2, 5.3 (long-mode translation) and 15.25
-//! (nested paging); Intel SDM vol. 3A, chapter "Paging"; Arm ARM, chapter "The AArch64 Virtual Memory System
-//! Architecture"; RISC-V Privileged Architecture, "Hypervisor Extension".
+//! Sources: Intel SDM vol. 3C, chapter "VMX support for address translation", sections "EPT
+//! translation mechanism", "EPT-induced VM exits" and "Accessed and dirty flags for EPT"; AMD APM
+//! vol. 2, 5.3 (long-mode translation) and 15.25 (nested paging); Intel SDM vol. 3A, chapter
+//! "Paging"; Arm ARM, chapter "The AArch64 Virtual Memory System Architecture"; RISC-V Privileged
+//! Architecture, "Hypervisor Extension".
 //!
-//! The guest's own tables, the first stage, are x86's long-mode tables under every second stage ([`guest`]): the machine is
-//! there for the second. What the formats' own guests would do otherwise is said at each. Without a second stage there is
-//! one dimension, that of the tables which the hypervisor keeps in place of the guest's ([`shadow`]).
+//! The guest's own tables, the first stage, are x86's long-mode tables under every second stage
+//! ([`guest`]): the machine is there for the second. What the formats' own guests would do
+//! otherwise is said at each. Without a second stage there is one dimension, that of the tables
+//! which the hypervisor keeps in place of the guest's ([`shadow`]).
 
 #![expect(unsafe_code, reason = "walkers read and write tables through raw pointers")]
 
@@ -56,8 +59,8 @@ use crate::numa::WalkCounter;
 use crate::phys;
 use crate::tlb::Writes;
 
-/// What is told of each entry of a second-stage table that a walk reads. A type and not an option: where nothing is to be
-/// counted, the walk has no trace of it.
+/// What is told of each entry of a second-stage table that a walk reads. A type and not an option:
+/// where nothing is to be counted, the walk has no trace of it.
 pub trait CountReads: Copy {
     /// An entry of `table`, whose entries have `level`, was read.
     fn count(self, table: Hpa, level: u8);
@@ -94,27 +97,30 @@ pub struct Walker<'a, C = ()> {
 
 /// A format of second-stage tables, as hardware walks it.
 pub trait HardwareFormat: slat::Format {
-    /// Bits of a guest-physical address that the tables translate. A guest with paging has a MAXPHYADDR of as many.
+    /// Bits of a guest-physical address that the tables translate. A guest with paging has a
+    /// MAXPHYADDR of as many.
     const GUEST_PHYSICAL_BITS: u32;
 
-    /// Bits of a guest PML4 entry that are reserved on the vendor's processors besides those of the manual's common part.
+    /// Bits of a guest PML4 entry that are reserved on the vendor's processors besides those of the
+    /// manual's common part.
     const GUEST_PML4E_RESERVED: u64;
 
-    /// Whether the vendor's processors have page-modification logging. (The engine's format may know it as well; this is
-    /// what hardware says.)
+    /// Whether the vendor's processors have page-modification logging. (The engine's format may
+    /// know it as well; this is what hardware says.)
     const LOGS_MODIFICATIONS: bool;
 
-    /// Whether the vendor's processors may refuse an access of which the TLB has translations of two sizes (Arm: a TLB
-    /// conflict abort). The machine's then always do. Others use either.
+    /// Whether the vendor's processors may refuse an access of which the TLB has translations of
+    /// two sizes (Arm: a TLB conflict abort). The machine's then always do. Others use either.
     const HAS_TLB_CONFLICTS: bool;
 
-    /// Whether the processors may go on to answer the access with `fault`, which a walk has given, until a flush of the page.
-    /// The machine's then always do.
+    /// Whether the processors may go on to answer the access with `fault`, which a walk has given,
+    /// until a flush of the page. The machine's then always do.
     fn keeps(_fault: Fault) -> bool {
         false
     }
 
-    /// Translates `gpa` through the tables under the walker's root and sets accessed and dirty bits.
+    /// Translates `gpa` through the tables under the walker's root and sets accessed and dirty
+    /// bits.
     ///
     /// # Errors
     /// [`Stop`]: why there is no translation.
@@ -126,8 +132,9 @@ pub trait HardwareFormat: slat::Format {
 pub enum Purpose {
     /// The guest's own access to data or code.
     Data,
-    /// The processor's access to a guest page-table entry. Counts as a write whatever it does (AMD APM vol. 2, 15.25.5;
-    /// Intel SDM vol. 3C, "Accessed and dirty flags for EPT", which are enabled here).
+    /// The processor's access to a guest page-table entry. Counts as a write whatever it does (AMD
+    /// APM vol. 2, 15.25.5; Intel SDM vol. 3C, "Accessed and dirty flags for EPT", which are
+    /// enabled here).
     GuestTable,
 }
 
@@ -148,13 +155,15 @@ pub struct Mapping {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
 pub enum Stop {
-    /// A flush has begun, or an entry changed while its accessed or dirty bit was about to be set: start the access over.
+    /// A flush has begun, or an entry changed while its accessed or dirty bit was about to be set:
+    /// start the access over.
     #[error("the translation changed during the walk")]
     Restart,
     /// The hypervisor must act.
     #[error("second-stage fault: {0}")]
     Fault(Fault),
-    /// An accessed or dirty bit is to be set, and the page-modification log is full: an exit. The bit is not set.
+    /// An accessed or dirty bit is to be set, and the page-modification log is full: an exit. The
+    /// bit is not set.
     #[error(transparent)]
     LogFull(#[from] LogFull),
     /// An entry has bits set that the format reserves: the tables are broken.
@@ -184,8 +193,9 @@ pub struct Fault {
     pub gpa: Gpa,
     /// The access as hardware counts it: [`Access::Write`] for guest page tables.
     pub access: Access,
-    /// EPT: the exit qualification. NPT: EXITINFO1, the error code. Stage 2: the bits of ESR_EL2 that are the
-    /// translation's: EC, S1PTW, WnR, and DFSC or IFSC. G-stage: scause, and htinst in the upper half.
+    /// EPT: the exit qualification. NPT: EXITINFO1, the error code. Stage 2: the bits of ESR_EL2
+    /// that are the translation's: EC, S1PTW, WnR, and DFSC or IFSC. G-stage: scause, and htinst in
+    /// the upper half.
     pub code: u64,
 }
 
@@ -218,14 +228,15 @@ impl Used {
             return Ok(None);
         };
         let at = table.wrapping_add(index as usize);
-        // SAFETY: the address came from the root or from an entry that was read while the generation was current; a table
-        // is freed only after a flush, so as long as it is current there is a table at `table`, and `index` is in it.
-        // Tables are aligned to their size.
+        // SAFETY: the address came from the root or from an entry that was read while the
+        // generation was current; a table is freed only after a flush, so as long as it is current
+        // there is a table at `table`, and `index` is in it. Tables are aligned to their size.
         let entry = unsafe { walker.port.load_u64(walker.generation, at)? };
         Ok(Some(Used { at, entry }))
     }
 
-    /// Reads entry `index` of the second-stage table at `table`, of `level`; `None` if there is no memory.
+    /// Reads entry `index` of the second-stage table at `table`, of `level`; `None` if there is no
+    /// memory.
     #[inline]
     fn read_second_stage<C: CountReads>(
         walker: Walker<'_, C>,
@@ -267,8 +278,8 @@ fn shift(level: u8) -> u32 {
     12 + 9 * (u32::from(level) - 1)
 }
 
-/// The bits of a page's address in an entry of x86's, `page_bits` (log2 of the page's size) and up to bit 51, hence to the
-/// MAXPHYADDR of this machine.
+/// The bits of a page's address in an entry of x86's, `page_bits` (log2 of the page's size) and up
+/// to bit 51, hence to the MAXPHYADDR of this machine.
 #[inline]
 const fn address_mask(page_bits: u32) -> u64 {
     ((1 << 52) - 1) & !((1 << page_bits) - 1)
@@ -284,7 +295,8 @@ fn page_size(level: u8) -> PageSize {
     }
 }
 
-/// The translation itself: the address `page` from the leaf, the offset from the guest-physical address.
+/// The translation itself: the address `page` from the leaf, the offset from the guest-physical
+/// address.
 #[inline]
 fn mapping(gpa: Gpa, page: u64, level: u8, writes: Writes) -> Result<Mapping, Stop> {
     let hpa = Hpa(page | (gpa.0 & ((1 << shift(level)) - 1)));

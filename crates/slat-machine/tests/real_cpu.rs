@@ -1,23 +1,29 @@
 //! The engine's nested page tables, and the software machine's walker of them, against a real CPU.
 //!
-//! Why: engine and walker are written by the same hands from the same manuals, and may share a misunderstanding. AMD's
-//! nested page tables are long-mode tables, and nested accesses are user accesses; so a processor in long mode at CPL 3
-//! can run on the engine's tables as they are, and its page faults are the nested ones. `/dev/kvm` lends such a
-//! processor. What it does (completes or faults, with which error code; which frame it reaches; which accessed and
-//! dirty bits it sets) must be what the walker says at the same moment, access by access: `world.rs` compares.
+//! Why: engine and walker are written by the same hands from the same manuals, and may share a
+//! misunderstanding. AMD's nested page tables are long-mode tables, and nested accesses are user
+//! accesses; so a processor in long mode at CPL 3 can run on the engine's tables as they are, and
+//! its page faults are the nested ones. `/dev/kvm` lends such a processor. What it does (completes
+//! or faults, with which error code; which frame it reaches; which accessed and dirty bits it sets)
+//! must be what the walker says at the same moment, access by access: `world.rs` compares.
 //!
-//! Where the processor has nested paging itself, it walks the engine's tables. Where KVM shadows them (in a nested
-//! virtual machine without it), KVM's walker finds the translations and sets accessed and dirty bits, and the processor
-//! keeps to the rights of the shadow: still an oracle that other hands wrote, but less of one.
+//! Where the processor has nested paging itself, it walks the engine's tables. Where KVM shadows
+//! them (in a nested virtual machine without it), KVM's walker finds the translations and sets
+//! accessed and dirty bits, and the processor keeps to the rights of the shadow: still an oracle
+//! that other hands wrote, but less of one.
 //!
-//! Where there is no KVM that can do this, the tests say "skipped" with the reason, and pass: `--nocapture` shows it.
+//! Where there is no KVM that can do this, the tests say "skipped" with the reason, and pass:
+//! `--nocapture` shows it.
 //!
 //! What is not tested here:
-//! - faults of a guest's own tables, and the upper half of the error code, which only nested paging has;
-//! - accesses during an operation of the engine: the one CPU is run by the thread that calls the engine;
-//! - linear addresses of PML4 entry 256, the first of the upper half: KVM's PVM faults there whatever the tables say;
-//! - address bits beyond the processor's own, which may be fewer than the 52 of the software machine; bit 8 of a PML4
-//!   entry, which is reserved on AMD's processors only.
+//! - faults of a guest's own tables, and the upper half of the error code, which only nested paging
+//!   has;
+//! - accesses during an operation of the engine: the one CPU is run by the thread that calls the
+//!   engine;
+//! - linear addresses of PML4 entry 256, the first of the upper half: KVM's PVM faults there
+//!   whatever the tables say;
+//! - address bits beyond the processor's own, which may be fewer than the 52 of the software
+//!   machine; bit 8 of a PML4 entry, which is reserved on AMD's processors only.
 
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
 #![allow(missing_docs)]
@@ -57,7 +63,8 @@ const ID: u64 = 1 << 4;
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
-/// First addresses of the PML4 entries that the tests use, in both halves. Not that of the system pages.
+/// First addresses of the PML4 entries that the tests use, in both halves. Not that of the system
+/// pages.
 const AREAS: [u64; 5] = [0, 1 << 39, 0x7f << 39, 0x181 << 39, 0x1ff << 39];
 
 /// Frames that may be used at once: small ones, pages of 2 MiB, a page of 1 GiB.
@@ -83,7 +90,8 @@ fn worlds() -> impl Iterator<Item = (World, PageSize)> {
     })
 }
 
-/// Frames for a slot of one page of `size`, or eight of 4 KiB, of which those in [`pages`] are filled.
+/// Frames for a slot of one page of `size`, or eight of 4 KiB, of which those in [`pages`] are
+/// filled.
 fn frames(world: &World, size: PageSize) -> Arc<Frames> {
     let (first, nr_pages) = match size {
         PageSize::Size4K => (SMALL, 8),
@@ -97,7 +105,8 @@ fn frames(world: &World, size: PageSize) -> Arc<Frames> {
     frames
 }
 
-/// Some pages of the frames: all would be too many. The first two, the last, and one of each 64 KiB or so.
+/// Some pages of the frames: all would be too many. The first two, the last, and one of each 64 KiB
+/// or so.
 fn pages(frames: &Frames) -> Vec<u64> {
     let stride = (frames.nr_pages / 64).max(1);
     let mut pages: Vec<u64> = (0..frames.nr_pages).step_by(stride as usize).chain([1, frames.nr_pages - 1]).collect();
@@ -205,7 +214,8 @@ fn a_page_that_is_write_protected_for_the_log() {
         world.access(gpa, Access::Write).unwrap();
         assert_eq!(world.lowest(gpa).level, size.level().0);
 
-        // A leaf that the CPU has cached as writable is protected, of whatever size; a write splits it.
+        // A leaf that the CPU has cached as writable is protected, of whatever size; a write splits
+        // it.
         world.change(0, Gpa(page), LOG);
         assert_eq!(world.attempt(gpa, Access::Write), Err(P | W | U));
         world.access(gpa, Access::Write).unwrap();
@@ -224,8 +234,8 @@ fn a_page_that_is_write_protected_for_the_log() {
     }
 }
 
-/// Entries that the engine does not make: rights missing at one level, no-execute, reserved bits, A and D cleared. The
-/// walker claims to know what a processor makes of them.
+/// Entries that the engine does not make: rights missing at one level, no-execute, reserved bits, A
+/// and D cleared. The walker claims to know what a processor makes of them.
 #[test]
 fn entries_that_are_narrowed_or_broken() {
     for (mut world, size) in worlds() {

@@ -1,4 +1,5 @@
-//! Stands in for restartable sequences on platforms that the critical sections are not written for: cannot be made.
+//! Stands in for restartable sequences on platforms that the critical sections are not written for:
+//! cannot be made.
 
 use std::convert::Infallible;
 use std::sync::atomic::AtomicU64;

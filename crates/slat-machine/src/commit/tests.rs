@@ -1,5 +1,5 @@
-//! The flush rule under fire: CPU threads access a place through a shared "translation" while another thread switches
-//! the translation to a second place, flushes, and then owns the first one.
+//! The flush rule under fire: CPU threads access a place through a shared "translation" while
+//! another thread switches the translation to a second place, flushes, and then owns the first one.
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize};
@@ -25,8 +25,8 @@ enum Operation {
 
 const OPERATIONS: [Operation; 3] = [Operation::Load, Operation::Store, Operation::CompareExchange];
 
-/// `operation` until it answers something else than `interrupted`. A thread that loses its processor
-/// in the middle of a checked operation gets the answer that a flush would give it.
+/// `operation` until it answers something else than `interrupted`. A thread that loses its
+/// processor in the middle of a checked operation gets the answer that a flush would give it.
 pub(crate) fn uninterrupted<T, E: PartialEq>(interrupted: E, operation: impl Fn() -> Result<T, E>) -> Result<T, E> {
     let most = 1000;
     let done = (0..most).map(|_| operation()).find(|result| !matches!(result, Err(error) if *error == interrupted));
@@ -112,7 +112,8 @@ fn flip(domain: &Arc<FlushDomain>, operation: Operation, nr_threads: usize, goes
             for _ in 0..200 {
                 black_box(old.load(Ordering::Relaxed));
             }
-            // Now and then for a whole time slice, so that threads which were preempted come back and try.
+            // Now and then for a whole time slice, so that threads which were preempted come back
+            // and try.
             if flips.nr_flips % 16 == 0 {
                 std::thread::yield_now();
             }
@@ -131,7 +132,8 @@ fn flip(domain: &Arc<FlushDomain>, operation: Operation, nr_threads: usize, goes
 /// Returns how often the rule was broken in at most `nr_flips` flips among `nr_threads` CPUs.
 fn violations(domain: &Arc<FlushDomain>, operation: Operation, nr_threads: usize, nr_flips: usize) -> usize {
     let begin = Instant::now();
-    // With the waiting method and many CPUs, one flush may take as long as the time slices of all of them.
+    // With the waiting method and many CPUs, one flush may take as long as the time slices of all
+    // of them.
     let goes_on = |flips: &Flips| flips.nr_flips < nr_flips && begin.elapsed() <= BUDGET;
     flip(domain, operation, nr_threads, goes_on).nr_violations
 }
@@ -179,8 +181,9 @@ fn a_broken_flush_is_noticed() {
     for domain in domains() {
         let domain = Arc::new(domain.with_defect(Defect::NoBarrier));
         for operation in OPERATIONS {
-            // Usually among the first thousand that an operation runs beside. On a busy machine these may be far apart: they
-            // are counted, and the time ends it only where hardly any come.
+            // Usually among the first thousand that an operation runs beside. On a busy machine
+            // these may be far apart: they are counted, and the time ends it only where hardly any
+            // come.
             let begin = Instant::now();
             let goes_on = |flips: &Flips| {
                 let has_time = begin.elapsed() < Duration::from_secs(120);

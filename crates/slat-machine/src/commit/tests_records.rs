@@ -86,7 +86,8 @@ fn a_record_that_is_not_there_yet_is_everything() {
     assert_eq!(ranges(&port.flushed_since(before, after)), Some(&[page(3), page(1)][..]));
 }
 
-/// A flusher that sleeps in the midst of writing costs the flushes that fall into its slot their records, no more.
+/// A flusher that sleeps in the midst of writing costs the flushes that fall into its slot their
+/// records, no more.
 #[test]
 fn a_slot_has_one_writer_and_only_gets_newer() {
     let records = Records::new();
@@ -104,8 +105,9 @@ fn a_slot_has_one_writer_and_only_gets_newer() {
     assert_eq!(ranges(&records.between(ring + 4, ring + 5)), Some(&[page(5)][..]));
 }
 
-/// Writers of flushes that all fall into one slot, and readers of the newest: no record is ever mixed from two.
-/// (What breaks that is found at once where the threads run side by side, and by luck where they take turns.)
+/// Writers of flushes that all fall into one slot, and readers of the newest: no record is ever
+/// mixed from two. (What breaks that is found at once where the threads run side by side, and by
+/// luck where they take turns.)
 #[test]
 fn records_are_whole_or_missing() {
     const NR_FLUSHES: u64 = if cfg!(miri) { 300 } else { 2_000_000 };

@@ -1,7 +1,8 @@
-//! Faults that a CPU goes on to answer an access with until the page is flushed, and that flush where it is this CPU's alone.
+//! Faults that a CPU goes on to answer an access with until the page is flushed, and that flush
+//! where it is this CPU's alone.
 //!
-//! It is the machine's oracle for a missing [`Host::flush_local`](slat::Host::flush_local): without it, a guest of Arm's or
-//! RISC-V's formats faults on the same access for ever.
+//! It is the machine's oracle for a missing [`Host::flush_local`](slat::Host::flush_local): without
+//! it, a guest of Arm's or RISC-V's formats faults on the same access for ever.
 
 use std::cell::Cell;
 
@@ -46,8 +47,8 @@ thread_local! {
     static LOCAL_FLUSH: Cell<Option<Gpa>> = const { Cell::new(None) };
 }
 
-/// The CPU that the calling thread runs forgets the page at `gpa` before it goes on: for hosts, and whatever else handles
-/// its faults.
+/// The CPU that the calling thread runs forgets the page at `gpa` before it goes on: for hosts, and
+/// whatever else handles its faults.
 pub fn flush_local(gpa: Gpa) {
     LOCAL_FLUSH.set(Some(gpa));
 }

@@ -1,4 +1,5 @@
-//! The CPU over tables that a few lines of test build on demand: one flat mapping of 4 KiB pages in NPT format.
+//! The CPU over tables that a few lines of test build on demand: one flat mapping of 4 KiB pages in
+//! NPT format.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
@@ -10,7 +11,8 @@ use super::*;
 use crate::commit::{Defect, FlushDomain, FlushMethod};
 use crate::memory::{Backing, BackingKind};
 
-/// Guest memory and tables, shared by CPUs. The first 512 pages of guest-physical memory can be mapped.
+/// Guest memory and tables, shared by CPUs. The first 512 pages of guest-physical memory can be
+/// mapped.
 pub(super) struct Memory {
     pub(super) tables: [Table; 4],
     pub(super) pages: Vec<Table>,
@@ -143,11 +145,12 @@ pub(super) fn page(gfn: u64) -> GfnRange {
     GfnRange::new(Gfn(gfn), 1)
 }
 
-/// The first of four guest pages that [`cpu_with_paging`] maps one by one: at address 0 and on with paging on.
+/// The first of four guest pages that [`cpu_with_paging`] maps one by one: at address 0 and on with
+/// paging on.
 const FIRST_DATA: u64 = 4;
 
-/// A CPU whose guest reaches data page n of [`FIRST_DATA`] and on at the address that [`address`] tells. The guest's
-/// tables are in pages 0 to 3.
+/// A CPU whose guest reaches data page n of [`FIRST_DATA`] and on at the address that [`address`]
+/// tells. The guest's tables are in pages 0 to 3.
 fn cpu_with_paging(memory: &Arc<Memory>, domain: &Arc<FlushDomain>, paging: Paging) -> Cpu<Flat, Npt> {
     let mut cpu = cpu(memory, domain);
     if paging == Paging::TwoDimensional {
@@ -218,8 +221,8 @@ fn a_flush_of_a_small_page_drops_the_large_one_around_it() {
     for paging in PAGINGS {
         let memory = Memory::new(8);
         let domain = Arc::new(FlushDomain::new());
-        // Guest-physical 2 MiB to 6 MiB, in two large pages. With paging on, the guest maps them by large pages, too,
-        // the other way round.
+        // Guest-physical 2 MiB to 6 MiB, in two large pages. With paging on, the guest maps them by
+        // large pages, too, the other way round.
         for n in 0..2 {
             memory.tables[2].0[1 + n].store((large + ((n as u64) << 21)) | 0x87, Ordering::Relaxed);
         }
@@ -345,9 +348,9 @@ const OWNED: u64 = u64::MAX;
 /// The longest that one round of taking pages away goes on.
 const BUDGET: Duration = Duration::from_millis(500);
 
-/// CPUs write and read while two threads give each of their two guest pages one memory page and another in turn, flush,
-/// and put a mark on the one that was taken away; and a third flushes ranges that overlap theirs. Returns how often a
-/// mark was overwritten or seen.
+/// CPUs write and read while two threads give each of their two guest pages one memory page and
+/// another in turn, flush, and put a mark on the one that was taken away; and a third flushes
+/// ranges that overlap theirs. Returns how often a mark was overwritten or seen.
 fn violations(domain: FlushDomain, paging: Paging, nr_turns: u64) -> u64 {
     let domain = Arc::new(domain);
     let memory = Memory::new(8);
@@ -392,7 +395,8 @@ fn violations(domain: FlushDomain, paging: Paging, nr_turns: u64) -> u64 {
                     started.wait();
                     let begin = Instant::now();
                     for turn in 0..nr_turns {
-                        // With the waiting method, one flush may take as long as the time slices of all CPUs.
+                        // With the waiting method, one flush may take as long as the time slices of
+                        // all CPUs.
                         if begin.elapsed() > BUDGET {
                             break;
                         }
@@ -453,7 +457,8 @@ fn no_access_reaches_a_page_that_was_taken_away() {
 fn flushes_without_ranges_are_noticed() {
     for_each_way(|domain, paging| {
         let method = domain.method();
-        // Mostly in the first try; on a busy machine the CPUs may not run beside the flushes of a whole one.
+        // Mostly in the first try; on a busy machine the CPUs may not run beside the flushes of a
+        // whole one.
         let is_noticed = (0..10_000).any(|_| {
             let domain = FlushDomain::with_method(method).unwrap();
             violations(domain.with_defect(Defect::NoRanges), paging, 100) > 0

@@ -1,4 +1,5 @@
-//! A CPU of a format with break before make notices who does not keep to it; one of another format goes on.
+//! A CPU of a format with break before make notices who does not keep to it; one of another format
+//! goes on.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -1,4 +1,5 @@
-//! CPUs of Arm and RISC-V keep what they faulted on until it is flushed; the engine has it flushed at the end of each fault.
+//! CPUs of Arm and RISC-V keep what they faulted on until it is flushed; the engine has it flushed
+//! at the end of each fault.
 
 use std::sync::Arc;
 
@@ -13,7 +14,8 @@ use crate::memory::{Backing, BackingKind};
 
 const SIZE_BYTES: u64 = 2 << 20;
 
-/// The engine, whose host flushes no local CPU if the test says so; it gives up after a bounded number of faults.
+/// The engine, whose host flushes no local CPU if the test says so; it gives up after a bounded
+/// number of faults.
 struct Engine<F: Format> {
     vcpu: Vcpu<MachineHost, F>,
     flushes: bool,
@@ -69,7 +71,8 @@ impl<F: HardwareFormat> Machine<F> {
         self.vm.set_user_memory_region(region).unwrap();
     }
 
-    /// The machine, when the log has begun and both CPUs have read page 0. The second one has faulted on a write since.
+    /// The machine, when the log has begun and both CPUs have read page 0. The second one has
+    /// faulted on a write since.
     fn logging() -> Machine<F> {
         let mut machine = Machine::<F>::new(true);
         machine.cpus[0].write(Gva(0), 1).unwrap();

@@ -1,4 +1,5 @@
-//! CPUs that log what they make dirty: the exit on a full log, and harvests on threads beside CPUs that write.
+//! CPUs that log what they make dirty: the exit on a full log, and harvests on threads beside CPUs
+//! that write.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Barrier};
@@ -35,7 +36,8 @@ struct Marks([AtomicU64; NR_PAGES / 64]);
 
 impl Marks {
     fn mark(&self, written: &[Gpa]) {
-        // The dirty bits of these pages were set before; who has taken a mark that is found set here sees them.
+        // The dirty bits of these pages were set before; who has taken a mark that is found set
+        // here sees them.
         fence(Ordering::SeqCst);
         for gpa in written {
             let gfn = gpa.gfn().0;
@@ -160,9 +162,10 @@ fn a_cpu_exits_on_a_full_log_and_starts_over() {
     assert_eq!(world.harvest(), [9]);
 }
 
-/// CPUs write numbers that count up, each to a word of its own in every page. Beside them one thread harvests, copies what
-/// the harvest names, and compares: a write that was done when the harvest began must be in its copy. Another thread only
-/// drains, and loses its processor while it has pages in its hands.
+/// CPUs write numbers that count up, each to a word of its own in every page. Beside them one
+/// thread harvests, copies what the harvest names, and compares: a write that was done when the
+/// harvest began must be in its copy. Another thread only drains, and loses its processor while it
+/// has pages in its hands.
 fn run(domain: FlushDomain, nr_cpus: usize, budget: Duration) {
     let world = World::new(domain);
     let done: Vec<Vec<AtomicU64>> = (0..nr_cpus).map(|_| (0..NR_PAGES).map(|_| AtomicU64::new(0)).collect()).collect();

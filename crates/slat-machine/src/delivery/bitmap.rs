@@ -1,11 +1,13 @@
-//! The userfault bitmap in a memory file, so that a resolver in another process clears the bits that the engine reads.
+//! The userfault bitmap in a memory file, so that a resolver in another process clears the bits
+//! that the engine reads.
 //!
 //! # Protocol
-//! - One bit a page, 1 = not there yet. Who has filled a page clears its bit with release; who finds it clear with acquire
-//!   sees the whole page. This holds between processes as between threads: it is the same memory.
+//! - One bit a page, 1 = not there yet. Who has filled a page clears its bit with release; who
+//!   finds it clear with acquire sees the whole page. This holds between processes as between
+//!   threads: it is the same memory.
 //! - The file cannot change its size: with a shorter one the engine's next look would kill the VMM.
-//! - The other side may set and clear what it likes. A bit that it clears too early shows the guest a page that is not
-//!   filled, as any wrong content would; a bit that it sets makes the guest ask.
+//! - The other side may set and clear what it likes. A bit that it clears too early shows the guest
+//!   a page that is not filled, as any wrong content would; a bit that it sets makes the guest ask.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -51,7 +53,8 @@ pub enum BitmapError {
     },
 }
 
-/// One bit for each page, in shared memory. Bit n % 64 of word n / 64 is page n; 1 = the page is not there.
+/// One bit for each page, in shared memory. Bit n % 64 of word n / 64 is page n; 1 = the page is
+/// not there.
 #[derive(Debug)]
 pub struct SharedBitmap {
     file: OwnedFd,
@@ -116,14 +119,15 @@ impl SharedBitmap {
 
     /// Whether the page is not there yet. Pages beyond the end are never missing.
     pub fn is_set(&self, page: u64) -> bool {
-        // Acquire: whoever finds the bit clear reads the page next, and sees it as it was when the bit was cleared.
+        // Acquire: whoever finds the bit clear reads the page next, and sees it as it was when the
+        // bit was cleared.
         self.place(page).is_some_and(|(word, bit)| word.load(Ordering::Acquire) & bit != 0)
     }
 
     /// Says that the page is missing; whether it was not before.
     pub fn set(&self, page: u64) -> bool {
-        // Release: what the caller did to the page before (threw it away) comes before the bit. Acquire: it comes after the
-        // page as the one who cleared the bit left it.
+        // Release: what the caller did to the page before (threw it away) comes before the bit.
+        // Acquire: it comes after the page as the one who cleared the bit left it.
         self.place(page).is_some_and(|(word, bit)| word.fetch_or(bit, Ordering::AcqRel) & bit == 0)
     }
 

@@ -25,7 +25,8 @@ pub enum ConfigError {
         /// Entries of each ring.
         ring_entries: u32,
     },
-    /// The file of the guest's memory could be cut short by the other side, which would kill whoever touches the memory.
+    /// The file of the guest's memory could be cut short by the other side, which would kill
+    /// whoever touches the memory.
     #[error(
         "the file of the guest's memory cannot be sealed against shrinking; it has to be a memfd with MFD_ALLOW_SEALING"
     )]
@@ -33,7 +34,8 @@ pub enum ConfigError {
         /// What the kernel said.
         source: io::Error,
     },
-    /// The memory is not inside its file, or is larger than the bitmap, or starts or ends inside a page.
+    /// The memory is not inside its file, or is larger than the bitmap, or starts or ends inside a
+    /// page.
     #[error(
         "guest memory of {size_bytes} bytes at {offset_bytes:#x} of a file of {file_bytes} bytes, and a bitmap for {bitmap_bytes} \
          bytes"
@@ -124,8 +126,8 @@ pub enum HandshakeError {
         /// How many came.
         found: u32,
     },
-    /// The kernel passed on fewer descriptors than the other side sent: this process may open no more files. (Or a security
-    /// module has refused one, which looks the same.)
+    /// The kernel passed on fewer descriptors than the other side sent: this process may open no
+    /// more files. (Or a security module has refused one, which looks the same.)
     #[error(
         "only {found} of the {expected} descriptors of the handshake could be opened: this process has too many open files for \
          its RLIMIT_NOFILE of {limit}"
@@ -188,8 +190,8 @@ pub enum HandshakeError {
     },
 }
 
-/// What a vCPU gets instead of its page. But for `NotCleared` and `PageFailed`, which end a request, what was asked for stays
-/// known.
+/// What a vCPU gets instead of its page. But for `NotCleared` and `PageFailed`, which end a
+/// request, what was asked for stays known.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DeliveryError {

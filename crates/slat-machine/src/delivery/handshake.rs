@@ -2,15 +2,19 @@
 //!
 //! # Protocol
 //! 1. The resolver says *hello*: magic, version, how many threads it has.
-//! 2. The VMM answers *welcome*: the sizes of everything, the epoch, and a status, 0 or why it refuses. After it come the
-//!    descriptors (`SCM_RIGHTS`), as many as the welcome says, in messages of at most 128: the file of the rings, of the
-//!    bitmap, of the guest's memory if there is one to share, an eventfd for each resolver thread, one for each waiter.
-//! 3. The resolver looks at what came and says *ready* with the epoch and a code, 0 or why it refuses.
+//! 2. The VMM answers *welcome*: the sizes of everything, the epoch, and a status, 0 or why it
+//!    refuses. After it come the descriptors (`SCM_RIGHTS`), as many as the welcome says, in
+//!    messages of at most 128: the file of the rings, of the bitmap, of the guest's memory if there
+//!    is one to share, an eventfd for each resolver thread, one for each waiter.
+//! 3. The resolver looks at what came and says *ready* with the epoch and a code, 0 or why it
+//!    refuses.
 //!
-//! From then on nobody writes to the socket. It is there to be closed: its end is the other side's death.
+//! From then on nobody writes to the socket. It is there to be closed: its end is the other side's
+//! death.
 //!
-//! All numbers are in the machine's own order and go through a socket that cannot leave the machine. Each side reads messages
-//! of fixed sizes until a deadline, whatever the other side sends, and however slowly.
+//! All numbers are in the machine's own order and go through a socket that cannot leave the
+//! machine. Each side reads messages of fixed sizes until a deadline, whatever the other side
+//! sends, and however slowly.
 
 #![expect(unsafe_code, reason = "descriptors travel in control messages, which are raw memory")]
 
@@ -222,7 +226,8 @@ pub(super) fn receive_ready(mut stream: &UnixStream, epoch: u64, deadline: Deadl
     }
 }
 
-/// A control message with room for [`CHUNK`] descriptors: words, because headers have to be aligned.
+/// A control message with room for [`CHUNK`] descriptors: words, because headers have to be
+/// aligned.
 type Control = [u64; 80];
 
 /// Bytes of a control message of so many descriptors.
@@ -249,8 +254,8 @@ pub(super) fn send_descriptors(
         message.msg_iovlen = 1;
         message.msg_control = control.as_mut_ptr().cast();
         message.msg_controllen = length as _;
-        // SAFETY: the control buffer is aligned and has room for one header and the descriptors of the chunk, so there is a
-        // first header and its data end inside the buffer.
+        // SAFETY: the control buffer is aligned and has room for one header and the descriptors of
+        // the chunk, so there is a first header and its data end inside the buffer.
         unsafe {
             let header = libc::CMSG_FIRSTHDR(&raw const message);
             (*header).cmsg_level = libc::SOL_SOCKET;
@@ -294,7 +299,8 @@ pub(super) fn receive_descriptors(
         if is_cut || claimed == 0 || claimed != found - before as u64 || found > expected {
             // Cannot truncate: at most `MAX_DESCRIPTORS`, and a message more.
             let (expected, found) = (expected as u32, found as u32);
-            // There was room for as many, and the kernel has stopped before: it opens no more (recvmsg(2), MSG_CTRUNC).
+            // There was room for as many, and the kernel has stopped before: it opens no more
+            // (recvmsg(2), MSG_CTRUNC).
             let nr_opened = u64::from(found) - before as u64;
             return Err(if is_cut && claimed <= CHUNK as u64 && nr_opened < claimed {
                 HandshakeError::TooManyOpenFiles { expected, found, limit: max_open_files() }
@@ -343,8 +349,8 @@ fn receive_chunk(
         }
     };
     // Descriptors first, whatever else is wrong: they are open now, and have to be closed again.
-    // SAFETY: the kernel has written whole headers with their data into the control buffer, and said how long it is; the
-    // descriptors are new ones, and nobody else's.
+    // SAFETY: the kernel has written whole headers with their data into the control buffer, and
+    // said how long it is; the descriptors are new ones, and nobody else's.
     unsafe {
         let mut header = libc::CMSG_FIRSTHDR(&raw const message);
         while !header.is_null() {

@@ -1,16 +1,21 @@
 //! The vCPU's end of a delivery.
 //!
 //! # Protocol
-//! - A port belongs to one thread at a time. Its indices, and what is in flight, are its own memory.
-//! - A page is *there* when its bit is clear, never because somebody says so. A completion is only the news that it is time to
-//!   look. So a wrong completion cannot show the guest a page that is not filled.
-//! - Each ask has a ticket: the epoch (16 bits) and a number that only grows. A completion counts if its ticket and its page
-//!   are those of a request in flight. All else is counted and forgotten: *double* if it was answered before, *late* if it
-//!   was overtaken (asked again, of another epoch), *unasked* if no ask had it.
-//! - A request in flight ends in one of four ways: its page is there; the resolver says that it cannot fill it; the resolver
-//!   said too often that it is there and it was not; the port is dropped. A dead resolver and a time-out end none.
-//! - To sleep: announce it, look at the ring and at the end of the session, and then wait for the eventfd. The pair with the
-//!   resolver is in [`Rings`](super::ring::Rings), that with the session's end in [`session`](super::session).
+//! - A port belongs to one thread at a time. Its indices, and what is in flight, are its own
+//!   memory.
+//! - A page is *there* when its bit is clear, never because somebody says so. A completion is only
+//!   the news that it is time to look. So a wrong completion cannot show the guest a page that is
+//!   not filled.
+//! - Each ask has a ticket: the epoch (16 bits) and a number that only grows. A completion counts
+//!   if its ticket and its page are those of a request in flight. All else is counted and
+//!   forgotten: *double* if it was answered before, *late* if it was overtaken (asked again, of
+//!   another epoch), *unasked* if no ask had it.
+//! - A request in flight ends in one of four ways: its page is there; the resolver says that it
+//!   cannot fill it; the resolver said too often that it is there and it was not; the port is
+//!   dropped. A dead resolver and a time-out end none.
+//! - To sleep: announce it, look at the ring and at the end of the session, and then wait for the
+//!   eventfd. The pair with the resolver is in [`Rings`](super::ring::Rings), that with the
+//!   session's end in [`session`](super::session).
 
 use std::collections::VecDeque;
 use std::hint;
@@ -60,7 +65,8 @@ pub struct PortStats {
     pub parks: u64,
     /// Completions of requests that were answered before.
     pub double: u64,
-    /// Completions of requests that were asked again since, or of another epoch, or whose page was found without them.
+    /// Completions of requests that were asked again since, or of another epoch, or whose page was
+    /// found without them.
     pub late: u64,
     /// Completions of what nobody asked for.
     pub unasked: u64,
@@ -139,10 +145,10 @@ impl Port {
     /// Asks for `page`; `flags` are those of the exit, and only handed on. Never blocks.
     ///
     /// # Errors
-    /// [`DeliveryError::ResolverGone`] and [`DeliveryError::NoResolver`]: the page counts as in flight all the same, see
-    /// [`resume`](Port::resume). [`DeliveryError::RingFull`], [`DeliveryError::NoSuchPage`],
-    /// [`DeliveryError::RingCorrupt`], [`DeliveryError::Closed`], and those of [`poll`](Port::poll) about other pages: it
-    /// does not.
+    /// [`DeliveryError::ResolverGone`] and [`DeliveryError::NoResolver`]: the page counts as in
+    /// flight all the same, see [`resume`](Port::resume). [`DeliveryError::RingFull`],
+    /// [`DeliveryError::NoSuchPage`], [`DeliveryError::RingCorrupt`], [`DeliveryError::Closed`],
+    /// and those of [`poll`](Port::poll) about other pages: it does not.
     pub fn request(&mut self, page: u64, flags: u64) -> Result<Requested, DeliveryError> {
         let (vcpu, nr_pages) = (self.vcpu, self.shared.bitmap.nr_pages());
         if self.shared.is_closed() {
@@ -159,7 +165,8 @@ impl Port {
         }
         let ring_entries = self.shared.ring_entries;
         if self.nr_unanswered() >= u64::from(ring_entries) {
-            // What was found by its bit has left its answer in the ring, or is going to, and the rings hold no more.
+            // What was found by its bit has left its answer in the ring, or is going to, and the
+            // rings hold no more.
             match self.take_completions() {
                 // Said below, where the page counts as in flight.
                 Ok(()) | Err(DeliveryError::ResolverGone { .. }) => {}
@@ -170,7 +177,8 @@ impl Port {
         if self.in_flight.len() >= ring_entries as usize || is_live && self.nr_unanswered() >= u64::from(ring_entries) {
             return Err(DeliveryError::RingFull { vcpu, page, ring_entries });
         }
-        // A vCPU that had nothing in flight when its resolver died has lost nothing: it just goes on with the next one.
+        // A vCPU that had nothing in flight when its resolver died has lost nothing: it just goes
+        // on with the next one.
         if self.in_flight.is_empty() && self.session.as_ref().is_none_or(|session| session.is_over()) {
             self.change_session()?;
         }
@@ -194,9 +202,10 @@ impl Port {
     /// The next page that is there now, of those that were asked for. Never blocks.
     ///
     /// # Errors
-    /// [`DeliveryError::PageFailed`], [`DeliveryError::NotCleared`] (the page is no longer in flight);
-    /// [`DeliveryError::ResolverGone`], [`DeliveryError::NoResolver`] (if anything is in flight: see
-    /// [`resume`](Port::resume)); [`DeliveryError::RingCorrupt`], [`DeliveryError::RingFull`], [`DeliveryError::Closed`].
+    /// [`DeliveryError::PageFailed`], [`DeliveryError::NotCleared`] (the page is no longer in
+    /// flight); [`DeliveryError::ResolverGone`], [`DeliveryError::NoResolver`] (if anything is in
+    /// flight: see [`resume`](Port::resume)); [`DeliveryError::RingCorrupt`],
+    /// [`DeliveryError::RingFull`], [`DeliveryError::Closed`].
     pub fn poll(&mut self) -> Result<Option<u64>, DeliveryError> {
         if self.ready.is_empty() {
             self.take_completions()?;
@@ -206,12 +215,12 @@ impl Port {
         Ok(page)
     }
 
-    /// Sleeps until `page`, which was asked for, is there. Other pages that come meanwhile are kept for
-    /// [`poll`](Port::poll).
+    /// Sleeps until `page`, which was asked for, is there. Other pages that come meanwhile are kept
+    /// for [`poll`](Port::poll).
     ///
     /// # Errors
-    /// Those of [`poll`](Port::poll), also about other pages; [`DeliveryError::TimedOut`]: the page is still in flight;
-    /// [`DeliveryError::NotInFlight`].
+    /// Those of [`poll`](Port::poll), also about other pages; [`DeliveryError::TimedOut`]: the page
+    /// is still in flight; [`DeliveryError::NotInFlight`].
     pub fn wait(&mut self, page: u64) -> Result<(), DeliveryError> {
         let began = Instant::now();
         loop {
@@ -233,8 +242,8 @@ impl Port {
         }
     }
 
-    /// For who only polls: finds pages that are there although nobody has said so, and requests that take too long. To be
-    /// called when a [`Waiter`] slept in vain.
+    /// For who only polls: finds pages that are there although nobody has said so, and requests
+    /// that take too long. To be called when a [`Waiter`] slept in vain.
     ///
     /// # Errors
     /// [`DeliveryError::TimedOut`]: the page is still in flight, and has its time once more.
@@ -265,7 +274,8 @@ impl Port {
     /// Waits for a resolver that lives and asks it for all that is in flight and not there yet.
     ///
     /// # Errors
-    /// [`DeliveryError::NoResolver`]: none came in time. [`DeliveryError::Closed`]; those of the ring.
+    /// [`DeliveryError::NoResolver`]: none came in time. [`DeliveryError::Closed`]; those of the
+    /// ring.
     pub fn resume(&mut self, limit: Duration) -> Result<(), DeliveryError> {
         let vcpu = self.vcpu;
         let session = self.shared.wait_for_session(limit);
@@ -286,8 +296,8 @@ impl Port {
         self.change_session()
     }
 
-    /// Requests of this session whose answers were not taken, be their pages there or not. A resolver that answers twice makes
-    /// it too low, and pays for that itself.
+    /// Requests of this session whose answers were not taken, be their pages there or not. A
+    /// resolver that answers twice makes it too low, and pays for that itself.
     fn nr_unanswered(&self) -> u64 {
         self.requests.nr_pushed().saturating_sub(self.completions.nr_popped())
     }
@@ -300,7 +310,8 @@ impl Port {
         }
     }
 
-    /// Goes over to `session`. What is there by now is not asked for again: the bit was cleared once, by whoever filled it.
+    /// Goes over to `session`. What is there by now is not asked for again: the bit was cleared
+    /// once, by whoever filled it.
     fn adopt(&mut self, session: Arc<Session>) -> Result<(), DeliveryError> {
         if self.session.as_ref().is_some_and(|own| own.epoch == session.epoch) {
             return Ok(());
@@ -366,8 +377,8 @@ impl Port {
         Ok(())
     }
 
-    /// Moves to `ready` what is there although nobody has said so: filled for somebody else, or by a resolver that died (or
-    /// forgot) between the bit and the completion.
+    /// Moves to `ready` what is there although nobody has said so: filled for somebody else, or by
+    /// a resolver that died (or forgot) between the bit and the completion.
     fn take_what_is_there(&mut self) {
         let before = self.ready.len();
         let (bitmap, ready) = (&self.shared.bitmap, &mut self.ready);
@@ -393,7 +404,8 @@ impl Port {
             match popped.map_err(|bad| DeliveryError::corrupt(vcpu, bad)) {
                 Ok(Some(completion)) => self.take_completion(completion)?,
                 Ok(None) => break,
-                // A dead resolver's nonsense is of no interest: what it has really done, the bits say.
+                // A dead resolver's nonsense is of no interest: what it has really done, the bits
+                // say.
                 Err(_) if is_over => break,
                 Err(error) => return Err(error),
             }
@@ -482,8 +494,8 @@ fn number(ticket: u64) -> u64 {
     ticket & ((1 << TICKET_BITS) - 1)
 }
 
-/// Sleeps on a waiter's eventfd until it is signalled or the session ends, at most `limit` and at most a nap; whether one of
-/// the two happened.
+/// Sleeps on a waiter's eventfd until it is signalled or the session ends, at most `limit` and at
+/// most a nap; whether one of the two happened.
 fn sleep(shared: &Shared, number: u32, session: Option<&Session>, limit: Duration) -> Result<bool, DeliveryError> {
     let waker = &shared.wakers[number as usize];
     let waited = match session {
@@ -510,10 +522,12 @@ pub enum Parked {
     TimedOut,
 }
 
-/// Where a thread sleeps that runs several vCPUs: vCPU v's waiter is v modulo the number of waiters.
+/// Where a thread sleeps that runs several vCPUs: vCPU v's waiter is v modulo the number of
+/// waiters.
 ///
-/// The thread polls its ports; if that gave nothing, it [announces](Waiter::announce) its sleep, polls all of them once more,
-/// and then [parks](Waiter::park), or [withdraws](Waiter::withdraw) what it announced.
+/// The thread polls its ports; if that gave nothing, it [announces](Waiter::announce) its sleep,
+/// polls all of them once more, and then [parks](Waiter::park), or [withdraws](Waiter::withdraw)
+/// what it announced.
 #[derive(Debug)]
 pub struct Waiter {
     shared: Arc<Shared>,
@@ -548,7 +562,8 @@ impl Waiter {
         }
     }
 
-    /// Sleeps until it is woken, at most `limit` and at most 100 ms, and withdraws what was announced.
+    /// Sleeps until it is woken, at most `limit` and at most 100 ms, and withdraws what was
+    /// announced.
     ///
     /// # Errors
     /// [`DeliveryError::System`].

@@ -1,16 +1,20 @@
-//! The resolver's end of a delivery: what a thread or a process does that fills pages for the vCPUs of a VMM.
+//! The resolver's end of a delivery: what a thread or a process does that fills pages for the vCPUs
+//! of a VMM.
 //!
 //! # Protocol
-//! - *Claims.* Who fills a page claims it first, in memory of the resolver's own process, which dies with it. With the claim in
-//!   its hands it looks at the bit: clear means that somebody has filled the page since it was asked for, and it is only
-//!   completed. To finish: fill, clear the bit with release, give the claim back with release. The next to claim the page
-//!   (acquire) sees the bit clear. So between two settings of its bit a page is filled once, however many vCPUs ask for it, in
-//!   whichever shard, and a background copier beside them.
-//! - Who does not get the claim *defers* its request: it looks again in each sweep. So that it does not sleep meanwhile, the
-//!   one who gives a claim back looks whether anything is deferred anywhere and rings all doorbells: a store-load pair between
-//!   "deferred, then is the claim free?" and "claim given back, then is anything deferred?", with fences.
+//! - *Claims.* Who fills a page claims it first, in memory of the resolver's own process, which
+//!   dies with it. With the claim in its hands it looks at the bit: clear means that somebody has
+//!   filled the page since it was asked for, and it is only completed. To finish: fill, clear the
+//!   bit with release, give the claim back with release. The next to claim the page (acquire) sees
+//!   the bit clear. So between two settings of its bit a page is filled once, however many vCPUs
+//!   ask for it, in whichever shard, and a background copier beside them.
+//! - Who does not get the claim *defers* its request: it looks again in each sweep. So that it does
+//!   not sleep meanwhile, the one who gives a claim back looks whether anything is deferred
+//!   anywhere and rings all doorbells: a store-load pair between "deferred, then is the claim
+//!   free?" and "claim given back, then is anything deferred?", with fences.
 //! - *Sleep*: announce, sweep once more, block. The order with the vCPUs is in [`Rings`].
-//! - A vCPU is woken at once when its page is complete and not when the sweep is over: it can run while the next is filled.
+//! - A vCPU is woken at once when its page is complete and not when the sweep is over: it can run
+//!   while the next is filled.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -47,8 +51,8 @@ struct GuestMemory {
     page_bytes: u64,
 }
 
-/// Somebody's right to fill a page. To be given back by [`Resolver::filled`] or [`Resolver::give_up`] of the resolver that it came
-/// from.
+/// Somebody's right to fill a page. To be given back by [`Resolver::filled`] or
+/// [`Resolver::give_up`] of the resolver that it came from.
 #[must_use = "until a claim is given back nobody else fills the page"]
 #[derive(PartialEq, Eq, Debug)]
 pub struct Claim {
@@ -65,8 +69,8 @@ impl Claim {
     }
 }
 
-/// A page that a vCPU waits for, claimed for whoever has this. To be given back by [`Shard::complete`] or [`Shard::fail`] of the
-/// shard that it came from.
+/// A page that a vCPU waits for, claimed for whoever has this. To be given back by
+/// [`Shard::complete`] or [`Shard::fail`] of the shard that it came from.
 #[must_use = "a vCPU waits for it"]
 #[derive(PartialEq, Eq, Debug)]
 pub struct Request {
@@ -147,8 +151,8 @@ pub struct Resolver {
 }
 
 impl Resolver {
-    /// Shakes hands over `stream` with a VMM, and makes a shard for each of `nr_threads`: shard t serves the vCPUs v with
-    /// v % `nr_threads` = t. Dropping any shard ends the resolver.
+    /// Shakes hands over `stream` with a VMM, and makes a shard for each of `nr_threads`: shard t
+    /// serves the vCPUs v with v % `nr_threads` = t. Dropping any shard ends the resolver.
     ///
     /// # Errors
     /// [`HandshakeError`].
@@ -218,7 +222,8 @@ impl Resolver {
         self.page_size
     }
 
-    /// Where to fill the page of a request, if it is one of this resolver, the VMM shares its memory, and that reaches as far.
+    /// Where to fill the page of a request, if it is one of this resolver, the VMM shares its
+    /// memory, and that reaches as far.
     pub fn page<'a>(&'a self, request: &'a Request) -> Option<GuestPage<'a>> {
         self.claimed_page(&request.claim)
     }
@@ -266,7 +271,8 @@ impl Resolver {
         Ok(())
     }
 
-    /// Whether the claim was made here: then it is the page's only one, and the bitmap has the page.
+    /// Whether the claim was made here: then it is the page's only one, and the bitmap has the
+    /// page.
     fn check(&self, claim: &Claim) -> Result<(), ResolverError> {
         let Claim { resolver, page } = *claim;
         if resolver == self.identity { Ok(()) } else { Err(ResolverError::OtherResolver { page }) }
@@ -274,10 +280,12 @@ impl Resolver {
 
     /// Lets others claim a page of the bitmap.
     fn release(&self, page: u64) {
-        // Release: the bit is clear before the claim is free. Cannot truncate: pages have words in memory.
+        // Release: the bit is clear before the claim is free. Cannot truncate: pages have words in
+        // memory.
         self.claims[(page / 64) as usize].fetch_and(!(1 << (page % 64)), Ordering::Release);
-        // With the fence in `Shard::defer`: either the one that defers finds the claim free, or it is seen here. With the one in
-        // `announce_sleep`: either it finds the claim free in its last look, or its doorbell is rung.
+        // With the fence in `Shard::defer`: either the one that defers finds the claim free, or it
+        // is seen here. With the one in `announce_sleep`: either it finds the claim free in its
+        // last look, or its doorbell is rung.
         fence(Ordering::SeqCst);
         if self.nr_deferred.load(Ordering::Relaxed) != 0 {
             for (number, doorbell) in self.doorbells.iter().enumerate() {
@@ -291,7 +299,8 @@ impl Resolver {
     /// Whether the page was nobody's.
     fn try_claim(&self, page: u64) -> bool {
         let bit = 1 << (page % 64);
-        // Acquire: whoever had it before has cleared its bit, and that is seen by the caller's look at it.
+        // Acquire: whoever had it before has cleared its bit, and that is seen by the caller's look
+        // at it.
         self.claims[(page / 64) as usize].fetch_or(bit, Ordering::Acquire) & bit == 0
     }
 
@@ -411,8 +420,9 @@ impl Shard {
         self.stats
     }
 
-    /// Takes everything that is pending in all rings. What has to be filled is added to `requests`; what is there already is
-    /// completed; what somebody else fills is deferred. How many were added.
+    /// Takes everything that is pending in all rings. What has to be filled is added to `requests`;
+    /// what is there already is completed; what somebody else fills is deferred. How many were
+    /// added.
     ///
     /// # Errors
     /// [`ResolverError`]; what was taken so far is in `requests`.
@@ -427,7 +437,8 @@ impl Shard {
         }
         let nr_entries = self.resolver.rings.layout().nr_entries;
         for index in 0..self.vcpus.len() {
-            // No more than the ring holds, so that a vCPU that asks without end does not keep others waiting.
+            // No more than the ring holds, so that a vCPU that asks without end does not keep
+            // others waiting.
             for _ in 0..nr_entries {
                 let Served { vcpu, requests: ring, .. } = &mut self.vcpus[index];
                 let vcpu = *vcpu;
@@ -460,7 +471,8 @@ impl Shard {
             if !self.resolver.try_claim(page) {
                 let vcpu = request.vcpu;
                 self.deferred.push_back(request);
-                // More than the rings hold: a VMM that asks again without end for what nobody has answered.
+                // More than the rings hold: a VMM that asks again without end for what nobody has
+                // answered.
                 let limit = self.vcpus.len() * self.resolver.rings.layout().nr_entries as usize;
                 return if self.deferred.len() > limit { Err(ResolverError::RingFull { vcpu }) } else { Ok(()) };
             }
@@ -478,7 +490,8 @@ impl Shard {
     /// The page is filled: clears its bit and lets its vCPU go on.
     ///
     /// # Errors
-    /// [`ResolverError::OtherResolver`] changes nothing; after any other the bit is clear all the same.
+    /// [`ResolverError::OtherResolver`] changes nothing; after any other the bit is clear all the
+    /// same.
     pub fn complete(&mut self, request: Request) -> Result<(), ResolverError> {
         self.resolver.check(&request.claim)?;
         self.stats.filled += u64::from(self.resolver.bitmap.clear(request.page()));
@@ -517,7 +530,8 @@ impl Shard {
         Ok(())
     }
 
-    /// Says that this thread is about to sleep. It sweeps once more, and only then [parks](Shard::park).
+    /// Says that this thread is about to sleep. It sweeps once more, and only then
+    /// [parks](Shard::park).
     pub fn announce(&self) {
         self.resolver.rings.announce_sleep(Sleeper::Shard(self.number));
     }
@@ -551,13 +565,14 @@ impl Shard {
         &self.resolver.doorbells[self.number as usize]
     }
 
-    /// The doorbell, for a loop that waits for other things too; [`park`](Shard::park) with no time empties it.
+    /// The doorbell, for a loop that waits for other things too; [`park`](Shard::park) with no time
+    /// empties it.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.doorbell().as_fd()
     }
 
-    /// Serves the vCPUs with `fill` until the VMM closes the delivery. `fill` fills one page, or says with which code it
-    /// cannot; it gets the page if the VMM shares its memory.
+    /// Serves the vCPUs with `fill` until the VMM closes the delivery. `fill` fills one page, or
+    /// says with which code it cannot; it gets the page if the VMM shares its memory.
     ///
     /// # Errors
     /// [`ResolverError`].
@@ -587,8 +602,8 @@ impl Shard {
 
 impl Drop for Shard {
     fn drop(&mut self) {
-        // Its vCPUs would wait for ever; the VMM's watcher tells them, and another resolver can come. Its deferred requests
-        // count no more: the resolver is over.
+        // Its vCPUs would wait for ever; the VMM's watcher tells them, and another resolver can
+        // come. Its deferred requests count no more: the resolver is over.
         self.resolver.close();
     }
 }

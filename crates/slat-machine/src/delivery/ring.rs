@@ -1,18 +1,22 @@
-//! One file of rings: for each vCPU one for requests and one for completions, and the flags that say who sleeps.
+//! One file of rings: for each vCPU one for requests and one for completions, and the flags that
+//! say who sleeps.
 //!
 //! # Layout
-//! In words of 8 bytes. First a line for each shard of the resolver and one for each waiter of the VMM, whose first word
-//! says whether it sleeps. Then, for each vCPU, four lines with one index each, and the entries of both rings. A *line* is 128
-//! bytes, since CPUs fetch the neighbour of a cache line with it: nothing that two vCPUs write lies in one.
+//! In words of 8 bytes. First a line for each shard of the resolver and one for each waiter of the
+//! VMM, whose first word says whether it sleeps. Then, for each vCPU, four lines with one index
+//! each, and the entries of both rings. A *line* is 128 bytes, since CPUs fetch the neighbour of a
+//! cache line with it: nothing that two vCPUs write lies in one.
 //!
 //! # Protocol
-//! - Each ring has one writer and one reader. Indices only grow; entry `index % entries`. The writer fills the entry and then
-//!   moves the tail with release; the reader takes the tail with acquire, reads the entry, and then moves the head with
-//!   release, so that the writer, who takes the head with acquire, overwrites only what was read.
-//! - Each side keeps its own index in private memory and reads only the other's. What it reads is checked: a head goes from
-//!   the one seen before to the tail, a tail from the head to the head and the size of the ring. Anything else is a
-//!   [`BadIndex`], and nothing is done.
-//! - *Sleep and wake up* are a store-load pair: see [`Rings::announce_sleep`] and [`Rings::take_sleeper`].
+//! - Each ring has one writer and one reader. Indices only grow; entry `index % entries`. The
+//!   writer fills the entry and then moves the tail with release; the reader takes the tail with
+//!   acquire, reads the entry, and then moves the head with release, so that the writer, who takes
+//!   the head with acquire, overwrites only what was read.
+//! - Each side keeps its own index in private memory and reads only the other's. What it reads is
+//!   checked: a head goes from the one seen before to the tail, a tail from the head to the head
+//!   and the size of the ring. Anything else is a [`BadIndex`], and nothing is done.
+//! - *Sleep and wake up* are a store-load pair: see [`Rings::announce_sleep`] and
+//!   [`Rings::take_sleeper`].
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -127,8 +131,9 @@ impl Rings {
 
     /// Says that `sleeper` is about to sleep. It looks once more, and only then sleeps.
     pub(super) fn announce_sleep(&self, sleeper: Sleeper) {
-        // Relaxed: the fence orders it before the look. Who wakes writes what there is to see, fences, and reads this flag.
-        // Of two fences one comes first: either the look sees the news, or the other side sees the flag.
+        // Relaxed: the fence orders it before the look. Who wakes writes what there is to see,
+        // fences, and reads this flag. Of two fences one comes first: either the look sees the
+        // news, or the other side sees the flag.
         self.flag(sleeper).store(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
     }
@@ -139,14 +144,15 @@ impl Rings {
         self.flag(sleeper).store(0, Ordering::Relaxed);
     }
 
-    /// After something was written that `sleeper` waits for: whether the caller has to wake it. Of several callers one gets
-    /// the task.
+    /// After something was written that `sleeper` waits for: whether the caller has to wake it. Of
+    /// several callers one gets the task.
     pub(super) fn take_sleeper(&self, sleeper: Sleeper) -> bool {
         // The other half of the pair in `announce_sleep`.
         fence(Ordering::SeqCst);
         let flag = self.flag(sleeper);
-        // The load first: an exchange would fetch the line for writing each time, from everybody who shares it. Relaxed: it is
-        // only about who signals; the signal and the rings have orders of their own.
+        // The load first: an exchange would fetch the line for writing each time, from everybody
+        // who shares it. Relaxed: it is only about who signals; the signal and the rings have
+        // orders of their own.
         flag.load(Ordering::Relaxed) != 0 && flag.swap(0, Ordering::Relaxed) != 0
     }
 
@@ -229,7 +235,8 @@ impl Writer {
         words[1].store(entry.page, Ordering::Relaxed);
         words[2].store(entry.word, Ordering::Relaxed);
         self.tail += 1;
-        // Release: the entry, and in a completion the bit that was cleared before it, come before the tail.
+        // Release: the entry, and in a completion the bit that was cleared before it, come before
+        // the tail.
         ring.tail.store(self.tail, Ordering::Release);
         Ok(())
     }
@@ -259,7 +266,8 @@ impl Reader {
             return Err(BadIndex { name, found: tail, lowest: self.head, highest: self.head + ring.nr_entries() });
         }
         let words = ring.entry(self.head);
-        // Each word is read once: the other side may change it at any time. Relaxed: after the tail's acquire.
+        // Each word is read once: the other side may change it at any time. Relaxed: after the
+        // tail's acquire.
         let [ticket, page, word] = [0, 1, 2].map(|index: usize| words[index].load(Ordering::Relaxed));
         self.head += 1;
         // Release: the entry was read before it is given back.

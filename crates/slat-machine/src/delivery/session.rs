@@ -1,17 +1,20 @@
 //! One resolver's time: the rings that it was given, and its death.
 //!
 //! # Protocol
-//! - Each session has a file of rings and doorbells of its own. So nothing that a resolver does after it was declared dead
-//!   reaches its successor's rings, and a vCPU that still looks at the old ones finds what was answered in time.
-//! - A session ends once: [`Shared::end`] says so in the session, and then signals an eventfd of the session's that the other
-//!   side never had and that nobody empties. Who sleeps waits for it too, so no vCPU sleeps through an end, and no end waits
-//!   for anything that is the other side's. (It has the wakers, and could make them block and keep them full: the VMM only
-//!   reads those, which never blocks.)
+//! - Each session has a file of rings and doorbells of its own. So nothing that a resolver does
+//!   after it was declared dead reaches its successor's rings, and a vCPU that still looks at the
+//!   old ones finds what was answered in time.
+//! - A session ends once: [`Shared::end`] says so in the session, and then signals an eventfd of
+//!   the session's that the other side never had and that nobody empties. Who sleeps waits for it
+//!   too, so no vCPU sleeps through an end, and no end waits for anything that is the other side's.
+//!   (It has the wakers, and could make them block and keep them full: the VMM only reads those,
+//!   which never blocks.)
 //! - Should the other side eat a completion's signal, the vCPU looks again after [`NAP`].
-//! - A doorbell is the one eventfd of the other side's that the VMM writes. A vCPU that is stuck in one is let out by the
-//!   watcher, which ends a session whose doorbells block or are full, and empties them again and again after that. That bounds
-//!   the wait for all but a resolver that fills the doorbell anew each time before the vCPU's write gets there, and which
-//!   must be killed. The watcher and [`Delivery`](super::Delivery)'s drop do not wait for it.
+//! - A doorbell is the one eventfd of the other side's that the VMM writes. A vCPU that is stuck in
+//!   one is let out by the watcher, which ends a session whose doorbells block or are full, and
+//!   empties them again and again after that. That bounds the wait for all but a resolver that
+//!   fills the doorbell anew each time before the vCPU's write gets there, and which must be
+//!   killed. The watcher and [`Delivery`](super::Delivery)'s drop do not wait for it.
 //! - One watcher thread sees the end of the socket. Nobody else has to.
 
 use std::io;
@@ -53,7 +56,8 @@ impl Session {
     }
 
     pub(super) fn is_over(&self) -> bool {
-        // Acquire: with the release in `Shared::end`; a vCPU that sees the end goes on to look for a successor.
+        // Acquire: with the release in `Shared::end`; a vCPU that sees the end goes on to look for
+        // a successor.
         self.is_over.load(Ordering::Acquire)
     }
 
@@ -67,8 +71,8 @@ impl Session {
         sleeps
     }
 
-    /// Lets whoever is stuck in a doorbell get out: a resolver may make them block, and fill them to the brim. It may do that
-    /// again as long as it lives, so once is not enough.
+    /// Lets whoever is stuck in a doorbell get out: a resolver may make them block, and fill them
+    /// to the brim. It may do that again as long as it lives, so once is not enough.
     fn free_doorbells(&self) {
         for doorbell in &self.doorbells {
             doorbell.keep_nonblocking();
@@ -141,8 +145,8 @@ impl Shared {
         self.epoch.load(Ordering::Acquire)
     }
 
-    /// Makes `session` the present one, unless one lives or the delivery is closed; then whether it is closed or the epoch of
-    /// the living one.
+    /// Makes `session` the present one, unless one lives or the delivery is closed; then whether it
+    /// is closed or the epoch of the living one.
     pub(super) fn begin(&self, session: Session) -> Result<(), Option<u64>> {
         let mut present = self.lock();
         if self.is_closed() {
@@ -225,8 +229,9 @@ impl Shared {
                 Some(session) => {
                     let files = [self.command.as_fd(), session.socket.as_fd()];
                     let waited = shared::wait_readable(files, WATCH).map(|[command, socket]| (command, socket));
-                    // After the handshake nobody writes: whatever there is to read, it is the end. A resolver that made its
-                    // doorbell block, or filled it, means to catch vCPUs in it.
+                    // After the handshake nobody writes: whatever there is to read, it is the end.
+                    // A resolver that made its doorbell block, or filled it, means to catch vCPUs
+                    // in it.
                     let is_end = matches!(waited, Ok((_, true)));
                     if is_end || session.doorbells.iter().any(|bell| bell.keep_nonblocking() || bell.is_full()) {
                         self.end(&session);

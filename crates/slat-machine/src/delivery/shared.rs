@@ -1,11 +1,13 @@
-//! What two processes share: memory files and mappings of them; and waits for the eventfds beside them.
+//! What two processes share: memory files and mappings of them; and waits for the eventfds beside
+//! them.
 //!
 //! # Protocol
-//! - A file that both sides map is sealed against shrinking and growing before anybody else has it: an access to a mapping
-//!   beyond the end of its file kills a process, and the other side could cut the file at any moment.
-//! - The other side has the same eventfds, and may set their flags and their counters to what it likes. So no read here
-//!   blocks whatever the flags say, and whoever is stuck in a write is freed by
-//!   [`EventFd::drain`](crate::descriptors::EventFd::drain).
+//! - A file that both sides map is sealed against shrinking and growing before anybody else has it:
+//!   an access to a mapping beyond the end of its file kills a process, and the other side could
+//!   cut the file at any moment.
+//! - The other side has the same eventfds, and may set their flags and their counters to what it
+//!   likes. So no read here blocks whatever the flags say, and whoever is stuck in a write is freed
+//!   by [`EventFd::drain`](crate::descriptors::EventFd::drain).
 //!
 //! Interface: fcntl(2) "File Sealing".
 
@@ -64,7 +66,8 @@ pub(super) fn file_size(file: BorrowedFd<'_>) -> io::Result<u64> {
 /// Bytes of a file that are mapped between two looks at the clock.
 const MAPPED_AT_ONCE_BYTES: usize = 64 << 20;
 
-/// Where data, or a hole, begins in `file` from `from_bytes` on (lseek(2)); `None` if nowhere, or if that cannot be told.
+/// Where data, or a hole, begins in `file` from `from_bytes` on (lseek(2)); `None` if nowhere, or
+/// if that cannot be told.
 fn seek(file: BorrowedFd<'_>, from_bytes: u64, whence: libc::c_int) -> Option<u64> {
     let from = libc::off_t::try_from(from_bytes).ok()?;
     // SAFETY: only takes numbers. It moves the file's position, which nobody uses.
@@ -79,14 +82,15 @@ pub(super) struct SharedMapping {
     size_bytes: usize,
 }
 
-// SAFETY: the pointer is only an address; what is behind it is accessed atomically, or by users who know that others may.
+// SAFETY: the pointer is only an address; what is behind it is accessed atomically, or by users who
+// know that others may.
 unsafe impl Send for SharedMapping {}
 // SAFETY: as above.
 unsafe impl Sync for SharedMapping {}
 
 impl SharedMapping {
-    /// Maps `size_bytes`, not 0, from `offset_bytes`, a multiple of the page size. The file reaches as far, and its caller
-    /// has seen that it cannot shrink.
+    /// Maps `size_bytes`, not 0, from `offset_bytes`, a multiple of the page size. The file reaches
+    /// as far, and its caller has seen that it cannot shrink.
     pub(super) fn new(file: BorrowedFd<'_>, offset_bytes: u64, size_bytes: u64) -> io::Result<SharedMapping> {
         let too_large = |_| io::Error::from_raw_os_error(libc::EFBIG);
         let size_bytes = usize::try_from(size_bytes).map_err(too_large)?;
@@ -108,8 +112,9 @@ impl SharedMapping {
         Ok(SharedMapping { start: start.cast(), size_bytes })
     }
 
-    /// Maps what the file has already, so that touching it does not fault, for `patience` at most; takes no memory for what it
-    /// has not. `offset_bytes` of `file` is what the mapping begins with. Never needed: what is not mapped is when it is touched.
+    /// Maps what the file has already, so that touching it does not fault, for `patience` at most;
+    /// takes no memory for what it has not. `offset_bytes` of `file` is what the mapping begins
+    /// with. Never needed: what is not mapped is when it is touched.
     pub(super) fn map_what_is_there(&self, file: BorrowedFd<'_>, offset_bytes: u64, patience: Duration) {
         let begin = Instant::now();
         let mut next = 0;
@@ -124,7 +129,8 @@ impl SharedMapping {
             if end <= start {
                 return;
             }
-            // SAFETY: inside the mapping, which lives as long as `self`; the advice changes no contents.
+            // SAFETY: inside the mapping, which lives as long as `self`; the advice changes no
+            // contents.
             unsafe { libc::madvise(self.start.wrapping_add(start).cast(), end - start, libc::MADV_POPULATE_WRITE) };
             next = end;
         }
@@ -142,9 +148,9 @@ impl SharedMapping {
 
     /// All whole words of 8 bytes.
     pub(super) fn words(&self) -> &[AtomicU64] {
-        // SAFETY: the mapping is page-aligned, as long as that, and lives as long as `self`; the file cannot shrink; any
-        // bits are an AtomicU64; in this process all access the words atomically, and what another process does is to this
-        // one as another device.
+        // SAFETY: the mapping is page-aligned, as long as that, and lives as long as `self`; the
+        // file cannot shrink; any bits are an AtomicU64; in this process all access the words
+        // atomically, and what another process does is to this one as another device.
         unsafe { slice::from_raw_parts(self.start.cast::<AtomicU64>(), self.size_bytes / 8) }
     }
 }
@@ -156,8 +162,8 @@ impl Drop for SharedMapping {
     }
 }
 
-/// Waits until one of `files` can be read or was closed by its other end, or `timeout` is over: which of them it is. A
-/// signal ends the wait too.
+/// Waits until one of `files` can be read or was closed by its other end, or `timeout` is over:
+/// which of them it is. A signal ends the wait too.
 pub(super) fn wait_readable<const N: usize>(files: [BorrowedFd<'_>; N], timeout: Duration) -> io::Result<[bool; N]> {
     let mut polled = files.map(|file| poll_entry(file, libc::POLLIN | libc::POLLRDHUP));
     poll(&mut polled, Some(timeout))?;

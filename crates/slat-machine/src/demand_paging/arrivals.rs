@@ -1,7 +1,9 @@
-//! Which pages have been asked for, which have arrived, and how one waits for a page that another thread fetches.
+//! Which pages have been asked for, which have arrived, and how one waits for a page that another
+//! thread fetches.
 //!
 //! # The protocol
-//! A block (a page of 4 KiB, or what a bit of the userfault bitmap stands for) is in one of three states:
+//! A block (a page of 4 KiB, or what a bit of the userfault bitmap stands for) is in one of three
+//! states:
 //!
 //! | state | claim | userfault bit | who may do what |
 //! |---|---|---|---|
@@ -9,15 +11,17 @@
 //! | claimed | 1 | 1 | its claimer, and nobody else, fills it; then it *publishes* it, or gives the claim back |
 //! | there | 1 | 0 | guests use it; it is never claimed again |
 //!
-//! - A claim is one `fetch_or` on a bitmap that belongs to the VMM: of all who find a page missing (vCPUs, readers of a
-//!   userfaultfd, the background copier) one wins. So each page is fetched and filled exactly once, and its filler may write
-//!   it without minding anybody.
-//! - To publish is to clear the userfault bit, after the page was filled: the engine maps it from then on. A block whose bit
-//!   was clear already would have been filled twice; these are counted ([`Arrivals::nr_filled_twice`]), and there are none.
-//! - Whose claim is lost waits for the bit to clear. It looks again each time that a block is published, and sleeps between,
-//!   but never longer than a moment: the way out is [`Arrivals::fail`], after which nobody waits any more.
-//! - A claimer that cannot fetch gives its claim back ([`Arrivals::release`]): the block is missing again, and another run
-//!   can fetch it.
+//! - A claim is one `fetch_or` on a bitmap that belongs to the VMM: of all who find a page missing
+//!   (vCPUs, readers of a userfaultfd, the background copier) one wins. So each page is fetched and
+//!   filled exactly once, and its filler may write it without minding anybody.
+//! - To publish is to clear the userfault bit, after the page was filled: the engine maps it from
+//!   then on. A block whose bit was clear already would have been filled twice; these are counted
+//!   ([`Arrivals::nr_filled_twice`]), and there are none.
+//! - Whose claim is lost waits for the bit to clear. It looks again each time that a block is
+//!   published, and sleeps between, but never longer than a moment: the way out is
+//!   [`Arrivals::fail`], after which nobody waits any more.
+//! - A claimer that cannot fetch gives its claim back ([`Arrivals::release`]): the block is missing
+//!   again, and another run can fetch it.
 //!
 //! Where vCPUs do not exit there is no userfault bitmap, and the bits stand here only.
 
@@ -129,8 +133,8 @@ impl Arrivals {
     #[inline]
     pub(super) fn publish(&self, block: u64) {
         let (word, mask) = place(block);
-        // Release: the page's contents come before the bit. SeqCst: a store-load pair with `sleep`. Either this sees that
-        // somebody sleeps, or who is about to sleep sees the bit clear.
+        // Release: the page's contents come before the bit. SeqCst: a store-load pair with `sleep`.
+        // Either this sees that somebody sleeps, or who is about to sleep sees the bit clear.
         let before = self.missing.words()[word].fetch_and(!mask, Ordering::SeqCst);
         if before & mask == 0 {
             self.nr_filled_twice.fetch_add(1, Ordering::Relaxed);
@@ -186,7 +190,8 @@ impl Arrivals {
         self.changed.notify_all();
     }
 
-    /// Sleeps until a block was published for which `is_over` says so, or the run has failed, or a moment is over.
+    /// Sleeps until a block was published for which `is_over` says so, or the run has failed, or a
+    /// moment is over.
     pub(super) fn sleep(&self, is_over: impl Fn() -> bool) {
         let mut failure = self.lock();
         // SeqCst: see `publish`.

@@ -22,16 +22,18 @@ pub enum Mode {
     None,
     /// The kernel: a userfaultfd, whose readers copy the page in.
     Missing,
-    /// The kernel: a userfaultfd, whose readers write the page through another mapping of the file, and let it be mapped.
+    /// The kernel: a userfaultfd, whose readers write the page through another mapping of the file,
+    /// and let it be mapped.
     Minor,
     /// The engine: the vCPU exits, and its thread fetches the page and puts it where it belongs.
     Userfault,
-    /// The engine; the page is put in place by the userfaultfd's copy, which wakes nobody. The descriptor's readers serve whoever
-    /// touches the memory otherwise.
+    /// The engine; the page is put in place by the userfaultfd's copy, which wakes nobody. The
+    /// descriptor's readers serve whoever touches the memory otherwise.
     MissingUserfault,
     /// As above, with a page that is written through another mapping.
     MinorUserfault,
-    /// The engine; the vCPU asks by a ring in shared memory, and a resolver elsewhere brings the page.
+    /// The engine; the vCPU asks by a ring in shared memory, and a resolver elsewhere brings the
+    /// page.
     UserfaultRing,
 }
 
@@ -108,7 +110,8 @@ impl FromStr for Mode {
 pub enum Descriptors {
     /// One for all memory.
     One,
-    /// One for each vCPU's part of the memory; one for all if vCPUs have no parts of their own ([`Sharing::Overlapping`]).
+    /// One for each vCPU's part of the memory; one for all if vCPUs have no parts of their own
+    /// ([`Sharing::Overlapping`]).
     #[default]
     OnePerVcpu,
 }
@@ -127,15 +130,17 @@ impl fmt::Display for Descriptors {
 pub enum VcpuThreads {
     /// Each vCPU has its own, as with KVM. A thread whose vCPU waits for a page sleeps.
     OnePerVcpu,
-    /// So many, each of which runs its vCPUs in turn, and one that waits for a page holds up no other: a page costs no
-    /// switch of threads. Not where a thread sleeps in the kernel until the page is there (`missing`, `minor`).
+    /// So many, each of which runs its vCPUs in turn, and one that waits for a page holds up no
+    /// other: a page costs no switch of threads. Not where a thread sleeps in the kernel until the
+    /// page is there (`missing`, `minor`).
     Few(usize),
 }
 
 /// A thread that fetches the pages that nobody has asked for yet.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Copier {
-    /// Pages that it has in flight at a time, while no vCPU waits for a page; while one does, a single one.
+    /// Pages that it has in flight at a time, while no vCPU waits for a page; while one does, a
+    /// single one.
     pub window: usize,
 }
 
@@ -145,7 +150,8 @@ pub enum DirtyLogging {
     /// They are not.
     #[default]
     Off,
-    /// They are, from the beginning ([`DemandPaging::check_dirty_log`](super::DemandPaging::check_dirty_log)).
+    /// They are, from the beginning
+    /// ([`DemandPaging::check_dirty_log`](super::DemandPaging::check_dirty_log)).
     On,
 }
 
@@ -194,16 +200,18 @@ const MAX_READERS: usize = MAX_VCPUS;
 pub struct DemandPagingConfig {
     /// Number of vCPUs.
     pub nr_vcpus: usize,
-    /// Each one's part of the memory, in bytes; a multiple of the bitmap's granularity and of the backing's page size.
+    /// Each one's part of the memory, in bytes; a multiple of the bitmap's granularity and of the
+    /// backing's page size.
     pub bytes_per_vcpu: u64,
     /// Whether each vCPU touches its own part, or all memory.
     pub sharing: Sharing,
     /// Who notices that a page is not there, and who brings it.
     pub mode: Mode,
-    /// What the memory is made of. Memory that is a file has its pages from the beginning; others are made as they are
-    /// touched.
+    /// What the memory is made of. Memory that is a file has its pages from the beginning; others
+    /// are made as they are touched.
     pub backing: PagedBacking,
-    /// The size of the block that a bit of the userfault bitmap stands for: 4 KiB or 2 MiB. A block arrives as a whole.
+    /// The size of the block that a bit of the userfault bitmap stands for: 4 KiB or 2 MiB. A block
+    /// arrives as a whole.
     pub granularity: PageSize,
     /// What the pages that arrive hold. Everything that arrives is held against it.
     pub contents: Pattern,
@@ -211,9 +219,9 @@ pub struct DemandPagingConfig {
     pub descriptors: Descriptors,
     /// Threads that read each of them.
     pub nr_readers: usize,
-    /// Which threads run the vCPUs. `None`: as many as there are processors if the source has a latency, or pages come by
-    /// rings, and the mode allows it, for a thread that sleeps and wakes for each page costs several microseconds a page;
-    /// else one for each vCPU, as with KVM.
+    /// Which threads run the vCPUs. `None`: as many as there are processors if the source has a
+    /// latency, or pages come by rings, and the mode allows it, for a thread that sleeps and wakes
+    /// for each page costs several microseconds a page; else one for each vCPU, as with KVM.
     pub vcpu_threads: Option<VcpuThreads>,
     /// Processors to pin threads to: thread t to that of vCPU t, which is its first.
     pub pins: Option<Pins>,

@@ -1,12 +1,14 @@
 //! Pages that a thread of this process fetches from a source of its own.
 //!
-//! A [`Fetcher`] has blocks in flight that its user has claimed: it asks for their pages, puts each where it belongs as it
-//! comes, and publishes a block when it has all of it. What is still in flight when it goes is given back. A thread that runs
-//! vCPUs uses it by [`Fetch`], which adds the claims, and those vCPUs whose block another thread fetches.
+//! A [`Fetcher`] has blocks in flight that its user has claimed: it asks for their pages, puts each
+//! where it belongs as it comes, and publishes a block when it has all of it. What is still in
+//! flight when it goes is given back. A thread that runs vCPUs uses it by [`Fetch`], which adds the
+//! claims, and those vCPUs whose block another thread fetches.
 //!
-//! Sources that have a page at once (made from its number, or read from a file) need no look at what has arrived: the page is
-//! taken right after it was asked for. A source that once has not got the page at once is taken for one that takes its time:
-//! requests are then made one after the other, and what has come is taken when no vCPU can run.
+//! Sources that have a page at once (made from its number, or read from a file) need no look at
+//! what has arrived: the page is taken right after it was asked for. A source that once has not got
+//! the page at once is taken for one that takes its time: requests are then made one after the
+//! other, and what has come is taken when no vCPU can run.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -21,7 +23,8 @@ use crate::clock;
 use crate::source::{MAX_IN_FLIGHT, PageSource, SourceSpec, Wait};
 use crate::userfaultfd::Wake;
 
-/// How long a thread waits for its source while a vCPU of its waits for a page that another thread fetches, in ns.
+/// How long a thread waits for its source while a vCPU of its waits for a page that another thread
+/// fetches, in ns.
 const OTHERS_NS: u64 = 100_000;
 
 /// Which source to open, and where its pages go.
@@ -92,8 +95,8 @@ impl<T: Copy> Fetcher<T> {
         self.nr_filled
     }
 
-    /// Takes pages until a block is complete, and publishes it; who asked for it. `None`: none was complete when the wait was
-    /// over.
+    /// Takes pages until a block is complete, and publishes it; who asked for it. `None`: none was
+    /// complete when the wait was over.
     pub(super) fn next(&mut self, wait: Wait) -> Result<Option<T>, VcpuError> {
         loop {
             while !self.unasked.is_empty() && self.source.nr_in_flight() < MAX_IN_FLIGHT {
@@ -197,7 +200,8 @@ impl Pages for Fetch {
 
     fn collect(&mut self, ready: &mut VecDeque<usize>) -> Result<(), VcpuError> {
         if self.fetcher.nr_in_flight() > 0 {
-            // One: its vCPU asks for the next page at once, which is on its way while the others are put in place.
+            // One: its vCPU asks for the next page at once, which is on its way while the others
+            // are put in place.
             self.take(Wait::No, ready)?;
         }
         let arrivals = &self.arrivals;

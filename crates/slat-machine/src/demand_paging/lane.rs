@@ -1,8 +1,9 @@
 //! One vCPU and how far it is with its touches.
 //!
-//! A touch is what KVM's demand paging test does to a page, a write to its first word, and a little more: the word that was
-//! there comes back in the same instruction, so the guest itself sees that the page which it got is the right one, with no
-//! second access. Whole pages are looked at afterwards.
+//! A touch is what KVM's demand paging test does to a page, a write to its first word, and a little
+//! more: the word that was there comes back in the same instruction, so the guest itself sees that
+//! the page which it got is the right one, with no second access. Whole pages are looked at
+//! afterwards.
 
 use std::time::Duration;
 
@@ -17,8 +18,9 @@ use crate::machine::REGION_GPA;
 use crate::source::Pattern;
 use crate::walk::HardwareFormat;
 
-/// Of so many touches, the time of one is taken: reading the clock for each would be a twentieth of what is measured. Odd, so
-/// that the touches which begin a cache line of table entries are not the ones.
+/// Of so many touches, the time of one is taken: reading the clock for each would be a twentieth of
+/// what is measured. Odd, so that the touches which begin a cache line of table entries are not the
+/// ones.
 const SAMPLE_PERIOD: u64 = 13;
 
 /// With fewer pages than this, each touch's time is taken.
@@ -115,8 +117,9 @@ impl<F: HardwareFormat> Lane<F> {
         (VcpuPaging { counters, ..std::mem::take(&mut self.report) }, std::mem::take(&mut self.samples))
     }
 
-    /// Until it is run again, flushes need not mind it. Its thread calls it before it sleeps, and not each time that it goes on
-    /// with another vCPU: between two accesses a CPU holds up no flush, it only makes it send more interrupts.
+    /// Until it is run again, flushes need not mind it. Its thread calls it before it sleeps, and
+    /// not each time that it goes on with another vCPU: between two accesses a CPU holds up no
+    /// flush, it only makes it send more interrupts.
     pub(super) fn exit_guest_mode(&self) {
         self.cpu.exit_guest_mode();
     }
@@ -158,8 +161,8 @@ impl<F: HardwareFormat> Lane<F> {
         Ok(Turn::Finished)
     }
 
-    /// The first word of a page is what came with it, or from the second round on what was written there in the round before;
-    /// or another vCPU was here first in this round.
+    /// The first word of a page is what came with it, or from the second round on what was written
+    /// there in the round before; or another vCPU was here first in this round.
     #[inline]
     fn check(&self, page: u64, found: u64) -> Result<(), VcpuError> {
         let expected = match self.round {

@@ -1,9 +1,11 @@
 //! Dirty logging while pages arrive: the oracle.
 //!
-//! vCPUs write each page once in a round, the first round while the pages come. Somebody harvests the log all the while. All
-//! writes are known, so all that a log may and must say is known:
-//! - a page that is reported is there: what has not come, no guest has written, and bringing a page is no write of the guest;
-//! - when a round is over, the harvests since its beginning, and one more, have reported every page;
+//! vCPUs write each page once in a round, the first round while the pages come. Somebody harvests
+//! the log all the while. All writes are known, so all that a log may and must say is known:
+//! - a page that is reported is there: what has not come, no guest has written, and bringing a page
+//!   is no write of the guest;
+//! - when a round is over, the harvests since its beginning, and one more, have reported every
+//!   page;
 //! - and then there is nothing left.
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -67,12 +69,13 @@ impl Reported {
 }
 
 impl<F: HardwareFormat> DemandPaging<F> {
-    /// Runs with `resolver`, and then `nr_rounds` less one rounds more, in which the vCPUs write all pages again. In all of them,
-    /// the dirty log is harvested beside, and held against what was written. For a VM that was made with
-    /// [`DirtyLogging::On`](super::DirtyLogging::On).
+    /// Runs with `resolver`, and then `nr_rounds` less one rounds more, in which the vCPUs write
+    /// all pages again. In all of them, the dirty log is harvested beside, and held against what
+    /// was written. For a VM that was made with [`DirtyLogging::On`](super::DirtyLogging::On).
     ///
     /// # Errors
-    /// [`DemandPagingError::MissedWrite`], [`DemandPagingError::FalseReport`]; and those of [`run`](DemandPaging::run).
+    /// [`DemandPagingError::MissedWrite`], [`DemandPagingError::FalseReport`]; and those of
+    /// [`run`](DemandPaging::run).
     pub fn check_dirty_log(&mut self, resolver: Resolver, nr_rounds: u64) -> Result<DirtyRounds, DemandPagingError> {
         let mut reported =
             Reported { bits: vec![0; self.nr_pages().div_ceil(64) as usize], nr_harvests: 0, nr_reported: 0 };

@@ -18,17 +18,18 @@ pub struct DemandPagingReport {
     pub pages_per_vcpu: u64,
     /// One for each vCPU.
     pub vcpus: Vec<VcpuPaging>,
-    /// The median of the time that a touch takes, from the first attempt until it is done: all waiting is in it. Of a sample of
-    /// the touches; in ns.
+    /// The median of the time that a touch takes, from the first attempt until it is done: all
+    /// waiting is in it. Of a sample of the touches; in ns.
     pub fault_p50_ns: u64,
     /// 99 of 100 take no longer; in ns.
     pub fault_p99_ns: u64,
-    /// Blocks that came because a vCPU, or a reader of a userfaultfd, asked for them, or in the resolver's process in whatever
-    /// way. Since the VM was made.
+    /// Blocks that came because a vCPU, or a reader of a userfaultfd, asked for them, or in the
+    /// resolver's process in whatever way. Since the VM was made.
     pub nr_filled_for_faults: u64,
     /// Blocks that the background copier of this process brought. Since the VM was made.
     pub nr_filled_by_copier: u64,
-    /// What the engine has counted since the VM was made: the times of faults, and of resolving pages within them, apart.
+    /// What the engine has counted since the VM was made: the times of faults, and of resolving
+    /// pages within them, apart.
     pub engine: slat::Stats,
     /// Whether guest_memfd memory is KVM's.
     pub guest_memfd: Option<GuestMemfdOrigin>,

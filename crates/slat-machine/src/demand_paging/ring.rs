@@ -1,5 +1,6 @@
-//! Pages that a resolver in another thread or process brings, asked for by rings ([`delivery`](crate::delivery)): the vCPUs'
-//! side, and a resolver that gets its pages from a source.
+//! Pages that a resolver in another thread or process brings, asked for by rings
+//! ([`delivery`](crate::delivery)): the vCPUs' side, and a resolver that gets its pages from a
+//! source.
 
 #![expect(unsafe_code, reason = "a resolver makes pages where they belong, in guest memory")]
 
@@ -57,11 +58,12 @@ impl Pages for Rings {
     fn still_waits(&mut self, lane: usize) -> Result<bool, VcpuError> {
         let port = &mut self.ports[lane];
         if port.nr_in_flight() > 0 && !port.try_resume()? {
-            // Says who is gone. There is no waiting for another: one was to be attached before the run, and if that is gone
-            // already, the run is over.
+            // Says who is gone. There is no waiting for another: one was to be attached before the
+            // run, and if that is gone already, the run is over.
             port.poll()?;
         }
-        // What is there by now need not be waited for; nor what failed, for which the vCPU exits again.
+        // What is there by now need not be waited for; nor what failed, for which the vCPU exits
+        // again.
         while port.nr_in_flight() == 0 && port.poll()?.is_some() {}
         self.waits[lane] = port.nr_in_flight() > 0;
         Ok(self.waits[lane])
@@ -109,7 +111,8 @@ impl Pages for Rings {
             }
             Ok(None) => None,
             Err(error) => {
-                // What is still in flight is asked for again by the next run; anything else the vCPU itself asks for.
+                // What is still in flight is asked for again by the next run; anything else the
+                // vCPU itself asks for.
                 self.waits[lane] = self.ports[lane].nr_in_flight() > 0;
                 Some(error.into())
             }
@@ -154,8 +157,8 @@ pub struct ServeConfig {
     pub timeout: Duration,
 }
 
-/// Serves the VMM at the other end of `stream` as its resolver, with pages from a source, until it closes the delivery. How
-/// many blocks were filled. For a thread, or for a process of its own.
+/// Serves the VMM at the other end of `stream` as its resolver, with pages from a source, until it
+/// closes the delivery. How many blocks were filled. For a thread, or for a process of its own.
 ///
 /// # Errors
 /// [`ServeError`]: the VMM finds its resolver gone.
@@ -205,8 +208,8 @@ impl For {
 struct InFlight {
     who: For,
     nr_left: u64,
-    /// The source could not give one of its pages. It stays until the others have come, so that none of them is taken for a page
-    /// of a later request.
+    /// The source could not give one of its pages. It stays until the others have come, so that
+    /// none of them is taken for a page of a later request.
     has_failed: bool,
 }
 
@@ -378,8 +381,9 @@ impl<'a> Server<'a> {
             return Ok(());
         }
         let at = guest_page.as_ptr().wrapping_add(offset_bytes).cast::<PageBytes>();
-        // SAFETY: within the block, which is in a mapping that lives as long as the resolver; the block is claimed, so nobody
-        // else writes it, and the guest does not reach it before it is complete.
+        // SAFETY: within the block, which is in a mapping that lives as long as the resolver; the
+        // block is claimed, so nobody else writes it, and the guest does not reach it before it is
+        // complete.
         self.source.take_into(unsafe { &mut *at })?;
         Ok(())
     }

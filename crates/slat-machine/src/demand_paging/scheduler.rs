@@ -1,22 +1,25 @@
 //! A thread that runs vCPUs: one, or many in turn.
 //!
 //! # The protocol
-//! The thread keeps a queue of vCPUs that can run. It takes the first and lets it touch pages until it exits for one that is
-//! not there, or has had its turn. For an exit it asks for the page, and unless that is there at once, goes on with the next
-//! vCPU in the queue. If the queue is empty, it takes what has arrived, which puts vCPUs back into the queue; and only if
-//! nothing has arrived, it sleeps until something does. So a page costs no switch of threads where a thread has more vCPUs
-//! than it takes turns to bring a page; with one vCPU for each thread, it is the scheduler of the kernel that goes on with
-//! the next.
+//! The thread keeps a queue of vCPUs that can run. It takes the first and lets it touch pages until
+//! it exits for one that is not there, or has had its turn. For an exit it asks for the page, and
+//! unless that is there at once, goes on with the next vCPU in the queue. If the queue is empty, it
+//! takes what has arrived, which puts vCPUs back into the queue; and only if nothing has arrived,
+//! it sleeps until something does. So a page costs no switch of threads where a thread has more
+//! vCPUs than it takes turns to bring a page; with one vCPU for each thread, it is the scheduler of
+//! the kernel that goes on with the next.
 //!
-//! A CPU belongs to whatever thread runs it: the flush rule ([`commit`](crate::commit)) asks only that one thread at a time
-//! does, since the restartable sequence of an access is the thread's, and begins and ends within that access.
+//! A CPU belongs to whatever thread runs it: the flush rule ([`commit`](crate::commit)) asks only
+//! that one thread at a time does, since the restartable sequence of an access is the thread's, and
+//! begins and ends within that access.
 //!
 //! Nothing is allocated or locked for a page on this path.
 //!
 //! # The way out
-//! The first thread whose page cannot be had says so to all ([`Arrivals::fail`]); each looks at that once a turn, and no sleep
-//! is longer than a moment. Every vCPU that has pages left ends with that error, or with its own. What was asked for and did
-//! not come can be claimed by others afterwards. The vCPUs are as they were: a later run goes on with them.
+//! The first thread whose page cannot be had says so to all ([`Arrivals::fail`]); each looks at
+//! that once a turn, and no sleep is longer than a moment. Every vCPU that has pages left ends with
+//! that error, or with its own. What was asked for and did not come can be claimed by others
+//! afterwards. The vCPUs are as they were: a later run goes on with them.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -50,7 +53,8 @@ pub(super) enum Asked {
 
 /// Where a thread's vCPUs get their pages from. vCPUs are named by their place in the thread.
 pub(super) trait Pages {
-    /// Whether `lane`, which has exited in an earlier run, still waits for its page, and will get it.
+    /// Whether `lane`, which has exited in an earlier run, still waits for its page, and will get
+    /// it.
     fn still_waits(&mut self, lane: usize) -> Result<bool, VcpuError>;
 
     /// Asks for `page`, for which `lane` has exited.
@@ -165,7 +169,8 @@ impl<F: HardwareFormat> Scheduler<F> {
         let failure = self.arrivals.failure();
         let ended = |(lane, own): (&mut Lane<F>, Option<VcpuError>)| {
             lane.exit_guest_mode();
-            // A page that is gone because nobody serves its faults any more is gone for the reason that they gave.
+            // A page that is gone because nobody serves its faults any more is gone for the reason
+            // that they gave.
             let is_gone = matches!(own, Some(VcpuError::Cpu(CpuError::Engine(slat::Error::BackingGone { .. }))));
             let own = if is_gone && failure.is_some() { None } else { own };
             let error = if lane.is_finished() { None } else { own.or_else(|| failure.clone()) };
@@ -175,8 +180,8 @@ impl<F: HardwareFormat> Scheduler<F> {
         self.lanes.iter_mut().zip(errors).map(ended).collect()
     }
 
-    /// Runs the vCPUs until all have touched all, or the run has failed. Says of each vCPU why it could not go on, if the
-    /// reason is one of its own.
+    /// Runs the vCPUs until all have touched all, or the run has failed. Says of each vCPU why it
+    /// could not go on, if the reason is one of its own.
     fn run<P: Pages>(&mut self, pages: &mut P) -> Vec<Option<VcpuError>> {
         let mut errors = vec![None; self.lanes.len()];
         if let Err((lane, error)) = self.run_all(pages) {

@@ -180,7 +180,8 @@ fn wrong_contents_are_noticed_by_the_guest() {
     }
 }
 
-/// vCPUs exit, and the process itself waits in the kernel: both get the same page, which comes once.
+/// vCPUs exit, and the process itself waits in the kernel: both get the same page, which comes
+/// once.
 #[test]
 fn the_process_touches_the_memory_too() {
     for mode in [Mode::MissingUserfault, Mode::MinorUserfault] {

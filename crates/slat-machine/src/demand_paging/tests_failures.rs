@@ -99,7 +99,8 @@ fn a_peer_that_goes_away_in_the_middle() {
     };
     let mut paging = DemandPaging::<Npt>::new(&small(Mode::Userfault)).unwrap();
     let first = start("first");
-    // What is between the two lets ten pages through, and then goes: in the middle, whatever the machine does.
+    // What is between the two lets ten pages through, and then goes: in the middle, whatever the
+    // machine does.
     let between = directory.join("between");
     let listener = UnixListener::bind(&between).unwrap();
     let relay = thread::spawn(move || {
@@ -126,8 +127,8 @@ fn a_peer_that_goes_away_in_the_middle() {
     std::fs::remove_dir_all(directory).unwrap();
 }
 
-/// The resolver goes at a random moment, again and again, and always another one comes; in the end each page is there, has
-/// come once, and is right.
+/// The resolver goes at a random moment, again and again, and always another one comes; in the end
+/// each page is there, has come once, and is right.
 #[test]
 fn resolvers_that_die_one_after_the_other() {
     let mut rng = SmallRng::seed_from_u64(1);

@@ -1,12 +1,13 @@
 //! The memory behind userfaultfds: which descriptor has which part, and the threads that read them.
 //!
-//! A reader that gets a fault claims the page (`arrivals.rs`). If it wins, it fetches the page, waits for it, fills it, and
-//! wakes whoever the kernel keeps waiting. If it loses, another reader or a vCPU's thread is at it. A reader wakes too; a vCPU
-//! that has exited does not, because as a rule nobody waits in the kernel for its page: so where vCPUs exit, a reader that
-//! loses waits until the page is published, and does the waking.
+//! A reader that gets a fault claims the page (`arrivals.rs`). If it wins, it fetches the page,
+//! waits for it, fills it, and wakes whoever the kernel keeps waiting. If it loses, another reader
+//! or a vCPU's thread is at it. A reader wakes too; a vCPU that has exited does not, because as a
+//! rule nobody waits in the kernel for its page: so where vCPUs exit, a reader that loses waits
+//! until the page is published, and does the waking.
 //!
-//! A source's latency is slept through here, one page at a time for each reader: that is what readers of a userfaultfd do
-//! in KVM's test, and what the number of readers is an option for.
+//! A source's latency is slept through here, one page at a time for each reader: that is what
+//! readers of a userfaultfd do in KVM's test, and what the number of readers is an option for.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -23,7 +24,8 @@ use crate::memory::Backing;
 use crate::source::{PageSource, Wait};
 use crate::userfaultfd::{Fault, Mode, ReaderError, Readers, Userfaultfd, UserfaultfdError, Wake};
 
-/// Registers `memory`, which nobody has touched by this mapping, with as many descriptors as the configuration says.
+/// Registers `memory`, which nobody has touched by this mapping, with as many descriptors as the
+/// configuration says.
 pub(super) fn register(
     config: &DemandPagingConfig,
     layout: &Layout,

@@ -1,4 +1,5 @@
-//! The CPUs that a guest can run on: one program for hardware with a second stage and for hardware without.
+//! The CPUs that a guest can run on: one program for hardware with a second stage and for hardware
+//! without.
 
 use slat::{Gva, PagingRegisters};
 

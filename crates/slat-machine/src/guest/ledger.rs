@@ -1,12 +1,15 @@
-//! What a virtual CPU knows of the pages that it alone writes, while the host discards some of them: the exact oracle for
-//! host memory events.
+//! What a virtual CPU knows of the pages that it alone writes, while the host discards some of
+//! them: the exact oracle for host memory events.
 //!
 //! # Protocol
-//! A read finds the value that was last written or read there, or zero if the page was discarded since. Which of the two
-//! is told by the page's [`Discards`], which are counted before a discard begins and after it has ended:
-//! - zero is right only if a discard has begun by the end of the read that was not over when the value's write began;
-//! - the value is right only if no discard began after the write's end and was over before the read began. (Told by
-//!   numbers: exact if discards of one page do not overlap, else some are forgiven.)
+//! A read finds the value that was last written or read there, or zero if the page was discarded
+//! since. Which of the two is told by the page's [`Discards`], which are counted before a discard
+//! begins and after it has ended:
+//! - zero is right only if a discard has begun by the end of the read that was not over when the
+//!   value's write began;
+//! - the value is right only if no discard began after the write's end and was over before the read
+//!   began. (Told by numbers: exact if discards of one page do not overlap, else some are
+//!   forgiven.)
 //!
 //! What a read has found counts as written by it: zeros do not turn into an old value again.
 
@@ -44,7 +47,8 @@ impl Ledger {
         Ledger { first_page, entries: vec![fresh; nr_pages as usize].into_boxed_slice(), sharing: Sharing::Partitioned }
     }
 
-    /// A program begins. If all virtual CPUs write all pages, nothing is known of any, now and until they have ended.
+    /// A program begins. If all virtual CPUs write all pages, nothing is known of any, now and
+    /// until they have ended.
     pub fn begin(&mut self, sharing: Sharing) {
         self.sharing = sharing;
         if sharing == Sharing::Overlapping {
@@ -64,8 +68,8 @@ impl Ledger {
         }
     }
 
-    /// Whether a read may find `found`, which began and ended at these numbers of discards; what the page should hold
-    /// otherwise.
+    /// Whether a read may find `found`, which began and ended at these numbers of discards; what
+    /// the page should hold otherwise.
     fn check_read(
         &mut self,
         page: u64,
@@ -98,8 +102,8 @@ impl Ledger {
     }
 }
 
-/// Does one touch as [`touch`](super::touch) does, of memory that the host changes, and holds what it reads against
-/// `ledger`.
+/// Does one touch as [`touch`](super::touch) does, of memory that the host changes, and holds what
+/// it reads against `ledger`.
 ///
 /// # Errors
 /// [`GuestError`]: the access failed or found a wrong value.
@@ -169,7 +173,8 @@ mod tests {
     fn a_discard_that_is_over_has_taken_the_value() {
         let mut ledger = Ledger::new(0, 2);
         let accepts = |_: u64| panic!("the ledger knows");
-        // The first discard is under way while page 1 is written: it may take the value or not. The second must.
+        // The first discard is under way while page 1 is written: it may take the value or not. The
+        // second must.
         ledger.note_write(1, 9, discards(3, 2), discards(3, 2));
         assert_eq!(ledger.check_read(1, 9, discards(3, 3), discards(3, 3), accepts), Ok(()));
         assert_eq!(ledger.clone().check_read(1, 0, discards(3, 3), discards(3, 3), accepts), Ok(()));

@@ -1,5 +1,5 @@
-//! The allocator of tables. Each node has a span of one region of addresses, and in it a mark that rises and a list of freed
-//! tables for each size.
+//! The allocator of tables. Each node has a span of one region of addresses, and in it a mark that
+//! rises and a list of freed tables for each size.
 
 #![expect(unsafe_code, reason = "maps the region of tables")]
 
@@ -19,7 +19,8 @@ use crate::numa::policy::Strictness;
 use crate::numa::spans::TableSpans;
 use crate::phys;
 
-/// Tables of 4 KiB (2^12) up to 64 KiB (2^16): x86's and Arm's, RISC-V's roots, and Arm's concatenated roots.
+/// Tables of 4 KiB (2^12) up to 64 KiB (2^16): x86's and Arm's, RISC-V's roots, and Arm's
+/// concatenated roots.
 const MIN_TABLE_SHIFT: u32 = PAGE_SHIFT;
 const NR_TABLE_SIZES: usize = 5;
 
@@ -54,7 +55,8 @@ unsafe impl Sync for Tables {}
 
 /// Index of the list for a table's size, and that size in bytes.
 fn size_class(layout: Layout) -> Option<(usize, u64)> {
-    // A table as large as its alignment satisfies both; and a page at least, since the CPU's formats know no less.
+    // A table as large as its alignment satisfies both; and a page at least, since the CPU's
+    // formats know no less.
     let size_bytes = (layout.size().max(layout.align()) as u64).max(PAGE_SIZE).checked_next_power_of_two()?;
     let class = (size_bytes.trailing_zeros() - MIN_TABLE_SHIFT) as usize;
     (class < NR_TABLE_SIZES).then_some((class, size_bytes))
@@ -63,7 +65,8 @@ fn size_class(layout: Layout) -> Option<(usize, u64)> {
 impl NodeTables {
     fn take_fresh(&self, size_bytes: u64, bytes_per_node: u64) -> Option<Hpa> {
         let base = self.start.addr() as u64;
-        // The gap in front of a larger table is lost; there is at most one such table for each root.
+        // The gap in front of a larger table is lost; there is at most one such table for each
+        // root.
         let place = |used: u64| (base + used).next_multiple_of(size_bytes) - base;
         let end = |used: u64| place(used).checked_add(size_bytes).filter(|&end| end <= bytes_per_node);
         // Relaxed: whoever moves the mark owns what it passed over, and nobody had that before.
@@ -73,10 +76,11 @@ impl NodeTables {
 }
 
 impl Tables {
-    /// For each of `nodes` as much as `bytes_per_node` (any of them may have to hold all tables), and for all together at most
-    /// `max_live` tables at a time.
+    /// For each of `nodes` as much as `bytes_per_node` (any of them may have to hold all tables),
+    /// and for all together at most `max_live` tables at a time.
     pub(super) fn new(bytes_per_node: u64, max_live: u64, nodes: &NodeMap) -> Result<Tables, HostError> {
-        // A power of two, so that a shift tells the node; what is beyond `bytes_per_node` is never touched.
+        // A power of two, so that a shift tells the node; what is beyond `bytes_per_node` is never
+        // touched.
         let span_bytes = bytes_per_node.checked_next_power_of_two();
         let size_bytes = match span_bytes.and_then(|bytes| bytes.checked_mul(nodes.nr_nodes() as u64)) {
             _ if nodes.is_one() => bytes_per_node,
@@ -115,8 +119,9 @@ impl Tables {
     /// From the first of `places` that has one.
     pub(super) fn allocate(&self, layout: Layout, places: &[usize]) -> Option<Hpa> {
         let (class, size_bytes) = size_class(layout)?;
-        // Relaxed: the count limits, it hands nothing over. Counted before it is taken, so that the limit holds at any
-        // moment; with little left, two threads may both be refused, which a real shortage may do as well.
+        // Relaxed: the count limits, it hands nothing over. Counted before it is taken, so that the
+        // limit holds at any moment; with little left, two threads may both be refused, which a
+        // real shortage may do as well.
         if self.nr_live.fetch_add(1, Ordering::Relaxed) >= self.max_live {
             self.nr_live.fetch_sub(1, Ordering::Relaxed);
             return None;
@@ -173,7 +178,8 @@ impl Tables {
 
 impl Drop for Tables {
     fn drop(&mut self) {
-        // SAFETY: mapped in `new` with this size; the host is gone, and with it the VM and its CPUs, which hold it.
+        // SAFETY: mapped in `new` with this size; the host is gone, and with it the VM and its
+        // CPUs, which hold it.
         let result = unsafe { libc::munmap(self.start.cast(), self.size_bytes as usize) };
         debug_assert_eq!(result, 0, "munmap of a mapping of our own");
     }

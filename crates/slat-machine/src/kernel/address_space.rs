@@ -1,7 +1,9 @@
-//! What the kernel knows of a process apart from its tables: the model that every access is held against.
+//! What the kernel knows of a process apart from its tables: the model that every access is held
+//! against.
 //!
-//! A page holds a *stamp*, which names the address space that wrote it, the page and the version: no two writes leave the
-//! same, so what is read through a wrong translation is told from what should be there.
+//! A page holds a *stamp*, which names the address space that wrote it, the page and the version:
+//! no two writes leave the same, so what is read through a wrong translation is told from what
+//! should be there.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -188,7 +190,8 @@ impl AddressSpace {
         self.regions.retain(|start, _| !(first..first + nr_pages).contains(start));
     }
 
-    /// Changes the rights of what is mapped of `nr_pages` from `first` on; their entries are the caller's to change.
+    /// Changes the rights of what is mapped of `nr_pages` from `first` on; their entries are the
+    /// caller's to change.
     pub(crate) fn protect_regions(&mut self, first: u64, nr_pages: u64, rights: Rights) {
         self.cut(first);
         self.cut(first + nr_pages);

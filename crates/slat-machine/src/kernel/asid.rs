@@ -1,13 +1,16 @@
 //! Which address space a CPU's PCIDs hold translations of, and how old these may be.
 //!
 //! # The protocol
-//! A CPU has a few *ASIDs*, and each stands for the address space that used it last. With PCIDs on, an ASID has one PCID
-//! for the kernel's root and, under page-table isolation, another for the user root. An address space counts its
-//! *generation* up before each flush, on whatever CPU it runs; an ASID remembers the generation up to which it is flushed.
-//! - Who switches to an address space whose ASID has its generation keeps what is cached (bit 63 of CR3).
-//! - One whose ASID is behind, or that has none, is loaded with a flush. So no CPU is told of the flushes of an address
-//!   space that it does not run.
-//! - A flush of the user PCID is noted as *pending* and done by the next load of the user root, whichever comes.
+//! A CPU has a few *ASIDs*, and each stands for the address space that used it last. With PCIDs on,
+//! an ASID has one PCID for the kernel's root and, under page-table isolation, another for the user
+//! root. An address space counts its *generation* up before each flush, on whatever CPU it runs; an
+//! ASID remembers the generation up to which it is flushed.
+//! - Who switches to an address space whose ASID has its generation keeps what is cached (bit 63 of
+//!   CR3).
+//! - One whose ASID is behind, or that has none, is loaded with a flush. So no CPU is told of the
+//!   flushes of an address space that it does not run.
+//! - A flush of the user PCID is noted as *pending* and done by the next load of the user root,
+//!   whichever comes.
 //!
 //! Address spaces have numbers that never come back: an ASID of one that is gone matches none.
 //!
@@ -66,7 +69,8 @@ impl Asids {
         self.contexts[self.loaded].space
     }
 
-    /// Address space `space`, of which `root` is the kernel's root, is to be loaded and must be flushed up to `generation`.
+    /// Address space `space`, of which `root` is the kernel's root, is to be loaded and must be
+    /// flushed up to `generation`.
     pub(crate) fn switch(&mut self, space: u64, generation: u64, root: Frame) -> Switch {
         let wanted = Context { space, generation };
         let known = match self.pcids {

@@ -1,4 +1,5 @@
-//! How the kernel comes up: the first CPU writes the image with paging off, each then turns paging on.
+//! How the kernel comes up: the first CPU writes the image with paging off, each then turns paging
+//! on.
 
 use slat::{Access, Gva, PAGE_SIZE, Privilege};
 
@@ -30,7 +31,8 @@ pub(crate) fn cr4(config: &Config) -> u64 {
     CR4_PAE | CR4_PGE | CR4_SMEP | CR4_SMAP | pcids
 }
 
-/// The bit that the kernel's mappings have besides: those that user roots lack must not survive the switch to them.
+/// The bit that the kernel's mappings have besides: those that user roots lack must not survive the
+/// switch to them.
 pub(crate) fn global(isolation: Isolation) -> u64 {
     match isolation {
         Isolation::On => 0,

@@ -1,4 +1,5 @@
-//! One virtual CPU of the kernel: its accesses, its way into the kernel and out, what is loaded, and how it flushes.
+//! One virtual CPU of the kernel: its accesses, its way into the kernel and out, what is loaded,
+//! and how it flushes.
 
 use std::sync::Arc;
 
@@ -149,8 +150,8 @@ impl<C: GuestCpu> Core<C> {
         done.map_err(|trap| KernelError::Instruction { instruction: "INVPCID", operand: pcid, trap })
     }
 
-    /// From user mode into the kernel, by a system call or an exception. `token` is what the entry code saves, as it saves
-    /// the stack pointer, before it has anything but the entry area.
+    /// From user mode into the kernel, by a system call or an exception. `token` is what the entry
+    /// code saves, as it saves the stack pointer, before it has anything but the entry area.
     pub(crate) fn enter_kernel(&mut self, token: u64) -> Result<(), KernelError<C::Error>> {
         self.counters.kernel_entries += 1;
         self.set_privilege(Privilege::Supervisor);
@@ -190,7 +191,8 @@ impl<C: GuestCpu> Core<C> {
     pub(crate) fn flush_all(&mut self, space: &mut AddressSpace, how: FlushAll) -> Result<(), KernelError<C::Error>> {
         space.generation += 1;
         space.pages.values_mut().for_each(|page| page.may_fault = false);
-        // Other CPUs, and this one if the space is not loaded, see the generation when they load it.
+        // Other CPUs, and this one if the space is not loaded, see the generation when they load
+        // it.
         if self.asids.loaded() != space.id {
             return Ok(());
         }
@@ -265,7 +267,8 @@ impl<C: GuestCpu> Core<C> {
         }
     }
 
-    /// A frame of which all words are zero that the kernel has not written itself; those it zeroes, as it zeroes pages.
+    /// A frame of which all words are zero that the kernel has not written itself; those it zeroes,
+    /// as it zeroes pages.
     pub(crate) fn zeroed_frame(&mut self) -> Result<Frame, KernelError<C::Error>> {
         let frame = self.kernel.frames().take().ok_or(KernelError::OutOfFrames)?;
         self.zero(frame)?;

@@ -1,12 +1,12 @@
-//! What the kernel in miniature needs of a CPU: accesses at virtual addresses and the instructions by which a guest
-//! rules its own translation.
+//! What the kernel in miniature needs of a CPU: accesses at virtual addresses and the instructions
+//! by which a guest rules its own translation.
 //!
-//! Two CPUs have it: [`PlainCpu`](super::PlainCpu) walks the guest's tables itself, as hardware without a hypervisor
-//! does; the other runs on an engine with shadow paging. What both must do is in the manuals, and the kernel relies on no
-//! more.
+//! Two CPUs have it: [`PlainCpu`](super::PlainCpu) walks the guest's tables itself, as hardware
+//! without a hypervisor does; the other runs on an engine with shadow paging. What both must do is
+//! in the manuals, and the kernel relies on no more.
 //!
-//! Sources: Intel SDM vol. 2, MOV to control registers, INVLPG, INVPCID; vol. 3A, "Process-Context Identifiers",
-//! "Page-fault exceptions", "Invalidation of TLBs and paging-structure caches".
+//! Sources: Intel SDM vol. 2, MOV to control registers, INVLPG, INVPCID; vol. 3A, "Process-Context
+//! Identifiers", "Page-fault exceptions", "Invalidation of TLBs and paging-structure caches".
 
 use slat::{Gva, Privilege};
 use thiserror::Error;
@@ -76,8 +76,8 @@ pub enum Trap<E> {
 /// What an access or instruction gives on a CPU whose machine fails with `E`.
 pub type Completed<T, E> = Result<T, Trap<E>>;
 
-/// A virtual CPU as its guest sees it. After reset: all registers 0 (paging off: a virtual address is the guest-physical
-/// one) and [`Privilege::Supervisor`].
+/// A virtual CPU as its guest sees it. After reset: all registers 0 (paging off: a virtual address
+/// is the guest-physical one) and [`Privilege::Supervisor`].
 ///
 /// # Errors
 /// Everything returns a [`Trap`]; nothing has changed then.

@@ -76,7 +76,8 @@ pub enum KernelError<E> {
         /// Why it was not done.
         trap: Trap<E>,
     },
-    /// Something else was read than the tables lead to: a stale translation, or a write that was lost or went elsewhere.
+    /// Something else was read than the tables lead to: a stale translation, or a write that was
+    /// lost or went elsewhere.
     #[error("read {found:#x} at {gva} as {privilege:?}: expected {expected:#x}")]
     WrongValue {
         /// The address.
@@ -131,7 +132,8 @@ pub enum KernelError<E> {
         /// Faults so far.
         nr_faults: u32,
     },
-    /// A table holds another entry than was written there; accessed and dirty bits count where they are known.
+    /// A table holds another entry than was written there; accessed and dirty bits count where they
+    /// are known.
     #[error("entry of level {level} for {gva} at guest-physical {gpa:#x} is {found:#x}: expected {expected:#x}")]
     WrongEntry {
         /// An address that the entry translates.

@@ -1,4 +1,5 @@
-//! Accesses to a process's pages, by itself or by the kernel on its behalf, and the page faults that they cause.
+//! Accesses to a process's pages, by itself or by the kernel on its behalf, and the page faults
+//! that they cause.
 
 use slat::{Access, Privilege};
 
@@ -8,7 +9,8 @@ use super::cpu::{ERROR_PRESENT, GuestCpu, Trap};
 use super::error::KernelError;
 use super::layout::direct;
 
-/// An access needs two faults at most, to be resolved and for what a CPU has cached of each root; more is no progress.
+/// An access needs two faults at most, to be resolved and for what a CPU has cached of each root;
+/// more is no progress.
 const MAX_FAULTS: u32 = 8;
 
 /// How an access ended.
@@ -21,8 +23,9 @@ pub(crate) enum Touched {
 }
 
 impl<C: GuestCpu> Core<C> {
-    /// Accesses `page` of the address space that is loaded, as the process ([`Privilege::User`], in user mode) or as the
-    /// kernel ([`Privilege::SupervisorWithAc`], in the kernel, without fetches), and resolves the faults.
+    /// Accesses `page` of the address space that is loaded, as the process ([`Privilege::User`], in
+    /// user mode) or as the kernel ([`Privilege::SupervisorWithAc`], in the kernel, without
+    /// fetches), and resolves the faults.
     pub(crate) fn touch(
         &mut self,
         space: &mut AddressSpace,
@@ -100,8 +103,8 @@ impl<C: GuestCpu> Core<C> {
         }
     }
 
-    /// An access by the current root that must fault with `expected`, and resolves nothing. In the kernel; privileges may be
-    /// the process's, as if it had not entered.
+    /// An access by the current root that must fault with `expected`, and resolves nothing. In the
+    /// kernel; privileges may be the process's, as if it had not entered.
     pub(crate) fn must_fault(
         &mut self,
         gva: slat::Gva,

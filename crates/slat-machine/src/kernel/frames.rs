@@ -1,10 +1,11 @@
 //! The frames of guest memory: who has them, how often, and which is handed out next.
 //!
-//! Frames come back last in, first out, so that a table's frame is soon a page's and the other way round, on whichever
-//! virtual CPU: what translates through something stale then finds another's data at once. Roots take two neighbours, the
-//! lower one even, as page-table isolation wants it.
+//! Frames come back last in, first out, so that a table's frame is soon a page's and the other way
+//! round, on whichever virtual CPU: what translates through something stale then finds another's
+//! data at once. Roots take two neighbours, the lower one even, as page-table isolation wants it.
 //!
-//! This is the simulator's bookkeeping and not in guest memory: a wrong translation cannot disturb it.
+//! This is the simulator's bookkeeping and not in guest memory: a wrong translation cannot disturb
+//! it.
 
 use slat::{PAGE_SHIFT, PAGE_SIZE};
 

@@ -1,10 +1,12 @@
-//! Where things are: in guest-physical memory, in the kernel's half of the address space and in a process's; and the bits
-//! of table entries.
+//! Where things are: in guest-physical memory, in the kernel's half of the address space and in a
+//! process's; and the bits of table entries.
 //!
-//! The kernel's half resembles x86-64 Linux's: a direct map of all memory by pages of 2 MiB, the kernel's text, the *entry
-//! area*, which is the only part that user roots map under page-table isolation, and an area for temporary mappings.
+//! The kernel's half resembles x86-64 Linux's: a direct map of all memory by pages of 2 MiB, the
+//! kernel's text, the *entry area*, which is the only part that user roots map under page-table
+//! isolation, and an area for temporary mappings.
 //!
-//! The image is guest-physical memory below 2 MiB; all else belongs to [`Frames`](super::frames::Frames).
+//! The image is guest-physical memory below 2 MiB; all else belongs to
+//! [`Frames`](super::frames::Frames).
 
 use slat::{Gva, PAGE_SHIFT, PAGE_SIZE};
 
@@ -102,18 +104,20 @@ pub(crate) const DATA_PAGES: u64 = 16;
 /// Pages of stack.
 pub(crate) const STACK_PAGES: u64 = 8;
 
-/// Places for further mappings: more than a program of a build fills, in the mean, before the next exec.
+/// Places for further mappings: more than a program of a build fills, in the mean, before the next
+/// exec.
 pub(crate) const NR_WINDOWS: u64 = 64;
 /// Most pages of one: more than are flushed one by one.
 pub(crate) const WINDOW_PAGES: u64 = 48;
 
-/// First page of a place for a mapping. Neighbours are in different tables of level 1, and four apart of level 2 too.
+/// First page of a place for a mapping. Neighbours are in different tables of level 1, and four
+/// apart of level 2 too.
 pub(crate) const fn window(number: u64) -> u64 {
     (0x7f00_0000_0000 + ((number % 4) << 30) + ((number / 4) << 23)) >> PAGE_SHIFT
 }
 
-/// Most frames that a process takes: its pages; two tables of level 1 for each place, as mappings may straddle; the
-/// tables of level 2 and 3 above these; two roots.
+/// Most frames that a process takes: its pages; two tables of level 1 for each place, as mappings
+/// may straddle; the tables of level 2 and 3 above these; two roots.
 pub(crate) const PROCESS_FRAMES: u64 =
     TEXT_PAGES + DATA_PAGES + STACK_PAGES + NR_WINDOWS * (WINDOW_PAGES + 2) + 4 + (4 + 3) + 3 + 2;
 

@@ -18,8 +18,9 @@ const MAX_REGIONS: usize = 40;
 /// Most pages that a system call looks at.
 const MAX_BUFFER_PAGES: u64 = 3;
 
-/// What a step does: some work in user mode, some touches of pages that are there, then one operation that is drawn by
-/// weight. An operation that cannot be done gives way to one that makes room for it, which is counted as what it is.
+/// What a step does: some work in user mode, some touches of pages that are there, then one
+/// operation that is drawn by weight. An operation that cannot be done gives way to one that makes
+/// room for it, which is counted as what it is.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct WorkloadMix {
     /// Weight of system calls that look at a few pages of the process.
@@ -55,8 +56,8 @@ pub struct WorkloadMix {
 }
 
 impl WorkloadMix {
-    /// After a build: short-lived processes that map, fault and call the system a lot. The weights are chosen for a mix of
-    /// everything that a build does, not measured of one.
+    /// After a build: short-lived processes that map, fault and call the system a lot. The weights
+    /// are chosen for a mix of everything that a build does, not measured of one.
     pub const COMPILE: WorkloadMix = WorkloadMix {
         system_calls: 600,
         page_faults: 300,
@@ -121,8 +122,8 @@ impl Default for WorkloadMix {
 }
 
 impl<C: GuestCpu> KernelCpu<C> {
-    /// Does `nr_steps` steps of `mix`. What is done depends on `seed`, on what was done before and, with several virtual
-    /// CPUs, on the processes that come from others.
+    /// Does `nr_steps` steps of `mix`. What is done depends on `seed`, on what was done before and,
+    /// with several virtual CPUs, on the processes that come from others.
     ///
     /// # Errors
     /// [`KernelError`]: the first thing that was not as it should be.

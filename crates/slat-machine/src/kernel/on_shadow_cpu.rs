@@ -6,7 +6,8 @@ use super::cpu::{Completed, GuestCpu, Trap};
 use crate::shadow_cpu::{ShadowCpu, ShadowCpuError, ShadowHandler};
 use crate::walk::guest::GuestFault;
 
-/// The guest's own faults are the kernel's; all else, exits to user space included, is the machine's.
+/// The guest's own faults are the kernel's; all else, exits to user space included, is the
+/// machine's.
 fn trap(error: ShadowCpuError) -> Trap<ShadowCpuError> {
     match error {
         ShadowCpuError::Guest(GuestFault::Page { gva, error_code }) => Trap::PageFault { gva, error_code },

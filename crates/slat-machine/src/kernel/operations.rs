@@ -1,5 +1,5 @@
-//! What the kernel does for processes: system calls on memory, fork, exec, exit. Each is one visit to the kernel, from
-//! after the entry to before the way out.
+//! What the kernel does for processes: system calls on memory, fork, exec, exit. Each is one visit
+//! to the kernel, from after the entry to before the way out.
 
 use slat::{Access, Privilege};
 
@@ -28,7 +28,8 @@ impl<C: GuestCpu> Core<C> {
         Ok(space)
     }
 
-    /// A system call that only looks: `pages` of the process as a buffer, and where the direct map shows them.
+    /// A system call that only looks: `pages` of the process as a buffer, and where the direct map
+    /// shows them.
     pub(crate) fn system_call(
         &mut self,
         space: &mut AddressSpace,
@@ -128,13 +129,15 @@ impl<C: GuestCpu> Core<C> {
         if narrowed.is_empty() { Ok(()) } else { self.flush_pages(space, &narrowed) }
     }
 
-    /// Takes everything from `space`, whether it is loaded or not; [`free_roots`](Core::free_roots) is left.
+    /// Takes everything from `space`, whether it is loaded or not; [`free_roots`](Core::free_roots)
+    /// is left.
     pub(crate) fn unmap_everything(&mut self, space: &mut AddressSpace) -> Result<(), KernelError<C::Error>> {
         space.regions.clear();
         self.unmap_pages(space, 0, 1 << address_space::PAGE_BITS)
     }
 
-    /// Maps a page of the kernel's own for a moment, and looks at it both ways. Such mappings are not flushed one by one.
+    /// Maps a page of the kernel's own for a moment, and looks at it both ways. Such mappings are
+    /// not flushed one by one.
     pub(crate) fn map_temporarily(&mut self, value: u64) -> Result<(), KernelError<C::Error>> {
         self.counters.kernel_maps += 1;
         let slot = self.nr_kernel_maps % NR_KERNEL_MAPS;
@@ -169,7 +172,8 @@ impl<C: GuestCpu> Core<C> {
         Ok(())
     }
 
-    /// In user mode: the process touches the kernel's half, and then the kernel, by mistake, what SMAP and SMEP protect.
+    /// In user mode: the process touches the kernel's half, and then the kernel, by mistake, what
+    /// SMAP and SMEP protect.
     pub(crate) fn stray_privileges(
         &mut self,
         space: &mut AddressSpace,

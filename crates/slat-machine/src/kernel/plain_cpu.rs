@@ -1,12 +1,13 @@
-//! A CPU without a hypervisor: it walks the guest's tables in plain memory and caches what it finds, for as long as the
-//! manual allows.
+//! A CPU without a hypervisor: it walks the guest's tables in plain memory and caches what it
+//! finds, for as long as the manual allows.
 //!
-//! Why: the kernel is tried on it first, and what it does under shadow paging is compared with what it does here. It never
-//! evicts anything, so that every flush that the kernel forgets shows. It caches translations, as of 4 KiB, and entries of
-//! level 2 (*paging-structure caches*), both by PCID; a page fault drops what it has for the address.
+//! Why: the kernel is tried on it first, and what it does under shadow paging is compared with what
+//! it does here. It never evicts anything, so that every flush that the kernel forgets shows. It
+//! caches translations, as of 4 KiB, and entries of level 2 (*paging-structure caches*), both by
+//! PCID; a page fault drops what it has for the address.
 //!
-//! Sources: Intel SDM vol. 3A, "4-level paging", "Access rights", "Page-fault exceptions", "Process-Context Identifiers",
-//! "Invalidation of TLBs and paging-structure caches".
+//! Sources: Intel SDM vol. 3A, "4-level paging", "Access rights", "Page-fault exceptions",
+//! "Process-Context Identifiers", "Invalidation of TLBs and paging-structure caches".
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -160,7 +161,8 @@ impl PlainCpu {
         }
     }
 
-    /// Walks the tables from as far down as is cached, and caches what it finds. A fault's bit of presence is the inner error.
+    /// Walks the tables from as far down as is cached, and caches what it finds. A fault's bit of
+    /// presence is the inner error.
     fn walk(&mut self, gva: Gva, access: Access) -> Completed<Result<u64, u32>, PlainError> {
         let page = gva.0 >> PAGE_SHIFT;
         let top = Translation { frame_gpa: self.cr3 & ADDRESS, rights: WRITABLE | USER, is_dirty: false };
@@ -169,7 +171,8 @@ impl PlainCpu {
         let Translation { frame_gpa: mut table, mut rights, .. } = known.unwrap_or(top);
         loop {
             let gpa = table + 8 * index(gva.0, level);
-            // Ordering: as CPUs see each other's writes to tables; the kernel's locks order the rest.
+            // Ordering: as CPUs see each other's writes to tables; the kernel's locks order the
+            // rest.
             let entry = self.memory.word(gpa)?.load(Ordering::Acquire);
             if entry & PRESENT == 0 {
                 return Ok(Err(0));

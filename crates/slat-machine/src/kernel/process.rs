@@ -13,9 +13,11 @@ use super::cpu::GuestCpu;
 use super::error::KernelError;
 use super::layout::IDLE_ROOT;
 
-/// A virtual CPU of a [`Kernel`], with the processes that it has. Between its methods it is in user mode of one of them.
+/// A virtual CPU of a [`Kernel`], with the processes that it has. Between its methods it is in user
+/// mode of one of them.
 ///
-/// After an error the CPU and its processes are as the error left them; nothing further is promised of the kernel then.
+/// After an error the CPU and its processes are as the error left them; nothing further is promised
+/// of the kernel then.
 #[derive(Debug)]
 pub struct KernelCpu<C> {
     pub(super) core: Core<C>,
@@ -24,11 +26,12 @@ pub struct KernelCpu<C> {
 }
 
 impl<C: GuestCpu> KernelCpu<C> {
-    /// Starts virtual CPU `vcpu` (from 0 on) of `kernel` on `cpu`, which comes from reset, with one process. Whichever CPU
-    /// starts first builds the kernel's own tables; the others wait for it.
+    /// Starts virtual CPU `vcpu` (from 0 on) of `kernel` on `cpu`, which comes from reset, with one
+    /// process. Whichever CPU starts first builds the kernel's own tables; the others wait for it.
     ///
     /// # Errors
-    /// [`KernelError`]: there is no such CPU, it was started before, or it does not do what it must.
+    /// [`KernelError`]: there is no such CPU, it was started before, or it does not do what it
+    /// must.
     pub fn start(kernel: Arc<Kernel>, vcpu: u16, cpu: C) -> Result<KernelCpu<C>, KernelError<C::Error>> {
         let mut core = Core::start(kernel, vcpu, cpu)?;
         let current = core.new_program()?;
@@ -52,7 +55,8 @@ impl<C: GuestCpu> KernelCpu<C> {
         &mut self.core.cpu
     }
 
-    /// Ends all processes, and those that wait for any CPU, checks what they have a last time, and returns the CPU.
+    /// Ends all processes, and those that wait for any CPU, checks what they have a last time, and
+    /// returns the CPU.
     ///
     /// # Errors
     /// [`KernelError`]: something was not as it should be.
@@ -143,7 +147,8 @@ impl<C: GuestCpu> KernelCpu<C> {
         self.core.leave_kernel()
     }
 
-    /// The process begins another program: the new address space is loaded before the old one is taken apart.
+    /// The process begins another program: the new address space is loaded before the old one is
+    /// taken apart.
     pub(super) fn exec(&mut self) -> Result<(), KernelError<C::Error>> {
         self.core.enter_kernel(self.current.id)?;
         self.core.counters.execs += 1;
@@ -155,7 +160,8 @@ impl<C: GuestCpu> KernelCpu<C> {
         self.core.leave_kernel()
     }
 
-    /// The process ends: its address space is taken apart while it is loaded. The next one runs, or a new one.
+    /// The process ends: its address space is taken apart while it is loaded. The next one runs, or
+    /// a new one.
     pub(super) fn exit(&mut self) -> Result<(), KernelError<C::Error>> {
         self.core.enter_kernel(self.current.id)?;
         self.core.counters.exits += 1;

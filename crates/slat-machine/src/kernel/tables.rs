@@ -1,8 +1,9 @@
-//! The tables of processes, as the kernel reads and writes them: in guest memory, through the direct map, from the root
-//! down. Each entry that is read is held against the model.
+//! The tables of processes, as the kernel reads and writes them: in guest memory, through the
+//! direct map, from the root down. Each entry that is read is held against the model.
 //!
-//! Under page-table isolation both roots of a process point to the same tables. The kernel's root forbids fetches there,
-//! so that a way out of the kernel that forgets to change roots is noticed; so do Linux's.
+//! Under page-table isolation both roots of a process point to the same tables. The kernel's root
+//! forbids fetches there, so that a way out of the kernel that forgets to change roots is noticed;
+//! so do Linux's.
 
 use slat::PAGE_SIZE;
 
@@ -116,8 +117,8 @@ impl<C: GuestCpu> Core<C> {
         Ok(below)
     }
 
-    /// Reads the entry of `page` at `gpa`, which is as `known` says. The accessed bit may be set for nothing, the dirty bit
-    /// may not.
+    /// Reads the entry of `page` at `gpa`, which is as `known` says. The accessed bit may be set
+    /// for nothing, the dirty bit may not.
     fn read_entry(&mut self, page: u64, gpa: u64, known: Option<&Page>) -> Result<u64, KernelError<C::Error>> {
         let found = self.read(direct(gpa))?;
         let mut expected = known.map_or(0, Page::entry);
@@ -190,7 +191,8 @@ impl<C: GuestCpu> Core<C> {
         Ok(())
     }
 
-    /// Takes `page`, which is there, out of the tables, and the tables that are empty then. Flushes nothing.
+    /// Takes `page`, which is there, out of the tables, and the tables that are empty then. Flushes
+    /// nothing.
     pub(crate) fn unmap_page(
         &mut self,
         space: &mut AddressSpace,

@@ -9,11 +9,12 @@ use crate::memory::BackingKind;
 use crate::numa::{Nodes, Pinning};
 use crate::tlb::Geometry;
 
-/// The test region is at most this big, in bytes: it and the guest's tables must fit in the guest's address space.
+/// The test region is at most this big, in bytes: it and the guest's tables must fit in the guest's
+/// address space.
 const MAX_REGION_BYTES: u64 = 16 << 40;
 
-/// Virtual CPUs at most: as in KVM on x86 (`KVM_MAX_VCPUS`). Each is a thread with a stack and a signal stack, and Linux
-/// allows a process 65530 mappings by default.
+/// Virtual CPUs at most: as in KVM on x86 (`KVM_MAX_VCPUS`). Each is a thread with a stack and a
+/// signal stack, and Linux allows a process 65530 mappings by default.
 pub const MAX_VCPUS: usize = 4096;
 
 /// Processors that threads are pinned to.
@@ -34,7 +35,8 @@ pub enum HostEvents {
     /// It may ([`Machine::discard`](super::Machine::discard) and its neighbours). The backing is
     /// [`BackingKind::Anonymous`].
     Allowed {
-        /// Frames beyond one for each page: one for each event at a time, and as many again for snapshots.
+        /// Frames beyond one for each page: one for each event at a time, and as many again for
+        /// snapshots.
         nr_spare_frames: u64,
     },
 }
@@ -54,22 +56,26 @@ pub struct MachineConfig {
     pub host_events: HostEvents,
     /// Flags that the test region's slots are created with.
     pub region_flags: MemoryRegionFlags,
-    /// How the VM's memory is managed. With page-modification logging the CPUs have a log each; with shadow paging they have no
-    /// second stage ([`ShadowCpu`](crate::shadow_cpu::ShadowCpu)), and how many shadow tables a guest needs says
-    /// [`shadow_paging`](super::shadow_paging).
+    /// How the VM's memory is managed. With page-modification logging the CPUs have a log each;
+    /// with shadow paging they have no second stage ([`ShadowCpu`](crate::shadow_cpu::ShadowCpu)),
+    /// and how many shadow tables a guest needs says [`shadow_paging`](super::shadow_paging).
     pub engine: Config,
-    /// Entries of each CPU's dirty ring; `None`: slots log in bitmaps. A CPU whose ring is full waits until somebody has
-    /// harvested and reset it ([`Vm::reset_dirty_rings`](slat::Vm::reset_dirty_rings)), or stops it.
+    /// Entries of each CPU's dirty ring; `None`: slots log in bitmaps. A CPU whose ring is full
+    /// waits until somebody has harvested and reset it
+    /// ([`Vm::reset_dirty_rings`](slat::Vm::reset_dirty_rings)), or stops it.
     pub dirty_ring_entries: Option<u32>,
-    /// Whether a guest with a second stage has its own paging on. With shadow paging it has, in any case.
+    /// Whether a guest with a second stage has its own paging on. With shadow paging it has, in any
+    /// case.
     pub paging: Paging,
     /// Size of the pages in the guest's own tables.
     pub guest_page_size: PageSize,
-    /// Processors to pin threads to; `None`: wherever the scheduler likes, but for `pinning` on the host's nodes.
+    /// Processors to pin threads to; `None`: wherever the scheduler likes, but for `pinning` on the
+    /// host's nodes.
     pub pins: Option<Pins>,
-    /// The nodes of memory, tables and virtual CPUs. Virtual CPU i of n has its home on node i * nodes / n, counting those
-    /// with CPUs (or, with `pins` on the host's nodes, on that of its processor), and there lies its part of the region. Memory
-    /// that the host may change while guests run lies on the same nodes in the same shares, but a page has any frame.
+    /// The nodes of memory, tables and virtual CPUs. Virtual CPU i of n has its home on node i *
+    /// nodes / n, counting those with CPUs (or, with `pins` on the host's nodes, on that of its
+    /// processor), and there lies its part of the region. Memory that the host may change while
+    /// guests run lies on the same nodes in the same shares, but a page has any frame.
     pub nodes: Nodes,
     /// Whether virtual CPUs stay on their home nodes.
     pub pinning: Pinning,

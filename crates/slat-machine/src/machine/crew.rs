@@ -1,10 +1,12 @@
-//! Threads that do the same job together: all are started first, then each job is posted to all at once and is over when
-//! the last has finished. So neither the creation of threads nor their end disturbs what is measured in between.
+//! Threads that do the same job together: all are started first, then each job is posted to all at
+//! once and is over when the last has finished. So neither the creation of threads nor their end
+//! disturbs what is measured in between.
 //!
 //! # The protocol
-//! Everything happens under one mutex with two condition variables: workers sleep until the number of posted jobs has
-//! gone up, the poster sleeps until nobody is left. Nobody ever spins, so that many workers on few processors take no
-//! longer than their work. A worker that panics reports that, for this job and all later ones; the others go on.
+//! Everything happens under one mutex with two condition variables: workers sleep until the number
+//! of posted jobs has gone up, the poster sleeps until nobody is left. Nobody ever spins, so that
+//! many workers on few processors take no longer than their work. A worker that panics reports
+//! that, for this job and all later ones; the others go on.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -54,7 +56,8 @@ struct Shared<J, R> {
 
 impl<J, R> Shared<J, R> {
     fn board(&self) -> MutexGuard<'_, Board<J, R>> {
-        // Jobs run outside the lock and nothing under it panics: a poisoned board would still be whole.
+        // Jobs run outside the lock and nothing under it panics: a poisoned board would still be
+        // whole.
         self.board.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

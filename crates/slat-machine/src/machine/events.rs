@@ -1,9 +1,10 @@
-//! What the host does to the test region's memory while guests run: it throws pages away, moves them, forbids writing
-//! them, swaps them out. Each takes the pages away from the guest by [`Vm::invalidate_range`](slat::Vm::invalidate_range),
-//! makes its change, and gives them back. See [`Pages`] for what is then found out, and how.
+//! What the host does to the test region's memory while guests run: it throws pages away, moves
+//! them, forbids writing them, swaps them out. Each takes the pages away from the guest by
+//! [`Vm::invalidate_range`](slat::Vm::invalidate_range), makes its change, and gives them back. See
+//! [`Pages`] for what is then found out, and how.
 //!
-//! A page of the region is mapped at its place in the region's slots only. Swapping out relies on the engine's reports, so
-//! the slots must stay where they are; their flags may change.
+//! A page of the region is mapped at its place in the region's slots only. Swapping out relies on
+//! the engine's reports, so the slots must stay where they are; their flags may change.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -26,7 +27,8 @@ impl<F: HardwareFormat> Machine<F> {
     /// Throws away what is in the pages `pages` of the test region: the next access finds zeros.
     ///
     /// # Errors
-    /// [`MachineError::NoHostEvents`], [`MachineError::NoSuchPages`], or the engine's: nothing has changed.
+    /// [`MachineError::NoHostEvents`], [`MachineError::NoSuchPages`], or the engine's: nothing has
+    /// changed.
     pub fn discard(&self, pages: Range<u64>) -> Result<(), MachineError> {
         self.event(pages.clone(), |memory, invalidate| memory.discard(pages, invalidate))
     }
@@ -39,8 +41,9 @@ impl<F: HardwareFormat> Machine<F> {
         self.event(one(page), |memory, invalidate| memory.relocate(page, invalidate))
     }
 
-    /// Forbids writing page `page` of the test region where it is, as if another process shared it: that is the snapshot.
-    /// The next write copies the page. If there was nothing to share, says why.
+    /// Forbids writing page `page` of the test region where it is, as if another process shared it:
+    /// that is the snapshot. The next write copies the page. If there was nothing to share, says
+    /// why.
     ///
     /// # Errors
     /// As for [`discard`](Self::discard).
@@ -56,7 +59,8 @@ impl<F: HardwareFormat> Machine<F> {
         self.event(one(page), |memory, invalidate| memory.swap_out(page, invalidate))
     }
 
-    /// Takes the pages `pages` of the test region away from the guest for a moment, and changes nothing.
+    /// Takes the pages `pages` of the test region away from the guest for a moment, and changes
+    /// nothing.
     ///
     /// # Errors
     /// As for [`discard`](Self::discard).

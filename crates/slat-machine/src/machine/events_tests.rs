@@ -1,4 +1,5 @@
-//! The host changes memory under running guests: nothing is lost, nobody uses an old frame, and all frames come back.
+//! The host changes memory under running guests: nothing is lost, nobody uses an old frame, and all
+//! frames come back.
 
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
@@ -144,7 +145,8 @@ fn all_events_with_each_locking_format_and_flush_method() {
     }
 }
 
-/// The same few pages again and again: answers of the host are overtaken, and leaves come back as they were.
+/// The same few pages again and again: answers of the host are overtaken, and leaves come back as
+/// they were.
 #[test]
 fn events_on_hot_pages() {
     let config = MachineConfig { bytes_per_vcpu: PAGE_SIZE, ..config(4) };

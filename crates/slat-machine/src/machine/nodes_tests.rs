@@ -1,4 +1,5 @@
-//! Machines of several nodes: where memory, tables and virtual CPUs are, and what the walks read of which.
+//! Machines of several nodes: where memory, tables and virtual CPUs are, and what the walks read of
+//! which.
 
 #![expect(unsafe_code, reason = "reads the engine's tables as hardware does")]
 
@@ -15,7 +16,8 @@ use crate::phys;
 
 const MIB: u64 = 1 << 20;
 
-/// Four virtual CPUs with 4 MiB each, two on node 2 and two on node 5: a leaf table maps memory of one of them.
+/// Four virtual CPUs with 4 MiB each, two on node 2 and two on node 5: a leaf table maps memory of
+/// one of them.
 fn two_nodes() -> MachineConfig {
     MachineConfig {
         nr_vcpus: 4,
@@ -122,7 +124,8 @@ fn a_huge_page_lies_on_one_node() {
 
 #[test]
 fn who_touches_first_decides_for_tables_of_the_caller() {
-    // Where a leaf table is to be, for a part whose home is the first node (the other way round for the second).
+    // Where a leaf table is to be, for a part whose home is the first node (the other way round for
+    // the second).
     let homes = [2, 2, 5, 5].map(NodeId);
     let others = [5, 5, 2, 2].map(NodeId);
     let only = [5; 4].map(NodeId);
@@ -203,19 +206,22 @@ fn split_tables_lie_where_the_placement_says() {
     }
 }
 
-/// Walks of pages that are mapped read an entry of each level, and five times as many if the guest has paging.
+/// Walks of pages that are mapped read an entry of each level, and five times as many if the guest
+/// has paging.
 fn walks_are_counted<F: HardwareFormat>(paging: Paging, reads_per_walk: u64) {
     // Each of the guest's own tables is translated, and the page.
     let leaf_reads_per_walk = if paging == Paging::Off { 1 } else { 5 };
     let machine = Machine::<F>::new(&MachineConfig { paging, ..two_nodes() }).unwrap();
     machine.populate(Program::default(), FirstTouch::Other).unwrap();
-    // The pages' own CPUs walk for the first time, and set no accessed bits that another could be faster with.
+    // The pages' own CPUs walk for the first time, and set no accessed bits that another could be
+    // faster with.
     let before = machine.walk_reads();
     let reading = Program { write_percent: 0, oldest_round: 1, ..Program::default() };
     let total = machine.run(reading).unwrap().total();
     assert_eq!(machine.walk_reads().since(before), total.walk_reads);
     assert_eq!(total.nr_faults, 0);
-    // A walk that is restarted may have read a part of its entries, all or none: the access walks again.
+    // A walk that is restarted may have read a part of its entries, all or none: the access walks
+    // again.
     let nr_short = |nr_reads: u64, per_walk: u64| (per_walk * total.nr_walks).checked_sub(nr_reads).unwrap();
     assert!(
         nr_short(total.walk_reads.local + total.walk_reads.remote, reads_per_walk)
@@ -361,7 +367,8 @@ fn the_hosts_nodes_serve() {
     }
 }
 
-/// The CPUs of this host as if each were a node, of which only the first has memory: pinned for real, and bound for real.
+/// The CPUs of this host as if each were a node, of which only the first has memory: pinned for
+/// real, and bound for real.
 #[test]
 fn real_cpus_on_nodes_of_which_one_has_memory() {
     let cpus = topology::usable_cpus();

@@ -1,4 +1,5 @@
-//! The machine with the engine: guests that verify what they read, and the dirty log against what they wrote.
+//! The machine with the engine: guests that verify what they read, and the dirty log against what
+//! they wrote.
 
 use std::time::Instant;
 
@@ -98,7 +99,8 @@ fn large_pages_are_mapped_and_split() {
     populate_then_log::<Ept>(&MachineConfig { paging: Paging::TwoDimensional, ..config });
 }
 
-/// While CPUs write, logs are taken; no write is lost for longer than one harvest after they have stopped.
+/// While CPUs write, logs are taken; no write is lost for longer than one harvest after they have
+/// stopped.
 #[test]
 fn harvests_while_guests_write_lose_nothing() {
     for nr_vcpus in [3, 48] {
@@ -281,7 +283,8 @@ pub(super) fn huge() -> MachineConfig {
     }
 }
 
-/// Huge pages are split and put back beside guests, whose TLBs notice if there are two sizes of one page at a time.
+/// Huge pages are split and put back beside guests, whose TLBs notice if there are two sizes of one
+/// page at a time.
 pub(super) fn toggle_logging_beside_guests<F: HardwareFormat>(config: &MachineConfig) {
     let machine = Machine::<F>::new(config).unwrap();
     machine.run(Program::default()).unwrap();
@@ -321,7 +324,8 @@ fn huge_pages_come_and_go_beside_guests_of_every_format() {
 
 #[test]
 fn a_region_beyond_the_guest_physical_addresses_is_refused() {
-    // 2 TiB of address space, of which the region's place takes 64 GiB; all of it, and no memory to back it.
+    // 2 TiB of address space, of which the region's place takes 64 GiB; all of it, and no memory to
+    // back it.
     let config = MachineConfig { bytes_per_vcpu: 1 << 40, nr_vcpus: 2, ..MachineConfig::default() };
     let refused = Machine::<Sv39x4>::new(&config);
     assert!(

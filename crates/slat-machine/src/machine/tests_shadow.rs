@@ -1,4 +1,5 @@
-//! The machine with CPUs that have no second stage: the same guests, through tables of their own in one address space.
+//! The machine with CPUs that have no second stage: the same guests, through tables of their own in
+//! one address space.
 
 use slat::{
     Config, DirtyTracking, Ept, HugePageLogging, Locking, MIN_SHADOW_PAGES, ManualProtect, Npt, PAGE_SIZE, PageSize,
@@ -64,7 +65,8 @@ fn one_address_space_has_one_set_of_shadow_tables() {
     let program = Program { sharing: Sharing::Overlapping, ..Program::default() };
     machine.run(program).unwrap();
     let vm = machine.vm();
-    // A table for each 2 MiB, and those above; and what paging was turned on with: three tables for each CPU at most.
+    // A table for each 2 MiB, and those above; and what paging was turned on with: three tables for
+    // each CPU at most.
     assert!((8 + 3..=8 + 3 + 3 * 8).contains(&vm.nr_shadow_pages()), "{}", vm.nr_shadow_pages());
     let stats = vm.stats();
     assert!(stats.shadow_leaves() >= machine.nr_pages(), "{stats:?}");

@@ -124,7 +124,8 @@ impl Seat {
 /// A virtual CPU as its thread has it.
 pub(super) struct Worker<C> {
     pub(super) cpu: C,
-    /// Where the region is for the guest: at its guest-physical address, until the guest's paging is on.
+    /// Where the region is for the guest: at its guest-physical address, until the guest's paging
+    /// is on.
     pub(super) region: Gva,
     pub(super) index: u64,
     pub(super) nr_vcpus: u64,
@@ -191,8 +192,9 @@ impl<F: HardwareFormat, C: GuestCpu<Handler = Vcpu<MachineHost, F>>> Worker<C> {
         let before = self.cpu.counters();
         let begin = Instant::now();
         let signals = &*self.signals;
-        // Acquire, and so at `advance_round`: who writes a round has seen it here. The store that carries it is a release
-        // and the load that finds it an acquire, so the reader, who asks afterwards, sees that round or a later one.
+        // Acquire, and so at `advance_round`: who writes a round has seen it here. The store that
+        // carries it is a release and the load that finds it an acquire, so the reader, who asks
+        // afterwards, sees that round or a later one.
         let newest_round = || signals.round.load(Ordering::Acquire);
         let (is_own, whole) = (parts == [self.index], [self.index]);
         let parts = if program.sharing == Sharing::Overlapping { &whole } else { parts };

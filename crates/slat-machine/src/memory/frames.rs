@@ -1,13 +1,15 @@
 //! The frames behind movable pages: given out, shared, and poisoned when they are freed.
 //!
 //! # Protocol
-//! - A frame is free or has users: the page that has it, and the snapshots that were taken of it. The last user frees it.
-//! - A free frame is full of [`POISON`], which no guest writes: a CPU that reads through a stale translation is found out
-//!   by what it reads, and one that writes, when the frame is given out again (or by [`Frames::check_free`]). Frames are
-//!   given out in the order in which they were freed, so that a late write has time to show.
-//! - Whoever has a frame alone may fill it and copy from it; frames of pages that a guest has mapped change at any time.
-//!   All of it is atomic accesses to words, so that a CPU which breaks the rules makes a finding and not undefined
-//!   behaviour.
+//! - A frame is free or has users: the page that has it, and the snapshots that were taken of it.
+//!   The last user frees it.
+//! - A free frame is full of [`POISON`], which no guest writes: a CPU that reads through a stale
+//!   translation is found out by what it reads, and one that writes, when the frame is given out
+//!   again (or by [`Frames::check_free`]). Frames are given out in the order in which they were
+//!   freed, so that a late write has time to show.
+//! - Whoever has a frame alone may fill it and copy from it; frames of pages that a guest has
+//!   mapped change at any time. All of it is atomic accesses to words, so that a CPU which breaks
+//!   the rules makes a finding and not undefined behaviour.
 
 use std::ptr;
 use std::sync::Arc;
@@ -21,7 +23,8 @@ use thiserror::Error;
 use super::Mapping;
 use crate::phys;
 
-/// What a free frame is full of. As a guest's value it would name a page beyond the end of any region.
+/// What a free frame is full of. As a guest's value it would name a page beyond the end of any
+/// region.
 pub const POISON: u64 = 0xdead_f4ee_dead_f4ee;
 
 /// Words of 8 bytes in a page.
@@ -102,14 +105,15 @@ impl Frames {
 
     fn word(&self, frame: Frame, index: usize) -> &AtomicU64 {
         let offset = (u64::from(frame.0) << PAGE_SHIFT) as usize + index * 8;
-        // SAFETY: frames are numbered within the mapping, which lives as long as `self`; words are aligned; all access
-        // them atomically or with machine instructions.
+        // SAFETY: frames are numbered within the mapping, which lives as long as `self`; words are
+        // aligned; all access them atomically or with machine instructions.
         unsafe { AtomicU64::from_ptr(self.mapping.start.wrapping_add(offset).cast()) }
     }
 
     fn fill(&self, frame: Frame, value: u64) {
         for index in 0..WORDS {
-            // Relaxed, here and below: whoever gets the frame gets it through the queue or the lock of its page.
+            // Relaxed, here and below: whoever gets the frame gets it through the queue or the lock
+            // of its page.
             self.word(frame, index).store(value, Ordering::Relaxed);
         }
     }

@@ -1,15 +1,19 @@
-//! Memory that belongs to the guest alone: the user of the machine has no mapping of it, and cannot look at what is in it.
-//! It is what KVM's guest_memfd is (Linux, Documentation/virt/kvm/api.rst, `KVM_CREATE_GUEST_MEMFD`), and the memory that
-//! userfaultfd cannot serve, because no fault of the user's ever happens there.
+//! Memory that belongs to the guest alone: the user of the machine has no mapping of it, and cannot
+//! look at what is in it. It is what KVM's guest_memfd is (Linux, Documentation/virt/kvm/api.rst,
+//! `KVM_CREATE_GUEST_MEMFD`), and the memory that userfaultfd cannot serve, because no fault of the
+//! user's ever happens there.
 //!
 //! # Protocol
-//! - A page comes in by [`GuestMemfd::install`] only, and the guest reads and writes it through the frames that the engine
-//!   maps. The machine keeps a mapping for the software CPU, whose accesses are this process's, and gives nobody a pointer.
-//! - A slot that has it ([`MemoryRegionFlags::GUEST_MEMFD`](slat::MemoryRegionFlags::GUEST_MEMFD)) has a *shared part* beside
-//!   it, of the same size, or none. Which of both a page is in is the VM's to say
-//!   ([`Vm::set_memory_attributes`](slat::Vm::set_memory_attributes)); nothing is copied from one to the other, as in KVM.
-//! - Where /dev/kvm gives such files, and lets this process map them (`GUEST_MEMFD_FLAG_MMAP`, Linux 6.18), it is one of
-//!   these. Elsewhere a memory file stands in, and [`origin`](GuestMemfd::origin) says so, and why.
+//! - A page comes in by [`GuestMemfd::install`] only, and the guest reads and writes it through the
+//!   frames that the engine maps. The machine keeps a mapping for the software CPU, whose accesses
+//!   are this process's, and gives nobody a pointer.
+//! - A slot that has it ([`MemoryRegionFlags::GUEST_MEMFD`](slat::MemoryRegionFlags::GUEST_MEMFD))
+//!   has a *shared part* beside it, of the same size, or none. Which of both a page is in is the
+//!   VM's to say ([`Vm::set_memory_attributes`](slat::Vm::set_memory_attributes)); nothing is
+//!   copied from one to the other, as in KVM.
+//! - Where /dev/kvm gives such files, and lets this process map them (`GUEST_MEMFD_FLAG_MMAP`,
+//!   Linux 6.18), it is one of these. Elsewhere a memory file stands in, and
+//!   [`origin`](GuestMemfd::origin) says so, and why.
 
 use std::fs::{File, OpenOptions};
 use std::hint::black_box;
@@ -88,8 +92,8 @@ struct Files {
     _vm: Option<(OwnedFd, File)>,
 }
 
-// SAFETY: the pointer is only an address; what is behind it is accessed atomically, by machine instructions of guests, or
-// by `install`, which is the only user of its page then.
+// SAFETY: the pointer is only an address; what is behind it is accessed atomically, by machine
+// instructions of guests, or by `install`, which is the only user of its page then.
 unsafe impl Send for GuestMemfd {}
 // SAFETY: as above.
 unsafe impl Sync for GuestMemfd {}
@@ -144,16 +148,17 @@ impl GuestMemfd {
         &self.origin
     }
 
-    /// Puts `bytes` into page number `page`, word by word. A guest that can reach the page meanwhile sees some of them sooner
-    /// than others: install what it cannot reach yet (its userfault bit is set).
+    /// Puts `bytes` into page number `page`, word by word. A guest that can reach the page
+    /// meanwhile sees some of them sooner than others: install what it cannot reach yet (its
+    /// userfault bit is set).
     ///
     /// # Errors
     /// [`NoSuchPage`].
     pub fn install(&self, page: u64, bytes: &PageBytes) -> Result<(), NoSuchPage> {
         let at = self.page(page)?.cast::<u64>();
         for (index, word) in bytes.as_chunks::<8>().0.iter().enumerate() {
-            // SAFETY: as many words as the page has, in the mapping, which lives as long as `self`, and aligned; guests access
-            // them atomically or by machine instructions.
+            // SAFETY: as many words as the page has, in the mapping, which lives as long as `self`,
+            // and aligned; guests access them atomically or by machine instructions.
             let place = unsafe { AtomicU64::from_ptr(at.wrapping_add(index)) };
             // Relaxed: the release with which the page's bit is cleared hands them over.
             place.store(u64::from_ne_bytes(*word), Ordering::Relaxed);
@@ -161,7 +166,8 @@ impl GuestMemfd {
         Ok(())
     }
 
-    /// The word number `word` of page number `page`, for the machine's own checks of what has arrived.
+    /// The word number `word` of page number `page`, for the machine's own checks of what has
+    /// arrived.
     pub(crate) fn word(&self, page: u64, word: usize) -> Option<u64> {
         let at = self.page(page).ok().filter(|_| word < PAGE_SIZE as usize / 8)?;
         // SAFETY: in the mapping, aligned; guests access it atomically or by machine instructions.
@@ -184,10 +190,12 @@ impl GuestMemfd {
     /// Makes the kernel provide the page at `offset_bytes` for `access`; see [`Backing`].
     pub(super) fn resolve(&self, offset_bytes: u64, access: Access) -> Result<Resolved, Gone> {
         let page = self.page(offset_bytes >> PAGE_SHIFT).map_err(|_| Gone)?;
-        // SAFETY: the page lies in the mapping and is aligned; guests access it by machine instructions or atomically.
+        // SAFETY: the page lies in the mapping and is aligned; guests access it by machine
+        // instructions or atomically.
         let word = unsafe { AtomicU64::from_ptr(page.cast()) };
         match access {
-            // Changes nothing, but is a write to the kernel, of a value that the compiler does not know.
+            // Changes nothing, but is a write to the kernel, of a value that the compiler does not
+            // know.
             Access::Write => word.fetch_or(black_box(0), Ordering::Relaxed),
             Access::Read | Access::Execute => black_box(word.load(Ordering::Relaxed)),
         };

@@ -58,8 +58,9 @@ fn at(page: u64) -> Gpa {
     Gpa(START.0 + page * PAGE_SIZE)
 }
 
-/// KVM's guest_memfd cases: a private page comes from the guest_memfd and a shared one from the slot's other memory, whatever
-/// is in the other of both; the VMM may use only what is shared; and the flag userfault may be turned on and off.
+/// KVM's guest_memfd cases: a private page comes from the guest_memfd and a shared one from the
+/// slot's other memory, whatever is in the other of both; the VMM may use only what is shared; and
+/// the flag userfault may be turned on and off.
 #[test]
 fn private_and_shared_pages_are_two_memories() {
     let size_bytes = NR_PAGES * PAGE_SIZE;

@@ -1,9 +1,11 @@
-//! What the host does to guest memory behind the guest's back: it reads and writes words, and discards pages.
+//! What the host does to guest memory behind the guest's back: it reads and writes words, and
+//! discards pages.
 //!
-//! Words are accessed atomically, because guests change them at any time. A discarded page loses its frame and reads as
-//! zero when it is touched next. The pointer stays the same, and to the machine that is the frame, so the machine's memory
-//! is safe whatever happens; but a guest that has not let go of the page writes into the new frame, where nobody expects
-//! it. Discard only what the engine has taken away ([`Vm::invalidate_range`](slat::Vm::invalidate_range)).
+//! Words are accessed atomically, because guests change them at any time. A discarded page loses
+//! its frame and reads as zero when it is touched next. The pointer stays the same, and to the
+//! machine that is the frame, so the machine's memory is safe whatever happens; but a guest that
+//! has not let go of the page writes into the new frame, where nobody expects it. Discard only what
+//! the engine has taken away ([`Vm::invalidate_range`](slat::Vm::invalidate_range)).
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -66,8 +68,9 @@ pub enum DiscardError {
 }
 
 impl Backing {
-    /// Gives the `len_bytes` from `offset_bytes` on back to the kernel: they read as zero from now on. See the module for
-    /// who may call this when. Memory that was [lost](Backing::is_lost) is good again once all of it is discarded.
+    /// Gives the `len_bytes` from `offset_bytes` on back to the kernel: they read as zero from now
+    /// on. See the module for who may call this when. Memory that was [lost](Backing::is_lost) is
+    /// good again once all of it is discarded.
     ///
     /// # Errors
     /// [`DiscardError`], but not `NotShared`.
@@ -81,8 +84,9 @@ impl Backing {
         Ok(())
     }
 
-    /// Takes the `len_bytes` from `offset_bytes` on out of this mapping of a memory file, and leaves them in the file: the
-    /// next access faults and finds what is there. See the module for who may call this when.
+    /// Takes the `len_bytes` from `offset_bytes` on out of this mapping of a memory file, and
+    /// leaves them in the file: the next access faults and finds what is there. See the module for
+    /// who may call this when.
     ///
     /// # Errors
     /// [`DiscardError`].
@@ -107,16 +111,17 @@ impl Backing {
             return Err(DiscardError::NoMapping { offset_bytes, len_bytes });
         }
         let start = self.as_ptr().wrapping_add(offset_bytes as usize);
-        // SAFETY: the range lies in the mapping, which lives as long as `self`; its contents are only ever accessed
-        // atomically or by machine instructions of guests, for which a page that becomes zero is one more write.
+        // SAFETY: the range lies in the mapping, which lives as long as `self`; its contents are
+        // only ever accessed atomically or by machine instructions of guests, for which a page that
+        // becomes zero is one more write.
         if unsafe { libc::madvise(start.cast(), len_bytes as usize, advice) } != 0 {
             return Err(DiscardError::System { offset_bytes, len_bytes, kind, source: io::Error::last_os_error() });
         }
         Ok(())
     }
 
-    /// Reads the aligned 8 bytes at `offset_bytes`; `None` if it is no multiple of 8 or they are not in the memory, or if the
-    /// memory is [lost](Backing::is_lost).
+    /// Reads the aligned 8 bytes at `offset_bytes`; `None` if it is no multiple of 8 or they are
+    /// not in the memory, or if the memory is [lost](Backing::is_lost).
     #[inline]
     pub fn load(&self, offset_bytes: u64) -> Option<u64> {
         // Acquire: as a CPU's read.
@@ -124,8 +129,8 @@ impl Backing {
         (!self.is_lost()).then_some(word)
     }
 
-    /// Writes the aligned 8 bytes at `offset_bytes`; `None`, and nothing is written, if there is no such
-    /// word.
+    /// Writes the aligned 8 bytes at `offset_bytes`; `None`, and nothing is written, if there is no
+    /// such word.
     #[inline]
     pub fn store(&self, offset_bytes: u64, value: u64) -> Option<()> {
         // Release: as a CPU's write.
@@ -140,8 +145,8 @@ impl Backing {
         }
         debug_assert!(self.size_bytes().is_multiple_of(PAGE_SIZE), "a mapping of whole pages");
         let at = self.as_ptr().wrapping_add(offset_bytes as usize).cast::<u64>();
-        // SAFETY: inside the mapping, which lives as long as `self`, and aligned, since the mapping starts at a page;
-        // others access it atomically or by machine instructions.
+        // SAFETY: inside the mapping, which lives as long as `self`, and aligned, since the mapping
+        // starts at a page; others access it atomically or by machine instructions.
         Some(unsafe { AtomicU64::from_ptr(at) })
     }
 }

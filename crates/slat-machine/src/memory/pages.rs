@@ -1,26 +1,29 @@
-//! Memory whose pages may change frames: what a host does to guest memory while guests run. It discards pages (a balloon),
-//! moves them to other frames (compaction, migration between nodes), forbids writing them (fork, merging of equal pages),
-//! and swaps them out and in.
+//! Memory whose pages may change frames: what a host does to guest memory while guests run. It
+//! discards pages (a balloon), moves them to other frames (compaction, migration between nodes),
+//! forbids writing them (fork, merging of equal pages), and swaps them out and in.
 //!
 //! # Protocol
-//! - Each page has a lock, held for a look or for a change and never while the engine is called. Whoever takes something
-//!   back first has the page's guest frames invalidated and makes the change within the invalidation: see
-//!   [`Host::resolve`](slat::Host::resolve). Several changes of one page may be under way at once; the lock decides whose
-//!   is first, and each makes what is then there.
-//! - [`resolve`](Pages::resolve) asks for the state at that moment, also while a change is on its way: the engine must not
-//!   install an answer that an invalidation has overtaken.
-//! - A page that was swapped in keeps its copy in the swap store. If the engine then reports no write until the page is
-//!   swapped out again, the copy is still good and nothing is saved: a write that the engine failed to report is lost, and
-//!   the guest notices. Reports of a leaf come before the return of the invalidation that took it away; another one, at
-//!   the same time, may return earlier. So only a swap-out that no other invalidation of the page has met trusts them.
-//! - A page that was protected shares its frame with [`Snapshot`]s. The first write gets a copy; or the frame itself, if
-//!   no snapshot has it any more.
-//! - How often a page was discarded is counted before it begins and after it has ended, so that a guest can say exactly
-//!   when it may find zeros and when it must ([`Discards`]).
+//! - Each page has a lock, held for a look or for a change and never while the engine is called.
+//!   Whoever takes something back first has the page's guest frames invalidated and makes the
+//!   change within the invalidation: see [`Host::resolve`](slat::Host::resolve). Several changes of
+//!   one page may be under way at once; the lock decides whose is first, and each makes what is
+//!   then there.
+//! - [`resolve`](Pages::resolve) asks for the state at that moment, also while a change is on its
+//!   way: the engine must not install an answer that an invalidation has overtaken.
+//! - A page that was swapped in keeps its copy in the swap store. If the engine then reports no
+//!   write until the page is swapped out again, the copy is still good and nothing is saved: a
+//!   write that the engine failed to report is lost, and the guest notices. Reports of a leaf come
+//!   before the return of the invalidation that took it away; another one, at the same time, may
+//!   return earlier. So only a swap-out that no other invalidation of the page has met trusts them.
+//! - A page that was protected shares its frame with [`Snapshot`]s. The first write gets a copy; or
+//!   the frame itself, if no snapshot has it any more.
+//! - How often a page was discarded is counted before it begins and after it has ended, so that a
+//!   guest can say exactly when it may find zeros and when it must ([`Discards`]).
 //!
 //! # How many frames
-//! As many as pages, and spare ones. Snapshots may hold half of these, so that who needs a frame for a moment (a copy is
-//! made before the original is freed) waits for others of that kind at most, and they wait for nobody.
+//! As many as pages, and spare ones. Snapshots may hold half of these, so that who needs a frame
+//! for a moment (a copy is made before the original is freed) waits for others of that kind at
+//! most, and they wait for nobody.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -69,7 +72,8 @@ pub struct EventCounts {
     pub nr_unprotected: u64,
     /// Pages that were saved and lost their frame.
     pub nr_swapped_out: u64,
-    /// Pages that lost their frame and were not saved, since the engine reported no write after they came in.
+    /// Pages that lost their frame and were not saved, since the engine reported no write after
+    /// they came in.
     pub nr_dropped_clean: u64,
     /// Pages that came back from the swap store.
     pub nr_swapped_in: u64,
@@ -109,7 +113,8 @@ struct State {
     frame: Option<Frame>,
     /// A write must not go to `frame` as long as it is shared.
     is_protected: bool,
-    /// In the swap store: the page's contents if it has no frame, or what they were when it came in.
+    /// In the swap store: the page's contents if it has no frame, or what they were when it came
+    /// in.
     swap: Option<Contents>,
 }
 
@@ -138,8 +143,8 @@ struct Underway<'p> {
 
 impl<'p> Underway<'p> {
     fn begin(page: &'p Page) -> Underway<'p> {
-        // AcqRel: what an earlier one's engine reported is seen. And a later one, of which the engine shows what it took
-        // away, is seen by `met_nobody`.
+        // AcqRel: what an earlier one's engine reported is seen. And a later one, of which the
+        // engine shows what it took away, is seen by `met_nobody`.
         let before = page.invalidations.fetch_add(1 << 32 | 1, Ordering::AcqRel);
         Underway { page, number: ((before >> 32) as u32).wrapping_add(1), began_alone: before as u32 == 0 }
     }
@@ -337,8 +342,8 @@ impl Pages {
         }
     }
 
-    /// Some answers take their time, as those of a host do that reads from a disk: whatever happens to the page meanwhile,
-    /// the engine must not install them then.
+    /// Some answers take their time, as those of a host do that reads from a disk: whatever happens
+    /// to the page meanwhile, the engine must not install them then.
     fn take_time(&self) {
         // Relaxed: it only picks one now and then.
         match self.nr_resolved.fetch_add(1, Ordering::Relaxed) {
@@ -373,7 +378,8 @@ impl Pages {
         Ok(effect)
     }
 
-    /// Throws away what is in `pages`; the next access finds zeros. `invalidate` is for all of them.
+    /// Throws away what is in `pages`; the next access finds zeros. `invalidate` is for all of
+    /// them.
     pub(crate) fn discard(&self, pages: Range<u64>, invalidate: &Invalidate<'_>) -> Result<(), slat::Error> {
         let pages = self.slice(pages);
         for page in pages {
@@ -442,7 +448,8 @@ impl Pages {
         })
     }
 
-    /// Drops the copy in the swap store, unless the guest has surely not written the page since it came in, into `frame`.
+    /// Drops the copy in the swap store, unless the guest has surely not written the page since it
+    /// came in, into `frame`.
     fn forget_swap_if_written(&self, state: &mut State, frame: Frame, underway: &Underway<'_>) {
         if !underway.met_nobody() || self.frames.is_dirty(frame) {
             state.swap = None;
@@ -501,12 +508,14 @@ impl Drop for SnapshotShare {
         if let Some(frame) = self.frame {
             self.pages.frames.release(frame);
         }
-        // Relaxed: as where it was added. After the frame: a snapshot that is made in its place finds one.
+        // Relaxed: as where it was added. After the frame: a snapshot that is made in its place
+        // finds one.
         self.pages.nr_snapshots.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// Another user of a page's frame since the page was protected: for it, the contents must never change.
+/// Another user of a page's frame since the page was protected: for it, the contents must never
+/// change.
 #[derive(Debug)]
 pub struct Snapshot {
     share: SnapshotShare,

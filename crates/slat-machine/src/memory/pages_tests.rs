@@ -1,4 +1,5 @@
-//! Movable pages without an engine: what each event does to contents and frames, and that misuse of a frame is noticed.
+//! Movable pages without an engine: what each event does to contents and frames, and that misuse of
+//! a frame is noticed.
 
 use slat::{Gfn, GfnRange};
 

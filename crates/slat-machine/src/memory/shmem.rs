@@ -1,10 +1,12 @@
 //! Memory that is a file: what its file can do beside being the guest's memory.
 //!
-//! A file can be mapped twice. Through the second mapping ([`Alias`]) a page is filled before the guest can see it: the
-//! guest's mapping has no entry for it yet, so the guest's next access faults, and whoever serves that fault finds the page in
-//! the file (userfaultfd's minor fault). The guest's mapping never faults on account of a write to the alias.
+//! A file can be mapped twice. Through the second mapping ([`Alias`]) a page is filled before the
+//! guest can see it: the guest's mapping has no entry for it yet, so the guest's next access
+//! faults, and whoever serves that fault finds the page in the file (userfaultfd's minor fault).
+//! The guest's mapping never faults on account of a write to the alias.
 //!
-//! And what a userfaultfd may leave behind: memory that is *lost* ([`Backing::is_lost`]), of either kind.
+//! And what a userfaultfd may leave behind: memory that is *lost* ([`Backing::is_lost`]), of either
+//! kind.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -40,7 +42,8 @@ pub(super) fn map_file(file: &OwnedFd, size_bytes: u64) -> Result<*mut u8, Memor
         )
     };
     if start == libc::MAP_FAILED {
-        // The place stays reserved for ever: after a failure it is not known whether it is still ours to unmap.
+        // The place stays reserved for ever: after a failure it is not known whether it is still
+        // ours to unmap.
         return Err(failed("mmap", size_bytes));
     }
     Ok(start.cast())
@@ -49,7 +52,8 @@ pub(super) fn map_file(file: &OwnedFd, size_bytes: u64) -> Result<*mut u8, Memor
 /// # Safety
 /// `size_bytes` from `start` on are a mapping of this process.
 unsafe fn without_huge_pages(start: *mut u8, size_bytes: u64) {
-    // A kernel that has no transparent huge pages, or none for this mapping, refuses, and has no need of it.
+    // A kernel that has no transparent huge pages, or none for this mapping, refuses, and has no
+    // need of it.
     // SAFETY: the caller's promise; the advice changes no contents.
     unsafe { libc::madvise(start.cast(), size_bytes as usize, libc::MADV_NOHUGEPAGE) };
 }
@@ -59,7 +63,8 @@ fn failed(call: &'static str, size_bytes: u64) -> MemoryError {
 }
 
 impl Backing {
-    /// The file, if the memory is one ([`BackingKind::Shmem`]): to be mapped by another process too.
+    /// The file, if the memory is one ([`BackingKind::Shmem`]): to be mapped by another process
+    /// too.
     pub fn file(&self) -> Option<BorrowedFd<'_>> {
         match &self.0 {
             Memory::Fixed(mapping) => mapping.file.as_ref().map(AsFd::as_fd),
@@ -89,8 +94,9 @@ impl Backing {
         unsafe { without_huge_pages(start, size_bytes) };
     }
 
-    /// Whether a userfaultfd gave the memory up before all of it was filled: pages of it may be zeros that nobody sent, so none
-    /// is resolved or read any more, until all of it is [discarded](Backing::discard).
+    /// Whether a userfaultfd gave the memory up before all of it was filled: pages of it may be
+    /// zeros that nobody sent, so none is resolved or read any more, until all of it is
+    /// [discarded](Backing::discard).
     #[inline]
     pub fn is_lost(&self) -> bool {
         match &self.0 {
@@ -99,10 +105,12 @@ impl Backing {
         }
     }
 
-    /// Sets or takes away the mark of [`is_lost`](Backing::is_lost). It must be set before the kernel lets anybody in.
+    /// Sets or takes away the mark of [`is_lost`](Backing::is_lost). It must be set before the
+    /// kernel lets anybody in.
     pub(crate) fn set_lost(&self, lost: bool) {
         if let Memory::Fixed(mapping) = &self.0 {
-            // Release: paired with the fence of `Mapping::is_lost`, by way of what the kernel does in between.
+            // Release: paired with the fence of `Mapping::is_lost`, by way of what the kernel does
+            // in between.
             mapping.lost.store(lost, Ordering::Release);
         }
     }
@@ -115,7 +123,8 @@ pub struct Alias {
     size_bytes: u64,
 }
 
-// SAFETY: the pointer is only an address; what is behind it is shared memory, which is accessed atomically here.
+// SAFETY: the pointer is only an address; what is behind it is shared memory, which is accessed
+// atomically here.
 unsafe impl Send for Alias {}
 // SAFETY: as above.
 unsafe impl Sync for Alias {}
@@ -128,7 +137,8 @@ impl Drop for Alias {
 }
 
 impl Alias {
-    /// The first byte. Guests change the memory at any time: access it atomically, or while nothing runs.
+    /// The first byte. Guests change the memory at any time: access it atomically, or while nothing
+    /// runs.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start
     }
@@ -138,8 +148,9 @@ impl Alias {
         self.size_bytes
     }
 
-    /// Writes `bytes` at `offset_bytes`, whatever was there: of two who fill the same page, the later one overwrites what a
-    /// guest has written since. `None`, and nothing is written, if they do not fit or are not whole words of 8 bytes.
+    /// Writes `bytes` at `offset_bytes`, whatever was there: of two who fill the same page, the
+    /// later one overwrites what a guest has written since. `None`, and nothing is written, if they
+    /// do not fit or are not whole words of 8 bytes.
     pub fn write(&self, offset_bytes: u64, bytes: &[u8]) -> Option<()> {
         let end = offset_bytes.checked_add(bytes.len() as u64)?;
         if end > self.size_bytes || !(offset_bytes | end).is_multiple_of(WORD_BYTES as u64) {
@@ -147,8 +158,8 @@ impl Alias {
         }
         let first = self.start.wrapping_add(offset_bytes as usize).cast::<u64>();
         for (nr, word) in bytes.as_chunks::<WORD_BYTES>().0.iter().enumerate() {
-            // SAFETY: inside the mapping, which lives as long as `self`, and aligned; others access it atomically or by
-            // machine instructions.
+            // SAFETY: inside the mapping, which lives as long as `self`, and aligned; others access
+            // it atomically or by machine instructions.
             let at = unsafe { AtomicU64::from_ptr(first.wrapping_add(nr)) };
             // Relaxed: it is the kernel's mapping of the page that hands it over.
             at.store(u64::from_ne_bytes(*word), Ordering::Relaxed);
@@ -156,13 +167,14 @@ impl Alias {
         Some(())
     }
 
-    /// Puts all pages into the file, zeros where there were none, and maps them here: a guest's access then finds each page in
-    /// the file, and no write to the alias faults.
+    /// Puts all pages into the file, zeros where there were none, and maps them here: a guest's
+    /// access then finds each page in the file, and no write to the alias faults.
     ///
     /// # Errors
     /// [`MemoryError::System`]: some pages may have been put there.
     pub fn populate(&self) -> Result<(), MemoryError> {
-        // SAFETY: the range is the mapping, which lives as long as `self`; contents stay as they are.
+        // SAFETY: the range is the mapping, which lives as long as `self`; contents stay as they
+        // are.
         match unsafe { libc::madvise(self.start.cast(), self.size_bytes as usize, libc::MADV_POPULATE_WRITE) } {
             0 => Ok(()),
             _ => Err(failed("madvise(MADV_POPULATE_WRITE)", self.size_bytes)),

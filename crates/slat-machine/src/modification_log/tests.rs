@@ -1,4 +1,5 @@
-//! The logs by themselves: the index goes down and round, drains keep their order, and nothing is lost beside drains.
+//! The logs by themselves: the index goes down and round, drains keep their order, and nothing is
+//! lost beside drains.
 
 use std::collections::HashSet;
 use std::sync::{Barrier, Mutex};
@@ -96,7 +97,8 @@ fn a_drain_flushes_first_and_keeps_the_entries_until_they_are_marked() {
         assert!(part.iter().all(|gpa| again.contains(gpa)), "{part:?} is not in {again:?}");
         parts.push(part.to_vec());
         if part.len() == 2 {
-            // Another drain gets ahead, and the CPU logs more: this one gives back what it has given out, no less and no more.
+            // Another drain gets ahead, and the CPU logs more: this one gives back what it has
+            // given out, no less and no more.
             assert_eq!(one.append(page(4)), Ok(()));
             assert_eq!(drained(&logs, &domain), [page(4)]);
             assert_eq!(one.append(page(5)), Ok(()));
@@ -167,8 +169,8 @@ fn thousands_of_logs_go_without_a_deep_stack() {
     thread::Builder::new().stack_size(128 << 10).spawn(work).expect("a thread").join().expect("no panic");
 }
 
-/// Two CPUs log one number after the other. Three threads drain: what was logged when a drain began has been given to
-/// somebody, and been noted by him, when it returns.
+/// Two CPUs log one number after the other. Three threads drain: what was logged when a drain began
+/// has been given to somebody, and been noted by him, when it returns.
 #[test]
 fn drains_beside_the_cpus_and_each_other_lose_nothing() {
     const MOST: u64 = 2_000_000;

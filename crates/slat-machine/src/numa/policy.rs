@@ -1,4 +1,5 @@
-//! The kernel's memory policies: of a mapping and of a thread (mbind(2), set_mempolicy(2), get_mempolicy(2)).
+//! The kernel's memory policies: of a mapping and of a thread (mbind(2), set_mempolicy(2),
+//! get_mempolicy(2)).
 
 #![expect(unsafe_code, reason = "the memory policy system calls")]
 
@@ -45,14 +46,16 @@ pub(crate) enum Strictness {
     Prefer,
 }
 
-/// Places the `size_bytes` from `start` on, a whole number of pages of a mapping, on `node`; what is there already is moved.
+/// Places the `size_bytes` from `start` on, a whole number of pages of a mapping, on `node`; what
+/// is there already is moved.
 pub(super) fn bind(start: *mut u8, size_bytes: u64, node: NodeId, strictness: Strictness) -> Result<(), io::Error> {
     let mask = mask(&[node]);
     let (mode, flags) = match strictness {
         Strictness::Bind => (libc::MPOL_BIND, MPOL_MF_MOVE | MPOL_MF_STRICT),
         Strictness::Prefer => (libc::MPOL_PREFERRED, MPOL_MF_MOVE),
     };
-    // SAFETY: the kernel reads a mask of so many bits; a policy changes no contents, wherever `start` leads.
+    // SAFETY: the kernel reads a mask of so many bits; a policy changes no contents, wherever
+    // `start` leads.
     checked(unsafe { libc::syscall(libc::SYS_mbind, start, size_bytes, mode, mask.as_ptr(), MASK_BITS, flags) })
 }
 
@@ -81,13 +84,15 @@ impl OfThread {
     }
 }
 
-/// The policy of the calling thread; `None` if the kernel does not tell. A short system call that waits for nobody.
+/// The policy of the calling thread; `None` if the kernel does not tell. A short system call that
+/// waits for nobody.
 pub(super) fn of_thread() -> Option<OfThread> {
     const FLAGS: libc::c_int = libc::MPOL_F_NUMA_BALANCING | libc::MPOL_F_RELATIVE_NODES | libc::MPOL_F_STATIC_NODES;
     let mut mode: libc::c_int = 0;
     let mut mask: Mask = [0; MASK_WORDS];
     let nowhere = ptr::null::<u8>();
-    // SAFETY: the kernel writes a number and a mask of so many bits, both of which outlive the call.
+    // SAFETY: the kernel writes a number and a mask of so many bits, both of which outlive the
+    // call.
     let result = unsafe {
         libc::syscall(libc::SYS_get_mempolicy, &raw mut mode, mask.as_mut_ptr(), MASK_BITS, nowhere, 0 as libc::c_ulong)
     };

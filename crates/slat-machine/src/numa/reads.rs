@@ -1,5 +1,6 @@
-//! What the hardware walkers count: of the entries of second-stage tables that they read, how many were on the CPU's own node
-//! and how many on another. A restarted walk has read, too, and counts as far as it came.
+//! What the hardware walkers count: of the entries of second-stage tables that they read, how many
+//! were on the CPU's own node and how many on another. A restarted walk has read, too, and counts
+//! as far as it came.
 
 use std::cell::Cell;
 use std::ops::Add;

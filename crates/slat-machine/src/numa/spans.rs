@@ -1,5 +1,5 @@
-//! Which node an address is on: asked for each table that is linked, and for each entry that a counted walk reads. Nothing in
-//! here changes once it is made, so a look takes no lock.
+//! Which node an address is on: asked for each table that is linked, and for each entry that a
+//! counted walk reads. Nothing in here changes once it is made, so a look takes no lock.
 
 use slat::{Hpa, NodeId};
 
@@ -61,9 +61,9 @@ impl MemorySpans {
     }
 }
 
-/// Divides `size_bytes` of memory equally among `places`. Borders are multiples of `unit_bytes`, since a page of the host lies
-/// on one node whole: one that would be cut goes with the later part. Yields (first byte, byte behind the last, place),
-/// neighbours at one place as one.
+/// Divides `size_bytes` of memory equally among `places`. Borders are multiples of `unit_bytes`,
+/// since a page of the host lies on one node whole: one that would be cut goes with the later part.
+/// Yields (first byte, byte behind the last, place), neighbours at one place as one.
 pub(crate) fn divide(places: &[usize], size_bytes: u64, unit_bytes: u64) -> Vec<(u64, u64, usize)> {
     let nr_parts = places.len() as u64;
     let border = |index: u64| match index {

@@ -1,4 +1,5 @@
-//! Nodes as sysfs tells them, numbers with gaps, nodes without memory or CPUs, and what a thread gets.
+//! Nodes as sysfs tells them, numbers with gaps, nodes without memory or CPUs, and what a thread
+//! gets.
 
 use std::fs;
 use std::sync::atomic::{AtomicU32, Ordering};

@@ -5,7 +5,8 @@ use thiserror::Error;
 
 use crate::walk::guest::GuestFault;
 
-/// Why an access, or another operation of the guest's, did not complete. It has changed nothing that the guest can see.
+/// Why an access, or another operation of the guest's, did not complete. It has changed nothing
+/// that the guest can see.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
 pub enum ShadowCpuError {
@@ -24,7 +25,8 @@ pub enum ShadowCpuError {
     /// The engine could not do what it was asked.
     #[error("the engine failed: {0}")]
     Engine(#[from] slat::Error),
-    /// The guest cannot be entered like this: the number of levels, the PCID or the root cannot be loaded.
+    /// The guest cannot be entered like this: the number of levels, the PCID or the root cannot be
+    /// loaded.
     #[error("the guest cannot be entered with {entry:?}")]
     BadEntry {
         /// What was to be loaded.
@@ -48,7 +50,8 @@ pub enum ShadowCpuError {
         /// Where the tables led.
         hpa: Hpa,
     },
-    /// The exchange would have to be emulated, and only a write can be: the two halves would not be one piece.
+    /// The exchange would have to be emulated, and only a write can be: the two halves would not be
+    /// one piece.
     #[error("exchange at {gva} hits a page table of the guest at {gpa}, and cannot be emulated in one piece")]
     EmulatedExchange {
         /// The address.

@@ -53,7 +53,8 @@ counters! {
     nr_flushes_seen,
     /// Times that it dropped its whole TLB for those.
     nr_full_drops,
-    /// Those of these times at which it was in the guest: on hardware an interrupt, and so an exit, that is not among the exits.
+    /// Those of these times at which it was in the guest: on hardware an interrupt, and so an exit,
+    /// that is not among the exits.
     nr_interruptions,
     /// Translations that it dropped from its TLB for those.
     nr_translations_dropped,
@@ -157,7 +158,8 @@ impl<V: ShadowHandler> ShadowCpu<V> {
         self.needed = NeededRights::new(registers, self.privilege);
     }
 
-    /// Leaves the guest at an instruction that only the supervisor may use. To get there, it must have been entered.
+    /// Leaves the guest at an instruction that only the supervisor may use. To get there, it must
+    /// have been entered.
     fn begin_exit(&mut self) -> Result<(), ShadowCpuError> {
         if self.privilege == Privilege::User {
             return Err(GuestFault::GeneralProtection.into());

@@ -1,4 +1,5 @@
-//! The CPU over shadow tables built by hand: what it caches, and for how long. The hypervisor's side is a script.
+//! The CPU over shadow tables built by hand: what it caches, and for how long. The hypervisor's
+//! side is a script.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -66,7 +67,8 @@ pub(super) enum Answer {
 pub(super) struct Script {
     pub(super) entry: GuestEntry,
     pub(super) calls: Vec<Call>,
-    /// For the next calls but entries. Afterwards: page faults are the guest's, and all else is done.
+    /// For the next calls but entries. Afterwards: page faults are the guest's, and all else is
+    /// done.
     pub(super) answers: VecDeque<Answer>,
 }
 
@@ -311,7 +313,8 @@ fn translations_belong_to_the_pcid_and_not_to_the_root() {
     world.reenter(&mut cpu, |entry| (entry.root, entry.pcid) = (world.root(0, 4), 1));
     assert_eq!(cpu.read(at(0)), Ok(0));
     assert_eq!(cpu.counters().nr_walks, walks);
-    // The other root under the same PCID, without a flush: what is cached goes on, what is not is walked for.
+    // The other root under the same PCID, without a flush: what is cached goes on, what is not is
+    // walked for.
     world.reenter(&mut cpu, |entry| entry.root = world.root(1, 4));
     assert_eq!((cpu.read(at(0)), cpu.read(at(1))), (Ok(0), Ok(2)));
     // With a flush of the context.
@@ -319,7 +322,8 @@ fn translations_belong_to_the_pcid_and_not_to_the_root() {
     assert_eq!((cpu.read(at(0)), cpu.read(at(1))), (Ok(3), Ok(2)));
 }
 
-/// Which of the pages 0 and 1 of PCIDs 1 and 2 still have their old translation after a change to all of them and this.
+/// Which of the pages 0 and 1 of PCIDs 1 and 2 still have their old translation after a change to
+/// all of them and this.
 fn stale_after(forget: impl Fn(&World, &mut ShadowCpu<Hypervisor>)) -> [[bool; 2]; 2] {
     let world = World::new();
     let mut cpu = world.cpu();

@@ -1,4 +1,5 @@
-//! Exits and entries: what the hypervisor is asked and in which order, what its answers do, and what is counted.
+//! Exits and entries: what the hypervisor is asked and in which order, what its answers do, and
+//! what is counted.
 
 use super::tests::*;
 use super::*;

@@ -1,4 +1,5 @@
-//! Who may do what: all combinations of the bits that decide, against the manual's rules, written out once more.
+//! Who may do what: all combinations of the bits that decide, against the manual's rules, written
+//! out once more.
 
 use super::tests::*;
 use super::*;
@@ -97,8 +98,8 @@ fn each_level_can_deny() {
     (1..=5).for_each(|level| check_level(5, level, at_in_five_levels(0)));
 }
 
-/// What is in the TLB permits nothing that the tables do not, and no walk is done for what it permits,
-/// whichever access filled it: until a page fault.
+/// What is in the TLB permits nothing that the tables do not, and no walk is done for what it
+/// permits, whichever access filled it: until a page fault.
 #[test]
 fn cached_rights_hold_for_everybody() {
     for page in pages() {

@@ -1,7 +1,9 @@
-//! A latency for every fetch: a page that was requested at one moment is here not before that moment plus the latency.
+//! A latency for every fetch: a page that was requested at one moment is here not before that
+//! moment plus the latency.
 //!
-//! The latency is awaited and not slept away: requests pass on at once, so those that are in flight together wait together,
-//! and who has other work asks [`PageSource::next_arrival`] when the first one is due.
+//! The latency is awaited and not slept away: requests pass on at once, so those that are in flight
+//! together wait together, and who has other work asks [`PageSource::next_arrival`] when the first
+//! one is due.
 
 use std::collections::VecDeque;
 
@@ -14,13 +16,15 @@ use crate::clock::timestamp_ns;
 pub(super) struct DelayedSource {
     source: Box<dyn PageSource>,
     delay_ns: u64,
-    /// What is in flight and when it is due: in the order of the requests, so the first is due first.
+    /// What is in flight and when it is due: in the order of the requests, so the first is due
+    /// first.
     due: VecDeque<Due>,
     /// Whether requests may not be sent yet.
     is_unsent: bool,
     /// The page that was named as arrived and is not taken yet.
     here: Option<u64>,
-    /// When the page is due that the source named last: until it is taken the source names no other.
+    /// When the page is due that the source named last: until it is taken the source names no
+    /// other.
     named_due_ns: u64,
 }
 
@@ -77,7 +81,8 @@ impl PageSource for DelayedSource {
             if self.here.is_some() {
                 return Ok(self.here);
             }
-            // A source that changes the order holds back the others until the page that it has is taken.
+            // A source that changes the order holds back the others until the page that it has is
+            // taken.
             let next_due_ns = match next.and_then(|page| self.position(page)) {
                 Some(position) => self.due[position].at_ns,
                 None => first.at_ns,

@@ -77,7 +77,8 @@ pub enum SourceError {
         #[source]
         cause: io::Error,
     },
-    /// The address is not on this machine. The protocol neither proves who asks nor hides what is sent.
+    /// The address is not on this machine. The protocol neither proves who asks nor hides what is
+    /// sent.
     #[error("peer {address} is not on this machine: only unix sockets and loopback addresses are allowed")]
     NotLoopback {
         /// The address.
@@ -190,7 +191,8 @@ pub enum SourceError {
 }
 
 impl SourceError {
-    /// The page that the error is about, if it is one. Of several that were lost, the one that was asked for first.
+    /// The page that the error is about, if it is one. Of several that were lost, the one that was
+    /// asked for first.
     pub fn page(&self) -> Option<u64> {
         match self {
             SourceError::AlreadyRequested { page }

@@ -1,8 +1,9 @@
 //! Pages that are read from a file.
 //!
-//! A request tells the kernel to read ahead, so that pages which come from a disk are on their way together; on a page that
-//! the kernel has already this costs a fifth of the read. The page is read when it is taken, into where it is
-//! wanted. The file is never mapped: one that becomes shorter meanwhile is an error, and not a signal.
+//! A request tells the kernel to read ahead, so that pages which come from a disk are on their way
+//! together; on a page that the kernel has already this costs a fifth of the read. The page is read
+//! when it is taken, into where it is wanted. The file is never mapped: one that becomes shorter
+//! meanwhile is an error, and not a signal.
 
 #![expect(unsafe_code, reason = "a system call: advice on a file")]
 
@@ -44,7 +45,8 @@ impl PageSource for FileSource {
     fn request(&mut self, page: u64) -> Result<(), SourceError> {
         self.in_flight.push(page)?;
         let (offset_bytes, size_bytes) = (page * PAGE_SIZE as u64, PAGE_SIZE as libc::off_t);
-        // SAFETY: the call touches no memory of this process. What it answers does not matter: it is only advice.
+        // SAFETY: the call touches no memory of this process. What it answers does not matter: it
+        // is only advice.
         unsafe {
             libc::posix_fadvise(
                 self.file.as_raw_fd(),

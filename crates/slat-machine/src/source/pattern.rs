@@ -1,8 +1,9 @@
 //! Pages that are a function of their number, so that every byte that arrives can be verified.
 //!
-//! A page has a key, a bijection of its number for each seed, and its words are an arithmetic series from there with an
-//! odd step. So no two pages have the same word at the same place; a page that came for another one, bytes of two pages
-//! in one, and bytes at the wrong place are all noticed. A vector unit makes a page in about the time of writing it.
+//! A page has a key, a bijection of its number for each seed, and its words are an arithmetic
+//! series from there with an odd step. So no two pages have the same word at the same place; a page
+//! that came for another one, bytes of two pages in one, and bytes at the wrong place are all
+//! noticed. A vector unit makes a page in about the time of writing it.
 
 use std::io::{self, Write};
 
@@ -44,7 +45,8 @@ pub struct PatternMismatch {
 }
 
 impl Pattern {
-    /// A word of a page, as it lies in memory in little-endian order. `index` is below [`WORDS_PER_PAGE`].
+    /// A word of a page, as it lies in memory in little-endian order. `index` is below
+    /// [`WORDS_PER_PAGE`].
     #[inline]
     pub fn word(self, page: u64, index: usize) -> u64 {
         match self {
@@ -112,8 +114,8 @@ impl Pattern {
     }
 }
 
-/// The finalizer of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014): a bijection
-/// whose every output bit depends on every input bit.
+/// The finalizer of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
+/// generators", 2014): a bijection whose every output bit depends on every input bit.
 fn key(seed: u64, page: u64) -> u64 {
     let mut key = seed.wrapping_add(page.wrapping_mul(STEP));
     key = (key ^ (key >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

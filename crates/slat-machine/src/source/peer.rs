@@ -1,14 +1,16 @@
 //! Pages from another process: the side that asks. What is said is in `protocol.rs`.
 //!
-//! Requests are collected and sent by one system call, and as many answers as are there are received by one. A page is
-//! shown in the buffer that it was received into, or copied once from there. The peer is not trusted: each answer must
-//! be to a request that was sent, and have the size of a page; and each request must be answered within a time-out, so that
-//! answering others is no way to hold one page back.
+//! Requests are collected and sent by one system call, and as many answers as are there are
+//! received by one. A page is shown in the buffer that it was received into, or copied once from
+//! there. The peer is not trusted: each answer must be to a request that was sent, and have the
+//! size of a page; and each request must be answered within a time-out, so that answering others is
+//! no way to hold one page back.
 //!
-//! A request is *overdue* when its time-out is over and its answer is not on its way: nothing is left to receive, or what is
-//! received answers a request that was sent when the time was over already (a stream has an order). For the user may have
-//! been away while answers waited in the socket. And since a peer cannot send to a user who does not read, all times begin
-//! anew when the user comes back to received bytes after a whole time-out.
+//! A request is *overdue* when its time-out is over and its answer is not on its way: nothing is
+//! left to receive, or what is received answers a request that was sent when the time was over
+//! already (a stream has an order). For the user may have been away while answers waited in the
+//! socket. And since a peer cannot send to a user who does not read, all times begin anew when the
+//! user comes back to received bytes after a whole time-out.
 
 use std::collections::VecDeque;
 use std::io;
@@ -35,7 +37,8 @@ pub(super) struct PeerSource {
     next_sequence: u64,
     /// Requests that are not sent yet.
     outgoing: Vec<u8>,
-    /// What was received: `start..end` is not taken yet, and less than an answer unless one is `here`.
+    /// What was received: `start..end` is not taken yet, and less than an answer unless one is
+    /// `here`.
     incoming: Box<[u8]>,
     start: usize,
     end: usize,
@@ -49,7 +52,8 @@ pub(super) struct PeerSource {
 #[derive(Clone, Copy, Debug)]
 struct Asked {
     request: Request,
-    /// When it was sent, or could have been if the peer had read what came before. `u64::MAX` before that.
+    /// When it was sent, or could have been if the peer had read what came before. `u64::MAX`
+    /// before that.
     sent_ns: u64,
 }
 
@@ -90,7 +94,8 @@ impl PeerSource {
     /// One answer, if one comes in time.
     fn next(&mut self, how_long: Wait) -> Result<Option<u64>, SourceError> {
         loop {
-            // While pages are here already, requests are collected: the user who takes those asks for others.
+            // While pages are here already, requests are collected: the user who takes those asks
+            // for others.
             if self.outgoing.len() >= REPLIES_AT_ONCE * REQUEST_BYTES {
                 self.send()?;
             }
@@ -168,7 +173,8 @@ impl PeerSource {
         let is_answer = |asked: &Asked| asked.request == header.request && asked.sent_ns != u64::MAX;
         let Some(position) = self.in_flight.iter().position(is_answer) else {
             let address = self.address.clone();
-            // A sequence number that is in flight with another page is an answer to nothing that was asked.
+            // A sequence number that is in flight with another page is an answer to nothing that
+            // was asked.
             let is_answered =
                 sequence < self.next_sequence && self.in_flight.iter().all(|asked| asked.request.sequence != sequence);
             return Err(match is_answered {
@@ -293,7 +299,8 @@ impl PageSource for PeerSource {
         if self.nr_in_flight() == 0 {
             return NextArrival::Nothing;
         }
-        // What was received and not looked at yet makes no descriptor readable, and what is not sent has no answer.
+        // What was received and not looked at yet makes no descriptor readable, and what is not
+        // sent has no answer.
         let has_answer = self.end - self.start >= HEADER_BYTES;
         match self.here.is_some() || has_answer || !self.outgoing.is_empty() {
             true => NextArrival::At(0),

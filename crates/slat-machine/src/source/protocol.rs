@@ -2,12 +2,15 @@
 //!
 //! Over a stream on this machine: a Unix socket, or TCP on loopback. All numbers are little-endian.
 //! 1. The server greets: 8 bytes, [`GREETING`].
-//! 2. The user sends requests, as many as it likes up to [`MAX_IN_FLIGHT`](super::MAX_IN_FLIGHT) without an answer: a
-//!    sequence number that it never uses again, counting from 0, and the number of a page; 8 bytes each.
-//! 3. The server answers each request once, in any order: both numbers again, a status and a size of 4 bytes each, and that
-//!    many bytes. Status 0 is the page, of 4096 bytes; any other says that there is no such page, with 0 bytes.
+//! 2. The user sends requests, as many as it likes up to [`MAX_IN_FLIGHT`](super::MAX_IN_FLIGHT)
+//!    without an answer: a sequence number that it never uses again, counting from 0, and the
+//!    number of a page; 8 bytes each.
+//! 3. The server answers each request once, in any order: both numbers again, a status and a size
+//!    of 4 bytes each, and that many bytes. Status 0 is the page, of 4096 bytes; any other says
+//!    that there is no such page, with 0 bytes.
 //!
-//! Sequence numbers tell an answer that came twice from one that nobody asked for, however often a page is asked for.
+//! Sequence numbers tell an answer that came twice from one that nobody asked for, however often a
+//! page is asked for.
 //!
 //! Nobody proves who they are, and nothing is hidden: so other machines are refused.
 
@@ -201,7 +204,8 @@ fn unless_it_would_wait(result: io::Result<usize>) -> io::Result<Option<usize>> 
     }
 }
 
-/// Connects without waiting in the system call, since that would wait without end while a server does not accept.
+/// Connects without waiting in the system call, since that would wait without end while a server
+/// does not accept.
 fn connect_unix(path: &Path, time_out: Duration) -> io::Result<UnixStream> {
     const RETRY: Duration = Duration::from_millis(1);
     let began = Instant::now();

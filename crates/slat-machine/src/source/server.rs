@@ -1,9 +1,10 @@
 //! Pages for other processes: the side that answers. What is said is in `protocol.rs`.
 //!
-//! One thread accepts, and each connection has one, with a source of its own. It never waits in a read or a write: it takes
-//! requests while pages of earlier ones are on their way (they may have a latency), sends answers as there is room for them,
-//! and otherwise waits for all of this and for the end of the server. A user who does not read what was asked for, asks for
-//! what is not there, or goes, concerns only that connection.
+//! One thread accepts, and each connection has one, with a source of its own. It never waits in a
+//! read or a write: it takes requests while pages of earlier ones are on their way (they may have a
+//! latency), sends answers as there is room for them, and otherwise waits for all of this and for
+//! the end of the server. A user who does not read what was asked for, asks for what is not there,
+//! or goes, concerns only that connection.
 
 use std::collections::VecDeque;
 use std::fs;
@@ -33,7 +34,8 @@ pub struct PeerServer {
     acceptor: Option<JoinHandle<()>>,
 }
 
-/// How threads learn that the server ends: the flag while they are busy, the event while they wait. Nobody empties it.
+/// How threads learn that the server ends: the flag while they are busy, the event while they wait.
+/// Nobody empties it.
 #[derive(Debug)]
 struct Ending {
     has_begun: AtomicBool,
@@ -59,11 +61,13 @@ impl Drop for SocketFile {
 }
 
 impl PeerServer {
-    /// Listens at the address (port 0 is a free one) and serves the source there. Each connection opens it anew. The name of
-    /// a Unix socket must be free: one that a killed server left is to be removed first.
+    /// Listens at the address (port 0 is a free one) and serves the source there. Each connection
+    /// opens it anew. The name of a Unix socket must be free: one that a killed server left is to
+    /// be removed first.
     ///
     /// # Errors
-    /// [`SourceError::NotLoopback`], [`SourceError::Serve`]; and what opening the source says, which is tried once.
+    /// [`SourceError::NotLoopback`], [`SourceError::Serve`]; and what opening the source says,
+    /// which is tried once.
     pub fn start(address: PeerAddress, source: SourceSpec) -> Result<PeerServer, SourceError> {
         if !address.is_on_this_machine() {
             return Err(SourceError::NotLoopback { address });
@@ -115,8 +119,8 @@ fn accept_all(listener: &Listener, source: &SourceSpec, ending: &Arc<Ending>) {
             Ok(stream) => {
                 connections.retain(|connection| !connection.is_finished());
                 if connections.len() < MAX_CONNECTIONS {
-                    // Neither a source that cannot be opened any more nor a thread that cannot be had is the server's end:
-                    // the user sees that the connection is closed.
+                    // Neither a source that cannot be opened any more nor a thread that cannot be
+                    // had is the server's end: the user sees that the connection is closed.
                     connections.extend(serve(stream, source, ending).ok());
                 }
                 Ok(false)
@@ -301,7 +305,8 @@ impl Connection {
         let source = source.map_or(none, |descriptor| poll_entry(descriptor, libc::POLLIN));
         let mut entries = [ends, stream, source];
         wait(&mut entries, until_ns)?;
-        // Where nothing is read or sent, nothing else would notice that the user has gone: it would be told again at once.
+        // Where nothing is read or sent, nothing else would notice that the user has gone: it would
+        // be told again at once.
         let has_gone = entries[1].revents & (libc::POLLHUP | libc::POLLERR) != 0;
         Ok(if events == 0 && has_gone { Step::Closed } else { Step::Go })
     }

@@ -27,7 +27,8 @@ enum Kind {
 }
 
 impl SourceSpec {
-    /// How long a peer may take for a page, unless [`time_out`](SourceSpec::time_out) says otherwise.
+    /// How long a peer may take for a page, unless [`time_out`](SourceSpec::time_out) says
+    /// otherwise.
     pub const TIME_OUT: Duration = Duration::from_secs(10);
 
     fn new(kind: Kind) -> SourceSpec {
@@ -60,8 +61,8 @@ impl SourceSpec {
         SourceSpec { delay_ns, ..self }
     }
 
-    /// The same, where a peer may take so long for each page, from its request on, whatever else it sends. Other sources have no time-out:
-    /// they are never silent.
+    /// The same, where a peer may take so long for each page, from its request on, whatever else it
+    /// sends. Other sources have no time-out: they are never silent.
     #[must_use]
     pub fn time_out(mut self, limit: Duration) -> SourceSpec {
         if let Kind::Peer { time_out, .. } = &mut self.kind {
@@ -86,7 +87,8 @@ impl SourceSpec {
     /// Opens the source, for one thread.
     ///
     /// # Errors
-    /// [`SourceError::OpenFile`]; [`SourceError::NotLoopback`], [`SourceError::Connect`], [`SourceError::NotASource`].
+    /// [`SourceError::OpenFile`]; [`SourceError::NotLoopback`], [`SourceError::Connect`],
+    /// [`SourceError::NotASource`].
     pub fn open(&self) -> Result<Box<dyn PageSource>, SourceError> {
         let source: Box<dyn PageSource> = match &self.kind {
             Kind::Pattern(pattern) => Box::new(PatternSource::new(*pattern)),

@@ -1,4 +1,5 @@
-//! Sources of this process: what is in the pages, what is in flight, what is late, and what goes wrong.
+//! Sources of this process: what is in the pages, what is in flight, what is late, and what goes
+//! wrong.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -195,7 +196,8 @@ fn no_page_is_early_and_those_in_flight_wait_together() {
     }
     let asked_ns = timestamp_ns();
     assert!(matches!(source.next_arrival(), NextArrival::At(0)), "they may not be sent yet");
-    // Neither does it wait before it is asked to, nor is a page early, however often this thread was stopped.
+    // Neither does it wait before it is asked to, nor is a page early, however often this thread
+    // was stopped.
     let early = source.arrived(Wait::No).expect("no error");
     assert!(early.is_none() || timestamp_ns() >= start_ns + DELAY_NS);
     if let NextArrival::At(at_ns @ 1..) = source.next_arrival() {
@@ -211,7 +213,8 @@ fn no_page_is_early_and_those_in_flight_wait_together() {
         assert!(timestamp_ns() >= start_ns + DELAY_NS, "page {page} is early");
         take_and_verify(&mut *source, page);
     }
-    // One after the other they would need 64 times as long. Nothing is asked of a clock beyond that.
+    // One after the other they would need 64 times as long. Nothing is asked of a clock beyond
+    // that.
     assert!(timestamp_ns() - start_ns < 32 * DELAY_NS);
 }
 
@@ -222,7 +225,8 @@ struct Scripted {
     page: PageBoxed,
     /// The page that was named last, and not taken.
     named: Option<u64>,
-    /// Requests that are not sent: as allowed, they stay until no page is here, or one is named again.
+    /// Requests that are not sent: as allowed, they stay until no page is here, or one is named
+    /// again.
     nr_unsent: Arc<AtomicU32>,
 }
 

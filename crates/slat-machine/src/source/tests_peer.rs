@@ -1,4 +1,5 @@
-//! Sources in another process, here at the other end of a socket: that pages come, and what peers do wrong.
+//! Sources in another process, here at the other end of a socket: that pages come, and what peers
+//! do wrong.
 
 #![expect(unsafe_code, reason = "a system call: the length of a queue")]
 
@@ -195,7 +196,8 @@ impl Rogue {
         Rogue { path, thread }
     }
 
-    /// Greets, waits for `nr_requests`, and answers by what `answer` makes of them; then waits for the user to go.
+    /// Greets, waits for `nr_requests`, and answers by what `answer` makes of them; then waits for
+    /// the user to go.
     fn answering(nr_requests: usize, answer: impl FnOnce(&[Request]) -> Vec<u8> + Send + 'static) -> Rogue {
         Rogue::start(move |stream| {
             let requests = greet_and_read(stream, nr_requests);
@@ -208,7 +210,8 @@ impl Rogue {
         SourceSpec::peer(unix(&self.path)).time_out(time_out)
     }
 
-    /// Connects with patience, and has `time_out` only after that: the greeting is not what is tried.
+    /// Connects with patience, and has `time_out` only after that: the greeting is not what is
+    /// tried.
     fn connect(&self, time_out: Duration) -> PeerSource {
         let mut source = PeerSource::connect(unix(&self.path), PATIENCE).expect("a server");
         source.time_out_ns = time_out.as_nanos() as u64;
@@ -372,7 +375,8 @@ fn holding_back_page_1() -> Rogue {
 #[test]
 fn a_peer_that_answers_all_others_does_not_hold_a_page_back() {
     const TIME_OUT: Duration = Duration::from_millis(50);
-    // Who asks for one page after the other finds nothing to receive now and then; who always has many in flight may not.
+    // Who asks for one page after the other finds nothing to receive now and then; who always has
+    // many in flight may not.
     for window in [2, 100] {
         let rogue = holding_back_page_1();
         let mut source = rogue.connect(TIME_OUT);
@@ -397,7 +401,8 @@ fn a_peer_that_answers_all_others_does_not_hold_a_page_back() {
     }
 }
 
-/// As many as come never leave the socket empty: an answer to what was asked too late shows that one was left out.
+/// As many as come never leave the socket empty: an answer to what was asked too late shows that
+/// one was left out.
 #[test]
 fn an_answer_to_what_was_asked_when_another_was_overdue() {
     const TIME_OUT: Duration = Duration::from_millis(50);
@@ -419,7 +424,8 @@ fn an_answer_to_what_was_asked_when_another_was_overdue() {
     rogue.thread.join().expect("no panic");
 }
 
-/// More answers than a socket holds, to a user who does not look for longer than the time-out: none of them is late.
+/// More answers than a socket holds, to a user who does not look for longer than the time-out: none
+/// of them is late.
 #[test]
 fn a_peer_that_could_not_send_is_not_silent() {
     const TIME_OUT: Duration = Duration::from_millis(500);

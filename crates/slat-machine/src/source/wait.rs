@@ -1,12 +1,13 @@
 //! Waiting for a descriptor or for a moment, to about a microsecond.
 //!
-//! Why: a latency of 30 us cannot be slept. A thread's timers may fire 50 us late by default (the timer slack,
-//! Documentation/timers/ and prctl(2)), and a virtual CPU that went idle takes another 20 to 40 us to come back. So a
-//! thread that waits here has its slack taken away, sleeps only as long as that is surely too early, and for the
-//! rest looks at the clock.
+//! Why: a latency of 30 us cannot be slept. A thread's timers may fire 50 us late by default (the
+//! timer slack, Documentation/timers/ and prctl(2)), and a virtual CPU that went idle takes another
+//! 20 to 40 us to come back. So a thread that waits here has its slack taken away, sleeps only as
+//! long as that is surely too early, and for the rest looks at the clock.
 //!
-//! Looking at the clock takes a CPU. So between two looks the thread offers it to others; and if one took it, then there
-//! are more threads than CPUs. Then the CPU does not become idle either, timers are prompt, and the thread sleeps the rest.
+//! Looking at the clock takes a CPU. So between two looks the thread offers it to others; and if
+//! one took it, then there are more threads than CPUs. Then the CPU does not become idle either,
+//! timers are prompt, and the thread sleeps the rest.
 
 #![expect(unsafe_code, reason = "a system call: prctl")]
 
@@ -22,8 +23,9 @@ use crate::descriptors::{poll, poll_entry};
 /// Descriptors that [`wait_until`] takes.
 pub const MAX_DESCRIPTORS: usize = 16;
 
-/// A sleep that should end this much before the moment ends before it, as a rule: what a virtual CPU of the kind of machine
-/// that this was measured on (idle, slack 1 ns) needs to come back is 20 to 40 us.
+/// A sleep that should end this much before the moment ends before it, as a rule: what a virtual
+/// CPU of the kind of machine that this was measured on (idle, slack 1 ns) needs to come back is 20
+/// to 40 us.
 const WAKE_UP_NS: u64 = 45_000;
 
 /// An offer of the CPU that took longer was accepted.
@@ -79,8 +81,8 @@ pub(super) fn wait(entries: &mut [libc::pollfd], until_ns: u64) -> io::Result<bo
     }
 }
 
-/// Lets this thread's timers fire when they are due (`PR_SET_TIMERSLACK`, prctl(2)). Where that is refused, waits are
-/// longer and nothing else is different.
+/// Lets this thread's timers fire when they are due (`PR_SET_TIMERSLACK`, prctl(2)). Where that is
+/// refused, waits are longer and nothing else is different.
 fn take_slack_away() {
     SLACK_IS_GONE.with(|gone| {
         if !gone.replace(true) {

@@ -33,7 +33,8 @@ pub enum UserfaultfdError {
         /// The kind of the memory.
         kind: BackingKind,
     },
-    /// The kernel registered the memory, and would not let its faults be answered. It was unregistered.
+    /// The kernel registered the memory, and would not let its faults be answered. It was
+    /// unregistered.
     #[error("this kernel's userfaultfd does not allow {ioctl} for {kind} memory")]
     MissingIoctl {
         /// The name of the call.
@@ -92,7 +93,8 @@ pub enum UserfaultfdError {
         /// How much.
         len_bytes: u64,
     },
-    /// An earlier descriptor gave the memory up ([`Backing::is_lost`](crate::memory::Backing::is_lost)).
+    /// An earlier descriptor gave the memory up
+    /// ([`Backing::is_lost`](crate::memory::Backing::is_lost)).
     #[error("the memory was given up before all of it was filled; discard it first")]
     MemoryLost,
     /// The page is not in the file yet, so it cannot be mapped.
@@ -112,7 +114,8 @@ pub enum UserfaultfdError {
 }
 
 impl UserfaultfdError {
-    /// Whether no machine could do what was asked for. Otherwise it is this machine that cannot, or not now.
+    /// Whether no machine could do what was asked for. Otherwise it is this machine that cannot, or
+    /// not now.
     pub const fn is_bad_usage(&self) -> bool {
         matches!(
             self,

@@ -1,8 +1,8 @@
 //! Threads that read a descriptor and answer.
 //!
-//! Each has an epoll instance of its own, on the descriptor (`EPOLLEXCLUSIVE`, so that one message does not wake all) and on an
-//! eventfd that ends all of them; and reads one message at a time, so that the others get the next ones. That is how the
-//! selftests of KVM do it.
+//! Each has an epoll instance of its own, on the descriptor (`EPOLLEXCLUSIVE`, so that one message
+//! does not wake all) and on an eventfd that ends all of them; and reads one message at a time, so
+//! that the others get the next ones. That is how the selftests of KVM do it.
 
 use std::any::Any;
 use std::io;
@@ -30,13 +30,15 @@ pub enum ReaderError<E> {
     Userfaultfd(#[source] UserfaultfdError),
 }
 
-/// Threads that read one descriptor, and call a handler for each fault. A descriptor may have several such groups.
+/// Threads that read one descriptor, and call a handler for each fault. A descriptor may have
+/// several such groups.
 ///
 /// They end in one of three ways:
-/// - [`stop`](Readers::stop): who waits for a page goes on waiting; messages that nobody has read are kept for the
-///   descriptor's next readers, and its end lets all go.
-/// - The handler fails or panics, or the descriptor cannot be read: the descriptor is [abandoned](Userfaultfd::abandon), so
-///   that nobody waits for ever; then all threads of the group end. `stop` has the error.
+/// - [`stop`](Readers::stop): who waits for a page goes on waiting; messages that nobody has read
+///   are kept for the descriptor's next readers, and its end lets all go.
+/// - The handler fails or panics, or the descriptor cannot be read: the descriptor is
+///   [abandoned](Userfaultfd::abandon), so that nobody waits for ever; then all threads of the
+///   group end. `stop` has the error.
 /// - They are dropped without `stop`, as when the owner panics: the same.
 #[derive(Debug)]
 pub struct Readers<E> {
@@ -60,12 +62,12 @@ enum Failure<E> {
 }
 
 impl<E: Send + 'static> Readers<E> {
-    /// Begins to read `userfaultfd` with `nr_readers` threads. `handler` is called by all of them at once; it must not touch the
-    /// registered mapping, and whatever it waits for must end.
+    /// Begins to read `userfaultfd` with `nr_readers` threads. `handler` is called by all of them
+    /// at once; it must not touch the registered mapping, and whatever it waits for must end.
     ///
     /// # Errors
-    /// `System`, if there is no descriptor or thread to be had: then none reads any more. Threads that had begun may have served
-    /// faults by then.
+    /// `System`, if there is no descriptor or thread to be had: then none reads any more. Threads
+    /// that had begun may have served faults by then.
     pub fn start<H>(
         userfaultfd: Arc<Userfaultfd>,
         nr_readers: NonZeroUsize,
@@ -152,7 +154,8 @@ impl<E> Shared<E> {
             Ok(Err(error)) => Failure::Error(error),
             Err(payload) => Failure::Panic(payload),
         };
-        // Told before anybody is let in. Later ones are consequences: what others fill is not registered any more.
+        // Told before anybody is let in. Later ones are consequences: what others fill is not
+        // registered any more.
         self.failure().get_or_insert(failure);
         self.userfaultfd.abandon();
         self.stop.signal();

@@ -1,6 +1,7 @@
 //! The system calls, and what they take: plain numbers in and out.
 //!
-//! Interface: `include/uapi/linux/userfaultfd.h`; userfaultfd(2), ioctl_userfaultfd(2). The C library has none of it.
+//! Interface: `include/uapi/linux/userfaultfd.h`; userfaultfd(2), ioctl_userfaultfd(2). The C
+//! library has none of it.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -134,7 +135,8 @@ unsafe impl Argument for UffdioContinue {
 /// # Safety
 /// What the call does to the memory that `argument` names is allowed.
 unsafe fn ioctl<A: Argument>(fd: BorrowedFd<'_>, argument: &mut A) -> io::Result<()> {
-    // SAFETY: the number goes with the type, which outlives the call; for the rest the caller stands.
+    // SAFETY: the number goes with the type, which outlives the call; for the rest the caller
+    // stands.
     checked(unsafe { libc::ioctl(fd.as_raw_fd(), A::NUMBER as _, &raw mut *argument) }).map(drop)
 }
 
@@ -144,7 +146,8 @@ pub(super) struct Opened {
     pub(super) handles_kernel_faults: bool,
 }
 
-/// A descriptor by whichever way is open to this user: the system call, the device, and the system call for faults in user mode.
+/// A descriptor by whichever way is open to this user: the system call, the device, and the system
+/// call for faults in user mode.
 ///
 /// # Errors
 /// Of the last way; that of the first, if it was not about rights.
@@ -183,7 +186,8 @@ fn open_by_device() -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// `UFFDIO_API`, which a descriptor may be told once: asks for `features` and gives all that the kernel has.
+/// `UFFDIO_API`, which a descriptor may be told once: asks for `features` and gives all that the
+/// kernel has.
 pub(super) fn handshake(fd: BorrowedFd<'_>, features: u64) -> io::Result<u64> {
     let mut argument = UffdioApi { api: API, features, ioctls: 0 };
     // SAFETY: names no memory.
@@ -194,7 +198,8 @@ pub(super) fn handshake(fd: BorrowedFd<'_>, features: u64) -> io::Result<u64> {
 /// `UFFDIO_REGISTER`; gives the calls that are allowed for the range, as bits `1 << NR`.
 ///
 /// # Safety
-/// Whoever uses the `len_bytes` from `start` on can bear to wait, and can bear any contents of pages that were never touched.
+/// Whoever uses the `len_bytes` from `start` on can bear to wait, and can bear any contents of
+/// pages that were never touched.
 pub(super) unsafe fn register(fd: BorrowedFd<'_>, start: u64, len_bytes: u64, mode: u64) -> io::Result<u64> {
     let mut argument = UffdioRegister { range: UffdioRange { start, len: len_bytes }, mode, ioctls: 0 };
     // SAFETY: the caller's promise.
@@ -215,7 +220,8 @@ pub(super) fn wake(fd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result
 fn plain_range(fd: BorrowedFd<'_>, nr: u32, start: u64, len_bytes: u64) -> io::Result<()> {
     let argument = UffdioRange { start, len: len_bytes };
     let number = ioctl_number(READ, nr, size_of::<UffdioRange>());
-    // SAFETY: the kernel only reads the argument, which has the size that the number says; neither call changes memory.
+    // SAFETY: the kernel only reads the argument, which has the size that the number says; neither
+    // call changes memory.
     checked(unsafe { libc::ioctl(fd.as_raw_fd(), number as _, &raw const argument) }).map(drop)
 }
 
@@ -261,7 +267,8 @@ pub(super) fn read(fd: BorrowedFd<'_>) -> io::Result<Option<Message>> {
     match usize::try_from(nr_bytes) {
         Ok(nr_bytes) if nr_bytes == size_of::<Message>() => {
             if message.event == EVENT_FORK {
-                // A descriptor of the child's memory, which comes with the message and is not wanted.
+                // A descriptor of the child's memory, which comes with the message and is not
+                // wanted.
                 // SAFETY: the kernel has just opened it for this reader.
                 drop(unsafe { OwnedFd::from_raw_fd(message.flags as libc::c_int) });
             }
@@ -286,7 +293,8 @@ pub(super) enum Woken {
 }
 
 impl Poll {
-    /// For messages on `fd`, of each of which only some of those who wait are told (`EPOLLEXCLUSIVE`), and for `stop`.
+    /// For messages on `fd`, of each of which only some of those who wait are told
+    /// (`EPOLLEXCLUSIVE`), and for `stop`.
     pub(super) fn new(fd: BorrowedFd<'_>, stop: &EventFd) -> io::Result<Poll> {
         // SAFETY: takes a plain number.
         let poll = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) };

@@ -65,7 +65,8 @@ fn assert_page(memory: &Backing, page: u64, word: u64) {
     }
 }
 
-/// Nothing shows that a thread waits in the kernel for ever. So this gives it the time to go on, if it can.
+/// Nothing shows that a thread waits in the kernel for ever. So this gives it the time to go on, if
+/// it can.
 fn assert_waits<T>(thread: &JoinHandle<T>) {
     thread::sleep(Duration::from_millis(20));
     assert!(!thread.is_finished());

@@ -11,8 +11,8 @@ use super::*;
 /// `struct __user_cap_header_struct` and the two `struct __user_cap_data_struct` of version 3.
 const CAPABILITY_VERSION_3: u32 = 0x2008_0522;
 
-/// Takes away what gives access to userfaultfd in the kernel: all capabilities, and root's rights to files. Of this thread
-/// only, since these are the bare system calls.
+/// Takes away what gives access to userfaultfd in the kernel: all capabilities, and root's rights
+/// to files. Of this thread only, since these are the bare system calls.
 fn become_nobody() {
     let header = [CAPABILITY_VERSION_3, 0];
     let none = [0u32; 6];

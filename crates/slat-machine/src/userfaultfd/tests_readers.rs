@@ -1,4 +1,5 @@
-//! Readers: all faults are answered, however many read and fault; and whatever becomes of the readers, nobody waits for ever.
+//! Readers: all faults are answered, however many read and fault; and whatever becomes of the
+//! readers, nobody waits for ever.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Barrier};
@@ -127,8 +128,9 @@ fn others_may_fill_without_waking_beside_the_readers() {
     let userfaultfd = Arc::new(userfaultfd);
     let readers = Readers::start(Arc::clone(&userfaultfd), nr(2), copying(&userfaultfd)).unwrap();
     thread::scope(|scope| {
-        // As the resolver of exits does. It meets pages that readers have filled, and threads that wait for pages that it has
-        // filled itself: their messages are answered by readers, who find the page there.
+        // As the resolver of exits does. It meets pages that readers have filled, and threads that
+        // wait for pages that it has filled itself: their messages are answered by readers, who
+        // find the page there.
         scope.spawn(|| {
             for page in (0..512).rev() {
                 let filled = userfaultfd.copy(&memory, page * PAGE_SIZE, &contents_of(page), Wake::Nobody).unwrap();

@@ -1,22 +1,26 @@
-//! The walkers for RISC-V's G-stage, Sv39x4 and Sv48x4: the tables of Sv39 and Sv48 under a root that is four times as large,
-//! for guest-physical addresses of 41 and 50 bits.
+//! The walkers for RISC-V's G-stage, Sv39x4 and Sv48x4: the tables of Sv39 and Sv48 under a root
+//! that is four times as large, for guest-physical addresses of 41 and 50 bits.
 //!
-//! The processor sets A and D by itself (Svadu, enabled for the G-stage). It has neither Svnapot nor Svpbmt, so bits 61 to 63
-//! of an entry must be zero. To the manual whatever is reserved or misaligned in an entry is a guest-page fault as any other;
-//! here it is a misconfiguration, with the fault's code, since an engine must not leave such a thing in a table.
+//! The processor sets A and D by itself (Svadu, enabled for the G-stage). It has neither Svnapot
+//! nor Svpbmt, so bits 61 to 63 of an entry must be zero. To the manual whatever is reserved or
+//! misaligned in an entry is a guest-page fault as any other; here it is a misconfiguration, with
+//! the fault's code, since an engine must not leave such a thing in a table.
 //!
-//! Only leaves have permissions. Every access of a guest is one of user mode here, so a leaf without U denies it.
+//! Only leaves have permissions. Every access of a guest is one of user mode here, so a leaf
+//! without U denies it.
 //!
-//! The guest's own tables are x86's all the same ([`guest`](super::guest)). Its walks set bits in them, so each counts as a
-//! write, as on RISC-V a walk does that updates A or D of the guest's entry. Addresses of a guest with paging have as many
-//! bits as these tables translate.
+//! The guest's own tables are x86's all the same ([`guest`](super::guest)). Its walks set bits in
+//! them, so each counts as a write, as on RISC-V a walk does that updates A or D of the guest's
+//! entry. Addresses of a guest with paging have as many bits as these tables translate.
 //!
-//! A leaf of the highest level of Sv48x4 maps 512 GiB. The manual allows it, so it is walked; the TLB keeps 1 GiB of it.
+//! A leaf of the highest level of Sv48x4 maps 512 GiB. The manual allows it, so it is walked; the
+//! TLB keeps 1 GiB of it.
 //!
-//! Source: The RISC-V Instruction Set Manual, Volume II (Privileged Architecture): "Sv32: Page-Based 32-bit Virtual-Memory
-//! Systems", section "Virtual Address Translation Process"; "Sv39: Page-Based 39-bit Virtual-Memory System"; "Hypervisor
-//! Extension", sections "Two-Stage Address Translation", "Trap Cause Codes" and "Transformed Instruction or Pseudoinstruction
-//! for mtinst or htinst"; "Svadu: Hardware Updating of A/D Bits".
+//! Source: The RISC-V Instruction Set Manual, Volume II (Privileged Architecture): "Sv32:
+//! Page-Based 32-bit Virtual-Memory Systems", section "Virtual Address Translation Process"; "Sv39:
+//! Page-Based 39-bit Virtual-Memory System"; "Hypervisor Extension", sections "Two-Stage Address
+//! Translation", "Trap Cause Codes" and "Transformed Instruction or Pseudoinstruction for mtinst or
+//! htinst"; "Svadu: Hardware Updating of A/D Bits".
 
 use slat::{Access, Gpa, Hpa, Level};
 
@@ -44,7 +48,8 @@ const TABLE_RESERVED: u64 = USER | ACCESSED | DIRTY;
 const CAUSE_INSTRUCTION_GUEST_PAGE_FAULT: u64 = 20;
 const CAUSE_LOAD_GUEST_PAGE_FAULT: u64 = 21;
 const CAUSE_STORE_GUEST_PAGE_FAULT: u64 = 23;
-/// In its upper half htinst: zero, or the pseudoinstruction for a write to one of the guest's table entries (of 64 bits).
+/// In its upper half htinst: zero, or the pseudoinstruction for a write to one of the guest's table
+/// entries (of 64 bits).
 const TINST_GUEST_TABLE_WRITE: u64 = 0x3020 << 32;
 
 impl HardwareFormat for slat::Sv39x4 {
@@ -53,8 +58,8 @@ impl HardwareFormat for slat::Sv39x4 {
     const LOGS_MODIFICATIONS: bool = false;
     const HAS_TLB_CONFLICTS: bool = false;
 
-    /// Entries may be cached that are not valid, or allow less (Privileged Architecture, "Supervisor Memory-Management Fence
-    /// Instruction"): the processor has no Svvptc.
+    /// Entries may be cached that are not valid, or allow less (Privileged Architecture,
+    /// "Supervisor Memory-Management Fence Instruction"): the processor has no Svvptc.
     fn keeps(_fault: Fault) -> bool {
         true
     }
@@ -71,8 +76,8 @@ impl HardwareFormat for slat::Sv48x4 {
     const LOGS_MODIFICATIONS: bool = false;
     const HAS_TLB_CONFLICTS: bool = false;
 
-    /// Entries may be cached that are not valid, or allow less (Privileged Architecture, "Supervisor Memory-Management Fence
-    /// Instruction"): the processor has no Svvptc.
+    /// Entries may be cached that are not valid, or allow less (Privileged Architecture,
+    /// "Supervisor Memory-Management Fence Instruction"): the processor has no Svvptc.
     fn keeps(_fault: Fault) -> bool {
         true
     }

@@ -1,12 +1,13 @@
-//! The two-dimensional walk: the guest's own long-mode tables of four levels, of which each entry, and at last the page
-//! itself, is translated by the second stage.
+//! The two-dimensional walk: the guest's own long-mode tables of four levels, of which each entry,
+//! and at last the page itself, is translated by the second stage.
 //!
-//! The guest is a supervisor with CR0.WP and EFER.NXE set, without SMEP, SMAP and protection keys, so that the
-//! user/supervisor bits deny nothing. Accessed and dirty bits are set in guest memory, from the guest's root down, when
-//! the guest's own permissions allow the access and before the second stage is asked for the page.
+//! The guest is a supervisor with CR0.WP and EFER.NXE set, without SMEP, SMAP and protection keys,
+//! so that the user/supervisor bits deny nothing. Accessed and dirty bits are set in guest memory,
+//! from the guest's root down, when the guest's own permissions allow the access and before the
+//! second stage is asked for the page.
 //!
-//! Sources: Intel SDM vol. 3A, chapter "Paging" ("4-level paging", "Access rights", "Page-fault exceptions",
-//! "Accessed and dirty flags"); AMD APM vol. 2, 5.3 to 5.6 and 15.25.5.
+//! Sources: Intel SDM vol. 3A, chapter "Paging" ("4-level paging", "Access rights", "Page-fault
+//! exceptions", "Accessed and dirty flags"); AMD APM vol. 2, 5.3 to 5.6 and 15.25.5.
 
 use slat::{Access, Gpa, Gva, PageSize};
 use thiserror::Error;
@@ -32,7 +33,8 @@ pub const ERROR_RESERVED: u32 = 1 << 3;
 /// Page-fault error code, bit 4: the access was an instruction fetch.
 pub const ERROR_FETCH: u32 = 1 << 4;
 
-/// An exception that the guest's own tables or address cause: the guest's affair, not the hypervisor's.
+/// An exception that the guest's own tables or address cause: the guest's affair, not the
+/// hypervisor's.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
 pub enum GuestFault {
@@ -44,8 +46,8 @@ pub enum GuestFault {
         /// The error code, bits as in [`ERROR_PRESENT`] and its neighbours.
         error_code: u32,
     },
-    /// A general-protection fault (#GP) for what was written into a register or given to an instruction, or for an
-    /// instruction that is not the user's.
+    /// A general-protection fault (#GP) for what was written into a register or given to an
+    /// instruction, or for an instruction that is not the user's.
     #[error("general-protection fault")]
     GeneralProtection,
     /// A general-protection fault (#GP): the address is not canonical.
@@ -67,8 +69,8 @@ pub enum GuestStop {
     Guest(#[from] GuestFault),
 }
 
-/// Translates `gva` through the guest's tables at `table` (the address in CR3) and the walker's second stage.
-/// The mapping's size is that of the smaller of the two pages.
+/// Translates `gva` through the guest's tables at `table` (the address in CR3) and the walker's
+/// second stage. The mapping's size is that of the smaller of the two pages.
 ///
 /// # Errors
 /// [`GuestStop`]: why there is no translation.

@@ -1,12 +1,13 @@
-//! The walker of hardware without a second stage: long-mode tables of four or five levels, CR0.WP and EFER.NXE set, no
-//! protection keys and no global pages (CR4.PGE clear). It walks what the hypervisor keeps in place of the guest's own
-//! tables, so that a reserved bit in it is the machine's error, and not one that the guest could be told of.
+//! The walker of hardware without a second stage: long-mode tables of four or five levels, CR0.WP
+//! and EFER.NXE set, no protection keys and no global pages (CR4.PGE clear). It walks what the
+//! hypervisor keeps in place of the guest's own tables, so that a reserved bit in it is the
+//! machine's error, and not one that the guest could be told of.
 //!
-//! Writing and user access must be granted at every level, no-execute denies at any. A page that the user may not access
-//! at every level is the supervisor's: SMEP and SMAP know no others.
+//! Writing and user access must be granted at every level, no-execute denies at any. A page that
+//! the user may not access at every level is the supervisor's: SMEP and SMAP know no others.
 //!
-//! Sources: Intel SDM vol. 3A, chapter "Paging" ("4-level paging and 5-level paging", "Access rights", "Accessed and dirty
-//! flags"); AMD APM vol. 2, 5.3 to 5.6.
+//! Sources: Intel SDM vol. 3A, chapter "Paging" ("4-level paging and 5-level paging", "Access
+//! rights", "Accessed and dirty flags"); AMD APM vol. 2, 5.3 to 5.6.
 
 use slat::{Access, Gva, Hpa, Level, PageSize};
 use thiserror::Error;
@@ -25,7 +26,8 @@ const PAGE: u64 = 1 << 7;
 const NO_EXECUTE: u64 = 1 << 63;
 /// Bits 7 and 8 of an entry above level 3 must be zero (bit 8: on AMD's processors).
 const TOP_RESERVED: u64 = 0b11 << 7;
-/// The page-attribute-table bit of a large page: the lowest address bit of its entry, but no address bit.
+/// The page-attribute-table bit of a large page: the lowest address bit of its entry, but no
+/// address bit.
 const LARGE_PAT: u64 = 1 << 12;
 
 /// Most levels that tables have.
@@ -45,10 +47,12 @@ pub struct ShadowMapping {
 /// Why a walk ended without a translation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 pub enum ShadowStop {
-    /// A flush has begun, or an entry changed while its accessed or dirty bit was about to be set: start the access over.
+    /// A flush has begun, or an entry changed while its accessed or dirty bit was about to be set:
+    /// start the access over.
     #[error("the translation changed during the walk")]
     Restart,
-    /// There is no page, or it does not grant what the access needs: a page fault (#PF), which the hypervisor intercepts.
+    /// There is no page, or it does not grant what the access needs: a page fault (#PF), which the
+    /// hypervisor intercepts.
     #[error("page fault")]
     PageFault,
     /// An entry has bits set that the format reserves: the tables are broken.
@@ -73,8 +77,9 @@ impl From<Stale> for ShadowStop {
     }
 }
 
-/// Translates `gva` through tables of `levels` levels, 4 or 5, for an access that needs the rights `needed`; sets accessed
-/// and dirty bits. Of an address, only the bits count that the tables translate: the caller has looked at the others.
+/// Translates `gva` through tables of `levels` levels, 4 or 5, for an access that needs the rights
+/// `needed`; sets accessed and dirty bits. Of an address, only the bits count that the tables
+/// translate: the caller has looked at the others.
 ///
 /// # Errors
 /// [`ShadowStop`]: why there is no translation.
@@ -118,7 +123,8 @@ pub fn walk(
         return Err(ShadowStop::PageFault);
     }
 
-    // A walker that keeps no log stops at an entry for one reason only: somebody else has changed it.
+    // A walker that keeps no log stops at an entry for one reason only: somebody else has changed
+    // it.
     let set = |used: Used, bits: u64| used.set(walker, bits).map_err(|_| ShadowStop::Restart);
     for above in (level..levels).rev() {
         set(path[usize::from(above)], ACCESSED)?;
@@ -135,7 +141,8 @@ pub fn walk(
     }
 }
 
-/// Whether the entry maps a page. Bit 7 is the page-attribute-table bit in entries of level 1 and reserved above level 3.
+/// Whether the entry maps a page. Bit 7 is the page-attribute-table bit in entries of level 1 and
+/// reserved above level 3.
 fn is_leaf(entry: u64, level: u8) -> bool {
     level == 1 || entry & PAGE != 0
 }

@@ -1,4 +1,5 @@
-//! The second-stage walkers on tables built by hand. The numbers in here are the manuals', written out once more.
+//! The second-stage walkers on tables built by hand. The numbers in here are the manuals', written
+//! out once more.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

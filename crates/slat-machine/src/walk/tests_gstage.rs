@@ -1,4 +1,5 @@
-//! RISC-V's G-stage tables built by hand, of both sizes. The numbers in here are the manual's, written out once more.
+//! RISC-V's G-stage tables built by hand, of both sizes. The numbers in here are the manual's,
+//! written out once more.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,7 +26,8 @@ const LEAF: u64 = V | R | W | X | U;
 #[repr(align(16384))]
 struct Root([AtomicU64; 2048]);
 
-/// The tables on the way to one address, from the root down to level 1. The root's index is 2047 at its highest.
+/// The tables on the way to one address, from the root down to level 1. The root's index is 2047 at
+/// its highest.
 struct Way {
     root: Box<Root>,
     /// Of the levels below the root's, from level 1 on.

@@ -1,4 +1,5 @@
-//! What walks write into a page-modification log: the page of each leaf that they make dirty, and nothing else.
+//! What walks write into a page-modification log: the page of each leaf that they make dirty, and
+//! nothing else.
 
 use slat::{Access, Ept, Gpa, Gva, Npt, Stage2, Sv39x4, Sv48x4};
 
@@ -131,7 +132,8 @@ fn a_full_log_stops_what_would_set_a_bit() {
     assert_eq!(logged(&log), [Gpa(way.gpa.0 & !0xfff)]);
 }
 
-/// The entry comes before the dirty bit, and a drain in between takes the right to set the bit away with it.
+/// The entry comes before the dirty bit, and a drain in between takes the right to set the bit away
+/// with it.
 #[test]
 fn a_drained_entry_sets_no_dirty_bit() {
     for is_drained in [false, true] {
@@ -154,7 +156,8 @@ fn a_drained_entry_sets_no_dirty_bit() {
     }
 }
 
-/// The dirty bit is set only after the page is in the log: whoever finds the leaf dirty finds the entry.
+/// The dirty bit is set only after the page is in the log: whoever finds the leaf dirty finds the
+/// entry.
 #[test]
 fn a_lost_exchange_leaves_the_entry() {
     let log = new_log();

@@ -1,5 +1,6 @@
-//! The walker of shadow tables, on tables built by hand. The numbers in here are the manual's, written out once more.
-//! Who may do what is tested with the CPU: see [`shadow_cpu`](crate::shadow_cpu).
+//! The walker of shadow tables, on tables built by hand. The numbers in here are the manual's,
+//! written out once more. Who may do what is tested with the CPU: see
+//! [`shadow_cpu`](crate::shadow_cpu).
 
 use std::sync::Arc;
 
@@ -168,7 +169,8 @@ fn reserved_bits_are_never_accepted() {
                 }
             }
         }
-        // What software may use, cacheability, and the global bit of a leaf, which does nothing here.
+        // What software may use, cacheability, and the global bit of a leaf, which does nothing
+        // here.
         let ignored = 0x7ff << 52 | 0b11 << 3 | 0b111 << 9 | 1 << 8;
         assert!(Way::new(levels, 1, leaf(1, LINK | ignored | PS)).read().is_ok());
     }

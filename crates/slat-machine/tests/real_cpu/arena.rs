@@ -1,8 +1,8 @@
 //! The memory of the real CPU's machine, and the engine's [`Host`] over it.
 //!
-//! One sparse mapping, the *arena*, is all of the machine's physical memory. It begins at [`BASE`], so neither an offset
-//! nor a pointer is taken for a physical address by luck. Its first part holds the tables; [`FRAMES`] and up is the
-//! tests' to hand out as frames.
+//! One sparse mapping, the *arena*, is all of the machine's physical memory. It begins at [`BASE`],
+//! so neither an offset nor a pointer is taken for a physical address by luck. Its first part holds
+//! the tables; [`FRAMES`] and up is the tests' to hand out as frames.
 
 #![expect(unsafe_code, reason = "a mapping of its own, and the promise of the trait Host")]
 
@@ -19,7 +19,8 @@ use slat::{
     TableNode,
 };
 
-/// Physical address of the arena's first byte: a multiple of 1 GiB, so that blocks of each page size fit.
+/// Physical address of the arena's first byte: a multiple of 1 GiB, so that blocks of each page
+/// size fit.
 pub const BASE: u64 = 4 << 30;
 /// Size of the arena in bytes: 1 GiB for tables and small frames, then a frame of 1 GiB.
 pub const SIZE_BYTES: u64 = 2 << 30;
@@ -52,7 +53,8 @@ impl Arena {
         if start == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        // Else each page that is touched could take 2 MiB. It is advice only: a kernel without huge pages refuses it.
+        // Else each page that is touched could take 2 MiB. It is advice only: a kernel without huge
+        // pages refuses it.
         // SAFETY: the mapping just made.
         unsafe { libc::madvise(start, SIZE_BYTES as usize, libc::MADV_NOHUGEPAGE) };
         Ok(Arena { start: start.cast() })
@@ -68,7 +70,8 @@ impl Arena {
     /// The 8 bytes at `hpa`, a multiple of 8.
     pub fn word(&self, hpa: Hpa) -> &AtomicU64 {
         assert!(hpa.0.is_multiple_of(8), "{hpa} is not aligned");
-        // SAFETY: in the mapping, which lives as long as the arena, and aligned; all access is by atomics.
+        // SAFETY: in the mapping, which lives as long as the arena, and aligned; all access is by
+        // atomics.
         unsafe { AtomicU64::from_ptr(self.pointer(hpa).cast()) }
     }
 
@@ -128,7 +131,8 @@ impl Frames {
 pub struct ArenaHost {
     arena: Arc<Arena>,
     tables: Mutex<Tables>,
-    /// The engine asked for a flush, and the CPU has not entered the guest since: it flushes before it does.
+    /// The engine asked for a flush, and the CPU has not entered the guest since: it flushes before
+    /// it does.
     flush_owed: AtomicBool,
     start: Instant,
 }
@@ -166,9 +170,10 @@ impl Park for ArenaHost {
     fn unpark_all(&self, _word: *const AtomicU32) {}
 }
 
-// SAFETY: tables are disjoint pages of the arena, which lives as long as the host, at the pointer of their address; a
-// frame is its page's for ever. The one CPU does not run during a flush, for it is run by the thread that calls the
-// engine, and it flushes before it enters the guest again (`World::access`). Nothing unwinds but on a test's own mistake.
+// SAFETY: tables are disjoint pages of the arena, which lives as long as the host, at the pointer
+// of their address; a frame is its page's for ever. The one CPU does not run during a flush, for it
+// is run by the thread that calls the engine, and it flushes before it enters the guest again
+// (`World::access`). Nothing unwinds but on a test's own mistake.
 unsafe impl Host for ArenaHost {
     type Backing = Arc<Frames>;
 

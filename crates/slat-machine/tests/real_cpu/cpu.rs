@@ -1,25 +1,30 @@
-//! A real CPU behind `/dev/kvm`, made to do one access at a time at CPL 3 on tables that it is given.
+//! A real CPU behind `/dev/kvm`, made to do one access at a time at CPL 3 on tables that it is
+//! given.
 //!
 //! # How it works
-//! The vCPU is in long mode and CR3 is the root of the tables under test: what is guest-virtual for the processor is
-//! guest-physical for the engine, and what is guest-physical for KVM is the engine's host-physical, the [`Arena`].
-//! A few *system pages* must be mapped by the same tables at [`SYSTEM_GPA`]: the programs that access, the descriptor
-//! tables, the exception handlers, two stacks.
+//! The vCPU is in long mode and CR3 is the root of the tables under test: what is guest-virtual for
+//! the processor is guest-physical for the engine, and what is guest-physical for KVM is the
+//! engine's host-physical, the [`Arena`]. A few *system pages* must be mapped by the same tables at
+//! [`SYSTEM_GPA`]: the programs that access, the descriptor tables, the exception handlers, two
+//! stacks.
 //!
-//! An access sets the registers to a program of two instructions. The first accesses; the second writes to [`EXIT_GPA`],
-//! where nothing is mapped. Either of them ends in a page fault, whose handler at CPL 0 writes to an I/O port: that
-//! brings the thread back here, where CR2, the pushed RIP and the error code say what happened. (A software interrupt
-//! would do for leaving, but there are KVMs whose guests cannot have one.) The handler never goes on: the next access
-//! sets all registers anew.
+//! An access sets the registers to a program of two instructions. The first accesses; the second
+//! writes to [`EXIT_GPA`], where nothing is mapped. Either of them ends in a page fault, whose
+//! handler at CPL 0 writes to an I/O port: that brings the thread back here, where CR2, the pushed
+//! RIP and the error code say what happened. (A software interrupt would do for leaving, but there
+//! are KVMs whose guests cannot have one.) The handler never goes on: the next access sets all
+//! registers anew.
 //!
 //! # Flushes
-//! [`RealCpu::flush`] loads CR3 at CPL 0, as the manuals ask for (AMD APM vol. 2, 5.5.2), which is enough where the
-//! processor walks the tables itself. A KVM that shadows them sees only the guest's own writes to tables, and not those
-//! that the engine makes from user space; it forgets its shadow when a memory slot goes, so a slot is made and deleted.
-//! Entries that become present or get more rights need neither: KVM walks the tables anew at each fault.
+//! [`RealCpu::flush`] loads CR3 at CPL 0, as the manuals ask for (AMD APM vol. 2, 5.5.2), which is
+//! enough where the processor walks the tables itself. A KVM that shadows them sees only the
+//! guest's own writes to tables, and not those that the engine makes from user space; it forgets
+//! its shadow when a memory slot goes, so a slot is made and deleted. Entries that become present
+//! or get more rights need neither: KVM walks the tables anew at each fault.
 //!
-//! Sources: AMD APM vol. 2, 4.7 and 4.8 (descriptors), 8.2.15 (page faults), 8.9 (long-mode interrupt stack), 12.2.5
-//! (TSS); Fn8000_0001 of vol. 3, appendix E; the kernel's documentation of the KVM API.
+//! Sources: AMD APM vol. 2, 4.7 and 4.8 (descriptors), 8.2.15 (page faults), 8.9 (long-mode
+//! interrupt stack), 12.2.5 (TSS); Fn8000_0001 of vol. 3, appendix E; the kernel's documentation of
+//! the KVM API.
 
 #![expect(unsafe_code, reason = "gives the arena to a KVM as its memory; a signal for a guest that does not end")]
 
@@ -47,7 +52,8 @@ pub const SYSTEM_HPA: Hpa = Hpa(FRAMES);
 /// Where nothing may be mapped. In the tables next to the system pages.
 const EXIT_GPA: u64 = SYSTEM_GPA + NR_SYSTEM_PAGES * PAGE_SIZE;
 
-// The system pages: programs of CPL 3, descriptor tables, programs of CPL 0, the stacks of CPL 0 and 3.
+// The system pages: programs of CPL 3, descriptor tables, programs of CPL 0, the stacks of CPL 0
+// and 3.
 const PROGRAMS: u64 = 0;
 const DESCRIPTORS: u64 = PAGE_SIZE;
 const HANDLERS: u64 = 2 * PAGE_SIZE;
@@ -138,8 +144,8 @@ fn system_hpa(offset: u64) -> Hpa {
     Hpa(SYSTEM_HPA.0 + offset)
 }
 
-/// The linear address that the tables translate as `gpa`: bit 47 goes on through the bits above it (AMD APM vol. 2,
-/// 5.3.1 "Canonical address form").
+/// The linear address that the tables translate as `gpa`: bit 47 goes on through the bits above it
+/// (AMD APM vol. 2, 5.3.1 "Canonical address form").
 pub fn linear(gpa: Gpa) -> u64 {
     ((gpa.0 << 16) as i64 >> 16) as u64
 }
@@ -168,8 +174,8 @@ impl RealCpu {
             memory_size: SIZE_BYTES,
             userspace_addr: arena.pointer(Hpa(BASE)) as u64,
         };
-        // SAFETY: the arena is mapped for as long as `self`, which drops the VM before it, and all access to it is by
-        // atomics.
+        // SAFETY: the arena is mapped for as long as `self`, which drops the VM before it, and all
+        // access to it is by atomics.
         tried("set the memory", unsafe { vm.set_user_memory_region(memory) })?;
         let vcpu = tried("create a vCPU", vm.create_vcpu(0))?;
         let cpuid = tried("get the CPUID", kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES))?;
@@ -192,7 +198,8 @@ impl RealCpu {
         self.flush()
     }
 
-    /// Does `access` at `gpa`. [`Access::Execute`] calls `gpa`, where [`RETURN`] must be if anything is.
+    /// Does `access` at `gpa`. [`Access::Execute`] calls `gpa`, where [`RETURN`] must be if
+    /// anything is.
     pub fn access(&mut self, gpa: Gpa, access: Access, value: u64) -> Result<Done, Trouble> {
         let (program, first_bytes) = match access {
             Access::Read => (SYSTEM_GPA + PROGRAMS, 3),
@@ -287,8 +294,8 @@ impl Watchdog {
     /// Watches the calling thread.
     fn new() -> Watchdog {
         extern "C" fn nothing(_signal: libc::c_int) {}
-        // SAFETY: the handler does nothing, and no other test of this program uses the signal. `signal` would restart
-        // the system call.
+        // SAFETY: the handler does nothing, and no other test of this program uses the signal.
+        // `signal` would restart the system call.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = nothing as *const () as usize;
@@ -317,8 +324,8 @@ impl Drop for Watchdog {
     }
 }
 
-/// Sends signals when the time is over, until the watchdog is dropped: one that comes just before the thread enters the
-/// guest does not keep it from entering.
+/// Sends signals when the time is over, until the watchdog is dropped: one that comes just before
+/// the thread enters the guest does not keep it from entering.
 fn watch(dead: &Receiver<()>, watched: libc::pthread_t, has_expired: &AtomicBool) {
     let mut wait = PATIENCE;
     while dead.recv_timeout(wait) == Err(RecvTimeoutError::Timeout) {

@@ -1,9 +1,9 @@
 //! What the software machine's walker says about tables that lie in the arena.
 //!
-//! The walker wants tables at the software machine's physical addresses, which are pointers plus a bias; the real CPU
-//! wants them in the arena. So the four entries on the way to an address are copied into tables of the software
-//! machine, the links between them rewritten, and the walker walks the copy. The leaf's address only gets the bias: the
-//! walker does not look behind it.
+//! The walker wants tables at the software machine's physical addresses, which are pointers plus a
+//! bias; the real CPU wants them in the arena. So the four entries on the way to an address are
+//! copied into tables of the software machine, the links between them rewritten, and the walker
+//! walks the copy. The leaf's address only gets the bias: the walker does not look behind it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -31,7 +31,8 @@ pub const PAGE: u64 = 1 << 7;
 pub const NO_EXECUTE: u64 = 1 << 63;
 /// Bits 12 to 51.
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
-/// The error-code bits of #PF that both kinds of fault have: P, W, U, RSVD, I/D (AMD APM vol. 2, 8.4.2 and 15.25.6).
+/// The error-code bits of #PF that both kinds of fault have: P, W, U, RSVD, I/D (AMD APM vol. 2,
+/// 8.4.2 and 15.25.6).
 const PAGE_FAULT_CODE: u64 = 0x1f;
 
 /// An entry on the way to an address.
@@ -42,7 +43,8 @@ pub struct Step {
     pub entry: u64,
 }
 
-/// The entries on the way to `gpa` in the tables under `root`, as far as they are present: the root's first.
+/// The entries on the way to `gpa` in the tables under `root`, as far as they are present: the
+/// root's first.
 pub fn path(arena: &Arena, root: Hpa, gpa: Gpa) -> Vec<Step> {
     let mut steps = Vec::with_capacity(4);
     let mut table = root.0;
@@ -63,7 +65,8 @@ fn is_leaf(level: u8, entry: u64) -> bool {
     level == 1 || level < 4 && entry & PAGE != 0
 }
 
-/// What the walker says: where the access goes and the entries afterwards, or the error code of the fault.
+/// What the walker says: where the access goes and the entries afterwards, or the error code of the
+/// fault.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Walked {
     pub result: Result<Hpa, u64>,

@@ -1,9 +1,9 @@
-//! The engine's tables with a real CPU on them, the software walker beside it, and a plain model of what the guest must
-//! see.
+//! The engine's tables with a real CPU on them, the software walker beside it, and a plain model of
+//! what the guest must see.
 //!
-//! Every access is made thrice: the walker says what the CPU must do, the CPU does it, and if it completes, the model
-//! knows which frame it must have reached. What the CPU faults on goes to the engine, until the access completes or
-//! leaves to user space, which the model knows as well.
+//! Every access is made thrice: the walker says what the CPU must do, the CPU does it, and if it
+//! completes, the model knows which frame it must have reached. What the CPU faults on goes to the
+//! engine, until the access completes or leaves to user space, which the model knows as well.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -19,7 +19,8 @@ use crate::walker::{ACCESSED, PRESENT, Step, USER, WRITABLE, Walker, path};
 
 /// Slot number of the system pages; the tests use those below.
 const SYSTEM_SLOT: u32 = 1000;
-/// Faults of one access that are more than any of them needs: none, a leaf, a leaf that may be written.
+/// Faults of one access that are more than any of them needs: none, a leaf, a leaf that may be
+/// written.
 const MOST_FAULTS: u32 = 3;
 
 /// Offsets of the words in a page that are accessed: its ends, and [`EXECUTED`].
@@ -81,8 +82,8 @@ impl World {
     /// A VM without slots but the system's.
     ///
     /// # Errors
-    /// This machine has no KVM that can do it. What the engine does wrong is a panic and no error: whether the CPU can
-    /// be used is tried on tables that are built by hand.
+    /// This machine has no KVM that can do it. What the engine does wrong is a panic and no error:
+    /// whether the CPU can be used is tried on tables that are built by hand.
     pub fn new() -> Result<World, Trouble> {
         let arena = Arc::new(Arena::new().map_err(|error| Trouble(format!("map the memory: {error}")))?);
         let mut cpu = RealCpu::new(&arena, tables_by_hand(&arena))?;
@@ -155,7 +156,8 @@ impl World {
             .unwrap_or_else(|error| panic!("slot {slot}: {error}"));
     }
 
-    /// Takes the dirty log of `slot`: it must be the pages that the CPU has written since the last time.
+    /// Takes the dirty log of `slot`: it must be the pages that the CPU has written since the last
+    /// time.
     pub fn harvest(&mut self, slot: u32) {
         let model = self.slots.get_mut(&slot).expect("a slot");
         let mut bitmap = vec![0_u64; model.frames.nr_pages.div_ceil(64) as usize];
@@ -210,8 +212,9 @@ impl World {
         panic!("{access:?} of {gpa} faults for ever");
     }
 
-    /// Tries an access once, on the walker and on the CPU: both must do the same, to the tables too, and data must come
-    /// from and go to the frame that the walker found. Returns that, or the error code of the page fault.
+    /// Tries an access once, on the walker and on the CPU: both must do the same, to the tables
+    /// too, and data must come from and go to the frame that the walker found. Returns that, or the
+    /// error code of the page fault.
     pub fn attempt(&mut self, gpa: Gpa, access: Access) -> Result<Hpa, u64> {
         if self.vm.host().take_flush_owed() {
             self.flush();
@@ -271,7 +274,8 @@ impl World {
     }
 }
 
-/// Gives page `page` of `frames` contents of its own: other values in other frames, and something to execute.
+/// Gives page `page` of `frames` contents of its own: other values in other frames, and something
+/// to execute.
 pub fn fill(arena: &Arena, frames: &Frames, page: u64) {
     let start = frames.page(page).0;
     for offset in WORDS {

@@ -11,8 +11,8 @@ use std::time::Instant;
 
 use super::*;
 
-/// Names a resolver for the test binary that was started again: how many threads, and microseconds in each fill, or '-' to fill all with the
-/// same.
+/// Names a resolver for the test binary that was started again: how many threads, and microseconds
+/// in each fill, or '-' to fill all with the same.
 const RESOLVER: &str = "SLAT_TEST_RESOLVER";
 
 /// A resolver in another process, which is killed when this goes.
@@ -169,8 +169,9 @@ impl Drop for SaysOver<'_> {
     }
 }
 
-/// vCPUs take pages in turn, check all of each, write over it, and some turns later look whether that is still there: a page
-/// that somebody fills a second time would show. Then they throw it away, so that it is missing once more.
+/// vCPUs take pages in turn, check all of each, write over it, and some turns later look whether
+/// that is still there: a page that somebody fills a second time would show. Then they throw it
+/// away, so that it is missing once more.
 #[test]
 fn killed_at_any_moment_nothing_is_lost_and_nothing_filled_twice() {
     const NR_VCPUS: u32 = 4;
@@ -197,7 +198,8 @@ fn killed_at_any_moment_nothing_is_lost_and_nothing_filled_twice() {
                                 assert_eq!((vcpu, named), (port.vcpu(), page));
                                 nr_errors[vcpu as usize].fetch_add(1, Ordering::Relaxed);
                             }
-                            // On a busy machine others have had the first one killed before this vCPU began.
+                            // On a busy machine others have had the first one killed before this
+                            // vCPU began.
                             DeliveryError::NoResolver { .. } if turn == 0 => {}
                             error => panic!("{error}"),
                         }
@@ -247,7 +249,8 @@ fn killed_at_any_moment_nothing_is_lost_and_nothing_filled_twice() {
     assert!(nr_errors >= u64::from(NR_KILLS), "{nr_errors} errors in {NR_KILLS} kills");
 }
 
-/// No claim about speed: prints what a page costs. Run by hand, with `--ignored --nocapture`, in release.
+/// No claim about speed: prints what a page costs. Run by hand, with `--ignored --nocapture`, in
+/// release.
 #[test]
 #[ignore = "a measurement"]
 fn what_a_page_costs() {

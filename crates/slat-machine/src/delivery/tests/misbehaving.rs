@@ -39,7 +39,8 @@ fn double_late_and_unasked_completions_are_counted_and_forgotten() {
     port.request(3, 0).unwrap();
     port.request(4, 0).unwrap();
     let (first, second) = (raw.take().unwrap(), raw.take().unwrap());
-    // For a page that nobody asked for, with a ticket that nobody issued, and with one that is another page's.
+    // For a page that nobody asked for, with a ticket that nobody issued, and with one that is
+    // another page's.
     raw.answer(first.ticket + 1000, 3);
     raw.answer(first.ticket, 9);
     assert_eq!(port.poll().unwrap(), None);
@@ -270,7 +271,8 @@ fn a_doorbell_that_is_full_ends_the_session_whatever_its_flags() {
     }
 }
 
-/// The resolver has the wakers, and may make them block and fill them between any two calls of the VMM's.
+/// The resolver has the wakers, and may make them block and fill them between any two calls of the
+/// VMM's.
 #[test]
 fn ends_do_not_wait_for_wakers() {
     let mut world = World::new(2, 64);

@@ -35,7 +35,8 @@ fn each_vcpu_gets_its_pages_filled() {
     });
 }
 
-/// All vCPUs ask for all pages, three threads fill and a copier beside them: each page is filled once, and nobody is forgotten.
+/// All vCPUs ask for all pages, three threads fill and a copier beside them: each page is filled
+/// once, and nobody is forgotten.
 #[test]
 fn no_page_is_filled_twice_whoever_asks() {
     const NR_PAGES: u64 = 600;
@@ -208,7 +209,8 @@ fn pages_of_2_mib() {
     assert!(world.memory.words().iter().all(|word| word.load(Ordering::Relaxed) == 0x7777_7777_7777_7777));
 }
 
-/// What is found by its bit leaves an answer behind, and the resolver has to have room for that one too.
+/// What is found by its bit leaves an answer behind, and the resolver has to have room for that one
+/// too.
 #[test]
 fn answers_to_what_was_found_without_them_do_not_fill_the_ring() {
     let world = World::with(1, 64, |config| config.ring_entries = 4);
