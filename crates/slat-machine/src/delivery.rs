@@ -1,39 +1,39 @@
-//! Userfaults delivered to a resolver in another thread or another process, without an exit of the
-//! VMM's own: each vCPU writes what it needs into a ring in shared memory, sleeps, and goes on when
-//! its page is there.
+//! Userfaults delivered to a resolver in another thread or another process, without an exit to the
+//! VMM: each vCPU writes its request into a ring in shared memory, sleeps, and goes on when its
+//! page is there.
 //!
-//! Why: one queue for all vCPUs (a userfaultfd, a pipe to one thread) is what post-copy with many
-//! vCPUs waits for. Here nothing is shared by two vCPUs: not a queue, not a lock, not a line of
-//! memory that both write. One look at all rings serves whatever is pending, so many faults cost
-//! few switches.
+//! One queue for all vCPUs (a userfaultfd, a pipe to one thread) is the bottleneck of post-copy
+//! with many vCPUs. Here two vCPUs share no queue, no lock, and no cache line that both write. One
+//! sweep over all rings serves all pending requests, so many faults cost few context switches.
 //!
-//! # Protocol
+//! # Guarantees
 //! - **A page is there when its bit is clear**, and nothing else counts: not a completion, not a
-//!   wake-up. The one who fills a page writes all of it, then clears the bit with release, then
-//!   completes. The vCPU reads the bit with acquire.
-//! - **Nobody sleeps through news.** Each sleep is announced in shared memory, then there is one
-//!   more look, then the sleep. Who brings news writes it, then looks whether somebody sleeps. A
-//!   fence on either side: `ring.rs`.
-//! - **Every wait has a way out**: a time, the resolver's death, the delivery's end. (With one
-//!   exception, a resolver that means harm and lives, and catches vCPUs in its doorbell: how far
-//!   that is bounded, and that only vCPUs can be caught, `session.rs` says.) The resolver's death
-//!   is the end of its socket; one watcher thread sees it (`session.rs`). What was in flight stays
+//!   wake-up. The resolver writes the whole page, clears the bit with release, and then completes
+//!   the request. The vCPU reads the bit with acquire.
+//! - **No wake-up is lost.** A thread announces its sleep in shared memory, looks once more, and
+//!   then sleeps. The other side writes its entry, and then looks for a sleeper. A fence on either
+//!   side: `ring.rs`.
+//! - **Every wait ends**: by a timeout, by the resolver's death, or by the delivery's end. The
+//!   exception is a live resolver that deliberately keeps vCPUs blocked in its doorbell;
+//!   `session.rs` has the bound, and only vCPUs can be blocked so. The end of its socket shows that
+//!   a resolver has died; one watcher thread observes it (`session.rs`). What was in flight stays
 //!   known to its port (`port.rs`), which asks the next resolver, in new rings.
-//! - **No page is filled twice**, which means exactly: while a resolver lives, a page is handed out
-//!   to be filled once between two settings of its bit, because whoever fills claims it first,
-//!   among all threads of that resolver (`resolver.rs`), and looks at the bit after that. Of
-//!   several resolvers one after the other: a page whose bit is clear is not asked for again, and
-//!   if it is asked for all the same, is completed without being filled. A resolver that is killed
-//!   may leave a page half filled; its bit is set, so no guest has seen it, and its successor fills
-//!   all of it. So a guest never sees a page change under it by a fill; the bit goes from 1 to 0
-//!   once; and a vCPU's request is reported once. (What a resolver does that was only *declared*
-//!   dead cannot be bounded: it has the memory mapped. Kill it.)
-//! - **The other side is not trusted.** What is read from shared memory is checked before it is
-//!   used, and read once; what makes no sense is an error or is counted, see [`PortStats`]. Files
-//!   that both map cannot shrink. A resolver may of course fill pages with rubbish, or never
-//!   answer: that is a time-out.
+//! - **A page is filled once** between two settings of its bit, while one resolver lives: the
+//!   thread that fills claims the page first, among all threads of that resolver (`resolver.rs`),
+//!   and reads the bit after that.
+//! - **A new resolver fills no page again.** It is not asked for a page whose bit is clear; if it
+//!   is asked all the same, it completes the request without a fill. A killed resolver may leave a
+//!   page half filled. The bit of that page is set, so no guest has seen it, and the next resolver
+//!   fills the whole page. So no page changes under a guest by a fill, the bit goes from 1 to 0
+//!   once, and a vCPU's request is reported once. (A resolver that was only *declared* dead has the
+//!   memory mapped, and can write anything. Kill it.)
+//! - **The other side is not trusted.** A value from shared memory is read once, and checked before
+//!   its use. An impossible value is an error or is counted, see [`PortStats`]. Files that both
+//!   sides map cannot shrink. A resolver may fill pages with wrong contents, or never answer: that
+//!   is a timeout.
 //!
-//! Model: the exit-less mode that was discussed for KVM Userfault, a ring and an eventfd each way
+//! The model is the exit-less mode that was discussed for KVM Userfault: a ring and an eventfd each
+//! way for each vCPU.
 //! for each vCPU.
 
 mod bitmap;
@@ -83,8 +83,8 @@ pub struct SharedMemoryFile {
 pub struct DeliveryConfig {
     /// vCPUs, each with its rings.
     pub nr_vcpus: u32,
-    /// Eventfds that vCPUs sleep on: vCPU v on number v modulo this. As many as vCPUs where each
-    /// has its thread; as many as threads where a thread runs several.
+    /// Eventfds that vCPUs sleep on: vCPU v sleeps on number v modulo this. One for each vCPU if
+    /// each has its thread; one for each thread if a thread runs several.
     pub nr_waiters: u32,
     /// Requests that a vCPU may have in flight; a power of two.
     pub ring_entries: u32,
@@ -92,7 +92,7 @@ pub struct DeliveryConfig {
     pub page_size: PageSize,
     /// The userfault bitmap.
     pub bitmap: Arc<SharedBitmap>,
-    /// The guest's memory, unless the resolver has its own way to it.
+    /// The guest's memory, unless the resolver reaches it in another way.
     pub memory: Option<SharedMemoryFile>,
     /// The limit of every wait.
     pub timeout: Duration,
@@ -121,14 +121,14 @@ struct Taken {
     waiters: Vec<bool>,
 }
 
-/// The VMM's end: hands out ports to vCPUs and lets resolvers in, one after the other. Dropping it
-/// ends all waits.
+/// The VMM's end: it hands out ports to vCPUs and admits resolvers, one after the other. Dropping
+/// it ends all waits.
 #[derive(Debug)]
 pub struct Delivery {
     shared: Arc<Shared>,
     memory: Option<SharedMemoryFile>,
     taken: Mutex<Taken>,
-    /// The last epoch that was given out.
+    /// The epoch of the last resolver.
     last_epoch: AtomicU64,
     watcher: Option<JoinHandle<()>>,
 }
@@ -160,7 +160,7 @@ impl Delivery {
         Ok(Delivery { shared, memory, taken: Mutex::new(taken), last_epoch: AtomicU64::new(0), watcher: Some(watcher) })
     }
 
-    /// The end of a vCPU, once.
+    /// Returns the port of a vCPU, once.
     ///
     /// # Errors
     /// [`ConfigError::Taken`].
@@ -170,7 +170,7 @@ impl Delivery {
         Ok(Port::new(Arc::clone(&self.shared), vcpu))
     }
 
-    /// Where the thread sleeps that runs the vCPUs of a waiter, once.
+    /// Returns a waiter, on which a thread that runs several vCPUs sleeps; once.
     ///
     /// # Errors
     /// [`ConfigError::Taken`].
@@ -190,7 +190,7 @@ impl Delivery {
         self.shared.live_session().is_some()
     }
 
-    /// Waits until a resolver lives; whether one does.
+    /// Waits until a resolver lives. Returns whether one does.
     pub fn wait_attached(&self, limit: Duration) -> bool {
         self.shared.wait_for_session(limit).is_some()
     }
@@ -218,7 +218,7 @@ impl Delivery {
                 Err(source) => return Err(failed("accept")(source)),
             }
             let Ok(left) = deadline.left() else {
-                return Err(AttachError::NobodyCame { waited: self.shared.timeout });
+                return Err(AttachError::NoResolverCame { waited: self.shared.timeout });
             };
             if self.shared.is_closed() {
                 return Err(AttachError::Closed);
@@ -227,8 +227,8 @@ impl Delivery {
         }
     }
 
-    /// Attaches the resolver at the other end of `stream`, with new rings. Its epoch: resolvers are
-    /// counted.
+    /// Attaches the resolver at the other end of `stream`, with new rings. Returns its epoch, the
+    /// number of the resolver.
     ///
     /// # Errors
     /// [`AttachError`].
@@ -242,7 +242,7 @@ impl Delivery {
         // Relaxed: only a number. 16 bits of it are in tickets, so none comes back within 65536
         // resolvers.
         let epoch = self.last_epoch.fetch_add(1, Ordering::Relaxed) + 1;
-        let session = self.shake_hands(stream, epoch)?;
+        let session = self.run_handshake(stream, epoch)?;
         match self.shared.begin(session) {
             Ok(()) => Ok(epoch),
             Err(None) => Err(AttachError::Closed),
@@ -250,7 +250,7 @@ impl Delivery {
         }
     }
 
-    fn shake_hands(&self, stream: UnixStream, epoch: u64) -> Result<Session, HandshakeError> {
+    fn run_handshake(&self, stream: UnixStream, epoch: u64) -> Result<Session, HandshakeError> {
         let Shared { nr_vcpus, ring_entries, bitmap, wakers, .. } = &*self.shared;
         let deadline = Deadline::new(self.shared.timeout);
         let failed = |call| move |source| HandshakeError::System { call, source };
@@ -286,7 +286,7 @@ impl Delivery {
         };
         if let Some((status, error)) = refused {
             welcome.status = status;
-            // If it does not come through, it has hung up already.
+            // If it does not arrive, the resolver has hung up already.
             let _ = handshake::send_welcome(&stream, welcome, deadline);
             return Err(error);
         }
@@ -309,13 +309,13 @@ impl Drop for Delivery {
     fn drop(&mut self) {
         self.shared.close();
         if let Some(watcher) = self.watcher.take() {
-            // A watcher that panicked has said so already.
+            // A watcher that panicked has printed its message already.
             let _ = watcher.join();
         }
     }
 }
 
-/// Hands out number `number`, if it was not before.
+/// Marks `number` as handed out; an error if it was before.
 fn take(taken: &mut [bool], what: &'static str, number: u32) -> Result<(), ConfigError> {
     match taken.get_mut(number as usize) {
         Some(is_taken) if !*is_taken => {
@@ -326,7 +326,7 @@ fn take(taken: &mut [bool], what: &'static str, number: u32) -> Result<(), Confi
     }
 }
 
-/// Whether the memory lies in its file, and sees to it that it stays there.
+/// Checks that the memory lies in its file, and seals the file so that it stays there.
 fn check_memory(memory: &SharedMemoryFile, bitmap_bytes: u64) -> Result<(), ConfigError> {
     let SharedMemoryFile { file, offset_bytes, size_bytes } = memory;
     let (offset_bytes, size_bytes) = (*offset_bytes, *size_bytes);
@@ -340,8 +340,8 @@ fn check_memory(memory: &SharedMemoryFile, bitmap_bytes: u64) -> Result<(), Conf
         }
         Ok(())
     };
-    // Before the file is changed, for it may be refused; and after, for it may have been cut
-    // meanwhile.
+    // Before the seal, since the memory may be refused; and after it, since the file may have been
+    // cut meanwhile.
     check()?;
     if !shared::is_sealed(file.as_fd()) {
         shared::seal_against_shrinking(file.as_fd()).map_err(|source| ConfigError::UnsealedMemory { source })?;

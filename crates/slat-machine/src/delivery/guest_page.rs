@@ -1,8 +1,8 @@
 //! A page in the resolver's mapping of the guest's memory, while it is filled.
 //!
-//! Threads of the resolver may share it, and the VMM has the same memory mapped and is not trusted.
-//! So it is written by atomic stores of whole words: of two who fill it at once each word is one's,
-//! and nothing worse happens.
+//! Threads of the resolver may share it. The VMM has the same memory mapped and is not trusted. So
+//! the page is written by atomic stores of whole words: if two threads fill it at once, each word
+//! is from one of them.
 
 #![expect(unsafe_code, reason = "stores into guest memory through a mapping")]
 
@@ -12,8 +12,8 @@ use super::shared::SharedMapping;
 
 const WORD_BYTES: usize = size_of::<u64>();
 
-/// One page of the guest's memory that is to be filled. No guest may look at it yet: its bit is set
-/// and it is claimed. Threads of the one who has claimed it may share it.
+/// One page of the guest's memory that is to be filled. No guest reads it yet: its bit is set and
+/// it is claimed. Threads of the claimer may share it.
 #[derive(Debug)]
 pub struct GuestPage<'a> {
     start: *mut u8,
@@ -32,8 +32,8 @@ impl<'a> GuestPage<'a> {
 }
 
 impl GuestPage<'_> {
-    /// Its first byte, aligned to 4 KiB. Who writes through it sees to it that no other thread does
-    /// meanwhile.
+    /// Its first byte, aligned to 4 KiB. A caller that writes through it keeps other threads from
+    /// writing meanwhile.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start
     }
@@ -43,8 +43,8 @@ impl GuestPage<'_> {
         self.size_bytes
     }
 
-    /// Fills it with `bytes` from its start on, as far as both go. Of two threads that do so at
-    /// once, each word gets what one of them has.
+    /// Fills it with `bytes` from its start on, as far as both go. If two threads do so at once,
+    /// each word is from one of them.
     pub fn copy_from(&self, bytes: &[u8]) {
         let bytes = &bytes[..bytes.len().min(self.size_bytes)];
         let (words, rest) = bytes.as_chunks::<WORD_BYTES>();

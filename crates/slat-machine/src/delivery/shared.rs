@@ -1,13 +1,13 @@
-//! What two processes share: memory files and mappings of them; and waits for the eventfds beside
+//! Memory files that two processes share, and their mappings; and waits for the eventfds beside
 //! them.
 //!
 //! # Protocol
-//! - A file that both sides map is sealed against shrinking and growing before anybody else has it:
-//!   an access to a mapping beyond the end of its file kills a process, and the other side could
-//!   cut the file at any moment.
-//! - The other side has the same eventfds, and may set their flags and their counters to what it
-//!   likes. So no read here blocks whatever the flags say, and whoever is stuck in a write is freed
-//!   by [`EventFd::drain`](crate::descriptors::EventFd::drain).
+//! - A file that both sides map is sealed against shrinking and growing before the other side gets
+//!   it. An access to a mapping beyond the end of its file kills the process, and the other side
+//!   could cut the file at any moment.
+//! - The other side has the same eventfds, and may set their flags and their counters. So no read
+//!   here blocks whatever the flags are, and [`EventFd::drain`](crate::descriptors::EventFd::drain)
+//!   frees a thread that is blocked in a write.
 //!
 //! Interface: fcntl(2) "File Sealing".
 
@@ -23,10 +23,10 @@ use std::time::{Duration, Instant};
 
 use crate::descriptors::{checked, memory_file, poll, poll_entry};
 
-/// The seals of every file that is shared: its size is what it is for ever.
+/// The seals of every file that is shared: its size is fixed for ever.
 const FIXED_SIZE: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
 
-/// A new memory file of `size_bytes` zeros that can change its size no more.
+/// Makes a memory file of `size_bytes` zeros, whose size is fixed.
 pub(super) fn sealed_file(name: &CStr, size_bytes: u64) -> io::Result<OwnedFd> {
     let file = memory_file(name, size_bytes)?;
     // SAFETY: only takes numbers.
@@ -34,14 +34,14 @@ pub(super) fn sealed_file(name: &CStr, size_bytes: u64) -> io::Result<OwnedFd> {
     Ok(file)
 }
 
-/// Whether the file cannot become smaller; files that know no seals are not sealed.
+/// Whether the file cannot become smaller; a file that supports no seals is not sealed.
 pub(super) fn is_sealed(file: BorrowedFd<'_>) -> bool {
     // SAFETY: only takes numbers.
     let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
     seals >= 0 && seals & libc::F_SEAL_SHRINK != 0
 }
 
-/// Whether the file can change its size no more, nor lose its seals' company.
+/// Whether the file cannot change its size, and its seals cannot change either.
 pub(super) fn is_size_fixed(file: BorrowedFd<'_>) -> bool {
     // SAFETY: only takes numbers.
     let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
@@ -67,10 +67,10 @@ pub(super) fn file_size(file: BorrowedFd<'_>) -> io::Result<u64> {
 const MAPPED_AT_ONCE_BYTES: usize = 64 << 20;
 
 /// Where data, or a hole, begins in `file` from `from_bytes` on (lseek(2)); `None` if nowhere, or
-/// if that cannot be told.
+/// if the file system has no answer.
 fn seek(file: BorrowedFd<'_>, from_bytes: u64, whence: libc::c_int) -> Option<u64> {
     let from = libc::off_t::try_from(from_bytes).ok()?;
-    // SAFETY: only takes numbers. It moves the file's position, which nobody uses.
+    // SAFETY: only takes numbers. It moves the file's position, which is not used.
     let found = unsafe { libc::lseek(file.as_raw_fd(), from, whence) };
     u64::try_from(found).ok()
 }
@@ -82,20 +82,20 @@ pub(super) struct SharedMapping {
     size_bytes: usize,
 }
 
-// SAFETY: the pointer is only an address; what is behind it is accessed atomically, or by users who
-// know that others may.
+// SAFETY: the pointer is only an address. Its memory is accessed atomically, or by users that know
+// that other threads access it.
 unsafe impl Send for SharedMapping {}
 // SAFETY: as above.
 unsafe impl Sync for SharedMapping {}
 
 impl SharedMapping {
-    /// Maps `size_bytes`, not 0, from `offset_bytes`, a multiple of the page size. The file reaches
-    /// as far, and its caller has seen that it cannot shrink.
+    /// Maps `size_bytes`, not 0, from `offset_bytes`, a multiple of the page size. The file is long
+    /// enough, and the caller has checked that it cannot shrink.
     pub(super) fn new(file: BorrowedFd<'_>, offset_bytes: u64, size_bytes: u64) -> io::Result<SharedMapping> {
         let too_large = |_| io::Error::from_raw_os_error(libc::EFBIG);
         let size_bytes = usize::try_from(size_bytes).map_err(too_large)?;
         let offset = libc::off_t::try_from(offset_bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
-        // SAFETY: without MAP_FIXED the kernel takes addresses that nobody uses.
+        // SAFETY: without MAP_FIXED the kernel takes unused addresses.
         let start = unsafe {
             libc::mmap(
                 ptr::null_mut(),
