@@ -87,7 +87,7 @@ fn on<F: HardwareFormat>(
         check_guest_memfd(&paging)?;
     }
     let Paged { report, total_time, nr_logged, nr_killed } = match (case.mode, args.resolver) {
-        (Mode::None, _) => page(&mut paging, Resolver::Nobody, &config)?,
+        (Mode::None, _) => page(&mut paging, Resolver::None, &config)?,
         (Mode::Ring, ResolverArg::Process) => page_elsewhere(&mut paging, &config, args, source)?,
         _ => page(&mut paging, Resolver::Source(source.spec().clone()), &config)?,
     };

@@ -1,4 +1,4 @@
-//! What a run of demand paging is made of, and whether it makes sense.
+//! The configuration of a run of demand paging, and its check.
 
 use std::fmt;
 use std::str::FromStr;
@@ -14,26 +14,26 @@ use crate::source::{MAX_IN_FLIGHT, Pattern};
 use crate::tlb::Geometry;
 use crate::topology;
 
-/// Who notices that a page is not there yet, and who brings it.
+/// What detects a missing page, and what delivers it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Mode {
-    /// Nobody: the memory is there, and a fault gives a page of it.
+    /// Nothing: the memory is there, and a fault maps a page of it.
     #[default]
     None,
     /// The kernel: a userfaultfd, whose readers copy the page in.
     Missing,
     /// The kernel: a userfaultfd, whose readers write the page through another mapping of the file,
-    /// and let it be mapped.
+    /// and have it mapped.
     Minor,
-    /// The engine: the vCPU exits, and its thread fetches the page and puts it where it belongs.
+    /// The engine: the vCPU exits, and its thread fetches the page and puts it in place.
     Userfault,
-    /// The engine; the page is put in place by the userfaultfd's copy, which wakes nobody. The
-    /// descriptor's readers serve whoever touches the memory otherwise.
+    /// The engine; the userfaultfd's copy puts the page in place, and wakes no thread. The
+    /// descriptor's readers serve other accesses to the memory.
     MissingUserfault,
     /// As above, with a page that is written through another mapping.
     MinorUserfault,
-    /// The engine; the vCPU asks by a ring in shared memory, and a resolver elsewhere brings the
-    /// page.
+    /// The engine; the vCPU requests the page by a ring in shared memory, and a resolver elsewhere
+    /// delivers it.
     UserfaultRing,
 }
 
@@ -125,18 +125,18 @@ impl fmt::Display for Descriptors {
     }
 }
 
-/// Which threads run the vCPUs.
+/// The threads that run the vCPUs.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum VcpuThreads {
-    /// Each vCPU has its own, as with KVM. A thread whose vCPU waits for a page sleeps.
+    /// One for each vCPU, as with KVM. A thread whose vCPU waits for a page sleeps.
     OnePerVcpu,
-    /// So many, each of which runs its vCPUs in turn, and one that waits for a page holds up no
-    /// other: a page costs no switch of threads. Not where a thread sleeps in the kernel until the
-    /// page is there (`missing`, `minor`).
+    /// So many, each of which runs its vCPUs in turn. A vCPU that waits for a page delays no other:
+    /// a page costs no switch of threads. Not where a thread sleeps in the kernel until the page is
+    /// there (`missing`, `minor`).
     Few(usize),
 }
 
-/// A thread that fetches the pages that nobody has asked for yet.
+/// A thread that fetches the pages that were not requested yet.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Copier {
     /// Pages that it has in flight at a time, while no vCPU waits for a page; while one does, a
@@ -147,10 +147,10 @@ pub struct Copier {
 /// Whether the guest's writes are logged while pages arrive.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum DirtyLogging {
-    /// They are not.
+    /// No.
     #[default]
     Off,
-    /// They are, from the beginning
+    /// Yes, from the beginning
     /// ([`DemandPaging::check_dirty_log`](super::DemandPaging::check_dirty_log)).
     On,
 }
@@ -158,9 +158,9 @@ pub enum DirtyLogging {
 /// What the memory is made of.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum PagedBacking {
-    /// Memory that the VMM has a mapping of.
+    /// Memory that the VMM has mapped.
     Memory(BackingKind),
-    /// Memory that it has none of; all pages are private.
+    /// Memory without a mapping in the VMM; all pages are private.
     GuestMemfd,
 }
 
@@ -195,7 +195,7 @@ impl FromStr for PagedBacking {
 /// Threads that may read one userfaultfd.
 const MAX_READERS: usize = MAX_VCPUS;
 
-/// What a run of demand paging is made of.
+/// The configuration of a run of demand paging.
 #[derive(Clone, PartialEq, Debug)]
 pub struct DemandPagingConfig {
     /// Number of vCPUs.
@@ -205,27 +205,27 @@ pub struct DemandPagingConfig {
     pub bytes_per_vcpu: u64,
     /// Whether each vCPU touches its own part, or all memory.
     pub sharing: Sharing,
-    /// Who notices that a page is not there, and who brings it.
+    /// What detects a missing page, and what delivers it.
     pub mode: Mode,
-    /// What the memory is made of. Memory that is a file has its pages from the beginning; others
-    /// are made as they are touched.
+    /// What the memory is made of. The pages of a file exist from the beginning; others are made
+    /// when they are touched.
     pub backing: PagedBacking,
     /// The size of the block that a bit of the userfault bitmap stands for: 4 KiB or 2 MiB. A block
     /// arrives as a whole.
     pub granularity: PageSize,
-    /// What the pages that arrive hold. Everything that arrives is held against it.
+    /// The contents of the pages that arrive. All of them are compared with it.
     pub contents: Pattern,
     /// How many userfaultfds there are.
     pub descriptors: Descriptors,
     /// Threads that read each of them.
     pub nr_readers: usize,
-    /// Which threads run the vCPUs. `None`: as many as there are processors if the source has a
-    /// latency, or pages come by rings, and the mode allows it, for a thread that sleeps and wakes
-    /// for each page costs several microseconds a page; else one for each vCPU, as with KVM.
+    /// The threads that run the vCPUs. `None` means as many as processors if the source has a
+    /// latency, or pages come by rings, and the mode allows it: a thread that sleeps and wakes for
+    /// each page costs several microseconds a page. Otherwise one for each vCPU, as with KVM.
     pub vcpu_threads: Option<VcpuThreads>,
-    /// Processors to pin threads to: thread t to that of vCPU t, which is its first.
+    /// Processors to pin threads to: thread t to that of its first vCPU, which is vCPU t.
     pub pins: Option<Pins>,
-    /// What fetches pages in the background.
+    /// The background copier.
     pub copier: Option<Copier>,
     /// Whether the guest's writes are logged meanwhile.
     pub dirty_logging: DirtyLogging,
@@ -235,7 +235,8 @@ pub struct DemandPagingConfig {
     pub tlb: Geometry,
     /// The flush method; `None`: the best that works here.
     pub flush_method: Option<FlushMethod>,
-    /// Second-stage tables that may be allocated at a time; `None`: more than are needed.
+    /// The most page-table pages of the second stage that may be allocated at a time; `None`: more
+    /// than are needed.
     pub max_tables: Option<u64>,
 }
 
@@ -263,7 +264,7 @@ impl Default for DemandPagingConfig {
     }
 }
 
-/// A configuration that makes no sense.
+/// Why a configuration is refused.
 #[derive(Clone, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
 pub enum PagingConfigError {
@@ -276,10 +277,10 @@ pub enum PagingConfigError {
     /// No memory has this name.
     #[error("{why}, guest_memfd")]
     UnknownBacking {
-        /// What the names are, without guest_memfd.
+        /// The message of the memory kinds, without guest_memfd.
         why: String,
     },
-    /// Not a number of vCPUs that there can be.
+    /// The number of vCPUs is out of range.
     #[error("{nr_vcpus} vCPUs are not between 1 and {MAX_VCPUS}")]
     Vcpus {
         /// What was asked for.
@@ -301,13 +302,13 @@ pub enum PagingConfigError {
         /// The number of vCPUs.
         nr_vcpus: usize,
     },
-    /// A bit of a userfault bitmap stands for 4 KiB or for 2 MiB.
+    /// The bitmap's granularity is neither 4 KiB nor 2 MiB.
     #[error("a userfault bitmap has bits for 4 KiB or 2 MiB, not for {size_bytes} bytes")]
     Granularity {
         /// What was asked for.
         size_bytes: u64,
     },
-    /// Minor faults are on files.
+    /// Minor faults need a file.
     #[error("mode {mode} needs memory that is a file (shmem), not {backing}")]
     NeedsFile {
         /// The mode.
@@ -315,7 +316,7 @@ pub enum PagingConfigError {
         /// The memory.
         backing: PagedBacking,
     },
-    /// The mode works by pages of 4 KiB only.
+    /// The mode works only with pages of 4 KiB.
     #[error(
         "mode {mode} brings pages of 4 KiB, which {backing} with a granularity of {granularity_bytes} bytes are not"
     )]
@@ -333,7 +334,7 @@ pub enum PagingConfigError {
         /// The mode.
         mode: Mode,
     },
-    /// Nobody reads the userfaultfds, or too many would.
+    /// The number of readers of a userfaultfd is out of range.
     #[error("{nr_readers} readers of a userfaultfd are not between 1 and {MAX_READERS}")]
     Readers {
         /// What was asked for.
@@ -348,13 +349,13 @@ pub enum PagingConfigError {
         /// The mode.
         mode: Mode,
     },
-    /// Nobody knows in this mode what has arrived.
+    /// In this mode it is not known which pages have arrived.
     #[error("there is no background copier in mode {mode}")]
     NoCopier {
         /// The mode.
         mode: Mode,
     },
-    /// Not one processor for each vCPU.
+    /// There is not one processor for each vCPU.
     #[error("{nr_pins} processors to pin {nr_vcpus} vCPUs to")]
     Pins {
         /// Processors given.
@@ -370,7 +371,7 @@ pub enum PagingConfigError {
     },
 }
 
-/// Sizes, and who runs what.
+/// Sizes, and which thread runs which vCPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Layout {
     pub(super) nr_pages: u64,
@@ -384,16 +385,16 @@ pub(super) struct Layout {
 const MAX_BYTES: u64 = 16 << 40;
 
 impl DemandPagingConfig {
-    /// Whether it makes sense. [`DemandPaging::new`](super::DemandPaging::new) asks too.
+    /// Checks the configuration, as [`DemandPaging::new`](super::DemandPaging::new) does.
     ///
     /// # Errors
-    /// [`PagingConfigError`]: why not.
+    /// [`PagingConfigError`]: why it is refused.
     pub fn check(&self) -> Result<(), PagingConfigError> {
         self.layout().map(|_| ())
     }
 
     /// # Errors
-    /// [`PagingConfigError`]: why the configuration makes no sense.
+    /// [`PagingConfigError`]: why the configuration is refused.
     pub(super) fn layout(&self) -> Result<Layout, PagingConfigError> {
         let &DemandPagingConfig { nr_vcpus, bytes_per_vcpu, mode, backing, granularity, .. } = self;
         if nr_vcpus == 0 || nr_vcpus > MAX_VCPUS {
@@ -478,7 +479,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_come_back() {
+    fn names_are_printed_and_parsed() {
         for mode in Mode::ALL {
             assert_eq!(mode.name().parse(), Ok(mode));
         }
@@ -490,7 +491,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn impossible_configurations_are_refused() {
         let good = DemandPagingConfig { nr_vcpus: 3, bytes_per_vcpu: 8192, ..DemandPagingConfig::default() };
         assert_eq!(good.layout(), Ok(Layout { nr_pages: 6, pages_per_vcpu: 2, block_pages: 1, nr_descriptors: 0 }));
         let of = |change: fn(&mut DemandPagingConfig)| {

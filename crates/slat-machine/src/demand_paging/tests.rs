@@ -1,4 +1,4 @@
-//! All modes, small: what each has to bring, and that it brings it once.
+//! All modes, small: each delivers the missing pages, and each page once.
 
 use std::thread;
 
@@ -22,10 +22,10 @@ pub(super) fn small(mode: Mode) -> DemandPagingConfig {
 }
 
 pub(super) fn resolver_of(mode: Mode) -> Resolver {
-    if mode == Mode::None { Resolver::Nobody } else { Resolver::Source(SourceSpec::pattern(SEED)) }
+    if mode == Mode::None { Resolver::None } else { Resolver::Source(SourceSpec::pattern(SEED)) }
 }
 
-/// Whether this machine has what the mode needs.
+/// Whether this machine supports the mode.
 pub(super) fn can(mode: Mode) -> bool {
     if !mode.uses_userfaultfd() {
         return true;
@@ -59,7 +59,7 @@ fn run<F: HardwareFormat>(config: &DemandPagingConfig, resolver: Resolver) -> De
 }
 
 #[test]
-fn each_mode_brings_each_page_once() {
+fn each_mode_delivers_each_page_once() {
     for mode in Mode::ALL.into_iter().filter(|mode| can(*mode)) {
         for sharing in [Sharing::Partitioned, Sharing::Overlapping] {
             for descriptors in [config::Descriptors::One, config::Descriptors::OnePerVcpu] {
@@ -85,7 +85,7 @@ fn a_file_is_empty_where_pages_are_to_be_missing() {
 }
 
 #[test]
-fn few_threads_run_many_vcpus_whose_pages_take_their_time() {
+fn few_threads_run_many_vcpus_whose_pages_have_a_latency() {
     for mode in [Mode::Userfault, Mode::MissingUserfault, Mode::MinorUserfault, Mode::UserfaultRing] {
         if !can(mode) {
             continue;
@@ -102,7 +102,7 @@ fn few_threads_run_many_vcpus_whose_pages_take_their_time() {
 }
 
 #[test]
-fn the_copier_brings_what_nobody_asked_for_and_nothing_twice() {
+fn the_copier_fetches_the_pages_without_a_request_and_none_twice() {
     let mut nr_copied = 0;
     for mode in [Mode::Userfault, Mode::MissingUserfault, Mode::MinorUserfault, Mode::UserfaultRing] {
         if !can(mode) {
@@ -118,7 +118,7 @@ fn the_copier_brings_what_nobody_asked_for_and_nothing_twice() {
 }
 
 #[test]
-fn memory_without_a_mapping() {
+fn memory_without_a_mapping_arrives() {
     for mode in [Mode::None, Mode::Userfault] {
         let config = DemandPagingConfig { backing: PagedBacking::GuestMemfd, ..small(mode) };
         let report = run::<Npt>(&config, resolver_of(mode));
@@ -128,7 +128,7 @@ fn memory_without_a_mapping() {
 }
 
 #[test]
-fn blocks_of_2m_arrive_whole_and_are_mapped_whole_where_the_memory_is_huge() {
+fn blocks_of_2m_arrive_whole_and_are_mapped_huge_in_huge_memory() {
     for mode in [Mode::Userfault, Mode::UserfaultRing] {
         for delay_ns in [0, 20_000] {
             let config = DemandPagingConfig {
@@ -162,7 +162,7 @@ fn a_file_and_a_peer_are_sources() {
 }
 
 #[test]
-fn wrong_contents_are_noticed_by_the_guest() {
+fn the_guest_finds_wrong_contents() {
     let mut paging = DemandPaging::<Npt>::new(&small(Mode::Userfault)).unwrap();
     match paging.run(Resolver::Source(SourceSpec::pattern(SEED + 1))) {
         Err(DemandPagingError::Vcpus { errors }) => {
@@ -180,7 +180,7 @@ fn wrong_contents_are_noticed_by_the_guest() {
     }
 }
 
-/// vCPUs exit, and the process itself waits in the kernel: both get the same page, which comes
+/// vCPUs exit, and the process itself waits in the kernel: both get the same page, which is filled
 /// once.
 #[test]
 fn the_process_touches_the_memory_too() {
@@ -212,7 +212,7 @@ fn paging_pattern() -> crate::source::Pattern {
 }
 
 #[test]
-fn a_mode_has_its_resolver() {
+fn a_mode_refuses_other_resolvers() {
     let wrong = |mode, resolver| {
         let mut paging = DemandPaging::<Npt>::new(&small(mode)).unwrap();
         let error = paging.run(resolver).unwrap_err();
@@ -221,7 +221,7 @@ fn a_mode_has_its_resolver() {
     wrong(Mode::None, Resolver::Source(SourceSpec::pattern(SEED)));
     wrong(Mode::None, Resolver::Elsewhere);
     wrong(Mode::Userfault, Resolver::Elsewhere);
-    wrong(Mode::Userfault, Resolver::Nobody);
+    wrong(Mode::Userfault, Resolver::None);
 }
 
 #[test]

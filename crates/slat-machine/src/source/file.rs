@@ -1,9 +1,9 @@
 //! Pages that are read from a file.
 //!
-//! A request tells the kernel to read ahead, so that pages which come from a disk are on their way
-//! together; on a page that the kernel has already this costs a fifth of the read. The page is read
-//! when it is taken, into where it is wanted. The file is never mapped: one that becomes shorter
-//! meanwhile is an error, and not a signal.
+//! A request starts the kernel's read-ahead, so that pages from a disk are read concurrently; for a
+//! page that the kernel has already this costs a fifth of the read. The page is read when it is
+//! taken, to its destination. The file is never mapped: a file that is cut short is an error, and
+//! not a signal.
 
 #![expect(unsafe_code, reason = "a system call: advice on a file")]
 
@@ -29,7 +29,7 @@ pub(super) struct FileSource {
 impl FileSource {
     pub(super) fn open(path: &Path) -> Result<FileSource, SourceError> {
         let open = || {
-            // To open a pipe would wait for a writer; for a file the flag means nothing.
+            // Opening a pipe would wait for a writer; for a file the flag has no meaning.
             let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
             // A directory can be opened as well, and would fail at the first read.
             let kind = file.metadata()?.file_type();
@@ -45,8 +45,8 @@ impl PageSource for FileSource {
     fn request(&mut self, page: u64) -> Result<(), SourceError> {
         self.in_flight.push(page)?;
         let (offset_bytes, size_bytes) = (page * PAGE_SIZE as u64, PAGE_SIZE as libc::off_t);
-        // SAFETY: the call touches no memory of this process. What it answers does not matter: it
-        // is only advice.
+        // SAFETY: the call touches no memory of this process. The result does not matter: it is
+        // only advice.
         unsafe {
             libc::posix_fadvise(
                 self.file.as_raw_fd(),

@@ -1,4 +1,4 @@
-//! What was asked of a source that has every page at once.
+//! The requests of a source that has every page at once.
 
 use std::collections::VecDeque;
 
