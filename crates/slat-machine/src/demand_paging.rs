@@ -3,7 +3,7 @@
 //!
 //! The setup is that of KVM's demand paging test: a region of `nr_vcpus * bytes_per_vcpu` in one
 //! memslot, of which each vCPU touches its own part once, page by page (or all of them touch all).
-//! The modes ([`Mode`]) differ in what detects a missing page, and what delivers it. Transparent
+//! The modes ([`PagingMode`]) differ in what detects a missing page, and what delivers it. Transparent
 //! huge pages are off, unless the configuration asks for such memory and there is no userfaultfd,
 //! which serves pages of 4 KiB.
 //!
@@ -51,7 +51,7 @@ use slat::{
 };
 
 pub use config::{
-    Copier, DemandPagingConfig, Descriptors, DirtyLogging, Mode, PagedBacking, PagingConfigError, VcpuThreads,
+    Copier, DemandPagingConfig, Descriptors, DirtyLogging, PagedBacking, PagingConfigError, PagingMode, VcpuThreads,
 };
 pub use error::{DemandPagingError, VcpuError};
 pub use lane::VcpuPaging;
@@ -131,7 +131,7 @@ impl<F: HardwareFormat> fmt::Debug for DemandPaging<F> {
 }
 
 impl<F: HardwareFormat> DemandPaging<F> {
-    /// Makes the VM and its memory, all of it missing, unless the mode is [`Mode::None`].
+    /// Makes the VM and its memory, all of it missing, unless the mode is [`PagingMode::None`].
     ///
     /// # Errors
     /// [`DemandPagingError`]: what is wrong with the configuration, or what could not be made.
@@ -160,7 +160,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
         };
         // The pages of a file are in it from the beginning, and only the guest's mapping lacks
         // them; but to a userfaultfd a page that is in the file is not missing.
-        let is_empty = matches!(config.mode, Mode::Missing | Mode::MissingUserfault);
+        let is_empty = matches!(config.mode, PagingMode::Missing | PagingMode::MissingUserfault);
         let alias = if memory.file().is_some() && !is_empty { Some(memory.alias()?) } else { None };
         if let Some(alias) = &alias {
             alias.populate()?;
@@ -168,7 +168,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
 
         let nr_blocks = layout.nr_pages / layout.block_pages;
         let mut delivery = None;
-        let words: Arc<dyn UserfaultWords> = if config.mode == Mode::UserfaultRing {
+        let words: Arc<dyn UserfaultWords> = if config.mode == PagingMode::UserfaultRing {
             let bitmap = Arc::new(SharedBitmap::new(nr_blocks).map_err(boxed)?);
             delivery = Some((Arc::clone(&bitmap), shared_file(&memory, size_bytes)?));
             bitmap
@@ -180,7 +180,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
         let descriptors =
             if layout.nr_descriptors > 0 { Some(userfaults::register(config, &layout, &memory)?) } else { None };
         let filler = match (&descriptors, config.mode.is_minor(), alias) {
-            _ if matches!(config.mode, Mode::None | Mode::UserfaultRing) => None,
+            _ if matches!(config.mode, PagingMode::None | PagingMode::UserfaultRing) => None,
             (Some(descriptors), true, Some(alias)) => {
                 Some(Filler::Continue(memory.clone(), alias, descriptors.clone()))
             }
@@ -248,7 +248,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
     }
 
     fn make_lanes(&mut self) -> Result<(), DemandPagingError> {
-        let contents = if self.config.mode == Mode::None { None } else { Some(self.config.contents) };
+        let contents = if self.config.mode == PagingMode::None { None } else { Some(self.config.contents) };
         for vcpu in 0..self.config.nr_vcpus {
             let host = self.vm.host();
             let port = Port::new(host.flush_domain());
@@ -342,11 +342,11 @@ impl<F: HardwareFormat> DemandPaging<F> {
         let mode = self.config.mode;
         let wrong = |from| Err(DemandPagingError::WrongResolver { mode, from });
         let source = match resolver {
-            Resolver::None if mode != Mode::None && self.arrivals.nr_there() < self.arrivals.nr_blocks() => {
+            Resolver::None if mode != PagingMode::None && self.arrivals.nr_there() < self.arrivals.nr_blocks() => {
                 return wrong("from nowhere");
             }
-            Resolver::Source(_) if mode == Mode::None => return wrong("from a source"),
-            Resolver::Elsewhere if mode != Mode::UserfaultRing => return wrong("by rings"),
+            Resolver::Source(_) if mode == PagingMode::None => return wrong("from a source"),
+            Resolver::Elsewhere if mode != PagingMode::UserfaultRing => return wrong("by rings"),
             Resolver::Source(source) => Some(source),
             Resolver::None | Resolver::Elsewhere => None,
         };
@@ -438,7 +438,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
     /// [`DemandPagingError::WrongWord`]: the first word that is not what was sent, or what the
     /// guest has written since.
     pub fn verify(&self) -> Result<u64, DemandPagingError> {
-        let contents = if self.config.mode == Mode::None { None } else { Some(self.config.contents) };
+        let contents = if self.config.mode == PagingMode::None { None } else { Some(self.config.contents) };
         let mut nr_verified = 0;
         for page in 0..self.layout.nr_pages {
             if contents.is_some() && self.arrivals.is_missing(page / self.layout.block_pages) {
@@ -479,7 +479,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
         self.memory.guest_memfd().map(|memory| &**memory)
     }
 
-    /// The rings, in mode [`Mode::UserfaultRing`], for a resolver in another process.
+    /// The rings, in mode [`PagingMode::UserfaultRing`], for a resolver in another process.
     pub fn delivery(&self) -> Option<&Delivery> {
         self.delivery.as_ref()
     }
@@ -494,9 +494,9 @@ impl<F: HardwareFormat> DemandPaging<F> {
         self.layout.nr_pages
     }
 
-    /// Pages that are there. All of them in mode [`Mode::None`].
+    /// Pages that are there. All of them in mode [`PagingMode::None`].
     pub fn nr_there(&self) -> u64 {
-        if self.config.mode == Mode::None {
+        if self.config.mode == PagingMode::None {
             self.layout.nr_pages
         } else {
             self.arrivals.nr_there() * self.layout.block_pages

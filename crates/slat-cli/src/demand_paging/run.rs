@@ -9,7 +9,7 @@ use slat_machine::commit::FlushMethod;
 use slat_machine::delivery::Delivery;
 use slat_machine::demand_paging::{
     Copier, DemandPaging, DemandPagingConfig, DemandPagingError, DemandPagingReport, Descriptors, DirtyLogging,
-    GuestMemfdOrigin, Mode as MachineMode, Resolver, VcpuThreads,
+    GuestMemfdOrigin, PagingMode, Resolver, VcpuThreads,
 };
 use slat_machine::guest::Sharing;
 use slat_machine::source::Pattern;
@@ -232,13 +232,13 @@ fn config(args: &DemandPagingArgs, case: &Case, contents: Pattern) -> Result<Dem
         bytes_per_vcpu: case.bytes_per_vcpu,
         sharing: if args.overlap { Sharing::Overlapping } else { Sharing::Partitioned },
         mode: match case.mode {
-            Mode::None => MachineMode::None,
-            Mode::Missing | Mode::MissingOneReader => MachineMode::Missing,
-            Mode::MissingAndExits => MachineMode::MissingUserfault,
-            Mode::Minor | Mode::MinorOneReader => MachineMode::Minor,
-            Mode::MinorAndExits => MachineMode::MinorUserfault,
-            Mode::Exits => MachineMode::Userfault,
-            Mode::Ring => MachineMode::UserfaultRing,
+            Mode::None => PagingMode::None,
+            Mode::Missing | Mode::MissingOneReader => PagingMode::Missing,
+            Mode::MissingAndExits => PagingMode::MissingUserfault,
+            Mode::Minor | Mode::MinorOneReader => PagingMode::Minor,
+            Mode::MinorAndExits => PagingMode::MinorUserfault,
+            Mode::Exits => PagingMode::Userfault,
+            Mode::Ring => PagingMode::UserfaultRing,
         },
         backing: case.backing,
         granularity: args.granularity.page_size(),

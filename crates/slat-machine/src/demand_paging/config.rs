@@ -16,7 +16,7 @@ use crate::topology;
 
 /// What detects a missing page, and what delivers it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-pub enum Mode {
+pub enum PagingMode {
     /// Nothing: the memory is there, and a fault maps a page of it.
     #[default]
     None,
@@ -37,68 +37,77 @@ pub enum Mode {
     UserfaultRing,
 }
 
-impl Mode {
+impl PagingMode {
     /// All modes.
-    pub const ALL: [Mode; 7] = [
-        Mode::None,
-        Mode::Missing,
-        Mode::Minor,
-        Mode::Userfault,
-        Mode::MissingUserfault,
-        Mode::MinorUserfault,
-        Mode::UserfaultRing,
+    pub const ALL: [PagingMode; 7] = [
+        PagingMode::None,
+        PagingMode::Missing,
+        PagingMode::Minor,
+        PagingMode::Userfault,
+        PagingMode::MissingUserfault,
+        PagingMode::MinorUserfault,
+        PagingMode::UserfaultRing,
     ];
 
     /// Its name in results.
     pub const fn name(self) -> &'static str {
         match self {
-            Mode::None => "none",
-            Mode::Missing => "missing",
-            Mode::Minor => "minor",
-            Mode::Userfault => "uf",
-            Mode::MissingUserfault => "missing+uf",
-            Mode::MinorUserfault => "minor+uf",
-            Mode::UserfaultRing => "uf-ring",
+            PagingMode::None => "none",
+            PagingMode::Missing => "missing",
+            PagingMode::Minor => "minor",
+            PagingMode::Userfault => "uf",
+            PagingMode::MissingUserfault => "missing+uf",
+            PagingMode::MinorUserfault => "minor+uf",
+            PagingMode::UserfaultRing => "uf-ring",
         }
     }
 
     /// Whether there is a userfaultfd.
     pub const fn uses_userfaultfd(self) -> bool {
-        matches!(self, Mode::Missing | Mode::Minor | Mode::MissingUserfault | Mode::MinorUserfault)
+        matches!(
+            self,
+            PagingMode::Missing | PagingMode::Minor | PagingMode::MissingUserfault | PagingMode::MinorUserfault
+        )
     }
 
     /// Whether vCPUs exit, by the engine's bitmap.
     pub const fn uses_bitmap(self) -> bool {
-        matches!(self, Mode::Userfault | Mode::MissingUserfault | Mode::MinorUserfault | Mode::UserfaultRing)
+        matches!(
+            self,
+            PagingMode::Userfault
+                | PagingMode::MissingUserfault
+                | PagingMode::MinorUserfault
+                | PagingMode::UserfaultRing
+        )
     }
 
     /// Whether a vCPU's thread sleeps in the kernel until its page is there.
     const fn blocks_threads(self) -> bool {
-        matches!(self, Mode::Missing | Mode::Minor)
+        matches!(self, PagingMode::Missing | PagingMode::Minor)
     }
 
     /// Whether pages are written through another mapping of the same file.
     pub(super) const fn is_minor(self) -> bool {
-        matches!(self, Mode::Minor | Mode::MinorUserfault)
+        matches!(self, PagingMode::Minor | PagingMode::MinorUserfault)
     }
 
     /// Whether threads of this process fetch pages for their vCPUs.
     pub(super) const fn vcpus_fetch(self) -> bool {
-        matches!(self, Mode::Userfault | Mode::MissingUserfault | Mode::MinorUserfault)
+        matches!(self, PagingMode::Userfault | PagingMode::MissingUserfault | PagingMode::MinorUserfault)
     }
 }
 
-impl fmt::Display for Mode {
+impl fmt::Display for PagingMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
     }
 }
 
-impl FromStr for Mode {
+impl FromStr for PagingMode {
     type Err = PagingConfigError;
 
-    fn from_str(name: &str) -> Result<Mode, PagingConfigError> {
-        Mode::ALL
+    fn from_str(name: &str) -> Result<PagingMode, PagingConfigError> {
+        PagingMode::ALL
             .into_iter()
             .find(|mode| mode.name() == name)
             .ok_or_else(|| PagingConfigError::UnknownMode { name: name.to_owned() })
@@ -206,7 +215,7 @@ pub struct DemandPagingConfig {
     /// Whether each vCPU touches its own part, or all memory.
     pub sharing: Sharing,
     /// What detects a missing page, and what delivers it.
-    pub mode: Mode,
+    pub mode: PagingMode,
     /// What the memory is made of. The pages of a file exist from the beginning; others are made
     /// when they are touched.
     pub backing: PagedBacking,
@@ -246,7 +255,7 @@ impl Default for DemandPagingConfig {
             nr_vcpus: 1,
             bytes_per_vcpu: 64 << 20,
             sharing: Sharing::Partitioned,
-            mode: Mode::None,
+            mode: PagingMode::None,
             backing: PagedBacking::default(),
             granularity: PageSize::Size4K,
             contents: Pattern::Mixed { seed: 0 },
@@ -269,7 +278,7 @@ impl Default for DemandPagingConfig {
 #[non_exhaustive]
 pub enum PagingConfigError {
     /// No mode has this name.
-    #[error("unknown mode '{name}'; there are {}", Mode::ALL.map(Mode::name).join(", "))]
+    #[error("unknown mode '{name}'; there are {}", PagingMode::ALL.map(PagingMode::name).join(", "))]
     UnknownMode {
         /// The name.
         name: String,
@@ -312,7 +321,7 @@ pub enum PagingConfigError {
     #[error("mode {mode} needs memory that is a file (shmem), not {backing}")]
     NeedsFile {
         /// The mode.
-        mode: Mode,
+        mode: PagingMode,
         /// The memory.
         backing: PagedBacking,
     },
@@ -322,7 +331,7 @@ pub enum PagingConfigError {
     )]
     NeedsSmallPages {
         /// The mode.
-        mode: Mode,
+        mode: PagingMode,
         /// The memory.
         backing: PagedBacking,
         /// The bitmap's granularity.
@@ -332,7 +341,7 @@ pub enum PagingConfigError {
     #[error("mode {mode} needs memory that the VMM has a mapping of, not guest_memfd")]
     NeedsMapping {
         /// The mode.
-        mode: Mode,
+        mode: PagingMode,
     },
     /// The number of readers of a userfaultfd is out of range.
     #[error("{nr_readers} readers of a userfaultfd are not between 1 and {MAX_READERS}")]
@@ -347,13 +356,13 @@ pub enum PagingConfigError {
     #[error("in mode {mode} each vCPU needs a thread of its own")]
     NeedsThreadPerVcpu {
         /// The mode.
-        mode: Mode,
+        mode: PagingMode,
     },
     /// In this mode it is not known which pages have arrived.
     #[error("there is no background copier in mode {mode}")]
     NoCopier {
         /// The mode.
-        mode: Mode,
+        mode: PagingMode,
     },
     /// There is not one processor for each vCPU.
     #[error("{nr_pins} processors to pin {nr_vcpus} vCPUs to")]
@@ -417,7 +426,7 @@ impl DemandPagingConfig {
             .filter(|bytes| *bytes <= MAX_BYTES)
             .ok_or(PagingConfigError::TooBig { bytes_per_vcpu, nr_vcpus })?;
         let is_file = backing == PagedBacking::Memory(BackingKind::Shmem);
-        if (mode.is_minor() || mode == Mode::UserfaultRing) && !is_file {
+        if (mode.is_minor() || mode == PagingMode::UserfaultRing) && !is_file {
             return Err(PagingConfigError::NeedsFile { mode, backing });
         }
         if mode.uses_userfaultfd() && backing == PagedBacking::GuestMemfd {
@@ -480,10 +489,10 @@ mod tests {
 
     #[test]
     fn names_are_printed_and_parsed() {
-        for mode in Mode::ALL {
+        for mode in PagingMode::ALL {
             assert_eq!(mode.name().parse(), Ok(mode));
         }
-        assert!("minor-uf".parse::<Mode>().is_err());
+        assert!("minor-uf".parse::<PagingMode>().is_err());
         let error = "memory".parse::<PagedBacking>().unwrap_err().to_string();
         assert!(error.contains("anonymous") && error.contains("guest_memfd"), "{error}");
         assert_eq!("guest_memfd".parse::<PagedBacking>().unwrap(), PagedBacking::GuestMemfd);
@@ -509,28 +518,28 @@ mod tests {
         ));
         assert!(matches!(of(|c| c.granularity = PageSize::Size1G), Err(E::Granularity { .. })));
         assert!(matches!(of(|c| c.bytes_per_vcpu = 1 << 63), Err(E::TooBig { .. })));
-        assert!(matches!(of(|c| c.mode = Mode::Minor), Err(E::NeedsFile { .. })));
-        assert!(matches!(of(|c| c.mode = Mode::UserfaultRing), Err(E::NeedsFile { .. })));
+        assert!(matches!(of(|c| c.mode = PagingMode::Minor), Err(E::NeedsFile { .. })));
+        assert!(matches!(of(|c| c.mode = PagingMode::UserfaultRing), Err(E::NeedsFile { .. })));
         let private = |mode| DemandPagingConfig { mode, backing: PagedBacking::GuestMemfd, ..good.clone() }.layout();
-        assert_eq!(private(Mode::Missing), Err(E::NeedsMapping { mode: Mode::Missing }));
-        assert!(private(Mode::Userfault).is_ok());
-        assert_eq!(of(|c| (c.mode, c.nr_readers) = (Mode::Missing, 0)), Err(E::Readers { nr_readers: 0 }));
-        let many = of(|c| (c.mode, c.nr_readers) = (Mode::Missing, usize::MAX));
+        assert_eq!(private(PagingMode::Missing), Err(E::NeedsMapping { mode: PagingMode::Missing }));
+        assert!(private(PagingMode::Userfault).is_ok());
+        assert_eq!(of(|c| (c.mode, c.nr_readers) = (PagingMode::Missing, 0)), Err(E::Readers { nr_readers: 0 }));
+        let many = of(|c| (c.mode, c.nr_readers) = (PagingMode::Missing, usize::MAX));
         assert_eq!(many, Err(E::Readers { nr_readers: usize::MAX }));
         assert_eq!(of(|c| c.vcpu_threads = Some(VcpuThreads::Few(0))), Err(E::NoThread));
         assert!(matches!(
-            of(|c| (c.mode, c.vcpu_threads) = (Mode::Missing, Some(VcpuThreads::Few(2)))),
+            of(|c| (c.mode, c.vcpu_threads) = (PagingMode::Missing, Some(VcpuThreads::Few(2)))),
             Err(E::NeedsThreadPerVcpu { .. })
         ));
         assert!(matches!(of(|c| c.copier = Some(Copier { window: 1 })), Err(E::NoCopier { .. })));
         assert!(matches!(
-            of(|c| (c.mode, c.copier) = (Mode::Userfault, Some(Copier { window: 0 }))),
+            of(|c| (c.mode, c.copier) = (PagingMode::Userfault, Some(Copier { window: 0 }))),
             Err(E::Window { window: 0 })
         ));
         let pins = |c: &mut DemandPagingConfig| c.pins = Some(Pins { vcpus: vec![0, 1], main: None });
         assert_eq!(of(pins), Err(E::Pins { nr_pins: 2, nr_vcpus: 3 }));
-        assert_eq!(of(|c| c.mode = Mode::Missing).map(|layout| layout.nr_descriptors), Ok(3));
-        let shared = of(|c| (c.mode, c.sharing) = (Mode::Missing, Sharing::Overlapping));
+        assert_eq!(of(|c| c.mode = PagingMode::Missing).map(|layout| layout.nr_descriptors), Ok(3));
+        let shared = of(|c| (c.mode, c.sharing) = (PagingMode::Missing, Sharing::Overlapping));
         assert_eq!(shared.map(|layout| layout.nr_descriptors), Ok(1));
     }
 }

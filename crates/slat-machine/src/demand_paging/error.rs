@@ -120,7 +120,7 @@ pub enum DemandPagingError {
     #[error("in mode {mode} pages cannot come {from}")]
     WrongResolver {
         /// The mode.
-        mode: super::Mode,
+        mode: super::PagingMode,
         /// The source that was named.
         from: &'static str,
     },

@@ -105,7 +105,7 @@ impl<T: Copy> Fetcher<T> {
                 }
             }
             let Some(page) = self.source.arrived(wait)? else { return Ok(None) };
-            self.filler.fill(page, &mut *self.source, Wake::Nobody)?;
+            self.filler.fill(page, &mut *self.source, Wake::None)?;
             let block = page / self.block_pages;
             // Mostly the first: sources answer about in the order of the requests.
             let Some(place) = self.in_flight.iter().position(|in_flight| in_flight.block == block) else { continue };

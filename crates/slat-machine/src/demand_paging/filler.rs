@@ -99,7 +99,7 @@ fn finish(
         match call()? {
             Filled::Done => return Ok(()),
             Filled::AlreadyThere => {
-                if wake == Wake::Nobody {
+                if wake == Wake::None {
                     descriptor.wake(memory, offset_bytes..offset_bytes + slat::PAGE_SIZE)?;
                 }
                 return Ok(());

@@ -86,7 +86,7 @@ pub(super) fn report<F: HardwareFormat>(
         crate::guest::Sharing::Partitioned => paging.layout.pages_per_vcpu,
         crate::guest::Sharing::Overlapping => paging.layout.nr_pages,
     };
-    let nr_filled = if paging.config.mode == super::Mode::None { 0 } else { paging.arrivals.nr_there() };
+    let nr_filled = if paging.config.mode == super::PagingMode::None { 0 } else { paging.arrivals.nr_there() };
     DemandPagingReport {
         wall,
         pages_per_vcpu,

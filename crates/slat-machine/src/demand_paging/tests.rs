@@ -9,8 +9,9 @@ use crate::source::{PeerAddress, PeerServer, SourceSpec};
 
 const SEED: u64 = 7;
 
-pub(super) fn small(mode: Mode) -> DemandPagingConfig {
-    let kind = if mode.is_minor() || mode == Mode::UserfaultRing { BackingKind::Shmem } else { BackingKind::Anonymous };
+pub(super) fn small(mode: PagingMode) -> DemandPagingConfig {
+    let kind =
+        if mode.is_minor() || mode == PagingMode::UserfaultRing { BackingKind::Shmem } else { BackingKind::Anonymous };
     DemandPagingConfig {
         nr_vcpus: 4,
         bytes_per_vcpu: 70 * PAGE_SIZE,
@@ -21,12 +22,12 @@ pub(super) fn small(mode: Mode) -> DemandPagingConfig {
     }
 }
 
-pub(super) fn resolver_of(mode: Mode) -> Resolver {
-    if mode == Mode::None { Resolver::None } else { Resolver::Source(SourceSpec::pattern(SEED)) }
+pub(super) fn resolver_of(mode: PagingMode) -> Resolver {
+    if mode == PagingMode::None { Resolver::None } else { Resolver::Source(SourceSpec::pattern(SEED)) }
 }
 
 /// Whether this machine supports the mode.
-pub(super) fn can(mode: Mode) -> bool {
+pub(super) fn can(mode: PagingMode) -> bool {
     if !mode.uses_userfaultfd() {
         return true;
     }
@@ -48,7 +49,7 @@ fn run<F: HardwareFormat>(config: &DemandPagingConfig, resolver: Resolver) -> De
     for vcpu in &report.vcpus {
         assert_eq!(vcpu.nr_pages, report.pages_per_vcpu);
     }
-    if config.mode != Mode::None {
+    if config.mode != PagingMode::None {
         let nr_blocks = nr_pages * PAGE_SIZE / config.granularity.size_bytes();
         assert_eq!(report.nr_filled_for_faults + report.nr_filled_by_copier, nr_blocks, "{config:?}");
     }
@@ -60,7 +61,7 @@ fn run<F: HardwareFormat>(config: &DemandPagingConfig, resolver: Resolver) -> De
 
 #[test]
 fn each_mode_delivers_each_page_once() {
-    for mode in Mode::ALL.into_iter().filter(|mode| can(*mode)) {
+    for mode in PagingMode::ALL.into_iter().filter(|mode| can(*mode)) {
         for sharing in [Sharing::Partitioned, Sharing::Overlapping] {
             for descriptors in [config::Descriptors::One, config::Descriptors::OnePerVcpu] {
                 let config = DemandPagingConfig { sharing, descriptors, nr_readers: 2, ..small(mode) };
@@ -76,7 +77,7 @@ fn each_mode_delivers_each_page_once() {
 
 #[test]
 fn a_file_is_empty_where_pages_are_to_be_missing() {
-    for mode in [Mode::Missing, Mode::MissingUserfault] {
+    for mode in [PagingMode::Missing, PagingMode::MissingUserfault] {
         if can(mode) {
             let backing = PagedBacking::Memory(BackingKind::Shmem);
             run::<Npt>(&DemandPagingConfig { backing, ..small(mode) }, resolver_of(mode));
@@ -86,7 +87,9 @@ fn a_file_is_empty_where_pages_are_to_be_missing() {
 
 #[test]
 fn few_threads_run_many_vcpus_whose_pages_have_a_latency() {
-    for mode in [Mode::Userfault, Mode::MissingUserfault, Mode::MinorUserfault, Mode::UserfaultRing] {
+    for mode in
+        [PagingMode::Userfault, PagingMode::MissingUserfault, PagingMode::MinorUserfault, PagingMode::UserfaultRing]
+    {
         if !can(mode) {
             continue;
         }
@@ -104,7 +107,9 @@ fn few_threads_run_many_vcpus_whose_pages_have_a_latency() {
 #[test]
 fn the_copier_fetches_the_pages_without_a_request_and_none_twice() {
     let mut nr_copied = 0;
-    for mode in [Mode::Userfault, Mode::MissingUserfault, Mode::MinorUserfault, Mode::UserfaultRing] {
+    for mode in
+        [PagingMode::Userfault, PagingMode::MissingUserfault, PagingMode::MinorUserfault, PagingMode::UserfaultRing]
+    {
         if !can(mode) {
             continue;
         }
@@ -119,7 +124,7 @@ fn the_copier_fetches_the_pages_without_a_request_and_none_twice() {
 
 #[test]
 fn memory_without_a_mapping_arrives() {
-    for mode in [Mode::None, Mode::Userfault] {
+    for mode in [PagingMode::None, PagingMode::Userfault] {
         let config = DemandPagingConfig { backing: PagedBacking::GuestMemfd, ..small(mode) };
         let report = run::<Npt>(&config, resolver_of(mode));
         assert!(report.guest_memfd.is_some());
@@ -129,7 +134,7 @@ fn memory_without_a_mapping_arrives() {
 
 #[test]
 fn blocks_of_2m_arrive_whole_and_are_mapped_huge_in_huge_memory() {
-    for mode in [Mode::Userfault, Mode::UserfaultRing] {
+    for mode in [PagingMode::Userfault, PagingMode::UserfaultRing] {
         for delay_ns in [0, 20_000] {
             let config = DemandPagingConfig {
                 nr_vcpus: 2,
@@ -147,7 +152,7 @@ fn blocks_of_2m_arrive_whole_and_are_mapped_huge_in_huge_memory() {
 
 #[test]
 fn a_file_and_a_peer_are_sources() {
-    let config = DemandPagingConfig { vcpu_threads: Some(VcpuThreads::Few(2)), ..small(Mode::Userfault) };
+    let config = DemandPagingConfig { vcpu_threads: Some(VcpuThreads::Few(2)), ..small(PagingMode::Userfault) };
     let nr_pages = 4 * 70;
     let directory = std::env::temp_dir().join(format!("slat-demand-paging-{}", std::process::id()));
     std::fs::create_dir_all(&directory).unwrap();
@@ -163,7 +168,7 @@ fn a_file_and_a_peer_are_sources() {
 
 #[test]
 fn the_guest_finds_wrong_contents() {
-    let mut paging = DemandPaging::<Npt>::new(&small(Mode::Userfault)).unwrap();
+    let mut paging = DemandPaging::<Npt>::new(&small(PagingMode::Userfault)).unwrap();
     match paging.run(Resolver::Source(SourceSpec::pattern(SEED + 1))) {
         Err(DemandPagingError::Vcpus { errors }) => {
             assert_eq!(errors.len(), 4, "all end");
@@ -171,7 +176,7 @@ fn the_guest_finds_wrong_contents() {
         }
         other => panic!("{other:?}"),
     }
-    let mut paging = DemandPaging::<Npt>::new(&small(Mode::Userfault)).unwrap();
+    let mut paging = DemandPaging::<Npt>::new(&small(PagingMode::Userfault)).unwrap();
     paging.run(Resolver::Source(SourceSpec::pattern(SEED))).unwrap();
     paging.memory.store(5 * PAGE_SIZE + 4088, 1).unwrap();
     match paging.verify() {
@@ -184,7 +189,7 @@ fn the_guest_finds_wrong_contents() {
 /// once.
 #[test]
 fn the_process_touches_the_memory_too() {
-    for mode in [Mode::MissingUserfault, Mode::MinorUserfault] {
+    for mode in [PagingMode::MissingUserfault, PagingMode::MinorUserfault] {
         if !can(mode) {
             continue;
         }
@@ -218,10 +223,10 @@ fn a_mode_refuses_other_resolvers() {
         let error = paging.run(resolver).unwrap_err();
         assert!(matches!(error, DemandPagingError::WrongResolver { .. }) && error.is_bad_usage(), "{error}");
     };
-    wrong(Mode::None, Resolver::Source(SourceSpec::pattern(SEED)));
-    wrong(Mode::None, Resolver::Elsewhere);
-    wrong(Mode::Userfault, Resolver::Elsewhere);
-    wrong(Mode::Userfault, Resolver::None);
+    wrong(PagingMode::None, Resolver::Source(SourceSpec::pattern(SEED)));
+    wrong(PagingMode::None, Resolver::Elsewhere);
+    wrong(PagingMode::Userfault, Resolver::Elsewhere);
+    wrong(PagingMode::Userfault, Resolver::None);
 }
 
 #[test]
@@ -239,7 +244,7 @@ fn the_dirty_log_is_exact_while_pages_arrive() {
                 bytes_per_vcpu: 300 * PAGE_SIZE,
                 dirty_logging: DirtyLogging::On,
                 copier: Some(Copier { window: 4 }),
-                ..small(Mode::Userfault)
+                ..small(PagingMode::Userfault)
             };
             let mut paging = DemandPaging::<Npt>::new(&config).unwrap();
             let source = SourceSpec::pattern(SEED).delayed_by(5_000);
@@ -248,14 +253,15 @@ fn the_dirty_log_is_exact_while_pages_arrive() {
             assert_eq!(paging.verify().unwrap(), paging.nr_pages());
         }
     }
-    let config = DemandPagingConfig { dirty_logging: DirtyLogging::On, ..small(Mode::Userfault) };
+    let config = DemandPagingConfig { dirty_logging: DirtyLogging::On, ..small(PagingMode::Userfault) };
     for dirty_tracking in [DirtyTracking::DirtyBit, DirtyTracking::PageModificationLog] {
         let engine = slat::Config::default().with_dirty_tracking(dirty_tracking);
         let mut paging = DemandPaging::<Ept>::new(&DemandPagingConfig { engine, ..config.clone() }).unwrap();
-        paging.check_dirty_log(resolver_of(Mode::Userfault), 3).unwrap();
+        paging.check_dirty_log(resolver_of(PagingMode::Userfault), 3).unwrap();
     }
-    for mode in
-        [Mode::MissingUserfault, Mode::MinorUserfault, Mode::UserfaultRing].into_iter().filter(|mode| can(*mode))
+    for mode in [PagingMode::MissingUserfault, PagingMode::MinorUserfault, PagingMode::UserfaultRing]
+        .into_iter()
+        .filter(|mode| can(*mode))
     {
         let config = DemandPagingConfig { dirty_logging: DirtyLogging::On, ..small(mode) };
         let mut paging = DemandPaging::<Stage2>::new(&config).unwrap();

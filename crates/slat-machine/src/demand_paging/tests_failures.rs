@@ -43,7 +43,7 @@ fn all_failed(result: Result<DemandPagingReport, DemandPagingError>, is_it: impl
 
 #[test]
 fn all_vcpus_get_the_error_of_a_source_and_another_source_goes_on() {
-    for mode in [Mode::Userfault, Mode::MissingUserfault, Mode::MinorUserfault] {
+    for mode in [PagingMode::Userfault, PagingMode::MissingUserfault, PagingMode::MinorUserfault] {
         for (threads, delay_ns) in
             [(VcpuThreads::Few(2), 0), (VcpuThreads::Few(1), 10_000), (VcpuThreads::OnePerVcpu, 0)]
         {
@@ -70,7 +70,7 @@ fn all_vcpus_get_the_error_of_a_source_and_another_source_goes_on() {
 
 #[test]
 fn abandoned_memory_behind_a_userfaultfd_can_be_torn_down() {
-    for mode in [Mode::Missing, Mode::Minor] {
+    for mode in [PagingMode::Missing, PagingMode::Minor] {
         if !can(mode) {
             continue;
         }
@@ -97,7 +97,7 @@ fn a_peer_that_closes_in_the_middle_fails_the_run() {
         let address = PeerAddress::Unix(directory.join(name));
         PeerServer::start(address, SourceSpec::pattern(SEED).delayed_by(1_000_000)).unwrap()
     };
-    let mut paging = DemandPaging::<Npt>::new(&small(Mode::Userfault)).unwrap();
+    let mut paging = DemandPaging::<Npt>::new(&small(PagingMode::Userfault)).unwrap();
     let first = start("first");
     // The process between the two passes ten pages on, and then closes: in the middle, whatever the
     // machine does.
@@ -137,7 +137,7 @@ fn resolvers_that_die_one_after_the_other_fill_each_page_once() {
     // On a busy machine they may all live until the end for some rounds.
     while nr_rounds < 10 || nr_deaths == 0 {
         nr_rounds += 1;
-        let config = DemandPagingConfig { nr_vcpus: 16, ..small(Mode::UserfaultRing) };
+        let config = DemandPagingConfig { nr_vcpus: 16, ..small(PagingMode::UserfaultRing) };
         let mut paging = DemandPaging::<Npt>::new(&config).unwrap();
         loop {
             let (ours, theirs) = UnixStream::pair().unwrap();
@@ -177,7 +177,7 @@ fn resolvers_that_die_one_after_the_other_fill_each_page_once() {
 
 #[test]
 fn a_resolver_reports_that_its_source_fails() {
-    let mut paging = DemandPaging::<Npt>::new(&small(Mode::UserfaultRing)).unwrap();
+    let mut paging = DemandPaging::<Npt>::new(&small(PagingMode::UserfaultRing)).unwrap();
     let (path, short) = short_file(100);
     let result = paging.run(Resolver::Source(short));
     all_failed(
@@ -191,7 +191,7 @@ fn a_resolver_reports_that_its_source_fails() {
 
 #[test]
 fn a_run_without_a_resolver_fails() {
-    let mut paging = DemandPaging::<Npt>::new(&small(Mode::UserfaultRing)).unwrap();
+    let mut paging = DemandPaging::<Npt>::new(&small(PagingMode::UserfaultRing)).unwrap();
     all_failed(
         paging.run(Resolver::Elsewhere),
         |error| matches!(error, VcpuError::Delivery(error) if matches!(**error, DeliveryError::NoResolver { .. })),

@@ -22,7 +22,7 @@ use super::filler::Descriptors;
 use super::{DemandPagingError, VcpuError};
 use crate::memory::Backing;
 use crate::source::{PageSource, Wait};
-use crate::userfaultfd::{Fault, Mode, ReaderError, Readers, Userfaultfd, UserfaultfdError, Wake};
+use crate::userfaultfd::{Fault, ReaderError, Readers, RegisterMode, Userfaultfd, UserfaultfdError, Wake};
 
 /// Registers `memory`, of which no page was touched by this mapping, with as many descriptors as
 /// the configuration has.
@@ -31,7 +31,7 @@ pub(super) fn register(
     layout: &Layout,
     memory: &Backing,
 ) -> Result<Descriptors, UserfaultfdError> {
-    let mode = if config.mode.is_minor() { Mode::Minor } else { Mode::Missing };
+    let mode = if config.mode.is_minor() { RegisterMode::Minor } else { RegisterMode::Missing };
     let pages_each = layout.nr_pages / layout.nr_descriptors as u64;
     let mut all = Vec::with_capacity(layout.nr_descriptors);
     for number in 0..layout.nr_descriptors as u64 {
