@@ -3,9 +3,9 @@
 //!
 //! The setup is that of KVM's demand paging test: a region of `nr_vcpus * bytes_per_vcpu` in one
 //! memslot, of which each vCPU touches its own part once, page by page (or all of them touch all).
-//! The modes ([`PagingMode`]) differ in what detects a missing page, and what delivers it. Transparent
-//! huge pages are off, unless the configuration asks for such memory and there is no userfaultfd,
-//! which serves pages of 4 KiB.
+//! The modes ([`PagingMode`]) differ in what detects a missing page, and what delivers it.
+//! Transparent huge pages are off, unless the configuration asks for such memory and there is no
+//! userfaultfd, which serves pages of 4 KiB.
 //!
 //! # Implementation
 //! - `arrivals.rs`: which pages are there, which thread may fill one, and that each is filled once.
