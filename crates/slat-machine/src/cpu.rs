@@ -161,7 +161,7 @@ pub enum CpuError {
 
 /// The counts of a CPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Counters {
+pub struct CpuCounters {
     /// Accesses that completed.
     pub nr_accesses: u64,
     /// Those of them that were reads.
@@ -188,11 +188,11 @@ pub struct Counters {
     pub walk_reads: WalkReads,
 }
 
-impl Counters {
+impl CpuCounters {
     /// The counts since `earlier`.
     #[must_use]
-    pub fn since(self, earlier: Counters) -> Counters {
-        Counters {
+    pub fn since(self, earlier: CpuCounters) -> CpuCounters {
+        CpuCounters {
             nr_accesses: self.nr_accesses.wrapping_sub(earlier.nr_accesses),
             nr_reads: self.nr_reads.wrapping_sub(earlier.nr_reads),
             nr_tlb_misses: self.nr_tlb_misses.wrapping_sub(earlier.nr_tlb_misses),
@@ -224,7 +224,7 @@ pub struct Cpu<V, F> {
     context: Context,
     paging: Paging,
     cr3: u64,
-    counters: Counters,
+    counters: CpuCounters,
     _format: PhantomData<fn() -> F>,
 }
 
@@ -244,7 +244,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
             context: Context { vm, pcid: Context::UNPAGED },
             paging: Paging::Off,
             cr3: 0,
-            counters: Counters::default(),
+            counters: CpuCounters::default(),
             _format: PhantomData,
         }
     }
@@ -264,8 +264,8 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
     }
 
     /// The counts so far.
-    pub fn counters(&self) -> Counters {
-        Counters {
+    pub fn counters(&self) -> CpuCounters {
+        CpuCounters {
             walk_reads: self.counter.as_ref().map_or(WalkReads::default(), WalkCounter::reads),
             nr_tlb_misses: self.tlb.nr_misses(),
             nr_pages_logged: self.log.as_ref().map_or(0, ModificationLog::nr_logged),

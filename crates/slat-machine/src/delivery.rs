@@ -57,7 +57,7 @@ use std::time::Duration;
 use slat::{PAGE_SIZE, PageSize};
 
 pub use bitmap::{BitmapError, SharedBitmap};
-pub use error::{AttachError, ConfigError, DeliveryError, HandshakeError, ResolverError};
+pub use error::{AttachError, DeliveryConfigError, DeliveryError, HandshakeError, ResolverError};
 pub use guest_page::GuestPage;
 pub use port::{MAX_ANSWERS, Parked, Port, PortStats, Requested, Waiter};
 pub use resolver::{Claim, Request, Resolver, ResolverStats, Shard, Wake};
@@ -137,13 +137,13 @@ impl Delivery {
     /// A delivery without a resolver.
     ///
     /// # Errors
-    /// [`ConfigError`].
-    pub fn new(config: DeliveryConfig) -> Result<Delivery, ConfigError> {
+    /// [`DeliveryConfigError`].
+    pub fn new(config: DeliveryConfig) -> Result<Delivery, DeliveryConfigError> {
         let DeliveryConfig { nr_vcpus, nr_waiters, ring_entries, page_size, bitmap, memory, timeout } = config;
         if !(Layout { nr_shards: 1, nr_waiters, nr_vcpus, nr_entries: ring_entries }).is_possible() {
-            return Err(ConfigError::BadCounts { nr_vcpus, nr_waiters, ring_entries });
+            return Err(DeliveryConfigError::BadCounts { nr_vcpus, nr_waiters, ring_entries });
         }
-        let eventfd = || EventFd::new().map_err(|source| ConfigError::System { call: "eventfd", source });
+        let eventfd = || EventFd::new().map_err(|source| DeliveryConfigError::System { call: "eventfd", source });
         let wakers = (0..nr_waiters).map(|_| eventfd()).collect::<Result<Vec<_>, _>>()?;
         let command = eventfd()?;
         if let Some(memory) = &memory {
@@ -155,7 +155,7 @@ impl Delivery {
         let watcher = thread::Builder::new()
             .name("delivery-watcher".to_owned())
             .spawn(move || watched.watch())
-            .map_err(|source| ConfigError::System { call: "clone", source })?;
+            .map_err(|source| DeliveryConfigError::System { call: "clone", source })?;
         let taken = Taken { ports: vec![false; nr_vcpus as usize], waiters: vec![false; nr_waiters as usize] };
         Ok(Delivery { shared, memory, taken: Mutex::new(taken), last_epoch: AtomicU64::new(0), watcher: Some(watcher) })
     }
@@ -163,8 +163,8 @@ impl Delivery {
     /// Returns the port of a vCPU, once.
     ///
     /// # Errors
-    /// [`ConfigError::Taken`].
-    pub fn take_port(&self, vcpu: u32) -> Result<Port, ConfigError> {
+    /// [`DeliveryConfigError::Taken`].
+    pub fn take_port(&self, vcpu: u32) -> Result<Port, DeliveryConfigError> {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         take(&mut taken.ports, "vCPU", vcpu)?;
         Ok(Port::new(Arc::clone(&self.shared), vcpu))
@@ -173,8 +173,8 @@ impl Delivery {
     /// Returns a waiter, on which a thread that runs several vCPUs sleeps; once.
     ///
     /// # Errors
-    /// [`ConfigError::Taken`].
-    pub fn take_waiter(&self, number: u32) -> Result<Waiter, ConfigError> {
+    /// [`DeliveryConfigError::Taken`].
+    pub fn take_waiter(&self, number: u32) -> Result<Waiter, DeliveryConfigError> {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         take(&mut taken.waiters, "waiter", number)?;
         Ok(Waiter::new(Arc::clone(&self.shared), number))
@@ -316,27 +316,27 @@ impl Drop for Delivery {
 }
 
 /// Marks `number` as handed out; an error if it was before.
-fn take(taken: &mut [bool], what: &'static str, number: u32) -> Result<(), ConfigError> {
+fn take(taken: &mut [bool], what: &'static str, number: u32) -> Result<(), DeliveryConfigError> {
     match taken.get_mut(number as usize) {
         Some(is_taken) if !*is_taken => {
             *is_taken = true;
             Ok(())
         }
-        _ => Err(ConfigError::Taken { what, number }),
+        _ => Err(DeliveryConfigError::Taken { what, number }),
     }
 }
 
 /// Checks that the memory lies in its file, and seals the file so that it stays there.
-fn check_memory(memory: &SharedMemoryFile, bitmap_bytes: u64) -> Result<(), ConfigError> {
+fn check_memory(memory: &SharedMemoryFile, bitmap_bytes: u64) -> Result<(), DeliveryConfigError> {
     let SharedMemoryFile { file, offset_bytes, size_bytes } = memory;
     let (offset_bytes, size_bytes) = (*offset_bytes, *size_bytes);
     let check = || {
         let file_bytes =
-            shared::file_size(file.as_fd()).map_err(|source| ConfigError::System { call: "fstat", source })?;
+            shared::file_size(file.as_fd()).map_err(|source| DeliveryConfigError::System { call: "fstat", source })?;
         let is_inside = offset_bytes.checked_add(size_bytes).is_some_and(|end| end <= file_bytes);
         let is_whole = offset_bytes.is_multiple_of(PAGE_SIZE) && size_bytes.is_multiple_of(PAGE_SIZE);
         if !is_inside || !is_whole || size_bytes == 0 || size_bytes > bitmap_bytes {
-            return Err(ConfigError::BadMemory { offset_bytes, size_bytes, file_bytes, bitmap_bytes });
+            return Err(DeliveryConfigError::BadMemory { offset_bytes, size_bytes, file_bytes, bitmap_bytes });
         }
         Ok(())
     };
@@ -344,7 +344,8 @@ fn check_memory(memory: &SharedMemoryFile, bitmap_bytes: u64) -> Result<(), Conf
     // cut meanwhile.
     check()?;
     if !shared::is_sealed(file.as_fd()) {
-        shared::seal_against_shrinking(file.as_fd()).map_err(|source| ConfigError::UnsealedMemory { source })?;
+        shared::seal_against_shrinking(file.as_fd())
+            .map_err(|source| DeliveryConfigError::UnsealedMemory { source })?;
     }
     check()
 }

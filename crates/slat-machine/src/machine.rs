@@ -42,7 +42,7 @@ use crossbeam_utils::CachePadded;
 use slat::{Gpa, Gva, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, Vcpu, Vm};
 use thiserror::Error;
 
-pub use config::{ConfigError, HostEvents, MAX_VCPUS, MachineConfig, Pins};
+pub use config::{HostEvents, MAX_VCPUS, MachineConfig, MachineConfigError, Pins};
 use crew::{Busy, Crew, Finished, Work};
 use nodes::Seats;
 pub use parts::shadow_paging;
@@ -51,7 +51,7 @@ pub(crate) use parts::{enough_tables, overhead_bytes};
 use worker::{Answer, Job, Parts, Repeat, Seat, Signals, Worker};
 
 use crate::commit::{FlushDomain, FlushMethod, NotRestartable};
-use crate::cpu::Counters;
+use crate::cpu::CpuCounters;
 use crate::guest::{GuestCpu, GuestError, GuestTables, Ledger, Program, ProgramError, ROUND_END};
 use crate::host::{BackingSlice, HostError, MachineHost};
 use crate::memory::{Backing, MemoryError, Reserved};
@@ -72,7 +72,7 @@ pub const TABLES_GPA: Gpa = Gpa(1 << 30);
 pub enum MachineError {
     /// The configuration is refused.
     #[error(transparent)]
-    Config(#[from] ConfigError),
+    Config(#[from] MachineConfigError),
     /// The program is refused.
     #[error(transparent)]
     Program(#[from] ProgramError),
@@ -166,7 +166,7 @@ pub struct VcpuReport {
     /// Passes over its pages that it completed.
     pub nr_passes: u64,
     /// The counts of its CPU.
-    pub counters: Counters,
+    pub counters: CpuCounters,
 }
 
 /// The results of all virtual CPUs in a run.
@@ -180,8 +180,8 @@ pub struct RunReport {
 
 impl RunReport {
     /// The sum of the virtual CPUs' counters.
-    pub fn total(&self) -> Counters {
-        self.vcpus.iter().fold(Counters::default(), |sum, vcpu| Counters {
+    pub fn total(&self) -> CpuCounters {
+        self.vcpus.iter().fold(CpuCounters::default(), |sum, vcpu| CpuCounters {
             nr_accesses: sum.nr_accesses + vcpu.counters.nr_accesses,
             nr_reads: sum.nr_reads + vcpu.counters.nr_reads,
             nr_tlb_misses: sum.nr_tlb_misses + vcpu.counters.nr_tlb_misses,

@@ -53,7 +53,7 @@ use crate::walk::guest::GuestFault;
 use crate::walk::shadow::{self, ShadowStop};
 
 pub use error::ShadowCpuError;
-pub use exits::Counters;
+pub use exits::ShadowCpuCounters;
 pub use handler::ShadowHandler;
 
 /// CR0.PG.
@@ -79,7 +79,7 @@ pub struct ShadowCpu<V> {
     needed: NeededRights,
     /// What was loaded at the last entry; `None` from the next exit on.
     loaded: Option<Loaded>,
-    counters: Counters,
+    counters: ShadowCpuCounters,
 }
 
 /// What the CPU runs with from one entry to the next exit.
@@ -153,13 +153,13 @@ impl<V: ShadowHandler> ShadowCpu<V> {
             privilege,
             needed: NeededRights::new(registers, privilege),
             loaded: None,
-            counters: Counters::default(),
+            counters: ShadowCpuCounters::default(),
         }
     }
 
     /// What the CPU has done so far.
-    pub fn counters(&self) -> Counters {
-        Counters { nr_tlb_misses: self.tlb.nr_misses(), ..self.counters }
+    pub fn counters(&self) -> ShadowCpuCounters {
+        ShadowCpuCounters { nr_tlb_misses: self.tlb.nr_misses(), ..self.counters }
     }
 
     /// Says that the CPU makes no access for a while: until the next one, flushes need not mind it,

@@ -99,7 +99,14 @@ fn reads_and_writes_through_faults_and_the_tlb() {
     assert_eq!(cpu.read(Gva(0x1008)), Ok(0));
     assert_eq!(
         cpu.counters(),
-        Counters { nr_accesses: 1, nr_reads: 1, nr_tlb_misses: 2, nr_walks: 2, nr_faults: 1, ..Counters::default() }
+        CpuCounters {
+            nr_accesses: 1,
+            nr_reads: 1,
+            nr_tlb_misses: 2,
+            nr_walks: 2,
+            nr_faults: 1,
+            ..CpuCounters::default()
+        }
     );
     assert_eq!(cpu.read(Gva(0x1010)), Ok(0));
     assert_eq!(cpu.counters().nr_walks, 2, "from the TLB");
@@ -175,7 +182,7 @@ fn address(paging: Paging, n: u64) -> Gva {
 const PAGINGS: [Paging; 2] = [Paging::Off, Paging::TwoDimensional];
 
 /// The counts of the CPU while it writes to each of the four data pages.
-fn write_all(cpu: &mut Cpu<Flat, Npt>) -> Counters {
+fn write_all(cpu: &mut Cpu<Flat, Npt>) -> CpuCounters {
     let before = cpu.counters();
     for n in 0..4 {
         assert_eq!(cpu.write(address(cpu.paging(), n), n), Ok(()));
@@ -190,28 +197,28 @@ fn a_flush_drops_its_ranges_and_nothing_else() {
         let domain = Arc::new(FlushDomain::new());
         let mut cpu = cpu_with_paging(&memory, &domain, paging);
         write_all(&mut cpu);
-        let hits = Counters { nr_accesses: 4, ..Counters::default() };
+        let hits = CpuCounters { nr_accesses: 4, ..CpuCounters::default() };
         assert_eq!(write_all(&mut cpu), hits);
 
         domain.flush(&[page(FIRST_DATA + 1)]);
-        let one = Counters { nr_tlb_misses: 1, nr_walks: 1, nr_translations_dropped: 1, ..hits };
-        assert_eq!(write_all(&mut cpu), Counters { nr_flushes_seen: 1, ..one }, "{paging:?}");
+        let one = CpuCounters { nr_tlb_misses: 1, nr_walks: 1, nr_translations_dropped: 1, ..hits };
+        assert_eq!(write_all(&mut cpu), CpuCounters { nr_flushes_seen: 1, ..one }, "{paging:?}");
         assert_eq!(write_all(&mut cpu), hits);
 
         // Pages without a translation in the CPU; with paging on, also pages of the guest's page
         // tables.
         domain.flush(&[GfnRange::new(Gfn(0), FIRST_DATA), page(1 << 20)]);
-        assert_eq!(write_all(&mut cpu), Counters { nr_flushes_seen: 1, ..hits }, "{paging:?}");
+        assert_eq!(write_all(&mut cpu), CpuCounters { nr_flushes_seen: 1, ..hits }, "{paging:?}");
 
         // Two flushes of two pages, of which one is the same.
         domain.flush(&[page(FIRST_DATA), page(FIRST_DATA + 3)]);
         domain.flush(&[page(FIRST_DATA + 3), page(FIRST_DATA + 1)]);
-        let three = Counters { nr_tlb_misses: 3, nr_walks: 3, nr_translations_dropped: 3, ..hits };
-        assert_eq!(write_all(&mut cpu), Counters { nr_flushes_seen: 2, ..three }, "{paging:?}");
+        let three = CpuCounters { nr_tlb_misses: 3, nr_walks: 3, nr_translations_dropped: 3, ..hits };
+        assert_eq!(write_all(&mut cpu), CpuCounters { nr_flushes_seen: 2, ..three }, "{paging:?}");
 
         domain.flush(&[GfnRange::new(Gfn(0), u64::MAX)]);
-        let all = Counters { nr_tlb_misses: 4, nr_walks: 4, nr_translations_dropped: 4, ..hits };
-        assert_eq!(write_all(&mut cpu), Counters { nr_flushes_seen: 1, ..all }, "{paging:?}");
+        let all = CpuCounters { nr_tlb_misses: 4, nr_walks: 4, nr_translations_dropped: 4, ..hits };
+        assert_eq!(write_all(&mut cpu), CpuCounters { nr_flushes_seen: 1, ..all }, "{paging:?}");
     }
 }
 
@@ -267,21 +274,21 @@ fn a_cpu_without_the_records_of_flushes_drops_everything() {
         let mut cpu = cpu_with_paging(&memory, &domain, paging);
         write_all(&mut cpu);
         let far = 1 << 20;
-        let full = |nr_flushes_seen| Counters {
+        let full = |nr_flushes_seen| CpuCounters {
             nr_accesses: 4,
             nr_tlb_misses: 4,
             nr_walks: 4,
             nr_flushes_seen,
             nr_full_drops: 1,
             nr_translations_dropped: 4,
-            ..Counters::default()
+            ..CpuCounters::default()
         };
         // It lags by many flushes of the same page.
         (0..1000).for_each(|_| domain.flush(&[page(far)]));
         assert_eq!(write_all(&mut cpu), full(1000), "{paging:?}");
         // A flusher has begun and was preempted; another came first.
         assert_eq!(domain.begin_flush(), 1001);
-        assert_eq!(write_all(&mut cpu), Counters { nr_accesses: 4, ..Counters::default() });
+        assert_eq!(write_all(&mut cpu), CpuCounters { nr_accesses: 4, ..CpuCounters::default() });
         domain.flush(&[page(far)]);
         assert_eq!(write_all(&mut cpu), full(2), "{paging:?}");
         // One flush of many ranges, and many flushes of different ones.

@@ -145,7 +145,7 @@ fn a_cpu_exits_on_a_full_log_and_starts_over() {
     world.memory.leaf(9).fetch_and(!DIRTY, Ordering::SeqCst);
     world.domain.flush(&[page(9)]);
     assert_eq!(cpu.write(gva(9), 2), Ok(()));
-    let exit = Counters {
+    let exit = CpuCounters {
         nr_accesses: 1,
         nr_tlb_misses: 2,
         nr_walks: 2,
@@ -153,7 +153,7 @@ fn a_cpu_exits_on_a_full_log_and_starts_over() {
         nr_translations_dropped: 1,
         nr_pages_logged: 1,
         nr_log_full_exits: 1,
-        ..Counters::default()
+        ..CpuCounters::default()
     };
     assert_eq!(cpu.counters().since(before), exit);
     assert_eq!(world.memory.word(9, 0), 2);

@@ -11,7 +11,7 @@ use super::ring::BadIndex;
 /// A delivery that cannot be made.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-pub enum ConfigError {
+pub enum DeliveryConfigError {
     /// Numbers of vCPUs, waiters or entries that are out of range.
     #[error(
         "{nr_vcpus} vCPUs with {nr_waiters} waiters and rings of {ring_entries} entries: there are 1 to 4096 vCPUs, 1 waiter \

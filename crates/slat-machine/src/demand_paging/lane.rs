@@ -10,7 +10,7 @@ use slat::{Exit, Gva, MemoryFaultFlags, PAGE_SHIFT, Vcpu};
 
 use super::VcpuError;
 use crate::clock;
-use crate::cpu::{Counters, Cpu, CpuError};
+use crate::cpu::{Cpu, CpuCounters, CpuError};
 use crate::guest;
 use crate::host::MachineHost;
 use crate::machine::REGION_GPA;
@@ -44,7 +44,7 @@ pub struct VcpuPaging {
     /// Exits for pages that were not there.
     pub nr_exits: u64,
     /// What its CPU did.
-    pub counters: Counters,
+    pub counters: CpuCounters,
 }
 
 pub(super) struct Lane<F: HardwareFormat> {
@@ -62,7 +62,7 @@ pub(super) struct Lane<F: HardwareFormat> {
     /// When the present touch began, if it is timed.
     began_ns: Option<u64>,
     report: VcpuPaging,
-    counters_before: Counters,
+    counters_before: CpuCounters,
     run_began_ns: u64,
 }
 
@@ -86,7 +86,7 @@ impl<F: HardwareFormat> Lane<F> {
             samples: Vec::with_capacity(nr_samples as usize),
             began_ns: None,
             report: VcpuPaging::default(),
-            counters_before: Counters::default(),
+            counters_before: CpuCounters::default(),
             run_began_ns: 0,
         }
     }

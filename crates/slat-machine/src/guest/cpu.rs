@@ -3,7 +3,7 @@
 
 use slat::{Gva, PagingRegisters};
 
-use crate::cpu::{Counters, Cpu, CpuError, FaultHandler, Paging};
+use crate::cpu::{Cpu, CpuCounters, CpuError, FaultHandler, Paging};
 use crate::shadow_cpu::{self, ShadowCpu, ShadowCpuError, ShadowHandler};
 use crate::walk::HardwareFormat;
 
@@ -44,7 +44,7 @@ pub trait GuestCpu {
     fn exit_guest_mode(&mut self);
 
     /// What the CPU has done so far.
-    fn counters(&self) -> Counters;
+    fn counters(&self) -> CpuCounters;
 }
 
 impl<V: FaultHandler, F: HardwareFormat> GuestCpu for Cpu<V, F> {
@@ -74,7 +74,7 @@ impl<V: FaultHandler, F: HardwareFormat> GuestCpu for Cpu<V, F> {
         Cpu::exit_guest_mode(self);
     }
 
-    fn counters(&self) -> Counters {
+    fn counters(&self) -> CpuCounters {
         Cpu::counters(self)
     }
 }
@@ -106,8 +106,8 @@ impl<V: ShadowHandler> GuestCpu for ShadowCpu<V> {
     }
 
     /// Page faults count as faults; of other exits nothing is told.
-    fn counters(&self) -> Counters {
-        let shadow_cpu::Counters {
+    fn counters(&self) -> CpuCounters {
+        let shadow_cpu::ShadowCpuCounters {
             nr_accesses,
             nr_reads,
             nr_tlb_misses,
@@ -119,7 +119,7 @@ impl<V: ShadowHandler> GuestCpu for ShadowCpu<V> {
             nr_translations_dropped,
             ..
         } = ShadowCpu::counters(self);
-        Counters {
+        CpuCounters {
             nr_accesses,
             nr_reads,
             nr_tlb_misses,
@@ -129,7 +129,7 @@ impl<V: ShadowHandler> GuestCpu for ShadowCpu<V> {
             nr_flushes_seen,
             nr_full_drops,
             nr_translations_dropped,
-            ..Counters::default()
+            ..CpuCounters::default()
         }
     }
 }

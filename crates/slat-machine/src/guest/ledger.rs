@@ -24,7 +24,7 @@ use crate::memory::{Discards, Pages};
 const UNKNOWN: u64 = u64::MAX;
 
 #[derive(Clone, Copy, Debug)]
-struct Entry {
+struct LedgerEntry {
     value: u64,
     /// Discards that were over before the value was written.
     done_before: u32,
@@ -36,14 +36,14 @@ struct Entry {
 #[derive(Clone, Debug)]
 pub struct Ledger {
     first_page: u64,
-    entries: Box<[Entry]>,
+    entries: Box<[LedgerEntry]>,
     sharing: Sharing,
 }
 
 impl Ledger {
     /// For `nr_pages` fresh pages from `first_page` on.
     pub fn new(first_page: u64, nr_pages: u64) -> Ledger {
-        let fresh = Entry { value: 0, done_before: 0, begun_after: 0 };
+        let fresh = LedgerEntry { value: 0, done_before: 0, begun_after: 0 };
         Ledger { first_page, entries: vec![fresh; nr_pages as usize].into_boxed_slice(), sharing: Sharing::Partitioned }
     }
 
@@ -52,11 +52,11 @@ impl Ledger {
     pub fn begin(&mut self, sharing: Sharing) {
         self.sharing = sharing;
         if sharing == Sharing::Overlapping {
-            self.entries.fill(Entry { value: UNKNOWN, done_before: 0, begun_after: 0 });
+            self.entries.fill(LedgerEntry { value: UNKNOWN, done_before: 0, begun_after: 0 });
         }
     }
 
-    fn entry(&mut self, page: u64) -> Option<&mut Entry> {
+    fn entry(&mut self, page: u64) -> Option<&mut LedgerEntry> {
         self.entries.get_mut(usize::try_from(page.checked_sub(self.first_page)?).ok()?)
     }
 
@@ -64,7 +64,7 @@ impl Ledger {
         if self.sharing == Sharing::Partitioned
             && let Some(entry) = self.entry(page)
         {
-            *entry = Entry { value, done_before: before.done, begun_after: after.begun };
+            *entry = LedgerEntry { value, done_before: before.done, begun_after: after.begun };
         }
     }
 

@@ -1,4 +1,4 @@
-//! The kernel on the engine's shadow paging: every access is checked, whatever the strategy.
+//! The kernel on the engine's shadow paging: every access is checked, with each strategy.
 
 use slat::{Gpa, MemoryRegion, MemoryRegionFlags, Npt, Paging, ShadowPaging, ShadowStrategy, Vcpu, Vm};
 
@@ -43,7 +43,7 @@ const STRATEGIES: [ShadowStrategy; 3] =
     [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged];
 
 #[test]
-fn all_strategies_give_what_the_guests_tables_say() {
+fn all_strategies_follow_the_guests_tables() {
     for strategy in STRATEGIES {
         for config in CONFIGS {
             let kernel = Kernel::new(config).unwrap();

@@ -113,7 +113,7 @@ impl Default for MachineConfig {
 /// Why a configuration is refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
-pub enum ConfigError {
+pub enum MachineConfigError {
     /// No virtual CPU.
     #[error("a machine needs at least one vCPU")]
     NoVcpus,
@@ -190,39 +190,39 @@ impl MachineConfig {
         self.is_shadow() || self.paging == Paging::TwoDimensional
     }
 
-    pub(super) fn layout(&self) -> Result<Layout, ConfigError> {
+    pub(super) fn layout(&self) -> Result<Layout, MachineConfigError> {
         let MachineConfig { nr_vcpus, bytes_per_vcpu, nr_slots, .. } = *self;
         if nr_vcpus == 0 {
-            return Err(ConfigError::NoVcpus);
+            return Err(MachineConfigError::NoVcpus);
         }
         if nr_vcpus > MAX_VCPUS {
-            return Err(ConfigError::TooManyVcpus { nr_vcpus });
+            return Err(MachineConfigError::TooManyVcpus { nr_vcpus });
         }
         if bytes_per_vcpu == 0 || !bytes_per_vcpu.is_multiple_of(PAGE_SIZE) {
-            return Err(ConfigError::BytesPerVcpu { bytes_per_vcpu });
+            return Err(MachineConfigError::BytesPerVcpu { bytes_per_vcpu });
         }
         let nr_pages = bytes_per_vcpu
             .checked_mul(nr_vcpus as u64)
             .filter(|bytes| *bytes <= MAX_REGION_BYTES)
-            .ok_or(ConfigError::TooBig { bytes_per_vcpu, nr_vcpus })?
+            .ok_or(MachineConfigError::TooBig { bytes_per_vcpu, nr_vcpus })?
             >> PAGE_SHIFT;
         if nr_slots == 0 || !nr_pages.is_multiple_of(nr_slots.into()) {
-            return Err(ConfigError::Slots { nr_pages, nr_slots });
+            return Err(MachineConfigError::Slots { nr_pages, nr_slots });
         }
         let max_slots = if self.has_guest_tables() { MAX_SLOTS - 2 } else { MAX_SLOTS - 1 };
         if nr_slots > max_slots {
-            return Err(ConfigError::TooManySlots { nr_slots, max_slots });
+            return Err(MachineConfigError::TooManySlots { nr_slots, max_slots });
         }
         if self.host_events != HostEvents::None && self.backing != BackingKind::Anonymous {
-            return Err(ConfigError::HostEvents { backing: self.backing });
+            return Err(MachineConfigError::HostEvents { backing: self.backing });
         }
         if self.is_shadow() && self.nodes != Nodes::One {
-            return Err(ConfigError::ShadowNodes);
+            return Err(MachineConfigError::ShadowNodes);
         }
         if let Some(pins) = &self.pins
             && pins.vcpus.len() != nr_vcpus
         {
-            return Err(ConfigError::Pins { nr_pins: pins.vcpus.len(), nr_vcpus });
+            return Err(MachineConfigError::Pins { nr_pins: pins.vcpus.len(), nr_vcpus });
         }
         Ok(Layout { nr_pages, pages_per_vcpu: bytes_per_vcpu >> PAGE_SHIFT })
     }
@@ -241,40 +241,40 @@ mod tests {
             change(&mut config);
             config.layout()
         };
-        assert_eq!(layout(|config| config.nr_vcpus = 0), Err(ConfigError::NoVcpus));
-        assert_eq!(layout(|config| config.nr_vcpus = 4097), Err(ConfigError::TooManyVcpus { nr_vcpus: 4097 }));
+        assert_eq!(layout(|config| config.nr_vcpus = 0), Err(MachineConfigError::NoVcpus));
+        assert_eq!(layout(|config| config.nr_vcpus = 4097), Err(MachineConfigError::TooManyVcpus { nr_vcpus: 4097 }));
         let slots = |nr_slots, paging| {
             MachineConfig { nr_vcpus: 1, bytes_per_vcpu: u64::from(nr_slots) << 12, nr_slots, paging, ..good.clone() }
                 .layout()
         };
         assert!(slots(32763, Paging::Off).is_ok() && slots(32762, Paging::TwoDimensional).is_ok());
-        assert!(matches!(slots(32764, Paging::Off), Err(ConfigError::TooManySlots { max_slots: 32763, .. })));
+        assert!(matches!(slots(32764, Paging::Off), Err(MachineConfigError::TooManySlots { max_slots: 32763, .. })));
         assert!(matches!(
             slots(32763, Paging::TwoDimensional),
-            Err(ConfigError::TooManySlots { max_slots: 32762, .. })
+            Err(MachineConfigError::TooManySlots { max_slots: 32762, .. })
         ));
         for bytes_per_vcpu in [0, 1, 4097] {
             let config = MachineConfig { bytes_per_vcpu, ..good.clone() };
-            assert_eq!(config.layout(), Err(ConfigError::BytesPerVcpu { bytes_per_vcpu }));
+            assert_eq!(config.layout(), Err(MachineConfigError::BytesPerVcpu { bytes_per_vcpu }));
         }
-        assert!(matches!(layout(|config| config.bytes_per_vcpu = 1 << 63), Err(ConfigError::TooBig { .. })));
-        assert_eq!(layout(|config| config.nr_slots = 4), Err(ConfigError::Slots { nr_pages: 6, nr_slots: 4 }));
-        assert_eq!(layout(|config| config.nr_slots = 0), Err(ConfigError::Slots { nr_pages: 6, nr_slots: 0 }));
+        assert!(matches!(layout(|config| config.bytes_per_vcpu = 1 << 63), Err(MachineConfigError::TooBig { .. })));
+        assert_eq!(layout(|config| config.nr_slots = 4), Err(MachineConfigError::Slots { nr_pages: 6, nr_slots: 4 }));
+        assert_eq!(layout(|config| config.nr_slots = 0), Err(MachineConfigError::Slots { nr_pages: 6, nr_slots: 0 }));
         let events = |config: &mut MachineConfig| {
             (config.host_events, config.backing) = (HostEvents::Allowed { nr_spare_frames: 1 }, BackingKind::Shmem);
         };
-        assert_eq!(layout(events), Err(ConfigError::HostEvents { backing: BackingKind::Shmem }));
+        assert_eq!(layout(events), Err(MachineConfigError::HostEvents { backing: BackingKind::Shmem }));
         let pins = |config: &mut MachineConfig| config.pins = Some(Pins { vcpus: vec![0, 1], main: None });
-        assert_eq!(layout(pins), Err(ConfigError::Pins { nr_pins: 2, nr_vcpus: 3 }));
+        assert_eq!(layout(pins), Err(MachineConfigError::Pins { nr_pins: 2, nr_vcpus: 3 }));
         let shadow = slat::Paging::Shadow(slat::ShadowPaging::default());
         let engine = Config::default().with_paging(shadow);
         assert!(MachineConfig { engine, ..good.clone() }.layout().is_ok());
         let nodes = Nodes::virtual_nodes(2);
-        assert_eq!(MachineConfig { engine, nodes, ..good.clone() }.layout(), Err(ConfigError::ShadowNodes));
+        assert_eq!(MachineConfig { engine, nodes, ..good.clone() }.layout(), Err(MachineConfigError::ShadowNodes));
         let config = MachineConfig { nr_vcpus: 1, bytes_per_vcpu: 32763 << 12, nr_slots: 32763, ..good.clone() };
         assert!(matches!(
             MachineConfig { engine, ..config }.layout(),
-            Err(ConfigError::TooManySlots { max_slots: 32762, .. })
+            Err(MachineConfigError::TooManySlots { max_slots: 32762, .. })
         ));
     }
 }

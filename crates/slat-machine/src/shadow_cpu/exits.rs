@@ -10,15 +10,15 @@ macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
         /// What a CPU has done so far.
         #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-        pub struct Counters {
+        pub struct ShadowCpuCounters {
             $($(#[$doc])* pub $name: u64,)*
         }
 
-        impl Counters {
+        impl ShadowCpuCounters {
             /// What was done since `earlier`.
             #[must_use]
-            pub fn since(self, earlier: Counters) -> Counters {
-                Counters { $($name: self.$name.wrapping_sub(earlier.$name),)* }
+            pub fn since(self, earlier: ShadowCpuCounters) -> ShadowCpuCounters {
+                ShadowCpuCounters { $($name: self.$name.wrapping_sub(earlier.$name),)* }
             }
         }
     };
@@ -66,7 +66,7 @@ counters! {
     nr_all_flushes,
 }
 
-impl Counters {
+impl ShadowCpuCounters {
     /// Exits of all kinds.
     pub fn nr_exits(&self) -> u64 {
         self.nr_page_fault_exits

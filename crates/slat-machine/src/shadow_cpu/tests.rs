@@ -225,8 +225,14 @@ fn reads_writes_fetches_and_exchanges_through_the_tlb() {
     let mut cpu = world.cpu();
     assert_eq!(cpu.read(at(2)), Ok(2));
     assert_eq!(cpu.fetch(at(2)), Ok(2), "served by what the read has cached");
-    let expected =
-        Counters { nr_accesses: 2, nr_reads: 2, nr_tlb_misses: 1, nr_walks: 1, nr_entries: 1, ..Counters::default() };
+    let expected = ShadowCpuCounters {
+        nr_accesses: 2,
+        nr_reads: 2,
+        nr_tlb_misses: 1,
+        nr_walks: 1,
+        nr_entries: 1,
+        ..ShadowCpuCounters::default()
+    };
     assert_eq!(cpu.counters(), expected);
     assert_eq!(world.get(0, 1, 2) & (A | D), A);
     assert_eq!(cpu.write(at(2), 22), Ok(()));
@@ -234,7 +240,16 @@ fn reads_writes_fetches_and_exchanges_through_the_tlb() {
     assert_eq!(cpu.exchange(at(2), 23), Ok(22));
     assert_eq!((cpu.read(at(2)), world.word(2)), (Ok(23), 23));
     let since = cpu.counters().since(expected);
-    assert_eq!(since, Counters { nr_accesses: 3, nr_reads: 1, nr_tlb_misses: 1, nr_walks: 1, ..Counters::default() });
+    assert_eq!(
+        since,
+        ShadowCpuCounters {
+            nr_accesses: 3,
+            nr_reads: 1,
+            nr_tlb_misses: 1,
+            nr_walks: 1,
+            ..ShadowCpuCounters::default()
+        }
+    );
     for level in 2..=4 {
         assert_eq!(world.get(0, level, 0) & (A | D), A, "level {level}");
     }
@@ -384,7 +399,7 @@ fn flushes_of_the_domain_are_counted_and_are_no_exits() {
     world.domain.flush(&[]);
     world.domain.flush(&[]);
     assert_eq!(cpu.read(at(0)), Ok(0));
-    let expected = Counters {
+    let expected = ShadowCpuCounters {
         nr_accesses: 1,
         nr_reads: 1,
         nr_tlb_misses: 1,
@@ -394,7 +409,7 @@ fn flushes_of_the_domain_are_counted_and_are_no_exits() {
         // Of a CPU that is in the guest, whatever the number of flushes.
         nr_interruptions: 1,
         nr_translations_dropped: 3,
-        ..Counters::default()
+        ..ShadowCpuCounters::default()
     };
     assert_eq!(cpu.counters().since(before), expected);
 }

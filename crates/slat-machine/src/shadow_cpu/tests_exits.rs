@@ -51,7 +51,7 @@ fn each_exit_is_followed_by_one_entry() {
     cpu.exit_guest_mode();
     assert_eq!((cpu.read(at(2)), calls(&world)), (Ok(2), vec![Call::Entry]));
     let counters = cpu.counters();
-    let expected = Counters {
+    let expected = ShadowCpuCounters {
         nr_page_fault_exits: 1,
         nr_register_exits: 3,
         nr_cr3_exits: 1,
@@ -62,7 +62,7 @@ fn each_exit_is_followed_by_one_entry() {
         nr_reads: 5,
         nr_walks: 4,
         nr_tlb_misses: 4,
-        ..Counters::default()
+        ..ShadowCpuCounters::default()
     };
     assert_eq!(counters, expected);
     assert_eq!(counters.nr_exits(), 7);
@@ -96,13 +96,13 @@ fn an_emulated_write_completes_the_access() {
     assert_eq!(cpu.write(at(1), 0x0102_0304_0506_0708), Ok(()));
     let bytes = vec![8, 7, 6, 5, 4, 3, 2, 1];
     assert_eq!(calls(&world), [Call::Entry, Call::Fault(at(1), WRITE), Call::Write(gpa, bytes)]);
-    let expected = Counters {
+    let expected = ShadowCpuCounters {
         nr_page_fault_exits: 1,
         nr_emulated_writes: 1,
         nr_walks: 1,
         nr_tlb_misses: 1,
         nr_entries: 1,
-        ..Counters::default()
+        ..ShadowCpuCounters::default()
     };
     assert_eq!(cpu.counters(), expected);
     assert_eq!(world.word(1), 1, "the CPU has written nothing itself");
@@ -184,7 +184,7 @@ fn the_user_cannot_use_the_supervisors_instructions() {
         assert_eq!(operation(&mut cpu, 0), refused);
     }
     assert_eq!((cpu.invlpg(at(0)), cpu.invpcid(0, [0; 2])), (refused, refused));
-    assert_eq!((calls(&world), cpu.counters()), (vec![], Counters::default()), "no exit");
+    assert_eq!((calls(&world), cpu.counters()), (vec![], ShadowCpuCounters::default()), "no exit");
 }
 
 #[test]
@@ -247,7 +247,7 @@ fn entries_that_cannot_be_loaded() {
         assert_eq!(cpu.read(at(0)), Err(ShadowCpuError::BadEntry { entry }));
         assert_eq!(cpu.invlpg(at(0)), Err(ShadowCpuError::BadEntry { entry }));
     }
-    assert_eq!(cpu.counters(), Counters::default());
+    assert_eq!(cpu.counters(), ShadowCpuCounters::default());
     world.script().entry = GuestEntry { pcid: (1 << 12) - 1, ..good };
     assert_eq!(cpu.read(at(0)), Ok(0));
 }

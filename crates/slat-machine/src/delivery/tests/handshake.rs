@@ -264,21 +264,21 @@ fn impossible_delivery_configurations_are_refused() {
         |config| config.ring_entries = 12,
     ];
     for change in counts {
-        assert!(matches!(made(&change), ConfigError::BadCounts { .. }));
+        assert!(matches!(made(&change), DeliveryConfigError::BadCounts { .. }));
     }
     let memory = |file, offset_bytes, size_bytes| Some(SharedMemoryFile { file, offset_bytes, size_bytes });
     let error = made(&|config| config.memory = memory(unsealed(64 * PAGE_SIZE), 0, 64 * PAGE_SIZE));
-    assert!(matches!(error, ConfigError::UnsealedMemory { .. }), "{error}");
+    assert!(matches!(error, DeliveryConfigError::UnsealedMemory { .. }), "{error}");
     for (offset_bytes, size_bytes) in
         [(0, 65 * PAGE_SIZE), (1, PAGE_SIZE), (0, PAGE_SIZE + 8), (PAGE_SIZE, 66 * PAGE_SIZE), (0, 0), (u64::MAX, 1)]
     {
         let error = made(&|config| config.memory = memory(guest_memory(66).0, offset_bytes, size_bytes));
-        assert!(matches!(error, ConfigError::BadMemory { .. }), "{error}");
+        assert!(matches!(error, DeliveryConfigError::BadMemory { .. }), "{error}");
     }
     let delivery = Delivery::new(DeliveryConfig::new(2, Arc::clone(&bitmap))).unwrap();
     let _port = delivery.take_port(1).unwrap();
-    assert!(matches!(delivery.take_port(1), Err(ConfigError::Taken { what: "vCPU", number: 1 })));
-    assert!(matches!(delivery.take_waiter(2), Err(ConfigError::Taken { what: "waiter", number: 2 })));
+    assert!(matches!(delivery.take_port(1), Err(DeliveryConfigError::Taken { what: "vCPU", number: 1 })));
+    assert!(matches!(delivery.take_waiter(2), Err(DeliveryConfigError::Taken { what: "waiter", number: 2 })));
 }
 
 /// More descriptors than go into one message.
@@ -338,6 +338,6 @@ fn refused_memory_is_left_unsealed() {
     let mut config = DeliveryConfig::new(1, Arc::new(SharedBitmap::new(1).unwrap()));
     let size_bytes = 2 * PAGE_SIZE;
     config.memory = Some(SharedMemoryFile { file: file.try_clone().unwrap(), offset_bytes: 0, size_bytes });
-    assert!(matches!(Delivery::new(config), Err(ConfigError::BadMemory { .. })));
+    assert!(matches!(Delivery::new(config), Err(DeliveryConfigError::BadMemory { .. })));
     assert!(!shared::is_sealed(file.as_fd()));
 }
