@@ -14,9 +14,9 @@ const CR4_PAE: u64 = 1 << 5;
 /// IA32_EFER.LME and IA32_EFER.NXE.
 const EFER_LONG_MODE: u64 = 1 << 8 | 1 << 11;
 
-/// What a guest, and the thread that it runs on, need of a CPU.
+/// The CPU interface of a guest, and of the thread that runs it.
 pub trait GuestCpu {
-    /// Who handles its exits.
+    /// The handler of its exits.
     type Handler;
 
     /// Reads the 8 bytes at `gva`.
@@ -31,19 +31,20 @@ pub trait GuestCpu {
     /// [`CpuError`]: nothing was written.
     fn write(&mut self, gva: Gva, value: u64) -> Result<(), CpuError>;
 
-    /// Turns the guest's paging on, at supervisor privilege, with the table of level 4 at `root`.
+    /// Turns the guest's paging on, at supervisor privilege, with the page-table page of level 4 at
+    /// `root`.
     ///
     /// # Errors
-    /// [`CpuError`]: it is as it was.
+    /// [`CpuError`]: nothing has changed.
     fn turn_paging_on(&mut self, root: u64) -> Result<(), CpuError>;
 
     /// The handler.
     fn handler(&mut self) -> &mut Self::Handler;
 
-    /// Says that the CPU makes no access for a while.
+    /// The CPU makes no access for a while.
     fn exit_guest_mode(&mut self);
 
-    /// What the CPU has done so far.
+    /// The counts so far.
     fn counters(&self) -> CpuCounters;
 }
 
@@ -105,7 +106,7 @@ impl<V: ShadowHandler> GuestCpu for ShadowCpu<V> {
         ShadowCpu::exit_guest_mode(self);
     }
 
-    /// Page faults count as faults; of other exits nothing is told.
+    /// Page faults count as faults; other exits are not counted.
     fn counters(&self) -> CpuCounters {
         let shadow_cpu::ShadowCpuCounters {
             nr_accesses,
