@@ -73,12 +73,12 @@ fn a_limit_holds_and_freeing_makes_room() {
 #[test]
 fn an_empty_region_allocates_none_and_counts_none() {
     let tables = Tables::new(3 * PAGE_SIZE, u64::MAX, &NodeMap::one()).expect("address space");
-    let given = (0..5).filter_map(|_| tables.allocate(layout(4096), &[0])).collect::<Vec<_>>();
-    assert_eq!(given.len(), 3);
+    let allocated = (0..5).filter_map(|_| tables.allocate(layout(4096), &[0])).collect::<Vec<_>>();
+    assert_eq!(allocated.len(), 3);
     assert_eq!(tables.allocate(layout(4096), &[0]), None);
     assert_eq!(tables.nr_live(), 3);
-    tables.free(given[0], layout(4096));
-    assert_eq!(tables.allocate(layout(4096), &[0]), Some(given[0]));
+    tables.free(allocated[0], layout(4096));
+    assert_eq!(tables.allocate(layout(4096), &[0]), Some(allocated[0]));
 }
 
 #[test]
@@ -105,7 +105,7 @@ fn no_table_has_two_owners() {
                     if turn % 3 != 0 {
                         let table = mine.swap_remove(turn % mine.len());
                         assert!(owned.lock().expect("no panic").remove(&table));
-                        // SAFETY: it came from this host with this layout, and nobody uses it any
+                        // SAFETY: it came from this host with this layout, and it is not used any
                         // more.
                         unsafe { host.free_table(table, layout(4096)) };
                     }
@@ -277,25 +277,25 @@ fn tables_of_an_exhausted_node_come_from_the_others() {
     let nodes = Nodes::virtual_nodes(3).map().expect("nodes");
     // Three page-table pages for each node, which is no power of two.
     let tables = Tables::new(3 * PAGE_SIZE, 8, &nodes).expect("address space");
-    let mut given = Vec::new();
+    let mut allocated = Vec::new();
     let allocate = |node: u32| tables.allocate(layout(4096), nodes.places_for(TableNode::Node(NodeId(node))));
-    let nodes_of_new = |given: &mut Vec<Hpa>, node: u32, count: usize| {
+    let nodes_of_new = |allocated: &mut Vec<Hpa>, node: u32, count: usize| {
         let new: Vec<Hpa> = (0..count).filter_map(|_| allocate(node)).collect();
-        given.extend_from_slice(&new);
+        allocated.extend_from_slice(&new);
         new.into_iter().map(|table| tables.spans().node_of(table).expect("of a node").0).collect::<Vec<_>>()
     };
-    assert_eq!(nodes_of_new(&mut given, 1, 5), [1, 1, 1, 2, 2]);
-    assert_eq!(nodes_of_new(&mut given, 2, 2), [2, 0]);
+    assert_eq!(nodes_of_new(&mut allocated, 1, 5), [1, 1, 1, 2, 2]);
+    assert_eq!(nodes_of_new(&mut allocated, 2, 2), [2, 0]);
     assert_eq!([0, 1, 2].map(|place| tables.nr_live_at(place)), [1, 3, 3]);
     // One more, and the limit for all nodes is reached.
-    assert_eq!(nodes_of_new(&mut given, 1, 5), [0]);
+    assert_eq!(nodes_of_new(&mut allocated, 1, 5), [0]);
     assert_eq!(tables.nr_live(), 8);
-    tables.free(given[1], layout(4096));
-    assert_eq!(nodes_of_new(&mut given, 0, 1), [0]);
-    tables.free(given[2], layout(4096));
-    assert_eq!(nodes_of_new(&mut given, 0, 1), [1], "of node 0 there is none left");
+    tables.free(allocated[1], layout(4096));
+    assert_eq!(nodes_of_new(&mut allocated, 0, 1), [0]);
+    tables.free(allocated[2], layout(4096));
+    assert_eq!(nodes_of_new(&mut allocated, 0, 1), [1], "of node 0 there is none left");
     // The last was allocated again.
-    assert_eq!((given.len(), given.iter().collect::<HashSet<_>>().len()), (10, 9));
+    assert_eq!((allocated.len(), allocated.iter().collect::<HashSet<_>>().len()), (10, 9));
 }
 
 #[test]

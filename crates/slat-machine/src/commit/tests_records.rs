@@ -31,7 +31,7 @@ fn the_ranges_between_two_generations_are_returned() {
     assert_eq!(ranges(&port.flushed_since(first, second)), Some(&[page(1), page(5)][..]));
     assert_eq!(ranges(&port.flushed_since(second, third)), Some(&[page(9), page(6)][..]));
     let all = [page(1), GfnRange::new(Gfn(5), 2), page(9)];
-    assert_eq!(ranges(&port.flushed_since(first, third)), Some(&all[..]), "neighbours are put together");
+    assert_eq!(ranges(&port.flushed_since(first, third)), Some(&all[..]), "neighbours are merged");
     assert_eq!(ranges(&port.flushed_since(third, third)), Some(&[][..]));
 }
 

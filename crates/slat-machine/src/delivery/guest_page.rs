@@ -67,10 +67,10 @@ impl GuestPage<'_> {
         debug_assert!((nr + 1) * WORD_BYTES <= self.size_bytes);
         // SAFETY: `copy_from`, its only caller, goes no further than `size_bytes`, which are whole
         // pages of the mapping, at a page boundary; the mapping lives as long as `self`, and its
-        // file cannot shrink. Whoever shares a `GuestPage` or a request in this process stores here
-        // atomically, as this does, unless by `as_ptr`, whose users keep others away. A VMM that
-        // lets a guest touch the page meanwhile does so in another mapping, and that is to this one
-        // as another device.
+        // file cannot shrink. A thread that shares a `GuestPage` or a request in this process
+        // stores here atomically, as this does, unless by `as_ptr`, whose users keep others away. A
+        // VMM that lets a guest touch the page meanwhile does so in another mapping, and for this
+        // one that is like a device.
         unsafe { AtomicU64::from_ptr(self.start.cast::<u64>().wrapping_add(nr)) }
     }
 }

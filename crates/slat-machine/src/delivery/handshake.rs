@@ -318,7 +318,7 @@ fn max_open_files() -> u64 {
     limit.rlim_cur
 }
 
-/// Receives one message: how many descriptors it says it has, and whether some were cut off.
+/// Receives one message: the number of descriptors that it announces, and whether some were cut off.
 fn receive_chunk(
     stream: &UnixStream,
     files: &mut Vec<OwnedFd>,
@@ -348,7 +348,7 @@ fn receive_chunk(
     };
     // Descriptors first, whatever else is wrong: they are open now, and have to be closed again.
     // SAFETY: the kernel has written whole headers with their data into the control buffer, and
-    // said how long it is; the descriptors are new ones, and nobody else's.
+    // has stored its length; the descriptors are new, and owned by nothing else.
     unsafe {
         let mut header = libc::CMSG_FIRSTHDR(&raw const message);
         while !header.is_null() {

@@ -112,7 +112,7 @@ pub(super) struct Rings {
 }
 
 impl Rings {
-    /// Maps the file, which is as large as the layout says and cannot shrink.
+    /// Maps the file, which has the size of the layout and cannot shrink.
     pub(super) fn new(file: BorrowedFd<'_>, layout: Layout) -> io::Result<Rings> {
         Ok(Rings { mapping: SharedMapping::new(file, 0, layout.size_bytes())?, layout })
     }

@@ -63,15 +63,15 @@ fn the_index_wraps_around_with_any_entries_left() {
     let logs = ModificationLogs::default();
     let log = logs.add();
     let mut next = 0;
-    let mut given = 0;
+    let mut nr_seen = 0;
     for part in [1, 511, 300, 300, 512, 7, 511, 512, 2] {
         for _ in 0..part {
             assert_eq!(log.append(page(next)), Ok(()));
             next += 1;
         }
         let pages = if part % 2 == 0 { drained(&logs, &domain) } else { emptied(&log) };
-        assert!(pages.into_iter().eq((given..next).map(page)), "{part} behind {given}");
-        given = next;
+        assert!(pages.into_iter().eq((nr_seen..next).map(page)), "{part} behind {nr_seen}");
+        nr_seen = next;
     }
 }
 

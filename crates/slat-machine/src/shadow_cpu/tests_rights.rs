@@ -76,7 +76,9 @@ fn check_level(levels: u8, level: usize, gva: Gva) {
         let entry = GuestEntry { root, levels, ..world.script().entry };
         world.script().entry = entry;
         for cr4 in [0, SMEP, SMAP, SMEP | SMAP] {
-            for (privilege, access) in PRIVILEGES.into_iter().flat_map(|who| ACCESSES.map(|what| (who, what))) {
+            for (privilege, access) in
+                PRIVILEGES.into_iter().flat_map(|privilege| ACCESSES.map(|access| (privilege, access)))
+            {
                 let mut cpu = world.cpu();
                 assert_eq!(cpu.set_registers(long_mode(cr4)), Ok(()));
                 cpu.set_privilege(privilege);

@@ -219,7 +219,7 @@ pub(super) fn wake(fd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result
 fn plain_range(fd: BorrowedFd<'_>, nr: u32, start: u64, len_bytes: u64) -> io::Result<()> {
     let argument = UffdioRange { start, len: len_bytes };
     let number = ioctl_number(READ, nr, size_of::<UffdioRange>());
-    // SAFETY: the kernel only reads the argument, which has the size that the number says; neither
+    // SAFETY: the kernel only reads the argument, which has the size in the number; neither
     // call changes memory.
     checked(unsafe { libc::ioctl(fd.as_raw_fd(), number as _, &raw const argument) }).map(drop)
 }

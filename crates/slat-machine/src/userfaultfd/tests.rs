@@ -238,7 +238,7 @@ fn memory_that_cannot_be_registered_is_refused() {
     let error =
         second.register(&anonymous, whole.clone(), RegisterMode::Missing).expect_err("a part is registered elsewhere");
     assert!(matches!(error, UserfaultfdError::AlreadyRegistered { .. }) && !error.is_bad_usage(), "{error}");
-    second.register(&anonymous, 0..PAGE_SIZE, RegisterMode::Missing).expect("nobody's");
+    second.register(&anonymous, 0..PAGE_SIZE, RegisterMode::Missing).expect("not registered");
     drop(userfaultfd);
     let mut third = Userfaultfd::new().unwrap();
     let error =
