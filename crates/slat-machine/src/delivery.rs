@@ -59,7 +59,7 @@ use slat::{PAGE_SIZE, PageSize};
 pub use bitmap::{BitmapError, SharedBitmap};
 pub use error::{AttachError, DeliveryConfigError, DeliveryError, HandshakeError, ResolverError};
 pub use guest_page::GuestPage;
-pub use port::{MAX_ANSWERS, Parked, Port, PortStats, Requested, Waiter};
+pub use port::{DeliveryPort, MAX_ANSWERS, Parked, PortStats, Requested, Waiter};
 pub use resolver::{Claim, Request, Resolver, ResolverStats, Shard, Wake};
 
 use crate::descriptors::EventFd;
@@ -164,10 +164,10 @@ impl Delivery {
     ///
     /// # Errors
     /// [`DeliveryConfigError::Taken`].
-    pub fn take_port(&self, vcpu: u32) -> Result<Port, DeliveryConfigError> {
+    pub fn take_port(&self, vcpu: u32) -> Result<DeliveryPort, DeliveryConfigError> {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         take(&mut taken.ports, "vCPU", vcpu)?;
-        Ok(Port::new(Arc::clone(&self.shared), vcpu))
+        Ok(DeliveryPort::new(Arc::clone(&self.shared), vcpu))
     }
 
     /// Returns a waiter, on which a thread that runs several vCPUs sleeps; once.

@@ -91,7 +91,7 @@ const RING_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What delivers the pages in a run.
 #[derive(Clone, Debug)]
-pub enum Resolver {
+pub enum PagesFrom {
     /// Nothing: the mode needs no resolver, or all pages are there.
     None,
     /// This process: the vCPUs' threads, the readers of a userfaultfd, or, with rings, a thread.
@@ -327,7 +327,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
     /// [`DemandPagingError::WrongResolver`]: nothing was done. [`DemandPagingError::Vcpus`]: the
     /// vCPUs that did not finish, and why; the [module](self) describes how to go on.
     /// [`DemandPagingError::Background`], and what could not be made.
-    pub fn run(&mut self, resolver: Resolver) -> Result<DemandPagingReport, DemandPagingError> {
+    pub fn run(&mut self, resolver: PagesFrom) -> Result<DemandPagingReport, DemandPagingError> {
         self.run_job(None, &resolver)
     }
 
@@ -335,20 +335,20 @@ impl<F: HardwareFormat> DemandPaging<F> {
     fn run_round(&mut self) -> Result<DemandPagingReport, DemandPagingError> {
         self.round += 1;
         self.is_finished = false;
-        self.run_job(Some(self.round), &Resolver::None)
+        self.run_job(Some(self.round), &PagesFrom::None)
     }
 
-    fn run_job(&mut self, round: Option<u64>, resolver: &Resolver) -> Result<DemandPagingReport, DemandPagingError> {
+    fn run_job(&mut self, round: Option<u64>, resolver: &PagesFrom) -> Result<DemandPagingReport, DemandPagingError> {
         let mode = self.config.mode;
         let wrong = |from| Err(DemandPagingError::WrongResolver { mode, from });
         let source = match resolver {
-            Resolver::None if mode != PagingMode::None && self.arrivals.nr_there() < self.arrivals.nr_blocks() => {
+            PagesFrom::None if mode != PagingMode::None && self.arrivals.nr_there() < self.arrivals.nr_blocks() => {
                 return wrong("from nowhere");
             }
-            Resolver::Source(_) if mode == PagingMode::None => return wrong("from a source"),
-            Resolver::Elsewhere if mode != PagingMode::UserfaultRing => return wrong("by rings"),
-            Resolver::Source(source) => Some(source),
-            Resolver::None | Resolver::Elsewhere => None,
+            PagesFrom::Source(_) if mode == PagingMode::None => return wrong("from a source"),
+            PagesFrom::Elsewhere if mode != PagingMode::UserfaultRing => return wrong("by rings"),
+            PagesFrom::Source(source) => Some(source),
+            PagesFrom::None | PagesFrom::Elsewhere => None,
         };
         self.start_threads(source.is_some_and(SourceSpec::has_latency))?;
         let Some(crew) = &self.crew else { return wrong("without threads") };

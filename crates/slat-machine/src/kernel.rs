@@ -96,7 +96,7 @@ pub enum Pcids {
 
 /// The configuration of a kernel.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct Config {
+pub struct KernelConfig {
     /// Virtual CPUs, 1 to 128.
     pub nr_vcpus: u16,
     /// Page-table isolation.
@@ -107,14 +107,14 @@ pub struct Config {
     pub processes_per_vcpu: u16,
 }
 
-impl Default for Config {
+impl Default for KernelConfig {
     /// One virtual CPU, isolation and PCIDs on, 8 processes: more than it has ASIDs.
-    fn default() -> Config {
-        Config { nr_vcpus: 1, isolation: Isolation::On, pcids: Pcids::On, processes_per_vcpu: 8 }
+    fn default() -> KernelConfig {
+        KernelConfig { nr_vcpus: 1, isolation: Isolation::On, pcids: Pcids::On, processes_per_vcpu: 8 }
     }
 }
 
-impl Config {
+impl KernelConfig {
     /// Bytes of guest memory that the kernel needs from guest-physical 0 on, zero at the start: a
     /// multiple of 2 MiB.
     pub fn memory_bytes(&self) -> u64 {
@@ -137,7 +137,7 @@ struct Boot {
 /// The state that all virtual CPUs of a kernel share.
 #[derive(Debug)]
 pub struct Kernel {
-    config: Config,
+    config: KernelConfig,
     frames: Mutex<Frames>,
     boot: Mutex<Boot>,
     next_id: AtomicU64,
@@ -155,7 +155,7 @@ impl Kernel {
     ///
     /// # Errors
     /// [`KernelConfigError`]: the configuration is refused.
-    pub fn new(config: Config) -> Result<Arc<Kernel>, KernelConfigError> {
+    pub fn new(config: KernelConfig) -> Result<Arc<Kernel>, KernelConfigError> {
         if config.nr_vcpus == 0 || config.nr_vcpus > MAX_VCPUS {
             return Err(KernelConfigError::Vcpus { nr_vcpus: config.nr_vcpus, max: MAX_VCPUS });
         }
@@ -176,7 +176,7 @@ impl Kernel {
     }
 
     /// The configuration.
-    pub fn config(&self) -> &Config {
+    pub fn config(&self) -> &KernelConfig {
         &self.config
     }
 

@@ -448,8 +448,8 @@ impl Mapping {
             return_mask: PAGE_IS_HUGE,
             ..PagemapScan::default()
         };
-        // SAFETY: the argument has the kernel's layout and contains its size; the kernel writes to it
-        // and to at most one region, and both outlive the call.
+        // SAFETY: the argument has the kernel's layout and contains its size; the kernel writes to
+        // it and to at most one region, and both outlive the call.
         let nr_regions = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN as _, &raw mut scan) };
         nr_regions == 1 && region.start == start && region.end == start + SIZE_2M
     }

@@ -115,7 +115,7 @@ pub(super) fn run(
     clock_ns: f64,
     session: &Session,
 ) -> Result<Run, Failure> {
-    let config = kernel::Config {
+    let config = kernel::KernelConfig {
         nr_vcpus,
         isolation: args.isolation(),
         pcids: args.pcids(),

@@ -195,7 +195,8 @@ pub enum HandshakeError {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DeliveryError {
-    /// The resolver died, or was detached. [`Port::resume`](super::Port::resume) asks the next one.
+    /// The resolver died, or was detached. [`DeliveryPort::resume`](super::DeliveryPort::resume)
+    /// asks the next one.
     #[error("the resolver of epoch {epoch} is gone, and vCPU {vcpu} waits for page {page:#x}")]
     ResolverGone {
         /// The vCPU.

@@ -318,7 +318,8 @@ fn max_open_files() -> u64 {
     limit.rlim_cur
 }
 
-/// Receives one message: the number of descriptors that it announces, and whether some were cut off.
+/// Receives one message: the number of descriptors that it announces, and whether some were cut
+/// off.
 fn receive_chunk(
     stream: &UnixStream,
     files: &mut Vec<OwnedFd>,

@@ -78,7 +78,7 @@ pub struct PortStats {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct InFlight {
+struct RequestInFlight {
     page: u64,
     flags: u64,
     /// Of the last ask; 0 if there was none in this session.
@@ -90,13 +90,13 @@ struct InFlight {
 
 /// One vCPU's end: it asks for pages and waits for them.
 #[derive(Debug)]
-pub struct Port {
+pub struct DeliveryPort {
     shared: Arc<Shared>,
     vcpu: u32,
     session: Option<Arc<Session>>,
     requests: Writer,
     completions: Reader,
-    in_flight: Vec<InFlight>,
+    in_flight: Vec<RequestInFlight>,
     /// Pages that are there and were not reported yet.
     ready: VecDeque<u64>,
     /// The number of the last ask; numbers begin at 1.
@@ -106,10 +106,10 @@ pub struct Port {
     stats: PortStats,
 }
 
-impl Port {
-    pub(super) fn new(shared: Arc<Shared>, vcpu: u32) -> Port {
+impl DeliveryPort {
+    pub(super) fn new(shared: Arc<Shared>, vcpu: u32) -> DeliveryPort {
         let answered = vec![0; 4 * shared.ring_entries as usize].into_boxed_slice();
-        Port {
+        DeliveryPort {
             shared,
             vcpu,
             session: None,
@@ -147,9 +147,9 @@ impl Port {
     ///
     /// # Errors
     /// [`DeliveryError::ResolverGone`] and [`DeliveryError::NoResolver`]: the page counts as in
-    /// flight all the same, see [`resume`](Port::resume). [`DeliveryError::RingFull`],
+    /// flight all the same, see [`resume`](DeliveryPort::resume). [`DeliveryError::RingFull`],
     /// [`DeliveryError::NoSuchPage`], [`DeliveryError::RingCorrupt`], [`DeliveryError::Closed`],
-    /// and those of [`poll`](Port::poll) about other pages: it does not.
+    /// and those of [`poll`](DeliveryPort::poll) about other pages: it does not.
     pub fn request(&mut self, page: u64, flags: u64) -> Result<Requested, DeliveryError> {
         let (vcpu, nr_pages) = (self.vcpu, self.shared.bitmap.nr_pages());
         if self.shared.is_closed() {
@@ -183,7 +183,7 @@ impl Port {
         if self.in_flight.is_empty() && self.session.as_ref().is_none_or(|session| session.is_over()) {
             self.change_session()?;
         }
-        self.in_flight.push(InFlight { page, flags, ticket: 0, nr_answers: 0, since: Instant::now() });
+        self.in_flight.push(RequestInFlight { page, flags, ticket: 0, nr_answers: 0, since: Instant::now() });
         match &self.session {
             None => Err(DeliveryError::NoResolver { vcpu }),
             Some(session) if session.is_over() => Err(DeliveryError::ResolverGone { vcpu, page, epoch: session.epoch }),
@@ -205,7 +205,7 @@ impl Port {
     /// # Errors
     /// [`DeliveryError::PageFailed`], [`DeliveryError::NotCleared`] (the page is no longer in
     /// flight); [`DeliveryError::ResolverGone`], [`DeliveryError::NoResolver`] (if anything is in
-    /// flight: see [`resume`](Port::resume)); [`DeliveryError::RingCorrupt`],
+    /// flight: see [`resume`](DeliveryPort::resume)); [`DeliveryError::RingCorrupt`],
     /// [`DeliveryError::RingFull`], [`DeliveryError::Closed`].
     pub fn poll(&mut self) -> Result<Option<u64>, DeliveryError> {
         if self.ready.is_empty() {
@@ -217,11 +217,11 @@ impl Port {
     }
 
     /// Sleeps until `page`, which was asked for, is there. Other pages that come meanwhile are kept
-    /// for [`poll`](Port::poll).
+    /// for [`poll`](DeliveryPort::poll).
     ///
     /// # Errors
-    /// Those of [`poll`](Port::poll), also about other pages; [`DeliveryError::TimedOut`]: the page
-    /// is still in flight; [`DeliveryError::NotInFlight`].
+    /// Those of [`poll`](DeliveryPort::poll), also about other pages; [`DeliveryError::TimedOut`]:
+    /// the page is still in flight; [`DeliveryError::NotInFlight`].
     pub fn wait(&mut self, page: u64) -> Result<(), DeliveryError> {
         let began = Instant::now();
         loop {
@@ -265,7 +265,7 @@ impl Port {
     /// Asks for `page` and waits for it.
     ///
     /// # Errors
-    /// Those of [`request`](Port::request) and of [`wait`](Port::wait).
+    /// Those of [`request`](DeliveryPort::request) and of [`wait`](DeliveryPort::wait).
     pub fn fetch(&mut self, page: u64, flags: u64) -> Result<(), DeliveryError> {
         match self.request(page, flags)? {
             Requested::AlreadyThere => Ok(()),
@@ -287,7 +287,8 @@ impl Port {
         self.adopt(session.ok_or(DeliveryError::NoResolver { vcpu })?)
     }
 
-    /// As [`resume`](Port::resume), without waiting: whether there is a resolver that lives.
+    /// As [`resume`](DeliveryPort::resume), without waiting: whether there is a resolver that
+    /// lives.
     ///
     /// # Errors
     /// [`DeliveryError::Closed`]; those of the ring.
@@ -333,7 +334,7 @@ impl Port {
         let vcpu = self.vcpu;
         let Some(session) = &self.session else { return Err(DeliveryError::NoResolver { vcpu }) };
         self.nr_asked += 1;
-        let InFlight { page, flags, .. } = self.in_flight[index];
+        let RequestInFlight { page, flags, .. } = self.in_flight[index];
         let ticket = ticket(session.epoch, self.nr_asked);
         self.requests.push(session.rings.requests(vcpu), RingEntry { ticket, page, word: flags }).map_err(|error| {
             match error {

@@ -17,32 +17,32 @@
 //!   next page is filled.
 
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::time::Duration;
 
-use slat::{PAGE_SIZE, PageSize};
+use slat::PageSize;
 
 use super::bitmap::SharedBitmap;
 use super::error::{HandshakeError, ResolverError};
 use super::guest_page::GuestPage;
-use super::handshake::{self, Deadline, Hello, Welcome};
+use super::handshake::{self, Deadline, Hello};
 use super::port::{DONE, FAILED};
 use super::ring::{NotPushed, Reader, RingEntry, Rings, Sleeper, Writer};
 use super::session::NAP;
 use super::shared::{self, SharedMapping};
 use crate::descriptors::EventFd;
+use parts::WelcomeParts;
+
+mod parts;
 
 /// The identity of the next resolver of this process. 0 is none.
 static NEXT_RESOLVER: AtomicU64 = AtomicU64::new(1);
 
 /// The code of a failure: the bitmap has no such page.
 const NO_SUCH_PAGE: u32 = u32::MAX;
-
-/// For how long a resolver maps memory that is there before it reports that it is ready.
-const MAPPING_PATIENCE: Duration = Duration::from_secs(1);
 
 /// The guest's memory, as this process has it mapped.
 #[derive(Debug)]
@@ -176,7 +176,7 @@ impl Resolver {
             code => return Err(HandshakeError::Refused { code }),
         }
         let made = handshake::receive_descriptors(&stream, welcome.nr_descriptors, deadline)
-            .and_then(|files| Parts::new(files, &welcome, nr_threads));
+            .and_then(|files| WelcomeParts::new(files, &welcome, nr_threads));
         let parts = match made {
             Ok(parts) => parts,
             Err(error) => {
@@ -186,7 +186,7 @@ impl Resolver {
             }
         };
         handshake::send_ready(&stream, welcome.epoch, 0, deadline)?;
-        let Parts { rings, bitmap, memory, page_size, doorbells, wakers } = parts;
+        let WelcomeParts { rings, bitmap, memory, page_size, doorbells, wakers } = parts;
         let claims = (0..bitmap.words().len()).map(|_| AtomicU64::new(0)).collect();
         let resolver = Arc::new(Resolver {
             // Relaxed: only a number.
@@ -308,74 +308,6 @@ impl Resolver {
         // Relaxed: a hint for the other shards, which also find the end of the socket.
         self.is_closed.store(true, Ordering::Relaxed);
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
-    }
-}
-
-/// What came with a welcome, checked.
-struct Parts {
-    rings: Rings,
-    bitmap: SharedBitmap,
-    memory: Option<GuestMemory>,
-    page_size: PageSize,
-    doorbells: Vec<EventFd>,
-    wakers: Vec<EventFd>,
-}
-
-impl Parts {
-    fn new(files: Vec<OwnedFd>, welcome: &Welcome, nr_threads: u32) -> Result<Parts, HandshakeError> {
-        let failed = |call| move |source| HandshakeError::System { call, source };
-        let Welcome { layout, nr_pages, memory_offset_bytes, memory_bytes, .. } = *welcome;
-        let page_size = [PageSize::Size4K, PageSize::Size2M]
-            .into_iter()
-            .find(|size| size.size_bytes() == welcome.page_bytes)
-            .ok_or(HandshakeError::BadNumbers { what: "the size of a page" })?;
-        if !layout.is_possible() || layout.nr_shards != nr_threads {
-            return Err(HandshakeError::BadNumbers { what: "vCPUs, waiters, threads or entries" });
-        }
-        let has_memory = memory_bytes != 0;
-        let expected = 2 + u32::from(has_memory) + layout.nr_shards + layout.nr_waiters;
-        let found = files.len() as u32;
-        if found != expected {
-            return Err(HandshakeError::MissingDescriptors { expected, found });
-        }
-        let mut files = files.into_iter();
-        let mut next = || files.next().ok_or(HandshakeError::MissingDescriptors { expected, found });
-        let rings = next()?;
-        if !shared::is_size_fixed(rings.as_fd()) {
-            return Err(HandshakeError::NotSealed { what: "file of rings" });
-        }
-        let found_bytes = shared::file_size(rings.as_fd()).map_err(failed("fstat"))?;
-        let expected_bytes = layout.size_bytes();
-        if found_bytes != expected_bytes {
-            return Err(HandshakeError::WrongSize { what: "file of rings", expected_bytes, found_bytes });
-        }
-        let rings = Rings::new(rings.as_fd(), layout).map_err(failed("mmap"))?;
-        let bitmap = SharedBitmap::from_fd(next()?, nr_pages)?;
-        let memory = if has_memory {
-            let memory = next()?;
-            if !shared::is_sealed(memory.as_fd()) {
-                return Err(HandshakeError::NotSealed { what: "file of guest memory" });
-            }
-            let found_bytes = shared::file_size(memory.as_fd()).map_err(failed("fstat"))?;
-            let expected_bytes = memory_offset_bytes.saturating_add(memory_bytes);
-            if found_bytes < expected_bytes {
-                return Err(HandshakeError::WrongSize { what: "file of guest memory", expected_bytes, found_bytes });
-            }
-            if !memory_offset_bytes.is_multiple_of(PAGE_SIZE) || !memory_bytes.is_multiple_of(PAGE_SIZE) {
-                return Err(HandshakeError::BadNumbers { what: "where guest memory starts and ends" });
-            }
-            let mapping =
-                SharedMapping::new(memory.as_fd(), memory_offset_bytes, memory_bytes).map_err(failed("mmap"))?;
-            mapping.map_what_is_there(memory.as_fd(), memory_offset_bytes, MAPPING_PATIENCE);
-            Some(GuestMemory { mapping, page_bytes: welcome.page_bytes })
-        } else {
-            None
-        };
-        let mut eventfds =
-            |count: u32| (0..count).map(|_| next().map(EventFd::from)).collect::<Result<Vec<_>, HandshakeError>>();
-        let doorbells = eventfds(layout.nr_shards)?;
-        let wakers = eventfds(layout.nr_waiters)?;
-        Ok(Parts { rings, bitmap, memory, page_size, doorbells, wakers })
     }
 }
 

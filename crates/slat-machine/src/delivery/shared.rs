@@ -115,7 +115,7 @@ impl SharedMapping {
     /// Maps what the file has already, so that touching it does not fault, for `patience` at most;
     /// takes no memory for what it has not. `offset_bytes` of `file` is what the mapping begins
     /// with. Never needed: what is not mapped is when it is touched.
-    pub(super) fn map_what_is_there(&self, file: BorrowedFd<'_>, offset_bytes: u64, patience: Duration) {
+    pub(super) fn map_present_pages(&self, file: BorrowedFd<'_>, offset_bytes: u64, patience: Duration) {
         let begin = Instant::now();
         let mut next = 0;
         while next < self.size_bytes && begin.elapsed() < patience {

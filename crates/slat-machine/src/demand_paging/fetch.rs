@@ -37,7 +37,7 @@ pub(super) struct FetchFrom {
 
 /// A block in flight.
 #[derive(Clone, Copy, Debug)]
-struct InFlight<T> {
+struct FetchedBlock<T> {
     block: u64,
     /// Pages of it that have not come.
     nr_left: u64,
@@ -52,7 +52,7 @@ pub(super) struct Fetcher<T> {
     filler: Arc<Filler>,
     arrivals: Arc<Arrivals>,
     block_pages: u64,
-    in_flight: VecDeque<InFlight<T>>,
+    in_flight: VecDeque<FetchedBlock<T>>,
     /// Pages of blocks in flight for which the source had no room.
     unasked: VecDeque<u64>,
     /// Blocks that it has published.
@@ -75,7 +75,7 @@ impl<T: Copy> Fetcher<T> {
     /// Requests all pages of `block`, which the caller has claimed.
     #[inline]
     pub(super) fn ask(&mut self, block: u64, tag: T) -> Result<(), VcpuError> {
-        self.in_flight.push_back(InFlight { block, nr_left: self.block_pages, tag });
+        self.in_flight.push_back(FetchedBlock { block, nr_left: self.block_pages, tag });
         if self.block_pages == 1 && self.unasked.is_empty() && self.source.nr_in_flight() < MAX_IN_FLIGHT {
             self.source.request(block)?;
         } else {

@@ -15,7 +15,7 @@ use std::time::Duration;
 use slat::Vm;
 
 use super::arrivals::Arrivals;
-use super::{DemandPaging, DemandPagingError, DemandPagingReport, Resolver, SLOT};
+use super::{DemandPaging, DemandPagingError, DemandPagingReport, PagesFrom, SLOT};
 use crate::host::MachineHost;
 use crate::walk::HardwareFormat;
 
@@ -78,13 +78,13 @@ impl<F: HardwareFormat> DemandPaging<F> {
     /// # Errors
     /// [`DemandPagingError::MissedWrite`], [`DemandPagingError::FalseReport`]; and those of
     /// [`run`](DemandPaging::run).
-    pub fn check_dirty_log(&mut self, resolver: Resolver, nr_rounds: u64) -> Result<DirtyRounds, DemandPagingError> {
+    pub fn check_dirty_log(&mut self, resolver: PagesFrom, nr_rounds: u64) -> Result<DirtyRounds, DemandPagingError> {
         let mut reported =
             Reported { bits: vec![0; self.nr_pages().div_ceil(64) as usize], nr_harvests: 0, nr_reported: 0 };
         let mut paging = self.round_of(1, &resolver, &mut reported)?;
         for round in 2..=nr_rounds {
             // Its `engine` counts everything since the VM was made.
-            let next = self.round_of(round, &Resolver::None, &mut reported)?;
+            let next = self.round_of(round, &PagesFrom::None, &mut reported)?;
             paging.engine = next.engine;
         }
         let Reported { nr_harvests, nr_reported, .. } = reported;
@@ -94,7 +94,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
     fn round_of(
         &mut self,
         round: u64,
-        resolver: &Resolver,
+        resolver: &PagesFrom,
         reported: &mut Reported,
     ) -> Result<DemandPagingReport, DemandPagingError> {
         reported.bits.fill(0);

@@ -18,8 +18,8 @@ use super::config::Copier;
 use super::scheduler::{Asked, Pages};
 use crate::clock;
 use crate::delivery::{
-    Claim, DeliveryError, HandshakeError, Parked, Port, Request, Requested, Resolver, ResolverError, Shard, Waiter,
-    Wake,
+    Claim, DeliveryError, DeliveryPort, HandshakeError, Parked, Request, Requested, Resolver, ResolverError, Shard,
+    Waiter, Wake,
 };
 use crate::source::{MAX_IN_FLIGHT, NextArrival, PageBytes, PageSource, SourceError, SourceSpec, Wait, wait_until};
 
@@ -29,7 +29,7 @@ const SOURCE_FAILED: u32 = 1;
 /// The rings of one thread's vCPUs.
 #[derive(Debug)]
 pub(super) struct Rings {
-    ports: Vec<Port>,
+    ports: Vec<DeliveryPort>,
     /// Whether each of the vCPUs waits for a page.
     waits: Vec<bool>,
     waiter: Waiter,
@@ -38,7 +38,7 @@ pub(super) struct Rings {
 
 impl Rings {
     /// `ports` are in the order of the thread's vCPUs, all of which have `waiter`.
-    pub(super) fn new(ports: Vec<Port>, waiter: Waiter, block_pages: u64) -> Rings {
+    pub(super) fn new(ports: Vec<DeliveryPort>, waiter: Waiter, block_pages: u64) -> Rings {
         Rings { waits: vec![false; ports.len()], ports, waiter, block_pages }
     }
 
@@ -206,7 +206,7 @@ impl Requester {
 }
 
 #[derive(Debug)]
-struct InFlight {
+struct ServedBlock {
     requester: Requester,
     nr_left: u64,
     /// The source could not deliver one of its pages. The block stays until the others have come,
@@ -220,7 +220,7 @@ struct Server<'a> {
     shard: Shard,
     source: Box<dyn PageSource>,
     block_pages: u64,
-    in_flight: VecDeque<InFlight>,
+    in_flight: VecDeque<ServedBlock>,
     /// Pages of blocks in flight for which the source had no room.
     unasked: VecDeque<u64>,
     /// Requests of vCPUs among those in flight.
@@ -314,7 +314,7 @@ impl<'a> Server<'a> {
 
     fn ask(&mut self, requester: Requester) {
         let first = requester.block() * self.block_pages;
-        self.in_flight.push_back(InFlight { requester, nr_left: self.block_pages, has_failed: false });
+        self.in_flight.push_back(ServedBlock { requester, nr_left: self.block_pages, has_failed: false });
         self.unasked.extend(first..first + self.block_pages);
     }
 
@@ -349,7 +349,7 @@ impl<'a> Server<'a> {
                 continue;
             }
             let done = if place == 0 { self.in_flight.pop_front() } else { self.in_flight.swap_remove_front(place) };
-            let Some(InFlight { requester, has_failed, .. }) = done else { continue };
+            let Some(ServedBlock { requester, has_failed, .. }) = done else { continue };
             self.nr_filled += u64::from(!has_failed);
             match requester {
                 Requester::Vcpu(request) => {

@@ -22,8 +22,8 @@ pub(super) fn small(mode: PagingMode) -> DemandPagingConfig {
     }
 }
 
-pub(super) fn resolver_of(mode: PagingMode) -> Resolver {
-    if mode == PagingMode::None { Resolver::None } else { Resolver::Source(SourceSpec::pattern(SEED)) }
+pub(super) fn resolver_of(mode: PagingMode) -> PagesFrom {
+    if mode == PagingMode::None { PagesFrom::None } else { PagesFrom::Source(SourceSpec::pattern(SEED)) }
 }
 
 /// Whether this machine supports the mode.
@@ -40,7 +40,7 @@ pub(super) fn can(mode: PagingMode) -> bool {
     }
 }
 
-fn run<F: HardwareFormat>(config: &DemandPagingConfig, resolver: Resolver) -> DemandPagingReport {
+fn run<F: HardwareFormat>(config: &DemandPagingConfig, resolver: PagesFrom) -> DemandPagingReport {
     let mut paging = DemandPaging::<F>::new(config).unwrap();
     let report = paging.run(resolver).unwrap_or_else(|error| panic!("{config:?}: {error}"));
     let nr_pages = paging.nr_pages();
@@ -97,7 +97,7 @@ fn few_threads_run_many_vcpus_whose_pages_have_a_latency() {
             for threads in [VcpuThreads::Few(1), VcpuThreads::Few(3), VcpuThreads::OnePerVcpu] {
                 let config = DemandPagingConfig { nr_vcpus: 8, sharing, vcpu_threads: Some(threads), ..small(mode) };
                 let source = SourceSpec::pattern(SEED).delayed_by(20_000);
-                let report = run::<Npt>(&config, Resolver::Source(source));
+                let report = run::<Npt>(&config, PagesFrom::Source(source));
                 assert_eq!(report.nr_threads, config.nr_vcpu_threads(true));
             }
         }
@@ -116,7 +116,7 @@ fn the_copier_fetches_the_pages_without_a_request_and_none_twice() {
         for delay_ns in [0, 30_000] {
             let config = DemandPagingConfig { copier: Some(Copier { window: 16 }), ..small(mode) };
             let source = SourceSpec::pattern(SEED).delayed_by(delay_ns);
-            nr_copied += run::<Npt>(&config, Resolver::Source(source)).nr_filled_by_copier;
+            nr_copied += run::<Npt>(&config, PagesFrom::Source(source)).nr_filled_by_copier;
         }
     }
     println!("{nr_copied} blocks by the copier");
@@ -144,7 +144,7 @@ fn blocks_of_2m_arrive_whole_and_are_mapped_huge_in_huge_memory() {
                 ..small(mode)
             };
             let source = SourceSpec::pattern(SEED).delayed_by(delay_ns);
-            let report = run::<Npt>(&config, Resolver::Source(source));
+            let report = run::<Npt>(&config, PagesFrom::Source(source));
             assert!(report.nr_exits() <= 4);
         }
     }
@@ -158,10 +158,10 @@ fn a_file_and_a_peer_are_sources() {
     std::fs::create_dir_all(&directory).unwrap();
     let path = directory.join("pages");
     config.contents.write_to(&mut std::fs::File::create(&path).unwrap(), nr_pages).unwrap();
-    run::<Npt>(&config, Resolver::Source(SourceSpec::file(&path)));
+    run::<Npt>(&config, PagesFrom::Source(SourceSpec::file(&path)));
     let address = PeerAddress::Unix(directory.join("socket"));
     let peer = PeerServer::start(address, SourceSpec::file(&path)).unwrap();
-    run::<Npt>(&config, Resolver::Source(SourceSpec::peer(peer.address().clone())));
+    run::<Npt>(&config, PagesFrom::Source(SourceSpec::peer(peer.address().clone())));
     drop(peer);
     std::fs::remove_dir_all(&directory).unwrap();
 }
@@ -169,7 +169,7 @@ fn a_file_and_a_peer_are_sources() {
 #[test]
 fn the_guest_finds_wrong_contents() {
     let mut paging = DemandPaging::<Npt>::new(&small(PagingMode::Userfault)).unwrap();
-    match paging.run(Resolver::Source(SourceSpec::pattern(SEED + 1))) {
+    match paging.run(PagesFrom::Source(SourceSpec::pattern(SEED + 1))) {
         Err(DemandPagingError::Vcpus { errors }) => {
             assert_eq!(errors.len(), 4, "all end");
             assert!(errors.iter().any(|(_, error)| matches!(error, VcpuError::WrongWord { .. })));
@@ -177,7 +177,7 @@ fn the_guest_finds_wrong_contents() {
         other => panic!("{other:?}"),
     }
     let mut paging = DemandPaging::<Npt>::new(&small(PagingMode::Userfault)).unwrap();
-    paging.run(Resolver::Source(SourceSpec::pattern(SEED))).unwrap();
+    paging.run(PagesFrom::Source(SourceSpec::pattern(SEED))).unwrap();
     paging.memory.store(5 * PAGE_SIZE + 4088, 1).unwrap();
     match paging.verify() {
         Err(DemandPagingError::WrongWord { page: 5, offset_bytes: 4088, found: 1, .. }) => {}
@@ -204,7 +204,7 @@ fn the_process_touches_the_memory_too() {
                     }
                 });
                 let source = SourceSpec::pattern(SEED).delayed_by(delay_ns);
-                let report = paging.run(Resolver::Source(source)).unwrap();
+                let report = paging.run(PagesFrom::Source(source)).unwrap();
                 assert_eq!(report.nr_filled_for_faults, nr_pages);
             });
             assert_eq!(paging.verify().unwrap(), nr_pages);
@@ -223,10 +223,10 @@ fn a_mode_refuses_other_resolvers() {
         let error = paging.run(resolver).unwrap_err();
         assert!(matches!(error, DemandPagingError::WrongResolver { .. }) && error.is_bad_usage(), "{error}");
     };
-    wrong(PagingMode::None, Resolver::Source(SourceSpec::pattern(SEED)));
-    wrong(PagingMode::None, Resolver::Elsewhere);
-    wrong(PagingMode::Userfault, Resolver::Elsewhere);
-    wrong(PagingMode::Userfault, Resolver::None);
+    wrong(PagingMode::None, PagesFrom::Source(SourceSpec::pattern(SEED)));
+    wrong(PagingMode::None, PagesFrom::Elsewhere);
+    wrong(PagingMode::Userfault, PagesFrom::Elsewhere);
+    wrong(PagingMode::Userfault, PagesFrom::None);
 }
 
 #[test]
@@ -248,7 +248,7 @@ fn the_dirty_log_is_exact_while_pages_arrive() {
             };
             let mut paging = DemandPaging::<Npt>::new(&config).unwrap();
             let source = SourceSpec::pattern(SEED).delayed_by(5_000);
-            let rounds = paging.check_dirty_log(Resolver::Source(source), 4).unwrap();
+            let rounds = paging.check_dirty_log(PagesFrom::Source(source), 4).unwrap();
             assert!(rounds.nr_harvests >= 8 && rounds.nr_reported >= 4 * paging.nr_pages(), "{rounds:?}");
             assert_eq!(paging.verify().unwrap(), paging.nr_pages());
         }

@@ -54,13 +54,13 @@ fn all_vcpus_get_the_error_of_a_source_and_another_source_goes_on() {
             let config = DemandPagingConfig { vcpu_threads: Some(threads), copier, ..small(mode) };
             let mut paging = DemandPaging::<Npt>::new(&config).unwrap();
             let (path, short) = short_file(100);
-            let result = paging.run(Resolver::Source(short.delayed_by(delay_ns)));
+            let result = paging.run(PagesFrom::Source(short.delayed_by(delay_ns)));
             let nr_failed = all_failed(result, |error| matches!(error, VcpuError::Source(_)));
             assert!(nr_failed >= 2, "of four parts of 70 pages, two and more are not in the file");
             let nr_before = paging.nr_there();
             assert!(nr_before < paging.nr_pages());
             assert_eq!(paging.verify().unwrap(), nr_before);
-            let report = paging.run(Resolver::Source(SourceSpec::pattern(SEED))).unwrap();
+            let report = paging.run(PagesFrom::Source(SourceSpec::pattern(SEED))).unwrap();
             assert_eq!(paging.verify().unwrap(), paging.nr_pages());
             assert_eq!(report.nr_filled_for_faults + report.nr_filled_by_copier, paging.nr_pages());
             std::fs::remove_file(path).unwrap();
@@ -76,9 +76,9 @@ fn abandoned_memory_behind_a_userfaultfd_can_be_torn_down() {
         }
         let mut paging = DemandPaging::<Npt>::new(&small(mode)).unwrap();
         let (path, short) = short_file(100);
-        all_failed(paging.run(Resolver::Source(short)), |error| matches!(error, VcpuError::Source(_)));
+        all_failed(paging.run(PagesFrom::Source(short)), |error| matches!(error, VcpuError::Source(_)));
         assert!(paging.memory().is_lost());
-        let again = paging.run(Resolver::Source(SourceSpec::pattern(SEED)));
+        let again = paging.run(PagesFrom::Source(SourceSpec::pattern(SEED)));
         all_failed(again, |error| matches!(error, VcpuError::Cpu(_)));
         std::fs::remove_file(path).unwrap();
     }
@@ -117,11 +117,11 @@ fn a_peer_that_closes_in_the_middle_fails_the_run() {
         drop(first);
     });
     let source = SourceSpec::peer(PeerAddress::Unix(between));
-    let nr_failed = all_failed(paging.run(Resolver::Source(source)), |error| matches!(error, VcpuError::Source(_)));
+    let nr_failed = all_failed(paging.run(PagesFrom::Source(source)), |error| matches!(error, VcpuError::Source(_)));
     assert_eq!(nr_failed, 4);
     relay.join().unwrap();
     let second = start("second");
-    paging.run(Resolver::Source(SourceSpec::peer(second.address().clone()))).unwrap();
+    paging.run(PagesFrom::Source(SourceSpec::peer(second.address().clone()))).unwrap();
     assert_eq!(paging.verify().unwrap(), paging.nr_pages());
     drop(second);
     std::fs::remove_dir_all(directory).unwrap();
@@ -155,7 +155,7 @@ fn resolvers_that_die_one_after_the_other_fill_each_page_once() {
                 thread::sleep(lifetime);
                 ours.shutdown(std::net::Shutdown::Both).unwrap();
             });
-            let result = paging.run(Resolver::Elsewhere);
+            let result = paging.run(PagesFrom::Elsewhere);
             killer.join().unwrap();
             let _ = resolver.join().unwrap();
             if result.is_ok() {
@@ -179,12 +179,12 @@ fn resolvers_that_die_one_after_the_other_fill_each_page_once() {
 fn a_resolver_reports_that_its_source_fails() {
     let mut paging = DemandPaging::<Npt>::new(&small(PagingMode::UserfaultRing)).unwrap();
     let (path, short) = short_file(100);
-    let result = paging.run(Resolver::Source(short));
+    let result = paging.run(PagesFrom::Source(short));
     all_failed(
         result,
         |error| matches!(error, VcpuError::Delivery(error) if matches!(**error, DeliveryError::PageFailed { .. })),
     );
-    paging.run(Resolver::Source(SourceSpec::pattern(SEED))).unwrap();
+    paging.run(PagesFrom::Source(SourceSpec::pattern(SEED))).unwrap();
     assert_eq!(paging.verify().unwrap(), paging.nr_pages());
     std::fs::remove_file(path).unwrap();
 }
@@ -193,7 +193,7 @@ fn a_resolver_reports_that_its_source_fails() {
 fn a_run_without_a_resolver_fails() {
     let mut paging = DemandPaging::<Npt>::new(&small(PagingMode::UserfaultRing)).unwrap();
     all_failed(
-        paging.run(Resolver::Elsewhere),
+        paging.run(PagesFrom::Elsewhere),
         |error| matches!(error, VcpuError::Delivery(error) if matches!(**error, DeliveryError::NoResolver { .. })),
     );
 }

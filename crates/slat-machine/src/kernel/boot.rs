@@ -3,7 +3,7 @@
 
 use slat::{Access, Gva, PAGE_SIZE, Privilege};
 
-use super::Config;
+use super::KernelConfig;
 use super::cpu::{
     CR0_PE, CR0_PG, CR0_WP, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_SMAP, CR4_SMEP, EFER_LME, EFER_NXE, KernelGuestCpu, Trap,
 };
@@ -23,7 +23,7 @@ pub(crate) struct Image {
 }
 
 /// CR4 while the kernel runs.
-pub(crate) fn cr4(config: &Config) -> u64 {
+pub(crate) fn cr4(config: &KernelConfig) -> u64 {
     let pcids = match config.pcids {
         Pcids::On => CR4_PCIDE,
         Pcids::Off => 0,
@@ -75,7 +75,7 @@ impl<C: KernelGuestCpu> Builder<'_, C> {
 }
 
 /// Writes the image. The CPU has paging off; memory is zero.
-pub(crate) fn build<C: KernelGuestCpu>(cpu: &mut C, config: &Config) -> Result<Image, KernelError<C::Error>> {
+pub(crate) fn build<C: KernelGuestCpu>(cpu: &mut C, config: &KernelConfig) -> Result<Image, KernelError<C::Error>> {
     let mut builder = Builder { cpu, next: IMAGE_TABLES };
     let global = global(config.isolation);
     builder.write(ENTRY_TEXT_PAGE, ENTRY_TEXT_WORD)?;
@@ -115,7 +115,7 @@ pub(crate) fn build<C: KernelGuestCpu>(cpu: &mut C, config: &Config) -> Result<I
 }
 
 /// Turns on a CPU's paging, with the idle root: long mode first, then the features that need it.
-pub(crate) fn turn_on<C: KernelGuestCpu>(cpu: &mut C, config: &Config) -> Result<(), KernelError<C::Error>> {
+pub(crate) fn turn_on<C: KernelGuestCpu>(cpu: &mut C, config: &KernelConfig) -> Result<(), KernelError<C::Error>> {
     let failed =
         |instruction, operand| move |trap: Trap<C::Error>| KernelError::Instruction { instruction, operand, trap };
     let (efer, cr0, cr4) = (EFER_LME | EFER_NXE, CR0_PE | CR0_WP | CR0_PG, cr4(config));

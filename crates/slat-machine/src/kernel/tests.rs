@@ -6,14 +6,14 @@ use super::address_space::{Region, Rights};
 use super::layout::{DATA_PAGES, STACK_PAGES, TEXT_PAGES, USER_DATA, USER_STACK, USER_TEXT, direct, window};
 use super::*;
 
-pub(super) const CONFIGS: [Config; 4] = [
-    Config { nr_vcpus: 1, isolation: Isolation::On, pcids: Pcids::On, processes_per_vcpu: 8 },
-    Config { nr_vcpus: 1, isolation: Isolation::On, pcids: Pcids::Off, processes_per_vcpu: 8 },
-    Config { nr_vcpus: 1, isolation: Isolation::Off, pcids: Pcids::On, processes_per_vcpu: 8 },
-    Config { nr_vcpus: 1, isolation: Isolation::Off, pcids: Pcids::Off, processes_per_vcpu: 8 },
+pub(super) const CONFIGS: [KernelConfig; 4] = [
+    KernelConfig { nr_vcpus: 1, isolation: Isolation::On, pcids: Pcids::On, processes_per_vcpu: 8 },
+    KernelConfig { nr_vcpus: 1, isolation: Isolation::On, pcids: Pcids::Off, processes_per_vcpu: 8 },
+    KernelConfig { nr_vcpus: 1, isolation: Isolation::Off, pcids: Pcids::On, processes_per_vcpu: 8 },
+    KernelConfig { nr_vcpus: 1, isolation: Isolation::Off, pcids: Pcids::Off, processes_per_vcpu: 8 },
 ];
 
-fn start(config: Config) -> KernelCpu<PlainCpu> {
+fn start(config: KernelConfig) -> KernelCpu<PlainCpu> {
     let kernel = Kernel::new(config).unwrap();
     let cpu = PlainCpu::new(PlainMemory::new(config.memory_bytes()));
     KernelCpu::start(kernel, 0, cpu).unwrap()
@@ -157,7 +157,7 @@ fn unmapped_pages_and_empty_tables_are_freed_at_once() {
 
 #[test]
 fn many_pages_are_flushed_all_at_once() {
-    let mut cpu = start(Config::default());
+    let mut cpu = start(KernelConfig::default());
     cpu.mmap(window(0), Region { nr_pages: 48, rights: Rights::ReadWrite }).unwrap();
     write(&mut cpu, window(0)..window(0) + 48);
     let before = *cpu.counters();
@@ -199,7 +199,7 @@ fn rights_are_removed_at_once_and_added_without_a_flush() {
 
 #[test]
 fn context_switches_keep_what_is_cached_of_the_last_few() {
-    let mut cpu = start(Config::default());
+    let mut cpu = start(KernelConfig::default());
     write(&mut cpu, [USER_DATA]);
     cpu.fork().unwrap();
     // Each has been loaded once.
@@ -292,14 +292,14 @@ fn many_steps_of_all_operations_pass() {
 #[test]
 fn runs_are_reproducible() {
     let run = |seed| {
-        let mut cpu = start(Config::default());
+        let mut cpu = start(KernelConfig::default());
         let done = cpu.run(&WorkloadMix::COMPILE, 5_000, seed).unwrap();
         assert_eq!(done.user_work_ns, 5_000 * WorkloadMix::COMPILE.user_work_ns);
         done
     };
     assert_eq!(run(7), run(7));
     assert_ne!(run(7), run(8));
-    let mut cpu = start(Config::default());
+    let mut cpu = start(KernelConfig::default());
     let done = cpu.run(&WorkloadMix::SYSTEM_CALLS, 1_000, 7).unwrap();
     assert_eq!((done.system_calls, done.forks, done.exits), (1_000, 0, 0));
     end(cpu);
@@ -308,7 +308,7 @@ fn runs_are_reproducible() {
 #[test]
 fn processes_move_between_cpus_on_threads() {
     for config in CONFIGS {
-        let config = Config { nr_vcpus: 4, processes_per_vcpu: 4, ..config };
+        let config = KernelConfig { nr_vcpus: 4, processes_per_vcpu: 4, ..config };
         let kernel = Kernel::new(config).unwrap();
         let memory = PlainMemory::new(config.memory_bytes());
         let cpus: Vec<KernelCpu<PlainCpu>> = std::thread::scope(|scope| {
@@ -335,13 +335,13 @@ fn processes_move_between_cpus_on_threads() {
 
 #[test]
 fn impossible_configurations_and_cpus_are_refused() {
-    let good = Config::default();
+    let good = KernelConfig::default();
     let refused = |config| Kernel::new(config).unwrap_err();
     for nr_vcpus in [0, 129] {
-        assert_eq!(refused(Config { nr_vcpus, ..good }), KernelConfigError::Vcpus { nr_vcpus, max: 128 });
+        assert_eq!(refused(KernelConfig { nr_vcpus, ..good }), KernelConfigError::Vcpus { nr_vcpus, max: 128 });
     }
-    assert_eq!(refused(Config { processes_per_vcpu: 0, ..good }), KernelConfigError::NoProcesses);
-    let great = Config { nr_vcpus: 128, processes_per_vcpu: 1_000, ..good };
+    assert_eq!(refused(KernelConfig { processes_per_vcpu: 0, ..good }), KernelConfigError::NoProcesses);
+    let great = KernelConfig { nr_vcpus: 128, processes_per_vcpu: 1_000, ..good };
     assert!(
         matches!(refused(great), KernelConfigError::Memory { memory_bytes, .. } if memory_bytes == great.memory_bytes())
     );
@@ -374,7 +374,7 @@ fn tamper(cpu: &mut KernelCpu<PlainCpu>, gpa: u64, change: impl Fn(u64) -> u64) 
 #[test]
 fn changed_memory_and_changed_entries_are_detected() {
     let started = || {
-        let mut cpu = start(Config::default());
+        let mut cpu = start(KernelConfig::default());
         write(&mut cpu, [USER_DATA]);
         let frame = cpu.current.pages[&USER_DATA].frame;
         let table = cpu.current.tables[&(1, USER_DATA >> 9)].frame;

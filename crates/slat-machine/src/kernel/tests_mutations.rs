@@ -101,7 +101,7 @@ impl KernelGuestCpu for Faulty {
     }
 }
 
-fn run(config: Config, fault: Fault) -> Result<(), KernelError<PlainError>> {
+fn run(config: KernelConfig, fault: Fault) -> Result<(), KernelError<PlainError>> {
     let kernel = Kernel::new(config).unwrap();
     let cpu = PlainCpu::new(PlainMemory::new(config.memory_bytes()));
     let cpu = Faulty { cpu, fault, pcids: config.pcids, privilege: Privilege::Supervisor, nr_writes: 0 };

@@ -12,7 +12,7 @@ use crate::tlb::Geometry;
 
 type Machine = Arc<Vm<MachineHost, Npt>>;
 
-fn machine(config: &Config, shadow: ShadowPaging) -> Machine {
+fn machine(config: &KernelConfig, shadow: ShadowPaging) -> Machine {
     let host = MachineHost::new(Arc::new(FlushDomain::new()), 1 << 16).unwrap();
     let engine = slat::Config::default().with_paging(Paging::Shadow(shadow));
     let vm = Arc::new(Vm::new(host, engine).unwrap());
@@ -63,7 +63,7 @@ fn all_strategies_follow_the_guests_tables() {
 #[test]
 fn few_shadow_pages_are_enough() {
     for strategy in STRATEGIES {
-        let config = Config::default();
+        let config = KernelConfig::default();
         let kernel = Kernel::new(config).unwrap();
         let shadow = ShadowPaging { strategy, max_pages: slat::MIN_SHADOW_PAGES, ..ShadowPaging::default() };
         let vm = machine(&config, shadow);
@@ -76,7 +76,7 @@ fn few_shadow_pages_are_enough() {
 #[test]
 fn processes_move_between_vcpus_on_threads() {
     for strategy in STRATEGIES {
-        let config = Config { nr_vcpus: 3, processes_per_vcpu: 4, ..Config::default() };
+        let config = KernelConfig { nr_vcpus: 3, processes_per_vcpu: 4, ..KernelConfig::default() };
         let kernel = Kernel::new(config).unwrap();
         let vm = machine(&config, ShadowPaging { strategy, ..ShadowPaging::default() });
         let mix = WorkloadMix { migrations: 200, ..WorkloadMix::EVERYTHING };

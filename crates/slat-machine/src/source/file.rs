@@ -13,7 +13,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use super::in_flight::InFlight;
+use super::in_flight::PagesInFlight;
 use super::{NextArrival, PAGE_SIZE, PageBytes, PageSource, SourceError, Wait};
 
 /// A file's pages.
@@ -21,7 +21,7 @@ use super::{NextArrival, PAGE_SIZE, PageBytes, PageSource, SourceError, Wait};
 pub(super) struct FileSource {
     file: File,
     path: PathBuf,
-    in_flight: InFlight,
+    in_flight: PagesInFlight,
     /// The page that was taken last.
     page: Box<PageBytes>,
 }
@@ -37,7 +37,7 @@ impl FileSource {
         };
         let file = open().map_err(|cause| SourceError::OpenFile { path: path.to_owned(), cause })?;
         let page = Box::new([0; PAGE_SIZE]);
-        Ok(FileSource { file, path: path.to_owned(), in_flight: InFlight::new(), page })
+        Ok(FileSource { file, path: path.to_owned(), in_flight: PagesInFlight::new(), page })
     }
 }
 

@@ -9,7 +9,7 @@ use std::io::{self, Write};
 
 use thiserror::Error;
 
-use super::in_flight::InFlight;
+use super::in_flight::PagesInFlight;
 use super::{NextArrival, PAGE_SIZE, PageBytes, PageSource, SourceError, Wait};
 
 /// Words of 64 bits in a page.
@@ -127,14 +127,14 @@ fn key(seed: u64, page: u64) -> u64 {
 #[derive(Debug)]
 pub(super) struct PatternSource {
     pattern: Pattern,
-    in_flight: InFlight,
+    in_flight: PagesInFlight,
     /// The page that was taken last.
     page: Box<PageBytes>,
 }
 
 impl PatternSource {
     pub(super) fn new(pattern: Pattern) -> PatternSource {
-        PatternSource { pattern, in_flight: InFlight::new(), page: Box::new([0; PAGE_SIZE]) }
+        PatternSource { pattern, in_flight: PagesInFlight::new(), page: Box::new([0; PAGE_SIZE]) }
     }
 }
 

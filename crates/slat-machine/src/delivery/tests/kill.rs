@@ -273,7 +273,7 @@ fn the_cost_of_a_page() {
             })
         } else {
             thread::scope(|scope| {
-                let mut groups: Vec<Vec<Port>> = (0..nr_waiters).map(|_| Vec::new()).collect();
+                let mut groups: Vec<Vec<DeliveryPort>> = (0..nr_waiters).map(|_| Vec::new()).collect();
                 ports.into_iter().for_each(|port| groups[(port.vcpu() % nr_waiters) as usize].push(port));
                 let workers: Vec<_> = groups
                     .into_iter()
@@ -299,7 +299,7 @@ fn the_cost_of_a_page() {
         );
     }
 
-    fn one_by_one(mut port: Port, in_flight: usize) -> PortStats {
+    fn one_by_one(mut port: DeliveryPort, in_flight: usize) -> PortStats {
         let first = u64::from(port.vcpu()) * NR_OWN;
         let mut next = first;
         for page in first..first + NR_OWN {
@@ -312,8 +312,8 @@ fn the_cost_of_a_page() {
         port.stats()
     }
 
-    fn many_at_once(mut ports: Vec<Port>, mut waiter: Waiter) -> Vec<PortStats> {
-        let end = |port: &Port| u64::from(port.vcpu() + 1) * NR_OWN;
+    fn many_at_once(mut ports: Vec<DeliveryPort>, mut waiter: Waiter) -> Vec<PortStats> {
+        let end = |port: &DeliveryPort| u64::from(port.vcpu() + 1) * NR_OWN;
         for port in &mut ports {
             port.request(end(port) - NR_OWN, 0).unwrap();
         }
@@ -343,6 +343,6 @@ fn the_cost_of_a_page() {
                 }
             }
         }
-        ports.iter().map(Port::stats).collect()
+        ports.iter().map(DeliveryPort::stats).collect()
     }
 }

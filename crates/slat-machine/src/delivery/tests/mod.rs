@@ -54,7 +54,7 @@ impl World {
         World { delivery: Delivery::new(config).unwrap(), bitmap, memory }
     }
 
-    fn ports(&self) -> Vec<Port> {
+    fn ports(&self) -> Vec<DeliveryPort> {
         (0..self.delivery.shared.nr_vcpus).map(|vcpu| self.delivery.take_port(vcpu).unwrap()).collect()
     }
 
