@@ -34,7 +34,6 @@
 //!
 //! The model is the exit-less mode that was discussed for KVM Userfault: a ring and an eventfd each
 //! way for each vCPU.
-//! for each vCPU.
 
 mod bitmap;
 mod error;

@@ -278,7 +278,6 @@ impl Backing {
     /// kernel has mapped its page of zeros, it replaces that under the same pointer, which is the
     /// frame for the machine. A movable page may have to be invalidated in the guest first, with
     /// `invalidate`.
-    /// the guest first: that is what `invalidate` is for.
     ///
     /// # Errors
     /// [`Gone`]: the memory ends before `offset_bytes` or is [lost](Backing::is_lost), or an

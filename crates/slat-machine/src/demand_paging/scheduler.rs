@@ -21,7 +21,6 @@
 //! [`LONGEST_SLEEP`](super::arrivals::LONGEST_SLEEP). Every vCPU that has pages left ends with that
 //! error, or with its own. Pages that were requested and did not come can be claimed again. The
 //! vCPUs are as they were: a later run goes on with them.
-//! afterwards. The vCPUs are as they were: a later run goes on with them.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -5,6 +5,8 @@
 //! this CPU. It never evicts anything, so that every missing flush of the kernel shows. It caches
 //! translations, of 4 KiB, and directory entries of level 2 (*paging-structure caches*), both by
 //! PCID; a page fault drops what it has for the address.
+//!
+//! Sources: Intel SDM vol. 3A, "4-level paging", "Access rights", "Page-fault exceptions",
 //! "Process-Context Identifiers", "Invalidation of TLBs and paging-structure caches".
 
 use std::collections::HashMap;

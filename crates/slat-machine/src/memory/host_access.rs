@@ -68,7 +68,7 @@ pub enum DiscardError {
 
 impl Backing {
     /// Releases the `len_bytes` from `offset_bytes` on to the kernel: they read as zero from now
-    /// on. The [module](self) describes when this is allowed. Memory that was
+    /// on. The module describes when this is allowed. Memory that was
     /// [lost](Backing::is_lost) is usable again once all of it is discarded.
     ///
     /// # Errors
@@ -84,7 +84,7 @@ impl Backing {
     }
 
     /// Removes the `len_bytes` from `offset_bytes` on from this mapping of a memory file, and
-    /// leaves them in the file: the next access faults and finds them. The [module](self) describes
+    /// leaves them in the file: the next access faults and finds them. The module describes
     /// when this is allowed.
     ///
     /// # Errors

@@ -192,7 +192,7 @@ fn without_a_resolver_a_request_is_an_error_and_stays_known() {
     assert!(matches!(port.resume(limit), Err(DeliveryError::NoResolver { vcpu: 0 })));
     assert!(!port.try_resume().unwrap());
     assert!(!world.delivery.wait_attached(limit));
-    // It was not forgotten.
+    // The request was kept.
     let mut shards = world.attach(1).1;
     port.resume(LIMIT).unwrap();
     assert_eq!(shards[0].sweep(&mut Vec::new()).unwrap(), 1);
