@@ -52,7 +52,7 @@ check break recover-no-flush split-no-flush split-at-once cancel-plain install-n
 check userfault no-stamp no-zap flush-if-changed no-flush flush-first flag-last stamp-first withdraw-first store-first \
     bit-first slot-first ranges-last resolve-first attribute-first clear-first counter-last no-counter huge-while-on \
     huge-beside run-bits run-attributes one-attribute no-fence stamp-if-empty pass-broken bare-unlink bare-plain \
-    drop-debt swap-only recover-no-counter recover-no-flag recover-no-ranges recover-no-attributes \
+    drop-odd swap-only recover-no-counter recover-no-flag recover-no-ranges recover-no-attributes \
     recover-one-attribute recover-attributes-first
 check shadow no-reread invlpg-no-lock no-local-flush local-flush-if-changed fault-keeps fault-lock-blind \
     fault-skip-syncing unsync-late bitmap-late write-while-syncing pass-syncing no-flush flush-first flush-if-cleared compare-first no-seq drop-if-synced \

@@ -1,39 +1,47 @@
-"""Explicit-state check of break-before-make, for formats whose CPUs must not meet a table and a block for the same
-page: between the two the entry is not present, and a flush has completed since. Recovery, split, and those who meet
-them.
+"""Explicit-state check of break before make, for formats whose CPUs must not find a table and a
+block for the same page: between the two the entry is not present, and a flush has completed since.
+Recovery, split, and the threads that find a broken entry.
 
-Two pages under a two-level tree. P is the parent entry: ('E', stamp, U) empty, U: *unflushed*, CPUs may have cached
-what was there before; ('L', frames, W, D) a huge leaf; ('T', i) table i; ('B', i, kind) broken: 'r' a recovery makes a
-huge leaf of table i, 's' a split has filled table i from a huge leaf. T[i][page]: ('E', stamp, 0), ('L', frame, W, D),
-('F', frame or None, 0, D) frozen, or 'X', a link of the list of retired tables. The CPU is at its worst: what is
-present is cached at once: `huge` (0 no, 1, 2 writable), `psc` (tables), `small` (per page, as `huge`); a flush drops
-all. 'cpu' sets D, too.
-Recover:     table -> broken -> freeze leaf by leaf -> flush -> huge leaf, D of all, W if the slot did not log at first
-             -> flags again: logs: mark both pages. One was empty: cancel. T is retired: its entries overwritten.
-Split:       does the slot log? -> table i is filled with the parts, W only if not -> leaf -> broken -> flush -> table -> if
-             the parts have W, flags again: logs: mark both pages. If it fails, table i is retired.
-Cancel:      ('r': each entry is frozen) each leaf is reported -> a stamp is taken -> broken -> empty, unflushed.
-Fault (small, big: of what size the host allows; a write to page 0, small1, big1: 1): entry (broken: cancel) -> published
-             ranges -> unflushed: flush -> exchange on the very value -> flags -> mark. Empty with another stamp, not
-             unflushed: published ranges (none has the page: where one has it, the flush may be still to come) -> a table
-             with that stamp takes its place. A leaf without W: gets it -> flags -> mark. beside1: small1, where nothing
-             else maps anything: so what it links in place of an empty entry is never refused as unflushed.
-Instead:     a huge leaf is replaced by itself: stamp -> empty, unflushed -> counter as at the look: the leaf.
-Invalidator: publish -> stamp -> walk -> flush -> the host frees the frames -> withdraw. inval: both pages, plain
-             stamps; unlink: and the table; inval0: page 0, huge leaf: split; oom0: without memory: the leaf goes as a
-             whole, unflushed. An empty entry gets a stamp as a whole. Unflushed, it keeps the flag if both pages go; else
-             it is flushed first, and the exchange is on the very value that was seen before that flush.
-Harvest:     takes bits -> walk: W goes; broken: skip -> flush. `on`: the log is published -> the same walk -> flush.
-Wrong: a CPU has cached a block and a table for the same page; a leaf of a frame that is gone, or a frame that is gone,
-was written, and nobody was told; a frozen entry in a linked table; a page may be written in a slot that logs, and is
-not marked; a fault that is held up by invalidations beside it for an unflushed entry.
-Run: python3 break.py [RULE]. Each of these breaks it: recover-no-flush, split-no-flush, split-at-once (as where no
-break is needed), cancel-plain (stamp without the flag), install-no-flush, flush-first (before the entry is looked at),
-oom-plain, drop-flag (a stamp for a whole entry, covered in part, loses the flag without a flush), flush-any (after the flush,
-whatever empty entry is there loses the flag), keep-flag (it is not flushed, and keeps the flag), refine-unflushed,
-refine-published, instead-plain, reuse (a split that failed tries again with the same table), split-freezes (a canceller
-freezes the parts), split-copies-W (of a slot that logs), split-mark-never, split-marks-first (before the table is linked),
-split-unreported, no-freeze, mark-never (recover).
+Two pages under a two-level tree. P is the parent entry: ('E', seq, U) empty, U: *unflushed*, CPUs
+may have cached its contents from before; ('L', frames, W, D) a huge leaf; ('T', i) table i; ('B',
+i, kind) broken: 'r' a recovery makes a huge leaf of table i, 's' a split has filled table i from a
+huge leaf. T[i][page]: ('E', seq, 0), ('L', frame, W, D), ('F', frame or None, 0, D) frozen, or 'X',
+a link of the list of retired tables. The CPU caches at once all that is present: `huge` (0 no, 1, 2
+writable), `psc` (tables), `small` (per page, as `huge`); a flush drops all. 'cpu' sets D, too.
+Recover: table -> broken -> freeze leaf by leaf -> flush -> huge leaf, D of all, W if the slot did
+    not log at first -> flags again: logs: mark both pages. If an entry was empty: cancel. T is
+    retired: its entries are overwritten.
+Split: does the slot log? -> table i is filled with the parts, with W only if not -> leaf -> broken
+    -> flush -> table -> if the parts have W, flags again: logs: mark both pages. If it fails, table
+    i is retired.
+Cancel: ('r': each entry is frozen) each leaf is reported -> seq -> broken -> empty, unflushed.
+Fault: (small, big: the size that the host allows; a write to page 0, small1, big1: 1) the entry
+    (broken: cancel) -> published ranges -> unflushed: flush -> exchange on the very value -> flags
+    -> mark. Empty with another seq, and not unflushed: published ranges (none has the page:
+    otherwise its flush may still be to come) -> a table with that seq replaces it. A leaf without
+    W: W is restored -> flags -> mark. beside1: small1, where no other thread maps anything: so the
+    exchange that replaces an empty entry never fails as unflushed.
+Instead: a huge leaf is replaced by itself: seq -> empty, unflushed -> counter as at the look -> the
+    leaf.
+Invalidator: publish -> seq -> walk -> flush -> the host frees the frames -> withdraw. inval: both
+    pages, plain seqs; unlink: and the table; inval0: page 0, a huge leaf is split; oom0: without
+    memory: the leaf is zapped as a whole, unflushed. An empty entry gets a seq as a whole. If
+    unflushed, it keeps the flag if both pages are covered. Else it is flushed first, and the
+    exchange is on the very value from before that flush.
+Harvest: takes bits -> walk: clears W; broken: skip -> flush. `on`: the log is published -> the same
+    walk -> flush.
+Wrong: a CPU has cached a block and a table for the same page; a leaf of a frame that is gone, or a
+frame that is gone, was written, and was not reported; a frozen entry in a linked table; a page may
+be written in a slot that logs, and is not marked; a fault that concurrent invalidations delay by an
+unflushed entry.
+Run: python3 break.py [RULE]. Each of these breaks it: recover-no-flush, split-no-flush,
+split-at-once (as where no break is needed), cancel-plain (seq without the flag), install-no-flush,
+flush-first (before the look at the entry), oom-plain, drop-flag (a seq for a whole entry, covered
+in part, loses the flag without a flush), flush-any (after the flush, any empty entry that is there
+loses the flag), keep-flag (no flush, and the flag is kept), refine-unflushed, refine-published,
+instead-plain, reuse (a split that failed retries with the same table), split-freezes (a canceller
+freezes the parts), split-copies-W (of a slot that logs), split-mark-never, split-marks-first
+(before the table is linked), split-unreported, no-freeze, mark-never (recover).
 """
 from collections import namedtuple
 from explore import BUG, main, put
@@ -60,7 +68,7 @@ def make(kinds):
 
 
 def guest(s):
-    """What is present is cached."""
+    """Caches whatever is present."""
     huge = max(s.huge, 1 + s.P[2]) if s.P[0] == 'L' else s.huge
     psc = s.psc | {s.P[1]} if s.P[0] == 'T' else s.psc
     small = tuple(max([s.small[p]] + [1 + s.T[i][p][2] for i in psc if s.T[i][p][0] == 'L']) for p in (0, 1))
@@ -70,7 +78,7 @@ def guest(s):
 def wrong(state):
     s, threads = state
     if s.huge and (s.psc or any(s.small)): return 'a block and a table for the same page'
-    if any(pc == 'refused' for _, pc, _ in threads): return 'a fault is held up by invalidations beside it'
+    if any(pc == 'refused' for _, pc, _ in threads): return 'concurrent invalidations delay a fault'
     if s.pending & s.gone: return 'dirty frame is gone and was not reported'
     if s.P[0] == 'L' and any((p, f) in s.gone for p, f in enumerate(s.P[1])): return 'huge leaf of a frame that is gone'
     if s.P[0] == 'T':
@@ -101,7 +109,7 @@ def step(state, i):
 
     def entry(t, p, v): return put(T, t, put(T[t], p, v))
 
-    def told(*leaves): return s.pending - {(p, f) for p, f, dirty in leaves if dirty}
+    def reported(*leaves): return s.pending - {(p, f) for p, f, dirty in leaves if dirty}
 
     def parts(v): return tuple(('L', f, v[2], v[3]) for f in v[1])
 
@@ -128,7 +136,7 @@ def step(state, i):
             e = T[broken[1]][n]
             if e[0] in 'EL' and freezes: yield go('cancel-freeze', loc + (e,))
             elif e[0] in 'LF' and e[1] is not None and not (BUG == 'split-unreported' and broken[2] == 's'):
-                yield go('cancel', (broken, n + 1, then), pending=told((n, e[1], e[3])))
+                yield go('cancel', (broken, n + 1, then), pending=reported((n, e[1], e[3])))
             else: yield go('cancel', (broken, n + 1, then))
     elif pc == 'cancel-freeze':
         broken, n, then, e = loc
@@ -162,7 +170,7 @@ def step(state, i):
         elif pc == 'flush-retire': yield go('retire', loc, **dropped)
         else: yield go('end', T=put(T, loc[0], ('X', 'X')))
 
-    # Split, also of an invalidator: loc is its own first. loc: (what to go on with), table to use again, ...
+    # Split, also by an invalidator. loc: (the next pc and loc of the caller), table to use again, ...
     elif pc == 'look' and kind == 'split': yield go('split', (('end', ()), None))
     elif pc == 'split':
         then, table = loc
@@ -197,15 +205,15 @@ def step(state, i):
         if pc == 'look':
             if BUG == 'flush-first' and not loc: yield go('look', (1,), **dropped)
             elif P[0] == 'E': yield go('ranges', (P,))
-            elif P[0] == 'L': yield go('end') if P[2] else go('give', (P, None))
+            elif P[0] == 'L': yield go('end') if P[2] else go('restore', (P, None))
             elif P[0] == 'B': yield go('cancel', (P, 0, ('look' if kind in BIG else 'end', ())))
             else: yield go('look-below', (P[1],))
         elif pc == 'look-below':
             e = T[loc[0]][own]
             if e[0] in 'FX': yield go('end')
-            elif e[0] == 'L': yield go('end') if e[2] else go('give', (e, loc[0]))
+            elif e[0] == 'L': yield go('end') if e[2] else go('restore', (e, loc[0]))
             else: yield go('ranges', (e,))
-        elif pc == 'give':
+        elif pc == 'restore':
             old, table = loc
             if table is None and P == old: yield go('mark', ((1, 1),), P=put(P, 2, 1))
             elif table is not None and T[table][own] == old: yield go('mark', (block,), T=entry(table, own, put(old, 2, 1)))
@@ -243,11 +251,11 @@ def step(state, i):
 
     elif kind == 'instead':
         if pc == 'look': yield go('instead-ranges', (P, s.counter)) if P[0] == 'L' else go('end')
-        elif pc == 'instead-ranges': yield go('end') if s.published else go('instead-stamp', loc)
-        elif pc == 'instead-stamp': yield go('instead', loc + (s.counter + 1,), counter=s.counter + 1)
+        elif pc == 'instead-ranges': yield go('end') if s.published else go('instead-seq', loc)
+        elif pc == 'instead-seq': yield go('instead', loc + (s.counter + 1,), counter=s.counter + 1)
         elif pc == 'instead':
             if P != loc[0]: yield go('end')
-            else: yield go('instead-count', loc, P=('E', loc[2], int(BUG != 'instead-plain')), pending=told(
+            else: yield go('instead-count', loc, P=('E', loc[2], int(BUG != 'instead-plain')), pending=reported(
                 *((p, f, P[3]) for p, f in enumerate(P[1]))))
         elif pc == 'instead-count': yield go('instead-make', loc) if s.counter == loc[1] + 1 else go('end')
         elif pc == 'mark': yield go('end', B=tuple(a | b for a, b in zip(s.B, loc[0])) if s.log else s.B)
@@ -271,43 +279,43 @@ def step(state, i):
             yield go(*to, T=entry(t, p, put(e, 2, 0)) if taken[p] and e[0] == 'L' else T)
         else: yield go('end', **dropped)
 
-    # Invalidators. loc: stamp, next page, ...; next page 2: the second pass.
-    elif pc == 'publish': yield go('stamp', published=s.published | {i})
-    elif pc == 'stamp': yield go('walk', (s.counter + 1, 0), counter=s.counter + 1)
+    # Invalidators. loc: seq, next page, ...; next page 2: the second pass.
+    elif pc == 'publish': yield go('seq', published=s.published | {i})
+    elif pc == 'seq': yield go('walk', (s.counter + 1, 0), counter=s.counter + 1)
     elif pc == 'walk':
-        stamp, n = loc
+        seq, n = loc
         if P[0] == 'B': yield go('cancel', (P, 0, ('walk', loc)))
-        elif P[0] == 'E' and P[1] >= stamp: yield go('flush', loc)
+        elif P[0] == 'E' and P[1] >= seq: yield go('flush', loc)
         elif P[0] == 'T' and n == 2: yield go('put-above', loc + (P, s.counter + 1), counter=s.counter + 1)
         elif P[0] == 'T': yield go('below', loc + (P[1],))
         elif P[0] == 'L' and kind == 'inval0': yield go('split', (('walk', loc), None))
         elif P[0] == 'L':
-            yield go('put-above', loc + (P, stamp), pending=told(*((p, f, P[3]) for p, f in enumerate(P[1]))))
+            yield go('put-above', loc + (P, seq), pending=reported(*((p, f, P[3]) for p, f in enumerate(P[1]))))
         elif P[2] and len(PAGES[kind]) == 1 and BUG not in ('drop-flag', 'keep-flag'): yield go('flush-above', loc + (P,))
-        else: yield go('put-above', loc + (P, stamp))
+        else: yield go('put-above', loc + (P, seq))
     elif pc == 'flush-above': yield go('put-flushed', loc, **dropped)
     elif pc == 'put-flushed':
-        stamp, n, old = loc
-        if P != old and not (BUG == 'flush-any' and P[0] == 'E' and P[1] < stamp): yield go('walk', (stamp, n))
-        else: yield go('flush', loc[:2], P=('E', stamp, 0))
+        seq, n, old = loc
+        if P != old and not (BUG == 'flush-any' and P[0] == 'E' and P[1] < seq): yield go('walk', (seq, n))
+        else: yield go('flush', loc[:2], P=('E', seq, 0))
     elif pc == 'put-above':
-        stamp, n, old, new = loc
+        seq, n, old, new = loc
         if old[0] == 'E': flag = old[2] if BUG != 'drop-flag' else 0
         else: flag = int(kind == 'oom0' and BUG != 'oom-plain')
-        if P != old: yield go('walk', (stamp, n))
+        if P != old: yield go('walk', (seq, n))
         else: yield go('flush', loc[:2], P=('E', new, flag))
     elif pc == 'below':
-        stamp, n, table = loc
+        seq, n, table = loc
         p = PAGES[kind][n]
         e = T[table][p]
         if e[0] in 'FX': yield go('walk', loc[:2])
-        elif e[0] == 'E' and e[1] >= stamp: yield go(*after_entry(kind, loc))
-        else: yield go('zap', loc + (e,), **{'pending': told((p, e[1], e[3]))} if e[0] == 'L' else {})
+        elif e[0] == 'E' and e[1] >= seq: yield go(*after_entry(kind, loc))
+        else: yield go('zap', loc + (e,), **{'pending': reported((p, e[1], e[3]))} if e[0] == 'L' else {})
     elif pc == 'zap':
-        stamp, n, table, old = loc
+        seq, n, table, old = loc
         p = PAGES[kind][n]
         if T[table][p] != old: yield go('below', loc[:3])
-        else: yield go(*after_entry(kind, loc[:3]), T=entry(table, p, ('E', stamp, 0)))
+        else: yield go(*after_entry(kind, loc[:3]), T=entry(table, p, ('E', seq, 0)))
     elif pc == 'flush': yield go('host', **dropped)
     elif pc == 'host': yield go('withdraw', gone=s.gone | {(p, s.frames[p]) for p in PAGES[kind]},
                                 frames=tuple(f + (p in PAGES[kind]) for p, f in enumerate(s.frames)))
@@ -317,9 +325,9 @@ def step(state, i):
 
 def after_entry(kind, loc):
     """Where an invalidator goes on after an entry of a table."""
-    stamp, n, table = loc
-    if n + 1 < len(PAGES[kind]): return 'below', (stamp, n + 1, table)
-    return ('walk', (stamp, 2)) if kind == 'unlink' else ('flush', (stamp, 2))
+    seq, n, table = loc
+    if n + 1 < len(PAGES[kind]): return 'below', (seq, n + 1, table)
+    return ('walk', (seq, 2)) if kind == 'unlink' else ('flush', (seq, 2))
 
 
 CONFIGURATIONS = '''

@@ -1,26 +1,34 @@
-"""Explicit-state check of the dirty log by hardware: the leaf keeps W, and its D bit, or a CPU's modification log, tells.
+"""Explicit-state check of the dirty log by hardware: the leaf keeps W, and its D bit, or a CPU's
+modification log, records a write.
 
-One page. `leaf` is 'E' (empty) or (W, D); B is its bit; `log` says whether the slot logs; `entries` has the CPUs whose
-modification log holds the page. `gen` moves on at each flush, and at each drain: a CPU completes nothing that it began
-before. A leaf with W and D may be written at any time, and is, and is cached; so may what is cached (`tlb`). `late`: written
-since it was reported last.
-CPU (cpu: by D alone; pml, pml-exit: with a modification log; the latter empties it itself when it leaves the guest):
-            walk -> pml: the page goes into the log -> D is set by compare-and-exchange, if `gen` has not moved.
-Look:       bit: the leaf is read -> D set: marked. pml: the logs are emptied -> `gen` moves on -> marked, if the slot logs.
-Get:        look -> the bit is taken -> D is cleared, if it was -> flush, if it was -> handed out.
-Copy, clear (get and clear in manual mode): look and no more; the rest and no look.
-Zap:        leaf -> D set: the slot logs: marked -> leaf away, if it is the very value read -> D set: the slot logs: marked
-            once more -> flush. Once more, for the same value may have come back: D cleared for the log, and set again.
-Fault:      empty, or a leaf without W: a leaf with W and D (bare: a prefault, with W alone) -> flags -> marked.
+One page. `leaf` is 'E' (empty) or (W, D); B is its bit; `log` says whether the slot logs; `entries`
+has the CPUs whose modification log holds the page. `gen` moves on at each flush, and at each drain:
+a CPU completes nothing that it began before. A leaf with W and D may be written at any time, and
+is, and is cached; what is cached (`tlb`) may be written, too. `late`: written since it was reported
+last.
+CPU: (cpu: by D alone; pml, pml-exit: with a modification log, which the latter empties when it
+    leaves the guest) walk -> pml: the page is logged -> D is set by compare-and-exchange, if `gen`
+    has not moved.
+Look: bit: the leaf is read -> D set: marked. pml: the logs are emptied -> `gen` moves on -> marked,
+    if the slot logs.
+Get: look -> the bit is taken -> D is cleared, if it was -> flush, if it was -> returned.
+Copy, clear (get and clear in manual mode): only the look; the rest without the look.
+Zap: leaf -> D set: the slot logs: marked -> the leaf is zapped, if it is the very value read -> D
+    set: the slot logs: marked once more -> flush. Once more, since the same value may have come
+    back: D cleared for the log, and set again.
+Fault: empty, or a leaf without W: a leaf with W and D (bare: a prefault, with W alone) -> flags ->
+    marked.
 On, on-set: the log is published, with its bit clear or set -> on: D is cleared -> flush.
-Wrong: a page of a slot that logs may be written through what is cached, or through D, or was written; and no bit, no D (bit),
-no entry (pml) tells; unless a look has it in its hands, who took the bit has not flushed yet, a fault has not marked yet, a zap
-has not marked for the second time yet and there was a flush since the first, or the log is being set up.
-Run: python3 dirty_bit.py [RULE]. Each of these breaks it: no-restart (a drain does not make CPUs start over: one sets
-D after the drain and the clearing of D, before the flush), restart-first (before the logs are emptied), log-late (a
-CPU logs behind setting D), clear-first (D is cleared, then the bit taken), no-flush, clear-all (D is cleared even if
-the bit was not taken), mark-late (zap: only after the leaf is away), mark-once (only before), blind-zap, flags-first
-(zap: the flags are read before the leaf), fault-no-mark, publish-late, keep-dirty (enabling leaves D set).
+Wrong: a page of a slot that logs may be written through a cached translation, or through D, or was
+written; and neither a bit, nor D (bit), nor an entry (pml) records it. Exceptions: a look has the
+record, a thread that took the bit has not flushed yet, a fault has not marked yet, a zap has not
+marked for the second time yet and there was a flush since the first, or the log is being set up.
+Run: python3 dirty_bit.py [RULE]. Each of these breaks it: no-restart (a drain does not make CPUs
+start over: one sets D after the drain and the clearing of D, before the flush), restart-first
+(before the logs are emptied), log-late (a CPU logs after it sets D), clear-first (D is cleared,
+then the bit taken), no-flush, clear-all (D is cleared even if the bit was not taken), mark-late
+(zap: only after the leaf is zapped), mark-once (only before), blind-zap, flags-first (zap: the
+flags are read before the leaf), fault-no-mark, publish-late, keep-dirty (enabling leaves D set).
 """
 from collections import namedtuple
 from explore import BUG, main
@@ -50,7 +58,7 @@ def make(kinds):
 
 
 def guest(s):
-    """What may be written is written, and cached."""
+    """Writes and caches whatever may be written."""
     tlb = int(s.tlb or s.leaf == (1, 1))
     return s._replace(tlb=tlb, late=int(s.late or tlb))
 
@@ -64,8 +72,8 @@ def wrong(state):
         if pc == 'zap-again' and s.gen != loc[2]: return
         if kind == 'fault' and pc in ('flags', 'mark-fault'): return
     is_pml = threads[0][2][0]
-    told = s.entries if is_pml else s.leaf != 'E' and s.leaf[1]
-    if not told: return 'written, and nothing tells'
+    record = s.entries if is_pml else s.leaf != 'E' and s.leaf[1]
+    if not record: return 'written, and not recorded'
 
 
 def step(state, i):

@@ -1,9 +1,12 @@
-"""Explicit-state exploration: every interleaving of a few threads, breadth first, so that a trace is a shortest one.
+"""Explicit-state exploration: every interleaving of a few threads, breadth first, so that a trace
+is a shortest one.
 
-A state is (shared, threads), hashable, threads a tuple of (kind, pc, locals); pc 'end' is the end. `step(state, i)`
-yields what thread i may do next. What is checked in every state: `wrong(state)` says nothing; each thread that has not
-ended can take a step (nobody waits); and no thread can take steps for ever while the others stand still (nobody spins).
-Memory is sequentially consistent: the order of the engine's atomics is argued where they stand, and tested by loom.
+A state is (shared, threads), hashable, threads a tuple of (kind, pc, locals); pc 'end' is the end.
+`step(state, i)` yields the possible next states of thread i. Three things are checked in every
+state: `wrong(state)` is None; each thread that has not ended can take a step (none waits); and no
+thread can take steps for ever while the others stand still (none spins).
+Memory is sequentially consistent: the order of the engine's atomics is argued at each operation,
+and tested by loom.
 """
 import gc
 import sys

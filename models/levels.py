@@ -1,22 +1,28 @@
-"""Explicit-state check of tables above the lowest: they are unlinked too, while others may hang tables in them.
+"""Explicit-state check of tables above the lowest: they are unlinked too, while other threads may
+link tables below them.
 
-Three levels, one entry each, for one page: R is the root's entry, ('E', stamp) or ('T', i); U[i] the entry in the upper
-table i: ('E', stamp), ('T', i) or 'F' frozen; V[i] the page's entry in the lowest table i: ('E', stamp) or ('L', frame).
-Invalidators: publish -> stamp -> first pass: down to the page, refine an empty entry that is covered in part (hang a table
-             with the same stamp on it), stamp one that is covered as a whole, zap a leaf -> further passes, a level
-             each: unlink a table for an empty entry with a stamp of its own; from an upper one, freeze its entry and take
-             along what hangs there -> flush, retire -> the host moves the page -> withdraw.
-             'part' covers the page, 'mid' the lowest table, 'whole' the upper table, and 'stay' too, but it leaves tables
-             linked. 'edge' covers the page, and others whose tables it unlinks: its second pass leaves alone what it finds
-             here. 'beside' covers a part of the lowest table, but not the page: faults go on.
-Fault:       look (lowest entry; published ranges, one by one) -> resolve -> walk again, link all that is missing by one
-             exchange, if the entry is empty with the very stamp seen.
-Who meets a frozen entry starts over at the root.
-Wrong: a leaf of a frame that is gone; a leaf in an unlinked table; a table that is linked and retired, or retired twice; a
-table that is neither linked nor retired in the end (leaked); a walk that goes round for ever.
-Run: python3 levels.py [BUG]; each of these breaks it: no-freeze-upper (another may hang a table in the unlinked one, which
-leaks), freeze-early (before the unlinking: walks go round), leave-hung (what was hung there meanwhile is not taken along),
-old-stamp (unlinks with the stamp of the invalidation).
+Three levels, one entry each, for one page: R is the root's entry, ('E', seq) or ('T', i); U[i] the
+entry in the upper table i: ('E', seq), ('T', i) or 'F' frozen; V[i] the page's entry in the lowest
+table i: ('E', seq) or ('L', frame).
+Invalidators: publish -> seq -> first pass: down to the page: refine an empty entry that is covered
+    in part (link a table with the same seq), write the seq to one that is covered as a whole, zap a
+    leaf -> further passes, a level each: unlink a table for an empty entry with a seq of its own;
+    for an upper one, freeze its entry and retire the table below it too -> flush, retire -> the
+    host moves the page -> withdraw.
+    'part' covers the page, 'mid' the lowest table, 'whole' the upper table, and 'stay' too, but it
+    leaves tables linked. 'edge' covers the page, and other pages whose tables it unlinks: its
+    second pass skips this page. 'beside' covers a part of the lowest table, but not the page:
+    faults go on.
+Fault: look (lowest entry; published ranges, one by one) -> resolve -> walk again, link all missing
+    tables by one exchange, if the entry is empty with the very seq of the look.
+A walk that finds a frozen entry starts over at the root.
+Wrong: a leaf of a frame that is gone; a leaf in an unlinked table; a table that is linked and
+retired, or retired twice; a table that is neither linked nor retired in the end (leaked); a walk
+that spins.
+Run: python3 levels.py [BUG]; each of these breaks it: no-freeze-upper (another thread may link a
+table below the unlinked one, which leaks), freeze-early (before the unlinking: walks spin),
+leave-hung (a table that was linked meanwhile is not retired), old-stamp (unlinks with the seq of
+the invalidation).
 """
 from collections import namedtuple
 from explore import BUG, main, put
@@ -58,7 +64,7 @@ def step(state, i):
         return s._replace(**changes), threads[:i] + ((kind, pc, loc),) + threads[i + 1:]
 
     R, U, V = s.R, s.U, s.V
-    if kind == 'fault':                                 # loc: 'look', or ('act', stamp, leaf)
+    if kind == 'fault':                                 # loc: 'look', or ('act', seq, leaf)
         if pc in 'RUV':
             e = R if pc == 'R' else U[loc[-1]] if pc == 'U' else V[loc[-1]]
             at = loc if pc == 'R' else loc[:-1]
@@ -82,19 +88,19 @@ def step(state, i):
             else: yield go('end', V=put(V, table, leaf) if V[table] == old else V)
         return
 
-    # loc: stamp, tables to retire, pass, ...
-    if pc == 'publish': yield go('stamp', published=s.published | {i})
-    elif pc == 'stamp': yield go('R', (s.counter + 1, (), 1), counter=s.counter + 1)
+    # loc: seq, tables to retire, pass, ...
+    if pc == 'publish': yield go('seq', published=s.published | {i})
+    elif pc == 'seq': yield go('R', (s.counter + 1, (), 1), counter=s.counter + 1)
     elif pc in 'RUV':
         table = None if pc == 'R' else loc[-1]
         e = R if pc == 'R' else U[table] if pc == 'U' else V[table]
-        stamp, tables, number = loc[:3]
+        seq, tables, number = loc[:3]
         covers = kind in ('whole', 'stay') or pc == 'U' and kind == 'mid' or pc == 'V'
         if e == 'F': yield go('R', loc[:3])
         elif pc == 'V' and kind == 'beside': yield next_pass(go, kind, loc)
-        elif e[0] == 'E' and e[1] >= stamp: yield next_pass(go, kind, loc)
+        elif e[0] == 'E' and e[1] >= seq: yield next_pass(go, kind, loc)
         elif e[0] == 'T' and number == {'U': 2, 'R': 3}[pc] and covers:
-            yield go('unlink', (stamp, tables, number, pc, table, e, stamp if BUG == 'old-stamp' else s.counter + 1),
+            yield go('unlink', (seq, tables, number, pc, table, e, seq if BUG == 'old-stamp' else s.counter + 1),
                      counter=s.counter + 1)
         elif e[0] == 'T' and pc == 'U' and number == 2: yield next_pass(go, kind, loc)
         elif e[0] == 'T': yield go('U' if pc == 'R' else 'V', loc[:3] + (e[1],))
@@ -110,20 +116,20 @@ def step(state, i):
         elif level == 'R': yield go('R', loc[:3], R=('T', len(U)), U=U + (old,))
         else: yield go('U', loc[:3] + (table,), U=put(U, table, ('T', len(V))), V=V + (old,))
     elif pc == 'unlink':
-        stamp, tables, number, level, table, old, fresh = loc
+        seq, tables, number, level, table, old, fresh = loc
         if BUG == 'freeze-early' and level == 'R' and R == old and U[old[1]] != 'F':
             below = U[old[1]]
             more = (('V', below[1]),) if below[0] == 'T' else ()
-            yield go('unlink', (stamp, tables + more) + loc[2:], U=put(U, old[1], 'F'))
+            yield go('unlink', (seq, tables + more) + loc[2:], U=put(U, old[1], 'F'))
         elif value(s, level, table) != old: yield go(level, loc[:3] + (() if table is None else (table,)))
         elif level == 'U':
-            yield next_pass(go, kind, (stamp, tables + (('V', old[1]),), number), U=put(U, table, ('E', fresh)))
-        else: yield go('take-over', (stamp, tables + (('U', old[1]),), number, old[1]), R=('E', fresh))
+            yield next_pass(go, kind, (seq, tables + (('V', old[1]),), number), U=put(U, table, ('E', fresh)))
+        else: yield go('take-over', (seq, tables + (('U', old[1]),), number, old[1]), R=('E', fresh))
     elif pc == 'take-over':
-        stamp, tables, number, table = loc
+        seq, tables, number, table = loc
         below = U[table]
         more = (('V', below[1]),) if below[0] == 'T' and BUG != 'leave-hung' else ()
-        yield next_pass(go, kind, (stamp, tables + more, number), U=U if BUG == 'no-freeze-upper' else put(U, table, 'F'))
+        yield next_pass(go, kind, (seq, tables + more, number), U=U if BUG == 'no-freeze-upper' else put(U, table, 'F'))
     elif pc == 'retire': yield go('host', retired=s.retired + loc[1])
     elif pc == 'host': yield go('withdraw', frame=s.frame if kind == 'beside' else s.frame + 1)
     elif pc == 'withdraw': yield go('end', published=s.published - {i})
@@ -134,16 +140,16 @@ def value(s, level, table):
 
 
 def changed(s, level, table, new):
-    """What changes when `new` is put in the entry of a level."""
+    """The change when `new` is stored in the entry of a level."""
     if level == 'R': return {'R': new}
     return {'U': put(s.U, table, new)} if level == 'U' else {'V': put(s.V, table, new)}
 
 
 def next_pass(go, kind, loc, **changes):
-    """Where an invalidator goes on when it has done what there is in a pass."""
-    stamp, tables, number = loc[:3]
-    if number == LAST_PASS[kind]: return go('retire', (stamp, tables), **changes)
-    return go('R', (stamp, tables, number + 1), **changes)
+    """Where an invalidator goes on after a pass."""
+    seq, tables, number = loc[:3]
+    if number == LAST_PASS[kind]: return go('retire', (seq, tables), **changes)
+    return go('R', (seq, tables, number + 1), **changes)
 
 
 CONFIGURATIONS = '''

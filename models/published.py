@@ -1,19 +1,24 @@
-"""Explicit-state check of the places that hold the published ranges, of how they are read, and of why torn reads do no harm.
+"""Explicit-state check of the places that hold the published ranges, of how faults read them, and
+of why torn reads are safe.
 
-One page, number 1, with one entry: ('E', stamp) or ('L', frame). A chunk is (claimed, active, start, end): one place each.
-Invalidators, by their range: '12' is [1, 2), the page; '02' and '13' hold it, '01' and '23' do not.
-             Claim the first place that is free (behind the last chunk another is linked) -> store start -> store end ->
-             set the active bit -> take a stamp -> stamp or zap the page's entry, if it is in the range -> the host moves
-             the page -> withdraw: clear both bits at once.
-Fault:       read the entry -> of each chunk: its word; if active: start; end; the page is inside: end -> next chunk ->
-             resolve -> exchange if the entry is empty with the very stamp seen.
-Wrong: a leaf of a frame that is gone. When all have ended: a place that is claimed or active still.
-Torn reads (start of one range, end of another's) do occur: 'see-torn' calls it wrong when one hides the page from a
-fault while a range over it is published. The first range is over then, and the second one's stamp turns the fault away.
-Run: python3 published.py [BUG]. Each of these breaks it: stamp-before-fill, blind-claim (two may have the same place),
-check-before-read, withdraw-early (before the host has moved the page), withdraw-claim-first (the two bits one after the
-other: the second may be the next owner's), withdraw-keeps-claim, withdraw-keeps-active, first-chunk-only.
-Right too, so no rule: bit-before-fill (what counts is that all of it comes before the stamp), end-first (stored so).
+One page, number 1, with one entry: ('E', seq) or ('L', frame). A chunk is (claimed, active, start,
+end): one place each.
+Invalidators, by their range: '12' is [1, 2), the page; '02' and '13' contain it, '01' and '23' do
+    not. Claim the first free place (behind the last chunk another is linked) -> store start ->
+    store end -> set the active bit -> take a seq -> write the seq to the page's entry, or zap it,
+    if it is in the range -> the host moves the page -> withdraw: clear both bits at once.
+Fault: read the entry -> of each chunk: its word; if active: start; end; the page is inside: end ->
+    next chunk -> resolve -> exchange if the entry is empty with the very seq of the look.
+Wrong: a leaf of a frame that is gone. When all have ended: a place that is still claimed or active.
+Torn reads (start of one range, end of another's) do occur: 'see-torn' reports it as wrong when one
+hides the page from a fault while a range over it is published. The first range is over then, and
+the seq of the second one fails the fault.
+Run: python3 published.py [BUG]. Each of these breaks it: stamp-before-fill, blind-claim (two may
+have the same place), check-before-read, withdraw-early (before the host has moved the page),
+withdraw-claim-first (the two bits one after the other: the second may be the next owner's),
+withdraw-keeps-claim, withdraw-keeps-active, first-chunk-only.
+Safe too, so no rule: bit-before-fill (only the order before the seq matters), end-first (stored
+so).
 """
 from collections import namedtuple
 from explore import BUG, main
@@ -32,14 +37,14 @@ def wrong(state):
     s, threads = state
     if s.entry[0] == 'L' and s.entry[1] != s.frame: return 'leaf of a frame that is gone'
     if all(t[1] == 'end' for t in threads) and any(chunk[0] or chunk[1] for chunk in s.chunks):
-        return 'place is not given back'
+        return 'place is not released'
     if s.torn and BUG == 'see-torn': return 'torn read hides the page'
 
 
-STEPS = {'stamp-before-fill': ('stamp', 'fill-start', 'fill-end', 'activate'),
-         'bit-before-fill': ('activate', 'fill-start', 'fill-end', 'stamp'),
-         'end-first': ('fill-end', 'fill-start', 'activate', 'stamp'),
-         }.get(BUG, ('fill-start', 'fill-end', 'activate', 'stamp'))
+STEPS = {'stamp-before-fill': ('seq', 'fill-start', 'fill-end', 'activate'),
+         'bit-before-fill': ('activate', 'fill-start', 'fill-end', 'seq'),
+         'end-first': ('fill-end', 'fill-start', 'activate', 'seq'),
+         }.get(BUG, ('fill-start', 'fill-end', 'activate', 'seq'))
 
 
 def step(state, i):
@@ -54,7 +59,7 @@ def step(state, i):
         return s.chunks[:n] + (tuple(new),) + s.chunks[n + 1:]
 
     e = s.entry
-    if kind == 'fault':                                     # loc: stamp, chunk, start
+    if kind == 'fault':                                     # loc: seq, chunk, start
         if pc == 'look' and BUG == 'check-before-read' and not loc: yield go('word', (None, 0))
         elif pc == 'look': yield go('end') if e[0] == 'L' else go('resolve' if loc else 'word', (e[1], 0))
         elif pc == 'word':
@@ -87,9 +92,9 @@ def step(state, i):
         if pc == 'fill-start': yield go(to, loc, chunks=chunk(loc[0], start=start))
         elif pc == 'fill-end': yield go(to, loc, chunks=chunk(loc[0], end=end))
         elif pc == 'activate': yield go(to, loc, chunks=chunk(loc[0], active=1))
-        elif not start <= PAGE < end: yield go(to, loc + (0,))          # its stamp says nothing about the page
+        elif not start <= PAGE < end: yield go(to, loc + (0,))          # its seq does not concern the page
         else: yield go(to, loc + (s.counter + 1,), counter=s.counter + 1)
-    elif pc == 'visit':                                     # loc: chunk, stamp
+    elif pc == 'visit':                                     # loc: chunk, seq
         if not start <= PAGE < end: yield go('withdraw', loc)
         elif e[0] == 'E' and e[1] >= loc[1]: yield go('host', loc)
         else: yield go('zap', loc + (e,))

@@ -1,31 +1,33 @@
-"""Explicit-state check of the recovery of a huge leaf: table -> *broken* -> huge leaf, and nobody waits. (See also
-break.py, recover_log.py, recover_levels.py.)
+"""Explicit-state check of the recovery of a huge leaf: table -> *broken* -> huge leaf, and no
+thread waits. (See also break.py, recover_log.py, recover_levels.py.)
 
-Two pages under a two-level tree. P is the parent entry: ('E', stamp), ('L', (frame, frame), D) a huge leaf, ('T', i),
-or ('B', i) broken: table i hung there, and a recovery is turning it into a huge leaf. T[i][page]: ('E', stamp), ('L',
-frame, D), ('F', frame or None, D) frozen, which says what it was, or ('X',), a link of the list of retired tables.
-Recover:     table -> broken -> freeze leaf by leaf -> exchange *this* broken entry for the huge leaf, with the D of
-             all. One was empty: cancel. In any case the table is then retired: its entries are overwritten. ('stall':
-             one that freezes page 1, and stops.)
-Cancel:      whoever meets a broken entry does so: freeze each entry as a recovery does -> report what it was -> take a
-             stamp -> exchange the broken entry for an empty one of that stamp.
-Fault0:      look: entry (broken: cancel, and the guest comes back) -> published ranges, one by one -> resolve -> walk
-             again, exchange if the entry is empty with the very stamp seen.
-Invalidator: publish -> stamp -> a broken entry is cancelled, a huge leaf that is covered in part is split; leaves are
-             reported, then exchanged for empty; empty ones stamped -> 'unlink': second pass, unlink the table for a
-             fresh stamp -> flush -> the host frees the frames -> withdraw. 'inval', 'unlink': both pages; 'inval0':
-             page 0.
-CPU:         caches the table that P points to; sets D in page 0's leaf, in P or in a cached table.
-Wrong: a leaf of a frame that is gone; a frame that is gone whose D was set and not reported; a leaf in an unlinked
-table; somebody waits, or goes round for ever.
-A recovery needs no look at published ranges for this: it makes a huge
-leaf only of leaves that were all there behind the broken entry, and who takes a page away later meets that entry, or
-the huge leaf. (For the host's answer: recover_log.py.)
-Run: python3 recover.py [BUG]; each of these breaks it: recover-no-freeze, freeze-no-dirty (frozen entries, and so the
-huge leaf, do not say D), cancel-unreported, cancel-no-freeze (of what is still there: a fault may stand in the table),
-report-first (what is read is reported, then frozen, whatever it is by then), cancel-old-stamp (an invalidator cancels
-with its own stamp: a greater one may be inside), retire-first (before the entry is not broken any more); wait-on-broken
-is right, but somebody waits.
+Two pages under a two-level tree. P is the parent entry: ('E', seq) empty, ('L', (frame, frame), D)
+a huge leaf, ('T', i), or ('B', i) broken: a recovery turns table i, which was linked there, into a
+huge leaf. T[i][page]: ('E', seq), ('L', frame, D), ('F', frame or None, D) frozen, with its old
+contents, or ('X',), a link of the list of retired tables.
+Recover: table -> broken -> freeze leaf by leaf -> exchange *this* broken entry for the huge leaf,
+    with the D of all. If an entry was empty: cancel. In any case the table is then retired: its
+    entries are overwritten. ('stall': one that freezes page 1, and stops.)
+Cancel: by each thread that finds a broken entry: freeze each entry as a recovery does -> report its
+    old contents -> take a seq -> exchange the broken entry for an empty one with that seq.
+Fault0: look: the entry (broken: cancel, and the guest retries) -> published ranges, one by one ->
+    resolve -> walk again -> exchange if the entry is empty with the very seq of the look.
+Invalidator: publish -> seq -> a broken entry is cancelled, a huge leaf that is covered in part is
+    split; leaves are reported, then exchanged for empty; empty entries get the seq -> 'unlink':
+    second pass, unlink the table for a fresh seq -> flush -> the host frees the frames -> withdraw.
+    'inval', 'unlink': both pages; 'inval0': page 0.
+CPU: caches the table that P points to; sets D in page 0's leaf, in P or in a cached table.
+Wrong: a leaf of a frame that is gone; a frame that is gone whose D was set and not reported; a leaf
+in an unlinked table; a thread that waits, or spins.
+A recovery need not read the published ranges for this. It makes a huge leaf only of leaves that
+were all present behind the broken entry, and a later invalidation finds that entry, or the huge
+leaf. (For the host's answer: recover_log.py.)
+Run: python3 recover.py [BUG]; each of these breaks it: recover-no-freeze, freeze-no-dirty (frozen
+entries, and so the huge leaf, lose D), cancel-unreported, cancel-no-freeze (of entries that are not
+frozen yet: a fault may be about to install in the table), report-first (an entry is reported, then
+frozen, whatever its value is by then), cancel-old-stamp (an invalidator cancels with its own seq: a
+greater one may be inside), retire-first (before the entry is not broken any more). wait-on-broken
+is safe, but a thread waits.
 """
 from collections import namedtuple
 from explore import BUG, main, put
@@ -67,7 +69,7 @@ def step(state, i):
 
     def entry(i, p, v): return put(T, i, put(T[i], p, v))
 
-    def told(*leaves): return s.pending - {(p, f) for p, f, dirty in leaves if dirty}
+    def reported(*leaves): return s.pending - {(p, f) for p, f, dirty in leaves if dirty}
 
     pages = PAGES.get(kind)
     if kind == 'cpu':
@@ -90,19 +92,19 @@ def step(state, i):
         else:
             e = T[table][n]
             if e[0] == 'X': yield go('cancel', (table, n + 1, then))
-            elif e[0] == 'F' or BUG == 'cancel-no-freeze': yield go('tell', loc + (frozen(e) if e[0] != 'F' else e,))
+            elif e[0] == 'F' or BUG == 'cancel-no-freeze': yield go('report', loc + (frozen(e) if e[0] != 'F' else e,))
             elif BUG == 'report-first' and e[0] == 'L':
-                yield go('cancel-freeze', loc + (e,), pending=told((n,) + e[1:]))
+                yield go('cancel-freeze', loc + (e,), pending=reported((n,) + e[1:]))
             else: yield go('cancel-freeze', loc + (e,))
     elif pc == 'cancel-freeze':
         table, n, then, e = loc
         if BUG == 'report-first': yield go('cancel', (table, n + 1, then), T=entry(table, n, frozen(e)))
-        elif T[table][n] == e: yield go('tell', (table, n, then, frozen(e)), T=entry(table, n, frozen(e)))
+        elif T[table][n] == e: yield go('report', (table, n, then, frozen(e)), T=entry(table, n, frozen(e)))
         else: yield go('cancel', loc[:3])
-    elif pc == 'tell':
+    elif pc == 'report':
         table, n, then, e = loc
-        tells = BUG != 'cancel-unreported'
-        yield go('cancel', (table, n + 1, then), pending=told((n,) + e[1:]) if tells else s.pending)
+        reports = BUG != 'cancel-unreported'
+        yield go('cancel', (table, n + 1, then), pending=reported((n,) + e[1:]) if reports else s.pending)
     elif pc == 'cancelled': yield go(*loc[2], P=('E', loc[1]) if P == ('B', loc[0]) else P)
 
     elif kind == 'stall':
@@ -163,37 +165,37 @@ def step(state, i):
         elif pc == 'act-below': yield go('install', loc) if T[loc[2]][0] == ('E', loc[0]) else go('end')
         else: yield go('end', T=entry(loc[2], 0, ('L', loc[1], 0)) if T[loc[2]][0] == ('E', loc[0]) else T)
 
-    # Invalidators. loc: stamp, next page, ...; next page 2: the second pass.
-    elif pc == 'publish': yield go('stamp', published=s.published | {i})
-    elif pc == 'stamp': yield go('walk', (s.counter + 1, 0), counter=s.counter + 1)
+    # Invalidators. loc: seq, next page, ...; next page 2: the second pass.
+    elif pc == 'publish': yield go('seq', published=s.published | {i})
+    elif pc == 'seq': yield go('walk', (s.counter + 1, 0), counter=s.counter + 1)
     elif pc == 'walk':
-        stamp, n = loc
+        seq, n = loc
         whole = kind != 'inval0'
         if P[0] == 'B': yield go('cancel', (P[1], 0, ('walk', loc)))
-        elif P[0] == 'E' and P[1] >= stamp: yield go('flush', loc)
+        elif P[0] == 'E' and P[1] >= seq: yield go('flush', loc)
         elif P[0] == 'T' and n == 2: yield go('put-above', loc + (P, s.counter + 1), counter=s.counter + 1)
         elif P[0] == 'T': yield go('below', loc + (P[1],))
         elif P[0] == 'L' and whole:
-            yield go('put-above', loc + (P, stamp), pending=told(*((p, f, P[2]) for p, f in enumerate(P[1]))))
-        else: yield go('put-above', loc + (P, stamp))
+            yield go('put-above', loc + (P, seq), pending=reported(*((p, f, P[2]) for p, f in enumerate(P[1]))))
+        else: yield go('put-above', loc + (P, seq))
     elif pc == 'put-above':
-        stamp, n, old, new = loc
-        back = ('walk', (stamp, n))
+        seq, n, old, new = loc
+        back = ('walk', (seq, n))
         if P != old: yield go(*back)
         elif kind != 'inval0': yield go('flush', loc[:2], P=('E', new))
         else:                                           # refine, split
             parts = (old, old) if old[0] == 'E' else tuple(('L', f, old[2]) for f in old[1])
             yield go(*back, P=('T', len(T)), T=T + (parts,))
     elif pc == 'below':
-        stamp, n, table = loc
+        seq, n, table = loc
         e = T[table][pages[n]]
         if e[0] in 'FX': yield go('walk', loc[:2])
-        elif e[0] == 'E' and e[1] >= stamp: yield go(*after_entry(kind, loc))
-        else: yield go('zap', loc + (e,), **{'pending': told((pages[n], e[1], e[2]))} if e[0] == 'L' else {})
+        elif e[0] == 'E' and e[1] >= seq: yield go(*after_entry(kind, loc))
+        else: yield go('zap', loc + (e,), **{'pending': reported((pages[n], e[1], e[2]))} if e[0] == 'L' else {})
     elif pc == 'zap':
-        stamp, n, table, old = loc
+        seq, n, table, old = loc
         if T[table][pages[n]] != old: yield go('below', loc[:3])
-        else: yield go(*after_entry(kind, loc[:3]), T=entry(table, pages[n], ('E', stamp)))
+        else: yield go(*after_entry(kind, loc[:3]), T=entry(table, pages[n], ('E', seq)))
     elif pc == 'flush': yield go('host', psc=None)
     elif pc == 'host': yield go('withdraw', gone=s.gone | {(p, s.frames[p]) for p in pages},
                                 frames=tuple(f + (p in pages) for p, f in enumerate(s.frames)))
@@ -202,9 +204,9 @@ def step(state, i):
 
 def after_entry(kind, loc):
     """Where an invalidator goes on after an entry of a table."""
-    stamp, n, table = loc
-    if n + 1 < len(PAGES[kind]): return 'below', (stamp, n + 1, table)
-    return ('walk', (stamp, 2)) if kind == 'unlink' else ('flush', (stamp, 2))
+    seq, n, table = loc
+    if n + 1 < len(PAGES[kind]): return 'below', (seq, n + 1, table)
+    return ('walk', (seq, 2)) if kind == 'unlink' else ('flush', (seq, 2))
 
 
 CONFIGURATIONS = '''

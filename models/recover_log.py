@@ -1,34 +1,39 @@
-"""Explicit-state check of recovery (table -> broken -> huge leaf) beside the dirty log, by write protection and by
-dirty bits, where tables and huge leaves may be cached at once.
+"""Explicit-state check of recovery (table -> broken -> huge leaf) beside the dirty log, by write
+protection and by dirty bits, where tables and huge leaves may be cached at once.
 
-Two pages under a two-level tree. P: ('E', stamp), ('L', frames, W, D) a huge leaf, ('T', i, open, generation), or ('B',
-i). T[i][page]: ('E', stamp), ('L', frame, W, D, H), ('F', frame or None, D, H) frozen, or ('X',): overwritten by a link
-of the list of retired tables. H: D was set, and cleared for the log. Each page has a slot, `log` its flag, B its bit;
-`big`: the host allows a huge leaf. A leaf with W and D (and an open P) is written at any time, and cached (`tlb`;
-`psc`: tables cached as open). `late`: written since it was reported last.
-CPU:         sets D where W is set, in P, or in a table that it has cached.
-Recover:     stamp counter -> published ranges -> look: all leaves, slot covers both and may recover -> the host's
-             answer -> counter as before: P is read -> table -> broken -> counter as before -> slot as before, and: may
-             write if it does not log -> freeze by compare-and-exchange -> huge leaf, D of all -> if W: flags -> mark
-             both. Else cancel. In any case, then: T is overwritten -> flush.
-Cancel:      each entry is frozen by compare-and-exchange -> what it was is told; dirty bits: and marked, if D and the
-             slot logs -> a stamp -> broken -> empty.
-Fault:       (w0, w1: a write to that page; big: to page 0, and a huge leaf if that may be) as in lazy.py and break.py.
-             Without W in a huge leaf: the slot logs: it is split, unless `whole`.
-Harvest:     (get: lazily; leaf: leaf by leaf) dirty bits: leaves with D are marked. Bits are taken -> W goes, P is
-             closed, or D is cleared; broken: skip -> flush -> handed out. on, on-leaf, on-set: as in lazy.py.
-Invalidator: as in recover.py. shrink0: the frame of page 0 stays, and a huge leaf is not allowed any more. halves: the
-             slot is deleted, T stays linked, and two new slots take its place, which log.
-Start:       hole, closed, dirty; logs; whole: huge leaves come back in slots that log, all pages are marked as one of
-             them is written; dbit: dirty bits.
-Wrong: a huge leaf over two slots, or that the host does not allow; a frame that is gone and mapped, cached as writable,
-or of which D was not told; a frozen entry in a linked table; or at the end: a page of a slot that logs was written, and
-the next harvest will not report it.
-Run: python3 recover_log.py [RULE]. Each of these breaks it: no-published (an invalidation whose stamp is no news comes
-after the host's answer), stamp-first (only before the break), slot-first (before the break; and no-published), copy-W,
-no-reread, flags-first (before the leaf is there), mark-one, log-bits (dirty bits: recover slots that log), no-D-mark
-(cancel), report-then-swap, swap-blindly (recover), retire-first, cancel-no-freeze, skip-no-flush (a harvest that has
-changed nothing does not flush).
+Two pages under a two-level tree. P: ('E', seq), ('L', frames, W, D) a huge leaf, ('T', i, open,
+generation), where `open` means unprotected, or ('B', i). T[i][page]: ('E', seq), ('L', frame, W, D,
+H), ('F', frame or None, D, H) frozen, or ('X',): overwritten by a link of the list of retired
+tables. H: D was set, and cleared for the log. Each page has a slot, `log` its flag, B its bit;
+`big`: the host allows a huge leaf. A leaf with W and D (and an unprotected P) is written at any
+time, and cached (`tlb`; `psc`: tables cached as unprotected). `late`: written since it was reported
+last.
+CPU: sets D where W is set, in P, or in a table that it has cached.
+Recover: counter -> published ranges -> look: all entries are leaves, one slot covers both and may
+    recover -> the host's answer -> counter as before: P is read -> table -> broken -> counter as
+    before -> slot as before, and: may write if it does not log -> freeze by compare-and-exchange ->
+    huge leaf, D of all -> if W: flags -> mark both. Else cancel. In any case, then: T is
+    overwritten -> flush.
+Cancel: each entry is frozen by compare-and-exchange -> its old contents are reported; dirty bits:
+    and marked, if D and the slot logs -> seq -> broken -> empty.
+Fault: (w0, w1: a write to that page; big: to page 0, and a huge leaf if that may be) as in lazy.py
+    and break.py. If a huge leaf has no W and the slot logs: it is split, unless `whole`.
+Harvest: (get: lazily; leaf: leaf by leaf) dirty bits: leaves with D are marked. Bits are taken -> W
+    is cleared, P is protected, or D is cleared; broken: skip -> flush -> returned. on, on-leaf,
+    on-set: as in lazy.py.
+Invalidator: as in recover.py. shrink0: the frame of page 0 stays, and a huge leaf is not allowed
+    any more. halves: the slot is deleted, T stays linked, and two new slots replace it, which log.
+Start: hole, closed (P is protected), dirty; logs; whole: huge leaves are recovered in slots that
+    log, all pages are marked as one of them is written; dbit: dirty bits.
+Wrong: a huge leaf over two slots, or that the host does not allow; a frame that is gone and mapped,
+cached as writable, or whose D was not reported; a frozen entry in a linked table; or at the end: a
+page of a slot that logs was written, and the next harvest will not report it.
+Run: python3 recover_log.py [RULE]. Each of these breaks it: no-published (an invalidation whose seq
+is older than the look comes after the host's answer), stamp-first (only before the break),
+slot-first (before the break; and no-published), copy-W, no-reread, flags-first (before the leaf is
+there), mark-one, log-bits (dirty bits: recover slots that log), no-D-mark (cancel),
+report-then-swap, swap-blindly (recover), retire-first, cancel-no-freeze, skip-no-flush (a harvest
+that has changed nothing does not flush).
 """
 from collections import namedtuple
 from explore import BUG, main, put
@@ -56,7 +61,7 @@ def make(kinds):
 
 
 def guest(s):
-    """What may be written is written, and cached."""
+    """Writes and caches whatever may be written."""
     psc = s.psc | {s.P[1]} if s.P[0] == 'T' and s.P[2] else s.psc
     tlb = s.tlb | {(p, s.T[i][p][1]) for i in psc for p in BOTH if s.T[i][p][0] == 'L' and s.T[i][p][2:4] == (1, 1)}
     if s.P[0] == 'L' and s.P[2:] == (1, 1): tlb |= set(enumerate(s.P[1]))
@@ -80,7 +85,7 @@ def wrong(state):
     for p in BOTH:
         e = s.T[s.P[1]][p] if s.P[0] == 'T' else s.P
         collected = threads[0][2][0] and s.P[0] == 'T' and e[0] == 'L' and e[3]
-        if s.log[p] and s.late[p] and not s.B[p] and not collected: return f'page {p} was written, and nothing tells'
+        if s.log[p] and s.late[p] and not s.B[p] and not collected: return f'page {p} was written, and not recorded'
 
 
 def step(state, i):
@@ -96,7 +101,7 @@ def step(state, i):
 
     def frozen(e): return ('F', e[1], e[3], e[4]) if e[0] == 'L' else ('F', None, 0, 0)
 
-    def told(*leaves): return s.pending - {(p, f) for p, f, dirty in leaves if dirty}
+    def reported(*leaves): return s.pending - {(p, f) for p, f, dirty in leaves if dirty}
 
     def dirtied(*frames): return s.pending | set(frames)
 
@@ -124,24 +129,24 @@ def step(state, i):
         else:
             e = T[table][n]
             if e[0] == 'X' or e[0] == 'E' and BUG == 'cancel-no-freeze': yield go('cancel', (table, n + 1, then))
-            elif e[0] == 'F' or BUG == 'cancel-no-freeze': yield go('tell', loc + (e if e[0] == 'F' else frozen(e),))
+            elif e[0] == 'F' or BUG == 'cancel-no-freeze': yield go('report', loc + (e if e[0] == 'F' else frozen(e),))
             elif BUG == 'report-then-swap':
-                yield go('cancel-freeze', loc + (e,), pending=told((n, e[1], e[0] == 'L' and e[3])))
+                yield go('cancel-freeze', loc + (e,), pending=reported((n, e[1], e[0] == 'L' and e[3])))
             else: yield go('cancel-freeze', loc + (e,))
     elif pc == 'cancel-freeze':
         table, n, then, e = loc
-        if BUG == 'report-then-swap': yield go('tell', (table, n, then, frozen(e)), T=entry(table, n, frozen(e)))
-        elif T[table][n] == e: yield go('tell', (table, n, then, frozen(e)), T=entry(table, n, frozen(e)))
+        if BUG == 'report-then-swap': yield go('report', (table, n, then, frozen(e)), T=entry(table, n, frozen(e)))
+        elif T[table][n] == e: yield go('report', (table, n, then, frozen(e)), T=entry(table, n, frozen(e)))
         else: yield go('cancel', loc[:3])
-    elif pc == 'tell':
+    elif pc == 'report':
         table, n, then, e = loc
         marks = dbit and e[2] and BUG != 'no-D-mark'
-        to = ('tell-log', (table, n, then)) if marks else ('cancel', (table, n + 1, then))
-        yield go(*to, pending=told((n, e[1], e[2] or e[3])))
-    elif pc == 'tell-log': yield go('cancel', (loc[0], loc[1] + 1, loc[2]), B=marked((loc[1],)))
+        to = ('report-log', (table, n, then)) if marks else ('cancel', (table, n + 1, then))
+        yield go(*to, pending=reported((n, e[1], e[2] or e[3])))
+    elif pc == 'report-log': yield go('cancel', (loc[0], loc[1] + 1, loc[2]), B=marked((loc[1],)))
     elif pc == 'cancelled': yield go(*loc[2], P=('E', loc[1]) if P == ('B', loc[0]) else P)
 
-    # Recovery. loc: stamp counter; then table, may write, entries.
+    # Recovery. loc: seq counter; then table, may write, entries.
     elif pc == 'seen': yield go('look' if BUG in ('no-published', 'slot-first') else 'recover-ranges', (s.counter,))
     elif pc == 'recover-ranges': yield go('end') if s.published else go('look', loc)
     elif kind == 'recover' and pc == 'look':
@@ -206,10 +211,10 @@ def step(state, i):
             else: yield go('look-below', (P,))
         elif pc == 'slot-above':                        # A huge leaf without W.
             if s.slots[own] is None: yield go('end')
-            else: yield go('split' if s.log[own] and not whole else 'give-above', loc)
+            else: yield go('split' if s.log[own] and not whole else 'restore-above', loc)
         elif pc == 'split':
             yield go('look', P=('T', len(T), 1, 0), T=T + (parts(P, dbit),)) if P == loc[0] else go('look')
-        elif pc == 'give-above':
+        elif pc == 'restore-above':
             if P != loc[0]: yield go('look')
             else: yield go('flags', (BOTH, 'end'), P=('L', P[1], 1, 1), pending=dirtied(*enumerate(P[1])))
         elif pc == 'look-below':                        # loc: P
@@ -217,15 +222,15 @@ def step(state, i):
             if e[0] in 'FX': yield go('look')
             elif e[0] == 'E': yield go('ranges', (e,))
             elif is_open and e[2]: yield go('end')
-            elif is_open: yield go('give', loc + (e,))
+            elif is_open: yield go('restore', loc + (e,))
             else: yield go('slot-below', loc + (e,))
         elif pc == 'slot-below':
             if s.slots[own] is None: yield go('end')
-            else: yield go('clear' if s.log[own] else 'give', loc)
+            else: yield go('clear' if s.log[own] else 'restore', loc)
         elif pc == 'clear':
             t, e = loc[0][1], T[loc[0][1]][other]
-            yield go('give', loc, T=entry(t, other, put(e, 2, 0)) if e[0] == 'L' else T)
-        elif pc == 'give':                              # loc: P, leaf
+            yield go('restore', loc, T=entry(t, other, put(e, 2, 0)) if e[0] == 'L' else T)
+        elif pc == 'restore':                              # loc: P, leaf
             t, e = loc[0][1], loc[1]
             if T[t][own] != e: yield go('look')
             else: yield go('flags' if loc[0][2] else 'open', ((own,), 'end') if loc[0][2] else loc[:1],
@@ -284,40 +289,40 @@ def step(state, i):
         else: yield go('end', tlb=frozenset((p, f) for p, f in s.tlb if not taken[p]), psc=frozenset(),
                        late=tuple(int(s.late[p] and not taken[p]) for p in BOTH))
 
-    # Invalidators. loc: stamp, next page, ...; next page 2: the second pass.
-    elif pc == 'publish': yield go('stamp', published=s.published | {i})
-    elif pc == 'stamp': yield go('walk', (s.counter + 1, 0), counter=s.counter + 1)
+    # Invalidators. loc: seq, next page, ...; next page 2: the second pass.
+    elif pc == 'publish': yield go('seq', published=s.published | {i})
+    elif pc == 'seq': yield go('walk', (s.counter + 1, 0), counter=s.counter + 1)
     elif pc == 'walk':
-        stamp, n = loc
+        seq, n = loc
         whole_range = len(PAGES[kind]) == 2
         if P[0] == 'B': yield go('cancel', (P[1], 0, ('walk', loc)))
-        elif P[0] == 'E' and P[1] >= stamp: yield go('flush', loc)
+        elif P[0] == 'E' and P[1] >= seq: yield go('flush', loc)
         elif P[0] == 'T' and n == 2: yield go('put-above', loc + (P, s.counter + 1), counter=s.counter + 1)
         elif P[0] == 'T': yield go('below', loc + (P[1],))
         elif P[0] == 'L' and whole_range:
-            yield go('put-above', loc + (P, stamp), pending=told(*((p, f, P[3]) for p, f in enumerate(P[1]))))
-        else: yield go('put-above', loc + (P, stamp))
+            yield go('put-above', loc + (P, seq), pending=reported(*((p, f, P[3]) for p, f in enumerate(P[1]))))
+        else: yield go('put-above', loc + (P, seq))
     elif pc == 'put-above':
-        stamp, n, old, new = loc
-        if P != old: yield go('walk', (stamp, n))
+        seq, n, old, new = loc
+        if P != old: yield go('walk', (seq, n))
         elif len(PAGES[kind]) == 2: yield go('flush', loc[:2], P=('E', new))
         else:                                           # refine, split
             table = (old, old) if old[0] == 'E' else parts(old, dbit)
-            yield go('walk', (stamp, n), P=('T', len(T), 1, 0), T=T + (table,))
+            yield go('walk', (seq, n), P=('T', len(T), 1, 0), T=T + (table,))
     elif pc == 'below':
-        stamp, n, table = loc
+        seq, n, table = loc
         p = PAGES[kind][n]
         e = T[table][p]
         if e[0] in 'FX': yield go('walk', loc[:2])
-        elif e[0] == 'E' and e[1] >= stamp: yield go(*after_entry(kind, loc))
+        elif e[0] == 'E' and e[1] >= seq: yield go(*after_entry(kind, loc))
         elif e[0] == 'L':
-            yield go('zap', loc + (e,), pending=told((p, e[1], e[3] or e[4])), B=marked((p,)) if dbit and e[3] else s.B)
+            yield go('zap', loc + (e,), pending=reported((p, e[1], e[3] or e[4])), B=marked((p,)) if dbit and e[3] else s.B)
         else: yield go('zap', loc + (e,))
     elif pc == 'zap':
-        stamp, n, table, old = loc
+        seq, n, table, old = loc
         p = PAGES[kind][n]
         if T[table][p] != old: yield go('below', loc[:3])
-        else: yield go('zapped', loc, T=entry(table, p, ('E', stamp)))
+        else: yield go('zapped', loc, T=entry(table, p, ('E', seq)))
     elif pc == 'zapped':
         _, n, _, old = loc
         yield go(*after_entry(kind, loc[:3]), B=marked((PAGES[kind][n],)) if dbit and old[0] == 'L' and old[3] else s.B)
@@ -340,15 +345,15 @@ def step(state, i):
 
 
 def parts(leaf, dbit):
-    """The entries of a table that is to replace the huge leaf `leaf`."""
+    """The entries of a table that replaces the huge leaf `leaf`."""
     return tuple(('L', f, 1 if dbit else leaf[2], leaf[3], 0) for f in leaf[1])
 
 
 def after_entry(kind, loc):
     """Where an invalidator goes on after an entry of a table."""
-    stamp, n, table = loc
-    if n + 1 < len(PAGES[kind]): return 'below', (stamp, n + 1, table)
-    return ('walk', (stamp, 2)) if kind == 'unlink' else ('flush', (stamp, 2))
+    seq, n, table = loc
+    if n + 1 < len(PAGES[kind]): return 'below', (seq, n + 1, table)
+    return ('walk', (seq, 2)) if kind == 'unlink' else ('flush', (seq, 2))
 
 
 CONFIGURATIONS = '''

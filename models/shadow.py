@@ -1,77 +1,93 @@
-"""Explicit-state check of shadow paging. Five programs, one for each part of its protocol; the first kind names the
-program.
+"""Explicit-state check of shadow paging. Five programs, one for each part of its protocol; the
+first kind names the program.
 
-A guest thread is a vCPU's number and its operations, one after the other: e, E edits entry 0, 1 of a table; f, F faults
-on it; i: INVLPG of entry 0; p: a page fault of the guest's there; c: loads CR3 without bit 63; m, w: a write that is
-emulated. After an INVLPG, a page fault or a load of CR3 a vCPU must not use what the guest's entry had only before
-(`floor`). CPUs are at their worst: what may be cached is cached at once, until it is flushed; of the versions of an
-entry the oldest is kept. Who waits for a lock lets its holder run, and a circle is found as "waits". A section whose
-data nobody touches without the lock is one step.
+A guest thread is a vCPU's number and its operations, one after the other: e, E edits entry 0, 1 of
+a table; f, F faults on it; i: INVLPG of entry 0; p: a page fault of the guest there; c: loads CR3
+without bit 63; m, w: a write that is emulated. After an INVLPG, a page fault or a load of CR3 a
+vCPU must not use what the guest's entry had only before (`floor`). CPUs cache at once whatever they
+may cache, until it is flushed; of the versions of an entry they keep the oldest. A thread that
+waits for a lock lets its holder run, and a circle is reported as "waits". A critical section is one
+step if no thread touches its data without the lock.
 
-sync: a guest table T of level 1, its entries g, the shadow entries s. x: a shadow leaf of T has W; w: as a CPU has
-  cached it. `state`: U(nsync), Y (syncing), S(ynced). `bit`: T's page is on the bitmap of unsync ones. protect: takes W
-  for the host.
-  Fault:   guest entry -> page lock, no writer, the entry as seen -> shadow entry. INVLPG: page lock, guest entry ->
-           what differs goes -> this CPU is flushed, in any case.
-  Page fault (of the guest's): page lock free? -> shadow entry, bitmap: as INVLPG, if an entry is there and T is on the
-           bitmap -> this CPU, by the fault itself. Lock held: as INVLPG.
+sync: a guest table T of level 1, its entries g, the shadow entries s. x: a shadow leaf of T has W;
+  w: as a CPU has cached it. `state`: U(nsync), Y (syncing), S(ynced). `bit`: T's page is on the
+  bitmap of unsync ones. protect: write-protects for the host.
+  Fault:   guest entry -> page lock, no writer, the entry as in the look -> shadow entry.
+  INVLPG:  page lock, guest entry -> an entry that differs is zapped -> this CPU is flushed, in any
+           case.
+  Page fault (of the guest): page lock free? -> shadow entry, bitmap: as INVLPG, if an entry is
+           there and T is on the bitmap -> this CPU, by the fault itself. Lock held: as INVLPG.
   Write:   lacks W: frame lock: on the bitmap -> U, seq moves on, W.
-  CR3:     bitmap -> frame lock: Y, seq, W is taken -> all CPUs are flushed, in any case -> page lock: entries are
-           compared, what differs goes -> frame lock: S, if still Y and the seq is the same -> this CPU.
-  m:       (both: T is an upper table as well, and never has W) a writer more -> page lock: entry goes -> store, one
-           less.
-link: R -> M -> P. P is T's shadow page, and is in use elsewhere: vCPU 1 faults there. R is vCPU 0's root, the other
-  root has M.
-  linkR, linkM: parent's lock; the parent is registered with the child -> unsync pages below, found by climbing, are
-           compared -> link. unlinkR: link goes, then the parent. zapR: dead -> as unlinkR. CR3 climbs from P; INVLPG
-           walks down, lock by lock. Then: the root is dead: the other one, which is synchronized, and the CPU flushed.
-           stale: with an old entry.
-second: a page, its second-stage leaf ss (frame, W) in a table that may be closed (`open`), or a part of a `huge` one;
-  its shadow leaves of 4 KiB (s) and 2 MiB (big), each in a record with a lock. `dirty`, `late`: as B, late in lazy.py.
-  write:   second-stage fault: W, then mark -> as read. read: record is made -> its lock: table, leaf -> shadow leaf.
-           read2: of 2 MiB. mark: the engine sets A or D in the page, a guest table: record's lock: W? -> store.
-  harvest, lazy: take the bit -> W goes, or the table is closed -> visit: record? its lock free, no leaf? else, locked,
-           table, leaf -> shadow leaf has no more -> flush -> handed out. zap: publish -> leaf goes -> visit -> flush ->
-           the frame is gone -> withdraw. split: of the huge leaf. push: another page's write opens the table.
-track: an upper table T, its pages (state, entry). small, huge: leaves of T, of the 2 MiB round it, have W. pending: who
-  takes something away counts himself before, until his flush is over. One guest leaf of 2 MiB is two translations:
-  INVLPG drops one.
-  track:   number of tables in the 2 MiB -> its lock: W goes -> frame lock: on the list, W goes -> flush, if W was
-           there; if others are pending, another -> ready -> page lock, no writer: guest entry -> shadow entry. Who
-           finds a page that is not ready goes on from there.
-  zap:     frame lock: off the list, unlinked -> number -> page lock: entry goes -> flush. protect, invlpg: take W,
-           flush.
-  w:       on the list: a writer more -> pages -> page locks: entries go -> flush -> store, one less. INVLPG: all, if
-           pending.
-zap: a page's record with a generation; faults come to it by `target` without a lock, hardware by `link`.
-  fault:   target -> what is below -> the generation still? -> page lock, and still? -> entry. link: parent's lock,
-           registered -> registered still? -> link. sync: generation -> .. -> still? -> synced. vcpu: alive, generation:
-           pin -> runs.
-  zap:     frame lock: off the list, dead, a pin of its own -> unlinked -> page lock: entries go -> unpin -> flush. Who
-           unpins a dead page last moves its generation on, flushes, and then frees the table. reuse: for another guest
-           table.
-Wrong besides: a table that is synced or ready may be written unseen, or an entry of it is stale; a frame or a table
-that is gone is used; a page may be written, and nobody marks it; a fault goes on in another table, or a sync; a root is
-another.
+  CR3:     bitmap -> frame lock: Y, seq, W is cleared -> all CPUs are flushed, in any case -> page
+           lock: entries are compared, those that differ are zapped -> frame lock: S, if still Y and
+           the seq is the same -> this CPU.
+  m:       (both: T is an upper table as well, and never has W) a writer more -> page lock: the
+           entry is zapped -> store, one writer less.
+link: R -> M -> P. P is T's shadow page, and is in use elsewhere: vCPU 1 faults there. R is vCPU 0's
+  root, the other root has M.
+  linkR, linkM: parent's lock; the parent is registered with the child -> unsync pages below, found
+           by climbing, are compared -> link. unlinkR: the link is cleared, then the parent
+           unregistered. zapR: dead -> as unlinkR.
+  CR3 climbs from P; INVLPG walks down, lock by lock. Then, if the root is dead: the other one,
+           which is synchronized, and the CPU is flushed. stale: with an old entry.
+second: a page, its second-stage leaf ss (frame, W) in a table that may be protected (`open` if it
+  is not), or a part of a `huge` one; its shadow leaves of 4 KiB (s) and 2 MiB (big), each in a
+  record with a lock. `dirty`, `late`: as B, late in lazy.py.
+  write:   second-stage fault: W, then mark -> as read. read: the record is made -> its lock: table,
+           leaf -> shadow leaf. read2: of 2 MiB. mark: the engine sets A or D in the page, a guest
+           table: record's lock: W? -> store.
+  harvest, lazy: take the bit -> W is cleared, or the table is protected -> visit: a record? its
+           lock free, no leaf? else, locked, table, leaf -> the shadow leaf has no more rights ->
+           flush -> returned.
+  zap:     publish -> the leaf is zapped -> visit -> flush -> the frame is gone -> withdraw. split:
+           of the huge leaf. push: another page's write unprotects the table.
+track: an upper table T, its pages (state, entry). small, huge: leaves of T, of the 2 MiB round it,
+  have W. pending: a thread that removes a right counts itself before, until its flush is over. One
+  guest leaf of 2 MiB is two translations: INVLPG drops one.
+  track:   number of tables in the 2 MiB -> its lock: W is cleared -> frame lock: on the list, W is
+           cleared -> flush, if W was set; if others are pending, another -> ready -> page lock, no
+           writer: guest entry -> shadow entry. A thread that finds a page that is not ready goes on
+           from there.
+  zap:     frame lock: off the list, unlinked -> number -> page lock: the entry is zapped -> flush.
+           protect, invlpg: remove W, flush.
+  w:       on the list: a writer more -> pages -> page locks: entries are zapped -> flush -> store,
+           one writer less.
+  INVLPG:  flushes all, if pending.
+zap: a page's record with a generation; faults reach it by `target` without a lock, hardware by
+  `link`.
+  fault:   target -> what is below -> the generation still? -> page lock, and still? -> entry. link:
+           parent's lock, registered -> registered still? -> link. sync: generation -> .. -> still?
+           -> synced. vcpu: alive, generation: pin -> runs.
+  zap:     frame lock: off the list, dead, a pin of its own -> unlinked -> page lock: entries are
+           zapped -> unpin -> flush. The last thread that unpins a dead page moves its generation
+           on, flushes, and then frees the table. reuse: for another guest table.
+Also wrong: a table that is synced or ready may be written without a record of it, or an entry of it
+is stale; a frame or a table that is gone is used; a page may be written and is not marked; a fault
+or a sync goes on in another table; a root is another.
 
-Run: python3 shadow.py [RULE]. Each of these breaks it: sync: no-reread, invlpg-no-lock, no-local-flush,
-local-flush-if-changed, fault-keeps, fault-lock-blind (a lock that is held), fault-skip-syncing, unsync-late (W first),
-bitmap-late, write-while-syncing (W, but still Y), pass-syncing (also by who links), no-flush, flush-first,
-flush-if-cleared, compare-first, no-seq, drop-if-synced. link: register-late, link-first, no-link-sync, part-lock (not
-held all the time), unregister-first, walk-no-lock, keep-dead-root,
-root-not-synced. second: no-second-reread, create-late (the record behind the look), leaf-first (before its table),
-store-blind, visit-if-zapped, visit-first, flush-before-visit, no-visit, skip-empty (lock or not), leaves-before-lock,
-visit-one-size. track: insert-first, number-late, number-first (of a zap), no-huge, no-clear, no-track-flush,
-ready-early, found-is-ready, ignore-pending, pending-first (read before W is looked for), count-late, settle-first,
-uncounted, narrow-uncounted (by who tracks), invlpg-local (one that took something away), store-first, drop-no-lock,
-no-writers, no-emulated-flush, page-while-pending. zap: no-step-check, no-generation, same-generation, link-no-recheck,
-end-sync-blindly, no-own-count, dead-late, unlink-late, zap-no-lock, pin-no-generation, free-before-flush.
-Right too, so no rule: to pin a dead root, as it is looked at again before it is loaded; to flush behind the store of an
-emulated write, as INVLPG heeds what is pending.
+Run: python3 shadow.py [RULE]. Each of these breaks it.
+sync: no-reread, invlpg-no-lock, no-local-flush, local-flush-if-changed, fault-keeps,
+  fault-lock-blind (a lock that is held), fault-skip-syncing, unsync-late (W first), bitmap-late,
+  write-while-syncing (W, but still Y), pass-syncing (also by a thread that links), no-flush,
+  flush-first, flush-if-cleared, compare-first, no-seq, drop-if-synced.
+link: register-late, link-first, no-link-sync, part-lock (not held all the time), unregister-first,
+  walk-no-lock, keep-dead-root, root-not-synced.
+second: no-second-reread, create-late (the record after the look), leaf-first (before its table),
+  store-blind, visit-if-zapped, visit-first, flush-before-visit, no-visit, skip-empty (lock or not),
+  leaves-before-lock, visit-one-size.
+track: insert-first, number-late, number-first (of a zap), no-huge, no-clear, no-track-flush,
+  ready-early, found-is-ready, ignore-pending, pending-first (read before the look at W),
+  count-late, settle-first, uncounted, narrow-uncounted (track removes W without counting itself),
+  invlpg-local (one that zapped something), store-first, drop-no-lock, no-writers,
+  no-emulated-flush, page-while-pending.
+zap: no-step-check, no-generation, same-generation, link-no-recheck, end-sync-blindly, no-own-count,
+  dead-late, unlink-late, zap-no-lock, pin-no-generation, free-before-flush.
+Safe too, so no rule: to pin a dead root, since it is checked again before it is loaded; to flush
+after the store of an emulated write, since INVLPG respects what is pending.
 """
 from collections import namedtuple
 from explore import BUG, main, put
-from shadow_second import NOBODY, second
+from shadow_second import EMPTY, second
 
 Sync = namedtuple('Sync', 'g s x state seq bit writers tlb w floor locks')
 Link = namedtuple('Link', 'g s state links parents dead root cache tlb floor locks')
@@ -96,7 +112,7 @@ class sync:
     def make(kinds):
         synced = 'synced' in kinds
         x, state = int(not synced and 'both' not in kinds), 'S' if synced else 'U'
-        return Sync((0, 0), (0, 0), x, state, 0, int(not synced), 0, NOTHING, (0, 0), ((0, 0),) * 2, NOBODY)
+        return Sync((0, 0), (0, 0), x, state, 0, int(not synced), 0, NOTHING, (0, 0), ((0, 0),) * 2, EMPTY)
 
     def guest(s):
         return s._replace(tlb=tuple(tuple(map(oldest, t, s.s)) for t in s.tlb), w=tuple(w | s.x for w in s.w))
@@ -111,30 +127,30 @@ class sync:
         v, e, op = kind[0] == '1', int(pc[0] in 'EF'), kind[1 + loc[0]] if loc else None
         flushed = {'w': (0, 0), 'tlb': NOTHING}
         if kind == 'protect':
-            if pc == 'clear': yield go('flush', take='F', give='F', x=0)
+            if pc == 'clear': yield go('flush', take='F', release='F', x=0)
             elif pc == 'flush': yield go('end', **flushed)
         elif pc in 'eE':
             if s.w[v]: yield after(g=put(s.g, e, s.g[e] + 1))
             if not s.x: yield go('unsync', loc)
         elif pc == 'unsync':
-            if BUG == 'unsync-late': yield go('unsync-late', loc, take='F', give='F', x=1)
+            if BUG == 'unsync-late': yield go('unsync-late', loc, take='F', release='F', x=1)
             elif BUG == 'bitmap-late': yield go('bit', loc, take='F', state='U', seq=s.seq + (s.state != 'U'), x=1)
-            elif BUG == 'write-while-syncing' and s.state == 'Y': yield go(op, loc, take='F', give='F', x=1)
-            else: yield go('give-W', loc, take='F', bit=1)
-        elif pc == 'bit': yield go(op, loc, give='F', bit=1)
-        elif pc == 'unsync-late': yield go(op, loc, take='F', give='F', bit=1, state='U', seq=s.seq + 1)
-        elif pc == 'give-W': yield go(op, loc, give='F', state='U', seq=s.seq + (s.state != 'U'), x=1)
+            elif BUG == 'write-while-syncing' and s.state == 'Y': yield go(op, loc, take='F', release='F', x=1)
+            else: yield go('set-W', loc, take='F', bit=1)
+        elif pc == 'bit': yield go(op, loc, release='F', bit=1)
+        elif pc == 'unsync-late': yield go(op, loc, take='F', release='F', bit=1, state='U', seq=s.seq + 1)
+        elif pc == 'set-W': yield go(op, loc, release='F', state='U', seq=s.seq + (s.state != 'U'), x=1)
         elif pc in 'fF': yield go(pc + '-lock', loc + (s.g[e],))
         elif pc[1:] == '-lock':
-            if s.writers: yield after(take='P', give='P')       # the guest comes back
+            if s.writers: yield after(take='P', release='P')       # the guest retries
             elif BUG == 'no-reread' or s.g[e] == loc[1]: yield go(pc[0] + '-set', loc, take='P')
-            else: yield go(pc[0], loc[:1], take='P', give='P')
-        elif pc[1:] == '-set': yield after(give='P', s=put(s.s, e, loc[1]))
+            else: yield go(pc[0], loc[:1], take='P', release='P')
+        elif pc[1:] == '-set': yield after(release='P', s=put(s.s, e, loc[1]))
 
         elif pc == 'm':
             skip = BUG == 'drop-if-synced' and s.state == 'U'
             yield go('m-store' if skip else 'm-drop', loc, writers=s.writers + 1)
-        elif pc == 'm-drop': yield go('m-store', loc, take='P', give='P', s=put(s.s, 0, None))
+        elif pc == 'm-drop': yield go('m-store', loc, take='P', release='P', s=put(s.s, 0, None))
         elif pc == 'm-store': yield after(g=put(s.g, 0, s.g[0] + 1), writers=s.writers - 1)
 
         elif pc == 'i': yield go('i-read', loc + (s.g[0],))
@@ -150,7 +166,7 @@ class sync:
         elif pc == 'i-drop':                                            # loc: op, what must be seen, guest entry
             same = s.s[0] == loc[2]
             skip = BUG == 'no-local-flush' or BUG == 'local-flush-if-changed' and same
-            yield go('i-done' if skip else 'i-flush', loc, give=None if BUG == 'invlpg-no-lock' else 'P',
+            yield go('i-done' if skip else 'i-flush', loc, release=None if BUG == 'invlpg-no-lock' else 'P',
                      s=s.s if same else put(s.s, 0, None))
         elif pc in ('i-flush', 'i-done'):
             tlb = {'tlb': put(s.tlb, v, put(s.tlb[v], 0, None))} if pc == 'i-flush' else {}
@@ -160,24 +176,24 @@ class sync:
             first = 'flush' if BUG == 'flush-first' else 'clear'
             yield go(first if s.bit else 'local', loc + (s.g,))
         elif pc == 'clear':                                             # loc: op, must be seen, seq
-            if s.state == 'S' or BUG == 'pass-syncing' and s.state == 'Y': yield go('local', loc, take='F', give='F')
+            if s.state == 'S' or BUG == 'pass-syncing' and s.state == 'Y': yield go('local', loc, take='F', release='F')
             else:
                 to = 'compare0' if BUG in ('no-flush', 'flush-first', 'compare-first') else 'flush'
                 if BUG == 'flush-if-cleared' and not s.x: to = 'compare0'
-                yield go(to, loc + (s.seq,), take='F', give='F', state='Y', x=0)
+                yield go(to, loc + (s.seq,), take='F', release='F', state='Y', x=0)
         elif pc == 'flush':
             to = {'flush-first': 'clear', 'compare-first': 'synced'}.get(BUG, 'compare0')
             yield go(to, loc, **flushed)
         elif pc in ('compare0', 'compare1', 'drop0', 'drop1'):
             n, last = int(pc[-1]), 'flush' if BUG == 'compare-first' else 'synced'
-            give = 'P' if BUG == 'compare-first' else None
+            release = 'P' if BUG == 'compare-first' else None
             to = ('compare1', last)[n]
-            if pc[0] == 'd': yield go(to, loc, give=give if n else None, s=put(s.s, n, None))
-            elif s.s[n] in (None, s.g[n]): yield go(to, loc, take=None if n else 'P', give=give if n else None)
+            if pc[0] == 'd': yield go(to, loc, release=release if n else None, s=put(s.s, n, None))
+            elif s.s[n] in (None, s.g[n]): yield go(to, loc, take=None if n else 'P', release=release if n else None)
             else: yield go(f'drop{n}', loc, take=None if n else 'P')
         elif pc == 'synced':
             done = s.state == 'Y' and (s.seq == loc[2] or BUG == 'no-seq')
-            yield go('local', loc, take='F', give='F P', **{'state': 'S', 'bit': 0} if done else {})
+            yield go('local', loc, take='F', release='F P', **{'state': 'S', 'bit': 0} if done else {})
         elif pc == 'local':
             yield after(floor=put(s.floor, v, tuple(map(max, s.floor[v], loc[1]))),
                         **{} if BUG == 'no-local-flush' else {'tlb': put(s.tlb, v, (None, None)), 'w': put(s.w, v, 0)})
@@ -191,7 +207,7 @@ class link:
         links = int('haveR' in kinds), int('haveM' in kinds), 1
         state = 'S' if 'synced' in kinds else 'Y' if 'syncing' in kinds else 'U'
         stale = int('stale' in kinds)           # an edit that vCPU 0 has flushed already
-        return Link(stale, 0, state, links, links, 0, 0, (0, 0), None, stale, NOBODY)
+        return Link(stale, 0, state, links, links, 0, 0, (0, 0), None, stale, EMPTY)
 
     def guest(s):
         first = s.cache[0] | (s.links[0], 0, s.links[2])[s.root]
@@ -214,22 +230,22 @@ class link:
                 at = order.index('bits' if pc == 'synced' else pc) + 1
                 changes = {'links': put(s.links, n, 1)} if pc == 'link' else {}
                 if pc == 'register': changes = {'parents': put(s.parents, n, 1)}
-                give = kind[-1] if at == len(order) or BUG == 'part-lock' and pc == 'register' else None
+                release = kind[-1] if at == len(order) or BUG == 'part-lock' and pc == 'register' else None
                 take = kind[-1] if BUG == 'part-lock' and pc == 'link' else None
-                if at == len(order): yield go('end', give=give, take=take, **changes)
-                else: yield go(order[at], give=give, **changes)
+                if at == len(order): yield go('end', release=release, take=take, **changes)
+                else: yield go(order[at], release=release, **changes)
             elif pc == 'bits': yield go(('climb', 'compare')[n] if unsync else 'synced')
             elif pc == 'climb': yield go('compare' if s.parents[1] else 'synced')
             elif pc == 'compare': yield go('fix', (s.g,), take='P')
-            elif pc == 'fix': yield go('synced', give='P', s=s.s if s.s == loc[0] else None)
+            elif pc == 'fix': yield go('synced', release='P', s=s.s if s.s == loc[0] else None)
         elif kind == 'unlinkR':
             if pc == 'lock': yield go('unregister' if BUG == 'unregister-first' else 'unlink', take='R')
             elif pc == 'unlink':
                 late = BUG == 'unregister-first'
-                yield go('flush' if late else 'unregister', give='R' if late else None, links=put(s.links, 0, 0))
+                yield go('flush' if late else 'unregister', release='R' if late else None, links=put(s.links, 0, 0))
             elif pc == 'unregister':
                 late = BUG == 'unregister-first'
-                yield go('unlink' if late else 'flush', give=None if late else 'R', parents=put(s.parents, 0, 0))
+                yield go('unlink' if late else 'flush', release=None if late else 'R', parents=put(s.parents, 0, 0))
             elif pc == 'flush': yield go('end', cache=(0, 0), tlb=None)
         elif pc == 'die': yield go('unlink', dead=1)
         elif pc == 'unlink': yield go('flush', links=put(s.links, 0, 0), parents=put(s.parents, 0, 0))
@@ -239,8 +255,8 @@ class link:
         elif pc == 'f': yield go('f-lock', loc + (s.g,))
         elif pc == 'f-lock':
             if s.g == loc[1] or BUG == 'no-reread': yield go('f-set', loc, take='P')
-            else: yield go('f', loc[:1], take='P', give='P')
-        elif pc == 'f-set': yield after(give='P', s=loc[1])
+            else: yield go('f', loc[:1], take='P', release='P')
+        elif pc == 'f-set': yield after(release='P', s=loc[1])
         # vCPU 0 flushes. loc: op, what must be seen, guest entry
         elif pc == 'c': yield go('bits', loc + (s.g,))
         elif pc == 'bits': yield go('climb' if s.state != 'S' else 'local', loc)
@@ -250,11 +266,11 @@ class link:
             yield go('compare' if below else 'local', loc)
         elif pc == 'i': yield go('walk-R', loc + (s.g,))
         elif pc in ('walk-R', 'walk-M'):
-            lock = {} if BUG == 'walk-no-lock' else {'take': pc[-1], 'give': pc[-1]}
+            lock = {} if BUG == 'walk-no-lock' else {'take': pc[-1], 'release': pc[-1]}
             here = s.links[1] if pc == 'walk-M' else s.links[2] if s.root else s.links[0] and not s.dead
             yield go(('walk-M' if pc == 'walk-R' else 'compare') if here else 'local', loc, **lock)
         elif pc == 'compare': yield go('fix', loc + (s.g,), take='P')
-        elif pc == 'fix': yield go('local', loc[:2], give='P', s=s.s if s.s == loc[2] else None)
+        elif pc == 'fix': yield go('local', loc[:2], release='P', s=s.s if s.s == loc[2] else None)
         elif pc == 'local':                                     # before it goes on: is its root alive?
             if not s.dead or s.root or BUG == 'keep-dead-root': yield go('enter', loc, cache=(0, 0), tlb=None)
             else: yield go('enter' if BUG == 'root-not-synced' else 'bits', loc, root=1, cache=(0, 0), tlb=None)
@@ -262,7 +278,7 @@ class link:
 
 
 class track:
-    """Write tracking of an upper table, and who may skip a flush."""
+    """Write tracking of an upper table, and the flushes that may be skipped."""
     taking = {'count-late': ('leaf', 'count', 'flush', 'settle'), 'settle-first': ('count', 'leaf', 'settle', 'flush'),
               'uncounted': ('leaf', 'flush')}.get(BUG, ('count', 'leaf', 'flush', 'settle')) + ('end',)
     tracking = {'insert-first': ('insert', 'number', 'huge'), 'number-late': ('huge', 'number', 'insert'),
@@ -273,8 +289,8 @@ class track:
     def make(kinds):
         old = ('ready', 0) if 'tracked' in kinds else (None, None)
         small, huge = int('small-W' in kinds), int('huge-W' in kinds)
-        return Track(0, 0, (old, (None, None)), int('tracked' in kinds), small, huge, 0, (NOBODY,) * 2, NOTHING, (0, 0),
-                     (0, 0), NOBODY)
+        return Track(0, 0, (old, (None, None)), int('tracked' in kinds), small, huge, 0, (EMPTY,) * 2, NOTHING, (0, 0),
+                     (0, 0), EMPTY)
 
     def guest(s):
         linked = {p for p in (0, 1) if s.pages[p][0] == 'ready'}
@@ -294,65 +310,65 @@ class track:
     def step(s, i, kind, pc, loc, go, after):
         v = int(kind[0] == '1')
         listed = tuple(p for p in (0, 1) if s.pages[p][0] in ('new', 'ready'))
-        flushed = {'tables': (NOBODY,) * 2, 'tlb': NOTHING, 'w': (0, 0)}
+        flushed = {'tables': (EMPTY,) * 2, 'tlb': NOTHING, 'w': (0, 0)}
 
         def page(p, state, e): return put(s.pages, p, (state, e))
 
-        if kind == 'small': yield go('end', take='F', give='F', small=int(s.small or not listed))
+        if kind == 'small': yield go('end', take='F', release='F', small=int(s.small or not listed))
         elif kind == 'big' and pc == 'big': yield go('big-set', (s.count,), take='F2')
-        elif kind == 'big': yield go('end', give='F2', huge=int(s.huge or not loc[0]))
+        elif kind == 'big': yield go('end', release='F2', huge=int(s.huge or not loc[0]))
         elif kind in ('protect', 'invlpg'):
             to = track.taking[track.taking.index(pc) + 1]
             if pc == 'count': yield go(to, pending=s.pending + 1)
-            elif pc == 'leaf': yield go(to, take='F', give='F', small=0)
+            elif pc == 'leaf': yield go(to, take='F', release='F', small=0)
             elif pc == 'settle': yield go(to, pending=s.pending - 1)
             elif kind == 'invlpg' and BUG == 'invlpg-local': yield go(to, w=(0, s.w[1]))
             else: yield go(to, **flushed)
 
-        elif kind == 'track':           # loc: owes a flush, page, number to be given back, pending before the visit
-            owes, p, back = (loc + (0, None, 0))[:3]
+        elif kind == 'track':           # loc: whether a flush is due, page, whether to release the number, pending before the visit
+            must_flush, p, back = (loc + (0, None, 0))[:3]
             early = loc[3:] or (s.pending,)
-            narrow = {} if BUG == 'narrow-uncounted' else {'pending': s.pending + 1}
+            counted = {} if BUG == 'narrow-uncounted' else {'pending': s.pending + 1}
             to = track.tracking[track.tracking.index(pc) + 1] if pc in track.tracking[:-1] else None
-            if pc == 'number': yield go(to, (owes, p, back) + early, count=s.count + 1)
+            if pc == 'number': yield go(to, (must_flush, p, back) + early, count=s.count + 1)
             elif pc == 'huge':
-                if not s.huge: yield go(to, (owes, p, back) + early, take='F2', give='F2')
-                elif not owes: yield go('huge-clear', (1, p, back) + early, take='F2', **narrow)
+                if not s.huge: yield go(to, (must_flush, p, back) + early, take='F2', release='F2')
+                elif not must_flush: yield go('huge-clear', (1, p, back) + early, take='F2', **counted)
                 else: yield go('huge-clear', loc, take='F2')
-            elif pc == 'huge-clear': yield go(track.tracking[track.tracking.index('huge') + 1], loc, give='F2', huge=0)
+            elif pc == 'huge-clear': yield go(track.tracking[track.tracking.index('huge') + 1], loc, release='F2', huge=0)
             elif pc == 'insert':
                 if listed and (s.pages[listed[0]][0] == 'ready' or BUG == 'found-is-ready'):
-                    yield go('flush' if owes else 'give-back', (owes, listed[0], 1) + early, take='F', give='F')
-                elif s.small and not owes and BUG != 'no-clear':
-                    yield go('insert-on', (1, p, back) + early, take='F', **narrow)
-                else: yield go('insert-on', (owes, p, back) + early, take='F')
+                    yield go('flush' if must_flush else 'release-number', (must_flush, listed[0], 1) + early, take='F', release='F')
+                elif s.small and not must_flush and BUG != 'no-clear':
+                    yield go('insert-on', (1, p, back) + early, take='F', **counted)
+                else: yield go('insert-on', (must_flush, p, back) + early, take='F')
             elif pc == 'insert-on':
-                change = {'give': 'F', 'small': s.small if BUG == 'no-clear' else 0}
+                change = {'release': 'F', 'small': s.small if BUG == 'no-clear' else 0}
                 free = [p for p in (0, 1) if s.pages[p][0] is None]
                 to = track.tracking[track.tracking.index('insert') + 1]
-                if listed: yield go(to, (owes, listed[0], 1) + early, **change)
-                elif not free: yield go('flush' if owes else 'give-back', (owes, None, 1) + early, **change)
-                else: yield go(to, (owes, free[0], back) + early, pages=page(free[0], 'new', None), **change)
+                if listed: yield go(to, (must_flush, listed[0], 1) + early, **change)
+                elif not free: yield go('flush' if must_flush else 'release-number', (must_flush, None, 1) + early, **change)
+                else: yield go(to, (must_flush, free[0], back) + early, pages=page(free[0], 'new', None), **change)
             elif pc == 'cover':
                 if BUG == 'ready-early': yield go('ready', loc)
-                else: yield go(('settle' if BUG == 'no-track-flush' else 'flush') if owes else 'covered', loc)
+                else: yield go(('settle' if BUG == 'no-track-flush' else 'flush') if must_flush else 'covered', loc)
             elif pc == 'flush': yield go('settle', loc, **flushed)
             elif pc == 'settle': yield go('covered', loc, pending=s.pending - (BUG != 'narrow-uncounted'))
             elif pc == 'covered':
                 pending = early[0] if BUG == 'pending-first' else s.pending
-                if p is None: yield go('give-back', loc)
+                if p is None: yield go('release-number', loc)
                 else: yield go('flush-too' if pending and BUG != 'ignore-pending' else 'ready', loc)
             elif pc == 'flush-too': yield go('ready', loc, **flushed)
             elif pc == 'ready':
                 new = page(p, 'ready', s.pages[p][1]) if s.pages[p][0] == 'new' else s.pages
-                to = 'give-back' if back else 'make'
-                yield go('flush' if BUG == 'ready-early' and s.pages[p][0] == 'new' and owes else to, loc, pages=new)
-            elif pc == 'give-back': yield go('end' if p is None else 'make', loc, count=s.count - 1)
+                to = 'release-number' if back else 'make'
+                yield go('flush' if BUG == 'ready-early' and s.pages[p][0] == 'new' and must_flush else to, loc, pages=new)
+            elif pc == 'release-number': yield go('end' if p is None else 'make', loc, count=s.count - 1)
             elif pc == 'make':
                 alive = s.pages[p][0] == 'ready' or BUG == 'found-is-ready'
                 if alive and (not s.writers or BUG == 'no-writers'): yield go('set', (p, s.g), take=f'P{p}')
-                else: yield go('end', take=f'P{p}', give=f'P{p}')
-            elif pc == 'set': yield go('end', give=f'P{loc[0]}', pages=page(loc[0], s.pages[loc[0]][0], loc[1]))
+                else: yield go('end', take=f'P{p}', release=f'P{p}')
+            elif pc == 'set': yield go('end', release=f'P{loc[0]}', pages=page(loc[0], s.pages[loc[0]][0], loc[1]))
 
         elif kind == 'zap':                                     # loc: page
             if pc == 'count': yield go('number' if BUG == 'number-first' else 'dead', pending=s.pending + 1)
@@ -361,48 +377,48 @@ class track:
                 if not listed: yield go('settle')
                 else:
                     to = 'zap-drop' if BUG == 'number-first' else 'last'
-                    yield go(to, listed, take='F', give='F', pages=page(listed[0], 'dead', s.pages[listed[0]][1]))
+                    yield go(to, listed, take='F', release='F', pages=page(listed[0], 'dead', s.pages[listed[0]][1]))
             elif pc == 'last': yield go('zap-drop', loc, count=s.count - 1)
             elif pc == 'zap-drop':
-                yield go('flush', take=f'P{loc[0]}', give=f'P{loc[0]}', pages=page(loc[0], 'dead', None))
+                yield go('flush', take=f'P{loc[0]}', release=f'P{loc[0]}', pages=page(loc[0], 'dead', None))
             elif pc == 'flush': yield go('settle', **flushed)
             elif pc == 'settle': yield go('end', pending=s.pending - 1)
 
         elif pc == 'w':
             if s.w[v]: yield after(g=s.g + 1)
             if listed: yield go('begin', loc)
-            elif not s.w[v]: yield go('w', loc, take='F', give='F', small=1)
+            elif not s.w[v]: yield go('w', loc, take='F', release='F', small=1)
         elif pc == 'begin':                                     # loc: op, pages
-            if BUG == 'store-first': yield go('list', loc, take='F', give='F', g=s.g + 1)
-            else: yield go('list', loc, take='F', give='F', writers=s.writers + 1)
-        elif pc == 'list': yield go('count' if listed else 'store', loc + (listed,), take='F', give='F')
+            if BUG == 'store-first': yield go('list', loc, take='F', release='F', g=s.g + 1)
+            else: yield go('list', loc, take='F', release='F', writers=s.writers + 1)
+        elif pc == 'list': yield go('count' if listed else 'store', loc + (listed,), take='F', release='F')
         elif pc == 'count': yield go('drop', loc, pending=s.pending + 1)
         elif pc == 'drop':
             rest = loc[1]
             if not rest: yield go('flush', loc)
             else:
-                lock = {} if BUG == 'drop-no-lock' else {'take': f'P{rest[0]}', 'give': f'P{rest[0]}'}
+                lock = {} if BUG == 'drop-no-lock' else {'take': f'P{rest[0]}', 'release': f'P{rest[0]}'}
                 yield go('drop', (loc[0], rest[1:]), pages=page(rest[0], s.pages[rest[0]][0], None), **lock)
         elif pc == 'flush': yield go('settle', loc, **{} if BUG == 'no-emulated-flush' else flushed)
         elif pc == 'settle': yield go('store', loc, pending=s.pending - 1)
         elif pc == 'store':
             if BUG == 'store-first': yield after()
-            else: yield after(take='F', give='F', g=s.g + 1, writers=s.writers - 1)
+            else: yield after(take='F', release='F', g=s.g + 1, writers=s.writers - 1)
         elif pc == 'i': yield go('local', loc + (s.g,))
         elif pc == 'local': yield go('invlpg', loc + (s.pending if BUG != 'page-while-pending' else 0,))
         elif pc == 'invlpg':
             tlb = (None, None if loc[2] else s.tlb[v][1])
             floor = put(s.floor, v, max(s.floor[v], loc[1]))
-            yield after(floor=floor, tlb=put(s.tlb, v, tlb), tables=put(s.tables, v, NOBODY))
+            yield after(floor=floor, tlb=put(s.tlb, v, tlb), tables=put(s.tables, v, EMPTY))
 
 
 class zap:
-    """A page goes, while others walk to it, link it, run on it."""
+    """A page is zapped, while other threads walk to it, link it, run on it."""
     start = {'fault': 'look', 'link': 'lock', 'zap': 'die', 'vcpu': 'pin', 'reuse': 'reuse', 'sync': 'sync'}
 
     def make(kinds):
         linked = 'link' not in kinds
-        return Zap(0, 0, 0, 0, 'A', 0, 1, 0 if linked else None, 0 if linked else None, None, NOBODY, NOBODY, 0, NOBODY)
+        return Zap(0, 0, 0, 0, 'A', 0, 1, 0 if linked else None, 0 if linked else None, None, EMPTY, EMPTY, 0, EMPTY)
 
     def guest(s):
         return s if s.link is None else s._replace(psc=s.psc | {s.link})
@@ -424,22 +440,22 @@ class zap:
         elif pc == 'check': yield go('page', loc) if alive(loc[0]) else go('end')
         elif pc == 'page':
             wrong = loc[1] != 'A' and 'a fault goes on in another table'
-            if not alive(loc[0]) and BUG != 'no-generation': yield go('end', take='X', give='X', bad=s.bad or wrong)
+            if not alive(loc[0]) and BUG != 'no-generation': yield go('end', take='X', release='X', bad=s.bad or wrong)
             else: yield go('set', loc, take='X', bad=s.bad or wrong)
         elif pc == 'set':
             freed = s.table in s.freed and 'an entry is made in a freed table'
-            yield go('end', give='X', s=1, bad=bad(freed or 'an entry is made elsewhere', freed or s.key != 'A'))
+            yield go('end', release='X', s=1, bad=bad(freed or 'an entry is made elsewhere', freed or s.key != 'A'))
         elif pc == 'lock':                                              # the parent's; registered under F
             if alive(0) and s.listed: yield go('write', take='R', target=0)
             else: yield go('end')
         elif pc == 'write':
-            if s.target is None and BUG != 'link-no-recheck': yield go('end', take='F', give='F R')
-            else: yield go('end', take='F', give='F R', link=s.table)
+            if s.target is None and BUG != 'link-no-recheck': yield go('end', take='F', release='F R')
+            else: yield go('end', take='F', release='F R', link=s.table)
         elif pc == 'sync': yield go('flush-all', (s.gen,)) if alive(s.gen) and s.key == 'A' else go('end')
         elif pc == 'flush-all': yield go('synced', loc)
         elif pc == 'synced':
             done = alive(loc[0]) or BUG == 'end-sync-blindly'
-            yield go('end', bad=bad('another table is called synchronized', done and s.key != 'A'), take='F', give='F')
+            yield go('end', bad=bad('another table is called synchronized', done and s.key != 'A'), take='F', release='F')
         elif pc == 'reuse':
             if not s.free: yield go('end')
             else: yield go('end', free=0, dead=0, key='B', table=s.table + 1, listed=1)
@@ -450,9 +466,9 @@ class zap:
             else: yield go('unlink', (s.table,), take='F', dead=int(BUG != 'dead-late'), pins=s.pins + own, listed=0)
         elif pc == 'unlink':
             late = BUG == 'unlink-late'
-            yield go('drop', loc, give='F', target=None, link=s.link if late else None)
+            yield go('drop', loc, release='F', target=None, link=s.link if late else None)
         elif pc == 'drop':
-            lock = {} if BUG == 'zap-no-lock' else {'take': 'X', 'give': 'X'}
+            lock = {} if BUG == 'zap-no-lock' else {'take': 'X', 'release': 'X'}
             yield go('dead' if BUG == 'dead-late' else 'unpin', loc, s=None, **lock,
                      bad=bad('entries are dropped from a freed table', loc[0] in s.freed))
         elif pc == 'dead': yield go('unpin', loc, dead=1)
@@ -497,18 +513,18 @@ def step(state, i, waiting=()):
     s, threads = state
     kind, pc, loc = threads[i]
 
-    def go(pc, loc=(), take=None, give=None, **changes):
-        """The state after a step; or who holds the lock that it takes."""
+    def go(pc, loc=(), take=None, release=None, **changes):
+        """The state after a step; or the thread that holds the lock that it takes."""
         locks = s.locks
         for name, holder in locks:
             if name == take: return holder
         if take: locks = locks | {(take, i)}
-        if give: locks = locks - {(name, i) for name in give.split()}
+        if release: locks = locks - {(name, i) for name in release.split()}
         new = PROGRAM[0].guest(s._replace(locks=locks, **changes))
         return new, threads[:i] + ((kind, pc, loc),) + threads[i + 1:]
 
     def after(**changes):
-        """To the next operation of a vCPU."""
+        """Goes to the next operation of a vCPU."""
         n = loc[0] + 1
         return go(kind[1 + n], (n,), **changes) if 1 + n < len(kind) else go('end', **changes)
 

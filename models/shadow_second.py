@@ -1,9 +1,9 @@
-"""The program `second` of `shadow.py`, which says what it does and by which rules, and runs it."""
+"""The program `second` of `shadow.py`. That module describes it with its rules, and runs it."""
 from collections import namedtuple
 from explore import BUG
 
-Second = namedtuple('Second', 'ss stamp open huge frame gone published dirty s big records tlb w late bad locks')
-NOBODY = frozenset()
+Second = namedtuple('Second', 'ss seq open huge frame gone published dirty s big records tlb w late bad locks')
+EMPTY = frozenset()
 
 
 class second:
@@ -15,7 +15,7 @@ class second:
         ss = None if 'hole' in kinds else (0, int('ro' not in kinds))
         dirty = int('ro' not in kinds and 'hole' not in kinds)
         return Second(ss, 0, 1, int('huge' in kinds), 0, 0, 0, dirty, None, None,
-                      int('record' in kinds), NOBODY, 0, 0, 0, NOBODY)
+                      int('record' in kinds), EMPTY, 0, 0, 0, EMPTY)
 
     def guest(s):
         leaves = [leaf for leaf in (s.s, s.big) if leaf]
@@ -34,13 +34,13 @@ class second:
     def step(s, i, kind, pc, loc, go, after):
         ss = s.ss
         if pc == 'look':
-            if ss is None: yield go('published', (s.stamp,))
-            elif not s.open: yield go('give', (ss, False))
-            else: yield go('record', (ss,)) if ss[1] else go('give', (ss, True))
+            if ss is None: yield go('published', (s.seq,))
+            elif not s.open: yield go('restore', (ss, False))
+            else: yield go('record', (ss,)) if ss[1] else go('restore', (ss, True))
         elif pc == 'published': yield go('end') if s.published else go('resolve', loc)
         elif pc == 'resolve': yield go('fill', loc + (s.frame,))
-        elif pc == 'fill': yield go('mark', ss=(loc[1], 1)) if ss is None and s.stamp == loc[0] else go('look')
-        elif pc == 'give':
+        elif pc == 'fill': yield go('mark', ss=(loc[1], 1)) if ss is None and s.seq == loc[0] else go('look')
+        elif pc == 'restore':
             if ss != loc[0]: yield go('look')
             else: yield go('mark' if loc[1] else 'open', ss=(ss[0], 1))
         elif pc == 'open': yield go('mark', open=1)
@@ -62,13 +62,13 @@ class second:
         elif pc == 'leaf': yield go('set', (ss,) + loc)
         elif pc == 'set':
             leaf = loc[0] and (loc[0][0], loc[0][1] & loc[1])
-            yield go('end', give='F', s=leaf or s.s)
+            yield go('end', release='F', s=leaf or s.s)
         elif pc == 'store':                                     # one read of the leaf decides, the store is behind it
-            if ss is None or not (ss[1] and s.open) and BUG != 'store-blind': yield go('end', give='F')
+            if ss is None or not (ss[1] and s.open) and BUG != 'store-blind': yield go('end', release='F')
             else: yield go('stored', (ss[0],))
-        elif pc == 'stored': yield go('end', give='F', late=1, bad=s.bad or int(loc[0] < s.gone))
+        elif pc == 'stored': yield go('end', release='F', late=1, bad=s.bad or int(loc[0] < s.gone))
         elif pc == 'lock2': yield go('set2', (ss if s.huge else None,), take='F2')
-        elif pc == 'set2': yield go('end', give='F2', big=loc[0] or s.big)
+        elif pc == 'set2': yield go('end', release='F2', big=loc[0] or s.big)
 
         elif pc == 'split': yield go('end', huge=0)
         elif pc == 'push': yield go('end') if s.open else go('push-clear')
@@ -80,7 +80,7 @@ class second:
         elif pc == 'protect':
             gone = BUG == 'visit-if-zapped' and kind == 'zap' and ss is None
             to = 'flush' if gone else second.order(kind)[second.order(kind).index('protect') + 1]
-            if kind == 'zap': yield go(to, ss=None, stamp=s.stamp + 1)
+            if kind == 'zap': yield go(to, ss=None, seq=s.seq + 1)
             elif kind == 'lazy': yield go(to, open=0)
             else: yield go(to, ss=ss and (ss[0], 0))
         elif pc == 'visit':
@@ -99,14 +99,14 @@ class second:
         elif pc == 'visit-leaf': yield go('visit-set', (ss,) + loc)
         elif pc == 'visit-set':
             keep = s.s and loc[0] and loc[0][0] == s.s[0]
-            yield second.next(go, kind, 'visit', give='F', s=(s.s[0], s.s[1] & loc[0][1] & loc[1]) if keep else None)
+            yield second.next(go, kind, 'visit', release='F', s=(s.s[0], s.s[1] & loc[0][1] & loc[1]) if keep else None)
         elif pc == 'visit2':
             if BUG == 'visit-one-size': yield second.next(go, kind, 'visit2')
             else: yield go('visit2-set', (ss if s.huge else None,), take='F2')
         elif pc == 'visit2-set':
             keep = s.big and loc[0] and loc[0][0] == s.big[0]
-            yield second.next(go, kind, 'visit2', give='F2', big=(s.big[0], s.big[1] & loc[0][1]) if keep else None)
-        elif pc == 'flush': yield second.next(go, kind, 'flush', tlb=NOBODY, w=0, late=0)
+            yield second.next(go, kind, 'visit2', release='F2', big=(s.big[0], s.big[1] & loc[0][1]) if keep else None)
+        elif pc == 'flush': yield second.next(go, kind, 'flush', tlb=EMPTY, w=0, late=0)
         elif pc == 'host': yield go('withdraw', gone=s.frame + 1, frame=s.frame + 1)
         elif pc == 'withdraw': yield go('end', published=s.published - 1)
 

@@ -1,26 +1,34 @@
-"""Explicit-state check of slots that are deleted, moved or replaced, and of tables that are unlinked, beside faults.
+"""Explicit-state check of slots that are deleted, moved or replaced, and of tables that are
+unlinked, beside faults.
 
-Two places, 0 and 1, each one guest page under a two-level tree. P[x] is the parent entry: ('E', stamp) or ('T', i); T[i]
-is the entry in the lowest table i: ('E', stamp) or ('L', frame). A frame is (slot, version of the backing's page).
-slots[x] is the slot at place x, or None; at first 'a' is at place 0 ('a2': another slot of the same backing).
-Invalidator: publish the range -> stamp -> first pass: stamp or zap each lowest entry -> second pass: unlink what table it
-             finds, for an empty entry with a stamp of its own -> flush -> the host moves the page -> withdraw.
-Change:      claim the slot -> the same, of its old place -> publish the set (without it, or with it at the other place) ->
-             withdraw -> create. Nothing is frozen: an unlinked lowest table has nothing to lose.
-Fault:       read the lowest entry -> published ranges, one by one -> slot -> resolve -> walk again, exchange if the entry
-             is empty with the very stamp seen.
-Kinds (0, 1: of that place): 'inval' stays below the table, 'unlink' takes all of it; 'move' to the other place; 'delete';
-'replace' (then a slot of another backing is made), 'recreate' (of the same); 'fail' (the set could not be published, the
-slot stays); 'small' replaces a slot that is smaller than the table, and unlinks nothing; 'create1'; 'host' invalidates
-both places, for the host that moves the page of a backing has to name every place that the backing may be at.
-Wrong: a leaf of a slot that is not at its place, or of a frame that the host took away; a leaf in an unlinked table.
-The unlinked table takes a greater stamp of its entries, left by a later change, with it. A fault reads ranges and slot
-at several moments: it may miss the change that unlinks, as it is over, and the later one, as it was not yet there.
-So the stamp left must be one that nobody can have seen before: then whoever looked earlier fails, and whoever looked
-later came after the later change had published (it walked into the table before it was unlinked).
-Run: python3 slots.py [BUG]; BUG in {no-stamp, stamp-before-publish, old-stamp (unlinks with the stamp of its entries),
-withdraw-before-set, check-before-read (ranges before the entry), slots-before-ranges (a deletion that ends between the
-two reads is missed by both)}: each breaks it.
+Two places, 0 and 1, each one guest page under a two-level tree. P[x] is the parent entry: ('E',
+seq) or ('T', i); T[i] is the entry in the lowest table i: ('E', seq) or ('L', frame). A frame is
+(slot, version of the backing's page). slots[x] is the slot at place x, or None; at first 'a' is at
+place 0 ('a2': another slot of the same backing).
+Invalidator: publish the range -> seq -> first pass: write the seq to each lowest entry, or zap it
+    -> second pass: unlink the table that it finds, for an empty entry with a seq of its own ->
+    flush -> the host moves the page -> withdraw.
+Change: claim the slot -> the same, of its old place -> publish the set (without it, or with it at
+    the other place) -> withdraw -> create. Nothing is frozen: an unlinked lowest table has nothing
+    to lose.
+Fault: read the lowest entry -> published ranges, one by one -> slot -> resolve -> walk again,
+    exchange if the entry is empty with the very seq of the look.
+Kinds (0, 1: of that place): 'inval' stays below the table, 'unlink' covers all of it; 'move' to the
+other place; 'delete'; 'replace' (then a slot of another backing is made), 'recreate' (of the same);
+'fail' (the set could not be published, the slot stays); 'small' replaces a slot that is smaller
+than the table, and unlinks nothing; 'create1'; 'host' invalidates both places, since a host that
+moves the page of a backing must name every place where the backing may be.
+Wrong: a leaf of a slot that is not at its place, or of a frame that is gone; a leaf in an unlinked
+table.
+The entries of an unlinked table may hold a greater seq, of a later change, which is lost with the
+table. A fault reads ranges and slot at several moments. It may miss the change that unlinks, since
+that is over, and the later change, since that was not there yet. So the seq in the parent must be
+one that no fault can have read before: then a fault that looked earlier fails, and a fault that
+looked later came after the later change had published (which walked into the table before it was
+unlinked).
+Run: python3 slots.py [BUG]; BUG in {no-stamp, stamp-before-publish, old-stamp (unlinks with the seq
+of its entries), withdraw-before-set, check-before-read (ranges before the entry),
+slots-before-ranges (both reads miss a deletion that ends between them)}: each breaks it.
 """
 from collections import namedtuple
 from explore import BUG, main, put
@@ -49,7 +57,7 @@ def wrong(state):
         leaf = s.T[p[1]] if p[0] == 'T' else p
         if leaf[0] == 'L':
             if leaf[1][0] != s.slots[x]: return 'leaf of a slot that is not there'
-            if (backing(leaf[1][0]), leaf[1][1]) in s.freed: return 'leaf of a frame that was taken away'
+            if (backing(leaf[1][0]), leaf[1][1]) in s.freed: return 'leaf of a frame that is gone'
     linked = {p[1] for p in s.P if p[0] == 'T'}
     for i, e in enumerate(s.T):
         if e[0] == 'L' and i not in linked: return 'leaf in an unlinked table'
@@ -65,7 +73,7 @@ def step(state, i):
     P, T = s.P, s.T
     if kind.startswith('fault'): yield from fault(s, threads, i, go, 1 if kind == 'fault1' else 0)
 
-    # Changes and invalidations. loc: their places, all the time; then the stamp. (Taken too early, it is a string.)
+    # Changes and invalidations. loc: their places, always; then the seq (a string, if it was taken too early).
     elif pc == 'claim':
         if s.claimed or 'a' not in s.slots: yield go('end')
         else: yield go('publish', (s.slots.index('a'),), claimed=True)
@@ -74,34 +82,34 @@ def step(state, i):
     elif pc == 'publish':
         early = isinstance(loc[-1], str)
         places = loc[:-1] if early else loc
-        to = ('visit', (places, int(loc[-1]), 0, 1)) if early else ('stamp', (places,))
+        to = ('visit', (places, int(loc[-1]), 0, 1)) if early else ('seq', (places,))
         yield go(*to, published=s.published | {(i, places)})
-    elif pc == 'stamp': yield go('visit', loc + (s.counter + 1, 0, 1), counter=s.counter + 1)
-    elif pc == 'visit':                                 # loc: places, stamp, which of the places, pass
-        places, stamp, n, number = loc
+    elif pc == 'seq': yield go('visit', loc + (s.counter + 1, 0, 1), counter=s.counter + 1)
+    elif pc == 'visit':                                 # loc: places, seq, index of the place, pass
+        places, seq, n, number = loc
         if n == len(places): yield go('flush', loc[:1]) if number == 2 or kind in ('inval', 'inval0', 'inval1', 'small') \
-            else go('visit', (places, stamp, 0, 2))
+            else go('visit', (places, seq, 0, 2))
         else:
             p = P[places[n]]
-            done = (places, stamp, n + 1, number)
-            if p[0] == 'E': yield go('visit', done) if p[1] >= stamp else go('stamp-above', loc + (p,))
+            done = (places, seq, n + 1, number)
+            if p[0] == 'E': yield go('visit', done) if p[1] >= seq else go('seq-above', loc + (p,))
             elif number == 1: yield go('below', loc + (p[1],))
-            elif BUG == 'old-stamp': yield go('unlink', loc + (p, stamp))
+            elif BUG == 'old-stamp': yield go('unlink', loc + (p, seq))
             else: yield go('unlink', loc + (p, s.counter + 1), counter=s.counter + 1)
-    elif pc == 'stamp-above':
+    elif pc == 'seq-above':
         x = loc[0][loc[2]]
         yield go('visit', loc[:4], P=put(P, x, ('E', loc[1])) if P[x] == loc[4] else P)
     elif pc == 'unlink':
         x = loc[0][loc[2]]
         yield go('visit', loc[:4], P=put(P, x, ('E', loc[5])) if P[x] == loc[4] else P)
     elif pc == 'below':
-        places, stamp, n, number, table = loc
-        e, done = T[table], (places, stamp, n + 1, number)
-        if e[0] == 'E' and (e[1] >= stamp or BUG == 'no-stamp'): yield go('visit', done)
+        places, seq, n, number, table = loc
+        e, done = T[table], (places, seq, n + 1, number)
+        if e[0] == 'E' and (e[1] >= seq or BUG == 'no-stamp'): yield go('visit', done)
         else: yield go('zap', loc + (e,))
     elif pc == 'zap':
-        places, stamp, n, number, table, old = loc
-        if T[table] == old: yield go('visit', (places, stamp, n + 1, number), T=put(T, table, ('E', stamp)))
+        places, seq, n, number, table, old = loc
+        if T[table] == old: yield go('visit', (places, seq, n + 1, number), T=put(T, table, ('E', seq)))
         else: yield go('below', loc[:5])
     elif pc == 'flush':
         if kind in CHANGES: yield go('withdraw' if BUG == 'withdraw-before-set' else 'set', loc)

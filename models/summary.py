@@ -1,22 +1,27 @@
-"""Explicit-state check of the summary above the dirty bitmap: one bit for each word, so that harvests skip words of zero.
+"""Explicit-state check of the summary above the dirty bitmap: one bit for each word, so that
+harvests skip words of zero.
 
 One word of two bits, and its summary bit.
-Mark (mark0, mark1, mark01: those bits): word -> nothing to set: over; else set -> summary bit: set it unless it is.
-Take (a harvest, of all or of a range: words are never cut): summary bit -> cleared -> word taken.
-Mask (mask0, mask1, mask01: those bits): word -> nothing would be left: summary bit is cleared -> word -> the named bits are
-cleared, if any is set -> something is left after all: summary bit is set again, if this one had cleared it.
-Wrong, when all are over: a bit is set and the summary bit is not, so that no harvest to come finds it, and no marker either
-sets it; or a bit that was set is gone and was not taken.
-So one harvest that begins then is exact. Before: whoever finds a bit set returns though the one who set it may not have set
-the summary bit yet; the harvest after that one's return reports it.
-Run: python3 summary.py [RULE]. Each of these breaks it: summary-first (a mark), word-first (a take), store-zero (instead of
-a swap), mask-clears (the summary bit is cleared, whatever is left), never-again (it is not set again), look-away (what is
-left is not looked at where another one has taken the named bits already).
+Mark (mark0, mark1, mark01: those bits): word -> if all are set already: over; else set -> summary
+bit: set it unless it is.
+Take (a harvest, of all or of a range: words are never split): summary bit -> cleared -> word taken.
+Mask (mask0, mask1, mask01: those bits): word -> if nothing would be left: summary bit is cleared ->
+word -> the named bits are cleared, if any is set -> if something is left after all: summary bit is
+set again, if this call had cleared it.
+Wrong, when all are over: a bit is set and the summary bit is not, so that no later harvest finds
+it, and no marker sets it either; or a bit that was set is gone and was not taken.
+So a harvest that begins then is exact. Before that, a marker that finds its bit set returns, though
+the marker that set it may not have set the summary bit yet; the harvest after that marker's return
+reports the page.
+Run: python3 summary.py [RULE]. Each of these breaks it: summary-first (a mark), word-first (a
+take), store-zero (instead of a swap), mask-clears (the summary bit is cleared, whatever is left),
+never-again (it is not set again), look-away (no check of the rest where another call has taken the
+named bits already).
 """
 from collections import namedtuple
 from explore import BUG, main
 
-Shared = namedtuple('Shared', 'word summary owed')
+Shared = namedtuple('Shared', 'word summary untaken')
 CONFIGURATIONS = '''
 mark0+mark1+take+take mark01+mark0+take+mask0 mark0+mark1+mask0+take mark0+mark1+mask01+take mark0+mark1+mask0+mask1
 mark0+mark1+mask0+mask0 from0+mark1+mask0+mask0 from0+mark1+mask0+mask01 from0+mark0+mark1+mask0+mask0+take
@@ -36,7 +41,7 @@ def make(kinds):
 
 def wrong(state):
     s, threads = state
-    if s.owed & ~s.word: return 'a bit is gone that was not taken'
+    if s.untaken & ~s.word: return 'a bit is gone that was not taken'
     if s.word and not s.summary and all(t[1] == 'end' for t in threads): return 'a bit is set that no harvest will find'
 
 
@@ -51,7 +56,7 @@ def step(state, i):
     if pc == 'mark':
         if word & mask == mask: yield go('end')
         else: yield go('summarize', 'word') if BUG == 'summary-first' else go('set')
-    elif pc == 'set': yield go('end' if BUG == 'summary-first' else 'summarize', word=word | mask, owed=s.owed | mask)
+    elif pc == 'set': yield go('end' if BUG == 'summary-first' else 'summarize', word=word | mask, untaken=s.untaken | mask)
     elif pc == 'summarize': yield go('set' if loc else 'end') if s.summary else go('summary', *loc)
     elif pc == 'summary': yield go('set' if loc else 'end', summary=1)
 
@@ -61,8 +66,8 @@ def step(state, i):
     elif pc == 'clear': yield go('end' if BUG == 'word-first' else 'take-word', summary=0)
     elif pc == 'take-word':
         if BUG == 'store-zero': yield go('store', word)
-        else: yield go('clear' if BUG == 'word-first' else 'end', word=0, owed=0)
-    elif pc == 'store': yield go('end', word=0, owed=s.owed & ~loc[0])
+        else: yield go('clear' if BUG == 'word-first' else 'end', word=0, untaken=0)
+    elif pc == 'store': yield go('end', word=0, untaken=s.untaken & ~loc[0])
 
     elif pc == 'mask':
         empties = word & mask and not word & ~mask
@@ -74,7 +79,7 @@ def step(state, i):
         else: yield go('summarize') if loc[0] and word and BUG != 'look-away' else go('end')
     elif pc == 'take-masked':
         again = loc[0] and word & ~mask and BUG not in ('never-again', 'mask-clears')
-        yield go('summarize' if again else 'end', word=word & ~mask, owed=s.owed & ~mask)
+        yield go('summarize' if again else 'end', word=word & ~mask, untaken=s.untaken & ~mask)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,25 @@
-"""Explicit-state check of the replacement of a leaf that the host did not allow to be written, beside invalidations.
+"""Explicit-state check of the replacement of a leaf that the host did not allow to be written,
+beside invalidations.
 
-One page under a two-level tree: P is ('E', stamp) or ('T', i), T[i] the page's entry in table i: ('E', stamp) empty,
-('L', frame, writable). The host has the page in one frame and lets it be written or not; a write that it resolves makes
-it writable, an invalidation moves it to the other frame or makes it read-only. So the same leaf can come back (A-B-A),
-and an old answer can be wrong for it.
-Fault:       look (entry; counter; published ranges) -> resolve -> walk again; on an empty entry: exchange it for the leaf
-             if it still has the stamp of the look.
-             On a read-only leaf v, for a write: take a stamp s -> exchange v for ('E', s) -> read the counter: only if
-             it is one above that of the look, nobody else took a stamp since -> exchange ('E', s) for the new leaf.
-Invalidator: publish -> stamp -> zap or stamp the entry -> flush -> the host changes the page -> withdraw.
-             'protect' makes it read-only, 'move' moves it; 'unlink' moves it and unlinks the table before the flush, with a
-             stamp of its own. The table is not frozen: the fault that stands in it finds another entry than it left.
-Wrong: a leaf of a frame that the page is not in, or a writable one where the host allows no writing; a leaf in an unlinked
-table.
-Run: python3 upgrade.py [BUG]; BUG in {no-counter, counter-before-exchange, counter-after-published, at-most}:
-each breaks it. counter-before-exchange: only s is compared, and the counter is not read again behind the exchange.
-at-most: a fault installs if the entry's stamp is not above its own. Here a stamp can fall, so it must be equal.
+One page under a two-level tree: P is ('E', seq) or ('T', i), T[i] the page's entry in table i:
+('E', seq) empty, ('L', frame, writable). The host has the page in one frame and lets it be written
+or not. A write that it resolves makes it writable; an invalidation moves it to the other frame or
+makes it read-only. So the same leaf can come back (A-B-A), and an old answer can be wrong for it.
+Fault: look (entry; counter; published ranges) -> resolve -> walk again; on an empty entry: exchange
+    it for the leaf if it still has the seq of the look.
+    On a read-only leaf v, for a write: take a seq s -> exchange v for ('E', s) -> read the counter:
+    only if it is one above that of the look, no other thread took a seq since -> exchange ('E', s)
+    for the new leaf.
+Invalidator: publish -> seq -> zap the entry or write the seq to it -> flush -> the host changes the
+    page -> withdraw. 'protect' makes it read-only, 'move' moves it; 'unlink' moves it and unlinks
+    the table before the flush, with a seq of its own. The table is not frozen: a fault in it finds
+    another entry than its own.
+Wrong: a leaf of a frame that the page is not in, or a writable one where the host allows no
+writing; a leaf in an unlinked table.
+Run: python3 upgrade.py [BUG]; BUG in {no-counter, counter-before-exchange, counter-after-published,
+at-most}: each breaks it. counter-before-exchange: only s is compared, and the counter is not read
+again behind the exchange. at-most: a fault installs if the entry's seq is not above its own. Here a
+seq can become lower, so it must be equal.
 """
 from collections import namedtuple
 from explore import BUG, main
@@ -34,7 +38,7 @@ def wrong(state):
     for i, e in enumerate(s.T):
         if e[0] == 'L':
             if s.P != ('T', i): return 'leaf in an unlinked table'
-            if e[1] != s.frame: return 'leaf of a frame that was taken away'
+            if e[1] != s.frame: return 'leaf of a frame that is gone'
             if e[2] > s.writable: return 'writable leaf of a page that the host has made read-only'
 
 
@@ -77,35 +81,35 @@ def step(state, i):
             yield go('replace', (found, seen, leaf, table, s.counter + 1), counter=s.counter + 1)
         else: yield go('end')
     elif pc == 'replace':
-        found, seen, leaf, table, stamp = loc
+        found, seen, leaf, table, seq = loc
         if T[table] != found: yield go('end')
-        elif BUG == 'no-counter' or BUG == 'counter-before-exchange' and stamp == seen + 1:
-            yield go('install', (('E', stamp), leaf, table), T=at(table, ('E', stamp)))
-        elif BUG == 'counter-before-exchange': yield go('end', T=at(table, ('E', stamp)))
-        else: yield go('recount', loc, T=at(table, ('E', stamp)))
+        elif BUG == 'no-counter' or BUG == 'counter-before-exchange' and seq == seen + 1:
+            yield go('install', (('E', seq), leaf, table), T=at(table, ('E', seq)))
+        elif BUG == 'counter-before-exchange': yield go('end', T=at(table, ('E', seq)))
+        else: yield go('recount', loc, T=at(table, ('E', seq)))
     elif pc == 'recount':
-        found, seen, leaf, table, stamp = loc
-        if s.counter == seen + 1: yield go('install', (('E', stamp), leaf, table))
+        found, seen, leaf, table, seq = loc
+        if s.counter == seen + 1: yield go('install', (('E', seq), leaf, table))
         else: yield go('end')
     elif pc == 'install': yield go('end', T=at(loc[2], loc[1]) if T[loc[2]] == loc[0] else T)
 
-    elif pc == 'publish': yield go('stamp', published=s.published | {i})
-    elif pc == 'stamp': yield go('walk', (s.counter + 1, 1), counter=s.counter + 1)
-    elif pc == 'walk':                                              # loc: stamp, pass
-        stamp, number = loc
-        if P[0] == 'E': yield go('walked', loc) if P[1] >= stamp else go('zap-above', loc + (P, stamp))
+    elif pc == 'publish': yield go('seq', published=s.published | {i})
+    elif pc == 'seq': yield go('walk', (s.counter + 1, 1), counter=s.counter + 1)
+    elif pc == 'walk':                                              # loc: seq, pass
+        seq, number = loc
+        if P[0] == 'E': yield go('walked', loc) if P[1] >= seq else go('zap-above', loc + (P, seq))
         elif number == 1: yield go('visit', loc + (P[1],))
         else: yield go('zap-above', loc + (P, s.counter + 1), counter=s.counter + 1)
     elif pc == 'zap-above':
-        stamp, number, old, new = loc
-        yield go('walked', (stamp, number), P=('E', new)) if P == old else go('walk', (stamp, number))
+        seq, number, old, new = loc
+        yield go('walked', (seq, number), P=('E', new)) if P == old else go('walk', (seq, number))
     elif pc == 'visit':
         e = T[loc[2]]
         if e[0] == 'E' and e[1] >= loc[0]: yield go('walked', loc[:2])
         else: yield go('zap', loc + (e,))
     elif pc == 'zap':
-        stamp, number, table, old = loc
-        yield go('walked', (stamp, number), T=at(table, ('E', stamp))) if T[table] == old else go('visit', loc[:3])
+        seq, number, table, old = loc
+        yield go('walked', (seq, number), T=at(table, ('E', seq))) if T[table] == old else go('visit', loc[:3])
     elif pc == 'walked': yield go('walk', (loc[0], 2)) if kind == 'unlink' and loc[1] == 1 else go('host')
     elif pc == 'host':
         if kind == 'protect': yield go('withdraw', writable=0)

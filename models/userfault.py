@@ -1,49 +1,60 @@
-"""Explicit-state check of userfaults: no page is reached whose bit is set, beside faults, rescans, resolvers and
-recoveries; and of memory attributes.
+"""Explicit-state check of userfaults: no guest reaches a page whose bit is set, beside faults,
+rescans, resolvers and recoveries; and of memory attributes.
 
-Two pages under a two-level tree. P: ('E', stamp), ('L', (frame, frame), W) a huge leaf, ('T', i), or ('B', i) broken.
-T[i][page]: ('E', stamp), ('L', frame, W), or ('F', frame or None) frozen. A frame is 's0' (shared memory, not filled),
-'s1' (filled) or 'p1' (private). W: 2 may be written, 1 protected for the log, 0 needs the host's word. Stamps of the
-counter are even; an odd one says that a flush must come first. `slot`: 0, or the number of the user's bitmap, and
-userfaults are on. `bits`: of each bitmap, 1 = exit. `on`: 2 when turning on has returned. `attrs`: 1 = private. `armed`:
-pages that must not be reached. `room`: stores to bits that other CPUs do not see yet, by thread.
-Fault:       (look0, look1: of that page; huge0: as large as may be; around0: of page 0, with page 1; write0: wants W;
-             read0: gets W 0) entry (of both pages, one by one) -> stamp counter, if there is a leaf -> published ranges
-             -> slot -> bit of each page: if its own is set it exits -> attribute of each page -> resolve -> exchange for
-             each on the very entry seen. W 1: W is given back to the leaf seen. W 0: a stamp -> the leaf is exchanged for
-             it -> counter: only this stamp since the look -> the new leaf. Broken: cancel, as in recover.py.
-Taker:       publish -> stamp -> zap: leaves go, empty entries get the stamp, broken ones are cancelled -> if both pages
-             are meant the table is unlinked for a stamp of its own -> flush, whatever was there -> change -> withdraw.
-             on: the change is the set with the flag; on2: with another bitmap, while on; again: turns off, and on so.
-             private, private0, shared, ...: the change is the attributes, one by one. keep: an invalidation for the host.
-Rescan:      (rescan, rescan0, rescan1) bits are set -> fence -> as a taker, of the pages whose bit is still set, without
-             a change.
-Resolver:    (fill0, fill1) fills the page -> clears its bit.
-Recovery:    counter -> ranges -> all leaves -> flag -> attribute of each page -> the host has the first leaf's frame ->
-             counter as before -> table -> broken -> counter as before -> flag -> freeze -> huge leaf. Else cancel.
-Start:       ison; arrived: all is filled, no bit is set; big: one bit, and a leaf, for both pages; huge: a huge leaf,
-             empty: nothing is mapped, hole0, hole1: that page is not; ro, protected: W 0, W 1; isprivate; mixed: page 1
-             is private.
-             bare: on and rescan publish no range and unlink nothing, and the flag comes before the stamp. bbm: break
-             before make; with bare, what is taken away gets an odd stamp, and who installs there flushes.
-Wrong: a leaf, or a CPU's translation, of a page whose bit was set before turning on or a rescan, and not cleared until
-that returned nor since; of a page that is not filled, while on; of shared memory where a page is private, or the other
-way round, when no call is changing that; a huge leaf of both kinds, or while on (not big); a leaf in an unlinked table; a
-frozen entry in a linked one; an error that blames the host for another frame; bbm: two translations of a page at once.
-What decides is the very entry, and whoever sets bits changes it behind that: so bits are read once, behind the entry, and
-not again, not even by who replaces a leaf of W 0, as the counter tells that too.
-Attributes must come behind the stamp, in the published range: with a bit that is stored first, a leaf of W 0 has the
-wrong frame, and nobody has taken a stamp.
-Run: python3 userfault.py [RULE]. Each of these breaks it: no-stamp, no-zap, flush-if-changed, no-flush, flush-first,
-flag-last (bare: set behind the flush), stamp-first (before the range is published), withdraw-first (the change comes
-behind it), store-first (attributes before the stamp), bit-first, slot-first, ranges-last, resolve-first, attribute-first,
-clear-first, counter-last, no-counter, huge-while-on, huge-beside (into a range that is being taken away), run-bits (page
-1 goes as page 0), run-attributes, one-attribute, no-fence, stamp-if-empty (a rescan that finds leaves takes no stamp),
-pass-broken, bare-unlink, bare-plain (no odd stamps), drop-debt (an odd stamp is raised to an even one), swap-only
-(another bitmap, no more), recover-no-counter, recover-no-flag, recover-no-ranges, recover-no-attributes,
-recover-one-attribute, recover-attributes-first.
-Right too, so no rule: the flag between the range and the stamp; no look at a bit where W is given back; a rescan that
-does not look whether a bit is still set; a recovery that does not look at the flag again.
+Two pages under a two-level tree. P: ('E', seq), ('L', (frame, frame), W) a huge leaf, ('T', i), or
+('B', i) broken. T[i][page]: ('E', seq), ('L', frame, W), or ('F', frame or None) frozen. A frame is
+'s0' (shared memory, not filled), 's1' (filled) or 'p1' (private). W: 2 may be written, 1
+write-protected for the log, 0 the host has to allow it. The counter's seqs are even; an odd one
+means that a flush must come first. `slot`: 0, or the number of the user's bitmap, and userfaults
+are on. `bits`: of each bitmap, 1 = exit. `on`: 2 when turning on has returned. `attrs`: 1 =
+private. `armed`: pages that must not be reached. `room`: stores to bits that other CPUs do not
+observe yet, by thread.
+Fault: (look0, look1: of that page; huge0: as large as may be; around0: of page 0, with page 1;
+    write0: wants W; read0: is answered with W 0) the entry (of both pages, one by one) -> counter,
+    if there is a leaf -> published ranges -> slot -> bit of each page: if its own is set it exits
+    -> attribute of each page -> resolve -> exchange for each on the very entry of the look. W 1: W
+    is restored to the leaf. W 0: take a seq -> the leaf is exchanged for it -> counter: no other
+    seq since the look -> the new leaf. Broken: cancel, as in recover.py.
+Taker: publish -> seq -> zap: leaves are zapped, empty entries get the seq, broken ones are
+    cancelled -> if both pages are covered the table is unlinked for a seq of its own -> flush, in
+    any case -> change -> withdraw.
+    on: the change is the set with the flag; on2: with another bitmap, while on; again: turns off,
+    and then on as that. private, private0, shared, ...: the change is the attributes, one by one.
+    keep: an invalidation for the host.
+Rescan: (rescan, rescan0, rescan1) bits are set -> fence -> as a taker, of the pages whose bit is
+    still set, without a change.
+Resolver: (fill0, fill1) fills the page -> clears its bit.
+Recovery: counter -> ranges -> all entries are leaves -> flag -> attribute of each page -> the host
+    has the first leaf's frame -> counter as before -> table -> broken -> counter as before -> flag
+    -> freeze -> huge leaf. Else cancel.
+Start: ison; arrived: all is filled, no bit is set; big: one bit, and a leaf, for both pages; huge:
+    a huge leaf, empty: nothing is mapped, hole0, hole1: that page is not; ro, protected: W 0, W 1;
+    isprivate; mixed: page 1 is private.
+    bare: on and rescan publish no range and unlink nothing, and the flag comes before the seq. bbm:
+    break before make; with bare, a zapped entry gets an odd seq, and a fault that installs there
+    flushes.
+Wrong: a leaf, or a CPU's translation, of a page whose bit was set before turning on or a rescan,
+and not cleared before that returned or since; of a page that is not filled, while on; of shared
+memory where a page is private, or the other way round, when no call is changing that; a huge leaf
+of both kinds, or while on (not big); a leaf in an unlinked table; a frozen entry in a linked one;
+an error that blames the host for another frame; bbm: two translations of a page at once.
+The very entry decides, and a thread that sets bits changes the entry after that. So bits are read
+once, after the entry, and not again, also not by a fault that replaces a leaf of W 0: the counter
+shows a change.
+Attributes must come after the seq, inside the published range. If one is stored first, a leaf of W
+0 has the wrong frame, and no thread has taken a seq.
+Run: python3 userfault.py [RULE]. Each of these breaks it: no-stamp, no-zap, flush-if-changed,
+no-flush, flush-first, flag-last (bare: set after the flush), stamp-first (before the range is
+published), withdraw-first (the change comes after it), store-first (attributes before the seq),
+bit-first, slot-first, ranges-last, resolve-first, attribute-first, clear-first, counter-last,
+no-counter, huge-while-on, huge-beside (into a range in flight), run-bits (page 1 is treated as page
+0), run-attributes, one-attribute, no-fence, stamp-if-empty (a rescan that finds leaves takes no
+seq), pass-broken, bare-unlink, bare-plain (no odd seqs), drop-odd (an even seq replaces an odd
+one), swap-only (another bitmap, no more), recover-no-counter, recover-no-flag, recover-no-ranges,
+recover-no-attributes, recover-one-attribute, recover-attributes-first.
+Safe too, so no rule: the flag between the range and the seq; no look at a bit where W is restored;
+a rescan that does not check whether a bit is still set; a recovery that does not read the flag
+again.
 """
 from collections import namedtuple
 from explore import BUG, main, put
@@ -81,9 +92,9 @@ def make(kinds):
 
 
 def take(kind):
-    """What a taker does, in this order."""
+    """The steps of a taker, in order."""
     bare = 'bare' in MODE and kind != 'keep'
-    zap = ('stamp', 'zap') if bare and BUG != 'bare-unlink' else ('stamp', 'zap', 'unlink')
+    zap = ('seq', 'zap') if bare and BUG != 'bare-unlink' else ('seq', 'zap', 'unlink')
     zap = ('flush',) + zap if BUG == 'flush-first' else zap + ('flush',)
     if kind[:4] == 'resc':
         if not bare: zap = ('publish',) + zap + ('withdraw',)
@@ -125,7 +136,7 @@ def wrong(state):
         if 'bbm' in MODE and now and s.tlb[p] and now != s.tlb[p]: return f'two translations of page {p}'
     if s.on == 2 and s.P[0] == 'L' and 'big' not in MODE: return 'huge leaf while on'
     if s.P[0] == 'L' and s.attrs[0] != s.attrs[1] and not changing: return 'huge leaf of two kinds'
-    if s.bad: return 'the host is blamed'
+    if s.bad: return 'an error blames the host'
     for i, table in enumerate(s.T):
         if s.P == ('T', i) and 'F' in (table[0][0], table[1][0]): return 'frozen entry in a linked table'
         if s.P not in (('T', i), ('B', i)) and 'L' in (table[0][0], table[1][0]): return 'leaf in an unlinked table'
@@ -213,7 +224,7 @@ def step(state, i):
 
     elif kind in FAULTS: yield from fault(s, i, kind, pc, loc, go, entry, flushed)
 
-    # Takers. loc: what the bits had been cleared; stamp, page, whether something was zapped; ...
+    # Takers. loc: how often the bits were cleared before; seq, page, whether something was zapped; ...
     elif pc == 'off': yield go(take(kind)[0], slot=0, on=0, armed=frozenset())
     elif pc == 'poison':
         pages = pages_of(kind)
@@ -277,7 +288,7 @@ def fault(s, i, kind, pc, loc, go, entry, flushed):
         o = T[table][other]
         yield go('look', loc._replace(n=loc.n + 1, entries=put((e, e), other, o if o[0] == 'E' else None)))
     elif pc == 'flush': yield go('act', loc, tlb=flushed(BOTH))
-    elif pc == 'act':                                           # loc: page, entry seen, leaf, huge leaf or None, what comes then
+    elif pc == 'act':                                           # loc: page, entry seen, leaf, huge leaf or None, the pc after it
         p, seen, leaf, huge, then = loc
         if P[0] == 'T': yield go('install', loc + (P[1],))
         elif P[0] != 'E' or P != seen: yield go('end')
@@ -292,36 +303,36 @@ def fault(s, i, kind, pc, loc, go, entry, flushed):
         p, seen, leaf, huge, then, table = loc
         if huge or T[table][p] != seen: yield go('end')
         else: yield go(*again(then, None), T=entry(table, p, leaf))
-    elif pc == 'give': yield go('end', T=entry(P[1], own, loc[0][:2] + (2,)) if P[0] == 'T' and T[P[1]][own] == loc[0] else T)
-    elif pc == 'another':                                       # the host has another frame for a leaf that may be there still
+    elif pc == 'restore': yield go('end', T=entry(P[1], own, loc[0][:2] + (2,)) if P[0] == 'T' and T[P[1]][own] == loc[0] else T)
+    elif pc == 'another':                                       # the host has another frame for a leaf that may still be there
         still = P[0] == 'T' and T[P[1]][own] == loc.entries[own]
         yield go('blame', loc) if still else go('end')
     elif pc == 'blame': yield go('end', bad=int(s.counter == loc.counter))
     elif pc == 'replace': yield go('swap', loc + (P[1], s.counter + 2), counter=s.counter + 2) if P[0] == 'T' else go('end')
     elif pc == 'swap':
-        look, table, stamp = loc
+        look, table, seq = loc
         if T[table][own] != look.entries[own]: yield go('end')
-        else: yield go('recount', loc, T=entry(table, own, ('E', stamp)))
+        else: yield go('recount', loc, T=entry(table, own, ('E', seq)))
     elif pc == 'recount':
-        look, table, stamp = loc
+        look, table, seq = loc
         if s.counter == look.counter + 2 or BUG == 'no-counter':
-            yield go('install', (own, ('E', stamp), ('L', look.frames[own], 2), None, None, table))
+            yield go('install', (own, ('E', seq), ('L', look.frames[own], 2), None, None, table))
         else: yield go('end')
 
 
 def again(then, below):
-    """The next page of a fault that maps its neighbour along: it was seen where the table has been hung by now."""
+    """The next page of a fault that maps its neighbour along: it was read where the table is linked by now."""
     if then is None: return ('end', ())
     p, seen, leaf = then
     return ('act', (p, below or seen, leaf, None, None))
 
 
 def plan(s, own, kind, loc, go):
-    """What a fault does that has looked and asked."""
+    """The last steps of a fault."""
     other = 1 - own
     found = loc.entries[own]
     w = 0 if kind == 'read0' else 2
-    if found[0] == 'L' and found[2] == 1: yield go('give', (found,))
+    if found[0] == 'L' and found[2] == 1: yield go('restore', (found,))
     elif found[0] == 'L': yield go('replace', (loc,)) if found[1] == loc.frames[own] else go('another', loc)
     else:
         huge, then = None, None
@@ -340,15 +351,15 @@ def taker(s, i, kind, pc, loc, go, entry, flushed):
     pages, steps = pages_of(kind), take(kind)
     rescans = kind[:4] == 'resc'
     if pc in steps[:-1]: to = steps[steps.index(pc) + 1]
-    odd = lambda stamp: stamp | ('bbm' in MODE and 'bare' in MODE and BUG != 'bare-plain')
+    odd = lambda seq: seq | ('bbm' in MODE and 'bare' in MODE and BUG != 'bare-plain')
 
     if pc == 'publish': yield go(to, loc, published=s.published | {(i, pages)})
-    elif pc == 'stamp':
-        stamp = s.counter + 2
-        if BUG == 'no-zap': yield go('unlink' if 'unlink' in steps else 'flush', (loc[:1] or (None,)) + (stamp, 2, True))
+    elif pc == 'seq':
+        seq = s.counter + 2
+        if BUG == 'no-zap': yield go('unlink' if 'unlink' in steps else 'flush', (loc[:1] or (None,)) + (seq, 2, True))
         elif BUG == 'stamp-if-empty' and rescans and P[0] == 'T' and all(T[P[1]][p][0] == 'L' for p in pages):
             yield go(to, loc[:1] + (s.counter, 0, False))
-        else: yield go(to, (loc[:1] or (None,)) + (stamp, 0, False), counter=stamp)
+        else: yield go(to, (loc[:1] or (None,)) + (seq, 0, False), counter=seq)
     elif pc == 'zap':
         n = loc[2]
         if n == len(pages): yield from finish(s, kind, loc, go, to, {})
@@ -356,16 +367,16 @@ def taker(s, i, kind, pc, loc, go, entry, flushed):
             yield go('zap', put(loc, 2, n + 1))
         else: yield go('walk', loc)
     elif pc == 'walk':
-        _, stamp, n, _ = loc
+        _, seq, n, _ = loc
         if P[0] == 'B': yield go('cancel', (P[1], 0, ('walk', loc))) if BUG != 'pass-broken' else go('zap', put(loc, 2, n + 1))
         elif P[0] == 'T': yield go('below', loc + (P[1],))
-        elif P[0] == 'E' and (P[1] >= stamp or BUG == 'no-stamp'): yield go('zap', put(loc, 2, n + 1))
+        elif P[0] == 'E' and (P[1] >= seq or BUG == 'no-stamp'): yield go('zap', put(loc, 2, n + 1))
         else: yield go('put-above', loc + (P,))
     elif pc == 'put-above':
         old, loc = loc[-1], loc[:-1]
         if P != old: yield go('walk', loc)
         elif old[0] == 'E': yield go('zap', put(loc, 2, loc[2] + 1), P=('E', raised(old[1], loc[1])))
-        elif len(pages) == 2 or 'bbm' in MODE:                  # there it would be split by way of broken: see break.py
+        elif len(pages) == 2 or 'bbm' in MODE:                  # with bbm it would be split by way of broken: see break.py
             yield go('zap', put(put(loc, 2, loc[2] + 1), 3, True), P=('E', odd(loc[1])))
         else: yield go('walk', loc, P=('T', len(T)), T=T + (tuple(('L', f, P[2]) for f in P[1]),))
     elif pc == 'below':
@@ -405,9 +416,9 @@ def taker(s, i, kind, pc, loc, go, entry, flushed):
         yield from finish(s, kind, loc, go, to, {'published': frozenset(x for x in s.published if x[0] != i)})
 
 
-def raised(found, stamp):
-    """The stamp of an empty entry that had `found`."""
-    return stamp | (found & 1) if BUG != 'drop-debt' else stamp
+def raised(found, seq):
+    """The seq of an empty entry that had `found`."""
+    return seq | (found & 1) if BUG != 'drop-odd' else seq
 
 
 def finish(s, kind, loc, go, to, changes):

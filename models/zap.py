@@ -1,38 +1,50 @@
-"""Explicit-state check of invalidations of two pages under one table: partial cover, huge leaves, CPUs, dirty reports.
+"""Explicit-state check of invalidations of two pages under one table: partial cover, huge leaves,
+CPUs, dirty reports.
 
-P is the parent entry: ('E', stamp), ('L', (frame of page 0, of page 1), D) a huge leaf, or ('T', i). T[i][page] is an
-entry of table i: ('E', stamp), ('L', frame, D), ('K', frame, D) tracked, or 'F' frozen. A frame is a version of the
-page; an invalidation moves the page to the next one, and the old frame is gone.
-Fault (fault0, fault1: of that page; huge0: the host would have a huge leaf):
-             look: entry -> published ranges, one by one: the page is in one, or the leaf is no larger than what they
-             leave -> resolve -> walk again, exchange if the entry is empty with the very stamp seen, and not lower than
-             the leaf. A tracked leaf is given back. If P is empty with another stamp, it is refined: a table with that
-             stamp takes its place.
-Age (age0, age1): leaf -> tracked.
-Invalidator (zap0, zap1: of that page; zap: of both; oom0, oom1: of that page, with no memory for tables; keep0, keep: the
-             host takes no frame away; turn: of both, with a new turn, from P on, for each entry; half: of both, and its first
-             pass is over, where a table hung that was empty): publish -> stamp -> a huge leaf that it covers in part is
-             split -> first pass: each entry; a leaf is reported to the host, then exchanged for empty from the value reported; an empty one is
-             stamped, P as a whole even if it is covered in part -> second pass, if it covers all of the table: what is
-             linked now is unlinked -> the table goes on the list of retired ones -> flush, retire -> the host frees the
-             frames -> withdraw. The stamp taken at first is for entries of a table; P gets a fresh one each time.
-             The list uses the entry of page 0, which is frozen then. That of page 1 stays as it is.
-CPU:         at any moment fills its cache of tables from P, or a translation from a cached table or from P; a write sets D
-             in the entry. A flush of a page drops what it has cached of the page, and of the tables above it.
-Wrong: a leaf, or a CPU's translation, of a frame that is gone; a CPU in a table that was freed; a frame that is gone
-whose D was set and not reported; a frozen entry in a linked table; a leaf in an unlinked table, at any time.
-Not frozen: all entries of a table are empty when it is unlinked, and no fault may install there any more, as the range is
-published. An age has no leaf to change there; another invalidator that stands there leaves its stamp in vain, and what it
-relies on is the fresh stamp above (see slots.py). A fault that replaces a read-only leaf: upgrade.py. Tables above the
-lowest: levels.py.
-Reports: an invalidator that finds the page empty returns, and its host frees the frame. So whoever took the leaf away must
-have reported it before, and no leaf may go out of sight with its table. A report may be made twice, and the second one may
-come when the frame is gone: nobody waits, so that cannot be helped, and a host must bear it.
-Run: python3 zap.py [BUG]. Each of these breaks it: no-stamp, stamp-before-publish, check-before-read, no-inherit,
-refine-no-inherit, stamp-again (P gets the invalidator's stamp, in each pass), stamp-passed (in the first pass alone),
-huge-ignores-published, no-flush, flush-if-changed (not by one that found nothing mapped), free-before-flush,
-table-before-flush, split-no-dirty, tracked-clean (tracking forgets D), blind-exchange (a leaf is taken away whatever its D is
-by now), report-late (after the exchange), unlink-full (a table goes as it is, without the first pass).
+Words of all models: a *table* is a page-table page, an *entry* a PTE. `seq` is an invalidation
+sequence number: each empty entry holds one, and `counter` is the last one that was taken. The
+*published ranges* are the ranges in flight.
+
+P is the parent entry: ('E', seq) empty, ('L', (frame of page 0, of page 1), D) a huge leaf, or
+('T', i) table i. T[i][page] is an entry of table i: ('E', seq), ('L', frame, D), ('K', frame, D)
+tracked, or 'F' frozen. A frame is a version of the page. An invalidation moves the page to the next
+version, and the old frame is gone.
+Fault: (fault0, fault1: of that page; huge0: the host allows a huge leaf) look: the entry -> the
+    published ranges, one by one: none has the page, and the leaf is no larger than what they leave
+    free -> resolve -> walk again -> exchange, if the entry is empty with the very seq of the look,
+    and not lower than the leaf. A fault restores access to a tracked leaf. If P is empty with
+    another seq, the fault refines it: a table with that seq replaces it.
+Age: (age0, age1) leaf -> tracked.
+Invalidator: (zap0, zap1: of that page; zap: of both; oom0, oom1: of that page, without memory for
+    tables; keep0, keep: the host frees no frame; turn: of both, where each entry is reached from P
+    again; half: of both, and its first pass is over, at a table that was empty) publish -> seq -> a
+    huge leaf that is covered in part is split -> first pass, each entry: a leaf is reported to the
+    host, then exchanged for empty if it still has the reported value; an empty one gets the seq, P
+    as a whole even if it is covered in part -> second pass, if the table is covered as a whole: the
+    table that is linked now is unlinked -> it is put on the list of retired tables -> flush ->
+    retire -> the host frees the frames -> withdraw. The first seq is for entries of a table; P gets
+    a fresh one each time. The list uses the entry of page 0, which is then frozen. That of page 1
+    stays as it is.
+CPU: at any moment caches the table of P, or a translation from a cached table or from P; a write
+    sets D in the entry. A flush of a page drops its cached translations, and the cached tables
+    above it.
+Wrong: a leaf, or a CPU's translation, of a frame that is gone; a CPU in a freed table; a frame that
+is gone whose D was set and not reported; a frozen entry in a linked table; a leaf in an unlinked
+table, at any time.
+Why entries are not frozen: all entries of a table are empty when it is unlinked, and no fault
+installs there any more, since the range is published. An age finds no leaf there. The seq that
+another invalidator writes there has no effect; it relies on the fresh seq above (see slots.py). A
+fault that replaces a read-only leaf: upgrade.py. Tables above the lowest: levels.py.
+Reports: an invalidator that finds the page empty returns, and its host frees the frame. So the zap
+of the leaf must have been preceded by its report, and no leaf may be unlinked with its table. A
+leaf may be reported twice, the second time after its frame is gone: no thread waits, so a host must
+tolerate that.
+Run: python3 zap.py [BUG]. Each of these breaks it: no-stamp, stamp-before-publish,
+check-before-read, no-inherit, refine-no-inherit, stamp-again (P gets the invalidator's seq, in each
+pass), stamp-passed (only in the first pass), huge-ignores-published, no-flush, flush-if-changed (no
+flush by an invalidator that found nothing mapped), free-before-flush, table-before-flush,
+split-no-dirty, tracked-clean (tracking loses D), blind-exchange (a leaf is zapped whatever its D is
+by now), report-late (after the exchange), unlink-full (a table is unlinked without the first pass).
 """
 from collections import namedtuple
 from explore import BUG, main, put
@@ -101,10 +113,10 @@ def step(state, i):
     def entry(i, p, v): return put(T, i, put(T[i], p, v))
 
     def report(e, pages):
-        """What changes when the host is told of the leaf e."""
+        """What changes when the host is reported of the leaf e."""
         if not e[2]: return {}
-        told = {(p, e[1][p] if isinstance(e[1], tuple) else e[1]) for p in pages}
-        return {'pending': s.pending - told}
+        reported = {(p, e[1][p] if isinstance(e[1], tuple) else e[1]) for p in pages}
+        return {'pending': s.pending - reported}
 
     if kind == 'cpu':
         yield go('end')
@@ -146,11 +158,11 @@ def step(state, i):
         e = T[loc[-1]][p]
         if e == 'F': yield go('look', loc[:-1])
         elif e[0] == 'L': yield go('end')
-        elif e[0] == 'K': yield go('give-back', (loc[-1], e))
+        elif e[0] == 'K': yield go('restore-ranges', (loc[-1], e))
         else: yield go('ranges', loc[:-1] + (e[1], 0))
-    elif pc == 'give-back': yield go('end') if p in published else go('restore', loc)
+    elif pc == 'restore-ranges': yield go('end') if p in published else go('restore', loc)
     elif pc == 'restore': yield go('end', T=entry(loc[0], p, ('L',) + loc[1][1:]) if T[loc[0]][p] == loc[1] else T)
-    elif pc == 'ranges':                                        # one by one; loc: stamp, whether huge, which is next
+    elif pc == 'ranges':                                        # one by one; loc: seq, whether huge, which is next
         if BUG == 'check-before-read': yield go('resolve', (loc[1], loc[0] and loc[2]))
         else:
             seen, huge, n = loc + (0,) * (3 - len(loc))
@@ -171,8 +183,8 @@ def step(state, i):
         if P != loc[0]: yield go('end')
         else: yield go('end', P=('T', len(T)), T=T + ((e, e),))
     elif pc == 'link':
-        (_, stamp), huge, frames = loc
-        beside = ('E', 0 if BUG == 'no-inherit' else stamp)
+        (_, seq), huge, frames = loc
+        beside = ('E', 0 if BUG == 'no-inherit' else seq)
         if P != loc[0]: yield go('end')
         elif huge: yield go('end', P=('L', frames, 0))
         else: yield go('end', P=('T', len(T)), T=T + (put((beside, beside), p, ('L', frames[p], 0)),))
@@ -185,23 +197,23 @@ def step(state, i):
     elif pc == 'install':
         yield go('end', T=entry(loc[0], p, ('L', loc[2], 0)) if T[loc[0]][p] == loc[1] else T)
 
-    # Invalidators. loc: (stamp, changed, tables to retire, next page, ...); next page 2: the second pass.
+    # Invalidators. loc: (seq, changed, tables to retire, next page, ...); next page 2: the second pass.
     elif pc == 'publish':
         if BUG == 'stamp-before-publish' and not loc: yield go('publish', (s.counter + 1,), counter=s.counter + 1)
-        else: yield go('walk' if loc else 'stamp', loc and loc + (False, (), 0), published=s.published | {(i, pages)})
-    elif pc == 'stamp': yield go('walk', (s.counter + 1, False, (), 0), counter=s.counter + 1)
+        else: yield go('walk' if loc else 'seq', loc and loc + (False, (), 0), published=s.published | {(i, pages)})
+    elif pc == 'seq': yield go('walk', (s.counter + 1, False, (), 0), counter=s.counter + 1)
     elif pc == 'walk':
-        stamp, changed, tables, n = loc[:4]
+        seq, changed, tables, n = loc[:4]
         whole = kind in WHOLE + ('oom0', 'oom1')
-        if P[0] == 'E' and P[1] >= stamp: yield after_parent(go, kind, loc[:4])
+        if P[0] == 'E' and P[1] >= seq: yield after_parent(go, kind, loc[:4])
         elif P[0] == 'T' and kind in WHOLE and (n == 2 or BUG == 'unlink-full'):
-            yield go('unlink', (stamp, changed, tables, 2, P[1], s.counter + 1), counter=s.counter + 1)
+            yield go('unlink', (seq, changed, tables, 2, P[1], s.counter + 1), counter=s.counter + 1)
         elif P[0] == 'T': yield go('below', loc[:4] + (P[1],))
         elif P[0] == 'L' and not whole: yield go('split', loc[:4] + (P,))
-        elif P[0] == 'L' and BUG != 'report-late': yield go('tell-above', loc[:4] + (P,))
-        elif BUG == 'stamp-again' or BUG == 'stamp-passed' and n < 2: yield go('zap-above', loc[:4] + (P, stamp))
+        elif P[0] == 'L' and BUG != 'report-late': yield go('report-above', loc[:4] + (P,))
+        elif BUG == 'stamp-again' or BUG == 'stamp-passed' and n < 2: yield go('zap-above', loc[:4] + (P, seq))
         else: yield go('zap-above', loc[:4] + (P, s.counter + 1), counter=s.counter + 1)
-    elif pc == 'tell-above':
+    elif pc == 'report-above':
         own = BUG in ('stamp-again', 'stamp-passed')
         fresh = loc[0] if own else s.counter + 1
         yield go('zap-above', loc + (fresh,), counter=max(s.counter, fresh), **report(loc[4], (0, 1)))
@@ -218,26 +230,26 @@ def step(state, i):
             yield go('report', (loc[0], True) + loc[2:4] + (None, P), P=('E', new))
         else: yield after_parent(go, kind, (loc[0], loc[1] or old[0] == 'L') + loc[2:4], P=('E', new))
     elif pc == 'below':
-        stamp, changed, tables, n, table = loc
+        seq, changed, tables, n, table = loc
         e = T[table][pages[n]]
         if e == 'F': yield go('walk', loc[:4])
-        elif e[0] == 'E' and (e[1] >= stamp or BUG == 'no-stamp'): yield after_entry(go, kind, loc[:5])
-        else: yield go('zap-below' if e[0] == 'E' or BUG == 'report-late' else 'tell-below', loc + (e,))
-    elif pc == 'tell-below': yield go('zap-below', loc, **report(loc[5], (pages[loc[3]],)))
+        elif e[0] == 'E' and (e[1] >= seq or BUG == 'no-stamp'): yield after_entry(go, kind, loc[:5])
+        else: yield go('zap-below' if e[0] == 'E' or BUG == 'report-late' else 'report-below', loc + (e,))
+    elif pc == 'report-below': yield go('zap-below', loc, **report(loc[5], (pages[loc[3]],)))
     elif pc == 'zap-below':
-        stamp, changed, tables, n, table, old = loc
+        seq, changed, tables, n, table, old = loc
         e, q = T[table][pages[n]], pages[n]
         if e[:2] != old[:2] or e != old and BUG != 'blind-exchange': yield go('below', loc[:5])
         elif e[0] != 'E' and BUG == 'report-late':
-            yield go('report', (stamp, True, tables, n, table, e), T=entry(table, q, ('E', stamp)))
-        else: yield after_entry(go, kind, (stamp, changed or e[0] != 'E', tables, n, table), T=entry(table, q, ('E', stamp)))
+            yield go('report', (seq, True, tables, n, table, e), T=entry(table, q, ('E', seq)))
+        else: yield after_entry(go, kind, (seq, changed or e[0] != 'E', tables, n, table), T=entry(table, q, ('E', seq)))
     elif pc == 'report':
-        told = report(loc[5], (0, 1) if loc[4] is None else (pages[loc[3]],))
-        yield after_parent(go, kind, loc[:4], **told) if loc[4] is None else after_entry(go, kind, loc[:5], **told)
+        reported = report(loc[5], (0, 1) if loc[4] is None else (pages[loc[3]],))
+        yield after_parent(go, kind, loc[:4], **reported) if loc[4] is None else after_entry(go, kind, loc[:5], **reported)
     elif pc == 'unlink':
-        stamp, _, tables, n, table, fresh = loc
+        seq, _, tables, n, table, fresh = loc
         if P != ('T', table): yield go('walk', loc[:4])
-        else: yield go('push', (stamp, True, tables + (table,), n), P=('E', fresh))
+        else: yield go('push', (seq, True, tables + (table,), n), P=('E', fresh))
     elif pc == 'push': yield go('walk', loc, T=entry(loc[2][-1], 0, 'F'))
 
     elif pc in LAST[:3]:                                     # loc[2]: the tables that were unlinked

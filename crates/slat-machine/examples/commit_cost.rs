@@ -1,4 +1,5 @@
-//! What the flush rule costs here: nanoseconds of a checked operation and of a flush, alone and with a running peer.
+//! The cost of the flush rule on this machine: nanoseconds of a checked operation and of a flush,
+//! alone and with a running peer.
 #![expect(unsafe_code, reason = "checked operations work on raw pointers")]
 
 use std::hint::black_box;

@@ -1,9 +1,10 @@
-//! Time for measurements: a clock that costs a few nanoseconds and never goes backwards, and the time for which a thread
-//! waited for a CPU.
+//! Time for measurements: a clock that costs a few nanoseconds and never goes backwards, and the
+//! time for which a thread waited for a CPU.
 //!
-//! The clock reads the CPU's time stamp counter where that can be trusted: it runs at one rate in all power states
-//! (CPUID 8000_0007h, EDX bit 8; Intel SDM vol. 3B, 19.17.1) and the kernel itself, which checks that all CPUs agree,
-//! offers it as a clock. Its rate is measured once against `CLOCK_MONOTONIC`. Elsewhere that clock is read directly.
+//! The clock reads the CPU's time stamp counter where that can be trusted: it runs at one rate in
+//! all power states (CPUID 8000_0007h, EDX bit 8; Intel SDM vol. 3B, 19.17.1) and the kernel
+//! itself, which checks that all CPUs agree, offers it as a clock. Its rate is measured once
+//! against `CLOCK_MONOTONIC`. Elsewhere that clock is read directly.
 
 #![expect(unsafe_code, reason = "rdtsc, and clocks of the C library")]
 
@@ -14,7 +15,8 @@ use std::str;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// Nanoseconds since some fixed moment. Never less than what any thread of this process has read before.
+/// Nanoseconds since some fixed moment. Never less than what any thread of this process has read
+/// before.
 #[inline]
 pub fn timestamp_ns() -> u64 {
     match CLOCK.get_or_init(Clock::new) {
@@ -28,7 +30,7 @@ static CLOCK: OnceLock<Clock> = OnceLock::new();
 
 enum Clock {
     Kernel,
-    /// The time stamp counter: where it stood first, and its tick in units of 2^-32 ns.
+    /// The time stamp counter: its first value, and its tick in units of 2^-32 ns.
     #[cfg(target_arch = "x86_64")]
     Counter {
         start: u64,
@@ -39,14 +41,15 @@ enum Clock {
 impl Clock {
     #[cfg(target_arch = "x86_64")]
     fn new() -> Clock {
-        /// Long enough for an error below 1 in 10 000, given some hundred nanoseconds of uncertainty at both ends.
+        /// Long enough for an error below 1 in 10 000, given some hundred nanoseconds of
+        /// uncertainty at both ends.
         const CALIBRATION: Duration = Duration::from_millis(10);
         if !counter_is_trusted() {
             return Clock::Kernel;
         }
-        let (begin_ns, start) = read_together();
+        let (begin_ns, start) = read_both();
         std::thread::sleep(CALIBRATION);
-        let (end_ns, end) = read_together();
+        let (end_ns, end) = read_both();
         let (ns, ticks) = (end_ns.saturating_sub(begin_ns), end.saturating_sub(start));
         match (u128::from(ns) << 32).checked_div(u128::from(ticks)).and_then(|rate| u64::try_from(rate).ok()) {
             Some(ns_per_tick) if ns_per_tick > 0 => Clock::Counter { start, ns_per_tick },
@@ -70,7 +73,8 @@ fn kernel_ns() -> u64 {
 #[cfg(target_arch = "x86_64")]
 #[inline]
 fn counter_ns(counter: u64, start: u64, ns_per_tick: u64) -> u64 {
-    // Saturating: the counters of two CPUs may differ by less than it takes to move a value between them.
+    // Saturating: the counters of two CPUs may differ by less than it takes to move a value between
+    // them.
     let ticks = counter.saturating_sub(start);
     ((u128::from(ticks) * u128::from(ns_per_tick)) >> 32) as u64
 }
@@ -78,18 +82,20 @@ fn counter_ns(counter: u64, start: u64, ns_per_tick: u64) -> u64 {
 #[cfg(target_arch = "x86_64")]
 #[inline]
 fn read_counter() -> u64 {
-    // The fence, because the counter may otherwise be read before earlier loads, such as that of another thread's
-    // time, are done (Intel SDM vol. 2B, RDTSC).
-    // SAFETY: both instructions are in every x86-64 CPU, and Linux lets user space read the counter.
+    // The fence, because the counter may otherwise be read before earlier loads, such as that of
+    // another thread's time, are done (Intel SDM vol. 2B, RDTSC).
+    // SAFETY: both instructions are in every x86-64 CPU, and Linux lets user space read the
+    // counter.
     unsafe {
         core::arch::x86_64::_mm_lfence();
         core::arch::x86_64::_rdtsc()
     }
 }
 
-/// Both clocks at nearly the same moment: the closest of a few attempts, since the thread may be interrupted in one.
+/// Reads both clocks at nearly the same moment: the closest of a few attempts, since the thread may
+/// be interrupted in one.
 #[cfg(target_arch = "x86_64")]
-fn read_together() -> (u64, u64) {
+fn read_both() -> (u64, u64) {
     let attempts = (0..8).map(|_| {
         let before = read_counter();
         let ns = kernel_ns();
@@ -108,21 +114,22 @@ fn counter_is_trusted() -> bool {
     // SAFETY: every x86-64 CPU has the instruction.
     let invariant =
         unsafe { __cpuid(0x8000_0000).eax >= POWER_MANAGEMENT && __cpuid(POWER_MANAGEMENT).edx & INVARIANT != 0 };
-    // The kernel strikes it from the list when it sees CPUs disagree.
+    // The kernel removes it from the list when CPUs disagree.
     let clocks = fs::read_to_string("/sys/devices/system/clocksource/clocksource0/available_clocksource");
     invariant && clocks.is_ok_and(|names| names.split_whitespace().any(|name| name == "tsc"))
 }
 
 thread_local! {
-    /// The thread's own scheduling statistics; `None` on a kernel without them. Open for the thread's life, because
-    /// opening costs more than what is measured.
+    /// The thread's own scheduling statistics; `None` on a kernel without them. Open for the
+    /// thread's life, because opening costs more than the measured time.
     static SCHEDSTAT: OnceCell<Option<File>> = const { OnceCell::new() };
 }
 
-/// For how long, in nanoseconds since it began, the calling thread was ready to run but had no CPU: the second number of
-/// `/proc/thread-self/schedstat` (Documentation/scheduler/sched-stats.rst). 0 where the kernel does not tell.
+/// For how long, in nanoseconds since it began, the calling thread was ready to run but had no CPU:
+/// the second number of `/proc/thread-self/schedstat` (Documentation/scheduler/sched-stats.rst). 0
+/// where the kernel does not report it.
 pub fn run_delay_ns() -> u64 {
-    // A thread that is ending has no file any more.
+    // A thread that is ending may have closed the file.
     SCHEDSTAT.try_with(|file| read_run_delay(file.get_or_init(open_schedstat).as_ref()?)).ok().flatten().unwrap_or(0)
 }
 
@@ -168,13 +175,14 @@ mod tests {
         thread::sleep(Duration::from_millis(50));
         let (end, kernel_end) = (timestamp_ns(), kernel_ns());
         let (ours, kernels) = (end - begin, kernel_end - kernel_begin);
-        // The kernel's interval holds ours; the other way round there may be an interruption of any length between.
+        // The kernel's interval contains ours; the other way round there may be an interruption of
+        // any length between.
         assert!(ours <= kernels + kernels / 1_000, "{ours} ns in {kernels} ns");
-        assert!(ours >= 49_900_000, "{ours} ns is less than was slept");
+        assert!(ours >= 49_900_000, "{ours} ns is less than the sleep");
     }
 
     #[test]
-    fn waiting_for_a_cpu_is_told_by_thread() {
+    fn the_run_delay_is_that_of_the_thread() {
         let first = run_delay_ns();
         let second = run_delay_ns();
         assert!(second >= first);

@@ -1,25 +1,31 @@
-//! A software CPU: what the hardware of one virtual CPU does with an access, up to the fault that the engine handles.
+//! A software CPU: what the hardware of one virtual CPU does for an access, up to the fault that
+//! the engine handles.
 //!
-//! # The protocol
-//! One access is a loop: read the generation; if it is a new one, catch up with the flushes; look into the TLB, else walk
-//! the tables; do the access by a checked operation. Whatever happens in between (a flush, a lost race for an accessed
-//! bit, a fault that the engine has handled), the access starts over from the top, so that it completes through one
-//! translation which was valid all the way from its lookup to its side effect, or not at all.
+//! # Implementation
+//! One access is a loop: read the generation; if it is new, catch up with the flushes; look into
+//! the TLB, else walk the page tables; do the access by a checked operation. If anything intervenes
+//! (a flush, a lost race for an accessed bit, a fault that the engine has handled), the access
+//! starts over. So it completes through one translation that was valid from its look-up to its side
+//! effect, or not at all.
 //!
-//! With page-modification logging ([`Cpu::with_modification_log`]) the walk also fills the CPU's log; when that is full, the
-//! CPU gives all of it to the handler and the access starts over, too.
+//! With page-modification logging ([`Cpu::with_modification_log`]) the walk also fills the CPU's
+//! log. When that is full, the CPU passes all of it to the handler, and the access starts over,
+//! too.
 //!
-//! The TLB always is that of one generation, the one that the CPU has caught up with: nothing in it is of pages that were
-//! flushed up to then and of a walk before that. A walk under that generation adds to it what holds for that generation.
-//! If a flush overtakes the walk, what it found may be stale already when it is filled in; but nothing uses it: the
-//! checked operation fails, and the next turn of the loop catches up with that flush, and drops it if it is named.
+//! The TLB is always that of one generation, the one that the CPU has caught up with. It has no
+//! translation of a flushed page from a walk before that flush. A walk under that generation adds
+//! translations that hold for that generation. If a flush overtakes the walk, its result may be
+//! stale when it is filled in. Nothing uses it: the checked operation fails, and the next turn of
+//! the loop catches up with that flush, and drops the translation if it is in the flushed ranges.
 //!
-//! For the same reason a fill can tell whether a format's rule of break before make was kept ([`CpuError::TlbConflict`]): what
-//! the walk found was in the tables before any flush that the TLB has not caught up with began. So if a translation of another size is cached for the
-//! same page, no flush came between the two.
+//! For the same reason a fill can check a format's rule of break before make
+//! ([`CpuError::TlbConflict`]): what the walk found was in the page tables before the beginning of
+//! any flush that the TLB has not caught up with. So if a translation of another size is cached for
+//! the same page, no flush came between the two.
 //!
-//! A CPU of Arm or RISC-V also remembers its faults (`kept`): it goes on to answer an access with the same fault, until the page
-//! is flushed on all CPUs, or on this one at the end of the fault ([`Host::flush_local`]).
+//! A CPU of Arm or RISC-V also remembers its faults (`kept`): it repeats the fault of an access
+//! until the page is flushed on all CPUs, or on this one at the end of the fault
+//! ([`Host::flush_local`]).
 
 #![expect(unsafe_code, reason = "the CPU accesses guest memory through raw pointers")]
 
@@ -49,14 +55,14 @@ use crate::tlb::{Context, Geometry, Tlb};
 use crate::walk::guest::{self, GuestFault, GuestStop};
 use crate::walk::{CountReads, HardwareFormat, Mapping, Misconfiguration, Purpose, Stop, Walker};
 
-/// Faults on one access after which the CPU gives its time slice away at each further one: somebody else is holding
-/// things up.
+/// Faults on one access after which the CPU yields its time slice at each further one: another
+/// thread delays it.
 pub(crate) const PATIENT_FAULTS: u64 = 64;
 
-/// Faults on one access after which the CPU gives up. They all were answered with "run the guest again".
+/// Faults on one access after which the CPU fails. Each was answered with "run the guest again".
 pub(crate) const STUCK_FAULTS: u64 = 1 << 22;
 
-/// Who handles second-stage faults: the engine's [`Vcpu`], or a test.
+/// Handles second-stage faults: the engine's [`Vcpu`], or a test.
 pub trait FaultHandler {
     /// Handles a second-stage fault: see [`Vcpu::handle_fault`]. Where the format needs it
     /// ([`Format::NEEDS_LOCAL_FLUSH`]), it ends with [`flush_local`].
@@ -65,8 +71,9 @@ pub trait FaultHandler {
     /// The engine's.
     fn handle_fault(&mut self, gpa: Gpa, access: Access) -> Result<Outcome, slat::Error>;
 
-    /// Takes the pages in the CPU's page-modification log, which is full: see [`Vcpu::log_modifications`]. The CPU has made
-    /// all of them dirty, or may have tried to. One page may be there several times.
+    /// Takes the pages in the CPU's page-modification log, which is full: see
+    /// [`Vcpu::log_modifications`]. The CPU has made all of them dirty, or may have tried to. A
+    /// page may occur several times.
     fn log_modifications(&mut self, written: &[Gpa]);
 }
 
@@ -86,7 +93,8 @@ pub enum Paging {
     /// Off: its addresses are guest-physical.
     #[default]
     Off,
-    /// On, in two dimensions: its addresses go through its own tables and then through the second stage.
+    /// On, in two dimensions: its addresses go through its own page tables and then through the
+    /// second stage.
     TwoDimensional,
 }
 
@@ -100,38 +108,39 @@ pub enum CpuError {
         /// The address.
         gva: Gva,
     },
-    /// The guest's own tables or address are to blame: an exception for the guest.
+    /// An error of the guest's own page tables or address: an exception for the guest.
     #[error(transparent)]
     Guest(#[from] GuestFault),
-    /// The engine wants user space to act.
+    /// An exit to user space.
     #[error("exit to user space: {0:?}")]
     Exit(Exit),
     /// The engine could not handle a fault.
     #[error("the engine failed: {0}")]
     Engine(#[from] slat::Error),
-    /// The second-stage tables are broken.
+    /// The second-stage page tables are misconfigured.
     #[error("second-stage tables are misconfigured: {0}")]
     Misconfigured(Misconfiguration),
-    /// The second-stage tables are broken: they lead to where there is no memory.
+    /// The second-stage page tables map an address without memory.
     #[error("second-stage tables lead to {hpa} for {gpa}, where there is no memory")]
     NoMemory {
         /// The address that was translated.
         gpa: Gpa,
-        /// Where the tables led.
+        /// The address that it is mapped to.
         hpa: Hpa,
     },
-    /// A translation of another size is still in the TLB, and no flush has named it (Arm: a TLB conflict abort): an entry of the
-    /// second stage was changed without break before make. Looked for while the guest's paging is off.
+    /// A translation of another size is still in the TLB, and no flush has covered it (Arm: a TLB
+    /// conflict abort): a PTE of the second stage was changed without break before make. Checked
+    /// while the guest's paging is off.
     #[error("TLB conflict at {gpa}: a translation of {cached:?} is cached, and the tables now have {walked:?}")]
     TlbConflict {
         /// The address.
         gpa: Gpa,
-        /// What the TLB has.
+        /// The size in the TLB.
         cached: PageSize,
-        /// What the walk found.
+        /// The size that the walk found.
         walked: PageSize,
     },
-    /// The engine has answered that many faults on one access, and it still faults.
+    /// The engine has handled that many faults on one access, and it still faults.
     #[error("access to {gva} still faults after {nr_faults} faults")]
     Stuck {
         /// The address.
@@ -139,7 +148,7 @@ pub enum CpuError {
         /// Faults taken.
         nr_faults: u64,
     },
-    /// Something that only a CPU without a second stage can meet.
+    /// An error that only a CPU without a second stage has.
     #[error(transparent)]
     Shadow(ShadowCpuError),
     /// A value for CR3 with reserved bits (a general-protection fault).
@@ -150,24 +159,24 @@ pub enum CpuError {
     },
 }
 
-/// What a CPU has done so far.
+/// The counts of a CPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Counters {
+pub struct CpuCounters {
     /// Accesses that completed.
     pub nr_accesses: u64,
     /// Those of them that were reads.
     pub nr_reads: u64,
-    /// Lookups for which the TLB had no usable entry.
+    /// Look-ups for which the TLB had no usable entry.
     pub nr_tlb_misses: u64,
-    /// Walks of the tables (a two-dimensional walk is one).
+    /// Walks of the page tables (a two-dimensional walk is one).
     pub nr_walks: u64,
-    /// Second-stage faults given to the engine.
+    /// Second-stage faults that the engine handled.
     pub nr_faults: u64,
-    /// Accesses started over because the translation changed under them.
+    /// Accesses started over because the translation changed meanwhile.
     pub nr_restarts: u64,
     /// Flushes that the CPU has caught up with.
     pub nr_flushes_seen: u64,
-    /// Times that it dropped its whole TLB because it could not learn what was flushed, or it was too many ranges.
+    /// Times that it dropped its whole TLB because records were missing, or had too many ranges.
     pub nr_full_drops: u64,
     /// Translations that it dropped from its TLB for flushes.
     pub nr_translations_dropped: u64,
@@ -175,15 +184,15 @@ pub struct Counters {
     pub nr_pages_logged: u64,
     /// Times that the log was full: exits.
     pub nr_log_full_exits: u64,
-    /// Entries of second-stage tables that its walks have read; counted where there are several nodes.
+    /// Second-stage PTEs that its walks have read; counted where there are several nodes.
     pub walk_reads: WalkReads,
 }
 
-impl Counters {
-    /// What was done since `earlier`.
+impl CpuCounters {
+    /// The counts since `earlier`.
     #[must_use]
-    pub fn since(self, earlier: Counters) -> Counters {
-        Counters {
+    pub fn since(self, earlier: CpuCounters) -> CpuCounters {
+        CpuCounters {
             nr_accesses: self.nr_accesses.wrapping_sub(earlier.nr_accesses),
             nr_reads: self.nr_reads.wrapping_sub(earlier.nr_reads),
             nr_tlb_misses: self.nr_tlb_misses.wrapping_sub(earlier.nr_tlb_misses),
@@ -200,7 +209,7 @@ impl Counters {
     }
 }
 
-/// A software CPU whose second-stage tables have format `F` and whose faults `V` handles.
+/// A software CPU whose second-stage page tables have format `F` and whose faults `V` handles.
 #[derive(Debug)]
 pub struct Cpu<V, F> {
     handler: V,
@@ -209,18 +218,19 @@ pub struct Cpu<V, F> {
     counter: Option<WalkCounter>,
     tlb: Tlb,
     kept: KeptFaults,
-    /// The generation that the TLB is of.
+    /// The generation of the TLB.
     caught_up: Generation,
     root: Hpa,
     context: Context,
     paging: Paging,
     cr3: u64,
-    counters: Counters,
+    counters: CpuCounters,
     _format: PhantomData<fn() -> F>,
 }
 
 impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
-    /// A CPU of VM `vm` (a tag for the TLB), paging off, with the second-stage root at `root` (nCR3 or EPTP).
+    /// Makes a CPU of VM `vm` (a tag for the TLB), paging off, with the second-stage root at `root`
+    /// (nCR3 or EPTP).
     pub fn new(handler: V, port: Port, vm: u16, root: Hpa, geometry: Geometry) -> Cpu<V, F> {
         Cpu {
             handler,
@@ -234,27 +244,28 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
             context: Context { vm, pcid: Context::UNPAGED },
             paging: Paging::Off,
             cr3: 0,
-            counters: Counters::default(),
+            counters: CpuCounters::default(),
             _format: PhantomData,
         }
     }
 
-    /// The CPU with page-modification logging on, into `log`. Where the format has no such thing, the log stays empty
+    /// Turns page-modification logging on, into `log`. For a format without it, the log stays empty
     /// ([`HardwareFormat::LOGS_MODIFICATIONS`]).
     #[must_use]
     pub fn with_modification_log(self, log: ModificationLog) -> Cpu<V, F> {
         Cpu { log: Some(log), ..self }
     }
 
-    /// The CPU with its walks counted by `counter`, if any. It then is on the node of the thread that runs it.
+    /// Has `counter`, if any, count its walks. The CPU then is on the node of the thread that runs
+    /// it.
     #[must_use]
     pub fn with_walk_counter(self, counter: Option<WalkCounter>) -> Cpu<V, F> {
         Cpu { counter, ..self }
     }
 
-    /// What the CPU has done so far.
-    pub fn counters(&self) -> Counters {
-        Counters {
+    /// The counts so far.
+    pub fn counters(&self) -> CpuCounters {
+        CpuCounters {
             walk_reads: self.counter.as_ref().map_or(WalkReads::default(), WalkCounter::reads),
             nr_tlb_misses: self.tlb.nr_misses(),
             nr_pages_logged: self.log.as_ref().map_or(0, ModificationLog::nr_logged),
@@ -262,8 +273,8 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         }
     }
 
-    /// Says that the CPU makes no access for a while: until the next one, flushes need not mind it, as a hypervisor sends no
-    /// interrupt to a CPU that does not run its guest.
+    /// The CPU makes no access for a while: until the next one, flushes ignore it, as a hypervisor
+    /// sends no interrupt to a CPU that does not run its guest.
     pub fn exit_guest_mode(&self) {
         self.port.exit_guest_mode();
     }
@@ -278,7 +289,8 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         self.paging
     }
 
-    /// Turns the guest's paging on or off (CR0.PG); forgets the translations of the current context, as hardware does.
+    /// Turns the guest's paging on or off (CR0.PG); drops the translations of the current context,
+    /// as hardware does.
     pub fn set_paging(&mut self, paging: Paging) {
         self.tlb.invalidate_context(self.context);
         self.paging = paging;
@@ -288,8 +300,9 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         };
     }
 
-    /// Writes CR3 with CR4.PCIDE set: the address of the top table, the PCID in bits 11 to 0, and bit 63 to keep the
-    /// translations of that PCID (Intel SDM vol. 3A, "Operations that invalidate TLBs and paging-structure caches").
+    /// Writes CR3 with CR4.PCIDE set: the address of the top table, the PCID in bits 11 to 0, and
+    /// bit 63 to keep the translations of that PCID (Intel SDM vol. 3A, "Operations that invalidate
+    /// TLBs and paging-structure caches").
     ///
     /// # Errors
     /// [`CpuError::BadCr3`] if address bits beyond the guest's are set.
@@ -308,7 +321,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         Ok(())
     }
 
-    /// Forgets the current context's translations of `gva` (INVLPG).
+    /// Drops the current context's translations of `gva` (INVLPG).
     pub fn invalidate_page(&mut self, gva: Gva) {
         self.tlb.invalidate_page(self.context, gva.0);
     }
@@ -337,7 +350,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         })
     }
 
-    /// Writes the 8 bytes at `gva` and returns what they were before, in one piece (XCHG).
+    /// Writes the 8 bytes at `gva` and returns what they were before, atomically (XCHG).
     ///
     /// # Errors
     /// [`CpuError`]: nothing was written.
@@ -351,9 +364,10 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
 
     /// Does `operation` at the memory behind `gva`.
     ///
-    /// It is called with a generation and a pointer that was looked up after the generation was read: aligned, because
-    /// `gva` is and pages are; and valid as long as the generation is current, because the engine maps only frames that
-    /// the host resolved, and takes a frame away by a flush first.
+    /// It is called with a generation and a pointer that was looked up after the generation was
+    /// read. The pointer is aligned, because `gva` is and pages are. It is valid as long as the
+    /// generation is current: the engine maps only frames that the host resolved, and flushes
+    /// before a frame is freed.
     #[inline]
     fn access<T>(
         &mut self,
@@ -396,7 +410,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         }
     }
 
-    /// Drops what was flushed since the CPU last looked, up to `generation`.
+    /// Drops what was flushed since the CPU last caught up, until `generation`.
     #[cold]
     #[inline(never)]
     fn catch_up(&mut self, generation: Generation) {
@@ -435,7 +449,8 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
         let stop = match found {
             Ok(mapping) => {
                 debug_assert_eq!(generation, self.caught_up, "a fill is of the TLB's generation");
-                // With paging, the guest's own tables may change sizes without a flush: nothing is to be seen there.
+                // With paging, the guest's own page tables may change sizes without a flush, so
+                // there is nothing to check.
                 if F::HAS_TLB_CONFLICTS
                     && self.paging == Paging::Off
                     && let Some(cached) = self.tlb.other_size(self.context, gva.0, mapping.size)
@@ -447,7 +462,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
             }
             Err(stop) => stop,
         };
-        // What a walk saw that a flush has overtaken may be half of one state and half of another.
+        // A walk that a flush has overtaken may have read half of one state and half of another.
         if !self.port.is_current(generation) || stop == GuestStop::SecondStage(Stop::Restart) {
             self.counters.nr_restarts += 1;
             return Ok(None);
@@ -462,14 +477,15 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
                 if *nr_faults > PATIENT_FAULTS {
                     std::thread::yield_now();
                 }
-                // With paging, the guest's own tables may be what denies the access.
+                // With paging, the guest's own page tables may deny the access.
                 if self.paging == Paging::Off && F::keeps(fault) {
                     self.kept.keep(fault);
                 }
-                // What another CPU's fault on this thread has left is not meant for this CPU.
+                // A request that another CPU's fault on this thread has left is not for this CPU.
                 let _ = take_local_flush();
                 let outcome = self.handler.handle_fault(fault.gpa, fault.access);
-                // What is cached of other pages of a larger one stays: it may have been cached in parts.
+                // What is cached of other pages of a larger one stays: it may have been cached in
+                // parts.
                 if let Some(gpa) = take_local_flush() {
                     self.kept.drop_range(GfnRange::new(gpa.gfn(), 1));
                 }
@@ -489,7 +505,7 @@ impl<V: FaultHandler, F: HardwareFormat> Cpu<V, F> {
                 }
                 Ok(None)
             }
-            // Dealt with above.
+            // Handled above.
             GuestStop::SecondStage(Stop::Restart) => Ok(None),
             GuestStop::Guest(fault) => Err(CpuError::Guest(fault)),
         }

@@ -1,32 +1,39 @@
-//! Userfaults delivered to a resolver in another thread or another process, without an exit of the VMM's own: each vCPU
-//! writes what it needs into a ring in shared memory, sleeps, and goes on when its page is there.
+//! Userfaults delivered to a resolver in another thread or another process, without an exit to the
+//! VMM: each vCPU writes its request into a ring in shared memory, sleeps, and goes on when its
+//! page is there.
 //!
-//! Why: one queue for all vCPUs (a userfaultfd, a pipe to one thread) is what post-copy with many vCPUs waits for. Here
-//! nothing is shared by two vCPUs: not a queue, not a lock, not a line of memory that both write. One look at all rings serves
-//! whatever is pending, so many faults cost few switches.
+//! One queue for all vCPUs (a userfaultfd, a pipe to one thread) is the bottleneck of post-copy
+//! with many vCPUs. Here two vCPUs share no queue, no lock, and no cache line that both write. One
+//! sweep over all rings serves all pending requests, so many faults cost few context switches.
 //!
-//! # Protocol
-//! - **A page is there when its bit is clear**, and nothing else counts: not a completion, not a wake-up. The one who fills a
-//!   page writes all of it, then clears the bit with release, then completes. The vCPU reads the bit with acquire.
-//! - **Nobody sleeps through news.** Each sleep is announced in shared memory, then there is one more look, then the sleep.
-//!   Who brings news writes it, then looks whether somebody sleeps. A fence on either side: `ring.rs`.
-//! - **Every wait has a way out**: a time, the resolver's death, the delivery's end. (With one exception, a resolver that means
-//!   harm and lives, and catches vCPUs in its doorbell: how far that is bounded, and that only vCPUs can be caught,
-//!   `session.rs` says.) The resolver's death is the end of its
-//!   socket; one watcher thread sees it (`session.rs`). What was in flight stays known to its port (`port.rs`), which asks the
-//!   next resolver, in new rings.
-//! - **No page is filled twice**, which means exactly: while a resolver lives, a page is handed out to be filled once
-//!   between two settings of its bit, because whoever fills claims it first, among all threads of that resolver
-//!   (`resolver.rs`), and looks at the bit after that. Of several resolvers one after the other: a page whose bit is clear is
-//!   not asked for again, and if it is asked for all the same, is completed without being filled. A resolver that is killed
-//!   may leave a page half filled; its bit is set, so no guest has seen it, and its successor fills all of it. So a guest
-//!   never sees a page change under it by a fill; the bit goes from 1 to 0 once; and a vCPU's request is reported once. (What a
-//!   resolver does that was only *declared* dead cannot be bounded: it has the memory mapped. Kill it.)
-//! - **The other side is not trusted.** What is read from shared memory is checked before it is used, and read once; what
-//!   makes no sense is an error or is counted, see [`PortStats`]. Files that both map cannot shrink. A resolver may of course
-//!   fill pages with rubbish, or never answer: that is a time-out.
+//! # Guarantees
+//! - **A page is there when its bit is clear**, and nothing else counts: not a completion, not a
+//!   wake-up. The resolver writes the whole page, clears the bit with release, and then completes
+//!   the request. The vCPU reads the bit with acquire.
+//! - **No wake-up is lost.** A thread announces its sleep in shared memory, looks once more, and
+//!   then sleeps. The other side writes its entry, and then looks for a sleeper. A fence on either
+//!   side: `ring.rs`.
+//! - **Every wait ends**: by a timeout, by the resolver's death, or by the delivery's end. The
+//!   exception is a live resolver that deliberately keeps vCPUs blocked in its doorbell;
+//!   `session.rs` has the bound, and only vCPUs can be blocked so. The end of its socket shows that
+//!   a resolver has died; one watcher thread observes it (`session.rs`). What was in flight stays
+//!   known to its port (`port.rs`), which asks the next resolver, in new rings.
+//! - **A page is filled once** between two settings of its bit, while one resolver lives: the
+//!   thread that fills claims the page first, among all threads of that resolver (`resolver.rs`),
+//!   and reads the bit after that.
+//! - **A new resolver fills no page again.** It is not asked for a page whose bit is clear; if it
+//!   is asked all the same, it completes the request without a fill. A killed resolver may leave a
+//!   page half filled. The bit of that page is set, so no guest has seen it, and the next resolver
+//!   fills the whole page. So no page changes under a guest by a fill, the bit goes from 1 to 0
+//!   once, and a vCPU's request is reported once. (A resolver that was only *declared* dead has the
+//!   memory mapped, and can write anything. Kill it.)
+//! - **The other side is not trusted.** A value from shared memory is read once, and checked before
+//!   its use. An impossible value is an error or is counted, see [`PortStats`]. Files that both
+//!   sides map cannot shrink. A resolver may fill pages with wrong contents, or never answer: that
+//!   is a timeout.
 //!
-//! Model: the exit-less mode that was discussed for KVM Userfault, a ring and an eventfd each way for each vCPU.
+//! The model is the exit-less mode that was discussed for KVM Userfault: a ring and an eventfd each
+//! way for each vCPU.
 
 mod bitmap;
 mod error;
@@ -49,9 +56,9 @@ use std::time::Duration;
 use slat::{PAGE_SIZE, PageSize};
 
 pub use bitmap::{BitmapError, SharedBitmap};
-pub use error::{AttachError, ConfigError, DeliveryError, HandshakeError, ResolverError};
+pub use error::{AttachError, DeliveryConfigError, DeliveryError, HandshakeError, ResolverError};
 pub use guest_page::GuestPage;
-pub use port::{MAX_ANSWERS, Parked, Port, PortStats, Requested, Waiter};
+pub use port::{DeliveryPort, MAX_ANSWERS, Parked, PortStats, Requested, Waiter};
 pub use resolver::{Claim, Request, Resolver, ResolverStats, Shard, Wake};
 
 use crate::descriptors::EventFd;
@@ -75,8 +82,8 @@ pub struct SharedMemoryFile {
 pub struct DeliveryConfig {
     /// vCPUs, each with its rings.
     pub nr_vcpus: u32,
-    /// Eventfds that vCPUs sleep on: vCPU v on number v modulo this. As many as vCPUs where each has its thread; as many as
-    /// threads where a thread runs several.
+    /// Eventfds that vCPUs sleep on: vCPU v sleeps on number v modulo this. One for each vCPU if
+    /// each has its thread; one for each thread if a thread runs several.
     pub nr_waiters: u32,
     /// Requests that a vCPU may have in flight; a power of two.
     pub ring_entries: u32,
@@ -84,14 +91,15 @@ pub struct DeliveryConfig {
     pub page_size: PageSize,
     /// The userfault bitmap.
     pub bitmap: Arc<SharedBitmap>,
-    /// The guest's memory, unless the resolver has its own way to it.
+    /// The guest's memory, unless the resolver reaches it in another way.
     pub memory: Option<SharedMemoryFile>,
     /// The limit of every wait.
     pub timeout: Duration,
 }
 
 impl DeliveryConfig {
-    /// A thread for each vCPU, 16 requests in flight for each, pages of 4 KiB, no file of the memory, 10 seconds.
+    /// A thread for each vCPU, 16 requests in flight for each, pages of 4 KiB, no file of the
+    /// memory, 10 seconds.
     pub fn new(nr_vcpus: u32, bitmap: Arc<SharedBitmap>) -> DeliveryConfig {
         DeliveryConfig {
             nr_vcpus,
@@ -112,13 +120,14 @@ struct Taken {
     waiters: Vec<bool>,
 }
 
-/// The VMM's end: hands out ports to vCPUs and lets resolvers in, one after the other. Dropping it ends all waits.
+/// The VMM's end: it hands out ports to vCPUs and admits resolvers, one after the other. Dropping
+/// it ends all waits.
 #[derive(Debug)]
 pub struct Delivery {
     shared: Arc<Shared>,
     memory: Option<SharedMemoryFile>,
     taken: Mutex<Taken>,
-    /// The last epoch that was given out.
+    /// The epoch of the last resolver.
     last_epoch: AtomicU64,
     watcher: Option<JoinHandle<()>>,
 }
@@ -127,13 +136,13 @@ impl Delivery {
     /// A delivery without a resolver.
     ///
     /// # Errors
-    /// [`ConfigError`].
-    pub fn new(config: DeliveryConfig) -> Result<Delivery, ConfigError> {
+    /// [`DeliveryConfigError`].
+    pub fn new(config: DeliveryConfig) -> Result<Delivery, DeliveryConfigError> {
         let DeliveryConfig { nr_vcpus, nr_waiters, ring_entries, page_size, bitmap, memory, timeout } = config;
         if !(Layout { nr_shards: 1, nr_waiters, nr_vcpus, nr_entries: ring_entries }).is_possible() {
-            return Err(ConfigError::BadCounts { nr_vcpus, nr_waiters, ring_entries });
+            return Err(DeliveryConfigError::BadCounts { nr_vcpus, nr_waiters, ring_entries });
         }
-        let eventfd = || EventFd::new().map_err(|source| ConfigError::System { call: "eventfd", source });
+        let eventfd = || EventFd::new().map_err(|source| DeliveryConfigError::System { call: "eventfd", source });
         let wakers = (0..nr_waiters).map(|_| eventfd()).collect::<Result<Vec<_>, _>>()?;
         let command = eventfd()?;
         if let Some(memory) = &memory {
@@ -145,26 +154,26 @@ impl Delivery {
         let watcher = thread::Builder::new()
             .name("delivery-watcher".to_owned())
             .spawn(move || watched.watch())
-            .map_err(|source| ConfigError::System { call: "clone", source })?;
+            .map_err(|source| DeliveryConfigError::System { call: "clone", source })?;
         let taken = Taken { ports: vec![false; nr_vcpus as usize], waiters: vec![false; nr_waiters as usize] };
         Ok(Delivery { shared, memory, taken: Mutex::new(taken), last_epoch: AtomicU64::new(0), watcher: Some(watcher) })
     }
 
-    /// The end of a vCPU, once.
+    /// Returns the port of a vCPU, once.
     ///
     /// # Errors
-    /// [`ConfigError::Taken`].
-    pub fn take_port(&self, vcpu: u32) -> Result<Port, ConfigError> {
+    /// [`DeliveryConfigError::Taken`].
+    pub fn take_port(&self, vcpu: u32) -> Result<DeliveryPort, DeliveryConfigError> {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         take(&mut taken.ports, "vCPU", vcpu)?;
-        Ok(Port::new(Arc::clone(&self.shared), vcpu))
+        Ok(DeliveryPort::new(Arc::clone(&self.shared), vcpu))
     }
 
-    /// Where the thread sleeps that runs the vCPUs of a waiter, once.
+    /// Returns a waiter, on which a thread that runs several vCPUs sleeps; once.
     ///
     /// # Errors
-    /// [`ConfigError::Taken`].
-    pub fn take_waiter(&self, number: u32) -> Result<Waiter, ConfigError> {
+    /// [`DeliveryConfigError::Taken`].
+    pub fn take_waiter(&self, number: u32) -> Result<Waiter, DeliveryConfigError> {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         take(&mut taken.waiters, "waiter", number)?;
         Ok(Waiter::new(Arc::clone(&self.shared), number))
@@ -180,7 +189,7 @@ impl Delivery {
         self.shared.live_session().is_some()
     }
 
-    /// Waits until a resolver lives; whether one does.
+    /// Waits until a resolver lives. Returns whether one does.
     pub fn wait_attached(&self, limit: Duration) -> bool {
         self.shared.wait_for_session(limit).is_some()
     }
@@ -208,7 +217,7 @@ impl Delivery {
                 Err(source) => return Err(failed("accept")(source)),
             }
             let Ok(left) = deadline.left() else {
-                return Err(AttachError::NobodyCame { waited: self.shared.timeout });
+                return Err(AttachError::NoResolverCame { waited: self.shared.timeout });
             };
             if self.shared.is_closed() {
                 return Err(AttachError::Closed);
@@ -217,7 +226,8 @@ impl Delivery {
         }
     }
 
-    /// Attaches the resolver at the other end of `stream`, with new rings. Its epoch: resolvers are counted.
+    /// Attaches the resolver at the other end of `stream`, with new rings. Returns its epoch, the
+    /// number of the resolver.
     ///
     /// # Errors
     /// [`AttachError`].
@@ -228,9 +238,10 @@ impl Delivery {
         if let Some(living) = self.shared.live_session() {
             return Err(AttachError::AlreadyAttached { epoch: living.epoch });
         }
-        // Relaxed: only a number. 16 bits of it are in tickets, so none comes back within 65536 resolvers.
+        // Relaxed: only a number. 16 bits of it are in tickets, so none comes back within 65536
+        // resolvers.
         let epoch = self.last_epoch.fetch_add(1, Ordering::Relaxed) + 1;
-        let session = self.shake_hands(stream, epoch)?;
+        let session = self.run_handshake(stream, epoch)?;
         match self.shared.begin(session) {
             Ok(()) => Ok(epoch),
             Err(None) => Err(AttachError::Closed),
@@ -238,7 +249,7 @@ impl Delivery {
         }
     }
 
-    fn shake_hands(&self, stream: UnixStream, epoch: u64) -> Result<Session, HandshakeError> {
+    fn run_handshake(&self, stream: UnixStream, epoch: u64) -> Result<Session, HandshakeError> {
         let Shared { nr_vcpus, ring_entries, bitmap, wakers, .. } = &*self.shared;
         let deadline = Deadline::new(self.shared.timeout);
         let failed = |call| move |source| HandshakeError::System { call, source };
@@ -274,7 +285,7 @@ impl Delivery {
         };
         if let Some((status, error)) = refused {
             welcome.status = status;
-            // If it does not come through, it has hung up already.
+            // If it does not arrive, the resolver has hung up already.
             let _ = handshake::send_welcome(&stream, welcome, deadline);
             return Err(error);
         }
@@ -297,41 +308,43 @@ impl Drop for Delivery {
     fn drop(&mut self) {
         self.shared.close();
         if let Some(watcher) = self.watcher.take() {
-            // A watcher that panicked has said so already.
+            // A watcher that panicked has printed its message already.
             let _ = watcher.join();
         }
     }
 }
 
-/// Hands out number `number`, if it was not before.
-fn take(taken: &mut [bool], what: &'static str, number: u32) -> Result<(), ConfigError> {
+/// Marks `number` as handed out; an error if it was before.
+fn take(taken: &mut [bool], what: &'static str, number: u32) -> Result<(), DeliveryConfigError> {
     match taken.get_mut(number as usize) {
         Some(is_taken) if !*is_taken => {
             *is_taken = true;
             Ok(())
         }
-        _ => Err(ConfigError::Taken { what, number }),
+        _ => Err(DeliveryConfigError::Taken { what, number }),
     }
 }
 
-/// Whether the memory lies in its file, and sees to it that it stays there.
-fn check_memory(memory: &SharedMemoryFile, bitmap_bytes: u64) -> Result<(), ConfigError> {
+/// Checks that the memory lies in its file, and seals the file so that it stays there.
+fn check_memory(memory: &SharedMemoryFile, bitmap_bytes: u64) -> Result<(), DeliveryConfigError> {
     let SharedMemoryFile { file, offset_bytes, size_bytes } = memory;
     let (offset_bytes, size_bytes) = (*offset_bytes, *size_bytes);
     let check = || {
         let file_bytes =
-            shared::file_size(file.as_fd()).map_err(|source| ConfigError::System { call: "fstat", source })?;
+            shared::file_size(file.as_fd()).map_err(|source| DeliveryConfigError::System { call: "fstat", source })?;
         let is_inside = offset_bytes.checked_add(size_bytes).is_some_and(|end| end <= file_bytes);
         let is_whole = offset_bytes.is_multiple_of(PAGE_SIZE) && size_bytes.is_multiple_of(PAGE_SIZE);
         if !is_inside || !is_whole || size_bytes == 0 || size_bytes > bitmap_bytes {
-            return Err(ConfigError::BadMemory { offset_bytes, size_bytes, file_bytes, bitmap_bytes });
+            return Err(DeliveryConfigError::BadMemory { offset_bytes, size_bytes, file_bytes, bitmap_bytes });
         }
         Ok(())
     };
-    // Before the file is changed, for it may be refused; and after, for it may have been cut meanwhile.
+    // Before the seal, since the memory may be refused; and after it, since the file may have been
+    // cut meanwhile.
     check()?;
     if !shared::is_sealed(file.as_fd()) {
-        shared::seal_against_shrinking(file.as_fd()).map_err(|source| ConfigError::UnsealedMemory { source })?;
+        shared::seal_against_shrinking(file.as_fd())
+            .map_err(|source| DeliveryConfigError::UnsealedMemory { source })?;
     }
     check()
 }

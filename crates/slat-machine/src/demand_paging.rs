@@ -1,22 +1,26 @@
-//! Demand paging: guests run while their memory is still elsewhere, and each page comes when it is touched. What a migrated
-//! or restored VM does, and what userfault exits were made for.
+//! Demand paging: guests run while their memory is still elsewhere, and each page comes when it is
+//! touched, as in a VM that is migrated or restored. Userfault exits exist for this.
 //!
-//! Its shape is that of KVM's demand paging test: a region of `nr_vcpus * bytes_per_vcpu` in one slot, of which each vCPU
-//! touches its own part once, page by page (or all of them touch all). What differs between the modes ([`Mode`]) is who notices
-//! that a page is not there, and who brings it. Transparent huge pages are off, so that a page is a page, unless the memory is
-//! asked for with them and there is no userfaultfd, which serves pages of 4 KiB.
+//! The setup is that of KVM's demand paging test: a region of `nr_vcpus * bytes_per_vcpu` in one
+//! memslot, of which each vCPU touches its own part once, page by page (or all of them touch all).
+//! The modes ([`PagingMode`]) differ in what detects a missing page, and what delivers it.
+//! Transparent huge pages are off, unless the configuration asks for such memory and there is no
+//! userfaultfd, which serves pages of 4 KiB.
 //!
-//! # The protocol
-//! - Which pages are there, who may bring one, and that each is brought once: `arrivals.rs`.
-//! - How a thread runs its vCPUs, many or one, and what it does while their pages are on their way: `scheduler.rs`; where the
-//!   pages come from: `fetch.rs` (a source of its own), `ring.rs` (a resolver elsewhere), `userfaults.rs` (readers of a
-//!   userfaultfd); how they are put in place: `filler.rs`; what comes unasked: `copier.rs`.
-//! - Everything is verified. A touch returns the first word that the guest found in the page, and writes another; whole pages
-//!   are compared afterwards ([`DemandPaging::verify`]).
-//! - A run that fails leaves its vCPUs where they were. [`DemandPaging::run`] goes on from there with another resolver, and
-//!   fetches what has not come. Not so in the modes `missing` and `minor`: to let go of the threads that the kernel keeps
-//!   waiting, the memory is given up ([`Backing::is_lost`]), and such a VM can only be torn down. The same goes for the modes
-//!   with both, if it is a reader that fails.
+//! # Implementation
+//! - `arrivals.rs`: which pages are there, which thread may fill one, and that each is filled once.
+//! - `scheduler.rs`: a thread runs its vCPUs, many or one, and goes on with others while pages are
+//!   on their way.
+//! - `fetch.rs` (a source of its own), `ring.rs` (a resolver elsewhere), `userfaults.rs` (readers
+//!   of a userfaultfd): where the pages come from.
+//! - `filler.rs`: puts pages in place. `copier.rs`: fetches pages that were not requested.
+//! - All contents are verified. A touch returns the first word that the guest found in the page,
+//!   and writes another; whole pages are compared afterwards ([`DemandPaging::verify`]).
+//! - A run that fails leaves its vCPUs where they were. [`DemandPaging::run`] goes on from there
+//!   with another resolver, and fetches the pages that have not come.
+//! - It is otherwise in the modes `missing` and `minor`: to release the threads that wait in the
+//!   kernel, the memory is abandoned ([`Backing::is_lost`]), and such a VM can only be torn down.
+//!   The same holds for the modes with both, if it is a reader that fails.
 
 mod arrivals;
 mod config;
@@ -47,7 +51,7 @@ use slat::{
 };
 
 pub use config::{
-    Copier, DemandPagingConfig, Descriptors, DirtyLogging, Mode, PagedBacking, PagingConfigError, VcpuThreads,
+    Copier, DemandPagingConfig, Descriptors, DirtyLogging, PagedBacking, PagingConfigError, PagingMode, VcpuThreads,
 };
 pub use error::{DemandPagingError, VcpuError};
 pub use lane::VcpuPaging;
@@ -76,44 +80,45 @@ use crate::source::{SourceSpec, WORDS_PER_PAGE};
 use crate::topology;
 use crate::walk::HardwareFormat;
 
-/// The number of the slot that has the memory.
+/// The number of the memslot that has the memory.
 pub const SLOT: u32 = 1;
 
-/// Entries of each vCPU's ring: it waits for one page at a time.
+/// Entries of each vCPU's ring: a vCPU waits for one page at a time.
 const RING_ENTRIES: u32 = 4;
 
-/// For how long rings wait for anything.
+/// The limit of every wait of the rings.
 const RING_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Who brings the pages in a run.
+/// What delivers the pages in a run.
 #[derive(Clone, Debug)]
-pub enum Resolver {
-    /// Nobody: the mode needs none, or all pages are there.
-    Nobody,
-    /// This process: the vCPUs' threads, the readers of a userfaultfd, or, with rings, a thread. Each has a source of its own.
+pub enum PagesFrom {
+    /// Nothing: the mode needs no resolver, or all pages are there.
+    None,
+    /// This process: the vCPUs' threads, the readers of a userfaultfd, or, with rings, a thread.
+    /// Each has a source of its own.
     Source(SourceSpec),
-    /// Whoever is attached to the rings ([`DemandPaging::delivery`]).
+    /// A resolver that is attached to the rings ([`DemandPaging::delivery`]).
     Elsewhere,
 }
 
-/// A VM whose memory comes page by page, on second-stage tables of format `F`.
+/// A VM whose memory arrives page by page, on second-stage page tables of format `F`.
 pub struct DemandPaging<F: HardwareFormat> {
-    // First, so that the threads have ended before anything they use goes.
+    // First, so that the threads end before the things that they use are dropped.
     crew: Option<Crew<Job, Vec<Ended>>>,
-    /// The vCPUs, until their threads have them.
+    /// The vCPUs, until their threads take them.
     lanes: Vec<Lane<F>>,
     vm: Arc<Vm<MachineHost, F>>,
     memory: Backing,
     arrivals: Arc<Arrivals>,
-    /// How pages are put in place; `None`: not by this process, or not at all.
+    /// Puts pages in place; `None` if this process fills no pages.
     filler: Option<Arc<Filler>>,
     descriptors: Option<filler::Descriptors>,
     delivery: Option<Delivery>,
     config: DemandPagingConfig,
     layout: Layout,
-    /// What the vCPUs write.
+    /// The word that the vCPUs write.
     round: u64,
-    /// Whether they have all touched all of their pages in this round.
+    /// Whether all vCPUs have touched all of their pages in this round.
     is_finished: bool,
     nr_copied: u64,
     _overhead: Reserved,
@@ -126,10 +131,10 @@ impl<F: HardwareFormat> fmt::Debug for DemandPaging<F> {
 }
 
 impl<F: HardwareFormat> DemandPaging<F> {
-    /// Makes the VM and its memory; nothing of that is there yet, unless the mode is [`Mode::None`].
+    /// Makes the VM and its memory, all of it missing, unless the mode is [`PagingMode::None`].
     ///
     /// # Errors
-    /// [`DemandPagingError`]: what is wrong with the configuration, or what could not be had.
+    /// [`DemandPagingError`]: what is wrong with the configuration, or what could not be made.
     pub fn new(config: &DemandPagingConfig) -> Result<DemandPaging<F>, DemandPagingError> {
         let layout = config.layout()?;
         if let Some(cpu) = config.pins.as_ref().and_then(|pins| pins.main) {
@@ -153,9 +158,9 @@ impl<F: HardwareFormat> DemandPaging<F> {
             }
             PagedBacking::GuestMemfd => Backing::of_guest_memfd(Arc::new(GuestMemfd::new(size_bytes, None)?)),
         };
-        // Its pages are in the file from the beginning, and not in the guest's mapping of it; but a page that is in the file is
-        // not missing to a userfaultfd.
-        let is_empty = matches!(config.mode, Mode::Missing | Mode::MissingUserfault);
+        // The pages of a file are in it from the beginning, and only the guest's mapping lacks
+        // them; but to a userfaultfd a page that is in the file is not missing.
+        let is_empty = matches!(config.mode, PagingMode::Missing | PagingMode::MissingUserfault);
         let alias = if memory.file().is_some() && !is_empty { Some(memory.alias()?) } else { None };
         if let Some(alias) = &alias {
             alias.populate()?;
@@ -163,7 +168,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
 
         let nr_blocks = layout.nr_pages / layout.block_pages;
         let mut delivery = None;
-        let words: Arc<dyn UserfaultWords> = if config.mode == Mode::UserfaultRing {
+        let words: Arc<dyn UserfaultWords> = if config.mode == PagingMode::UserfaultRing {
             let bitmap = Arc::new(SharedBitmap::new(nr_blocks).map_err(boxed)?);
             delivery = Some((Arc::clone(&bitmap), shared_file(&memory, size_bytes)?));
             bitmap
@@ -175,7 +180,7 @@ impl<F: HardwareFormat> DemandPaging<F> {
         let descriptors =
             if layout.nr_descriptors > 0 { Some(userfaults::register(config, &layout, &memory)?) } else { None };
         let filler = match (&descriptors, config.mode.is_minor(), alias) {
-            _ if matches!(config.mode, Mode::None | Mode::UserfaultRing) => None,
+            _ if matches!(config.mode, PagingMode::None | PagingMode::UserfaultRing) => None,
             (Some(descriptors), true, Some(alias)) => {
                 Some(Filler::Continue(memory.clone(), alias, descriptors.clone()))
             }
@@ -235,15 +240,15 @@ impl<F: HardwareFormat> DemandPaging<F> {
         flags
     }
 
-    /// The userfault bitmap, if vCPUs exit. For looking at: a bit that is set again means a page that has been brought already, and
-    /// nobody brings it once more.
+    /// The userfault bitmap, if vCPUs exit. Only for reading: setting a bit marks a page as missing
+    /// that has been delivered, and no side delivers it again.
     pub fn bitmap(&self) -> Option<UserfaultBitmap> {
         let uses = self.config.mode.uses_bitmap();
         uses.then(|| UserfaultBitmap::new(self.arrivals.words(), self.config.granularity))
     }
 
     fn make_lanes(&mut self) -> Result<(), DemandPagingError> {
-        let contents = if self.config.mode == Mode::None { None } else { Some(self.config.contents) };
+        let contents = if self.config.mode == PagingMode::None { None } else { Some(self.config.contents) };
         for vcpu in 0..self.config.nr_vcpus {
             let host = self.vm.host();
             let port = Port::new(host.flush_domain());
@@ -262,7 +267,8 @@ impl<F: HardwareFormat> DemandPaging<F> {
         Ok(())
     }
 
-    /// The rings, with as many waiters as there will be threads: a resolver that is elsewhere takes its time.
+    /// The rings, with as many waiters as there will be threads: the answers of a resolver
+    /// elsewhere have a latency.
     fn make_delivery(&self, bitmap: Arc<SharedBitmap>, file: SharedMemoryFile) -> Result<Delivery, DemandPagingError> {
         let nr_vcpus = self.config.nr_vcpus as u32;
         Delivery::new(DeliveryConfig {
@@ -280,9 +286,9 @@ impl<F: HardwareFormat> DemandPaging<F> {
         self.config.nr_vcpu_threads(true)
     }
 
-    /// Starts the threads, which stay; vCPU v is run by thread v modulo their number.
+    /// Starts the threads, which stay; thread v modulo their number runs vCPU v.
     fn start_threads(&mut self, has_latency: bool) -> Result<(), DemandPagingError> {
-        // Without vCPUs: an earlier run could not start the threads, and they are gone.
+        // No vCPUs: an earlier run could not start the threads, and they are gone.
         if self.crew.is_some() || self.lanes.is_empty() {
             return Ok(());
         }
@@ -314,12 +320,14 @@ impl<F: HardwareFormat> DemandPaging<F> {
         Ok(())
     }
 
-    /// Lets the vCPUs touch all pages that they have not touched yet, while `resolver` brings what is not there.
+    /// Lets the vCPUs touch all pages that they have not touched yet, while `resolver` delivers the
+    /// missing ones.
     ///
     /// # Errors
-    /// [`DemandPagingError::WrongResolver`]: nothing was done. [`DemandPagingError::Vcpus`]: who did not get to the end, and why;
-    /// see the [module](self) for how one goes on. [`DemandPagingError::Background`], and what could not be had.
-    pub fn run(&mut self, resolver: Resolver) -> Result<DemandPagingReport, DemandPagingError> {
+    /// [`DemandPagingError::WrongResolver`]: nothing was done. [`DemandPagingError::Vcpus`]: the
+    /// vCPUs that did not finish, and why; the [module](self) describes how to go on.
+    /// [`DemandPagingError::Background`], and what could not be made.
+    pub fn run(&mut self, resolver: PagesFrom) -> Result<DemandPagingReport, DemandPagingError> {
         self.run_job(None, &resolver)
     }
 
@@ -327,20 +335,20 @@ impl<F: HardwareFormat> DemandPaging<F> {
     fn run_round(&mut self) -> Result<DemandPagingReport, DemandPagingError> {
         self.round += 1;
         self.is_finished = false;
-        self.run_job(Some(self.round), &Resolver::Nobody)
+        self.run_job(Some(self.round), &PagesFrom::None)
     }
 
-    fn run_job(&mut self, round: Option<u64>, resolver: &Resolver) -> Result<DemandPagingReport, DemandPagingError> {
+    fn run_job(&mut self, round: Option<u64>, resolver: &PagesFrom) -> Result<DemandPagingReport, DemandPagingError> {
         let mode = self.config.mode;
         let wrong = |from| Err(DemandPagingError::WrongResolver { mode, from });
         let source = match resolver {
-            Resolver::Nobody if mode != Mode::None && self.arrivals.nr_there() < self.arrivals.nr_blocks() => {
+            PagesFrom::None if mode != PagingMode::None && self.arrivals.nr_there() < self.arrivals.nr_blocks() => {
                 return wrong("from nowhere");
             }
-            Resolver::Source(_) if mode == Mode::None => return wrong("from a source"),
-            Resolver::Elsewhere if mode != Mode::UserfaultRing => return wrong("by rings"),
-            Resolver::Source(source) => Some(source),
-            Resolver::Nobody | Resolver::Elsewhere => None,
+            PagesFrom::Source(_) if mode == PagingMode::None => return wrong("from a source"),
+            PagesFrom::Elsewhere if mode != PagingMode::UserfaultRing => return wrong("by rings"),
+            PagesFrom::Source(source) => Some(source),
+            PagesFrom::None | PagesFrom::Elsewhere => None,
         };
         self.start_threads(source.is_some_and(SourceSpec::has_latency))?;
         let Some(crew) = &self.crew else { return wrong("without threads") };
@@ -413,8 +421,8 @@ impl<F: HardwareFormat> DemandPaging<F> {
         }
         self.nr_copied += nr_copied;
         let ended = report::ended(finished.endings)?;
-        if let Some((who, error)) = background {
-            return Err(DemandPagingError::Background { who, error });
+        if let Some((thread, error)) = background {
+            return Err(DemandPagingError::Background { thread, error });
         }
         if self.arrivals.nr_filled_twice() > 0 {
             return Err(DemandPagingError::FilledTwice { nr_pages: self.arrivals.nr_filled_twice() });
@@ -423,12 +431,14 @@ impl<F: HardwareFormat> DemandPaging<F> {
         Ok(report::report(self, finished.wall, ended))
     }
 
-    /// Looks at every byte of every page that is there; how many pages that are. While no run is under way.
+    /// Compares every byte of every page that is there. Returns how many pages. To be called
+    /// between runs.
     ///
     /// # Errors
-    /// [`DemandPagingError::WrongWord`]: the first that is not what was sent, or what the guest has written since.
+    /// [`DemandPagingError::WrongWord`]: the first word that is not what was sent, or what the
+    /// guest has written since.
     pub fn verify(&self) -> Result<u64, DemandPagingError> {
-        let contents = if self.config.mode == Mode::None { None } else { Some(self.config.contents) };
+        let contents = if self.config.mode == PagingMode::None { None } else { Some(self.config.contents) };
         let mut nr_verified = 0;
         for page in 0..self.layout.nr_pages {
             if contents.is_some() && self.arrivals.is_missing(page / self.layout.block_pages) {
@@ -464,12 +474,12 @@ impl<F: HardwareFormat> DemandPaging<F> {
         &self.memory
     }
 
-    /// The memory that the VMM has no mapping of, if it is that.
+    /// The guest_memfd, if that is the memory.
     pub fn guest_memfd(&self) -> Option<&GuestMemfd> {
         self.memory.guest_memfd().map(|memory| &**memory)
     }
 
-    /// The rings, in mode [`Mode::UserfaultRing`]: for a resolver in another process to be attached.
+    /// The rings, in mode [`PagingMode::UserfaultRing`], for a resolver in another process.
     pub fn delivery(&self) -> Option<&Delivery> {
         self.delivery.as_ref()
     }
@@ -484,9 +494,9 @@ impl<F: HardwareFormat> DemandPaging<F> {
         self.layout.nr_pages
     }
 
-    /// Pages that are there. All, in mode [`Mode::None`].
+    /// Pages that are there. All of them in mode [`PagingMode::None`].
     pub fn nr_there(&self) -> u64 {
-        if self.config.mode == Mode::None {
+        if self.config.mode == PagingMode::None {
             self.layout.nr_pages
         } else {
             self.arrivals.nr_there() * self.layout.block_pages

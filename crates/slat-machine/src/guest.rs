@@ -1,10 +1,12 @@
-//! Guest programs: what the virtual CPUs do to the test region, after the pattern of KVM's memory stress selftests
-//! (touch the first 8 bytes of each page), and the guest tables that a guest with paging builds for itself.
+//! Guest programs: what the virtual CPUs do to the test region, like KVM's memory stress selftests
+//! (they touch the first 8 bytes of each page), and the page tables that a guest with paging builds
+//! for itself.
 //!
-//! Guests verify what they read. A written value carries the round and the page's number ([`value`]), so that a page
-//! which is mapped to another's frame, a lost write and a write from the future all show as a [`GuestError::WrongValue`].
-//! Where the host changes memory while the guest runs, each virtual CPU keeps a [`Ledger`] of its pages besides, and a
-//! wrong value of a page that is its own shows as [`GuestError::NotAsWritten`].
+//! Guests verify what they read. A written value carries the round and the page's number
+//! ([`value`]). So a page that is mapped to another's frame, a lost write and a write of a later
+//! round all show as a [`GuestError::WrongValue`]. Where the host changes memory while the guest
+//! runs, each virtual CPU also keeps a [`Ledger`] of its pages, and a wrong value of one of its own
+//! pages shows as [`GuestError::NotAsWritten`].
 
 mod cpu;
 mod ledger;
@@ -29,8 +31,8 @@ pub const PAGE_BITS: u32 = 40;
 /// Rounds are below this.
 pub const ROUND_END: u64 = 1 << (64 - PAGE_BITS);
 
-/// What a guest writes to page number `page` of the region in `round`. Rounds count from 1, so that 0 is the value of a
-/// page which was never written.
+/// The value that a guest writes to page number `page` of the region in `round`. Rounds count from
+/// 1, so that 0 is the value of a page which was never written.
 #[inline]
 pub const fn value(round: u64, page: u64) -> u64 {
     round << PAGE_BITS | page
@@ -42,7 +44,7 @@ pub enum Order {
     /// From the first to the last.
     #[default]
     Sequential,
-    /// As many as there are, each drawn anew from all.
+    /// As many touches as pages, each of a random page.
     Random,
 }
 
@@ -56,7 +58,7 @@ pub enum Sharing {
     Overlapping,
 }
 
-/// What all virtual CPUs do in a run.
+/// The task of all virtual CPUs in a run.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Program {
     /// The order of the touches.
@@ -65,7 +67,8 @@ pub struct Program {
     pub sharing: Sharing,
     /// How many of a hundred touches are writes; the others are reads. At most 100.
     pub write_percent: u8,
-    /// Start of the random numbers: virtual CPU n draws from `seed + n`, and differently in each round.
+    /// Start of the random numbers: virtual CPU n draws from `seed + n`, and differently in each
+    /// round.
     pub seed: u64,
     /// The round that writes carry, from 1 on and below [`ROUND_END`]. No page holds a later one.
     pub round: u64,
@@ -87,20 +90,20 @@ impl Default for Program {
     }
 }
 
-/// A program that makes no sense.
+/// Why a program is refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
 pub enum ProgramError {
     /// More than 100 percent of writes.
     #[error("{write_percent} percent of writes are more than 100")]
     WritePercent {
-        /// What was asked for.
+        /// The percentage in the program.
         write_percent: u8,
     },
     /// The round is 0 or too great, or older than the oldest that reads may find.
     #[error("round {round} is not between {} and {}", (*oldest_round).max(1), ROUND_END - 1)]
     Round {
-        /// What was asked for.
+        /// The round in the program.
         round: u64,
         /// The oldest round that reads may find.
         oldest_round: u64,
@@ -108,10 +111,10 @@ pub enum ProgramError {
 }
 
 impl Program {
-    /// Whether the program makes sense.
+    /// Checks the program.
     ///
     /// # Errors
-    /// [`ProgramError`]: why not.
+    /// [`ProgramError`]: why it is refused.
     pub fn check(&self) -> Result<(), ProgramError> {
         if self.write_percent > 100 {
             return Err(ProgramError::WritePercent { write_percent: self.write_percent });
@@ -122,7 +125,8 @@ impl Program {
         Ok(())
     }
 
-    /// Whether a read of page number `page` may find `found` when the newest round is `newest_round`.
+    /// Whether a read of page number `page` may find `found` when the newest round is
+    /// `newest_round`.
     #[inline]
     pub fn accepts(&self, page: u64, found: u64, newest_round: u64) -> bool {
         if found == 0 {
@@ -147,7 +151,7 @@ pub enum Action {
 pub struct Touch {
     /// Number of the page in the region.
     pub page: u64,
-    /// What is done to it.
+    /// What the touch does.
     pub action: Action,
 }
 
@@ -169,7 +173,8 @@ impl Touches {
             Sharing::Partitioned => (vcpu * pages_per_vcpu, pages_per_vcpu),
             Sharing::Overlapping => (0, nr_vcpus * pages_per_vcpu),
         };
-        // The round in the upper half: seeds of neighbouring virtual CPUs do not meet those of the next round.
+        // The round is in the upper half, so that the seeds of virtual CPUs differ from those of
+        // the next round.
         let seed = program.seed.wrapping_add(vcpu) ^ program.round.rotate_left(40);
         Touches {
             first_page,
@@ -209,7 +214,7 @@ impl Iterator for Touches {
     }
 }
 
-/// What went wrong in a guest.
+/// An error that a guest found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
 pub enum GuestError {
@@ -218,12 +223,12 @@ pub enum GuestError {
     Access {
         /// The address.
         gva: Gva,
-        /// What was to be done.
+        /// The touch.
         action: Action,
-        /// Why it was not.
+        /// The error.
         error: CpuError,
     },
-    /// A read found what should not be there.
+    /// A read found a wrong value.
     #[error("read {found:#x} at {gva}: expected page {page:#x} and a round from {oldest_round} to {newest_round}")]
     WrongValue {
         /// The address.
@@ -237,7 +242,8 @@ pub enum GuestError {
         /// The newest.
         newest_round: u64,
     },
-    /// A read of a page that no other virtual CPU writes found neither what was written nor, after a discard, zeros.
+    /// A read of a page that no other virtual CPU writes found neither the written value nor, after
+    /// a discard, zeros.
     #[error("read {found:#x} at {gva}: page {page:#x} holds {expected:#x}, or zeros if it was discarded since")]
     NotAsWritten {
         /// The address.
@@ -249,27 +255,27 @@ pub enum GuestError {
         /// The value that was written, or was found before; see [`value`].
         expected: u64,
     },
-    /// The memory for guest tables is too small.
+    /// The memory for the guest's page tables is too small.
     #[error("guest tables need {needed_bytes} bytes of memory, there are {size_bytes}")]
     TablesTooBig {
         /// Bytes needed.
         needed_bytes: u64,
-        /// Bytes there.
+        /// Bytes available.
         size_bytes: u64,
     },
-    /// The CR3 value was refused, or another step of the start failed.
+    /// The CR3 value was refused, or another step of the guest's start failed.
     #[error("guest start: {0}")]
     Start(CpuError),
 }
 
-/// Where page number `page` of the region at `region` is.
+/// The address of page number `page` of the region at `region`.
 #[inline]
 fn page_gva(region: Gva, page: u64) -> Gva {
     Gva(region.0 + (page << PAGE_SHIFT))
 }
 
-/// Does one touch of the region at `region` (guest-virtual or guest-physical, whatever the CPU's mode). `newest_round`
-/// is asked for after a read: what was written before may be as new as it says.
+/// Does one touch of the region at `region` (guest-virtual or guest-physical, by the CPU's mode).
+/// After a read it calls `newest_round`, the newest round that the value may have.
 ///
 /// # Errors
 /// [`GuestError`]: the access failed or found a wrong value.
@@ -299,31 +305,32 @@ pub fn touch<C: GuestCpu>(
     }
 }
 
-/// Where a guest's tables go and what they map.
+/// The page tables of a guest: their memory, and what they map.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct GuestTables {
-    /// Memory for the tables, page-aligned and zero.
+    /// Memory for the page-table pages, page-aligned and zero.
     pub memory: Gpa,
     /// Size of that memory.
     pub memory_bytes: u64,
     /// First guest-virtual address to be mapped, page-aligned, in the lower half.
     pub gva: Gva,
-    /// What it is mapped to, page-aligned.
+    /// The guest-physical address that it is mapped to, page-aligned.
     pub gpa: Gpa,
     /// Number of 4 KiB pages to be mapped.
     pub nr_pages: u64,
-    /// Size of the pages that map them, to multiples of which both addresses are aligned. With large ones a little more may be
-    /// mapped.
+    /// Size of the pages that map them; both addresses are aligned to it. With large pages a little
+    /// more may be mapped.
     pub page_size: PageSize,
 }
 
 impl GuestTables {
-    /// Level of the tables that map pages.
+    /// Level of the page-table pages that map pages.
     fn lowest(&self) -> u32 {
         u32::from(self.page_size.level().0)
     }
 
-    /// First and number of tables of `level` (1 to 4), counted as if tables covered all addresses.
+    /// First and number of the page-table pages of `level` (1 to 4), counted as if they covered all
+    /// addresses.
     fn tables(&self, level: u32) -> (u64, u64) {
         let shift = PAGE_SHIFT + 9 * level;
         let last = self.gva.0 + (self.nr_pages.max(1) << PAGE_SHIFT) - 1;
@@ -331,17 +338,19 @@ impl GuestTables {
         (first, (last >> shift) - first + 1)
     }
 
-    /// Bytes of memory that the tables take.
+    /// Bytes of memory that the page tables take.
     pub fn needed_bytes(&self) -> u64 {
         (self.lowest()..=4).map(|level| self.tables(level).1).sum::<u64>() << PAGE_SHIFT
     }
 
-    /// Address of the first table of `level`: the root comes first, the lowest level last.
+    /// Address of the first page-table page of `level`: the root comes first, the lowest level
+    /// last.
     fn base(&self, level: u32) -> u64 {
         self.memory.0 + ((level + 1..=4).map(|above| self.tables(above).1).sum::<u64>() << PAGE_SHIFT)
     }
 
-    /// Writes the tables through `cpu`, as a guest with paging off does; returns the value for CR3 (PCID 0).
+    /// Writes the page tables through `cpu`, as a guest with paging off does. Returns the value for
+    /// CR3 (PCID 0).
     ///
     /// # Errors
     /// [`GuestError::TablesTooBig`], or an access that failed.
@@ -415,7 +424,7 @@ mod tests {
         assert!(program.accepts(3, value(5, 3), 9));
         assert!(program.accepts(3, value(9, 3), 9));
         assert!(!program.accepts(3, value(4, 3), 9), "a lost write");
-        assert!(!program.accepts(3, value(10, 3), 9), "from the future");
+        assert!(!program.accepts(3, value(10, 3), 9), "a later round");
         assert!(!program.accepts(3, value(9, 4), 9), "another page");
         assert!(!program.accepts(3, 0, 9), "a fresh page");
         let fresh = Program { oldest_round: 0, ..program };
@@ -424,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_programs_are_refused() {
+    fn impossible_programs_are_refused() {
         let good = Program::default();
         assert_eq!(good.check(), Ok(()));
         assert!(matches!(Program { write_percent: 101, ..good }.check(), Err(ProgramError::WritePercent { .. })));
@@ -435,14 +444,14 @@ mod tests {
     }
 
     #[test]
-    fn guest_tables_know_their_size() {
+    fn the_size_of_guest_tables_is_exact() {
         let page_size = PageSize::Size4K;
         let (gva, gpa) = (REGION_GVA, Gpa(0));
         let tables = GuestTables { memory: gpa, memory_bytes: 0, gva, gpa, nr_pages: 512, page_size };
         assert_eq!(tables.needed_bytes(), 4 * PAGE_SIZE);
         let tables = GuestTables { nr_pages: 513, ..tables };
         assert_eq!(tables.needed_bytes(), 5 * PAGE_SIZE);
-        // 1 GiB and a page: another table of levels 2 and 1.
+        // 1 GiB and a page: another page-table page of levels 2 and 1.
         let tables = GuestTables { nr_pages: (1 << 18) + 1, ..tables };
         assert_eq!(tables.needed_bytes(), (1 + 1 + 2 + 513) * PAGE_SIZE);
         let large = GuestTables { page_size: PageSize::Size2M, ..tables };

@@ -1,14 +1,18 @@
-//! The engine's surroundings on Linux: tables from a reserved region for each node, sleep by futex, the flush of the software CPUs,
-//! a clock. One [`MachineHost`] belongs to one VM.
+//! The engine's host on Linux: page-table pages from a reserved region for each node, sleep by
+//! futex, the flush of the software CPUs, a clock. One [`MachineHost`] belongs to one VM.
 //!
-//! # Protocol
-//! - The region of tables is mapped as long as the host lives: a software CPU whose thread was stopped in the midst of a
-//!   walk may read a table that was freed meanwhile, and must read memory (its access then does not commit, see
-//!   [`commit`](crate::commit)). So a freed table is only put on a list, from where it is given out again.
-//! - Allocating and freeing take no lock: a thread that loses its CPU between them must not hold up a fault.
-//! - Nothing is kept about guest memory: [`Host::resolve`] asks the [`Backing`] each time, as a hypervisor must.
-//! - A host whose memory has movable pages knows its VM ([`MachineHost::attach`]): it takes pages away from the guest
-//!   before it changes them, sometimes in the midst of a resolve, and hears what the guest did through the leaves that go.
+//! # Implementation
+//! - The region of page-table pages is mapped as long as the host lives. A software CPU whose
+//!   thread was preempted during a walk may read a page-table page that was freed meanwhile, and
+//!   must read memory (its access then does not commit, see [`commit`](crate::commit)). So a freed
+//!   page is only put on a list, and allocated again from there.
+//! - Allocating and freeing take no lock: a thread that is preempted between them must not delay a
+//!   fault.
+//! - Nothing is kept about guest memory: [`Host::resolve`] asks the [`Backing`] each time, as a
+//!   hypervisor must.
+//! - A host whose memory has movable pages knows its VM ([`MachineHost::attach`]). It invalidates
+//!   pages in the guest before it changes them, sometimes during a resolve. It is notified of what
+//!   the guest did through the zapped leaves.
 
 #![expect(unsafe_code, reason = "futex, and the promise of the trait Host")]
 
@@ -40,38 +44,39 @@ use crate::numa::{NodeMap, NumaError, ReadCounts, WalkCounter};
 use crate::phys;
 use tables::Tables;
 
-/// Address space kept for tables larger than 4 KiB, and for the gaps in front of them: one root or two.
+/// Address space kept for page-table pages larger than 4 KiB, and for the gaps in front of them:
+/// one root or two.
 const ROOTS_BYTES: u64 = 256 << 10;
-/// A host that could not be made.
+/// Why a host cannot be made.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum HostError {
-    /// There is no address space for tables.
+    /// There is no address space for page-table pages.
     #[error("cannot reserve {size_bytes} bytes of address space for tables")]
     NoAddressSpace {
-        /// Bytes that were asked for.
+        /// The size in the request.
         size_bytes: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// The tables could not be placed on their nodes.
+    /// The page-table pages could not be placed on their nodes.
     #[error(transparent)]
     Numa(#[from] NumaError),
 }
 
-/// The memory of one slot: a part of a [`Backing`], which several slots can share.
+/// The memory of one memslot: a part of a [`Backing`], which several memslots can share.
 #[derive(Clone, Debug)]
 pub struct BackingSlice {
     /// The memory.
     pub backing: Backing,
-    /// Where in it the slot's first page is, in bytes: a multiple of 4 KiB. For huge leaves it must be as far from a
-    /// multiple of their size as the slot's guest-physical address is.
+    /// The offset of the memslot's first page, in bytes: a multiple of 4 KiB. For huge leaves it
+    /// must be as far from a multiple of their size as the memslot's guest-physical address is.
     pub offset_bytes: u64,
 }
 
-/// The VM of any format, as its host needs it.
+/// The VM, of any format, as its host needs it.
 trait Guest: fmt::Debug + Send + Sync {
-    /// Makes `change` while `range` is taken away from the guest.
+    /// Makes `change` while `range` is invalidated in the guest.
     fn while_invalid(&self, range: GfnRange, change: &mut dyn FnMut()) -> Result<(), slat::Error>;
 }
 
@@ -91,7 +96,7 @@ impl<F: Format + 'static> Guest for Weak<Vm<MachineHost, F>> {
 pub struct MachineHost {
     nodes: Arc<NodeMap>,
     tables: Tables,
-    /// Where guest memory lies; told once.
+    /// Where guest memory is; set once.
     memory: OnceLock<MemorySpans>,
     flush_domain: Arc<FlushDomain>,
     nr_flushes: CachePadded<AtomicU64>,
@@ -101,8 +106,8 @@ pub struct MachineHost {
 }
 
 impl MachineHost {
-    /// A host of one node whose flushes reach the CPUs of `flush_domain`, with address space for `max_tables` tables at a
-    /// time. (They take memory as they are touched.)
+    /// Makes a host of one node whose flushes reach the CPUs of `flush_domain`, with address space
+    /// for `max_tables` page-table pages at a time. (They take memory as they are touched.)
     ///
     /// # Errors
     /// [`HostError`].
@@ -119,7 +124,7 @@ impl MachineHost {
         max_tables: u64,
         nodes: Arc<NodeMap>,
     ) -> Result<MachineHost, HostError> {
-        // The clock takes its time to start, which should not fall into the first measurement.
+        // The clock takes time to start, which should not be part of the first measurement.
         clock::timestamp_ns();
         let bytes_per_node = max_tables.saturating_mul(PAGE_SIZE).saturating_add(ROOTS_BYTES);
         Ok(MachineHost {
@@ -133,14 +138,15 @@ impl MachineHost {
         })
     }
 
-    /// Tells the host of `vm` that `pages` are the memory which it changes while the guest runs; only the first time.
+    /// Attaches to the host of `vm` the `pages` that it changes while the guest runs; only the
+    /// first time.
     pub fn attach<F: Format + 'static>(vm: &Arc<Vm<MachineHost, F>>, pages: &Arc<Pages>) {
         let guest: Box<dyn Guest> = Box::new(Arc::downgrade(vm));
         // The first stays.
         let _ = vm.host().guest.set((guest, Arc::clone(pages)));
     }
 
-    /// Makes `change` while `range` is taken away from the guest.
+    /// Makes `change` while `range` is invalidated in the guest.
     ///
     /// # Errors
     /// The engine's: nothing was changed.
@@ -152,12 +158,12 @@ impl MachineHost {
         Ok(())
     }
 
-    /// Tables that the engine holds now. Exact while nobody allocates or frees.
+    /// Page-table pages that the engine has now. Exact while no thread allocates or frees.
     pub fn live_tables(&self) -> u64 {
         self.tables.nr_live()
     }
 
-    /// Those of them that are on each node. Exact while nobody allocates or frees.
+    /// Those of them that are on each node. Exact while no thread allocates or frees.
     pub fn live_tables_by_node(&self) -> Vec<(NodeId, u64)> {
         self.nodes.ids().iter().enumerate().map(|(place, &node)| (node, self.tables.nr_live_at(place))).collect()
     }
@@ -167,13 +173,13 @@ impl MachineHost {
         &self.nodes
     }
 
-    /// Tells where guest memory lies; only the first time.
+    /// Sets where guest memory is; only the first time.
     pub(crate) fn set_memory_spans(&self, spans: Vec<MemorySpan>) {
         // The first stay.
         let _ = self.memory.set(MemorySpans::new(spans));
     }
 
-    /// What counts a CPU's reads of the tables into `counts`; `None` with one node.
+    /// A counter of a CPU's reads of page tables, which adds to `counts`; `None` with one node.
     pub fn walk_counter(&self, counts: &Arc<ReadCounts>) -> Option<WalkCounter> {
         let new = || WalkCounter::new(Arc::clone(&self.nodes), Arc::clone(self.tables.spans()), Arc::clone(counts));
         (!self.nodes.is_one()).then(new)
@@ -182,12 +188,12 @@ impl MachineHost {
     fn node_of_many(&self, frame: Pfn) -> NodeId {
         let address = frame.hpa();
         let in_memory = || self.memory.get().and_then(|memory| memory.node_of(address));
-        // Memory of which nothing was told.
+        // Memory without a known node.
         let first = || self.nodes.ids()[self.nodes.memory_place(0)];
         self.tables.spans().node_of(address).or_else(in_memory).unwrap_or_else(first)
     }
 
-    /// Flushes that the engine has asked for.
+    /// Flushes that the engine has requested.
     pub fn nr_flushes(&self) -> u64 {
         self.nr_flushes.load(Ordering::Relaxed)
     }
@@ -203,15 +209,15 @@ impl MachineHost {
     }
 }
 
-// SAFETY: tables are disjoint parts of one region that stays mapped, at the pointer that `phys` computes from their
-// address; `FlushDomain::flush` promises what `flush` must, and `ModificationLogs::drain` what
-// `drain_modification_logs` must; a backing keeps its frames, or changes them while they are
-// invalidated; and none of it unwinds.
+// SAFETY: page-table pages are disjoint parts of one region that stays mapped, at the pointer that
+// `phys` computes from their address; `FlushDomain::flush` guarantees what `flush` must, and
+// `ModificationLogs::drain` what `drain_modification_logs` must; a backing keeps its frames, or
+// changes them while they are invalidated; and none of it unwinds.
 unsafe impl Host for MachineHost {
     type Backing = BackingSlice;
 
     fn allocate_table(&self, layout: Layout, node: TableNode, _: AllocationWait) -> Option<Hpa> {
-        // Never waits: to move a mark or take from a list takes no lock.
+        // Never waits: moving a mark or taking from a list takes no lock.
         self.tables.allocate(layout, self.nodes.places_for(node))
     }
 
@@ -249,7 +255,7 @@ unsafe impl Host for MachineHost {
 
     #[inline]
     fn guest_memory_ptr(&self, frame: Pfn) -> Option<*mut u8> {
-        // Guest memory and the engine's tables are addressed alike.
+        // Guest memory and the engine's page-table pages have the same mapping.
         phys::pointer_to(frame.hpa())
     }
 
@@ -267,7 +273,7 @@ unsafe impl Host for MachineHost {
         self.modification_logs.drain(&self.flush_domain, log);
     }
 
-    // `should_yield` stays false: Linux takes the CPU away from a thread by itself.
+    // `should_yield` stays false: Linux preempts a thread by itself.
 
     fn yield_now(&self) {
         std::thread::yield_now();
@@ -295,8 +301,9 @@ impl Park for MachineHost {
     fn park(&self, word: &AtomicU32, expected: u32) {
         let forever = ptr::null::<libc::timespec>();
         let operation = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
-        // SAFETY: the word is an aligned 32-bit integer that outlives the call, and no timeout is allowed. Every result
-        // (woken, interrupted, another value) is a reason to return that the trait permits.
+        // SAFETY: the word is an aligned 32-bit integer that outlives the call, and no timeout is
+        // allowed. Every result (woken, interrupted, another value) is a reason to return that the
+        // trait permits.
         unsafe { libc::syscall(libc::SYS_futex, ptr::from_ref(word), operation, expected, forever) };
     }
 
@@ -309,7 +316,8 @@ impl Park for MachineHost {
     }
 }
 
-/// The number of threads that were woken; negative for an error, of which there is none but a word that is gone.
+/// The number of threads that were woken; negative for an error, which only a word that was
+/// unmapped can cause.
 fn futex_wake(word: *const AtomicU32, most: i32) -> libc::c_long {
     // SAFETY: the kernel takes the word of a private wake-up for a number only; it may be gone.
     unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, most) }

@@ -1,28 +1,38 @@
-//! A guest kernel in miniature: a guest that behaves towards the MMU as an x86-64 Linux guest does, and checks after each
-//! step that every access gives what its own tables say.
+//! A mini guest kernel: a guest that uses the MMU as an x86-64 Linux guest does. After each step it
+//! checks that every access gives the result of its own page tables.
 //!
-//! It runs on any [`GuestCpu`]: a [`PlainCpu`], or a [`ShadowCpu`](crate::shadow_cpu::ShadowCpu).
+//! It runs on any [`KernelGuestCpu`]: a [`PlainCpu`], or a
+//! [`ShadowCpu`](crate::shadow_cpu::ShadowCpu).
 //!
-//! Why: what costs a shadow-paging hypervisor is what kernels do all the time: two loads of CR3 for each system call under
-//! page-table isolation, page faults, fork's write protection, exec's new tables, table frames that become pages. And
-//! whatever it does wrong, a stale translation or a table taken for another, shows in what the guest reads.
+//! A shadow-paging hypervisor's costs come from frequent operations of kernels: two loads of CR3
+//! for each system call under page-table isolation, page faults, fork's write protection, exec's
+//! new page tables, frames of page-table pages that become data pages. An error of the hypervisor,
+//! such as a stale translation or a confused page table, shows in what the guest reads.
 //!
-//! What is alike to Linux: the four-level tables, written through a direct map of 2 MiB pages; page-table isolation with
-//! two neighbouring roots that share the tables of the user half ([`Isolation`]); few address-space identifiers a CPU, bit
-//! 63 of CR3, deferred flushes of the user PCID and generations instead of interrupts for address spaces that do not run
-//! ([`Pcids`], `asid.rs`); demand paging, copy-on-write, INVLPG for few pages and a flush of the PCID for many; SMEP and
-//! SMAP. Processes have one thread each, so no address space runs on two CPUs at once and no CPU interrupts another.
+//! As in Linux: the four-level page tables, written through a direct map of 2 MiB pages; page-table
+//! isolation with two neighbouring roots that share the page tables of the user half
+//! ([`Isolation`]); few address-space identifiers a CPU, bit 63 of CR3, deferred flushes of the
+//! user PCID, and generations instead of interrupts for address spaces that do not run ([`Pcids`],
+//! `asid.rs`); demand paging, copy-on-write, INVLPG for few pages and a flush of the PCID for many;
+//! SMEP and SMAP. Processes have one thread each, so no address space runs on two CPUs at once and
+//! no CPU interrupts another.
 //!
 //! # The check
-//! The kernel keeps a model of each address space apart from the tables (`address_space.rs`). Pages hold stamps that never
-//! come twice; a read must find the model's. A page fault must be one that the tables call for, with the right error code,
-//! or, where rights have grown without a flush, one of the old rights. What the tables forbid must fault. Entries that
-//! the kernel reads must be what it wrote, with accessed and dirty bits as the accesses ask for. A frame that is taken
-//! must be zero but for what its last owner left there. The first deviation is returned as a [`KernelError`].
+//! The kernel keeps a model of each address space apart from the page tables (`address_space.rs`).
+//! - Pages hold marks that are never repeated; a read must return the model's.
+//! - A page fault must be one that the page tables require, with the right error code. Where rights
+//!   were added without a flush, it may be one of the old rights.
+//! - An access that the page tables forbid must fault.
+//! - A PTE that the kernel reads must be the one that it wrote, with the accessed and dirty bits of
+//!   the accesses.
+//! - A frame that is allocated must be zero except for what its last owner left there.
 //!
-//! # Who may do what
-//! An address space belongs to one CPU at a time, with its tables; to give it to another the CPU switches away from it
-//! first. The kernel's half is written at boot only, but for each CPU's own temporary mappings. Frames are shared by all.
+//! The first deviation is returned as a [`KernelError`].
+//!
+//! # Ownership
+//! An address space, with its page tables, belongs to one CPU at a time; the CPU switches away from
+//! it before another gets it. The kernel's half is written at boot only, except for each CPU's own
+//! temporary mappings. All CPUs share the frames.
 
 mod address_space;
 mod asid;
@@ -56,17 +66,18 @@ use boot::Image;
 use frames::{Frame, Frames};
 use layout::{IMAGE_BYTES, MAX_MEMORY_BYTES, MAX_VCPUS, PROCESS_FRAMES};
 
-pub use counters::Counters;
-pub use cpu::{Completed, GuestCpu, Trap};
-pub use error::{ConfigError, KernelError};
+pub use counters::KernelCounters;
+pub use cpu::{Completed, KernelGuestCpu, Trap};
+pub use error::{KernelConfigError, KernelError};
 pub use mix::WorkloadMix;
 pub use plain_cpu::{PlainCpu, PlainError, PlainMemory};
 pub use process::KernelCpu;
 
-/// Whether user mode has roots of its own, which lack the kernel (page-table isolation).
+/// Whether user mode has roots of its own, without the kernel (page-table isolation).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Isolation {
-    /// Two roots for each process. CR3 is loaded at each entry into the kernel and at each way out.
+    /// Two roots for each process. CR3 is loaded at each entry into the kernel and at each exit
+    /// from it.
     #[default]
     On,
     /// One root; the kernel's pages are global.
@@ -76,16 +87,16 @@ pub enum Isolation {
 /// Whether the CPU has PCIDs and INVPCID.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Pcids {
-    /// They are used.
+    /// Yes.
     #[default]
     On,
-    /// Each load of CR3 flushes.
+    /// No: each load of CR3 flushes.
     Off,
 }
 
-/// What kernel it is.
+/// The configuration of a kernel.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct Config {
+pub struct KernelConfig {
     /// Virtual CPUs, 1 to 128.
     pub nr_vcpus: u16,
     /// Page-table isolation.
@@ -96,39 +107,41 @@ pub struct Config {
     pub processes_per_vcpu: u16,
 }
 
-impl Default for Config {
+impl Default for KernelConfig {
     /// One virtual CPU, isolation and PCIDs on, 8 processes: more than it has ASIDs.
-    fn default() -> Config {
-        Config { nr_vcpus: 1, isolation: Isolation::On, pcids: Pcids::On, processes_per_vcpu: 8 }
+    fn default() -> KernelConfig {
+        KernelConfig { nr_vcpus: 1, isolation: Isolation::On, pcids: Pcids::On, processes_per_vcpu: 8 }
     }
 }
 
-impl Config {
-    /// Bytes of guest memory that the kernel needs from guest-physical 0 on, zero at the start: a multiple of 2 MiB.
+impl KernelConfig {
+    /// Bytes of guest memory that the kernel needs from guest-physical 0 on, zero at the start: a
+    /// multiple of 2 MiB.
     pub fn memory_bytes(&self) -> u64 {
-        // A process more while exec has both, and one that waits for another CPU. What processes have in fact is well below
-        // their most, so that there are always neighbours for roots, too.
+        // One process more while exec has both, and one that waits for another CPU. Processes
+        // really have far fewer frames than the limit, so there are always neighbours for roots,
+        // too.
         let processes = u64::from(self.nr_vcpus) * (u64::from(self.processes_per_vcpu) + 2);
         let bytes = processes * PROCESS_FRAMES * slat::PAGE_SIZE;
         (IMAGE_BYTES + bytes).next_multiple_of(IMAGE_BYTES)
     }
 }
 
-/// What the image's builder leaves, and who has started.
+/// The image, and the CPUs that have started.
 #[derive(Debug)]
 struct Boot {
     image: Option<Image>,
     is_started: Box<[bool]>,
 }
 
-/// What all virtual CPUs of a kernel share.
+/// The state that all virtual CPUs of a kernel share.
 #[derive(Debug)]
 pub struct Kernel {
-    config: Config,
+    config: KernelConfig,
     frames: Mutex<Frames>,
     boot: Mutex<Boot>,
     next_id: AtomicU64,
-    /// Processes that no virtual CPU has.
+    /// Processes that belong to no virtual CPU.
     migrating: Mutex<VecDeque<AddressSpace>>,
 }
 
@@ -141,17 +154,17 @@ impl Kernel {
     /// A kernel that no CPU has started yet.
     ///
     /// # Errors
-    /// [`ConfigError`]: it makes no sense.
-    pub fn new(config: Config) -> Result<Arc<Kernel>, ConfigError> {
+    /// [`KernelConfigError`]: the configuration is refused.
+    pub fn new(config: KernelConfig) -> Result<Arc<Kernel>, KernelConfigError> {
         if config.nr_vcpus == 0 || config.nr_vcpus > MAX_VCPUS {
-            return Err(ConfigError::Vcpus { nr_vcpus: config.nr_vcpus, max: MAX_VCPUS });
+            return Err(KernelConfigError::Vcpus { nr_vcpus: config.nr_vcpus, max: MAX_VCPUS });
         }
         if config.processes_per_vcpu == 0 {
-            return Err(ConfigError::NoProcesses);
+            return Err(KernelConfigError::NoProcesses);
         }
         let memory_bytes = config.memory_bytes();
         if memory_bytes > MAX_MEMORY_BYTES {
-            return Err(ConfigError::Memory { memory_bytes, max_bytes: MAX_MEMORY_BYTES });
+            return Err(KernelConfigError::Memory { memory_bytes, max_bytes: MAX_MEMORY_BYTES });
         }
         Ok(Arc::new(Kernel {
             config,
@@ -162,8 +175,8 @@ impl Kernel {
         }))
     }
 
-    /// What kernel it is.
-    pub fn config(&self) -> &Config {
+    /// The configuration.
+    pub fn config(&self) -> &KernelConfig {
         &self.config
     }
 
@@ -181,12 +194,13 @@ impl Kernel {
     }
 
     fn next_id(&self) -> u64 {
-        // Ordering: only that no two are alike matters.
+        // Relaxed: only uniqueness matters.
         self.next_id.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Builds the image if nobody has; the table for the temporary mappings of `vcpu`.
-    fn boot<C: GuestCpu>(&self, vcpu: u16, cpu: &mut C) -> Result<Frame, KernelError<C::Error>> {
+    /// Builds the image on the first call. Returns the page-table page for the temporary mappings
+    /// of `vcpu`.
+    fn boot<C: KernelGuestCpu>(&self, vcpu: u16, cpu: &mut C) -> Result<Frame, KernelError<C::Error>> {
         let nr_vcpus = self.config.nr_vcpus;
         let mut boot = lock(&self.boot);
         let Boot { image, is_started } = &mut *boot;

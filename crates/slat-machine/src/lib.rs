@@ -1,24 +1,29 @@
-//! A software machine on Linux to run the engine on: a *machine* and not a mock. Threads, memory and concurrency are
-//! real; only the CPU's translation hardware is a program.
+//! A software machine on Linux that runs the engine: a *machine* and not a mock. Threads, memory
+//! and concurrency are real; only the CPU's translation hardware is a program.
 //!
-//! Why: a hypervisor's memory management shows its bugs and its costs under many CPUs, and those are hard to come by.
-//! Here a laptop runs 64 virtual CPUs, each a thread with a TLB and a page-table walker written from the processor
-//! manuals, over real memory; and every missing flush, lost write or wrong frame shows in what the guest reads.
+//! A hypervisor's memory management shows its bugs and its costs with many CPUs, and such machines
+//! are rare. Here a laptop runs 64 virtual CPUs over real memory. Each is a thread with a TLB and a
+//! page-table walker written from the processor manuals. So every missing flush, lost write or
+//! wrong frame shows in what the guest reads.
 //!
 //! From the bottom up:
-//! - [`commit`]: the flush rule. When a flush returns, no CPU completes an access through an older translation of what it
-//!   named, and no preempted CPU delays a flush. CPUs drop what was named and keep the rest.
-//! - [`modification_log`]: what EPT CPUs write down when they make pages dirty, and how it is read beside them.
-//! - [`phys`], [`memory`], [`clock`], [`topology`]: physical addresses, guest memory of several kinds, time, the host.
+//! - [`commit`]: the flush rule. When a flush returns, no CPU completes an access through an older
+//!   translation of its ranges, and no preempted CPU delays a flush.
+//! - [`modification_log`]: the logs in which EPT CPUs write the pages that they make dirty, and how
+//!   they are read beside the CPUs.
+//! - [`phys`], [`memory`], [`clock`], [`topology`]: physical addresses, guest memory of several
+//!   kinds, time, the host.
 //! - [`userfaultfd`]: faults of guest memory that this process answers itself.
-//! - [`numa`]: the nodes, of this machine or of the host, and what walks read on which.
-//! - [`tlb`], [`walk`], [`cpu`]: what hardware does with an access; [`shadow_cpu`]: what it does without a second stage.
+//! - [`numa`]: the nodes, of this machine or of the host, and the reads of walks on each.
+//! - [`tlb`], [`walk`], [`cpu`]: what hardware does for an access; [`shadow_cpu`]: the same without
+//!   a second stage.
 //! - [`host`]: the engine's [`slat::Host`].
-//! - [`source`]: where pages come from that a guest does not have yet.
+//! - [`source`]: the sources of pages that a guest does not have yet.
 //! - [`delivery`]: userfaults to a resolver elsewhere, by rings in shared memory.
-//! - [`guest`], [`machine`]: guest programs, and the whole put together.
-//! - [`kernel`]: a guest that behaves as an operating system's kernel does, to try shadow paging with.
-//! - [`demand_paging`]: the whole put together where the memory is still elsewhere, and comes page by page.
+//! - [`guest`], [`machine`]: guest programs, and the complete machine.
+//! - [`kernel`]: a mini guest kernel, for shadow paging.
+//! - [`demand_paging`]: a complete machine whose memory is still elsewhere, and arrives page by
+//!   page.
 
 pub mod clock;
 pub mod commit;

@@ -1,17 +1,22 @@
-//! The machine put together: guest memory in slots, a VM of the engine, and one thread for each virtual CPU.
+//! The complete machine: guest memory in memslots, a VM of the engine, and one thread for each
+//! virtual CPU.
 //!
-//! Its shape is that of KVM's memory stress selftests: a test region of `nr_vcpus * bytes_per_vcpu`, split evenly into
-//! `nr_slots` slots with numbers from 1 on, of which each virtual CPU owns an equal part; and, if the guest has paging
-//! on, its page tables in one more slot: one address space for all virtual CPUs. All threads are started before anything is measured, and sleep between runs.
+//! The setup is that of KVM's memory stress selftests: a test region of `nr_vcpus *
+//! bytes_per_vcpu`, split evenly into `nr_slots` memslots with numbers from 1 on, of which each
+//! virtual CPU owns an equal part. If the guest has paging on, its page tables are in one more
+//! memslot: one address space for all virtual CPUs. All threads are started before any measurement,
+//! and sleep between runs.
 //!
-//! # The protocol of a run
+//! # Use
 //! [`Machine::run`] posts a [`Program`] to all threads and returns when the last has done its pass.
-//! [`Machine::start`] posts it and returns at once: the virtual CPUs do pass after pass until [`Running::stop`]. While
-//! they run, [`Running::advance_round`] lets their writes carry a new round. The first virtual CPU that fails stops the
-//! others. Only one program runs at a time.
+//! [`Machine::start`] posts it and returns at once: the virtual CPUs do pass after pass until
+//! [`Running::stop`]. While they run, [`Running::advance_round`] begins a new round, which their
+//! writes then carry. The first virtual CPU that fails stops the others. Only one program runs at a
+//! time.
 //!
-//! If the configuration allows it ([`HostEvents`]), the host changes the region's memory meanwhile, by the methods in
-//! `events`. Where memory and virtual CPUs are, on a machine with several nodes, is decided in `nodes`.
+//! If the configuration allows it ([`HostEvents`]), the host changes the region's memory meanwhile,
+//! by the methods in `events`. `nodes` places memory and virtual CPUs on a machine with several
+//! nodes.
 
 mod config;
 pub(crate) mod crew;
@@ -37,7 +42,7 @@ use crossbeam_utils::CachePadded;
 use slat::{Gpa, Gva, MemoryRegion, MemoryRegionFlags, PAGE_SHIFT, Vcpu, Vm};
 use thiserror::Error;
 
-pub use config::{ConfigError, HostEvents, MAX_VCPUS, MachineConfig, Pins};
+pub use config::{HostEvents, MAX_VCPUS, MachineConfig, MachineConfigError, Pins};
 use crew::{Busy, Crew, Finished, Work};
 use nodes::Seats;
 pub use parts::shadow_paging;
@@ -46,7 +51,7 @@ pub(crate) use parts::{enough_tables, overhead_bytes};
 use worker::{Answer, Job, Parts, Repeat, Seat, Signals, Worker};
 
 use crate::commit::{FlushDomain, FlushMethod, NotRestartable};
-use crate::cpu::Counters;
+use crate::cpu::CpuCounters;
 use crate::guest::{GuestCpu, GuestError, GuestTables, Ledger, Program, ProgramError, ROUND_END};
 use crate::host::{BackingSlice, HostError, MachineHost};
 use crate::memory::{Backing, MemoryError, Reserved};
@@ -54,21 +59,21 @@ use crate::numa::{NodeMap, NumaError};
 use crate::topology::{self, PinError};
 use crate::walk::HardwareFormat;
 
-/// Guest-physical address of the test region: aligned to 1 GiB, so that the backing's alignment decides about large
-/// pages.
+/// Guest-physical address of the test region: aligned to 1 GiB, so that only the backing's
+/// alignment limits large pages.
 pub const REGION_GPA: Gpa = Gpa(64 << 30);
 
 /// Guest-physical address of the memory for the guest's own page tables.
 pub const TABLES_GPA: Gpa = Gpa(1 << 30);
 
-/// What can go wrong with a machine.
+/// Why a machine cannot be made, or a call failed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum MachineError {
-    /// The configuration makes no sense.
+    /// The configuration is refused.
     #[error(transparent)]
-    Config(#[from] ConfigError),
-    /// The program makes no sense.
+    Config(#[from] MachineConfigError),
+    /// The program is refused.
     #[error(transparent)]
     Program(#[from] ProgramError),
     /// There is no memory for the guest.
@@ -77,7 +82,7 @@ pub enum MachineError {
     /// The host's side could not be set up.
     #[error(transparent)]
     Host(#[from] HostError),
-    /// The flush method that was asked for cannot be had.
+    /// The flush method in the configuration is not available.
     #[error(transparent)]
     Flush(#[from] NotRestartable),
     /// The engine refused something.
@@ -86,10 +91,10 @@ pub enum MachineError {
     /// A thread could not be pinned.
     #[error(transparent)]
     Pin(#[from] PinError),
-    /// There are no such nodes, or they do not serve.
+    /// The nodes are refused.
     #[error(transparent)]
     Numa(#[from] NumaError),
-    /// Memory was to be touched by virtual CPUs of other nodes.
+    /// Virtual CPUs of other nodes were to touch the memory first.
     #[error("all vCPUs have the same home node: there is none on another to touch their memory first")]
     NoOtherNode,
     /// A virtual CPU's thread could not be started.
@@ -97,13 +102,13 @@ pub enum MachineError {
     Thread {
         /// The virtual CPU.
         vcpu: usize,
-        /// Why.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// The host must not change this machine's memory.
+    /// The machine has no host events.
     #[error("the machine was made without host events")]
     NoHostEvents,
-    /// Pages that the test region has not.
+    /// Pages outside of the test region.
     #[error("pages {start} to {end} are not in a region of {nr_pages}")]
     NoSuchPages {
         /// The first page.
@@ -121,10 +126,10 @@ pub enum MachineError {
     Guest {
         /// The virtual CPU; the first of them, if several failed.
         vcpu: usize,
-        /// How.
+        /// Its error.
         error: GuestError,
     },
-    /// A virtual CPU's thread panicked; it is of no use any more.
+    /// A virtual CPU's thread panicked; it cannot be used any more.
     #[error("the thread of vCPU {vcpu} panicked: {message}")]
     Panicked {
         /// The virtual CPU.
@@ -140,12 +145,12 @@ impl From<Busy> for MachineError {
     }
 }
 
-/// A slot of the test region.
+/// A memslot of the test region.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Slot {
-    /// The slot's number.
+    /// The memslot's number.
     pub id: u32,
-    /// Where it begins.
+    /// Its first guest-physical address.
     pub gpa: Gpa,
     /// Number of its first page within the region.
     pub first_page: u64,
@@ -153,18 +158,18 @@ pub struct Slot {
     pub nr_pages: u64,
 }
 
-/// What one virtual CPU did in a run.
+/// The result of one virtual CPU in a run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct VcpuReport {
     /// From its first access to its last.
     pub elapsed: Duration,
     /// Passes over its pages that it completed.
     pub nr_passes: u64,
-    /// What its CPU did.
-    pub counters: Counters,
+    /// The counts of its CPU.
+    pub counters: CpuCounters,
 }
 
-/// What all virtual CPUs did in a run.
+/// The results of all virtual CPUs in a run.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct RunReport {
     /// From the start of the run until the last virtual CPU had finished.
@@ -175,8 +180,8 @@ pub struct RunReport {
 
 impl RunReport {
     /// The sum of the virtual CPUs' counters.
-    pub fn total(&self) -> Counters {
-        self.vcpus.iter().fold(Counters::default(), |sum, vcpu| Counters {
+    pub fn total(&self) -> CpuCounters {
+        self.vcpus.iter().fold(CpuCounters::default(), |sum, vcpu| CpuCounters {
             nr_accesses: sum.nr_accesses + vcpu.counters.nr_accesses,
             nr_reads: sum.nr_reads + vcpu.counters.nr_reads,
             nr_tlb_misses: sum.nr_tlb_misses + vcpu.counters.nr_tlb_misses,
@@ -193,9 +198,9 @@ impl RunReport {
     }
 }
 
-/// A machine that runs a guest on second-stage tables of format `F`.
+/// A machine that runs a guest on second-stage page tables of format `F`.
 pub struct Machine<F: HardwareFormat> {
-    // First, so that the threads have ended before anything they use goes.
+    // First, so that the threads end before the things that they use are dropped.
     crew: Crew<Job, Result<Answer, GuestError>>,
     signals: Arc<Signals>,
     vm: Arc<Vm<MachineHost, F>>,
@@ -218,11 +223,11 @@ impl<F: HardwareFormat> fmt::Debug for Machine<F> {
 }
 
 impl<F: HardwareFormat> Machine<F> {
-    /// Builds the machine and starts its threads; with paging, the guest builds its tables. If the configuration has a
-    /// pin for the main thread, that is the calling one, and it stays pinned.
+    /// Builds the machine and starts its threads; with paging, the guest builds its page tables. If
+    /// the configuration has a pin for the main thread, the calling thread is pinned, and stays so.
     ///
     /// # Errors
-    /// [`MachineError`]: what is wrong with the configuration, or what could not be had.
+    /// [`MachineError`]: what is wrong with the configuration, or what could not be made.
     pub fn new(config: &MachineConfig) -> Result<Machine<F>, MachineError> {
         Machine::with_nodes(config, config.nodes.map()?)
     }
@@ -340,16 +345,17 @@ impl<F: HardwareFormat> Machine<F> {
     /// Runs `program` once on all virtual CPUs: each does one pass over its pages.
     ///
     /// # Errors
-    /// The program makes no sense, another one is running, or a virtual CPU failed.
+    /// The program is refused, another one is running, or a virtual CPU failed.
     pub fn run(&self, program: Program) -> Result<RunReport, MachineError> {
         self.post(program, Repeat::Once, Parts::Own)?;
         report(self.crew.finish())
     }
 
-    /// Starts `program` on all virtual CPUs: each does pass after pass over its pages until it is told to stop.
+    /// Starts `program` on all virtual CPUs: each does pass after pass over its pages until it is
+    /// stopped.
     ///
     /// # Errors
-    /// The program makes no sense, or another one is running.
+    /// The program is refused, or another one is running.
     pub fn start(&self, program: Program) -> Result<Running<'_, F>, MachineError> {
         self.post(program, Repeat::UntilStopped, Parts::Own)?;
         Ok(Running { machine: self, is_collected: false })
@@ -359,7 +365,7 @@ impl<F: HardwareFormat> Machine<F> {
         self.post_job(&program, Job::Run { program, repeat, parts })
     }
 
-    /// Posts the job for which, or beside which, `program` begins.
+    /// Posts the job that begins `program`, or prepares it.
     fn post_job(&self, program: &Program, job: Job) -> Result<(), MachineError> {
         program.check()?;
         let prepare = || {
@@ -375,15 +381,16 @@ impl<F: HardwareFormat> Machine<F> {
         &self.vm
     }
 
-    /// The slots of the test region, in its order.
+    /// The memslots of the test region, in its order.
     pub fn slots(&self) -> &[Slot] {
         &self.slots
     }
 
-    /// Gives all slots of the test region the flags `flags`: switches dirty logging on and off.
+    /// Sets the flags of all memslots of the test region to `flags`: switches dirty logging on and
+    /// off.
     ///
     /// # Errors
-    /// The engine's; the slots before the one that failed have the new flags.
+    /// The engine's; the memslots before the one that failed have the new flags.
     pub fn set_region_flags(&self, flags: MemoryRegionFlags) -> Result<(), MachineError> {
         for slot in &self.slots {
             self.vm.set_user_memory_region(MemoryRegion {
@@ -403,37 +410,37 @@ impl<F: HardwareFormat> Machine<F> {
         self.region.size_bytes() >> PAGE_SHIFT
     }
 
-    /// How flushes work here.
+    /// The flush method in use.
     pub fn flush_method(&self) -> FlushMethod {
         self.flush_domain.method()
     }
 
-    /// Reads the first 8 bytes of page number `page` of the test region, from the host's side and behind the engine's
-    /// back; `None` beyond its end.
+    /// Reads the first 8 bytes of page number `page` of the test region from the host's side,
+    /// without the engine; `None` beyond its end.
     pub fn peek(&self, page: u64) -> Option<u64> {
         self.region.peek(page)
     }
 
-    /// Whether the virtual CPUs were told to stop, or one of them has failed and stopped all.
+    /// Whether the virtual CPUs were stopped, or one of them has failed and stopped all.
     pub fn has_stopped(&self) -> bool {
-        // Relaxed: when exactly it is noticed does not matter.
+        // Relaxed: the exact moment does not matter.
         self.signals.stop.load(Ordering::Relaxed)
     }
 
-    /// How far the virtual CPUs are, for whoever watches them, also after the machine is gone.
+    /// The progress of the virtual CPUs, which can be read also after the machine is dropped.
     pub fn progress(&self) -> Progress {
         Progress(Arc::clone(&self.signals))
     }
 }
 
-/// How far the virtual CPUs of a machine are: whether they get on.
+/// The progress of the virtual CPUs of a machine.
 #[derive(Clone, Debug)]
 pub struct Progress(Arc<Signals>);
 
 impl Progress {
     /// About how many touches virtual CPU `vcpu` has done so far; 0 if there is none.
     pub fn nr_touches(&self, vcpu: usize) -> u64 {
-        // Relaxed: when exactly it is seen does not matter.
+        // Relaxed: the exact moment does not matter.
         self.0.progress.get(vcpu).map_or(0, |nr_touches| nr_touches.load(Ordering::Relaxed))
     }
 
@@ -469,7 +476,8 @@ fn work<F: HardwareFormat, C: GuestCpu<Handler = Vcpu<MachineHost, F>> + Send + 
     Box::new(move |job| worker.work(job))
 }
 
-/// All answers, or the first failure. A virtual CPU's own error goes before a panic, which may be its consequence.
+/// All answers, or the first failure. A virtual CPU's own error goes before a panic, which may be
+/// its consequence.
 fn answers(finished: Finished<Result<Answer, GuestError>>) -> Result<(Vec<Answer>, Duration), MachineError> {
     let mut answers = Vec::with_capacity(finished.endings.len());
     let mut panic = None;
@@ -506,16 +514,17 @@ pub struct Running<'a, F: HardwareFormat> {
 }
 
 impl<F: HardwareFormat> Running<'_, F> {
-    /// Lets the writes from now on carry the next round; returns it. It stays at the last one that there is.
+    /// Begins the next round, which all later writes carry. Returns it. The last possible round
+    /// stays.
     pub fn advance_round(&self) -> u64 {
         let next = |round: u64| Some((round + 1).min(ROUND_END - 1));
-        // Release: what the caller did before is seen by who writes the round.
+        // Release: a thread that writes the round observes what the caller did before.
         match self.machine.signals.round.fetch_update(Ordering::AcqRel, Ordering::Acquire, next) {
             Ok(round) | Err(round) => (round + 1).min(ROUND_END - 1),
         }
     }
 
-    /// Stops the virtual CPUs and waits for them. Passes that were under way are left unfinished.
+    /// Stops the virtual CPUs and waits for them. Passes that are under way stay unfinished.
     ///
     /// # Errors
     /// A virtual CPU failed.
@@ -525,7 +534,7 @@ impl<F: HardwareFormat> Running<'_, F> {
     }
 
     fn collect(&self) -> Finished<Result<Answer, GuestError>> {
-        // Relaxed: when exactly they notice does not matter.
+        // Relaxed: the exact moment does not matter.
         self.machine.signals.stop.store(true, Ordering::Relaxed);
         self.machine.crew.finish()
     }
@@ -541,7 +550,7 @@ impl<F: HardwareFormat> Drop for Running<'_, F> {
 
 impl<F: HardwareFormat> Drop for Machine<F> {
     fn drop(&mut self) {
-        // A `Running` that was forgotten would let the threads run for ever.
+        // A leaked `Running` would let the threads run for ever.
         self.signals.stop.store(true, Ordering::Relaxed);
     }
 }

@@ -1,5 +1,6 @@
-//! membarrier(2): barriers that one thread makes on every CPU which runs a thread of this process. It interrupts running
-//! threads and waits for none that has no CPU, since a switch of threads is a barrier already.
+//! membarrier(2): barriers that one thread makes on every CPU which runs a thread of this process.
+//! It interrupts running threads and waits for none that has no CPU, since a switch of threads is a
+//! barrier already.
 //!
 //! Interface: `include/uapi/linux/membarrier.h`.
 
@@ -22,13 +23,13 @@ pub(crate) fn on_all_cpus() {
     repeat(CMD_PRIVATE_EXPEDITED);
 }
 
-/// Gives `command`, for which the process is registered, until the kernel has done it.
+/// Repeats `command`, for which the process is registered, until the kernel has executed it.
 pub(crate) fn repeat(command: libc::c_int) {
     while let Err(errno) = membarrier(command) {
-        // The kernel could not allocate a processor mask: it is a matter of time.
+        // The kernel could not allocate a processor mask: a later attempt may succeed.
         if errno != libc::ENOMEM {
-            // A registered process is never refused. Going on would break the promise that memory is not freed or written
-            // behind its user's back, and the caller may not unwind.
+            // A registered process is never refused. Without the barrier memory could be freed or
+            // written while it is in use, and the caller may not unwind.
             eprintln!("membarrier failed: {}", std::io::Error::from_raw_os_error(errno));
             std::process::abort();
         }

@@ -1,19 +1,24 @@
-//! Guest memory: mappings of this process that the machine takes for the host's RAM, in the kinds that the KVM selftests
-//! know (`-s` there), and what [`Host::resolve`](slat::Host::resolve) finds in them.
+//! Guest memory: mappings of this process that the machine uses as the host's RAM, of the kinds of
+//! the KVM selftests (`-s` there), and the pages that [`Host::resolve`](slat::Host::resolve) finds
+//! in them.
 //!
-//! # Protocol
-//! - A mapping never moves and is never unmapped while a [`Backing`] of it lives. A frame is the pointer to it, with the
-//!   bias of [`phys`]; and a page has the same frame for ever, unless the memory was made with movable pages ([`Pages`]).
-//! - What this machine cannot serve is refused when the backing is made, not by the kernel's OOM killer in the midst of a
-//!   run: memory is compared with what is available, huge pages are reserved by the mapping.
-//! - [`resolve`](slat::Host::resolve) touches the page as the guest will, so that the kernel's own fault happens there, where it is
-//!   accounted for, and not in the CPU's access. Touching for a write when only reading is asked for would give memory
-//!   to pages that nobody writes; reading first where a write follows would cost a second fault.
-//! - Memory that a [`Userfaultfd`](crate::userfaultfd::Userfaultfd) had and gave up is *lost*: a page of it may be zeros that
-//!   nobody sent. Nothing of it is resolved any more. The mark is set before the kernel lets anybody in, and read after
-//!   each touch, so no page that came in without being filled is taken for good.
-//! - Mappings start where the largest leaf that they may hold could start, so that alignment never decides an experiment
-//!   by chance.
+//! # Implementation
+//! - A mapping never moves and is never unmapped while a [`Backing`] of it lives. A frame is the
+//!   pointer to it, with the bias of [`phys`]. A page keeps its frame for ever, unless the memory
+//!   has movable pages ([`Pages`]).
+//! - A kind or size that this machine cannot serve is refused when the backing is made, and not by
+//!   the kernel's OOM killer during a run: the size is compared with the available memory, and the
+//!   mapping reserves huge pages.
+//! - [`resolve`](slat::Host::resolve) touches the page as the guest will. So the kernel's own fault
+//!   happens there, where it is counted, and not in the CPU's access. A write touch for a read
+//!   would allocate pages that are never written; a read touch before a write would cost a second
+//!   fault.
+//! - Memory that a [`Userfaultfd`](crate::userfaultfd::Userfaultfd) has abandoned is *lost*: a page
+//!   of it may have zeros that were not sent. No page of it is resolved any more. The mark is set
+//!   before the kernel releases any thread, and read after each touch. So a page that was mapped
+//!   without being filled is never used.
+//! - Mappings start where the largest leaf that they may hold could start, so that the alignment
+//!   does not vary between runs.
 
 #![expect(unsafe_code, reason = "mmap, and access to memory that guests change at any time")]
 
@@ -95,7 +100,7 @@ impl BackingKind {
         }
     }
 
-    /// The largest page of the host that it may be made of, in bytes: such a page lies on one node whole.
+    /// The largest page of the host that it may be made of, in bytes: such a page is on one node.
     pub(crate) const fn largest_page_bytes(self) -> u64 {
         match self {
             BackingKind::AnonymousThp => SIZE_2M,
@@ -118,7 +123,7 @@ impl FromStr for BackingKind {
     type Err = MemoryError;
 
     fn from_str(name: &str) -> Result<BackingKind, MemoryError> {
-        // The selftests' name for huge pages of the default size, which is 2 MiB on the machines meant here.
+        // The selftests' name for huge pages of the default size, which is 2 MiB on these machines.
         let wanted = if name == "anonymous_hugetlb" { BackingKind::AnonymousHugetlb2M.name() } else { name };
         BackingKind::ALL
             .into_iter()
@@ -127,7 +132,8 @@ impl FromStr for BackingKind {
     }
 }
 
-/// Bytes of all mappings of this process that come out of its available memory (not the pools of huge pages).
+/// Bytes of all mappings of this process that come out of its available memory (not the pools of
+/// huge pages).
 static MAPPED_BYTES: AtomicU64 = AtomicU64::new(0);
 
 /// Guest memory. Clones are the same memory, which is unmapped with the last of them.
@@ -136,15 +142,16 @@ pub struct Backing(Memory);
 
 #[derive(Clone, Debug)]
 enum Memory {
-    /// Each page has its frame, at its place in the mapping.
+    /// Each page has its frame, at its offset in the mapping.
     Fixed(Arc<Mapping>),
     Movable(Arc<Pages>),
-    /// The user has no way to it.
+    /// The user has no mapping of it.
     GuestMemfd(Arc<GuestMemfd>),
 }
 
 impl Backing {
-    /// Maps `size_bytes` of fresh zeroed memory, at a multiple of 1 GiB if it is as large as that, else of 2 MiB.
+    /// Maps `size_bytes` of fresh zeroed memory, at a multiple of 1 GiB if it is as large as that,
+    /// else of 2 MiB.
     ///
     /// # Errors
     /// Every [`MemoryError`] but `UnknownKind`.
@@ -152,8 +159,9 @@ impl Backing {
         Ok(Backing(Memory::Fixed(Arc::new(Mapping::new(kind, size_bytes)?))))
     }
 
-    /// Zeroed memory of kind [`BackingKind::Anonymous`] whose pages may change frames while guests run: see [`Pages`]. It
-    /// takes as many frames as there are pages, and `nr_spare_frames` more, all at once.
+    /// Makes zeroed memory of kind [`BackingKind::Anonymous`] whose pages may change frames while
+    /// guests run: see [`Pages`]. It takes as many frames as there are pages, and `nr_spare_frames`
+    /// more, all at once.
     ///
     /// # Errors
     /// As for [`new`](Backing::new).
@@ -168,13 +176,13 @@ impl Backing {
         Ok(Backing(Memory::Movable(Arc::new(Pages::new(size_bytes, nr_spare_frames)?))))
     }
 
-    /// The memory of a slot with [`GUEST_MEMFD`](slat::MemoryRegionFlags::GUEST_MEMFD): private pages are in `memory`, and
-    /// shared ones in its shared part.
+    /// The memory of a memslot with [`GUEST_MEMFD`](slat::MemoryRegionFlags::GUEST_MEMFD): private
+    /// pages are in `memory`, and shared ones in its shared part.
     pub fn of_guest_memfd(memory: Arc<GuestMemfd>) -> Backing {
         Backing(Memory::GuestMemfd(memory))
     }
 
-    /// The memory that the user has no mapping of, if it is that.
+    /// The guest_memfd, if that is the memory.
     #[inline]
     pub fn guest_memfd(&self) -> Option<&Arc<GuestMemfd>> {
         match &self.0 {
@@ -192,8 +200,8 @@ impl Backing {
         }
     }
 
-    /// The first byte, unless pages are movable, or private: then no place is a page's own, or nobody may look there, and this
-    /// is null. Guests and other users of the memory change it at any time: access it atomically, or while nothing runs.
+    /// The first byte; null if pages are movable or private. Guests and other users of the memory
+    /// change it at any time: access it atomically, or while nothing runs.
     #[inline]
     pub fn as_ptr(&self) -> *mut u8 {
         match &self.0 {
@@ -212,8 +220,8 @@ impl Backing {
         }
     }
 
-    /// Where all of its frames are: the first byte and the size in bytes, which is more than that of the memory if pages are
-    /// movable.
+    /// The range of all of its frames: the first byte and the size in bytes, which is more than
+    /// that of the memory if pages are movable.
     pub(crate) fn frames(&self) -> (*mut u8, u64) {
         let mapping = match &self.0 {
             Memory::Fixed(mapping) => mapping,
@@ -235,7 +243,8 @@ impl Backing {
         }
     }
 
-    /// What it is made of; of a guest_memfd, its shared part, or, if it has none, the kind that is most like it.
+    /// The kind of the memory; of a guest_memfd, that of its shared part, or, if it has none, the
+    /// most similar kind.
     #[inline]
     pub fn kind(&self) -> BackingKind {
         match &self.0 {
@@ -245,8 +254,8 @@ impl Backing {
         }
     }
 
-    /// The first 8 bytes of page number `page`, as they are now; `None` beyond the end, of private memory, or if the memory is
-    /// [lost](Backing::is_lost).
+    /// The first 8 bytes of page number `page`, as they are now; `None` beyond the end, of private
+    /// memory, or if the memory is [lost](Backing::is_lost).
     pub fn peek(&self, page: u64) -> Option<u64> {
         let mapping = match &self.0 {
             Memory::Movable(pages) => return pages.peek(page),
@@ -257,20 +266,22 @@ impl Backing {
             return None;
         }
         let at = mapping.start.wrapping_add((page << PAGE_SHIFT) as usize).cast::<u64>();
-        // SAFETY: the page is inside the mapping, which lives as long as `self`; pages are aligned; guests and hosts
-        // access the word atomically. Acquire: as a CPU's read.
+        // SAFETY: the page is inside the mapping, which lives as long as `self`; pages are aligned;
+        // guests and hosts access the word atomically. Acquire: as a CPU's read.
         let word = unsafe { AtomicU64::from_ptr(at) }.load(Ordering::Acquire);
         (!mapping.is_lost()).then_some(word)
     }
 
-    /// Makes the kernel provide the page at `offset_bytes` for `access` and says which frame that is.
+    /// Makes the kernel provide the page at `offset_bytes` for `access`, and returns its frame.
     ///
-    /// Memory with fixed frames may be written also after a read: the mapping allows it, and if the kernel has only lent
-    /// its page of zeros so far, it replaces that under the same pointer, which is what the machine takes for the frame.
-    /// A movable page may have to be taken away from the guest first: that is what `invalidate` is for.
+    /// Memory with fixed frames may be written also after a read: the mapping allows it. If the
+    /// kernel has mapped its page of zeros, it replaces that under the same pointer, which is the
+    /// frame for the machine. A movable page may have to be invalidated in the guest first, with
+    /// `invalidate`.
     ///
     /// # Errors
-    /// [`Gone`]: the memory ends before `offset_bytes` or is [lost](Backing::is_lost), or a page could not be taken away.
+    /// [`Gone`]: the memory ends before `offset_bytes` or is [lost](Backing::is_lost), or an
+    /// invalidation failed.
     pub(crate) fn resolve(
         &self,
         offset_bytes: u64,
@@ -298,27 +309,29 @@ struct Mapping {
     kind: BackingKind,
     start: *mut u8,
     size_bytes: u64,
-    /// For `AnonymousThp`: where the kernel tells what is really huge.
+    /// For `AnonymousThp`: the file that shows which pages are huge.
     pagemap: Option<File>,
-    /// For `Shmem`: what is mapped.
+    /// For `Shmem`: the mapped file.
     file: Option<OwnedFd>,
     lost: AtomicBool,
     _reserved: Reserved,
 }
 
-// SAFETY: the pointer is only an address; what is behind it is shared memory, which is accessed atomically here.
+// SAFETY: the pointer is only an address; the shared memory behind it is accessed atomically here.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: it was mapped with this start and size, nothing else lies in it, and the last user is gone.
+        // SAFETY: it was mapped with this start and size, nothing else lies in it, and the last
+        // user is gone.
         unsafe { unmap(self.start, self.size_bytes) };
     }
 }
 
-/// `struct pm_scan_arg` of the kernel (include/uapi/linux/fs.h, Documentation/admin-guide/mm/pagemap.rst).
+/// `struct pm_scan_arg` of the kernel (include/uapi/linux/fs.h,
+/// Documentation/admin-guide/mm/pagemap.rst).
 #[repr(C)]
 #[derive(Default)]
 struct PagemapScan {
@@ -368,16 +381,17 @@ impl Mapping {
                 (shmem::map_file(&file, size_bytes)?, Some(file))
             }
         };
-        // Without the file, or on a kernel that cannot scan it (before 6.7), huge pages are mapped as small ones.
+        // Without the file, or on a kernel that cannot scan it (before 6.7), huge pages are mapped
+        // as small ones.
         let pagemap = if kind == BackingKind::AnonymousThp { File::open("/proc/self/pagemap").ok() } else { None };
         Ok(Mapping { kind, start, size_bytes, pagemap, file, lost: AtomicBool::new(false), _reserved: reserved })
     }
 
-    /// Whether what was read before may be zeros that nobody sent.
+    /// Whether a value that was read before may be zeros that were not sent.
     #[inline]
     fn is_lost(&self) -> bool {
-        // The mark is set before the kernel is told to let accesses through, so an access that came through finds it,
-        // if this load comes after that access: the fence keeps them in order.
+        // The mark is set before the kernel releases accesses. So a released access finds it, if
+        // this load comes after that access: the fence keeps them in order.
         fence(Ordering::Acquire);
         self.lost.load(Ordering::Relaxed)
     }
@@ -391,15 +405,16 @@ impl Mapping {
         let page = self.start.wrapping_add(page_bytes as usize);
         match access {
             Access::Write => {
-                // SAFETY: the page lies in the mapping, which lives as long as `self`, is readable and writable and
-                // aligned; guests access it with machine instructions or atomically, so there is no data race.
+                // SAFETY: the page lies in the mapping, which lives as long as `self`, is readable
+                // and writable and aligned; guests access it with machine instructions or
+                // atomically, so there is no data race.
                 let word = unsafe { AtomicU64::from_ptr(page.cast()) };
-                // Changes nothing, but is a write to the kernel. The compiler must not know the value, since it
-                // replaces an atomic "or" with a known zero by a load.
+                // Changes nothing, but is a write to the kernel. The compiler must not know the
+                // value, since it replaces an atomic "or" with a known zero by a load.
                 word.fetch_or(black_box(0), Ordering::Relaxed);
             }
             Access::Read | Access::Execute => {
-                // SAFETY: as above; a volatile read is made even though nobody uses what it read.
+                // SAFETY: as above; a volatile read is made although its value is not used.
                 unsafe { page.cast::<u64>().read_volatile() };
             }
         }
@@ -413,7 +428,7 @@ impl Mapping {
         Ok(Resolved { pfn: phys::hpa_of(page).pfn(), max_size, writable: true })
     }
 
-    /// Whether the 2 MiB block around `offset_bytes` lies in the mapping and in one huge page.
+    /// Whether the 2 MiB block around `offset_bytes` is in the mapping and in one huge page.
     fn is_huge(&self, offset_bytes: u64) -> bool {
         let Some(pagemap) = &self.pagemap else { return false };
         let block = offset_bytes & !(SIZE_2M - 1);
@@ -432,20 +447,20 @@ impl Mapping {
             return_mask: PAGE_IS_HUGE,
             ..PagemapScan::default()
         };
-        // SAFETY: the argument has the kernel's layout and says its size; the kernel writes to it and to at most one
-        // region, and both outlive the call.
+        // SAFETY: the argument has the kernel's layout and contains its size; the kernel writes to
+        // it and to at most one region, and both outlive the call.
         let nr_regions = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN as _, &raw mut scan) };
         nr_regions == 1 && region.start == start && region.end == start + SIZE_2M
     }
 }
 
-/// A share of the available memory, given back when dropped.
+/// A share of the available memory, released by its drop.
 #[derive(Debug)]
 pub(crate) struct Reserved(u64);
 
 impl Reserved {
-    /// Refuses what the machine does not have. Memory that is mapped but not touched yet counts as used, since nothing
-    /// else would show two guests that are both promised the same memory.
+    /// Refuses what the machine does not have. Memory that is mapped but not touched yet counts as
+    /// used: nothing else would show that two guests reserve the same memory.
     pub(crate) fn new(size_bytes: u64) -> Result<Reserved, MemoryError> {
         let available_bytes = topology::available_memory_bytes().unwrap_or(u64::MAX);
         let mut mapped_bytes = MAPPED_BYTES.load(Ordering::Relaxed);
@@ -455,7 +470,7 @@ impl Reserved {
             if needed_bytes > available_bytes {
                 return Err(MemoryError::NotEnoughMemory { needed_bytes, available_bytes });
             }
-            // What is refused is never counted: another guest would be refused for it.
+            // A refused size is never counted: another guest would be refused for it.
             let sum_bytes = mapped_bytes.saturating_add(size_bytes);
             match MAPPED_BYTES.compare_exchange(mapped_bytes, sum_bytes, Ordering::Relaxed, Ordering::Relaxed) {
                 Ok(_) => return Ok(Reserved(size_bytes)),
@@ -472,7 +487,8 @@ impl Drop for Reserved {
 }
 
 /// # Safety
-/// `size_bytes` from `start` on are mapped, nobody uses them any more, and both are multiples of the page size.
+/// `size_bytes` from `start` on are mapped, and not used any more; both are multiples of the page
+/// size.
 unsafe fn unmap(start: *mut u8, size_bytes: u64) {
     if size_bytes != 0 {
         // SAFETY: the caller's promise.
@@ -487,12 +503,12 @@ fn map(kind: BackingKind, size_bytes: u64, protection: libc::c_int, flags: libc:
         return Err(io::Error::from_raw_os_error(libc::ENOMEM));
     };
     debug_assert!(flags & libc::MAP_FIXED == 0, "{kind}");
-    // SAFETY: without MAP_FIXED the kernel takes addresses that nobody uses.
+    // SAFETY: without MAP_FIXED the kernel takes unused addresses.
     let start = unsafe { libc::mmap(ptr::null_mut(), length, protection, flags, -1, 0) };
     if start == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(start.cast()) }
 }
 
-/// A new anonymous mapping at an aligned address: more than is needed, less the ends.
+/// Makes an anonymous mapping at an aligned address: a larger one, of which both ends are unmapped.
 fn map_aligned(
     kind: BackingKind,
     size_bytes: u64,
@@ -525,14 +541,15 @@ fn map_anonymous(kind: BackingKind, size_bytes: u64) -> Result<*mut u8, MemoryEr
     // SAFETY: the whole mapping is ours; the advice changes no contents.
     if unsafe { libc::madvise(start.cast(), size_bytes as usize, advice) } != 0 && needed {
         let source = io::Error::last_os_error();
-        // SAFETY: mapped just now, and nobody has seen it.
+        // SAFETY: mapped just now, and not used yet.
         unsafe { unmap(start, size_bytes) };
         return Err(MemoryError::System { call: "madvise(MADV_HUGEPAGE)", kind, size_bytes, source });
     }
     Ok(start)
 }
 
-/// The kernel aligns it to its huge pages. It reserves them too: a shortage shows here, not as a signal later.
+/// The kernel aligns it to its huge pages. It reserves them too: a shortage is an error here, not a
+/// signal later.
 fn map_hugetlb(kind: BackingKind, size_bytes: u64) -> Result<*mut u8, MemoryError> {
     let page_bytes = kind.page_size().size_bytes();
     let page_shift = page_bytes.trailing_zeros() as libc::c_int;

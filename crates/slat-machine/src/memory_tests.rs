@@ -1,4 +1,5 @@
-//! Guest memory of each kind: what it gives, where it ends, and what it says when the machine has not enough.
+//! Guest memory of each kind: its frames, its end, and the errors on a machine with too little
+//! memory.
 
 use std::sync::Mutex;
 
@@ -6,7 +7,7 @@ use slat::{Access, Gone, PAGE_SIZE, PageSize};
 
 use super::*;
 
-/// Tests that ask for nearly all memory would see each other's mappings.
+/// Tests that request nearly all memory would see each other's mappings.
 static MUCH_MEMORY: Mutex<()> = Mutex::new(());
 
 fn resolve(backing: &Backing, offset_bytes: u64, access: Access) -> Result<Resolved, Gone> {
@@ -51,20 +52,20 @@ fn too_much_memory_is_refused() {
 }
 
 #[test]
-fn the_same_memory_is_not_promised_twice() {
+fn the_same_memory_is_not_reserved_twice() {
     let _alone = MUCH_MEMORY.lock().expect("no test panics with it");
     let Some(available_bytes) = topology::available_memory_bytes() else { return };
     let most = (available_bytes / 10 * 6) & !(PAGE_SIZE - 1);
     // Address space may be limited where memory is not.
     let Ok(first) = Backing::new(BackingKind::Anonymous, most) else { return };
-    let error = Backing::new(BackingKind::Anonymous, most).expect_err("promised already");
+    let error = Backing::new(BackingKind::Anonymous, most).expect_err("reserved already");
     assert!(matches!(error, MemoryError::NotEnoughMemory { .. }), "{error}");
     drop(first);
-    Backing::new(BackingKind::Anonymous, most).expect("given back");
+    Backing::new(BackingKind::Anonymous, most).expect("released");
 }
 
 #[test]
-fn huge_pages_that_are_not_reserved_are_missed_at_once() {
+fn missing_huge_pages_are_an_error_at_once() {
     for (kind, size_bytes) in [(BackingKind::AnonymousHugetlb2M, 1 << 45), (BackingKind::AnonymousHugetlb1G, 1 << 45)] {
         let error = Backing::new(kind, size_bytes).expect_err("no pool is that large");
         let MemoryError::NotEnoughHugePages { needed, free, ref pool, .. } = error else { panic!("{error}") };
@@ -95,7 +96,7 @@ fn mappings_are_aligned_for_the_largest_leaf() {
 }
 
 #[test]
-fn resolve_gives_the_frame_under_the_pointer() {
+fn resolve_returns_the_frame_under_the_pointer() {
     for kind in [BackingKind::Anonymous, BackingKind::Shmem] {
         let backing = Backing::new(kind, 8 * PAGE_SIZE).expect("memory");
         for access in [Access::Read, Access::Execute, Access::Write] {
@@ -113,7 +114,7 @@ fn resolve_gives_the_frame_under_the_pointer() {
     }
 }
 
-/// Whether the kernel holds a page of its own for `page`: private memory that was only read has the zero page.
+/// How many pages of the memory the kernel holds (mincore(2)).
 fn resident_pages(backing: &Backing) -> usize {
     let nr_pages = (backing.size_bytes() / PAGE_SIZE) as usize;
     let mut resident = vec![0u8; nr_pages];
@@ -131,7 +132,7 @@ fn resolve_really_touches() {
     resolve(&backing, 0, Access::Write).expect("inside");
     resolve(&backing, 5 * PAGE_SIZE, Access::Write).expect("inside");
     assert_eq!(resident_pages(&backing), 2);
-    // The write touch leaves what is there.
+    // The write touch changes nothing.
     // SAFETY: in the mapping, and no other thread uses it.
     unsafe { backing.as_ptr().cast::<u64>().write(0x1234) };
     resolve(&backing, 0, Access::Write).expect("inside");
@@ -140,7 +141,7 @@ fn resolve_really_touches() {
 }
 
 #[test]
-fn a_write_touch_gives_a_page_of_its_own() {
+fn a_write_touch_allocates_a_page() {
     let backing = Backing::new(BackingKind::Anonymous, PAGE_SIZE).expect("memory");
     let minor_faults = || {
         // SAFETY: all zeros are a valid value, and the kernel fills it in.
@@ -162,16 +163,16 @@ fn transparent_huge_pages() -> bool {
 }
 
 #[test]
-fn transparent_huge_pages_are_told_where_they_are() {
+fn transparent_huge_pages_are_reported() {
     if !transparent_huge_pages() {
         return;
     }
-    // Memory may be in pieces at one moment; of eight blocks one is huge.
+    // Memory may be fragmented at one moment; of eight blocks one is huge.
     let backing = Backing::new(BackingKind::AnonymousThp, 8 * SIZE_2M).expect("memory");
     let sizes =
         (0..8).map(|block| resolve(&backing, block * SIZE_2M + 3 * PAGE_SIZE, Access::Write).expect("inside").max_size);
     let nr_huge = sizes.filter(|&size| size == PageSize::Size2M).count();
-    assert!(nr_huge > 0, "the kernel gave no huge page, or did not tell");
+    assert!(nr_huge > 0, "the kernel made no huge page, or did not report it");
 }
 
 #[test]

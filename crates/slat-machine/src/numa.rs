@@ -1,24 +1,29 @@
-//! The nodes of a machine: which there are, which have CPUs and memory, where a thread is, and where its memory comes from.
+//! The nodes of a machine: which exist, which have CPUs and memory, where a thread is, and where
+//! its memory comes from.
 //!
-//! Why: what a hypervisor allocates on the wrong node costs each later walk, and shows only on machines with several. Those
-//! are rare, so nodes may be *virtual*: every table and every frame has a node, every CPU sits on one, and the walkers count
-//! which of their reads went to another. That is counted and not felt: the memory is equally fast. On a host that has
-//! nodes, they can be the real ones, and then it is felt.
+//! An allocation on the wrong node makes each later walk slower, and shows only on machines with
+//! several nodes. Those are rare, so nodes may be *virtual*: every page-table page and every frame
+//! has a node, every CPU is on one, and the walkers count their reads of other nodes. Virtual nodes
+//! are only counted: the memory is equally fast. On a host with nodes, the nodes can be the real
+//! ones, and then remote reads are slower.
 //!
-//! # Protocol
-//! - Nodes have numbers ([`NodeId`]), which need not follow each other. In here a node is its *place* among them.
-//! - A thread is on one node. Virtual: the one that [`NodeMap::run_on`] gave it, and the first before that. Host: the one of
-//!   the CPU that it runs on at that moment.
-//! - Memory that is wanted on a node without memory, or with none left, comes from another: of the host's nodes the nearest by
-//!   their distances, of virtual ones the next in their order.
-//! - Where a frame or a table lies is told by its address alone (`spans`), so that asking takes no lock.
-//! - The host's nodes: guest memory is bound to its node (`MPOL_BIND`), and refused when the node has not that much free; tables
-//!   prefer theirs (`MPOL_PREFERRED`), and [`Host::node_of`](slat::Host::node_of) says which that is, also if the kernel
-//!   had to take memory of another.
-//! - With one node nothing of all this is done, and nothing is counted.
+//! # Implementation
+//! - Nodes have numbers ([`NodeId`]), which need not be consecutive. This module identifies a node
+//!   by its *place* among them.
+//! - A thread is on one node. Virtual: the one of [`NodeMap::run_on`], and the first before that.
+//!   Host: the one of the CPU that it runs on at that moment.
+//! - Memory for a node without memory, or with none left, comes from another node: of the host's
+//!   nodes from the nearest by their distances, of virtual ones from the next in order.
+//! - The address alone shows the node of a frame or a page-table page (`spans`), so a look-up takes
+//!   no lock.
+//! - The host's nodes: guest memory is bound to its node (`MPOL_BIND`), and refused if the node has
+//!   too little free. Page-table pages prefer theirs (`MPOL_PREFERRED`), and
+//!   [`Host::node_of`](slat::Host::node_of) returns that node, even if the kernel had to take
+//!   memory of another.
+//! - With one node nothing of this is done, and nothing is counted.
 //!
-//! Sources: Documentation/admin-guide/mm/numa_memory_policy.rst, Documentation/ABI/stable/sysfs-devices-node, mbind(2),
-//! set_mempolicy(2), get_mempolicy(2).
+//! Sources: Documentation/admin-guide/mm/numa_memory_policy.rst,
+//! Documentation/ABI/stable/sysfs-devices-node, mbind(2), set_mempolicy(2), get_mempolicy(2).
 
 pub(crate) mod policy;
 pub(crate) mod reads;
@@ -45,7 +50,7 @@ pub const MAX_NODES: usize = 64;
 /// Numbers of nodes are below this, as in any kernel (`CONFIG_NODES_SHIFT` is 10 at most).
 pub const NODE_ID_END: u32 = 1024;
 
-/// Which nodes a machine has.
+/// The nodes of a machine.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub enum Nodes {
     /// One, number 0.
@@ -58,19 +63,19 @@ pub enum Nodes {
         /// Those of them that have no memory.
         without_memory: Vec<NodeId>,
     },
-    /// Those of the host. A host without nodes has one.
+    /// Those of the host. A host without NUMA has one.
     Host,
 }
 
 impl Nodes {
     /// Virtual nodes with the numbers from 0 on, each with memory.
     pub fn virtual_nodes(count: u32) -> Nodes {
-        // One more than allowed is refused as well as any other number.
+        // One more than allowed, so that a larger number is refused as well.
         let count = count.min(MAX_NODES as u32 + 1);
         Nodes::Virtual { nodes: (0..count).map(NodeId).collect(), without_memory: Vec::new() }
     }
 
-    /// Looks whether there can be such nodes; reads those of the host.
+    /// Checks that such nodes are possible; reads those of the host.
     ///
     /// # Errors
     /// [`NumaError`].
@@ -88,19 +93,19 @@ impl Nodes {
 /// Whether virtual CPUs stay on their home nodes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Pinning {
-    /// They do. On the host's nodes, threads are kept on the node's CPUs.
+    /// Yes. On the host's nodes, threads are kept on the node's CPUs.
     #[default]
     On,
-    /// They do not. On the host's nodes, threads run where the scheduler likes, and that says which node it is. On virtual
-    /// nodes each is drawn anew when the virtual CPU begins a run, which is what a scheduler makes of virtual CPUs that
-    /// sleep in between.
+    /// No. On the host's nodes, threads run where the scheduler puts them, which decides the node.
+    /// On virtual nodes a virtual CPU has a random node from the beginning of each run, as if it
+    /// had slept and a scheduler had moved it.
     Off {
         /// Start of the random numbers: virtual CPU n draws from `seed + n`.
         seed: u64,
     },
 }
 
-/// Who touches memory first, which is who takes the faults that map it.
+/// Which CPUs touch memory first, and so take the faults that map it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum FirstTouch {
     /// Each virtual CPU its own part.
@@ -108,11 +113,11 @@ pub enum FirstTouch {
     Own,
     /// A virtual CPU whose home is another node.
     Other,
-    /// The thread that asks, by a CPU of its own.
+    /// The calling thread, by a CPU of its own.
     Main,
 }
 
-/// Where the memory of a thread's allocations comes from, if nothing else decides.
+/// Where a thread's allocations come from, if nothing else decides.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum MemoryPolicy {
     /// From the node that the thread is on.
@@ -120,11 +125,11 @@ pub enum MemoryPolicy {
     Local,
     /// From this node.
     Preferred(NodeId),
-    /// From all nodes that have memory, in turns.
+    /// From all nodes that have memory, in turn.
     Interleave,
 }
 
-/// Nodes that there cannot be, or that this machine cannot serve.
+/// Why nodes are refused, or cannot be served by this machine.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum NumaError {
@@ -143,7 +148,7 @@ pub enum NumaError {
         /// The number.
         node: NodeId,
     },
-    /// A number was given twice.
+    /// A number was named twice.
     #[error("node {} is there twice", node.0)]
     DuplicateNode {
         /// The number.
@@ -158,26 +163,26 @@ pub enum NumaError {
     /// No node has memory that this process may use.
     #[error("no node has memory")]
     NoMemory,
-    /// No CPU of the node, or of any, is one that this thread may use.
+    /// This thread may use no CPU of the node, or of any.
     #[error("{} has no CPU that can be used here", node.map_or("the host".to_owned(), |node| format!("node {}", node.0)))]
     NoCpus {
         /// The node; `None`: all.
         node: Option<NodeId>,
     },
-    /// What the kernel says about the host's nodes could not be read.
+    /// A file about the host's nodes could not be read.
     #[error("cannot read the host's nodes from {}", path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// What the kernel says about the host's nodes makes no sense.
-    #[error("{} says '{text}', which is no list of numbers", path.display())]
+    /// A file about the host's nodes has impossible contents.
+    #[error("{} contains '{text}', which is not a list of numbers", path.display())]
     Malformed {
         /// The file.
         path: PathBuf,
-        /// What is in it.
+        /// Its contents.
         text: String,
     },
     /// A node of the host has too little free memory of the kind.
@@ -195,15 +200,15 @@ pub enum NumaError {
     Mbind {
         /// The node.
         node: NodeId,
-        /// How much memory.
+        /// The size of the memory.
         size_bytes: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The kernel refused a memory policy.
     #[error("set_mempolicy failed")]
     Policy {
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The kernel refused to keep a thread on a node's CPUs.
@@ -211,14 +216,14 @@ pub enum NumaError {
     Affinity {
         /// The node.
         node: NodeId,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
 
 impl NumaError {
-    /// Whether no machine could do what was asked for. Otherwise it is this machine that cannot. (A number that the host has
-    /// not counts as asked for in vain.)
+    /// Whether the request is impossible on every machine. Otherwise this machine cannot serve it.
+    /// (A node that the host does not have counts as an impossible request.)
     pub const fn is_bad_usage(&self) -> bool {
         matches!(
             self,
@@ -238,12 +243,13 @@ struct Thread {
     node: Option<NodeId>,
     /// For virtual nodes.
     policy: MemoryPolicy,
-    /// Allocations that went in turns.
+    /// Allocations that were interleaved.
     nr_interleaved: usize,
 }
 
 thread_local! {
-    /// What the calling thread has chosen. It outlives a machine: another one takes of it what it has, too.
+    /// The choices of the calling thread. They outlive a machine; another machine uses those that
+    /// apply to it.
     static THREAD: Cell<Thread> =
         const { Cell::new(Thread { node: None, policy: MemoryPolicy::Local, nr_interleaved: 0 }) };
 }
@@ -262,10 +268,10 @@ pub struct NodeMap {
     host: Option<HostMap>,
 }
 
-/// What is besides if the nodes are the host's.
+/// The additional data of the host's nodes.
 #[derive(Clone, Debug)]
 struct HostMap {
-    /// Where the kernel tells.
+    /// The directory in sysfs.
     root: PathBuf,
     /// For each place, the CPUs that can be used.
     cpus: Box<[Box<[u32]>]>,
@@ -306,7 +312,7 @@ impl NodeMap {
         })
     }
 
-    /// What sysfs tells at `root`, as far as it is for a process with these CPUs and nodes.
+    /// The nodes of sysfs at `root`, as far as a process with these CPUs and nodes may use them.
     pub(crate) fn of_host(
         root: &Path,
         usable_cpus: &[u32],
@@ -322,7 +328,8 @@ impl NodeMap {
         }
         let nearest = (0..ids.len()).map(|place| {
             let mut places = with_memory.to_vec();
-            // Stable: of equally distant ones the first. Itself before all, whatever the distances say.
+            // Stable: of equally distant nodes the first. The node itself comes first, whatever the
+            // distances are.
             places
                 .sort_by_key(|&other| (other != place, nodes[place].distances.get(other).copied().unwrap_or(u32::MAX)));
             places.into_boxed_slice()
@@ -355,7 +362,7 @@ impl NodeMap {
         &self.ids
     }
 
-    /// Whether there is but one node.
+    /// Whether there is only one node.
     #[inline]
     pub fn is_one(&self) -> bool {
         self.ids.len() == 1
@@ -371,7 +378,7 @@ impl NodeMap {
         self.memory_node(node) == Some(node)
     }
 
-    /// The node from which memory comes that is wanted on `node`; `None` if there is no such node.
+    /// The node that the memory for `node` comes from; `None` if there is no such node.
     pub fn memory_node(&self, node: NodeId) -> Option<NodeId> {
         self.place_of(node).map(|place| self.ids[self.memory_place(place)])
     }
@@ -381,10 +388,12 @@ impl NodeMap {
         self.ids[self.current_place()]
     }
 
-    /// Puts the calling thread on `node`. The host's: it is kept on the node's CPUs, and so are threads that it starts later.
+    /// Puts the calling thread on `node`. On the host's nodes, it and the threads that it starts
+    /// later are kept on the node's CPUs.
     ///
     /// # Errors
-    /// [`NumaError::NoSuchNode`], [`NumaError::NoCpus`], [`NumaError::Affinity`]: the thread stays where it was.
+    /// [`NumaError::NoSuchNode`], [`NumaError::NoCpus`], [`NumaError::Affinity`]: the thread stays
+    /// where it was.
     pub fn run_on(&self, node: NodeId) -> Result<(), NumaError> {
         let place = self.place_of(node).ok_or(NumaError::NoSuchNode { node })?;
         match &self.host {
@@ -397,9 +406,10 @@ impl NodeMap {
         Ok(())
     }
 
-    /// Chooses where tables come from that the calling thread allocates by its policy
-    /// ([`TablePlacement::CallerPolicy`](slat::TablePlacement::CallerPolicy)). On the host's nodes this is the kernel's policy of
-    /// the thread, for all of its memory; who has set that already need not come here.
+    /// Sets the source of the page-table pages that the calling thread allocates by its policy
+    /// ([`TablePlacement::CallerPolicy`](slat::TablePlacement::CallerPolicy)). On the host's nodes
+    /// this is the kernel's policy of the thread, for all of its memory; a thread that has set that
+    /// already need not call this.
     ///
     /// # Errors
     /// [`NumaError::NoSuchNode`], [`NumaError::Policy`]: the policy is what it was.
@@ -429,7 +439,7 @@ impl NodeMap {
         self.ids.binary_search(&node).ok()
     }
 
-    /// The place from which memory comes that is wanted at `place`.
+    /// The place that the memory for `place` comes from.
     pub(crate) fn memory_place(&self, place: usize) -> usize {
         self.nearest[place][0]
     }
@@ -447,18 +457,20 @@ impl NodeMap {
     }
 
     fn place_of_cpu(&self, host: &HostMap, cpu: u32) -> usize {
-        // A CPU that came later: any node is as good.
+        // A CPU that was added later: any node will do.
         host.place_of_cpu.get(cpu as usize).copied().unwrap_or(self.with_cpus[0])
     }
 
-    /// The places where the memory of a table may come from, in the order in which to try them.
+    /// The places where the memory of a page-table page may come from, in the order in which to try
+    /// them.
     #[inline]
     pub(crate) fn places_for(&self, node: TableNode) -> &[usize] {
         if self.is_one() {
             return &self.nearest[0];
         }
         let place = match node {
-            // The engine's configuration may name any: checked by the machine, else the first.
+            // The engine's configuration may name any node. The machine has checked it; otherwise
+            // the first.
             TableNode::Node(node) => self.place_of(node).unwrap_or(0),
             TableNode::Caller => self.current_place(),
             TableNode::CallerPolicy => self.policy_place(),
@@ -466,7 +478,7 @@ impl NodeMap {
         &self.nearest[place]
     }
 
-    /// The place that the policy of the calling thread says.
+    /// The place by the policy of the calling thread.
     fn policy_place(&self) -> usize {
         let here = self.current_place();
         if self.host.is_some() {
@@ -494,8 +506,8 @@ impl NodeMap {
         }
     }
 
-    /// The home of each of `nr_vcpus` virtual CPUs: equal blocks over the nodes with CPUs; or, if they are pinned, where the
-    /// host says that their CPUs are.
+    /// The home of each of `nr_vcpus` virtual CPUs: equal blocks over the nodes with CPUs; or, if
+    /// they are pinned, the nodes of their CPUs.
     pub(crate) fn homes(&self, nr_vcpus: usize, pins: Option<&[u32]>) -> Box<[usize]> {
         if let (Some(host), Some(pins)) = (&self.host, pins) {
             return pins.iter().map(|&cpu| self.place_of_cpu(host, cpu)).collect();
@@ -503,12 +515,13 @@ impl NodeMap {
         (0..nr_vcpus).map(|vcpu| self.with_cpus[vcpu * self.with_cpus.len() / nr_vcpus]).collect()
     }
 
-    /// Refuses guest memory that the host's nodes have not got: `needed_bytes` for each place, of pages of `page_bytes`.
+    /// Refuses guest memory that the host's nodes do not have: `needed_bytes` for each place, in
+    /// pages of `page_bytes`.
     pub(crate) fn check_free(&self, needed_bytes: &[u64], page_bytes: u64) -> Result<(), NumaError> {
         let Some(host) = &self.host else { return Ok(()) };
         for (place, &needed_bytes) in needed_bytes.iter().enumerate() {
             let node = self.ids[place];
-            // What the kernel does not tell cannot be refused.
+            // Without a number from the kernel nothing is refused.
             if let Some(free_bytes) = sysfs::free_bytes(&host.root, node, page_bytes)
                 && free_bytes < needed_bytes
             {
@@ -518,7 +531,8 @@ impl NodeMap {
         Ok(())
     }
 
-    /// Places the `size_bytes` from `start` on, whole pages, at `place`; only the host's nodes need that.
+    /// Places the `size_bytes` from `start` on, whole pages, at `place`; only the host's nodes need
+    /// that.
     ///
     /// # Errors
     /// [`NumaError::Mbind`]: what is there already may have moved in part.
@@ -541,14 +555,14 @@ impl NodeMap {
     }
 }
 
-/// The next of `places`, which are not empty, in the calling thread's turn.
+/// The next of `places`, which are not empty, in the calling thread's order.
 fn in_turn(places: &[usize]) -> usize {
     let thread = THREAD.get();
     THREAD.set(Thread { nr_interleaved: thread.nr_interleaved.wrapping_add(1), ..thread });
     places[thread.nr_interleaved % places.len()]
 }
 
-/// The numbers in rising order, if they can be those of nodes.
+/// The numbers in rising order, if they are valid.
 fn sorted(nodes: &[NodeId]) -> Result<Box<[NodeId]>, NumaError> {
     if nodes.is_empty() {
         return Err(NumaError::NoNodes);

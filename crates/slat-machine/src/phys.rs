@@ -1,8 +1,10 @@
-//! Host-physical addresses of the software machine: a host-physical address is a pointer plus [`BIAS`].
+//! Host-physical addresses of the software machine: a host-physical address is a pointer plus
+//! [`BIAS`].
 //!
-//! The bias makes a mistake show: no pointer is a valid host-physical address and no host-physical address can be
-//! dereferenced, so an engine that takes one for the other fails at its first access. Both ends fit: user space pointers
-//! are below 2^47, and the biased addresses are below 2^48, the fewest address bits that a table format has (Arm's stage 2).
+//! The bias makes a mistake show: no pointer is a valid host-physical address and no host-physical
+//! address can be dereferenced, so an engine that confuses them fails at its first access. Both
+//! ends fit: user space pointers are below 2^47, and the biased addresses are below 2^48, the
+//! fewest address bits of any format (Arm's stage 2).
 
 use slat::Hpa;
 
@@ -14,7 +16,8 @@ const POINTER_END: u64 = 1 << 47;
 
 /// The host-physical address of the memory at `pointer`.
 ///
-/// The result is meaningful for pointers of user space only, which is where the machine's memory is.
+/// The result is meaningful for pointers of user space only, which is where the machine's memory
+/// is.
 #[inline]
 pub fn hpa_of<T>(pointer: *const T) -> Hpa {
     debug_assert!((pointer.addr() as u64) < POINTER_END);
@@ -28,8 +31,9 @@ pub fn pointer_to<T>(hpa: Hpa) -> Option<*mut T> {
     if address < POINTER_END { Some(std::ptr::with_exposed_provenance_mut(address as usize)) } else { None }
 }
 
-/// The pointer to the memory at `hpa`, which came from [`hpa_of`]: for the host's own tables, where a check at each step
-/// of each walk would only cost. An address that came from elsewhere gives a pointer that must not be used.
+/// The pointer to the memory at `hpa`, which came from [`hpa_of`]: for the host's own page tables,
+/// where a check at each step of each walk would only cost. For any other address the pointer must
+/// not be used.
 #[inline]
 pub fn ptr_of(hpa: Hpa) -> *mut u8 {
     std::ptr::with_exposed_provenance_mut(hpa.0.wrapping_sub(BIAS) as usize)

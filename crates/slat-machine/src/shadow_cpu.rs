@@ -1,29 +1,33 @@
-//! A software CPU of hardware without a second stage: it walks one kind of tables, the *shadow tables* that the hypervisor
-//! keeps in place of the guest's own, and exits for all that could make the two differ.
+//! A software CPU of hardware without a second stage: it walks one kind of page tables, the *shadow
+//! page tables* that the hypervisor keeps in place of the guest's own, and exits for everything
+//! that could make the two differ.
 //!
-//! # The hardware's side
-//! The CPU runs with CR0.WP, EFER.NXE and CR4.PCIDE set and CR4.PGE clear, whatever the guest believes. CR4.SMEP and
-//! CR4.SMAP are the guest's while the guest's paging is on; without paging it has no pages of the user's, and the bits must
-//! not act on the tables that stand in for it. CR4.LA57 goes by the tables ([`GuestEntry::levels`]). Intercepted are all
-//! page faults, all writes to CR0, CR3, CR4 and IA32_EFER, INVLPG and INVPCID. (Intel SDM vol. 3C, "VM-execution control fields"
-//! without "enable EPT"; AMD APM vol. 2, 15.9 to 15.13.)
+//! # The hardware
+//! The CPU runs with CR0.WP, EFER.NXE and CR4.PCIDE set and CR4.PGE clear, whatever the guest's
+//! values are. CR4.SMEP and CR4.SMAP are the guest's while the guest's paging is on. Without paging
+//! it has no user pages, and the bits must not act on the page tables that replace its own.
+//! CR4.LA57 depends on the page tables ([`GuestEntry::levels`]). All page faults, all writes to
+//! CR0, CR3, CR4 and IA32_EFER, INVLPG and INVPCID are intercepted. (Intel SDM vol. 3C,
+//! "VM-execution control fields" without "enable EPT"; AMD APM vol. 2, 15.9 to 15.13.)
 //!
-//! # The protocol
-//! An access is done as by the [`Cpu`](crate::cpu::Cpu) with a second stage: by a checked operation of the generation that the TLB
-//! has caught up with, or over again from the top. What is different:
-//! - After each exit the CPU asks the hypervisor what to load ([`ShadowHandler::entry`]) before it does anything else, and
-//!   forgets what it is told to. So does it after the hypervisor's side had it ([`ShadowCpu::handler`]) or it slept
-//!   ([`ShadowCpu::exit_guest_mode`]).
-//! - A translation belongs to the VM and to the *host's* PCID. It goes when the CPU is told to forget it, when another takes its
-//!   place, or at any flush of the flush domain: flushes name guest-physical pages, of which this hardware knows nothing, so
-//!   it drops its whole TLB. A flush is no exit: the CPU goes on with the root that it has loaded, which the hypervisor
-//!   keeps until the next entry.
-//! - A translation serves each access that needs no rights but those of the walk that made it, whoever makes the access. Else
-//!   the CPU walks anew before it faults, as hardware may; and if it then faults, it keeps the translation, as long as
-//!   it may (Intel's processors would drop it): until the page fault is the guest's own.
-//! - A write that the hypervisor wants emulated ([`Exit::EmulateWrite`]) is handed back to it as a write to guest-physical
-//!   memory, which completes the access. An [exchange](ShadowCpu::exchange) is not: to emulate it needs a read and a write in
-//!   one piece, and there is only the write.
+//! # Implementation
+//! An access is done as by the [`Cpu`](crate::cpu::Cpu) with a second stage: by a checked operation
+//! of the generation that the TLB has caught up with, or starts over. The differences:
+//! - After each exit the CPU first asks the hypervisor what to load ([`ShadowHandler::entry`]), and
+//!   drops the translations that the entry names. It does the same after the hypervisor had access
+//!   to it ([`ShadowCpu::handler`]) or it slept ([`ShadowCpu::exit_guest_mode`]).
+//! - A translation belongs to the VM and to the *host's* PCID. It is dropped by a flush of an
+//!   entry, by a replacement, or by any flush of the flush domain. Those flushes name
+//!   guest-physical pages, which this hardware does not have, so it drops its whole TLB. Such a
+//!   flush is no exit: the CPU goes on with the root that it has loaded, which the hypervisor keeps
+//!   until the next entry.
+//! - A translation serves each access that needs no rights beyond those of the walk that made it,
+//!   with any privilege. Otherwise the CPU walks anew before it faults, as hardware may. If it then
+//!   faults, it keeps the translation as long as it may (Intel's processors would drop it): until
+//!   the page fault is the guest's own.
+//! - A write that the hypervisor wants to emulate ([`Exit::EmulateWrite`]) is passed to it as a
+//!   write to guest-physical memory, which completes the access. An [exchange](ShadowCpu::exchange)
+//!   is not: its emulation needs an atomic read and write, and there is only the write.
 
 #![expect(unsafe_code, reason = "the CPU accesses guest memory through raw pointers")]
 
@@ -48,7 +52,7 @@ use crate::walk::guest::GuestFault;
 use crate::walk::shadow::{self, ShadowStop};
 
 pub use error::ShadowCpuError;
-pub use exits::Counters;
+pub use exits::ShadowCpuCounters;
 pub use handler::ShadowHandler;
 
 /// CR0.PG.
@@ -66,18 +70,18 @@ pub struct ShadowCpu<V> {
     handler: V,
     port: Port,
     tlb: Tlb,
-    /// The generation that the TLB is of.
+    /// The generation of the TLB.
     caught_up: Generation,
     vm: u16,
     registers: PagingRegisters,
     privilege: Privilege,
     needed: NeededRights,
-    /// What was loaded at the last entry; `None` from the next exit on.
+    /// What the last entry loaded; `None` from the next exit on.
     loaded: Option<Loaded>,
-    counters: Counters,
+    counters: ShadowCpuCounters,
 }
 
-/// What the CPU runs with from one entry to the next exit.
+/// The CPU's state from one entry to the next exit.
 #[derive(Clone, Copy, Debug)]
 struct Loaded {
     root: Hpa,
@@ -85,7 +89,7 @@ struct Loaded {
     context: Context,
 }
 
-/// What each kind of access needs now.
+/// The rights that each kind of access needs now.
 #[derive(Clone, Copy, Debug)]
 struct NeededRights {
     read: Rights,
@@ -116,7 +120,7 @@ impl NeededRights {
     }
 }
 
-/// How an access ended for which nothing was in the TLB.
+/// The result of an access without a translation in the TLB.
 enum Miss {
     /// The memory was found.
     Found(Hpa),
@@ -126,7 +130,7 @@ enum Miss {
     Emulate(Gpa),
 }
 
-/// How an access ended.
+/// The result of an access.
 enum Done<T> {
     /// It was done.
     Here(T),
@@ -148,17 +152,17 @@ impl<V: ShadowHandler> ShadowCpu<V> {
             privilege,
             needed: NeededRights::new(registers, privilege),
             loaded: None,
-            counters: Counters::default(),
+            counters: ShadowCpuCounters::default(),
         }
     }
 
-    /// What the CPU has done so far.
-    pub fn counters(&self) -> Counters {
-        Counters { nr_tlb_misses: self.tlb.nr_misses(), ..self.counters }
+    /// The counts so far.
+    pub fn counters(&self) -> ShadowCpuCounters {
+        ShadowCpuCounters { nr_tlb_misses: self.tlb.nr_misses(), ..self.counters }
     }
 
-    /// Says that the CPU makes no access for a while: until the next one, flushes need not mind it, as a hypervisor sends no
-    /// interrupt to a CPU that does not run its guest.
+    /// The CPU makes no access for a while: until the next one, flushes ignore it, as a hypervisor
+    /// sends no interrupt to a CPU that does not run its guest.
     pub fn exit_guest_mode(&mut self) {
         self.loaded = None;
         self.port.exit_guest_mode();
@@ -170,12 +174,13 @@ impl<V: ShadowHandler> ShadowCpu<V> {
         &mut self.handler
     }
 
-    /// The registers, as the guest sees them. EFER.LMA is not among them: it is EFER.LME with CR0.PG.
+    /// The registers, as the guest sees them. EFER.LMA is not among them: it is EFER.LME with
+    /// CR0.PG.
     pub fn registers(&self) -> PagingRegisters {
         self.registers
     }
 
-    /// As whom the guest accesses memory.
+    /// The privilege of the guest's accesses.
     pub fn privilege(&self) -> Privilege {
         self.privilege
     }
@@ -218,7 +223,7 @@ impl<V: ShadowHandler> ShadowCpu<V> {
         }
     }
 
-    /// Writes the 8 bytes at `gva`. The hypervisor may want to do it itself: then it is asked to.
+    /// Writes the 8 bytes at `gva`. The hypervisor may emulate the write.
     ///
     /// # Errors
     /// [`ShadowCpuError`]: nothing was written.
@@ -234,11 +239,12 @@ impl<V: ShadowHandler> ShadowCpu<V> {
         }
     }
 
-    /// Writes the 8 bytes at `gva` and returns what they were before, in one piece (XCHG).
+    /// Writes the 8 bytes at `gva` and returns what they were before, atomically (XCHG).
     ///
     /// # Errors
-    /// [`ShadowCpuError`]: nothing was written. [`ShadowCpuError::EmulatedExchange`] where the hypervisor would have to emulate it: a
-    /// guest that is alone with these bytes can read and write instead.
+    /// [`ShadowCpuError`]: nothing was written. [`ShadowCpuError::EmulatedExchange`] where the
+    /// hypervisor would have to emulate it: a guest whose other CPUs do not access these bytes can
+    /// read and write instead.
     #[inline]
     pub fn exchange(&mut self, gva: Gva, value: u64) -> Result<u64, ShadowCpuError> {
         let done = self.access(gva, Access::Write, |port, generation, at| {
@@ -253,9 +259,10 @@ impl<V: ShadowHandler> ShadowCpu<V> {
 
     /// Does `operation` at the memory behind `gva`.
     ///
-    /// It is called with a generation and a pointer that was looked up after the generation was read: aligned, because
-    /// `gva` is and pages are; and valid as long as the generation is current, because the engine maps only frames that
-    /// the host resolved, and takes a frame away by a flush first.
+    /// It is called with a generation and a pointer that was looked up after the generation was
+    /// read. The pointer is aligned, because `gva` is and pages are. It is valid as long as the
+    /// generation is current: the engine maps only frames that the host resolved, and flushes
+    /// before a frame is freed.
     #[inline]
     fn access<T>(
         &mut self,
@@ -301,7 +308,7 @@ impl<V: ShadowHandler> ShadowCpu<V> {
         }
     }
 
-    /// Drops everything, since there were flushes up to `generation`.
+    /// Drops everything, since there were flushes until `generation`.
     #[cold]
     #[inline(never)]
     fn catch_up(&mut self, generation: Generation) {
@@ -311,13 +318,13 @@ impl<V: ShadowHandler> ShadowCpu<V> {
         self.caught_up = generation;
     }
 
-    /// Enters the guest: loads what the hypervisor says, and forgets what it says.
+    /// Enters the guest: loads the hypervisor's entry, and flushes as it requires.
     #[cold]
     #[inline(never)]
     fn enter(&mut self) -> Result<Loaded, ShadowCpuError> {
         let entry = self.handler.entry()?;
         let GuestEntry { root, levels, pcid, flush } = entry;
-        // CR3 has 12 bits for the PCID, and none for the lowest of the address.
+        // CR3 has 12 bits for the PCID, where the address has none.
         if !matches!(levels, 4 | 5) || pcid >= 1 << 12 || !root.0.is_multiple_of(1 << 12) {
             return Err(ShadowCpuError::BadEntry { entry });
         }
@@ -334,7 +341,7 @@ impl<V: ShadowHandler> ShadowCpu<V> {
             }
             LocalFlush::All => {
                 self.counters.nr_all_flushes += 1;
-                // The TLB has no translations but this VM's.
+                // The TLB has translations of this VM only.
                 self.tlb.clear();
             }
         }
@@ -359,7 +366,7 @@ impl<V: ShadowHandler> ShadowCpu<V> {
             Ok(hpa) => return Ok(Miss::Found(hpa)),
             Err(stop) => stop,
         };
-        // What a walk saw that a flush has overtaken may be half of one state and half of another.
+        // A walk that a flush has overtaken may have read half of one state and half of another.
         if !self.port.is_current(generation) || stop == ShadowStop::Restart {
             self.counters.nr_restarts += 1;
             return Ok(Miss::Again);
@@ -370,7 +377,7 @@ impl<V: ShadowHandler> ShadowCpu<V> {
                 return Err(ShadowCpuError::Misconfigured { gva, level, entry });
             }
             ShadowStop::NoMemory { hpa } => return Err(ShadowCpuError::NoMemory { gva, hpa }),
-            // Dealt with above.
+            // Handled above.
             ShadowStop::Restart => return Ok(Miss::Again),
         }
         *nr_faults += 1;
@@ -387,7 +394,8 @@ impl<V: ShadowHandler> ShadowCpu<V> {
             Outcome::Exit(Exit::EmulateWrite { gpa }) => Ok(Miss::Emulate(gpa)),
             Outcome::Exit(exit) => {
                 if let Exit::PageFault { .. } = exit {
-                    // Intel SDM vol. 3A, "Operations that Invalidate TLBs and Paging-Structure Caches".
+                    // Intel SDM vol. 3A, "Operations that Invalidate TLBs and Paging-Structure
+                    // Caches".
                     self.tlb.invalidate_page(loaded.context, gva.0);
                 }
                 Err(exit.into())
@@ -395,7 +403,8 @@ impl<V: ShadowHandler> ShadowCpu<V> {
         }
     }
 
-    /// Walks, and fills the TLB with what it finds. The outer error is the guest's fault: there is nothing to walk for.
+    /// Walks, and fills the TLB with the result. The outer error is the guest's fault: there is
+    /// nothing to walk for.
     fn walk(
         &mut self,
         loaded: Loaded,
@@ -411,14 +420,14 @@ impl<V: ShadowHandler> ShadowCpu<V> {
                 return Err(GuestFault::NonCanonical { gva });
             }
         } else if gva.0 >> nr_bits != 0 {
-            // The tables have no translation of it.
+            // The page tables have no translation of it.
             return Ok(Err(ShadowStop::PageFault));
         }
         self.counters.nr_walks += 1;
         let walker = Walker { port: &self.port, generation, root: loaded.root, log: None, counter: () };
         Ok(shadow::walk(walker, loaded.levels, gva, access, self.needed.by(access)).map(|mapping| {
             debug_assert_eq!(generation, self.caught_up, "a fill is of the TLB's generation");
-            // Which guest-physical page it is, nobody here knows: nothing is dropped by it.
+            // Its guest-physical page is unknown here: no flush by ranges uses it.
             self.tlb.fill(loaded.context, gva.0, Gpa(0), mapping.size, mapping.hpa, mapping.rights);
             mapping.hpa
         }))

@@ -1,8 +1,8 @@
-//! What the machine that this runs on has: CPUs, memory, names. Experiments pin their threads by it, refuse what does not
-//! fit, and put it beside their figures, which mean nothing without it.
+//! The machine that this runs on: CPUs, memory, names. Experiments pin their threads by it, refuse
+//! what does not fit, and report it with their results.
 //!
-//! Everything is read from the kernel when it is asked for; nothing is cached, since CPUs and memory come and go. What
-//! the kernel does not tell is `None` or "unknown", never a guess.
+//! Everything is read from the kernel at the call; nothing is cached, since CPUs and memory change.
+//! A value that the kernel does not report is `None` or "unknown", never a guess.
 
 #![expect(unsafe_code, reason = "the affinity system calls")]
 
@@ -13,7 +13,8 @@ use std::path::Path;
 
 use thiserror::Error;
 
-/// CPUs that an affinity mask can name here, more than any kernel is built for (`NR_CPUS` is at most 8192).
+/// CPUs that an affinity mask can name here, at least as many as any kernel is built for (`NR_CPUS`
+/// is at most 8192).
 const MAX_CPUS: usize = 8192;
 const MASK_WORDS: usize = MAX_CPUS / 64;
 
@@ -27,12 +28,12 @@ pub enum PinError {
         /// The number.
         cpu: u32,
     },
-    /// The CPU is not there, is offline, or this process may not use it.
+    /// The CPU does not exist, is offline, or this process may not use it.
     #[error("cannot run on CPU {cpu}")]
     Refused {
         /// The number.
         cpu: u32,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
@@ -40,7 +41,7 @@ pub enum PinError {
 /// The numbers of the CPUs that this thread may run on now, in rising order. At least one.
 pub fn usable_cpus() -> Vec<u32> {
     let mut mask = [0u64; MASK_WORDS];
-    // SAFETY: the kernel writes at most the size that it is told, which is the mask's.
+    // SAFETY: the kernel writes at most the size in the argument, which is the mask's.
     let result = unsafe { libc::sched_getaffinity(0, size_of_val(&mask), mask.as_mut_ptr().cast()) };
     let cpus = (0..MAX_CPUS as u32).filter(|&cpu| mask[cpu as usize / 64] >> (cpu % 64) & 1 != 0).collect::<Vec<_>>();
     // It can only fail on a kernel with still more CPUs; CPU 0 exists everywhere.
@@ -58,10 +59,10 @@ pub fn pin_current_thread(cpu: u32) -> Result<(), PinError> {
     run_on_cpus(&[cpu]).map_err(|source| PinError::Refused { cpu, source })
 }
 
-/// Keeps the calling thread on `cpus` from now on; numbers that no CPU can have are passed over.
+/// Keeps the calling thread on `cpus` from now on; impossible numbers are ignored.
 ///
 /// # Errors
-/// What the kernel said; the thread then runs where it could run before.
+/// The kernel's error; the thread then runs where it could run before.
 pub(crate) fn run_on_cpus(cpus: &[u32]) -> Result<(), io::Error> {
     let mut mask = [0u64; MASK_WORDS];
     for cpu in cpus {
@@ -69,7 +70,7 @@ pub(crate) fn run_on_cpus(cpus: &[u32]) -> Result<(), io::Error> {
             *word |= 1 << (cpu % 64);
         }
     }
-    // SAFETY: the kernel reads at most the size that it is told, which is the mask's.
+    // SAFETY: the kernel reads at most the size in the argument, which is the mask's.
     let result = unsafe { libc::sched_setaffinity(0, size_of_val(&mask), mask.as_ptr().cast()) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
@@ -79,7 +80,7 @@ pub(crate) fn run_on_cpus(cpus: &[u32]) -> Result<(), io::Error> {
 pub(crate) fn current_cpu() -> u32 {
     // SAFETY: takes nothing, returns a number.
     let cpu = unsafe { libc::sched_getcpu() };
-    // It fails only on a kernel that does not tell; CPU 0 exists everywhere.
+    // It fails only on a kernel without this call; CPU 0 exists everywhere.
     u32::try_from(cpu).unwrap_or(0)
 }
 
@@ -100,8 +101,8 @@ pub fn total_memory_bytes() -> Option<u64> {
     meminfo_bytes("MemTotal")
 }
 
-/// Memory that can be had without swapping, in bytes: the kernel's estimate for the machine, or what the control group
-/// of this process still allows, if that is less.
+/// Memory that is available without swapping, in bytes: the kernel's estimate for the machine, or
+/// what the control group of this process still allows, if that is less.
 pub fn available_memory_bytes() -> Option<u64> {
     let machine = meminfo_bytes("MemAvailable");
     match (machine, cgroup_available_bytes()) {
@@ -116,8 +117,9 @@ pub(crate) fn resident_memory_bytes() -> Option<u64> {
     field(&text, "VmRSS").map(|kib| kib << 10)
 }
 
-/// What the memory control groups of this process allow beyond what they use (Documentation/admin-guide/cgroup-v2.rst,
-/// cgroup-v1/memory.rst). The groups above count as well, down from the root.
+/// What the memory control groups of this process allow beyond their use
+/// (Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst). The groups above count as well,
+/// down from the root.
 fn cgroup_available_bytes() -> Option<u64> {
     let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
     groups
@@ -162,10 +164,10 @@ fn group_and_above(root: &str, path: &str, limit: &str, usage: &str, prefix: &st
         .min()
 }
 
-/// What a report says about the machine that its figures are from.
+/// The description of the machine in a report.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct HostDescription {
-    /// The CPU's name for itself.
+    /// The name of the CPU model.
     pub cpu_model: String,
     /// CPUs that this process may use.
     pub nr_cpus: usize,
@@ -195,7 +197,7 @@ impl HostDescription {
 fn kernel_release() -> String {
     // SAFETY: all zeros are a valid value of this structure of byte arrays.
     let mut name = unsafe { std::mem::zeroed::<libc::utsname>() };
-    // SAFETY: the kernel fills in the structure, which it is given whole.
+    // SAFETY: the kernel fills in the structure, which is passed whole.
     if unsafe { libc::uname(&raw mut name) } != 0 {
         return "unknown".to_owned();
     }
@@ -233,11 +235,11 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_told() {
-        let total = total_memory_bytes().expect("Linux tells");
-        let available = available_memory_bytes().expect("Linux tells");
+    fn memory_sizes_are_reported() {
+        let total = total_memory_bytes().expect("Linux reports it");
+        let available = available_memory_bytes().expect("Linux reports it");
         assert!(available > 0 && available <= total);
-        let resident = resident_memory_bytes().expect("Linux tells");
+        let resident = resident_memory_bytes().expect("Linux reports it");
         assert!(resident > 0 && resident < total);
     }
 

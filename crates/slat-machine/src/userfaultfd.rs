@@ -1,29 +1,33 @@
-//! userfaultfd(2) for guest memory: the kernel stops whoever touches a page that is not there, and tells a reader of the
-//! descriptor, who brings the page and wakes the one who waits. It is what hypervisors do demand paging with today, and what
-//! demand paging by exits is measured against; and both go together.
+//! userfaultfd(2) for guest memory. The kernel stops a thread that touches a missing page, and
+//! sends a message to the descriptor; a reader fills the page and wakes the thread. Hypervisors do
+//! demand paging so today. Demand paging by exits is compared with it, and combined with it.
 //!
 //! # Two kinds of faults
-//! - *Missing*: the page has no contents. [`Userfaultfd::copy`] brings them, whole pages at a time; of two who copy the same
-//!   page, the kernel takes the first ([`Filled::AlreadyThere`]). For all memory.
-//! - *Minor*: the page is in the memory's file, and not in this mapping. [`Userfaultfd::map_cached`] maps what the file has;
-//!   its contents were written through another mapping ([`Alias`](crate::memory::Alias)). Only for memory that is shared. The
-//!   kernel does not know who has written what: who writes to the alias claims the page first, or may overwrite what a guest
-//!   has written since.
+//! - *Missing*: the page has no contents. [`Userfaultfd::copy`] fills whole pages; of two copies to
+//!   the same page, the kernel takes the first ([`Filled::AlreadyThere`]). For all memory.
+//! - *Minor*: the page is in the memory's file, and not in this mapping.
+//!   [`Userfaultfd::map_cached`] maps what the file has; its contents were written through another
+//!   mapping ([`Alias`](crate::memory::Alias)). Only for shared memory. The kernel does not order
+//!   writes to the alias: a writer claims the page first, or may overwrite what a guest has written
+//!   since.
 //!
 //! # Protocol
-//! - A range is registered before guests run. What was touched already does not fault.
-//! - Each thread that faults makes a message, also two on the same page, and one message is read by one reader. To wake is
-//!   to let all go who wait for a page at that moment; they try again, and who still finds nothing makes a new message. So
-//!   nobody is woken too early for good, and who waits although the page is there, because it was filled with
-//!   [`Wake::Nobody`], needs a [`wake`](Userfaultfd::wake).
-//! - Every wait has a way out. A descriptor ends in one of two ways: [`unregister`](Userfaultfd::unregister), when all pages
-//!   are there that anybody will ask for; or [`abandon`](Userfaultfd::abandon), which first marks the memory as lost and then
-//!   lets everybody in. Who gets in so finds zeros, or what the file had; but the machine reads the mark after each touch
-//!   and takes the page for gone ([`Backing::is_lost`]). Dropping a descriptor that was not unregistered abandons it, and
-//!   so do [`Readers`] whose handler failed or panicked, or that were dropped and not stopped.
-//! - Whoever answers faults must not touch the registered mapping: it would wait for itself.
+//! - A range is registered before guests run. A page that was touched already does not fault.
+//! - Each thread that faults makes a message, also two on the same page, and one reader reads each
+//!   message. A wake-up releases all threads that wait for a page at that moment. They try again,
+//!   and a thread that still finds no page makes a new message. So a wake-up that is too early does
+//!   no harm. A page that was filled with [`Wake::None`] may have waiters, which need a
+//!   [`wake`](Userfaultfd::wake).
+//! - Every wait ends. A descriptor ends in one of two ways.
+//!   [`unregister`](Userfaultfd::unregister): all pages are there that will be needed.
+//!   [`abandon`](Userfaultfd::abandon): first it marks the memory as lost, and then it releases all
+//!   threads. Such a thread finds zeros, or what the file had. But the machine reads the mark after
+//!   each touch and treats the page as gone ([`Backing::is_lost`]).
+//! - The drop of a descriptor that was not unregistered abandons it. So do [`Readers`] whose
+//!   handler failed or panicked, or that were dropped and not stopped.
+//! - A thread that answers faults must not touch the registered mapping: it would wait for itself.
 //!
-//! A descriptor has no lock of ours, so any number of threads may use it at once.
+//! A descriptor has no lock of this module, so any number of threads may use it at once.
 //!
 //! Sources: userfaultfd(2), ioctl_userfaultfd(2), `Documentation/admin-guide/mm/userfaultfd.rst`.
 
@@ -47,34 +51,37 @@ pub use readers::{ReaderError, Readers};
 
 /// Which faults of a range are reported.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Mode {
-    /// Of pages without contents, which [`Userfaultfd::copy`] brings.
+pub enum RegisterMode {
+    /// Of pages without contents, which [`Userfaultfd::copy`] fills.
     Missing,
-    /// Of pages that are in the file and not in the mapping, which [`Userfaultfd::map_cached`] maps. Those that are not in the
-    /// file either are reported too, as [`Cause::Missing`]: the kernel would else put zeros there and say nothing.
+    /// Of pages that are in the file and not in the mapping, which [`Userfaultfd::map_cached`]
+    /// maps. Pages that are not in the file either are reported too, as [`Cause::Missing`]:
+    /// otherwise the kernel would map zeros without a message.
     Minor,
 }
 
-/// Who is let go once a page is there.
+/// Which threads are woken once a page is there.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Wake {
     /// All threads that wait for the page.
     Waiters,
-    /// No thread (`DONTWAKE`): where it is known that nobody waits in the kernel, as with a vCPU that has left by an exit, it
-    /// spares the kernel the look.
-    Nobody,
+    /// No thread (`DONTWAKE`). It saves the kernel's search where no thread waits in the kernel, as
+    /// for a vCPU that has left by an exit.
+    None,
 }
 
-/// What became of pages that were to be filled.
+/// The result of a fill.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[must_use]
 pub enum Filled {
     /// They are there.
     Done,
-    /// The first of them was there already, and was left as it is; those behind it were not looked at. With
-    /// [`Wake::Waiters`] whoever waits for the first is woken all the same.
+    /// The first of them was there already, and was left as it is; the call did not reach those
+    /// behind it. With [`Wake::Waiters`] the threads that wait for the first are woken all the
+    /// same.
     AlreadyThere,
-    /// The kernel stopped, for a reason that may pass. To be called again for what is left: it says then if there is more to it.
+    /// The kernel stopped, for a reason that may pass. Call again for the rest; a lasting cause is
+    /// an error then.
     TryAgain {
         /// How much was filled from the beginning, in bytes; whole pages, and 0 if none.
         filled_bytes: u64,
@@ -88,7 +95,7 @@ pub enum Cause {
     Missing,
     /// The page is in the file, and not in the mapping.
     Minor,
-    /// The page is there and may not be written. This module never asks for it.
+    /// The page is there and write-protected. This module never requests such faults.
     WriteProtected,
 }
 
@@ -101,7 +108,7 @@ pub struct Fault<'u> {
     pub offset_bytes: u64,
     /// Why it waits.
     pub cause: Cause,
-    /// What it wants: [`Access::Read`] also where it fetches an instruction.
+    /// The access: [`Access::Read`] also for an instruction fetch.
     pub access: Access,
 }
 
@@ -110,7 +117,7 @@ pub struct Fault<'u> {
 pub enum Event<'u> {
     /// A thread waits for a page.
     Fault(Fault<'u>),
-    /// Something else, which nobody has asked for and nobody need answer.
+    /// Another event. This module requests none, and none needs an answer.
     Other {
         /// Its number, `UFFD_EVENT_...`.
         event: u8,
@@ -138,12 +145,12 @@ fn address(memory: &Backing, offset_bytes: u64) -> u64 {
     memory.as_ptr().addr() as u64 + offset_bytes
 }
 
-/// A userfaultfd. See the module for how it ends.
+/// A userfaultfd. The [module](self) describes its end.
 #[derive(Debug)]
 pub struct Userfaultfd {
     fd: OwnedFd,
     handles_kernel_faults: bool,
-    /// What the kernel can do, `UFFD_FEATURE_...`.
+    /// The kernel's features, `UFFD_FEATURE_...`.
     features: u64,
     registered: Vec<Registered>,
     /// Whether it was unregistered, or abandoned.
@@ -151,7 +158,8 @@ pub struct Userfaultfd {
 }
 
 impl Userfaultfd {
-    /// A descriptor without memory, close-on-exec. Nothing of it ever blocks but those who fault.
+    /// Makes a descriptor without memory, close-on-exec. None of its calls blocks; only faulting
+    /// threads do.
     ///
     /// # Errors
     /// `NotPermitted`, `NotSupported` and `System`.
@@ -163,8 +171,8 @@ impl Userfaultfd {
                 _ => UserfaultfdError::System { call: "userfaultfd", source },
             })
         };
-        // Features that the kernel has not are refused, and a descriptor can be asked only once: so one is asked for all, and
-        // another told what is wanted of these.
+        // The kernel refuses unknown features, and a descriptor has one handshake only. So one
+        // descriptor asks for all features, and another requests some of them.
         let features = sys::handshake(open()?.fd.as_fd(), 0).map_err(UserfaultfdError::system("UFFDIO_API"))?;
         let wanted = sys::FEATURE_MISSING_SHMEM | sys::FEATURE_MISSING_HUGETLBFS | sys::FEATURE_MINOR_SHMEM;
         let sys::Opened { fd, handles_kernel_faults } = open()?;
@@ -172,27 +180,34 @@ impl Userfaultfd {
         Ok(Userfaultfd { fd, handles_kernel_faults, features, registered: Vec::new(), ended: AtomicBool::new(false) })
     }
 
-    /// Whether faults are reported that the kernel has on behalf of a program, as in read(2) into the memory. Otherwise this
-    /// user may have only those of user mode, and such a call fails with EFAULT where a page is not there.
+    /// Whether faults are reported that the kernel takes for a program, as in read(2) into the
+    /// memory. If not, this user may have only faults of user mode, and such a call fails with
+    /// EFAULT where a page is missing.
     pub fn handles_kernel_faults(&self) -> bool {
         self.handles_kernel_faults
     }
 
-    /// Has faults on the part `bytes` of `memory` reported from now on. The memory is kept mapped for as long as the descriptor
-    /// lives, and gets no transparent huge pages from now on: one of these would bring 511 pages that nobody sent.
+    /// Reports faults on the part `bytes` of `memory` from now on. The memory is kept mapped for as
+    /// long as the descriptor lives. It gets no transparent huge pages from now on: one of these
+    /// would bring 511 pages that were not sent.
     ///
-    /// Only pages that are not there fault: they never were touched, or were taken away by [`Backing::discard`], or for
-    /// [`Mode::Minor`] by [`Backing::unmap_pages`].
+    /// Only pages that are not there fault: pages that were never touched, or discarded by
+    /// [`Backing::discard`], or for [`RegisterMode::Minor`] removed by [`Backing::unmap_pages`].
     ///
     /// # Errors
-    /// `MovablePages`, `MinorNeedsShared`, `Empty`, `Unaligned`, `OutOfRange`, `MemoryLost`, `MissingFeature`, `MissingIoctl`,
-    /// `AlreadyRegistered` and `System`.
-    pub fn register(&mut self, memory: &Backing, bytes: Range<u64>, mode: Mode) -> Result<(), UserfaultfdError> {
+    /// `MovablePages`, `MinorNeedsShared`, `Empty`, `Unaligned`, `OutOfRange`, `MemoryLost`,
+    /// `MissingFeature`, `MissingIoctl`, `AlreadyRegistered` and `System`.
+    pub fn register(
+        &mut self,
+        memory: &Backing,
+        bytes: Range<u64>,
+        mode: RegisterMode,
+    ) -> Result<(), UserfaultfdError> {
         let kind = memory.kind();
         if memory.pages().is_some() {
             return Err(UserfaultfdError::MovablePages);
         }
-        if mode == Mode::Minor && kind != BackingKind::Shmem {
+        if mode == RegisterMode::Minor && kind != BackingKind::Shmem {
             return Err(UserfaultfdError::MinorNeedsShared { kind });
         }
         let (offset_bytes, len_bytes) = (bytes.start, bytes.end.saturating_sub(bytes.start));
@@ -205,8 +220,10 @@ impl Userfaultfd {
             (BackingKind::AnonymousHugetlb2M | BackingKind::AnonymousHugetlb1G, _) => {
                 &[(sys::FEATURE_MISSING_HUGETLBFS, "UFFD_FEATURE_MISSING_HUGETLBFS")]
             }
-            (BackingKind::Shmem, Mode::Missing) => &[(sys::FEATURE_MISSING_SHMEM, "UFFD_FEATURE_MISSING_SHMEM")],
-            (BackingKind::Shmem, Mode::Minor) => &[
+            (BackingKind::Shmem, RegisterMode::Missing) => {
+                &[(sys::FEATURE_MISSING_SHMEM, "UFFD_FEATURE_MISSING_SHMEM")]
+            }
+            (BackingKind::Shmem, RegisterMode::Minor) => &[
                 (sys::FEATURE_MINOR_SHMEM, "UFFD_FEATURE_MINOR_SHMEM"),
                 (sys::FEATURE_MISSING_SHMEM, "UFFD_FEATURE_MISSING_SHMEM"),
             ],
@@ -216,12 +233,12 @@ impl Userfaultfd {
         }
         memory.without_huge_pages();
         let (kernel_mode, ioctl) = match mode {
-            Mode::Missing => (sys::MODE_MISSING, (sys::NR_COPY, "UFFDIO_COPY")),
-            Mode::Minor => (sys::MODE_MISSING | sys::MODE_MINOR, (sys::NR_CONTINUE, "UFFDIO_CONTINUE")),
+            RegisterMode::Missing => (sys::MODE_MISSING, (sys::NR_COPY, "UFFDIO_COPY")),
+            RegisterMode::Minor => (sys::MODE_MISSING | sys::MODE_MINOR, (sys::NR_CONTINUE, "UFFDIO_CONTINUE")),
         };
         let start = address(memory, offset_bytes);
-        // SAFETY: the range lies in a mapping of guest memory, which is accessed atomically or by machine instructions, may
-        // change at any time, and is kept mapped by `registered`.
+        // SAFETY: the range lies in a mapping of guest memory, which is accessed atomically or by
+        // machine instructions, may change at any time, and is kept mapped by `registered`.
         let ioctls =
             unsafe { sys::register(self.fd.as_fd(), start, len_bytes, kernel_mode) }.map_err(|source| match source
                 .raw_os_error()
@@ -236,63 +253,69 @@ impl Userfaultfd {
             return Err(UserfaultfdError::MissingIoctl { ioctl, kind });
         }
         if std::mem::take(self.ended.get_mut()) {
-            // What it had before may be another's by now.
+            // The range that it had before may be another's by now.
             self.registered.clear();
         }
         self.registered.push(Registered { memory: memory.clone(), bytes });
         Ok(())
     }
 
-    /// The orderly end: no fault is reported any more, and all threads that wait go on. Pages that nobody has filled are zeros
-    /// from now on, or what their file has. Does nothing after another end.
+    /// The orderly end: no fault is reported any more, and all waiting threads go on. Pages that
+    /// were not filled are zeros from now on, or what their file has. Does nothing after another
+    /// end.
     ///
     /// # Errors
-    /// `System`: a part may still be registered; [`abandon`](Userfaultfd::abandon) or a drop ends that.
+    /// `System`: a part may still be registered; [`abandon`](Userfaultfd::abandon) or a drop ends
+    /// that.
     pub fn unregister(&self) -> Result<(), UserfaultfdError> {
-        // First, so that somebody who fills pages meanwhile, and takes the end for a failure, does not declare the memory lost.
+        // First: a thread that fills pages meanwhile may take the end for a failure, and must not
+        // mark the memory as lost.
         if self.ended.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
-        self.let_all_in().map_err(|source| {
+        self.release_all().map_err(|source| {
             self.ended.store(false, Ordering::Release);
             UserfaultfdError::System { call: "UFFDIO_UNREGISTER", source }
         })
     }
 
-    /// The end when pages are missing that will not come: the memory is [lost](Backing::is_lost) from now on, all of it, and all
-    /// threads that wait go on and find that out. May be called at any time by anybody, also more than once. Does nothing
-    /// after another end.
+    /// The end when pages are missing that will not come: all of the memory is
+    /// [lost](Backing::is_lost) from now on, and all waiting threads go on and find that out. Any
+    /// thread may call this at any time, also more than once. Does nothing after another end.
     pub fn abandon(&self) {
         if self.ended.load(Ordering::Acquire) {
             return;
         }
-        // Before anybody is let in, and all memories before the first range: see `Mapping::is_lost`.
+        // Before any thread is released, and all memories before the first range: see
+        // `Mapping::is_lost`.
         for registered in &self.registered {
             registered.memory.set_lost(true);
         }
-        // The kernel may lack the memory to split its own records. The next call, or the close, tries again.
-        if self.let_all_in().is_ok() {
+        // The kernel may lack the memory to split its own records. The next call, or the close,
+        // tries again.
+        if self.release_all().is_ok() {
             self.ended.store(true, Ordering::Release);
         }
     }
 
-    fn let_all_in(&self) -> io::Result<()> {
+    fn release_all(&self) -> io::Result<()> {
         let mut result = Ok(());
         for registered in &self.registered {
             let (start, len_bytes) = (registered.start(), registered.len_bytes());
             let unregistered = sys::unregister(self.fd.as_fd(), start, len_bytes);
-            // The kernel itself wakes nobody where only minor faults are registered (6.18), and promises nothing for the rest.
+            // The kernel wakes no thread where only minor faults are registered (6.18), and
+            // guarantees nothing for the rest.
             result = result.and(unregistered.and_then(|()| sys::wake(self.fd.as_fd(), start, len_bytes)));
         }
         result
     }
 
-    /// Brings contents: the pages from `offset_bytes` on get `bytes`, those of them that are not there. Whole pages; guests
-    /// see all of a page or nothing.
+    /// Fills pages: those from `offset_bytes` on that are not there get `bytes`. Whole pages;
+    /// guests see all of a page or nothing.
     ///
     /// # Errors
-    /// `Empty`, `Unaligned`, `OutOfRange`, `NotRegistered` (also after the end of the descriptor) and `System`, as when the
-    /// kernel has no memory for the page.
+    /// `Empty`, `Unaligned`, `OutOfRange`, `NotRegistered` (also after the end of the descriptor)
+    /// and `System`, as when the kernel has no memory for the page.
     pub fn copy(
         &self,
         memory: &Backing,
@@ -307,8 +330,8 @@ impl Userfaultfd {
         self.filled("UFFDIO_COPY", result, memory, offset_bytes, len_bytes, wake)
     }
 
-    /// Maps what the file has: the pages `bytes` of `memory`, which was registered with [`Mode::Minor`] and has them in its
-    /// file.
+    /// Maps what the file has: the pages `bytes` of `memory`, which was registered with
+    /// [`RegisterMode::Minor`] and has them in its file.
     ///
     /// # Errors
     /// As for [`copy`](Userfaultfd::copy), and `NotCached`: the first page is not in the file.
@@ -319,7 +342,7 @@ impl Userfaultfd {
         // SAFETY: as for a copy.
         let result = unsafe { sys::map_cached(self.fd.as_fd(), start, len_bytes, wake) };
         match result {
-            // No other address is handed to the kernel that could be wrong.
+            // Only this address can be wrong.
             Err((error, _)) if error.raw_os_error() == Some(libc::EFAULT) => {
                 Err(UserfaultfdError::NotCached { offset_bytes })
             }
@@ -327,7 +350,7 @@ impl Userfaultfd {
         }
     }
 
-    /// Sorts what the kernel said.
+    /// Translates the kernel's result.
     fn filled(
         &self,
         call: &'static str,
@@ -341,20 +364,21 @@ impl Userfaultfd {
         match source.raw_os_error() {
             Some(libc::EAGAIN) => Ok(Filled::TryAgain { filled_bytes }),
             Some(libc::EEXIST) => {
-                // The kernel has woken nobody; and who filled it may have been told to wake nobody.
+                // The kernel has woken no thread; and the first fill may have woken none.
                 if wake == Wake::Waiters {
                     let page_bytes = memory.kind().page_size().size_bytes();
                     self.wake(memory, offset_bytes..offset_bytes + page_bytes)?;
                 }
                 Ok(Filled::AlreadyThere)
             }
-            // It has ended since the check.
+            // The descriptor has ended since the check.
             Some(libc::ENOENT) => Err(UserfaultfdError::NotRegistered { offset_bytes, len_bytes }),
             _ => Err(UserfaultfdError::System { call, source }),
         }
     }
 
-    /// Lets all threads go that wait for pages in `bytes` of `memory`. Those that still find nothing make new messages.
+    /// Wakes all threads that wait for pages in `bytes` of `memory`. Those that still find no page
+    /// make new messages.
     ///
     /// # Errors
     /// `Empty`, `Unaligned`, `OutOfRange`, `NotRegistered` and `System`.
@@ -381,7 +405,7 @@ impl Userfaultfd {
         let holds = |registered: &&Registered| {
             message.address.checked_sub(registered.start()).is_some_and(|offset| offset < registered.len_bytes())
         };
-        // The kernel reports nothing but what was registered.
+        // The kernel reports only what was registered.
         let Some(Registered { memory, .. }) = self.registered.iter().find(holds) else { return Ok(Some(other)) };
         let page_bytes = memory.kind().page_size().size_bytes();
         let cause = match message.flags {
@@ -401,8 +425,8 @@ impl Userfaultfd {
                 && registered.bytes.start <= offset_bytes
                 && offset_bytes + len_bytes <= registered.bytes.end
         };
-        // Also after the end: guests may have zeros there, which must not become something else. The kernel says so too, but
-        // not if another descriptor has the memory by now.
+        // Also after the end: guests may have zeros there, which must not change. The kernel checks
+        // this too, but not if another descriptor has the memory by now.
         if !self.registered.iter().any(holds) || self.ended.load(Ordering::Acquire) {
             return Err(UserfaultfdError::NotRegistered { offset_bytes, len_bytes });
         }
@@ -410,7 +434,7 @@ impl Userfaultfd {
     }
 }
 
-/// Whether there are such pages in `memory`.
+/// Checks that `memory` has such pages.
 fn check(memory: &Backing, offset_bytes: u64, len_bytes: u64) -> Result<(), UserfaultfdError> {
     let (kind, size_bytes) = (memory.kind(), memory.size_bytes());
     if len_bytes == 0 {

@@ -1,23 +1,29 @@
 //! The engine's nested page tables, and the software machine's walker of them, against a real CPU.
 //!
-//! Why: engine and walker are written by the same hands from the same manuals, and may share a misunderstanding. AMD's
-//! nested page tables are long-mode tables, and nested accesses are user accesses; so a processor in long mode at CPL 3
-//! can run on the engine's tables as they are, and its page faults are the nested ones. `/dev/kvm` lends such a
-//! processor. What it does (completes or faults, with which error code; which frame it reaches; which accessed and
-//! dirty bits it sets) must be what the walker says at the same moment, access by access: `world.rs` compares.
+//! Engine and walker are written by the same authors from the same manuals, and may share a
+//! misunderstanding. AMD's nested page tables are long-mode page tables, and nested accesses are
+//! user accesses. So a processor in long mode at CPL 3 can run on the engine's page tables as they
+//! are, and its page faults are the nested ones. `/dev/kvm` provides such a processor. For each
+//! access it completes or faults with an error code, reaches a frame, and sets accessed and dirty
+//! bits. All of that must be what the walker returns at the same moment: `world.rs` compares.
 //!
-//! Where the processor has nested paging itself, it walks the engine's tables. Where KVM shadows them (in a nested
-//! virtual machine without it), KVM's walker finds the translations and sets accessed and dirty bits, and the processor
-//! keeps to the rights of the shadow: still an oracle that other hands wrote, but less of one.
+//! Where the processor has nested paging itself, it walks the engine's page tables. Where KVM
+//! shadows them (in a nested virtual machine without it), KVM's walker finds the translations and
+//! sets accessed and dirty bits, and the processor enforces the rights of the shadow. That is still
+//! an oracle by other authors, but a weaker one.
 //!
-//! Where there is no KVM that can do this, the tests say "skipped" with the reason, and pass: `--nocapture` shows it.
+//! Without a KVM that supports this, the tests print "skipped" with the reason, and pass:
+//! `--nocapture` shows it.
 //!
-//! What is not tested here:
-//! - faults of a guest's own tables, and the upper half of the error code, which only nested paging has;
-//! - accesses during an operation of the engine: the one CPU is run by the thread that calls the engine;
-//! - linear addresses of PML4 entry 256, the first of the upper half: KVM's PVM faults there whatever the tables say;
-//! - address bits beyond the processor's own, which may be fewer than the 52 of the software machine; bit 8 of a PML4
-//!   entry, which is reserved on AMD's processors only.
+//! Not tested here:
+//! - faults of a guest's own page tables, and the upper half of the error code, which only nested
+//!   paging has;
+//! - accesses during an operation of the engine: the thread that calls the engine also runs the one
+//!   CPU;
+//! - linear addresses of PML4 entry 256, the first of the upper half: KVM's PVM faults there
+//!   whatever the page tables are;
+//! - address bits beyond the processor's own, which may be fewer than the 52 of the software
+//!   machine; bit 8 of a PML4 entry, which is reserved on AMD's processors only.
 
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
 #![allow(missing_docs)]
@@ -57,7 +63,8 @@ const ID: u64 = 1 << 4;
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
-/// First addresses of the PML4 entries that the tests use, in both halves. Not that of the system pages.
+/// First addresses of the PML4 entries that the tests use, in both halves. Not that of the system
+/// pages.
 const AREAS: [u64; 5] = [0, 1 << 39, 0x7f << 39, 0x181 << 39, 0x1ff << 39];
 
 /// Frames that may be used at once: small ones, pages of 2 MiB, a page of 1 GiB.
@@ -66,7 +73,7 @@ const LARGE: Hpa = Hpa(BASE + 64 * MIB);
 const LARGE_ALSO: Hpa = Hpa(BASE + 128 * MIB);
 const HUGE: Hpa = Hpa(BASE + GIB);
 
-/// A world, or a word on why there is none.
+/// A world; or prints why there is none.
 fn world() -> Option<World> {
     World::new().map_err(|trouble| println!("skipped: no real CPU to compare with: {trouble}")).ok()
 }
@@ -83,7 +90,8 @@ fn worlds() -> impl Iterator<Item = (World, PageSize)> {
     })
 }
 
-/// Frames for a slot of one page of `size`, or eight of 4 KiB, of which those in [`pages`] are filled.
+/// Frames for a memslot of one page of `size`, or eight of 4 KiB, of which those in [`pages`] are
+/// filled.
 fn frames(world: &World, size: PageSize) -> Arc<Frames> {
     let (first, nr_pages) = match size {
         PageSize::Size4K => (SMALL, 8),
@@ -97,7 +105,8 @@ fn frames(world: &World, size: PageSize) -> Arc<Frames> {
     frames
 }
 
-/// Some pages of the frames: all would be too many. The first two, the last, and one of each 64 KiB or so.
+/// Some pages of the frames: all would be too many. The first two, the last, and one of each 64 KiB
+/// or so.
 fn pages(frames: &Frames) -> Vec<u64> {
     let stride = (frames.nr_pages / 64).max(1);
     let mut pages: Vec<u64> = (0..frames.nr_pages).step_by(stride as usize).chain([1, frames.nr_pages - 1]).collect();
@@ -106,12 +115,12 @@ fn pages(frames: &Frames) -> Vec<u64> {
     pages
 }
 
-/// Where to do `access` in the page at `page`.
+/// An address for `access` in the page at `page`.
 fn word(page: u64, access: Access) -> Gpa {
     Gpa(page + if access == Access::Execute { EXECUTED } else { WORDS[1] })
 }
 
-/// The page fault that an access meets where nothing is.
+/// The error code of an access without a mapping.
 fn absent(access: Access) -> u64 {
     match access {
         Access::Read => U,
@@ -121,7 +130,7 @@ fn absent(access: Access) -> u64 {
 }
 
 #[test]
-fn where_no_slot_is() {
+fn addresses_without_a_slot_exit() {
     let Some(mut world) = world() else { return };
     for area in AREAS {
         for gpa in [area + PAGE_SIZE, area + GIB, area + 511 * GIB] {
@@ -147,7 +156,7 @@ fn a_read_installs_a_leaf_that_the_cpu_makes_dirty_itself() {
             assert_eq!(leaf.level, size.level().0);
             assert_eq!(leaf.entry & (ACCESSED | DIRTY | WRITABLE), ACCESSED | WRITABLE);
 
-            // Right through: the processor sets D.
+            // Without a fault: the processor sets D.
             assert!(world.attempt(word(page, Access::Write), Access::Write).is_ok());
             assert_eq!(world.lowest(Gpa(page)).entry, leaf.entry | DIRTY);
             assert!(world.attempt(word(page, Access::Read), Access::Read).is_ok());
@@ -160,7 +169,7 @@ fn a_read_installs_a_leaf_that_the_cpu_makes_dirty_itself() {
 }
 
 #[test]
-fn a_leaf_that_the_host_keeps_from_being_written() {
+fn a_leaf_that_the_host_forbids_to_write_faults_once_more() {
     for (mut world, size) in worlds() {
         let frames = frames(&world, size);
         frames.read_gives_writable.store(false, Ordering::Relaxed);
@@ -178,7 +187,7 @@ fn a_leaf_that_the_host_keeps_from_being_written() {
 }
 
 #[test]
-fn a_read_only_slot() {
+fn writes_to_a_read_only_slot_exit() {
     for (mut world, size) in worlds() {
         let frames = frames(&world, size);
         let page = AREAS[1] + GIB;
@@ -196,7 +205,7 @@ fn a_read_only_slot() {
 }
 
 #[test]
-fn a_page_that_is_write_protected_for_the_log() {
+fn a_page_that_is_write_protected_for_the_log_faults_on_a_write() {
     for (mut world, size) in worlds() {
         let frames = frames(&world, size);
         let page = AREAS[4] + GIB;
@@ -205,7 +214,8 @@ fn a_page_that_is_write_protected_for_the_log() {
         world.access(gpa, Access::Write).unwrap();
         assert_eq!(world.lowest(gpa).level, size.level().0);
 
-        // A leaf that the CPU has cached as writable is protected, of whatever size; a write splits it.
+        // A leaf that the CPU has cached as writable is write-protected, of whatever size; a write
+        // splits it.
         world.change(0, Gpa(page), LOG);
         assert_eq!(world.attempt(gpa, Access::Write), Err(P | W | U));
         world.access(gpa, Access::Write).unwrap();
@@ -214,7 +224,7 @@ fn a_page_that_is_write_protected_for_the_log() {
         assert!(world.attempt(word(page, Access::Read), Access::Read).is_ok());
         assert!(world.attempt(word(page, Access::Execute), Access::Execute).is_ok());
         assert_eq!(world.attempt(gpa, Access::Write), Err(P | W | U));
-        // Its neighbour in the split leaf is protected still.
+        // Its neighbour after the split is still write-protected.
         let neighbour = Gpa(gpa.0 + PAGE_SIZE);
         world.access(neighbour, Access::Read).unwrap();
         assert_eq!(world.attempt(neighbour, Access::Write), Err(P | W | U));
@@ -224,14 +234,14 @@ fn a_page_that_is_write_protected_for_the_log() {
     }
 }
 
-/// Entries that the engine does not make: rights missing at one level, no-execute, reserved bits, A and D cleared. The
-/// walker claims to know what a processor makes of them.
+/// PTEs that the engine does not make: rights missing at one level, no-execute, reserved bits, A
+/// and D cleared. The walker claims to model a processor's reaction.
 #[test]
-fn entries_that_are_narrowed_or_broken() {
+fn entries_with_fewer_rights_or_reserved_bits() {
     for (mut world, size) in worlds() {
         let mut nr_cases = 0;
         let frames = frames(&world, size);
-        // The PML4 entry is of this slot only: it can be spoilt.
+        // Only this memslot uses the PML4 entry, so the test can change it.
         let page = AREAS[2] + GIB;
         world.create(0, NONE, Gpa(page), &frames);
         world.access(word(page, Access::Write), Access::Write).unwrap();
@@ -272,7 +282,7 @@ fn entries_that_are_narrowed_or_broken() {
                     was_seen |= result.is_err_and(|code| Some(code & (P | RSVD)) == expected);
                     nr_cases += 1;
                 }
-                assert!(was_seen || expected.is_none(), "entry {entry:#x} of level {} stopped no access", step.level);
+                assert!(was_seen || expected.is_none(), "entry {entry:#x} of level {} denied no access", step.level);
                 world.arena().set(step.at, step.entry);
             }
             world.flush();
@@ -282,7 +292,7 @@ fn entries_that_are_narrowed_or_broken() {
 }
 
 #[test]
-fn slots_that_move_and_come_back() {
+fn slots_can_move_and_return() {
     for (mut world, size) in worlds() {
         let frames = frames(&world, size);
         world.create(0, NONE, Gpa(AREAS[0] + GIB), &frames);
@@ -290,7 +300,7 @@ fn slots_that_move_and_come_back() {
             let before = world.slots[&0].gpa;
             world.change(0, Gpa(area + 2 * GIB), NONE);
             for page in pages(&frames) {
-                // What was written in the last place is there (`World::attempt` compares).
+                // The contents written at the last place are there (`World::attempt` compares).
                 for access in [Access::Read, Access::Write, Access::Execute] {
                     world.access(word(area + 2 * GIB + page * PAGE_SIZE, access), access).unwrap();
                 }
@@ -303,7 +313,7 @@ fn slots_that_move_and_come_back() {
 }
 
 #[test]
-fn the_dirty_log_is_what_the_cpu_wrote() {
+fn the_dirty_log_has_the_pages_that_the_cpu_wrote() {
     for (mut world, size) in worlds() {
         let mut rng = SmallRng::seed_from_u64(8);
         for initial in [NONE, LOG] {
@@ -324,7 +334,7 @@ fn the_dirty_log_is_what_the_cpu_wrote() {
                 touch(&mut world, 60);
                 world.harvest(0);
             }
-            // Written while nobody logs: reported by no log. A log that begins anew is empty.
+            // Written while no log exists: no log reports it. A new log is empty.
             world.change(0, Gpa(start), NONE);
             touch(&mut world, 20);
             world.change(0, Gpa(start), LOG);
@@ -336,7 +346,7 @@ fn the_dirty_log_is_what_the_cpu_wrote() {
     }
 }
 
-/// A slot that the random operations make, and where it is in an area.
+/// A memslot of the random operations, and its offset in an area.
 struct Kind {
     offset: u64,
     flags: MemoryRegionFlags,
@@ -354,7 +364,8 @@ fn random_operations() {
             // Neighbours in one table.
             (MIB, NONE, Frames::new(SMALL, 64, PageSize::Size4K)),
             (MIB + 64 * PAGE_SIZE, READONLY, Frames::new(Hpa(SMALL.0 + MIB), 32, PageSize::Size4K)),
-            // Three huge pages, and some that cannot be: the slot is off by a page.
+            // Three huge pages, and pages that cannot be huge: the memslot is not aligned with
+            // them.
             (4 * MIB, NONE, Frames::new(LARGE, 3 * 512, PageSize::Size2M)),
             (10 * MIB + PAGE_SIZE, NONE, Frames::new(LARGE_ALSO, 2 * 512, PageSize::Size2M)),
         ];
@@ -402,7 +413,7 @@ fn step(world: &mut World, rng: &mut SmallRng, kinds: &[Kind]) {
         (4..7, Some((gpa, flags))) => world.change(number, gpa, flags ^ LOG),
         (7..14, Some((_, flags))) if flags.contains(LOG) => world.harvest(number),
         (14..16, _) => {
-            // Reads from now on are answered otherwise.
+            // Reads from now on get another answer.
             kind.frames.read_gives_writable.fetch_xor(true, Ordering::Relaxed);
         }
         (16..18, _) => world.flush(),
@@ -417,7 +428,7 @@ fn step(world: &mut World, rng: &mut SmallRng, kinds: &[Kind]) {
                 Access::Execute => EXECUTED,
                 Access::Read | Access::Write => WORDS[rng.random_range(0..WORDS.len())],
             };
-            // The model knows whether that is right.
+            // The model checks the result.
             let _ = world.access(Gpa(start.0 + page * PAGE_SIZE + offset), access);
         }
     }

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 
 use serde_json::{Value, json};
 use slat::ShadowStrategy;
-use slat_machine::kernel::Counters;
+use slat_machine::kernel::KernelCounters;
 use slat_machine::topology::HostDescription;
 
 use super::run::Run;
@@ -138,7 +138,7 @@ const EXIT_COSTS: [(f64, &str, &str); 3] =
     [(1.0, "", ""), (0.5, "_half_exit_cost", ", exits at half"), (2.0, "_twice_exit_cost", ", exits at twice")];
 
 /// What the guest did, beside [`build::COUNTED`].
-const DONE: [fn(&Counters) -> u64; 8] = [
+const DONE: [fn(&KernelCounters) -> u64; 8] = [
     // All operations on processes and mappings are system calls.
     |guest| {
         let processes = guest.forks + guest.execs + guest.exits;

@@ -10,7 +10,7 @@ use slat_machine::host::{BackingSlice, MachineHost};
 use slat_machine::kernel::{self, Kernel, KernelCpu, KernelError, WorkloadMix};
 use slat_machine::machine::MachineError;
 use slat_machine::memory::{Backing, BackingKind};
-use slat_machine::shadow_cpu::{Counters, ShadowCpu, ShadowCpuError};
+use slat_machine::shadow_cpu::{ShadowCpu, ShadowCpuCounters, ShadowCpuError};
 use slat_machine::tlb::Geometry;
 
 use super::Cr3Args;
@@ -63,8 +63,8 @@ type GuestKernel = KernelCpu<ShadowCpu<TimedVcpu>>;
 /// What was counted and timed of one vCPU.
 pub(super) struct VcpuRun {
     pub(super) parts: Parts,
-    pub(super) cpu: Counters,
-    pub(super) kernel: kernel::Counters,
+    pub(super) cpu: ShadowCpuCounters,
+    pub(super) kernel: kernel::KernelCounters,
 }
 
 /// What was counted and timed.
@@ -86,12 +86,12 @@ impl Run {
     }
 
     /// A sum over the CPUs' counters.
-    pub(super) fn cpus(&self, of: impl Fn(&Counters) -> u64) -> f64 {
+    pub(super) fn cpus(&self, of: impl Fn(&ShadowCpuCounters) -> u64) -> f64 {
         self.vcpus.iter().map(|vcpu| of(&vcpu.cpu)).sum::<u64>() as f64
     }
 
     /// A sum over what the guest kernel counted.
-    pub(super) fn guest(&self, of: impl Fn(&kernel::Counters) -> u64) -> u64 {
+    pub(super) fn guest(&self, of: impl Fn(&kernel::KernelCounters) -> u64) -> u64 {
         self.vcpus.iter().map(|vcpu| of(&vcpu.kernel)).sum()
     }
 
@@ -115,7 +115,7 @@ pub(super) fn run(
     clock_ns: f64,
     session: &Session,
 ) -> Result<Run, Failure> {
-    let config = kernel::Config {
+    let config = kernel::KernelConfig {
         nr_vcpus,
         isolation: args.isolation(),
         pcids: args.pcids(),

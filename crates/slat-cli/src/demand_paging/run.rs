@@ -9,7 +9,7 @@ use slat_machine::commit::FlushMethod;
 use slat_machine::delivery::Delivery;
 use slat_machine::demand_paging::{
     Copier, DemandPaging, DemandPagingConfig, DemandPagingError, DemandPagingReport, Descriptors, DirtyLogging,
-    GuestMemfdOrigin, Mode as MachineMode, Resolver, VcpuThreads,
+    GuestMemfdOrigin, PagesFrom, PagingMode, VcpuThreads,
 };
 use slat_machine::guest::Sharing;
 use slat_machine::source::Pattern;
@@ -87,9 +87,9 @@ fn on<F: HardwareFormat>(
         check_guest_memfd(&paging)?;
     }
     let Paged { report, total_time, nr_logged, nr_killed } = match (case.mode, args.resolver) {
-        (Mode::None, _) => page(&mut paging, Resolver::Nobody, &config)?,
+        (Mode::None, _) => page(&mut paging, PagesFrom::None, &config)?,
         (Mode::Ring, ResolverArg::Process) => page_elsewhere(&mut paging, &config, args, source)?,
-        _ => page(&mut paging, Resolver::Source(source.spec().clone()), &config)?,
+        _ => page(&mut paging, PagesFrom::Source(source.spec().clone()), &config)?,
     };
     let nr_verified = paging.verify()?;
     if nr_verified != paging.nr_pages() {
@@ -129,7 +129,7 @@ struct Paged {
 /// Lets the vCPUs touch all, and holds the dirty log against it if there is one.
 fn page<F: HardwareFormat>(
     paging: &mut DemandPaging<F>,
-    resolver: Resolver,
+    resolver: PagesFrom,
     config: &DemandPagingConfig,
 ) -> Result<Paged, DemandPagingError> {
     let (report, nr_logged) = match config.dirty_logging {
@@ -155,7 +155,7 @@ fn page_elsewhere<F: HardwareFormat>(
     while nr_killed < args.kill_resolver {
         let delay = random.random_range(Duration::ZERO..LONGEST_LIFE);
         let mut process = attach(paging, config, source)?;
-        let (paged, was_killed) = process.kill_during(delay, || page(paging, Resolver::Elsewhere, config));
+        let (paged, was_killed) = process.kill_during(delay, || page(paging, PagesFrom::Elsewhere, config));
         nr_killed += u32::from(was_killed);
         match paged {
             Err(DemandPagingError::Vcpus { .. }) if was_killed => {}
@@ -169,7 +169,7 @@ fn page_elsewhere<F: HardwareFormat>(
         }
     }
     let process = attach(paging, config, source)?;
-    let paged = page(paging, Resolver::Elsewhere, config);
+    let paged = page(paging, PagesFrom::Elsewhere, config);
     let elapsed = begin.elapsed();
     paging.delivery().into_iter().for_each(Delivery::detach);
     Ok(with_kills(end(process, paged)?, nr_killed, elapsed))
@@ -232,13 +232,13 @@ fn config(args: &DemandPagingArgs, case: &Case, contents: Pattern) -> Result<Dem
         bytes_per_vcpu: case.bytes_per_vcpu,
         sharing: if args.overlap { Sharing::Overlapping } else { Sharing::Partitioned },
         mode: match case.mode {
-            Mode::None => MachineMode::None,
-            Mode::Missing | Mode::MissingOneReader => MachineMode::Missing,
-            Mode::MissingAndExits => MachineMode::MissingUserfault,
-            Mode::Minor | Mode::MinorOneReader => MachineMode::Minor,
-            Mode::MinorAndExits => MachineMode::MinorUserfault,
-            Mode::Exits => MachineMode::Userfault,
-            Mode::Ring => MachineMode::UserfaultRing,
+            Mode::None => PagingMode::None,
+            Mode::Missing | Mode::MissingOneReader => PagingMode::Missing,
+            Mode::MissingAndExits => PagingMode::MissingUserfault,
+            Mode::Minor | Mode::MinorOneReader => PagingMode::Minor,
+            Mode::MinorAndExits => PagingMode::MinorUserfault,
+            Mode::Exits => PagingMode::Userfault,
+            Mode::Ring => PagingMode::UserfaultRing,
         },
         backing: case.backing,
         granularity: args.granularity.page_size(),

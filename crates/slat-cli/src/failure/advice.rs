@@ -3,7 +3,7 @@
 
 use slat_machine::demand_paging::{DemandPagingError, PagingConfigError, ServeError, VcpuError};
 use slat_machine::host::HostError;
-use slat_machine::machine::{ConfigError, MachineError};
+use slat_machine::machine::{MachineConfigError, MachineError};
 use slat_machine::memory::MemoryError;
 use slat_machine::numa::NumaError;
 use slat_machine::source::SourceError;
@@ -34,15 +34,15 @@ pub(super) fn of_machine(error: &MachineError) -> &'static str {
     }
 }
 
-fn of_config(error: &ConfigError) -> &'static str {
+fn of_config(error: &MachineConfigError) -> &'static str {
     match error {
-        ConfigError::NoVcpus => "choose at least one (-v)",
-        ConfigError::TooManyVcpus { .. } => "choose fewer (-v)",
-        ConfigError::TooManySlots { .. } => "choose fewer slots",
-        ConfigError::BytesPerVcpu { .. } => "choose another size (-b)",
-        ConfigError::TooBig { .. } => LESS_MEMORY,
-        ConfigError::Slots { .. } => "choose another number of slots, or more memory",
-        ConfigError::Pins { .. } => "name a CPU for each vCPU",
+        MachineConfigError::NoVcpus => "choose at least one (-v)",
+        MachineConfigError::TooManyVcpus { .. } => "choose fewer (-v)",
+        MachineConfigError::TooManySlots { .. } => "choose fewer slots",
+        MachineConfigError::BytesPerVcpu { .. } => "choose another size (-b)",
+        MachineConfigError::TooBig { .. } => LESS_MEMORY,
+        MachineConfigError::Slots { .. } => "choose another number of slots, or more memory",
+        MachineConfigError::Pins { .. } => "name a CPU for each vCPU",
         _ => REPORT,
     }
 }

@@ -1,15 +1,17 @@
 //! Checked operations as Linux restartable sequences on x86-64.
 //!
-//! Interface: rseq(2) and `include/uapi/linux/rseq.h`. Each thread has a `struct rseq` that the C library registers with
-//! the kernel (glibc 2.35 or later; `__rseq_offset` is its distance from the thread pointer). Before a sequence, the
-//! thread stores the address of a `struct rseq_cs` (version, flags, start, length, abort address) into the field at
-//! offset 8. When the kernel returns to a thread that was preempted, migrated, signalled, or hit by the membarrier
-//! command while its instruction pointer was in `[start, start + length)`, it goes on at the abort address, in front of
-//! which the four bytes of the registered signature must stand. The last instruction of a sequence is its only side
-//! effect: behind it the instruction pointer is out of the range, so an aborted sequence has had no effect.
+//! Interface: rseq(2) and `include/uapi/linux/rseq.h`. Each thread has a `struct rseq` that the C
+//! library registers with the kernel (glibc 2.35 or later; `__rseq_offset` is its distance from the
+//! thread pointer). Before a sequence, the thread stores the address of a `struct rseq_cs`
+//! (version, flags, start, length, abort address) into the field at offset 8. When the kernel
+//! returns to a thread that was preempted, migrated, signalled, or hit by the membarrier command
+//! while its instruction pointer was in `[start, start + length)`, it goes on at the abort address,
+//! in front of which the four bytes of the registered signature must stand. The last instruction of
+//! a sequence is its only side effect: behind it the instruction pointer is out of the range, so an
+//! aborted sequence has had no effect.
 //!
-//! The field is not cleared after a sequence: the kernel does it when it next looks and finds the thread elsewhere, and
-//! the descriptors are part of the program's image.
+//! The field is not cleared after a sequence. The kernel clears it when it next finds the thread
+//! elsewhere, and the descriptors are part of the program's image.
 
 use std::arch::asm;
 use std::ffi::CStr;
@@ -25,18 +27,20 @@ const MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED_RSEQ: libc::c_int = 1 << 8;
 /// Offset of `cpu_id` in `struct rseq`: negative as long as the thread is not registered.
 const CPU_ID_OFFSET: isize = 4;
 
-/// That this process's threads can run restartable sequences, and where they say so.
+/// Proof that this process's threads can run restartable sequences, and the offset of their `struct
+/// rseq`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Restartable {
     /// Distance of `struct rseq` from the thread pointer, in bytes.
     rseq_offset_bytes: isize,
 }
 
-/// Assembles one checked operation. `$effect` is the side effect: one instruction. `stale` comes in as 0 and goes out as
-/// 1 if the effect did not happen.
+/// Assembles one checked operation. `$effect` is the side effect: one instruction. `stale` is 0
+/// before, and 1 after if the effect did not happen.
 ///
-/// Labels: 2 descriptor, 3 start, 4 behind the end, 5 abort handler. `ud1` with the signature as its displacement makes
-/// the signature an instruction that disassemblers can read and that nobody can run.
+/// Labels: 2 descriptor, 3 start, 4 behind the end, 5 abort handler. `ud1` with the signature as
+/// its displacement makes the signature an instruction that disassemblers can read and that never
+/// runs.
 macro_rules! checked {
     ($effect:literal, $($operands:tt)*) => {
         asm!(
@@ -70,8 +74,8 @@ macro_rules! checked {
 impl Restartable {
     /// Finds the C library's registration and registers the process for the membarrier command.
     pub(super) fn register() -> Result<Restartable, NotRestartable> {
-        // SAFETY: dlsym with a valid name; glibc 2.35 exports the symbols as `const ptrdiff_t` and `const unsigned int`,
-        // which are initialized before main and never change.
+        // SAFETY: dlsym with a valid name; glibc 2.35 exports the symbols as `const ptrdiff_t` and
+        // `const unsigned int`, which are initialized before main and never change.
         let (offset, size) = unsafe {
             let offset = symbol(c"__rseq_offset").cast::<isize>();
             let size = symbol(c"__rseq_size").cast::<libc::c_uint>();
@@ -84,7 +88,7 @@ impl Restartable {
         if size == 0 {
             return Err(NotRestartable::NotRegistered);
         }
-        // SAFETY: a size other than 0 says that every thread has a `struct rseq` at that offset.
+        // SAFETY: a size other than 0 means that every thread has a `struct rseq` at that offset.
         unsafe {
             asm!(
                 "mov {cpu_id:e}, dword ptr fs:[{at}]",
@@ -101,21 +105,22 @@ impl Restartable {
         Ok(Restartable { rseq_offset_bytes: offset })
     }
 
-    /// When this returns, every thread of the process that was inside a sequence at the call has left it or will be
-    /// aborted, and sees what this thread wrote before.
+    /// When this returns, every thread of the process that was inside a sequence at the call has
+    /// left it or will be aborted, and observes what this thread wrote before.
     pub(super) fn restart_running_threads(self) {
         membarrier::repeat(MEMBARRIER_CMD_PRIVATE_EXPEDITED_RSEQ);
     }
 
     /// # Safety
-    /// `at` is aligned to 8 bytes and valid for atomic reads as long as `generation` is `expected`; the thread is
-    /// registered by the C library.
+    /// `at` is aligned to 8 bytes and valid for atomic reads as long as `generation` is `expected`;
+    /// the thread is registered by the C library.
     #[inline(always)]
     pub(super) unsafe fn load(self, generation: &AtomicU64, expected: u64, at: *const u64) -> Result<u64, Stale> {
         let mut stale = 0_u32;
         let value: u64;
-        // SAFETY: the caller's promise. The section is entered with the thread's own descriptor field set and touches
-        // nothing else; an x86-64 load has acquire ordering. When it did not happen, `value` is some old register.
+        // SAFETY: the caller's promise. The sequence is entered with the thread's own descriptor
+        // field set and touches nothing else; an x86-64 load has acquire ordering. When it did not
+        // happen, `value` is undefined.
         unsafe {
             checked!(
                 "mov {value}, qword ptr [{at}]",

@@ -1,4 +1,4 @@
-//! Stands in for restartable sequences on platforms that the critical sections are not written for: cannot be made.
+//! Replaces restartable sequences on platforms without them: it cannot be made.
 
 use std::convert::Infallible;
 use std::sync::atomic::AtomicU64;

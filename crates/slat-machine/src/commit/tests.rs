@@ -1,5 +1,5 @@
-//! The flush rule under fire: CPU threads access a place through a shared "translation" while another thread switches
-//! the translation to a second place, flushes, and then owns the first one.
+//! The flush rule under load: CPU threads access a place through a shared "translation", while
+//! another thread switches the translation to a second place, flushes, and then owns the first one.
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize};
@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 use super::*;
 
-/// What the owner of a taken-away place writes there; no CPU writes it.
+/// What the owner of a place writes there after the flush; no CPU writes it.
 const OWNED: u64 = 0xdead_0000_0000_beef;
 
-/// What is flushed: the rule for accesses under way does not ask.
+/// The flushed range: it does not matter to accesses under way.
 const PAGE: [GfnRange; 1] = [GfnRange::new(Gfn(0), 1)];
 
-/// The longest that the flips of one test go on.
+/// The longest time for the flips of one test.
 const BUDGET: Duration = Duration::from_millis(500);
 
 #[derive(Clone, Copy, Debug)]
@@ -25,27 +25,27 @@ enum Operation {
 
 const OPERATIONS: [Operation; 3] = [Operation::Load, Operation::Store, Operation::CompareExchange];
 
-/// `operation` until it answers something else than `interrupted`. A thread that loses its processor
-/// in the middle of a checked operation gets the answer that a flush would give it.
+/// Repeats `operation` until its result is not `interrupted`. A thread that is preempted in the
+/// middle of a checked operation gets the result of a flush.
 pub(crate) fn uninterrupted<T, E: PartialEq>(interrupted: E, operation: impl Fn() -> Result<T, E>) -> Result<T, E> {
     let most = 1000;
     let done = (0..most).map(|_| operation()).find(|result| !matches!(result, Err(error) if *error == interrupted));
     done.unwrap_or(Err(interrupted))
 }
 
-/// What one CPU has done.
+/// The results of one CPU.
 #[derive(Default)]
 struct Done {
     nr_operations: AtomicUsize,
-    /// Times that it saw a place which was taken away.
+    /// How often it accessed a place after the flush.
     nr_violations: AtomicUsize,
 }
 
-/// Does the operation over and over.
+/// Repeats the operation.
 fn hammer(port: &Port, operation: Operation, translation: &AtomicPtr<u64>, stop: &AtomicBool, done: &Done) {
     let count = |counter: &AtomicUsize| counter.store(counter.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
     let mut value = 1;
-    // A TLB of one entry: the old translation is in use until the very moment of the flush.
+    // A TLB of one entry: the old translation is in use until the moment of the flush.
     let mut cached = (port.generation(), translation.load(Ordering::Acquire));
     while !stop.load(Ordering::Relaxed) {
         let generation = port.generation();
@@ -65,7 +65,7 @@ fn hammer(port: &Port, operation: Operation, translation: &AtomicPtr<u64>, stop:
                 Operation::Store => {
                     let _ = port.store_u64(generation, at, value);
                 }
-                // Only the owner of a place that was taken away writes the value it waits for.
+                // Only the owner of a flushed place writes the expected value.
                 Operation::CompareExchange => {
                     if let Ok(Ok(_)) = port.compare_exchange_u64(generation, at, OWNED, value) {
                         count(&done.nr_violations);
@@ -77,16 +77,16 @@ fn hammer(port: &Port, operation: Operation, translation: &AtomicPtr<u64>, stop:
     }
 }
 
-/// How far the flips of a test are.
+/// The progress of a test's flips.
 #[derive(Clone, Copy, Default, Debug)]
 struct Flips {
     nr_flips: usize,
-    /// Those during which some CPU did an operation: in no other can one break the rule.
+    /// Flips during which some CPU did an operation: only these can break the rule.
     nr_beside_operations: usize,
     nr_violations: usize,
 }
 
-/// Flips the translation among `nr_threads` CPUs for as long as `goes_on` says.
+/// Flips the translation among `nr_threads` CPUs while `goes_on` holds.
 fn flip(domain: &Arc<FlushDomain>, operation: Operation, nr_threads: usize, goes_on: impl Fn(&Flips) -> bool) -> Flips {
     let places = [CachePadded::new(AtomicU64::new(0)), CachePadded::new(AtomicU64::new(0))];
     let translation = CachePadded::new(AtomicPtr::new(places[0].as_ptr()));
@@ -95,7 +95,7 @@ fn flip(domain: &Arc<FlushDomain>, operation: Operation, nr_threads: usize, goes
     let nr_operations = || cpus.iter().map(|cpu| cpu.nr_operations.load(Ordering::Relaxed)).sum::<usize>();
     let nr_violations = || cpus.iter().map(|cpu| cpu.nr_violations.load(Ordering::Relaxed)).sum::<usize>();
     let mut flips = Flips::default();
-    // The owner's own look: for a store, which does not know.
+    // The owner's own read: for a store, whose result does not show it.
     let mut nr_overwritten = 0;
     std::thread::scope(|scope| {
         for cpu in &cpus {
@@ -112,7 +112,7 @@ fn flip(domain: &Arc<FlushDomain>, operation: Operation, nr_threads: usize, goes
             for _ in 0..200 {
                 black_box(old.load(Ordering::Relaxed));
             }
-            // Now and then for a whole time slice, so that threads which were preempted come back and try.
+            // Now and then for a whole time slice, so that preempted threads continue and try.
             if flips.nr_flips % 16 == 0 {
                 std::thread::yield_now();
             }
@@ -131,7 +131,8 @@ fn flip(domain: &Arc<FlushDomain>, operation: Operation, nr_threads: usize, goes
 /// Returns how often the rule was broken in at most `nr_flips` flips among `nr_threads` CPUs.
 fn violations(domain: &Arc<FlushDomain>, operation: Operation, nr_threads: usize, nr_flips: usize) -> usize {
     let begin = Instant::now();
-    // With the waiting method and many CPUs, one flush may take as long as the time slices of all of them.
+    // With the waiting method and many CPUs, one flush may take as long as the time slices of all
+    // of them.
     let goes_on = |flips: &Flips| flips.nr_flips < nr_flips && begin.elapsed() <= BUDGET;
     flip(domain, operation, nr_threads, goes_on).nr_violations
 }
@@ -150,7 +151,7 @@ fn domains() -> Vec<FlushDomain> {
 }
 
 #[test]
-fn nothing_lands_behind_a_flush() {
+fn no_access_completes_after_a_flush() {
     for domain in methods() {
         for operation in OPERATIONS {
             let found = violations(&domain, operation, 3, 20_000);
@@ -160,7 +161,7 @@ fn nothing_lands_behind_a_flush() {
 }
 
 #[test]
-fn nothing_lands_behind_a_flush_with_many_more_cpus_than_processors() {
+fn no_access_completes_after_a_flush_with_many_more_cpus_than_processors() {
     for domain in methods() {
         for operation in OPERATIONS {
             let found = violations(&domain, operation, 64, 2_000);
@@ -169,9 +170,9 @@ fn nothing_lands_behind_a_flush_with_many_more_cpus_than_processors() {
     }
 }
 
-/// The tests above are worth something only if they fail when the rule is broken.
+/// The tests above are only worth something if they fail when the rule is broken.
 #[test]
-fn a_broken_flush_is_noticed() {
+fn a_broken_flush_is_detected() {
     if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
         eprintln!("skipped: with one processor a broken flush is found by luck only");
         return;
@@ -179,8 +180,9 @@ fn a_broken_flush_is_noticed() {
     for domain in domains() {
         let domain = Arc::new(domain.with_defect(Defect::NoBarrier));
         for operation in OPERATIONS {
-            // Usually among the first thousand that an operation runs beside. On a busy machine these may be far apart: they
-            // are counted, and the time ends it only where hardly any come.
+            // Usually among the first thousand that an operation overlaps. On a busy machine these
+            // may be rare: they are counted, and the time limit applies only where hardly any
+            // occur.
             let begin = Instant::now();
             let goes_on = |flips: &Flips| {
                 let has_time = begin.elapsed() < Duration::from_secs(120);
@@ -193,7 +195,7 @@ fn a_broken_flush_is_noticed() {
 }
 
 #[test]
-fn operations_do_what_they_say() {
+fn operations_have_their_effects() {
     for domain in methods() {
         let port = Port::new(&domain);
         let mut word = 5_u64;
@@ -220,7 +222,7 @@ fn operations_do_what_they_say() {
     }
 }
 
-/// Also after a thread's port is gone, and with flushes from several threads.
+/// Also after a thread's port is dropped, and with flushes from several threads.
 #[test]
 fn cpus_come_and_go_while_others_flush() {
     for domain in methods() {
@@ -244,7 +246,7 @@ fn cpus_come_and_go_while_others_flush() {
 }
 
 #[test]
-fn methods_say_what_they_are() {
+fn methods_and_errors_have_names() {
     assert!(FlushMethod::Restartable.to_string().contains("never waits"));
     assert!(FlushMethod::Waiting.to_string().contains("waits"));
     assert!(NotRestartable::NoMembarrier { errno: libc::EINVAL }.to_string().contains("Invalid argument"));

@@ -1,4 +1,4 @@
-//! Records of flushes: what a CPU that catches up is told, and when it is told "everything".
+//! Records of flushes: which ranges a CPU that catches up gets, and when it gets "everything".
 
 use super::records::{MAX_RANGES, NR_RECORDS};
 use super::*;
@@ -19,7 +19,7 @@ fn domain() -> (Arc<FlushDomain>, Port) {
 }
 
 #[test]
-fn tells_what_was_flushed_in_between() {
+fn the_ranges_between_two_generations_are_returned() {
     let (domain, port) = domain();
     let first = port.generation();
     domain.flush(&[page(1), page(5)]);
@@ -31,12 +31,12 @@ fn tells_what_was_flushed_in_between() {
     assert_eq!(ranges(&port.flushed_since(first, second)), Some(&[page(1), page(5)][..]));
     assert_eq!(ranges(&port.flushed_since(second, third)), Some(&[page(9), page(6)][..]));
     let all = [page(1), GfnRange::new(Gfn(5), 2), page(9)];
-    assert_eq!(ranges(&port.flushed_since(first, third)), Some(&all[..]), "neighbours are put together");
+    assert_eq!(ranges(&port.flushed_since(first, third)), Some(&all[..]), "neighbours are merged");
     assert_eq!(ranges(&port.flushed_since(third, third)), Some(&[][..]));
 }
 
 #[test]
-fn a_cpu_that_lags_by_more_than_the_ring_is_told_everything() {
+fn a_cpu_that_lags_by_more_than_the_ring_drops_everything() {
     let (domain, port) = domain();
     let before = port.generation();
     domain.flush(&[page(7)]);
@@ -75,21 +75,22 @@ fn a_record_that_is_not_there_yet_is_everything() {
     let (domain, port) = domain();
     let before = port.generation();
     let slow = domain.begin_flush();
-    assert!(port.is_current(before), "nobody has to know of it yet");
+    assert!(port.is_current(before), "no CPU has to observe it yet");
     domain.flush(&[page(1)]);
     let after = port.generation();
     assert_eq!(after.nr_flushes_since(before), 2);
     assert_eq!(ranges(&port.flushed_since(before, after)), None);
-    // It comes late: those who have not asked yet are told, and the generation stays.
+    // It comes late: CPUs that ask later get it, and the generation stays.
     domain.complete_flush(slow, &[page(3)]);
     assert!(port.is_current(after));
     assert_eq!(ranges(&port.flushed_since(before, after)), Some(&[page(3), page(1)][..]));
 }
 
-/// A flusher that sleeps in the midst of writing costs the flushes that fall into its slot their records, no more.
+/// A flusher that is preempted while it writes costs the flushes of its slot their records, no
+/// more.
 #[test]
-fn a_slot_has_one_writer_and_only_gets_newer() {
-    let records = Records::new();
+fn a_slot_has_one_writer_and_its_sequence_only_rises() {
+    let records = FlushRecords::new();
     let ring = NR_RECORDS as u64;
     records.write(ring + 3, &[page(1)]);
     records.write(3, &[page(2)]);
@@ -104,17 +105,18 @@ fn a_slot_has_one_writer_and_only_gets_newer() {
     assert_eq!(ranges(&records.between(ring + 4, ring + 5)), Some(&[page(5)][..]));
 }
 
-/// Writers of flushes that all fall into one slot, and readers of the newest: no record is ever mixed from two.
-/// (What breaks that is found at once where the threads run side by side, and by luck where they take turns.)
+/// Writers of flushes that all use one slot, and readers of the newest: no record is ever mixed
+/// from two. (A defect shows at once where the threads run in parallel, and by luck where they take
+/// turns.)
 #[test]
-fn records_are_whole_or_missing() {
+fn records_are_complete_or_missing() {
     const NR_FLUSHES: u64 = if cfg!(miri) { 300 } else { 2_000_000 };
-    // All words of a record follow from its number, and no two ranges touch each other.
+    // All words of a record derive from its number, and no two ranges touch each other.
     let words_of = |number: u64| -> Vec<GfnRange> {
         let count = number % (MAX_RANGES as u64 + 1);
         (0..count).map(|n| GfnRange::new(Gfn(number * 1000 + 10 * n), 1 + number % 7)).collect()
     };
-    let records = Records::new();
+    let records = FlushRecords::new();
     let nth = AtomicU64::new(1);
     let nr_reading = AtomicU64::new(2);
     std::thread::scope(|scope| {
@@ -126,7 +128,7 @@ fn records_are_whole_or_missing() {
                 }
             });
             scope.spawn(|| {
-                // A reader that fails lets the writers go, too.
+                // A reader that fails ends the writers, too.
                 let _done = OnDrop(|| nr_reading.fetch_sub(1, Ordering::Relaxed));
                 let mut is_found = false;
                 let mut newest = 0;

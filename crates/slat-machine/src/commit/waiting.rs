@@ -1,11 +1,14 @@
-//! The waiting fallback: a word per CPU says that the CPU is inside a checked operation, and the flush waits for it.
+//! The waiting fallback: a word per CPU is set while the CPU is inside a checked operation, and the
+//! flush waits for it.
 //!
-//! The pair that makes it work is a store-load pattern: the CPU sets its word and then reads the generation; the flush
-//! moves the generation on and then reads the words; a full fence stands between the two steps on both sides. So either
-//! the CPU sees the new generation and does nothing, or the flush sees the CPU inside and waits.
+//! It rests on a store-load pair. The CPU sets its word and then reads the generation; the flush
+//! moves the generation on and then reads the words. A full fence stands between the two steps on
+//! both sides. So either the CPU reads the new generation and does nothing, or the flush finds the
+//! CPU inside and waits.
 //!
-//! An operation must not block for good inside: memory that a userfault handler fills only after a flush would be a
-//! deadlock here. Guest memory is touched by the fault's resolve before it is mapped, so the CPUs do not meet that.
+//! An operation must not block for ever inside: memory that a userfault handler fills only after a
+//! flush would be a deadlock here. The fault's resolve touches guest memory before it is mapped, so
+//! the CPUs do not block.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, PoisonError, RwLock};
@@ -14,16 +17,17 @@ use crossbeam_utils::CachePadded;
 
 use super::Stale;
 
-/// Turns of the loop that waits for a CPU before it starts to give its own time slice away. An operation takes some
-/// nanoseconds: who is still inside after that has probably lost its processor.
+/// Turns of the loop that waits for a CPU before it yields its own time slice. An operation takes
+/// some nanoseconds: a CPU that is still inside after that is probably preempted.
 const SPINS: u32 = 100;
 
-/// A CPU's word: odd while the CPU is inside an operation, and another number in each.
+/// A CPU's word: odd while the CPU is inside an operation, and a new number for each.
 #[derive(Debug, Default)]
 pub(super) struct Gate(CachePadded<AtomicU64>);
 
 impl Gate {
-    /// Does `operation` if `generation` still is `expected`. A flush that has moved it on since waits for the end.
+    /// Does `operation` if `generation` still is `expected`. A flush that has moved the generation
+    /// on since waits for the end.
     #[inline]
     pub(super) fn inside<T>(
         &self,
@@ -36,9 +40,10 @@ impl Gate {
         // Relaxed, with the fence behind it: the CPU's half of the store-load pair.
         self.0.store(outside.wrapping_add(1), Ordering::Relaxed);
         fence(Ordering::SeqCst);
-        // Relaxed: the fence orders it behind the store; what the generation protects was read before.
+        // Relaxed: the fence orders it behind the store; what the generation protects was read
+        // before.
         let result = if generation.load(Ordering::Relaxed) == expected { Ok(operation()) } else { Err(Stale) };
-        // Release: the flush that sees the CPU outside sees the operation's effect too.
+        // Release: the flush that finds the CPU outside observes the operation's effect too.
         self.0.store(outside.wrapping_add(2), Ordering::Release);
         result
     }
@@ -51,8 +56,8 @@ pub(super) struct Gates(RwLock<Vec<Arc<Gate>>>);
 impl Gates {
     pub(super) fn add(&self) -> Arc<Gate> {
         let gate = Arc::new(Gate::default());
-        // A CPU that is added behind a flush's back took this lock after the flush did, hence after the generation
-        // moved on: it starts with the new one.
+        // A CPU that is added during a flush takes this lock after the flush did, hence after the
+        // generation moved on: it starts with the new one.
         self.0.write().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&gate));
         gate
     }
@@ -61,7 +66,8 @@ impl Gates {
         self.0.write().unwrap_or_else(PoisonError::into_inner).retain(|other| !Arc::ptr_eq(other, gate));
     }
 
-    /// Waits until every CPU that is inside an operation now has left it. Called after the generation moved on.
+    /// Waits until every CPU that is inside an operation now has left it. Called after the
+    /// generation moved on.
     pub(super) fn wait_until_left(&self) {
         // The flush's half of the store-load pair.
         fence(Ordering::SeqCst);
@@ -71,7 +77,8 @@ impl Gates {
             if seen.is_multiple_of(2) {
                 continue;
             }
-            // It is enough that the number changes: a CPU that enters again reads the new generation.
+            // It is enough that the number changes: a CPU that enters again reads the new
+            // generation.
             let mut turns = 0;
             while gate.0.load(Ordering::Acquire) == seen {
                 if turns < SPINS {

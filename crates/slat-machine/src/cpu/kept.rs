@@ -1,7 +1,8 @@
-//! Faults that a CPU goes on to answer an access with until the page is flushed, and that flush where it is this CPU's alone.
+//! Faults that a CPU repeats for an access until the page is flushed, and the flush of this CPU
+//! alone.
 //!
-//! It is the machine's oracle for a missing [`Host::flush_local`](slat::Host::flush_local): without it, a guest of Arm's or
-//! RISC-V's formats faults on the same access for ever.
+//! It is the machine's oracle for a missing [`Host::flush_local`](slat::Host::flush_local): without
+//! that, a guest of Arm's or RISC-V's formats faults on the same access for ever.
 
 use std::cell::Cell;
 
@@ -9,14 +10,14 @@ use slat::{Access, GfnRange, Gpa};
 
 use crate::walk::Fault;
 
-/// Faults that a CPU can keep. More than one, so that what was kept long ago is noticed, too.
+/// Faults that a CPU can keep. More than one, so that an old one is detected, too.
 const CAPACITY: usize = 16;
 
 /// The last faults of a CPU, by page and access.
 #[derive(Debug, Default)]
 pub(super) struct KeptFaults {
     faults: [Option<Fault>; CAPACITY],
-    /// Which is replaced next.
+    /// The one that is replaced next.
     next: usize,
 }
 
@@ -28,7 +29,7 @@ impl KeptFaults {
         }
     }
 
-    /// The fault that is kept for `access` to the page of `gpa`; of that address.
+    /// The fault that is kept for `access` to the page of `gpa`, with that address.
     pub(super) fn find(&self, gpa: Gpa, access: Access) -> Option<Fault> {
         let is_same = |fault: &&Fault| fault.gpa.gfn() == gpa.gfn() && fault.access == access;
         self.faults.iter().flatten().find(is_same).map(|&fault| Fault { gpa, ..fault })
@@ -42,17 +43,17 @@ impl KeptFaults {
 }
 
 thread_local! {
-    /// The page that the CPU of this thread is to forget.
+    /// The page that the CPU of this thread has to drop.
     static LOCAL_FLUSH: Cell<Option<Gpa>> = const { Cell::new(None) };
 }
 
-/// The CPU that the calling thread runs forgets the page at `gpa` before it goes on: for hosts, and whatever else handles
-/// its faults.
+/// Has the CPU that the calling thread runs drop the page at `gpa` before it goes on. For hosts,
+/// and other handlers of its faults.
 pub fn flush_local(gpa: Gpa) {
     LOCAL_FLUSH.set(Some(gpa));
 }
 
-/// What the host has asked for during a fault of this thread's CPU.
+/// The host's request during a fault of this thread's CPU.
 pub(super) fn take_local_flush() -> Option<Gpa> {
     LOCAL_FLUSH.take()
 }

@@ -1,4 +1,5 @@
-//! The CPU over tables that a few lines of test build on demand: one flat mapping of 4 KiB pages in NPT format.
+//! The CPU over page tables that the test builds on demand: one flat mapping of 4 KiB pages in NPT
+//! format.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
@@ -10,7 +11,8 @@ use super::*;
 use crate::commit::{Defect, FlushDomain, FlushMethod};
 use crate::memory::{Backing, BackingKind};
 
-/// Guest memory and tables, shared by CPUs. The first 512 pages of guest-physical memory can be mapped.
+/// Guest memory and page tables, shared by CPUs. The first 512 pages of guest-physical memory can
+/// be mapped.
 pub(super) struct Memory {
     pub(super) tables: [Table; 4],
     pub(super) pages: Vec<Table>,
@@ -73,7 +75,7 @@ impl FaultHandler for Flat {
     }
 }
 
-/// Says "resume" and does nothing.
+/// Returns "resume" and does nothing.
 pub(super) struct Idle;
 
 impl FaultHandler for Idle {
@@ -97,7 +99,14 @@ fn reads_and_writes_through_faults_and_the_tlb() {
     assert_eq!(cpu.read(Gva(0x1008)), Ok(0));
     assert_eq!(
         cpu.counters(),
-        Counters { nr_accesses: 1, nr_reads: 1, nr_tlb_misses: 2, nr_walks: 2, nr_faults: 1, ..Counters::default() }
+        CpuCounters {
+            nr_accesses: 1,
+            nr_reads: 1,
+            nr_tlb_misses: 2,
+            nr_walks: 2,
+            nr_faults: 1,
+            ..CpuCounters::default()
+        }
     );
     assert_eq!(cpu.read(Gva(0x1010)), Ok(0));
     assert_eq!(cpu.counters().nr_walks, 2, "from the TLB");
@@ -123,7 +132,7 @@ fn a_write_through_a_read_filled_entry_sets_the_dirty_bit() {
 }
 
 #[test]
-fn a_missing_flush_shows() {
+fn a_missing_flush_is_detected() {
     let memory = Memory::new(2);
     let domain = Arc::new(FlushDomain::new());
     let mut cpu = cpu(&memory, &domain);
@@ -143,11 +152,12 @@ pub(super) fn page(gfn: u64) -> GfnRange {
     GfnRange::new(Gfn(gfn), 1)
 }
 
-/// The first of four guest pages that [`cpu_with_paging`] maps one by one: at address 0 and on with paging on.
+/// The first of four guest pages that [`cpu_with_paging`] maps one by one, from address 0 on with
+/// paging on.
 const FIRST_DATA: u64 = 4;
 
-/// A CPU whose guest reaches data page n of [`FIRST_DATA`] and on at the address that [`address`] tells. The guest's
-/// tables are in pages 0 to 3.
+/// A CPU whose guest reaches data page n from [`FIRST_DATA`] on at the address of [`address`]. The
+/// guest's page tables are in pages 0 to 3.
 fn cpu_with_paging(memory: &Arc<Memory>, domain: &Arc<FlushDomain>, paging: Paging) -> Cpu<Flat, Npt> {
     let mut cpu = cpu(memory, domain);
     if paging == Paging::TwoDimensional {
@@ -171,8 +181,8 @@ fn address(paging: Paging, n: u64) -> Gva {
 
 const PAGINGS: [Paging; 2] = [Paging::Off, Paging::TwoDimensional];
 
-/// What the CPU counts while it writes to each of the four data pages.
-fn write_all(cpu: &mut Cpu<Flat, Npt>) -> Counters {
+/// The counts of the CPU while it writes to each of the four data pages.
+fn write_all(cpu: &mut Cpu<Flat, Npt>) -> CpuCounters {
     let before = cpu.counters();
     for n in 0..4 {
         assert_eq!(cpu.write(address(cpu.paging(), n), n), Ok(()));
@@ -181,33 +191,34 @@ fn write_all(cpu: &mut Cpu<Flat, Npt>) -> Counters {
 }
 
 #[test]
-fn a_flush_drops_what_it_names_and_nothing_else() {
+fn a_flush_drops_its_ranges_and_nothing_else() {
     for paging in PAGINGS {
         let memory = Memory::new(8);
         let domain = Arc::new(FlushDomain::new());
         let mut cpu = cpu_with_paging(&memory, &domain, paging);
         write_all(&mut cpu);
-        let hits = Counters { nr_accesses: 4, ..Counters::default() };
+        let hits = CpuCounters { nr_accesses: 4, ..CpuCounters::default() };
         assert_eq!(write_all(&mut cpu), hits);
 
         domain.flush(&[page(FIRST_DATA + 1)]);
-        let one = Counters { nr_tlb_misses: 1, nr_walks: 1, nr_translations_dropped: 1, ..hits };
-        assert_eq!(write_all(&mut cpu), Counters { nr_flushes_seen: 1, ..one }, "{paging:?}");
+        let one = CpuCounters { nr_tlb_misses: 1, nr_walks: 1, nr_translations_dropped: 1, ..hits };
+        assert_eq!(write_all(&mut cpu), CpuCounters { nr_flushes_seen: 1, ..one }, "{paging:?}");
         assert_eq!(write_all(&mut cpu), hits);
 
-        // What the CPU has no translation of; with paging on, also pages of the guest's tables.
+        // Pages without a translation in the CPU; with paging on, also pages of the guest's page
+        // tables.
         domain.flush(&[GfnRange::new(Gfn(0), FIRST_DATA), page(1 << 20)]);
-        assert_eq!(write_all(&mut cpu), Counters { nr_flushes_seen: 1, ..hits }, "{paging:?}");
+        assert_eq!(write_all(&mut cpu), CpuCounters { nr_flushes_seen: 1, ..hits }, "{paging:?}");
 
         // Two flushes of two pages, of which one is the same.
         domain.flush(&[page(FIRST_DATA), page(FIRST_DATA + 3)]);
         domain.flush(&[page(FIRST_DATA + 3), page(FIRST_DATA + 1)]);
-        let three = Counters { nr_tlb_misses: 3, nr_walks: 3, nr_translations_dropped: 3, ..hits };
-        assert_eq!(write_all(&mut cpu), Counters { nr_flushes_seen: 2, ..three }, "{paging:?}");
+        let three = CpuCounters { nr_tlb_misses: 3, nr_walks: 3, nr_translations_dropped: 3, ..hits };
+        assert_eq!(write_all(&mut cpu), CpuCounters { nr_flushes_seen: 2, ..three }, "{paging:?}");
 
         domain.flush(&[GfnRange::new(Gfn(0), u64::MAX)]);
-        let all = Counters { nr_tlb_misses: 4, nr_walks: 4, nr_translations_dropped: 4, ..hits };
-        assert_eq!(write_all(&mut cpu), Counters { nr_flushes_seen: 1, ..all }, "{paging:?}");
+        let all = CpuCounters { nr_tlb_misses: 4, nr_walks: 4, nr_translations_dropped: 4, ..hits };
+        assert_eq!(write_all(&mut cpu), CpuCounters { nr_flushes_seen: 1, ..all }, "{paging:?}");
     }
 }
 
@@ -218,8 +229,8 @@ fn a_flush_of_a_small_page_drops_the_large_one_around_it() {
     for paging in PAGINGS {
         let memory = Memory::new(8);
         let domain = Arc::new(FlushDomain::new());
-        // Guest-physical 2 MiB to 6 MiB, in two large pages. With paging on, the guest maps them by large pages, too,
-        // the other way round.
+        // Guest-physical 2 MiB to 6 MiB, in two large pages. With paging on, the guest maps them by
+        // large pages, too, in reverse order.
         for n in 0..2 {
             memory.tables[2].0[1 + n].store((large + ((n as u64) << 21)) | 0x87, Ordering::Relaxed);
         }
@@ -244,7 +255,8 @@ fn a_flush_of_a_small_page_drops_the_large_one_around_it() {
         for gva in [first, second] {
             assert_eq!((walks(gva), walks(Gva(gva.0 + 0x1f_f000))), (1, 0), "{paging:?}");
         }
-        // The last small page of the first, the first of the second, and what is around both.
+        // The last small page of the first, the first of the second, and the large pages around
+        // both.
         domain.flush(&[page(512 + 511)]);
         assert_eq!((walks(first), walks(second)), (1, 0), "{paging:?}");
         domain.flush(&[page(1024)]);
@@ -255,28 +267,28 @@ fn a_flush_of_a_small_page_drops_the_large_one_around_it() {
 }
 
 #[test]
-fn a_cpu_that_cannot_learn_what_was_flushed_drops_everything() {
+fn a_cpu_without_the_records_of_flushes_drops_everything() {
     for paging in PAGINGS {
         let memory = Memory::new(8);
         let domain = Arc::new(FlushDomain::new());
         let mut cpu = cpu_with_paging(&memory, &domain, paging);
         write_all(&mut cpu);
         let far = 1 << 20;
-        let full = |nr_flushes_seen| Counters {
+        let full = |nr_flushes_seen| CpuCounters {
             nr_accesses: 4,
             nr_tlb_misses: 4,
             nr_walks: 4,
             nr_flushes_seen,
             nr_full_drops: 1,
             nr_translations_dropped: 4,
-            ..Counters::default()
+            ..CpuCounters::default()
         };
-        // It lags by many flushes, of one and the same page.
+        // It lags by many flushes of the same page.
         (0..1000).for_each(|_| domain.flush(&[page(far)]));
         assert_eq!(write_all(&mut cpu), full(1000), "{paging:?}");
-        // A flusher has begun and lost its processor; another was faster.
+        // A flusher has begun and was preempted; another came first.
         assert_eq!(domain.begin_flush(), 1001);
-        assert_eq!(write_all(&mut cpu), Counters { nr_accesses: 4, ..Counters::default() });
+        assert_eq!(write_all(&mut cpu), CpuCounters { nr_accesses: 4, ..CpuCounters::default() });
         domain.flush(&[page(far)]);
         assert_eq!(write_all(&mut cpu), full(2), "{paging:?}");
         // One flush of many ranges, and many flushes of different ones.
@@ -288,7 +300,7 @@ fn a_cpu_that_cannot_learn_what_was_flushed_drops_everything() {
 }
 
 #[test]
-fn errors_come_back_typed() {
+fn errors_are_typed() {
     let memory = Memory::new(2);
     let mut cpu = cpu(&memory, &Arc::new(FlushDomain::new()));
     assert_eq!(cpu.read(Gva(4)), Err(CpuError::Unaligned { gva: Gva(4) }));
@@ -310,7 +322,8 @@ fn errors_come_back_typed() {
 fn two_dimensional_paging_with_contexts() {
     let memory = Memory::new(16);
     let mut cpu = cpu(&memory, &Arc::new(FlushDomain::new()));
-    // Two address spaces: tables in pages 0 to 3 and 4 to 7, both map address 0 to pages 8 and 9.
+    // Two address spaces: page tables in pages 0 to 3 and 4 to 7, both map address 0 to pages 8 and
+    // 9.
     for (first, data) in [(0_u64, 8_u64), (4, 9)] {
         for level in 0..4 {
             let next = if level == 3 { data } else { first + level + 1 };
@@ -339,21 +352,21 @@ fn two_dimensional_paging_with_contexts() {
     assert_eq!(cpu.read(Gva(9 << 12)), Ok(22));
 }
 
-/// What the owner of a page that was taken away writes there; no CPU writes it.
+/// What the owner of a page writes there after the flush; no CPU writes it.
 const OWNED: u64 = u64::MAX;
 
-/// The longest that one round of taking pages away goes on.
+/// The longest time for one round.
 const BUDGET: Duration = Duration::from_millis(500);
 
-/// CPUs write and read while two threads give each of their two guest pages one memory page and another in turn, flush,
-/// and put a mark on the one that was taken away; and a third flushes ranges that overlap theirs. Returns how often a
-/// mark was overwritten or seen.
+/// CPUs write and read. Two threads switch each of their two guest pages between two memory pages,
+/// flush, and mark the one that is unmapped; a third flushes ranges that overlap theirs. Returns
+/// how often a mark was overwritten or seen.
 fn violations(domain: FlushDomain, paging: Paging, nr_turns: u64) -> u64 {
     let domain = Arc::new(domain);
     let memory = Memory::new(8);
     let stop = AtomicBool::new(false);
     let found = AtomicU64::new(0);
-    // All is mapped, and the guest's tables are built, before anything is taken away.
+    // All is mapped, and the guest's page tables are built, before anything is unmapped.
     write_all(&mut cpu_with_paging(&memory, &domain, paging));
     let started = Barrier::new(5);
     std::thread::scope(|scope| {
@@ -392,7 +405,8 @@ fn violations(domain: FlushDomain, paging: Paging, nr_turns: u64) -> u64 {
                     started.wait();
                     let begin = Instant::now();
                     for turn in 0..nr_turns {
-                        // With the waiting method, one flush may take as long as the time slices of all CPUs.
+                        // With the waiting method, one flush may take as long as the time slices of
+                        // all CPUs.
                         if begin.elapsed() > BUDGET {
                             break;
                         }
@@ -421,7 +435,7 @@ fn violations(domain: FlushDomain, paging: Paging, nr_turns: u64) -> u64 {
                 })
             })
             .collect();
-        // The spare pages are kept until no CPU runs: in a broken domain they are still written to.
+        // The spare pages are kept until no CPU runs: with a defect they are still written to.
         let spares: Vec<_> = flushers.into_iter().map(|flusher| flusher.join().unwrap()).collect();
         stop.store(true, Ordering::Relaxed);
         spares
@@ -441,19 +455,20 @@ fn for_each_way(mut check: impl FnMut(FlushDomain, Paging)) {
 }
 
 #[test]
-fn no_access_reaches_a_page_that_was_taken_away() {
+fn no_access_reaches_a_page_after_its_flush() {
     for_each_way(|domain, paging| {
         let method = domain.method();
         assert_eq!(violations(domain, paging, 20_000), 0, "{method}, {paging:?}");
     });
 }
 
-/// The test above is worth something only if it fails when flushes leave out what they name.
+/// The test above is only worth something if it fails when flushes leave out their ranges.
 #[test]
-fn flushes_without_ranges_are_noticed() {
+fn flushes_without_ranges_are_detected() {
     for_each_way(|domain, paging| {
         let method = domain.method();
-        // Mostly in the first try; on a busy machine the CPUs may not run beside the flushes of a whole one.
+        // Mostly in the first try; on a busy machine the CPUs may not run concurrently with the
+        // flushes of a whole one.
         let is_noticed = (0..10_000).any(|_| {
             let domain = FlushDomain::with_method(method).unwrap();
             violations(domain.with_defect(Defect::NoRanges), paging, 100) > 0

@@ -1,4 +1,5 @@
-//! A CPU of a format with break before make notices who does not keep to it; one of another format goes on.
+//! A CPU of a format with break before make detects a change without it; one of another format goes
+//! on.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -10,13 +11,13 @@ use super::*;
 use crate::commit::FlushDomain;
 use crate::memory::{Backing, BackingKind};
 
-/// Entries of the level above the lowest, for 2 MiB of memory that lies at one piece.
+/// PTEs of the level above the lowest, for 2 MiB of contiguous memory.
 struct Entries {
     table: u64,
     huge: u64,
 }
 
-/// Pages 0 to 511 by one entry or by a table, whatever the test says.
+/// Pages 0 to 511 by one huge leaf or by a page-table page, as the test wants.
 struct Guest<F> {
     memory: Arc<Memory>,
     _backing: Backing,
@@ -25,7 +26,7 @@ struct Guest<F> {
     cpu: Cpu<Idle, F>,
 }
 
-/// How a format writes entries: the address so many bits lower, and the bits of each kind.
+/// The PTEs of a format: the shift of the address, and the bits of each kind.
 struct Bits {
     shift: u32,
     table: u64,
@@ -61,7 +62,7 @@ impl<F: HardwareFormat> Guest<F> {
     }
 }
 
-/// Touches page 3; a huge page takes the table's place; page 4 is touched, and page 3 again.
+/// Touches page 3; a huge leaf replaces the page-table page; page 4 is touched, and page 3 again.
 fn make_huge<F: HardwareFormat>(bits: &Bits, flush: Option<GfnRange>) -> Result<(), CpuError> {
     let mut guest = Guest::<F>::new(bits);
     guest.make(guest.entries.table);
@@ -82,12 +83,12 @@ fn a_huge_page_over_cached_small_ones_is_a_conflict_where_there_are_any() {
     assert_eq!(make_huge::<Stage2>(&STAGE2, None), Err(conflict));
     assert_eq!(make_huge::<Stage2>(&STAGE2, Some(page(7))), Err(conflict), "another page was flushed");
     assert_eq!(make_huge::<Stage2>(&STAGE2, Some(all)), Ok(()));
-    // Others use either translation.
+    // Other formats use either translation.
     assert_eq!(make_huge::<Npt>(&NPT, None), Ok(()));
     assert_eq!(make_huge::<Sv48x4>(&GSTAGE, None), Ok(()));
 }
 
-/// A cached huge page hides the small ones, until an access needs what it does not allow.
+/// A cached huge page hides the small ones, until an access needs more rights.
 #[test]
 fn a_small_page_beside_a_cached_huge_one_is_a_conflict_where_there_are_any() {
     let read_only = |bits: &Bits, write: u64| Bits { huge: bits.huge & !write, ..*bits };

@@ -1,4 +1,5 @@
-//! CPUs of Arm and RISC-V keep what they faulted on until it is flushed; the engine has it flushed at the end of each fault.
+//! CPUs of Arm and RISC-V repeat a fault until its page is flushed; the engine has it flushed at
+//! the end of each fault.
 
 use std::sync::Arc;
 
@@ -13,7 +14,8 @@ use crate::memory::{Backing, BackingKind};
 
 const SIZE_BYTES: u64 = 2 << 20;
 
-/// The engine, whose host flushes no local CPU if the test says so; it gives up after a bounded number of faults.
+/// The engine, whose host does not flush the local CPU if the test wants that; it fails after a
+/// bounded number of faults.
 struct Engine<F: Format> {
     vcpu: Vcpu<MachineHost, F>,
     flushes: bool,
@@ -69,7 +71,8 @@ impl<F: HardwareFormat> Machine<F> {
         self.vm.set_user_memory_region(region).unwrap();
     }
 
-    /// The machine, when the log has begun and both CPUs have read page 0. The second one has faulted on a write since.
+    /// The machine, when the log has begun and both CPUs have read page 0. The second one has
+    /// faulted on a write since.
     fn logging() -> Machine<F> {
         let mut machine = Machine::<F>::new(true);
         machine.cpus[0].write(Gva(0), 1).unwrap();
@@ -77,7 +80,7 @@ impl<F: HardwareFormat> Machine<F> {
         machine.cpus[0].read(Gva(0)).unwrap();
         machine.cpus[1].read(Gva(0)).unwrap();
         machine.cpus[1].handler.faults_left = 0;
-        assert!(is_for_ever(machine.cpus[1].write(Gva(16), 3)), "the engine has not been asked yet");
+        assert!(is_for_ever(machine.cpus[1].write(Gva(16), 3)), "the engine has not handled it yet");
         machine
     }
 }
@@ -86,7 +89,7 @@ fn is_for_ever<T>(result: Result<T, CpuError>) -> bool {
     matches!(result, Err(CpuError::Engine(slat::Error::Busy { .. })))
 }
 
-/// A right that is given back by this CPU's own fault, and by another's.
+/// A right that this CPU's own fault restores, and another CPU's fault.
 fn a_right<F: HardwareFormat>(keeps: bool) {
     for flushes in [true, false] {
         let mut machine = Machine::<F>::logging();
@@ -107,7 +110,7 @@ fn a_right<F: HardwareFormat>(keeps: bool) {
     }
 }
 
-/// An entry that was not valid when it was read.
+/// A PTE that was not valid when it was read.
 fn a_leaf<F: HardwareFormat>(keeps: bool) {
     for flushes in [true, false] {
         let mut machine = Machine::<F>::new(flushes);
@@ -117,7 +120,7 @@ fn a_leaf<F: HardwareFormat>(keeps: bool) {
 }
 
 #[test]
-fn a_cpu_that_keeps_what_lacks_a_right_faults_for_ever_without_a_local_flush() {
+fn a_cpu_that_caches_a_missing_right_faults_for_ever_without_a_local_flush() {
     a_right::<Stage2>(true);
     a_right::<Sv39x4>(true);
     a_right::<Sv48x4>(true);
@@ -126,16 +129,16 @@ fn a_cpu_that_keeps_what_lacks_a_right_faults_for_ever_without_a_local_flush() {
 }
 
 #[test]
-fn a_cpu_that_keeps_what_is_not_valid_faults_for_ever_without_a_local_flush() {
+fn a_cpu_that_caches_an_invalid_pte_faults_for_ever_without_a_local_flush() {
     a_leaf::<Sv39x4>(true);
     a_leaf::<Sv48x4>(true);
     a_leaf::<Stage2>(false);
     a_leaf::<Npt>(false);
 }
 
-/// A flush of all CPUs does as well; of another page it does not.
+/// A flush of all CPUs also ends the faults; a flush of another page does not.
 #[test]
-fn what_is_kept_goes_with_a_flush_of_its_page() {
+fn a_kept_fault_ends_with_a_flush_of_its_page() {
     for (page, is_flushed) in [(1, true), (0, false)] {
         let mut machine = Machine::<Sv39x4>::new(false);
         let [first, _] = &mut machine.cpus;

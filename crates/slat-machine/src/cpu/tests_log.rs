@@ -1,4 +1,5 @@
-//! CPUs that log what they make dirty: the exit on a full log, and harvests on threads beside CPUs that write.
+//! CPUs that log the pages that they make dirty: the exit on a full log, and harvests concurrent
+//! with CPUs that write.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Barrier};
@@ -13,10 +14,10 @@ use crate::modification_log::{ModificationLogs, NR_ENTRIES};
 
 const NR_PAGES: usize = 512;
 
-/// The longest that harvests wait for something to find: no machine is so slow.
+/// The longest that harvests wait for a page: no machine is so slow.
 const LONGEST_WAIT: Duration = Duration::from_secs(600);
 
-/// Stops the threads beside it when it goes, also because a check has failed.
+/// Stops the other threads when it is dropped, also after a failed check.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -29,13 +30,14 @@ impl Drop for Stop<'_> {
 const LEAF: u64 = 0b111 | 6 << 3;
 const DIRTY: u64 = 1 << 9;
 
-/// What a harvest takes: a bit for each page.
+/// The pages for the next harvest: a bit for each.
 #[derive(Default)]
 struct Marks([AtomicU64; NR_PAGES / 64]);
 
 impl Marks {
     fn mark(&self, written: &[Gpa]) {
-        // The dirty bits of these pages were set before; who has taken a mark that is found set here sees them.
+        // The dirty bits of these pages were set before. A thread that has taken a mark that is
+        // found set here observes them.
         fence(Ordering::SeqCst);
         for gpa in written {
             let gfn = gpa.gfn().0;
@@ -80,7 +82,7 @@ struct World {
 }
 
 impl World {
-    /// Every page is mapped and writable, none is dirty.
+    /// Maps every page, writable and clean.
     fn new(domain: FlushDomain) -> World {
         let memory = Memory::new(NR_PAGES);
         for (gfn, page) in memory.pages.iter().enumerate() {
@@ -139,11 +141,11 @@ fn a_cpu_exits_on_a_full_log_and_starts_over() {
     }
     let before = cpu.counters();
     assert_eq!((before.nr_pages_logged, before.nr_log_full_exits, before.nr_walks), (512, 0, 512));
-    // Harvested behind the log's back, so that there is something to log again.
+    // Harvested beside the log, so that there is something to log again.
     world.memory.leaf(9).fetch_and(!DIRTY, Ordering::SeqCst);
     world.domain.flush(&[page(9)]);
     assert_eq!(cpu.write(gva(9), 2), Ok(()));
-    let exit = Counters {
+    let exit = CpuCounters {
         nr_accesses: 1,
         nr_tlb_misses: 2,
         nr_walks: 2,
@@ -151,18 +153,18 @@ fn a_cpu_exits_on_a_full_log_and_starts_over() {
         nr_translations_dropped: 1,
         nr_pages_logged: 1,
         nr_log_full_exits: 1,
-        ..Counters::default()
+        ..CpuCounters::default()
     };
     assert_eq!(cpu.counters().since(before), exit);
     assert_eq!(world.memory.word(9, 0), 2);
-    // The exit has handed over all that was in the log, and no more.
+    // The exit has passed on the whole log, and no more.
     assert_eq!(world.marks.take(&world.memory, &world.domain).len() as u64, NR_ENTRIES);
     assert_eq!(world.harvest(), [9]);
 }
 
-/// CPUs write numbers that count up, each to a word of its own in every page. Beside them one thread harvests, copies what
-/// the harvest names, and compares: a write that was done when the harvest began must be in its copy. Another thread only
-/// drains, and loses its processor while it has pages in its hands.
+/// CPUs write numbers that count up, each to a word of its own in every page. Concurrently one
+/// thread harvests, copies the reported pages, and compares: a write that was done when the harvest
+/// began must be in its copy. Another thread only drains, and is preempted while it has pages.
 fn run(domain: FlushDomain, nr_cpus: usize, budget: Duration) {
     let world = World::new(domain);
     let done: Vec<Vec<AtomicU64>> = (0..nr_cpus).map(|_| (0..NR_PAGES).map(|_| AtomicU64::new(0)).collect()).collect();
@@ -184,7 +186,7 @@ fn run(domain: FlushDomain, nr_cpus: usize, budget: Duration) {
                     let gfn = (random >> 33) % NR_PAGES as u64;
                     number += 1;
                     assert_eq!(cpu.write(Gva(gfn << 12 | (index as u64) << 3), number), Ok(()));
-                    // Release: the harvest that sees it begins after the write.
+                    // Release: the harvest that observes it begins after the write.
                     done[gfn as usize].store(number, Ordering::Release);
                     if stop.load(Ordering::Relaxed) {
                         break;
@@ -224,7 +226,7 @@ fn run(domain: FlushDomain, nr_cpus: usize, budget: Duration) {
         let stopper = Stop(&stop);
         let begin = Instant::now();
         let mut result = harvest();
-        // And until there was something to find: on a busy machine that may take longer.
+        // And until there was a page: on a busy machine that may take longer.
         while let Ok(nr_pages) = result
             && (begin.elapsed() < budget || nr_found + nr_pages == 0)
             && !stop.load(Ordering::Relaxed)
@@ -238,7 +240,7 @@ fn run(domain: FlushDomain, nr_cpus: usize, budget: Duration) {
         drop(stopper);
         result.unwrap();
     });
-    // Nobody writes any more: one harvest finds all the rest.
+    // No CPU writes any more: one harvest finds all the rest.
     let last = world.harvest();
     for gfn in last {
         for (index, copy) in copies.iter_mut().enumerate() {

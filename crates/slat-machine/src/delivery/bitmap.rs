@@ -1,11 +1,14 @@
-//! The userfault bitmap in a memory file, so that a resolver in another process clears the bits that the engine reads.
+//! The userfault bitmap in a memory file, so that a resolver in another process clears the bits
+//! that the engine reads.
 //!
 //! # Protocol
-//! - One bit a page, 1 = not there yet. Who has filled a page clears its bit with release; who finds it clear with acquire
-//!   sees the whole page. This holds between processes as between threads: it is the same memory.
-//! - The file cannot change its size: with a shorter one the engine's next look would kill the VMM.
-//! - The other side may set and clear what it likes. A bit that it clears too early shows the guest a page that is not
-//!   filled, as any wrong content would; a bit that it sets makes the guest ask.
+//! - One bit a page, 1 = not there yet. The side that has filled a page clears its bit with
+//!   release; a reader that finds it clear with acquire observes the whole page. Two processes
+//!   share the same memory, so this holds between them as between threads.
+//! - The file cannot change its size: the engine's next read of a shorter one would kill the VMM.
+//! - The other side may set and clear any bit. A bit that it clears too early shows the guest a
+//!   page that is not filled, like any other wrong contents; a bit that it sets makes the guest
+//!   ask.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -16,7 +19,7 @@ use thiserror::Error;
 
 use super::shared::{self, SharedMapping};
 
-/// A bitmap that cannot be had, or that is refused.
+/// Why a bitmap cannot be made, or is refused.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum BitmapError {
@@ -46,12 +49,13 @@ pub enum BitmapError {
         call: &'static str,
         /// Pages that were asked for.
         nr_pages: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
 
-/// One bit for each page, in shared memory. Bit n % 64 of word n / 64 is page n; 1 = the page is not there.
+/// One bit for each page, in shared memory. Bit n % 64 of word n / 64 is page n; 1 = the page is
+/// not there.
 #[derive(Debug)]
 pub struct SharedBitmap {
     file: OwnedFd,
@@ -60,7 +64,7 @@ pub struct SharedBitmap {
 }
 
 impl SharedBitmap {
-    /// A bitmap of its own, all bits 0.
+    /// Makes a bitmap, all bits 0.
     ///
     /// # Errors
     /// [`BitmapError::BadSize`] and [`BitmapError::System`].
@@ -74,7 +78,7 @@ impl SharedBitmap {
         SharedBitmap::from_fd(file, nr_pages)
     }
 
-    /// The bitmap of `nr_pages` pages that somebody else has made.
+    /// Maps the bitmap of `nr_pages` pages that another process has made.
     ///
     /// # Errors
     /// Every [`BitmapError`].
@@ -93,7 +97,7 @@ impl SharedBitmap {
         Ok(SharedBitmap { file, mapping, nr_pages })
     }
 
-    /// The file, to be handed to a resolver.
+    /// The file, to be passed to a resolver.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
@@ -103,12 +107,12 @@ impl SharedBitmap {
         self.nr_pages
     }
 
-    /// All words; bits beyond the last page mean nothing.
+    /// All words; bits beyond the last page have no meaning.
     pub fn words(&self) -> &[AtomicU64] {
         self.mapping.words()
     }
 
-    /// The word and the bit of a page; no bit beyond the end.
+    /// The word and the bit of a page; `None` beyond the end.
     fn place(&self, page: u64) -> Option<(&AtomicU64, u64)> {
         // Cannot truncate: below the number of pages, whose words are mapped.
         (page < self.nr_pages).then(|| (&self.words()[(page / 64) as usize], 1 << (page % 64)))
@@ -116,18 +120,19 @@ impl SharedBitmap {
 
     /// Whether the page is not there yet. Pages beyond the end are never missing.
     pub fn is_set(&self, page: u64) -> bool {
-        // Acquire: whoever finds the bit clear reads the page next, and sees it as it was when the bit was cleared.
+        // Acquire: a caller that finds the bit clear reads the page next, and observes it as it was
+        // when the bit was cleared.
         self.place(page).is_some_and(|(word, bit)| word.load(Ordering::Acquire) & bit != 0)
     }
 
-    /// Says that the page is missing; whether it was not before.
+    /// Marks the page as missing. Returns whether it was not before.
     pub fn set(&self, page: u64) -> bool {
-        // Release: what the caller did to the page before (threw it away) comes before the bit. Acquire: it comes after the
-        // page as the one who cleared the bit left it.
+        // Release: what the caller did to the page before (such as discarding it) comes before the
+        // bit. Acquire: it comes after what the side that cleared the bit wrote to the page.
         self.place(page).is_some_and(|(word, bit)| word.fetch_or(bit, Ordering::AcqRel) & bit == 0)
     }
 
-    /// Says that all pages are missing.
+    /// Marks all pages as missing.
     pub fn set_all(&self) {
         for (index, word) in self.words().iter().enumerate() {
             let nr_bits = (self.nr_pages - index as u64 * 64).min(64);
@@ -135,18 +140,18 @@ impl SharedBitmap {
         }
     }
 
-    /// Says that the page, which its caller has filled, is there; whether it was missing.
+    /// Marks the page, which the caller has filled, as there. Returns whether it was missing.
     pub fn clear(&self, page: u64) -> bool {
-        // Release: the page's contents come before the bit, for whoever finds it clear.
+        // Release: the page's contents come before the bit, for every reader that finds it clear.
         self.place(page).is_some_and(|(word, bit)| word.fetch_and(!bit, Ordering::Release) & bit != 0)
     }
 
-    /// Pages that are missing. Exact only while nobody sets or clears bits.
+    /// Pages that are missing. Exact only while no thread sets or clears bits.
     pub fn count(&self) -> u64 {
         let mut count = 0;
         for (index, word) in self.words().iter().enumerate() {
             let nr_bits = (self.nr_pages - index as u64 * 64).min(64);
-            // Relaxed: a number, from which nobody concludes anything about the pages.
+            // Relaxed: only a number; no caller reads pages because of it.
             count += u64::from((word.load(Ordering::Relaxed) & (u64::MAX >> (64 - nr_bits))).count_ones());
         }
         count

@@ -1,4 +1,4 @@
-//! What may go wrong in a delivery, on both sides.
+//! The errors of a delivery, on both sides.
 
 use std::io;
 use std::time::Duration;
@@ -11,8 +11,8 @@ use super::ring::BadIndex;
 /// A delivery that cannot be made.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-pub enum ConfigError {
-    /// vCPUs, waiters or entries that cannot be.
+pub enum DeliveryConfigError {
+    /// Numbers of vCPUs, waiters or entries that are out of range.
     #[error(
         "{nr_vcpus} vCPUs with {nr_waiters} waiters and rings of {ring_entries} entries: there are 1 to 4096 vCPUs, 1 waiter \
          to one for each vCPU, and the entries are a power of two up to 4096"
@@ -25,15 +25,17 @@ pub enum ConfigError {
         /// Entries of each ring.
         ring_entries: u32,
     },
-    /// The file of the guest's memory could be cut short by the other side, which would kill whoever touches the memory.
+    /// The other side could cut the file of the guest's memory short, which would kill a process
+    /// that then accesses the memory.
     #[error(
         "the file of the guest's memory cannot be sealed against shrinking; it has to be a memfd with MFD_ALLOW_SEALING"
     )]
     UnsealedMemory {
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// The memory is not inside its file, or is larger than the bitmap, or starts or ends inside a page.
+    /// The memory is not inside its file, or is larger than the bitmap, or starts or ends inside a
+    /// page.
     #[error(
         "guest memory of {size_bytes} bytes at {offset_bytes:#x} of a file of {file_bytes} bytes, and a bitmap for {bitmap_bytes} \
          bytes"
@@ -45,10 +47,10 @@ pub enum ConfigError {
         size_bytes: u64,
         /// The size of the file.
         file_bytes: u64,
-        /// What the bitmap has bits for.
+        /// The bytes that the bitmap has bits for.
         bitmap_bytes: u64,
     },
-    /// A vCPU or waiter that is not there, or was taken before.
+    /// A vCPU or waiter that does not exist, or that was taken before.
     #[error("{what} {number} is not there or was taken before")]
     Taken {
         /// "vCPU" or "waiter".
@@ -61,7 +63,7 @@ pub enum ConfigError {
     System {
         /// The call.
         call: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
@@ -70,22 +72,22 @@ pub enum ConfigError {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum AttachError {
-    /// There is one, and it lives.
+    /// A resolver is attached, and lives.
     #[error("a resolver is attached already, epoch {epoch}")]
     AlreadyAttached {
         /// Its epoch.
         epoch: u64,
     },
-    /// Nobody came.
+    /// No resolver came in time.
     #[error("no resolver came within {waited:?}")]
-    NobodyCame {
+    NoResolverCame {
         /// How long was waited.
         waited: Duration,
     },
     /// The delivery is closed.
     #[error("the delivery is closed")]
     Closed,
-    /// It came, and was not what it should be.
+    /// The handshake with it failed.
     #[error(transparent)]
     Handshake(#[from] HandshakeError),
 }
@@ -94,14 +96,14 @@ pub enum AttachError {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum HandshakeError {
-    /// The other side speaks something else.
-    #[error("the other side of the socket does not speak this protocol: it began with {found:#x}")]
+    /// The other side uses another protocol.
+    #[error("the other side of the socket uses another protocol: its first word is {found:#x}")]
     BadMagic {
-        /// What it began with.
+        /// Its first word.
         found: u64,
     },
-    /// The other side speaks another version.
-    #[error("the other side speaks version {theirs} of the protocol and this one {ours}")]
+    /// The other side uses another version.
+    #[error("the other side has version {theirs} of the protocol, this side has {ours}")]
     Version {
         /// This side's.
         ours: u32,
@@ -116,16 +118,16 @@ pub enum HandshakeError {
         /// vCPUs.
         nr_vcpus: u32,
     },
-    /// Fewer or more descriptors came than were said.
-    #[error("{found} descriptors came with the handshake and not {expected}")]
+    /// Another number of descriptors arrived than was announced.
+    #[error("{found} descriptors came with the handshake instead of {expected}")]
     MissingDescriptors {
         /// How many there should be.
         expected: u32,
         /// How many came.
         found: u32,
     },
-    /// The kernel passed on fewer descriptors than the other side sent: this process may open no more files. (Or a security
-    /// module has refused one, which looks the same.)
+    /// The kernel passed on fewer descriptors than the other side sent: this process may open no
+    /// more files. (Or a security module has refused one, which looks the same.)
     #[error(
         "only {found} of the {expected} descriptors of the handshake could be opened: this process has too many open files for \
          its RLIMIT_NOFILE of {limit}"
@@ -138,29 +140,29 @@ pub enum HandshakeError {
         /// The soft limit of RLIMIT_NOFILE, getrlimit(2).
         limit: u64,
     },
-    /// A file has not the size that the message says.
-    #[error("the {what} has {found_bytes} bytes and not {expected_bytes}")]
+    /// A file does not have the size that the message names.
+    #[error("the {what} has {found_bytes} bytes instead of {expected_bytes}")]
     WrongSize {
-        /// Which file.
+        /// The name of the file.
         what: &'static str,
-        /// What it should have, at least.
+        /// The size that it has to have, at least.
         expected_bytes: u64,
-        /// What it has.
+        /// The size that it has.
         found_bytes: u64,
     },
-    /// A file could be cut short by the other side.
+    /// The other side could cut a file short.
     #[error("the {what} is not sealed against shrinking")]
     NotSealed {
-        /// Which file.
+        /// The name of the file.
         what: &'static str,
     },
     /// The bitmap is refused.
     #[error(transparent)]
     Bitmap(#[from] BitmapError),
     /// Numbers that contradict each other.
-    #[error("the other side's numbers make no sense: {what}")]
+    #[error("the other side sent impossible numbers: {what}")]
     BadNumbers {
-        /// Which.
+        /// The numbers.
         what: &'static str,
     },
     /// The other side refused.
@@ -183,24 +185,25 @@ pub enum HandshakeError {
     System {
         /// The call.
         call: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
 
-/// What a vCPU gets instead of its page. But for `NotCleared` and `PageFailed`, which end a request, what was asked for stays
-/// known.
+/// Why a vCPU does not get its page. `NotCleared` and `PageFailed` end a request; after any other
+/// error it is still in flight.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DeliveryError {
-    /// The resolver died, or was detached. [`Port::resume`](super::Port::resume) asks the next one.
+    /// The resolver died, or was detached. [`DeliveryPort::resume`](super::DeliveryPort::resume)
+    /// asks the next one.
     #[error("the resolver of epoch {epoch} is gone, and vCPU {vcpu} waits for page {page:#x}")]
     ResolverGone {
         /// The vCPU.
         vcpu: u32,
         /// The first page that it waits for.
         page: u64,
-        /// Which resolver: they are counted.
+        /// The number of the resolver.
         epoch: u64,
     },
     /// There is no resolver (yet).
@@ -219,7 +222,7 @@ pub enum DeliveryError {
         /// How long it waited.
         waited: Duration,
     },
-    /// As much is in flight as the ring has entries.
+    /// As many requests are in flight as the ring has entries.
     #[error("vCPU {vcpu} cannot ask for page {page:#x}: all {ring_entries} entries of its ring are in use")]
     RingFull {
         /// The vCPU.
@@ -229,22 +232,23 @@ pub enum DeliveryError {
         /// Entries of a ring.
         ring_entries: u32,
     },
-    /// The resolver has written nonsense into the rings. Nothing more can come by them: detach it.
-    #[error("vCPU {vcpu}: the {index} is {found} and not from {lowest} to {highest}")]
+    /// The resolver has written an impossible index into the rings. They cannot be used any more:
+    /// detach the resolver.
+    #[error("vCPU {vcpu}: the {index} is {found}, not between {lowest} and {highest}")]
     RingCorrupt {
         /// The vCPU.
         vcpu: u32,
-        /// Which index.
+        /// The name of the index.
         index: &'static str,
-        /// What it is.
+        /// Its value.
         found: u64,
-        /// What it may be, at least.
+        /// The lowest possible value.
         lowest: u64,
-        /// What it may be, at most.
+        /// The highest possible value.
         highest: u64,
     },
-    /// The resolver says time and again that a page is there, and its bit says that it is not.
-    #[error("vCPU {vcpu} was told {nr_answers} times that page {page:#x} is there, and its bit was never cleared")]
+    /// The resolver has completed a page several times without clearing its bit.
+    #[error("the resolver completed page {page:#x} for vCPU {vcpu} {nr_answers} times and never cleared its bit")]
     NotCleared {
         /// The vCPU.
         vcpu: u32,
@@ -254,7 +258,7 @@ pub enum DeliveryError {
         nr_answers: u32,
     },
     /// The resolver cannot fill the page.
-    #[error("page {page:#x} that vCPU {vcpu} asked for cannot be filled, code {code}")]
+    #[error("page {page:#x} cannot be filled for vCPU {vcpu}, code {code}")]
     PageFailed {
         /// The vCPU.
         vcpu: u32,
@@ -264,7 +268,7 @@ pub enum DeliveryError {
         code: u32,
     },
     /// The bitmap has no such page.
-    #[error("vCPU {vcpu} asked for page {page:#x} of {nr_pages:#x}")]
+    #[error("vCPU {vcpu} asked for page {page:#x}, but there are {nr_pages:#x}")]
     NoSuchPage {
         /// The vCPU.
         vcpu: u32,
@@ -273,7 +277,7 @@ pub enum DeliveryError {
         /// Pages of the bitmap.
         nr_pages: u64,
     },
-    /// Nobody asked for the page that is waited for.
+    /// The page that is waited for was not asked for.
     #[error("vCPU {vcpu} waits for page {page:#x} that it has not asked for")]
     NotInFlight {
         /// The vCPU.
@@ -282,7 +286,7 @@ pub enum DeliveryError {
         page: u64,
     },
     /// The delivery was closed.
-    #[error("the delivery was closed under vCPU {vcpu}")]
+    #[error("the delivery of vCPU {vcpu} was closed")]
     Closed {
         /// The vCPU.
         vcpu: u32,
@@ -292,9 +296,9 @@ pub enum DeliveryError {
     System {
         /// The call.
         call: &'static str,
-        /// Whose.
+        /// The vCPU or waiter.
         number: u32,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
@@ -310,18 +314,18 @@ impl DeliveryError {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ResolverError {
-    /// The VMM has written nonsense into the rings.
-    #[error("vCPU {vcpu}: the {index} is {found} and not from {lowest} to {highest}")]
+    /// The VMM has written an impossible index into the rings.
+    #[error("vCPU {vcpu}: the {index} is {found}, not between {lowest} and {highest}")]
     RingCorrupt {
         /// The vCPU.
         vcpu: u32,
-        /// Which index.
+        /// The name of the index.
         index: &'static str,
-        /// What it is.
+        /// Its value.
         found: u64,
-        /// What it may be, at least.
+        /// The lowest possible value.
         lowest: u64,
-        /// What it may be, at most.
+        /// The highest possible value.
         highest: u64,
     },
     /// The VMM has asked for more than its rings hold.
@@ -331,12 +335,12 @@ pub enum ResolverError {
         vcpu: u32,
     },
     /// The claim or the request is another resolver's. The page stays claimed there.
-    #[error("page {page:#x} was claimed of another resolver")]
+    #[error("page {page:#x} was claimed by another resolver")]
     OtherResolver {
         /// The page.
         page: u64,
     },
-    /// The request is another shard's, which alone writes to that vCPU's ring.
+    /// The request is another shard's; only that shard writes to the vCPU's ring.
     #[error("vCPU {vcpu} is served by another shard")]
     OtherShard {
         /// The vCPU.
@@ -347,7 +351,7 @@ pub enum ResolverError {
     System {
         /// The call.
         call: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }

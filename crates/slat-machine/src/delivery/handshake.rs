@@ -1,16 +1,18 @@
-//! How a resolver and a VMM come together over a Unix stream socket.
+//! The handshake of a resolver and a VMM over a Unix stream socket.
 //!
 //! # Protocol
-//! 1. The resolver says *hello*: magic, version, how many threads it has.
-//! 2. The VMM answers *welcome*: the sizes of everything, the epoch, and a status, 0 or why it refuses. After it come the
-//!    descriptors (`SCM_RIGHTS`), as many as the welcome says, in messages of at most 128: the file of the rings, of the
-//!    bitmap, of the guest's memory if there is one to share, an eventfd for each resolver thread, one for each waiter.
-//! 3. The resolver looks at what came and says *ready* with the epoch and a code, 0 or why it refuses.
+//! 1. The resolver sends *hello*: magic, version, its number of threads.
+//! 2. The VMM answers *welcome*: all sizes, the epoch, and a status (0, or why it refuses). The
+//!    descriptors follow (`SCM_RIGHTS`), as many as the welcome announces, in messages of at most
+//!    128: the file of the rings, of the bitmap, of the guest's memory if it is shared, an eventfd
+//!    for each resolver thread, one for each waiter.
+//! 3. The resolver checks what came and sends *ready* with the epoch and a code (0, or why it
+//!    refuses).
 //!
-//! From then on nobody writes to the socket. It is there to be closed: its end is the other side's death.
+//! After that neither side writes to the socket. Its end shows that the other side has died.
 //!
-//! All numbers are in the machine's own order and go through a socket that cannot leave the machine. Each side reads messages
-//! of fixed sizes until a deadline, whatever the other side sends, and however slowly.
+//! All numbers are in native byte order: the socket cannot leave the machine. Each side reads
+//! messages of fixed sizes until a deadline, whatever the other side sends, and however slowly.
 
 #![expect(unsafe_code, reason = "descriptors travel in control messages, which are raw memory")]
 
@@ -32,7 +34,7 @@ pub(super) const VERSION: u32 = 1;
 /// Descriptors in one message; the kernel takes 253.
 const CHUNK: usize = 128;
 
-/// More than a possible welcome can say.
+/// More than a possible welcome can announce.
 const MAX_DESCRIPTORS: u64 = 3 + 2 * super::ring::MAX_VCPUS as u64;
 
 /// Codes of a refusal.
@@ -40,7 +42,7 @@ pub(super) const REFUSED_VERSION: u32 = 1;
 pub(super) const REFUSED_THREADS: u32 = 2;
 pub(super) const REFUSED_CONTENTS: u32 = 3;
 
-/// Until when the other side may take its time.
+/// Until when the other side has to answer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Deadline {
     began: Instant,
@@ -56,7 +58,7 @@ impl Deadline {
         HandshakeError::TimedOut { waited: self.began.elapsed() }
     }
 
-    /// What is left of it, never zero, which sockets take for "for ever".
+    /// The time that is left, never zero: sockets take zero for "without a limit".
     pub(super) fn left(&self) -> Result<Duration, HandshakeError> {
         match self.limit.checked_sub(self.began.elapsed()) {
             Some(left) if !left.is_zero() => Ok(left),
@@ -75,14 +77,14 @@ impl Deadline {
     }
 }
 
-/// What the resolver begins with.
+/// The first message of the resolver.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Hello {
     pub(super) version: u32,
     pub(super) nr_threads: u32,
 }
 
-/// What the VMM answers.
+/// The answer of the VMM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Welcome {
     pub(super) version: u32,
@@ -110,7 +112,7 @@ fn send(stream: &mut &UnixStream, words: &[u64], deadline: Deadline) -> Result<(
     stream.write_all(&bytes).map_err(|source| deadline.error("write", source))
 }
 
-/// Reads so many words.
+/// Reads `N` words.
 fn receive<const N: usize>(stream: &mut &UnixStream, deadline: Deadline) -> Result<[u64; N], HandshakeError> {
     let mut bytes = vec![0u8; N * 8];
     let mut filled = 0;
@@ -222,7 +224,8 @@ pub(super) fn receive_ready(mut stream: &UnixStream, epoch: u64, deadline: Deadl
     }
 }
 
-/// A control message with room for [`CHUNK`] descriptors: words, because headers have to be aligned.
+/// A control message with room for [`CHUNK`] descriptors: words, because headers have to be
+/// aligned.
 type Control = [u64; 80];
 
 /// Bytes of a control message of so many descriptors.
@@ -249,8 +252,8 @@ pub(super) fn send_descriptors(
         message.msg_iovlen = 1;
         message.msg_control = control.as_mut_ptr().cast();
         message.msg_controllen = length as _;
-        // SAFETY: the control buffer is aligned and has room for one header and the descriptors of the chunk, so there is a
-        // first header and its data end inside the buffer.
+        // SAFETY: the control buffer is aligned and has room for one header and the descriptors of
+        // the chunk, so there is a first header and its data end inside the buffer.
         unsafe {
             let header = libc::CMSG_FIRSTHDR(&raw const message);
             (*header).cmsg_level = libc::SOL_SOCKET;
@@ -284,7 +287,7 @@ pub(super) fn receive_descriptors(
     deadline: Deadline,
 ) -> Result<Vec<OwnedFd>, HandshakeError> {
     if expected > MAX_DESCRIPTORS {
-        return Err(HandshakeError::BadNumbers { what: "more descriptors than any VMM has" });
+        return Err(HandshakeError::BadNumbers { what: "more descriptors than a VMM can have" });
     }
     let mut files = Vec::new();
     while (files.len() as u64) < expected {
@@ -294,7 +297,8 @@ pub(super) fn receive_descriptors(
         if is_cut || claimed == 0 || claimed != found - before as u64 || found > expected {
             // Cannot truncate: at most `MAX_DESCRIPTORS`, and a message more.
             let (expected, found) = (expected as u32, found as u32);
-            // There was room for as many, and the kernel has stopped before: it opens no more (recvmsg(2), MSG_CTRUNC).
+            // There was room for as many, and the kernel has stopped before: it opens no more
+            // (recvmsg(2), MSG_CTRUNC).
             let nr_opened = u64::from(found) - before as u64;
             return Err(if is_cut && claimed <= CHUNK as u64 && nr_opened < claimed {
                 HandshakeError::TooManyOpenFiles { expected, found, limit: max_open_files() }
@@ -314,7 +318,8 @@ fn max_open_files() -> u64 {
     limit.rlim_cur
 }
 
-/// Receives one message: how many descriptors it says it has, and whether some were cut off.
+/// Receives one message: the number of descriptors that it announces, and whether some were cut
+/// off.
 fn receive_chunk(
     stream: &UnixStream,
     files: &mut Vec<OwnedFd>,
@@ -343,8 +348,8 @@ fn receive_chunk(
         }
     };
     // Descriptors first, whatever else is wrong: they are open now, and have to be closed again.
-    // SAFETY: the kernel has written whole headers with their data into the control buffer, and said how long it is; the
-    // descriptors are new ones, and nobody else's.
+    // SAFETY: the kernel has written whole headers with their data into the control buffer, and
+    // has stored its length; the descriptors are new, and owned by nothing else.
     unsafe {
         let mut header = libc::CMSG_FIRSTHDR(&raw const message);
         while !header.is_null() {

@@ -1,16 +1,21 @@
 //! The vCPU's end of a delivery.
 //!
 //! # Protocol
-//! - A port belongs to one thread at a time. Its indices, and what is in flight, are its own memory.
-//! - A page is *there* when its bit is clear, never because somebody says so. A completion is only the news that it is time to
-//!   look. So a wrong completion cannot show the guest a page that is not filled.
-//! - Each ask has a ticket: the epoch (16 bits) and a number that only grows. A completion counts if its ticket and its page
-//!   are those of a request in flight. All else is counted and forgotten: *double* if it was answered before, *late* if it
-//!   was overtaken (asked again, of another epoch), *unasked* if no ask had it.
-//! - A request in flight ends in one of four ways: its page is there; the resolver says that it cannot fill it; the resolver
-//!   said too often that it is there and it was not; the port is dropped. A dead resolver and a time-out end none.
-//! - To sleep: announce it, look at the ring and at the end of the session, and then wait for the eventfd. The pair with the
-//!   resolver is in [`Rings`](super::ring::Rings), that with the session's end in [`session`](super::session).
+//! - A port belongs to one thread at a time. Its indices, and what is in flight, are its own
+//!   memory.
+//! - A page is *there* when its bit is clear, and not because of a completion. A completion only
+//!   causes a look at the bit. So a wrong completion cannot show the guest a page that is not
+//!   filled.
+//! - Each ask has a ticket: the epoch (16 bits) and a number that only grows. A completion counts
+//!   if its ticket and its page are those of a request in flight. Any other is counted and dropped:
+//!   *double* if the request was answered before, *late* if it was asked again since or belongs to
+//!   another epoch, *unasked* if no ask had the ticket.
+//! - A request in flight ends in one of four ways: its page is there; the resolver reports that it
+//!   cannot fill the page; the resolver has completed it too often without clearing the bit; the
+//!   port is dropped. A dead resolver and a timeout end no request.
+//! - To sleep, the port announces it, looks at the ring and at the end of the session, and then
+//!   waits for the eventfd. [`Rings`](super::ring::Rings) has the pair with the resolver,
+//!   [`session`](super::session) that with the session's end.
 
 use std::collections::VecDeque;
 use std::hint;
@@ -19,14 +24,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::error::DeliveryError;
-use super::ring::{Entry, NotPushed, Reader, Sleeper, Writer};
+use super::ring::{NotPushed, Reader, RingEntry, Sleeper, Writer};
 use super::session::{NAP, Session, Shared};
 use super::shared;
 
-/// Asks for one page that the resolver answers without clearing the bit.
+/// How often one page is asked for, if the resolver completes it without clearing the bit.
 pub const MAX_ANSWERS: u32 = 4;
 
-/// Looks at the ring before a vCPU sleeps: about as long as an eventfd takes to wake somebody.
+/// Looks at the ring before a vCPU sleeps: about the time that a wake-up by an eventfd takes.
 const LOOKS: u32 = 20;
 
 /// Bits of a ticket that number the asks.
@@ -34,7 +39,8 @@ const TICKET_BITS: u32 = 48;
 
 /// The status of a completion: the page is there.
 pub(super) const DONE: u64 = 0;
-/// The low half of the status of a completion: the page cannot be filled; the high half says why.
+/// The low half of the status of a completion: the page cannot be filled; the high half is the
+/// reason.
 pub(super) const FAILED: u64 = 1;
 
 /// What became of a request.
@@ -42,7 +48,7 @@ pub(super) const FAILED: u64 = 1;
 pub enum Requested {
     /// The resolver was asked, now or before.
     InFlight,
-    /// The page is there: there was nothing to ask.
+    /// The page is there already; the resolver was not asked.
     AlreadyThere,
 }
 
@@ -60,18 +66,19 @@ pub struct PortStats {
     pub parks: u64,
     /// Completions of requests that were answered before.
     pub double: u64,
-    /// Completions of requests that were asked again since, or of another epoch, or whose page was found without them.
+    /// Completions of requests that were asked again since, or of another epoch, or whose page was
+    /// found without them.
     pub late: u64,
-    /// Completions of what nobody asked for.
+    /// Completions of requests that were never made.
     pub unasked: u64,
     /// Completions of pages whose bit was still set.
     pub not_cleared: u64,
-    /// Pages that were there without a completion.
+    /// Pages that were found there without a completion.
     pub unannounced: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct InFlight {
+struct RequestInFlight {
     page: u64,
     flags: u64,
     /// Of the last ask; 0 if there was none in this session.
@@ -83,13 +90,13 @@ struct InFlight {
 
 /// One vCPU's end: it asks for pages and waits for them.
 #[derive(Debug)]
-pub struct Port {
+pub struct DeliveryPort {
     shared: Arc<Shared>,
     vcpu: u32,
     session: Option<Arc<Session>>,
     requests: Writer,
     completions: Reader,
-    in_flight: Vec<InFlight>,
+    in_flight: Vec<RequestInFlight>,
     /// Pages that are there and were not reported yet.
     ready: VecDeque<u64>,
     /// The number of the last ask; numbers begin at 1.
@@ -99,10 +106,10 @@ pub struct Port {
     stats: PortStats,
 }
 
-impl Port {
-    pub(super) fn new(shared: Arc<Shared>, vcpu: u32) -> Port {
+impl DeliveryPort {
+    pub(super) fn new(shared: Arc<Shared>, vcpu: u32) -> DeliveryPort {
         let answered = vec![0; 4 * shared.ring_entries as usize].into_boxed_slice();
-        Port {
+        DeliveryPort {
             shared,
             vcpu,
             session: None,
@@ -116,7 +123,7 @@ impl Port {
         }
     }
 
-    /// Which vCPU's it is.
+    /// Returns the number of its vCPU.
     pub fn vcpu(&self) -> u32 {
         self.vcpu
     }
@@ -131,18 +138,18 @@ impl Port {
         self.in_flight.len()
     }
 
-    /// What was counted so far.
+    /// Returns the counts so far.
     pub fn stats(&self) -> PortStats {
         self.stats
     }
 
-    /// Asks for `page`; `flags` are those of the exit, and only handed on. Never blocks.
+    /// Asks for `page`; `flags` are those of the exit, and are only passed on. Never blocks.
     ///
     /// # Errors
-    /// [`DeliveryError::ResolverGone`] and [`DeliveryError::NoResolver`]: the page counts as in flight all the same, see
-    /// [`resume`](Port::resume). [`DeliveryError::RingFull`], [`DeliveryError::NoSuchPage`],
-    /// [`DeliveryError::RingCorrupt`], [`DeliveryError::Closed`], and those of [`poll`](Port::poll) about other pages: it
-    /// does not.
+    /// [`DeliveryError::ResolverGone`] and [`DeliveryError::NoResolver`]: the page counts as in
+    /// flight all the same, see [`resume`](DeliveryPort::resume). [`DeliveryError::RingFull`],
+    /// [`DeliveryError::NoSuchPage`], [`DeliveryError::RingCorrupt`], [`DeliveryError::Closed`],
+    /// and those of [`poll`](DeliveryPort::poll) about other pages: it does not.
     pub fn request(&mut self, page: u64, flags: u64) -> Result<Requested, DeliveryError> {
         let (vcpu, nr_pages) = (self.vcpu, self.shared.bitmap.nr_pages());
         if self.shared.is_closed() {
@@ -159,9 +166,10 @@ impl Port {
         }
         let ring_entries = self.shared.ring_entries;
         if self.nr_unanswered() >= u64::from(ring_entries) {
-            // What was found by its bit has left its answer in the ring, or is going to, and the rings hold no more.
+            // A page that was found by its bit has a completion in the ring, now or soon, and the
+            // ring has no room for more.
             match self.take_completions() {
-                // Said below, where the page counts as in flight.
+                // Reported below, where the page counts as in flight.
                 Ok(()) | Err(DeliveryError::ResolverGone { .. }) => {}
                 Err(error) => return Err(error),
             }
@@ -170,11 +178,12 @@ impl Port {
         if self.in_flight.len() >= ring_entries as usize || is_live && self.nr_unanswered() >= u64::from(ring_entries) {
             return Err(DeliveryError::RingFull { vcpu, page, ring_entries });
         }
-        // A vCPU that had nothing in flight when its resolver died has lost nothing: it just goes on with the next one.
+        // A vCPU that had nothing in flight when its resolver died has lost nothing, and goes on
+        // with the next one.
         if self.in_flight.is_empty() && self.session.as_ref().is_none_or(|session| session.is_over()) {
             self.change_session()?;
         }
-        self.in_flight.push(InFlight { page, flags, ticket: 0, nr_answers: 0, since: Instant::now() });
+        self.in_flight.push(RequestInFlight { page, flags, ticket: 0, nr_answers: 0, since: Instant::now() });
         match &self.session {
             None => Err(DeliveryError::NoResolver { vcpu }),
             Some(session) if session.is_over() => Err(DeliveryError::ResolverGone { vcpu, page, epoch: session.epoch }),
@@ -191,12 +200,13 @@ impl Port {
         }
     }
 
-    /// The next page that is there now, of those that were asked for. Never blocks.
+    /// Returns a page that was asked for and is there now. Never blocks.
     ///
     /// # Errors
-    /// [`DeliveryError::PageFailed`], [`DeliveryError::NotCleared`] (the page is no longer in flight);
-    /// [`DeliveryError::ResolverGone`], [`DeliveryError::NoResolver`] (if anything is in flight: see
-    /// [`resume`](Port::resume)); [`DeliveryError::RingCorrupt`], [`DeliveryError::RingFull`], [`DeliveryError::Closed`].
+    /// [`DeliveryError::PageFailed`], [`DeliveryError::NotCleared`] (the page is no longer in
+    /// flight); [`DeliveryError::ResolverGone`], [`DeliveryError::NoResolver`] (if anything is in
+    /// flight: see [`resume`](DeliveryPort::resume)); [`DeliveryError::RingCorrupt`],
+    /// [`DeliveryError::RingFull`], [`DeliveryError::Closed`].
     pub fn poll(&mut self) -> Result<Option<u64>, DeliveryError> {
         if self.ready.is_empty() {
             self.take_completions()?;
@@ -206,12 +216,12 @@ impl Port {
         Ok(page)
     }
 
-    /// Sleeps until `page`, which was asked for, is there. Other pages that come meanwhile are kept for
-    /// [`poll`](Port::poll).
+    /// Sleeps until `page`, which was asked for, is there. Other pages that come meanwhile are kept
+    /// for [`poll`](DeliveryPort::poll).
     ///
     /// # Errors
-    /// Those of [`poll`](Port::poll), also about other pages; [`DeliveryError::TimedOut`]: the page is still in flight;
-    /// [`DeliveryError::NotInFlight`].
+    /// Those of [`poll`](DeliveryPort::poll), also about other pages; [`DeliveryError::TimedOut`]:
+    /// the page is still in flight; [`DeliveryError::NotInFlight`].
     pub fn wait(&mut self, page: u64) -> Result<(), DeliveryError> {
         let began = Instant::now();
         loop {
@@ -223,23 +233,24 @@ impl Port {
             if !self.in_flight.iter().any(|request| request.page == page) {
                 return Err(DeliveryError::NotInFlight { vcpu: self.vcpu, page });
             }
-            let has_news = self.look_shortly();
-            // In each turn: a resolver that sends nonsense all the time must not hold us either.
+            let found = self.look_shortly();
+            // In each turn: a resolver that writes invalid completions all the time must not hold
+            // up the vCPU either.
             let waited = began.elapsed();
             let Some(left) = self.shared.timeout.checked_sub(waited).filter(|left| !left.is_zero()) else {
                 return Err(DeliveryError::TimedOut { vcpu: self.vcpu, page, waited });
             };
-            if has_news { self.take_completions()? } else { self.park(left)? }
+            if found { self.take_completions()? } else { self.park(left)? }
         }
     }
 
-    /// For who only polls: finds pages that are there although nobody has said so, and requests that take too long. To be
-    /// called when a [`Waiter`] slept in vain.
+    /// Finds pages that are there without a completion, and requests that take too long. For a
+    /// caller that only polls, after a [`Waiter`] has timed out.
     ///
     /// # Errors
     /// [`DeliveryError::TimedOut`]: the page is still in flight, and has its time once more.
     pub fn check(&mut self) -> Result<(), DeliveryError> {
-        self.take_what_is_there();
+        self.take_unannounced();
         let (vcpu, timeout, now) = (self.vcpu, self.shared.timeout, Instant::now());
         for request in &mut self.in_flight {
             let waited = now.saturating_duration_since(request.since);
@@ -254,7 +265,7 @@ impl Port {
     /// Asks for `page` and waits for it.
     ///
     /// # Errors
-    /// Those of [`request`](Port::request) and of [`wait`](Port::wait).
+    /// Those of [`request`](DeliveryPort::request) and of [`wait`](DeliveryPort::wait).
     pub fn fetch(&mut self, page: u64, flags: u64) -> Result<(), DeliveryError> {
         match self.request(page, flags)? {
             Requested::AlreadyThere => Ok(()),
@@ -265,7 +276,8 @@ impl Port {
     /// Waits for a resolver that lives and asks it for all that is in flight and not there yet.
     ///
     /// # Errors
-    /// [`DeliveryError::NoResolver`]: none came in time. [`DeliveryError::Closed`]; those of the ring.
+    /// [`DeliveryError::NoResolver`]: none came in time. [`DeliveryError::Closed`]; those of the
+    /// ring.
     pub fn resume(&mut self, limit: Duration) -> Result<(), DeliveryError> {
         let vcpu = self.vcpu;
         let session = self.shared.wait_for_session(limit);
@@ -275,7 +287,8 @@ impl Port {
         self.adopt(session.ok_or(DeliveryError::NoResolver { vcpu })?)
     }
 
-    /// As [`resume`](Port::resume), without waiting: whether there is a resolver that lives.
+    /// As [`resume`](DeliveryPort::resume), without waiting: whether there is a resolver that
+    /// lives.
     ///
     /// # Errors
     /// [`DeliveryError::Closed`]; those of the ring.
@@ -286,8 +299,8 @@ impl Port {
         self.change_session()
     }
 
-    /// Requests of this session whose answers were not taken, be their pages there or not. A resolver that answers twice makes
-    /// it too low, and pays for that itself.
+    /// Requests of this session whose answers were not taken, whether their pages are there or not.
+    /// A resolver that answers twice makes the number too low, and then finds the ring full.
     fn nr_unanswered(&self) -> u64 {
         self.requests.nr_pushed().saturating_sub(self.completions.nr_popped())
     }
@@ -300,14 +313,15 @@ impl Port {
         }
     }
 
-    /// Goes over to `session`. What is there by now is not asked for again: the bit was cleared once, by whoever filled it.
+    /// Goes over to `session`. A page that is there by now is not asked for again: its bit was
+    /// cleared once already.
     fn adopt(&mut self, session: Arc<Session>) -> Result<(), DeliveryError> {
         if self.session.as_ref().is_some_and(|own| own.epoch == session.epoch) {
             return Ok(());
         }
         self.session = Some(session);
         (self.requests, self.completions) = (Writer::default(), Reader::default());
-        self.take_what_is_there();
+        self.take_unannounced();
         for index in 0..self.in_flight.len() {
             self.in_flight[index].nr_answers = 0;
             self.ask(index)?;
@@ -320,9 +334,9 @@ impl Port {
         let vcpu = self.vcpu;
         let Some(session) = &self.session else { return Err(DeliveryError::NoResolver { vcpu }) };
         self.nr_asked += 1;
-        let InFlight { page, flags, .. } = self.in_flight[index];
+        let RequestInFlight { page, flags, .. } = self.in_flight[index];
         let ticket = ticket(session.epoch, self.nr_asked);
-        self.requests.push(session.rings.requests(vcpu), Entry { ticket, page, word: flags }).map_err(|error| {
+        self.requests.push(session.rings.requests(vcpu), RingEntry { ticket, page, word: flags }).map_err(|error| {
             match error {
                 NotPushed::Full => DeliveryError::RingFull { vcpu, page, ring_entries: self.shared.ring_entries },
                 NotPushed::BadIndex(bad) => DeliveryError::corrupt(vcpu, bad),
@@ -334,12 +348,12 @@ impl Port {
         Ok(())
     }
 
-    /// Whether there is something to take, at once or within a few looks.
+    /// Whether there is something to take, now or within [`LOOKS`] looks.
     fn look_shortly(&self) -> bool {
         let Some(session) = &self.session else { return true };
         let ring = session.rings.completions(self.vcpu);
         for _ in 0..LOOKS {
-            if self.completions.has_news(ring) || session.is_over() || self.shared.is_closed() {
+            if self.completions.is_nonempty(ring) || session.is_over() || self.shared.is_closed() {
                 return true;
             }
             hint::spin_loop();
@@ -353,7 +367,7 @@ impl Port {
         let number = self.vcpu % self.shared.wakers.len() as u32;
         session.rings.announce_sleep(Sleeper::Waiter(number));
         let ring = session.rings.completions(self.vcpu);
-        if self.completions.has_news(ring) || session.is_over() || self.shared.is_closed() {
+        if self.completions.is_nonempty(ring) || session.is_over() || self.shared.is_closed() {
             session.rings.withdraw_sleep(Sleeper::Waiter(number));
             return Ok(());
         }
@@ -361,14 +375,14 @@ impl Port {
         let is_woken = sleep(&self.shared, number, Some(session), limit)?;
         session.rings.withdraw_sleep(Sleeper::Waiter(number));
         if !is_woken {
-            self.take_what_is_there();
+            self.take_unannounced();
         }
         Ok(())
     }
 
-    /// Moves to `ready` what is there although nobody has said so: filled for somebody else, or by a resolver that died (or
-    /// forgot) between the bit and the completion.
-    fn take_what_is_there(&mut self) {
+    /// Moves to `ready` the pages that are there without a completion: filled for another vCPU, or
+    /// by a resolver that died (or failed) between the bit and the completion.
+    fn take_unannounced(&mut self) {
         let before = self.ready.len();
         let (bitmap, ready) = (&self.shared.bitmap, &mut self.ready);
         self.in_flight.retain(|request| {
@@ -381,25 +395,26 @@ impl Port {
         self.stats.unannounced += (self.ready.len() - before) as u64;
     }
 
-    /// Takes the completions that there are.
+    /// Takes the pending completions.
     fn take_completions(&mut self) -> Result<(), DeliveryError> {
         let vcpu = self.vcpu;
-        // Before the ring: what was answered before the end is taken.
+        // Read before the ring: completions from before the end are taken.
         let is_over = self.session.as_ref().is_none_or(|session| session.is_over());
-        // As many as a ring holds: a resolver may push as fast as they are taken.
+        // At most as many as a ring holds: a resolver may push as fast as they are taken.
         for _ in 0..self.shared.ring_entries {
             let Some(session) = &self.session else { break };
             let popped = self.completions.pop(session.rings.completions(vcpu));
             match popped.map_err(|bad| DeliveryError::corrupt(vcpu, bad)) {
                 Ok(Some(completion)) => self.take_completion(completion)?,
                 Ok(None) => break,
-                // A dead resolver's nonsense is of no interest: what it has really done, the bits say.
+                // An invalid index of a dead resolver does not matter: the bits show what it has
+                // filled.
                 Err(_) if is_over => break,
                 Err(error) => return Err(error),
             }
         }
         if is_over {
-            self.take_what_is_there();
+            self.take_unannounced();
         }
         if !self.ready.is_empty() {
             return Ok(());
@@ -417,24 +432,24 @@ impl Port {
         }
     }
 
-    fn take_completion(&mut self, completion: Entry) -> Result<(), DeliveryError> {
+    fn take_completion(&mut self, completion: RingEntry) -> Result<(), DeliveryError> {
         let (vcpu, page, epoch) =
             (self.vcpu, completion.page, self.session.as_ref().map_or(0, |session| session.epoch));
         let found =
             self.in_flight.iter().position(|request| request.ticket == completion.ticket && request.page == page);
-        // What was asked of nobody has ticket 0, as has a completion of nonsense.
+        // A request that no resolver was asked for has ticket 0, as an invalid completion may have.
         let found = found.filter(|_| completion.ticket != 0);
         let Some(index) = found else {
             self.count_stray(completion, epoch);
             return Ok(());
         };
         if completion.word & u64::from(u32::MAX) == FAILED {
-            self.close_request(index);
+            self.end_request(index);
             return Err(DeliveryError::PageFailed { vcpu, page, code: (completion.word >> 32) as u32 });
         }
-        // Acquire, in there: what follows reads the page.
+        // Acquire, inside `is_set`: the page is read next.
         if !self.shared.bitmap.is_set(page) {
-            self.close_request(index);
+            self.end_request(index);
             self.ready.push_back(page);
             return Ok(());
         }
@@ -443,20 +458,20 @@ impl Port {
         request.nr_answers += 1;
         let nr_answers = request.nr_answers;
         if nr_answers >= MAX_ANSWERS {
-            self.close_request(index);
+            self.end_request(index);
             return Err(DeliveryError::NotCleared { vcpu, page, nr_answers });
         }
         if self.session.as_ref().is_some_and(|session| session.is_over()) { Ok(()) } else { self.ask(index) }
     }
 
     /// Takes a request out of those in flight and remembers that it was answered.
-    fn close_request(&mut self, index: usize) {
+    fn end_request(&mut self, index: usize) {
         let request = self.in_flight.remove(index);
         let place = number(request.ticket) as usize % self.answered.len();
         self.answered[place] = request.ticket;
     }
 
-    fn count_stray(&mut self, completion: Entry, epoch: u64) {
+    fn count_stray(&mut self, completion: RingEntry, epoch: u64) {
         let ticket_number = number(completion.ticket);
         let is_issued = (1..=self.nr_asked).contains(&ticket_number);
         let is_in_flight = self.in_flight.iter().any(|request| request.ticket == completion.ticket);
@@ -482,8 +497,8 @@ fn number(ticket: u64) -> u64 {
     ticket & ((1 << TICKET_BITS) - 1)
 }
 
-/// Sleeps on a waiter's eventfd until it is signalled or the session ends, at most `limit` and at most a nap; whether one of
-/// the two happened.
+/// Sleeps on a waiter's eventfd until it is signalled or the session ends, at most `limit` and at
+/// most [`NAP`]. Returns whether one of the two happened.
 fn sleep(shared: &Shared, number: u32, session: Option<&Session>, limit: Duration) -> Result<bool, DeliveryError> {
     let waker = &shared.wakers[number as usize];
     let waited = match session {
@@ -504,21 +519,23 @@ fn sleep(shared: &Shared, number: u32, session: Option<&Session>, limit: Duratio
 /// How a sleep ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Parked {
-    /// Somebody woke it, or the resolver is gone, or the delivery closed.
+    /// Another side woke it, the resolver is gone, or the delivery is closed.
     Woken,
-    /// The time was over, or a nap (100 ms): look whether there is something all the same.
+    /// The time or a nap (100 ms) is over. Look for completions all the same.
     TimedOut,
 }
 
-/// Where a thread sleeps that runs several vCPUs: vCPU v's waiter is v modulo the number of waiters.
+/// Where a thread sleeps that runs several vCPUs: vCPU v's waiter is v modulo the number of
+/// waiters.
 ///
-/// The thread polls its ports; if that gave nothing, it [announces](Waiter::announce) its sleep, polls all of them once more,
-/// and then [parks](Waiter::park), or [withdraws](Waiter::withdraw) what it announced.
+/// The thread polls its ports. If none has a page, it [announces](Waiter::announce) its sleep,
+/// polls all of them once more, and then [parks](Waiter::park), or [withdraws](Waiter::withdraw)
+/// the announcement.
 #[derive(Debug)]
 pub struct Waiter {
     shared: Arc<Shared>,
     number: u32,
-    /// The last one, if it lived when the sleep was announced.
+    /// The last session, if it was not over when the sleep was announced.
     session: Option<Arc<Session>>,
 }
 
@@ -527,10 +544,10 @@ impl Waiter {
         Waiter { shared, number, session: None }
     }
 
-    /// Says that the thread is about to sleep.
+    /// Announces that the thread is about to sleep.
     pub fn announce(&mut self) {
         if self.session.as_ref().is_some_and(|session| session.is_over()) {
-            // The polls that follow see its end: that wakes nobody again.
+            // The polls that follow find its end, so it has to wake no thread any more.
             self.session = None;
         }
         if self.session.as_ref().map_or(0, |session| session.epoch) != self.shared.epoch() {
@@ -541,14 +558,15 @@ impl Waiter {
         }
     }
 
-    /// Says that it is awake.
+    /// Withdraws the announcement.
     pub fn withdraw(&self) {
         if let Some(session) = &self.session {
             session.rings.withdraw_sleep(Sleeper::Waiter(self.number));
         }
     }
 
-    /// Sleeps until it is woken, at most `limit` and at most 100 ms, and withdraws what was announced.
+    /// Sleeps until it is woken, at most `limit` and at most 100 ms, and withdraws the
+    /// announcement.
     ///
     /// # Errors
     /// [`DeliveryError::System`].

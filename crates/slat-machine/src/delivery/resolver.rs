@@ -1,44 +1,48 @@
-//! The resolver's end of a delivery: what a thread or a process does that fills pages for the vCPUs of a VMM.
+//! The resolver's end of a delivery: a thread or process that fills pages for the vCPUs of a VMM.
 //!
 //! # Protocol
-//! - *Claims.* Who fills a page claims it first, in memory of the resolver's own process, which dies with it. With the claim in
-//!   its hands it looks at the bit: clear means that somebody has filled the page since it was asked for, and it is only
-//!   completed. To finish: fill, clear the bit with release, give the claim back with release. The next to claim the page
-//!   (acquire) sees the bit clear. So between two settings of its bit a page is filled once, however many vCPUs ask for it, in
-//!   whichever shard, and a background copier beside them.
-//! - Who does not get the claim *defers* its request: it looks again in each sweep. So that it does not sleep meanwhile, the
-//!   one who gives a claim back looks whether anything is deferred anywhere and rings all doorbells: a store-load pair between
-//!   "deferred, then is the claim free?" and "claim given back, then is anything deferred?", with fences.
+//! - *Claims.* A thread claims a page before it fills it, in memory of the resolver's own process,
+//!   which dies with it. With the claim it reads the bit. A clear bit means that the page was
+//!   filled since the request; the request is only completed. To finish: fill, clear the bit with
+//!   release, release the claim with release. The next claim of the page (acquire) observes the bit
+//!   clear. So between two settings of its bit a page is filled once, however many vCPUs ask for
+//!   it, in whichever shard, and also beside a background copier.
+//! - A thread that does not get the claim *defers* its request, and looks again in each sweep. It
+//!   must not sleep through the release. So the release of a claim looks for deferred requests of
+//!   all shards, and rings all doorbells if there are any. This is a store-load pair with fences,
+//!   between "defer, then look at the claim" and "release the claim, then look for deferred
+//!   requests".
 //! - *Sleep*: announce, sweep once more, block. The order with the vCPUs is in [`Rings`].
-//! - A vCPU is woken at once when its page is complete and not when the sweep is over: it can run while the next is filled.
+//! - A vCPU is woken as soon as its page is complete, not after the sweep: it can run while the
+//!   next page is filled.
 
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::time::Duration;
 
-use slat::{PAGE_SIZE, PageSize};
+use slat::PageSize;
 
 use super::bitmap::SharedBitmap;
 use super::error::{HandshakeError, ResolverError};
 use super::guest_page::GuestPage;
-use super::handshake::{self, Deadline, Hello, Welcome};
+use super::handshake::{self, Deadline, Hello};
 use super::port::{DONE, FAILED};
-use super::ring::{Entry, NotPushed, Reader, Rings, Sleeper, Writer};
+use super::ring::{NotPushed, Reader, RingEntry, Rings, Sleeper, Writer};
 use super::session::NAP;
 use super::shared::{self, SharedMapping};
 use crate::descriptors::EventFd;
+use parts::WelcomeParts;
 
-/// The identity of the next resolver of this process. 0 is nobody's.
+mod parts;
+
+/// The identity of the next resolver of this process. 0 is none.
 static NEXT_RESOLVER: AtomicU64 = AtomicU64::new(1);
 
-/// The code of a page that the bitmap has not.
+/// The code of a failure: the bitmap has no such page.
 const NO_SUCH_PAGE: u32 = u32::MAX;
-
-/// For how long a resolver maps memory that is there before it says that it is ready.
-const MAPPING_PATIENCE: Duration = Duration::from_secs(1);
 
 /// The guest's memory, as this process has it mapped.
 #[derive(Debug)]
@@ -47,14 +51,14 @@ struct GuestMemory {
     page_bytes: u64,
 }
 
-/// Somebody's right to fill a page. To be given back by [`Resolver::filled`] or [`Resolver::give_up`] of the resolver that it came
-/// from.
-#[must_use = "until a claim is given back nobody else fills the page"]
+/// The right to fill a page. It ends with [`Resolver::filled`] or [`Resolver::give_up`] of the
+/// resolver that made it.
+#[must_use = "no other thread fills the page until the claim is released"]
 #[derive(PartialEq, Eq, Debug)]
 pub struct Claim {
-    /// Whose claim it is.
+    /// The resolver that made it.
     resolver: u64,
-    /// Of the resolver's bitmap, since the claim was made there.
+    /// A page of that resolver's bitmap.
     page: u64,
 }
 
@@ -65,8 +69,8 @@ impl Claim {
     }
 }
 
-/// A page that a vCPU waits for, claimed for whoever has this. To be given back by [`Shard::complete`] or [`Shard::fail`] of the
-/// shard that it came from.
+/// A page that a vCPU waits for, with its claim. It ends with [`Shard::complete`] or
+/// [`Shard::fail`] of the shard that took it.
 #[must_use = "a vCPU waits for it"]
 #[derive(PartialEq, Eq, Debug)]
 pub struct Request {
@@ -77,7 +81,7 @@ pub struct Request {
 }
 
 impl Request {
-    /// Who waits.
+    /// The vCPU that waits.
     pub fn vcpu(&self) -> u32 {
         self.vcpu
     }
@@ -103,7 +107,7 @@ pub struct ResolverStats {
     pub filled: u64,
     /// Requests for pages that were there already.
     pub already_there: u64,
-    /// Requests that had to wait for somebody else's claim.
+    /// Requests that waited for the claim of another thread.
     pub deferred: u64,
     /// Requests that were answered with a failure.
     pub failed: u64,
@@ -129,7 +133,7 @@ pub enum Wake {
 /// A resolver: what its shards share.
 #[derive(Debug)]
 pub struct Resolver {
-    /// No other of this process has it, whichever VMM it serves: epochs are counted by each VMM.
+    /// Unique in this process, whichever VMM the resolver serves: each VMM counts its own epochs.
     identity: u64,
     epoch: u64,
     pub(super) rings: Rings,
@@ -139,16 +143,16 @@ pub struct Resolver {
     pub(super) doorbells: Vec<EventFd>,
     pub(super) wakers: Vec<EventFd>,
     socket: UnixStream,
-    /// One bit a page: somebody fills it.
+    /// One bit a page: a thread fills it.
     claims: Box<[AtomicU64]>,
-    /// Requests of all shards that wait for others' claims.
+    /// Requests of all shards that wait for the claims of other threads.
     nr_deferred: AtomicUsize,
     is_closed: AtomicBool,
 }
 
 impl Resolver {
-    /// Shakes hands over `stream` with a VMM, and makes a shard for each of `nr_threads`: shard t serves the vCPUs v with
-    /// v % `nr_threads` = t. Dropping any shard ends the resolver.
+    /// Runs the handshake with a VMM over `stream`, and makes a shard for each of `nr_threads`:
+    /// shard t serves the vCPUs v with v % `nr_threads` = t. Dropping any shard ends the resolver.
     ///
     /// # Errors
     /// [`HandshakeError`].
@@ -172,17 +176,17 @@ impl Resolver {
             code => return Err(HandshakeError::Refused { code }),
         }
         let made = handshake::receive_descriptors(&stream, welcome.nr_descriptors, deadline)
-            .and_then(|files| Parts::new(files, &welcome, nr_threads));
+            .and_then(|files| WelcomeParts::new(files, &welcome, nr_threads));
         let parts = match made {
             Ok(parts) => parts,
             Err(error) => {
-                // If it does not come through, the VMM sees the end of the socket.
+                // If it does not arrive, the VMM finds the end of the socket.
                 let _ = handshake::send_ready(&stream, welcome.epoch, handshake::REFUSED_CONTENTS, deadline);
                 return Err(error);
             }
         };
         handshake::send_ready(&stream, welcome.epoch, 0, deadline)?;
-        let Parts { rings, bitmap, memory, page_size, doorbells, wakers } = parts;
+        let WelcomeParts { rings, bitmap, memory, page_size, doorbells, wakers } = parts;
         let claims = (0..bitmap.words().len()).map(|_| AtomicU64::new(0)).collect();
         let resolver = Arc::new(Resolver {
             // Relaxed: only a number.
@@ -218,7 +222,8 @@ impl Resolver {
         self.page_size
     }
 
-    /// Where to fill the page of a request, if it is one of this resolver, the VMM shares its memory, and that reaches as far.
+    /// Where to fill the page of a request. `None` if the request is another resolver's, the VMM
+    /// does not share its memory, or the shared memory is shorter.
     pub fn page<'a>(&'a self, request: &'a Request) -> Option<GuestPage<'a>> {
         self.claimed_page(&request.claim)
     }
@@ -233,7 +238,7 @@ impl Resolver {
         Some(GuestPage::new(mapping, offset as usize, size_bytes))
     }
 
-    /// The right to fill a page that is missing; `None` if it is there, or somebody has the right.
+    /// Claims a page that is missing. `None` if it is there, or claimed.
     pub fn claim(&self, page: u64) -> Option<Claim> {
         if page >= self.bitmap.nr_pages() || !self.try_claim(page) {
             return None;
@@ -245,7 +250,7 @@ impl Resolver {
         None
     }
 
-    /// The page is filled: clears its bit. Whoever waits for it gets it.
+    /// The page is filled: clears its bit, and releases the claim.
     ///
     /// # Errors
     /// [`ResolverError::OtherResolver`].
@@ -256,7 +261,7 @@ impl Resolver {
         Ok(())
     }
 
-    /// Gives the right back without having filled the page.
+    /// Releases the claim without having filled the page.
     ///
     /// # Errors
     /// [`ResolverError::OtherResolver`].
@@ -266,18 +271,21 @@ impl Resolver {
         Ok(())
     }
 
-    /// Whether the claim was made here: then it is the page's only one, and the bitmap has the page.
+    /// Checks that this resolver made the claim: then it is the page's only one, and the bitmap has
+    /// the page.
     fn check(&self, claim: &Claim) -> Result<(), ResolverError> {
         let Claim { resolver, page } = *claim;
         if resolver == self.identity { Ok(()) } else { Err(ResolverError::OtherResolver { page }) }
     }
 
-    /// Lets others claim a page of the bitmap.
+    /// Releases the claim of a page of the bitmap.
     fn release(&self, page: u64) {
-        // Release: the bit is clear before the claim is free. Cannot truncate: pages have words in memory.
+        // Release: the bit is clear before the claim is free. Cannot truncate: pages have words in
+        // memory.
         self.claims[(page / 64) as usize].fetch_and(!(1 << (page % 64)), Ordering::Release);
-        // With the fence in `Shard::defer`: either the one that defers finds the claim free, or it is seen here. With the one in
-        // `announce_sleep`: either it finds the claim free in its last look, or its doorbell is rung.
+        // With the fence in `Shard::defer`: either that side finds the claim free, or this load
+        // finds its count. With the fence in `announce_sleep`: either that side finds the claim
+        // free in its last look, or this side rings its doorbell.
         fence(Ordering::SeqCst);
         if self.nr_deferred.load(Ordering::Relaxed) != 0 {
             for (number, doorbell) in self.doorbells.iter().enumerate() {
@@ -288,85 +296,18 @@ impl Resolver {
         }
     }
 
-    /// Whether the page was nobody's.
+    /// Claims the page, if it is free. Returns whether it was.
     fn try_claim(&self, page: u64) -> bool {
         let bit = 1 << (page % 64);
-        // Acquire: whoever had it before has cleared its bit, and that is seen by the caller's look at it.
+        // Acquire: the claimer before has cleared the bit, and the caller's read of the bit
+        // observes that.
         self.claims[(page / 64) as usize].fetch_or(bit, Ordering::Acquire) & bit == 0
     }
 
     fn close(&self) {
-        // Relaxed: a hint for the other shards; the socket tells them too.
+        // Relaxed: a hint for the other shards, which also find the end of the socket.
         self.is_closed.store(true, Ordering::Relaxed);
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
-    }
-}
-
-/// What came with a welcome, looked at.
-struct Parts {
-    rings: Rings,
-    bitmap: SharedBitmap,
-    memory: Option<GuestMemory>,
-    page_size: PageSize,
-    doorbells: Vec<EventFd>,
-    wakers: Vec<EventFd>,
-}
-
-impl Parts {
-    fn new(files: Vec<OwnedFd>, welcome: &Welcome, nr_threads: u32) -> Result<Parts, HandshakeError> {
-        let failed = |call| move |source| HandshakeError::System { call, source };
-        let Welcome { layout, nr_pages, memory_offset_bytes, memory_bytes, .. } = *welcome;
-        let page_size = [PageSize::Size4K, PageSize::Size2M]
-            .into_iter()
-            .find(|size| size.size_bytes() == welcome.page_bytes)
-            .ok_or(HandshakeError::BadNumbers { what: "the size of a page" })?;
-        if !layout.is_possible() || layout.nr_shards != nr_threads {
-            return Err(HandshakeError::BadNumbers { what: "vCPUs, waiters, threads or entries" });
-        }
-        let has_memory = memory_bytes != 0;
-        let expected = 2 + u32::from(has_memory) + layout.nr_shards + layout.nr_waiters;
-        let found = files.len() as u32;
-        if found != expected {
-            return Err(HandshakeError::MissingDescriptors { expected, found });
-        }
-        let mut files = files.into_iter();
-        let mut next = || files.next().ok_or(HandshakeError::MissingDescriptors { expected, found });
-        let rings = next()?;
-        if !shared::is_size_fixed(rings.as_fd()) {
-            return Err(HandshakeError::NotSealed { what: "file of rings" });
-        }
-        let found_bytes = shared::file_size(rings.as_fd()).map_err(failed("fstat"))?;
-        let expected_bytes = layout.size_bytes();
-        if found_bytes != expected_bytes {
-            return Err(HandshakeError::WrongSize { what: "file of rings", expected_bytes, found_bytes });
-        }
-        let rings = Rings::new(rings.as_fd(), layout).map_err(failed("mmap"))?;
-        let bitmap = SharedBitmap::from_fd(next()?, nr_pages)?;
-        let memory = if has_memory {
-            let memory = next()?;
-            if !shared::is_sealed(memory.as_fd()) {
-                return Err(HandshakeError::NotSealed { what: "file of guest memory" });
-            }
-            let found_bytes = shared::file_size(memory.as_fd()).map_err(failed("fstat"))?;
-            let expected_bytes = memory_offset_bytes.saturating_add(memory_bytes);
-            if found_bytes < expected_bytes {
-                return Err(HandshakeError::WrongSize { what: "file of guest memory", expected_bytes, found_bytes });
-            }
-            if !memory_offset_bytes.is_multiple_of(PAGE_SIZE) || !memory_bytes.is_multiple_of(PAGE_SIZE) {
-                return Err(HandshakeError::BadNumbers { what: "where guest memory starts and ends" });
-            }
-            let mapping =
-                SharedMapping::new(memory.as_fd(), memory_offset_bytes, memory_bytes).map_err(failed("mmap"))?;
-            mapping.map_what_is_there(memory.as_fd(), memory_offset_bytes, MAPPING_PATIENCE);
-            Some(GuestMemory { mapping, page_bytes: welcome.page_bytes })
-        } else {
-            None
-        };
-        let mut eventfds =
-            |count: u32| (0..count).map(|_| next().map(EventFd::from)).collect::<Result<Vec<_>, HandshakeError>>();
-        let doorbells = eventfds(layout.nr_shards)?;
-        let wakers = eventfds(layout.nr_waiters)?;
-        Ok(Parts { rings, bitmap, memory, page_size, doorbells, wakers })
     }
 }
 
@@ -411,8 +352,9 @@ impl Shard {
         self.stats
     }
 
-    /// Takes everything that is pending in all rings. What has to be filled is added to `requests`; what is there already is
-    /// completed; what somebody else fills is deferred. How many were added.
+    /// Takes all pending entries of all rings. A page that has to be filled is added to `requests`;
+    /// a page that is there is completed; a page that another thread fills is deferred. Returns how
+    /// many were added.
     ///
     /// # Errors
     /// [`ResolverError`]; what was taken so far is in `requests`.
@@ -427,14 +369,15 @@ impl Shard {
         }
         let nr_entries = self.resolver.rings.layout().nr_entries;
         for index in 0..self.vcpus.len() {
-            // No more than the ring holds, so that a vCPU that asks without end does not keep others waiting.
+            // No more than the ring holds, so that a vCPU that asks without end does not keep
+            // others waiting.
             for _ in 0..nr_entries {
                 let Served { vcpu, requests: ring, .. } = &mut self.vcpus[index];
                 let vcpu = *vcpu;
                 let popped = ring.pop(self.resolver.rings.requests(vcpu));
                 let Some(entry) = popped.map_err(|bad| ResolverError::corrupt(vcpu, bad))? else { break };
                 self.stats.requests += 1;
-                // Not a right to fill it yet: that is the task of `sort`.
+                // Not yet a claim: `sort` makes it.
                 let claim = Claim { resolver: self.resolver.identity, page: entry.page };
                 let request = Request { claim, vcpu, flags: entry.word, ticket: entry.ticket };
                 if entry.page >= self.resolver.bitmap.nr_pages() {
@@ -450,7 +393,7 @@ impl Shard {
         Ok(requests.len() - before)
     }
 
-    /// Decides what becomes of a request for a page of the bitmap.
+    /// Completes, defers or claims a request for a page of the bitmap.
     fn sort(&mut self, request: Request, requests: &mut Vec<Request>) -> Result<(), ResolverError> {
         let page = request.page();
         if !self.resolver.try_claim(page) {
@@ -460,7 +403,7 @@ impl Shard {
             if !self.resolver.try_claim(page) {
                 let vcpu = request.vcpu;
                 self.deferred.push_back(request);
-                // More than the rings hold: a VMM that asks again without end for what nobody has answered.
+                // More than the rings hold: the VMM repeats requests that were not answered.
                 let limit = self.vcpus.len() * self.resolver.rings.layout().nr_entries as usize;
                 return if self.deferred.len() > limit { Err(ResolverError::RingFull { vcpu }) } else { Ok(()) };
             }
@@ -475,10 +418,10 @@ impl Shard {
         self.answer(&request, DONE)
     }
 
-    /// The page is filled: clears its bit and lets its vCPU go on.
+    /// The page is filled: clears its bit and wakes its vCPU.
     ///
     /// # Errors
-    /// [`ResolverError::OtherResolver`] changes nothing; after any other the bit is clear all the same.
+    /// [`ResolverError::OtherResolver`] changes nothing; after any other error the bit is clear.
     pub fn complete(&mut self, request: Request) -> Result<(), ResolverError> {
         self.resolver.check(&request.claim)?;
         self.stats.filled += u64::from(self.resolver.bitmap.clear(request.page()));
@@ -486,7 +429,7 @@ impl Shard {
         self.answer(&request, DONE)
     }
 
-    /// The page cannot be filled: its vCPU is told so.
+    /// Reports to its vCPU that the page cannot be filled.
     ///
     /// # Errors
     /// [`ResolverError`].
@@ -500,15 +443,15 @@ impl Shard {
     fn answer(&mut self, request: &Request, status: u64) -> Result<(), ResolverError> {
         let Request { claim: Claim { page, .. }, vcpu, ticket, .. } = *request;
         let Resolver { rings, wakers, .. } = &*self.resolver;
-        // vCPUs are served in steps of the number of shards.
+        // A shard serves every `nr_shards`th vCPU.
         let served = self.vcpus.get_mut((vcpu / rings.layout().nr_shards) as usize);
         let served = served.filter(|served| served.vcpu == vcpu).ok_or(ResolverError::OtherShard { vcpu })?;
-        served.completions.push(rings.completions(vcpu), Entry { ticket, page, word: status }).map_err(|error| {
-            match error {
+        served.completions.push(rings.completions(vcpu), RingEntry { ticket, page, word: status }).map_err(
+            |error| match error {
                 NotPushed::Full => ResolverError::RingFull { vcpu },
                 NotPushed::BadIndex(bad) => ResolverError::corrupt(vcpu, bad),
-            }
-        })?;
+            },
+        )?;
         let waiter = vcpu % wakers.len() as u32;
         if rings.take_sleeper(Sleeper::Waiter(waiter)) {
             self.stats.wakes += 1;
@@ -517,17 +460,18 @@ impl Shard {
         Ok(())
     }
 
-    /// Says that this thread is about to sleep. It sweeps once more, and only then [parks](Shard::park).
+    /// Announces that this thread is about to sleep. It sweeps once more, and only then
+    /// [parks](Shard::park).
     pub fn announce(&self) {
         self.resolver.rings.announce_sleep(Sleeper::Shard(self.number));
     }
 
-    /// Says that it is awake.
+    /// Withdraws the announcement.
     pub fn withdraw(&self) {
         self.resolver.rings.withdraw_sleep(Sleeper::Shard(self.number));
     }
 
-    /// Sleeps until there is work, at most `limit`, and withdraws what was announced.
+    /// Sleeps until there is work, at most `limit`, and withdraws the announcement.
     ///
     /// # Errors
     /// [`ResolverError::System`].
@@ -551,13 +495,14 @@ impl Shard {
         &self.resolver.doorbells[self.number as usize]
     }
 
-    /// The doorbell, for a loop that waits for other things too; [`park`](Shard::park) with no time empties it.
+    /// The doorbell, for a loop that also waits for other things; [`park`](Shard::park) with a
+    /// limit of zero empties it.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.doorbell().as_fd()
     }
 
-    /// Serves the vCPUs with `fill` until the VMM closes the delivery. `fill` fills one page, or says with which code it
-    /// cannot; it gets the page if the VMM shares its memory.
+    /// Serves the vCPUs with `fill` until the VMM closes the delivery. `fill` fills one page, or
+    /// returns the code of its failure. It gets the page if the VMM shares its memory.
     ///
     /// # Errors
     /// [`ResolverError`].
@@ -587,8 +532,8 @@ impl Shard {
 
 impl Drop for Shard {
     fn drop(&mut self) {
-        // Its vCPUs would wait for ever; the VMM's watcher tells them, and another resolver can come. Its deferred requests
-        // count no more: the resolver is over.
+        // Otherwise its vCPUs would wait for ever. The VMM's watcher finds the end, and another
+        // resolver can come. The deferred requests do not matter any more.
         self.resolver.close();
     }
 }

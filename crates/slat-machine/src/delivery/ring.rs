@@ -1,18 +1,22 @@
-//! One file of rings: for each vCPU one for requests and one for completions, and the flags that say who sleeps.
+//! One file of rings: for each vCPU one for requests and one for completions, and a flag for each
+//! thread that may sleep.
 //!
 //! # Layout
-//! In words of 8 bytes. First a line for each shard of the resolver and one for each waiter of the VMM, whose first word
-//! says whether it sleeps. Then, for each vCPU, four lines with one index each, and the entries of both rings. A *line* is 128
-//! bytes, since CPUs fetch the neighbour of a cache line with it: nothing that two vCPUs write lies in one.
+//! In words of 8 bytes. First a line for each shard of the resolver and one for each waiter of the
+//! VMM, whose first word is set while it sleeps. Then, for each vCPU, four lines with one index
+//! each, and the entries of both rings. A *line* is 128 bytes, since CPUs prefetch cache lines in
+//! pairs: no two vCPUs write to the same line.
 //!
 //! # Protocol
-//! - Each ring has one writer and one reader. Indices only grow; entry `index % entries`. The writer fills the entry and then
-//!   moves the tail with release; the reader takes the tail with acquire, reads the entry, and then moves the head with
-//!   release, so that the writer, who takes the head with acquire, overwrites only what was read.
-//! - Each side keeps its own index in private memory and reads only the other's. What it reads is checked: a head goes from
-//!   the one seen before to the tail, a tail from the head to the head and the size of the ring. Anything else is a
-//!   [`BadIndex`], and nothing is done.
-//! - *Sleep and wake up* are a store-load pair: see [`Rings::announce_sleep`] and [`Rings::take_sleeper`].
+//! - Each ring has one writer and one reader. Indices only grow; an entry is at `index % entries`.
+//!   The writer fills the entry, then moves the tail with release. The reader takes the tail with
+//!   acquire, reads the entry, and moves the head with release. The writer takes the head with
+//!   acquire, so it overwrites only what was read.
+//! - Each side keeps its own index in private memory and reads only the other's. It checks the
+//!   value: a head is between the head seen before and the tail; a tail is between the head and the
+//!   head plus the size of the ring. Any other value is a [`BadIndex`], and changes nothing.
+//! - *Sleep and wake up* are a store-load pair: see [`Rings::announce_sleep`] and
+//!   [`Rings::take_sleeper`].
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -32,9 +36,9 @@ pub(super) const MAX_VCPUS: u32 = 4096;
 /// The most entries of a ring.
 pub(super) const MAX_ENTRIES: u32 = 4096;
 
-/// What an entry says.
+/// The contents of an entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Entry {
+pub(super) struct RingEntry {
     /// Which request of this vCPU it is.
     pub(super) ticket: u64,
     /// The page.
@@ -43,7 +47,7 @@ pub(super) struct Entry {
     pub(super) word: u64,
 }
 
-/// An index in shared memory that cannot be.
+/// An impossible index in shared memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct BadIndex {
     pub(super) name: &'static str,
@@ -59,7 +63,7 @@ pub(super) enum NotPushed {
     BadIndex(BadIndex),
 }
 
-/// Where everything is in a file of rings.
+/// The places in a file of rings.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Layout {
     pub(super) nr_shards: u32,
@@ -70,7 +74,7 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// Whether the numbers are ones that a VMM may have.
+    /// Whether a VMM may have these numbers.
     pub(super) fn is_possible(&self) -> bool {
         let nr_vcpus = 1..=MAX_VCPUS;
         nr_vcpus.contains(&self.nr_vcpus)
@@ -93,7 +97,7 @@ impl Layout {
     }
 }
 
-/// Who sleeps.
+/// A thread that may sleep.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Sleeper {
     Shard(u32),
@@ -108,7 +112,7 @@ pub(super) struct Rings {
 }
 
 impl Rings {
-    /// Maps the file, which is as large as the layout says and cannot shrink.
+    /// Maps the file, which has the size of the layout and cannot shrink.
     pub(super) fn new(file: BorrowedFd<'_>, layout: Layout) -> io::Result<Rings> {
         Ok(Rings { mapping: SharedMapping::new(file, 0, layout.size_bytes())?, layout })
     }
@@ -125,28 +129,30 @@ impl Rings {
         &self.mapping.words()[line * LINE]
     }
 
-    /// Says that `sleeper` is about to sleep. It looks once more, and only then sleeps.
+    /// Announces that `sleeper` is about to sleep. It looks once more, and only then sleeps.
     pub(super) fn announce_sleep(&self, sleeper: Sleeper) {
-        // Relaxed: the fence orders it before the look. Who wakes writes what there is to see, fences, and reads this flag.
-        // Of two fences one comes first: either the look sees the news, or the other side sees the flag.
+        // Relaxed: the fence orders it before the look. The waking side writes its entry, fences,
+        // and reads this flag. One of the two fences comes first: either the look finds the entry,
+        // or the other side finds the flag.
         self.flag(sleeper).store(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
     }
 
-    /// Says that `sleeper` is awake.
+    /// Withdraws the announcement of `sleeper`.
     pub(super) fn withdraw_sleep(&self, sleeper: Sleeper) {
-        // Relaxed: a flag seen too long costs a signal that nobody needs.
+        // Relaxed: a flag that is seen for too long costs one needless signal.
         self.flag(sleeper).store(0, Ordering::Relaxed);
     }
 
-    /// After something was written that `sleeper` waits for: whether the caller has to wake it. Of several callers one gets
-    /// the task.
+    /// To be called after something was written that `sleeper` waits for. Returns whether the
+    /// caller has to wake it; of several callers only one does.
     pub(super) fn take_sleeper(&self, sleeper: Sleeper) -> bool {
         // The other half of the pair in `announce_sleep`.
         fence(Ordering::SeqCst);
         let flag = self.flag(sleeper);
-        // The load first: an exchange would fetch the line for writing each time, from everybody who shares it. Relaxed: it is
-        // only about who signals; the signal and the rings have orders of their own.
+        // The load first: an exchange would fetch the line for writing each time, from all that
+        // share it. Relaxed: the flag only decides which caller signals; the signal and the rings
+        // have orders of their own.
         flag.load(Ordering::Relaxed) != 0 && flag.swap(0, Ordering::Relaxed) != 0
     }
 
@@ -195,7 +201,7 @@ impl Ring<'_> {
     }
 }
 
-/// The writer's end: its own index, and the last of the reader's that it saw.
+/// The writer's end: its own index, and the last head that it read.
 #[derive(Clone, Copy, Default, Debug)]
 pub(super) struct Writer {
     tail: u64,
@@ -208,8 +214,8 @@ impl Writer {
         self.tail
     }
 
-    /// Puts an entry in. Does not wake anybody.
-    pub(super) fn push(&mut self, ring: Ring<'_>, entry: Entry) -> Result<(), NotPushed> {
+    /// Puts an entry in. Wakes no thread.
+    pub(super) fn push(&mut self, ring: Ring<'_>, entry: RingEntry) -> Result<(), NotPushed> {
         if self.tail - self.seen_head == ring.nr_entries() {
             // Acquire: the reader has read what is overwritten below.
             let head = ring.head.load(Ordering::Acquire);
@@ -229,7 +235,7 @@ impl Writer {
         words[1].store(entry.page, Ordering::Relaxed);
         words[2].store(entry.word, Ordering::Relaxed);
         self.tail += 1;
-        // Release: the entry, and in a completion the bit that was cleared before it, come before the tail.
+        // Release: the entry, and for a completion the cleared bit, come before the tail.
         ring.tail.store(self.tail, Ordering::Release);
         Ok(())
     }
@@ -248,7 +254,7 @@ impl Reader {
     }
 
     /// Takes the oldest entry out, if there is one.
-    pub(super) fn pop(&mut self, ring: Ring<'_>) -> Result<Option<Entry>, BadIndex> {
+    pub(super) fn pop(&mut self, ring: Ring<'_>) -> Result<Option<RingEntry>, BadIndex> {
         // Acquire: the entry was written before.
         let tail = ring.tail.load(Ordering::Acquire);
         if tail == self.head {
@@ -259,17 +265,18 @@ impl Reader {
             return Err(BadIndex { name, found: tail, lowest: self.head, highest: self.head + ring.nr_entries() });
         }
         let words = ring.entry(self.head);
-        // Each word is read once: the other side may change it at any time. Relaxed: after the tail's acquire.
+        // Each word is read once: the other side may change it at any time. Relaxed: after the
+        // tail's acquire.
         let [ticket, page, word] = [0, 1, 2].map(|index: usize| words[index].load(Ordering::Relaxed));
         self.head += 1;
-        // Release: the entry was read before it is given back.
+        // Release: the entry was read before it is released to the writer.
         ring.head.store(self.head, Ordering::Release);
-        Ok(Some(Entry { ticket, page, word }))
+        Ok(Some(RingEntry { ticket, page, word }))
     }
 
-    /// Whether there is something to take, or something wrong.
-    pub(super) fn has_news(&self, ring: Ring<'_>) -> bool {
-        // Relaxed: only a hint, `pop` looks properly.
+    /// Whether there is something to take, or an impossible index.
+    pub(super) fn is_nonempty(&self, ring: Ring<'_>) -> bool {
+        // Relaxed: only a hint; `pop` reads it with acquire.
         ring.tail.load(Ordering::Relaxed) != self.head
     }
 }

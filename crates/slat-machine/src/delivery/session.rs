@@ -1,18 +1,21 @@
-//! One resolver's time: the rings that it was given, and its death.
+//! One resolver's session: the rings that it was given, and its end.
 //!
 //! # Protocol
-//! - Each session has a file of rings and doorbells of its own. So nothing that a resolver does after it was declared dead
-//!   reaches its successor's rings, and a vCPU that still looks at the old ones finds what was answered in time.
-//! - A session ends once: [`Shared::end`] says so in the session, and then signals an eventfd of the session's that the other
-//!   side never had and that nobody empties. Who sleeps waits for it too, so no vCPU sleeps through an end, and no end waits
-//!   for anything that is the other side's. (It has the wakers, and could make them block and keep them full: the VMM only
-//!   reads those, which never blocks.)
-//! - Should the other side eat a completion's signal, the vCPU looks again after [`NAP`].
-//! - A doorbell is the one eventfd of the other side's that the VMM writes. A vCPU that is stuck in one is let out by the
-//!   watcher, which ends a session whose doorbells block or are full, and empties them again and again after that. That bounds
-//!   the wait for all but a resolver that fills the doorbell anew each time before the vCPU's write gets there, and which
-//!   must be killed. The watcher and [`Delivery`](super::Delivery)'s drop do not wait for it.
-//! - One watcher thread sees the end of the socket. Nobody else has to.
+//! - Each session has a file of rings and doorbells of its own. So what a resolver writes after it
+//!   was declared dead does not reach its successor's rings. A vCPU that still reads the old rings
+//!   finds the completions that came in time.
+//! - A session ends once. [`Shared::end`] marks the session, and then signals an eventfd that only
+//!   the VMM has, and that is never emptied. A sleeping vCPU waits for that eventfd too, so no vCPU
+//!   sleeps through an end, and no end waits for a thing of the other side. (The other side has the
+//!   wakers, and could make them block and keep them full. The VMM only reads those, which never
+//!   blocks.)
+//! - If the other side reads the signal of a completion away, the vCPU looks again after [`NAP`].
+//! - A doorbell is the only eventfd of the other side that the VMM writes. A vCPU may block in that
+//!   write. The watcher ends a session whose doorbells block or are full, and then empties them
+//!   again and again. That bounds the wait, except for a resolver that fills the doorbell anew each
+//!   time before the vCPU's write completes; it must be killed. The watcher and the drop of
+//!   [`Delivery`](super::Delivery) do not wait for it.
+//! - One watcher thread observes the end of the socket. No other thread has to.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -28,10 +31,10 @@ use super::ring::{Rings, Sleeper};
 use super::shared;
 use crate::descriptors::EventFd;
 
-/// The longest sleep without a look around: a way out if the other side eats signals.
+/// The longest sleep without a look: a bound if the other side reads signals away.
 pub(super) const NAP: Duration = Duration::from_millis(100);
 
-/// How often the watcher looks after the doorbells of a resolver that lives.
+/// How often the watcher checks the doorbells of a resolver that lives.
 const WATCH: Duration = Duration::from_secs(1);
 
 /// What belongs to one resolver.
@@ -53,7 +56,8 @@ impl Session {
     }
 
     pub(super) fn is_over(&self) -> bool {
-        // Acquire: with the release in `Shared::end`; a vCPU that sees the end goes on to look for a successor.
+        // Acquire: with the release in `Shared::end`; a vCPU that observes the end goes on to look
+        // for a successor.
         self.is_over.load(Ordering::Acquire)
     }
 
@@ -67,8 +71,8 @@ impl Session {
         sleeps
     }
 
-    /// Lets whoever is stuck in a doorbell get out: a resolver may make them block, and fill them to the brim. It may do that
-    /// again as long as it lives, so once is not enough.
+    /// Lets threads out that are blocked in a doorbell: a resolver may make doorbells block, and
+    /// fill them. It can repeat that as long as it lives, so one call is not enough.
     fn free_doorbells(&self) {
         for doorbell in &self.doorbells {
             doorbell.keep_nonblocking();
@@ -89,7 +93,7 @@ pub(super) struct Shared {
     pub(super) wakers: Vec<EventFd>,
     /// Wakes the watcher.
     pub(super) command: EventFd,
-    /// The last session, alive or not. Nobody takes this lock in a fault.
+    /// The last session, alive or not. No fault takes this lock.
     present: Mutex<Option<Arc<Session>>>,
     changed: Condvar,
     /// The epoch of `present`; 0 before the first.
@@ -126,7 +130,7 @@ impl Shared {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Arc<Session>>> {
-        // Whoever panicked with the lock has left a whole value behind.
+        // A thread that panicked with the lock has left a whole value behind.
         self.present.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -137,12 +141,12 @@ impl Shared {
 
     /// The epoch of the last session.
     pub(super) fn epoch(&self) -> u64 {
-        // Acquire: who sees it finds the session.
+        // Acquire: a reader of this epoch finds its session.
         self.epoch.load(Ordering::Acquire)
     }
 
-    /// Makes `session` the present one, unless one lives or the delivery is closed; then whether it is closed or the epoch of
-    /// the living one.
+    /// Makes `session` the present one. Fails if one lives (with its epoch), or if the delivery is
+    /// closed (`None`).
     pub(super) fn begin(&self, session: Session) -> Result<(), Option<u64>> {
         let mut present = self.lock();
         if self.is_closed() {
@@ -153,7 +157,7 @@ impl Shared {
         }
         let epoch = session.epoch;
         if let Some(former) = present.replace(Arc::new(session)) {
-            // The watcher looks after it no more.
+            // The watcher does not check it any more.
             former.free_doorbells();
         }
         // Release: with `epoch`.
@@ -182,19 +186,19 @@ impl Shared {
 
     /// Declares the session's resolver dead and wakes all vCPUs.
     pub(super) fn end(&self, session: &Session) {
-        // Release: with `is_over`. The first to come does the rest.
+        // Release: with `is_over`. Only the first caller does the rest.
         if session.is_over.swap(true, Ordering::AcqRel) {
             return;
         }
-        // It may be alive, and shall know.
+        // The resolver may be alive, and then finds the end.
         let _ = session.socket.shutdown(std::net::Shutdown::Both);
         session.free_doorbells();
         session.ended.signal();
-        self.wake_who_wants_a_session();
+        self.wake_waiters_for_a_session();
     }
 
-    fn wake_who_wants_a_session(&self) {
-        // With the lock, so that nobody is between its look and its wait.
+    fn wake_waiters_for_a_session(&self) {
+        // With the lock, so that no thread is between its look and its wait.
         let _present = self.lock();
         self.changed.notify_all();
     }
@@ -208,11 +212,11 @@ impl Shared {
             self.end(&session);
             session.free_doorbells();
         }
-        self.wake_who_wants_a_session();
+        self.wake_waiters_for_a_session();
         self.command.signal();
     }
 
-    /// The watcher: sees the end of each session's socket, until the delivery is closed.
+    /// The watcher: waits for the end of each session's socket, until the delivery is closed.
     pub(super) fn watch(&self) {
         while !self.is_closed() {
             let present = self.lock().clone();
@@ -225,8 +229,9 @@ impl Shared {
                 Some(session) => {
                     let files = [self.command.as_fd(), session.socket.as_fd()];
                     let waited = shared::wait_readable(files, WATCH).map(|[command, socket]| (command, socket));
-                    // After the handshake nobody writes: whatever there is to read, it is the end. A resolver that made its
-                    // doorbell block, or filled it, means to catch vCPUs in it.
+                    // After the handshake neither side writes: anything to read is the end. A
+                    // resolver that made its doorbell block, or filled it, tries to block vCPUs in
+                    // it.
                     let is_end = matches!(waited, Ok((_, true)));
                     if is_end || session.doorbells.iter().any(|bell| bell.keep_nonblocking() || bell.is_full()) {
                         self.end(&session);
@@ -237,7 +242,7 @@ impl Shared {
             match waited {
                 Ok((true, _)) => self.command.drain(),
                 Ok(_) => {}
-                // Out of kernel memory: not in the way of anything but time.
+                // Out of kernel memory: only costs time.
                 Err(_) => std::thread::sleep(NAP),
             }
         }

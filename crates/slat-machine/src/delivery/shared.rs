@@ -1,11 +1,13 @@
-//! What two processes share: memory files and mappings of them; and waits for the eventfds beside them.
+//! Memory files that two processes share, and their mappings; and waits for the eventfds beside
+//! them.
 //!
 //! # Protocol
-//! - A file that both sides map is sealed against shrinking and growing before anybody else has it: an access to a mapping
-//!   beyond the end of its file kills a process, and the other side could cut the file at any moment.
-//! - The other side has the same eventfds, and may set their flags and their counters to what it likes. So no read here
-//!   blocks whatever the flags say, and whoever is stuck in a write is freed by
-//!   [`EventFd::drain`](crate::descriptors::EventFd::drain).
+//! - A file that both sides map is sealed against shrinking and growing before the other side gets
+//!   it. An access to a mapping beyond the end of its file kills the process, and the other side
+//!   could cut the file at any moment.
+//! - The other side has the same eventfds, and may set their flags and their counters. So no read
+//!   here blocks whatever the flags are, and [`EventFd::drain`](crate::descriptors::EventFd::drain)
+//!   frees a thread that is blocked in a write.
 //!
 //! Interface: fcntl(2) "File Sealing".
 
@@ -21,10 +23,10 @@ use std::time::{Duration, Instant};
 
 use crate::descriptors::{checked, memory_file, poll, poll_entry};
 
-/// The seals of every file that is shared: its size is what it is for ever.
+/// The seals of every file that is shared: its size is fixed for ever.
 const FIXED_SIZE: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
 
-/// A new memory file of `size_bytes` zeros that can change its size no more.
+/// Makes a memory file of `size_bytes` zeros, whose size is fixed.
 pub(super) fn sealed_file(name: &CStr, size_bytes: u64) -> io::Result<OwnedFd> {
     let file = memory_file(name, size_bytes)?;
     // SAFETY: only takes numbers.
@@ -32,14 +34,14 @@ pub(super) fn sealed_file(name: &CStr, size_bytes: u64) -> io::Result<OwnedFd> {
     Ok(file)
 }
 
-/// Whether the file cannot become smaller; files that know no seals are not sealed.
+/// Whether the file cannot become smaller; a file that supports no seals is not sealed.
 pub(super) fn is_sealed(file: BorrowedFd<'_>) -> bool {
     // SAFETY: only takes numbers.
     let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
     seals >= 0 && seals & libc::F_SEAL_SHRINK != 0
 }
 
-/// Whether the file can change its size no more, nor lose its seals' company.
+/// Whether the file cannot change its size, and its seals cannot change either.
 pub(super) fn is_size_fixed(file: BorrowedFd<'_>) -> bool {
     // SAFETY: only takes numbers.
     let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
@@ -64,10 +66,11 @@ pub(super) fn file_size(file: BorrowedFd<'_>) -> io::Result<u64> {
 /// Bytes of a file that are mapped between two looks at the clock.
 const MAPPED_AT_ONCE_BYTES: usize = 64 << 20;
 
-/// Where data, or a hole, begins in `file` from `from_bytes` on (lseek(2)); `None` if nowhere, or if that cannot be told.
+/// Where data, or a hole, begins in `file` from `from_bytes` on (lseek(2)); `None` if nowhere, or
+/// if the file system has no answer.
 fn seek(file: BorrowedFd<'_>, from_bytes: u64, whence: libc::c_int) -> Option<u64> {
     let from = libc::off_t::try_from(from_bytes).ok()?;
-    // SAFETY: only takes numbers. It moves the file's position, which nobody uses.
+    // SAFETY: only takes numbers. It moves the file's position, which is not used.
     let found = unsafe { libc::lseek(file.as_raw_fd(), from, whence) };
     u64::try_from(found).ok()
 }
@@ -79,19 +82,20 @@ pub(super) struct SharedMapping {
     size_bytes: usize,
 }
 
-// SAFETY: the pointer is only an address; what is behind it is accessed atomically, or by users who know that others may.
+// SAFETY: the pointer is only an address. Its memory is accessed atomically, or by users that know
+// that other threads access it.
 unsafe impl Send for SharedMapping {}
 // SAFETY: as above.
 unsafe impl Sync for SharedMapping {}
 
 impl SharedMapping {
-    /// Maps `size_bytes`, not 0, from `offset_bytes`, a multiple of the page size. The file reaches as far, and its caller
-    /// has seen that it cannot shrink.
+    /// Maps `size_bytes`, not 0, from `offset_bytes`, a multiple of the page size. The file is long
+    /// enough, and the caller has checked that it cannot shrink.
     pub(super) fn new(file: BorrowedFd<'_>, offset_bytes: u64, size_bytes: u64) -> io::Result<SharedMapping> {
         let too_large = |_| io::Error::from_raw_os_error(libc::EFBIG);
         let size_bytes = usize::try_from(size_bytes).map_err(too_large)?;
         let offset = libc::off_t::try_from(offset_bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
-        // SAFETY: without MAP_FIXED the kernel takes addresses that nobody uses.
+        // SAFETY: without MAP_FIXED the kernel takes unused addresses.
         let start = unsafe {
             libc::mmap(
                 ptr::null_mut(),
@@ -108,9 +112,10 @@ impl SharedMapping {
         Ok(SharedMapping { start: start.cast(), size_bytes })
     }
 
-    /// Maps what the file has already, so that touching it does not fault, for `patience` at most; takes no memory for what it
-    /// has not. `offset_bytes` of `file` is what the mapping begins with. Never needed: what is not mapped is when it is touched.
-    pub(super) fn map_what_is_there(&self, file: BorrowedFd<'_>, offset_bytes: u64, patience: Duration) {
+    /// Maps what the file has already, so that touching it does not fault, for `patience` at most;
+    /// takes no memory for what it has not. `offset_bytes` of `file` is what the mapping begins
+    /// with. Never needed: what is not mapped is when it is touched.
+    pub(super) fn map_present_pages(&self, file: BorrowedFd<'_>, offset_bytes: u64, patience: Duration) {
         let begin = Instant::now();
         let mut next = 0;
         while next < self.size_bytes && begin.elapsed() < patience {
@@ -124,7 +129,8 @@ impl SharedMapping {
             if end <= start {
                 return;
             }
-            // SAFETY: inside the mapping, which lives as long as `self`; the advice changes no contents.
+            // SAFETY: inside the mapping, which lives as long as `self`; the advice changes no
+            // contents.
             unsafe { libc::madvise(self.start.wrapping_add(start).cast(), end - start, libc::MADV_POPULATE_WRITE) };
             next = end;
         }
@@ -142,9 +148,9 @@ impl SharedMapping {
 
     /// All whole words of 8 bytes.
     pub(super) fn words(&self) -> &[AtomicU64] {
-        // SAFETY: the mapping is page-aligned, as long as that, and lives as long as `self`; the file cannot shrink; any
-        // bits are an AtomicU64; in this process all access the words atomically, and what another process does is to this
-        // one as another device.
+        // SAFETY: the mapping is page-aligned, as long as that, and lives as long as `self`; the
+        // file cannot shrink; any bits are an AtomicU64; in this process all access the words
+        // atomically, and what another process does is to this one as another device.
         unsafe { slice::from_raw_parts(self.start.cast::<AtomicU64>(), self.size_bytes / 8) }
     }
 }
@@ -156,8 +162,8 @@ impl Drop for SharedMapping {
     }
 }
 
-/// Waits until one of `files` can be read or was closed by its other end, or `timeout` is over: which of them it is. A
-/// signal ends the wait too.
+/// Waits until one of `files` can be read or was closed by its other end, or `timeout` is over:
+/// which of them it is. A signal ends the wait too.
 pub(super) fn wait_readable<const N: usize>(files: [BorrowedFd<'_>; N], timeout: Duration) -> io::Result<[bool; N]> {
     let mut polled = files.map(|file| poll_entry(file, libc::POLLIN | libc::POLLRDHUP));
     poll(&mut polled, Some(timeout))?;

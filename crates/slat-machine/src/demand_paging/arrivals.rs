@@ -1,25 +1,29 @@
-//! Which pages have been asked for, which have arrived, and how one waits for a page that another thread fetches.
+//! Which pages were requested, which have arrived, and how a thread waits for a page that another
+//! thread fetches.
 //!
-//! # The protocol
-//! A block (a page of 4 KiB, or what a bit of the userfault bitmap stands for) is in one of three states:
+//! # Implementation
+//! A block (a page of 4 KiB, or what a bit of the userfault bitmap stands for) is in one of three
+//! states:
 //!
-//! | state | claim | userfault bit | who may do what |
+//! | state | claim | userfault bit | allowed |
 //! |---|---|---|---|
-//! | missing | 0 | 1 | anybody may claim it |
-//! | claimed | 1 | 1 | its claimer, and nobody else, fills it; then it *publishes* it, or gives the claim back |
+//! | missing | 0 | 1 | any thread may claim it |
+//! | claimed | 1 | 1 | only the claimer fills it; then it *publishes* or releases it |
 //! | there | 1 | 0 | guests use it; it is never claimed again |
 //!
-//! - A claim is one `fetch_or` on a bitmap that belongs to the VMM: of all who find a page missing (vCPUs, readers of a
-//!   userfaultfd, the background copier) one wins. So each page is fetched and filled exactly once, and its filler may write
-//!   it without minding anybody.
-//! - To publish is to clear the userfault bit, after the page was filled: the engine maps it from then on. A block whose bit
-//!   was clear already would have been filled twice; these are counted ([`Arrivals::nr_filled_twice`]), and there are none.
-//! - Whose claim is lost waits for the bit to clear. It looks again each time that a block is published, and sleeps between,
-//!   but never longer than a moment: the way out is [`Arrivals::fail`], after which nobody waits any more.
-//! - A claimer that cannot fetch gives its claim back ([`Arrivals::release`]): the block is missing again, and another run
-//!   can fetch it.
+//! - A claim is one `fetch_or` on a bitmap of the VMM: of all threads that find a page missing
+//!   (vCPUs, readers of a userfaultfd, the background copier) one wins. So each page is fetched and
+//!   filled once, and no other thread writes it meanwhile.
+//! - To publish is to clear the userfault bit, after the page was filled: the engine maps it from
+//!   then on. If the bit was clear already, the block was filled twice; these are counted
+//!   ([`Arrivals::nr_filled_twice`]), and there are none.
+//! - A thread that loses the claim waits for the bit to clear. It looks again each time that a
+//!   block is published. Between two looks it sleeps, at most [`LONGEST_SLEEP`]. [`Arrivals::fail`]
+//!   ends all waits.
+//! - A claimer that cannot fetch releases its claim ([`Arrivals::release`]): the block is missing
+//!   again, and another run can fetch it.
 //!
-//! Where vCPUs do not exit there is no userfault bitmap, and the bits stand here only.
+//! Where vCPUs do not exit the engine has no userfault bitmap, and only this module uses the bits.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -32,7 +36,7 @@ use super::VcpuError;
 
 const BITS: u64 = u64::BITS as u64;
 
-/// How long a thread sleeps at most until it looks again.
+/// How long a thread sleeps at most before it looks again.
 pub(super) const LONGEST_SLEEP: Duration = Duration::from_millis(20);
 
 /// See the [module](self).
@@ -42,7 +46,7 @@ pub(super) struct Arrivals {
     /// The userfault bitmap.
     missing: Arc<dyn UserfaultWords>,
     nr_filled_twice: AtomicU64,
-    /// vCPUs whose own fetch is under way: the copier steps back for them.
+    /// vCPUs whose own fetch is under way: the copier yields to them.
     nr_faults_waiting: CachePadded<AtomicU64>,
     nr_sleeping: CachePadded<AtomicU64>,
     has_failed: CachePadded<AtomicBool>,
@@ -62,7 +66,7 @@ impl Arrivals {
         for (index, word) in missing.words().iter().enumerate() {
             let first = index as u64 * BITS;
             let nr_bits = nr_blocks.saturating_sub(first).min(BITS);
-            // Relaxed: nobody else knows the bitmap yet.
+            // Relaxed: no other thread has the bitmap yet.
             word.store(if nr_bits == 0 { 0 } else { u64::MAX >> (BITS - nr_bits) }, Ordering::Relaxed);
         }
         Arrivals {
@@ -87,15 +91,15 @@ impl Arrivals {
         self.nr_blocks
     }
 
-    /// Claims `block`; `false` if somebody has it already, or it is there.
+    /// Claims `block`; `false` if it is claimed, or there.
     #[inline]
     pub(super) fn claim(&self, block: u64) -> bool {
         let (word, mask) = place(block);
-        // Acquire: the claimer comes after whoever gave the claim back. (Release is for that one.)
+        // Acquire: the claimer comes after the thread that released the claim.
         self.claims[word].fetch_or(mask, Ordering::Acquire) & mask == 0
     }
 
-    /// Claims the first block from `from` on that nobody has; `None` if all are claimed.
+    /// Claims the first unclaimed block from `from` on; `None` if all are claimed.
     pub(super) fn claim_next(&self, from: u64) -> Option<u64> {
         let mut block = from;
         while block < self.nr_blocks {
@@ -110,7 +114,7 @@ impl Arrivals {
         None
     }
 
-    /// Gives back the claim of a block that could not be fetched.
+    /// Releases the claim of a block that could not be fetched.
     pub(super) fn release(&self, block: u64) {
         let (word, mask) = place(block);
         // Release: what was written to the page comes before the next claimer.
@@ -125,12 +129,13 @@ impl Arrivals {
         self.missing.words()[word].load(Ordering::SeqCst) & mask != 0
     }
 
-    /// Says that a claimed block is filled: lets the guest have it.
+    /// Publishes a claimed block, which is filled: the guest may have it.
     #[inline]
     pub(super) fn publish(&self, block: u64) {
         let (word, mask) = place(block);
-        // Release: the page's contents come before the bit. SeqCst: a store-load pair with `sleep`. Either this sees that
-        // somebody sleeps, or who is about to sleep sees the bit clear.
+        // Release: the page's contents come before the bit. SeqCst: a store-load pair with `sleep`.
+        // Either this thread finds the sleeper, or the sleeper finds the bit clear before it
+        // sleeps.
         let before = self.missing.words()[word].fetch_and(!mask, Ordering::SeqCst);
         if before & mask == 0 {
             self.nr_filled_twice.fetch_add(1, Ordering::Relaxed);
@@ -148,12 +153,13 @@ impl Arrivals {
     /// Blocks that are there.
     pub(super) fn nr_there(&self) -> u64 {
         let words = self.missing.words().iter().enumerate();
-        // What a resolver in another process may have set behind the last block is nobody's.
+        // A resolver in another process may have set bits behind the last block, which have no
+        // meaning.
         let in_word = |index: usize| match self.nr_blocks.saturating_sub(index as u64 * BITS) {
             0 => 0,
             nr_bits => u64::MAX >> (BITS - nr_bits.min(BITS)),
         };
-        // Acquire: who counts them may look at them.
+        // Acquire: the caller may read the pages that it counts.
         let missing = words.map(|(index, word)| word.load(Ordering::Acquire) & in_word(index));
         self.nr_blocks - missing.map(|word| u64::from(word.count_ones())).sum::<u64>()
     }
@@ -179,14 +185,15 @@ impl Arrivals {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Wakes all that sleep.
+    /// Wakes all sleepers.
     fn wake(&self) {
-        // Under the lock: who has looked and does not sleep yet, holds it.
+        // Under the lock: a thread that has looked and does not sleep yet holds it.
         drop(self.lock());
         self.changed.notify_all();
     }
 
-    /// Sleeps until a block was published for which `is_over` says so, or the run has failed, or a moment is over.
+    /// Sleeps until a block was published for which `is_over` holds, the run has failed, or
+    /// [`LONGEST_SLEEP`] is over.
     pub(super) fn sleep(&self, is_over: impl Fn() -> bool) {
         let mut failure = self.lock();
         // SeqCst: see `publish`.
@@ -198,10 +205,10 @@ impl Arrivals {
         drop(failure);
     }
 
-    /// Ends the run: nobody waits any more. The first failure stays.
+    /// Ends the run and all waits. The first failure stays.
     pub(super) fn fail(&self, error: &VcpuError) {
         self.lock().get_or_insert_with(|| error.clone());
-        // Release: whoever sees it finds the failure.
+        // Release: a thread that finds the flag finds the failure.
         self.has_failed.store(true, Ordering::Release);
         self.changed.notify_all();
     }
@@ -217,7 +224,7 @@ impl Arrivals {
         self.lock().clone()
     }
 
-    /// Begins a run: earlier failures are forgotten. Nobody else is at it.
+    /// Begins a run, without earlier failures. No other thread uses the arrivals now.
     pub(super) fn begin(&self) {
         *self.lock() = None;
         self.has_failed.store(false, Ordering::Release);
@@ -238,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn each_block_is_claimed_once_and_can_be_given_back() {
+    fn each_block_is_claimed_once_and_can_be_released() {
         let arrivals = Arrivals::new(130, words(3));
         assert_eq!((arrivals.nr_there(), arrivals.is_missing(129)), (0, true));
         assert!(arrivals.claim(64) && !arrivals.claim(64));
@@ -258,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn bits_behind_the_last_block_are_nobodys() {
+    fn bits_behind_the_last_block_have_no_meaning() {
         let arrivals = Arrivals::new(70, words(3));
         for word in arrivals.words().words() {
             word.store(u64::MAX, Ordering::Relaxed);
@@ -269,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn of_many_one_wins_and_all_see_it_filled() {
+    fn one_claimer_wins_and_all_others_find_the_block_filled() {
         const BLOCKS: u64 = 2000;
         let arrivals = Arrivals::new(BLOCKS, words(32));
         let filled: Vec<AtomicU64> = (0..BLOCKS).map(|_| AtomicU64::new(0)).collect();

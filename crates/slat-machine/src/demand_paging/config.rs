@@ -1,4 +1,4 @@
-//! What a run of demand paging is made of, and whether it makes sense.
+//! The configuration of a run of demand paging, and its check.
 
 use std::fmt;
 use std::str::FromStr;
@@ -14,89 +14,100 @@ use crate::source::{MAX_IN_FLIGHT, Pattern};
 use crate::tlb::Geometry;
 use crate::topology;
 
-/// Who notices that a page is not there yet, and who brings it.
+/// What detects a missing page, and what delivers it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-pub enum Mode {
-    /// Nobody: the memory is there, and a fault gives a page of it.
+pub enum PagingMode {
+    /// Nothing: the memory is there, and a fault maps a page of it.
     #[default]
     None,
     /// The kernel: a userfaultfd, whose readers copy the page in.
     Missing,
-    /// The kernel: a userfaultfd, whose readers write the page through another mapping of the file, and let it be mapped.
+    /// The kernel: a userfaultfd, whose readers write the page through another mapping of the file,
+    /// and have it mapped.
     Minor,
-    /// The engine: the vCPU exits, and its thread fetches the page and puts it where it belongs.
+    /// The engine: the vCPU exits, and its thread fetches the page and puts it in place.
     Userfault,
-    /// The engine; the page is put in place by the userfaultfd's copy, which wakes nobody. The descriptor's readers serve whoever
-    /// touches the memory otherwise.
+    /// The engine; the userfaultfd's copy puts the page in place, and wakes no thread. The
+    /// descriptor's readers serve other accesses to the memory.
     MissingUserfault,
     /// As above, with a page that is written through another mapping.
     MinorUserfault,
-    /// The engine; the vCPU asks by a ring in shared memory, and a resolver elsewhere brings the page.
+    /// The engine; the vCPU requests the page by a ring in shared memory, and a resolver elsewhere
+    /// delivers it.
     UserfaultRing,
 }
 
-impl Mode {
+impl PagingMode {
     /// All modes.
-    pub const ALL: [Mode; 7] = [
-        Mode::None,
-        Mode::Missing,
-        Mode::Minor,
-        Mode::Userfault,
-        Mode::MissingUserfault,
-        Mode::MinorUserfault,
-        Mode::UserfaultRing,
+    pub const ALL: [PagingMode; 7] = [
+        PagingMode::None,
+        PagingMode::Missing,
+        PagingMode::Minor,
+        PagingMode::Userfault,
+        PagingMode::MissingUserfault,
+        PagingMode::MinorUserfault,
+        PagingMode::UserfaultRing,
     ];
 
     /// Its name in results.
     pub const fn name(self) -> &'static str {
         match self {
-            Mode::None => "none",
-            Mode::Missing => "missing",
-            Mode::Minor => "minor",
-            Mode::Userfault => "uf",
-            Mode::MissingUserfault => "missing+uf",
-            Mode::MinorUserfault => "minor+uf",
-            Mode::UserfaultRing => "uf-ring",
+            PagingMode::None => "none",
+            PagingMode::Missing => "missing",
+            PagingMode::Minor => "minor",
+            PagingMode::Userfault => "uf",
+            PagingMode::MissingUserfault => "missing+uf",
+            PagingMode::MinorUserfault => "minor+uf",
+            PagingMode::UserfaultRing => "uf-ring",
         }
     }
 
     /// Whether there is a userfaultfd.
     pub const fn uses_userfaultfd(self) -> bool {
-        matches!(self, Mode::Missing | Mode::Minor | Mode::MissingUserfault | Mode::MinorUserfault)
+        matches!(
+            self,
+            PagingMode::Missing | PagingMode::Minor | PagingMode::MissingUserfault | PagingMode::MinorUserfault
+        )
     }
 
     /// Whether vCPUs exit, by the engine's bitmap.
     pub const fn uses_bitmap(self) -> bool {
-        matches!(self, Mode::Userfault | Mode::MissingUserfault | Mode::MinorUserfault | Mode::UserfaultRing)
+        matches!(
+            self,
+            PagingMode::Userfault
+                | PagingMode::MissingUserfault
+                | PagingMode::MinorUserfault
+                | PagingMode::UserfaultRing
+        )
     }
 
     /// Whether a vCPU's thread sleeps in the kernel until its page is there.
     const fn blocks_threads(self) -> bool {
-        matches!(self, Mode::Missing | Mode::Minor)
+        matches!(self, PagingMode::Missing | PagingMode::Minor)
     }
 
     /// Whether pages are written through another mapping of the same file.
     pub(super) const fn is_minor(self) -> bool {
-        matches!(self, Mode::Minor | Mode::MinorUserfault)
+        matches!(self, PagingMode::Minor | PagingMode::MinorUserfault)
     }
 
     /// Whether threads of this process fetch pages for their vCPUs.
     pub(super) const fn vcpus_fetch(self) -> bool {
-        matches!(self, Mode::Userfault | Mode::MissingUserfault | Mode::MinorUserfault)
+        matches!(self, PagingMode::Userfault | PagingMode::MissingUserfault | PagingMode::MinorUserfault)
     }
 }
 
-impl fmt::Display for Mode {
+impl fmt::Display for PagingMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
     }
 }
 
-impl FromStr for Mode {
+impl FromStr for PagingMode {
     type Err = PagingConfigError;
 
-    fn from_str(name: &str) -> Result<Mode, PagingConfigError> {
-        Mode::ALL
+    fn from_str(name: &str) -> Result<PagingMode, PagingConfigError> {
+        PagingMode::ALL
             .into_iter()
             .find(|mode| mode.name() == name)
             .ok_or_else(|| PagingConfigError::UnknownMode { name: name.to_owned() })
@@ -108,7 +119,8 @@ impl FromStr for Mode {
 pub enum Descriptors {
     /// One for all memory.
     One,
-    /// One for each vCPU's part of the memory; one for all if vCPUs have no parts of their own ([`Sharing::Overlapping`]).
+    /// One for each vCPU's part of the memory; one for all if vCPUs have no parts of their own
+    /// ([`Sharing::Overlapping`]).
     #[default]
     OnePerVcpu,
 }
@@ -122,39 +134,42 @@ impl fmt::Display for Descriptors {
     }
 }
 
-/// Which threads run the vCPUs.
+/// The threads that run the vCPUs.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum VcpuThreads {
-    /// Each vCPU has its own, as with KVM. A thread whose vCPU waits for a page sleeps.
+    /// One for each vCPU, as with KVM. A thread whose vCPU waits for a page sleeps.
     OnePerVcpu,
-    /// So many, each of which runs its vCPUs in turn, and one that waits for a page holds up no other: a page costs no
-    /// switch of threads. Not where a thread sleeps in the kernel until the page is there (`missing`, `minor`).
+    /// So many, each of which runs its vCPUs in turn. A vCPU that waits for a page delays no other:
+    /// a page costs no switch of threads. Not where a thread sleeps in the kernel until the page is
+    /// there (`missing`, `minor`).
     Few(usize),
 }
 
-/// A thread that fetches the pages that nobody has asked for yet.
+/// A thread that fetches the pages that were not requested yet.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Copier {
-    /// Pages that it has in flight at a time, while no vCPU waits for a page; while one does, a single one.
+    /// Pages that it has in flight at a time, while no vCPU waits for a page; while one does, a
+    /// single one.
     pub window: usize,
 }
 
 /// Whether the guest's writes are logged while pages arrive.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum DirtyLogging {
-    /// They are not.
+    /// No.
     #[default]
     Off,
-    /// They are, from the beginning ([`DemandPaging::check_dirty_log`](super::DemandPaging::check_dirty_log)).
+    /// Yes, from the beginning
+    /// ([`DemandPaging::check_dirty_log`](super::DemandPaging::check_dirty_log)).
     On,
 }
 
 /// What the memory is made of.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum PagedBacking {
-    /// Memory that the VMM has a mapping of.
+    /// Memory that the VMM has mapped.
     Memory(BackingKind),
-    /// Memory that it has none of; all pages are private.
+    /// Memory without a mapping in the VMM; all pages are private.
     GuestMemfd,
 }
 
@@ -189,35 +204,37 @@ impl FromStr for PagedBacking {
 /// Threads that may read one userfaultfd.
 const MAX_READERS: usize = MAX_VCPUS;
 
-/// What a run of demand paging is made of.
+/// The configuration of a run of demand paging.
 #[derive(Clone, PartialEq, Debug)]
 pub struct DemandPagingConfig {
     /// Number of vCPUs.
     pub nr_vcpus: usize,
-    /// Each one's part of the memory, in bytes; a multiple of the bitmap's granularity and of the backing's page size.
+    /// Each one's part of the memory, in bytes; a multiple of the bitmap's granularity and of the
+    /// backing's page size.
     pub bytes_per_vcpu: u64,
     /// Whether each vCPU touches its own part, or all memory.
     pub sharing: Sharing,
-    /// Who notices that a page is not there, and who brings it.
-    pub mode: Mode,
-    /// What the memory is made of. Memory that is a file has its pages from the beginning; others are made as they are
-    /// touched.
+    /// What detects a missing page, and what delivers it.
+    pub mode: PagingMode,
+    /// What the memory is made of. The pages of a file exist from the beginning; others are made
+    /// when they are touched.
     pub backing: PagedBacking,
-    /// The size of the block that a bit of the userfault bitmap stands for: 4 KiB or 2 MiB. A block arrives as a whole.
+    /// The size of the block that a bit of the userfault bitmap stands for: 4 KiB or 2 MiB. A block
+    /// arrives as a whole.
     pub granularity: PageSize,
-    /// What the pages that arrive hold. Everything that arrives is held against it.
+    /// The contents of the pages that arrive. All of them are compared with it.
     pub contents: Pattern,
     /// How many userfaultfds there are.
     pub descriptors: Descriptors,
     /// Threads that read each of them.
     pub nr_readers: usize,
-    /// Which threads run the vCPUs. `None`: as many as there are processors if the source has a latency, or pages come by
-    /// rings, and the mode allows it, for a thread that sleeps and wakes for each page costs several microseconds a page;
-    /// else one for each vCPU, as with KVM.
+    /// The threads that run the vCPUs. `None` means as many as processors if the source has a
+    /// latency, or pages come by rings, and the mode allows it: a thread that sleeps and wakes for
+    /// each page costs several microseconds a page. Otherwise one for each vCPU, as with KVM.
     pub vcpu_threads: Option<VcpuThreads>,
-    /// Processors to pin threads to: thread t to that of vCPU t, which is its first.
+    /// Processors to pin threads to: thread t to that of its first vCPU, which is vCPU t.
     pub pins: Option<Pins>,
-    /// What fetches pages in the background.
+    /// The background copier.
     pub copier: Option<Copier>,
     /// Whether the guest's writes are logged meanwhile.
     pub dirty_logging: DirtyLogging,
@@ -227,7 +244,8 @@ pub struct DemandPagingConfig {
     pub tlb: Geometry,
     /// The flush method; `None`: the best that works here.
     pub flush_method: Option<FlushMethod>,
-    /// Second-stage tables that may be allocated at a time; `None`: more than are needed.
+    /// The most page-table pages of the second stage that may be allocated at a time; `None`: more
+    /// than are needed.
     pub max_tables: Option<u64>,
 }
 
@@ -237,7 +255,7 @@ impl Default for DemandPagingConfig {
             nr_vcpus: 1,
             bytes_per_vcpu: 64 << 20,
             sharing: Sharing::Partitioned,
-            mode: Mode::None,
+            mode: PagingMode::None,
             backing: PagedBacking::default(),
             granularity: PageSize::Size4K,
             contents: Pattern::Mixed { seed: 0 },
@@ -255,12 +273,12 @@ impl Default for DemandPagingConfig {
     }
 }
 
-/// A configuration that makes no sense.
+/// Why a configuration is refused.
 #[derive(Clone, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
 pub enum PagingConfigError {
     /// No mode has this name.
-    #[error("unknown mode '{name}'; there are {}", Mode::ALL.map(Mode::name).join(", "))]
+    #[error("unknown mode '{name}'; there are {}", PagingMode::ALL.map(PagingMode::name).join(", "))]
     UnknownMode {
         /// The name.
         name: String,
@@ -268,10 +286,10 @@ pub enum PagingConfigError {
     /// No memory has this name.
     #[error("{why}, guest_memfd")]
     UnknownBacking {
-        /// What the names are, without guest_memfd.
+        /// The message of the memory kinds, without guest_memfd.
         why: String,
     },
-    /// Not a number of vCPUs that there can be.
+    /// The number of vCPUs is out of range.
     #[error("{nr_vcpus} vCPUs are not between 1 and {MAX_VCPUS}")]
     Vcpus {
         /// What was asked for.
@@ -293,27 +311,27 @@ pub enum PagingConfigError {
         /// The number of vCPUs.
         nr_vcpus: usize,
     },
-    /// A bit of a userfault bitmap stands for 4 KiB or for 2 MiB.
+    /// The bitmap's granularity is neither 4 KiB nor 2 MiB.
     #[error("a userfault bitmap has bits for 4 KiB or 2 MiB, not for {size_bytes} bytes")]
     Granularity {
         /// What was asked for.
         size_bytes: u64,
     },
-    /// Minor faults are on files.
+    /// Minor faults need a file.
     #[error("mode {mode} needs memory that is a file (shmem), not {backing}")]
     NeedsFile {
         /// The mode.
-        mode: Mode,
+        mode: PagingMode,
         /// The memory.
         backing: PagedBacking,
     },
-    /// The mode works by pages of 4 KiB only.
+    /// The mode works only with pages of 4 KiB.
     #[error(
         "mode {mode} brings pages of 4 KiB, which {backing} with a granularity of {granularity_bytes} bytes are not"
     )]
     NeedsSmallPages {
         /// The mode.
-        mode: Mode,
+        mode: PagingMode,
         /// The memory.
         backing: PagedBacking,
         /// The bitmap's granularity.
@@ -323,9 +341,9 @@ pub enum PagingConfigError {
     #[error("mode {mode} needs memory that the VMM has a mapping of, not guest_memfd")]
     NeedsMapping {
         /// The mode.
-        mode: Mode,
+        mode: PagingMode,
     },
-    /// Nobody reads the userfaultfds, or too many would.
+    /// The number of readers of a userfaultfd is out of range.
     #[error("{nr_readers} readers of a userfaultfd are not between 1 and {MAX_READERS}")]
     Readers {
         /// What was asked for.
@@ -338,15 +356,15 @@ pub enum PagingConfigError {
     #[error("in mode {mode} each vCPU needs a thread of its own")]
     NeedsThreadPerVcpu {
         /// The mode.
-        mode: Mode,
+        mode: PagingMode,
     },
-    /// Nobody knows in this mode what has arrived.
+    /// In this mode it is not known which pages have arrived.
     #[error("there is no background copier in mode {mode}")]
     NoCopier {
         /// The mode.
-        mode: Mode,
+        mode: PagingMode,
     },
-    /// Not one processor for each vCPU.
+    /// There is not one processor for each vCPU.
     #[error("{nr_pins} processors to pin {nr_vcpus} vCPUs to")]
     Pins {
         /// Processors given.
@@ -362,7 +380,7 @@ pub enum PagingConfigError {
     },
 }
 
-/// Sizes, and who runs what.
+/// Sizes, and which thread runs which vCPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Layout {
     pub(super) nr_pages: u64,
@@ -376,16 +394,16 @@ pub(super) struct Layout {
 const MAX_BYTES: u64 = 16 << 40;
 
 impl DemandPagingConfig {
-    /// Whether it makes sense. [`DemandPaging::new`](super::DemandPaging::new) asks too.
+    /// Checks the configuration, as [`DemandPaging::new`](super::DemandPaging::new) does.
     ///
     /// # Errors
-    /// [`PagingConfigError`]: why not.
+    /// [`PagingConfigError`]: why it is refused.
     pub fn check(&self) -> Result<(), PagingConfigError> {
         self.layout().map(|_| ())
     }
 
     /// # Errors
-    /// [`PagingConfigError`]: why the configuration makes no sense.
+    /// [`PagingConfigError`]: why the configuration is refused.
     pub(super) fn layout(&self) -> Result<Layout, PagingConfigError> {
         let &DemandPagingConfig { nr_vcpus, bytes_per_vcpu, mode, backing, granularity, .. } = self;
         if nr_vcpus == 0 || nr_vcpus > MAX_VCPUS {
@@ -408,7 +426,7 @@ impl DemandPagingConfig {
             .filter(|bytes| *bytes <= MAX_BYTES)
             .ok_or(PagingConfigError::TooBig { bytes_per_vcpu, nr_vcpus })?;
         let is_file = backing == PagedBacking::Memory(BackingKind::Shmem);
-        if (mode.is_minor() || mode == Mode::UserfaultRing) && !is_file {
+        if (mode.is_minor() || mode == PagingMode::UserfaultRing) && !is_file {
             return Err(PagingConfigError::NeedsFile { mode, backing });
         }
         if mode.uses_userfaultfd() && backing == PagedBacking::GuestMemfd {
@@ -470,11 +488,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_come_back() {
-        for mode in Mode::ALL {
+    fn names_are_printed_and_parsed() {
+        for mode in PagingMode::ALL {
             assert_eq!(mode.name().parse(), Ok(mode));
         }
-        assert!("minor-uf".parse::<Mode>().is_err());
+        assert!("minor-uf".parse::<PagingMode>().is_err());
         let error = "memory".parse::<PagedBacking>().unwrap_err().to_string();
         assert!(error.contains("anonymous") && error.contains("guest_memfd"), "{error}");
         assert_eq!("guest_memfd".parse::<PagedBacking>().unwrap(), PagedBacking::GuestMemfd);
@@ -482,7 +500,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn impossible_configurations_are_refused() {
         let good = DemandPagingConfig { nr_vcpus: 3, bytes_per_vcpu: 8192, ..DemandPagingConfig::default() };
         assert_eq!(good.layout(), Ok(Layout { nr_pages: 6, pages_per_vcpu: 2, block_pages: 1, nr_descriptors: 0 }));
         let of = |change: fn(&mut DemandPagingConfig)| {
@@ -500,28 +518,28 @@ mod tests {
         ));
         assert!(matches!(of(|c| c.granularity = PageSize::Size1G), Err(E::Granularity { .. })));
         assert!(matches!(of(|c| c.bytes_per_vcpu = 1 << 63), Err(E::TooBig { .. })));
-        assert!(matches!(of(|c| c.mode = Mode::Minor), Err(E::NeedsFile { .. })));
-        assert!(matches!(of(|c| c.mode = Mode::UserfaultRing), Err(E::NeedsFile { .. })));
+        assert!(matches!(of(|c| c.mode = PagingMode::Minor), Err(E::NeedsFile { .. })));
+        assert!(matches!(of(|c| c.mode = PagingMode::UserfaultRing), Err(E::NeedsFile { .. })));
         let private = |mode| DemandPagingConfig { mode, backing: PagedBacking::GuestMemfd, ..good.clone() }.layout();
-        assert_eq!(private(Mode::Missing), Err(E::NeedsMapping { mode: Mode::Missing }));
-        assert!(private(Mode::Userfault).is_ok());
-        assert_eq!(of(|c| (c.mode, c.nr_readers) = (Mode::Missing, 0)), Err(E::Readers { nr_readers: 0 }));
-        let many = of(|c| (c.mode, c.nr_readers) = (Mode::Missing, usize::MAX));
+        assert_eq!(private(PagingMode::Missing), Err(E::NeedsMapping { mode: PagingMode::Missing }));
+        assert!(private(PagingMode::Userfault).is_ok());
+        assert_eq!(of(|c| (c.mode, c.nr_readers) = (PagingMode::Missing, 0)), Err(E::Readers { nr_readers: 0 }));
+        let many = of(|c| (c.mode, c.nr_readers) = (PagingMode::Missing, usize::MAX));
         assert_eq!(many, Err(E::Readers { nr_readers: usize::MAX }));
         assert_eq!(of(|c| c.vcpu_threads = Some(VcpuThreads::Few(0))), Err(E::NoThread));
         assert!(matches!(
-            of(|c| (c.mode, c.vcpu_threads) = (Mode::Missing, Some(VcpuThreads::Few(2)))),
+            of(|c| (c.mode, c.vcpu_threads) = (PagingMode::Missing, Some(VcpuThreads::Few(2)))),
             Err(E::NeedsThreadPerVcpu { .. })
         ));
         assert!(matches!(of(|c| c.copier = Some(Copier { window: 1 })), Err(E::NoCopier { .. })));
         assert!(matches!(
-            of(|c| (c.mode, c.copier) = (Mode::Userfault, Some(Copier { window: 0 }))),
+            of(|c| (c.mode, c.copier) = (PagingMode::Userfault, Some(Copier { window: 0 }))),
             Err(E::Window { window: 0 })
         ));
         let pins = |c: &mut DemandPagingConfig| c.pins = Some(Pins { vcpus: vec![0, 1], main: None });
         assert_eq!(of(pins), Err(E::Pins { nr_pins: 2, nr_vcpus: 3 }));
-        assert_eq!(of(|c| c.mode = Mode::Missing).map(|layout| layout.nr_descriptors), Ok(3));
-        let shared = of(|c| (c.mode, c.sharing) = (Mode::Missing, Sharing::Overlapping));
+        assert_eq!(of(|c| c.mode = PagingMode::Missing).map(|layout| layout.nr_descriptors), Ok(3));
+        let shared = of(|c| (c.mode, c.sharing) = (PagingMode::Missing, Sharing::Overlapping));
         assert_eq!(shared.map(|layout| layout.nr_descriptors), Ok(1));
     }
 }

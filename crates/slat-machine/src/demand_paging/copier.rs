@@ -1,9 +1,10 @@
-//! The background copier: fetches what nobody has asked for yet, so that all memory is there some day.
+//! The background copier: fetches the pages that were not requested yet, so that in the end all
+//! memory is there.
 //!
-//! Faults come first. A vCPU's own request goes to its thread's own source and never waits behind the copier's. What they
-//! share is the link, the processors and the claims, and there the copier steps back: while a vCPU waits for a page, it has one
-//! request in flight and no more. A vCPU that needs a page which the copier has asked for already waits for that one, which is
-//! on its way (`arrivals.rs`).
+//! Faults come first. A vCPU's own request goes to its thread's own source and never waits behind
+//! the copier's. They share the link, the processors and the claims, and there the copier yields:
+//! while a vCPU waits for a page, it has one request in flight. A vCPU that needs a page which the
+//! copier has requested waits for that request (`arrivals.rs`).
 
 use std::sync::Arc;
 
@@ -14,7 +15,8 @@ use super::fetch::{FetchFrom, Fetcher};
 use crate::clock;
 use crate::source::Wait;
 
-/// Fetches until every block is claimed by somebody and its own are there, or the run has failed; how many blocks it has filled.
+/// Fetches until every block is claimed and its own are there, or the run has failed. Returns how
+/// many blocks it has filled.
 pub(super) fn copy(copier: Copier, from: &FetchFrom, arrivals: &Arc<Arrivals>) -> Result<u64, VcpuError> {
     let result = run(copier, from, arrivals);
     if let Err(error) = &result {

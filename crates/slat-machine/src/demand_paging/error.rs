@@ -1,4 +1,4 @@
-//! What can go wrong with demand paging.
+//! The errors of demand paging.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::source::SourceError;
 use crate::topology::PinError;
 use crate::userfaultfd::UserfaultfdError;
 
-/// Why a vCPU did not get on. All that waited for the same thing have the same.
+/// Why a vCPU did not finish. All that waited for the same thing have the same error.
 #[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum VcpuError {
@@ -37,26 +37,26 @@ pub enum VcpuError {
     /// Its thread could not be pinned.
     #[error(transparent)]
     Pin(Arc<PinError>),
-    /// It needs a page, and nobody was named who has it.
+    /// It needs a page, and no source was named.
     #[error("page {page:#x} is not there, and this run has no source of pages")]
     NoSource {
         /// The page.
         page: u64,
     },
-    /// It found what should not be there.
+    /// It found wrong contents.
     #[error("page {page:#x} begins with {found:#018x} instead of {expected:#018x}")]
     WrongWord {
         /// The page.
         page: u64,
-        /// What is there.
+        /// The word that is there.
         found: u64,
-        /// What should be there.
+        /// The word that should be there.
         expected: u64,
     },
     /// The resolver behind the rings has ended.
     #[error("the resolver has ended: {message}")]
     Resolver {
-        /// Why.
+        /// The resolver's message.
         message: String,
     },
     /// A thread panicked.
@@ -85,11 +85,11 @@ impl From<UserfaultfdError> for VcpuError {
     }
 }
 
-/// What can go wrong with a run of demand paging.
+/// Why a run of demand paging failed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DemandPagingError {
-    /// The configuration makes no sense.
+    /// The configuration is refused.
     #[error(transparent)]
     Config(#[from] PagingConfigError),
     /// There is no memory for the guest.
@@ -98,7 +98,7 @@ pub enum DemandPagingError {
     /// The host's side could not be set up.
     #[error(transparent)]
     Host(#[from] HostError),
-    /// The flush method that was asked for cannot be had.
+    /// The flush method in the configuration is not available.
     #[error(transparent)]
     Flush(#[from] NotRestartable),
     /// The engine refused something.
@@ -116,41 +116,41 @@ pub enum DemandPagingError {
     /// A thread could not be started.
     #[error("a thread could not be started: {0}")]
     Thread(std::io::Error),
-    /// The mode brings pages in another way than the resolver that was named.
+    /// The mode has no pages from the resolver that was named.
     #[error("in mode {mode} pages cannot come {from}")]
     WrongResolver {
         /// The mode.
-        mode: super::Mode,
-        /// From where they were to come.
+        mode: super::PagingMode,
+        /// The source that was named.
         from: &'static str,
     },
     /// Another run is under way.
     #[error("a run is under way already")]
     Busy,
-    /// vCPUs did not get to the end.
-    #[error("{} vCPUs did not get to the end; vCPU {}: {}", errors.len(), errors[0].0, errors[0].1)]
+    /// vCPUs did not finish.
+    #[error("{} vCPUs did not finish; vCPU {}: {}", errors.len(), errors[0].0, errors[0].1)]
     Vcpus {
-        /// Each of them, and why. Never empty.
+        /// Each of them, and its error. Never empty.
         errors: Vec<(usize, VcpuError)>,
     },
     /// The background copier or the resolver failed, and no vCPU waited for it.
-    #[error("the {who} failed: {error}")]
+    #[error("the {thread} failed: {error}")]
     Background {
-        /// Who.
-        who: &'static str,
-        /// Why.
+        /// Which thread.
+        thread: &'static str,
+        /// Its error.
         error: VcpuError,
     },
-    /// A page is not what was sent.
+    /// A page has wrong contents.
     #[error("page {page:#x} has {found:#018x} at offset {offset_bytes:#x} instead of {expected:#018x}")]
     WrongWord {
         /// The page.
         page: u64,
-        /// Where in it.
+        /// The offset in the page.
         offset_bytes: usize,
-        /// What is there.
+        /// The word that is there.
         found: u64,
-        /// What should be there.
+        /// The word that should be there.
         expected: u64,
     },
     /// Pages were filled twice.
@@ -167,8 +167,8 @@ pub enum DemandPagingError {
         /// The round.
         round: u64,
     },
-    /// The dirty log names a page that nobody wrote.
-    #[error("page {page:#x} was reported in round {round}, in which nobody wrote it")]
+    /// The dirty log names a page that was not written.
+    #[error("page {page:#x} was reported in round {round}, in which it was not written")]
     FalseReport {
         /// The page.
         page: u64,
@@ -178,7 +178,7 @@ pub enum DemandPagingError {
 }
 
 impl DemandPagingError {
-    /// Whether no machine could do what was asked for.
+    /// Whether the request is impossible on every machine.
     pub fn is_bad_usage(&self) -> bool {
         match self {
             DemandPagingError::Config(_) | DemandPagingError::WrongResolver { .. } => true,

@@ -1,12 +1,14 @@
 //! Pages that a thread of this process fetches from a source of its own.
 //!
-//! A [`Fetcher`] has blocks in flight that its user has claimed: it asks for their pages, puts each where it belongs as it
-//! comes, and publishes a block when it has all of it. What is still in flight when it goes is given back. A thread that runs
-//! vCPUs uses it by [`Fetch`], which adds the claims, and those vCPUs whose block another thread fetches.
+//! A [`Fetcher`] has blocks in flight that its user has claimed. It requests their pages, puts each
+//! in place as it comes, and publishes a block when all of it has come. Its drop releases what is
+//! still in flight. A thread that runs vCPUs uses it by [`Fetch`], which adds the claims, and the
+//! vCPUs whose block another thread fetches.
 //!
-//! Sources that have a page at once (made from its number, or read from a file) need no look at what has arrived: the page is
-//! taken right after it was asked for. A source that once has not got the page at once is taken for one that takes its time:
-//! requests are then made one after the other, and what has come is taken when no vCPU can run.
+//! Some sources have a page at once (made from its number, or read from a file). Then the page is
+//! taken right after its request. A source that once does not have the page at once is treated as
+//! one with a latency: requests are then made one after the other, and pages are taken when no vCPU
+//! can run.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -21,10 +23,11 @@ use crate::clock;
 use crate::source::{MAX_IN_FLIGHT, PageSource, SourceSpec, Wait};
 use crate::userfaultfd::Wake;
 
-/// How long a thread waits for its source while a vCPU of its waits for a page that another thread fetches, in ns.
+/// How long a thread waits for its source while one of its vCPUs waits for a page that another
+/// thread fetches, in ns.
 const OTHERS_NS: u64 = 100_000;
 
-/// Which source to open, and where its pages go.
+/// The source to open, and where its pages go.
 #[derive(Clone, Debug)]
 pub(super) struct FetchFrom {
     pub(super) source: SourceSpec,
@@ -34,11 +37,11 @@ pub(super) struct FetchFrom {
 
 /// A block in flight.
 #[derive(Clone, Copy, Debug)]
-struct InFlight<T> {
+struct FetchedBlock<T> {
     block: u64,
     /// Pages of it that have not come.
     nr_left: u64,
-    /// Who asked.
+    /// The requester.
     tag: T,
 }
 
@@ -49,8 +52,8 @@ pub(super) struct Fetcher<T> {
     filler: Arc<Filler>,
     arrivals: Arc<Arrivals>,
     block_pages: u64,
-    in_flight: VecDeque<InFlight<T>>,
-    /// Pages of blocks in flight that the source had no room for.
+    in_flight: VecDeque<FetchedBlock<T>>,
+    /// Pages of blocks in flight for which the source had no room.
     unasked: VecDeque<u64>,
     /// Blocks that it has published.
     nr_filled: u64,
@@ -69,10 +72,10 @@ impl<T: Copy> Fetcher<T> {
         })
     }
 
-    /// Asks for all pages of `block`, which the caller has claimed.
+    /// Requests all pages of `block`, which the caller has claimed.
     #[inline]
     pub(super) fn ask(&mut self, block: u64, tag: T) -> Result<(), VcpuError> {
-        self.in_flight.push_back(InFlight { block, nr_left: self.block_pages, tag });
+        self.in_flight.push_back(FetchedBlock { block, nr_left: self.block_pages, tag });
         if self.block_pages == 1 && self.unasked.is_empty() && self.source.nr_in_flight() < MAX_IN_FLIGHT {
             self.source.request(block)?;
         } else {
@@ -82,7 +85,7 @@ impl<T: Copy> Fetcher<T> {
         Ok(())
     }
 
-    /// Blocks that were asked for and have not come.
+    /// Blocks that were requested and have not come.
     pub(super) fn nr_in_flight(&self) -> usize {
         self.in_flight.len()
     }
@@ -92,8 +95,8 @@ impl<T: Copy> Fetcher<T> {
         self.nr_filled
     }
 
-    /// Takes pages until a block is complete, and publishes it; who asked for it. `None`: none was complete when the wait was
-    /// over.
+    /// Takes pages until a block is complete, publishes it, and returns the tag of its requester.
+    /// `None` if none was complete when the wait was over.
     pub(super) fn next(&mut self, wait: Wait) -> Result<Option<T>, VcpuError> {
         loop {
             while !self.unasked.is_empty() && self.source.nr_in_flight() < MAX_IN_FLIGHT {
@@ -102,9 +105,9 @@ impl<T: Copy> Fetcher<T> {
                 }
             }
             let Some(page) = self.source.arrived(wait)? else { return Ok(None) };
-            self.filler.fill(page, &mut *self.source, Wake::Nobody)?;
+            self.filler.fill(page, &mut *self.source, Wake::None)?;
             let block = page / self.block_pages;
-            // Mostly the first: sources answer in the order of the requests, or nearly.
+            // Mostly the first: sources answer about in the order of the requests.
             let Some(place) = self.in_flight.iter().position(|in_flight| in_flight.block == block) else { continue };
             let in_flight = &mut self.in_flight[place];
             in_flight.nr_left -= 1;
@@ -137,7 +140,7 @@ pub(super) struct Fetch {
     fetcher: Fetcher<usize>,
     arrivals: Arc<Arrivals>,
     block_pages: u64,
-    /// Whether pages are there as soon as they are asked for.
+    /// Whether pages are there as soon as they are requested.
     is_prompt: bool,
     /// vCPUs that wait for their own fetches.
     nr_waiting: u64,
@@ -168,7 +171,7 @@ impl Fetch {
 
 impl Pages for Fetch {
     fn still_waits(&mut self, _: usize) -> Result<bool, VcpuError> {
-        // What was in flight went with the source of the earlier run.
+        // The source of the earlier run was dropped, with what was in flight.
         Ok(false)
     }
 
@@ -197,7 +200,8 @@ impl Pages for Fetch {
 
     fn collect(&mut self, ready: &mut VecDeque<usize>) -> Result<(), VcpuError> {
         if self.fetcher.nr_in_flight() > 0 {
-            // One: its vCPU asks for the next page at once, which is on its way while the others are put in place.
+            // Only one: its vCPU requests the next page at once, which is on its way while the
+            // others are put in place.
             self.take(Wait::No, ready)?;
         }
         let arrivals = &self.arrivals;

@@ -1,7 +1,7 @@
-//! How a page that has come gets to where the guest will find it.
+//! How a page that has come gets to its place in the guest's memory.
 //!
-//! Whoever fills has claimed the page (`arrivals.rs`), so nobody else writes it, and the guest cannot reach it before it is
-//! published.
+//! The thread that fills has claimed the page (`arrivals.rs`). So no other thread writes it, and
+//! the guest cannot reach it before it is published.
 
 #![expect(unsafe_code, reason = "pages are made where they belong, in guest memory")]
 
@@ -17,13 +17,14 @@ use crate::userfaultfd::{Filled, Userfaultfd, Wake};
 /// Where pages go.
 #[derive(Debug)]
 pub(super) enum Filler {
-    /// Into the mapping: made there, with no copy between. The first write of a page takes the kernel's fault for it.
+    /// Into the mapping: made there, without a copy between. The first write of a page takes the
+    /// kernel's fault for it.
     InPlace(Backing),
     /// Into memory that has no mapping.
     Install(Arc<GuestMemfd>),
     /// By the userfaultfd's copy.
     Copy(Backing, Descriptors),
-    /// Into another mapping of the file, from where the userfaultfd lets it be mapped.
+    /// Into another mapping of the file; the userfaultfd then has it mapped.
     Continue(Backing, Alias, Descriptors),
 }
 
@@ -35,8 +36,9 @@ pub(super) struct Descriptors {
 }
 
 impl Descriptors {
-    /// Lets all threads look again that the kernel keeps waiting for pages of `memory`: a page that was put in place without
-    /// waking anybody may have a waiter whose message no reader has read. Of memory that was given up, all were let go before.
+    /// Wakes all threads that wait in the kernel for pages of `memory`. A page that was put in
+    /// place without a wake-up may have a waiter whose message no reader has read. For abandoned
+    /// memory, all waiters were woken before.
     pub(super) fn wake_all(&self, memory: &Backing) {
         for (number, descriptor) in self.all.iter().enumerate() {
             let first = number as u64 * self.pages_each;
@@ -50,16 +52,17 @@ impl Descriptors {
 }
 
 impl Filler {
-    /// Puts the page that `source` has next into page number `page`. Threads that the kernel keeps waiting for it are woken
-    /// if `wake` says so, or if the page was there already.
+    /// Puts the page that `source` has next into page number `page`. Wakes the threads that wait
+    /// for it in the kernel if `wake` is set, or if the page was there already.
     pub(super) fn fill(&self, page: u64, source: &mut dyn PageSource, wake: Wake) -> Result<(), VcpuError> {
         let offset_bytes = page << PAGE_SHIFT;
         match self {
             Filler::InPlace(memory) => {
                 let at = memory.as_ptr().wrapping_add(offset_bytes as usize).cast::<PageBytes>();
-                // SAFETY: the page is one of the memory, which has a mapping (`Filler::InPlace` is made for no other) that
-                // lives as long as `memory`. The caller has claimed it: no other thread writes it. The guest does not
-                // reach it, for its userfault bit is set, and the machine's own reads ask for that bit first.
+                // SAFETY: the page is one of the memory, which has a mapping (`Filler::InPlace` is
+                // made for no other) that lives as long as `memory`. The caller has claimed it: no
+                // other thread writes it. The guest does not reach it, since its userfault bit is
+                // set, and the machine's own reads check that bit first.
                 source.take_into(unsafe { &mut *at })?;
             }
             Filler::Install(memory) => memory.install(page, source.take()?)?,
@@ -83,7 +86,8 @@ impl Filler {
     }
 }
 
-/// Repeats `call` until the page is there. If it was there before, whoever waits for it in the kernel is woken.
+/// Repeats `call` until the page is there. If it was there before, wakes the threads that wait for
+/// it in the kernel.
 fn finish(
     descriptor: &Userfaultfd,
     memory: &Backing,
@@ -95,12 +99,12 @@ fn finish(
         match call()? {
             Filled::Done => return Ok(()),
             Filled::AlreadyThere => {
-                if wake == Wake::Nobody {
+                if wake == Wake::None {
                     descriptor.wake(memory, offset_bytes..offset_bytes + slat::PAGE_SIZE)?;
                 }
                 return Ok(());
             }
-            // The process's memory is being changed: a moment later it is not.
+            // The process's memory map is being changed, for a short time.
             Filled::TryAgain { .. } => std::thread::yield_now(),
         }
     }

@@ -1,8 +1,8 @@
-//! One vCPU and how far it is with its touches.
+//! One vCPU and the progress of its touches.
 //!
-//! A touch is what KVM's demand paging test does to a page, a write to its first word, and a little more: the word that was
-//! there comes back in the same instruction, so the guest itself sees that the page which it got is the right one, with no
-//! second access. Whole pages are looked at afterwards.
+//! A touch is what KVM's demand paging test does to a page, a write to its first word, and a little
+//! more. The same instruction returns the word that was there. So the guest itself checks that it
+//! has the right page, without a second access. Whole pages are compared afterwards.
 
 use std::time::Duration;
 
@@ -10,21 +10,21 @@ use slat::{Exit, Gva, MemoryFaultFlags, PAGE_SHIFT, Vcpu};
 
 use super::VcpuError;
 use crate::clock;
-use crate::cpu::{Counters, Cpu, CpuError};
+use crate::cpu::{Cpu, CpuCounters, CpuError};
 use crate::guest;
 use crate::host::MachineHost;
 use crate::machine::REGION_GPA;
 use crate::source::Pattern;
 use crate::walk::HardwareFormat;
 
-/// Of so many touches, the time of one is taken: reading the clock for each would be a twentieth of what is measured. Odd, so
-/// that the touches which begin a cache line of table entries are not the ones.
+/// One of so many touches is timed: reading the clock for each would be a twentieth of the measured
+/// time. Odd, so that the timed touches are not always those that begin a cache line of PTEs.
 const SAMPLE_PERIOD: u64 = 13;
 
-/// With fewer pages than this, each touch's time is taken.
+/// With fewer pages than this, each touch is timed.
 const MIN_SAMPLES: u64 = 512;
 
-/// What a vCPU did next.
+/// How a vCPU's turn ended.
 pub(super) enum Turn {
     /// It has done as many touches as a turn has.
     Goes,
@@ -44,7 +44,7 @@ pub struct VcpuPaging {
     /// Exits for pages that were not there.
     pub nr_exits: u64,
     /// What its CPU did.
-    pub counters: Counters,
+    pub counters: CpuCounters,
 }
 
 pub(super) struct Lane<F: HardwareFormat> {
@@ -55,14 +55,14 @@ pub(super) struct Lane<F: HardwareFormat> {
     /// Pages that it has touched in this round.
     nr_touched: u64,
     round: u64,
-    /// What pages hold when they come; `None`: zeros.
+    /// The contents of pages when they come; `None`: zeros.
     contents: Option<Pattern>,
     /// In ns.
     samples: Vec<u32>,
-    /// When the touch under way began, if its time is taken.
+    /// When the present touch began, if it is timed.
     began_ns: Option<u64>,
     report: VcpuPaging,
-    counters_before: Counters,
+    counters_before: CpuCounters,
     run_began_ns: u64,
 }
 
@@ -86,12 +86,12 @@ impl<F: HardwareFormat> Lane<F> {
             samples: Vec::with_capacity(nr_samples as usize),
             began_ns: None,
             report: VcpuPaging::default(),
-            counters_before: Counters::default(),
+            counters_before: CpuCounters::default(),
             run_began_ns: 0,
         }
     }
 
-    /// A run begins: goes on with the pages that were not touched yet.
+    /// Begins a run, which goes on with the pages that were not touched yet.
     pub(super) fn begin(&mut self, now_ns: u64) {
         self.samples.clear();
         self.began_ns = None;
@@ -109,19 +109,20 @@ impl<F: HardwareFormat> Lane<F> {
         self.nr_touched == self.nr_pages
     }
 
-    /// What it did since the run began, and how long touches took, in ns.
+    /// Returns what it did since the run began, and how long touches took, in ns.
     pub(super) fn report(&mut self) -> (VcpuPaging, Vec<u32>) {
         let counters = self.cpu.counters().since(self.counters_before);
         (VcpuPaging { counters, ..std::mem::take(&mut self.report) }, std::mem::take(&mut self.samples))
     }
 
-    /// Until it is run again, flushes need not mind it. Its thread calls it before it sleeps, and not each time that it goes on
-    /// with another vCPU: between two accesses a CPU holds up no flush, it only makes it send more interrupts.
+    /// Until it is run again, flushes ignore it. Its thread calls this before it sleeps, and not
+    /// each time that it goes on with another vCPU: between two accesses a CPU delays no flush, it
+    /// only adds interrupts to it.
     pub(super) fn exit_guest_mode(&self) {
         self.cpu.exit_guest_mode();
     }
 
-    /// Does up to `nr_touches`, until a page is not there.
+    /// Makes up to `nr_touches`, until a page is missing.
     #[inline]
     pub(super) fn run(&mut self, nr_touches: u64) -> Result<Turn, VcpuError> {
         let end = self.nr_pages.min(self.nr_touched + nr_touches);
@@ -158,8 +159,8 @@ impl<F: HardwareFormat> Lane<F> {
         Ok(Turn::Finished)
     }
 
-    /// The first word of a page is what came with it, or from the second round on what was written there in the round before;
-    /// or another vCPU was here first in this round.
+    /// The first word of a page is what came with it. From the second round on it is what the round
+    /// before wrote, or another vCPU in this round.
     #[inline]
     fn check(&self, page: u64, found: u64) -> Result<(), VcpuError> {
         let expected = match self.round {

@@ -1,10 +1,13 @@
 //! Dirty logging while pages arrive: the oracle.
 //!
-//! vCPUs write each page once in a round, the first round while the pages come. Somebody harvests the log all the while. All
-//! writes are known, so all that a log may and must say is known:
-//! - a page that is reported is there: what has not come, no guest has written, and bringing a page is no write of the guest;
-//! - when a round is over, the harvests since its beginning, and one more, have reported every page;
-//! - and then there is nothing left.
+//! vCPUs write each page once in a round, the first round while the pages come. Another thread
+//! harvests the log all the while. All writes are known, so the exact contents of the log are
+//! known:
+//! - a reported page is there: no guest has written a page that has not come, and filling a page is
+//!   not a write of the guest;
+//! - when a round is over, the harvests since its beginning, and one more, have reported every
+//!   page;
+//! - after that the log is empty.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -12,14 +15,14 @@ use std::time::Duration;
 use slat::Vm;
 
 use super::arrivals::Arrivals;
-use super::{DemandPaging, DemandPagingError, DemandPagingReport, Resolver, SLOT};
+use super::{DemandPaging, DemandPagingError, DemandPagingReport, PagesFrom, SLOT};
 use crate::host::MachineHost;
 use crate::walk::HardwareFormat;
 
 /// How long the harvester waits between two harvests.
 const BETWEEN_HARVESTS: Duration = Duration::from_micros(500);
 
-/// What rounds of writes, with harvests beside them, have shown.
+/// The result of rounds of writes, with concurrent harvests.
 #[derive(Clone, Debug)]
 pub struct DirtyRounds {
     /// The first round, in which the pages came.
@@ -30,7 +33,7 @@ pub struct DirtyRounds {
     pub nr_reported: u64,
 }
 
-/// What has been reported in a round.
+/// The pages reported in a round.
 struct Reported {
     bits: Vec<u64>,
     nr_harvests: u64,
@@ -38,7 +41,7 @@ struct Reported {
 }
 
 impl Reported {
-    /// Takes the log.
+    /// Harvests the log.
     fn harvest<F: HardwareFormat>(
         &mut self,
         vm: &Vm<MachineHost, F>,
@@ -67,19 +70,21 @@ impl Reported {
 }
 
 impl<F: HardwareFormat> DemandPaging<F> {
-    /// Runs with `resolver`, and then `nr_rounds` less one rounds more, in which the vCPUs write all pages again. In all of them,
-    /// the dirty log is harvested beside, and held against what was written. For a VM that was made with
+    /// Runs with `resolver`, and then `nr_rounds` less one rounds more, in which the vCPUs write
+    /// all pages again. In all of them another thread harvests the dirty log, and its reports are
+    /// compared with the writes. For a VM that was made with
     /// [`DirtyLogging::On`](super::DirtyLogging::On).
     ///
     /// # Errors
-    /// [`DemandPagingError::MissedWrite`], [`DemandPagingError::FalseReport`]; and those of [`run`](DemandPaging::run).
-    pub fn check_dirty_log(&mut self, resolver: Resolver, nr_rounds: u64) -> Result<DirtyRounds, DemandPagingError> {
+    /// [`DemandPagingError::MissedWrite`], [`DemandPagingError::FalseReport`]; and those of
+    /// [`run`](DemandPaging::run).
+    pub fn check_dirty_log(&mut self, resolver: PagesFrom, nr_rounds: u64) -> Result<DirtyRounds, DemandPagingError> {
         let mut reported =
             Reported { bits: vec![0; self.nr_pages().div_ceil(64) as usize], nr_harvests: 0, nr_reported: 0 };
         let mut paging = self.round_of(1, &resolver, &mut reported)?;
         for round in 2..=nr_rounds {
             // Its `engine` counts everything since the VM was made.
-            let next = self.round_of(round, &Resolver::Nobody, &mut reported)?;
+            let next = self.round_of(round, &PagesFrom::None, &mut reported)?;
             paging.engine = next.engine;
         }
         let Reported { nr_harvests, nr_reported, .. } = reported;
@@ -89,19 +94,19 @@ impl<F: HardwareFormat> DemandPaging<F> {
     fn round_of(
         &mut self,
         round: u64,
-        resolver: &Resolver,
+        resolver: &PagesFrom,
         reported: &mut Reported,
     ) -> Result<DemandPagingReport, DemandPagingError> {
         reported.bits.fill(0);
         let vm = std::sync::Arc::clone(&self.vm);
         let arrivals = std::sync::Arc::clone(&self.arrivals);
-        let told = self.config.mode.uses_bitmap().then_some((&*arrivals, self.layout.block_pages));
+        let checked = self.config.mode.uses_bitmap().then_some((&*arrivals, self.layout.block_pages));
         let is_over = AtomicBool::new(false);
         let report = std::thread::scope(|scope| {
             let harvester = scope.spawn(|| {
-                // Relaxed: when exactly it is noticed does not matter.
+                // Relaxed: the exact moment does not matter.
                 while !is_over.load(Ordering::Relaxed) {
-                    reported.harvest(&vm, told, round)?;
+                    reported.harvest(&vm, checked, round)?;
                     std::thread::sleep(BETWEEN_HARVESTS);
                 }
                 Ok::<_, DemandPagingError>(())
@@ -113,14 +118,14 @@ impl<F: HardwareFormat> DemandPaging<F> {
                 Err(panic) => std::panic::resume_unwind(panic),
             }
         })?;
-        reported.harvest(&vm, told, round)?;
+        reported.harvest(&vm, checked, round)?;
         for page in 0..self.layout.nr_pages {
             if reported.bits[(page / 64) as usize] >> (page % 64) & 1 == 0 {
                 return Err(DemandPagingError::MissedWrite { page, round });
             }
         }
         reported.bits.fill(0);
-        if reported.harvest(&vm, told, round)? > 0 {
+        if reported.harvest(&vm, checked, round)? > 0 {
             let page = reported.bits.iter().enumerate().find(|(_, word)| **word != 0);
             let page = page.map_or(0, |(index, word)| index as u64 * 64 + u64::from(word.trailing_zeros()));
             return Err(DemandPagingError::FalseReport { page, round });

@@ -1,4 +1,4 @@
-//! What a run of demand paging has shown.
+//! The result of a run of demand paging.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use super::{DemandPaging, DemandPagingError, VcpuError};
 use crate::memory::guest_memfd::Origin;
 use crate::walk::HardwareFormat;
 
-/// What a run of demand paging has shown.
+/// The result of a run of demand paging.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct DemandPagingReport {
@@ -18,17 +18,18 @@ pub struct DemandPagingReport {
     pub pages_per_vcpu: u64,
     /// One for each vCPU.
     pub vcpus: Vec<VcpuPaging>,
-    /// The median of the time that a touch takes, from the first attempt until it is done: all waiting is in it. Of a sample of
-    /// the touches; in ns.
+    /// The median of the time that a touch takes, from the first attempt until it is done, waits
+    /// included. Of a sample of the touches; in ns.
     pub fault_p50_ns: u64,
     /// 99 of 100 take no longer; in ns.
     pub fault_p99_ns: u64,
-    /// Blocks that came because a vCPU, or a reader of a userfaultfd, asked for them, or in the resolver's process in whatever
-    /// way. Since the VM was made.
+    /// Blocks that a vCPU, or a reader of a userfaultfd, requested, or that the resolver's process
+    /// filled for any reason. Since the VM was made.
     pub nr_filled_for_faults: u64,
-    /// Blocks that the background copier of this process brought. Since the VM was made.
+    /// Blocks that the background copier of this process fetched. Since the VM was made.
     pub nr_filled_by_copier: u64,
-    /// What the engine has counted since the VM was made: the times of faults, and of resolving pages within them, apart.
+    /// The engine's counts since the VM was made; the times of faults and of resolving pages within
+    /// them are separate.
     pub engine: slat::Stats,
     /// Whether guest_memfd memory is KVM's.
     pub guest_memfd: Option<GuestMemfdOrigin>,
@@ -36,14 +37,14 @@ pub struct DemandPagingReport {
     pub nr_threads: usize,
 }
 
-/// Where the memory came from, in a run with guest_memfd.
+/// The kind of the memory, in a run with guest_memfd.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum GuestMemfdOrigin {
     /// A guest_memfd of KVM.
     Kvm,
-    /// A memory file in its stead.
+    /// A memory file in its place.
     Memfd {
-        /// Why.
+        /// The reason.
         why: String,
     },
 }
@@ -55,7 +56,7 @@ impl DemandPagingReport {
     }
 }
 
-/// Sorted by vCPU; or whoever did not get to the end.
+/// Sorted by vCPU; or the vCPUs that did not finish.
 pub(super) fn ended(endings: Vec<Result<Vec<Ended>, String>>) -> Result<Vec<Ended>, DemandPagingError> {
     let mut all = Vec::new();
     let mut errors = Vec::new();
@@ -85,7 +86,7 @@ pub(super) fn report<F: HardwareFormat>(
         crate::guest::Sharing::Partitioned => paging.layout.pages_per_vcpu,
         crate::guest::Sharing::Overlapping => paging.layout.nr_pages,
     };
-    let nr_filled = if paging.config.mode == super::Mode::None { 0 } else { paging.arrivals.nr_there() };
+    let nr_filled = if paging.config.mode == super::PagingMode::None { 0 } else { paging.arrivals.nr_there() };
     DemandPagingReport {
         wall,
         pages_per_vcpu,

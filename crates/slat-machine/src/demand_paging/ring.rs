@@ -1,5 +1,6 @@
-//! Pages that a resolver in another thread or process brings, asked for by rings ([`delivery`](crate::delivery)): the vCPUs'
-//! side, and a resolver that gets its pages from a source.
+//! Pages from a resolver in another thread or process, requested by rings
+//! ([`delivery`](crate::delivery)): the vCPUs' side, and a resolver that takes its pages from a
+//! source.
 
 #![expect(unsafe_code, reason = "a resolver makes pages where they belong, in guest memory")]
 
@@ -17,31 +18,31 @@ use super::config::Copier;
 use super::scheduler::{Asked, Pages};
 use crate::clock;
 use crate::delivery::{
-    Claim, DeliveryError, HandshakeError, Parked, Port, Request, Requested, Resolver, ResolverError, Shard, Waiter,
-    Wake,
+    Claim, DeliveryError, DeliveryPort, HandshakeError, Parked, Request, Requested, Resolver, ResolverError, Shard,
+    Waiter, Wake,
 };
 use crate::source::{MAX_IN_FLIGHT, NextArrival, PageBytes, PageSource, SourceError, SourceSpec, Wait, wait_until};
 
-/// What a vCPU is told whose page the source does not have.
+/// The code of a failure: the source does not have the page.
 const SOURCE_FAILED: u32 = 1;
 
 /// The rings of one thread's vCPUs.
 #[derive(Debug)]
 pub(super) struct Rings {
-    ports: Vec<Port>,
-    /// Those of them that wait for a page.
+    ports: Vec<DeliveryPort>,
+    /// Whether each of the vCPUs waits for a page.
     waits: Vec<bool>,
     waiter: Waiter,
     block_pages: u64,
 }
 
 impl Rings {
-    /// `ports` in the order of the thread's vCPUs, all of which have `waiter`.
-    pub(super) fn new(ports: Vec<Port>, waiter: Waiter, block_pages: u64) -> Rings {
+    /// `ports` are in the order of the thread's vCPUs, all of which have `waiter`.
+    pub(super) fn new(ports: Vec<DeliveryPort>, waiter: Waiter, block_pages: u64) -> Rings {
         Rings { waits: vec![false; ports.len()], ports, waiter, block_pages }
     }
 
-    /// Whether a vCPU has got its page.
+    /// Puts the vCPUs whose pages are there into `ready`.
     fn poll(&mut self, ready: &mut VecDeque<usize>) -> Result<(), DeliveryError> {
         for (lane, (port, waits)) in self.ports.iter_mut().zip(&mut self.waits).enumerate() {
             if *waits && port.poll()?.is_some() {
@@ -57,11 +58,12 @@ impl Pages for Rings {
     fn still_waits(&mut self, lane: usize) -> Result<bool, VcpuError> {
         let port = &mut self.ports[lane];
         if port.nr_in_flight() > 0 && !port.try_resume()? {
-            // Says who is gone. There is no waiting for another: one was to be attached before the run, and if that is gone
-            // already, the run is over.
+            // Returns an error if the resolver is gone. No wait for another one: it had to be
+            // attached before the run, and if it is gone already, the run is over.
             port.poll()?;
         }
-        // What is there by now need not be waited for; nor what failed, for which the vCPU exits again.
+        // A page that is there by now needs no wait. Neither does one that failed: the vCPU exits
+        // for it again.
         while port.nr_in_flight() == 0 && port.poll()?.is_some() {}
         self.waits[lane] = port.nr_in_flight() > 0;
         Ok(self.waits[lane])
@@ -70,7 +72,7 @@ impl Pages for Rings {
     #[inline]
     fn ask(&mut self, lane: usize, page: u64, flags: MemoryFaultFlags) -> Result<Asked, VcpuError> {
         let requested = self.ports[lane].request(page / self.block_pages, flags.bits());
-        // In either case, and after an error too: `failure_of` asks what the port says.
+        // In either case, and after an error too: `failure_of` asks the port.
         self.waits[lane] = !matches!(requested, Ok(Requested::AlreadyThere));
         Ok(match requested? {
             Requested::AlreadyThere => Asked::IsThere,
@@ -103,13 +105,14 @@ impl Pages for Rings {
         }
         match self.ports[lane].poll() {
             Ok(Some(_)) => {
-                // It goes on from here, some time.
+                // It goes on from here in a later run.
                 self.waits[lane] = false;
                 None
             }
             Ok(None) => None,
             Err(error) => {
-                // What is still in flight is asked for again by the next run; anything else the vCPU itself asks for.
+                // The next run requests again what is still in flight; the vCPU itself requests
+                // anything else.
                 self.waits[lane] = self.ports[lane].nr_in_flight() > 0;
                 Some(error.into())
             }
@@ -117,11 +120,11 @@ impl Pages for Rings {
     }
 }
 
-/// Why a resolver ended before its VMM did.
+/// Why a resolver ended before its VMM.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ServeError {
-    /// There is no VMM that it could serve.
+    /// There is no VMM to serve.
     #[error(transparent)]
     Handshake(#[from] HandshakeError),
     /// The rings cannot be used any more.
@@ -141,24 +144,25 @@ pub enum ServeError {
     Thread(#[source] std::io::Error),
 }
 
-/// What a resolver does.
+/// The configuration of a resolver.
 #[derive(Clone, Debug)]
 pub struct ServeConfig {
-    /// Where it gets the pages from.
+    /// The source of the pages.
     pub source: SourceSpec,
     /// Threads, each of which serves some of the vCPUs, and has a source of its own.
     pub nr_threads: u32,
-    /// What the first thread fetches beside.
+    /// The background copier, on the first thread.
     pub copier: Option<Copier>,
     /// For how long the handshake may take.
     pub timeout: Duration,
 }
 
-/// Serves the VMM at the other end of `stream` as its resolver, with pages from a source, until it closes the delivery. How
-/// many blocks were filled. For a thread, or for a process of its own.
+/// Serves the VMM at the other end of `stream` as its resolver, with pages from a source, until it
+/// closes the delivery. Returns how many blocks were filled. For a thread, or for a process of its
+/// own.
 ///
 /// # Errors
-/// [`ServeError`]: the VMM finds its resolver gone.
+/// [`ServeError`]: the VMM finds that its resolver is gone.
 pub fn serve_rings(stream: UnixStream, config: &ServeConfig) -> Result<u64, ServeError> {
     let (resolver, shards) = Resolver::attach(stream, config.nr_threads, config.timeout)?;
     std::thread::scope(|scope| {
@@ -167,7 +171,7 @@ pub fn serve_rings(stream: UnixStream, config: &ServeConfig) -> Result<u64, Serv
         for (number, shard) in shards.into_iter().enumerate() {
             let resolver = &resolver;
             let serve = move || Server::new(resolver, shard, config, number == 0)?.serve();
-            // One that is not started drops its shard, and the others end with it.
+            // A thread that is not started drops its shard, and the others end with it.
             match std::thread::Builder::new().name(format!("resolver {number}")).spawn_scoped(scope, serve) {
                 Ok(thread) => threads.push(thread),
                 Err(error) => failure = Some(ServeError::Thread(error)),
@@ -185,28 +189,28 @@ pub fn serve_rings(stream: UnixStream, config: &ServeConfig) -> Result<u64, Serv
     })
 }
 
-/// Whom a block in flight is for.
+/// The requester of a block in flight, with its right to the block.
 #[derive(Debug)]
-enum For {
+enum Requester {
     Vcpu(Request),
     Copier(Claim),
 }
 
-impl For {
+impl Requester {
     fn block(&self) -> u64 {
         match self {
-            For::Vcpu(request) => request.page(),
-            For::Copier(claim) => claim.page(),
+            Requester::Vcpu(request) => request.page(),
+            Requester::Copier(claim) => claim.page(),
         }
     }
 }
 
 #[derive(Debug)]
-struct InFlight {
-    who: For,
+struct ServedBlock {
+    requester: Requester,
     nr_left: u64,
-    /// The source could not give one of its pages. It stays until the others have come, so that none of them is taken for a page
-    /// of a later request.
+    /// The source could not deliver one of its pages. The block stays until the others have come,
+    /// so that none of them is taken for a page of a later request.
     has_failed: bool,
 }
 
@@ -216,13 +220,13 @@ struct Server<'a> {
     shard: Shard,
     source: Box<dyn PageSource>,
     block_pages: u64,
-    in_flight: VecDeque<InFlight>,
-    /// Pages of blocks in flight that the source had no room for.
+    in_flight: VecDeque<ServedBlock>,
+    /// Pages of blocks in flight for which the source had no room.
     unasked: VecDeque<u64>,
     /// Requests of vCPUs among those in flight.
     nr_faults: usize,
     copier: Option<Copier>,
-    /// The copier goes on from here.
+    /// The block at which the copier goes on.
     next_block: u64,
     nr_filled: u64,
 }
@@ -288,11 +292,11 @@ impl<'a> Server<'a> {
         }
     }
 
-    /// Faults go before what the copier has not been given yet.
+    /// Takes requests. Faults go before the pages of the copier.
     fn take_up(&mut self, requests: &mut Vec<Request>) {
         for request in requests.drain(..) {
             self.nr_faults += 1;
-            self.ask(For::Vcpu(request));
+            self.ask(Requester::Vcpu(request));
         }
     }
 
@@ -302,15 +306,15 @@ impl<'a> Server<'a> {
         let nr_blocks = self.resolver.bitmap().nr_pages();
         while self.in_flight.len() - self.nr_faults < window && self.next_block < nr_blocks {
             if let Some(claim) = self.resolver.claim(self.next_block) {
-                self.ask(For::Copier(claim));
+                self.ask(Requester::Copier(claim));
             }
             self.next_block += 1;
         }
     }
 
-    fn ask(&mut self, who: For) {
-        let first = who.block() * self.block_pages;
-        self.in_flight.push_back(InFlight { who, nr_left: self.block_pages, has_failed: false });
+    fn ask(&mut self, requester: Requester) {
+        let first = requester.block() * self.block_pages;
+        self.in_flight.push_back(ServedBlock { requester, nr_left: self.block_pages, has_failed: false });
         self.unasked.extend(first..first + self.block_pages);
     }
 
@@ -323,14 +327,14 @@ impl<'a> Server<'a> {
         Ok(())
     }
 
-    /// Takes all pages that are here; whether there were any.
+    /// Takes all pages that are here. Returns whether there were any.
     fn take(&mut self, wait: Wait) -> Result<bool, ServeError> {
         let mut has_taken = false;
         while let Some(page) = self.source.arrived(wait)? {
             has_taken = true;
             let block = page / self.block_pages;
-            let Some(place) = self.in_flight.iter().position(|in_flight| in_flight.who.block() == block) else {
-                // Nobody asked for it.
+            let Some(place) = self.in_flight.iter().position(|in_flight| in_flight.requester.block() == block) else {
+                // A page that was not requested.
                 self.source.take()?;
                 continue;
             };
@@ -345,10 +349,10 @@ impl<'a> Server<'a> {
                 continue;
             }
             let done = if place == 0 { self.in_flight.pop_front() } else { self.in_flight.swap_remove_front(place) };
-            let Some(InFlight { who, has_failed, .. }) = done else { continue };
+            let Some(ServedBlock { requester, has_failed, .. }) = done else { continue };
             self.nr_filled += u64::from(!has_failed);
-            match who {
-                For::Vcpu(request) => {
+            match requester {
+                Requester::Vcpu(request) => {
                     self.nr_faults -= 1;
                     if has_failed {
                         self.shard.fail(request, SOURCE_FAILED)?;
@@ -356,8 +360,8 @@ impl<'a> Server<'a> {
                         self.shard.complete(request)?;
                     }
                 }
-                For::Copier(claim) if has_failed => self.resolver.give_up(claim)?,
-                For::Copier(claim) => self.resolver.filled(claim)?,
+                Requester::Copier(claim) if has_failed => self.resolver.give_up(claim)?,
+                Requester::Copier(claim) => self.resolver.filled(claim)?,
             }
             self.send()?;
         }
@@ -366,20 +370,21 @@ impl<'a> Server<'a> {
 
     /// Puts the page that is here into the block in flight at `place`.
     fn fill(&mut self, place: usize, page: u64) -> Result<(), ServeError> {
-        let guest_page = match &self.in_flight[place].who {
-            For::Vcpu(request) => self.resolver.page(request),
-            For::Copier(claim) => self.resolver.claimed_page(claim),
+        let guest_page = match &self.in_flight[place].requester {
+            Requester::Vcpu(request) => self.resolver.page(request),
+            Requester::Copier(claim) => self.resolver.claimed_page(claim),
         }
         .ok_or(ServeError::NoMemory)?;
         let offset_bytes = ((page % self.block_pages) << PAGE_SHIFT) as usize;
         if offset_bytes + PAGE_SIZE as usize > guest_page.size_bytes() {
-            // Behind the end of the memory: nobody will look there.
+            // Behind the end of the memory: the page is never read.
             self.source.take()?;
             return Ok(());
         }
         let at = guest_page.as_ptr().wrapping_add(offset_bytes).cast::<PageBytes>();
-        // SAFETY: within the block, which is in a mapping that lives as long as the resolver; the block is claimed, so nobody
-        // else writes it, and the guest does not reach it before it is complete.
+        // SAFETY: within the block, which is in a mapping that lives as long as the resolver. The
+        // block is claimed, so no other thread writes it, and the guest does not reach it before it
+        // is complete.
         self.source.take_into(unsafe { &mut *at })?;
         Ok(())
     }

@@ -1,22 +1,26 @@
 //! A thread that runs vCPUs: one, or many in turn.
 //!
-//! # The protocol
-//! The thread keeps a queue of vCPUs that can run. It takes the first and lets it touch pages until it exits for one that is
-//! not there, or has had its turn. For an exit it asks for the page, and unless that is there at once, goes on with the next
-//! vCPU in the queue. If the queue is empty, it takes what has arrived, which puts vCPUs back into the queue; and only if
-//! nothing has arrived, it sleeps until something does. So a page costs no switch of threads where a thread has more vCPUs
-//! than it takes turns to bring a page; with one vCPU for each thread, it is the scheduler of the kernel that goes on with
-//! the next.
+//! # Implementation
+//! The thread keeps a queue of vCPUs that can run. It takes the first and lets it touch pages until
+//! it exits for one that is missing, or its turn is over. For an exit the thread requests the page.
+//! Unless the page is there at once, it goes on with the next vCPU in the queue. If the queue is
+//! empty, it takes what has arrived, which puts vCPUs back into the queue. It sleeps only if
+//! nothing has arrived. So a page costs no switch of threads if a thread has more vCPUs than the
+//! turns that a page takes. With one vCPU for each thread, the kernel's scheduler goes on with the
+//! next.
 //!
-//! A CPU belongs to whatever thread runs it: the flush rule ([`commit`](crate::commit)) asks only that one thread at a time
-//! does, since the restartable sequence of an access is the thread's, and begins and ends within that access.
+//! Any thread may run a CPU, one at a time. The flush rule ([`commit`](crate::commit)) needs no
+//! more: the restartable sequence of an access is the thread's, and begins and ends within that
+//! access.
 //!
 //! Nothing is allocated or locked for a page on this path.
 //!
-//! # The way out
-//! The first thread whose page cannot be had says so to all ([`Arrivals::fail`]); each looks at that once a turn, and no sleep
-//! is longer than a moment. Every vCPU that has pages left ends with that error, or with its own. What was asked for and did
-//! not come can be claimed by others afterwards. The vCPUs are as they were: a later run goes on with them.
+//! # Failures
+//! The first thread that cannot get a page reports it to all ([`Arrivals::fail`]). Each thread
+//! reads that once a turn, and no sleep is longer than
+//! [`LONGEST_SLEEP`](super::arrivals::LONGEST_SLEEP). Every vCPU that has pages left ends with that
+//! error, or with its own. Pages that were requested and did not come can be claimed again. The
+//! vCPUs are as they were: a later run goes on with them.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -33,7 +37,7 @@ use crate::cpu::CpuError;
 use crate::topology;
 use crate::walk::HardwareFormat;
 
-/// Touches that a vCPU makes, and exits that are served at once, before the next one gets its turn.
+/// Touches that a vCPU makes, and exits that are served at once, before the next one's turn.
 const TOUCHES_PER_TURN: u64 = 64;
 
 /// Turns between two looks at what has arrived, while there are vCPUs to run.
@@ -48,25 +52,26 @@ pub(super) enum Asked {
     Waits,
 }
 
-/// Where a thread's vCPUs get their pages from. vCPUs are named by their place in the thread.
+/// The source of pages of a thread's vCPUs. A vCPU is named by its index in the thread.
 pub(super) trait Pages {
-    /// Whether `lane`, which has exited in an earlier run, still waits for its page, and will get it.
+    /// Whether `lane`, which has exited in an earlier run, still waits for its page, and will get
+    /// it.
     fn still_waits(&mut self, lane: usize) -> Result<bool, VcpuError>;
 
-    /// Asks for `page`, for which `lane` has exited.
+    /// Requests `page`, for which `lane` has exited.
     fn ask(&mut self, lane: usize, page: u64, flags: MemoryFaultFlags) -> Result<Asked, VcpuError>;
 
-    /// Puts those who have got their pages behind the others in `ready`. Does not wait.
+    /// Adds the vCPUs whose pages have come to the end of `ready`. Does not wait.
     fn collect(&mut self, ready: &mut VecDeque<usize>) -> Result<(), VcpuError>;
 
-    /// Sleeps until somebody may have got a page, but no longer than a moment.
+    /// Sleeps until a vCPU may have its page, at most a short time.
     fn sleep(&mut self, ready: &mut VecDeque<usize>) -> Result<(), VcpuError>;
 
-    /// Why `lane` in particular will not get its page, if that is known.
+    /// Why `lane` in particular cannot get its page, if that is known.
     fn failure_of(&mut self, lane: usize) -> Option<VcpuError>;
 }
 
-/// Nobody was named who has pages.
+/// No source of pages was named.
 struct Nowhere;
 
 impl Pages for Nowhere {
@@ -91,12 +96,13 @@ impl Pages for Nowhere {
     }
 }
 
-/// What the threads are to do.
+/// The task of the threads.
 #[derive(Clone, Debug)]
 pub(super) struct Job {
-    /// Touch all pages once more, and write this round; else, touch what was not touched yet.
+    /// Touch all pages once more, and write this round; `None`: touch the pages that were not
+    /// touched yet.
     pub(super) round: Option<u64>,
-    /// Where pages come from; `None`: through the rings, if there are any.
+    /// The source of pages; `None`: the rings, if there are any.
     pub(super) from: Option<FetchFrom>,
 }
 
@@ -115,9 +121,9 @@ pub(super) struct Scheduler<F: HardwareFormat> {
     lanes: Vec<Lane<F>>,
     arrivals: Arc<Arrivals>,
     rings: Option<Rings>,
-    /// Places in `lanes`.
+    /// Indices into `lanes`.
     ready: VecDeque<usize>,
-    /// The processor that the thread is to be pinned to, until it is.
+    /// The processor to pin the thread to, until it is pinned.
     pin: Option<u32>,
 }
 
@@ -133,7 +139,7 @@ impl<F: HardwareFormat> Scheduler<F> {
     }
 
     pub(super) fn work(&mut self, job: &Job) -> Vec<Ended> {
-        let _others = TellOthers(Arc::clone(&self.arrivals));
+        let _others = FailOnPanic(Arc::clone(&self.arrivals));
         if let Some(Err(error)) = self.pin.take().map(topology::pin_current_thread) {
             self.arrivals.fail(&VcpuError::Pin(Arc::new(error)));
         }
@@ -165,7 +171,8 @@ impl<F: HardwareFormat> Scheduler<F> {
         let failure = self.arrivals.failure();
         let ended = |(lane, own): (&mut Lane<F>, Option<VcpuError>)| {
             lane.exit_guest_mode();
-            // A page that is gone because nobody serves its faults any more is gone for the reason that they gave.
+            // If a page's backing is gone because its faults are not served any more, the cause is
+            // the failure of that service.
             let is_gone = matches!(own, Some(VcpuError::Cpu(CpuError::Engine(slat::Error::BackingGone { .. }))));
             let own = if is_gone && failure.is_some() { None } else { own };
             let error = if lane.is_finished() { None } else { own.or_else(|| failure.clone()) };
@@ -175,8 +182,8 @@ impl<F: HardwareFormat> Scheduler<F> {
         self.lanes.iter_mut().zip(errors).map(ended).collect()
     }
 
-    /// Runs the vCPUs until all have touched all, or the run has failed. Says of each vCPU why it could not go on, if the
-    /// reason is one of its own.
+    /// Runs the vCPUs until all have touched all, or the run has failed. Returns for each vCPU its
+    /// own reason to stop, if it has one.
     fn run<P: Pages>(&mut self, pages: &mut P) -> Vec<Option<VcpuError>> {
         let mut errors = vec![None; self.lanes.len()];
         if let Err((lane, error)) = self.run_all(pages) {
@@ -246,13 +253,13 @@ impl<F: HardwareFormat> Scheduler<F> {
     }
 }
 
-/// Lets nobody wait for a thread that has panicked.
-struct TellOthers(Arc<Arrivals>);
+/// Ends the waits for a thread that has panicked.
+struct FailOnPanic(Arc<Arrivals>);
 
-impl Drop for TellOthers {
+impl Drop for FailOnPanic {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.fail(&VcpuError::Panicked { message: "see there".to_owned() });
+            self.0.fail(&VcpuError::Panicked { message: "another thread of the run panicked".to_owned() });
         }
     }
 }

@@ -1,4 +1,4 @@
-//! All modes, small: what each has to bring, and that it brings it once.
+//! All modes, small: each delivers the missing pages, and each page once.
 
 use std::thread;
 
@@ -9,8 +9,9 @@ use crate::source::{PeerAddress, PeerServer, SourceSpec};
 
 const SEED: u64 = 7;
 
-pub(super) fn small(mode: Mode) -> DemandPagingConfig {
-    let kind = if mode.is_minor() || mode == Mode::UserfaultRing { BackingKind::Shmem } else { BackingKind::Anonymous };
+pub(super) fn small(mode: PagingMode) -> DemandPagingConfig {
+    let kind =
+        if mode.is_minor() || mode == PagingMode::UserfaultRing { BackingKind::Shmem } else { BackingKind::Anonymous };
     DemandPagingConfig {
         nr_vcpus: 4,
         bytes_per_vcpu: 70 * PAGE_SIZE,
@@ -21,12 +22,12 @@ pub(super) fn small(mode: Mode) -> DemandPagingConfig {
     }
 }
 
-pub(super) fn resolver_of(mode: Mode) -> Resolver {
-    if mode == Mode::None { Resolver::Nobody } else { Resolver::Source(SourceSpec::pattern(SEED)) }
+pub(super) fn resolver_of(mode: PagingMode) -> PagesFrom {
+    if mode == PagingMode::None { PagesFrom::None } else { PagesFrom::Source(SourceSpec::pattern(SEED)) }
 }
 
-/// Whether this machine has what the mode needs.
-pub(super) fn can(mode: Mode) -> bool {
+/// Whether this machine supports the mode.
+pub(super) fn can(mode: PagingMode) -> bool {
     if !mode.uses_userfaultfd() {
         return true;
     }
@@ -39,7 +40,7 @@ pub(super) fn can(mode: Mode) -> bool {
     }
 }
 
-fn run<F: HardwareFormat>(config: &DemandPagingConfig, resolver: Resolver) -> DemandPagingReport {
+fn run<F: HardwareFormat>(config: &DemandPagingConfig, resolver: PagesFrom) -> DemandPagingReport {
     let mut paging = DemandPaging::<F>::new(config).unwrap();
     let report = paging.run(resolver).unwrap_or_else(|error| panic!("{config:?}: {error}"));
     let nr_pages = paging.nr_pages();
@@ -48,7 +49,7 @@ fn run<F: HardwareFormat>(config: &DemandPagingConfig, resolver: Resolver) -> De
     for vcpu in &report.vcpus {
         assert_eq!(vcpu.nr_pages, report.pages_per_vcpu);
     }
-    if config.mode != Mode::None {
+    if config.mode != PagingMode::None {
         let nr_blocks = nr_pages * PAGE_SIZE / config.granularity.size_bytes();
         assert_eq!(report.nr_filled_for_faults + report.nr_filled_by_copier, nr_blocks, "{config:?}");
     }
@@ -59,8 +60,8 @@ fn run<F: HardwareFormat>(config: &DemandPagingConfig, resolver: Resolver) -> De
 }
 
 #[test]
-fn each_mode_brings_each_page_once() {
-    for mode in Mode::ALL.into_iter().filter(|mode| can(*mode)) {
+fn each_mode_delivers_each_page_once() {
+    for mode in PagingMode::ALL.into_iter().filter(|mode| can(*mode)) {
         for sharing in [Sharing::Partitioned, Sharing::Overlapping] {
             for descriptors in [config::Descriptors::One, config::Descriptors::OnePerVcpu] {
                 let config = DemandPagingConfig { sharing, descriptors, nr_readers: 2, ..small(mode) };
@@ -76,7 +77,7 @@ fn each_mode_brings_each_page_once() {
 
 #[test]
 fn a_file_is_empty_where_pages_are_to_be_missing() {
-    for mode in [Mode::Missing, Mode::MissingUserfault] {
+    for mode in [PagingMode::Missing, PagingMode::MissingUserfault] {
         if can(mode) {
             let backing = PagedBacking::Memory(BackingKind::Shmem);
             run::<Npt>(&DemandPagingConfig { backing, ..small(mode) }, resolver_of(mode));
@@ -85,8 +86,10 @@ fn a_file_is_empty_where_pages_are_to_be_missing() {
 }
 
 #[test]
-fn few_threads_run_many_vcpus_whose_pages_take_their_time() {
-    for mode in [Mode::Userfault, Mode::MissingUserfault, Mode::MinorUserfault, Mode::UserfaultRing] {
+fn few_threads_run_many_vcpus_whose_pages_have_a_latency() {
+    for mode in
+        [PagingMode::Userfault, PagingMode::MissingUserfault, PagingMode::MinorUserfault, PagingMode::UserfaultRing]
+    {
         if !can(mode) {
             continue;
         }
@@ -94,7 +97,7 @@ fn few_threads_run_many_vcpus_whose_pages_take_their_time() {
             for threads in [VcpuThreads::Few(1), VcpuThreads::Few(3), VcpuThreads::OnePerVcpu] {
                 let config = DemandPagingConfig { nr_vcpus: 8, sharing, vcpu_threads: Some(threads), ..small(mode) };
                 let source = SourceSpec::pattern(SEED).delayed_by(20_000);
-                let report = run::<Npt>(&config, Resolver::Source(source));
+                let report = run::<Npt>(&config, PagesFrom::Source(source));
                 assert_eq!(report.nr_threads, config.nr_vcpu_threads(true));
             }
         }
@@ -102,24 +105,26 @@ fn few_threads_run_many_vcpus_whose_pages_take_their_time() {
 }
 
 #[test]
-fn the_copier_brings_what_nobody_asked_for_and_nothing_twice() {
+fn the_copier_fetches_the_pages_without_a_request_and_none_twice() {
     let mut nr_copied = 0;
-    for mode in [Mode::Userfault, Mode::MissingUserfault, Mode::MinorUserfault, Mode::UserfaultRing] {
+    for mode in
+        [PagingMode::Userfault, PagingMode::MissingUserfault, PagingMode::MinorUserfault, PagingMode::UserfaultRing]
+    {
         if !can(mode) {
             continue;
         }
         for delay_ns in [0, 30_000] {
             let config = DemandPagingConfig { copier: Some(Copier { window: 16 }), ..small(mode) };
             let source = SourceSpec::pattern(SEED).delayed_by(delay_ns);
-            nr_copied += run::<Npt>(&config, Resolver::Source(source)).nr_filled_by_copier;
+            nr_copied += run::<Npt>(&config, PagesFrom::Source(source)).nr_filled_by_copier;
         }
     }
     println!("{nr_copied} blocks by the copier");
 }
 
 #[test]
-fn memory_without_a_mapping() {
-    for mode in [Mode::None, Mode::Userfault] {
+fn memory_without_a_mapping_arrives() {
+    for mode in [PagingMode::None, PagingMode::Userfault] {
         let config = DemandPagingConfig { backing: PagedBacking::GuestMemfd, ..small(mode) };
         let report = run::<Npt>(&config, resolver_of(mode));
         assert!(report.guest_memfd.is_some());
@@ -128,8 +133,8 @@ fn memory_without_a_mapping() {
 }
 
 #[test]
-fn blocks_of_2m_arrive_whole_and_are_mapped_whole_where_the_memory_is_huge() {
-    for mode in [Mode::Userfault, Mode::UserfaultRing] {
+fn blocks_of_2m_arrive_whole_and_are_mapped_huge_in_huge_memory() {
+    for mode in [PagingMode::Userfault, PagingMode::UserfaultRing] {
         for delay_ns in [0, 20_000] {
             let config = DemandPagingConfig {
                 nr_vcpus: 2,
@@ -139,7 +144,7 @@ fn blocks_of_2m_arrive_whole_and_are_mapped_whole_where_the_memory_is_huge() {
                 ..small(mode)
             };
             let source = SourceSpec::pattern(SEED).delayed_by(delay_ns);
-            let report = run::<Npt>(&config, Resolver::Source(source));
+            let report = run::<Npt>(&config, PagesFrom::Source(source));
             assert!(report.nr_exits() <= 4);
         }
     }
@@ -147,32 +152,32 @@ fn blocks_of_2m_arrive_whole_and_are_mapped_whole_where_the_memory_is_huge() {
 
 #[test]
 fn a_file_and_a_peer_are_sources() {
-    let config = DemandPagingConfig { vcpu_threads: Some(VcpuThreads::Few(2)), ..small(Mode::Userfault) };
+    let config = DemandPagingConfig { vcpu_threads: Some(VcpuThreads::Few(2)), ..small(PagingMode::Userfault) };
     let nr_pages = 4 * 70;
     let directory = std::env::temp_dir().join(format!("slat-demand-paging-{}", std::process::id()));
     std::fs::create_dir_all(&directory).unwrap();
     let path = directory.join("pages");
     config.contents.write_to(&mut std::fs::File::create(&path).unwrap(), nr_pages).unwrap();
-    run::<Npt>(&config, Resolver::Source(SourceSpec::file(&path)));
+    run::<Npt>(&config, PagesFrom::Source(SourceSpec::file(&path)));
     let address = PeerAddress::Unix(directory.join("socket"));
     let peer = PeerServer::start(address, SourceSpec::file(&path)).unwrap();
-    run::<Npt>(&config, Resolver::Source(SourceSpec::peer(peer.address().clone())));
+    run::<Npt>(&config, PagesFrom::Source(SourceSpec::peer(peer.address().clone())));
     drop(peer);
     std::fs::remove_dir_all(&directory).unwrap();
 }
 
 #[test]
-fn wrong_contents_are_noticed_by_the_guest() {
-    let mut paging = DemandPaging::<Npt>::new(&small(Mode::Userfault)).unwrap();
-    match paging.run(Resolver::Source(SourceSpec::pattern(SEED + 1))) {
+fn the_guest_finds_wrong_contents() {
+    let mut paging = DemandPaging::<Npt>::new(&small(PagingMode::Userfault)).unwrap();
+    match paging.run(PagesFrom::Source(SourceSpec::pattern(SEED + 1))) {
         Err(DemandPagingError::Vcpus { errors }) => {
             assert_eq!(errors.len(), 4, "all end");
             assert!(errors.iter().any(|(_, error)| matches!(error, VcpuError::WrongWord { .. })));
         }
         other => panic!("{other:?}"),
     }
-    let mut paging = DemandPaging::<Npt>::new(&small(Mode::Userfault)).unwrap();
-    paging.run(Resolver::Source(SourceSpec::pattern(SEED))).unwrap();
+    let mut paging = DemandPaging::<Npt>::new(&small(PagingMode::Userfault)).unwrap();
+    paging.run(PagesFrom::Source(SourceSpec::pattern(SEED))).unwrap();
     paging.memory.store(5 * PAGE_SIZE + 4088, 1).unwrap();
     match paging.verify() {
         Err(DemandPagingError::WrongWord { page: 5, offset_bytes: 4088, found: 1, .. }) => {}
@@ -180,10 +185,11 @@ fn wrong_contents_are_noticed_by_the_guest() {
     }
 }
 
-/// vCPUs exit, and the process itself waits in the kernel: both get the same page, which comes once.
+/// vCPUs exit, and the process itself waits in the kernel: both get the same page, which is filled
+/// once.
 #[test]
 fn the_process_touches_the_memory_too() {
-    for mode in [Mode::MissingUserfault, Mode::MinorUserfault] {
+    for mode in [PagingMode::MissingUserfault, PagingMode::MinorUserfault] {
         if !can(mode) {
             continue;
         }
@@ -198,7 +204,7 @@ fn the_process_touches_the_memory_too() {
                     }
                 });
                 let source = SourceSpec::pattern(SEED).delayed_by(delay_ns);
-                let report = paging.run(Resolver::Source(source)).unwrap();
+                let report = paging.run(PagesFrom::Source(source)).unwrap();
                 assert_eq!(report.nr_filled_for_faults, nr_pages);
             });
             assert_eq!(paging.verify().unwrap(), nr_pages);
@@ -211,16 +217,16 @@ fn paging_pattern() -> crate::source::Pattern {
 }
 
 #[test]
-fn a_mode_has_its_resolver() {
+fn a_mode_refuses_other_resolvers() {
     let wrong = |mode, resolver| {
         let mut paging = DemandPaging::<Npt>::new(&small(mode)).unwrap();
         let error = paging.run(resolver).unwrap_err();
         assert!(matches!(error, DemandPagingError::WrongResolver { .. }) && error.is_bad_usage(), "{error}");
     };
-    wrong(Mode::None, Resolver::Source(SourceSpec::pattern(SEED)));
-    wrong(Mode::None, Resolver::Elsewhere);
-    wrong(Mode::Userfault, Resolver::Elsewhere);
-    wrong(Mode::Userfault, Resolver::Nobody);
+    wrong(PagingMode::None, PagesFrom::Source(SourceSpec::pattern(SEED)));
+    wrong(PagingMode::None, PagesFrom::Elsewhere);
+    wrong(PagingMode::Userfault, PagesFrom::Elsewhere);
+    wrong(PagingMode::Userfault, PagesFrom::None);
 }
 
 #[test]
@@ -238,23 +244,24 @@ fn the_dirty_log_is_exact_while_pages_arrive() {
                 bytes_per_vcpu: 300 * PAGE_SIZE,
                 dirty_logging: DirtyLogging::On,
                 copier: Some(Copier { window: 4 }),
-                ..small(Mode::Userfault)
+                ..small(PagingMode::Userfault)
             };
             let mut paging = DemandPaging::<Npt>::new(&config).unwrap();
             let source = SourceSpec::pattern(SEED).delayed_by(5_000);
-            let rounds = paging.check_dirty_log(Resolver::Source(source), 4).unwrap();
+            let rounds = paging.check_dirty_log(PagesFrom::Source(source), 4).unwrap();
             assert!(rounds.nr_harvests >= 8 && rounds.nr_reported >= 4 * paging.nr_pages(), "{rounds:?}");
             assert_eq!(paging.verify().unwrap(), paging.nr_pages());
         }
     }
-    let config = DemandPagingConfig { dirty_logging: DirtyLogging::On, ..small(Mode::Userfault) };
+    let config = DemandPagingConfig { dirty_logging: DirtyLogging::On, ..small(PagingMode::Userfault) };
     for dirty_tracking in [DirtyTracking::DirtyBit, DirtyTracking::PageModificationLog] {
         let engine = slat::Config::default().with_dirty_tracking(dirty_tracking);
         let mut paging = DemandPaging::<Ept>::new(&DemandPagingConfig { engine, ..config.clone() }).unwrap();
-        paging.check_dirty_log(resolver_of(Mode::Userfault), 3).unwrap();
+        paging.check_dirty_log(resolver_of(PagingMode::Userfault), 3).unwrap();
     }
-    for mode in
-        [Mode::MissingUserfault, Mode::MinorUserfault, Mode::UserfaultRing].into_iter().filter(|mode| can(*mode))
+    for mode in [PagingMode::MissingUserfault, PagingMode::MinorUserfault, PagingMode::UserfaultRing]
+        .into_iter()
+        .filter(|mode| can(*mode))
     {
         let config = DemandPagingConfig { dirty_logging: DirtyLogging::On, ..small(mode) };
         let mut paging = DemandPaging::<Stage2>::new(&config).unwrap();

@@ -1,4 +1,4 @@
-//! Sources and resolvers that fail: every vCPU is told, and another one goes on.
+//! Sources and resolvers that fail: every vCPU gets the error, and another source goes on.
 
 use std::io::Read;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -28,7 +28,7 @@ fn short_file(nr_pages: u64) -> (std::path::PathBuf, SourceSpec) {
     (path, spec)
 }
 
-/// All vCPUs that had not got to the end were told of `is_it`, one way or another.
+/// Checks that each vCPU that did not finish has an error for which `is_it` holds.
 fn all_failed(result: Result<DemandPagingReport, DemandPagingError>, is_it: impl Fn(&VcpuError) -> bool) -> usize {
     match result {
         Err(DemandPagingError::Vcpus { errors }) => {
@@ -42,8 +42,8 @@ fn all_failed(result: Result<DemandPagingReport, DemandPagingError>, is_it: impl
 }
 
 #[test]
-fn a_source_that_fails_is_told_to_all_and_another_goes_on() {
-    for mode in [Mode::Userfault, Mode::MissingUserfault, Mode::MinorUserfault] {
+fn all_vcpus_get_the_error_of_a_source_and_another_source_goes_on() {
+    for mode in [PagingMode::Userfault, PagingMode::MissingUserfault, PagingMode::MinorUserfault] {
         for (threads, delay_ns) in
             [(VcpuThreads::Few(2), 0), (VcpuThreads::Few(1), 10_000), (VcpuThreads::OnePerVcpu, 0)]
         {
@@ -54,13 +54,13 @@ fn a_source_that_fails_is_told_to_all_and_another_goes_on() {
             let config = DemandPagingConfig { vcpu_threads: Some(threads), copier, ..small(mode) };
             let mut paging = DemandPaging::<Npt>::new(&config).unwrap();
             let (path, short) = short_file(100);
-            let result = paging.run(Resolver::Source(short.delayed_by(delay_ns)));
+            let result = paging.run(PagesFrom::Source(short.delayed_by(delay_ns)));
             let nr_failed = all_failed(result, |error| matches!(error, VcpuError::Source(_)));
             assert!(nr_failed >= 2, "of four parts of 70 pages, two and more are not in the file");
             let nr_before = paging.nr_there();
             assert!(nr_before < paging.nr_pages());
             assert_eq!(paging.verify().unwrap(), nr_before);
-            let report = paging.run(Resolver::Source(SourceSpec::pattern(SEED))).unwrap();
+            let report = paging.run(PagesFrom::Source(SourceSpec::pattern(SEED))).unwrap();
             assert_eq!(paging.verify().unwrap(), paging.nr_pages());
             assert_eq!(report.nr_filled_for_faults + report.nr_filled_by_copier, paging.nr_pages());
             std::fs::remove_file(path).unwrap();
@@ -69,16 +69,16 @@ fn a_source_that_fails_is_told_to_all_and_another_goes_on() {
 }
 
 #[test]
-fn memory_behind_a_userfaultfd_is_given_up_and_can_be_torn_down() {
-    for mode in [Mode::Missing, Mode::Minor] {
+fn abandoned_memory_behind_a_userfaultfd_can_be_torn_down() {
+    for mode in [PagingMode::Missing, PagingMode::Minor] {
         if !can(mode) {
             continue;
         }
         let mut paging = DemandPaging::<Npt>::new(&small(mode)).unwrap();
         let (path, short) = short_file(100);
-        all_failed(paging.run(Resolver::Source(short)), |error| matches!(error, VcpuError::Source(_)));
+        all_failed(paging.run(PagesFrom::Source(short)), |error| matches!(error, VcpuError::Source(_)));
         assert!(paging.memory().is_lost());
-        let again = paging.run(Resolver::Source(SourceSpec::pattern(SEED)));
+        let again = paging.run(PagesFrom::Source(SourceSpec::pattern(SEED)));
         all_failed(again, |error| matches!(error, VcpuError::Cpu(_)));
         std::fs::remove_file(path).unwrap();
     }
@@ -90,16 +90,17 @@ fn path_of(address: &PeerAddress) -> &Path {
 }
 
 #[test]
-fn a_peer_that_goes_away_in_the_middle() {
+fn a_peer_that_closes_in_the_middle_fails_the_run() {
     let directory = std::env::temp_dir().join(format!("slat-peer-{}", std::process::id()));
     std::fs::create_dir_all(&directory).unwrap();
     let start = |name: &str| {
         let address = PeerAddress::Unix(directory.join(name));
         PeerServer::start(address, SourceSpec::pattern(SEED).delayed_by(1_000_000)).unwrap()
     };
-    let mut paging = DemandPaging::<Npt>::new(&small(Mode::Userfault)).unwrap();
+    let mut paging = DemandPaging::<Npt>::new(&small(PagingMode::Userfault)).unwrap();
     let first = start("first");
-    // What is between the two lets ten pages through, and then goes: in the middle, whatever the machine does.
+    // The process between the two passes ten pages on, and then closes: in the middle, whatever the
+    // machine does.
     let between = directory.join("between");
     let listener = UnixListener::bind(&between).unwrap();
     let relay = thread::spawn(move || {
@@ -107,7 +108,7 @@ fn a_peer_that_goes_away_in_the_middle() {
         let mut server = UnixStream::connect(path_of(first.address())).unwrap();
         let (mut requests, mut to_server) = (client.try_clone().unwrap(), server.try_clone().unwrap());
         let asking = thread::spawn(move || std::io::copy(&mut requests, &mut to_server));
-        // Whether the last byte of it arrives is the same.
+        // It does not matter whether the last byte of it arrives.
         let _ = std::io::copy(&mut Read::take(&mut server, 10 * (PAGE_SIZE + 64)), &mut client);
         for stream in [&client, &server] {
             let _ = stream.shutdown(std::net::Shutdown::Both);
@@ -116,27 +117,27 @@ fn a_peer_that_goes_away_in_the_middle() {
         drop(first);
     });
     let source = SourceSpec::peer(PeerAddress::Unix(between));
-    let nr_failed = all_failed(paging.run(Resolver::Source(source)), |error| matches!(error, VcpuError::Source(_)));
+    let nr_failed = all_failed(paging.run(PagesFrom::Source(source)), |error| matches!(error, VcpuError::Source(_)));
     assert_eq!(nr_failed, 4);
     relay.join().unwrap();
     let second = start("second");
-    paging.run(Resolver::Source(SourceSpec::peer(second.address().clone()))).unwrap();
+    paging.run(PagesFrom::Source(SourceSpec::peer(second.address().clone()))).unwrap();
     assert_eq!(paging.verify().unwrap(), paging.nr_pages());
     drop(second);
     std::fs::remove_dir_all(directory).unwrap();
 }
 
-/// The resolver goes at a random moment, again and again, and always another one comes; in the end each page is there, has
-/// come once, and is right.
+/// The resolver ends at a random moment, again and again, and always another one comes. In the end
+/// each page is there, was filled once, and is right.
 #[test]
-fn resolvers_that_die_one_after_the_other() {
+fn resolvers_that_die_one_after_the_other_fill_each_page_once() {
     let mut rng = SmallRng::seed_from_u64(1);
     let mut nr_deaths = 0;
     let mut nr_rounds = 0;
-    // On a busy machine they may all live until the end for a while.
+    // On a busy machine they may all live until the end for some rounds.
     while nr_rounds < 10 || nr_deaths == 0 {
         nr_rounds += 1;
-        let config = DemandPagingConfig { nr_vcpus: 16, ..small(Mode::UserfaultRing) };
+        let config = DemandPagingConfig { nr_vcpus: 16, ..small(PagingMode::UserfaultRing) };
         let mut paging = DemandPaging::<Npt>::new(&config).unwrap();
         loop {
             let (ours, theirs) = UnixStream::pair().unwrap();
@@ -148,13 +149,13 @@ fn resolvers_that_die_one_after_the_other() {
             };
             let resolver = thread::spawn(move || serve_rings(theirs, &serve));
             paging.delivery().unwrap().attach(ours.try_clone().unwrap()).unwrap();
-            // The end of the socket is what a killed process leaves.
+            // A killed process leaves the end of the socket.
             let lifetime = Duration::from_micros(rng.random_range(0..3000));
             let killer = thread::spawn(move || {
                 thread::sleep(lifetime);
                 ours.shutdown(std::net::Shutdown::Both).unwrap();
             });
-            let result = paging.run(Resolver::Elsewhere);
+            let result = paging.run(PagesFrom::Elsewhere);
             killer.join().unwrap();
             let _ = resolver.join().unwrap();
             if result.is_ok() {
@@ -175,24 +176,24 @@ fn resolvers_that_die_one_after_the_other() {
 }
 
 #[test]
-fn a_resolver_whose_source_fails_says_so() {
-    let mut paging = DemandPaging::<Npt>::new(&small(Mode::UserfaultRing)).unwrap();
+fn a_resolver_reports_that_its_source_fails() {
+    let mut paging = DemandPaging::<Npt>::new(&small(PagingMode::UserfaultRing)).unwrap();
     let (path, short) = short_file(100);
-    let result = paging.run(Resolver::Source(short));
+    let result = paging.run(PagesFrom::Source(short));
     all_failed(
         result,
         |error| matches!(error, VcpuError::Delivery(error) if matches!(**error, DeliveryError::PageFailed { .. })),
     );
-    paging.run(Resolver::Source(SourceSpec::pattern(SEED))).unwrap();
+    paging.run(PagesFrom::Source(SourceSpec::pattern(SEED))).unwrap();
     assert_eq!(paging.verify().unwrap(), paging.nr_pages());
     std::fs::remove_file(path).unwrap();
 }
 
 #[test]
-fn nobody_is_attached() {
-    let mut paging = DemandPaging::<Npt>::new(&small(Mode::UserfaultRing)).unwrap();
+fn a_run_without_a_resolver_fails() {
+    let mut paging = DemandPaging::<Npt>::new(&small(PagingMode::UserfaultRing)).unwrap();
     all_failed(
-        paging.run(Resolver::Elsewhere),
+        paging.run(PagesFrom::Elsewhere),
         |error| matches!(error, VcpuError::Delivery(error) if matches!(**error, DeliveryError::NoResolver { .. })),
     );
 }

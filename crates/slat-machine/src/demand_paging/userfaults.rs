@@ -1,12 +1,13 @@
 //! The memory behind userfaultfds: which descriptor has which part, and the threads that read them.
 //!
-//! A reader that gets a fault claims the page (`arrivals.rs`). If it wins, it fetches the page, waits for it, fills it, and
-//! wakes whoever the kernel keeps waiting. If it loses, another reader or a vCPU's thread is at it. A reader wakes too; a vCPU
-//! that has exited does not, because as a rule nobody waits in the kernel for its page: so where vCPUs exit, a reader that
-//! loses waits until the page is published, and does the waking.
+//! A reader that gets a fault claims the page (`arrivals.rs`). If it wins, it fetches the page,
+//! waits for it, fills it, and wakes the threads that wait in the kernel. If it loses, another
+//! reader or a vCPU's thread fills the page. A reader wakes too; a vCPU that has exited does not,
+//! because as a rule no thread waits in the kernel for its page. So where vCPUs exit, a reader that
+//! loses waits until the page is published, and then wakes.
 //!
-//! A source's latency is slept through here, one page at a time for each reader: that is what readers of a userfaultfd do
-//! in KVM's test, and what the number of readers is an option for.
+//! A reader sleeps through a source's latency, one page at a time: so do readers of a userfaultfd
+//! in KVM's test, and the number of readers is an option for that reason.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -21,15 +22,16 @@ use super::filler::Descriptors;
 use super::{DemandPagingError, VcpuError};
 use crate::memory::Backing;
 use crate::source::{PageSource, Wait};
-use crate::userfaultfd::{Fault, Mode, ReaderError, Readers, Userfaultfd, UserfaultfdError, Wake};
+use crate::userfaultfd::{Fault, ReaderError, Readers, RegisterMode, Userfaultfd, UserfaultfdError, Wake};
 
-/// Registers `memory`, which nobody has touched by this mapping, with as many descriptors as the configuration says.
+/// Registers `memory`, of which no page was touched by this mapping, with as many descriptors as
+/// the configuration has.
 pub(super) fn register(
     config: &DemandPagingConfig,
     layout: &Layout,
     memory: &Backing,
 ) -> Result<Descriptors, UserfaultfdError> {
-    let mode = if config.mode.is_minor() { Mode::Minor } else { Mode::Missing };
+    let mode = if config.mode.is_minor() { RegisterMode::Minor } else { RegisterMode::Missing };
     let pages_each = layout.nr_pages / layout.nr_descriptors as u64;
     let mut all = Vec::with_capacity(layout.nr_descriptors);
     for number in 0..layout.nr_descriptors as u64 {
@@ -68,7 +70,7 @@ impl AllReaders {
         Ok(AllReaders(all))
     }
 
-    /// Ends them; the first failure of one.
+    /// Ends them. Returns the first failure.
     pub(super) fn stop(self) -> Option<VcpuError> {
         let mut failure = None;
         for readers in self.0 {
@@ -83,7 +85,7 @@ impl AllReaders {
     }
 }
 
-/// Whether vCPUs exit for pages, or sleep in the kernel as all others do.
+/// Whether vCPUs exit for pages, or sleep in the kernel as other threads do.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum VcpusExit {
     Yes,
@@ -96,7 +98,7 @@ struct Server {
     descriptor: Arc<Userfaultfd>,
     from: FetchFrom,
     arrivals: Arc<Arrivals>,
-    /// Those that no reader uses at the moment.
+    /// Sources that no reader uses at the moment.
     sources: ArrayQueue<Box<dyn PageSource>>,
     vcpus_exit: VcpusExit,
 }
@@ -105,7 +107,7 @@ impl Server {
     fn serve(&self, fault: &Fault<'_>) -> Result<(), VcpuError> {
         let page = fault.offset_bytes >> PAGE_SHIFT;
         if self.arrivals.claim(page) {
-            return self.bring(page).inspect_err(|error| {
+            return self.deliver(page).inspect_err(|error| {
                 self.arrivals.release(page);
                 self.arrivals.fail(error);
             });
@@ -122,7 +124,7 @@ impl Server {
         Ok(())
     }
 
-    fn bring(&self, page: u64) -> Result<(), VcpuError> {
+    fn deliver(&self, page: u64) -> Result<(), VcpuError> {
         let mut source = match self.sources.pop() {
             Some(source) => source,
             None => self.from.source.open()?,

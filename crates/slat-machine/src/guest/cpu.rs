@@ -1,8 +1,9 @@
-//! The CPUs that a guest can run on: one program for hardware with a second stage and for hardware without.
+//! The CPUs that a guest can run on: one program for hardware with a second stage and for hardware
+//! without.
 
 use slat::{Gva, PagingRegisters};
 
-use crate::cpu::{Counters, Cpu, CpuError, FaultHandler, Paging};
+use crate::cpu::{Cpu, CpuCounters, CpuError, FaultHandler, Paging};
 use crate::shadow_cpu::{self, ShadowCpu, ShadowCpuError, ShadowHandler};
 use crate::walk::HardwareFormat;
 
@@ -13,9 +14,9 @@ const CR4_PAE: u64 = 1 << 5;
 /// IA32_EFER.LME and IA32_EFER.NXE.
 const EFER_LONG_MODE: u64 = 1 << 8 | 1 << 11;
 
-/// What a guest, and the thread that it runs on, need of a CPU.
+/// The CPU interface of a guest, and of the thread that runs it.
 pub trait GuestCpu {
-    /// Who handles its exits.
+    /// The handler of its exits.
     type Handler;
 
     /// Reads the 8 bytes at `gva`.
@@ -30,20 +31,21 @@ pub trait GuestCpu {
     /// [`CpuError`]: nothing was written.
     fn write(&mut self, gva: Gva, value: u64) -> Result<(), CpuError>;
 
-    /// Turns the guest's paging on, at supervisor privilege, with the table of level 4 at `root`.
+    /// Turns the guest's paging on, at supervisor privilege, with the page-table page of level 4 at
+    /// `root`.
     ///
     /// # Errors
-    /// [`CpuError`]: it is as it was.
+    /// [`CpuError`]: nothing has changed.
     fn turn_paging_on(&mut self, root: u64) -> Result<(), CpuError>;
 
     /// The handler.
     fn handler(&mut self) -> &mut Self::Handler;
 
-    /// Says that the CPU makes no access for a while.
+    /// The CPU makes no access for a while.
     fn exit_guest_mode(&mut self);
 
-    /// What the CPU has done so far.
-    fn counters(&self) -> Counters;
+    /// The counts so far.
+    fn counters(&self) -> CpuCounters;
 }
 
 impl<V: FaultHandler, F: HardwareFormat> GuestCpu for Cpu<V, F> {
@@ -73,7 +75,7 @@ impl<V: FaultHandler, F: HardwareFormat> GuestCpu for Cpu<V, F> {
         Cpu::exit_guest_mode(self);
     }
 
-    fn counters(&self) -> Counters {
+    fn counters(&self) -> CpuCounters {
         Cpu::counters(self)
     }
 }
@@ -104,9 +106,9 @@ impl<V: ShadowHandler> GuestCpu for ShadowCpu<V> {
         ShadowCpu::exit_guest_mode(self);
     }
 
-    /// Page faults count as faults; of other exits nothing is told.
-    fn counters(&self) -> Counters {
-        let shadow_cpu::Counters {
+    /// Page faults count as faults; other exits are not counted.
+    fn counters(&self) -> CpuCounters {
+        let shadow_cpu::ShadowCpuCounters {
             nr_accesses,
             nr_reads,
             nr_tlb_misses,
@@ -118,7 +120,7 @@ impl<V: ShadowHandler> GuestCpu for ShadowCpu<V> {
             nr_translations_dropped,
             ..
         } = ShadowCpu::counters(self);
-        Counters {
+        CpuCounters {
             nr_accesses,
             nr_reads,
             nr_tlb_misses,
@@ -128,7 +130,7 @@ impl<V: ShadowHandler> GuestCpu for ShadowCpu<V> {
             nr_flushes_seen,
             nr_full_drops,
             nr_translations_dropped,
-            ..Counters::default()
+            ..CpuCounters::default()
         }
     }
 }

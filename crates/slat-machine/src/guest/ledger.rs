@@ -1,14 +1,17 @@
-//! What a virtual CPU knows of the pages that it alone writes, while the host discards some of them: the exact oracle for
-//! host memory events.
+//! The expected contents of the pages that only one virtual CPU writes, while the host discards
+//! some of them: the exact oracle for host memory events.
 //!
-//! # Protocol
-//! A read finds the value that was last written or read there, or zero if the page was discarded since. Which of the two
-//! is told by the page's [`Discards`], which are counted before a discard begins and after it has ended:
-//! - zero is right only if a discard has begun by the end of the read that was not over when the value's write began;
-//! - the value is right only if no discard began after the write's end and was over before the read began. (Told by
-//!   numbers: exact if discards of one page do not overlap, else some are forgiven.)
+//! # Implementation
+//! A read finds the value that was last written or read there, or zero if the page was discarded
+//! since. The page's [`Discards`], which are counted before a discard begins and after it has
+//! ended, decide which of the two is right:
+//! - Zero is right only if a discard had begun by the end of the read that was not over when the
+//!   value's write began.
+//! - The value is right only if no discard began after the write's end and was over before the read
+//!   began. (By the numbers this is exact if discards of one page do not overlap; otherwise some
+//!   errors are missed.)
 //!
-//! What a read has found counts as written by it: zeros do not turn into an old value again.
+//! A read counts as a write of the value that it found: zeros do not turn into an old value again.
 
 use std::sync::atomic::{Ordering, fence};
 
@@ -17,11 +20,11 @@ use slat::Gva;
 use super::{Action, GuestCpu, GuestError, Program, Sharing, Touch, value};
 use crate::memory::{Discards, Pages};
 
-/// No page holds it: the ledger does not know what the page holds.
+/// No page holds this value: the contents of the page are unknown.
 const UNKNOWN: u64 = u64::MAX;
 
 #[derive(Clone, Copy, Debug)]
-struct Entry {
+struct LedgerEntry {
     value: u64,
     /// Discards that were over before the value was written.
     done_before: u32,
@@ -29,30 +32,31 @@ struct Entry {
     begun_after: u32,
 }
 
-/// What one virtual CPU knows of its pages.
+/// The expected contents of one virtual CPU's pages.
 #[derive(Clone, Debug)]
 pub struct Ledger {
     first_page: u64,
-    entries: Box<[Entry]>,
+    entries: Box<[LedgerEntry]>,
     sharing: Sharing,
 }
 
 impl Ledger {
     /// For `nr_pages` fresh pages from `first_page` on.
     pub fn new(first_page: u64, nr_pages: u64) -> Ledger {
-        let fresh = Entry { value: 0, done_before: 0, begun_after: 0 };
+        let fresh = LedgerEntry { value: 0, done_before: 0, begun_after: 0 };
         Ledger { first_page, entries: vec![fresh; nr_pages as usize].into_boxed_slice(), sharing: Sharing::Partitioned }
     }
 
-    /// A program begins. If all virtual CPUs write all pages, nothing is known of any, now and until they have ended.
+    /// Begins a program. If all virtual CPUs write all pages, the contents of all pages are
+    /// unknown, now and until they have ended.
     pub fn begin(&mut self, sharing: Sharing) {
         self.sharing = sharing;
         if sharing == Sharing::Overlapping {
-            self.entries.fill(Entry { value: UNKNOWN, done_before: 0, begun_after: 0 });
+            self.entries.fill(LedgerEntry { value: UNKNOWN, done_before: 0, begun_after: 0 });
         }
     }
 
-    fn entry(&mut self, page: u64) -> Option<&mut Entry> {
+    fn entry(&mut self, page: u64) -> Option<&mut LedgerEntry> {
         self.entries.get_mut(usize::try_from(page.checked_sub(self.first_page)?).ok()?)
     }
 
@@ -60,12 +64,12 @@ impl Ledger {
         if self.sharing == Sharing::Partitioned
             && let Some(entry) = self.entry(page)
         {
-            *entry = Entry { value, done_before: before.done, begun_after: after.begun };
+            *entry = LedgerEntry { value, done_before: before.done, begun_after: after.begun };
         }
     }
 
-    /// Whether a read may find `found`, which began and ended at these numbers of discards; what the page should hold
-    /// otherwise.
+    /// Whether a read may find `found`, which began and ended at these numbers of discards. The
+    /// error is the expected value.
     fn check_read(
         &mut self,
         page: u64,
@@ -74,7 +78,7 @@ impl Ledger {
         after: Discards,
         accepts: impl Fn(u64) -> bool,
     ) -> Result<(), Option<u64>> {
-        // Pages that other CPUs write: all that is known is whether zeros have a reason.
+        // Pages that other CPUs write: the check is only whether zeros have a reason.
         let Some(entry) = self.entry(page).filter(|entry| entry.value != UNKNOWN) else {
             let is_right = accepts(found) || (found == 0 && after.begun != 0);
             if !is_right {
@@ -83,7 +87,7 @@ impl Ledger {
             self.note_write(page, found, before, after);
             return Ok(());
         };
-        // Numbers may wrap, but are never that far apart.
+        // Numbers may wrap, but never differ by as much.
         let is_later = |discard: u32, than: u32| discard.wrapping_sub(than) as i32 > 0;
         let is_right = if found == entry.value {
             found == 0 || !is_later(before.done, entry.begun_after)
@@ -98,8 +102,8 @@ impl Ledger {
     }
 }
 
-/// Does one touch as [`touch`](super::touch) does, of memory that the host changes, and holds what it reads against
-/// `ledger`.
+/// Does one touch as [`touch`](super::touch) does, of memory that the host changes, and compares a
+/// read with `ledger`.
 ///
 /// # Errors
 /// [`GuestError`]: the access failed or found a wrong value.
@@ -117,7 +121,7 @@ pub fn touch<C: GuestCpu>(
     match action {
         Action::Write => {
             let value = value(newest_round(), page);
-            // The old number of discards stays, should the write fail: then the run ends.
+            // If the write fails, the old number of discards stays: then the run ends.
             cpu.write(gva, value).map_err(|error| GuestError::Access { gva, action, error })?;
             // SeqCst: the discards are counted after the write is visible.
             fence(Ordering::SeqCst);
@@ -149,27 +153,29 @@ mod tests {
     }
 
     #[test]
-    fn a_value_stays_until_a_discard_may_have_taken_it() {
+    fn a_value_stays_until_a_discard_may_have_begun() {
         let none = discards(0, 0);
         let mut ledger = Ledger::new(7, 1);
-        let accepts = |_: u64| panic!("the ledger knows");
+        let accepts = |_: u64| panic!("the contents are known");
         assert_eq!(ledger.check_read(7, 0, none, none, accepts), Ok(()));
         assert_eq!(ledger.check_read(7, 5, none, none, accepts), Err(Some(0)), "from nowhere");
         ledger.note_write(7, 5, none, none);
         assert_eq!(ledger.check_read(7, 5, none, none, accepts), Ok(()));
         assert_eq!(ledger.check_read(7, 0, none, none, accepts), Err(Some(5)), "lost");
         assert_eq!(ledger.check_read(7, 4, none, none, accepts), Err(Some(5)), "an older value");
-        // A discard begins during the read: both are right, and once it is gone it is gone.
+        // A discard begins during the read: both values are right, and after zeros the value is
+        // wrong.
         assert_eq!(ledger.check_read(7, 5, none, discards(1, 0), accepts), Ok(()));
         assert_eq!(ledger.check_read(7, 0, none, discards(1, 0), accepts), Ok(()));
         assert_eq!(ledger.check_read(7, 5, discards(1, 0), discards(1, 1), accepts), Err(Some(0)), "came back");
     }
 
     #[test]
-    fn a_discard_that_is_over_has_taken_the_value() {
+    fn after_a_discard_the_value_is_wrong() {
         let mut ledger = Ledger::new(0, 2);
-        let accepts = |_: u64| panic!("the ledger knows");
-        // The first discard is under way while page 1 is written: it may take the value or not. The second must.
+        let accepts = |_: u64| panic!("the contents are known");
+        // The first discard is under way while page 1 is written: the value may be lost or not. The
+        // second discards it in any case.
         ledger.note_write(1, 9, discards(3, 2), discards(3, 2));
         assert_eq!(ledger.check_read(1, 9, discards(3, 3), discards(3, 3), accepts), Ok(()));
         assert_eq!(ledger.clone().check_read(1, 0, discards(3, 3), discards(3, 3), accepts), Ok(()));
@@ -192,7 +198,7 @@ mod tests {
         assert_eq!(ledger.check_read(3, 0, none, none, |_| false), Err(None), "never discarded");
         assert_eq!(ledger.check_read(3, 0, one, one, |_| false), Ok(()));
         ledger.begin(Sharing::Partitioned);
-        // Its own again: what is found is known from then on.
+        // Its own again: its contents are known from the read on.
         assert_eq!(ledger.check_read(0, 8, none, none, |found| found == 8), Ok(()));
         assert_eq!(ledger.check_read(0, 7, none, none, |_| true), Err(Some(8)));
     }

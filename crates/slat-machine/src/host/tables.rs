@@ -1,5 +1,5 @@
-//! The allocator of tables. Each node has a span of one region of addresses, and in it a mark that rises and a list of freed
-//! tables for each size.
+//! The allocator of page-table pages. Each node has a span of one region of addresses, and in it a
+//! mark that rises and a list of freed page-table pages for each size.
 
 #![expect(unsafe_code, reason = "maps the region of tables")]
 
@@ -19,23 +19,24 @@ use crate::numa::policy::Strictness;
 use crate::numa::spans::TableSpans;
 use crate::phys;
 
-/// Tables of 4 KiB (2^12) up to 64 KiB (2^16): x86's and Arm's, RISC-V's roots, and Arm's concatenated roots.
+/// Page-table pages of 4 KiB (2^12) up to 64 KiB (2^16): x86's and Arm's, RISC-V's roots, and Arm's
+/// concatenated roots.
 const MIN_TABLE_SHIFT: u32 = PAGE_SHIFT;
 const NR_TABLE_SIZES: usize = 5;
 
-/// The tables of one node.
+/// The page-table pages of one node.
 #[derive(Debug)]
 struct NodeTables {
-    /// Where its span begins.
+    /// The start of its span.
     start: *mut u8,
-    /// Bytes from there that were given out at least once.
+    /// Bytes from there that were allocated at least once.
     used_bytes: CachePadded<AtomicU64>,
     free: [SegQueue<Hpa>; NR_TABLE_SIZES],
     /// Counted if there are other nodes.
     nr_live: CachePadded<AtomicU64>,
 }
 
-/// The tables of all nodes.
+/// The page-table pages of all nodes.
 #[derive(Debug)]
 pub(super) struct Tables {
     start: *mut u8,
@@ -52,9 +53,10 @@ unsafe impl Send for Tables {}
 // SAFETY: as above.
 unsafe impl Sync for Tables {}
 
-/// Index of the list for a table's size, and that size in bytes.
+/// Index of the list for the size of a page-table page, and that size in bytes.
 fn size_class(layout: Layout) -> Option<(usize, u64)> {
-    // A table as large as its alignment satisfies both; and a page at least, since the CPU's formats know no less.
+    // A page-table page as large as its alignment satisfies both. At least a page, the minimum of
+    // the CPU's formats.
     let size_bytes = (layout.size().max(layout.align()) as u64).max(PAGE_SIZE).checked_next_power_of_two()?;
     let class = (size_bytes.trailing_zeros() - MIN_TABLE_SHIFT) as usize;
     (class < NR_TABLE_SIZES).then_some((class, size_bytes))
@@ -63,20 +65,23 @@ fn size_class(layout: Layout) -> Option<(usize, u64)> {
 impl NodeTables {
     fn take_fresh(&self, size_bytes: u64, bytes_per_node: u64) -> Option<Hpa> {
         let base = self.start.addr() as u64;
-        // The gap in front of a larger table is lost; there is at most one such table for each root.
+        // The gap in front of a larger page-table page is lost; there is at most one such page for
+        // each root.
         let place = |used: u64| (base + used).next_multiple_of(size_bytes) - base;
         let end = |used: u64| place(used).checked_add(size_bytes).filter(|&end| end <= bytes_per_node);
-        // Relaxed: whoever moves the mark owns what it passed over, and nobody had that before.
+        // Relaxed: the thread that moves the mark owns what it passed over, which had no owner
+        // before.
         let used = self.used_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, end).ok()?;
         Some(phys::hpa_of(self.start.wrapping_add(place(used) as usize)))
     }
 }
 
 impl Tables {
-    /// For each of `nodes` as much as `bytes_per_node` (any of them may have to hold all tables), and for all together at most
-    /// `max_live` tables at a time.
+    /// For each of `nodes` as much as `bytes_per_node` (any of them may have to hold all page-table
+    /// pages), and for all of them at most `max_live` page-table pages at a time.
     pub(super) fn new(bytes_per_node: u64, max_live: u64, nodes: &NodeMap) -> Result<Tables, HostError> {
-        // A power of two, so that a shift tells the node; what is beyond `bytes_per_node` is never touched.
+        // A power of two, so that a shift finds the node; what is beyond `bytes_per_node` is never
+        // touched.
         let span_bytes = bytes_per_node.checked_next_power_of_two();
         let size_bytes = match span_bytes.and_then(|bytes| bytes.checked_mul(nodes.nr_nodes() as u64)) {
             _ if nodes.is_one() => bytes_per_node,
@@ -85,7 +90,7 @@ impl Tables {
         let shift = span_bytes.unwrap_or(1 << 63).trailing_zeros();
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         let protection = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: without MAP_FIXED the kernel takes addresses that nobody uses.
+        // SAFETY: without MAP_FIXED the kernel takes unused addresses.
         let start = unsafe { libc::mmap(ptr::null_mut(), size_bytes as usize, protection, flags, -1, 0) };
         if start == libc::MAP_FAILED {
             return Err(HostError::NoAddressSpace { size_bytes, source: io::Error::last_os_error() });
@@ -112,11 +117,12 @@ impl Tables {
         Ok(tables)
     }
 
-    /// From the first of `places` that has one.
+    /// Allocates from the first of `places` that has a page-table page.
     pub(super) fn allocate(&self, layout: Layout, places: &[usize]) -> Option<Hpa> {
         let (class, size_bytes) = size_class(layout)?;
-        // Relaxed: the count limits, it hands nothing over. Counted before it is taken, so that the limit holds at any
-        // moment; with little left, two threads may both be refused, which a real shortage may do as well.
+        // Relaxed: the count is only a limit. Counted before the allocation, so that the limit
+        // holds at any moment. With little left, two threads may both be refused, as in a real
+        // shortage.
         if self.nr_live.fetch_add(1, Ordering::Relaxed) >= self.max_live {
             self.nr_live.fetch_sub(1, Ordering::Relaxed);
             return None;
@@ -137,7 +143,7 @@ impl Tables {
     }
 
     pub(super) fn free(&self, table: Hpa, layout: Layout) {
-        // Without a class it did not come from here, and without a place neither.
+        // Without a class or a place it did not come from here.
         let Some((class, _)) = size_class(layout) else { return };
         let node = match &*self.nodes {
             [node] => node,
@@ -147,12 +153,12 @@ impl Tables {
                 &nodes[place]
             }
         };
-        // The queue's own ordering hands the table over to the one who pops it.
+        // The queue's own ordering passes the page-table page to the thread that pops it.
         node.free[class].push(table);
         self.nr_live.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Tables that are given out now.
+    /// Page-table pages that are allocated now.
     pub(super) fn nr_live(&self) -> u64 {
         self.nr_live.load(Ordering::Relaxed)
     }
@@ -165,7 +171,7 @@ impl Tables {
         }
     }
 
-    /// Which node a table is on.
+    /// The spans, which show the node of a page-table page.
     pub(super) fn spans(&self) -> &Arc<TableSpans> {
         &self.spans
     }
@@ -173,7 +179,8 @@ impl Tables {
 
 impl Drop for Tables {
     fn drop(&mut self) {
-        // SAFETY: mapped in `new` with this size; the host is gone, and with it the VM and its CPUs, which hold it.
+        // SAFETY: mapped in `new` with this size; the host is gone, and with it the VM and its
+        // CPUs, which hold it.
         let result = unsafe { libc::munmap(self.start.cast(), self.size_bytes as usize) };
         debug_assert_eq!(result, 0, "munmap of a mapping of our own");
     }

@@ -1,7 +1,8 @@
-//! What the kernel knows of a process apart from its tables: the model that every access is held against.
+//! The model of a process, apart from its page tables, with which every access is compared.
 //!
-//! A page holds a *stamp*, which names the address space that wrote it, the page and the version: no two writes leave the
-//! same, so what is read through a wrong translation is told from what should be there.
+//! A page holds a *mark*, which names the address space that wrote it, the page and the version. No
+//! two writes store the same mark, so a read through a wrong translation returns another mark than
+//! the expected one.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -11,15 +12,15 @@ use super::cpu::{ERROR_FETCH, ERROR_PRESENT, ERROR_USER, ERROR_WRITE};
 use super::frames::Frame;
 use super::layout::{NO_EXECUTE, PRESENT, USER, WRITABLE};
 
-/// Bits of a stamp that are the version.
+/// Bits of a mark that are the version.
 const VERSION_BITS: u32 = 16;
 /// Bits that are the page's number; the address space's is above.
 pub(crate) const PAGE_BITS: u32 = 35;
 
-/// Pages that were unmapped are remembered, this many.
+/// How many unmapped pages are remembered.
 const NR_UNMAPPED: usize = 16;
 
-/// What a process may do with pages.
+/// The accesses that a process may make to pages.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) enum Rights {
     Read,
@@ -37,30 +38,30 @@ impl Rights {
     }
 }
 
-/// Pages that were mapped together.
+/// Pages that were mapped by one call.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Region {
     pub(crate) nr_pages: u64,
     pub(crate) rights: Rights,
 }
 
-/// A page that is there, as its entry should have it.
+/// A page that is present, with the state that its PTE should have.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Page {
     pub(crate) frame: Frame,
-    /// Of the entry. A region may be writable where its entries are not: the next write copies.
+    /// Of the PTE. A region may be writable where its PTEs are not: the next write copies.
     pub(crate) rights: Rights,
-    pub(crate) stamp: u64,
-    /// It was used since the entry was made.
+    pub(crate) mark: u64,
+    /// It was used since the PTE was made.
     pub(crate) is_accessed: bool,
-    /// It was written since it is there.
+    /// It was written since it is present.
     pub(crate) is_dirty: bool,
-    /// The entry allows more than it did at the last flush, so that a CPU may still fault.
+    /// The PTE allows more than at the last flush, so a CPU may still fault.
     pub(crate) may_fault: bool,
 }
 
 impl Page {
-    /// The entry without accessed and dirty bit.
+    /// The PTE without accessed and dirty bit.
     pub(crate) fn entry(&self) -> u64 {
         let rights = match self.rights {
             Rights::Read => NO_EXECUTE,
@@ -71,14 +72,14 @@ impl Page {
     }
 }
 
-/// A table below the root.
+/// A page-table page below the root.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Table {
     pub(crate) frame: Frame,
     pub(crate) nr_entries: u32,
 }
 
-/// What the model says of an access.
+/// The result of an access by the model.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Expected {
     /// It completes.
@@ -99,19 +100,19 @@ pub(crate) struct AddressSpace {
     /// By first page.
     pub(crate) regions: BTreeMap<u64, Region>,
     pub(crate) pages: BTreeMap<u64, Page>,
-    /// By level and the bits of page numbers that they have in common.
+    /// By level and the common bits of their page numbers.
     pub(crate) tables: BTreeMap<(u8, u64), Table>,
     /// Pages that were unmapped last.
     pub(crate) unmapped: VecDeque<u64>,
     version: u64,
 }
 
-/// Where `page` is.
+/// The address of `page`.
 pub(crate) const fn gva_of(page: u64) -> Gva {
     Gva(page << PAGE_SHIFT)
 }
 
-/// Error code of a fault, by what is known without tables.
+/// The error code of a fault, as far as it does not depend on the page tables.
 pub(crate) fn error_code(access: Access, privilege: Privilege, presence: u32) -> u32 {
     let access = match access {
         Access::Read => 0,
@@ -136,20 +137,20 @@ impl AddressSpace {
         }
     }
 
-    /// What `page` holds after its next write.
-    pub(crate) fn next_stamp(&mut self, page: u64) -> u64 {
+    /// The mark of the next write to `page`.
+    pub(crate) fn next_mark(&mut self, page: u64) -> u64 {
         self.version += 1;
         let version = self.version & ((1 << VERSION_BITS) - 1);
         self.id << (VERSION_BITS + PAGE_BITS) | page << VERSION_BITS | version
     }
 
-    /// What the process may do with `page`, if it is mapped.
+    /// The rights of the process to `page`, if it is mapped.
     pub(crate) fn rights(&self, page: u64) -> Option<Rights> {
         let (first, region) = self.regions.range(..=page).next_back()?;
         (page - first < region.nr_pages).then_some(region.rights)
     }
 
-    /// What the tables say of an access to `page`, by the model.
+    /// The result of an access to `page`, by the model.
     pub(crate) fn expect(&self, page: u64, access: Access, privilege: Privilege) -> Expected {
         let Some(found) = self.pages.get(&page) else {
             return Expected::Fault(error_code(access, privilege, 0));
@@ -167,7 +168,7 @@ impl AddressSpace {
         }
     }
 
-    /// Maps pages that are not.
+    /// Maps pages that are not mapped.
     pub(crate) fn add_region(&mut self, first: u64, region: Region) {
         self.regions.insert(first, region);
     }
@@ -181,14 +182,15 @@ impl AddressSpace {
         self.regions.insert(page, Region { nr_pages: rest, rights });
     }
 
-    /// Forgets the regions of `nr_pages` from `first` on; their pages are the caller's to unmap.
+    /// Removes the regions of `nr_pages` from `first` on; the caller unmaps their pages.
     pub(crate) fn remove_regions(&mut self, first: u64, nr_pages: u64) {
         self.cut(first);
         self.cut(first + nr_pages);
         self.regions.retain(|start, _| !(first..first + nr_pages).contains(start));
     }
 
-    /// Changes the rights of what is mapped of `nr_pages` from `first` on; their entries are the caller's to change.
+    /// Changes the rights of the mapped pages among `nr_pages` from `first` on; the caller changes
+    /// their PTEs.
     pub(crate) fn protect_regions(&mut self, first: u64, nr_pages: u64, rights: Rights) {
         self.cut(first);
         self.cut(first + nr_pages);
@@ -197,7 +199,7 @@ impl AddressSpace {
         }
     }
 
-    /// Remembers a page that is there no longer.
+    /// Remembers a page that was unmapped.
     pub(crate) fn note_unmapped(&mut self, page: u64) {
         if self.unmapped.len() == NR_UNMAPPED {
             self.unmapped.pop_front();
@@ -205,7 +207,7 @@ impl AddressSpace {
         self.unmapped.push_back(page);
     }
 
-    /// The pages that are there of `nr_pages` from `first` on.
+    /// The pages that are present among `nr_pages` from `first` on.
     pub(crate) fn present_pages(&self, first: u64, nr_pages: u64) -> Vec<u64> {
         self.pages.range(first..first + nr_pages).map(|(page, _)| *page).collect()
     }
@@ -216,7 +218,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn regions_are_cut_where_they_must() {
+    fn regions_are_split_at_the_ends_of_a_range() {
         let mut space = AddressSpace::new(1, Frame(0));
         space.add_region(10, Region { nr_pages: 10, rights: Rights::Read });
         space.add_region(30, Region { nr_pages: 5, rights: Rights::ReadExecute });
@@ -235,20 +237,20 @@ mod tests {
     }
 
     #[test]
-    fn stamps_differ() {
+    fn marks_differ() {
         let (mut one, mut other) = (AddressSpace::new(1, Frame(0)), AddressSpace::new(2, Frame(2)));
         let last_page = (1 << PAGE_BITS) - 1;
-        let stamps = [one.next_stamp(7), one.next_stamp(7), one.next_stamp(last_page), other.next_stamp(7)];
-        assert!((0..4).all(|index| !stamps[..index].contains(&stamps[index]) && stamps[index] != 0));
+        let marks = [one.next_mark(7), one.next_mark(7), one.next_mark(last_page), other.next_mark(7)];
+        assert!((0..4).all(|index| !marks[..index].contains(&marks[index]) && marks[index] != 0));
     }
 
     #[test]
-    fn faults_are_expected_as_the_manual_says() {
+    fn expected_faults_are_those_of_the_manual() {
         let mut space = AddressSpace::new(1, Frame(0));
         let page = Page {
             frame: Frame(5),
             rights: Rights::ReadExecute,
-            stamp: 0,
+            mark: 0,
             is_accessed: false,
             is_dirty: false,
             may_fault: false,

@@ -1,15 +1,17 @@
-//! Which address space a CPU's PCIDs hold translations of, and how old these may be.
+//! The address spaces of which a CPU's PCIDs hold translations, and how old these may be.
 //!
-//! # The protocol
-//! A CPU has a few *ASIDs*, and each stands for the address space that used it last. With PCIDs on, an ASID has one PCID
-//! for the kernel's root and, under page-table isolation, another for the user root. An address space counts its
-//! *generation* up before each flush, on whatever CPU it runs; an ASID remembers the generation up to which it is flushed.
-//! - Who switches to an address space whose ASID has its generation keeps what is cached (bit 63 of CR3).
-//! - One whose ASID is behind, or that has none, is loaded with a flush. So no CPU is told of the flushes of an address
-//!   space that it does not run.
-//! - A flush of the user PCID is noted as *pending* and done by the next load of the user root, whichever comes.
+//! # Implementation
+//! A CPU has a few *ASIDs*, each of which belongs to the address space that used it last. With
+//! PCIDs on, an ASID has one PCID for the kernel's root and, under page-table isolation, another
+//! for the user root. An address space increments its *generation* before each flush, on whatever
+//! CPU it runs; an ASID remembers the generation up to which it is flushed.
+//! - A switch to an address space whose ASID has its generation keeps what is cached (bit 63 of
+//!   CR3).
+//! - A switch to one whose ASID is behind, or that has none, flushes. So a flush of an address
+//!   space notifies no CPU that does not run it.
+//! - A flush of the user PCID is noted as *pending*; the next load of the user root does it.
 //!
-//! Address spaces have numbers that never come back: an ASID of one that is gone matches none.
+//! Numbers of address spaces are never used again: an ASID of one that has ended matches none.
 //!
 //! The scheme is Linux's (x86 TLB context switching since 4.14).
 
@@ -23,8 +25,8 @@ pub(crate) const NR_ASIDS: usize = 6;
 /// PCID bit of user roots.
 const USER_PCID: u64 = 1 << 11;
 
-/// No address space has it.
-const NOBODY: u64 = 0;
+/// No address space.
+const NO_SPACE: u64 = 0;
 
 #[derive(Clone, Copy, Debug)]
 struct Context {
@@ -45,19 +47,19 @@ pub(crate) struct Asids {
     root: Frame,
 }
 
-/// What CR3 needs for an address space that is to be loaded.
+/// The CR3 value for an address space that is to be loaded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Switch {
-    /// It is loaded, and up to date.
+    /// None: it is loaded, and up to date.
     Nothing,
     /// This value.
     Load(u64),
 }
 
 impl Asids {
-    /// `root` is loaded, by nobody's CR3 value 0 in its low bits.
+    /// `root` is loaded, with 0 in the low bits of CR3, and belongs to no address space.
     pub(crate) fn new(isolation: Isolation, pcids: Pcids, root: Frame) -> Asids {
-        let contexts = [Context { space: NOBODY, generation: 0 }; NR_ASIDS];
+        let contexts = [Context { space: NO_SPACE, generation: 0 }; NR_ASIDS];
         Asids { isolation, pcids, contexts, loaded: 0, next: 0, user_flush_pending: 0, root }
     }
 
@@ -66,7 +68,8 @@ impl Asids {
         self.contexts[self.loaded].space
     }
 
-    /// Address space `space`, of which `root` is the kernel's root, is to be loaded and must be flushed up to `generation`.
+    /// Switches to address space `space`, with the kernel's root `root`, which must be flushed up
+    /// to `generation`.
     pub(crate) fn switch(&mut self, space: u64, generation: u64, root: Frame) -> Switch {
         let wanted = Context { space, generation };
         let known = match self.pcids {
@@ -94,9 +97,9 @@ impl Asids {
         Switch::Load(self.kernel_cr3())
     }
 
-    /// The loaded address space is no longer: the idle root was loaded instead.
+    /// The idle root was loaded in place of the loaded address space.
     pub(crate) fn unload(&mut self) {
-        self.contexts[self.loaded].space = NOBODY;
+        self.contexts[self.loaded].space = NO_SPACE;
     }
 
     /// The loaded address space is about to be flushed up to `generation`.
@@ -104,7 +107,7 @@ impl Asids {
         self.contexts[self.loaded].generation = generation;
     }
 
-    /// Notes that all of the user PCID must go.
+    /// Notes that the whole user PCID must be flushed.
     pub(crate) fn flush_user_later(&mut self) {
         if self.user_pcid().is_some() {
             self.user_flush_pending |= 1 << self.loaded;
@@ -116,7 +119,7 @@ impl Asids {
         self.root.gpa() | self.kernel_pcid()
     }
 
-    /// CR3 for its user root, with bit 63 unless a flush is pending; that is no longer so then.
+    /// CR3 for its user root, with bit 63 unless a flush is pending, which it then no longer is.
     pub(crate) fn take_user_cr3(&mut self) -> u64 {
         let root = Frame(self.root.0 + 1).gpa();
         let Some(pcid) = self.user_pcid() else { return root };
@@ -147,7 +150,7 @@ mod tests {
     const ROOT: Frame = Frame(0x1000);
 
     #[test]
-    fn what_is_up_to_date_is_kept() {
+    fn an_up_to_date_asid_keeps_its_translations() {
         let mut asids = Asids::new(Isolation::On, Pcids::On, Frame(4));
         assert_eq!(asids.switch(1, 5, ROOT), Switch::Load(0x100_0002));
         assert_eq!(asids.take_user_cr3(), 0x100_1802, "a new ASID's user PCID is flushed, too");
@@ -164,13 +167,13 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_asid_is_taken() {
+    fn the_oldest_asid_is_replaced() {
         let mut asids = Asids::new(Isolation::Off, Pcids::On, Frame(4));
         for space in 1..=NR_ASIDS as u64 + 1 {
             assert!(matches!(asids.switch(space, 1, ROOT), Switch::Load(cr3) if cr3 & CR3_NO_FLUSH == 0));
         }
         assert!(matches!(asids.switch(2, 1, ROOT), Switch::Load(cr3) if cr3 & CR3_NO_FLUSH != 0));
-        assert!(matches!(asids.switch(1, 1, ROOT), Switch::Load(cr3) if cr3 & CR3_NO_FLUSH == 0), "it was taken");
+        assert!(matches!(asids.switch(1, 1, ROOT), Switch::Load(cr3) if cr3 & CR3_NO_FLUSH == 0), "it was replaced");
         assert_eq!(asids.user_pcid(), None);
     }
 

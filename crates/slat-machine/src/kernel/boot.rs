@@ -1,10 +1,11 @@
-//! How the kernel comes up: the first CPU writes the image with paging off, each then turns paging on.
+//! The boot of the kernel: the first CPU writes the image with paging off, then each turns paging
+//! on.
 
 use slat::{Access, Gva, PAGE_SIZE, Privilege};
 
-use super::Config;
+use super::KernelConfig;
 use super::cpu::{
-    CR0_PE, CR0_PG, CR0_WP, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_SMAP, CR4_SMEP, EFER_LME, EFER_NXE, GuestCpu, Trap,
+    CR0_PE, CR0_PG, CR0_WP, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_SMAP, CR4_SMEP, EFER_LME, EFER_NXE, KernelGuestCpu, Trap,
 };
 use super::error::KernelError;
 use super::frames::Frame;
@@ -14,15 +15,15 @@ use super::layout::{
 };
 use super::{Isolation, Pcids};
 
-/// What the image holds that the running kernel needs to know.
+/// The parts of the image that the running kernel uses.
 #[derive(Clone, Debug)]
 pub(crate) struct Image {
-    /// Tables of level 1 of the temporary mappings, one for each virtual CPU.
+    /// Page-table pages of level 1 of the temporary mappings, one for each virtual CPU.
     pub(crate) kernel_map_tables: Box<[Frame]>,
 }
 
 /// CR4 while the kernel runs.
-pub(crate) fn cr4(config: &Config) -> u64 {
+pub(crate) fn cr4(config: &KernelConfig) -> u64 {
     let pcids = match config.pcids {
         Pcids::On => CR4_PCIDE,
         Pcids::Off => 0,
@@ -30,7 +31,8 @@ pub(crate) fn cr4(config: &Config) -> u64 {
     CR4_PAE | CR4_PGE | CR4_SMEP | CR4_SMAP | pcids
 }
 
-/// The bit that the kernel's mappings have besides: those that user roots lack must not survive the switch to them.
+/// The additional bit of the kernel's mappings. Those that user roots lack must not survive the
+/// switch to such a root.
 pub(crate) fn global(isolation: Isolation) -> u64 {
     match isolation {
         Isolation::On => 0,
@@ -43,7 +45,7 @@ struct Builder<'a, C> {
     next: u64,
 }
 
-impl<C: GuestCpu> Builder<'_, C> {
+impl<C: KernelGuestCpu> Builder<'_, C> {
     fn write(&mut self, gpa: u64, value: u64) -> Result<(), KernelError<C::Error>> {
         let gva = Gva(gpa);
         self.cpu.write(gva, value).map_err(|trap| KernelError::Access {
@@ -59,12 +61,12 @@ impl<C: GuestCpu> Builder<'_, C> {
         self.next - PAGE_SIZE
     }
 
-    /// Lets `gva`'s entry in the table at `table` be `entry`.
+    /// Sets the PTE of `gva` in the page-table page at `table` to `entry`.
     fn set(&mut self, table: u64, level: u8, gva: Gva, entry: u64) -> Result<(), KernelError<C::Error>> {
         self.write(table + 8 * index(gva.0, level), entry)
     }
 
-    /// A table of `level - 1` below the one at `table`, for `gva`.
+    /// A page-table page of `level - 1` below the one at `table`, for `gva`.
     fn table(&mut self, table: u64, level: u8, gva: Gva) -> Result<u64, KernelError<C::Error>> {
         let below = self.page();
         self.set(table, level, gva, below | PRESENT | WRITABLE)?;
@@ -73,7 +75,7 @@ impl<C: GuestCpu> Builder<'_, C> {
 }
 
 /// Writes the image. The CPU has paging off; memory is zero.
-pub(crate) fn build<C: GuestCpu>(cpu: &mut C, config: &Config) -> Result<Image, KernelError<C::Error>> {
+pub(crate) fn build<C: KernelGuestCpu>(cpu: &mut C, config: &KernelConfig) -> Result<Image, KernelError<C::Error>> {
     let mut builder = Builder { cpu, next: IMAGE_TABLES };
     let global = global(config.isolation);
     builder.write(ENTRY_TEXT_PAGE, ENTRY_TEXT_WORD)?;
@@ -112,8 +114,8 @@ pub(crate) fn build<C: GuestCpu>(cpu: &mut C, config: &Config) -> Result<Image, 
     Ok(Image { kernel_map_tables })
 }
 
-/// Turns on a CPU's paging, with the idle root: long mode, then what needs long mode.
-pub(crate) fn turn_on<C: GuestCpu>(cpu: &mut C, config: &Config) -> Result<(), KernelError<C::Error>> {
+/// Turns on a CPU's paging, with the idle root: long mode first, then the features that need it.
+pub(crate) fn turn_on<C: KernelGuestCpu>(cpu: &mut C, config: &KernelConfig) -> Result<(), KernelError<C::Error>> {
     let failed =
         |instruction, operand| move |trap: Trap<C::Error>| KernelError::Instruction { instruction, operand, trap };
     let (efer, cr0, cr4) = (EFER_LME | EFER_NXE, CR0_PE | CR0_WP | CR0_PG, cr4(config));

@@ -1,4 +1,5 @@
-//! One virtual CPU of the kernel: its accesses, its way into the kernel and out, what is loaded, and how it flushes.
+//! One virtual CPU of the kernel: its accesses, its entry into the kernel and its exit, the loaded
+//! address space, and its flushes.
 
 use std::sync::Arc;
 
@@ -7,10 +8,10 @@ use slat::{Access, Gva, Privilege};
 use super::address_space::{AddressSpace, gva_of};
 use super::asid::{Asids, Switch};
 use super::boot::{cr4, turn_on};
-use super::counters::Counters;
+use super::counters::KernelCounters;
 use super::cpu::{
-    CR3_NO_FLUSH, CR3_PCID, CR4_PGE, Completed, GuestCpu, INVPCID_ADDRESS, INVPCID_ALL, INVPCID_ALL_NON_GLOBAL,
-    INVPCID_CONTEXT,
+    CR3_NO_FLUSH, CR3_PCID, CR4_PGE, Completed, INVPCID_ADDRESS, INVPCID_ALL, INVPCID_ALL_NON_GLOBAL, INVPCID_CONTEXT,
+    KernelGuestCpu,
 };
 use super::error::KernelError;
 use super::frames::Frame;
@@ -20,16 +21,16 @@ use super::{Isolation, Kernel, Pcids};
 /// More pages than this are not flushed one by one.
 const MAX_PAGE_FLUSHES: usize = 33;
 
-/// How all of an address space is flushed. Both are in use: Linux defers, others do it at once.
+/// How a whole address space is flushed. Both occur: Linux defers, other kernels do not.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum FlushAll {
-    /// The kernel's PCID by a load of CR3, the user PCID at the next way out of the kernel.
+    /// The kernel's PCID by a load of CR3, the user PCID at the next exit from the kernel.
     Deferred,
     /// Both by INVPCID.
     AtOnce,
 }
 
-/// What was unmapped and goes back when no CPU translates through it any more.
+/// Unmapped pages, which are freed when no CPU translates to them any more.
 #[derive(Debug, Default)]
 pub(crate) struct Gathered {
     pub(crate) pages: Vec<u64>,
@@ -44,15 +45,15 @@ pub(crate) struct Core<C> {
     pub(crate) vcpu: u16,
     pub(crate) cpu: C,
     pub(crate) asids: Asids,
-    pub(crate) counters: Counters,
+    pub(crate) counters: KernelCounters,
     privilege: Privilege,
-    /// Its table of level 1 for temporary mappings.
+    /// Its page-table page of level 1 for temporary mappings.
     pub(crate) kernel_map_table: Frame,
     /// Temporary mappings so far.
     pub(crate) nr_kernel_maps: u64,
 }
 
-impl<C: GuestCpu> Core<C> {
+impl<C: KernelGuestCpu> Core<C> {
     /// Turns paging on; the CPU is in the kernel, with no address space.
     pub(crate) fn start(kernel: Arc<Kernel>, vcpu: u16, mut cpu: C) -> Result<Core<C>, KernelError<C::Error>> {
         let kernel_map_table = kernel.boot(vcpu, &mut cpu)?;
@@ -64,7 +65,7 @@ impl<C: GuestCpu> Core<C> {
             vcpu,
             cpu,
             asids,
-            counters: Counters::default(),
+            counters: KernelCounters::default(),
             privilege: Privilege::Supervisor,
             kernel_map_table,
             nr_kernel_maps: 0,
@@ -105,7 +106,7 @@ impl<C: GuestCpu> Core<C> {
         self.must(gva, Access::Write, value).map(|_| ())
     }
 
-    /// Holds what was read against what is there.
+    /// Compares the value that was read with the right one.
     pub(crate) fn check(&self, gva: Gva, found: u64, expected: u64) -> Result<(), KernelError<C::Error>> {
         if found == expected {
             return Ok(());
@@ -149,13 +150,13 @@ impl<C: GuestCpu> Core<C> {
         done.map_err(|trap| KernelError::Instruction { instruction: "INVPCID", operand: pcid, trap })
     }
 
-    /// From user mode into the kernel, by a system call or an exception. `token` is what the entry code saves, as it saves
-    /// the stack pointer, before it has anything but the entry area.
-    pub(crate) fn enter_kernel(&mut self, token: u64) -> Result<(), KernelError<C::Error>> {
+    /// Enters the kernel from user mode, by a system call or an exception. The entry code saves
+    /// `saved`, like the stack pointer, while only the entry area is mapped.
+    pub(crate) fn enter_kernel(&mut self, saved: u64) -> Result<(), KernelError<C::Error>> {
         self.counters.kernel_entries += 1;
         self.set_privilege(Privilege::Supervisor);
         self.fetch_checked(ENTRY_TEXT_GVA, ENTRY_TEXT_WORD)?;
-        self.write(entry_data(self.vcpu), token)?;
+        self.write(entry_data(self.vcpu), saved)?;
         if self.kernel.config().isolation == Isolation::On {
             let keep = match self.kernel.config().pcids {
                 Pcids::On => CR3_NO_FLUSH,
@@ -164,10 +165,10 @@ impl<C: GuestCpu> Core<C> {
             self.load_cr3(self.asids.kernel_cr3() | keep)?;
         }
         self.fetch_checked(TEXT_GVA, TEXT_WORD)?;
-        self.read_checked(entry_data(self.vcpu), token)
+        self.read_checked(entry_data(self.vcpu), saved)
     }
 
-    /// From the kernel into user mode of the address space that is loaded.
+    /// Leaves the kernel for user mode of the loaded address space.
     pub(crate) fn leave_kernel(&mut self) -> Result<(), KernelError<C::Error>> {
         if self.kernel.config().isolation == Isolation::On {
             let cr3 = self.asids.take_user_cr3();
@@ -186,11 +187,12 @@ impl<C: GuestCpu> Core<C> {
         }
     }
 
-    /// Flushes all of `space`, of which no entry may allow more than the tables do any more.
+    /// Flushes all of `space`: no translation may allow more than the page tables any more.
     pub(crate) fn flush_all(&mut self, space: &mut AddressSpace, how: FlushAll) -> Result<(), KernelError<C::Error>> {
         space.generation += 1;
         space.pages.values_mut().for_each(|page| page.may_fault = false);
-        // Other CPUs, and this one if the space is not loaded, see the generation when they load it.
+        // Other CPUs, and this one if the space is not loaded, read the generation when they load
+        // it.
         if self.asids.loaded() != space.id {
             return Ok(());
         }
@@ -223,7 +225,7 @@ impl<C: GuestCpu> Core<C> {
         self.asids.flushed_to(space.generation);
         for page in pages {
             self.invlpg(gva_of(*page))?;
-            // Without PCIDs the user root's translations are gone since the last load of CR3.
+            // Without PCIDs the last load of CR3 has dropped the user root's translations.
             if let Some(pcid) = self.asids.user_pcid() {
                 debug_assert!(pcid <= CR3_PCID);
                 self.invpcid(INVPCID_ADDRESS, pcid, gva_of(*page))?;
@@ -232,7 +234,7 @@ impl<C: GuestCpu> Core<C> {
         Ok(())
     }
 
-    /// Flushes what was gathered and gives it back.
+    /// Flushes the gathered pages and frees them.
     pub(crate) fn release(
         &mut self,
         space: &mut AddressSpace,
@@ -240,7 +242,7 @@ impl<C: GuestCpu> Core<C> {
     ) -> Result<(), KernelError<C::Error>> {
         let Gathered { pages, frames, tables } = gathered;
         if !tables.is_empty() {
-            // CPUs cache entries that lead to tables, too, even where no page was there.
+            // CPUs cache directory entries, too, even if no page was present below.
             self.flush_all(space, FlushAll::Deferred)?;
         } else if !pages.is_empty() {
             self.flush_pages(space, &pages)?;
@@ -265,21 +267,23 @@ impl<C: GuestCpu> Core<C> {
         }
     }
 
-    /// A frame of which all words are zero that the kernel has not written itself; those it zeroes, as it zeroes pages.
+    /// Allocates a frame of which all words are zero that the kernel has not written itself; those
+    /// it zeroes, as it zeroes pages.
     pub(crate) fn zeroed_frame(&mut self) -> Result<Frame, KernelError<C::Error>> {
         let frame = self.kernel.frames().take().ok_or(KernelError::OutOfFrames)?;
         self.zero(frame)?;
         Ok(frame)
     }
 
-    /// Zeroes the words of `frame` that pages use, and looks at another.
+    /// Zeroes the words of `frame` that pages use, and checks another.
     pub(crate) fn zero(&mut self, frame: Frame) -> Result<(), KernelError<C::Error>> {
         /// Distance of the words: eight in a page.
         const DISTANCE_BYTES: u64 = 512;
         for offset in (0..slat::PAGE_SIZE).step_by(DISTANCE_BYTES as usize) {
             self.write(direct(frame.gpa() + offset), 0)?;
         }
-        // Tables were emptied entry by entry: what is not zero was written by a stale translation.
+        // Page-table pages were emptied PTE by PTE: a word that is not zero was written through a
+        // stale translation.
         let word = self.counters.kernel_accesses % (slat::PAGE_SIZE / 8);
         self.read_checked(direct(frame.gpa() + 8 * word), 0)
     }

@@ -1,31 +1,31 @@
-//! What a virtual CPU of the kernel in miniature has done.
+//! The counts of a virtual CPU of the mini guest kernel.
 
 use std::ops::{Add, Sub};
 
 /// Defines the counters once, for their sum and their difference.
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// What was done, by one virtual CPU or several.
+        /// The counts of one virtual CPU or several.
         #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
         #[non_exhaustive]
-        pub struct Counters {
+        pub struct KernelCounters {
             $($(#[$doc])* pub $name: u64,)*
         }
 
-        impl Add for Counters {
-            type Output = Counters;
+        impl Add for KernelCounters {
+            type Output = KernelCounters;
 
-            fn add(self, other: Counters) -> Counters {
-                Counters { $($name: self.$name + other.$name,)* }
+            fn add(self, other: KernelCounters) -> KernelCounters {
+                KernelCounters { $($name: self.$name + other.$name,)* }
             }
         }
 
-        impl Sub for Counters {
-            type Output = Counters;
+        impl Sub for KernelCounters {
+            type Output = KernelCounters;
 
-            /// What came after `earlier`, which the same virtual CPU had then.
-            fn sub(self, earlier: Counters) -> Counters {
-                Counters { $($name: self.$name - earlier.$name,)* }
+            /// The counts since `earlier`, an older value of the same virtual CPU.
+            fn sub(self, earlier: KernelCounters) -> KernelCounters {
+                KernelCounters { $($name: self.$name - earlier.$name,)* }
             }
         }
     };
@@ -34,9 +34,9 @@ macro_rules! counters {
 counters! {
     /// Steps of [`run`](super::KernelCpu::run).
     steps,
-    /// What the program itself would have worked, in nanoseconds: a sum, nobody waited.
+    /// The time for which the program itself would have worked, in nanoseconds: only a sum.
     user_work_ns,
-    /// Entries into the kernel from user mode, whatever for.
+    /// Entries into the kernel from user mode, for any reason.
     kernel_entries,
     /// System calls that are not counted below.
     system_calls,
@@ -44,7 +44,7 @@ counters! {
     page_faults,
     /// Those of them that copied a page.
     copies_on_write,
-    /// Those of them for which nothing was to be done but to try again.
+    /// Those of them that only needed a retry.
     spurious_faults,
     /// Processes made by fork.
     forks,
@@ -60,7 +60,7 @@ counters! {
     mprotects,
     /// Switches to another process.
     context_switches,
-    /// Processes taken over from other virtual CPUs, or given and taken back.
+    /// Processes taken over from other virtual CPUs, or released and taken back.
     migrations,
     /// Temporary mappings of the kernel.
     kernel_maps,
@@ -80,8 +80,8 @@ counters! {
     invpcids,
     /// MOV to CR4.
     cr4_writes,
-    /// Guest tables taken, roots included.
+    /// Page-table pages of the guest that were allocated, roots included.
     tables_allocated,
-    /// Guest tables given back.
+    /// Page-table pages of the guest that were freed.
     tables_freed,
 }

@@ -1,23 +1,23 @@
-//! What the kernel in miniature needs of a CPU: accesses at virtual addresses and the instructions by which a guest
-//! rules its own translation.
+//! The CPU interface of the mini guest kernel: accesses at virtual addresses, and the instructions
+//! by which a guest controls its own translation.
 //!
-//! Two CPUs have it: [`PlainCpu`](super::PlainCpu) walks the guest's tables itself, as hardware without a hypervisor
-//! does; the other runs on an engine with shadow paging. What both must do is in the manuals, and the kernel relies on no
-//! more.
+//! Two CPUs implement it: [`PlainCpu`](super::PlainCpu) walks the guest's page tables itself, as
+//! hardware without a hypervisor does; the other runs on an engine with shadow paging. The manuals
+//! define what both must do, and the kernel relies on no more.
 //!
-//! Sources: Intel SDM vol. 2, MOV to control registers, INVLPG, INVPCID; vol. 3A, "Process-Context Identifiers",
-//! "Page-fault exceptions", "Invalidation of TLBs and paging-structure caches".
+//! Sources: Intel SDM vol. 2, MOV to control registers, INVLPG, INVPCID; vol. 3A, "Process-Context
+//! Identifiers", "Page-fault exceptions", "Invalidation of TLBs and paging-structure caches".
 
 use slat::{Gva, Privilege};
 use thiserror::Error;
 
 /// CR0: protected mode.
 pub(crate) const CR0_PE: u64 = 1 << 0;
-/// CR0: supervisor writes heed read-only pages.
+/// CR0: supervisor writes respect read-only pages.
 pub(crate) const CR0_WP: u64 = 1 << 16;
 /// CR0: paging.
 pub(crate) const CR0_PG: u64 = 1 << 31;
-/// CR4: entries of 8 bytes.
+/// CR4: PTEs of 8 bytes.
 pub(crate) const CR4_PAE: u64 = 1 << 5;
 /// CR4: global pages.
 pub(crate) const CR4_PGE: u64 = 1 << 7;
@@ -29,7 +29,7 @@ pub(crate) const CR4_SMEP: u64 = 1 << 20;
 pub(crate) const CR4_SMAP: u64 = 1 << 21;
 /// EFER: long mode.
 pub(crate) const EFER_LME: u64 = 1 << 8;
-/// EFER: the no-execute bit of entries counts.
+/// EFER: the no-execute bit of PTEs is in effect.
 pub(crate) const EFER_NXE: u64 = 1 << 11;
 /// CR3 operand: keep what is cached for the PCID.
 pub(crate) const CR3_NO_FLUSH: u64 = 1 << 63;
@@ -57,7 +57,7 @@ pub(crate) const ERROR_FETCH: u32 = 1 << 4;
 /// Why an access or an instruction did not complete.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 pub enum Trap<E> {
-    /// #PF: the kernel's own affair.
+    /// #PF: for the kernel itself.
     #[error("page fault at {gva} with error code {error_code:#x}")]
     PageFault {
         /// The address (CR2).
@@ -68,21 +68,21 @@ pub enum Trap<E> {
     /// #GP(0): an operand was bad.
     #[error("general-protection fault")]
     GeneralProtection,
-    /// No guest caused it.
+    /// An error of the machine, not of the guest.
     #[error("the machine failed: {0}")]
     Machine(E),
 }
 
-/// What an access or instruction gives on a CPU whose machine fails with `E`.
+/// The result of an access or instruction on a CPU whose machine fails with `E`.
 pub type Completed<T, E> = Result<T, Trap<E>>;
 
-/// A virtual CPU as its guest sees it. After reset: all registers 0 (paging off: a virtual address is the guest-physical
-/// one) and [`Privilege::Supervisor`].
+/// A virtual CPU as its guest sees it. After reset: all registers 0 (paging off: a virtual address
+/// is the guest-physical one) and [`Privilege::Supervisor`].
 ///
 /// # Errors
 /// Everything returns a [`Trap`]; nothing has changed then.
-pub trait GuestCpu {
-    /// How the machine fails.
+pub trait KernelGuestCpu {
+    /// The error of the machine.
     type Error: std::error::Error + 'static;
 
     /// Reads 8 aligned bytes.

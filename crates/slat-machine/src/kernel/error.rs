@@ -1,18 +1,18 @@
-//! What the kernel in miniature reports: a CPU that does not do what the guest's tables say.
+//! The errors of the mini guest kernel: a CPU whose results differ from the guest's page tables.
 
 use slat::{Access, Gva, Privilege};
 use thiserror::Error;
 
 use super::cpu::Trap;
 
-/// A kernel that makes no sense.
+/// Why a kernel's configuration is refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
-pub enum ConfigError {
+pub enum KernelConfigError {
     /// No virtual CPU, or more than the image has space for.
     #[error("{nr_vcpus} virtual CPUs are not between 1 and {max}")]
     Vcpus {
-        /// What was asked for.
+        /// The number in the configuration.
         nr_vcpus: u16,
         /// The most.
         max: u16,
@@ -20,24 +20,24 @@ pub enum ConfigError {
     /// A virtual CPU without processes.
     #[error("a virtual CPU needs at least one process")]
     NoProcesses,
-    /// More memory than the direct map can show.
+    /// More memory than the direct map covers.
     #[error("{memory_bytes} bytes of memory are more than {max_bytes}")]
     Memory {
-        /// What would be needed.
+        /// The memory that would be needed.
         memory_bytes: u64,
         /// The most.
         max_bytes: u64,
     },
 }
 
-/// What went wrong in the kernel in miniature. `E` is how the machine fails.
+/// An error that the mini guest kernel found. `E` is the error of the machine.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
 pub enum KernelError<E> {
     /// There is no such virtual CPU.
     #[error("there is no virtual CPU {vcpu}: the kernel was made for {nr_vcpus}")]
     NoVcpu {
-        /// What was asked for.
+        /// The number in the call.
         vcpu: u16,
         /// How many there are.
         nr_vcpus: u16,
@@ -59,11 +59,11 @@ pub enum KernelError<E> {
     Access {
         /// The address.
         gva: Gva,
-        /// What was to be done.
+        /// The access.
         access: Access,
-        /// By whom.
+        /// The privilege.
         privilege: Privilege,
-        /// Why it was not.
+        /// The error.
         trap: Trap<E>,
     },
     /// An instruction that must complete did not.
@@ -71,17 +71,18 @@ pub enum KernelError<E> {
     Instruction {
         /// Its name.
         instruction: &'static str,
-        /// What it was to do: the new value, the address or the PCID.
+        /// Its operand: the new value, the address or the PCID.
         operand: u64,
-        /// Why it was not done.
+        /// The error.
         trap: Trap<E>,
     },
-    /// Something else was read than the tables lead to: a stale translation, or a write that was lost or went elsewhere.
+    /// A read returned another value than that of the page tables: a stale translation, or a lost
+    /// or misdirected write.
     #[error("read {found:#x} at {gva} as {privilege:?}: expected {expected:#x}")]
     WrongValue {
         /// The address.
         gva: Gva,
-        /// By whom.
+        /// The privilege.
         privilege: Privilege,
         /// The value read.
         found: u64,
@@ -93,14 +94,14 @@ pub enum KernelError<E> {
     NoFault {
         /// The address.
         gva: Gva,
-        /// What was done.
+        /// The access.
         access: Access,
-        /// By whom.
+        /// The privilege.
         privilege: Privilege,
-        /// Error code of the fault that the tables call for.
+        /// Error code of the fault that the page tables require.
         expected: u32,
     },
-    /// A page fault that the tables do not call for.
+    /// A page fault that the page tables do not require.
     #[error(
         "{access:?} at {gva} as {privilege:?}: page fault at {reported} with error code {error_code:#x}, expected {}",
         expected.map_or("none".into(), |code| format!("error code {code:#x}"))
@@ -108,15 +109,15 @@ pub enum KernelError<E> {
     WrongFault {
         /// The address.
         gva: Gva,
-        /// What was to be done.
+        /// The access.
         access: Access,
-        /// By whom.
+        /// The privilege.
         privilege: Privilege,
-        /// The address that the fault has.
+        /// The address of the fault.
         reported: Gva,
-        /// The error code that it has.
+        /// The error code of the fault.
         error_code: u32,
-        /// The error code that it should have; none if it should not be.
+        /// The right error code; `None` if it should not fault.
         expected: Option<u32>,
     },
     /// An access faults again and again.
@@ -124,25 +125,26 @@ pub enum KernelError<E> {
     Stuck {
         /// The address.
         gva: Gva,
-        /// What is to be done.
+        /// The access.
         access: Access,
-        /// By whom.
+        /// The privilege.
         privilege: Privilege,
         /// Faults so far.
         nr_faults: u32,
     },
-    /// A table holds another entry than was written there; accessed and dirty bits count where they are known.
+    /// A page-table page holds another PTE than was written there; accessed and dirty bits count
+    /// where they are known.
     #[error("entry of level {level} for {gva} at guest-physical {gpa:#x} is {found:#x}: expected {expected:#x}")]
     WrongEntry {
-        /// An address that the entry translates.
+        /// An address that the PTE translates.
         gva: Gva,
-        /// The table's level.
+        /// The level of the PTE.
         level: u8,
-        /// Where the entry is.
+        /// Its guest-physical address.
         gpa: u64,
-        /// What it is.
+        /// Its value.
         found: u64,
-        /// What it should be.
+        /// Its right value.
         expected: u64,
     },
 }

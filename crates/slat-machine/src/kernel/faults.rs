@@ -1,28 +1,31 @@
-//! Accesses to a process's pages, by itself or by the kernel on its behalf, and the page faults that they cause.
+//! Accesses to a process's pages, by the process or by the kernel for it, and the page faults that
+//! they cause.
 
 use slat::{Access, Privilege};
 
 use super::address_space::{AddressSpace, Expected, Page, Rights, error_code, gva_of};
 use super::core::Core;
-use super::cpu::{ERROR_PRESENT, GuestCpu, Trap};
+use super::cpu::{ERROR_PRESENT, KernelGuestCpu, Trap};
 use super::error::KernelError;
 use super::layout::direct;
 
-/// An access needs two faults at most, to be resolved and for what a CPU has cached of each root; more is no progress.
+/// An access needs two faults at most: one that is resolved, and one for what a CPU has cached of
+/// each root. More is no progress.
 const MAX_FAULTS: u32 = 8;
 
-/// How an access ended.
+/// The result of an access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Touched {
     /// It completed.
     Completed,
-    /// The process may not do it: a signal.
+    /// The process may not make it: a signal.
     Denied,
 }
 
-impl<C: GuestCpu> Core<C> {
-    /// Accesses `page` of the address space that is loaded, as the process ([`Privilege::User`], in user mode) or as the
-    /// kernel ([`Privilege::SupervisorWithAc`], in the kernel, without fetches), and resolves the faults.
+impl<C: KernelGuestCpu> Core<C> {
+    /// Accesses `page` of the loaded address space, as the process ([`Privilege::User`], in user
+    /// mode) or as the kernel ([`Privilege::SupervisorWithAc`], in the kernel, without fetches),
+    /// and resolves the faults.
     pub(crate) fn touch(
         &mut self,
         space: &mut AddressSpace,
@@ -31,11 +34,11 @@ impl<C: GuestCpu> Core<C> {
         privilege: Privilege,
     ) -> Result<Touched, KernelError<C::Error>> {
         let gva = gva_of(page);
-        let stamp = if access == Access::Write { space.next_stamp(page) } else { 0 };
+        let mark = if access == Access::Write { space.next_mark(page) } else { 0 };
         for _ in 0..MAX_FAULTS {
             let expected = space.expect(page, access, privilege);
             self.set_privilege(privilege);
-            let (reported, error_code) = match self.access(gva, access, stamp) {
+            let (reported, error_code) = match self.access(gva, access, mark) {
                 Ok(found) => {
                     self.completed(space, page, access, privilege, (found, expected))?;
                     if privilege != Privilege::User {
@@ -76,7 +79,7 @@ impl<C: GuestCpu> Core<C> {
         Err(KernelError::Stuck { gva, access, privilege, nr_faults: MAX_FAULTS })
     }
 
-    /// An access of `page` completed and, unless it was a write, found something.
+    /// Checks an access to `page` that completed, and its value if it was not a write.
     fn completed(
         &mut self,
         space: &mut AddressSpace,
@@ -93,15 +96,15 @@ impl<C: GuestCpu> Core<C> {
                 page.is_accessed = true;
                 if access == Access::Write {
                     page.is_dirty = true;
-                    page.stamp = value;
+                    page.mark = value;
                 }
-                self.check(gva, value, page.stamp)
+                self.check(gva, value, page.mark)
             }
         }
     }
 
-    /// An access by the current root that must fault with `expected`, and resolves nothing. In the kernel; privileges may be
-    /// the process's, as if it had not entered.
+    /// An access by the current root that must fault with `expected`, and that is not resolved. In
+    /// the kernel; the privilege may be the process's, as if it had not entered.
     pub(crate) fn must_fault(
         &mut self,
         gva: slat::Gva,
@@ -144,7 +147,7 @@ impl<C: GuestCpu> Core<C> {
         Ok(Touched::Completed)
     }
 
-    /// A page that is not there: it comes with contents of its own, as from a file.
+    /// Maps a page that is not present, with contents of its own, as from a file.
     fn fill(
         &mut self,
         space: &mut AddressSpace,
@@ -153,29 +156,30 @@ impl<C: GuestCpu> Core<C> {
         rights: Rights,
     ) -> Result<(), KernelError<C::Error>> {
         let frame = self.zeroed_frame()?;
-        let stamp = space.next_stamp(page);
-        self.write(direct(frame.gpa()), stamp)?;
-        // What was only read becomes writable by a fault of its own.
+        let mark = space.next_mark(page);
+        self.write(direct(frame.gpa()), mark)?;
+        // A page that was only read becomes writable by a fault of its own.
         let rights = if rights == Rights::ReadWrite && access != Access::Write { Rights::Read } else { rights };
-        let new = Page { frame, rights, stamp, is_accessed: false, is_dirty: false, may_fault: false };
+        let new = Page { frame, rights, mark, is_accessed: false, is_dirty: false, may_fault: false };
         self.map_page(space, page, new)
     }
 
-    /// A page whose region is writable and whose entry is not: copies it if others have it, too.
+    /// A write to a page whose region is writable and whose PTE is not: copies the page if it is
+    /// shared.
     fn make_writable(&mut self, space: &mut AddressSpace, page: u64, old: Page) -> Result<(), KernelError<C::Error>> {
-        // Who is alone stays so: only who has a frame can share it.
+        // The only user stays alone: only a user of a frame can share it.
         if self.kernel.frames().nr_users(old.frame) == 1 {
-            // No flush: a CPU that still has the old entry faults and then looks again.
+            // No flush: a CPU that still has the old translation faults and then retries.
             return self.change_rights(space, page, Page { rights: Rights::ReadWrite, may_fault: true, ..old });
         }
         self.counters.copies_on_write += 1;
         let frame = self.zeroed_frame()?;
-        self.read_checked(direct(old.frame.gpa()), old.stamp)?;
-        self.write(direct(frame.gpa()), old.stamp)?;
+        self.read_checked(direct(old.frame.gpa()), old.mark)?;
+        self.write(direct(frame.gpa()), old.mark)?;
         let new = Page {
             frame,
             rights: Rights::ReadWrite,
-            stamp: old.stamp,
+            mark: old.mark,
             is_accessed: false,
             is_dirty: false,
             may_fault: false,
@@ -186,7 +190,8 @@ impl<C: GuestCpu> Core<C> {
     }
 }
 
-/// Error code of a fault that the tables do not call for, but something that a CPU may still have.
+/// Error code of a fault that the page tables do not require, but an old translation of a CPU may
+/// cause.
 fn spurious(space: &AddressSpace, page: u64, access: Access, privilege: Privilege) -> Option<u32> {
     space.pages.get(&page)?.may_fault.then(|| error_code(access, privilege, ERROR_PRESENT))
 }

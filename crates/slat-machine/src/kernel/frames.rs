@@ -1,23 +1,24 @@
-//! The frames of guest memory: who has them, how often, and which is handed out next.
+//! The frames of guest memory: their numbers of users, and the free ones in their order.
 //!
-//! Frames come back last in, first out, so that a table's frame is soon a page's and the other way round, on whichever
-//! virtual CPU: what translates through something stale then finds another's data at once. Roots take two neighbours, the
-//! lower one even, as page-table isolation wants it.
+//! Frames are reused last in, first out, so that the frame of a page-table page soon becomes a data
+//! page and the other way round, on any virtual CPU. A stale translation then finds the data of
+//! another owner at once. Roots take two neighbours, the lower one even, as page-table isolation
+//! needs it.
 //!
-//! This is the simulator's bookkeeping and not in guest memory: a wrong translation cannot disturb it.
+//! This is the simulator's state and not in guest memory: a wrong translation cannot disturb it.
 
 use slat::{PAGE_SHIFT, PAGE_SIZE};
 
-/// No place in the list of single frames.
-const NOWHERE: u32 = u32::MAX;
+/// No index in the list of single frames.
+const NO_INDEX: u32 = u32::MAX;
 
 /// All frames above the image. Frame numbers are guest-physical addresses by 4 KiB.
 #[derive(Debug)]
 pub(crate) struct Frames {
     first: u64,
-    /// How many have it; 0 if it is free.
+    /// The number of users; 0 if it is free.
     users: Box<[u32]>,
-    /// Where it is in `singles`, or [`NOWHERE`].
+    /// Its index in `singles`, or [`NO_INDEX`].
     position: Box<[u32]>,
     /// Free frames whose neighbour is not free.
     singles: Vec<u32>,
@@ -35,7 +36,7 @@ impl Frame {
         self.0 << PAGE_SHIFT
     }
 
-    /// The frame that an entry or CR3 points to.
+    /// The frame that a PTE or CR3 points to.
     pub(crate) const fn of(entry: u64) -> Frame {
         Frame((entry & super::layout::ADDRESS) >> PAGE_SHIFT)
     }
@@ -48,7 +49,7 @@ impl Frames {
         Frames {
             first: first_byte / PAGE_SIZE,
             users: vec![0; nr_frames as usize].into(),
-            position: vec![NOWHERE; nr_frames as usize].into(),
+            position: vec![NO_INDEX; nr_frames as usize].into(),
             singles: Vec::new(),
             pairs: (0..nr_frames as u32).step_by(2).rev().collect(),
             nr_used: 0,
@@ -63,11 +64,11 @@ impl Frames {
         (frame.0 - self.first) as usize
     }
 
-    /// A frame; `None` if there is none.
+    /// Allocates a frame; `None` if there is none.
     pub(crate) fn take(&mut self) -> Option<Frame> {
         let index = match self.singles.pop() {
             Some(index) => {
-                self.position[index as usize] = NOWHERE;
+                self.position[index as usize] = NO_INDEX;
                 index
             }
             None => {
@@ -81,7 +82,7 @@ impl Frames {
         Some(self.number(index))
     }
 
-    /// Two neighbours, of which the lower one is even; `None` if there are none.
+    /// Allocates two neighbours, of which the lower one is even; `None` if there are none.
     pub(crate) fn take_pair(&mut self) -> Option<Frame> {
         let lower = self.pairs.pop()?;
         self.users[lower as usize] = 1;
@@ -90,18 +91,18 @@ impl Frames {
         Some(self.number(lower))
     }
 
-    /// Another has it, too.
+    /// Adds a user.
     pub(crate) fn share(&mut self, frame: Frame) {
         let index = self.index(frame);
         self.users[index] += 1;
     }
 
-    /// How many have it.
+    /// The number of users.
     pub(crate) fn nr_users(&self, frame: Frame) -> u32 {
         self.users[self.index(frame)]
     }
 
-    /// One fewer has it.
+    /// Removes a user.
     pub(crate) fn release(&mut self, frame: Frame) {
         let index = self.index(frame);
         self.users[index] -= 1;
@@ -111,12 +112,12 @@ impl Frames {
         self.nr_used -= 1;
         let neighbour = index ^ 1;
         let at = self.position[neighbour];
-        if at == NOWHERE {
+        if at == NO_INDEX {
             self.add_single(index as u32);
             return;
         }
         self.singles.swap_remove(at as usize);
-        self.position[neighbour] = NOWHERE;
+        self.position[neighbour] = NO_INDEX;
         if let Some(moved) = self.singles.get(at as usize) {
             self.position[*moved as usize] = at;
         }
@@ -128,7 +129,7 @@ impl Frames {
         self.singles.push(index);
     }
 
-    /// Frames that somebody has.
+    /// Frames that have users.
     pub(crate) fn nr_used(&self) -> u64 {
         self.nr_used
     }

@@ -1,38 +1,39 @@
-//! What processes do in a run: a mix of operations by weight, drawn from random numbers.
+//! The operations of processes in a run: a mix by weights, drawn from random numbers.
 
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use slat::Access;
 
 use super::address_space::{Region, Rights};
-use super::counters::Counters;
-use super::cpu::GuestCpu;
+use super::counters::KernelCounters;
+use super::cpu::KernelGuestCpu;
 use super::error::KernelError;
 use super::layout::{NR_WINDOWS, USER_STACK, WINDOW_PAGES, window};
 use super::process::KernelCpu;
 
 /// Pages from the start of a window that its mapping may reach.
 const WINDOW_SPAN: u64 = 1024;
-/// Regions that a process has before its mappings are not cut any further.
+/// With this many regions, a process's mappings are not split any further.
 const MAX_REGIONS: usize = 40;
-/// Most pages that a system call looks at.
+/// Most pages that a system call accesses.
 const MAX_BUFFER_PAGES: u64 = 3;
 
-/// What a step does: some work in user mode, some touches of pages that are there, then one operation that is drawn by
-/// weight. An operation that cannot be done gives way to one that makes room for it, which is counted as what it is.
+/// A step of a run: some work in user mode, some touches of present pages, then one operation that
+/// is drawn by weight. If an operation is impossible, one that makes room for it is done instead,
+/// and counted as that.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct WorkloadMix {
-    /// Weight of system calls that look at a few pages of the process.
+    /// Weight of system calls that access a few pages of the process.
     pub system_calls: u32,
-    /// Weight of touches of a page that is not there yet.
+    /// Weight of touches of a page that is not present.
     pub page_faults: u32,
-    /// Weight of fork; with the most processes of a CPU there, one exits instead.
+    /// Weight of fork; if a CPU has the most processes, one exits instead.
     pub forks: u32,
     /// Weight of exec.
     pub execs: u32,
     /// Weight of exit.
     pub exits: u32,
-    /// Weight of mmap of 1 to 48 pages; with all places taken, munmap instead.
+    /// Weight of mmap of 1 to 48 pages; if all places are taken, munmap instead.
     pub mmaps: u32,
     /// Weight of munmap; if nothing is mapped, mmap instead.
     pub munmaps: u32,
@@ -55,8 +56,8 @@ pub struct WorkloadMix {
 }
 
 impl WorkloadMix {
-    /// After a build: short-lived processes that map, fault and call the system a lot. The weights are chosen for a mix of
-    /// everything that a build does, not measured of one.
+    /// Like a build: short-lived processes that map, fault and make many system calls. The weights
+    /// are chosen to have all operations of a build, not measured in one.
     pub const COMPILE: WorkloadMix = WorkloadMix {
         system_calls: 600,
         page_faults: 300,
@@ -75,7 +76,7 @@ impl WorkloadMix {
         user_work_ns: 2_000,
     };
 
-    /// Nothing but system calls.
+    /// System calls only.
     pub const SYSTEM_CALLS: WorkloadMix = WorkloadMix {
         system_calls: 1,
         page_faults: 0,
@@ -94,7 +95,7 @@ impl WorkloadMix {
         user_work_ns: 500,
     };
 
-    /// All that can go wrong, often.
+    /// All operations, so that each error is likely.
     pub const EVERYTHING: WorkloadMix = WorkloadMix {
         system_calls: 100,
         page_faults: 200,
@@ -120,17 +121,22 @@ impl Default for WorkloadMix {
     }
 }
 
-impl<C: GuestCpu> KernelCpu<C> {
-    /// Does `nr_steps` steps of `mix`. What is done depends on `seed`, on what was done before and, with several virtual
-    /// CPUs, on the processes that come from others.
+impl<C: KernelGuestCpu> KernelCpu<C> {
+    /// Does `nr_steps` steps of `mix`. They depend on `seed`, on what was done before and, with
+    /// several virtual CPUs, on the processes that come from others.
     ///
     /// # Errors
-    /// [`KernelError`]: the first thing that was not as it should be.
-    pub fn run(&mut self, mix: &WorkloadMix, nr_steps: u64, seed: u64) -> Result<Counters, KernelError<C::Error>> {
+    /// [`KernelError`]: the first deviation.
+    pub fn run(
+        &mut self,
+        mix: &WorkloadMix,
+        nr_steps: u64,
+        seed: u64,
+    ) -> Result<KernelCounters, KernelError<C::Error>> {
         let before = *self.counters();
         let mut rng = SmallRng::seed_from_u64(seed);
         type Operation<C> =
-            fn(&mut KernelCpu<C>, &WorkloadMix, &mut SmallRng) -> Result<(), KernelError<<C as GuestCpu>::Error>>;
+            fn(&mut KernelCpu<C>, &WorkloadMix, &mut SmallRng) -> Result<(), KernelError<<C as KernelGuestCpu>::Error>>;
         let operations: [(u32, Operation<C>); 12] = [
             (mix.system_calls, KernelCpu::some_system_call),
             (mix.page_faults, KernelCpu::touch_fresh),
@@ -183,20 +189,20 @@ impl<C: GuestCpu> KernelCpu<C> {
         regions.iter().nth(rng.random_range(0..regions.len())).map(|(first, region)| (*first, *region))
     }
 
-    /// A page of a region that is drawn.
+    /// A page of a random region.
     fn some_page(&self, rng: &mut SmallRng) -> Option<u64> {
         let (first, region) = self.some_region(rng)?;
         Some(first + rng.random_range(0..region.nr_pages))
     }
 
-    /// A page that is there, near one that is drawn.
+    /// A present page, near a random one.
     fn some_present_page(&self, rng: &mut SmallRng) -> Option<u64> {
         let page = self.some_page(rng)?;
         let pages = &self.current.pages;
         pages.range(page..).next().or_else(|| pages.iter().next()).map(|(page, _)| *page)
     }
 
-    /// What the process may do with `page`.
+    /// A random access that the process may make to `page`.
     fn some_access(&self, page: u64, mix: &WorkloadMix, rng: &mut SmallRng) -> Access {
         match self.current.rights(page) {
             Some(Rights::ReadWrite) if rng.random_range(0..100) < mix.write_percent => Access::Write,
@@ -208,7 +214,7 @@ impl<C: GuestCpu> KernelCpu<C> {
     fn some_system_call(&mut self, mix: &WorkloadMix, rng: &mut SmallRng) -> Result<(), KernelError<C::Error>> {
         let mut pages = Vec::new();
         for _ in 0..rng.random_range(0..=MAX_BUFFER_PAGES) {
-            // Most buffers are there; the kernel itself faults on the others.
+            // Most buffers are present; the kernel itself faults on the others.
             let is_there = rng.random_range(0..8) != 0;
             let page = if is_there { self.some_present_page(rng) } else { self.some_page(rng) };
             if let Some(page) = page {
@@ -222,7 +228,7 @@ impl<C: GuestCpu> KernelCpu<C> {
         self.system_call(&pages)
     }
 
-    /// A page that is mapped and not there.
+    /// A page that is mapped and not present.
     fn some_fresh_page(&self, rng: &mut SmallRng) -> Option<u64> {
         let page = self.some_page(rng)?;
         let (first, region) = self.current.regions.range(..=page).next_back()?;
@@ -242,13 +248,13 @@ impl<C: GuestCpu> KernelCpu<C> {
         self.touch(page, access)
     }
 
-    /// Whether something is mapped at a window.
+    /// Whether there is a mapping at a window.
     fn is_used(&self, number: u64) -> bool {
         let first = window(number);
         self.current.regions.range(first..first + WINDOW_SPAN).next().is_some()
     }
 
-    /// Maps something and returns its first page; unmaps something if there is no place.
+    /// Maps some pages and returns the first; unmaps some if there is no place.
     fn map_some(&mut self, rng: &mut SmallRng) -> Result<Option<u64>, KernelError<C::Error>> {
         let begin = rng.random_range(0..NR_WINDOWS);
         let free = (begin..begin + NR_WINDOWS).map(|number| number % NR_WINDOWS).find(|number| !self.is_used(*number));
@@ -256,7 +262,7 @@ impl<C: GuestCpu> KernelCpu<C> {
             self.unmap_window(begin)?;
             return Ok(None);
         };
-        // At the start of a table, across two of them, or anywhere.
+        // At the start of a page-table page, across two of them, or anywhere.
         let offset = match rng.random_range(0..3) {
             0 => 0,
             1 => 512 - 4,
@@ -285,7 +291,7 @@ impl<C: GuestCpu> KernelCpu<C> {
         let first = window(number);
         let region = self.current.regions.range(first..).next().map(|(first, region)| (*first, region.nr_pages));
         match region {
-            // A part of a region: some of its tables stay.
+            // A part of a region: some of its page-table pages stay.
             Some((first, nr_pages)) if nr_pages > 1 && self.current.regions.len() < MAX_REGIONS && rng.random() => {
                 let begin = rng.random_range(0..nr_pages);
                 self.munmap(first + begin, rng.random_range(1..=nr_pages - begin))
@@ -308,7 +314,7 @@ impl<C: GuestCpu> KernelCpu<C> {
         self.mprotect(first + begin, rng.random_range(1..=region.nr_pages - begin), rights)
     }
 
-    /// An access that must fault, of a kind that is drawn; none if there is nothing of that kind.
+    /// An access of a random kind that must fault; none if there is no such page.
     fn stray(&mut self, rng: &mut SmallRng) -> Result<(), KernelError<C::Error>> {
         let access = [Access::Read, Access::Write, Access::Execute][rng.random_range(0..3)];
         let page = match rng.random_range(0..4) {
@@ -317,7 +323,7 @@ impl<C: GuestCpu> KernelCpu<C> {
             }
             1 => self.some_present_page(rng),
             2 => {
-                // Not of the program itself, which would have less and less.
+                // Not of the program itself, which would lose more and more.
                 let page = self.some_present_page(rng).filter(|page| (window(0)..USER_STACK).contains(page));
                 return page.map_or(Ok(()), |page| self.unmap_and_look(page));
             }

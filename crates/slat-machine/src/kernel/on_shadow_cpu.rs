@@ -1,12 +1,13 @@
-//! The kernel in miniature on a CPU whose hypervisor keeps shadow tables.
+//! The mini guest kernel on a CPU whose hypervisor keeps shadow page tables.
 
 use slat::{Gva, Privilege};
 
-use super::cpu::{Completed, GuestCpu, Trap};
+use super::cpu::{Completed, KernelGuestCpu, Trap};
 use crate::shadow_cpu::{ShadowCpu, ShadowCpuError, ShadowHandler};
 use crate::walk::guest::GuestFault;
 
-/// The guest's own faults are the kernel's; all else, exits to user space included, is the machine's.
+/// The guest's own faults are for the kernel; all others, exits to user space included, are for the
+/// machine.
 fn trap(error: ShadowCpuError) -> Trap<ShadowCpuError> {
     match error {
         ShadowCpuError::Guest(GuestFault::Page { gva, error_code }) => Trap::PageFault { gva, error_code },
@@ -15,7 +16,7 @@ fn trap(error: ShadowCpuError) -> Trap<ShadowCpuError> {
     }
 }
 
-impl<V: ShadowHandler> GuestCpu for ShadowCpu<V> {
+impl<V: ShadowHandler> KernelGuestCpu for ShadowCpu<V> {
     type Error = ShadowCpuError;
 
     fn read(&mut self, gva: Gva) -> Completed<u64, ShadowCpuError> {

@@ -1,12 +1,12 @@
-//! What the kernel does for processes: system calls on memory, fork, exec, exit. Each is one visit to the kernel, from
-//! after the entry to before the way out.
+//! The kernel's operations for processes: system calls on memory, fork, exec, exit. Each runs
+//! between one entry into the kernel and the exit from it.
 
 use slat::{Access, Privilege};
 
 use super::address_space::{AddressSpace, Page, Region, Rights, gva_of};
 use super::boot::global;
 use super::core::{Core, FlushAll, Gathered};
-use super::cpu::{ERROR_PRESENT, GuestCpu};
+use super::cpu::{ERROR_PRESENT, KernelGuestCpu};
 use super::error::KernelError;
 use super::faults::Touched;
 use super::layout::{
@@ -15,11 +15,11 @@ use super::layout::{
 };
 use super::{Isolation, address_space};
 
-/// Temporary mappings until they are flushed, all at once.
+/// Temporary mappings until all of them are flushed.
 const NR_KERNEL_MAPS: u64 = 16;
 
-impl<C: GuestCpu> Core<C> {
-    /// An address space with a program: text, data and stack, of which nothing is there yet.
+impl<C: KernelGuestCpu> Core<C> {
+    /// An address space with a program: text, data and stack, none of it present yet.
     pub(crate) fn new_program(&mut self) -> Result<AddressSpace, KernelError<C::Error>> {
         let mut space = self.new_space()?;
         space.add_region(USER_TEXT, Region { nr_pages: TEXT_PAGES, rights: Rights::ReadExecute });
@@ -28,7 +28,7 @@ impl<C: GuestCpu> Core<C> {
         Ok(space)
     }
 
-    /// A system call that only looks: `pages` of the process as a buffer, and where the direct map shows them.
+    /// A system call that only reads: `pages` of the process as a buffer, and by the direct map.
     pub(crate) fn system_call(
         &mut self,
         space: &mut AddressSpace,
@@ -38,37 +38,37 @@ impl<C: GuestCpu> Core<C> {
         for (page, access) in pages {
             self.touch(space, *page, *access, Privilege::SupervisorWithAc)?;
             if let Some(page) = space.pages.get(page) {
-                self.read_checked(direct(page.frame.gpa()), page.stamp)?;
+                self.read_checked(direct(page.frame.gpa()), page.mark)?;
             }
         }
         Ok(())
     }
 
-    /// A copy of `parent`, of which nothing can be told from it until one of them writes.
+    /// A copy of `parent`, equal to it until one of them writes.
     pub(crate) fn fork(&mut self, parent: &mut AddressSpace) -> Result<AddressSpace, KernelError<C::Error>> {
         self.counters.forks += 1;
         let mut child = self.new_space()?;
         child.regions = parent.regions.clone();
-        let mut is_narrowed = false;
+        let mut loses_rights = false;
         for (page, old) in parent.pages.clone() {
             let mut shared = old;
             if old.rights == Rights::ReadWrite {
                 shared.rights = Rights::Read;
                 self.change_rights(parent, page, shared)?;
-                is_narrowed = true;
+                loses_rights = true;
             } else {
                 self.check_entry(parent, page)?;
             }
             self.kernel.frames().share(old.frame);
             self.map_page(&mut child, page, Page { is_accessed: false, may_fault: false, ..shared })?;
         }
-        if is_narrowed {
+        if loses_rights {
             self.flush_all(parent, FlushAll::AtOnce)?;
         }
         Ok(child)
     }
 
-    /// Maps pages; none is there yet.
+    /// Maps pages; none is present yet.
     pub(crate) fn mmap(&mut self, space: &mut AddressSpace, first: u64, region: Region) {
         self.counters.mmaps += 1;
         space.add_region(first, region);
@@ -100,7 +100,7 @@ impl<C: GuestCpu> Core<C> {
         self.release(space, gathered)
     }
 
-    /// Changes the rights of `nr_pages` from `first` on. What is not narrowed is not flushed.
+    /// Changes the rights of `nr_pages` from `first` on. Only pages that lose rights are flushed.
     pub(crate) fn mprotect(
         &mut self,
         space: &mut AddressSpace,
@@ -110,10 +110,10 @@ impl<C: GuestCpu> Core<C> {
     ) -> Result<(), KernelError<C::Error>> {
         self.counters.mprotects += 1;
         space.protect_regions(first, nr_pages, rights);
-        let mut narrowed = Vec::new();
+        let mut losing = Vec::new();
         for page in space.present_pages(first, nr_pages) {
             let old = space.pages[&page];
-            // A page that others have, too, becomes writable by a fault.
+            // A shared page becomes writable by a fault.
             let is_shared = self.kernel.frames().nr_users(old.frame) != 1;
             let rights = if rights == Rights::ReadWrite && is_shared { Rights::Read } else { rights };
             let loses = |access| old.rights.allow(access) && !rights.allow(access);
@@ -121,20 +121,22 @@ impl<C: GuestCpu> Core<C> {
             let either = [Access::Write, Access::Execute];
             let may_fault = old.may_fault || either.into_iter().any(gains);
             if either.into_iter().any(loses) {
-                narrowed.push(page);
+                losing.push(page);
             }
             self.change_rights(space, page, Page { rights, may_fault, ..old })?;
         }
-        if narrowed.is_empty() { Ok(()) } else { self.flush_pages(space, &narrowed) }
+        if losing.is_empty() { Ok(()) } else { self.flush_pages(space, &losing) }
     }
 
-    /// Takes everything from `space`, whether it is loaded or not; [`free_roots`](Core::free_roots) is left.
+    /// Unmaps all of `space`, whether it is loaded or not; [`free_roots`](Core::free_roots) does
+    /// the rest.
     pub(crate) fn unmap_everything(&mut self, space: &mut AddressSpace) -> Result<(), KernelError<C::Error>> {
         space.regions.clear();
         self.unmap_pages(space, 0, 1 << address_space::PAGE_BITS)
     }
 
-    /// Maps a page of the kernel's own for a moment, and looks at it both ways. Such mappings are not flushed one by one.
+    /// Maps a page of the kernel temporarily, and reads it by both mappings. Such mappings are not
+    /// flushed one by one.
     pub(crate) fn map_temporarily(&mut self, value: u64) -> Result<(), KernelError<C::Error>> {
         self.counters.kernel_maps += 1;
         let slot = self.nr_kernel_maps % NR_KERNEL_MAPS;
@@ -156,7 +158,7 @@ impl<C: GuestCpu> Core<C> {
         Ok(())
     }
 
-    /// In user mode: `page` is touched, though the process may not. It gets a signal.
+    /// In user mode: the process touches `page` without the right, and gets a signal.
     pub(crate) fn stray_touch(
         &mut self,
         space: &mut AddressSpace,
@@ -169,7 +171,8 @@ impl<C: GuestCpu> Core<C> {
         Ok(())
     }
 
-    /// In user mode: the process touches the kernel's half, and then the kernel, by mistake, what SMAP and SMEP protect.
+    /// In user mode: the process touches the kernel's half. Then the kernel touches, by mistake,
+    /// what SMAP and SMEP protect.
     pub(crate) fn stray_privileges(
         &mut self,
         space: &mut AddressSpace,
@@ -177,7 +180,7 @@ impl<C: GuestCpu> Core<C> {
     ) -> Result<(), KernelError<C::Error>> {
         use address_space::error_code;
         let image = direct(0);
-        // User roots lead nowhere there; otherwise the page is the kernel's.
+        // User roots map nothing there; otherwise the page is the kernel's.
         let presence = match self.kernel.config().isolation {
             Isolation::On => 0,
             Isolation::Off => ERROR_PRESENT,

@@ -1,12 +1,13 @@
-//! A CPU without a hypervisor: it walks the guest's tables in plain memory and caches what it finds, for as long as the
-//! manual allows.
+//! A CPU without a hypervisor: it walks the guest's page tables in plain memory and caches what it
+//! finds, for as long as the manual allows.
 //!
-//! Why: the kernel is tried on it first, and what it does under shadow paging is compared with what it does here. It never
-//! evicts anything, so that every flush that the kernel forgets shows. It caches translations, as of 4 KiB, and entries of
-//! level 2 (*paging-structure caches*), both by PCID; a page fault drops what it has for the address.
+//! The kernel is tested on it first, and its behaviour under shadow paging is compared with that on
+//! this CPU. It never evicts anything, so that every missing flush of the kernel shows. It caches
+//! translations, of 4 KiB, and directory entries of level 2 (*paging-structure caches*), both by
+//! PCID; a page fault drops what it has for the address.
 //!
-//! Sources: Intel SDM vol. 3A, "4-level paging", "Access rights", "Page-fault exceptions", "Process-Context Identifiers",
-//! "Invalidation of TLBs and paging-structure caches".
+//! Sources: Intel SDM vol. 3A, "4-level paging", "Access rights", "Page-fault exceptions",
+//! "Process-Context Identifiers", "Invalidation of TLBs and paging-structure caches".
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,7 +19,7 @@ use thiserror::Error;
 use super::address_space::error_code;
 use super::cpu::{
     CR0_PG, CR3_NO_FLUSH, CR3_PCID, CR4_PCIDE, CR4_PGE, CR4_SMAP, CR4_SMEP, Completed, EFER_NXE, ERROR_PRESENT,
-    GuestCpu, INVPCID_ADDRESS, INVPCID_ALL, INVPCID_ALL_NON_GLOBAL, INVPCID_CONTEXT, Trap,
+    INVPCID_ADDRESS, INVPCID_ALL, INVPCID_ALL_NON_GLOBAL, INVPCID_CONTEXT, KernelGuestCpu, Trap,
 };
 use super::layout::{ACCESSED, ADDRESS, DIRTY, GLOBAL, NO_EXECUTE, PAGE, PRESENT, USER, WRITABLE, index};
 
@@ -27,7 +28,7 @@ use super::layout::{ACCESSED, ADDRESS, DIRTY, GLOBAL, NO_EXECUTE, PAGE, PRESENT,
 pub struct PlainMemory(Arc<[AtomicU64]>);
 
 impl PlainMemory {
-    /// `memory_bytes` of it.
+    /// Makes `memory_bytes` of it.
     pub fn new(memory_bytes: u64) -> PlainMemory {
         PlainMemory((0..memory_bytes / 8).map(|_| AtomicU64::new(0)).collect())
     }
@@ -46,17 +47,17 @@ pub struct PlainError {
     pub gpa: u64,
 }
 
-/// What leads to a page or a table: the rights of all entries on the way.
+/// The result of a walk to a page or a page-table page: the rights of all PTEs on the way.
 #[derive(Clone, Copy, Debug)]
 struct Translation {
-    /// Of 4 KiB; or the table, if it is an entry of level 2.
+    /// Of 4 KiB; or the page-table page, for a directory entry of level 2.
     frame_gpa: u64,
-    /// WRITABLE and USER if all entries have them, NO_EXECUTE if one has it.
+    /// WRITABLE and USER if all PTEs have them, NO_EXECUTE if one has it.
     rights: u64,
     is_dirty: bool,
 }
 
-/// What is cached for a PCID.
+/// The cached translations of a PCID.
 #[derive(Clone, Debug, Default)]
 struct Context {
     /// By page.
@@ -144,7 +145,7 @@ impl PlainCpu {
         let cached = self.globals.get(&page).copied().or_else(|| self.context().pages.get(&page).copied());
         let frame_gpa =
             match cached {
-                // The first write looks for the dirty bit.
+                // The first write walks for the dirty bit.
                 Some(cached) if access != Access::Write || cached.is_dirty => {
                     if self.is_allowed(cached.rights, access) { Ok(cached.frame_gpa) } else { Err(ERROR_PRESENT) }
                 }
@@ -160,7 +161,8 @@ impl PlainCpu {
         }
     }
 
-    /// Walks the tables from as far down as is cached, and caches what it finds. A fault's bit of presence is the inner error.
+    /// Walks the page tables from the lowest cached level, and caches what it finds. The inner
+    /// error is a fault's bit of presence.
     fn walk(&mut self, gva: Gva, access: Access) -> Completed<Result<u64, u32>, PlainError> {
         let page = gva.0 >> PAGE_SHIFT;
         let top = Translation { frame_gpa: self.cr3 & ADDRESS, rights: WRITABLE | USER, is_dirty: false };
@@ -169,7 +171,8 @@ impl PlainCpu {
         let Translation { frame_gpa: mut table, mut rights, .. } = known.unwrap_or(top);
         loop {
             let gpa = table + 8 * index(gva.0, level);
-            // Ordering: as CPUs see each other's writes to tables; the kernel's locks order the rest.
+            // Acquire: as CPUs observe each other's writes to page tables; the kernel's locks order
+            // the rest.
             let entry = self.memory.word(gpa)?.load(Ordering::Acquire);
             if entry & PRESENT == 0 {
                 return Ok(Err(0));
@@ -206,14 +209,14 @@ impl PlainCpu {
         if self.privilege == Privilege::User { Err(Trap::GeneralProtection) } else { Ok(()) }
     }
 
-    /// A load of CR3 by a CPU that forgets to flush.
+    /// A load of CR3 by a CPU that omits the flush.
     #[cfg(test)]
     pub(super) fn load_cr3_without_flush(&mut self, value: u64) {
         self.cr3 = value & !CR3_NO_FLUSH;
     }
 }
 
-impl GuestCpu for PlainCpu {
+impl KernelGuestCpu for PlainCpu {
     type Error = PlainError;
 
     fn read(&mut self, gva: Gva) -> Completed<u64, PlainError> {

@@ -1,4 +1,4 @@
-//! A virtual CPU with its processes: what each operation is from user mode to user mode.
+//! A virtual CPU with its processes: each operation from user mode to user mode.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -8,14 +8,15 @@ use slat::{Access, Privilege};
 use super::Kernel;
 use super::address_space::{AddressSpace, Region, Rights, error_code, gva_of};
 use super::core::Core;
-use super::counters::Counters;
-use super::cpu::GuestCpu;
+use super::counters::KernelCounters;
+use super::cpu::KernelGuestCpu;
 use super::error::KernelError;
 use super::layout::IDLE_ROOT;
 
-/// A virtual CPU of a [`Kernel`], with the processes that it has. Between its methods it is in user mode of one of them.
+/// A virtual CPU of a [`Kernel`], with its processes. Between its methods it is in user mode of one
+/// of them.
 ///
-/// After an error the CPU and its processes are as the error left them; nothing further is promised of the kernel then.
+/// After an error the state of the CPU and its processes is undefined.
 #[derive(Debug)]
 pub struct KernelCpu<C> {
     pub(super) core: Core<C>,
@@ -23,12 +24,12 @@ pub struct KernelCpu<C> {
     pub(super) queue: VecDeque<AddressSpace>,
 }
 
-impl<C: GuestCpu> KernelCpu<C> {
-    /// Starts virtual CPU `vcpu` (from 0 on) of `kernel` on `cpu`, which comes from reset, with one process. Whichever CPU
-    /// starts first builds the kernel's own tables; the others wait for it.
+impl<C: KernelGuestCpu> KernelCpu<C> {
+    /// Starts virtual CPU `vcpu` (from 0 on) of `kernel` on `cpu`, which comes from reset, with one
+    /// process. The first CPU to start builds the kernel's own page tables; the others wait for it.
     ///
     /// # Errors
-    /// [`KernelError`]: there is no such CPU, it was started before, or it does not do what it must.
+    /// [`KernelError`]: there is no such CPU, it was started before, or it gave a wrong result.
     pub fn start(kernel: Arc<Kernel>, vcpu: u16, cpu: C) -> Result<KernelCpu<C>, KernelError<C::Error>> {
         let mut core = Core::start(kernel, vcpu, cpu)?;
         let current = core.new_program()?;
@@ -37,8 +38,8 @@ impl<C: GuestCpu> KernelCpu<C> {
         Ok(KernelCpu { core, current, queue: VecDeque::new() })
     }
 
-    /// What was done since the start.
-    pub fn counters(&self) -> &Counters {
+    /// The counts since the start.
+    pub fn counters(&self) -> &KernelCounters {
         &self.core.counters
     }
 
@@ -47,15 +48,16 @@ impl<C: GuestCpu> KernelCpu<C> {
         &self.core.cpu
     }
 
-    /// The CPU, for whoever runs it: the guest's own state must stay as it is.
+    /// The CPU, for its runner: the guest's own state must not change.
     pub fn cpu_mut(&mut self) -> &mut C {
         &mut self.core.cpu
     }
 
-    /// Ends all processes, and those that wait for any CPU, checks what they have a last time, and returns the CPU.
+    /// Ends all processes, also those that wait for any CPU, checks their contents a last time, and
+    /// returns the CPU.
     ///
     /// # Errors
-    /// [`KernelError`]: something was not as it should be.
+    /// [`KernelError`]: a deviation.
     pub fn shut_down(mut self) -> Result<C, KernelError<C::Error>> {
         self.core.enter_kernel(0)?;
         let migrating = std::mem::take(&mut *self.core.kernel.migrating());
@@ -77,8 +79,8 @@ impl<C: GuestCpu> KernelCpu<C> {
         self.core.touch(&mut self.current, page, access, Privilege::User).map(|_| ())
     }
 
-    /// A visit to the kernel.
-    fn visit<T>(
+    /// Enters the kernel, does `work`, and leaves.
+    fn in_kernel<T>(
         &mut self,
         work: impl FnOnce(&mut Core<C>, &mut AddressSpace) -> Result<T, KernelError<C::Error>>,
     ) -> Result<T, KernelError<C::Error>> {
@@ -89,24 +91,24 @@ impl<C: GuestCpu> KernelCpu<C> {
     }
 
     pub(super) fn system_call(&mut self, pages: &[(u64, Access)]) -> Result<(), KernelError<C::Error>> {
-        self.visit(|core, space| core.system_call(space, pages))
+        self.in_kernel(|core, space| core.system_call(space, pages))
     }
 
     pub(super) fn mmap(&mut self, first: u64, region: Region) -> Result<(), KernelError<C::Error>> {
-        self.visit(|core, space| {
+        self.in_kernel(|core, space| {
             core.mmap(space, first, region);
             Ok(())
         })
     }
 
     pub(super) fn munmap(&mut self, first: u64, nr_pages: u64) -> Result<(), KernelError<C::Error>> {
-        self.visit(|core, space| core.munmap(space, first, nr_pages))
+        self.in_kernel(|core, space| core.munmap(space, first, nr_pages))
     }
 
-    /// The kernel reads `page` for the process, unmaps it, and looks for it again before it leaves.
+    /// The kernel reads `page` for the process, unmaps it, and reads it again before it leaves.
     pub(super) fn unmap_and_look(&mut self, page: u64) -> Result<(), KernelError<C::Error>> {
         let privilege = Privilege::SupervisorWithAc;
-        self.visit(|core, space| {
+        self.in_kernel(|core, space| {
             core.touch(space, page, Access::Read, privilege)?;
             core.munmap(space, page, 1)?;
             core.must_fault(gva_of(page), Access::Read, privilege, error_code(Access::Read, privilege, 0))
@@ -114,11 +116,11 @@ impl<C: GuestCpu> KernelCpu<C> {
     }
 
     pub(super) fn mprotect(&mut self, first: u64, nr_pages: u64, rights: Rights) -> Result<(), KernelError<C::Error>> {
-        self.visit(|core, space| core.mprotect(space, first, nr_pages, rights))
+        self.in_kernel(|core, space| core.mprotect(space, first, nr_pages, rights))
     }
 
     pub(super) fn map_temporarily(&mut self, value: u64) -> Result<(), KernelError<C::Error>> {
-        self.visit(|core, _| core.map_temporarily(value))
+        self.in_kernel(|core, _| core.map_temporarily(value))
     }
 
     /// Whether there may be another process.
@@ -127,12 +129,12 @@ impl<C: GuestCpu> KernelCpu<C> {
     }
 
     pub(super) fn fork(&mut self) -> Result<(), KernelError<C::Error>> {
-        let child = self.visit(Core::fork)?;
+        let child = self.in_kernel(Core::fork)?;
         self.queue.push_back(child);
         Ok(())
     }
 
-    /// Another process runs, if there is one.
+    /// Switches to another process, if there is one.
     pub(super) fn switch(&mut self) -> Result<(), KernelError<C::Error>> {
         self.core.enter_kernel(self.current.id)?;
         if let Some(next) = self.queue.pop_front() {
@@ -143,7 +145,8 @@ impl<C: GuestCpu> KernelCpu<C> {
         self.core.leave_kernel()
     }
 
-    /// The process begins another program: the new address space is loaded before the old one is taken apart.
+    /// The process begins another program: the new address space is loaded before the old one is
+    /// unmapped.
     pub(super) fn exec(&mut self) -> Result<(), KernelError<C::Error>> {
         self.core.enter_kernel(self.current.id)?;
         self.core.counters.execs += 1;
@@ -155,7 +158,8 @@ impl<C: GuestCpu> KernelCpu<C> {
         self.core.leave_kernel()
     }
 
-    /// The process ends: its address space is taken apart while it is loaded. The next one runs, or a new one.
+    /// The process ends: its address space is unmapped while it is loaded. The next one runs, or a
+    /// new one.
     pub(super) fn exit(&mut self) -> Result<(), KernelError<C::Error>> {
         self.core.enter_kernel(self.current.id)?;
         self.core.counters.exits += 1;
@@ -170,7 +174,7 @@ impl<C: GuestCpu> KernelCpu<C> {
         self.core.leave_kernel()
     }
 
-    /// Takes a process that waits for a CPU and lets one of its own wait.
+    /// Takes a process that waits for a CPU and releases one of its own.
     pub(super) fn migrate(&mut self) {
         let has_place = self.has_place();
         let nr_vcpus = self.core.kernel.config().nr_vcpus;

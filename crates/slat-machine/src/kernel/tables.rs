@@ -1,14 +1,15 @@
-//! The tables of processes, as the kernel reads and writes them: in guest memory, through the direct map, from the root
-//! down. Each entry that is read is held against the model.
+//! The kernel's reads and writes of processes' page tables: in guest memory, through the direct
+//! map, from the root down. Each PTE that is read is compared with the model.
 //!
-//! Under page-table isolation both roots of a process point to the same tables. The kernel's root forbids fetches there,
-//! so that a way out of the kernel that forgets to change roots is noticed; so do Linux's.
+//! Under page-table isolation both roots of a process point to the same page-table pages. As in
+//! Linux, the kernel's root forbids fetches there, so that an exit from the kernel without a change
+//! of roots is detected.
 
 use slat::PAGE_SIZE;
 
 use super::address_space::{AddressSpace, Page, Table, gva_of};
 use super::core::{Core, Gathered};
-use super::cpu::GuestCpu;
+use super::cpu::KernelGuestCpu;
 use super::error::KernelError;
 use super::frames::Frame;
 use super::layout::{
@@ -17,27 +18,27 @@ use super::layout::{
 };
 use super::{Isolation, Kernel};
 
-/// What to do where a table is missing.
+/// What to do about a missing page-table page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Missing {
     Stop,
     Make,
 }
 
-/// The model's name for the table of `level` that leads to `page`.
+/// The model's key for the page-table page of `level` on the way to `page`.
 fn key(level: u8, page: u64) -> (u8, u64) {
     (level, page >> (9 * u32::from(level)))
 }
 
 impl Kernel {
-    /// What a table of `level` holds for the table in `below`. In the kernel's root, if it is one.
+    /// The PTE of `level` for the page-table page `below`. In the kernel's root, if it is one.
     fn table_entry(&self, level: u8, below: Frame) -> u64 {
         let forbids = if level == 4 && self.config().isolation == Isolation::On { NO_EXECUTE } else { 0 };
         below.gpa() | PRESENT | WRITABLE | USER | forbids
     }
 }
 
-impl<C: GuestCpu> Core<C> {
+impl<C: KernelGuestCpu> Core<C> {
     /// An address space that has only the kernel's half.
     pub(crate) fn new_space(&mut self) -> Result<AddressSpace, KernelError<C::Error>> {
         let root = self.kernel.frames().take_pair().ok_or(KernelError::OutOfFrames)?;
@@ -54,7 +55,7 @@ impl<C: GuestCpu> Core<C> {
         Ok(AddressSpace::new(self.kernel.next_id(), root))
     }
 
-    /// Gives the roots of `space` back. It has nothing else any more and is not loaded.
+    /// Frees the roots of `space`, which has nothing else any more and is not loaded.
     pub(crate) fn free_roots(&mut self, space: AddressSpace) -> Result<(), KernelError<C::Error>> {
         debug_assert!(space.pages.is_empty() && space.tables.is_empty() && self.asids.loaded() != space.id);
         for index in KERNEL_ROOT_INDEXES {
@@ -68,7 +69,8 @@ impl<C: GuestCpu> Core<C> {
         Ok(())
     }
 
-    /// Where the entry of `page` is; `None` if a table is missing and is not to be made.
+    /// The address of the PTE of `page`; `None` if a page-table page is missing and must not be
+    /// made.
     fn find(
         &mut self,
         space: &mut AddressSpace,
@@ -94,7 +96,7 @@ impl<C: GuestCpu> Core<C> {
         Ok(Some(table.gpa() + 8 * index(gva.0, 1)))
     }
 
-    /// Makes the table that the entry of `level` at `gpa` leads to.
+    /// Makes the page-table page for the PTE of `level` at `gpa`.
     fn make_table(
         &mut self,
         space: &mut AddressSpace,
@@ -116,8 +118,8 @@ impl<C: GuestCpu> Core<C> {
         Ok(below)
     }
 
-    /// Reads the entry of `page` at `gpa`, which is as `known` says. The accessed bit may be set for nothing, the dirty bit
-    /// may not.
+    /// Reads the PTE of `page` at `gpa`, which must be that of `known`. The accessed bit may be set
+    /// without an access, the dirty bit may not.
     fn read_entry(&mut self, page: u64, gpa: u64, known: Option<&Page>) -> Result<u64, KernelError<C::Error>> {
         let found = self.read(direct(gpa))?;
         let mut expected = known.map_or(0, Page::entry);
@@ -131,21 +133,21 @@ impl<C: GuestCpu> Core<C> {
         Err(KernelError::WrongEntry { gva: gva_of(page), level: 1, gpa, found, expected })
     }
 
-    /// Where the entry of `page` is, which is there, and what it holds.
+    /// The address and value of the PTE of `page`, which is present.
     fn present_entry(&mut self, space: &mut AddressSpace, page: u64) -> Result<(u64, u64), KernelError<C::Error>> {
         let gpa = self.find(space, page, Missing::Make)?.unwrap_or_default();
         let known = space.pages.get(&page).copied();
         Ok((gpa, self.read_entry(page, gpa, known.as_ref())?))
     }
 
-    /// Whether the tables say of `page` what the model does.
+    /// Compares the PTE of `page` with the model.
     pub(crate) fn check_entry(&mut self, space: &mut AddressSpace, page: u64) -> Result<(), KernelError<C::Error>> {
         let Some(gpa) = self.find(space, page, Missing::Stop)? else { return Ok(()) };
         let known = space.pages.get(&page).copied();
         self.read_entry(page, gpa, known.as_ref()).map(|_| ())
     }
 
-    /// Maps `page`, which is not there, as `new` says.
+    /// Maps `page`, which is not present, as in `new`.
     pub(crate) fn map_page(
         &mut self,
         space: &mut AddressSpace,
@@ -162,7 +164,7 @@ impl<C: GuestCpu> Core<C> {
         Ok(())
     }
 
-    /// Changes the rights of `page`, which is there, to those of `new`. Flushes nothing.
+    /// Changes the rights of `page`, which is present, to those of `new`. Flushes nothing.
     pub(crate) fn change_rights(
         &mut self,
         space: &mut AddressSpace,
@@ -175,7 +177,7 @@ impl<C: GuestCpu> Core<C> {
         Ok(())
     }
 
-    /// Lets `page`, which is there, be in the frame of `new`; it is flushed in between.
+    /// Moves `page`, which is present, to the frame of `new`; it is flushed in between.
     pub(crate) fn change_frame(
         &mut self,
         space: &mut AddressSpace,
@@ -190,7 +192,8 @@ impl<C: GuestCpu> Core<C> {
         Ok(())
     }
 
-    /// Takes `page`, which is there, out of the tables, and the tables that are empty then. Flushes nothing.
+    /// Unmaps `page`, which is present, and frees the page-table pages that are empty then. Flushes
+    /// nothing.
     pub(crate) fn unmap_page(
         &mut self,
         space: &mut AddressSpace,
@@ -199,8 +202,8 @@ impl<C: GuestCpu> Core<C> {
     ) -> Result<(), KernelError<C::Error>> {
         let (gpa, _) = self.present_entry(space, page)?;
         let Some(old) = space.pages.remove(&page) else { return Ok(()) };
-        // The same frame by the other way: a write that went elsewhere shows here at the latest.
-        self.read_checked(direct(old.frame.gpa()), old.stamp)?;
+        // The same frame by the direct map: a misdirected write shows here at the latest.
+        self.read_checked(direct(old.frame.gpa()), old.mark)?;
         self.write(direct(gpa), 0)?;
         gathered.pages.push(page);
         gathered.frames.push(old.frame);

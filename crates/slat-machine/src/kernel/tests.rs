@@ -6,20 +6,20 @@ use super::address_space::{Region, Rights};
 use super::layout::{DATA_PAGES, STACK_PAGES, TEXT_PAGES, USER_DATA, USER_STACK, USER_TEXT, direct, window};
 use super::*;
 
-pub(super) const CONFIGS: [Config; 4] = [
-    Config { nr_vcpus: 1, isolation: Isolation::On, pcids: Pcids::On, processes_per_vcpu: 8 },
-    Config { nr_vcpus: 1, isolation: Isolation::On, pcids: Pcids::Off, processes_per_vcpu: 8 },
-    Config { nr_vcpus: 1, isolation: Isolation::Off, pcids: Pcids::On, processes_per_vcpu: 8 },
-    Config { nr_vcpus: 1, isolation: Isolation::Off, pcids: Pcids::Off, processes_per_vcpu: 8 },
+pub(super) const CONFIGS: [KernelConfig; 4] = [
+    KernelConfig { nr_vcpus: 1, isolation: Isolation::On, pcids: Pcids::On, processes_per_vcpu: 8 },
+    KernelConfig { nr_vcpus: 1, isolation: Isolation::On, pcids: Pcids::Off, processes_per_vcpu: 8 },
+    KernelConfig { nr_vcpus: 1, isolation: Isolation::Off, pcids: Pcids::On, processes_per_vcpu: 8 },
+    KernelConfig { nr_vcpus: 1, isolation: Isolation::Off, pcids: Pcids::Off, processes_per_vcpu: 8 },
 ];
 
-fn start(config: Config) -> KernelCpu<PlainCpu> {
+fn start(config: KernelConfig) -> KernelCpu<PlainCpu> {
     let kernel = Kernel::new(config).unwrap();
     let cpu = PlainCpu::new(PlainMemory::new(config.memory_bytes()));
     KernelCpu::start(kernel, 0, cpu).unwrap()
 }
 
-/// Shuts down, with nothing lost.
+/// Shuts down, without a lost frame.
 fn end(cpu: KernelCpu<PlainCpu>) {
     let kernel = Arc::clone(&cpu.core.kernel);
     cpu.shut_down().unwrap();
@@ -52,7 +52,7 @@ fn a_system_call_loads_cr3_twice_under_isolation() {
         let kept = if config.pcids == Pcids::On { loads } else { 0 };
         assert_eq!((done.cr3_loads, done.cr3_loads_no_flush), (loads, kept), "{config:?}");
         assert_eq!((done.kernel_entries, done.system_calls, done.page_faults), (1, 1, 0));
-        // What the kernel wrote is what the process reads.
+        // The process reads what the kernel wrote.
         read(&mut cpu, [USER_DATA + 1]);
         end(cpu);
     }
@@ -92,7 +92,7 @@ fn a_fork_shares_pages_until_they_are_written() {
         assert_ne!(cpu.current.id, parent);
         read(&mut cpu, USER_DATA..USER_DATA + DATA_PAGES);
         let before = *cpu.counters();
-        // The first two are the child's alone by now.
+        // Only the child has the first two by now.
         write(&mut cpu, USER_DATA..USER_DATA + 4);
         let done = *cpu.counters() - before;
         assert_eq!((done.page_faults, done.copies_on_write), (4, 2));
@@ -101,13 +101,13 @@ fn a_fork_shares_pages_until_they_are_written() {
         assert_eq!(cpu.current.id, parent);
         read(&mut cpu, USER_DATA..USER_DATA + DATA_PAGES);
         write(&mut cpu, USER_DATA..USER_DATA + DATA_PAGES);
-        assert_eq!(cpu.counters().copies_on_write, 4, "nobody else has the pages");
+        assert_eq!(cpu.counters().copies_on_write, 4, "no other process has the pages");
         end(cpu);
     }
 }
 
 #[test]
-fn exec_gives_back_everything_that_the_old_program_had() {
+fn exec_frees_all_frames_of_the_old_program() {
     for config in CONFIGS {
         let mut cpu = start(config);
         let empty = cpu.core.kernel.nr_frames_used();
@@ -125,15 +125,15 @@ fn exec_gives_back_everything_that_the_old_program_had() {
 }
 
 #[test]
-fn what_is_unmapped_is_gone_at_once_and_empty_tables_too() {
+fn unmapped_pages_and_empty_tables_are_freed_at_once() {
     for config in CONFIGS {
         let mut cpu = start(config);
-        // Across two tables of level 1.
+        // Across two page-table pages of level 1.
         let first = window(1) + 512 - 4;
         let before = cpu.core.kernel.nr_frames_used();
         cpu.mmap(first, Region { nr_pages: 40, rights: Rights::ReadWrite }).unwrap();
         write(&mut cpu, first..first + 40);
-        // Pages, and tables of levels 1 (two), 2 and 3.
+        // Pages, and page-table pages of levels 1 (two), 2 and 3.
         assert_eq!(cpu.core.kernel.nr_frames_used(), before + 40 + 4);
         let invlpgs = cpu.counters().invlpgs;
         cpu.munmap(first + 8, 3).unwrap();
@@ -143,10 +143,10 @@ fn what_is_unmapped_is_gone_at_once_and_empty_tables_too() {
             denied(&mut cpu, page, Access::Write);
         }
         read(&mut cpu, [first + 7, first + 11]);
-        // The first table is empty now.
+        // The first page-table page is empty now.
         cpu.munmap(first, 4).unwrap();
         assert_eq!(cpu.core.kernel.nr_frames_used(), before + 33 + 3);
-        assert_eq!(cpu.counters().invlpgs, invlpgs + 3, "all is flushed where a table goes");
+        assert_eq!(cpu.counters().invlpgs, invlpgs + 3, "all is flushed where a table is freed");
         denied(&mut cpu, first, Access::Write);
         cpu.munmap(window(1), 1024).unwrap();
         assert_eq!(cpu.core.kernel.nr_frames_used(), before);
@@ -157,20 +157,20 @@ fn what_is_unmapped_is_gone_at_once_and_empty_tables_too() {
 
 #[test]
 fn many_pages_are_flushed_all_at_once() {
-    let mut cpu = start(Config::default());
+    let mut cpu = start(KernelConfig::default());
     cpu.mmap(window(0), Region { nr_pages: 48, rights: Rights::ReadWrite }).unwrap();
     write(&mut cpu, window(0)..window(0) + 48);
     let before = *cpu.counters();
     cpu.munmap(window(0), 40).unwrap();
     let done = *cpu.counters() - before;
-    // Into the kernel, the flush, and out with the user PCID's flush that was deferred.
+    // The entry into the kernel, the flush, and the exit with the deferred flush of the user PCID.
     assert_eq!((done.invlpgs, done.invpcids, done.cr3_loads, done.cr3_loads_no_flush), (0, 0, 3, 1));
     denied(&mut cpu, window(0), Access::Read);
     end(cpu);
 }
 
 #[test]
-fn rights_are_narrowed_at_once_and_widened_without_a_flush() {
+fn rights_are_removed_at_once_and_added_without_a_flush() {
     for config in CONFIGS {
         let mut cpu = start(config);
         write(&mut cpu, USER_DATA..USER_DATA + 8);
@@ -184,7 +184,7 @@ fn rights_are_narrowed_at_once_and_widened_without_a_flush() {
         assert_eq!((done.invlpgs, done.invpcids), (0, 0));
         write(&mut cpu, USER_DATA + 2..USER_DATA + 6);
         let done = *cpu.counters() - before;
-        // Whatever kept the old rights faulted once.
+        // Each cache of the old rights caused one fault.
         assert_eq!(done.page_faults, done.spurious_faults);
         let keeps = config.pcids == Pcids::On || config.isolation == Isolation::Off;
         assert_eq!(done.spurious_faults, if keeps { 4 } else { 0 }, "{config:?}");
@@ -199,7 +199,7 @@ fn rights_are_narrowed_at_once_and_widened_without_a_flush() {
 
 #[test]
 fn context_switches_keep_what_is_cached_of_the_last_few() {
-    let mut cpu = start(Config::default());
+    let mut cpu = start(KernelConfig::default());
     write(&mut cpu, [USER_DATA]);
     cpu.fork().unwrap();
     // Each has been loaded once.
@@ -211,7 +211,7 @@ fn context_switches_keep_what_is_cached_of_the_last_few() {
     }
     let done = *cpu.counters() - before;
     assert_eq!((done.context_switches, done.cr3_loads, done.cr3_loads_no_flush), (4, 12, 12));
-    // More processes than ASIDs: each finds its own taken.
+    // More processes than ASIDs: each finds its own replaced.
     while cpu.has_place() {
         cpu.fork().unwrap();
     }
@@ -261,7 +261,7 @@ fn user_mode_does_not_reach_the_kernel_nor_the_kernel_user_pages_by_mistake() {
 }
 
 #[test]
-fn many_steps_of_everything() {
+fn many_steps_of_all_operations_pass() {
     for (seed, config) in (0..).zip(CONFIGS) {
         let mut cpu = start(config);
         let done = cpu.run(&WorkloadMix::EVERYTHING, 40_000, seed).unwrap();
@@ -292,14 +292,14 @@ fn many_steps_of_everything() {
 #[test]
 fn runs_are_reproducible() {
     let run = |seed| {
-        let mut cpu = start(Config::default());
+        let mut cpu = start(KernelConfig::default());
         let done = cpu.run(&WorkloadMix::COMPILE, 5_000, seed).unwrap();
         assert_eq!(done.user_work_ns, 5_000 * WorkloadMix::COMPILE.user_work_ns);
         done
     };
     assert_eq!(run(7), run(7));
     assert_ne!(run(7), run(8));
-    let mut cpu = start(Config::default());
+    let mut cpu = start(KernelConfig::default());
     let done = cpu.run(&WorkloadMix::SYSTEM_CALLS, 1_000, 7).unwrap();
     assert_eq!((done.system_calls, done.forks, done.exits), (1_000, 0, 0));
     end(cpu);
@@ -308,7 +308,7 @@ fn runs_are_reproducible() {
 #[test]
 fn processes_move_between_cpus_on_threads() {
     for config in CONFIGS {
-        let config = Config { nr_vcpus: 4, processes_per_vcpu: 4, ..config };
+        let config = KernelConfig { nr_vcpus: 4, processes_per_vcpu: 4, ..config };
         let kernel = Kernel::new(config).unwrap();
         let memory = PlainMemory::new(config.memory_bytes());
         let cpus: Vec<KernelCpu<PlainCpu>> = std::thread::scope(|scope| {
@@ -334,15 +334,17 @@ fn processes_move_between_cpus_on_threads() {
 }
 
 #[test]
-fn bad_kernels_and_cpus_are_refused() {
-    let good = Config::default();
+fn impossible_configurations_and_cpus_are_refused() {
+    let good = KernelConfig::default();
     let refused = |config| Kernel::new(config).unwrap_err();
     for nr_vcpus in [0, 129] {
-        assert_eq!(refused(Config { nr_vcpus, ..good }), ConfigError::Vcpus { nr_vcpus, max: 128 });
+        assert_eq!(refused(KernelConfig { nr_vcpus, ..good }), KernelConfigError::Vcpus { nr_vcpus, max: 128 });
     }
-    assert_eq!(refused(Config { processes_per_vcpu: 0, ..good }), ConfigError::NoProcesses);
-    let great = Config { nr_vcpus: 128, processes_per_vcpu: 1_000, ..good };
-    assert!(matches!(refused(great), ConfigError::Memory { memory_bytes, .. } if memory_bytes == great.memory_bytes()));
+    assert_eq!(refused(KernelConfig { processes_per_vcpu: 0, ..good }), KernelConfigError::NoProcesses);
+    let great = KernelConfig { nr_vcpus: 128, processes_per_vcpu: 1_000, ..good };
+    assert!(
+        matches!(refused(great), KernelConfigError::Memory { memory_bytes, .. } if memory_bytes == great.memory_bytes())
+    );
 
     let mut cpu = start(good);
     let another = |vcpu| {
@@ -359,7 +361,7 @@ fn bad_kernels_and_cpus_are_refused() {
     assert!(matches!(failed, KernelError::Access { trap: Trap::Machine(PlainError { gpa: 0x1000 }), .. }), "{failed}");
 }
 
-/// Changes guest memory behind the kernel's back.
+/// Changes guest memory without the kernel.
 fn tamper(cpu: &mut KernelCpu<PlainCpu>, gpa: u64, change: impl Fn(u64) -> u64) {
     let mut other = cpu.cpu().clone();
     other.set_privilege(Privilege::Supervisor);
@@ -370,15 +372,15 @@ fn tamper(cpu: &mut KernelCpu<PlainCpu>, gpa: u64, change: impl Fn(u64) -> u64) 
 }
 
 #[test]
-fn changed_memory_and_changed_entries_are_noticed() {
+fn changed_memory_and_changed_entries_are_detected() {
     let started = || {
-        let mut cpu = start(Config::default());
+        let mut cpu = start(KernelConfig::default());
         write(&mut cpu, [USER_DATA]);
         let frame = cpu.current.pages[&USER_DATA].frame;
         let table = cpu.current.tables[&(1, USER_DATA >> 9)].frame;
         (cpu, frame.gpa(), table.gpa() + 8 * (USER_DATA & 0x1ff))
     };
-    // The process's page: noticed by itself, and by the kernel when it unmaps.
+    // The process's page: detected by the process, and by the kernel when it unmaps.
     let (mut cpu, gpa, _) = started();
     tamper(&mut cpu, gpa, |word| word ^ 1);
     let error = cpu.touch(USER_DATA, Access::Read).unwrap_err();
@@ -388,20 +390,20 @@ fn changed_memory_and_changed_entries_are_noticed() {
     tamper(&mut cpu, gpa, |_| 0);
     let error = cpu.exec().unwrap_err();
     assert!(matches!(error, KernelError::WrongValue { gva, found: 0, .. } if gva == direct(gpa)), "{error}");
-    // Its entry: another frame, a lost dirty bit, a lost accessed bit.
+    // Its PTE: another frame, a lost dirty bit, a lost accessed bit.
     for bit in [1 << 12, 1 << 6, 1 << 5, 1 << 1, 1] {
         let (mut cpu, _, entry) = started();
         tamper(&mut cpu, entry, |word| word ^ bit);
         let error = cpu.munmap(USER_DATA, 1).unwrap_err();
         assert!(matches!(error, KernelError::WrongEntry { level: 1, gpa, .. } if gpa == entry), "{bit:#x}: {error}");
     }
-    // A dirty bit that nobody has written for.
+    // A dirty bit without a write.
     let (mut cpu, ..) = started();
     read(&mut cpu, [USER_DATA + 1]);
     let entry = cpu.current.tables[&(1, USER_DATA >> 9)].frame.gpa() + 8 * ((USER_DATA + 1) & 0x1ff);
     tamper(&mut cpu, entry, |word| word | 1 << 6);
     assert!(matches!(cpu.munmap(USER_DATA + 1, 1), Err(KernelError::WrongEntry { .. })));
-    // A root's entry.
+    // A PTE of the root.
     let (mut cpu, ..) = started();
     let root = cpu.current.root.gpa();
     tamper(&mut cpu, root, |word| word + (1 << 12));

@@ -1,4 +1,4 @@
-//! CPUs that do not do what the manual says: the kernel must notice each.
+//! CPUs that break the rules of the manual: the kernel must detect each.
 
 use slat::{Gva, Privilege};
 
@@ -17,9 +17,9 @@ enum Fault {
     FlushOfCr4,
     NoExecute,
     Smap,
-    /// Flushes more than it must: the one that is right.
+    /// Flushes more than it must: this one is correct.
     KeepsNothing,
-    /// Every so many writes of user mode.
+    /// One of so many writes of user mode.
     LosesWrites(u64),
 }
 
@@ -31,7 +31,7 @@ struct Faulty {
     nr_writes: u64,
 }
 
-impl GuestCpu for Faulty {
+impl KernelGuestCpu for Faulty {
     type Error = PlainError;
 
     fn read(&mut self, gva: Gva) -> Completed<u64, PlainError> {
@@ -101,7 +101,7 @@ impl GuestCpu for Faulty {
     }
 }
 
-fn run(config: Config, fault: Fault) -> Result<(), KernelError<PlainError>> {
+fn run(config: KernelConfig, fault: Fault) -> Result<(), KernelError<PlainError>> {
     let kernel = Kernel::new(config).unwrap();
     let cpu = PlainCpu::new(PlainMemory::new(config.memory_bytes()));
     let cpu = Faulty { cpu, fault, pcids: config.pcids, privilege: Privilege::Supervisor, nr_writes: 0 };
@@ -113,7 +113,7 @@ fn run(config: Config, fault: Fault) -> Result<(), KernelError<PlainError>> {
 }
 
 fn is_stale(error: &KernelError<PlainError>) -> bool {
-    // Something that is there no longer was used, or was in the way.
+    // A translation was used, or prevented an access, after its page was unmapped.
     matches!(
         error,
         KernelError::WrongValue { .. }
@@ -125,7 +125,7 @@ fn is_stale(error: &KernelError<PlainError>) -> bool {
 }
 
 #[test]
-fn a_cpu_that_forgets_a_flush_is_noticed() {
+fn a_cpu_that_omits_a_flush_is_detected() {
     let [both, isolation, pcids, neither] = CONFIGS;
     for (config, fault) in [
         (both, Fault::Invlpg),
@@ -143,13 +143,13 @@ fn a_cpu_that_forgets_a_flush_is_noticed() {
         (neither, Fault::FlushOfCr3),
         (neither, Fault::FlushOfCr4),
     ] {
-        let error = run(config, fault).err().unwrap_or_else(|| panic!("{fault:?} under {config:?} was not noticed"));
+        let error = run(config, fault).err().unwrap_or_else(|| panic!("{fault:?} under {config:?} was not detected"));
         assert!(is_stale(&error), "{fault:?} under {config:?}: {error}");
     }
 }
 
 #[test]
-fn a_cpu_that_grants_too_much_or_loses_writes_is_noticed() {
+fn a_cpu_that_grants_too_much_or_loses_writes_is_detected() {
     for config in CONFIGS {
         for fault in [Fault::NoExecute, Fault::Smap] {
             let error = run(config, fault).unwrap_err();
@@ -164,7 +164,7 @@ fn a_cpu_that_grants_too_much_or_loses_writes_is_noticed() {
 }
 
 #[test]
-fn a_cpu_that_flushes_more_than_it_must_is_right() {
+fn a_cpu_that_flushes_too_much_is_correct() {
     for config in CONFIGS {
         for fault in [Fault::Nothing, Fault::KeepsNothing] {
             assert_eq!(run(config, fault), Ok(()));

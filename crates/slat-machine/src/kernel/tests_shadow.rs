@@ -1,4 +1,4 @@
-//! The kernel on the engine's shadow paging: every access is checked, whatever the strategy.
+//! The kernel on the engine's shadow paging: every access is checked, with each strategy.
 
 use slat::{Gpa, MemoryRegion, MemoryRegionFlags, Npt, Paging, ShadowPaging, ShadowStrategy, Vcpu, Vm};
 
@@ -12,7 +12,7 @@ use crate::tlb::Geometry;
 
 type Machine = Arc<Vm<MachineHost, Npt>>;
 
-fn machine(config: &Config, shadow: ShadowPaging) -> Machine {
+fn machine(config: &KernelConfig, shadow: ShadowPaging) -> Machine {
     let host = MachineHost::new(Arc::new(FlushDomain::new()), 1 << 16).unwrap();
     let engine = slat::Config::default().with_paging(Paging::Shadow(shadow));
     let vm = Arc::new(Vm::new(host, engine).unwrap());
@@ -43,7 +43,7 @@ const STRATEGIES: [ShadowStrategy; 3] =
     [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged];
 
 #[test]
-fn all_strategies_give_what_the_guests_tables_say() {
+fn all_strategies_follow_the_guests_tables() {
     for strategy in STRATEGIES {
         for config in CONFIGS {
             let kernel = Kernel::new(config).unwrap();
@@ -63,7 +63,7 @@ fn all_strategies_give_what_the_guests_tables_say() {
 #[test]
 fn few_shadow_pages_are_enough() {
     for strategy in STRATEGIES {
-        let config = Config::default();
+        let config = KernelConfig::default();
         let kernel = Kernel::new(config).unwrap();
         let shadow = ShadowPaging { strategy, max_pages: slat::MIN_SHADOW_PAGES, ..ShadowPaging::default() };
         let vm = machine(&config, shadow);
@@ -76,7 +76,7 @@ fn few_shadow_pages_are_enough() {
 #[test]
 fn processes_move_between_vcpus_on_threads() {
     for strategy in STRATEGIES {
-        let config = Config { nr_vcpus: 3, processes_per_vcpu: 4, ..Config::default() };
+        let config = KernelConfig { nr_vcpus: 3, processes_per_vcpu: 4, ..KernelConfig::default() };
         let kernel = Kernel::new(config).unwrap();
         let vm = machine(&config, ShadowPaging { strategy, ..ShadowPaging::default() });
         let mix = WorkloadMix { migrations: 200, ..WorkloadMix::EVERYTHING };

@@ -1,10 +1,12 @@
-//! Threads that do the same job together: all are started first, then each job is posted to all at once and is over when
-//! the last has finished. So neither the creation of threads nor their end disturbs what is measured in between.
+//! Threads that do the same job concurrently. All are started first. Then each job is posted to all
+//! at once, and is over when the last has finished. So neither the start of threads nor their end
+//! disturbs a measurement.
 //!
-//! # The protocol
-//! Everything happens under one mutex with two condition variables: workers sleep until the number of posted jobs has
-//! gone up, the poster sleeps until nobody is left. Nobody ever spins, so that many workers on few processors take no
-//! longer than their work. A worker that panics reports that, for this job and all later ones; the others go on.
+//! # Implementation
+//! Everything happens under one mutex with two condition variables: workers sleep until the number
+//! of posted jobs has gone up, the poster sleeps until all have finished. No thread spins, so many
+//! workers on few processors take no longer than their work. A worker that panics reports that, for
+//! this job and all later ones; the others go on.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,7 +14,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// What a worker does with a job.
+/// The function of a worker.
 pub(crate) type Work<J, R> = Box<dyn FnMut(&J) -> R + Send>;
 
 /// How a worker ended a job: with its result or with the message of its panic.
@@ -54,12 +56,13 @@ struct Shared<J, R> {
 
 impl<J, R> Shared<J, R> {
     fn board(&self) -> MutexGuard<'_, Board<J, R>> {
-        // Jobs run outside the lock and nothing under it panics: a poisoned board would still be whole.
+        // Jobs run outside the lock and nothing under it panics: a poisoned board would still be
+        // complete.
         self.board.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The threads. Dropping it ends them, after the job they are at.
+/// The threads. Its drop ends them, after their present job.
 #[derive(Debug)]
 pub(crate) struct Crew<J, R> {
     shared: Arc<Shared<J, R>>,
@@ -70,7 +73,7 @@ impl<J: Send + Sync + 'static, R: Send + 'static> Crew<J, R> {
     /// Starts a thread for each of `works`.
     ///
     /// # Errors
-    /// The index of the thread that could not be started, and why.
+    /// The index of the thread that could not be started, and the error.
     pub(crate) fn start(works: Vec<Work<J, R>>) -> Result<Crew<J, R>, (usize, std::io::Error)> {
         let now = Instant::now();
         let board = Board {
@@ -101,12 +104,12 @@ impl<J: Send + Sync + 'static, R: Send + 'static> Crew<J, R> {
         self.threads.len()
     }
 
-    /// Gives `job` to all workers. Collect it with [`finish`](Self::finish).
+    /// Posts `job` to all workers. [`finish`](Self::finish) collects it.
     pub(crate) fn post(&self, job: J) -> Result<(), Busy> {
         self.post_after(|| (), job)
     }
 
-    /// Like [`post`](Self::post); does `prepare` before, if no other job is under way.
+    /// Like [`post`](Self::post); runs `prepare` first, if no other job is under way.
     pub(crate) fn post_after(&self, prepare: impl FnOnce(), job: J) -> Result<(), Busy> {
         let mut board = self.shared.board();
         if board.is_taken {
@@ -165,7 +168,7 @@ fn serve<J, R>(shared: &Shared<J, R>, index: usize, mut work: Work<J, R>) {
 
         let ending = match &panicked {
             Some(message) => Err(String::clone(message)),
-            // What the work left behind is not used again.
+            // State after a panic is not used again.
             None => catch_unwind(AssertUnwindSafe(|| work(&job))).map_err(|panic| {
                 let message = message(panic.as_ref());
                 panicked = Some(message.clone());
@@ -202,7 +205,7 @@ mod tests {
             .map(|index| {
                 let mut sum = 0;
                 Box::new(move |job: &u64| {
-                    assert!(*job != 13 || index != 1, "worker {index} does not like 13");
+                    assert!(*job != 13 || index != 1, "worker {index} refuses 13");
                     sum += job;
                     sum * 100 + index
                 }) as Work<u64, u64>
@@ -224,7 +227,7 @@ mod tests {
     #[test]
     fn a_panic_is_reported_and_the_others_go_on() {
         let crew = adders(3);
-        let panic = Err("worker 1 does not like 13".to_owned());
+        let panic = Err("worker 1 refuses 13".to_owned());
         crew.post(13).unwrap();
         assert_eq!(crew.finish().endings, [Ok(1300), panic.clone(), Ok(1302)]);
         crew.post(1).unwrap();

@@ -1,9 +1,10 @@
-//! What the host does to the test region's memory while guests run: it throws pages away, moves them, forbids writing
-//! them, swaps them out. Each takes the pages away from the guest by [`Vm::invalidate_range`](slat::Vm::invalidate_range),
-//! makes its change, and gives them back. See [`Pages`] for what is then found out, and how.
+//! The host's changes of the test region's memory while guests run: it discards pages, moves them,
+//! write-protects them, swaps them out. Each change invalidates the pages in the guest by
+//! [`Vm::invalidate_range`](slat::Vm::invalidate_range), and is made before the invalidation ends.
+//! [`Pages`] describes which errors this detects, and how.
 //!
-//! A page of the region is mapped at its place in the region's slots only. Swapping out relies on the engine's reports, so
-//! the slots must stay where they are; their flags may change.
+//! A page of the region is mapped at its place in the region's memslots only. Swapping out relies
+//! on the engine's reports, so the memslots must stay where they are; their flags may change.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,10 +24,11 @@ impl<F: HardwareFormat> Machine<F> {
         self.region.pages().ok_or(MachineError::NoHostEvents)
     }
 
-    /// Throws away what is in the pages `pages` of the test region: the next access finds zeros.
+    /// Discards the contents of the pages `pages` of the test region: the next access finds zeros.
     ///
     /// # Errors
-    /// [`MachineError::NoHostEvents`], [`MachineError::NoSuchPages`], or the engine's: nothing has changed.
+    /// [`MachineError::NoHostEvents`], [`MachineError::NoSuchPages`], or the engine's: nothing has
+    /// changed.
     pub fn discard(&self, pages: Range<u64>) -> Result<(), MachineError> {
         self.event(pages.clone(), |memory, invalidate| memory.discard(pages, invalidate))
     }
@@ -39,8 +41,9 @@ impl<F: HardwareFormat> Machine<F> {
         self.event(one(page), |memory, invalidate| memory.relocate(page, invalidate))
     }
 
-    /// Forbids writing page `page` of the test region where it is, as if another process shared it: that is the snapshot.
-    /// The next write copies the page. If there was nothing to share, says why.
+    /// Write-protects page `page` of the test region in its frame, as if another process shared it:
+    /// that is the snapshot. The next write copies the page. Without a snapshot, returns the
+    /// reason.
     ///
     /// # Errors
     /// As for [`discard`](Self::discard).
@@ -48,7 +51,7 @@ impl<F: HardwareFormat> Machine<F> {
         self.event(one(page), |memory, invalidate| memory.protect(page, invalidate))
     }
 
-    /// Saves page `page` of the test region and takes its frame; the next access brings it back.
+    /// Saves page `page` of the test region and frees its frame; the next access brings it back.
     ///
     /// # Errors
     /// As for [`discard`](Self::discard).
@@ -56,7 +59,7 @@ impl<F: HardwareFormat> Machine<F> {
         self.event(one(page), |memory, invalidate| memory.swap_out(page, invalidate))
     }
 
-    /// Takes the pages `pages` of the test region away from the guest for a moment, and changes nothing.
+    /// Invalidates the pages `pages` of the test region in the guest, and changes nothing.
     ///
     /// # Errors
     /// As for [`discard`](Self::discard).
@@ -78,14 +81,14 @@ impl<F: HardwareFormat> Machine<F> {
         Ok(event(memory, &|change| self.vm.host().while_invalid(range, change))?)
     }
 
-    /// Where the pages `pages` of the test region are for the guest.
+    /// The guest-physical frames of the pages `pages` of the test region.
     pub fn gfns(&self, pages: Range<u64>) -> GfnRange {
         let first = REGION_GPA.gfn();
         GfnRange { start: slat::Gfn(first.0 + pages.start), end: slat::Gfn(first.0 + pages.end) }
     }
 }
 
-/// The range of one page, which may be beyond all.
+/// The range of one page, which may be beyond the end.
 fn one(page: u64) -> Range<u64> {
     page..page.saturating_add(1)
 }

@@ -1,4 +1,5 @@
-//! The host changes memory under running guests: nothing is lost, nobody uses an old frame, and all frames come back.
+//! The host changes memory while guests run: nothing is lost, no CPU uses an old frame, and all
+//! frames are released.
 
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
@@ -38,7 +39,7 @@ pub(super) enum Event {
 
 pub(super) const EVENTS: [Event; 5] = [Event::Discard, Event::Move, Event::Protect, Event::SwapOut, Event::Invalidate];
 
-/// Does `event` somewhere; holds and verifies a few snapshots on the way.
+/// Does `event` somewhere; holds and verifies a few snapshots.
 fn happen<F: HardwareFormat>(machine: &Machine<F>, event: Event, rng: &mut SmallRng, snapshots: &mut Vec<Snapshot>) {
     let page = rng.random_range(0..machine.nr_pages());
     let some = page..(page + rng.random_range(1..6)).min(machine.nr_pages());
@@ -54,7 +55,7 @@ fn happen<F: HardwareFormat>(machine: &Machine<F>, event: Event, rng: &mut Small
     }
 }
 
-/// Nothing is left but what pages have; and nothing at all when they are thrown away.
+/// Only pages have frames; and after a discard of all pages there are none.
 fn check_frames<F: HardwareFormat>(machine: &Machine<F>) {
     let pages = machine.pages().unwrap();
     let frame_use = pages.frame_use();
@@ -64,7 +65,7 @@ fn check_frames<F: HardwareFormat>(machine: &Machine<F>) {
     pages.check_free_frames().unwrap();
 }
 
-/// Lets `events` happen from two threads while guests run and verify, with dirty logging.
+/// Does `events` on two threads while guests run and verify, with dirty logging.
 pub(super) fn run_beside<F: HardwareFormat>(
     config: &MachineConfig,
     events: &[Event],
@@ -85,7 +86,7 @@ pub(super) fn run_beside<F: HardwareFormat>(
                     happen(machine, events[rng.random_range(0..events.len())], &mut rng, &mut snapshots);
                     running.advance_round();
                     if turn % 8 == 0 {
-                        // The guests must have a chance to touch what has changed.
+                        // The guests need time to touch the changed pages.
                         let before = machine.progress().total();
                         while machine.progress().total() < before + 64 && !machine.has_stopped() {
                             std::thread::yield_now();
@@ -144,9 +145,10 @@ fn all_events_with_each_locking_format_and_flush_method() {
     }
 }
 
-/// The same few pages again and again: answers of the host are overtaken, and leaves come back as they were.
+/// The same few pages again and again: events overtake answers of the host, and leaves come back
+/// with the same value.
 #[test]
-fn events_on_hot_pages() {
+fn events_on_hot_pages_lose_nothing() {
     let config = MachineConfig { bytes_per_vcpu: PAGE_SIZE, ..config(4) };
     for events in [&EVENTS[..], &[Event::Protect], &[Event::Move, Event::SwapOut]] {
         run_beside::<Npt>(&config, events, Sharing::Partitioned, 300);
@@ -166,7 +168,7 @@ fn all_events_beside_guests_with_paging() {
 }
 
 #[test]
-fn one_event_at_a_time_does_what_it_says() {
+fn each_event_has_its_effect() {
     let machine = Machine::<Npt>::new(&config(2)).unwrap();
     let nr_pages = machine.nr_pages();
     let pages = machine.pages().unwrap();
@@ -208,7 +210,7 @@ fn one_event_at_a_time_does_what_it_says() {
 }
 
 #[test]
-fn a_change_behind_the_engines_back_is_found() {
+fn a_change_without_an_invalidation_is_detected() {
     // Without the invalidation the guest keeps the old frame.
     let machine = Machine::<Npt>::new(&config(1)).unwrap();
     machine.run(Program::default()).unwrap();
@@ -229,7 +231,7 @@ fn a_change_behind_the_engines_back_is_found() {
 }
 
 #[test]
-fn what_a_machine_has_not_is_refused() {
+fn events_on_missing_pages_are_refused() {
     let machine = Machine::<Npt>::new(&MachineConfig { host_events: HostEvents::None, ..config(1) }).unwrap();
     assert!(matches!(machine.move_page(0), Err(MachineError::NoHostEvents)));
     let machine = Machine::<Npt>::new(&config(1)).unwrap();

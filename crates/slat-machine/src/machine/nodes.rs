@@ -1,8 +1,9 @@
-//! Where a machine's virtual CPUs sit and its memory lies, and who touches that first.
+//! The nodes of a machine's virtual CPUs and memory, and which CPU touches the memory first.
 //!
-//! Virtual CPUs are spread over the nodes in blocks, and each has its part of the region on its own node; the memory of the
-//! guest's tables lies with the first. The engine's tables lie where its configuration says
-//! ([`TablePlacement`]), which depends on who takes the fault: hence [`Machine::populate`].
+//! Virtual CPUs are spread over the nodes in blocks, and each has its part of the region on its own
+//! node. The memory of the guest's page tables is on the first one's node. The engine's page-table
+//! pages are placed by its configuration ([`TablePlacement`]), which depends on the CPU that takes
+//! the fault: hence [`Machine::populate`].
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -25,17 +26,18 @@ use crate::numa::{FirstTouch, NodeMap, NumaError, Pinning, ReadCounts, WalkReads
 use crate::phys;
 use crate::walk::HardwareFormat;
 
-/// The nodes of a machine and who sits where.
+/// The nodes of a machine and of its virtual CPUs.
 #[derive(Debug)]
 pub(super) struct Seats {
     nodes: Arc<NodeMap>,
     /// For each virtual CPU the place of its home.
     homes: Box<[usize]>,
-    /// And where it sat last.
+    /// And its last place.
     taken: Arc<[AtomicUsize]>,
-    /// What each CPU's walks have read; the last is for the thread that populates.
+    /// The reads of each CPU's walks; the last is for the thread that populates.
     counts: Box<[Arc<ReadCounts>]>,
-    /// For each part of the region the virtual CPU of another node that may touch it first; empty if all have the same home.
+    /// For each part of the region the virtual CPU of another node that may touch it first; empty
+    /// if all have the same home.
     others: Box<[usize]>,
 }
 
@@ -62,7 +64,7 @@ impl Seats {
         &self.nodes
     }
 
-    /// What the walks of virtual CPU `vcpu` have read; behind the last, of the thread that populates.
+    /// The reads of the walks of virtual CPU `vcpu`; behind the last, of the thread that populates.
     pub(super) fn counts(&self, vcpu: usize) -> &Arc<ReadCounts> {
         &self.counts[vcpu]
     }
@@ -84,7 +86,8 @@ impl Seats {
         }
     }
 
-    /// Puts the region's memory, and that of the guest's tables, where it is to lie; says where that is.
+    /// Places the region's memory, and that of the guest's page tables, on their nodes. Returns
+    /// where they are.
     pub(super) fn place(&self, region: &Backing, tables: Option<&Backing>) -> Result<Vec<MemorySpan>, NumaError> {
         if self.nodes.is_one() {
             return Ok(Vec::new());
@@ -105,7 +108,8 @@ impl Seats {
         spans.into_iter().map(placed).collect()
     }
 
-    /// Divides `memory` equally among virtual CPUs with the homes `homes`: start, size in bytes, place.
+    /// Divides `memory` equally among virtual CPUs with the homes `homes`: start, size in bytes,
+    /// place.
     fn spans(&self, memory: &Backing, homes: &[usize]) -> Vec<(*mut u8, u64, usize)> {
         let places: Vec<usize> = homes.iter().map(|&home| self.nodes.memory_place(home)).collect();
         let (start, size_bytes) = memory.frames();
@@ -116,8 +120,8 @@ impl Seats {
     }
 }
 
-/// For each virtual CPU one whose home is the next node that has any; the virtual CPUs of a node share in the work. Empty if
-/// there is no other.
+/// For each virtual CPU one whose home is the next node that has any; the virtual CPUs of a node
+/// share the work. Empty if there is no other.
 fn others(homes: &[usize]) -> Box<[usize]> {
     let mut blocks: Vec<(usize, Vec<usize>)> = Vec::new();
     for (vcpu, &home) in homes.iter().enumerate() {
@@ -145,37 +149,41 @@ impl<F: HardwareFormat> Machine<F> {
         &self.seats.nodes
     }
 
-    /// The home of virtual CPU `vcpu`, if there is one: the node that its part of the region lies on, unless that has no memory
-    /// ([`NodeMap::memory_node`]).
+    /// The home of virtual CPU `vcpu`, if there is one: the node of its part of the region, unless
+    /// that node has no memory ([`NodeMap::memory_node`]).
     pub fn home_node(&self, vcpu: usize) -> Option<NodeId> {
         Some(self.nodes().ids()[*self.seats.homes.get(vcpu)?])
     }
 
-    /// The node on which virtual CPU `vcpu` was when it last began something; its home, if it stays there.
+    /// The node on which virtual CPU `vcpu` was when its last job began; its home, if it stays
+    /// there.
     pub fn node_of_vcpu(&self, vcpu: usize) -> Option<NodeId> {
-        // Relaxed: who asks while it moves may hear either.
+        // Relaxed: a caller may get the node before or after a move.
         Some(self.nodes().ids()[self.seats.taken.get(vcpu)?.load(Ordering::Relaxed)])
     }
 
-    /// The node that page `page` of the test region lies on; `None` if there is no such page, or it has no frame now.
+    /// The node of page `page` of the test region; `None` if there is no such page, or it has no
+    /// frame now.
     pub fn node_of_page(&self, page: u64) -> Option<NodeId> {
         self.region.frame_of(page).map(|frame| self.vm.host().node_of(frame))
     }
 
-    /// Tables that the engine holds on each node: linked ones, those that it keeps in hand, and those that are still to be
-    /// freed. Exact while nobody allocates or frees.
+    /// Page-table pages that the engine has on each node: linked ones, those that it keeps in
+    /// stock, and those that wait to be freed. Exact while no thread allocates or frees.
     pub fn tables_by_node(&self) -> Vec<(NodeId, u64)> {
         self.vm.host().live_tables_by_node()
     }
 
-    /// What the walks of all CPUs have read since the machine was made; nothing is counted with one node.
+    /// The reads of the walks of all CPUs since the machine was made; nothing is counted with one
+    /// node.
     pub fn walk_reads(&self) -> WalkReads {
         self.seats.counts.iter().fold(WalkReads::default(), |sum, counts| sum + counts.get())
     }
 
-    /// Runs `program` once, as [`run`](Self::run) does, with each part of the region touched by whom `first_touch` says.
-    /// If it is the calling thread, that has a CPU of its own, without paging but for shadow tables, and does all parts in their order; the
-    /// report then has one entry, for that, and an error names virtual CPU 0.
+    /// Runs `program` once, as [`run`](Self::run) does, with each part of the region touched first
+    /// as `first_touch` says. [`FirstTouch::Main`] is the calling thread: it has a CPU of its own,
+    /// without paging except with shadow paging, and touches all parts in their order. The report
+    /// then has one entry, for that CPU, and an error names virtual CPU 0.
     ///
     /// # Errors
     /// As for [`run`](Self::run), and [`MachineError::NoOtherNode`].
@@ -198,7 +206,7 @@ impl<F: HardwareFormat> Machine<F> {
         }
     }
 
-    /// Runs `program` on the calling thread, with `cpu`, once `start` has made that ready.
+    /// Runs `program` on the calling thread, with `cpu`, once `start` has prepared that.
     fn populate_here<C: GuestCpu<Handler = Vcpu<MachineHost, F>>>(
         &self,
         cpu: C,
@@ -219,7 +227,7 @@ impl<F: HardwareFormat> Machine<F> {
         self.post_job(&program, Job::ForgetPages)?;
         let begin = Instant::now();
         let parts: Vec<u64> = (0..worker.nr_vcpus).collect();
-        // The job is collected, whatever came of this.
+        // The job is collected, whatever the result of this.
         let ran = worker.run(&program, Repeat::Once, &parts);
         let wall = begin.elapsed();
         worker.cpu.exit_guest_mode();

@@ -1,4 +1,5 @@
-//! Machines of several nodes: where memory, tables and virtual CPUs are, and what the walks read of which.
+//! Machines of several nodes: the nodes of memory, page-table pages and virtual CPUs, and the reads
+//! of walks on each.
 
 #![expect(unsafe_code, reason = "reads the engine's tables as hardware does")]
 
@@ -15,7 +16,8 @@ use crate::phys;
 
 const MIB: u64 = 1 << 20;
 
-/// Four virtual CPUs with 4 MiB each, two on node 2 and two on node 5: a leaf table maps memory of one of them.
+/// Four virtual CPUs with 4 MiB each, two on node 2 and two on node 5: a page-table page of level 1
+/// maps memory of one of them.
 fn two_nodes() -> MachineConfig {
     MachineConfig {
         nr_vcpus: 4,
@@ -35,21 +37,21 @@ fn placed(placement: TablePlacement) -> Config {
     Config::default().with_fault_table_placement(placement)
 }
 
-/// A linked table, the root left out.
+/// A linked page-table page; the root is left out.
 struct Linked {
     level: u8,
     node: NodeId,
-    /// Of the first page that is mapped through it.
+    /// The first page that is mapped through it.
     first_page: u64,
     memory: NodeId,
 }
 
-/// All tables of an NPT machine, read as hardware reads them.
+/// All page-table pages of an NPT machine, read as hardware reads them.
 fn linked_tables(machine: &Machine<Npt>) -> Vec<Linked> {
     fn visit(machine: &Machine<Npt>, table: Hpa, level: u8, base: u64, found: &mut Vec<Linked>) -> Option<(u64, Hpa)> {
         let (entries, mut first, at) = (phys::ptr_of(table).cast::<u64>(), None, found.len());
         for index in 0..512 {
-            // SAFETY: a table of the engine's, which nobody changes now.
+            // SAFETY: a page-table page of the engine, which no thread changes now.
             let entry = unsafe { AtomicU64::from_ptr(entries.wrapping_add(index)) }.load(Ordering::Acquire);
             let (gpa, address) =
                 (base + ((index as u64) << (3 + 9 * u32::from(level))), Hpa(entry & 0xf_ffff_ffff_f000));
@@ -77,7 +79,7 @@ fn linked_tables(machine: &Machine<Npt>) -> Vec<Linked> {
 }
 
 #[test]
-fn each_part_lies_on_the_home_of_its_virtual_cpu() {
+fn each_part_is_on_the_home_of_its_virtual_cpu() {
     let config = MachineConfig {
         nr_vcpus: 7,
         bytes_per_vcpu: 3 * PAGE_SIZE,
@@ -98,7 +100,7 @@ fn each_part_lies_on_the_home_of_its_virtual_cpu() {
 }
 
 #[test]
-fn the_part_of_a_node_without_memory_lies_on_the_next() {
+fn the_part_of_a_node_without_memory_is_on_the_next() {
     let machine = Machine::<Npt>::new(&MachineConfig { nodes: nodes(&[1, 4, 8, 9], &[4, 9]), ..two_nodes() }).unwrap();
     assert_eq!([0, 1, 2, 3].map(|vcpu| machine.home_node(vcpu).unwrap().0), [1, 4, 8, 9]);
     assert_eq!([0, 1, 2, 3].map(|vcpu| machine.node_of_page(vcpu * 1024).unwrap().0), [1, 8, 8, 1]);
@@ -108,7 +110,7 @@ fn the_part_of_a_node_without_memory_lies_on_the_next() {
 }
 
 #[test]
-fn a_huge_page_lies_on_one_node() {
+fn a_huge_page_is_on_one_node() {
     let config = MachineConfig {
         nr_vcpus: 2,
         bytes_per_vcpu: 3 * MIB,
@@ -121,8 +123,9 @@ fn a_huge_page_lies_on_one_node() {
 }
 
 #[test]
-fn who_touches_first_decides_for_tables_of_the_caller() {
-    // Where a leaf table is to be, for a part whose home is the first node (the other way round for the second).
+fn the_first_touch_places_tables_of_the_caller() {
+    // The node of a page-table page of level 1, for a part whose home is the first node (the other
+    // way round for the second).
     let homes = [2, 2, 5, 5].map(NodeId);
     let others = [5, 5, 2, 2].map(NodeId);
     let only = [5; 4].map(NodeId);
@@ -147,7 +150,7 @@ fn who_touches_first_decides_for_tables_of_the_caller() {
         for table in leaf_tables {
             let vcpu = (table.first_page / 1024) as usize;
             assert_eq!(table.node, expected[vcpu], "{placement:?}, {first_touch:?}, page {}", table.first_page);
-            assert_eq!(table.memory, homes[vcpu], "memory lies where it is bound, whoever touches it");
+            assert_eq!(table.memory, homes[vcpu], "memory is where it is bound, whichever CPU touches it");
         }
         // Everything was written, and each reads its own.
         machine.run(Program { write_percent: 0, oldest_round: 1, ..Program::default() }).unwrap();
@@ -165,7 +168,7 @@ fn the_engines_counters_agree_with_the_tables() {
         let machine = Machine::<Npt>::new(&MachineConfig { engine: placed(placement), ..two_nodes() }).unwrap();
         machine.nodes().run_on(NodeId(5)).unwrap();
         machine.nodes().set_memory_policy(MemoryPolicy::Interleave).unwrap();
-        // In the order of the pages: each table is linked for the first of its pages.
+        // In the order of the pages: each page-table page is linked for the first of its pages.
         let report = machine.populate(Program::default(), FirstTouch::Main).unwrap();
         assert_eq!((report.vcpus.len(), report.total().nr_accesses), (1, machine.nr_pages()));
         let (tables, stats) = (linked_tables(&machine), machine.vm().stats());
@@ -179,7 +182,7 @@ fn the_engines_counters_agree_with_the_tables() {
 }
 
 #[test]
-fn split_tables_lie_where_the_placement_says() {
+fn tables_of_splits_are_where_the_placement_puts_them() {
     let probe = Backing::new(BackingKind::AnonymousThp, 2 * MIB).unwrap();
     if probe.resolve(0, slat::Access::Write, &|_| Ok(())).unwrap().max_size != PageSize::Size2M {
         return eprintln!("skipped: no transparent huge pages");
@@ -194,7 +197,7 @@ fn split_tables_lie_where_the_placement_says() {
         }
         machine.nodes().run_on(NodeId(2)).unwrap();
         machine.set_region_flags(MemoryRegionFlags::LOG_DIRTY_PAGES).unwrap();
-        // Whether they are split ahead of time or when they are written: this thread does it.
+        // Whether they are split eagerly or on a write: this thread does it.
         machine.populate(Program { round: 2, ..Program::default() }, FirstTouch::Main).unwrap();
         let stats = machine.vm().stats();
         assert_eq!((stats.split_tables, stats.remote_split_tables), (8, nr_remote), "{placement:?}");
@@ -203,19 +206,21 @@ fn split_tables_lie_where_the_placement_says() {
     }
 }
 
-/// Walks of pages that are mapped read an entry of each level, and five times as many if the guest has paging.
+/// Walks of mapped pages read a PTE of each level, and five times as many if the guest has paging.
 fn walks_are_counted<F: HardwareFormat>(paging: Paging, reads_per_walk: u64) {
-    // Each of the guest's own tables is translated, and the page.
+    // Each of the guest's own page-table pages is translated, and the page.
     let leaf_reads_per_walk = if paging == Paging::Off { 1 } else { 5 };
     let machine = Machine::<F>::new(&MachineConfig { paging, ..two_nodes() }).unwrap();
     machine.populate(Program::default(), FirstTouch::Other).unwrap();
-    // The pages' own CPUs walk for the first time, and set no accessed bits that another could be faster with.
+    // The pages' own CPUs walk for the first time, and set no accessed bits that another CPU could
+    // set first.
     let before = machine.walk_reads();
     let reading = Program { write_percent: 0, oldest_round: 1, ..Program::default() };
     let total = machine.run(reading).unwrap().total();
     assert_eq!(machine.walk_reads().since(before), total.walk_reads);
     assert_eq!(total.nr_faults, 0);
-    // A walk that is restarted may have read a part of its entries, all or none: the access walks again.
+    // A walk that is restarted may have read a part of its PTEs, all or none: the access walks
+    // again.
     let nr_short = |nr_reads: u64, per_walk: u64| (per_walk * total.nr_walks).checked_sub(nr_reads).unwrap();
     assert!(
         nr_short(total.walk_reads.local + total.walk_reads.remote, reads_per_walk)
@@ -224,15 +229,15 @@ fn walks_are_counted<F: HardwareFormat>(paging: Paging, reads_per_walk: u64) {
     let nr_leaf_reads = total.walk_reads.leaf_table_local + total.walk_reads.leaf_table_remote;
     assert!(nr_short(nr_leaf_reads, leaf_reads_per_walk) <= leaf_reads_per_walk * total.nr_restarts);
     if paging == Paging::Off {
-        // Leaf tables lie with the memory, and that with its CPU.
+        // Page-table pages of level 1 are on the node of the memory, which is that of its CPU.
         assert_eq!(total.walk_reads.leaf_table_remote, 0);
-        // The upper tables lie on one of the two nodes.
+        // The upper page-table pages are on one of the two nodes.
         assert!(total.walk_reads.remote > 0);
-        // Of the other parts the leaf tables are remote.
+        // Those of level 1 of the other parts are remote.
         let shared = Program { sharing: Sharing::Overlapping, ..reading };
         let total = machine.run(shared).unwrap().total();
         let nr_leaf_reads = total.walk_reads.leaf_table_local + total.walk_reads.leaf_table_remote;
-        // No walk reads its leaf twice, and only one that is restarted may not have come to it.
+        // No walk reads its leaf PTE twice, and only one that is restarted may not have reached it.
         assert!(nr_leaf_reads <= total.nr_walks && total.nr_walks - nr_leaf_reads <= total.nr_restarts, "{total:?}");
         assert!(total.walk_reads.leaf_table_remote > 0);
     }
@@ -273,7 +278,7 @@ fn one_node_counts_nothing() {
 }
 
 #[test]
-fn unpinned_virtual_cpus_are_somewhere_else_each_time() {
+fn unpinned_virtual_cpus_move_between_runs() {
     let seats = |seed| {
         let config = MachineConfig { nr_vcpus: 8, pinning: Pinning::Off { seed }, ..two_nodes() };
         let machine = Machine::<Npt>::new(&config).unwrap();
@@ -282,7 +287,7 @@ fn unpinned_virtual_cpus_are_somewhere_else_each_time() {
             machine.run(Program { round, order: Order::Random, ..Program::default() }).unwrap();
             seats.extend((0..8).map(|vcpu| machine.node_of_vcpu(vcpu).unwrap()));
         }
-        // Memory stays where the homes are.
+        // Memory stays on the homes.
         assert!((0..8).all(|vcpu| machine.node_of_page(vcpu * 1024) == machine.home_node(vcpu as usize)));
         seats
     };
@@ -295,7 +300,7 @@ fn unpinned_virtual_cpus_are_somewhere_else_each_time() {
 
 #[test]
 fn parts_of_unequal_nodes_are_all_touched_by_others() {
-    // Two on the first node, one on the second: that does both.
+    // Two on the first node, one on the second: that one does both.
     let config = MachineConfig { nr_vcpus: 3, engine: placed(TablePlacement::CallerNode), ..two_nodes() };
     let machine = Machine::<Npt>::new(&config).unwrap();
     assert_eq!([0, 1, 2].map(|vcpu| machine.home_node(vcpu).unwrap().0), [2, 2, 5]);
@@ -307,7 +312,7 @@ fn parts_of_unequal_nodes_are_all_touched_by_others() {
 
 /// Also where each virtual CPU keeps a ledger of its pages, and where pages change nodes.
 #[test]
-fn ledgers_know_that_others_have_written() {
+fn ledgers_expect_the_writes_of_others() {
     for first_touch in [FirstTouch::Own, FirstTouch::Other, FirstTouch::Main] {
         let config = MachineConfig {
             bytes_per_vcpu: 64 * PAGE_SIZE,
@@ -333,7 +338,7 @@ fn ledgers_know_that_others_have_written() {
 }
 
 #[test]
-fn nodes_that_are_not_there_are_refused() {
+fn missing_nodes_are_refused() {
     let refused = |config: &MachineConfig| match Machine::<Npt>::new(config) {
         Err(MachineError::Numa(error)) => error,
         other => panic!("{other:?}"),
@@ -347,7 +352,7 @@ fn nodes_that_are_not_there_are_refused() {
 }
 
 #[test]
-fn the_hosts_nodes_serve() {
+fn a_machine_runs_on_the_hosts_nodes() {
     let machine = Machine::<Npt>::new(&MachineConfig { nodes: Nodes::Host, ..two_nodes() });
     let machine = match machine {
         Err(MachineError::Numa(error) | MachineError::Host(HostError::Numa(error))) if !error.is_bad_usage() => {
@@ -361,7 +366,8 @@ fn the_hosts_nodes_serve() {
     }
 }
 
-/// The CPUs of this host as if each were a node, of which only the first has memory: pinned for real, and bound for real.
+/// The CPUs of this host as if each were a node, of which only the first has memory: really pinned,
+/// and really bound.
 #[test]
 fn real_cpus_on_nodes_of_which_one_has_memory() {
     let cpus = topology::usable_cpus();
@@ -370,7 +376,7 @@ fn real_cpus_on_nodes_of_which_one_has_memory() {
         return eprintln!("skipped: needs two CPUs and a kernel with nodes");
     };
     let real = host.ids().iter().copied().find(|&node| host.has_memory(node)).unwrap();
-    // A number that this host has not, and which need not be the next.
+    // A number that this host does not have, and which need not be the next.
     let far = (real.0 + 1..).find(|&node| !host.ids().contains(&NodeId(node)) && node != real.0 + 1).unwrap();
     let fake = FakeSysfs::new(
         &format!("{},{far}\n", real.0),
@@ -409,7 +415,7 @@ fn real_cpus_on_nodes_of_which_one_has_memory() {
         assert!((0..pages).all(|page| machine.node_of_page(page) == Some(real)));
         for page in (0..pages).step_by(100) {
             let address = phys::ptr_of(machine.region.frame_of(page).unwrap().hpa());
-            assert_eq!(policy::node_of_page(address).unwrap(), real, "the kernel says so, too");
+            assert_eq!(policy::node_of_page(address).unwrap(), real, "the kernel reports the same");
         }
         assert!(machine.tables_by_node().iter().all(|&(node, count)| (node == real) == (count > 0)));
         let reads = machine.walk_reads();
@@ -420,7 +426,7 @@ fn real_cpus_on_nodes_of_which_one_has_memory() {
     }
 }
 
-/// A node that sysfs has and the kernel has not.
+/// A node in sysfs that the kernel does not have.
 #[test]
 fn memory_that_cannot_be_bound_is_refused() {
     let host = Nodes::Host.map().unwrap();

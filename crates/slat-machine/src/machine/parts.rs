@@ -1,5 +1,5 @@
-//! What a machine is put together from: CPUs of either kind, the slot of the guest's own tables, and how much of everything
-//! there has to be.
+//! The parts of a machine: CPUs of either kind, the memslot of the guest's own page tables, and how
+//! much of everything is needed.
 
 use std::sync::Arc;
 
@@ -18,28 +18,30 @@ use crate::numa::ReadCounts;
 use crate::shadow_cpu::ShadowCpu;
 use crate::walk::HardwareFormat;
 
-/// What a VM calls a CPU's translations: each machine has TLBs of its own.
+/// The VM tag of a CPU's translations: each machine has TLBs of its own.
 const VM_TAG: u16 = 1;
 
-/// Shadow paging as it is by default, with enough shadow tables for one address space of a guest with `nr_pages` pages of
-/// 4 KiB, and for what the guest's paging was turned on with: none has to go for another.
+/// The default shadow paging, with enough shadow pages for one address space of a guest with
+/// `nr_pages` pages of 4 KiB, and for the page tables with which the guest's paging was turned on:
+/// none has to be evicted for another.
 pub fn shadow_paging(nr_pages: u64) -> ShadowPaging {
     const TO_SPARE: u64 = 1 << 8;
     let lowest = nr_pages.div_ceil(512) + 1;
-    // The levels above, and the same for the guest's tables, as many pages as the lowest level has tables.
+    // The levels above, and the same for the guest's page tables, which are as many pages as the
+    // lowest level has page-table pages.
     let nr_tables = lowest + 2 * lowest.div_ceil(512) + TO_SPARE;
     let max_pages = nr_tables.clamp(MIN_SHADOW_PAGES.into(), MAX_SHADOW_PAGES.into()) as u32;
     ShadowPaging { max_pages, ..ShadowPaging::default() }
 }
 
-/// Tables that a machine may have at a time: twice what maps its memory by 4 KiB, for those whose freeing is put off, and
-/// some to spare. It only costs address space.
+/// Page-table pages that a machine may have at a time: twice what maps its memory by 4 KiB, for
+/// those whose freeing is deferred, and some more. They only cost address space.
 pub(crate) fn enough_tables(nr_vcpus: usize, nr_pages: u64) -> u64 {
     const TO_SPARE: u64 = 1 << 16;
     2 * (nr_pages >> 9) + 8 * nr_vcpus as u64 + TO_SPARE
 }
 
-/// The same with shadow tables, if there are any.
+/// The same with shadow pages, if there are any.
 pub(super) fn most_tables(config: &MachineConfig, nr_pages: u64) -> u64 {
     let nr_shadow = match config.engine.paging {
         Paging::SecondStage => 0,
@@ -48,20 +50,23 @@ pub(super) fn most_tables(config: &MachineConfig, nr_pages: u64) -> u64 {
     enough_tables(config.nr_vcpus, nr_pages) + nr_shadow
 }
 
-/// Memory beside the guest's, rounded up: a thread's stack, TLB and record (about 75 KiB), page tables (0.2% of what
-/// they map by 4 KiB), bitmaps and a checker's copy of the pages (0.5%), the program itself.
+/// Memory beside the guest's, rounded up: a thread's stack, TLB and participant (about 75 KiB),
+/// page tables (0.2% of what they map by 4 KiB), bitmaps and a checker's copy of the pages (0.5%),
+/// the program itself.
 pub(crate) fn overhead_bytes(nr_vcpus: usize, nr_pages: u64) -> u64 {
     (8 << 20) + nr_vcpus as u64 * (128 << 10) + (nr_pages << PAGE_SHIFT) / 128
 }
 
-/// The same with what shadow paging needs: a table with its record (12 KiB) for each that the guest has and for those that map
-/// these, and a record for each guest frame (20 bytes); about 50 bytes for a page.
+/// The same with what shadow paging needs: a shadow page with its record (12 KiB) for each
+/// page-table page of the guest and for those that map these, and a record for each guest frame (20
+/// bytes); about 50 bytes for a page.
 pub(super) fn all_overhead_bytes(config: &MachineConfig, nr_pages: u64) -> u64 {
     let shadow_bytes = if config.is_shadow() { (4 << 20) + nr_pages * 50 } else { 0 };
     overhead_bytes(config.nr_vcpus, nr_pages) + shadow_bytes
 }
 
-/// A CPU with the guest's paging off, whose walks are counted in `counts` if there are several nodes.
+/// A CPU with the guest's paging off, whose walks are counted in `counts` if there are several
+/// nodes.
 pub(super) fn new_cpu<F: HardwareFormat>(
     vm: &Arc<Vm<MachineHost, F>>,
     config: &MachineConfig,
@@ -87,7 +92,8 @@ pub(super) fn new_shadow_cpu<F: HardwareFormat>(
     Ok(cpu)
 }
 
-/// Adds the slot for the guest's tables, which map the whole region; says where they go, and in which memory.
+/// Adds the memslot for the guest's page tables, which map the whole region. Returns where they go,
+/// and in which memory.
 pub(super) fn add_tables_slot<F: HardwareFormat>(
     vm: &Vm<MachineHost, F>,
     config: &MachineConfig,

@@ -1,4 +1,5 @@
-//! The machine with the engine: guests that verify what they read, and the dirty log against what they wrote.
+//! The machine with the engine: guests that verify what they read, and the dirty log compared with
+//! their writes.
 
 use std::time::Instant;
 
@@ -40,7 +41,7 @@ pub(super) fn populate_then_log<F: HardwareFormat + Format>(config: &MachineConf
 
     machine.set_region_flags(MemoryRegionFlags::LOG_DIRTY_PAGES).unwrap();
     dirty_pages(&machine);
-    // Some write, all are verified; the log says exactly which pages changed.
+    // Some write, all are verified; the log has exactly the changed pages.
     for round in 2..6 {
         let program = Program {
             order: if round % 2 == 0 { Order::Sequential } else { Order::Random },
@@ -59,7 +60,7 @@ pub(super) fn populate_then_log<F: HardwareFormat + Format>(config: &MachineConf
 }
 
 #[test]
-fn guests_run_and_the_dirty_log_tells_what_they_wrote() {
+fn guests_run_and_the_dirty_log_has_their_writes() {
     for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
         for paging in [Paging::Off, Paging::TwoDimensional] {
             let config = MachineConfig { engine: Config::with_locking(locking), paging, ..small() };
@@ -73,7 +74,7 @@ fn guests_run_and_the_dirty_log_tells_what_they_wrote() {
 }
 
 #[test]
-fn the_fallback_and_tiny_tlbs_do_the_same() {
+fn guests_run_with_the_waiting_method_and_tiny_tlbs() {
     let flush_method = Some(FlushMethod::Waiting);
     let tlb = crate::tlb::Geometry { size_4k: (2, 2), size_2m: (1, 1), size_1g: (1, 1) };
     populate_then_log::<Npt>(&MachineConfig { flush_method, tlb, ..small() });
@@ -98,7 +99,8 @@ fn large_pages_are_mapped_and_split() {
     populate_then_log::<Ept>(&MachineConfig { paging: Paging::TwoDimensional, ..config });
 }
 
-/// While CPUs write, logs are taken; no write is lost for longer than one harvest after they have stopped.
+/// While CPUs write, logs are taken; no write is lost for longer than one harvest after they have
+/// stopped.
 #[test]
 fn harvests_while_guests_write_lose_nothing() {
     for nr_vcpus in [3, 48] {
@@ -126,7 +128,7 @@ fn harvests_while_guests_write_lose_nothing() {
         let mut nr_seen = 0;
         let mut turn = 0;
         let begin = Instant::now();
-        // And until something was written: on a busy machine that may take longer.
+        // And until a page was written: on a busy machine that may take longer.
         while turn < 200 || (nr_seen == 0 && begin.elapsed() < LONGEST_WAIT) {
             turn += 1;
             running.advance_round();
@@ -142,7 +144,7 @@ fn harvests_while_guests_write_lose_nothing() {
         let report = running.stop().unwrap();
         assert!(nr_seen > 0, "no page was written in {LONGEST_WAIT:?}");
         assert!(report.total().nr_accesses > 0);
-        // Written after the last harvest, all of it, and nothing else.
+        // All that was written after the last harvest, and nothing else.
         for page in dirty_pages(&machine) {
             seen[page as usize] = machine.peek(page).unwrap();
         }
@@ -188,12 +190,12 @@ fn a_wrong_value_is_found() {
         }
         other => panic!("{other:?}"),
     }
-    // Nothing is broken by it.
+    // The machine can still be used.
     machine.run(reading).unwrap();
 }
 
 #[test]
-fn an_exit_comes_back_as_an_error() {
+fn an_exit_is_an_error() {
     let machine = Machine::<Npt>::new(&small()).unwrap();
     let slot = machine.slots()[1];
     machine
@@ -216,7 +218,7 @@ fn an_exit_comes_back_as_an_error() {
 }
 
 #[test]
-fn pins_are_taken_or_refused() {
+fn pins_are_applied_or_refused() {
     let Some(&cpu) = topology::usable_cpus().first() else { return };
     let pins = |cpu| Some(Pins { vcpus: vec![cpu; 4], main: None });
     assert!(
@@ -253,7 +255,8 @@ fn the_logs_name_the_pages_that_guests_wrote() {
             machine.vm().host().drain_modification_logs(&mut |part| pages.extend_from_slice(part));
             pages
         };
-        // Of the guest's own tables, too, if the engine has not made their leaves dirty itself.
+        // Of the guest's own page tables, too, unless the engine has made their leaves dirty
+        // itself.
         let is_of_region = |gpa: &&Gpa| gpa.0 >= REGION_GPA.0;
         // Pages are mapped by reads first, so that the CPUs find leaves that are not dirty.
         machine.run(Program { write_percent: 0, ..Program::default() }).unwrap();
@@ -281,7 +284,8 @@ pub(super) fn huge() -> MachineConfig {
     }
 }
 
-/// Huge pages are split and put back beside guests, whose TLBs notice if there are two sizes of one page at a time.
+/// Huge pages are split and recovered beside guests, whose TLBs detect two sizes of one page at a
+/// time.
 pub(super) fn toggle_logging_beside_guests<F: HardwareFormat>(config: &MachineConfig) {
     let machine = Machine::<F>::new(config).unwrap();
     machine.run(Program::default()).unwrap();
@@ -310,7 +314,7 @@ pub(super) fn toggle_logging_beside_guests<F: HardwareFormat>(config: &MachineCo
 }
 
 #[test]
-fn huge_pages_come_and_go_beside_guests_of_every_format() {
+fn huge_pages_are_split_and_recovered_beside_guests_of_every_format() {
     let config = huge();
     toggle_logging_beside_guests::<Npt>(&config);
     toggle_logging_beside_guests::<Ept>(&config);
@@ -321,7 +325,8 @@ fn huge_pages_come_and_go_beside_guests_of_every_format() {
 
 #[test]
 fn a_region_beyond_the_guest_physical_addresses_is_refused() {
-    // 2 TiB of address space, of which the region's place takes 64 GiB; all of it, and no memory to back it.
+    // 2 TiB of address space, of which the region begins at 64 GiB; all of it, without memory
+    // behind it.
     let config = MachineConfig { bytes_per_vcpu: 1 << 40, nr_vcpus: 2, ..MachineConfig::default() };
     let refused = Machine::<Sv39x4>::new(&config);
     assert!(
@@ -340,13 +345,13 @@ fn a_region_beyond_the_guest_physical_addresses_is_refused() {
     let refused = machine.vm().set_user_memory_region(beyond.clone());
     assert!(matches!(refused, Err(slat::Error::AddressTooHigh { gpa_bits: 41, .. })), "{refused:?}");
     let machine = Machine::<Sv48x4>::new(&small()).unwrap();
-    // As far as four levels under a wide root go.
+    // The end of four levels under a wide root.
     let last = MemoryRegion { guest_phys_addr: Gpa((1 << 50) - PAGE_SIZE), ..beyond };
     machine.vm().set_user_memory_region(last).unwrap();
 }
 
 #[test]
-fn what_a_format_cannot_log_by_is_refused() {
+fn logging_that_a_format_lacks_is_refused() {
     let refused = |engine| match Machine::<Stage2>::new(&MachineConfig { engine, ..small() }) {
         Err(MachineError::Engine(error)) => error,
         other => panic!("{other:?}"),

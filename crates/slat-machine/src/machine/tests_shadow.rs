@@ -1,4 +1,5 @@
-//! The machine with CPUs that have no second stage: the same guests, through tables of their own in one address space.
+//! The machine with CPUs that have no second stage: the same guests, through page tables of their
+//! own in one address space.
 
 use slat::{
     Config, DirtyTracking, Ept, HugePageLogging, Locking, MIN_SHADOW_PAGES, ManualProtect, Npt, PAGE_SIZE, PageSize,
@@ -20,7 +21,7 @@ fn shadow(config: MachineConfig) -> MachineConfig {
 }
 
 #[test]
-fn guests_run_and_the_dirty_log_tells_what_they_wrote() {
+fn guests_run_and_the_dirty_log_has_their_writes() {
     for locking in [Locking::None, Locking::Shared, Locking::Exclusive] {
         for protection in [WriteProtection::Lazy, WriteProtection::LeafByLeaf] {
             let engine = Config::with_locking(locking).with_dirty_tracking(DirtyTracking::WriteProtect(protection));
@@ -32,11 +33,11 @@ fn guests_run_and_the_dirty_log_tells_what_they_wrote() {
 }
 
 #[test]
-fn large_pages_of_host_and_guest_go_together_in_any_way() {
+fn large_pages_of_host_and_guest_combine_in_any_way() {
     for backing in [BackingKind::Anonymous, BackingKind::AnonymousThp] {
         for guest_page_size in [PageSize::Size4K, PageSize::Size2M] {
             for logging in [HugePageLogging::Split, HugePageLogging::MarkWhole] {
-                // Whole pages of 2 MiB are reported: that is for the machine's user to know.
+                // Whole pages of 2 MiB are reported, as the user of the machine has chosen.
                 if logging == HugePageLogging::MarkWhole && backing == BackingKind::AnonymousThp {
                     continue;
                 }
@@ -64,7 +65,8 @@ fn one_address_space_has_one_set_of_shadow_tables() {
     let program = Program { sharing: Sharing::Overlapping, ..Program::default() };
     machine.run(program).unwrap();
     let vm = machine.vm();
-    // A table for each 2 MiB, and those above; and what paging was turned on with: three tables for each CPU at most.
+    // A shadow page for each 2 MiB, and those above; and those of the page tables with which paging
+    // was turned on: three for each CPU at most.
     assert!((8 + 3..=8 + 3 + 3 * 8).contains(&vm.nr_shadow_pages()), "{}", vm.nr_shadow_pages());
     let stats = vm.stats();
     assert!(stats.shadow_leaves() >= machine.nr_pages(), "{stats:?}");
@@ -82,8 +84,8 @@ fn the_host_changes_memory_below_shadow_tables() {
 }
 
 #[test]
-fn few_shadow_tables_are_slow_and_right() {
-    // 80 tables of 2 MiB each, where there are 64.
+fn few_shadow_tables_are_correct() {
+    // 80 shadow pages, of 2 MiB each, would be needed; there are 64.
     let config = MachineConfig { nr_vcpus: 2, bytes_per_vcpu: 80 << 20, nr_slots: 1, ..small() };
     let paging = ShadowPaging { max_pages: MIN_SHADOW_PAGES, ..ShadowPaging::default() };
     let engine = config.engine.with_paging(Paging::Shadow(paging));
@@ -137,7 +139,7 @@ fn the_calling_thread_populates_with_a_cpu_of_its_own() {
 }
 
 #[test]
-fn what_shadow_paging_cannot_do_is_refused() {
+fn features_without_shadow_paging_are_refused() {
     let refused = |config: MachineConfig| match Machine::<Npt>::new(&shadow(config)) {
         Err(MachineError::Engine(error)) => error,
         other => panic!("{other:?}"),

@@ -1,4 +1,4 @@
-//! A virtual CPU as its thread has it: the jobs that it does, and what it looks at while it runs.
+//! A virtual CPU on its thread: its jobs, and the signals that it reads while it runs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -19,10 +19,10 @@ use crate::numa::NodeMap;
 use crate::topology;
 use crate::walk::HardwareFormat;
 
-/// Touches between two looks at whether to stop.
+/// Touches between two reads of the stop signal.
 const TOUCHES_PER_LOOK: usize = 64;
 
-/// How often a CPU whose dirty ring is full looks whether there is room.
+/// How often a CPU whose dirty ring is full checks whether there is room.
 const RING_POLL: Duration = Duration::from_micros(50);
 
 #[derive(Clone, Copy, Debug)]
@@ -31,7 +31,7 @@ pub(super) enum Repeat {
     UntilStopped,
 }
 
-/// Whose parts of the region a virtual CPU touches, if not all.
+/// The parts of the region that a virtual CPU touches, if not all.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Parts {
     Own,
@@ -41,13 +41,13 @@ pub(super) enum Parts {
 
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Job {
-    /// To the thread's processor, or its node.
+    /// Pin the thread to its processor, or its node.
     Pin,
     /// Others write the pages of all virtual CPUs.
     ForgetPages,
-    /// The first virtual CPU builds the guest's tables.
+    /// The first virtual CPU builds the guest's page tables.
     BuildTables(GuestTables),
-    /// All turn paging on, with the root of the guest's tables there.
+    /// All turn paging on, with this root of the guest's page tables.
     TurnPagingOn {
         root: u64,
     },
@@ -62,12 +62,12 @@ pub(super) enum Job {
 pub(super) enum Answer {
     Done,
     Pinned(Result<(), MachineError>),
-    /// The root of the guest's tables.
+    /// The root of the guest's page tables.
     Root(u64),
     Ran(VcpuReport),
 }
 
-/// What the virtual CPUs look at while they run.
+/// What the virtual CPUs read while they run.
 #[derive(Debug)]
 pub(super) struct Signals {
     pub(super) stop: CachePadded<AtomicBool>,
@@ -76,7 +76,7 @@ pub(super) struct Signals {
     pub(super) progress: Box<[CachePadded<AtomicU64>]>,
 }
 
-/// Where a virtual CPU sits.
+/// The processor and the nodes of a virtual CPU.
 #[derive(Debug)]
 pub(super) struct Seat {
     /// The processor that it is pinned to.
@@ -86,14 +86,14 @@ pub(super) struct Seat {
     pub(super) home: usize,
     /// Draws its places, if it does not stay at home.
     pub(super) rng: Option<SmallRng>,
-    /// The place where it sat last: one for each virtual CPU.
+    /// Its last place: one for each virtual CPU.
     pub(super) taken: Arc<[AtomicUsize]>,
-    /// The parts of the region that it touches in the stead of virtual CPUs of another node.
+    /// The parts of the region that it touches in place of virtual CPUs of another node.
     pub(super) parts_of_others: Box<[u64]>,
 }
 
 impl Seat {
-    /// The thread stays on its processor, or on its home node's, if it is to.
+    /// Pins the thread to its processor, or its home node's, if it has to stay there.
     fn pin(&self) -> Result<(), MachineError> {
         match self.pin {
             Some(cpu) => topology::pin_current_thread(cpu)?,
@@ -105,7 +105,7 @@ impl Seat {
         Ok(())
     }
 
-    /// A job begins.
+    /// Chooses the place for a job that begins.
     fn take(&mut self, vcpu: u64) {
         if self.nodes.is_one() {
             return;
@@ -116,15 +116,16 @@ impl Seat {
             // There is such a node.
             let _ = self.nodes.run_on(self.nodes.ids()[place]);
         }
-        // Relaxed: whoever asks while it moves may hear either.
+        // Relaxed: a caller may get the node before or after a move.
         self.taken[vcpu as usize].store(self.nodes.current_place(), Ordering::Relaxed);
     }
 }
 
-/// A virtual CPU as its thread has it.
+/// A virtual CPU on its thread.
 pub(super) struct Worker<C> {
     pub(super) cpu: C,
-    /// Where the region is for the guest: at its guest-physical address, until the guest's paging is on.
+    /// The guest's address of the region: its guest-physical address, until the guest's paging is
+    /// on.
     pub(super) region: Gva,
     pub(super) index: u64,
     pub(super) nr_vcpus: u64,
@@ -172,13 +173,13 @@ impl<F: HardwareFormat, C: GuestCpu<Handler = Vcpu<MachineHost, F>>> Worker<C> {
             }
         };
         if answer.is_err() {
-            // Relaxed: the others need not see anything else of it.
+            // Relaxed: the others read nothing else because of it.
             self.signals.stop.store(true, Ordering::Relaxed);
         }
         answer
     }
 
-    /// Turns paging on: the guest's tables are built, with their root there.
+    /// Turns paging on, with `root` as the root of the guest's page tables, which are built.
     pub(super) fn turn_paging_on(&mut self, root: u64) -> Result<(), GuestError> {
         self.cpu.turn_paging_on(root).map_err(GuestError::Start)?;
         self.region = guest::REGION_GVA;
@@ -191,15 +192,16 @@ impl<F: HardwareFormat, C: GuestCpu<Handler = Vcpu<MachineHost, F>>> Worker<C> {
         let before = self.cpu.counters();
         let begin = Instant::now();
         let signals = &*self.signals;
-        // Acquire, and so at `advance_round`: who writes a round has seen it here. The store that carries it is a release
-        // and the load that finds it an acquire, so the reader, who asks afterwards, sees that round or a later one.
+        // Acquire, as at `advance_round`: a CPU that writes a round has read it here. The store
+        // that carries it is a release and the load that finds it an acquire. So the reader, which
+        // reads the round afterwards, observes that round or a later one.
         let newest_round = || signals.round.load(Ordering::Acquire);
         let (is_own, whole) = (parts == [self.index], [self.index]);
         let parts = if program.sharing == Sharing::Overlapping { &whole } else { parts };
         let touches_of = |&part: &u64| Touches::new(program, part, self.nr_vcpus, self.pages_per_vcpu);
         let mut all_touches: Vec<Touches> = parts.iter().map(touches_of).collect();
         if let Some((ledger, _)) = &mut self.ledger {
-            // Others' pages are in others' ledgers.
+            // The pages of others are in the ledgers of others.
             ledger.begin(if is_own { program.sharing } else { Sharing::Overlapping });
         }
         let mut nr_passes = 0;
@@ -207,7 +209,7 @@ impl<F: HardwareFormat, C: GuestCpu<Handler = Vcpu<MachineHost, F>>> Worker<C> {
             for touches in &mut all_touches {
                 for (nr_touches, touch) in touches.by_ref().enumerate() {
                     if nr_touches.is_multiple_of(TOUCHES_PER_LOOK) {
-                        // Relaxed, both: when exactly it is noticed does not matter.
+                        // Relaxed, both: the exact moment does not matter.
                         signals.progress[self.index as usize].fetch_add(TOUCHES_PER_LOOK as u64, Ordering::Relaxed);
                         if signals.stop.load(Ordering::Relaxed) {
                             break 'passes;

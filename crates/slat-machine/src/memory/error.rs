@@ -1,4 +1,4 @@
-//! Why guest memory cannot be had.
+//! Why guest memory cannot be made.
 
 use std::io;
 
@@ -6,7 +6,7 @@ use thiserror::Error;
 
 use super::BackingKind;
 
-/// Guest memory that cannot be had.
+/// Why guest memory cannot be made.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum MemoryError {
@@ -27,15 +27,16 @@ pub enum MemoryError {
         /// The size.
         size_bytes: u64,
     },
-    /// The machine, or the control group that this process is in, has not that much memory.
+    /// The machine, or the control group of this process, does not have that much memory.
     #[error("guest memory needs {} MiB, but only {} MiB are available", needed_bytes >> 20, available_bytes >> 20)]
     NotEnoughMemory {
-        /// What this memory needs, and other guest memory of this process that was not touched yet.
+        /// What this memory needs, with other guest memory of this process that was not touched
+        /// yet.
         needed_bytes: u64,
         /// What is available.
         available_bytes: u64,
     },
-    /// The kernel's pool of huge pages has not enough free ones.
+    /// The kernel's pool of huge pages has too few free ones.
     #[error(
         "{kind} memory needs {needed} huge pages, but only {free} are free; to reserve them, as root: \
          echo {needed} > {pool}/nr_hugepages"
@@ -45,7 +46,7 @@ pub enum MemoryError {
         kind: BackingKind,
         /// Huge pages that are needed.
         needed: u64,
-        /// Huge pages that are free and not promised to others.
+        /// Huge pages that are free and not reserved.
         free: u64,
         /// The directory of the pool in sysfs.
         pool: String,
@@ -55,7 +56,7 @@ pub enum MemoryError {
     SharedPartSize {
         /// The size of the guest_memfd.
         size_bytes: u64,
-        /// The size of what was to be its shared part.
+        /// The size of its shared part.
         shared_bytes: u64,
     },
     /// Only memory files can be mapped twice.
@@ -71,15 +72,15 @@ pub enum MemoryError {
         call: &'static str,
         /// The kind.
         kind: BackingKind,
-        /// The size that was asked for.
+        /// The size in the request.
         size_bytes: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
 
 impl MemoryError {
-    /// Whether no machine could do what was asked for. Otherwise it is this machine that cannot.
+    /// Whether the request is impossible on every machine. Otherwise this machine cannot serve it.
     pub const fn is_bad_usage(&self) -> bool {
         matches!(
             self,

@@ -1,13 +1,14 @@
-//! The frames behind movable pages: given out, shared, and poisoned when they are freed.
+//! The frames behind movable pages: allocated, shared, and poisoned when they are freed.
 //!
-//! # Protocol
-//! - A frame is free or has users: the page that has it, and the snapshots that were taken of it. The last user frees it.
-//! - A free frame is full of [`POISON`], which no guest writes: a CPU that reads through a stale translation is found out
-//!   by what it reads, and one that writes, when the frame is given out again (or by [`Frames::check_free`]). Frames are
-//!   given out in the order in which they were freed, so that a late write has time to show.
-//! - Whoever has a frame alone may fill it and copy from it; frames of pages that a guest has mapped change at any time.
-//!   All of it is atomic accesses to words, so that a CPU which breaks the rules makes a finding and not undefined
-//!   behaviour.
+//! # Implementation
+//! - A frame is free or has users: its page, and the snapshots of it. The last user frees it.
+//! - A free frame is full of [`POISON`], which no guest writes. So the value that a CPU reads
+//!   through a stale translation shows the error. A write shows when the frame is allocated again
+//!   (or by [`Frames::check_free`]). Frames are allocated in the order in which they were freed, so
+//!   that a late write has time to show.
+//! - A thread that is the only user of a frame may fill it and copy from it; frames of pages that a
+//!   guest has mapped change at any time. All of these are atomic accesses to words. So a CPU that
+//!   breaks the rules causes a finding and not undefined behaviour.
 
 use std::ptr;
 use std::sync::Arc;
@@ -21,7 +22,8 @@ use thiserror::Error;
 use super::Mapping;
 use crate::phys;
 
-/// What a free frame is full of. As a guest's value it would name a page beyond the end of any region.
+/// The contents of a free frame. As a guest's value it would name a page beyond the end of any
+/// region.
 pub const POISON: u64 = 0xdead_f4ee_dead_f4ee;
 
 /// Words of 8 bytes in a page.
@@ -42,26 +44,26 @@ impl Contents {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Frame(u32);
 
-/// A frame holds what it should not.
+/// A frame has wrong contents.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
-#[error("{what}: byte {offset_bytes} of frame {pfn} holds {found:#x} and not {expected:#x}")]
+#[error("{what}: byte {offset_bytes} of frame {pfn} is {found:#x} instead of {expected:#x}")]
 pub struct Corruption {
-    /// What was looked at.
+    /// What was checked.
     pub what: &'static str,
     /// The frame.
     pub pfn: Pfn,
     /// Offset of the word in the frame.
     pub offset_bytes: u64,
-    /// What it holds.
+    /// The value of the word.
     pub found: u64,
-    /// What it should hold.
+    /// The right value.
     pub expected: u64,
 }
 
 #[derive(Debug, Default)]
 struct FrameState {
     nr_users: AtomicU32,
-    /// Whether the guest wrote it since it was given out, as far as the engine has told.
+    /// Whether the guest wrote it since it was allocated, as far as the engine has reported.
     is_dirty: AtomicBool,
 }
 
@@ -95,44 +97,45 @@ impl Frames {
         frames
     }
 
-    /// Where they are.
+    /// The mapping that they are in.
     pub(super) fn mapping(&self) -> &Mapping {
         &self.mapping
     }
 
     fn word(&self, frame: Frame, index: usize) -> &AtomicU64 {
         let offset = (u64::from(frame.0) << PAGE_SHIFT) as usize + index * 8;
-        // SAFETY: frames are numbered within the mapping, which lives as long as `self`; words are aligned; all access
-        // them atomically or with machine instructions.
+        // SAFETY: frames are numbered within the mapping, which lives as long as `self`; words are
+        // aligned; all access them atomically or with machine instructions.
         unsafe { AtomicU64::from_ptr(self.mapping.start.wrapping_add(offset).cast()) }
     }
 
     fn fill(&self, frame: Frame, value: u64) {
         for index in 0..WORDS {
-            // Relaxed, here and below: whoever gets the frame gets it through the queue or the lock of its page.
+            // Relaxed, here and below: a thread gets a frame through the queue or the lock of its
+            // page.
             self.word(frame, index).store(value, Ordering::Relaxed);
         }
     }
 
-    /// A frame for one user, of any contents; `None` if all are in use.
+    /// Allocates a frame with any contents; `None` if all are in use.
     pub(super) fn take(&self) -> Option<Frame> {
         let frame = self.free.pop()?;
         self.check_poison(frame, "a freed frame was written");
         let state = &self.states[frame.0 as usize];
         state.nr_users.store(1, Ordering::Relaxed);
-        // A late report about its former life can only make it look dirty.
+        // A late report about its former page can only make it look dirty.
         state.is_dirty.store(false, Ordering::Relaxed);
         Some(frame)
     }
 
-    /// A frame of zeros.
+    /// Allocates a frame of zeros.
     pub(super) fn take_zeroed(&self) -> Option<Frame> {
         let frame = self.take()?;
         self.fill(frame, 0);
         Some(frame)
     }
 
-    /// A frame with the contents `contents`.
+    /// Allocates a frame with the contents `contents`.
     pub(super) fn take_with(&self, contents: &Contents) -> Option<Frame> {
         let frame = self.take()?;
         for (index, &value) in contents.0.iter().enumerate() {
@@ -141,7 +144,7 @@ impl Frames {
         Some(frame)
     }
 
-    /// A frame with the contents of `source`, which nobody writes now.
+    /// Allocates a frame with the contents of `source`, which no thread writes now.
     pub(super) fn take_copy(&self, source: Frame) -> Option<Frame> {
         let frame = self.take()?;
         for index in 0..WORDS {
@@ -151,7 +154,7 @@ impl Frames {
         Some(frame)
     }
 
-    /// What is in `frame`, which nobody writes now.
+    /// The contents of `frame`, which no thread writes now.
     pub(super) fn contents(&self, frame: Frame) -> Contents {
         let mut words = Box::new([0; WORDS]);
         for (index, word) in words.iter_mut().enumerate() {
@@ -165,14 +168,14 @@ impl Frames {
         self.word(frame, 0).load(Ordering::Acquire)
     }
 
-    /// Another user of `frame`, which has one.
+    /// Adds a user to `frame`, which has one.
     pub(super) fn share(&self, frame: Frame) {
         self.states[frame.0 as usize].nr_users.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Whether `frame` has a user besides the one who asks.
+    /// Whether `frame` has a user besides the caller.
     pub(super) fn is_shared(&self, frame: Frame) -> bool {
-        // Acquire: sees what a user did who has left.
+        // Acquire: observes what a former user did.
         self.states[frame.0 as usize].nr_users.load(Ordering::Acquire) > 1
     }
 
@@ -185,7 +188,7 @@ impl Frames {
         }
     }
 
-    /// Holds `frame` against `expected`.
+    /// Compares `frame` with `expected`.
     pub(super) fn compare(&self, frame: Frame, expected: &Contents, what: &'static str) -> Result<(), Corruption> {
         self.compare_words(frame, |index| expected.0[index], what)
     }
@@ -216,7 +219,7 @@ impl Frames {
         }
     }
 
-    /// Looks at the poison of all frames that are free now.
+    /// Checks the poison of all frames that are free now.
     pub(super) fn check_free(&self) {
         for _ in 0..self.free.len() {
             let Some(frame) = self.free.pop() else { return };
@@ -235,7 +238,7 @@ impl Frames {
         self.nr_intact.load(Ordering::Relaxed)
     }
 
-    /// Frames that have users. Exact while nobody takes or frees.
+    /// Frames that have users. Exact while no thread allocates or frees.
     pub(super) fn nr_used(&self) -> u64 {
         (self.states.len() - self.free.len()) as u64
     }
@@ -249,12 +252,12 @@ impl Frames {
     pub(super) fn note_dirty(&self, pfn: Pfn) {
         let first = phys::hpa_of(self.mapping.start.cast_const()).pfn();
         if let Some(state) = pfn.0.checked_sub(first.0).and_then(|number| self.states.get(number as usize)) {
-            // Release: pairs with the look of who swaps the page out.
+            // Release: pairs with the load of the thread that swaps the page out.
             state.is_dirty.store(true, Ordering::Release);
         }
     }
 
-    /// Whether the engine has said that the guest wrote `frame` since it was given out.
+    /// Whether the engine has reported that the guest wrote `frame` since it was allocated.
     pub(super) fn is_dirty(&self, frame: Frame) -> bool {
         self.states[frame.0 as usize].is_dirty.load(Ordering::Acquire)
     }

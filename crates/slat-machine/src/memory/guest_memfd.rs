@@ -1,15 +1,19 @@
-//! Memory that belongs to the guest alone: the user of the machine has no mapping of it, and cannot look at what is in it.
-//! It is what KVM's guest_memfd is (Linux, Documentation/virt/kvm/api.rst, `KVM_CREATE_GUEST_MEMFD`), and the memory that
-//! userfaultfd cannot serve, because no fault of the user's ever happens there.
+//! Memory that only the guest can access: the user of the machine has no mapping of it. As KVM's
+//! guest_memfd (Linux, Documentation/virt/kvm/api.rst, `KVM_CREATE_GUEST_MEMFD`), and memory that
+//! userfaultfd cannot serve, because the user never faults on it.
 //!
-//! # Protocol
-//! - A page comes in by [`GuestMemfd::install`] only, and the guest reads and writes it through the frames that the engine
-//!   maps. The machine keeps a mapping for the software CPU, whose accesses are this process's, and gives nobody a pointer.
-//! - A slot that has it ([`MemoryRegionFlags::GUEST_MEMFD`](slat::MemoryRegionFlags::GUEST_MEMFD)) has a *shared part* beside
-//!   it, of the same size, or none. Which of both a page is in is the VM's to say
-//!   ([`Vm::set_memory_attributes`](slat::Vm::set_memory_attributes)); nothing is copied from one to the other, as in KVM.
-//! - Where /dev/kvm gives such files, and lets this process map them (`GUEST_MEMFD_FLAG_MMAP`, Linux 6.18), it is one of
-//!   these. Elsewhere a memory file stands in, and [`origin`](GuestMemfd::origin) says so, and why.
+//! # Implementation
+//! - Only [`GuestMemfd::install`] fills a page, and the guest reads and writes it through the
+//!   frames that the engine maps. The machine keeps a mapping for the software CPU, whose accesses
+//!   are this process's, and does not publish a pointer.
+//! - A memslot that has it
+//!   ([`MemoryRegionFlags::GUEST_MEMFD`](slat::MemoryRegionFlags::GUEST_MEMFD)) also has a *shared
+//!   part* of the same size, or none. The VM decides which of the two a page is in
+//!   ([`Vm::set_memory_attributes`](slat::Vm::set_memory_attributes)); nothing is copied from one
+//!   to the other, as in KVM.
+//! - If /dev/kvm makes such files, and lets this process map them (`GUEST_MEMFD_FLAG_MMAP`, Linux
+//!   6.18), it is one of these. Elsewhere it is a memory file, and [`origin`](GuestMemfd::origin)
+//!   has the reason.
 
 use std::fs::{File, OpenOptions};
 use std::hint::black_box;
@@ -26,19 +30,19 @@ use crate::phys;
 /// The bytes of a page.
 pub type PageBytes = [u8; PAGE_SIZE as usize];
 
-/// Where the memory of a [`GuestMemfd`] comes from.
+/// The kind of file of a [`GuestMemfd`].
 #[derive(Debug)]
 pub enum Origin {
     /// A guest_memfd of KVM.
     Kvm,
-    /// A memory file that stands in.
+    /// A memory file in its place.
     Memfd {
-        /// Why KVM gave none.
+        /// Why it is not one of KVM.
         why: NoGuestMemfd,
     },
 }
 
-/// Why KVM gives no guest_memfd that could be used here.
+/// Why KVM has no guest_memfd that could be used here.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum NoGuestMemfd {
@@ -47,13 +51,13 @@ pub enum NoGuestMemfd {
     System {
         /// The call.
         call: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// It gives none that this process may map for its software CPUs: Linux before 6.18.
-    #[error("KVM gives no guest_memfd that can be mapped (its flags are {flags:#x})")]
+    /// It makes none that this process may map for its software CPUs: Linux before 6.18.
+    #[error("KVM has no guest_memfd that can be mapped (its flags are {flags:#x})")]
     NoMapping {
-        /// The flags that it knows.
+        /// The flags that it supports.
         flags: u64,
     },
 }
@@ -64,11 +68,11 @@ pub enum NoGuestMemfd {
 pub struct NoSuchPage {
     /// The page.
     pub page: u64,
-    /// How many there are.
+    /// The number of pages.
     pub nr_pages: u64,
 }
 
-/// Memory of the guest alone.
+/// Memory that only the guest can access.
 #[derive(Debug)]
 pub struct GuestMemfd {
     /// The software CPU's mapping.
@@ -76,7 +80,7 @@ pub struct GuestMemfd {
     size_bytes: u64,
     shared: Option<Backing>,
     origin: Origin,
-    // Behind the mapping, which goes first.
+    // Behind the mapping, which is dropped first.
     _files: Files,
     _reserved: Reserved,
 }
@@ -88,8 +92,8 @@ struct Files {
     _vm: Option<(OwnedFd, File)>,
 }
 
-// SAFETY: the pointer is only an address; what is behind it is accessed atomically, by machine instructions of guests, or
-// by `install`, which is the only user of its page then.
+// SAFETY: the pointer is only an address; its memory is accessed atomically, by machine
+// instructions of guests, or by `install`, which is the only user of its page then.
 unsafe impl Send for GuestMemfd {}
 // SAFETY: as above.
 unsafe impl Sync for GuestMemfd {}
@@ -102,7 +106,7 @@ impl Drop for GuestMemfd {
 }
 
 impl GuestMemfd {
-    /// `size_bytes` of zeroed memory, and beside it `shared`, of the same size.
+    /// Makes `size_bytes` of zeroed memory, with `shared`, of the same size, as its shared part.
     ///
     /// # Errors
     /// [`MemoryError`].
@@ -139,29 +143,31 @@ impl GuestMemfd {
         self.shared.as_ref()
     }
 
-    /// Where it comes from.
+    /// The kind of its file.
     pub fn origin(&self) -> &Origin {
         &self.origin
     }
 
-    /// Puts `bytes` into page number `page`, word by word. A guest that can reach the page meanwhile sees some of them sooner
-    /// than others: install what it cannot reach yet (its userfault bit is set).
+    /// Copies `bytes` to page number `page`, word by word. A guest that can reach the page
+    /// meanwhile sees some words sooner than others: install pages that it cannot reach yet (their
+    /// userfault bits are set).
     ///
     /// # Errors
     /// [`NoSuchPage`].
     pub fn install(&self, page: u64, bytes: &PageBytes) -> Result<(), NoSuchPage> {
         let at = self.page(page)?.cast::<u64>();
         for (index, word) in bytes.as_chunks::<8>().0.iter().enumerate() {
-            // SAFETY: as many words as the page has, in the mapping, which lives as long as `self`, and aligned; guests access
-            // them atomically or by machine instructions.
+            // SAFETY: as many words as the page has, in the mapping, which lives as long as `self`,
+            // and aligned; guests access them atomically or by machine instructions.
             let place = unsafe { AtomicU64::from_ptr(at.wrapping_add(index)) };
-            // Relaxed: the release with which the page's bit is cleared hands them over.
+            // Relaxed: the release that clears the page's bit orders them.
             place.store(u64::from_ne_bytes(*word), Ordering::Relaxed);
         }
         Ok(())
     }
 
-    /// The word number `word` of page number `page`, for the machine's own checks of what has arrived.
+    /// The word number `word` of page number `page`, for the machine's own checks of what has
+    /// arrived.
     pub(crate) fn word(&self, page: u64, word: usize) -> Option<u64> {
         let at = self.page(page).ok().filter(|_| word < PAGE_SIZE as usize / 8)?;
         // SAFETY: in the mapping, aligned; guests access it atomically or by machine instructions.
@@ -176,7 +182,7 @@ impl GuestMemfd {
         Ok(self.start.wrapping_add((page << PAGE_SHIFT) as usize))
     }
 
-    /// Where its frames are: the first byte and the size in bytes.
+    /// The range of its frames: the first byte and the size in bytes.
     pub(super) fn frames(&self) -> (*mut u8, u64) {
         (self.start, self.size_bytes)
     }
@@ -184,10 +190,12 @@ impl GuestMemfd {
     /// Makes the kernel provide the page at `offset_bytes` for `access`; see [`Backing`].
     pub(super) fn resolve(&self, offset_bytes: u64, access: Access) -> Result<Resolved, Gone> {
         let page = self.page(offset_bytes >> PAGE_SHIFT).map_err(|_| Gone)?;
-        // SAFETY: the page lies in the mapping and is aligned; guests access it by machine instructions or atomically.
+        // SAFETY: the page lies in the mapping and is aligned; guests access it by machine
+        // instructions or atomically.
         let word = unsafe { AtomicU64::from_ptr(page.cast()) };
         match access {
-            // Changes nothing, but is a write to the kernel, of a value that the compiler does not know.
+            // Changes nothing, but is a write to the kernel, of a value that the compiler does not
+            // know.
             Access::Write => word.fetch_or(black_box(0), Ordering::Relaxed),
             Access::Read | Access::Execute => black_box(word.load(Ordering::Relaxed)),
         };
@@ -243,7 +251,7 @@ fn of_kvm(size_bytes: u64) -> Result<(*mut u8, Files), NoGuestMemfd> {
 }
 
 /// # Safety
-/// `descriptor` is a new descriptor that nobody else owns, or negative after a call that failed.
+/// `descriptor` is a new descriptor without another owner, or negative after a call that failed.
 unsafe fn opened(descriptor: libc::c_int) -> io::Result<OwnedFd> {
     if descriptor < 0 {
         return Err(io::Error::last_os_error());

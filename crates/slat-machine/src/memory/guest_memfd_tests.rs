@@ -21,7 +21,7 @@ fn page_of(byte: u8) -> PageBytes {
 }
 
 #[test]
-fn the_user_has_no_way_to_it() {
+fn the_user_has_no_mapping() {
     let memory = Arc::new(GuestMemfd::new(4 * PAGE_SIZE, None).unwrap());
     println!("origin: {:?}", memory.origin());
     memory.install(2, &page_of(7)).unwrap();
@@ -58,8 +58,9 @@ fn at(page: u64) -> Gpa {
     Gpa(START.0 + page * PAGE_SIZE)
 }
 
-/// KVM's guest_memfd cases: a private page comes from the guest_memfd and a shared one from the slot's other memory, whatever
-/// is in the other of both; the VMM may use only what is shared; and the flag userfault may be turned on and off.
+/// KVM's guest_memfd cases. A private page comes from the guest_memfd and a shared one from the
+/// memslot's other memory, whatever the other of the two has. The VMM may use only shared pages.
+/// The userfault flag may be turned on and off.
 #[test]
 fn private_and_shared_pages_are_two_memories() {
     let size_bytes = NR_PAGES * PAGE_SIZE;
@@ -91,7 +92,7 @@ fn private_and_shared_pages_are_two_memories() {
     vm.set_memory_attributes(at(2), PAGE_SIZE, MemoryAttributes::PRIVATE).unwrap();
     assert_eq!(cpu.read(gva(2)), Ok(22));
 
-    // Userfault may be turned on and off, with logging or without; nothing else may be changed.
+    // Userfault may be turned on and off, with logging or without; no other flag may change.
     let bits = Arc::new(vec![slat::sync::AtomicU64::new(0)]);
     for logs in [MemoryRegionFlags::empty(), MemoryRegionFlags::LOG_DIRTY_PAGES] {
         bits[0].store(0b1100, Release);

@@ -1,9 +1,10 @@
-//! What the host does to guest memory behind the guest's back: it reads and writes words, and discards pages.
+//! The host's own accesses to guest memory: it reads and writes words, and discards pages.
 //!
-//! Words are accessed atomically, because guests change them at any time. A discarded page loses its frame and reads as
-//! zero when it is touched next. The pointer stays the same, and to the machine that is the frame, so the machine's memory
-//! is safe whatever happens; but a guest that has not let go of the page writes into the new frame, where nobody expects
-//! it. Discard only what the engine has taken away ([`Vm::invalidate_range`](slat::Vm::invalidate_range)).
+//! Words are accessed atomically, because guests change them at any time. A discarded page loses
+//! its frame and reads as zero when it is touched next. The pointer, which is the frame for the
+//! machine, stays the same. So the machine's memory is safe in any case; but a guest that still has
+//! the page mapped writes into the new frame. Discard only pages that the engine has invalidated
+//! ([`Vm::invalidate_range`](slat::Vm::invalidate_range)).
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,66 +14,67 @@ use thiserror::Error;
 
 use super::{Backing, BackingKind};
 
-/// Pages that could not be discarded: nothing was.
+/// Why pages could not be discarded: none was.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DiscardError {
-    /// Not a part of the memory.
+    /// The bytes are not in the memory.
     #[error("cannot discard {len_bytes} bytes at {offset_bytes}: there are {size_bytes}")]
     OutOfRange {
-        /// Where to begin.
+        /// The first byte.
         offset_bytes: u64,
-        /// How much.
+        /// The number of bytes.
         len_bytes: u64,
         /// The size of the memory.
         size_bytes: u64,
     },
-    /// Nobody but the guest has a way to it.
-    #[error("cannot discard {len_bytes} bytes at {offset_bytes}: the memory has no place of its own here")]
+    /// Only the guest can access the memory.
+    #[error("cannot discard {len_bytes} bytes at {offset_bytes}: the memory has no mapping")]
     NoMapping {
-        /// Where to begin.
+        /// The first byte.
         offset_bytes: u64,
-        /// How much.
+        /// The number of bytes.
         len_bytes: u64,
     },
     /// Not whole pages of the memory's kind.
     #[error("cannot discard {len_bytes} bytes at {offset_bytes}: {kind} memory has pages of {}", kind.page_size().size_bytes())]
     Unaligned {
-        /// Where to begin.
+        /// The first byte.
         offset_bytes: u64,
-        /// How much.
+        /// The number of bytes.
         len_bytes: u64,
-        /// What the memory is made of.
+        /// The kind of the memory.
         kind: BackingKind,
     },
-    /// Private memory has its contents nowhere else.
+    /// The contents of private memory are in no file.
     #[error("{kind} memory cannot lose its mapping and keep its contents; shmem can")]
     NotShared {
-        /// What the memory is made of.
+        /// The kind of the memory.
         kind: BackingKind,
     },
     /// The kernel refused.
     #[error("discarding {len_bytes} bytes of {kind} memory at {offset_bytes} failed")]
     System {
-        /// Where to begin.
+        /// The first byte.
         offset_bytes: u64,
-        /// How much.
+        /// The number of bytes.
         len_bytes: u64,
-        /// What the memory is made of.
+        /// The kind of the memory.
         kind: BackingKind,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
 
 impl Backing {
-    /// Gives the `len_bytes` from `offset_bytes` on back to the kernel: they read as zero from now on. See the module for
-    /// who may call this when. Memory that was [lost](Backing::is_lost) is good again once all of it is discarded.
+    /// Releases the `len_bytes` from `offset_bytes` on to the kernel: they read as zero from now
+    /// on. The module describes when this is allowed. Memory that was
+    /// [lost](Backing::is_lost) is usable again once all of it is discarded.
     ///
     /// # Errors
     /// [`DiscardError`], but not `NotShared`.
     pub fn discard(&self, offset_bytes: u64, len_bytes: u64) -> Result<(), DiscardError> {
-        // MADV_DONTNEED of a shared file would leave the contents to be mapped again.
+        // MADV_DONTNEED on a shared file would leave the contents in the file.
         let advice = if self.kind() == BackingKind::Shmem { libc::MADV_REMOVE } else { libc::MADV_DONTNEED };
         self.advise(offset_bytes, len_bytes, advice)?;
         if len_bytes == self.size_bytes() {
@@ -81,20 +83,21 @@ impl Backing {
         Ok(())
     }
 
-    /// Takes the `len_bytes` from `offset_bytes` on out of this mapping of a memory file, and leaves them in the file: the
-    /// next access faults and finds what is there. See the module for who may call this when.
+    /// Removes the `len_bytes` from `offset_bytes` on from this mapping of a memory file, and
+    /// leaves them in the file: the next access faults and finds them. The module describes
+    /// when this is allowed.
     ///
     /// # Errors
     /// [`DiscardError`].
     pub fn unmap_pages(&self, offset_bytes: u64, len_bytes: u64) -> Result<(), DiscardError> {
-        // From private memory the contents would go too.
+        // Private memory would lose the contents too.
         if self.kind() != BackingKind::Shmem {
             return Err(DiscardError::NotShared { kind: self.kind() });
         }
         self.advise(offset_bytes, len_bytes, libc::MADV_DONTNEED)
     }
 
-    /// Gives the kernel an advice that may take contents away.
+    /// Passes an advice to the kernel that may discard contents.
     fn advise(&self, offset_bytes: u64, len_bytes: u64, advice: libc::c_int) -> Result<(), DiscardError> {
         let (size_bytes, kind) = (self.size_bytes(), self.kind());
         if offset_bytes.checked_add(len_bytes).is_none_or(|end| end > size_bytes) {
@@ -107,16 +110,17 @@ impl Backing {
             return Err(DiscardError::NoMapping { offset_bytes, len_bytes });
         }
         let start = self.as_ptr().wrapping_add(offset_bytes as usize);
-        // SAFETY: the range lies in the mapping, which lives as long as `self`; its contents are only ever accessed
-        // atomically or by machine instructions of guests, for which a page that becomes zero is one more write.
+        // SAFETY: the range lies in the mapping, which lives as long as `self`; its contents are
+        // only ever accessed atomically or by machine instructions of guests, for which a page that
+        // becomes zero is one more write.
         if unsafe { libc::madvise(start.cast(), len_bytes as usize, advice) } != 0 {
             return Err(DiscardError::System { offset_bytes, len_bytes, kind, source: io::Error::last_os_error() });
         }
         Ok(())
     }
 
-    /// Reads the aligned 8 bytes at `offset_bytes`; `None` if it is no multiple of 8 or they are not in the memory, or if the
-    /// memory is [lost](Backing::is_lost).
+    /// Reads the aligned 8 bytes at `offset_bytes`; `None` if it is no multiple of 8 or outside the
+    /// memory, or if the memory is [lost](Backing::is_lost).
     #[inline]
     pub fn load(&self, offset_bytes: u64) -> Option<u64> {
         // Acquire: as a CPU's read.
@@ -124,8 +128,8 @@ impl Backing {
         (!self.is_lost()).then_some(word)
     }
 
-    /// Writes the aligned 8 bytes at `offset_bytes`; `None`, and nothing is written, if there is no such
-    /// word.
+    /// Writes the aligned 8 bytes at `offset_bytes`; `None`, and nothing is written, if there is no
+    /// such word.
     #[inline]
     pub fn store(&self, offset_bytes: u64, value: u64) -> Option<()> {
         // Release: as a CPU's write.
@@ -140,8 +144,8 @@ impl Backing {
         }
         debug_assert!(self.size_bytes().is_multiple_of(PAGE_SIZE), "a mapping of whole pages");
         let at = self.as_ptr().wrapping_add(offset_bytes as usize).cast::<u64>();
-        // SAFETY: inside the mapping, which lives as long as `self`, and aligned, since the mapping starts at a page;
-        // others access it atomically or by machine instructions.
+        // SAFETY: inside the mapping, which lives as long as `self`, and aligned, since the mapping
+        // starts at a page; others access it atomically or by machine instructions.
         Some(unsafe { AtomicU64::from_ptr(at) })
     }
 }
@@ -168,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_refused() {
+    fn bytes_outside_the_memory_are_refused() {
         let memory = Backing::new(BackingKind::Anonymous, 2 * PAGE_SIZE).unwrap();
         for (offset, len) in
             [(0, 3 * PAGE_SIZE), (3 * PAGE_SIZE, 0), (u64::MAX - 4095, PAGE_SIZE), (PAGE_SIZE, u64::MAX)]
@@ -186,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_memory_file_keeps_what_is_taken_out_of_the_mapping() {
+    fn a_memory_file_keeps_the_contents_of_unmapped_pages() {
         let memory = Backing::new(BackingKind::Shmem, 4 * PAGE_SIZE).unwrap();
         for page in 0..4 {
             memory.store(page * PAGE_SIZE, page + 1).unwrap();
@@ -204,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn lost_memory_is_good_again_when_all_of_it_was_discarded() {
+    fn lost_memory_is_usable_again_when_all_of_it_was_discarded() {
         for kind in [BackingKind::Anonymous, BackingKind::Shmem] {
             let memory = Backing::new(kind, 2 * PAGE_SIZE).unwrap();
             memory.store(8, 7).unwrap();
@@ -213,10 +217,10 @@ mod tests {
             assert_eq!((memory.load(8), memory.peek(0)), (None, None));
             assert_eq!(resolve(), Err(slat::Gone));
             memory.discard(0, PAGE_SIZE).unwrap();
-            assert!(memory.is_lost(), "half of it is what it was");
+            assert!(memory.is_lost(), "half of it was not discarded");
             memory.discard(0, 2 * PAGE_SIZE).unwrap();
             assert_eq!((memory.load(8), memory.peek(0)), (Some(0), Some(0)));
-            resolve().expect("good again");
+            resolve().expect("usable again");
         }
     }
 }

@@ -1,26 +1,30 @@
-//! Memory whose pages may change frames: what a host does to guest memory while guests run. It discards pages (a balloon),
-//! moves them to other frames (compaction, migration between nodes), forbids writing them (fork, merging of equal pages),
-//! and swaps them out and in.
+//! Memory whose pages may change frames, as a host changes guest memory while guests run. It
+//! discards pages (a balloon), moves them to other frames (compaction, migration between nodes),
+//! write-protects them (fork, merging of equal pages), and swaps them out and in.
 //!
-//! # Protocol
-//! - Each page has a lock, held for a look or for a change and never while the engine is called. Whoever takes something
-//!   back first has the page's guest frames invalidated and makes the change within the invalidation: see
-//!   [`Host::resolve`](slat::Host::resolve). Several changes of one page may be under way at once; the lock decides whose
-//!   is first, and each makes what is then there.
-//! - [`resolve`](Pages::resolve) asks for the state at that moment, also while a change is on its way: the engine must not
-//!   install an answer that an invalidation has overtaken.
-//! - A page that was swapped in keeps its copy in the swap store. If the engine then reports no write until the page is
-//!   swapped out again, the copy is still good and nothing is saved: a write that the engine failed to report is lost, and
-//!   the guest notices. Reports of a leaf come before the return of the invalidation that took it away; another one, at
-//!   the same time, may return earlier. So only a swap-out that no other invalidation of the page has met trusts them.
-//! - A page that was protected shares its frame with [`Snapshot`]s. The first write gets a copy; or the frame itself, if
-//!   no snapshot has it any more.
-//! - How often a page was discarded is counted before it begins and after it has ended, so that a guest can say exactly
-//!   when it may find zeros and when it must ([`Discards`]).
+//! # Implementation
+//! - Each page has a lock, held for a look or for a change, and never while the engine is called.
+//!   An event that removes a page or a right invalidates the page's guest frames first, and makes
+//!   the change within the invalidation: see [`Host::resolve`](slat::Host::resolve). Several
+//!   changes of one page may be under way at once; the lock orders them, and each changes what it
+//!   finds.
+//! - [`resolve`](Pages::resolve) returns the state at that moment, also while a change is under
+//!   way: the engine must not install an answer that an invalidation has overtaken.
+//! - A page that was swapped in keeps its copy in the swap store. If the engine then reports no
+//!   write until the page is swapped out again, the copy is still good and nothing is saved. So a
+//!   write that the engine failed to report is lost, and the guest detects it.
+//! - Reports of a leaf come before the return of the invalidation that zapped it; another one, at
+//!   the same time, may return earlier. So only a swap-out that no other invalidation of the page
+//!   overlaps trusts them.
+//! - A page that was protected shares its frame with [`Snapshot`]s. The first write gets a copy; or
+//!   the frame itself, if no snapshot has it any more.
+//! - The discards of a page are counted before they begin and after they have ended. So a guest
+//!   knows exactly when it may find zeros and when it must ([`Discards`]).
 //!
 //! # How many frames
-//! As many as pages, and spare ones. Snapshots may hold half of these, so that who needs a frame for a moment (a copy is
-//! made before the original is freed) waits for others of that kind at most, and they wait for nobody.
+//! As many as pages, and spare ones. Snapshots may hold half of these. A change that needs a frame
+//! for a short time (a copy is made before the original is freed) waits only for others of that
+//! kind, and they do not wait.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -32,7 +36,7 @@ use slat::{Access, Gone, PAGE_SHIFT, PAGE_SIZE, PageSize, Pfn, Resolved, ZappedL
 use super::frames::{Contents, Corruption, Frame, Frames};
 use super::{BackingKind, Mapping, MemoryError};
 
-/// What a slow answer takes: enough for other threads to run.
+/// The duration of a slow answer: enough for other threads to run.
 const SLOW_RESOLVE: Duration = Duration::from_micros(50);
 
 /// Makes a change while the guest frames of the page are invalidated.
@@ -41,7 +45,7 @@ const SLOW_RESOLVE: Duration = Duration::from_micros(50);
 /// The engine's: nothing was changed.
 pub(crate) type Invalidate<'i> = dyn Fn(&mut dyn FnMut()) -> Result<(), slat::Error> + 'i;
 
-/// What became of an event.
+/// The result of an event.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[must_use]
 pub enum Effect {
@@ -57,7 +61,7 @@ pub enum Effect {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub struct EventCounts {
-    /// Pages whose contents were thrown away.
+    /// Pages whose contents were discarded.
     pub nr_discarded: u64,
     /// Pages that were copied to another frame.
     pub nr_moved: u64,
@@ -69,17 +73,18 @@ pub struct EventCounts {
     pub nr_unprotected: u64,
     /// Pages that were saved and lost their frame.
     pub nr_swapped_out: u64,
-    /// Pages that lost their frame and were not saved, since the engine reported no write after they came in.
+    /// Pages that lost their frame and were not saved: the engine reported no write after they came
+    /// in.
     pub nr_dropped_clean: u64,
     /// Pages that came back from the swap store.
     pub nr_swapped_in: u64,
-    /// Snapshots held against their frames.
+    /// Snapshots compared with their frames.
     pub nr_snapshots_verified: u64,
     /// Free frames whose poison was intact.
     pub nr_poison_intact: u64,
-    /// Leaves taken away through which the guest had used a page.
+    /// Zapped leaves through which the guest had used a page.
     pub nr_zapped_accessed: u64,
-    /// Leaves taken away through which the guest had written a page.
+    /// Zapped leaves through which the guest had written a page.
     pub nr_zapped_dirty: u64,
 }
 
@@ -107,9 +112,9 @@ pub struct Discards {
 #[derive(Debug, Default)]
 struct State {
     frame: Option<Frame>,
-    /// A write must not go to `frame` as long as it is shared.
+    /// A write must not use `frame` as long as it is shared.
     is_protected: bool,
-    /// In the swap store: the page's contents if it has no frame, or what they were when it came in.
+    /// In the swap store: the page's contents if it has no frame, or its contents when it came in.
     swap: Option<Contents>,
 }
 
@@ -138,14 +143,14 @@ struct Underway<'p> {
 
 impl<'p> Underway<'p> {
     fn begin(page: &'p Page) -> Underway<'p> {
-        // AcqRel: what an earlier one's engine reported is seen. And a later one, of which the engine shows what it took
-        // away, is seen by `met_nobody`.
+        // AcqRel: what an earlier invalidation's engine reported is observed. And `had_no_overlap`
+        // observes a later one, whose engine reports the leaves that it zapped.
         let before = page.invalidations.fetch_add(1 << 32 | 1, Ordering::AcqRel);
         Underway { page, number: ((before >> 32) as u32).wrapping_add(1), began_alone: before as u32 == 0 }
     }
 
     /// Whether no other invalidation of the page was under way since this one began.
-    fn met_nobody(&self) -> bool {
+    fn had_no_overlap(&self) -> bool {
         self.began_alone && (self.page.invalidations.load(Ordering::Acquire) >> 32) as u32 == self.number
     }
 }
@@ -238,7 +243,7 @@ impl Pages {
         }
     }
 
-    /// Who has frames. Exact while no event and no fault is under way.
+    /// The users of frames. Exact while no event and no fault is under way.
     pub fn frame_use(&self) -> FrameUse {
         FrameUse {
             nr_frames: self.frames.nr_used(),
@@ -247,7 +252,7 @@ impl Pages {
         }
     }
 
-    /// Looks at the poison of all free frames.
+    /// Checks the poison of all free frames.
     ///
     /// # Errors
     /// The first free frame that was ever found written.
@@ -260,7 +265,7 @@ impl Pages {
     #[inline]
     pub fn discards(&self, page: u64) -> Discards {
         let Some(page) = self.page(page) else { return Discards::default() };
-        // Acquire, both: see `discard`. Done first, so that it is never more than begun.
+        // Acquire, both: see `discard`. `done` first, so that it is never more than `begun`.
         let done = page.discards_done.load(Ordering::Acquire);
         Discards { begun: page.discards_begun.load(Ordering::Acquire), done }
     }
@@ -281,7 +286,7 @@ impl Pages {
         self.pages.get(usize::try_from(page).ok()?)
     }
 
-    /// Notes what the guest did through a leaf.
+    /// Counts what the guest did through a leaf.
     pub(crate) fn note_zapped(&self, leaf: ZappedLeaf) {
         if leaf.accessed {
             count(&self.counts.zapped_accessed);
@@ -302,7 +307,7 @@ impl Pages {
                     if self.frames.is_shared(frame) {
                         None
                     } else {
-                        // Nobody else has it any more. To allow more takes nothing back.
+                        // No snapshot has it any more. Allowing more needs no invalidation.
                         state.is_protected = false;
                         count(&self.counts.unprotected);
                         Some(frame)
@@ -325,22 +330,22 @@ impl Pages {
             if let Some(frame) = found {
                 let (pfn, writable) = (self.frames.pfn(frame), !state.is_protected);
                 drop(state);
-                self.take_time();
+                self.delay();
                 return Ok(Resolved { pfn, max_size: PageSize::Size4K, writable });
             }
             let needs_copy = state.frame.is_some();
             drop(state);
             if !needs_copy || self.copy_on_write(page, invalidate)? == Effect::NoSpareFrame {
-                // Others have the last frames, for a moment.
+                // Others hold the last frames, for a short time.
                 std::thread::yield_now();
             }
         }
     }
 
-    /// Some answers take their time, as those of a host do that reads from a disk: whatever happens to the page meanwhile,
-    /// the engine must not install them then.
-    fn take_time(&self) {
-        // Relaxed: it only picks one now and then.
+    /// Delays some answers, as those of a host that reads from a disk. The engine must not install
+    /// an answer that an event has overtaken meanwhile.
+    fn delay(&self) {
+        // Relaxed: it only selects some answers.
         match self.nr_resolved.fetch_add(1, Ordering::Relaxed) {
             nr if nr % 32 == 31 => std::thread::sleep(SLOW_RESOLVE),
             nr if nr % 4 == 3 => std::thread::yield_now(),
@@ -348,13 +353,13 @@ impl Pages {
         }
     }
 
-    /// Gives a protected page a frame of its own.
+    /// Copies a protected page to a frame of its own.
     fn copy_on_write(&self, page: &Page, invalidate: &Invalidate<'_>) -> Result<Effect, Gone> {
         let underway = Underway::begin(page);
         let mut effect = Effect::Done;
         let change = &mut || {
             let mut state = page.lock();
-            // As it is now: other events may have been faster.
+            // As it is now: another event may have come first.
             let Some(old) = state.frame else { return };
             if !state.is_protected || !self.frames.is_shared(old) {
                 return;
@@ -363,7 +368,7 @@ impl Pages {
                 effect = Effect::NoSpareFrame;
                 return;
             };
-            self.forget_swap_if_written(&mut state, old, &underway);
+            self.drop_swap_if_written(&mut state, old, &underway);
             (state.frame, state.is_protected) = (Some(new), false);
             self.frames.release(old);
             count(&self.counts.copied_on_write);
@@ -373,11 +378,12 @@ impl Pages {
         Ok(effect)
     }
 
-    /// Throws away what is in `pages`; the next access finds zeros. `invalidate` is for all of them.
+    /// Discards the contents of `pages`; the next access finds zeros. `invalidate` is for all of
+    /// them.
     pub(crate) fn discard(&self, pages: Range<u64>, invalidate: &Invalidate<'_>) -> Result<(), slat::Error> {
         let pages = self.slice(pages);
         for page in pages {
-            // Release and before all else: who finds zeros, finds it counted.
+            // Release and before everything else: a thread that finds zeros finds the count.
             page.discards_begun.fetch_add(1, Ordering::AcqRel);
         }
         let _underway: Vec<_> = pages.iter().map(Underway::begin).collect();
@@ -392,7 +398,8 @@ impl Pages {
         });
         for page in pages {
             match result {
-                // Release and after all else: who sees it counted, finds nothing from before.
+                // Release and after everything else: a thread that finds the count finds nothing
+                // from before.
                 Ok(()) => page.discards_done.fetch_add(1, Ordering::AcqRel),
                 Err(_) => page.discards_begun.fetch_sub(1, Ordering::AcqRel),
             };
@@ -400,7 +407,7 @@ impl Pages {
         result
     }
 
-    /// Does nothing but to invalidate `pages`.
+    /// Only invalidates `pages`.
     pub(crate) fn invalidate(&self, pages: Range<u64>, invalidate: &Invalidate<'_>) -> Result<(), slat::Error> {
         let _underway: Vec<_> = self.slice(pages).iter().map(Underway::begin).collect();
         invalidate(&mut || ())
@@ -416,8 +423,8 @@ impl Pages {
         self.change(page, invalidate, |state, underway| {
             let Some(old) = state.frame else { return Effect::NoFrame };
             let Some(new) = self.frames.take_copy(old) else { return Effect::NoSpareFrame };
-            self.forget_swap_if_written(state, old, underway);
-            // The new frame is nobody else's: it may be written.
+            self.drop_swap_if_written(state, old, underway);
+            // The new frame has no other user: it may be written.
             (state.frame, state.is_protected) = (Some(new), false);
             self.frames.release(old);
             count(&self.counts.moved);
@@ -425,11 +432,11 @@ impl Pages {
         })
     }
 
-    /// Saves `page` and takes its frame.
+    /// Saves `page` and frees its frame.
     pub(crate) fn swap_out(&self, page: u64, invalidate: &Invalidate<'_>) -> Result<Effect, slat::Error> {
         self.change(page, invalidate, |state, underway| {
             let Some(frame) = state.frame else { return Effect::NoFrame };
-            self.forget_swap_if_written(state, frame, underway);
+            self.drop_swap_if_written(state, frame, underway);
             if state.swap.is_some() {
                 count(&self.counts.dropped_clean);
             } else {
@@ -442,21 +449,22 @@ impl Pages {
         })
     }
 
-    /// Drops the copy in the swap store, unless the guest has surely not written the page since it came in, into `frame`.
-    fn forget_swap_if_written(&self, state: &mut State, frame: Frame, underway: &Underway<'_>) {
-        if !underway.met_nobody() || self.frames.is_dirty(frame) {
+    /// Drops the copy in the swap store, unless it is certain that the guest has not written the
+    /// page since it came in, into `frame`.
+    fn drop_swap_if_written(&self, state: &mut State, frame: Frame, underway: &Underway<'_>) {
+        if !underway.had_no_overlap() || self.frames.is_dirty(frame) {
             state.swap = None;
         }
     }
 
-    /// Forbids writing `page` in its frame, which the snapshot shares from now on.
+    /// Write-protects `page` in its frame, which the snapshot shares from now on.
     pub(crate) fn protect(
         self: &Arc<Self>,
         page: u64,
         invalidate: &Invalidate<'_>,
     ) -> Result<Result<Snapshot, Effect>, slat::Error> {
         let more = |nr: u64| (nr < self.max_snapshots).then_some(nr + 1);
-        // Relaxed: it limits, and hands nothing over.
+        // Relaxed: only a limit.
         if self.nr_snapshots.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_err() {
             return Ok(Err(Effect::NoSpareFrame));
         }
@@ -489,7 +497,7 @@ impl Pages {
     }
 }
 
-/// The share of a snapshot in a frame, and its place among the snapshots.
+/// The share of a snapshot in a frame, and its count.
 #[derive(Debug)]
 struct SnapshotShare {
     pages: Arc<Pages>,
@@ -501,12 +509,14 @@ impl Drop for SnapshotShare {
         if let Some(frame) = self.frame {
             self.pages.frames.release(frame);
         }
-        // Relaxed: as where it was added. After the frame: a snapshot that is made in its place finds one.
+        // Relaxed: as where it was added. After the release of the frame: a snapshot that is made
+        // in its place finds a spare one.
         self.pages.nr_snapshots.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// Another user of a page's frame since the page was protected: for it, the contents must never change.
+/// Another user of a page's frame, since the page was protected. The contents that it finds must
+/// never change.
 #[derive(Debug)]
 pub struct Snapshot {
     share: SnapshotShare,
@@ -514,7 +524,7 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Holds the frame against what it was when the page was protected.
+    /// Compares the frame with its contents when the page was protected.
     ///
     /// # Errors
     /// The first word that has changed.

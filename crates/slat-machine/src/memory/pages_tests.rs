@@ -1,4 +1,5 @@
-//! Movable pages without an engine: what each event does to contents and frames, and that misuse of a frame is noticed.
+//! Movable pages without an engine: what each event does to contents and frames, and that misuse of
+//! a frame is detected.
 
 use slat::{Gfn, GfnRange};
 
@@ -12,7 +13,7 @@ fn pages(nr_pages: u64) -> Arc<Pages> {
     Arc::new(Pages::new(nr_pages << PAGE_SHIFT, NR_SPARE).expect("memory"))
 }
 
-/// A guest that lets go at once.
+/// A guest that has nothing mapped.
 fn invalidate(change: &mut dyn FnMut()) -> Result<(), slat::Error> {
     change();
     Ok(())
@@ -26,7 +27,7 @@ fn word(resolved: Resolved) -> *mut u64 {
     phys::ptr_of(resolved.pfn.hpa()).cast()
 }
 
-/// Writes as a guest does that has the page mapped, and as an engine that reports it.
+/// Writes as a guest that has the page mapped, and reports it as an engine.
 fn write(pages: &Pages, page: u64, value: u64) {
     let resolved = resolve(pages, page, Access::Write);
     assert!(resolved.writable);
@@ -40,7 +41,7 @@ fn leaf(resolved: Resolved, dirty: bool) -> ZappedLeaf {
 }
 
 #[test]
-fn a_discarded_page_is_zeros_and_gives_its_frame_back() {
+fn a_discarded_page_is_zeros_and_releases_its_frame() {
     let pages = pages(3);
     assert_eq!(pages.frame_use(), FrameUse::default());
     write(&pages, 1, 7);
@@ -52,7 +53,7 @@ fn a_discarded_page_is_zeros_and_gives_its_frame_back() {
     // SAFETY: the first word of a frame that is the page's, and no other thread uses it.
     assert_eq!(unsafe { word(resolve(&pages, 1, Access::Read)).read() }, 0);
     assert_eq!(pages.resolve(3, Access::Read, &invalidate), Err(Gone));
-    pages.check_free_frames().expect("nobody wrote them");
+    pages.check_free_frames().expect("they were not written");
     assert_eq!(pages.counts().nr_discarded, 3);
 }
 
@@ -90,14 +91,14 @@ fn a_page_moves_with_its_contents_and_leaves_poison() {
 }
 
 #[test]
-fn a_write_to_a_freed_frame_is_noticed_when_it_is_given_out() {
+fn a_write_to_a_freed_frame_is_detected_when_it_is_allocated() {
     let pages = pages(1);
     write(&pages, 0, 7);
     let old = resolve(&pages, 0, Access::Read);
     pages.discard(0..1, &invalidate).expect("done");
     // SAFETY: a word of the mapping, which no other thread uses.
     unsafe { word(old).write(7) };
-    // Frames are given out in turn: one page, and the spare ones.
+    // Frames are allocated in turn: one page, and the spare ones.
     for _ in 0..=NR_SPARE {
         resolve(&pages, 0, Access::Read);
         pages.discard(0..1, &invalidate).expect("done");
@@ -177,7 +178,7 @@ fn a_swapped_page_comes_back_and_is_saved_again_only_if_written() {
     write(&pages, 0, 8);
     assert_eq!(pages.swap_out(0, &invalidate), Ok(Effect::Done));
     assert_eq!((pages.counts().nr_swapped_out, pages.peek(0)), (2, Some(8)));
-    // Clean, but another invalidation may know of a write and not have told yet.
+    // Clean, but another invalidation may still have to report a write.
     let resolved = resolve(&pages, 0, Access::Read);
     let meets_another = |change: &mut dyn FnMut()| {
         pages.invalidate(0..1, &invalidate)?;
@@ -186,7 +187,7 @@ fn a_swapped_page_comes_back_and_is_saved_again_only_if_written() {
     assert_eq!(pages.swap_out(0, &meets_another), Ok(Effect::Done));
     assert_eq!((pages.counts().nr_swapped_out, pages.counts().nr_dropped_clean), (3, 1));
     assert_eq!(pages.counts().nr_swapped_in, 3);
-    // A moved page takes its cleanness along.
+    // A moved page stays clean.
     resolve(&pages, 0, Access::Read);
     assert_eq!(pages.relocate(0, &invalidate), Ok(Effect::Done));
     assert_eq!(pages.swap_out(0, &invalidate), Ok(Effect::Done));
@@ -194,5 +195,5 @@ fn a_swapped_page_comes_back_and_is_saved_again_only_if_written() {
     pages.note_zapped(leaf(resolved, true));
     pages.discard(0..1, &invalidate).expect("done");
     assert_eq!(pages.peek(0), Some(0));
-    pages.check_free_frames().expect("nobody wrote them");
+    pages.check_free_frames().expect("they were not written");
 }

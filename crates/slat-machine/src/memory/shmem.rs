@@ -1,10 +1,12 @@
-//! Memory that is a file: what its file can do beside being the guest's memory.
+//! Memory that is a file, and what its file allows beside.
 //!
-//! A file can be mapped twice. Through the second mapping ([`Alias`]) a page is filled before the guest can see it: the
-//! guest's mapping has no entry for it yet, so the guest's next access faults, and whoever serves that fault finds the page in
-//! the file (userfaultfd's minor fault). The guest's mapping never faults on account of a write to the alias.
+//! A file can be mapped twice. Through the second mapping ([`Alias`]) a page is filled before the
+//! guest can see it. The guest's mapping has no PTE for it yet, so the guest's next access faults,
+//! and the thread that serves that fault finds the page in the file (userfaultfd's minor fault). A
+//! write to the alias causes no fault in the guest's mapping.
 //!
-//! And what a userfaultfd may leave behind: memory that is *lost* ([`Backing::is_lost`]), of either kind.
+//! And the mark of *lost* memory, of either kind, which a userfaultfd may leave behind
+//! ([`Backing::is_lost`]).
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -15,7 +17,7 @@ use crate::descriptors::memory_file;
 
 const WORD_BYTES: usize = size_of::<u64>();
 
-/// An empty file of `size_bytes` in memory, which no name leads to.
+/// Makes an empty file of `size_bytes` in memory, without a name.
 pub(super) fn create_file(size_bytes: u64) -> Result<OwnedFd, MemoryError> {
     memory_file(c"slat-guest-memory", size_bytes).map_err(|source| MemoryError::System {
         call: "memfd_create or ftruncate",
@@ -25,10 +27,10 @@ pub(super) fn create_file(size_bytes: u64) -> Result<OwnedFd, MemoryError> {
     })
 }
 
-/// A new shared mapping of the first `size_bytes` of `file`, which is as long as that.
+/// Maps the first `size_bytes` of `file`, which is long enough, shared.
 pub(super) fn map_file(file: &OwnedFd, size_bytes: u64) -> Result<*mut u8, MemoryError> {
     let place = map_aligned(BackingKind::Shmem, size_bytes, libc::PROT_NONE, libc::MAP_NORESERVE)?;
-    // SAFETY: replaces exactly the mapping made by the line above, which nobody has seen.
+    // SAFETY: replaces exactly the mapping made by the line above, which is not used yet.
     let start = unsafe {
         libc::mmap(
             place.cast(),
@@ -40,7 +42,8 @@ pub(super) fn map_file(file: &OwnedFd, size_bytes: u64) -> Result<*mut u8, Memor
         )
     };
     if start == libc::MAP_FAILED {
-        // The place stays reserved for ever: after a failure it is not known whether it is still ours to unmap.
+        // The range stays reserved for ever: after a failure it is not known whether it may be
+        // unmapped.
         return Err(failed("mmap", size_bytes));
     }
     Ok(start.cast())
@@ -49,7 +52,8 @@ pub(super) fn map_file(file: &OwnedFd, size_bytes: u64) -> Result<*mut u8, Memor
 /// # Safety
 /// `size_bytes` from `start` on are a mapping of this process.
 unsafe fn without_huge_pages(start: *mut u8, size_bytes: u64) {
-    // A kernel that has no transparent huge pages, or none for this mapping, refuses, and has no need of it.
+    // A kernel without transparent huge pages, or with none for this mapping, refuses, and needs no
+    // advice.
     // SAFETY: the caller's promise; the advice changes no contents.
     unsafe { libc::madvise(start.cast(), size_bytes as usize, libc::MADV_NOHUGEPAGE) };
 }
@@ -59,7 +63,7 @@ fn failed(call: &'static str, size_bytes: u64) -> MemoryError {
 }
 
 impl Backing {
-    /// The file, if the memory is one ([`BackingKind::Shmem`]): to be mapped by another process too.
+    /// The file, if the memory is one ([`BackingKind::Shmem`]): another process may map it too.
     pub fn file(&self) -> Option<BorrowedFd<'_>> {
         match &self.0 {
             Memory::Fixed(mapping) => mapping.file.as_ref().map(AsFd::as_fd),
@@ -76,21 +80,22 @@ impl Backing {
         let Some(file) = &mapping.file else { return Err(MemoryError::NotShared { kind: mapping.kind }) };
         let start = map_file(file, mapping.size_bytes)?;
         let alias = Alias { start, size_bytes: mapping.size_bytes };
-        // A huge page made by a write to the alias would give the file contents where nobody wrote.
+        // A huge page made by a write to the alias would add unwritten pages to the file.
         // SAFETY: the whole mapping is ours.
         unsafe { without_huge_pages(start, mapping.size_bytes) };
         Ok(alias)
     }
 
-    /// No page of it becomes a transparent huge page from now on. Pages that are huge stay so.
+    /// No page of it becomes a transparent huge page from now on. Huge pages stay huge.
     pub(crate) fn without_huge_pages(&self) {
         let (start, size_bytes) = self.frames();
         // SAFETY: the mapping lives as long as `self`.
         unsafe { without_huge_pages(start, size_bytes) };
     }
 
-    /// Whether a userfaultfd gave the memory up before all of it was filled: pages of it may be zeros that nobody sent, so none
-    /// is resolved or read any more, until all of it is [discarded](Backing::discard).
+    /// Whether a userfaultfd abandoned the memory before all of it was filled. Pages of it may be
+    /// zeros that were not sent, so none is resolved or read any more, until all of it is
+    /// [discarded](Backing::discard).
     #[inline]
     pub fn is_lost(&self) -> bool {
         match &self.0 {
@@ -99,10 +104,12 @@ impl Backing {
         }
     }
 
-    /// Sets or takes away the mark of [`is_lost`](Backing::is_lost). It must be set before the kernel lets anybody in.
+    /// Sets or clears the mark of [`is_lost`](Backing::is_lost). It must be set before the kernel
+    /// releases any thread.
     pub(crate) fn set_lost(&self, lost: bool) {
         if let Memory::Fixed(mapping) = &self.0 {
-            // Release: paired with the fence of `Mapping::is_lost`, by way of what the kernel does in between.
+            // Release: paired with the fence of `Mapping::is_lost`, by way of the kernel's wake-up
+            // in between.
             mapping.lost.store(lost, Ordering::Release);
         }
     }
@@ -115,7 +122,7 @@ pub struct Alias {
     size_bytes: u64,
 }
 
-// SAFETY: the pointer is only an address; what is behind it is shared memory, which is accessed atomically here.
+// SAFETY: the pointer is only an address; the shared memory behind it is accessed atomically here.
 unsafe impl Send for Alias {}
 // SAFETY: as above.
 unsafe impl Sync for Alias {}
@@ -128,7 +135,8 @@ impl Drop for Alias {
 }
 
 impl Alias {
-    /// The first byte. Guests change the memory at any time: access it atomically, or while nothing runs.
+    /// The first byte. Guests change the memory at any time: access it atomically, or while nothing
+    /// runs.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start
     }
@@ -138,8 +146,9 @@ impl Alias {
         self.size_bytes
     }
 
-    /// Writes `bytes` at `offset_bytes`, whatever was there: of two who fill the same page, the later one overwrites what a
-    /// guest has written since. `None`, and nothing is written, if they do not fit or are not whole words of 8 bytes.
+    /// Writes `bytes` at `offset_bytes`, whatever was there: a second fill of a page overwrites
+    /// what a guest has written since. `None`, and nothing is written, if they do not fit or are
+    /// not whole words of 8 bytes.
     pub fn write(&self, offset_bytes: u64, bytes: &[u8]) -> Option<()> {
         let end = offset_bytes.checked_add(bytes.len() as u64)?;
         if end > self.size_bytes || !(offset_bytes | end).is_multiple_of(WORD_BYTES as u64) {
@@ -147,22 +156,23 @@ impl Alias {
         }
         let first = self.start.wrapping_add(offset_bytes as usize).cast::<u64>();
         for (nr, word) in bytes.as_chunks::<WORD_BYTES>().0.iter().enumerate() {
-            // SAFETY: inside the mapping, which lives as long as `self`, and aligned; others access it atomically or by
-            // machine instructions.
+            // SAFETY: inside the mapping, which lives as long as `self`, and aligned; others access
+            // it atomically or by machine instructions.
             let at = unsafe { AtomicU64::from_ptr(first.wrapping_add(nr)) };
-            // Relaxed: it is the kernel's mapping of the page that hands it over.
+            // Relaxed: the kernel's mapping of the page publishes it.
             at.store(u64::from_ne_bytes(*word), Ordering::Relaxed);
         }
         Some(())
     }
 
-    /// Puts all pages into the file, zeros where there were none, and maps them here: a guest's access then finds each page in
-    /// the file, and no write to the alias faults.
+    /// Allocates all pages of the file, zeros where there were none, and maps them here: a guest's
+    /// access then finds each page in the file, and no write to the alias faults.
     ///
     /// # Errors
-    /// [`MemoryError::System`]: some pages may have been put there.
+    /// [`MemoryError::System`]: some pages may have been allocated.
     pub fn populate(&self) -> Result<(), MemoryError> {
-        // SAFETY: the range is the mapping, which lives as long as `self`; contents stay as they are.
+        // SAFETY: the range is the mapping, which lives as long as `self`; contents stay as they
+        // are.
         match unsafe { libc::madvise(self.start.cast(), self.size_bytes as usize, libc::MADV_POPULATE_WRITE) } {
             0 => Ok(()),
             _ => Err(failed("madvise(MADV_POPULATE_WRITE)", self.size_bytes)),

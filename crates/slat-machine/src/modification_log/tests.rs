@@ -1,4 +1,5 @@
-//! The logs by themselves: the index goes down and round, drains keep their order, and nothing is lost beside drains.
+//! The logs alone: the index goes down and wraps around, drains keep their order, and nothing is
+//! lost beside drains.
 
 use std::collections::HashSet;
 use std::sync::{Barrier, Mutex};
@@ -8,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::commit::Port;
 
-/// The longest that one test on threads goes on.
+/// The longest time for one test on threads.
 const BUDGET: Duration = Duration::from_millis(300);
 
 fn page(number: u64) -> Gpa {
@@ -57,20 +58,20 @@ fn a_full_log_takes_nothing_until_it_is_empty() {
 }
 
 #[test]
-fn it_goes_round_whatever_was_left() {
+fn the_index_wraps_around_with_any_entries_left() {
     let domain = FlushDomain::new();
     let logs = ModificationLogs::default();
     let log = logs.add();
     let mut next = 0;
-    let mut given = 0;
+    let mut nr_seen = 0;
     for part in [1, 511, 300, 300, 512, 7, 511, 512, 2] {
         for _ in 0..part {
             assert_eq!(log.append(page(next)), Ok(()));
             next += 1;
         }
         let pages = if part % 2 == 0 { drained(&logs, &domain) } else { emptied(&log) };
-        assert!(pages.into_iter().eq((given..next).map(page)), "{part} behind {given}");
-        given = next;
+        assert!(pages.into_iter().eq((nr_seen..next).map(page)), "{part} behind {nr_seen}");
+        nr_seen = next;
     }
 }
 
@@ -90,26 +91,27 @@ fn a_drain_flushes_first_and_keeps_the_entries_until_they_are_marked() {
     assert_eq!(other.append(page(3)), Ok(()));
     let mut parts = Vec::new();
     logs.drain(&domain, &mut |part| {
-        assert!(!port.is_current(generation), "the flush comes before the first entry is given out");
+        assert!(!port.is_current(generation), "the flush comes before the first entry is passed on");
         // Another drain, while this one has not returned from its marking.
         let again = drained(&logs, &domain);
         assert!(part.iter().all(|gpa| again.contains(gpa)), "{part:?} is not in {again:?}");
         parts.push(part.to_vec());
         if part.len() == 2 {
-            // Another drain gets ahead, and the CPU logs more: this one gives back what it has given out, no less and no more.
+            // Another drain is faster, and the CPU logs more: this one releases what it has passed
+            // on, no less and no more.
             assert_eq!(one.append(page(4)), Ok(()));
             assert_eq!(drained(&logs, &domain), [page(4)]);
             assert_eq!(one.append(page(5)), Ok(()));
         }
     });
-    // The second log's entry was given out by the drain within.
+    // The drain within passed on the second log's entry.
     assert_eq!(parts, [vec![page(1), page(2)]]);
     assert_eq!(drained(&logs, &domain), [page(5)]);
     assert_eq!(drained(&logs, &domain), []);
 }
 
 #[test]
-fn what_a_cpu_leaves_is_drained_and_its_log_goes_to_the_next() {
+fn the_entries_of_a_dropped_cpu_are_drained_and_its_log_is_reused() {
     let domain = FlushDomain::new();
     let logs = ModificationLogs::default();
     let first = logs.add();
@@ -156,10 +158,10 @@ fn each_log_has_one_cpu() {
 }
 
 #[test]
-fn thousands_of_logs_go_without_a_deep_stack() {
+fn thousands_of_logs_are_dropped_without_a_deep_stack() {
     let work = || {
         let logs = ModificationLogs::default();
-        // Held by CPUs, each of them, so that none is given out twice.
+        // CPUs hold each of them, so that none is taken twice.
         let cpus: Vec<_> = (0..4096).map(|_| logs.add()).collect();
         drop(cpus);
         assert_eq!(logs.buffers().count(), 4096);
@@ -167,8 +169,8 @@ fn thousands_of_logs_go_without_a_deep_stack() {
     thread::Builder::new().stack_size(128 << 10).spawn(work).expect("a thread").join().expect("no panic");
 }
 
-/// Two CPUs log one number after the other. Three threads drain: what was logged when a drain began has been given to
-/// somebody, and been noted by him, when it returns.
+/// Two CPUs log one number after the other. Three threads drain: what was logged when a drain began
+/// was passed to one of them, and noted, when it returns.
 #[test]
 fn drains_beside_the_cpus_and_each_other_lose_nothing() {
     const MOST: u64 = 2_000_000;
@@ -198,7 +200,7 @@ fn drains_beside_the_cpus_and_each_other_lose_nothing() {
                     while log.append(gpa).is_err() {
                         log.empty(&mut |pages| note(pages));
                     }
-                    // Release: the drain that sees it begins later.
+                    // Release: a drain that observes it begins later.
                     nr_done.store(number + 1, Ordering::Release);
                 }
                 stop.store(true, Ordering::Relaxed);
@@ -214,7 +216,7 @@ fn drains_beside_the_cpus_and_each_other_lose_nothing() {
                     let before = [0, 1].map(|cpu: usize| nr_done[cpu].load(Ordering::Acquire));
                     logs.drain(domain, &mut |pages| {
                         if drainer == 0 {
-                            // Loses its processor while it has entries in its hands.
+                            // Is preempted while it has entries.
                             thread::yield_now();
                         }
                         note(pages);

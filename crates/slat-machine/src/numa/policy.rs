@@ -1,4 +1,5 @@
-//! The kernel's memory policies: of a mapping and of a thread (mbind(2), set_mempolicy(2), get_mempolicy(2)).
+//! The kernel's memory policies: of a mapping and of a thread (mbind(2), set_mempolicy(2),
+//! get_mempolicy(2)).
 
 #![expect(unsafe_code, reason = "the memory policy system calls")]
 
@@ -9,10 +10,10 @@ use slat::NodeId;
 
 use super::{MemoryPolicy, NODE_ID_END};
 
-// From include/uapi/linux/mempolicy.h, as far as the C library's bindings have not got it.
+// From include/uapi/linux/mempolicy.h, as far as the C library's bindings lack them.
 pub(super) const MPOL_PREFERRED_MANY: libc::c_int = 5;
 pub(super) const MPOL_WEIGHTED_INTERLEAVE: libc::c_int = 6;
-/// What is there already must be, or be brought, where it should.
+/// Existing pages must be in the right place, or be moved there.
 const MPOL_MF_STRICT: libc::c_uint = 1 << 0;
 const MPOL_MF_MOVE: libc::c_uint = 1 << 1;
 
@@ -36,27 +37,29 @@ fn checked(result: libc::c_long) -> Result<(), io::Error> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Whether memory of another node will do.
+/// Whether memory of another node is allowed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Strictness {
-    /// It will not.
+    /// No.
     Bind,
-    /// It will, if there is no other.
+    /// Yes, if there is no other.
     Prefer,
 }
 
-/// Places the `size_bytes` from `start` on, a whole number of pages of a mapping, on `node`; what is there already is moved.
+/// Places the `size_bytes` from `start` on, a whole number of pages of a mapping, on `node`;
+/// existing pages are moved.
 pub(super) fn bind(start: *mut u8, size_bytes: u64, node: NodeId, strictness: Strictness) -> Result<(), io::Error> {
     let mask = mask(&[node]);
     let (mode, flags) = match strictness {
         Strictness::Bind => (libc::MPOL_BIND, MPOL_MF_MOVE | MPOL_MF_STRICT),
         Strictness::Prefer => (libc::MPOL_PREFERRED, MPOL_MF_MOVE),
     };
-    // SAFETY: the kernel reads a mask of so many bits; a policy changes no contents, wherever `start` leads.
+    // SAFETY: the kernel reads a mask of so many bits; a policy changes no contents, whatever
+    // `start` is.
     checked(unsafe { libc::syscall(libc::SYS_mbind, start, size_bytes, mode, mask.as_ptr(), MASK_BITS, flags) })
 }
 
-/// Sets the policy of the calling thread. `with_memory` are the nodes to take turns.
+/// Sets the policy of the calling thread. `with_memory` are the nodes to interleave.
 pub(super) fn set(policy: MemoryPolicy, with_memory: &[NodeId]) -> Result<(), io::Error> {
     let (mode, mask) = match policy {
         MemoryPolicy::Local => (libc::MPOL_DEFAULT, mask(&[])),
@@ -67,7 +70,7 @@ pub(super) fn set(policy: MemoryPolicy, with_memory: &[NodeId]) -> Result<(), io
     checked(unsafe { libc::syscall(libc::SYS_set_mempolicy, mode, mask.as_ptr(), MASK_BITS) })
 }
 
-/// The policy of a thread, as the kernel tells it.
+/// The policy of a thread, as the kernel reports it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct OfThread {
     pub(super) mode: libc::c_int,
@@ -81,13 +84,15 @@ impl OfThread {
     }
 }
 
-/// The policy of the calling thread; `None` if the kernel does not tell. A short system call that waits for nobody.
+/// The policy of the calling thread; `None` if the kernel does not report it. A short system call
+/// that does not wait.
 pub(super) fn of_thread() -> Option<OfThread> {
     const FLAGS: libc::c_int = libc::MPOL_F_NUMA_BALANCING | libc::MPOL_F_RELATIVE_NODES | libc::MPOL_F_STATIC_NODES;
     let mut mode: libc::c_int = 0;
     let mut mask: Mask = [0; MASK_WORDS];
     let nowhere = ptr::null::<u8>();
-    // SAFETY: the kernel writes a number and a mask of so many bits, both of which outlive the call.
+    // SAFETY: the kernel writes a number and a mask of so many bits, both of which outlive the
+    // call.
     let result = unsafe {
         libc::syscall(libc::SYS_get_mempolicy, &raw mut mode, mask.as_mut_ptr(), MASK_BITS, nowhere, 0 as libc::c_ulong)
     };

@@ -1,5 +1,5 @@
-//! What the hardware walkers count: of the entries of second-stage tables that they read, how many were on the CPU's own node
-//! and how many on another. A restarted walk has read, too, and counts as far as it came.
+//! The counts of the hardware walkers: how many of the second-stage PTEs that they read were on the
+//! CPU's own node, and how many on another. A restarted walk counts the PTEs that it has read.
 
 use std::cell::Cell;
 use std::ops::Add;
@@ -12,21 +12,21 @@ use slat::{Hpa, NodeId};
 use super::NodeMap;
 use super::spans::TableSpans;
 
-/// Entries of second-stage tables that walkers have read.
+/// Second-stage PTEs that walkers have read.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct WalkReads {
-    /// In tables on the node that the CPU was on.
+    /// In page-table pages on the CPU's node.
     pub local: u64,
-    /// In tables on another.
+    /// In page-table pages on another node.
     pub remote: u64,
-    /// Those of `local` that were in tables of level 1, which hold leaves of 4 KiB.
+    /// Those of `local` in page-table pages of level 1, whose leaf PTEs map 4 KiB.
     pub leaf_table_local: u64,
-    /// Those of `remote` that were in such tables.
+    /// Those of `remote` in such page-table pages.
     pub leaf_table_remote: u64,
 }
 
 impl WalkReads {
-    /// What was read since `earlier`.
+    /// The reads since `earlier`.
     #[must_use]
     pub fn since(self, earlier: WalkReads) -> WalkReads {
         WalkReads {
@@ -51,12 +51,12 @@ impl Add for WalkReads {
     }
 }
 
-/// The counts of one CPU at a time, which others may read at any time.
+/// The counts of one CPU at a time, which other threads may read at any time.
 #[derive(Debug, Default)]
 pub struct ReadCounts(CachePadded<[AtomicU64; 4]>);
 
 impl ReadCounts {
-    /// What was counted so far.
+    /// The counts so far.
     pub fn get(&self) -> WalkReads {
         // Relaxed: statistics.
         let [local, remote, leaf_table_local, leaf_table_remote] =
@@ -77,7 +77,7 @@ pub struct WalkCounter {
     nodes: Arc<NodeMap>,
     tables: Arc<TableSpans>,
     counts: Arc<ReadCounts>,
-    /// Where the CPU was when its walk began.
+    /// The node of the CPU when its walk began.
     here: Cell<NodeId>,
 }
 
@@ -87,21 +87,21 @@ impl WalkCounter {
         WalkCounter { nodes, tables, counts, here }
     }
 
-    /// What was counted so far.
+    /// The counts so far.
     pub(crate) fn reads(&self) -> WalkReads {
         self.counts.get()
     }
 
-    /// A walk begins: looks where the thread is.
+    /// Begins a walk: looks up the thread's node.
     #[inline]
     pub(crate) fn begin_walk(&self) {
         self.here.set(self.nodes.current_node());
     }
 
-    /// An entry of `table`, whose entries have `level`, was read.
+    /// Counts a PTE of level `level` that was read in `table`.
     #[inline]
     pub(crate) fn count(&self, table: Hpa, level: u8) {
-        // A table that the host did not give out has no node.
+        // A page-table page that the host did not allocate has no node.
         let Some(node) = self.tables.node_of(table) else { return };
         let which = usize::from(node != self.here.get()) | usize::from(level == 1) << 1;
         let count = &self.counts.0[which];

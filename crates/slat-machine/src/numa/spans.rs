@@ -1,9 +1,9 @@
-//! Which node an address is on: asked for each table that is linked, and for each entry that a counted walk reads. Nothing in
-//! here changes once it is made, so a look takes no lock.
+//! The node of an address, for each page-table page that is linked, and for each PTE that a counted
+//! walk reads. The spans never change, so a look-up takes no lock.
 
 use slat::{Hpa, NodeId};
 
-/// The memory for tables: equal spans of addresses, one for each node.
+/// The memory for page-table pages: equal spans of addresses, one for each node.
 #[derive(Clone, Debug)]
 pub(crate) struct TableSpans {
     start: Hpa,
@@ -33,7 +33,7 @@ impl TableSpans {
     }
 }
 
-/// A part of guest memory that lies on one node.
+/// A part of guest memory on one node.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct MemorySpan {
     pub(crate) start: Hpa,
@@ -61,9 +61,9 @@ impl MemorySpans {
     }
 }
 
-/// Divides `size_bytes` of memory equally among `places`. Borders are multiples of `unit_bytes`, since a page of the host lies
-/// on one node whole: one that would be cut goes with the later part. Yields (first byte, byte behind the last, place),
-/// neighbours at one place as one.
+/// Divides `size_bytes` of memory equally among `places`. Borders are multiples of `unit_bytes`,
+/// since one page of the host is on one node; a page at a border goes to the later part. Yields
+/// (first byte, byte behind the last, place), neighbours at one place as one.
 pub(crate) fn divide(places: &[usize], size_bytes: u64, unit_bytes: u64) -> Vec<(u64, u64, usize)> {
     let nr_parts = places.len() as u64;
     let border = |index: u64| match index {

@@ -1,4 +1,4 @@
-//! What the kernel tells about the host's nodes (Documentation/ABI/stable/sysfs-devices-node).
+//! The host's nodes as the kernel reports them (Documentation/ABI/stable/sysfs-devices-node).
 
 use std::fs;
 use std::io;
@@ -21,12 +21,12 @@ pub(super) struct HostNode {
     pub(super) id: NodeId,
     pub(super) cpus: Vec<u32>,
     pub(super) has_memory: bool,
-    /// To each of the nodes, in their order; empty if the kernel does not tell.
+    /// To each of the nodes, in their order; empty if the kernel does not report them.
     pub(super) distances: Vec<u32>,
 }
 
 impl HostNode {
-    /// All nodes that are online, in the order of their numbers; `None` if the kernel knows no nodes.
+    /// All nodes that are online, in the order of their numbers; `None` if the kernel has no nodes.
     pub(super) fn read_all(root: &Path) -> Result<Option<Vec<HostNode>>, NumaError> {
         if !root.exists() {
             return Ok(None);
@@ -47,7 +47,8 @@ impl HostNode {
     }
 }
 
-/// The numbers of the nodes whose memory this process may use (its cpuset); `None` if the kernel does not tell.
+/// The numbers of the nodes whose memory this process may use (its cpuset); `None` if the kernel
+/// does not report them.
 pub(super) fn allowed_memory() -> Option<Vec<u32>> {
     let status = fs::read_to_string("/proc/self/status").ok()?;
     let list = status.lines().find_map(|line| line.strip_prefix("Mems_allowed_list:"))?;
@@ -61,8 +62,8 @@ fn read_list(path: &PathBuf, end: u32) -> Result<Vec<u32>, NumaError> {
     parse_list(&text, end).ok_or_else(malformed)
 }
 
-/// The numbers in a list such as "0-3,8,10-11", as they come; none of them in an empty one. `None` if it is no such list,
-/// or has numbers from `end` on.
+/// The numbers in a list such as "0-3,8,10-11", in that order; an empty list has none. `None` if it
+/// is no such list, or has numbers from `end` on.
 pub(super) fn parse_list(text: &str, end: u32) -> Option<Vec<u32>> {
     let text = text.trim();
     if text.is_empty() {
@@ -80,8 +81,9 @@ pub(super) fn parse_list(text: &str, end: u32) -> Option<Vec<u32>> {
     Some(numbers)
 }
 
-/// Memory in pages of `page_bytes` that `node` can give, in bytes: of its pool of huge pages, or free and such as the kernel
-/// drops before it runs out. `None` if the kernel does not tell.
+/// Memory in pages of `page_bytes` that `node` has available, in bytes: of its pool of huge pages,
+/// or free and such as the kernel drops before it runs out. `None` if the kernel does not report
+/// it.
 pub(super) fn free_bytes(root: &Path, node: NodeId, page_bytes: u64) -> Option<u64> {
     let directory = root.join(format!("node{}", node.0));
     if page_bytes > PAGE_SIZE {

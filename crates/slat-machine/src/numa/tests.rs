@@ -1,4 +1,4 @@
-//! Nodes as sysfs tells them, numbers with gaps, nodes without memory or CPUs, and what a thread gets.
+//! Nodes in sysfs, numbers with gaps, nodes without memory or CPUs, and the memory of a thread.
 
 use std::fs;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -17,7 +17,7 @@ fn virtual_map(nodes: &[u32], without_memory: &[u32]) -> Result<NodeMap, NumaErr
     Nodes::Virtual { nodes: ids(nodes), without_memory: ids(without_memory) }.map()
 }
 
-/// A directory as sysfs has it. It goes when this is dropped.
+/// A directory like sysfs. It is removed when this is dropped.
 pub(crate) struct FakeSysfs(PathBuf);
 
 /// Number, cpulist, distance.
@@ -56,7 +56,7 @@ impl Drop for FakeSysfs {
 }
 
 #[test]
-fn lists_are_read_as_the_kernel_writes_them() {
+fn lists_are_read_in_the_kernels_format() {
     let parse = |text| sysfs::parse_list(text, 1024);
     assert_eq!(parse("0\n"), Some(vec![0]));
     assert_eq!(parse("0-3,8,10-11\n"), Some(vec![0, 1, 2, 3, 8, 10, 11]));
@@ -89,7 +89,7 @@ fn four_hundred_and_sixteen_cpus_sit_in_blocks_of_fifty_two() {
 }
 
 #[test]
-fn what_is_wanted_on_a_node_without_memory_comes_from_the_next() {
+fn memory_for_a_node_without_memory_comes_from_the_next() {
     let map = virtual_map(&[0, 3, 4, 9], &[3, 9]).unwrap();
     let from = |node| map.memory_node(NodeId(node)).unwrap().0;
     assert_eq!([0, 3, 4, 9].map(from), [0, 4, 4, 0]);
@@ -99,7 +99,7 @@ fn what_is_wanted_on_a_node_without_memory_comes_from_the_next() {
 }
 
 #[test]
-fn nodes_that_cannot_be_are_refused() {
+fn impossible_nodes_are_refused() {
     assert!(matches!(virtual_map(&[], &[]), Err(NumaError::NoNodes)));
     assert!(matches!(Nodes::virtual_nodes(65).map(), Err(NumaError::TooManyNodes { nr_nodes: 65 })));
     assert!(Nodes::virtual_nodes(64).map().is_ok());
@@ -111,7 +111,7 @@ fn nodes_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn a_thread_is_where_it_says_and_others_are_on_the_first() {
+fn a_thread_is_on_its_node_and_others_are_on_the_first() {
     let map = virtual_map(&[2, 4, 6], &[2]).unwrap();
     assert_eq!(map.current_node(), NodeId(2));
     map.run_on(NodeId(6)).unwrap();
@@ -142,14 +142,14 @@ fn a_thread_has_a_policy() {
     let refused = map.set_memory_policy(MemoryPolicy::Preferred(NodeId(2)));
     assert!(matches!(refused, Err(NumaError::NoSuchNode { node: NodeId(2) })));
     assert_eq!(first_of(), 7);
-    // The node that has none gives it to the next.
+    // The memory of a node without memory comes from the next.
     map.set_memory_policy(MemoryPolicy::Preferred(NodeId(1))).unwrap();
     assert_eq!(first_of(), 5);
     thread::scope(|scope| scope.spawn(|| assert_eq!(first_of(), 0)).join().unwrap());
 }
 
 #[test]
-fn the_hosts_nodes_are_as_sysfs_says() {
+fn the_hosts_nodes_are_those_of_sysfs() {
     // Node 4 has no memory and is next to 1; node 6 has no CPUs.
     let fake = FakeSysfs::new(
         "0-1,4,6\n",
@@ -171,7 +171,7 @@ fn the_hosts_nodes_are_as_sysfs_says() {
     assert_eq!(*map.homes(3, Some(&[10, 5, 2])), [2, 1, 0]);
     assert!(matches!(map.run_on(NodeId(6)), Err(NumaError::NoCpus { node: Some(NodeId(6)) })));
 
-    // Of a process that may use less.
+    // Of a process that may use fewer.
     let map = NodeMap::of_host(&fake.0, &[1, 8], Some(&[0, 6])).unwrap();
     assert_eq!(map.places_with_cpus(), [0, 2]);
     assert_eq!([0, 1, 4, 6].map(|node| map.memory_node(NodeId(node)).unwrap().0), [0, 0, 0, 6]);
@@ -181,7 +181,7 @@ fn the_hosts_nodes_are_as_sysfs_says() {
 
 #[test]
 fn a_node_is_the_nearest_to_itself() {
-    // Distances that no kernel should tell, too few of them, and none.
+    // Distances that no kernel reports, too few of them, and none.
     let fake = FakeSysfs::new("0-2\n", "0-2\n", &[(0, "0\n", "10 5 5\n"), (1, "1\n", "7\n"), (2, "2\n", "")]);
     let map = fake.map(&[0, 1, 2]).unwrap();
     assert_eq!(map.places_for(TableNode::Node(NodeId(0))), [0, 1, 2]);
@@ -200,7 +200,7 @@ fn a_host_without_nodes_has_one() {
 }
 
 #[test]
-fn nonsense_in_sysfs_is_named() {
+fn impossible_sysfs_contents_are_reported() {
     let fake = FakeSysfs::new("0-1\n", "0-1\n", &[(0, "0\n", "10 20\n")]);
     match fake.map(&[0]) {
         Err(NumaError::Unreadable { path, .. }) => assert!(path.ends_with("node1/cpulist")),
@@ -217,11 +217,11 @@ fn nonsense_in_sysfs_is_named() {
 }
 
 #[test]
-fn a_node_with_too_little_memory_is_named() {
+fn a_node_with_too_little_memory_is_reported() {
     let fake = FakeSysfs::new("0,2\n", "0,2\n", &[(0, "0\n", "10 20\n"), (2, "1\n", "20 10\n")]);
     let map = fake.map(&[0, 1]).unwrap();
     fake.write("node2/meminfo", "Node 2 MemTotal: 9000 kB\nNode 2 MemFree: 100 kB\nNode 2 Inactive(file): 24 kB\n");
-    assert!(map.check_free(&[u64::MAX, 124 << 10], 4096).is_ok(), "nothing is told of node 0");
+    assert!(map.check_free(&[u64::MAX, 124 << 10], 4096).is_ok(), "node 0 has no file");
     let refused = map.check_free(&[0, (124 << 10) + 1], 4096);
     assert!(
         matches!(refused, Err(NumaError::NotEnoughMemory { node: NodeId(2), free_bytes: 126_976, .. })),
@@ -250,7 +250,7 @@ fn this_host_has_nodes() {
     .unwrap();
 }
 
-/// Set and read back by the kernel. Skipped where it has no policies, or forbids them.
+/// The kernel stores and returns the policy. Skipped where it has no policies, or forbids them.
 #[test]
 fn the_kernel_keeps_a_threads_policy() {
     thread::spawn(|| {
@@ -263,29 +263,32 @@ fn the_kernel_keeps_a_threads_policy() {
             Err(NumaError::Policy { source }) => return eprintln!("skipped: set_mempolicy: {source}"),
             other => other.unwrap(),
         }
-        let told = policy::of_thread().unwrap();
-        assert_eq!((told.mode, told.has(node)), (libc::MPOL_PREFERRED, true));
-        assert_eq!(map.place_by_kernel(told, 0), map.place_of(node));
+        let reported = policy::of_thread().unwrap();
+        assert_eq!((reported.mode, reported.has(node)), (libc::MPOL_PREFERRED, true));
+        assert_eq!(map.place_by_kernel(reported, 0), map.place_of(node));
         map.set_memory_policy(MemoryPolicy::Interleave).unwrap();
-        let told = policy::of_thread().unwrap();
-        assert_eq!((told.mode, told.has(node), told.has(NodeId(1023))), (libc::MPOL_INTERLEAVE, true, false));
-        assert!(map.place_by_kernel(told, 0).is_some());
+        let reported = policy::of_thread().unwrap();
+        assert_eq!(
+            (reported.mode, reported.has(node), reported.has(NodeId(1023))),
+            (libc::MPOL_INTERLEAVE, true, false)
+        );
+        assert!(map.place_by_kernel(reported, 0).is_some());
         map.set_memory_policy(MemoryPolicy::Local).unwrap();
-        let told = policy::of_thread().unwrap();
-        assert_eq!(told.mode, libc::MPOL_DEFAULT);
-        assert_eq!(map.place_by_kernel(told, 0), None);
+        let reported = policy::of_thread().unwrap();
+        assert_eq!(reported.mode, libc::MPOL_DEFAULT);
+        assert_eq!(map.place_by_kernel(reported, 0), None);
     })
     .join()
     .unwrap();
 }
 
 #[test]
-fn memory_is_divided_at_whole_pages() {
+fn memory_is_divided_between_whole_pages() {
     assert_eq!(divide(&[0, 0, 1, 1], 4 * 8192, 4096), [(0, 16384, 0), (16384, 32768, 1)]);
     assert_eq!(divide(&[2], 12288, 4096), [(0, 12288, 2)]);
-    // A huge page that would be cut goes with the later part.
+    // A huge page at a border goes to the later part.
     assert_eq!(divide(&[0, 1], 6 << 20, 2 << 20), [(0, 2 << 20, 0), (2 << 20, 6 << 20, 1)]);
-    // Parts smaller than a page vanish, and nothing is lost.
+    // Parts smaller than a page disappear, and nothing is lost.
     assert_eq!(divide(&[0, 1, 2, 3], 4096, 4096), [(0, 4096, 3)]);
     assert_eq!(divide(&[0, 1, 0], 3 * 4096, 4096), [(0, 4096, 0), (4096, 8192, 1), (8192, 12288, 0)]);
     // With spare pages at the end, which no part has: shares.

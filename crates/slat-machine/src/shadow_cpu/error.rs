@@ -5,7 +5,8 @@ use thiserror::Error;
 
 use crate::walk::guest::GuestFault;
 
-/// Why an access, or another operation of the guest's, did not complete. It has changed nothing that the guest can see.
+/// Why an access, or another operation of the guest, did not complete. It has changed nothing that
+/// the guest can observe.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
 pub enum ShadowCpuError {
@@ -15,48 +16,49 @@ pub enum ShadowCpuError {
         /// The address.
         gva: Gva,
     },
-    /// The guest is to blame: an exception for it.
+    /// An error of the guest: an exception for it.
     #[error(transparent)]
     Guest(#[from] GuestFault),
-    /// The engine wants user space to act; then the guest does the same again.
+    /// An exit to user space; then the guest repeats the operation.
     #[error("exit to user space: {0:?}")]
     Exit(Exit),
-    /// The engine could not do what it was asked.
+    /// The engine failed.
     #[error("the engine failed: {0}")]
     Engine(#[from] slat::Error),
-    /// The guest cannot be entered like this: the number of levels, the PCID or the root cannot be loaded.
+    /// The guest cannot be entered: the number of levels, the PCID or the root cannot be loaded.
     #[error("the guest cannot be entered with {entry:?}")]
     BadEntry {
-        /// What was to be loaded.
+        /// The entry.
         entry: GuestEntry,
     },
-    /// The shadow tables are broken: an entry has bits set that the format reserves.
+    /// The shadow page tables are misconfigured: a PTE has reserved bits set.
     #[error("shadow tables are misconfigured: entry {entry:#x} of level {} for {gva}", level.0)]
     Misconfigured {
         /// The address that was translated.
         gva: Gva,
-        /// Level of the entry.
+        /// Level of the PTE.
         level: Level,
-        /// The entry.
+        /// The PTE.
         entry: u64,
     },
-    /// The shadow tables are broken: they lead to where there is no memory.
+    /// The shadow page tables map an address without memory.
     #[error("shadow tables lead to {hpa} for {gva}, where there is no memory")]
     NoMemory {
         /// The address that was translated.
         gva: Gva,
-        /// Where the tables led.
+        /// The address that it is mapped to.
         hpa: Hpa,
     },
-    /// The exchange would have to be emulated, and only a write can be: the two halves would not be one piece.
-    #[error("exchange at {gva} hits a page table of the guest at {gpa}, and cannot be emulated in one piece")]
+    /// The exchange would have to be emulated, and only a write can be: the emulation would not be
+    /// atomic.
+    #[error("exchange at {gva} hits a page table of the guest at {gpa}, and cannot be emulated atomically")]
     EmulatedExchange {
         /// The address.
         gva: Gva,
-        /// Where it leads.
+        /// Its guest-physical address.
         gpa: Gpa,
     },
-    /// The engine has answered that many faults on one access, and it still faults.
+    /// The engine has handled that many faults on one access, and it still faults.
     #[error("access to {gva} still faults after {nr_faults} faults")]
     Stuck {
         /// The address.
@@ -67,7 +69,7 @@ pub enum ShadowCpuError {
 }
 
 impl From<Exit> for ShadowCpuError {
-    /// Exceptions are for the guest, and the other exits for user space.
+    /// Exceptions are for the guest, the other exits for user space.
     fn from(exit: Exit) -> ShadowCpuError {
         match exit {
             Exit::PageFault { gva, error_code } => GuestFault::Page { gva, error_code }.into(),

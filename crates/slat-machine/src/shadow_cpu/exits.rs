@@ -1,4 +1,4 @@
-//! The guest's instructions that exit to the hypervisor, and what is counted of all exits.
+//! The guest's instructions that exit to the hypervisor, and the counts of all exits.
 
 use slat::{Gpa, Gva, Outcome, PagingRegister, PagingRegisters, Privilege};
 
@@ -8,17 +8,17 @@ use crate::walk::guest::GuestFault;
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// What a CPU has done so far.
+        /// The counts of a CPU.
         #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-        pub struct Counters {
+        pub struct ShadowCpuCounters {
             $($(#[$doc])* pub $name: u64,)*
         }
 
-        impl Counters {
-            /// What was done since `earlier`.
+        impl ShadowCpuCounters {
+            /// The counts since `earlier`.
             #[must_use]
-            pub fn since(self, earlier: Counters) -> Counters {
-                Counters { $($name: self.$name.wrapping_sub(earlier.$name),)* }
+            pub fn since(self, earlier: ShadowCpuCounters) -> ShadowCpuCounters {
+                ShadowCpuCounters { $($name: self.$name.wrapping_sub(earlier.$name),)* }
             }
         }
     };
@@ -29,9 +29,9 @@ counters! {
     nr_accesses,
     /// Those of them that were reads and fetches.
     nr_reads,
-    /// Lookups for which the TLB had no usable entry.
+    /// Look-ups for which the TLB had no usable entry.
     nr_tlb_misses,
-    /// Walks of the shadow tables.
+    /// Walks of the shadow page tables.
     nr_walks,
     /// Exits for page faults.
     nr_page_fault_exits,
@@ -47,13 +47,14 @@ counters! {
     nr_entries,
     /// Writes that the hypervisor did for the guest.
     nr_emulated_writes,
-    /// Accesses started over because the translation changed under them.
+    /// Accesses started over because the translation changed meanwhile.
     nr_restarts,
     /// Flushes of the flush domain that the CPU has caught up with.
     nr_flushes_seen,
     /// Times that it dropped its whole TLB for those.
     nr_full_drops,
-    /// Those of these times at which it was in the guest: on hardware an interrupt, and so an exit, that is not among the exits.
+    /// Those of these times at which it was in the guest: on hardware an interrupt, and so an exit,
+    /// which does not count as an exit here.
     nr_interruptions,
     /// Translations that it dropped from its TLB for those.
     nr_translations_dropped,
@@ -65,7 +66,7 @@ counters! {
     nr_all_flushes,
 }
 
-impl Counters {
+impl ShadowCpuCounters {
     /// Exits of all kinds.
     pub fn nr_exits(&self) -> u64 {
         self.nr_page_fault_exits
@@ -101,7 +102,7 @@ impl<V: ShadowHandler> ShadowCpu<V> {
         self.write_register(PagingRegister::Efer, value)
     }
 
-    /// MOV to CR3: with CR4.PCIDE, bit 63 says that translations of the PCID may be kept.
+    /// MOV to CR3: with CR4.PCIDE, bit 63 allows the CPU to keep translations of the PCID.
     ///
     /// # Errors
     /// [`ShadowCpuError`]: nothing has changed.
@@ -133,7 +134,7 @@ impl<V: ShadowHandler> ShadowCpu<V> {
         finish(self.handler.invpcid(kind, descriptor)?)
     }
 
-    /// Sets all registers at once, from the hypervisor's side: how a guest is started, or restored.
+    /// Sets all registers at once, for the hypervisor: the start or restoration of a guest.
     ///
     /// # Errors
     /// [`ShadowCpuError`]: nothing has changed.
@@ -157,7 +158,7 @@ impl<V: ShadowHandler> ShadowCpu<V> {
         self.needed = NeededRights::new(registers, self.privilege);
     }
 
-    /// Leaves the guest at an instruction that only the supervisor may use. To get there, it must have been entered.
+    /// Leaves the guest at a supervisor instruction. The guest must be entered first.
     fn begin_exit(&mut self) -> Result<(), ShadowCpuError> {
         if self.privilege == Privilege::User {
             return Err(GuestFault::GeneralProtection.into());
@@ -169,7 +170,7 @@ impl<V: ShadowHandler> ShadowCpu<V> {
         Ok(())
     }
 
-    /// Has the write done by the hypervisor, to which the page fault has led.
+    /// Has the hypervisor do the write, after a page fault.
     #[cold]
     #[inline(never)]
     pub(super) fn emulate_write(&mut self, gpa: Gpa, value: u64) -> Result<(), ShadowCpuError> {

@@ -1,10 +1,10 @@
-//! The hypervisor's side of a CPU without a second stage.
+//! The hypervisor of a CPU without a second stage.
 
 use slat::{Error, Format, Gpa, GuestAccess, GuestEntry, Gva, Host, Outcome, PagingRegister, PagingRegisters, Vcpu};
 
-/// Who handles the exits: the engine's [`Vcpu`], or a test.
+/// Handles the exits: the engine's [`Vcpu`], or a test.
 pub trait ShadowHandler {
-    /// What to load before the guest runs: asked before each entry. See [`Vcpu::entry`].
+    /// What to load before the guest runs: called before each entry. See [`Vcpu::entry`].
     ///
     /// # Errors
     /// The engine's: the guest cannot run.
@@ -46,7 +46,7 @@ pub trait ShadowHandler {
     /// The engine's.
     fn handle_page_fault(&mut self, gva: Gva, access: GuestAccess) -> Result<Outcome, Error>;
 
-    /// Does a write of the guest's that is emulated: see [`Vcpu::write_guest_table`].
+    /// Emulates a write of the guest: see [`Vcpu::write_guest_table`].
     ///
     /// # Errors
     /// The engine's.

@@ -1,4 +1,5 @@
-//! The CPU over shadow tables built by hand: what it caches, and for how long. The hypervisor's side is a script.
+//! The CPU over shadow page tables built by hand: what it caches, and for how long. The hypervisor
+//! is a script.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -31,17 +32,17 @@ impl Table {
 const INDEXES: [u64; 5] = [5, 4, 3, 2, 1];
 pub(super) const NR_PAGES: usize = 4;
 
-/// Where page `n` is with tables of four levels.
+/// The address of page `n` with page tables of four levels.
 pub(super) fn at(n: u64) -> Gva {
     Gva(2 << 39 | 3 << 30 | 4 << 21 | (5 + n) << 12)
 }
 
-/// The same with five.
+/// The same with five levels.
 pub(super) fn at_in_five_levels(n: u64) -> Gva {
     Gva(1 << 48 | at(n).0)
 }
 
-/// What the hypervisor was asked.
+/// A call of the hypervisor.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Call {
     Entry,
@@ -54,23 +55,25 @@ pub(super) enum Call {
     Write(Gpa, Vec<u8>),
 }
 
-/// What it answers.
+/// Its answer.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Answer {
     Exit(Exit),
     Fail(Error),
-    /// Puts an entry into the lowest table of the first address space, for a page, and resumes.
+    /// Sets the PTE of a page in the lowest page-table page of the first address space, and
+    /// resumes.
     Map(u64, u64),
 }
 
 pub(super) struct Script {
     pub(super) entry: GuestEntry,
     pub(super) calls: Vec<Call>,
-    /// For the next calls but entries. Afterwards: page faults are the guest's, and all else is done.
+    /// The answers to the next calls, entries excepted. After these, a page fault is the guest's,
+    /// and any other call is done.
     pub(super) answers: VecDeque<Answer>,
 }
 
-/// Two address spaces, with the tables of five levels each, and the pages that they map.
+/// Two address spaces, with page tables of five levels each, and the pages that they map.
 pub(super) struct World {
     spaces: [[Table; 5]; 2],
     data: [Table; NR_PAGES],
@@ -79,7 +82,8 @@ pub(super) struct World {
 }
 
 impl World {
-    /// All pages are mapped, writable, for the user, in both spaces: in the second in reverse.
+    /// All pages are mapped, writable, for the user, in both spaces: in the second in reverse
+    /// order.
     pub(super) fn new() -> Arc<World> {
         let table = || Table([const { AtomicU64::new(0) }; 512]);
         let entry = GuestEntry { root: Hpa(0), levels: 4, pcid: 1, flush: LocalFlush::None };
@@ -138,7 +142,7 @@ impl World {
         ShadowCpu::new(Hypervisor(Arc::clone(self)), Port::new(&self.domain), 7, Geometry::default())
     }
 
-    /// Has the CPU exit and enter again, with this to load.
+    /// Has the CPU exit and enter again, with this entry.
     fn reenter(&self, cpu: &mut ShadowCpu<Hypervisor>, change: impl Fn(&mut GuestEntry)) {
         change(&mut self.script().entry);
         cpu.exit_guest_mode();
@@ -212,7 +216,7 @@ pub(super) fn long_mode(cr4: u64) -> PagingRegisters {
     PagingRegisters { cr0: 1 << 31 | 1, cr3: 0, cr4: 1 << 5 | cr4, efer: 1 << 8 }
 }
 
-/// The guest's own page fault, as the hypervisor injects it when it has no other answer.
+/// The guest's own page fault, which the hypervisor injects without another answer.
 pub(super) fn injected<T>(gva: Gva) -> Result<T, ShadowCpuError> {
     Err(ShadowCpuError::Guest(GuestFault::Page { gva, error_code: 1 << 7 }))
 }
@@ -222,9 +226,15 @@ fn reads_writes_fetches_and_exchanges_through_the_tlb() {
     let world = World::new();
     let mut cpu = world.cpu();
     assert_eq!(cpu.read(at(2)), Ok(2));
-    assert_eq!(cpu.fetch(at(2)), Ok(2), "served by what the read has cached");
-    let expected =
-        Counters { nr_accesses: 2, nr_reads: 2, nr_tlb_misses: 1, nr_walks: 1, nr_entries: 1, ..Counters::default() };
+    assert_eq!(cpu.fetch(at(2)), Ok(2), "from the TLB");
+    let expected = ShadowCpuCounters {
+        nr_accesses: 2,
+        nr_reads: 2,
+        nr_tlb_misses: 1,
+        nr_walks: 1,
+        nr_entries: 1,
+        ..ShadowCpuCounters::default()
+    };
     assert_eq!(cpu.counters(), expected);
     assert_eq!(world.get(0, 1, 2) & (A | D), A);
     assert_eq!(cpu.write(at(2), 22), Ok(()));
@@ -232,7 +242,16 @@ fn reads_writes_fetches_and_exchanges_through_the_tlb() {
     assert_eq!(cpu.exchange(at(2), 23), Ok(22));
     assert_eq!((cpu.read(at(2)), world.word(2)), (Ok(23), 23));
     let since = cpu.counters().since(expected);
-    assert_eq!(since, Counters { nr_accesses: 3, nr_reads: 1, nr_tlb_misses: 1, nr_walks: 1, ..Counters::default() });
+    assert_eq!(
+        since,
+        ShadowCpuCounters {
+            nr_accesses: 3,
+            nr_reads: 1,
+            nr_tlb_misses: 1,
+            nr_walks: 1,
+            ..ShadowCpuCounters::default()
+        }
+    );
     for level in 2..=4 {
         assert_eq!(world.get(0, level, 0) & (A | D), A, "level {level}");
     }
@@ -244,7 +263,7 @@ fn large_pages_are_cached_whole() {
     for (level, size) in [(2, 1_u64 << 21), (3, 1 << 30)] {
         let world = World::new();
         let mut cpu = world.cpu();
-        // No memory of such a size is there: only the page around the data is touched.
+        // There is no memory of such a size: only the page around the data is touched.
         let base = world.frame(1) & !(size - 1);
         let offset = world.frame(1) - base;
         world.set(0, level, 0, base | LINK | PS);
@@ -254,7 +273,7 @@ fn large_pages_are_cached_whole() {
         assert_eq!(cpu.read(gva(offset + 8)), Ok(5));
         assert_eq!(cpu.counters().nr_walks, 2);
         assert_eq!(world.get(0, level, 0) & (A | D), A | D);
-        // The middle of the page serves as an address to forget all of it.
+        // An address in the middle of the page drops all of it.
         world.reenter(&mut cpu, |entry| entry.flush = LocalFlush::Page(gva(size / 2)));
         assert_eq!(cpu.read(gva(offset)), Ok(1));
         assert_eq!(cpu.counters().nr_walks, 3);
@@ -262,7 +281,7 @@ fn large_pages_are_cached_whole() {
 }
 
 #[test]
-fn five_levels() {
+fn pages_are_translated_by_five_levels() {
     let world = World::new();
     let mut cpu = world.cpu();
     assert_eq!(cpu.set_registers(long_mode(1 << 12)), Ok(()));
@@ -290,7 +309,7 @@ fn a_page_fault_of_the_guest_drops_the_translation() {
     assert_eq!((cpu.read(at(0)), cpu.read(at(1))), (Ok(0), Ok(1)));
     world.set(0, 1, 0, 0);
     world.set(0, 1, 1, 0);
-    assert_eq!(cpu.read(at(0)), Ok(0), "no flush names it");
+    assert_eq!(cpu.read(at(0)), Ok(0), "it was not flushed");
     let counters = cpu.counters();
     assert!(matches!(cpu.write(at(0), 1), Err(ShadowCpuError::Guest(GuestFault::Page { .. }))));
     assert_eq!(cpu.read(at(0)), injected(at(0)));
@@ -307,11 +326,12 @@ fn translations_belong_to_the_pcid_and_not_to_the_root() {
     world.reenter(&mut cpu, |entry| (entry.root, entry.pcid) = (world.root(1, 4), 2));
     assert_eq!(cpu.read(at(0)), Ok(3));
     let walks = cpu.counters().nr_walks;
-    // Back: all is there.
+    // Back: all is still cached.
     world.reenter(&mut cpu, |entry| (entry.root, entry.pcid) = (world.root(0, 4), 1));
     assert_eq!(cpu.read(at(0)), Ok(0));
     assert_eq!(cpu.counters().nr_walks, walks);
-    // The other root under the same PCID, without a flush: what is cached goes on, what is not is walked for.
+    // The other root under the same PCID, without a flush: cached translations are used, for others
+    // there is a walk.
     world.reenter(&mut cpu, |entry| entry.root = world.root(1, 4));
     assert_eq!((cpu.read(at(0)), cpu.read(at(1))), (Ok(0), Ok(2)));
     // With a flush of the context.
@@ -319,8 +339,9 @@ fn translations_belong_to_the_pcid_and_not_to_the_root() {
     assert_eq!((cpu.read(at(0)), cpu.read(at(1))), (Ok(3), Ok(2)));
 }
 
-/// Which of the pages 0 and 1 of PCIDs 1 and 2 still have their old translation after a change to all of them and this.
-fn stale_after(forget: impl Fn(&World, &mut ShadowCpu<Hypervisor>)) -> [[bool; 2]; 2] {
+/// Which of the pages 0 and 1 of PCIDs 1 and 2 still have their old translation after all of them
+/// changed, and `drop_some` was called.
+fn stale_after(drop_some: impl Fn(&World, &mut ShadowCpu<Hypervisor>)) -> [[bool; 2]; 2] {
     let world = World::new();
     let mut cpu = world.cpu();
     let select = |cpu: &mut ShadowCpu<Hypervisor>, space: usize| {
@@ -336,7 +357,7 @@ fn stale_after(forget: impl Fn(&World, &mut ShadowCpu<Hypervisor>)) -> [[bool; 2
         world.set(space, 1, n, 0);
     }
     // The CPU is in PCID 1.
-    forget(&world, &mut cpu);
+    drop_some(&world, &mut cpu);
     [0, 1].map(|space| {
         select(&mut cpu, space);
         [0, 1].map(|n| cpu.read(at(n)).is_ok())
@@ -344,11 +365,11 @@ fn stale_after(forget: impl Fn(&World, &mut ShadowCpu<Hypervisor>)) -> [[bool; 2
 }
 
 #[test]
-fn what_is_not_flushed_stays_and_what_is_flushed_goes() {
+fn a_flush_drops_its_translations_and_no_others() {
     let local = |flush: LocalFlush| {
         stale_after(move |world, cpu| {
             world.reenter(cpu, |entry| entry.flush = flush);
-            // Some operation, for the entry.
+            // Some operation that exits, for the entry.
             assert_eq!(cpu.read(at(3)), Ok(3));
         })
     };
@@ -358,12 +379,12 @@ fn what_is_not_flushed_stays_and_what_is_flushed_goes() {
     assert_eq!(local(LocalFlush::Page(at(2))), all);
     assert_eq!(local(LocalFlush::Context), [[false; 2], [true; 2]]);
     assert_eq!(local(LocalFlush::All), none);
-    // Not even the guest's own instructions: it is the hypervisor who says what they mean.
+    // Not even the guest's own instructions: the hypervisor decides their effect.
     let instructions = stale_after(|_, cpu| {
         assert_eq!((cpu.invlpg(at(0)), cpu.mov_to_cr3(0), cpu.invpcid(2, [0; 2])), (Ok(()), Ok(()), Ok(())));
     });
     assert_eq!(instructions, all);
-    // Flushes of the domain, of whatever range.
+    // Flushes of the domain, of any range.
     let flush = |ranges: &'static [GfnRange]| stale_after(|world, _| world.domain.flush(ranges));
     assert_eq!(flush(&[]), none);
     assert_eq!(flush(&[GfnRange { start: Gfn(1 << 30), end: Gfn(1 + (1 << 30)) }]), none);
@@ -380,7 +401,7 @@ fn flushes_of_the_domain_are_counted_and_are_no_exits() {
     world.domain.flush(&[]);
     world.domain.flush(&[]);
     assert_eq!(cpu.read(at(0)), Ok(0));
-    let expected = Counters {
+    let expected = ShadowCpuCounters {
         nr_accesses: 1,
         nr_reads: 1,
         nr_tlb_misses: 1,
@@ -390,16 +411,16 @@ fn flushes_of_the_domain_are_counted_and_are_no_exits() {
         // Of a CPU that is in the guest, whatever the number of flushes.
         nr_interruptions: 1,
         nr_translations_dropped: 3,
-        ..Counters::default()
+        ..ShadowCpuCounters::default()
     };
     assert_eq!(cpu.counters().since(before), expected);
 }
 
 #[test]
-fn a_walk_replaces_what_did_not_serve() {
+fn a_walk_replaces_a_translation_with_too_few_rights() {
     let world = World::new();
     let mut cpu = world.cpu();
-    // Page 0 is cached read-only, with frame 0; then it gets frame 1, writable, and nobody flushes.
+    // Page 0 is cached read-only, with frame 0; then it gets frame 1, writable, without a flush.
     world.set(0, 1, 0, world.frame(0) | PRESENT | US);
     assert_eq!(cpu.read(at(0)), Ok(0));
     world.set(0, 1, 0, world.frame(1) | PRESENT | US | RW);
@@ -425,11 +446,11 @@ fn a_write_sets_the_dirty_bit_though_a_read_has_cached_the_page() {
     }
 }
 
-/// What the owner of a page that was taken away writes there; no CPU writes it.
+/// What the owner of a page writes there after the flush; no CPU writes it.
 const OWNED: u64 = u64::MAX;
 
 #[test]
-fn no_access_reaches_a_page_that_was_taken_away() {
+fn no_access_reaches_a_page_after_its_flush() {
     let world = World::new();
     let stop = std::sync::atomic::AtomicBool::new(false);
     let (found, nr_seen) = (AtomicU64::new(0), AtomicU64::new(0));
@@ -451,7 +472,7 @@ fn no_access_reaches_a_page_that_was_taken_away() {
             });
         }
         let mut turn = 0;
-        // However late the CPUs' threads are given a processor.
+        // However late the CPUs' threads get a processor.
         while turn < 20_000 || nr_seen.load(Ordering::Relaxed) < 100 {
             turn += 1;
             let [old, new] = if turn % 2 == 0 { [0, 1] } else { [1, 0] };

@@ -1,10 +1,11 @@
-//! Exits and entries: what the hypervisor is asked and in which order, what its answers do, and what is counted.
+//! Exits and entries: the calls of the hypervisor and their order, the effects of its answers, and
+//! the counts.
 
 use super::tests::*;
 use super::*;
 use slat::{Error, PagingRegister};
 
-/// What the hypervisor was asked since the last time.
+/// The calls of the hypervisor since the last time.
 fn calls(world: &World) -> Vec<Call> {
     std::mem::take(&mut world.script().calls)
 }
@@ -39,7 +40,7 @@ fn each_exit_is_followed_by_one_entry() {
     assert_eq!(calls(&world), [Call::Entry]);
     assert_eq!(cpu.read(at(1)), Ok(1));
     assert_eq!(calls(&world), [], "a walk is no exit");
-    // A fault, and the retry; after the hypervisor's side had the CPU, and after a sleep.
+    // A fault, and the retry; after the hypervisor had access to the CPU, and after a sleep.
     let leaf = world.get(0, 1, 2);
     world.set(0, 1, 2, 0);
     answer(&world, Answer::Map(2, leaf));
@@ -50,7 +51,7 @@ fn each_exit_is_followed_by_one_entry() {
     cpu.exit_guest_mode();
     assert_eq!((cpu.read(at(2)), calls(&world)), (Ok(2), vec![Call::Entry]));
     let counters = cpu.counters();
-    let expected = Counters {
+    let expected = ShadowCpuCounters {
         nr_page_fault_exits: 1,
         nr_register_exits: 3,
         nr_cr3_exits: 1,
@@ -61,11 +62,11 @@ fn each_exit_is_followed_by_one_entry() {
         nr_reads: 5,
         nr_walks: 4,
         nr_tlb_misses: 4,
-        ..Counters::default()
+        ..ShadowCpuCounters::default()
     };
     assert_eq!(counters, expected);
     assert_eq!(counters.nr_exits(), 7);
-    // The hypervisor's side sets them without an exit.
+    // The hypervisor sets them without an exit.
     assert_eq!(cpu.set_registers(PagingRegisters::default()), Ok(()));
     assert_eq!(calls(&world), [Call::SetRegisters(PagingRegisters::default())]);
     assert_eq!((cpu.registers(), cpu.counters().nr_exits()), (PagingRegisters::default(), 7));
@@ -95,19 +96,19 @@ fn an_emulated_write_completes_the_access() {
     assert_eq!(cpu.write(at(1), 0x0102_0304_0506_0708), Ok(()));
     let bytes = vec![8, 7, 6, 5, 4, 3, 2, 1];
     assert_eq!(calls(&world), [Call::Entry, Call::Fault(at(1), WRITE), Call::Write(gpa, bytes)]);
-    let expected = Counters {
+    let expected = ShadowCpuCounters {
         nr_page_fault_exits: 1,
         nr_emulated_writes: 1,
         nr_walks: 1,
         nr_tlb_misses: 1,
         nr_entries: 1,
-        ..Counters::default()
+        ..ShadowCpuCounters::default()
     };
     assert_eq!(cpu.counters(), expected);
     assert_eq!(world.word(1), 1, "the CPU has written nothing itself");
     assert_eq!((cpu.read(at(1)), calls(&world)), (Ok(1), vec![Call::Entry]));
 
-    // Emulation that does not succeed.
+    // Emulation that fails.
     for (answers, expected) in [
         (Answer::Exit(Exit::DirtyRingFull), ShadowCpuError::Exit(Exit::DirtyRingFull)),
         (Answer::Fail(Error::NotShadow), ShadowCpuError::Engine(Error::NotShadow)),
@@ -183,11 +184,11 @@ fn the_user_cannot_use_the_supervisors_instructions() {
         assert_eq!(operation(&mut cpu, 0), refused);
     }
     assert_eq!((cpu.invlpg(at(0)), cpu.invpcid(0, [0; 2])), (refused, refused));
-    assert_eq!((calls(&world), cpu.counters()), (vec![], Counters::default()), "no exit");
+    assert_eq!((calls(&world), cpu.counters()), (vec![], ShadowCpuCounters::default()), "no exit");
 }
 
 #[test]
-fn addresses_that_are_not_canonical() {
+fn non_canonical_addresses_are_exceptions() {
     let world = World::new();
     let mut cpu = world.cpu();
     let in_long_mode = |gva| Err(ShadowCpuError::Guest(GuestFault::NonCanonical { gva }));
@@ -195,7 +196,7 @@ fn addresses_that_are_not_canonical() {
         [(1 << 46, true), (1 << 47, false), (1 << 48, false), (0x1_ffff << 47, true), (0xffff << 48, false)]
     {
         let gva = Gva(gva);
-        // Without long mode there is no such thing: the hypervisor is asked.
+        // Without long mode no address is non-canonical: the hypervisor gets the fault.
         for registers in [
             PagingRegisters::default(),
             PagingRegisters { efer: 0, ..long_mode(0) },
@@ -213,7 +214,7 @@ fn addresses_that_are_not_canonical() {
 }
 
 #[test]
-fn broken_tables_are_errors_of_the_machine() {
+fn misconfigured_tables_are_errors_of_the_machine() {
     let world = World::new();
     let mut cpu = world.cpu();
     for level in 1..=4 {
@@ -231,7 +232,7 @@ fn broken_tables_are_errors_of_the_machine() {
 }
 
 #[test]
-fn entries_that_cannot_be_loaded() {
+fn entries_that_cannot_be_loaded_are_errors() {
     let world = World::new();
     let good = world.script().entry;
     let bad = [
@@ -246,12 +247,12 @@ fn entries_that_cannot_be_loaded() {
         assert_eq!(cpu.read(at(0)), Err(ShadowCpuError::BadEntry { entry }));
         assert_eq!(cpu.invlpg(at(0)), Err(ShadowCpuError::BadEntry { entry }));
     }
-    assert_eq!(cpu.counters(), Counters::default());
+    assert_eq!(cpu.counters(), ShadowCpuCounters::default());
     world.script().entry = GuestEntry { pcid: (1 << 12) - 1, ..good };
     assert_eq!(cpu.read(at(0)), Ok(0));
 }
 
-/// Says "resume" and does nothing.
+/// Returns "resume" and does nothing.
 struct Idle(GuestEntry);
 
 impl ShadowHandler for Idle {

@@ -1,4 +1,5 @@
-//! Who may do what: all combinations of the bits that decide, against the manual's rules, written out once more.
+//! All combinations of the bits that decide an access, compared with the manual's rules, written
+//! once more.
 
 use super::tests::*;
 use super::*;
@@ -8,7 +9,7 @@ const ACCESSES: [Access; 3] = [Access::Read, Access::Write, Access::Execute];
 const SMEP: u64 = 1 << 20;
 const SMAP: u64 = 1 << 21;
 
-/// A page as the walk's entries have it together.
+/// A page with the combined bits of the walk's PTEs.
 #[derive(Clone, Copy, Debug)]
 struct Page {
     is_users: bool,
@@ -47,7 +48,7 @@ fn perform(cpu: &mut ShadowCpu<Hypervisor>, gva: Gva, access: Access) -> Result<
     }
 }
 
-/// Takes W or U away, or sets NX, at `level` of page 0's walk only.
+/// Clears W or U, or sets NX, at `level` of page 0's walk only.
 fn deny(world: &World, level: usize, page: Page) {
     let mut entry = world.get(0, level, 0);
     if !page.is_users {
@@ -66,7 +67,7 @@ fn pages() -> impl Iterator<Item = Page> {
     (0..8).map(|bits| Page { is_users: bits & 1 != 0, is_writable: bits & 2 != 0, is_executable: bits & 4 != 0 })
 }
 
-/// Denies at `level` of tables of `levels` levels, where page 0 is at `gva`.
+/// Denies at `level` of page tables of `levels` levels, where page 0 is at `gva`.
 fn check_level(levels: u8, level: usize, gva: Gva) {
     for page in pages() {
         let world = World::new();
@@ -75,14 +76,16 @@ fn check_level(levels: u8, level: usize, gva: Gva) {
         let entry = GuestEntry { root, levels, ..world.script().entry };
         world.script().entry = entry;
         for cr4 in [0, SMEP, SMAP, SMEP | SMAP] {
-            for (privilege, access) in PRIVILEGES.into_iter().flat_map(|who| ACCESSES.map(|what| (who, what))) {
+            for (privilege, access) in
+                PRIVILEGES.into_iter().flat_map(|privilege| ACCESSES.map(|access| (privilege, access)))
+            {
                 let mut cpu = world.cpu();
                 assert_eq!(cpu.set_registers(long_mode(cr4)), Ok(()));
                 cpu.set_privilege(privilege);
                 let expected = if is_permitted(page, cr4, privilege, access) { Ok(()) } else { injected(gva) };
                 let got = perform(&mut cpu, gva, access);
                 assert_eq!(got, expected, "{levels}, {level}: {page:?}, {cr4:#x}, {privilege:?}, {access:?}");
-                // The hypervisor hears of exactly what was denied.
+                // The hypervisor gets exactly the denied access.
                 let denied = Call::Fault(gva, GuestAccess { access, privilege });
                 assert_eq!(world.script().calls.contains(&denied), expected.is_err());
                 world.script().calls.clear();
@@ -97,20 +100,20 @@ fn each_level_can_deny() {
     (1..=5).for_each(|level| check_level(5, level, at_in_five_levels(0)));
 }
 
-/// What is in the TLB permits nothing that the tables do not, and no walk is done for what it permits,
-/// whichever access filled it: until a page fault.
+/// The TLB permits nothing that the page tables deny. There is no walk for what it permits,
+/// whichever access filled it, until a page fault.
 #[test]
-fn cached_rights_hold_for_everybody() {
+fn cached_rights_hold_for_all_privileges() {
     for page in pages() {
         let world = World::new();
         deny(&world, 1, page);
-        // The dirty bit is not to be in the way.
+        // The dirty bit must not cause a walk.
         world.set(0, 1, 0, world.get(0, 1, 0) | D);
         let mut cpu = world.cpu();
         for cr4 in [0, SMEP, SMAP, SMEP | SMAP] {
             assert_eq!(cpu.set_registers(long_mode(cr4)), Ok(()));
             for first in PRIVILEGES {
-                // Whatever of this gets through fills the TLB.
+                // An access of these that succeeds fills the TLB.
                 cpu.set_privilege(first);
                 let mut is_cached = ACCESSES.map(|access| perform(&mut cpu, at(0), access).is_ok())[2];
                 for privilege in PRIVILEGES {

@@ -1,7 +1,7 @@
-//! A latency for every fetch: a page that was requested at one moment is here not before that moment plus the latency.
+//! A latency for every fetch: a page is not here before its request plus the latency.
 //!
-//! The latency is awaited and not slept away: requests pass on at once, so those that are in flight together wait together,
-//! and who has other work asks [`PageSource::next_arrival`] when the first one is due.
+//! The latencies overlap: requests pass on at once, so those in flight wait concurrently. A caller
+//! with other work calls [`PageSource::next_arrival`] for the moment at which the first one is due.
 
 use std::collections::VecDeque;
 
@@ -14,13 +14,15 @@ use crate::clock::timestamp_ns;
 pub(super) struct DelayedSource {
     source: Box<dyn PageSource>,
     delay_ns: u64,
-    /// What is in flight and when it is due: in the order of the requests, so the first is due first.
+    /// What is in flight and when it is due: in the order of the requests, so the first is due
+    /// first.
     due: VecDeque<Due>,
     /// Whether requests may not be sent yet.
     is_unsent: bool,
-    /// The page that was named as arrived and is not taken yet.
+    /// The page that was returned as arrived and is not taken yet.
     here: Option<u64>,
-    /// When the page is due that the source named last: until it is taken the source names no other.
+    /// When the page is due that the source returned last: the source returns no other until that
+    /// is taken.
     named_due_ns: u64,
 }
 
@@ -36,13 +38,13 @@ impl DelayedSource {
         DelayedSource { source, delay_ns, due, is_unsent: false, here: None, named_due_ns: 0 }
     }
 
-    /// Where a page stands among those in flight: first, unless the source has changed their order.
+    /// The index of a page among those in flight: 0, unless the source has changed their order.
     fn position(&self, page: u64) -> Option<usize> {
         self.due.iter().position(|due| due.page == page)
     }
 
-    /// The page that was named is about to be taken.
-    fn forget_arrived(&mut self) -> Result<(), SourceError> {
+    /// The page that was returned is about to be taken.
+    fn reset_arrived(&mut self) -> Result<(), SourceError> {
         let page = self.here.take().ok_or(SourceError::NothingArrived)?;
         if let Some(position) = self.position(page) {
             self.due.remove(position);
@@ -64,12 +66,12 @@ impl PageSource for DelayedSource {
         loop {
             let Some(first) = self.due.front().copied() else { return Ok(None) };
             let now_ns = timestamp_ns();
-            // To ask a peer is a system call: only if something is to be sent, or can be due.
+            // Asking a peer is a system call: only if something is to be sent, or can be due.
             let mut next = None;
             if self.is_unsent || first.at_ns <= now_ns {
                 next = self.source.arrived(Wait::No)?;
                 if self.is_unsent && next.is_some() {
-                    // The page that it names may stay for a while: asked again, it sends.
+                    // The source may return the same page for a while: a call sends the requests.
                     next = self.source.arrived(Wait::No)?;
                 }
                 self.is_unsent = false;
@@ -77,7 +79,8 @@ impl PageSource for DelayedSource {
             if self.here.is_some() {
                 return Ok(self.here);
             }
-            // A source that changes the order holds back the others until the page that it has is taken.
+            // A source that changes the order returns no other page until the one that it has is
+            // taken.
             let next_due_ns = match next.and_then(|page| self.position(page)) {
                 Some(position) => self.due[position].at_ns,
                 None => first.at_ns,
@@ -104,12 +107,12 @@ impl PageSource for DelayedSource {
     }
 
     fn take(&mut self) -> Result<&PageBytes, SourceError> {
-        self.forget_arrived()?;
+        self.reset_arrived()?;
         self.source.take()
     }
 
     fn take_into(&mut self, into: &mut PageBytes) -> Result<(), SourceError> {
-        self.forget_arrived()?;
+        self.reset_arrived()?;
         self.source.take_into(into)
     }
 

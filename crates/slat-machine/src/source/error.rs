@@ -1,4 +1,4 @@
-//! What can go wrong with a source of pages. Every error names the page, and the file or the peer.
+//! The errors of a source of pages. Every error names the page, and the file or the peer.
 
 use std::io;
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use thiserror::Error;
 
 use super::{MAX_IN_FLIGHT, PAGE_SIZE, PeerAddress};
 
-/// A page that cannot be fetched, or a source that cannot be had.
+/// Why a page cannot be fetched, or a source cannot be opened.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum SourceError {
@@ -37,7 +37,7 @@ pub enum SourceError {
         /// The page.
         page: u64,
     },
-    /// A page was to be taken, and none is here.
+    /// There is no page to take.
     #[error("no page has arrived that could be taken")]
     NothingArrived,
     /// The file cannot be opened.
@@ -49,7 +49,7 @@ pub enum SourceError {
         #[source]
         cause: io::Error,
     },
-    /// The page is not, or not as a whole, in the file.
+    /// The page is not, or not completely, in the file.
     #[error(
         "page {page:#x} at offset {offset_bytes:#x} is not in '{}', which has {size_bytes:#x} bytes",
         path.display()
@@ -61,7 +61,7 @@ pub enum SourceError {
         page: u64,
         /// Where it should begin.
         offset_bytes: u64,
-        /// What the file has.
+        /// The size of the file.
         size_bytes: u64,
     },
     /// The page is in the file and cannot be read.
@@ -77,7 +77,7 @@ pub enum SourceError {
         #[source]
         cause: io::Error,
     },
-    /// The address is not on this machine. The protocol neither proves who asks nor hides what is sent.
+    /// The address is not on this machine. The protocol has no authentication and no encryption.
     #[error("peer {address} is not on this machine: only unix sockets and loopback addresses are allowed")]
     NotLoopback {
         /// The address.
@@ -101,7 +101,7 @@ pub enum SourceError {
         #[source]
         cause: io::Error,
     },
-    /// Who answers there speaks another protocol.
+    /// The server at the address uses another protocol.
     #[error("peer {address} is no source of pages")]
     NotASource {
         /// The peer.
@@ -112,7 +112,7 @@ pub enum SourceError {
     Broken {
         /// The peer.
         address: PeerAddress,
-        /// What was in flight.
+        /// Pages in flight.
         nr_pages: usize,
         /// The system's error.
         #[source]
@@ -125,7 +125,7 @@ pub enum SourceError {
         address: PeerAddress,
         /// The page that was in flight longest.
         page: u64,
-        /// What was in flight.
+        /// Pages in flight.
         nr_pages: usize,
     },
     /// The peer did not answer a request in time, whatever else it sent.
@@ -135,13 +135,13 @@ pub enum SourceError {
         address: PeerAddress,
         /// The page that was in flight longest.
         page: u64,
-        /// What was in flight.
+        /// Pages in flight.
         nr_pages: usize,
-        /// Since it was asked, or since the user came back who was away for a whole time-out.
+        /// Since it was requested, or since the user came back after a whole timeout.
         waited_ms: u64,
     },
-    /// The peer sent a page that nobody asked for.
-    #[error("peer {address} sent page {page:#x}, which nobody asked for")]
+    /// The peer sent a page that was not requested.
+    #[error("peer {address} sent page {page:#x}, which was not requested")]
     NotRequested {
         /// The peer.
         address: PeerAddress,
@@ -163,10 +163,10 @@ pub enum SourceError {
         address: PeerAddress,
         /// The page.
         page: u64,
-        /// What it sent.
+        /// The size that it sent.
         size_bytes: u32,
     },
-    /// The peer has not got the page, or cannot read it. Concerns this page only.
+    /// The peer does not have the page, or cannot read it. Concerns this page only.
     #[error("peer {address} has no page {page:#x}")]
     Refused {
         /// The peer.
@@ -175,7 +175,7 @@ pub enum SourceError {
         page: u64,
     },
     /// The source ended with an earlier error.
-    #[error("peer {address} is not asked any more since an earlier error")]
+    #[error("peer {address} is not used any more after an earlier error")]
     Ended {
         /// The peer.
         address: PeerAddress,
@@ -190,7 +190,8 @@ pub enum SourceError {
 }
 
 impl SourceError {
-    /// The page that the error is about, if it is one. Of several that were lost, the one that was asked for first.
+    /// The page that the error is about, if there is one. Of several lost pages, the one that was
+    /// requested first.
     pub fn page(&self) -> Option<u64> {
         match self {
             SourceError::AlreadyRequested { page }
@@ -218,7 +219,7 @@ impl SourceError {
     }
 }
 
-/// A text that names no source or no peer.
+/// A text that is no source or no peer.
 #[derive(Clone, PartialEq, Eq, Debug, Error)]
 #[error("'{text}' is no {wanted}")]
 pub struct ParseSourceError {

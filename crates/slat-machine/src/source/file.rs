@@ -1,8 +1,9 @@
 //! Pages that are read from a file.
 //!
-//! A request tells the kernel to read ahead, so that pages which come from a disk are on their way together; on a page that
-//! the kernel has already this costs a fifth of the read. The page is read when it is taken, into where it is
-//! wanted. The file is never mapped: one that becomes shorter meanwhile is an error, and not a signal.
+//! A request starts the kernel's read-ahead, so that pages from a disk are read concurrently; for a
+//! page that the kernel has already this costs a fifth of the read. The page is read when it is
+//! taken, to its destination. The file is never mapped: a file that is cut short is an error, and
+//! not a signal.
 
 #![expect(unsafe_code, reason = "a system call: advice on a file")]
 
@@ -12,7 +13,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use super::in_flight::InFlight;
+use super::in_flight::PagesInFlight;
 use super::{NextArrival, PAGE_SIZE, PageBytes, PageSource, SourceError, Wait};
 
 /// A file's pages.
@@ -20,7 +21,7 @@ use super::{NextArrival, PAGE_SIZE, PageBytes, PageSource, SourceError, Wait};
 pub(super) struct FileSource {
     file: File,
     path: PathBuf,
-    in_flight: InFlight,
+    in_flight: PagesInFlight,
     /// The page that was taken last.
     page: Box<PageBytes>,
 }
@@ -28,7 +29,7 @@ pub(super) struct FileSource {
 impl FileSource {
     pub(super) fn open(path: &Path) -> Result<FileSource, SourceError> {
         let open = || {
-            // To open a pipe would wait for a writer; for a file the flag means nothing.
+            // Opening a pipe would wait for a writer; for a file the flag has no meaning.
             let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
             // A directory can be opened as well, and would fail at the first read.
             let kind = file.metadata()?.file_type();
@@ -36,7 +37,7 @@ impl FileSource {
         };
         let file = open().map_err(|cause| SourceError::OpenFile { path: path.to_owned(), cause })?;
         let page = Box::new([0; PAGE_SIZE]);
-        Ok(FileSource { file, path: path.to_owned(), in_flight: InFlight::new(), page })
+        Ok(FileSource { file, path: path.to_owned(), in_flight: PagesInFlight::new(), page })
     }
 }
 
@@ -44,7 +45,8 @@ impl PageSource for FileSource {
     fn request(&mut self, page: u64) -> Result<(), SourceError> {
         self.in_flight.push(page)?;
         let (offset_bytes, size_bytes) = (page * PAGE_SIZE as u64, PAGE_SIZE as libc::off_t);
-        // SAFETY: the call touches no memory of this process. What it answers does not matter: it is only advice.
+        // SAFETY: the call touches no memory of this process. The result does not matter: it is
+        // only advice.
         unsafe {
             libc::posix_fadvise(
                 self.file.as_raw_fd(),

@@ -1,4 +1,4 @@
-//! What was asked of a source that has every page at once.
+//! The requests of a source that has every page at once.
 
 use std::collections::VecDeque;
 
@@ -6,13 +6,13 @@ use super::{MAX_IN_FLIGHT, NextArrival, PAGE_SIZE, SourceError};
 
 /// Pages that are in flight in a source that has them at once, in the order of the requests.
 #[derive(Debug)]
-pub(super) struct InFlight {
+pub(super) struct PagesInFlight {
     pages: VecDeque<u64>,
 }
 
-impl InFlight {
-    pub(super) fn new() -> InFlight {
-        InFlight { pages: VecDeque::with_capacity(MAX_IN_FLIGHT) }
+impl PagesInFlight {
+    pub(super) fn new() -> PagesInFlight {
+        PagesInFlight { pages: VecDeque::with_capacity(MAX_IN_FLIGHT) }
     }
 
     pub(super) fn push(&mut self, page: u64) -> Result<(), SourceError> {

@@ -1,14 +1,15 @@
 //! Pages that are a function of their number, so that every byte that arrives can be verified.
 //!
-//! A page has a key, a bijection of its number for each seed, and its words are an arithmetic series from there with an
-//! odd step. So no two pages have the same word at the same place; a page that came for another one, bytes of two pages
-//! in one, and bytes at the wrong place are all noticed. A vector unit makes a page in about the time of writing it.
+//! A page has a key, a bijection of its number for each seed, and its words are an arithmetic
+//! series from there with an odd step. So no two pages have the same word at the same place. A page
+//! in the place of another, bytes of two pages in one, and bytes at a wrong place are all detected.
+//! A vector unit makes a page in about the time of writing it.
 
 use std::io::{self, Write};
 
 use thiserror::Error;
 
-use super::in_flight::InFlight;
+use super::in_flight::PagesInFlight;
 use super::{NextArrival, PAGE_SIZE, PageBytes, PageSource, SourceError, Wait};
 
 /// Words of 64 bits in a page.
@@ -17,10 +18,10 @@ pub const WORDS_PER_PAGE: usize = PAGE_SIZE / size_of::<u64>();
 /// 2^64 divided by the golden ratio, made odd: multiples of it are far from each other in all bits.
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// What is in the pages.
+/// The contents of the pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Pattern {
-    /// Each word another one, by page and place.
+    /// Each word differs, by page and place.
     Mixed {
         /// Other seeds give other pages.
         seed: u64,
@@ -29,7 +30,7 @@ pub enum Pattern {
     Constant(u8),
 }
 
-/// A page that is not what it should be.
+/// A page with wrong contents.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[error("page {page:#x} has {found:#018x} at offset {offset_bytes:#x} instead of {expected:#018x}")]
 pub struct PatternMismatch {
@@ -44,7 +45,8 @@ pub struct PatternMismatch {
 }
 
 impl Pattern {
-    /// A word of a page, as it lies in memory in little-endian order. `index` is below [`WORDS_PER_PAGE`].
+    /// A word of a page, as it is in memory in little-endian order. `index` is below
+    /// [`WORDS_PER_PAGE`].
     #[inline]
     pub fn word(self, page: u64, index: usize) -> u64 {
         match self {
@@ -67,7 +69,7 @@ impl Pattern {
         }
     }
 
-    /// Looks at every byte of a page.
+    /// Compares every byte of a page.
     ///
     /// # Errors
     /// The first word that is wrong.
@@ -78,7 +80,7 @@ impl Pattern {
             Pattern::Constant(_) => (self.word(page, 0), 0),
         };
         let mut differences = 0;
-        // All of it, and no look at each word: so it is done by vectors.
+        // All words, without a branch for each: so the compiler uses vectors.
         for &word in words {
             differences |= u64::from_le_bytes(word) ^ expected;
             expected = expected.wrapping_add(step);
@@ -112,8 +114,8 @@ impl Pattern {
     }
 }
 
-/// The finalizer of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014): a bijection
-/// whose every output bit depends on every input bit.
+/// The finalizer of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
+/// generators", 2014): a bijection whose every output bit depends on every input bit.
 fn key(seed: u64, page: u64) -> u64 {
     let mut key = seed.wrapping_add(page.wrapping_mul(STEP));
     key = (key ^ (key >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -125,14 +127,14 @@ fn key(seed: u64, page: u64) -> u64 {
 #[derive(Debug)]
 pub(super) struct PatternSource {
     pattern: Pattern,
-    in_flight: InFlight,
+    in_flight: PagesInFlight,
     /// The page that was taken last.
     page: Box<PageBytes>,
 }
 
 impl PatternSource {
     pub(super) fn new(pattern: Pattern) -> PatternSource {
-        PatternSource { pattern, in_flight: InFlight::new(), page: Box::new([0; PAGE_SIZE]) }
+        PatternSource { pattern, in_flight: PagesInFlight::new(), page: Box::new([0; PAGE_SIZE]) }
     }
 }
 

@@ -1,14 +1,16 @@
-//! Pages from another process: the side that asks. What is said is in `protocol.rs`.
+//! Pages from another process: the client. `protocol.rs` has the messages.
 //!
-//! Requests are collected and sent by one system call, and as many answers as are there are received by one. A page is
-//! shown in the buffer that it was received into, or copied once from there. The peer is not trusted: each answer must
-//! be to a request that was sent, and have the size of a page; and each request must be answered within a time-out, so that
-//! answering others is no way to hold one page back.
+//! One system call sends the collected requests, and one receives all answers that are there. A
+//! page is shown in the buffer that it was received into, or copied once from there. The peer is
+//! not trusted. Each answer must be to a request that was sent, and have the size of a page. Each
+//! request must be answered within a timeout, so a peer cannot hold one page back by answering
+//! others.
 //!
-//! A request is *overdue* when its time-out is over and its answer is not on its way: nothing is left to receive, or what is
-//! received answers a request that was sent when the time was over already (a stream has an order). For the user may have
-//! been away while answers waited in the socket. And since a peer cannot send to a user who does not read, all times begin
-//! anew when the user comes back to received bytes after a whole time-out.
+//! A request is *overdue* when its timeout is over and its answer is not on its way: nothing is
+//! left to receive, or a received answer is to a request that was sent after the timeout was over
+//! (a stream has an order). The reason is that the user may have been away while answers waited in
+//! the socket. A peer cannot send to a user that does not read. So all times begin anew when the
+//! user comes back to received bytes after a whole timeout.
 
 use std::collections::VecDeque;
 use std::io;
@@ -30,12 +32,13 @@ pub(super) struct PeerSource {
     address: PeerAddress,
     stream: Stream,
     pub(super) time_out_ns: u64,
-    /// What has no answer yet, in the order of the requests.
+    /// Requests without an answer, in the order of the requests.
     in_flight: VecDeque<Asked>,
     next_sequence: u64,
     /// Requests that are not sent yet.
     outgoing: Vec<u8>,
-    /// What was received: `start..end` is not taken yet, and less than an answer unless one is `here`.
+    /// The received bytes: `start..end` is not taken yet, and less than an answer unless `here` is
+    /// set.
     incoming: Box<[u8]>,
     start: usize,
     end: usize,
@@ -49,12 +52,13 @@ pub(super) struct PeerSource {
 #[derive(Clone, Copy, Debug)]
 struct Asked {
     request: Request,
-    /// When it was sent, or could have been if the peer had read what came before. `u64::MAX` before that.
+    /// When it was sent, or could have been if the peer had read the requests before it. `u64::MAX`
+    /// before that.
     sent_ns: u64,
 }
 
 impl PeerSource {
-    /// Connects. That, and the greeting, may take `time_out`; as may each answer later.
+    /// Connects. The connection and the greeting may take `time_out`, and each answer later too.
     pub(super) fn connect(address: PeerAddress, time_out: Duration) -> Result<PeerSource, SourceError> {
         if !address.is_on_this_machine() {
             return Err(SourceError::NotLoopback { address });
@@ -87,10 +91,11 @@ impl PeerSource {
         })
     }
 
-    /// One answer, if one comes in time.
+    /// Returns one answer, if one comes in time.
     fn next(&mut self, how_long: Wait) -> Result<Option<u64>, SourceError> {
         loop {
-            // While pages are here already, requests are collected: the user who takes those asks for others.
+            // While pages are here already, requests are collected: the user takes those pages and
+            // requests others.
             if self.outgoing.len() >= REPLIES_AT_ONCE * REQUEST_BYTES {
                 self.send()?;
             }
@@ -118,19 +123,19 @@ impl PeerSource {
             let events = if self.outgoing.is_empty() { libc::POLLIN } else { libc::POLLIN | libc::POLLOUT };
             let mut entries = [poll_entry(self.stream.as_fd(), events)];
             wait(&mut entries, until_ns.min(self.overdue_at_ns())).map_err(|cause| SourceError::Wait { cause })?;
-            // Who waits here is not away.
+            // A user that waits here is not away.
             self.looked_ns = timestamp_ns();
         }
     }
 
-    /// The peer may not have been able to send: all that it was asked counts as asked now.
+    /// The peer may not have been able to send: all requests count as sent now.
     fn begin_anew(&mut self, now_ns: u64) {
         for asked in self.in_flight.iter_mut().take_while(|asked| asked.sent_ns != u64::MAX) {
             asked.sent_ns = now_ns;
         }
     }
 
-    /// Sends what there is room for.
+    /// Sends as much as there is room for.
     fn send(&mut self) -> Result<(), SourceError> {
         if !self.outgoing.is_empty() {
             let now_ns = timestamp_ns();
@@ -147,7 +152,7 @@ impl PeerSource {
         Ok(())
     }
 
-    /// Receives what is there; whether something was.
+    /// Receives what is there. Returns whether there was something.
     fn receive(&mut self) -> Result<bool, SourceError> {
         self.incoming.copy_within(self.start..self.end, 0);
         (self.start, self.end) = (0, self.end - self.start);
@@ -161,14 +166,14 @@ impl PeerSource {
         }
     }
 
-    /// The answer at the front, when all of it is there. Its request is answered then.
+    /// The answer at the front, when it is complete. Its request is answered then.
     fn parse(&mut self) -> Result<Option<Header>, SourceError> {
         let Some(header) = Header::from_bytes(&self.incoming[self.start..self.end]) else { return Ok(None) };
         let Header { request: Request { sequence, page }, status, size_bytes } = header;
         let is_answer = |asked: &Asked| asked.request == header.request && asked.sent_ns != u64::MAX;
         let Some(position) = self.in_flight.iter().position(is_answer) else {
             let address = self.address.clone();
-            // A sequence number that is in flight with another page is an answer to nothing that was asked.
+            // A sequence number that is in flight for another page is not an answer to a request.
             let is_answered =
                 sequence < self.next_sequence && self.in_flight.iter().all(|asked| asked.request.sequence != sequence);
             return Err(match is_answered {
@@ -191,7 +196,7 @@ impl PeerSource {
         Ok(Some(header))
     }
 
-    /// Where the page lies that is taken.
+    /// The offset of the page that is taken.
     fn take_range(&mut self) -> Result<usize, SourceError> {
         let header = self.here.take().ok_or(SourceError::NothingArrived)?;
         let at = self.start + HEADER_BYTES;
@@ -207,7 +212,7 @@ impl PeerSource {
         self.in_flight.front().map_or(u64::MAX, |asked| asked.sent_ns)
     }
 
-    /// When the oldest request should be answered at the latest.
+    /// When the oldest request has to be answered at the latest.
     pub(super) fn overdue_at_ns(&self) -> u64 {
         self.oldest_ns().saturating_add(self.time_out_ns)
     }
@@ -231,7 +236,8 @@ impl PeerSource {
 
     fn broken(&self, cause: io::Error) -> SourceError {
         match cause.kind() {
-            // Who closes with requests unread resets the connection: that is the same to the user.
+            // A peer that closes with requests unread resets the connection: the user sees no
+            // difference.
             io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => self.closed(),
             _ => SourceError::Broken { address: self.address.clone(), nr_pages: self.in_flight.len(), cause },
         }
@@ -263,7 +269,7 @@ impl PageSource for PeerSource {
             return Err(SourceError::Ended { address: self.address.clone() });
         }
         if let Some(header) = self.here {
-            // Who does not take it is busy with something else, for which requests are not to wait.
+            // A user that does not take the page is busy; the requests must not wait for it.
             return match self.send() {
                 Ok(()) => Ok(Some(header.request.page)),
                 Err(error) => Err(self.end_with(error)),
@@ -293,7 +299,8 @@ impl PageSource for PeerSource {
         if self.nr_in_flight() == 0 {
             return NextArrival::Nothing;
         }
-        // What was received and not looked at yet makes no descriptor readable, and what is not sent has no answer.
+        // Received bytes that were not read yet make no descriptor readable, and an unsent request
+        // has no answer.
         let has_answer = self.end - self.start >= HEADER_BYTES;
         match self.here.is_some() || has_answer || !self.outgoing.is_empty() {
             true => NextArrival::At(0),
@@ -303,7 +310,7 @@ impl PageSource for PeerSource {
 }
 
 impl PeerSource {
-    /// Nothing that the peer says is believed any more.
+    /// Ends the source: no answer of the peer is used any more.
     fn end_with(&mut self, error: SourceError) -> SourceError {
         self.has_ended = true;
         self.in_flight.clear();
@@ -317,7 +324,7 @@ fn nanoseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// What the server says first.
+/// Receives the first message of the server.
 fn receive_greeting(stream: &mut Stream, time_out: Duration) -> io::Result<[u8; GREETING.len()]> {
     let until_ns = timestamp_ns().saturating_add(nanoseconds(time_out));
     let mut greeting = [0; GREETING.len()];

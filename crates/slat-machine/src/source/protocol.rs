@@ -1,15 +1,18 @@
-//! What a source of pages in another process and its user say to each other, and over what.
+//! The messages between a source of pages in another process and its user.
 //!
-//! Over a stream on this machine: a Unix socket, or TCP on loopback. All numbers are little-endian.
+//! They go over a stream on this machine: a Unix socket, or TCP on loopback. All numbers are
+//! little-endian.
 //! 1. The server greets: 8 bytes, [`GREETING`].
-//! 2. The user sends requests, as many as it likes up to [`MAX_IN_FLIGHT`](super::MAX_IN_FLIGHT) without an answer: a
-//!    sequence number that it never uses again, counting from 0, and the number of a page; 8 bytes each.
-//! 3. The server answers each request once, in any order: both numbers again, a status and a size of 4 bytes each, and that
-//!    many bytes. Status 0 is the page, of 4096 bytes; any other says that there is no such page, with 0 bytes.
+//! 2. The user sends requests, at most [`MAX_IN_FLIGHT`](super::MAX_IN_FLIGHT) without an answer: a
+//!    sequence number, counted from 0 and never used again, and the number of a page; 8 bytes each.
+//! 3. The server answers each request once, in any order: both numbers again, a status and a size
+//!    of 4 bytes each, and that many bytes. Status 0 is the page, of 4096 bytes; any other means
+//!    that there is no such page, with 0 bytes.
 //!
-//! Sequence numbers tell an answer that came twice from one that nobody asked for, however often a page is asked for.
+//! By the sequence number an answer that came twice differs from one that was not requested,
+//! however often a page is requested.
 //!
-//! Nobody proves who they are, and nothing is hidden: so other machines are refused.
+//! There is no authentication and no encryption: so other machines are refused.
 
 #![expect(unsafe_code, reason = "a Unix socket that is connected without waiting, which the standard library lacks")]
 
@@ -26,7 +29,7 @@ use std::time::{Duration, Instant};
 
 use super::{PAGE_SIZE, ParseSourceError};
 
-/// Says who is there, and which protocol this is.
+/// Identifies the server and the protocol.
 pub(super) const GREETING: [u8; 8] = *b"slatpg01";
 
 /// Bytes of a request.
@@ -100,7 +103,7 @@ impl Header {
     }
 }
 
-/// Where a source of pages in another process is to be found, on this machine.
+/// The address of a source of pages in another process on this machine.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum PeerAddress {
     /// A Unix socket.
@@ -143,7 +146,7 @@ impl FromStr for PeerAddress {
     }
 }
 
-/// A connection, on which nothing waits.
+/// A connection; none of its calls waits.
 #[derive(Debug)]
 pub(super) enum Stream {
     Unix(UnixStream),
@@ -151,7 +154,7 @@ pub(super) enum Stream {
 }
 
 impl Stream {
-    /// Connects, which may take `time_out`.
+    /// Connects, within `time_out`.
     pub(super) fn connect(address: &PeerAddress, time_out: Duration) -> io::Result<Stream> {
         match address {
             PeerAddress::Unix(path) => connect_unix(path, time_out).map(Stream::Unix),
@@ -161,12 +164,12 @@ impl Stream {
 
     fn of_tcp(stream: TcpStream) -> io::Result<Stream> {
         stream.set_nonblocking(true)?;
-        // Requests and pages are collected here; the kernel is not to wait for more of them.
+        // Requests and pages are collected here; the kernel must not wait for more of them.
         stream.set_nodelay(true)?;
         Ok(Stream::Tcp(stream))
     }
 
-    /// Receives what is there. `None` if nothing is, 0 if nothing will come any more.
+    /// Receives what is there. `None` if nothing is; 0 at the end of the stream.
     pub(super) fn receive(&mut self, into: &mut [u8]) -> io::Result<Option<usize>> {
         unless_it_would_wait(match self {
             Stream::Unix(stream) => stream.read(into),
@@ -195,13 +198,14 @@ impl AsFd for Stream {
 fn unless_it_would_wait(result: io::Result<usize>) -> io::Result<Option<usize>> {
     match result {
         Ok(nr_bytes) => Ok(Some(nr_bytes)),
-        // After a signal the caller comes again as well.
+        // After a signal the caller tries again as well.
         Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => Ok(None),
         Err(error) => Err(error),
     }
 }
 
-/// Connects without waiting in the system call, since that would wait without end while a server does not accept.
+/// Connects without waiting in the system call, since that would wait without end while a server
+/// does not accept.
 fn connect_unix(path: &Path, time_out: Duration) -> io::Result<UnixStream> {
     const RETRY: Duration = Duration::from_millis(1);
     let began = Instant::now();
@@ -220,7 +224,7 @@ fn connect_unix(path: &Path, time_out: Duration) -> io::Result<UnixStream> {
     if socket < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the descriptor is new, and nobody else's.
+    // SAFETY: the descriptor is new, and owned by nothing else.
     let socket = unsafe { OwnedFd::from_raw_fd(socket) };
     loop {
         // SAFETY: the address is valid for the call and has the size that is named.
@@ -245,7 +249,7 @@ fn connect_unix(path: &Path, time_out: Duration) -> io::Result<UnixStream> {
     }
 }
 
-/// Where a server is connected to.
+/// A server's listening socket.
 #[derive(Debug)]
 pub(super) enum Listener {
     Unix(UnixListener),
@@ -253,7 +257,7 @@ pub(super) enum Listener {
 }
 
 impl Listener {
-    /// Listens, and says where: port 0 of TCP becomes a free one.
+    /// Listens, and returns the address: port 0 of TCP becomes a free one.
     pub(super) fn bind(address: &PeerAddress) -> io::Result<(Listener, PeerAddress)> {
         match address {
             PeerAddress::Unix(path) => {
@@ -270,7 +274,7 @@ impl Listener {
         }
     }
 
-    /// The next connection; `WouldBlock` if there is none.
+    /// Accepts the next connection; `WouldBlock` if there is none.
     pub(super) fn accept(&self) -> io::Result<Stream> {
         match self {
             Listener::Unix(listener) => {

@@ -1,9 +1,10 @@
-//! Pages for other processes: the side that answers. What is said is in `protocol.rs`.
+//! Pages for other processes: the server. `protocol.rs` has the messages.
 //!
-//! One thread accepts, and each connection has one, with a source of its own. It never waits in a read or a write: it takes
-//! requests while pages of earlier ones are on their way (they may have a latency), sends answers as there is room for them,
-//! and otherwise waits for all of this and for the end of the server. A user who does not read what was asked for, asks for
-//! what is not there, or goes, concerns only that connection.
+//! One thread accepts, and each connection has one, with a source of its own. It never waits in a
+//! read or a write. It takes requests while pages of earlier ones are on their way (they may have a
+//! latency), sends answers as there is room for them, and otherwise waits for all of this and for
+//! the end of the server. A user that does not read its answers, requests a missing page, or
+//! disconnects, concerns only its own connection.
 
 use std::collections::VecDeque;
 use std::fs;
@@ -33,7 +34,8 @@ pub struct PeerServer {
     acceptor: Option<JoinHandle<()>>,
 }
 
-/// How threads learn that the server ends: the flag while they are busy, the event while they wait. Nobody empties it.
+/// Ends the threads: the flag while they are busy, the event while they wait. The event is never
+/// emptied.
 #[derive(Debug)]
 struct Ending {
     has_begun: AtomicBool,
@@ -53,17 +55,19 @@ struct SocketFile(PathBuf);
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        // It may be gone already; nobody can be told.
+        // It may be gone already; there is nowhere to report that.
         let _ = fs::remove_file(&self.0);
     }
 }
 
 impl PeerServer {
-    /// Listens at the address (port 0 is a free one) and serves the source there. Each connection opens it anew. The name of
-    /// a Unix socket must be free: one that a killed server left is to be removed first.
+    /// Listens at the address (port 0 is a free one) and serves the source there. Each connection
+    /// opens it anew. The name of a Unix socket must be free: remove a name that a killed server
+    /// has left.
     ///
     /// # Errors
-    /// [`SourceError::NotLoopback`], [`SourceError::Serve`]; and what opening the source says, which is tried once.
+    /// [`SourceError::NotLoopback`], [`SourceError::Serve`]; and the errors of opening the source,
+    /// which is tried once.
     pub fn start(address: PeerAddress, source: SourceSpec) -> Result<PeerServer, SourceError> {
         if !address.is_on_this_machine() {
             return Err(SourceError::NotLoopback { address });
@@ -79,7 +83,7 @@ impl PeerServer {
             let acceptors_ending = Arc::clone(&ending);
             let acceptor = Builder::new().name("page-server".into()).spawn(move || {
                 accept_all(&listener, &source, &acceptors_ending);
-                // In this order: nobody finds a name at which nobody listens.
+                // In this order: no client finds a name without a listener.
                 drop(file);
                 drop(listener);
             })?;
@@ -100,7 +104,7 @@ impl Drop for PeerServer {
         self.ending.has_begun.store(true, Ordering::Relaxed);
         self.ending.event.signal();
         if let Some(acceptor) = self.acceptor.take() {
-            // A thread that panicked has said so itself.
+            // A thread that panicked has printed its message itself.
             let _ = acceptor.join();
         }
     }
@@ -115,8 +119,8 @@ fn accept_all(listener: &Listener, source: &SourceSpec, ending: &Arc<Ending>) {
             Ok(stream) => {
                 connections.retain(|connection| !connection.is_finished());
                 if connections.len() < MAX_CONNECTIONS {
-                    // Neither a source that cannot be opened any more nor a thread that cannot be had is the server's end:
-                    // the user sees that the connection is closed.
+                    // A source that cannot be opened any more, or a thread that cannot be started,
+                    // does not end the server: the user finds the connection closed.
                     connections.extend(serve(stream, source, ending).ok());
                 }
                 Ok(false)
@@ -134,7 +138,7 @@ fn accept_all(listener: &Listener, source: &SourceSpec, ending: &Arc<Ending>) {
             break;
         }
     }
-    // Also where waiting failed: nothing is to outlive the server.
+    // Also where waiting failed: no thread may outlive the server.
     ending.has_begun.store(true, Ordering::Relaxed);
     for connection in connections {
         let _ = connection.join();
@@ -146,19 +150,19 @@ fn serve(stream: Stream, source: &SourceSpec, ending: &Arc<Ending>) -> io::Resul
     Builder::new().name("page-connection".into()).spawn(move || {
         let Ok(source) = source.open() else { return };
         let mut connection = Connection::new(stream, source);
-        // What goes wrong ends the connection, which tells the user.
+        // An error ends the connection, and so the user finds out.
         while !ending.has_begun() && matches!(connection.step(&ending), Ok(Step::Go)) {}
     })
 }
 
-/// What one connection has to do.
+/// The state of one connection.
 #[derive(Debug)]
 struct Connection {
     stream: Stream,
     source: Box<dyn PageSource>,
-    /// Requests that the source was asked for.
+    /// Requests that were passed to the source.
     asked: VecDeque<Request>,
-    /// Requests that were received, and the beginning of one: the first `nr_incoming` bytes.
+    /// Received requests, and the beginning of another: the first `nr_incoming` bytes.
     incoming: Box<[u8]>,
     nr_incoming: usize,
     /// Answers: the first `nr_outgoing` bytes, of which the first `nr_sent` are sent.
@@ -189,7 +193,7 @@ impl Connection {
         connection
     }
 
-    /// Does what can be done, or else waits until something can.
+    /// Does what can be done now, or waits until something can.
     fn step(&mut self, ending: &Ending) -> Result<Step, SourceError> {
         let broken = |cause| SourceError::Wait { cause };
         let mut has_done_something = false;
@@ -220,13 +224,13 @@ impl Connection {
         self.nr_outgoing + REPLY_BYTES <= self.outgoing.len()
     }
 
-    /// Adds to what is to be sent. There must be room.
+    /// Adds bytes to send. There must be room.
     fn push(&mut self, bytes: &[u8]) {
         self.outgoing[self.nr_outgoing..][..bytes.len()].copy_from_slice(bytes);
         self.nr_outgoing += bytes.len();
     }
 
-    /// Passes requests on to the source; how many.
+    /// Passes requests on to the source. Returns how many.
     fn ask(&mut self) -> usize {
         let mut nr_asked = 0;
         // There must be room for a refusal.
@@ -246,7 +250,7 @@ impl Connection {
         nr_asked
     }
 
-    /// Makes answers of the pages that are here; how many.
+    /// Makes answers of the pages that are here. Returns how many.
     fn answer(&mut self) -> Result<usize, SourceError> {
         let mut nr_answered = 0;
         while self.has_room() {
@@ -265,7 +269,7 @@ impl Connection {
         Ok(nr_answered)
     }
 
-    /// Sends what there is room for; how many bytes.
+    /// Sends what there is room for. Returns how many bytes.
     fn send(&mut self) -> io::Result<usize> {
         let unsent = &self.outgoing[self.nr_sent..self.nr_outgoing];
         if unsent.is_empty() {
@@ -289,19 +293,20 @@ impl Connection {
         }
         let ends = poll_entry(ending.event.as_fd(), libc::POLLIN);
         let stream = poll_entry(self.stream.as_fd(), events);
-        // Without room for an answer nothing of the source's can be used.
+        // Without room for an answer no page of the source can be used.
         let next = if self.has_room() { self.source.next_arrival() } else { NextArrival::Nothing };
         let (source, until_ns) = match next {
             NextArrival::Nothing => (None, u64::MAX),
             NextArrival::At(at_ns) => (None, at_ns),
             NextArrival::Readable { descriptor, until_ns } => (Some(descriptor), until_ns),
         };
-        // An entry that is none is passed over.
+        // poll(2) ignores an entry with a negative descriptor.
         let none = libc::pollfd { fd: -1, events: 0, revents: 0 };
         let source = source.map_or(none, |descriptor| poll_entry(descriptor, libc::POLLIN));
         let mut entries = [ends, stream, source];
         wait(&mut entries, until_ns)?;
-        // Where nothing is read or sent, nothing else would notice that the user has gone: it would be told again at once.
+        // Where nothing is read or sent, only this shows that the user has disconnected. Otherwise
+        // the wait would end at once, again and again.
         let has_gone = entries[1].revents & (libc::POLLHUP | libc::POLLERR) != 0;
         Ok(if events == 0 && has_gone { Step::Closed } else { Step::Go })
     }

@@ -12,7 +12,7 @@ use super::pattern::PatternSource;
 use super::peer::PeerSource;
 use super::{PageSource, ParseSourceError, Pattern, PeerAddress, SourceError};
 
-/// Says which source to open, so that each thread can open its own.
+/// Names a source, so that each thread can open its own.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct SourceSpec {
     kind: Kind,
@@ -27,7 +27,7 @@ enum Kind {
 }
 
 impl SourceSpec {
-    /// How long a peer may take for a page, unless [`time_out`](SourceSpec::time_out) says otherwise.
+    /// How long a peer may take for a page, unless [`time_out`](SourceSpec::time_out) is called.
     pub const TIME_OUT: Duration = Duration::from_secs(10);
 
     fn new(kind: Kind) -> SourceSpec {
@@ -54,14 +54,15 @@ impl SourceSpec {
         SourceSpec::new(Kind::Peer { address: Arc::new(address), time_out: SourceSpec::TIME_OUT })
     }
 
-    /// The same, where no page is here earlier than so many nanoseconds after its request.
+    /// The same, with a latency: no page is here earlier than so many nanoseconds after its
+    /// request.
     #[must_use]
     pub fn delayed_by(self, delay_ns: u64) -> SourceSpec {
         SourceSpec { delay_ns, ..self }
     }
 
-    /// The same, where a peer may take so long for each page, from its request on, whatever else it sends. Other sources have no time-out:
-    /// they are never silent.
+    /// The same, with the time that a peer may take for each page, from its request on, whatever
+    /// else it sends. Other sources have no timeout: they are never silent.
     #[must_use]
     pub fn time_out(mut self, limit: Duration) -> SourceSpec {
         if let Kind::Peer { time_out, .. } = &mut self.kind {
@@ -70,7 +71,7 @@ impl SourceSpec {
         self
     }
 
-    /// What its pages have in them, where that is known.
+    /// The contents of its pages, where they are known.
     pub fn contents(&self) -> Option<Pattern> {
         match self.kind {
             Kind::Pattern(pattern) => Some(pattern),
@@ -78,7 +79,7 @@ impl SourceSpec {
         }
     }
 
-    /// Whether a page may take its time: it is delayed, or comes from a peer.
+    /// Whether pages may come late: they are delayed, or come from a peer.
     pub fn has_latency(&self) -> bool {
         self.delay_ns > 0 || matches!(self.kind, Kind::Peer { .. })
     }
@@ -86,7 +87,8 @@ impl SourceSpec {
     /// Opens the source, for one thread.
     ///
     /// # Errors
-    /// [`SourceError::OpenFile`]; [`SourceError::NotLoopback`], [`SourceError::Connect`], [`SourceError::NotASource`].
+    /// [`SourceError::OpenFile`]; [`SourceError::NotLoopback`], [`SourceError::Connect`],
+    /// [`SourceError::NotASource`].
     pub fn open(&self) -> Result<Box<dyn PageSource>, SourceError> {
         let source: Box<dyn PageSource> = match &self.kind {
             Kind::Pattern(pattern) => Box::new(PatternSource::new(*pattern)),
@@ -101,7 +103,7 @@ impl SourceSpec {
 }
 
 impl fmt::Display for SourceSpec {
-    /// As it is parsed, without the latency.
+    /// In the form that is parsed, without the latency.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.kind {
             Kind::Pattern(Pattern::Mixed { seed }) => write!(f, "pattern:{seed}"),
@@ -141,7 +143,7 @@ impl FromStr for SourceSpec {
 /// Decimal, or hexadecimal with `0x`.
 fn parse_number(text: &str) -> Option<u64> {
     match text.strip_prefix("0x") {
-        // The library's parser would take a sign.
+        // The library's parser would accept a sign.
         Some(digits) if digits.bytes().all(|digit| digit.is_ascii_hexdigit()) => u64::from_str_radix(digits, 16).ok(),
         Some(_) => None,
         None if text.bytes().all(|digit| digit.is_ascii_digit()) => text.parse().ok(),

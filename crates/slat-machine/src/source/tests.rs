@@ -1,4 +1,4 @@
-//! Sources of this process: what is in the pages, what is in flight, what is late, and what goes wrong.
+//! Sources of this process: the contents of pages, pages in flight, latencies, and errors.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -11,7 +11,7 @@ use super::delayed::DelayedSource;
 use super::*;
 use crate::clock::timestamp_ns;
 
-/// A path for one test, removed with what is there.
+/// A path for one test, which removes the file at the end.
 pub(super) struct TempPath(pub(super) PathBuf);
 
 impl TempPath {
@@ -37,7 +37,7 @@ impl Drop for TempPath {
 
 pub(super) const PATTERN: Pattern = Pattern::Mixed { seed: 7 };
 
-/// Takes the page that is here, in one of both ways, and looks at it.
+/// Takes the page that is here, in one of both ways, and verifies it.
 pub(super) fn take_and_verify(source: &mut dyn PageSource, page: u64) {
     if page.is_multiple_of(2) {
         PATTERN.verify(page, source.take().expect("it is here")).expect("the right page");
@@ -58,7 +58,7 @@ fn every_word_is_verified_and_pages_differ() {
             for index in 0..WORDS_PER_PAGE {
                 let at = index * 8;
                 assert_eq!(pattern.word(page, index).to_le_bytes(), bytes[at..at + 8]);
-                // Any bit; here another one in each word.
+                // Any bit; another one in each word.
                 let (byte, bit) = (at + index % 8, 1 << (index / 8 % 8));
                 bytes[byte] ^= bit;
                 let mismatch = pattern.verify(page, &bytes).expect_err("a wrong bit");
@@ -73,14 +73,14 @@ fn every_word_is_verified_and_pages_differ() {
     for other in [PATTERN.verify(6, &bytes), Pattern::Mixed { seed: 8 }.verify(5, &bytes)] {
         assert_eq!(other.expect_err("another page").offset_bytes, 0);
     }
-    // Bytes that slipped by a word are another page too.
+    // Bytes that are shifted by a word are another page too.
     bytes.rotate_left(8);
     PATTERN.verify(5, &bytes).expect_err("at another place");
     Pattern::Constant(0xab).fill(3, &mut bytes);
     assert!(bytes.iter().all(|&byte| byte == 0xab));
 }
 
-/// What every source does that is not late: `source` has pages of the pattern.
+/// Checks a source without a latency, which has pages of the pattern.
 fn all_in_flight_come_once(source: &mut dyn PageSource) {
     assert!(matches!(source.next_arrival(), NextArrival::Nothing));
     assert_eq!(source.arrived(Wait::ForEver).expect("no wait without a request"), None);
@@ -165,7 +165,7 @@ fn a_file_that_is_short_or_becomes_short_is_an_error_of_that_page() {
         taken.push(page);
     }
     assert_eq!((taken, source.nr_in_flight()), (vec![3, 2, 7], 0));
-    // What was there once, while the source is open.
+    // A page that was in the file when the source was opened.
     source.request(0).expect("room for it");
     handle.set_len(0).expect("shorter");
     assert_eq!(source.arrived(Wait::No).expect("a page"), Some(0));
@@ -179,14 +179,14 @@ fn a_file_that_is_gone_or_no_file_is_refused_and_nothing_waits() {
     let SourceError::OpenFile { path, cause } = &error else { panic!("{error}") };
     assert_eq!((path, cause.kind()), (&nowhere.0, std::io::ErrorKind::NotFound));
     assert!(error.to_string().contains(&nowhere.0.display().to_string()));
-    // A directory; and what has no end.
+    // A directory; and a file without an end.
     for path in [std::env::temp_dir(), PathBuf::from("/dev/zero")] {
         assert!(matches!(SourceSpec::file(path).open(), Err(SourceError::OpenFile { .. })));
     }
 }
 
 #[test]
-fn no_page_is_early_and_those_in_flight_wait_together() {
+fn no_page_is_early_and_latencies_overlap() {
     const DELAY_NS: u64 = 20_000_000;
     let mut source = SourceSpec::pattern(7).delayed_by(DELAY_NS).open().expect("a source");
     let start_ns = timestamp_ns();
@@ -195,13 +195,13 @@ fn no_page_is_early_and_those_in_flight_wait_together() {
     }
     let asked_ns = timestamp_ns();
     assert!(matches!(source.next_arrival(), NextArrival::At(0)), "they may not be sent yet");
-    // Neither does it wait before it is asked to, nor is a page early, however often this thread was stopped.
+    // It does not wait in `request`, and no page is early, however often this thread was stopped.
     let early = source.arrived(Wait::No).expect("no error");
     assert!(early.is_none() || timestamp_ns() >= start_ns + DELAY_NS);
     if let NextArrival::At(at_ns @ 1..) = source.next_arrival() {
         assert!(at_ns >= start_ns + DELAY_NS && at_ns <= asked_ns + DELAY_NS);
     }
-    // A wait that is over earlier.
+    // A wait that ends earlier.
     let until_ns = timestamp_ns() + DELAY_NS / 10;
     if source.arrived(Wait::UntilNs(until_ns)).expect("no error").is_none() {
         assert!(timestamp_ns() >= until_ns);
@@ -211,7 +211,7 @@ fn no_page_is_early_and_those_in_flight_wait_together() {
         assert!(timestamp_ns() >= start_ns + DELAY_NS, "page {page} is early");
         take_and_verify(&mut *source, page);
     }
-    // One after the other they would need 64 times as long. Nothing is asked of a clock beyond that.
+    // One after the other would take 64 times as long. The test needs no more of the clock.
     assert!(timestamp_ns() - start_ns < 32 * DELAY_NS);
 }
 
@@ -220,9 +220,10 @@ fn no_page_is_early_and_those_in_flight_wait_together() {
 struct Scripted {
     here: Vec<u64>,
     page: PageBoxed,
-    /// The page that was named last, and not taken.
+    /// The page that was returned last, and not taken.
     named: Option<u64>,
-    /// Requests that are not sent: as allowed, they stay until no page is here, or one is named again.
+    /// Requests that are not sent. As allowed, they stay until no page is here, or a page is
+    /// returned again.
     nr_unsent: Arc<AtomicU32>,
 }
 
@@ -299,10 +300,10 @@ fn a_page_that_is_held_back_is_not_asked_for_before_it_is_due() {
     assert!(!wait_until(&[], timestamp_ns() + DELAY_NS).expect("a wait"));
     let asked_ns = timestamp_ns();
     source.request(1).expect("room for it");
-    // Page 0 is due, and not to be had before page 1.
+    // Page 0 is due, and does not come before page 1.
     while source.arrived(Wait::No).expect("no error").is_none() {
         let NextArrival::At(at_ns) = source.next_arrival() else { panic!("two are in flight") };
-        assert!(at_ns >= asked_ns + DELAY_NS, "then it says the same once more");
+        assert!(at_ns >= asked_ns + DELAY_NS, "the same moment as before");
         assert!(!wait_until(&[], at_ns).expect("a wait"));
     }
     take_and_verify(&mut source, 1);
@@ -339,7 +340,7 @@ fn waiting_ends_at_the_moment_or_with_a_descriptor() {
 }
 
 #[test]
-fn what_to_open_is_parsed_and_printed() {
+fn source_specs_are_parsed_and_printed() {
     for text in ["pattern:7", "constant:0xab", "file:/some/where:else", "unix:/some/where", "tcp:127.0.0.1:80"] {
         assert_eq!(text.parse::<SourceSpec>().expect("a source").to_string(), text);
     }

@@ -1,4 +1,5 @@
-//! Sources in another process, here at the other end of a socket: that pages come, and what peers do wrong.
+//! Sources in another process, here at the other end of a socket: pages come, and misbehaving peers
+//! are found out.
 
 #![expect(unsafe_code, reason = "a system call: the length of a queue")]
 
@@ -19,7 +20,7 @@ use crate::clock::timestamp_ns;
 
 const LOOPBACK: PeerAddress = PeerAddress::Tcp(SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0));
 
-/// Much longer than anything here takes, and short enough to see that a wait has ended by itself.
+/// Much longer than anything here takes, and short enough to show that a wait has ended by itself.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn unix(path: &TempPath) -> PeerAddress {
@@ -68,7 +69,7 @@ fn pages_come_over_both_kinds_of_sockets() {
 }
 
 #[test]
-fn latencies_on_either_side_are_awaited_together() {
+fn latencies_on_both_sides_overlap() {
     const DELAY_NS: u64 = 10_000_000;
     let path = TempPath::new();
     for (here_ns, there_ns) in [(DELAY_NS, 0), (0, DELAY_NS), (DELAY_NS / 2, DELAY_NS)] {
@@ -85,7 +86,7 @@ fn latencies_on_either_side_are_awaited_together() {
 }
 
 #[test]
-fn a_loop_waits_for_the_descriptor_that_it_is_told() {
+fn a_loop_can_wait_for_the_descriptor_of_next_arrival() {
     let path = TempPath::new();
     let server = PeerServer::start(unix(&path), SourceSpec::pattern(7).delayed_by(2_000_000)).expect("a server");
     let mut source = open(&server);
@@ -128,7 +129,7 @@ fn a_page_that_the_server_has_not_got_is_refused_alone() {
 }
 
 #[test]
-fn a_server_that_ends_takes_its_connections_along() {
+fn a_server_that_ends_closes_its_connections() {
     let path = TempPath::new();
     let never_ns = 1 << 60;
     let server = PeerServer::start(unix(&path), SourceSpec::pattern(7).delayed_by(never_ns)).expect("a server");
@@ -145,12 +146,12 @@ fn a_server_that_ends_takes_its_connections_along() {
     assert!(matches!(source.request(5), Err(SourceError::Ended { .. })));
     assert!(matches!(source.take(), Err(SourceError::NothingArrived)));
     assert_eq!(source.nr_in_flight(), 0);
-    let error = SourceSpec::peer(unix(&path)).open().expect_err("nobody listens");
+    let error = SourceSpec::peer(unix(&path)).open().expect_err("no listener");
     assert!(matches!(error, SourceError::Connect { .. }), "{error}");
 }
 
 #[test]
-fn a_user_who_does_not_read_holds_up_nobody() {
+fn a_user_that_does_not_read_delays_no_other() {
     let path = TempPath::new();
     let server = PeerServer::start(unix(&path), SourceSpec::pattern(7)).expect("a server");
     let mut silent = UnixStream::connect(&path.0).expect("a server");
@@ -165,7 +166,7 @@ fn a_user_who_does_not_read_holds_up_nobody() {
 }
 
 #[test]
-fn addresses_that_cannot_be_served_or_reached() {
+fn addresses_that_cannot_be_served_or_reached_are_errors() {
     let far: PeerAddress = "tcp:192.0.2.1:80".parse().expect("an address");
     let server = PeerServer::start(far.clone(), SourceSpec::pattern(7));
     assert!(matches!(server, Err(SourceError::NotLoopback { .. })));
@@ -181,7 +182,7 @@ fn addresses_that_cannot_be_served_or_reached() {
     assert!(matches!(SourceSpec::peer(long).open(), Err(SourceError::Connect { .. })));
 }
 
-/// A server that does what a test says, with one connection.
+/// A server that does what a test wants, with one connection.
 struct Rogue {
     path: TempPath,
     thread: JoinHandle<()>,
@@ -195,7 +196,8 @@ impl Rogue {
         Rogue { path, thread }
     }
 
-    /// Greets, waits for `nr_requests`, and answers by what `answer` makes of them; then waits for the user to go.
+    /// Greets, waits for `nr_requests`, and sends what `answer` makes of them; then waits for the
+    /// end of the connection.
     fn answering(nr_requests: usize, answer: impl FnOnce(&[Request]) -> Vec<u8> + Send + 'static) -> Rogue {
         Rogue::start(move |stream| {
             let requests = greet_and_read(stream, nr_requests);
@@ -208,14 +210,15 @@ impl Rogue {
         SourceSpec::peer(unix(&self.path)).time_out(time_out)
     }
 
-    /// Connects with patience, and has `time_out` only after that: the greeting is not what is tried.
+    /// Connects with a long timeout, and has `time_out` only after that: the test is not about the
+    /// greeting.
     fn connect(&self, time_out: Duration) -> PeerSource {
         let mut source = PeerSource::connect(unix(&self.path), PATIENCE).expect("a server");
         source.time_out_ns = time_out.as_nanos() as u64;
         source
     }
 
-    /// The first error, after `pages` were asked for; and how many pages came before it.
+    /// Requests `pages`. Returns how many pages came before the first error, and that error.
     fn error(self, pages: &[u64], time_out: Duration) -> (usize, SourceError) {
         let mut source = self.connect(time_out);
         for &page in pages {
@@ -250,7 +253,7 @@ fn reply(request: Request) -> Vec<u8> {
 }
 
 #[test]
-fn answers_in_any_order_and_in_any_pieces() {
+fn answers_may_come_in_any_order_and_in_any_pieces() {
     let rogue = Rogue::start(|stream| {
         let mut requests = greet_and_read(stream, 40);
         requests.reverse();
@@ -268,7 +271,7 @@ fn answers_in_any_order_and_in_any_pieces() {
 }
 
 #[test]
-fn an_answer_that_nobody_asked_for_or_again() {
+fn an_answer_without_a_request_and_a_second_answer_are_errors() {
     let other_page = Rogue::answering(2, |requests| {
         let wrong = Request { page: 9, ..requests[1] };
         [reply(requests[0]), reply(wrong)].concat()
@@ -288,7 +291,7 @@ fn an_answer_that_nobody_asked_for_or_again() {
 }
 
 #[test]
-fn an_answer_of_another_size() {
+fn an_answer_of_another_size_is_an_error() {
     for (status, size_bytes) in [(0, 4095), (0, 4097), (0, 0), (0, u32::MAX), (1, 4096)] {
         let rogue = Rogue::answering(1, move |requests| {
             let header = Header { request: requests[0], status, size_bytes };
@@ -301,7 +304,7 @@ fn an_answer_of_another_size() {
 }
 
 #[test]
-fn a_connection_that_closes() {
+fn a_connection_that_closes_is_an_error() {
     // At once; in a header; in a page.
     for nr_bytes in [0, HEADER_BYTES - 1, HEADER_BYTES + 100] {
         let rogue = Rogue::start(move |stream| {
@@ -313,7 +316,7 @@ fn a_connection_that_closes() {
         assert!(matches!(error, SourceError::Closed { page: 2, nr_pages: 2, .. }), "{error}");
         assert_eq!(nr_arrived, 1);
     }
-    // With requests that were not read: the connection is reset.
+    // With unread requests: the connection is reset.
     let rogue = Rogue::start(|stream| {
         greet_and_read(stream, 1);
     });
@@ -322,7 +325,7 @@ fn a_connection_that_closes() {
 }
 
 #[test]
-fn silence_ends_by_the_time_out() {
+fn a_silent_peer_is_an_error_after_the_timeout() {
     const TIME_OUT: Duration = Duration::from_millis(50);
     let start = Instant::now();
     let rogue = Rogue::answering(2, |requests| reply(requests[0])[..HEADER_BYTES].to_vec());
@@ -330,7 +333,7 @@ fn silence_ends_by_the_time_out() {
     let SourceError::Silent { page: 1, nr_pages: 2, waited_ms, .. } = error else { panic!("{error}") };
     assert!(waited_ms >= 50 && start.elapsed() >= TIME_OUT);
 
-    // Also for who never waits.
+    // Also for a caller that never waits.
     let rogue = Rogue::answering(1, |_| Vec::new());
     let mut source = rogue.connect(TIME_OUT);
     source.request(1).expect("room for it");
@@ -355,7 +358,7 @@ fn silence_ends_by_the_time_out() {
     rogue.thread.join().expect("no panic");
 }
 
-/// Answers page 1 last of all, and everything else at once.
+/// Answers page 1 last, and everything else at once.
 fn holding_back_page_1() -> Rogue {
     Rogue::start(|stream| {
         stream.write_all(&GREETING).expect("room for it");
@@ -370,9 +373,10 @@ fn holding_back_page_1() -> Rogue {
 }
 
 #[test]
-fn a_peer_that_answers_all_others_does_not_hold_a_page_back() {
+fn a_peer_that_answers_only_other_requests_is_silent() {
     const TIME_OUT: Duration = Duration::from_millis(50);
-    // Who asks for one page after the other finds nothing to receive now and then; who always has many in flight may not.
+    // A user with few requests in flight finds nothing to receive now and then; a user with many
+    // may not.
     for window in [2, 100] {
         let rogue = holding_back_page_1();
         let mut source = rogue.connect(TIME_OUT);
@@ -397,9 +401,10 @@ fn a_peer_that_answers_all_others_does_not_hold_a_page_back() {
     }
 }
 
-/// As many as come never leave the socket empty: an answer to what was asked too late shows that one was left out.
+/// A peer may never leave the socket empty. An answer to a request from after the timeout shows
+/// that an older one was left out.
 #[test]
-fn an_answer_to_what_was_asked_when_another_was_overdue() {
+fn an_answer_to_a_request_from_after_the_timeout_shows_a_silent_peer() {
     const TIME_OUT: Duration = Duration::from_millis(50);
     let rogue = Rogue::answering(3, |requests| [reply(requests[1]), reply(requests[2])].concat());
     let mut source = rogue.connect(PATIENCE);
@@ -419,7 +424,8 @@ fn an_answer_to_what_was_asked_when_another_was_overdue() {
     rogue.thread.join().expect("no panic");
 }
 
-/// More answers than a socket holds, to a user who does not look for longer than the time-out: none of them is late.
+/// More answers than a socket holds, to a user that does not read for longer than the timeout: none
+/// of them is late.
 #[test]
 fn a_peer_that_could_not_send_is_not_silent() {
     const TIME_OUT: Duration = Duration::from_millis(500);
@@ -433,7 +439,7 @@ fn a_peer_that_could_not_send_is_not_silent() {
     source.time_out_ns = PATIENCE.as_nanos() as u64;
     let sent_ns = source.overdue_at_ns();
     source.time_out_ns = TIME_OUT.as_nanos() as u64;
-    // Whatever the machine does now: the first look begins all anew.
+    // Whatever the machine does now: the first read begins all times anew.
     assert_eq!(source.arrived(Wait::ForEver).expect("no error"), Some(0));
     source.time_out_ns = PATIENCE.as_nanos() as u64;
     assert!(source.overdue_at_ns() >= sent_ns + TIME_OUT.as_nanos() as u64);
@@ -446,7 +452,7 @@ fn a_peer_that_could_not_send_is_not_silent() {
     rogue.thread.join().expect("no panic");
 }
 
-/// Small writes that nobody reads fill a socket long before all requests are in it.
+/// Small unread writes fill a socket long before all requests are in it.
 #[test]
 fn requests_that_find_no_room_are_kept() {
     let (may_read, wait_for_it) = std::sync::mpsc::channel::<()>();
@@ -474,7 +480,7 @@ fn requests_that_find_no_room_are_kept() {
 }
 
 #[test]
-fn who_does_not_greet_is_no_source() {
+fn a_server_without_a_greeting_is_no_source() {
     const TIME_OUT: Duration = Duration::from_millis(20);
     let rogue = Rogue::start(|stream| stream.write_all(b"HTTP/1.1 200 OK").expect("room for it"));
     assert!(matches!(rogue.spec(PATIENCE).open(), Err(SourceError::NotASource { .. })));
@@ -492,7 +498,7 @@ fn who_does_not_greet_is_no_source() {
     assert_eq!(cause.kind(), std::io::ErrorKind::TimedOut);
     rogue.thread.join().expect("no panic");
 
-    // Nobody accepts: the first connection waits in the queue, and the next finds no room there.
+    // No accept: the first connection waits in the queue, and the next finds no room there.
     let path = TempPath::new();
     let listener = UnixListener::bind(&path.0).expect("a new name");
     // SAFETY: the call touches no memory of this process.
@@ -504,7 +510,7 @@ fn who_does_not_greet_is_no_source() {
 }
 
 #[test]
-fn a_user_who_was_away_does_not_take_that_for_silence() {
+fn a_user_that_was_away_finds_the_peer_not_silent() {
     let rogue = Rogue::start(|stream| {
         let requests = greet_and_read(stream, 2);
         stream.write_all(&[reply(requests[0]), reply(requests[1])].concat()).expect("room for it");
@@ -518,7 +524,7 @@ fn a_user_who_was_away_does_not_take_that_for_silence() {
     }
     assert_eq!(source.arrived(Wait::ForEver).expect("no error"), Some(1));
     take_and_verify(&mut source, 1);
-    // The second page was received with the first one: since then nothing was heard.
+    // The second page was received with the first one: since then nothing came.
     let asked_ns = timestamp_ns();
     source.request(3).expect("room for it");
     assert_eq!(source.arrived(Wait::ForEver).expect("no error"), Some(2));
@@ -539,7 +545,7 @@ fn a_peer_that_was_not_asked_yet_is_not_silent() {
     });
     let mut source = rogue.connect(PATIENCE);
     source.request(1).expect("room for it");
-    // Busy with something else; only now the request is sent, and the time begins.
+    // Busy with something else; only now the request is sent, and its time begins.
     thread::sleep(Duration::from_millis(1));
     let sent_ns = timestamp_ns();
     assert_eq!(source.arrived(Wait::No).expect("no error"), None);
@@ -552,7 +558,7 @@ fn a_peer_that_was_not_asked_yet_is_not_silent() {
 }
 
 #[test]
-fn a_time_out_that_never_comes() {
+fn an_endless_timeout_is_accepted() {
     let path = TempPath::new();
     for address in [unix(&path), LOOPBACK] {
         let server = PeerServer::start(address, SourceSpec::pattern(7)).expect("a server");

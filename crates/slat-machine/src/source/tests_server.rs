@@ -1,4 +1,4 @@
-//! The server's own ends, which its users do not see.
+//! Ends of the server that its users do not observe.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use super::*;
 
 #[test]
-fn who_goes_while_nothing_is_read_or_sent_is_seen_to_go() {
+fn a_disconnect_is_found_while_nothing_is_read_or_sent() {
     let (mut user, stream) = UnixStream::pair().expect("sockets");
     stream.set_nonblocking(true).expect("a flag");
     let never_ns = 1 << 60;

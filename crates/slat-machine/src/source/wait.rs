@@ -1,12 +1,13 @@
 //! Waiting for a descriptor or for a moment, to about a microsecond.
 //!
-//! Why: a latency of 30 us cannot be slept. A thread's timers may fire 50 us late by default (the timer slack,
-//! Documentation/timers/ and prctl(2)), and a virtual CPU that went idle takes another 20 to 40 us to come back. So a
-//! thread that waits here has its slack taken away, sleeps only as long as that is surely too early, and for the
-//! rest looks at the clock.
+//! A latency of 30 µs cannot be slept. A thread's timers may fire 50 µs late by default (the timer
+//! slack, Documentation/timers/ and prctl(2)), and a virtual CPU that went idle takes another 20 to
+//! 40 µs to come back. So a thread that waits here has no slack. It sleeps only as long as it
+//! surely wakes too early, and then polls the clock.
 //!
-//! Looking at the clock takes a CPU. So between two looks the thread offers it to others; and if one took it, then there
-//! are more threads than CPUs. Then the CPU does not become idle either, timers are prompt, and the thread sleeps the rest.
+//! Polling the clock takes a CPU. So between two reads the thread yields. If another thread took
+//! the CPU, there are more threads than CPUs. Then the CPU does not become idle either, timers are
+//! prompt, and the thread sleeps the rest.
 
 #![expect(unsafe_code, reason = "a system call: prctl")]
 
@@ -22,23 +23,23 @@ use crate::descriptors::{poll, poll_entry};
 /// Descriptors that [`wait_until`] takes.
 pub const MAX_DESCRIPTORS: usize = 16;
 
-/// A sleep that should end this much before the moment ends before it, as a rule: what a virtual CPU of the kind of machine
-/// that this was measured on (idle, slack 1 ns) needs to come back is 20 to 40 us.
+/// A sleep is ended this much before the moment. A virtual CPU of the machine on which this was
+/// measured (idle, slack 1 ns) needs 20 to 40 µs to come back.
 const WAKE_UP_NS: u64 = 45_000;
 
-/// An offer of the CPU that took longer was accepted.
+/// If a yield took longer, another thread had the CPU.
 const YIELD_NS: u64 = 3_000;
 
 thread_local! {
     static SLACK_IS_GONE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Waits until one of the descriptors can be read (or is closed, or broken), or until a moment of
-/// [`timestamp_ns`]. Whether it was a descriptor. A moment that is past only looks;
+/// Waits until one of the descriptors is readable (or closed, or broken), or until a moment of
+/// [`timestamp_ns`]. Returns whether it was a descriptor. A moment in the past only polls;
 /// `u64::MAX` never comes. The thread's timer slack is 1 ns from the first wait on.
 ///
 /// # Errors
-/// `InvalidInput` for more than [`MAX_DESCRIPTORS`]; those of ppoll(2). A signal is none.
+/// `InvalidInput` for more than [`MAX_DESCRIPTORS`]; those of ppoll(2). A signal is not an error.
 pub fn wait_until(descriptors: &[BorrowedFd<'_>], until_ns: u64) -> io::Result<bool> {
     let mut entries = [libc::pollfd { fd: -1, events: 0, revents: 0 }; MAX_DESCRIPTORS];
     let Some(entries) = entries.get_mut(..descriptors.len()) else {
@@ -50,7 +51,7 @@ pub fn wait_until(descriptors: &[BorrowedFd<'_>], until_ns: u64) -> io::Result<b
     wait(entries, until_ns)
 }
 
-/// As [`wait_until`]; each entry says what happened there.
+/// As [`wait_until`]; each entry shows what happened to its descriptor.
 pub(super) fn wait(entries: &mut [libc::pollfd], until_ns: u64) -> io::Result<bool> {
     let mut is_contended = false;
     loop {
@@ -61,10 +62,10 @@ pub(super) fn wait(entries: &mut [libc::pollfd], until_ns: u64) -> io::Result<bo
             false => left_ns.saturating_sub(WAKE_UP_NS),
         };
         if sleep_ns > 0 {
-            take_slack_away();
+            remove_slack();
         }
         let time_out = (until_ns != u64::MAX).then_some(Duration::from_nanos(sleep_ns));
-        // Without descriptors there is nothing to look at between two looks at the clock.
+        // Without descriptors there is nothing to poll between two reads of the clock.
         if (!entries.is_empty() || sleep_ns > 0) && poll(entries, time_out)? {
             return Ok(true);
         }
@@ -79,9 +80,9 @@ pub(super) fn wait(entries: &mut [libc::pollfd], until_ns: u64) -> io::Result<bo
     }
 }
 
-/// Lets this thread's timers fire when they are due (`PR_SET_TIMERSLACK`, prctl(2)). Where that is refused, waits are
-/// longer and nothing else is different.
-fn take_slack_away() {
+/// Sets this thread's timer slack to 1 ns (`PR_SET_TIMERSLACK`, prctl(2)). Where that is refused,
+/// waits are longer.
+fn remove_slack() {
     SLACK_IS_GONE.with(|gone| {
         if !gone.replace(true) {
             // SAFETY: the call touches no memory of this process.

@@ -5,7 +5,7 @@ use super::*;
 const CONTEXT: Context = Context { vm: 1, pcid: 2 };
 const SIZES: [PageSize; 3] = [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G];
 
-/// How far guest-physical addresses are from those of the guest: none while it has paging off.
+/// The distance of guest-physical addresses from those of the guest: none while it has paging off.
 const DISTANCES: [u64; 2] = [0, 7 << 30];
 
 fn tlb() -> Tlb {
@@ -22,7 +22,7 @@ fn pages(start: u64, nr_pages: u64) -> GfnRange {
 }
 
 #[test]
-fn finds_what_was_filled_in_each_size() {
+fn a_look_up_finds_what_was_filled_in_each_size() {
     for (size, offset) in SIZES.into_iter().zip([0xff8, 0x12_3458, 0x1234_5678]) {
         let mut tlb = tlb();
         let base = 5 << 30;
@@ -35,7 +35,7 @@ fn finds_what_was_filled_in_each_size() {
 }
 
 #[test]
-fn contexts_are_apart() {
+fn contexts_are_separate() {
     let mut tlb = tlb();
     fill_small(&mut tlb, 0, 0x9000, Writes::Allowed);
     for other in [Context { vm: 2, ..CONTEXT }, Context { pcid: 3, ..CONTEXT }] {
@@ -67,7 +67,7 @@ fn a_small_page_serves_writes_beside_a_read_filled_large_one() {
 }
 
 #[test]
-fn replaces_dead_entries_before_live_ones() {
+fn dead_entries_are_replaced_before_live_ones() {
     let mut tlb = tlb();
     // Pages 0, 2, 4 and 6 share a set of two ways; page 0 dies.
     fill_small(&mut tlb, 0, 0xa000, Writes::Allowed);
@@ -76,7 +76,7 @@ fn replaces_dead_entries_before_live_ones() {
     fill_small(&mut tlb, 0x4000, 0xc000, Writes::Allowed);
     assert!(tlb.lookup_read(CONTEXT, 0x2000).is_some());
     assert!(tlb.lookup_read(CONTEXT, 0x4000).is_some());
-    // No dead one left: one of the two goes.
+    // No dead one left: one of the two is replaced.
     fill_small(&mut tlb, 0x6000, 0xd000, Writes::Allowed);
     let live = [0x2000, 0x4000, 0x6000].map(|address| tlb.lookup_read(CONTEXT, address).is_some());
     assert_eq!(live.iter().filter(|live| **live).count(), 2);
@@ -85,7 +85,7 @@ fn replaces_dead_entries_before_live_ones() {
 }
 
 #[test]
-fn forgets_a_page_and_everything() {
+fn a_page_and_everything_can_be_dropped() {
     let mut tlb = tlb();
     tlb.fill(CONTEXT, 0, Gpa(0), PageSize::Size2M, Hpa(0x20_0000), Writes::Allowed);
     tlb.fill(CONTEXT, 0x20_0000, Gpa(0x20_0000), PageSize::Size2M, Hpa(0x40_0000), Writes::Allowed);
@@ -98,7 +98,7 @@ fn forgets_a_page_and_everything() {
 }
 
 #[test]
-fn odd_geometries_are_made_to_fit() {
+fn odd_geometries_are_rounded() {
     let mut tlb = Tlb::new(Geometry { size_4k: (0, 0), size_2m: (3, 1000), size_1g: (1, 1) });
     fill_small(&mut tlb, 0, 0x1000, Writes::Allowed);
     assert!(tlb.lookup_write(CONTEXT, 0).is_some());
@@ -113,7 +113,7 @@ fn one_small_page_drops_the_large_ones_around_it() {
             for page in [0, nr_pages / 2, nr_pages - 1] {
                 let mut tlb = Tlb::new(Geometry::default());
                 for address in [1 << 30, 2 << 30] {
-                    // By an access in the midst of the page.
+                    // By an access in the middle of the page.
                     let [gva, gpa, hpa] = [0, distance, 0].map(|offset| address + offset + size.size_bytes() - 8);
                     tlb.fill(CONTEXT, gva, Gpa(gpa), size, Hpa(hpa), Writes::Allowed);
                 }
@@ -131,7 +131,7 @@ fn one_small_page_drops_the_large_ones_around_it() {
 }
 
 #[test]
-fn a_range_goes_by_guest_physical_pages() {
+fn a_range_names_guest_physical_pages() {
     let mut tlb = Tlb::new(Geometry::default());
     // Guest pages 1 and 2 are guest-physical 2 and 1.
     tlb.fill(CONTEXT, 0x1000, Gpa(0x2000), PageSize::Size4K, Hpa(0xa000), Writes::Allowed);
@@ -156,24 +156,24 @@ fn a_range_drops_its_pages_in_all_contexts() {
 }
 
 #[test]
-fn eras_that_have_run_out_bring_nothing_back() {
+fn no_entry_is_live_again_after_the_last_version() {
     let mut tlb = tlb();
     fill_small(&mut tlb, 0x1000, 0x9000, Writes::Allowed);
     let array = &mut tlb.arrays[0];
-    assert_eq!(array.era, FIRST_ERA);
-    // As after all but the last of the eras.
+    assert_eq!(array.version, FIRST_VERSION);
+    // As after all but the last version.
     array.clear();
-    array.era = !(FIRST_ERA - 1);
+    array.version = !(FIRST_VERSION - 1);
     fill_small(&mut tlb, 0x2000, 0x8000, Writes::Allowed);
     assert_eq!(tlb.clear(), 1);
-    assert_eq!(tlb.arrays[0].era, FIRST_ERA);
+    assert_eq!(tlb.arrays[0].version, FIRST_VERSION);
     assert_eq!(tlb.lookup_read(CONTEXT, 0x1000), None);
     assert_eq!(tlb.lookup_read(CONTEXT, 0x2000), None);
 }
 
 /// Random fills and drops against a list. The TLB is so large that nothing is replaced.
 #[test]
-fn drops_exactly_what_is_named() {
+fn a_range_drops_exactly_its_pages() {
     use rand::{RngExt, SeedableRng};
     let mut random = rand::rngs::SmallRng::seed_from_u64(7);
     for distance in DISTANCES {
@@ -211,7 +211,7 @@ fn drops_exactly_what_is_named() {
 }
 
 #[test]
-fn another_size_of_a_page_is_found_whichever_was_first() {
+fn another_size_of_a_page_is_found_in_either_order() {
     let block = 5 << 30;
     for (first, cached) in SIZES.into_iter().enumerate() {
         for (second, walked) in SIZES.into_iter().enumerate() {
@@ -231,7 +231,7 @@ fn another_size_of_a_page_is_found_whichever_was_first() {
 }
 
 #[test]
-fn an_entry_serves_what_needs_no_rights_but_its_own() {
+fn an_entry_serves_accesses_that_need_no_other_rights() {
     let all = [Rights::WRITE, Rights::EXECUTE, Rights::USER, Rights::SUPERVISOR];
     for missing in all {
         let mut tlb = tlb();
@@ -248,7 +248,7 @@ fn an_entry_serves_what_needs_no_rights_but_its_own() {
 }
 
 #[test]
-fn a_page_is_forgotten_in_all_contexts_of_its_vm() {
+fn a_page_is_dropped_in_all_contexts_of_its_vm() {
     for size in SIZES {
         let mut tlb = Tlb::new(Geometry { size_4k: (2, 4), size_2m: (2, 4), size_1g: (1, 8) });
         let contexts = [(1, 2), (1, 3), (2, 2)].map(|(vm, pcid)| Context { vm, pcid });

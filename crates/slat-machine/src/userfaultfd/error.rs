@@ -1,4 +1,4 @@
-//! What may go wrong, with names of the settings and features that are missing.
+//! The errors, with the names of missing settings and features.
 
 use std::io;
 
@@ -6,7 +6,7 @@ use thiserror::Error;
 
 use crate::memory::BackingKind;
 
-/// A userfaultfd that cannot be had, or that refused something. Nothing was changed.
+/// Why a userfaultfd cannot be made, or refused a call. Nothing was changed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum UserfaultfdError {
@@ -16,13 +16,13 @@ pub enum UserfaultfdError {
          /dev/userfaultfd, or CAP_SYS_PTRACE (and a seccomp filter that lets it through)"
     )]
     NotPermitted {
-        /// What the kernel said last.
+        /// The last error of the kernel.
         source: io::Error,
     },
     /// The kernel was built without it.
     #[error("this kernel has no userfaultfd (CONFIG_USERFAULTFD)")]
     NotSupported {
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The kernel cannot do this with memory of this kind.
@@ -33,7 +33,8 @@ pub enum UserfaultfdError {
         /// The kind of the memory.
         kind: BackingKind,
     },
-    /// The kernel registered the memory, and would not let its faults be answered. It was unregistered.
+    /// The kernel registered the memory, but does not let its faults be answered. It was
+    /// unregistered.
     #[error("this kernel's userfaultfd does not allow {ioctl} for {kind} memory")]
     MissingIoctl {
         /// The name of the call.
@@ -41,7 +42,7 @@ pub enum UserfaultfdError {
         /// The kind of the memory.
         kind: BackingKind,
     },
-    /// Minor faults are those of memory that is in a file already, and this is in none.
+    /// Minor faults exist for memory in a file only, and this memory is in none.
     #[error("minor faults need shared memory, and {kind} memory is private; shmem is shared")]
     MinorNeedsShared {
         /// The kind of the memory.
@@ -59,46 +60,47 @@ pub enum UserfaultfdError {
     /// Not whole pages of the memory's kind.
     #[error("{len_bytes:#x} bytes at {offset_bytes:#x} are not whole pages of {kind} memory")]
     Unaligned {
-        /// Where to begin.
+        /// The first byte.
         offset_bytes: u64,
-        /// How much.
+        /// The number of bytes.
         len_bytes: u64,
-        /// What the memory is made of.
+        /// The kind of the memory.
         kind: BackingKind,
     },
-    /// Not a part of the memory.
+    /// The bytes are not in the memory.
     #[error("{len_bytes:#x} bytes at {offset_bytes:#x} are not in the memory, which has {size_bytes:#x} bytes")]
     OutOfRange {
-        /// Where to begin.
+        /// The first byte.
         offset_bytes: u64,
-        /// How much.
+        /// The number of bytes.
         len_bytes: u64,
         /// The size of the memory.
         size_bytes: u64,
     },
-    /// Not a part of what was registered, or not any more.
+    /// The bytes were not registered, or are not any more.
     #[error("{len_bytes:#x} bytes at {offset_bytes:#x} of the memory are not registered")]
     NotRegistered {
-        /// Where to begin.
+        /// The first byte.
         offset_bytes: u64,
-        /// How much.
+        /// The number of bytes.
         len_bytes: u64,
     },
-    /// Another descriptor has it, or a part of it.
+    /// Another descriptor has the bytes, or some of them.
     #[error("{len_bytes:#x} bytes at {offset_bytes:#x} of the memory are registered already")]
     AlreadyRegistered {
-        /// Where to begin.
+        /// The first byte.
         offset_bytes: u64,
-        /// How much.
+        /// The number of bytes.
         len_bytes: u64,
     },
-    /// An earlier descriptor gave the memory up ([`Backing::is_lost`](crate::memory::Backing::is_lost)).
-    #[error("the memory was given up before all of it was filled; discard it first")]
+    /// An earlier descriptor abandoned the memory
+    /// ([`Backing::is_lost`](crate::memory::Backing::is_lost)).
+    #[error("the memory was abandoned before all of it was filled; discard it first")]
     MemoryLost,
     /// The page is not in the file yet, so it cannot be mapped.
     #[error("the page at {offset_bytes:#x} of the memory is not in the file")]
     NotCached {
-        /// Where to begin.
+        /// The first byte.
         offset_bytes: u64,
     },
     /// The kernel refused a call.
@@ -106,13 +108,14 @@ pub enum UserfaultfdError {
     System {
         /// The call.
         call: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
 
 impl UserfaultfdError {
-    /// Whether no machine could do what was asked for. Otherwise it is this machine that cannot, or not now.
+    /// Whether the request is impossible on every machine. Otherwise this machine cannot serve it,
+    /// or not now.
     pub const fn is_bad_usage(&self) -> bool {
         matches!(
             self,

@@ -1,8 +1,8 @@
 //! Threads that read a descriptor and answer.
 //!
-//! Each has an epoll instance of its own, on the descriptor (`EPOLLEXCLUSIVE`, so that one message does not wake all) and on an
-//! eventfd that ends all of them; and reads one message at a time, so that the others get the next ones. That is how the
-//! selftests of KVM do it.
+//! Each has an epoll instance of its own, on the descriptor (`EPOLLEXCLUSIVE`, so that one message
+//! does not wake all) and on an eventfd that ends all of them. It reads one message at a time, so
+//! that the others get the next ones. KVM's selftests do the same.
 
 use std::any::Any;
 use std::io;
@@ -19,7 +19,7 @@ use super::sys::{Poll, Woken};
 use super::{Event, Fault, Userfaultfd, UserfaultfdError};
 use crate::descriptors::EventFd;
 
-/// Why readers ended before they were told to.
+/// Why readers ended before `stop`.
 #[derive(Debug, Error)]
 pub enum ReaderError<E> {
     /// The handler failed.
@@ -30,13 +30,15 @@ pub enum ReaderError<E> {
     Userfaultfd(#[source] UserfaultfdError),
 }
 
-/// Threads that read one descriptor, and call a handler for each fault. A descriptor may have several such groups.
+/// Threads that read one descriptor, and call a handler for each fault. A descriptor may have
+/// several such groups.
 ///
 /// They end in one of three ways:
-/// - [`stop`](Readers::stop): who waits for a page goes on waiting; messages that nobody has read are kept for the
-///   descriptor's next readers, and its end lets all go.
-/// - The handler fails or panics, or the descriptor cannot be read: the descriptor is [abandoned](Userfaultfd::abandon), so
-///   that nobody waits for ever; then all threads of the group end. `stop` has the error.
+/// - [`stop`](Readers::stop): waiting threads go on waiting. Unread messages are kept for the
+///   descriptor's next readers, and its end releases all threads.
+/// - The handler fails or panics, or the descriptor cannot be read: the descriptor is
+///   [abandoned](Userfaultfd::abandon), so that no thread waits for ever; then all readers of the
+///   group end. `stop` returns the error.
 /// - They are dropped without `stop`, as when the owner panics: the same.
 #[derive(Debug)]
 pub struct Readers<E> {
@@ -60,12 +62,12 @@ enum Failure<E> {
 }
 
 impl<E: Send + 'static> Readers<E> {
-    /// Begins to read `userfaultfd` with `nr_readers` threads. `handler` is called by all of them at once; it must not touch the
-    /// registered mapping, and whatever it waits for must end.
+    /// Starts `nr_readers` threads that read `userfaultfd`. All of them call `handler`
+    /// concurrently. It must not touch the registered mapping, and every wait in it must end.
     ///
     /// # Errors
-    /// `System`, if there is no descriptor or thread to be had: then none reads any more. Threads that had begun may have served
-    /// faults by then.
+    /// `System`, if a descriptor or thread cannot be made: then no thread reads any more. Threads
+    /// that had begun may have served faults by then.
     pub fn start<H>(
         userfaultfd: Arc<Userfaultfd>,
         nr_readers: NonZeroUsize,
@@ -102,13 +104,13 @@ impl<E: Send + 'static> Readers<E> {
         self.shared.failure().is_some()
     }
 
-    /// Ends all threads, each after the fault that it serves, and waits for that.
+    /// Ends all threads, each after the fault that it serves, and waits for them.
     ///
     /// # Errors
     /// The failure that ended them before, the first if there were several.
     ///
     /// # Panics
-    /// As the handler did.
+    /// If the handler panicked.
     pub fn stop(mut self) -> Result<(), ReaderError<E>> {
         self.shared.stop.signal();
         join(&mut self.threads);
@@ -143,16 +145,17 @@ impl<E> Shared<E> {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads until the end, and sees to it that nobody waits for ever.
+    /// Reads until the end. After a failure no thread waits for ever.
     fn run(&self, poll: &Poll, handler: &(impl Fn(&Fault<'_>) -> Result<(), E> + Sync)) {
-        // Whatever a handler has left half done, nobody here looks at: it ends all.
+        // Unwind-safe: nothing here reads what the handler has left half done; its panic ends all.
         let served = panic::catch_unwind(panic::AssertUnwindSafe(|| self.serve(poll, handler)));
         let failure = match served {
             Ok(Ok(())) => return,
             Ok(Err(error)) => Failure::Error(error),
             Err(payload) => Failure::Panic(payload),
         };
-        // Told before anybody is let in. Later ones are consequences: what others fill is not registered any more.
+        // Stored before any thread is released. Later failures are consequences: what other readers
+        // fill is not registered any more.
         self.failure().get_or_insert(failure);
         self.userfaultfd.abandon();
         self.stop.signal();
@@ -161,7 +164,7 @@ impl<E> Shared<E> {
     fn serve(&self, poll: &Poll, handler: &impl Fn(&Fault<'_>) -> Result<(), E>) -> Result<(), ReaderError<E>> {
         let system = |source| ReaderError::Userfaultfd(UserfaultfdError::System { call: "epoll_wait", source });
         while poll.wait().map_err(system)? == Woken::Message {
-            // Another reader may have been faster.
+            // Another reader may have taken it.
             match self.userfaultfd.read_event().map_err(ReaderError::Userfaultfd)? {
                 Some(Event::Fault(fault)) => handler(&fault).map_err(ReaderError::Handler)?,
                 Some(Event::Other { .. }) | None => {}

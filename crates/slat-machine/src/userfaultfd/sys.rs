@@ -1,6 +1,7 @@
-//! The system calls, and what they take: plain numbers in and out.
+//! The system calls and their arguments: plain numbers in and out.
 //!
-//! Interface: `include/uapi/linux/userfaultfd.h`; userfaultfd(2), ioctl_userfaultfd(2). The C library has none of it.
+//! Interface: `include/uapi/linux/userfaultfd.h`; userfaultfd(2), ioctl_userfaultfd(2). The C
+//! library has none of it.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -109,7 +110,7 @@ const fn ioctl_number(direction: u32, nr: u32, size_bytes: usize) -> u32 {
 /// A structure that the kernel reads and writes in one of the calls.
 ///
 /// # Safety
-/// It is `repr(C)`, valid with any bits, laid out as the kernel's, and `NUMBER` says its size.
+/// It is `repr(C)`, valid with any bits, laid out as the kernel's, and `NUMBER` has its size.
 unsafe trait Argument {
     const NUMBER: u32;
 }
@@ -132,22 +133,23 @@ unsafe impl Argument for UffdioContinue {
 }
 
 /// # Safety
-/// What the call does to the memory that `argument` names is allowed.
+/// The caller allows what the call does to the memory that `argument` names.
 unsafe fn ioctl<A: Argument>(fd: BorrowedFd<'_>, argument: &mut A) -> io::Result<()> {
-    // SAFETY: the number goes with the type, which outlives the call; for the rest the caller stands.
+    // SAFETY: the number belongs to the type, which outlives the call; the caller ensures the rest.
     checked(unsafe { libc::ioctl(fd.as_raw_fd(), A::NUMBER as _, &raw mut *argument) }).map(drop)
 }
 
-/// Which calls say [`open`] has made a descriptor with.
+/// The names of the calls by which [`open`] has made a descriptor.
 pub(super) struct Opened {
     pub(super) fd: OwnedFd,
     pub(super) handles_kernel_faults: bool,
 }
 
-/// A descriptor by whichever way is open to this user: the system call, the device, and the system call for faults in user mode.
+/// Opens a descriptor in the first way that this user may: the system call, the device, the system
+/// call for faults in user mode.
 ///
 /// # Errors
-/// Of the last way; that of the first, if it was not about rights.
+/// Of the last way; that of the first, if it was not about permissions.
 pub(super) fn open() -> io::Result<Opened> {
     let denied = |error: &io::Error| matches!(error.raw_os_error(), Some(libc::EPERM | libc::EACCES));
     match open_by_call(FLAGS) {
@@ -160,7 +162,7 @@ pub(super) fn open() -> io::Result<Opened> {
     }
     match open_by_call(FLAGS | USER_MODE_ONLY) {
         Ok(fd) => Ok(Opened { fd, handles_kernel_faults: false }),
-        // A kernel that does not know the flag (before 5.11): what is missing is the right.
+        // A kernel without the flag (before 5.11): what is missing is the permission.
         Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Err(io::Error::from_raw_os_error(libc::EPERM)),
         Err(error) => Err(error),
     }
@@ -170,7 +172,7 @@ fn open_by_call(flags: libc::c_int) -> io::Result<OwnedFd> {
     // SAFETY: takes a plain number.
     let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) } as libc::c_int;
     checked(fd)?;
-    // SAFETY: just opened, and owned by nobody else.
+    // SAFETY: just opened, and owned by nothing else.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -179,11 +181,12 @@ fn open_by_device() -> io::Result<OwnedFd> {
     // SAFETY: takes a plain number.
     let fd = unsafe { libc::ioctl(device.as_raw_fd(), ioctl_number(NONE, NR_NEW, 0) as _, FLAGS) };
     checked(fd)?;
-    // SAFETY: just opened, and owned by nobody else.
+    // SAFETY: just opened, and owned by nothing else.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// `UFFDIO_API`, which a descriptor may be told once: asks for `features` and gives all that the kernel has.
+/// `UFFDIO_API`, once for each descriptor: requests `features` and returns all features of the
+/// kernel.
 pub(super) fn handshake(fd: BorrowedFd<'_>, features: u64) -> io::Result<u64> {
     let mut argument = UffdioApi { api: API, features, ioctls: 0 };
     // SAFETY: names no memory.
@@ -191,10 +194,11 @@ pub(super) fn handshake(fd: BorrowedFd<'_>, features: u64) -> io::Result<u64> {
     Ok(argument.features)
 }
 
-/// `UFFDIO_REGISTER`; gives the calls that are allowed for the range, as bits `1 << NR`.
+/// `UFFDIO_REGISTER`; returns the calls that are allowed for the range, as bits `1 << NR`.
 ///
 /// # Safety
-/// Whoever uses the `len_bytes` from `start` on can bear to wait, and can bear any contents of pages that were never touched.
+/// Every user of the `len_bytes` from `start` on may wait, and accepts any contents of pages that
+/// were never touched.
 pub(super) unsafe fn register(fd: BorrowedFd<'_>, start: u64, len_bytes: u64, mode: u64) -> io::Result<u64> {
     let mut argument = UffdioRegister { range: UffdioRange { start, len: len_bytes }, mode, ioctls: 0 };
     // SAFETY: the caller's promise.
@@ -215,14 +219,15 @@ pub(super) fn wake(fd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result
 fn plain_range(fd: BorrowedFd<'_>, nr: u32, start: u64, len_bytes: u64) -> io::Result<()> {
     let argument = UffdioRange { start, len: len_bytes };
     let number = ioctl_number(READ, nr, size_of::<UffdioRange>());
-    // SAFETY: the kernel only reads the argument, which has the size that the number says; neither call changes memory.
+    // SAFETY: the kernel only reads the argument, which has the size in the number; neither
+    // call changes memory.
     checked(unsafe { libc::ioctl(fd.as_raw_fd(), number as _, &raw const argument) }).map(drop)
 }
 
 const fn wake_mode(wake: Wake) -> u64 {
     match wake {
         Wake::Waiters => 0,
-        Wake::Nobody => DONTWAKE,
+        Wake::None => DONTWAKE,
     }
 }
 
@@ -233,7 +238,7 @@ const fn wake_mode(wake: Wake) -> u64 {
 pub(super) unsafe fn copy(fd: BorrowedFd<'_>, dst: u64, bytes: &[u8], wake: Wake) -> Result<(), (io::Error, u64)> {
     let src = bytes.as_ptr().expose_provenance() as u64;
     let mut argument = UffdioCopy { dst, src, len: bytes.len() as u64, mode: wake_mode(wake), copy: 0 };
-    // SAFETY: the source is a slice that outlives the call; the caller stands for the rest.
+    // SAFETY: the source is a slice that outlives the call; the caller ensures the rest.
     unsafe { ioctl(fd, &mut argument) }.map_err(|error| (error, u64::try_from(argument.copy).unwrap_or(0)))
 }
 
@@ -261,7 +266,8 @@ pub(super) fn read(fd: BorrowedFd<'_>) -> io::Result<Option<Message>> {
     match usize::try_from(nr_bytes) {
         Ok(nr_bytes) if nr_bytes == size_of::<Message>() => {
             if message.event == EVENT_FORK {
-                // A descriptor of the child's memory, which comes with the message and is not wanted.
+                // A descriptor of the child's memory, which comes with the message and is not
+                // wanted.
                 // SAFETY: the kernel has just opened it for this reader.
                 drop(unsafe { OwnedFd::from_raw_fd(message.flags as libc::c_int) });
             }
@@ -275,7 +281,7 @@ pub(super) fn read(fd: BorrowedFd<'_>) -> io::Result<Option<Message>> {
     }
 }
 
-/// What a reader waits with.
+/// The epoll instance of a reader.
 pub(super) struct Poll(OwnedFd);
 
 /// What [`Poll::wait`] waited for.
@@ -286,12 +292,13 @@ pub(super) enum Woken {
 }
 
 impl Poll {
-    /// For messages on `fd`, of each of which only some of those who wait are told (`EPOLLEXCLUSIVE`), and for `stop`.
+    /// For messages on `fd`, each of which wakes only some of the readers (`EPOLLEXCLUSIVE`), and
+    /// for `stop`.
     pub(super) fn new(fd: BorrowedFd<'_>, stop: &EventFd) -> io::Result<Poll> {
         // SAFETY: takes a plain number.
         let poll = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) };
         checked(poll)?;
-        // SAFETY: just opened, and owned by nobody else.
+        // SAFETY: just opened, and owned by nothing else.
         let poll = Poll(unsafe { OwnedFd::from_raw_fd(poll) });
         poll.add(fd.as_raw_fd(), libc::EPOLLIN | libc::EPOLLEXCLUSIVE, Woken::Message)?;
         poll.add(stop.as_fd().as_raw_fd(), libc::EPOLLIN, Woken::Stop)?;
@@ -304,7 +311,7 @@ impl Poll {
         checked(unsafe { libc::epoll_ctl(self.0.as_raw_fd(), libc::EPOLL_CTL_ADD, fd, &raw mut event) }).map(drop)
     }
 
-    /// Waits without end. To stop is told before a message.
+    /// Waits without a limit. `stop` goes before a message.
     pub(super) fn wait(&self) -> io::Result<Woken> {
         let mut events = [libc::epoll_event { events: 0, u64: 0 }; 2];
         loop {

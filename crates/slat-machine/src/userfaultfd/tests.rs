@@ -1,6 +1,6 @@
 //! The real kernel: what each call does to the memory, and to threads that wait for it.
 //!
-//! Where userfaultfd is not allowed, the tests say so and pass.
+//! Where userfaultfd is not allowed, the tests print that and pass.
 
 use std::sync::atomic::AtomicU64;
 use std::thread::{self, JoinHandle};
@@ -14,7 +14,7 @@ use super::*;
 
 pub(super) const PAGE: usize = PAGE_SIZE as usize;
 
-/// A descriptor, or `None` where there is none to be had.
+/// A descriptor, or `None` where there is none.
 pub(super) fn userfaultfd() -> Option<Userfaultfd> {
     match Userfaultfd::new() {
         Ok(userfaultfd) => Some(userfaultfd),
@@ -30,7 +30,7 @@ pub(super) fn memory(kind: BackingKind, nr_pages: u64) -> Backing {
     Backing::new(kind, nr_pages * PAGE_SIZE).unwrap()
 }
 
-/// What page `page` is filled with, all of it.
+/// The word that fills page `page`.
 pub(super) fn word_of(page: u64) -> u64 {
     0xABAB_0000_0000_0001 + page
 }
@@ -49,7 +49,7 @@ pub(super) fn touch(memory: &Backing, page: u64, access: Access) -> JoinHandle<R
     thread::spawn(move || memory.resolve(page * PAGE_SIZE, access, &|_| panic!("its frames are fixed")))
 }
 
-/// The next fault, which has to come: in ten minutes, on any machine.
+/// The next fault, which has to come within ten minutes on any machine.
 fn next_fault(userfaultfd: &Userfaultfd) -> Fault<'_> {
     let mut poll = libc::pollfd { fd: userfaultfd.as_fd().as_raw_fd(), events: libc::POLLIN, revents: 0 };
     // SAFETY: one descriptor, which outlives the call.
@@ -65,20 +65,21 @@ fn assert_page(memory: &Backing, page: u64, word: u64) {
     }
 }
 
-/// Nothing shows that a thread waits in the kernel for ever. So this gives it the time to go on, if it can.
+/// Nothing shows that a thread waits in the kernel for ever. So this allows it time to go on, if it
+/// can.
 fn assert_waits<T>(thread: &JoinHandle<T>) {
     thread::sleep(Duration::from_millis(20));
     assert!(!thread.is_finished());
 }
 
 #[test]
-fn missing_pages_are_brought_by_copy() {
+fn a_copy_fills_missing_pages() {
     for kind in [BackingKind::Anonymous, BackingKind::AnonymousThp, BackingKind::Shmem] {
         let Some(mut userfaultfd) = userfaultfd() else { return };
         let memory = memory(kind, 1024);
-        userfaultfd.register(&memory, 0..1024 * PAGE_SIZE, Mode::Missing).unwrap();
+        userfaultfd.register(&memory, 0..1024 * PAGE_SIZE, RegisterMode::Missing).unwrap();
         assert!(userfaultfd.read_event().unwrap().is_none());
-        // Neighbours in one 2 MiB block: none comes along with another.
+        // Neighbours in one 2 MiB block: the kernel adds no other page.
         for (page, access) in [(0, Access::Read), (1, Access::Write), (513, Access::Execute), (1023, Access::Write)] {
             let toucher = touch(&memory, page, access);
             let fault = next_fault(&userfaultfd);
@@ -102,8 +103,8 @@ fn minor_faults_map_what_the_file_has() {
     let memory = memory(BackingKind::Shmem, 8);
     let alias = memory.alias().unwrap();
     alias.populate().unwrap();
-    userfaultfd.register(&memory, 0..8 * PAGE_SIZE, Mode::Minor).unwrap();
-    // Each round the file keeps its pages, and the mapping loses them.
+    userfaultfd.register(&memory, 0..8 * PAGE_SIZE, RegisterMode::Minor).unwrap();
+    // In each round the file keeps its pages, and the mapping loses them.
     for round in 0..3 {
         for (page, access) in [(3, Access::Read), (4, Access::Write)] {
             let toucher = touch(&memory, page, access);
@@ -127,7 +128,7 @@ fn pages_that_are_not_in_the_file_are_reported_too() {
     let Some(mut userfaultfd) = userfaultfd() else { return };
     let memory = memory(BackingKind::Shmem, 2);
     let alias = memory.alias().unwrap();
-    userfaultfd.register(&memory, 0..2 * PAGE_SIZE, Mode::Minor).unwrap();
+    userfaultfd.register(&memory, 0..2 * PAGE_SIZE, RegisterMode::Minor).unwrap();
     let toucher = touch(&memory, 1, Access::Read);
     assert_eq!(next_fault(&userfaultfd).cause, Cause::Missing);
     let error = userfaultfd.map_cached(&memory, bytes_of(1), Wake::Waiters).expect_err("not in the file");
@@ -140,26 +141,23 @@ fn pages_that_are_not_in_the_file_are_reported_too() {
 }
 
 #[test]
-fn who_is_not_woken_waits_until_somebody_wakes() {
+fn a_thread_that_is_not_woken_waits_for_the_next_wake() {
     let Some(mut userfaultfd) = userfaultfd() else { return };
     let memory = memory(BackingKind::Anonymous, 3);
-    userfaultfd.register(&memory, 0..3 * PAGE_SIZE, Mode::Missing).unwrap();
+    userfaultfd.register(&memory, 0..3 * PAGE_SIZE, RegisterMode::Missing).unwrap();
     for page in 0..3 {
         let touchers = [Access::Read, Access::Write, Access::Write].map(|access| touch(&memory, page, access));
         for _ in &touchers {
             assert_eq!(next_fault(&userfaultfd).offset_bytes, page * PAGE_SIZE, "each thread reports its own fault");
         }
-        assert_eq!(
-            userfaultfd.copy(&memory, page * PAGE_SIZE, &contents_of(page), Wake::Nobody).unwrap(),
-            Filled::Done
-        );
+        assert_eq!(userfaultfd.copy(&memory, page * PAGE_SIZE, &contents_of(page), Wake::None).unwrap(), Filled::Done);
         touchers.iter().for_each(assert_waits);
         match page {
             0 => userfaultfd.wake(&memory, bytes_of(page)).unwrap(),
-            // Who comes second may wake nobody either; or, by the way, all.
+            // A second copy may wake no thread either; or it wakes all.
             _ => {
                 let copy = |wake| userfaultfd.copy(&memory, page * PAGE_SIZE, &contents_of(7), wake).unwrap();
-                assert_eq!(copy(Wake::Nobody), Filled::AlreadyThere);
+                assert_eq!(copy(Wake::None), Filled::AlreadyThere);
                 touchers.iter().for_each(assert_waits);
                 assert_eq!(copy(Wake::Waiters), Filled::AlreadyThere);
             }
@@ -169,7 +167,7 @@ fn who_is_not_woken_waits_until_somebody_wakes() {
         }
         assert_page(&memory, page, word_of(page));
     }
-    // Nobody waits any more: to wake is no error.
+    // No thread waits any more: a wake-up is no error.
     userfaultfd.wake(&memory, 0..3 * PAGE_SIZE).unwrap();
 }
 
@@ -177,7 +175,7 @@ fn who_is_not_woken_waits_until_somebody_wakes() {
 fn too_early_a_wake_makes_a_new_message() {
     let Some(mut userfaultfd) = userfaultfd() else { return };
     let memory = memory(BackingKind::Anonymous, 1);
-    userfaultfd.register(&memory, bytes_of(0), Mode::Missing).unwrap();
+    userfaultfd.register(&memory, bytes_of(0), RegisterMode::Missing).unwrap();
     let toucher = touch(&memory, 0, Access::Write);
     for _ in 0..3 {
         assert_eq!(next_fault(&userfaultfd).offset_bytes, 0);
@@ -193,7 +191,7 @@ fn too_early_a_wake_makes_a_new_message() {
 fn a_copy_stops_before_a_page_that_is_there() {
     let Some(mut userfaultfd) = userfaultfd() else { return };
     let memory = memory(BackingKind::Shmem, 8);
-    userfaultfd.register(&memory, 0..8 * PAGE_SIZE, Mode::Missing).unwrap();
+    userfaultfd.register(&memory, 0..8 * PAGE_SIZE, RegisterMode::Missing).unwrap();
     let copy = |first: u64, pages: Range<u64>| {
         let bytes: Vec<u8> = pages.flat_map(contents_of).collect();
         userfaultfd.copy(&memory, first * PAGE_SIZE, &bytes, Wake::Waiters).unwrap()
@@ -209,18 +207,18 @@ fn a_copy_stops_before_a_page_that_is_there() {
 }
 
 #[test]
-fn what_cannot_be_registered_is_refused() {
+fn memory_that_cannot_be_registered_is_refused() {
     let Some(mut userfaultfd) = userfaultfd() else { return };
     let anonymous = memory(BackingKind::Anonymous, 4);
     let whole = 0..4 * PAGE_SIZE;
     for kind in [BackingKind::Anonymous, BackingKind::AnonymousThp] {
-        // Before all else: the range is wrong too.
-        let error = userfaultfd.register(&memory(kind, 4), 1..1, Mode::Minor).expect_err("private");
+        // Before any other check: the range is wrong too.
+        let error = userfaultfd.register(&memory(kind, 4), 1..1, RegisterMode::Minor).expect_err("private");
         assert!(matches!(error, UserfaultfdError::MinorNeedsShared { kind: refused } if refused == kind), "{error}");
         assert!(error.is_bad_usage());
     }
     let movable = Backing::with_movable_pages(4 * PAGE_SIZE, 1).unwrap();
-    let error = userfaultfd.register(&movable, whole.clone(), Mode::Missing).expect_err("no addresses");
+    let error = userfaultfd.register(&movable, whole.clone(), RegisterMode::Missing).expect_err("no addresses");
     assert!(matches!(error, UserfaultfdError::MovablePages) && error.is_bad_usage());
     for (bytes, expected) in [
         (0..0, "Empty"),
@@ -231,20 +229,23 @@ fn what_cannot_be_registered_is_refused() {
         (4 * PAGE_SIZE..5 * PAGE_SIZE, "OutOfRange"),
         (PAGE_SIZE..!(PAGE_SIZE - 1), "OutOfRange"),
     ] {
-        let error = userfaultfd.register(&anonymous, bytes.clone(), Mode::Missing).expect_err("not in the memory");
+        let error =
+            userfaultfd.register(&anonymous, bytes.clone(), RegisterMode::Missing).expect_err("not in the memory");
         assert!(format!("{error:?}").starts_with(expected) && error.is_bad_usage(), "{bytes:?}: {error:?}");
     }
     let mut second = Userfaultfd::new().unwrap();
-    userfaultfd.register(&anonymous, PAGE_SIZE..3 * PAGE_SIZE, Mode::Missing).unwrap();
-    let error = second.register(&anonymous, whole.clone(), Mode::Missing).expect_err("a part is another's");
+    userfaultfd.register(&anonymous, PAGE_SIZE..3 * PAGE_SIZE, RegisterMode::Missing).unwrap();
+    let error =
+        second.register(&anonymous, whole.clone(), RegisterMode::Missing).expect_err("a part is registered elsewhere");
     assert!(matches!(error, UserfaultfdError::AlreadyRegistered { .. }) && !error.is_bad_usage(), "{error}");
-    second.register(&anonymous, 0..PAGE_SIZE, Mode::Missing).expect("nobody's");
+    second.register(&anonymous, 0..PAGE_SIZE, RegisterMode::Missing).expect("not registered");
     drop(userfaultfd);
     let mut third = Userfaultfd::new().unwrap();
-    let error = third.register(&anonymous, 3 * PAGE_SIZE..4 * PAGE_SIZE, Mode::Missing).expect_err("was abandoned");
+    let error =
+        third.register(&anonymous, 3 * PAGE_SIZE..4 * PAGE_SIZE, RegisterMode::Missing).expect_err("was abandoned");
     assert!(matches!(error, UserfaultfdError::MemoryLost), "{error}");
     anonymous.discard(0, 4 * PAGE_SIZE).unwrap();
-    third.register(&anonymous, 3 * PAGE_SIZE..4 * PAGE_SIZE, Mode::Missing).expect("as new");
+    third.register(&anonymous, 3 * PAGE_SIZE..4 * PAGE_SIZE, RegisterMode::Missing).expect("as new");
 }
 
 #[test]
@@ -252,11 +253,11 @@ fn a_kernel_without_the_feature_is_named_with_it() {
     let Some(mut userfaultfd) = userfaultfd() else { return };
     let memory = memory(BackingKind::Shmem, 1);
     userfaultfd.features &= !sys::FEATURE_MINOR_SHMEM;
-    let error = userfaultfd.register(&memory, bytes_of(0), Mode::Minor).expect_err("before 5.14");
+    let error = userfaultfd.register(&memory, bytes_of(0), RegisterMode::Minor).expect_err("before 5.14");
     assert!(error.to_string().contains("UFFD_FEATURE_MINOR_SHMEM") && !error.is_bad_usage(), "{error}");
-    userfaultfd.register(&memory, bytes_of(0), Mode::Missing).unwrap();
+    userfaultfd.register(&memory, bytes_of(0), RegisterMode::Missing).unwrap();
     userfaultfd.features = 0;
-    let error = userfaultfd.register(&memory, bytes_of(0), Mode::Missing).expect_err("before 4.11");
+    let error = userfaultfd.register(&memory, bytes_of(0), RegisterMode::Missing).expect_err("before 4.11");
     assert!(error.to_string().contains("UFFD_FEATURE_MISSING_SHMEM"), "{error}");
 }
 
@@ -264,7 +265,7 @@ fn a_kernel_without_the_feature_is_named_with_it() {
 fn only_what_is_registered_can_be_filled() {
     let Some(mut userfaultfd) = userfaultfd() else { return };
     let (anonymous, other) = (memory(BackingKind::Anonymous, 4), memory(BackingKind::Shmem, 4));
-    userfaultfd.register(&anonymous, PAGE_SIZE..3 * PAGE_SIZE, Mode::Missing).unwrap();
+    userfaultfd.register(&anonymous, PAGE_SIZE..3 * PAGE_SIZE, RegisterMode::Missing).unwrap();
     let copy = |memory: &Backing, offset_bytes, len: usize| {
         let error = userfaultfd.copy(memory, offset_bytes, &vec![1; len], Wake::Waiters).expect_err("not to be filled");
         format!("{error:?}")
@@ -273,7 +274,7 @@ fn only_what_is_registered_can_be_filled() {
         assert!(copy(memory, page * PAGE_SIZE, nr_pages * PAGE).starts_with("NotRegistered"), "{page}");
         let bytes = page * PAGE_SIZE..(page + nr_pages as u64) * PAGE_SIZE;
         for error in [
-            userfaultfd.map_cached(memory, bytes.clone(), Wake::Nobody).map(drop),
+            userfaultfd.map_cached(memory, bytes.clone(), Wake::None).map(drop),
             userfaultfd.wake(memory, bytes.clone()),
         ] {
             assert!(matches!(error, Err(UserfaultfdError::NotRegistered { .. })), "{error:?}");
@@ -284,7 +285,7 @@ fn only_what_is_registered_can_be_filled() {
     assert!(copy(&anonymous, PAGE_SIZE + 8, PAGE).starts_with("Unaligned"));
     assert!(copy(&anonymous, PAGE_SIZE, 4 * PAGE).starts_with("OutOfRange"));
     assert!(copy(&anonymous, !(PAGE_SIZE - 1), PAGE).starts_with("OutOfRange"));
-    // What missing pages need cannot be done with the file.
+    // A call for missing pages fails on the file.
     let error = userfaultfd.map_cached(&anonymous, bytes_of(1), Wake::Waiters).expect_err("it has no file");
     assert!(matches!(error, UserfaultfdError::System { call: "UFFDIO_CONTINUE", .. }), "{error:?}");
     assert_page(&anonymous, 0, 0);
@@ -292,15 +293,15 @@ fn only_what_is_registered_can_be_filled() {
 }
 
 #[test]
-fn after_the_end_nobody_waits_and_nothing_is_reported() {
+fn after_unregister_no_thread_waits_and_no_fault_is_reported() {
     for (kind, mode) in [
-        (BackingKind::Anonymous, Mode::Missing),
-        (BackingKind::Shmem, Mode::Missing),
-        (BackingKind::Shmem, Mode::Minor),
+        (BackingKind::Anonymous, RegisterMode::Missing),
+        (BackingKind::Shmem, RegisterMode::Missing),
+        (BackingKind::Shmem, RegisterMode::Minor),
     ] {
         let Some(mut userfaultfd) = userfaultfd() else { return };
         let memory = memory(kind, 4);
-        if mode == Mode::Minor {
+        if mode == RegisterMode::Minor {
             memory.alias().unwrap().populate().unwrap();
         }
         userfaultfd.register(&memory, 0..4 * PAGE_SIZE, mode).unwrap();
@@ -311,7 +312,7 @@ fn after_the_end_nobody_waits_and_nothing_is_reported() {
         assert_waits(&unread);
         userfaultfd.unregister().unwrap();
         for toucher in [read, unread, touch(&memory, 2, Access::Write)] {
-            toucher.join().unwrap().expect("zeros, as was agreed");
+            toucher.join().unwrap().expect("zeros after the end");
         }
         assert!(userfaultfd.read_event().unwrap().is_none(), "{kind} {mode:?}");
         let error = userfaultfd.copy(&memory, 3 * PAGE_SIZE, &contents_of(3), Wake::Waiters).expect_err("the end");
@@ -325,16 +326,16 @@ fn after_the_end_nobody_waits_and_nothing_is_reported() {
 }
 
 #[test]
-fn who_waits_when_it_is_abandoned_or_dropped_gets_nothing() {
+fn threads_that_wait_at_an_abandon_or_drop_get_no_page() {
     for (kind, mode) in [
-        (BackingKind::Anonymous, Mode::Missing),
-        (BackingKind::Shmem, Mode::Missing),
-        (BackingKind::Shmem, Mode::Minor),
+        (BackingKind::Anonymous, RegisterMode::Missing),
+        (BackingKind::Shmem, RegisterMode::Missing),
+        (BackingKind::Shmem, RegisterMode::Minor),
     ] {
         for abandon in [Userfaultfd::abandon, |_: &Userfaultfd| ()] {
             let Some(mut userfaultfd) = userfaultfd() else { return };
             let memory = memory(kind, 64);
-            if mode == Mode::Minor {
+            if mode == RegisterMode::Minor {
                 memory.alias().unwrap().populate().unwrap();
             }
             userfaultfd.register(&memory, 0..32 * PAGE_SIZE, mode).unwrap();
@@ -342,7 +343,7 @@ fn who_waits_when_it_is_abandoned_or_dropped_gets_nothing() {
             let touchers: Vec<_> = (0..64).step_by(4).map(|page| touch(&memory, page, Access::Read)).collect();
             let reader = {
                 let memory = memory.clone();
-                // The host's own look does not find zeros either.
+                // The host's own read does not find zeros either.
                 thread::spawn(move || memory.load(63 * PAGE_SIZE))
             };
             next_fault(&userfaultfd);
@@ -353,7 +354,7 @@ fn who_waits_when_it_is_abandoned_or_dropped_gets_nothing() {
                 assert_eq!(toucher.join().unwrap(), Err(Gone), "{kind} {mode:?}");
             }
             assert_eq!(reader.join().unwrap(), None);
-            // And who comes later.
+            // And of a thread that comes later.
             assert_eq!(touch(&memory, 5, Access::Write).join().unwrap(), Err(Gone));
             assert!(memory.is_lost());
         }
@@ -361,12 +362,12 @@ fn who_waits_when_it_is_abandoned_or_dropped_gets_nothing() {
 }
 
 #[test]
-fn a_run_begins_anew() {
+fn memory_can_be_registered_again_after_an_end() {
     for kind in [BackingKind::Anonymous, BackingKind::Shmem] {
         let memory = memory(kind, 4);
         for round in 0..3 {
             let Some(mut userfaultfd) = userfaultfd() else { return };
-            userfaultfd.register(&memory, 0..4 * PAGE_SIZE, Mode::Missing).unwrap();
+            userfaultfd.register(&memory, 0..4 * PAGE_SIZE, RegisterMode::Missing).unwrap();
             let toucher = touch(&memory, round, Access::Read);
             let fault = next_fault(&userfaultfd);
             let filled = userfaultfd.copy(fault.memory, fault.offset_bytes, &contents_of(9), Wake::Waiters).unwrap();
@@ -390,10 +391,10 @@ fn one_descriptor_may_have_several_memories_and_one_memory_several_descriptors()
     let Some(mut first) = userfaultfd() else { return };
     let mut second = Userfaultfd::new().unwrap();
     let (anonymous, shmem) = (memory(BackingKind::Anonymous, 4), memory(BackingKind::Shmem, 4));
-    first.register(&anonymous, 0..2 * PAGE_SIZE, Mode::Missing).unwrap();
-    first.register(&shmem, 2 * PAGE_SIZE..4 * PAGE_SIZE, Mode::Missing).unwrap();
-    second.register(&anonymous, 2 * PAGE_SIZE..4 * PAGE_SIZE, Mode::Missing).unwrap();
-    second.register(&shmem, 0..2 * PAGE_SIZE, Mode::Missing).unwrap();
+    first.register(&anonymous, 0..2 * PAGE_SIZE, RegisterMode::Missing).unwrap();
+    first.register(&shmem, 2 * PAGE_SIZE..4 * PAGE_SIZE, RegisterMode::Missing).unwrap();
+    second.register(&anonymous, 2 * PAGE_SIZE..4 * PAGE_SIZE, RegisterMode::Missing).unwrap();
+    second.register(&shmem, 0..2 * PAGE_SIZE, RegisterMode::Missing).unwrap();
     for (userfaultfd, memory, page) in
         [(&first, &anonymous, 1), (&second, &anonymous, 2), (&second, &shmem, 1), (&first, &shmem, 3)]
     {
@@ -408,15 +409,15 @@ fn one_descriptor_may_have_several_memories_and_one_memory_several_descriptors()
 }
 
 #[test]
-fn a_descriptor_that_was_unregistered_may_begin_anew_with_what_it_is_given() {
+fn an_unregistered_descriptor_can_register_other_memory() {
     let Some(mut first) = userfaultfd() else { return };
     let mut second = Userfaultfd::new().unwrap();
     let (before, after) = (memory(BackingKind::Anonymous, 1), memory(BackingKind::Anonymous, 1));
-    first.register(&before, bytes_of(0), Mode::Missing).unwrap();
+    first.register(&before, bytes_of(0), RegisterMode::Missing).unwrap();
     first.unregister().unwrap();
-    second.register(&before, bytes_of(0), Mode::Missing).unwrap();
-    first.register(&after, bytes_of(0), Mode::Missing).unwrap();
-    let error = first.copy(&before, 0, &contents_of(1), Wake::Waiters).expect_err("another's by now");
+    second.register(&before, bytes_of(0), RegisterMode::Missing).unwrap();
+    first.register(&after, bytes_of(0), RegisterMode::Missing).unwrap();
+    let error = first.copy(&before, 0, &contents_of(1), Wake::Waiters).expect_err("registered by another");
     assert!(matches!(error, UserfaultfdError::NotRegistered { .. }), "{error}");
     let toucher = touch(&before, 0, Access::Read);
     next_fault(&second);
@@ -428,7 +429,7 @@ fn a_descriptor_that_was_unregistered_may_begin_anew_with_what_it_is_given() {
 }
 
 #[test]
-fn huge_pages_of_a_pool_come_whole() {
+fn huge_pages_of_a_pool_are_filled_whole() {
     let nr_bytes = PageSize::Size2M.size_bytes();
     // Only on machines with a pool.
     let Ok(memory) = Backing::new(BackingKind::AnonymousHugetlb2M, 2 * nr_bytes) else {
@@ -436,9 +437,9 @@ fn huge_pages_of_a_pool_come_whole() {
         return;
     };
     let Some(mut userfaultfd) = userfaultfd() else { return };
-    let error = userfaultfd.register(&memory, 0..PAGE_SIZE, Mode::Missing).expect_err("a part of a page");
+    let error = userfaultfd.register(&memory, 0..PAGE_SIZE, RegisterMode::Missing).expect_err("a part of a page");
     assert!(matches!(error, UserfaultfdError::Unaligned { .. }), "{error}");
-    userfaultfd.register(&memory, 0..2 * nr_bytes, Mode::Missing).unwrap();
+    userfaultfd.register(&memory, 0..2 * nr_bytes, RegisterMode::Missing).unwrap();
     let toucher = touch(&memory, 512 + 3, Access::Write);
     let fault = next_fault(&userfaultfd);
     assert_eq!(fault.offset_bytes, nr_bytes);
@@ -453,7 +454,7 @@ fn pages_that_are_there_and_pages_beside_the_range_do_not_fault() {
     let Some(mut userfaultfd) = userfaultfd() else { return };
     let memory = memory(BackingKind::Anonymous, 4);
     memory.store(PAGE_SIZE, 5).unwrap();
-    userfaultfd.register(&memory, PAGE_SIZE..3 * PAGE_SIZE, Mode::Missing).unwrap();
+    userfaultfd.register(&memory, PAGE_SIZE..3 * PAGE_SIZE, RegisterMode::Missing).unwrap();
     // In this thread: it would wait for ever.
     assert_eq!([0, 1, 3].map(|page| memory.load(page * PAGE_SIZE)), [Some(0), Some(5), Some(0)]);
     assert!(userfaultfd.read_event().unwrap().is_none());
@@ -476,7 +477,7 @@ fn other_events_are_passed_on() {
         ended: AtomicBool::new(false),
     };
     let memory = memory(BackingKind::Anonymous, 4);
-    userfaultfd.register(&memory, 0..4 * PAGE_SIZE, Mode::Missing).unwrap();
+    userfaultfd.register(&memory, 0..4 * PAGE_SIZE, RegisterMode::Missing).unwrap();
     let discard = {
         let memory = memory.clone();
         thread::spawn(move || memory.discard(PAGE_SIZE, 2 * PAGE_SIZE))
@@ -499,7 +500,7 @@ fn faults_of_the_kernel_are_reported_where_that_is_allowed() {
         return;
     }
     let memory = memory(BackingKind::Anonymous, 1);
-    userfaultfd.register(&memory, bytes_of(0), Mode::Missing).unwrap();
+    userfaultfd.register(&memory, bytes_of(0), RegisterMode::Missing).unwrap();
     let written = write_from(&memory);
     assert_eq!(next_fault(&userfaultfd).access, Access::Read);
     assert_eq!(userfaultfd.copy(&memory, 0, &contents_of(1), Wake::Waiters).unwrap(), Filled::Done);
@@ -525,7 +526,7 @@ pub(super) fn write_from(memory: &Backing) -> JoinHandle<io::Result<u64>> {
 fn messages_read_before_their_page_was_filled_are_answered_late() {
     let Some(mut userfaultfd) = userfaultfd() else { return };
     let memory = memory(BackingKind::Anonymous, 1);
-    userfaultfd.register(&memory, bytes_of(0), Mode::Missing).unwrap();
+    userfaultfd.register(&memory, bytes_of(0), RegisterMode::Missing).unwrap();
     let first = touch(&memory, 0, Access::Write);
     let fault = next_fault(&userfaultfd);
     assert_eq!(userfaultfd.copy(&memory, 0, &contents_of(1), Wake::Waiters).unwrap(), Filled::Done);
@@ -536,14 +537,14 @@ fn messages_read_before_their_page_was_filled_are_answered_late() {
     assert_eq!((late, memory.load(0)), (Filled::AlreadyThere, Some(77)), "the guest's write is kept");
 }
 
-/// Whoever is told that his pages are not registered any more may take that for a failure.
+/// A thread that finds its pages no longer registered may take that for a failure.
 #[test]
-fn an_orderly_end_loses_nothing_whoever_abandons_at_the_same_time() {
+fn an_orderly_end_loses_no_memory_beside_an_abandon() {
     for round in 0..300 {
         let Some(mut userfaultfd) = userfaultfd() else { return };
         let memory = memory(BackingKind::Anonymous, 64);
         for page in (0..64).step_by(2) {
-            userfaultfd.register(&memory, bytes_of(page), Mode::Missing).unwrap();
+            userfaultfd.register(&memory, bytes_of(page), RegisterMode::Missing).unwrap();
         }
         thread::scope(|scope| {
             let handler = scope.spawn(|| {

@@ -1,4 +1,4 @@
-//! Users who may have less: a thread takes rights away from itself and asks then.
+//! Users with fewer permissions: a thread drops its permissions and tries then.
 
 use std::ptr;
 use std::thread;
@@ -11,16 +11,16 @@ use super::*;
 /// `struct __user_cap_header_struct` and the two `struct __user_cap_data_struct` of version 3.
 const CAPABILITY_VERSION_3: u32 = 0x2008_0522;
 
-/// Takes away what gives access to userfaultfd in the kernel: all capabilities, and root's rights to files. Of this thread
-/// only, since these are the bare system calls.
-fn become_nobody() {
+/// Drops what permits userfaultfd in the kernel: all capabilities, and root's permissions on files.
+/// Of this thread only, since these are the bare system calls.
+fn drop_permissions() {
     let header = [CAPABILITY_VERSION_3, 0];
     let none = [0u32; 6];
-    const NOBODY: libc::uid_t = 65534;
+    const UNPRIVILEGED: libc::uid_t = 65534;
     // SAFETY: takes plain numbers, and structures of the sizes that this version has.
     unsafe {
-        libc::syscall(libc::SYS_setfsuid, NOBODY);
-        libc::syscall(libc::SYS_setfsgid, NOBODY);
+        libc::syscall(libc::SYS_setfsuid, UNPRIVILEGED);
+        libc::syscall(libc::SYS_setfsgid, UNPRIVILEGED);
         assert_eq!(libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()), 0);
     }
 }
@@ -32,7 +32,7 @@ fn forbid_the_call(errno: u32) {
     const RETURN: u16 = 0x06;
     let step = |code, jf, k| libc::sock_filter { code, jt: 0, jf, k };
     let filter = [
-        // The number is the first word of what a filter sees.
+        // The number of the call is the first word that a filter reads.
         step(LOAD_WORD, 0, 0),
         step(JUMP_IF_EQUAL, 1, libc::SYS_userfaultfd as u32),
         step(RETURN, 0, libc::SECCOMP_RET_ERRNO | errno),
@@ -47,7 +47,7 @@ fn forbid_the_call(errno: u32) {
     }
 }
 
-/// What a thread gets that `restrict` has taken rights from.
+/// The result in a thread after `restrict`.
 fn restricted(restrict: impl FnOnce() + Send + 'static) -> Result<Userfaultfd, UserfaultfdError> {
     thread::spawn(move || {
         restrict();
@@ -58,21 +58,21 @@ fn restricted(restrict: impl FnOnce() + Send + 'static) -> Result<Userfaultfd, U
 }
 
 #[test]
-fn without_rights_faults_of_user_mode_are_handled() {
+fn without_permissions_faults_of_user_mode_are_handled() {
     let allowed = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd");
     if userfaultfd().is_none() || !allowed.is_ok_and(|setting| setting.trim() == "0") {
-        eprintln!("SKIPPED: everybody may have all of userfaultfd here, or nobody");
+        eprintln!("SKIPPED: userfaultfd is allowed for all users here, or for none");
         return;
     }
-    let mut userfaultfd = match restricted(become_nobody) {
+    let mut userfaultfd = match restricted(drop_permissions) {
         Ok(userfaultfd) if userfaultfd.handles_kernel_faults() => {
-            eprintln!("SKIPPED: everybody may use /dev/userfaultfd here");
+            eprintln!("SKIPPED: /dev/userfaultfd is open to all users here");
             return;
         }
         userfaultfd => userfaultfd.unwrap(),
     };
     let memory = memory(BackingKind::Anonymous, 2);
-    userfaultfd.register(&memory, 0..2 * PAGE_SIZE, Mode::Missing).unwrap();
+    userfaultfd.register(&memory, 0..2 * PAGE_SIZE, RegisterMode::Missing).unwrap();
     let refused = write_from(&memory).join().unwrap().expect_err("the kernel does not wait");
     assert_eq!(refused.raw_os_error(), Some(libc::EFAULT));
     let toucher = touch(&memory, 1, Access::Write);
@@ -91,13 +91,13 @@ fn without_rights_faults_of_user_mode_are_handled() {
 }
 
 #[test]
-fn who_may_not_have_one_is_told_the_settings() {
+fn a_refusal_names_the_settings() {
     let result = restricted(move || {
-        become_nobody();
+        drop_permissions();
         forbid_the_call(libc::EPERM as u32);
     });
     match result {
-        Ok(_) => eprintln!("SKIPPED: everybody may use /dev/userfaultfd here"),
+        Ok(_) => eprintln!("SKIPPED: /dev/userfaultfd is open to all users here"),
         Err(error) => {
             assert!(matches!(error, UserfaultfdError::NotPermitted { .. }) && !error.is_bad_usage(), "{error:?}");
             for setting in ["/proc/sys/vm/unprivileged_userfaultfd", "/dev/userfaultfd", "CAP_SYS_PTRACE"] {
@@ -108,7 +108,7 @@ fn who_may_not_have_one_is_told_the_settings() {
 }
 
 #[test]
-fn a_kernel_without_it_is_told_apart() {
+fn a_kernel_without_userfaultfd_is_another_error() {
     let error = restricted(|| forbid_the_call(libc::ENOSYS as u32)).expect_err("no such call");
     assert!(matches!(error, UserfaultfdError::NotSupported { .. }) && !error.is_bad_usage(), "{error:?}");
     assert!(error.to_string().contains("CONFIG_USERFAULTFD"));

@@ -1,4 +1,5 @@
-//! Readers: all faults are answered, however many read and fault; and whatever becomes of the readers, nobody waits for ever.
+//! Readers: all faults are answered, however many threads read and fault; and whatever happens to
+//! the readers, no thread waits for ever.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Barrier};
@@ -16,7 +17,7 @@ fn nr(readers: usize) -> std::num::NonZeroUsize {
     readers.try_into().unwrap()
 }
 
-/// Copies what the faulting page should have.
+/// A handler that copies the contents of the faulting page.
 fn copying(
     userfaultfd: &Arc<Userfaultfd>,
 ) -> impl Fn(&Fault<'_>) -> Result<(), UserfaultfdError> + Send + Sync + use<> {
@@ -25,12 +26,12 @@ fn copying(
         let page = fault.offset_bytes / PAGE_SIZE;
         match userfaultfd.copy(fault.memory, fault.offset_bytes, &contents_of(page), Wake::Waiters)? {
             Filled::Done | Filled::AlreadyThere => Ok(()),
-            Filled::TryAgain { .. } => panic!("nobody changes the mapping"),
+            Filled::TryAgain { .. } => panic!("nothing changes the mapping"),
         }
     }
 }
 
-/// All threads touch all pages, each another first, and find in all what belongs there.
+/// All threads touch all pages, each thread another one first, and verify all of them.
 fn all_touch_all(memory: &Backing) {
     let nr_pages = memory.size_bytes() / PAGE_SIZE;
     let begin = Barrier::new(NR_THREADS as usize);
@@ -40,7 +41,7 @@ fn all_touch_all(memory: &Backing) {
             scope.spawn(move || {
                 begin.wait();
                 for step in 0..nr_pages {
-                    // In pairs the same way, so that there are always two on one page.
+                    // Two threads each in the same order, so that there are always two on one page.
                     let page = (step + thread / 2 * nr_pages / NR_THREADS) % nr_pages;
                     assert_eq!(memory.load(page * PAGE_SIZE + 8 * thread), Some(word_of(page)), "page {page}");
                 }
@@ -55,7 +56,7 @@ fn many_readers_serve_many_threads_on_the_same_pages() {
         for nr_readers in [1, 4] {
             let Some(mut userfaultfd) = userfaultfd() else { return };
             let memory = memory(kind, 256);
-            userfaultfd.register(&memory, 0..256 * PAGE_SIZE, Mode::Missing).unwrap();
+            userfaultfd.register(&memory, 0..256 * PAGE_SIZE, RegisterMode::Missing).unwrap();
             let userfaultfd = Arc::new(userfaultfd);
             let readers = Readers::start(Arc::clone(&userfaultfd), nr(nr_readers), copying(&userfaultfd)).unwrap();
             all_touch_all(&memory);
@@ -73,7 +74,7 @@ fn minor_faults_of_many_threads_are_served_once_each_page() {
     let memory = memory(BackingKind::Shmem, 256);
     let alias = memory.alias().unwrap();
     alias.populate().unwrap();
-    userfaultfd.register(&memory, 0..256 * PAGE_SIZE, Mode::Minor).unwrap();
+    userfaultfd.register(&memory, 0..256 * PAGE_SIZE, RegisterMode::Minor).unwrap();
     let userfaultfd = Arc::new(userfaultfd);
     let claims: Arc<Vec<AtomicBool>> = Arc::new((0..256).map(|_| AtomicBool::new(false)).collect());
     let nr_filled = Arc::new(AtomicU64::new(0));
@@ -81,7 +82,7 @@ fn minor_faults_of_many_threads_are_served_once_each_page() {
         let (userfaultfd, claims, nr_filled) = (Arc::clone(&userfaultfd), Arc::clone(&claims), Arc::clone(&nr_filled));
         move |fault: &Fault<'_>| -> Result<(), UserfaultfdError> {
             let page = fault.offset_bytes / PAGE_SIZE;
-            // Who was faster maps it, and wakes all.
+            // The first thread maps it, and wakes all.
             if !claims[page as usize].swap(true, Ordering::AcqRel) {
                 alias.write(fault.offset_bytes, &contents_of(page)).unwrap();
                 let filled = userfaultfd.map_cached(fault.memory, bytes_of(page), Wake::Waiters)?;
@@ -106,7 +107,9 @@ fn each_thread_may_have_a_descriptor_of_its_own() {
     for thread in 0..NR_THREADS {
         let Some(mut userfaultfd) = userfaultfd() else { return };
         let first = thread * PAGES_EACH;
-        userfaultfd.register(&memory, first * PAGE_SIZE..(first + PAGES_EACH) * PAGE_SIZE, Mode::Missing).unwrap();
+        userfaultfd
+            .register(&memory, first * PAGE_SIZE..(first + PAGES_EACH) * PAGE_SIZE, RegisterMode::Missing)
+            .unwrap();
         let userfaultfd = Arc::new(userfaultfd);
         let readers = Readers::start(Arc::clone(&userfaultfd), nr(1), copying(&userfaultfd)).unwrap();
         served.push((userfaultfd, readers));
@@ -120,18 +123,19 @@ fn each_thread_may_have_a_descriptor_of_its_own() {
 }
 
 #[test]
-fn others_may_fill_without_waking_beside_the_readers() {
+fn other_threads_may_fill_without_waking_beside_readers() {
     let Some(mut userfaultfd) = userfaultfd() else { return };
     let memory = memory(BackingKind::Anonymous, 512);
-    userfaultfd.register(&memory, 0..512 * PAGE_SIZE, Mode::Missing).unwrap();
+    userfaultfd.register(&memory, 0..512 * PAGE_SIZE, RegisterMode::Missing).unwrap();
     let userfaultfd = Arc::new(userfaultfd);
     let readers = Readers::start(Arc::clone(&userfaultfd), nr(2), copying(&userfaultfd)).unwrap();
     thread::scope(|scope| {
-        // As the resolver of exits does. It meets pages that readers have filled, and threads that wait for pages that it has
-        // filled itself: their messages are answered by readers, who find the page there.
+        // As the resolver of exits does. It finds pages that readers have filled, and threads that
+        // wait for pages that it has filled itself: readers answer their messages, and find the
+        // page there.
         scope.spawn(|| {
             for page in (0..512).rev() {
-                let filled = userfaultfd.copy(&memory, page * PAGE_SIZE, &contents_of(page), Wake::Nobody).unwrap();
+                let filled = userfaultfd.copy(&memory, page * PAGE_SIZE, &contents_of(page), Wake::None).unwrap();
                 assert!(matches!(filled, Filled::Done | Filled::AlreadyThere), "{filled:?}");
             }
         });
@@ -145,13 +149,13 @@ fn others_may_fill_without_waking_beside_the_readers() {
 struct SourceGone(u64);
 
 #[test]
-fn a_handler_that_fails_lets_everybody_go() {
-    for (kind, mode) in [(BackingKind::Anonymous, Mode::Missing), (BackingKind::Shmem, Mode::Minor)] {
+fn a_handler_that_fails_releases_all_threads() {
+    for (kind, mode) in [(BackingKind::Anonymous, RegisterMode::Missing), (BackingKind::Shmem, RegisterMode::Minor)] {
         let Some(mut userfaultfd) = userfaultfd() else { return };
         let memory = memory(kind, 64);
         userfaultfd.register(&memory, 0..64 * PAGE_SIZE, mode).unwrap();
         let handler = |fault: &Fault<'_>| match fault.offset_bytes / PAGE_SIZE {
-            // The others have read messages and answer none.
+            // The other readers have read messages and answer none.
             page if page < 63 => Ok(()),
             page => Err(SourceGone(page)),
         };
@@ -164,17 +168,17 @@ fn a_handler_that_fails_lets_everybody_go() {
         for toucher in waiting.into_iter().chain([last]) {
             assert_eq!(toucher.join().unwrap(), Err(Gone), "{kind}");
         }
-        assert!(readers.has_failed(), "told before anybody is let in");
+        assert!(readers.has_failed(), "reported before any thread is released");
         let Err(ReaderError::Handler(error)) = readers.stop() else { panic!("it has failed") };
         assert_eq!(error, SourceGone(63));
     }
 }
 
 #[test]
-fn a_handler_that_panics_lets_everybody_go() {
+fn a_handler_that_panics_releases_all_threads() {
     let Some(mut userfaultfd) = userfaultfd() else { return };
     let memory = memory(BackingKind::Anonymous, 2);
-    userfaultfd.register(&memory, 0..2 * PAGE_SIZE, Mode::Missing).unwrap();
+    userfaultfd.register(&memory, 0..2 * PAGE_SIZE, RegisterMode::Missing).unwrap();
     let handler = |fault: &Fault<'_>| -> Result<(), SourceGone> { panic!("at {:#x}", fault.offset_bytes) };
     let readers = Readers::start(Arc::new(userfaultfd), nr(2), handler).unwrap();
     assert_eq!(touch(&memory, 1, Access::Read).join().unwrap(), Err(Gone));
@@ -184,10 +188,10 @@ fn a_handler_that_panics_lets_everybody_go() {
 }
 
 #[test]
-fn dropped_readers_let_everybody_go() {
+fn dropped_readers_release_all_threads() {
     let Some(mut userfaultfd) = userfaultfd() else { return };
     let memory = memory(BackingKind::Shmem, 16);
-    userfaultfd.register(&memory, 0..16 * PAGE_SIZE, Mode::Missing).unwrap();
+    userfaultfd.register(&memory, 0..16 * PAGE_SIZE, RegisterMode::Missing).unwrap();
     let userfaultfd = Arc::new(userfaultfd);
     let readers = Readers::start(Arc::clone(&userfaultfd), nr(2), |_| Ok::<(), SourceGone>(())).unwrap();
     let waiting: Vec<_> = (0..16).map(|page| touch(&memory, page, Access::Write)).collect();
@@ -205,7 +209,7 @@ fn dropped_readers_let_everybody_go() {
 fn stopped_readers_leave_the_faults_to_the_next() {
     let Some(mut userfaultfd) = userfaultfd() else { return };
     let memory = memory(BackingKind::Anonymous, 16);
-    userfaultfd.register(&memory, 0..16 * PAGE_SIZE, Mode::Missing).unwrap();
+    userfaultfd.register(&memory, 0..16 * PAGE_SIZE, RegisterMode::Missing).unwrap();
     let userfaultfd = Arc::new(userfaultfd);
     for round in 0..4 {
         let readers = Readers::start(Arc::clone(&userfaultfd), nr(3), copying(&userfaultfd)).unwrap();
@@ -213,7 +217,7 @@ fn stopped_readers_leave_the_faults_to_the_next() {
         readers.stop().unwrap();
         let waiting = touch(&memory, round + 1, Access::Read);
         thread::sleep(Duration::from_millis(5));
-        assert!(!waiting.is_finished(), "nobody reads");
+        assert!(!waiting.is_finished(), "no thread reads");
         let readers = Readers::start(Arc::clone(&userfaultfd), nr(1), copying(&userfaultfd)).unwrap();
         waiting.join().unwrap().expect("it is there");
         readers.stop().unwrap();
@@ -225,7 +229,7 @@ fn stopped_readers_leave_the_faults_to_the_next() {
 fn readers_stop_at_any_time() {
     let Some(mut userfaultfd) = userfaultfd() else { return };
     let memory = memory(BackingKind::Anonymous, 2048);
-    userfaultfd.register(&memory, 0..2048 * PAGE_SIZE, Mode::Missing).unwrap();
+    userfaultfd.register(&memory, 0..2048 * PAGE_SIZE, RegisterMode::Missing).unwrap();
     let userfaultfd = Arc::new(userfaultfd);
     let nr_done = AtomicU64::new(0);
     thread::scope(|scope| {

@@ -1,10 +1,11 @@
-//! The walker for Intel's extended page tables: four levels, accessed and dirty flags enabled (EPTP bit 6),
-//! execute-only translations supported, no mode-based execute control, no sub-page or shadow-stack permissions; with
-//! page-modification logging, if the CPU has a log.
+//! The walker for Intel's extended page tables: four levels, accessed and dirty flags enabled (EPTP
+//! bit 6), execute-only translations supported, no mode-based execute control, no sub-page or
+//! shadow-stack permissions; with page-modification logging, if the CPU has a log.
 //!
-//! Source: Intel SDM vol. 3C, chapter "VMX support for address translation": "EPT translation mechanism" (formats of the
-//! entries), "EPT misconfigurations", "EPT violations", "Accessed and dirty flags for EPT", "Page-Modification Logging"; and chapter "VM exits",
-//! table "Exit qualification for EPT violations".
+//! Source: Intel SDM vol. 3C, chapter "VMX support for address translation": "EPT translation
+//! mechanism" (formats of the entries), "EPT misconfigurations", "EPT violations", "Accessed and
+//! dirty flags for EPT", "Page-Modification Logging"; and chapter "VM exits", table "Exit
+//! qualification for EPT violations".
 
 use slat::{Access, Gpa, Hpa, Level};
 
@@ -22,14 +23,15 @@ const PAGE: u64 = 1 << 7;
 const ACCESSED: u64 = 1 << 8;
 const DIRTY: u64 = 1 << 9;
 
-/// Uncacheable, write combining, write through, write protected, write back; 2, 3 and 7 are reserved.
+/// Uncacheable, write combining, write through, write protected, write back; 2, 3 and 7 are
+/// reserved.
 const MEMORY_TYPES: [u64; 5] = [0, 1, 4, 5, 6];
 
 // Exit qualification for EPT violations.
 const QUALIFICATION_READ: u64 = 1 << 0;
 const QUALIFICATION_WRITE: u64 = 1 << 1;
 const QUALIFICATION_FETCH: u64 = 1 << 2;
-/// Bits 3 to 5: the permissions of all entries that were used, in the order of the entries' bits 0 to 2.
+/// Bits 3 to 5: the permissions of all PTEs that were used, in the order of the PTEs' bits 0 to 2.
 const QUALIFICATION_PERMISSIONS_SHIFT: u32 = 3;
 const QUALIFICATION_LINEAR_VALID: u64 = 1 << 7;
 /// The access was to the translation of the linear address, not to a guest paging-structure entry.
@@ -41,7 +43,7 @@ impl HardwareFormat for slat::Ept {
     const LOGS_MODIFICATIONS: bool = true;
     const HAS_TLB_CONFLICTS: bool = false;
 
-    // Always: a walk that is called, and hands its result over in memory, takes a fifth longer.
+    // Always: a walk that is called, and passes its result in memory, takes a fifth longer.
     #[inline(always)]
     fn walk<C: CountReads>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
         let access = match purpose {
@@ -96,8 +98,9 @@ impl HardwareFormat for slat::Ept {
     }
 }
 
-/// Sets `flags` in an entry if they are not set, on the way to `gpa`; says what the entry is now. A CPU that logs looks at
-/// its log before it sets either flag, and logs the page if it is about to set the dirty flag.
+/// Sets `flags` in a PTE if they are not set, on the way to `gpa`. Returns the PTE's value after
+/// that. A CPU that logs checks its log for room before it sets either flag, and logs the page
+/// before it sets the dirty flag.
 #[inline]
 pub(super) fn set<C>(used: Used, walker: Walker<'_, C>, gpa: Gpa, flags: u64) -> Result<u64, Stop> {
     let missing = flags & !used.entry;
@@ -109,14 +112,16 @@ pub(super) fn set<C>(used: Used, walker: Walker<'_, C>, gpa: Gpa, flags: u64) ->
     used.set(walker, flags)
 }
 
-/// Whether the entry maps a page. Bit 7 is ignored in entries of level 1 and reserved in those of level 4.
+/// Whether the PTE maps a page. Bit 7 is ignored in PTEs of level 1 and reserved in those of level
+/// 4.
 fn is_leaf(entry: u64, level: u8) -> bool {
     level == 1 || entry & PAGE != 0
 }
 
-/// Whether a present entry is one that the manual calls misconfigured.
+/// Whether a present PTE is misconfigured by the manual.
 fn is_misconfigured(entry: u64, level: u8) -> bool {
-    // Writable but not readable. (Executable but not readable is fine where execute-only translations are supported.)
+    // Writable but not readable. (Executable but not readable is fine where execute-only
+    // translations are supported.)
     if entry & (READ | WRITE) == WRITE {
         return true;
     }
@@ -134,7 +139,8 @@ fn is_misconfigured(entry: u64, level: u8) -> bool {
 fn violation(gpa: Gpa, access: Access, purpose: Purpose, permissions: u64) -> Stop {
     let mut code = QUALIFICATION_LINEAR_VALID | (permissions & PERMISSIONS) << QUALIFICATION_PERMISSIONS_SHIFT;
     code |= match (purpose, access) {
-        // With accessed and dirty flags enabled, both bits are set for an access to a guest paging-structure entry.
+        // With accessed and dirty flags enabled, both bits are set for an access to a guest
+        // paging-structure entry.
         (Purpose::GuestTable, _) => QUALIFICATION_READ | QUALIFICATION_WRITE,
         (Purpose::Data, Access::Read) => QUALIFICATION_READ,
         (Purpose::Data, Access::Write) => QUALIFICATION_WRITE,

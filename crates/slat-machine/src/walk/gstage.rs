@@ -1,22 +1,26 @@
-//! The walkers for RISC-V's G-stage, Sv39x4 and Sv48x4: the tables of Sv39 and Sv48 under a root that is four times as large,
-//! for guest-physical addresses of 41 and 50 bits.
+//! The walkers for RISC-V's G-stage, Sv39x4 and Sv48x4: the page tables of Sv39 and Sv48 under a
+//! root that is four times as large, for guest-physical addresses of 41 and 50 bits.
 //!
-//! The processor sets A and D by itself (Svadu, enabled for the G-stage). It has neither Svnapot nor Svpbmt, so bits 61 to 63
-//! of an entry must be zero. To the manual whatever is reserved or misaligned in an entry is a guest-page fault as any other;
-//! here it is a misconfiguration, with the fault's code, since an engine must not leave such a thing in a table.
+//! The processor sets A and D by itself (Svadu, enabled for the G-stage). It has neither Svnapot
+//! nor Svpbmt, so bits 61 to 63 of a PTE must be zero. In the manual a reserved or misaligned PTE
+//! is a guest-page fault like any other. Here it is a misconfiguration, with the fault's code,
+//! since an engine must not write such a PTE.
 //!
-//! Only leaves have permissions. Every access of a guest is one of user mode here, so a leaf without U denies it.
+//! Only leaf PTEs have permissions. Every access of a guest is one of user mode here, so a leaf PTE
+//! without U denies it.
 //!
-//! The guest's own tables are x86's all the same ([`guest`](super::guest)). Its walks set bits in them, so each counts as a
-//! write, as on RISC-V a walk does that updates A or D of the guest's entry. Addresses of a guest with paging have as many
-//! bits as these tables translate.
+//! The guest's own page tables are x86's all the same ([`guest`](super::guest)). Its walks set bits
+//! in them, so each counts as a write, as on RISC-V a walk that updates A or D of the guest's PTE.
+//! Addresses of a guest with paging have as many bits as these page tables translate.
 //!
-//! A leaf of the highest level of Sv48x4 maps 512 GiB. The manual allows it, so it is walked; the TLB keeps 1 GiB of it.
+//! A leaf PTE of the highest level of Sv48x4 maps 512 GiB. The manual allows it, so it is walked;
+//! the TLB keeps 1 GiB of it.
 //!
-//! Source: The RISC-V Instruction Set Manual, Volume II (Privileged Architecture): "Sv32: Page-Based 32-bit Virtual-Memory
-//! Systems", section "Virtual Address Translation Process"; "Sv39: Page-Based 39-bit Virtual-Memory System"; "Hypervisor
-//! Extension", sections "Two-Stage Address Translation", "Trap Cause Codes" and "Transformed Instruction or Pseudoinstruction
-//! for mtinst or htinst"; "Svadu: Hardware Updating of A/D Bits".
+//! Source: The RISC-V Instruction Set Manual, Volume II (Privileged Architecture): "Sv32:
+//! Page-Based 32-bit Virtual-Memory Systems", section "Virtual Address Translation Process"; "Sv39:
+//! Page-Based 39-bit Virtual-Memory System"; "Hypervisor Extension", sections "Two-Stage Address
+//! Translation", "Trap Cause Codes" and "Transformed Instruction or Pseudoinstruction for mtinst or
+//! htinst"; "Svadu: Hardware Updating of A/D Bits".
 
 use slat::{Access, Gpa, Hpa, Level};
 
@@ -37,14 +41,15 @@ const PPN_SHIFT: u32 = 10;
 const PPN: u64 = (1 << 44) - 1;
 /// Bits 54 to 60, the memory type (PBMT) and N.
 const RESERVED: u64 = 0x7f << 54 | 0b11 << 61 | 1 << 63;
-/// Bits that an entry must not have which points to a table.
+/// Bits that a directory entry must not have.
 const TABLE_RESERVED: u64 = USER | ACCESSED | DIRTY;
 
 // Causes of a trap, in the lower half of the code.
 const CAUSE_INSTRUCTION_GUEST_PAGE_FAULT: u64 = 20;
 const CAUSE_LOAD_GUEST_PAGE_FAULT: u64 = 21;
 const CAUSE_STORE_GUEST_PAGE_FAULT: u64 = 23;
-/// In its upper half htinst: zero, or the pseudoinstruction for a write to one of the guest's table entries (of 64 bits).
+/// In its upper half htinst: zero, or the pseudoinstruction for a write to one of the guest's PTEs
+/// (of 64 bits).
 const TINST_GUEST_TABLE_WRITE: u64 = 0x3020 << 32;
 
 impl HardwareFormat for slat::Sv39x4 {
@@ -53,8 +58,8 @@ impl HardwareFormat for slat::Sv39x4 {
     const LOGS_MODIFICATIONS: bool = false;
     const HAS_TLB_CONFLICTS: bool = false;
 
-    /// Entries may be cached that are not valid, or allow less (Privileged Architecture, "Supervisor Memory-Management Fence
-    /// Instruction"): the processor has no Svvptc.
+    /// PTEs may be cached that are not valid, or allow less (Privileged Architecture, "Supervisor
+    /// Memory-Management Fence Instruction"): the processor has no Svvptc.
     fn keeps(_fault: Fault) -> bool {
         true
     }
@@ -71,8 +76,8 @@ impl HardwareFormat for slat::Sv48x4 {
     const LOGS_MODIFICATIONS: bool = false;
     const HAS_TLB_CONFLICTS: bool = false;
 
-    /// Entries may be cached that are not valid, or allow less (Privileged Architecture, "Supervisor Memory-Management Fence
-    /// Instruction"): the processor has no Svvptc.
+    /// PTEs may be cached that are not valid, or allow less (Privileged Architecture, "Supervisor
+    /// Memory-Management Fence Instruction"): the processor has no Svvptc.
     fn keeps(_fault: Fault) -> bool {
         true
     }
@@ -83,8 +88,8 @@ impl HardwareFormat for slat::Sv48x4 {
     }
 }
 
-/// The walk from a root whose entries have level `ROOT`.
-// Always: a walk that is called, and hands its result over in memory, takes a fifth longer.
+/// The walk from a root whose PTEs have level `ROOT`.
+// Always: a walk that is called, and passes its result in memory, takes a fifth longer.
 #[inline(always)]
 fn walk_from<const ROOT: u8, C: CountReads>(
     walker: Walker<'_, C>,
@@ -139,17 +144,17 @@ fn walk_from<const ROOT: u8, C: CountReads>(
     mapping(gpa, address(leaf).0, level, writes)
 }
 
-/// The address in an entry: 56 bits.
+/// The address in a PTE: 56 bits.
 fn address(entry: u64) -> Hpa {
     Hpa((entry >> PPN_SHIFT & PPN) << 12)
 }
 
-/// Whether a valid entry maps memory.
+/// Whether a valid PTE maps memory.
 fn is_leaf(entry: u64) -> bool {
     entry & (READ | WRITE | EXECUTE) != 0
 }
 
-/// Whether a valid entry is reserved, misaligned, or points to a table below the lowest level.
+/// Whether a valid PTE is reserved, misaligned, or a directory entry of the lowest level.
 fn is_misconfigured(entry: u64, level: u8) -> bool {
     if entry & RESERVED != 0 {
         return true;

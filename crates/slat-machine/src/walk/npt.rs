@@ -1,8 +1,9 @@
-//! The walker for AMD's nested page tables: long-mode tables of four levels, EFER.NXE set.
+//! The walker for AMD's nested page tables: long-mode page tables of four levels, EFER.NXE set.
 //!
-//! Source: AMD APM vol. 2, 5.3 "Long-mode page translation" and 5.4 "Page-translation-table entry fields"; 15.25 "Nested
-//! paging", above all 15.25.5 "Nested table walk" (all nested accesses are user accesses; accesses to guest page tables
-//! are writes) and 15.25.6 "Nested versus guest page faults, fault ordering" (the error code).
+//! Source: AMD APM vol. 2, 5.3 "Long-mode page translation" and 5.4 "Page-translation-table entry
+//! fields"; 15.25 "Nested paging", above all 15.25.5 "Nested table walk" (all nested accesses are
+//! user accesses; accesses to guest page tables are writes) and 15.25.6 "Nested versus guest page
+//! faults, fault ordering" (the error code).
 
 use slat::{Access, Gpa, Hpa, Level};
 
@@ -19,7 +20,8 @@ const PAGE: u64 = 1 << 7;
 const NO_EXECUTE: u64 = 1 << 63;
 /// Bits 7 and 8 of a PML4 entry must be zero.
 const PML4E_RESERVED: u64 = 0b11 << 7;
-/// The page-attribute-table bit of a large page: the lowest address bit of its entry, but no address bit.
+/// The page-attribute-table bit of a large page: the lowest address bit of its PTE, but no address
+/// bit.
 const LARGE_PAT: u64 = 1 << 12;
 
 // EXITINFO1 of a nested page fault.
@@ -37,7 +39,7 @@ impl HardwareFormat for slat::Npt {
     const LOGS_MODIFICATIONS: bool = false;
     const HAS_TLB_CONFLICTS: bool = false;
 
-    // Always: a walk that is called, and hands its result over in memory, takes a fifth longer.
+    // Always: a walk that is called, and passes its result in memory, takes a fifth longer.
     #[inline(always)]
     fn walk<C: CountReads>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
         let access = match purpose {
@@ -98,12 +100,13 @@ impl HardwareFormat for slat::Npt {
     }
 }
 
-/// Whether the entry maps a page. Bit 7 is the page-attribute-table bit in entries of level 1 and reserved in level 4.
+/// Whether the PTE maps a page. Bit 7 is the page-attribute-table bit in PTEs of level 1 and
+/// reserved in level 4.
 fn is_leaf(entry: u64, level: u8) -> bool {
     level == 1 || entry & PAGE != 0
 }
 
-/// The bits that must be zero in a present entry.
+/// The bits that must be zero in a present PTE.
 fn reserved(entry: u64, level: u8) -> u64 {
     match level {
         4 => PML4E_RESERVED,
@@ -112,7 +115,7 @@ fn reserved(entry: u64, level: u8) -> u64 {
     }
 }
 
-/// The error code but for the present and reserved bits.
+/// The error code without the present and reserved bits.
 fn code(access: Access, purpose: Purpose) -> u64 {
     let access = match access {
         Access::Read => 0,

@@ -1,12 +1,13 @@
-//! The walker of hardware without a second stage: long-mode tables of four or five levels, CR0.WP and EFER.NXE set, no
-//! protection keys and no global pages (CR4.PGE clear). It walks what the hypervisor keeps in place of the guest's own
-//! tables, so that a reserved bit in it is the machine's error, and not one that the guest could be told of.
+//! The walker of hardware without a second stage: long-mode page tables of four or five levels,
+//! CR0.WP and EFER.NXE set, no protection keys and no global pages (CR4.PGE clear). It walks what
+//! the hypervisor keeps in place of the guest's own page tables. So a reserved bit there is the
+//! machine's error, and not an exception for the guest.
 //!
-//! Writing and user access must be granted at every level, no-execute denies at any. A page that the user may not access
-//! at every level is the supervisor's: SMEP and SMAP know no others.
+//! Writing and user access must be granted at every level, no-execute denies at any. A page that
+//! the user may not access at some level is a supervisor page; SMEP and SMAP distinguish no more.
 //!
-//! Sources: Intel SDM vol. 3A, chapter "Paging" ("4-level paging and 5-level paging", "Access rights", "Accessed and dirty
-//! flags"); AMD APM vol. 2, 5.3 to 5.6.
+//! Sources: Intel SDM vol. 3A, chapter "Paging" ("4-level paging and 5-level paging", "Access
+//! rights", "Accessed and dirty flags"); AMD APM vol. 2, 5.3 to 5.6.
 
 use slat::{Access, Gva, Hpa, Level, PageSize};
 use thiserror::Error;
@@ -23,46 +24,49 @@ const ACCESSED: u64 = 1 << 5;
 const DIRTY: u64 = 1 << 6;
 const PAGE: u64 = 1 << 7;
 const NO_EXECUTE: u64 = 1 << 63;
-/// Bits 7 and 8 of an entry above level 3 must be zero (bit 8: on AMD's processors).
+/// Bits 7 and 8 of a PTE above level 3 must be zero (bit 8: on AMD's processors).
 const TOP_RESERVED: u64 = 0b11 << 7;
-/// The page-attribute-table bit of a large page: the lowest address bit of its entry, but no address bit.
+/// The page-attribute-table bit of a large page: the lowest address bit of its PTE, but no address
+/// bit.
 const LARGE_PAT: u64 = 1 << 12;
 
-/// Most levels that tables have.
+/// Most levels of page tables.
 const MAX_LEVELS: u8 = 5;
 
-/// What a walk found.
+/// The result of a walk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ShadowMapping {
-    /// Where the address itself lies (not the start of its page).
+    /// The address's own host-physical address (not the start of its page).
     pub hpa: Hpa,
     /// Size of the page that maps it.
     pub size: PageSize,
-    /// What a TLB entry of this walk serves.
+    /// The accesses that a TLB entry of this walk serves.
     pub rights: Rights,
 }
 
 /// Why a walk ended without a translation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 pub enum ShadowStop {
-    /// A flush has begun, or an entry changed while its accessed or dirty bit was about to be set: start the access over.
+    /// A flush has begun, or a PTE changed while its accessed or dirty bit was about to be set:
+    /// start the access over.
     #[error("the translation changed during the walk")]
     Restart,
-    /// There is no page, or it does not grant what the access needs: a page fault (#PF), which the hypervisor intercepts.
+    /// There is no page, or it does not grant what the access needs: a page fault (#PF), which the
+    /// hypervisor intercepts.
     #[error("page fault")]
     PageFault,
-    /// An entry has bits set that the format reserves: the tables are broken.
+    /// A PTE has reserved bits set: the page tables are misconfigured.
     #[error("entry {entry:#x} of level {} has reserved bits set", level.0)]
     Misconfigured {
-        /// Level of the entry.
+        /// Level of the PTE.
         level: Level,
-        /// The entry.
+        /// The PTE.
         entry: u64,
     },
-    /// A table or page address where this machine has no memory: the tables are broken.
+    /// The page tables have an address without memory.
     #[error("the tables lead to {hpa}, where there is no memory")]
     NoMemory {
-        /// Where the tables led.
+        /// The address.
         hpa: Hpa,
     },
 }
@@ -73,8 +77,9 @@ impl From<Stale> for ShadowStop {
     }
 }
 
-/// Translates `gva` through tables of `levels` levels, 4 or 5, for an access that needs the rights `needed`; sets accessed
-/// and dirty bits. Of an address, only the bits count that the tables translate: the caller has looked at the others.
+/// Translates `gva` through page tables of `levels` levels, 4 or 5, for an access that needs the
+/// rights `needed`; sets accessed and dirty bits. Only the address bits count that the page tables
+/// translate: the caller has checked the others.
 ///
 /// # Errors
 /// [`ShadowStop`]: why there is no translation.
@@ -118,7 +123,7 @@ pub fn walk(
         return Err(ShadowStop::PageFault);
     }
 
-    // A walker that keeps no log stops at an entry for one reason only: somebody else has changed it.
+    // A walker without a log stops at a PTE for one reason only: another thread has changed it.
     let set = |used: Used, bits: u64| used.set(walker, bits).map_err(|_| ShadowStop::Restart);
     for above in (level..levels).rev() {
         set(path[usize::from(above)], ACCESSED)?;
@@ -135,12 +140,13 @@ pub fn walk(
     }
 }
 
-/// Whether the entry maps a page. Bit 7 is the page-attribute-table bit in entries of level 1 and reserved above level 3.
+/// Whether the PTE maps a page. Bit 7 is the page-attribute-table bit in PTEs of level 1 and
+/// reserved above level 3.
 fn is_leaf(entry: u64, level: u8) -> bool {
     level == 1 || entry & PAGE != 0
 }
 
-/// The bits that must be zero in a present entry.
+/// The bits that must be zero in a present PTE.
 fn reserved(entry: u64, level: u8) -> u64 {
     match level {
         4 | 5 => TOP_RESERVED,

@@ -1,20 +1,23 @@
-//! The walker for Arm's stage 2 tables: VMSAv8-64, 4 KiB granule, four levels, 48 bits of intermediate physical address and
-//! of output address. Arm counts levels from the root down: its level 0 is level 4 here, its level 3 is level 1.
+//! The walker for Arm's stage 2 page tables: VMSAv8-64, 4 KiB granule, four levels, 48 bits of
+//! intermediate physical address and of output address. Arm counts levels from the root down: its
+//! level 0 is level 4 here, its level 3 is level 1.
 //!
-//! The processor sets the access flag by itself (FEAT_HAFDBS with VTCR_EL2.HA set and VTCR_EL2.HD clear) and has no dirty
-//! state. It has none of what gives further bits a meaning: FEAT_LPA2, FEAT_XNX, FEAT_XS, FEAT_BBM, FEAT_S2FWB, FEAT_HAFT.
-//! What the manual then reserves (RES0, or a reserved encoding of SH or MemAttr) real processors may take for something
-//! else or ignore; here it is a misconfiguration, since an engine must not leave such a thing in a table. So is the
-//! contiguous bit: nobody here looks whether its fifteen neighbours agree.
+//! The processor sets the access flag by itself (FEAT_HAFDBS with VTCR_EL2.HA set and VTCR_EL2.HD
+//! clear) and has no dirty state. It has no feature that defines further bits: FEAT_LPA2, FEAT_XNX,
+//! FEAT_XS, FEAT_BBM, FEAT_S2FWB, FEAT_HAFT. Real processors may interpret or ignore what the
+//! manual then reserves (RES0, or a reserved encoding of SH or MemAttr). Here it is a
+//! misconfiguration, since an engine must not write such a descriptor. So is the contiguous bit:
+//! this walker does not check whether the fifteen neighbours agree.
 //!
-//! Tables are not hierarchical: what is allowed is the leaf's matter alone.
+//! Permissions are not hierarchical: only the leaf's count.
 //!
-//! The guest's own tables are x86's all the same ([`guest`](super::guest)). Its walks set bits in them, so each counts as a
-//! write, as on Arm a walk does that updates a descriptor.
+//! The guest's own page tables are x86's all the same ([`guest`](super::guest)). Its walks set bits
+//! in them, so each counts as a write, as on Arm a walk that updates a descriptor.
 //!
-//! Source: Arm ARM (DDI 0487), chapter "The AArch64 Virtual Memory System Architecture": "VMSAv8-64 translation table format
-//! descriptors", "Stage 2 memory type and Cacheability attributes", "Stage 2 data accesses and instruction execution
-//! permissions", "Hardware management of the Access flag"; and "ESR_EL2, Exception Syndrome Register (EL2)".
+//! Source: Arm ARM (DDI 0487), chapter "The AArch64 Virtual Memory System Architecture": "VMSAv8-64
+//! translation table format descriptors", "Stage 2 memory type and Cacheability attributes", "Stage
+//! 2 data accesses and instruction execution permissions", "Hardware management of the Access
+//! flag"; and "ESR_EL2, Exception Syndrome Register (EL2)".
 
 use slat::{Access, Gpa, Hpa, Level};
 
@@ -23,8 +26,8 @@ use super::{index, mapping, shift};
 use crate::tlb::Writes;
 
 const VALID: u64 = 1 << 0;
-/// A table above the lowest level, a page at the lowest. Clear, it is a block, and at the lowest level and the highest a
-/// reserved encoding, which counts as invalid.
+/// A table above the lowest level, a page at the lowest. Clear, it is a block, and at the lowest
+/// level and the highest a reserved encoding, which counts as invalid.
 const TABLE_OR_PAGE: u64 = 1 << 1;
 const MEMATTR_SHIFT: u32 = 2;
 const READ: u64 = 1 << 6;
@@ -35,17 +38,18 @@ const SHAREABILITY_RESERVED: u64 = 0b01 << 8;
 const ACCESS_FLAG: u64 = 1 << 10;
 const EXECUTE_NEVER: u64 = 1 << 54;
 
-/// Bits of MemAttr that are of a type of normal memory without saying whether it is cacheable within: reserved.
+/// Reserved: bits of MemAttr for normal memory without an inner cacheability.
 const MEMATTR_RESERVED: [u64; 3] = [0b0100, 0b1000, 0b1100];
 
-/// What a leaf has no use for but its address: bit 11 (FnXS), bits 48 to 50, DBM, contiguous, and the lower bit of XN.
-/// Bits 55 to 58 are software's, and those above are ignored.
+/// Bits of a leaf, outside of the address, that must be zero: bit 11 (FnXS), bits 48 to 50, DBM,
+/// contiguous, and the lower bit of XN. Bits 55 to 58 are software's, and those above are ignored.
 const LEAF_RESERVED: u64 = 1 << 11 | 0b111 << 48 | 1 << 51 | 1 << 52 | 1 << 53;
-/// The same of a table descriptor: bits 48 to 50, and those with stage 1's permissions. Bits 2 to 11 and 51 to 58 are ignored.
+/// The same of a table descriptor: bits 48 to 50, and those with stage 1's permissions. Bits 2 to
+/// 11 and 51 to 58 are ignored.
 const TABLE_RESERVED: u64 = 0b111 << 48 | 0b1_1111 << 59;
 
-// ESR_EL2 of an abort from a lower exception level: the exception class and the fields of the ISS that are the
-// translation's.
+// ESR_EL2 of an abort from a lower exception level: the exception class and the fields of the ISS
+// that concern the translation.
 const CLASS_INSTRUCTION_ABORT: u64 = 0x20 << 26;
 const CLASS_DATA_ABORT: u64 = 0x24 << 26;
 const ISS_STAGE1_WALK: u64 = 1 << 7;
@@ -62,13 +66,13 @@ impl HardwareFormat for slat::Stage2 {
     const LOGS_MODIFICATIONS: bool = false;
     const HAS_TLB_CONFLICTS: bool = true;
 
-    /// What is not valid, or has the access flag clear, is never held in a TLB; what lacks a permission may be (Arm ARM, "TLB
-    /// maintenance").
+    /// A TLB never holds a descriptor that is not valid, or has the access flag clear; it may hold
+    /// one that lacks a permission (Arm ARM, "TLB maintenance").
     fn keeps(fault: Fault) -> bool {
         fault.code & STATUS_TYPE == STATUS_PERMISSION
     }
 
-    // Always: a walk that is called, and hands its result over in memory, takes a fifth longer.
+    // Always: a walk that is called, and passes its result in memory, takes a fifth longer.
     #[inline(always)]
     fn walk<C: CountReads>(walker: Walker<'_, C>, gpa: Gpa, access: Access, purpose: Purpose) -> Result<Mapping, Stop> {
         let access = match purpose {
@@ -118,7 +122,8 @@ impl HardwareFormat for slat::Stage2 {
     }
 }
 
-/// The bits of an output address in a descriptor, `page_bits` (log2 of the page's size) and up to bit 47.
+/// The bits of an output address in a descriptor, from `page_bits` (log2 of the page's size) up to
+/// bit 47.
 const fn address_mask(page_bits: u32) -> u64 {
     ((1 << 48) - 1) & !((1 << page_bits) - 1)
 }
@@ -132,7 +137,7 @@ fn is_leaf(entry: u64, level: u8) -> bool {
     level == 1 || entry & TABLE_OR_PAGE == 0
 }
 
-/// Whether a valid descriptor has something in it that is reserved.
+/// Whether a valid descriptor has reserved bits or values.
 fn is_misconfigured(entry: u64, level: u8) -> bool {
     if !is_leaf(entry, level) {
         return entry & TABLE_RESERVED != 0;
@@ -144,7 +149,7 @@ fn is_misconfigured(entry: u64, level: u8) -> bool {
         || MEMATTR_RESERVED.contains(&(entry >> MEMATTR_SHIFT & 0b1111))
 }
 
-/// The syndrome but for the fault status code.
+/// The syndrome without the fault status code.
 fn code(access: Access, purpose: Purpose) -> u64 {
     let access = match access {
         Access::Read => CLASS_DATA_ABORT,

@@ -1,4 +1,5 @@
-//! The second-stage walkers on tables built by hand. The numbers in here are the manuals', written out once more.
+//! The second-stage walkers on page tables built by hand. The constants here are the manuals',
+//! written once more.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -33,7 +34,7 @@ impl Page {
     }
 }
 
-/// The tables on the way to one address, from level 4 down to 1.
+/// The page-table pages on the way to one address, from level 4 down to 1.
 pub(super) struct Way {
     tables: [Box<Page>; 4],
     indexes: [u64; 4],
@@ -46,7 +47,7 @@ pub(super) const FRAME: u64 = phys::BIAS | 0x12_3456_7000;
 pub(super) const ADDRESS: u64 = 1 << 39 | 2 << 30 | 3 << 21 | 4 << 12 | 0x568;
 
 impl Way {
-    /// Tables linked by `link` bits, and `leaf` (address and bits) as the entry of `level`.
+    /// Page-table pages linked by `link` bits, and `leaf` (address and bits) as the PTE of `level`.
     pub(super) fn new(link: u64, level: u8, leaf: u64) -> Way {
         let way = Way {
             tables: std::array::from_fn(|_| Page::new()),
@@ -61,7 +62,7 @@ impl Way {
         way
     }
 
-    /// Where the table of level 1 is; the index of its entry is 4.
+    /// The address of the page-table page of level 1; the index of its PTE is 4.
     pub(super) fn lowest_table(&self) -> Hpa {
         self.tables[3].hpa()
     }
@@ -215,7 +216,7 @@ mod ept {
     }
 
     #[test]
-    fn an_entry_that_is_not_present_may_hold_anything() {
+    fn an_entry_that_is_not_present_may_have_any_other_bits() {
         for level in 1..=4 {
             let way = Way::new(LINK, 1, FRAME | LEAF);
             way.set(level, !0b111);
@@ -359,7 +360,7 @@ mod npt {
 }
 
 fn ends_where_there_is_no_memory<F: HardwareFormat>(link: u64, leaf: u64) {
-    // A pointer that was not biased.
+    // A pointer without the bias.
     let way = Way::new(link, 1, FRAME & !phys::BIAS | leaf);
     assert!(matches!(way.walk::<F>(Access::Read), Err(Stop::NoMemory { .. })));
     let way = Way::new(link, 1, FRAME | leaf);
@@ -383,7 +384,7 @@ fn a_flushed_generation_stops_the_walk<F: HardwareFormat>(link: u64, leaf: u64) 
 }
 
 #[test]
-fn formats_stop_at_nonsense() {
+fn formats_stop_at_impossible_addresses() {
     ends_where_there_is_no_memory::<Ept>(7, 7 | 6 << 3);
     ends_where_there_is_no_memory::<Npt>(7, 7);
     ends_beyond_the_address_bits::<Ept>(7, 7 | 6 << 3);

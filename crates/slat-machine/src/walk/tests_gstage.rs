@@ -1,4 +1,5 @@
-//! RISC-V's G-stage tables built by hand, of both sizes. The numbers in here are the manual's, written out once more.
+//! RISC-V's G-stage page tables built by hand, of both sizes. The constants here are the manual's,
+//! written once more.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,21 +22,22 @@ const A: u64 = 1 << 6;
 const D: u64 = 1 << 7;
 const LEAF: u64 = V | R | W | X | U;
 
-/// 16 KiB, aligned to them.
+/// 16 KiB, aligned to that.
 #[repr(align(16384))]
 struct Root([AtomicU64; 2048]);
 
-/// The tables on the way to one address, from the root down to level 1. The root's index is 2047 at its highest.
+/// The page-table pages on the way to one address, from the root down to level 1. The root's index
+/// is 2047 at most.
 struct Way {
     root: Box<Root>,
-    /// Of the levels below the root's, from level 1 on.
+    /// Those of the levels below the root's, from level 1 on.
     below: Vec<Box<Page>>,
     root_index: u64,
     port: Port,
     gpa: Gpa,
 }
 
-/// An entry with an address of 56 bits.
+/// A PTE with an address of 56 bits.
 fn entry(address: u64, bits: u64) -> u64 {
     address >> 12 << 10 | bits
 }
@@ -44,13 +46,13 @@ fn leaf_at(level: u8, bits: u64) -> u64 {
     entry(FRAME & !(size_of(level) - 1), bits)
 }
 
-/// Bytes that an entry of `level` maps.
+/// Bytes that a PTE of `level` maps.
 fn size_of(level: u8) -> u64 {
     4096 << (9 * (level - 1))
 }
 
 impl Way {
-    /// Of as many levels as the format has; `leaf` is the entry of `level`.
+    /// With as many levels as the format has; `leaf` is the PTE of `level`.
     fn new<F: HardwareFormat>(root_index: u64, level: u8, leaf: u64) -> Way {
         let top = nr_levels::<F>();
         let index = |level: u8| u64::from(level) << (12 + 9 * (level - 1));
@@ -151,7 +153,7 @@ fn permissions_are_those_of_the_leaf<F: HardwareFormat>() {
     for level in 1..=3 {
         for bits in 0..32_u64 {
             if level > 1 && bits == V {
-                // It points to a table, and there is none.
+                // It is a directory entry, and there is no page-table page.
                 continue;
             }
             for access in ACCESSES {
@@ -167,7 +169,7 @@ fn permissions_are_those_of_the_leaf<F: HardwareFormat>() {
                 } else if bits & (R | W) == W {
                     assert_eq!(got, way.misconfiguration(level, access));
                 } else if bits & (R | W | X) == 0 {
-                    // It points to a table: not at the lowest level, and not with U.
+                    // It is a directory entry: not at the lowest level, and not with U.
                     assert_eq!(got, way.misconfiguration(level, access));
                 } else if bits & needed == 0 || bits & U == 0 {
                     assert_eq!(got, way.fault(access));
@@ -182,7 +184,7 @@ fn permissions_are_those_of_the_leaf<F: HardwareFormat>() {
 
 fn reserved_bits_are_misconfigurations<F: HardwareFormat>() {
     for level in 1..=nr_levels::<F>() {
-        // Of a table above level 1: D, A and U as well.
+        // Of a page-table page above level 1: D, A and U as well.
         let of_table: &[u32] = if level > 1 { &[4, 6, 7] } else { &[] };
         for &bit in (54..64).collect::<Vec<_>>().iter().chain(of_table) {
             let way = Way::new::<F>(1, 1, leaf_at(1, LEAF));
@@ -230,8 +232,8 @@ fn guest_tables_are_accessed_as_by_writes<F: HardwareFormat>() {
     assert_eq!(walk(), Err(Stop::Fault(fault)));
 }
 
-fn stops_at_nonsense<F: HardwareFormat>() {
-    // A pointer that was not biased, and an address of 56 bits.
+fn stops_at_impossible_addresses<F: HardwareFormat>() {
+    // A pointer without the bias, and an address of 56 bits.
     for address in [FRAME & !phys::BIAS, 1 << 55 | FRAME] {
         let way = Way::new::<F>(1, 1, entry(address, LEAF));
         let hpa = Hpa(address | 0x568);
@@ -254,7 +256,7 @@ fn all<F: HardwareFormat>() {
     reserved_bits_are_misconfigurations::<F>();
     addresses_beyond_the_root_fault::<F>();
     guest_tables_are_accessed_as_by_writes::<F>();
-    stops_at_nonsense::<F>();
+    stops_at_impossible_addresses::<F>();
 }
 
 #[test]
@@ -265,7 +267,7 @@ fn three_levels_under_a_wide_root() {
 #[test]
 fn four_levels_under_a_wide_root() {
     all::<Sv48x4>();
-    // 512 GiB in one leaf: the TLB keeps 1 GiB around the address.
+    // 512 GiB in one leaf PTE: the TLB keeps 1 GiB around the address.
     let way = Way::new::<Sv48x4>(1, 4, entry(0, LEAF));
     way.set(4, entry(phys::BIAS, LEAF));
     let hpa = Hpa(phys::BIAS | way.gpa.0 & ((1 << 39) - 1));

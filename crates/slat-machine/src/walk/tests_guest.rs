@@ -1,4 +1,4 @@
-//! The two-dimensional walk: guest tables built by hand in a guest of a few pages.
+//! The two-dimensional walk: guest page tables built by hand in a guest of a few pages.
 
 use std::sync::Arc;
 
@@ -21,10 +21,10 @@ const NX: u64 = 1 << 63;
 /// Indexes 0, 3, 0, 5 and the offset 0x18.
 pub(super) const GVA: u64 = 3 << 30 | 5 << 12 | 0x18;
 
-/// How the second stage writes entries.
+/// How the second stage encodes PTEs.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(super) struct Second {
-    /// The address goes into the entry so many bits lower.
+    /// The address is shifted right by so many bits in the PTE.
     pub(super) shift: u32,
     pub(super) link: u64,
     pub(super) leaf: u64,
@@ -38,7 +38,8 @@ impl Second {
     }
 }
 
-/// Guest pages 0 to 3 are the guest's tables of levels 4 to 1, page 4 is data. The second stage maps them one by one.
+/// Guest pages 0 to 3 are the guest's page-table pages of levels 4 to 1, page 4 is data. The second
+/// stage maps them one by one.
 pub(super) struct Guest {
     pages: [Box<Page>; 5],
     pub(super) second: [Box<Page>; 4],
@@ -109,7 +110,8 @@ struct Marks {
 
 fn all<F: HardwareFormat>(entries: Second, writable_bit: u64, marks: Marks) {
     let leaf = entries.leaf;
-    // A read sets A in all guest entries, D in none; guest table pages are dirty in the second stage, data is not.
+    // A read sets A in all PTEs of the guest, D in none; page-table pages of the guest are dirty in
+    // the second stage, data is not.
     let guest = Guest::new(entries);
     let hpa = Hpa(guest.pages[4].hpa().0 | 0x18);
     let expected = |writes| Ok(Mapping { gpa: Gpa(0x4018), hpa, size: PageSize::Size4K, writes });
@@ -125,8 +127,8 @@ fn all<F: HardwareFormat>(entries: Second, writable_bit: u64, marks: Marks) {
     assert_eq!(guest.second[3].get(4) & (marks.a | marks.d), marks.a | marks.d);
     assert_eq!(guest.walk::<F>(Access::Read), expected(Writes::Allowed));
 
-    // Dirty in the guest, not in the second stage: a write must walk, and the other way round. Without dirty bits there is
-    // nothing to set.
+    // Dirty in the guest, not in the second stage: a write must walk, and the other way round.
+    // Without dirty bits there is none to set.
     guest.set_leaf(4, 4, leaf);
     let writes = if marks.d == 0 { Writes::Allowed } else { Writes::MustWalk };
     assert_eq!(guest.walk::<F>(Access::Read), expected(writes));
@@ -166,7 +168,7 @@ fn all<F: HardwareFormat>(entries: Second, writable_bit: u64, marks: Marks) {
         assert_eq!(guest.walk::<F>(Access::Write), expected_small(&guest));
     }
 
-    // The second stage denies: guest tables, then the page.
+    // The second stage denies: page-table pages of the guest, then the page.
     for (page, access) in
         [(0, Access::Write), (1, Access::Write), (2, Access::Write), (3, Access::Write), (4, Access::Read)]
     {

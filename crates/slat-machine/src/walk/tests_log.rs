@@ -1,4 +1,5 @@
-//! What walks write into a page-modification log: the page of each leaf that they make dirty, and nothing else.
+//! The entries of walks in a page-modification log: the page of each leaf that they make dirty, and
+//! no other.
 
 use slat::{Access, Ept, Gpa, Gva, Npt, Stage2, Sv39x4, Sv48x4};
 
@@ -24,7 +25,7 @@ fn new_log() -> ModificationLog {
 fn logged(log: &ModificationLog) -> Vec<Gpa> {
     let mut pages = Vec::new();
     log.empty(&mut |part| pages.extend_from_slice(part));
-    // A walk that was interrupted before it set the dirty bit has left its entry.
+    // A walk that was preempted before it set the dirty bit has left its entry.
     pages.dedup();
     pages
 }
@@ -45,7 +46,7 @@ fn a_page_is_logged_when_its_leaf_becomes_dirty() {
     {
         let log = new_log();
         let way = Way::new(LINK, level, frame | bits);
-        // Also in large pages: of the access, not of the page that maps it.
+        // Also in large pages: the page of the access, not the large page.
         let page = Gpa(way.gpa.0 & !0xfff);
         let walk = |access| walk::<Ept>(&way, &log, access, Purpose::Data).map(|_| ());
         assert_eq!(walk(Access::Read), Ok(()));
@@ -85,7 +86,7 @@ fn accesses_to_guest_tables_are_logged_as_writes() {
 }
 
 #[test]
-fn what_marks_nothing_logs_nothing() {
+fn a_walk_that_sets_no_dirty_bit_logs_nothing() {
     let log = new_log();
     // Denied.
     let way = Way::new(LINK, 1, FRAME | LEAF);
@@ -105,7 +106,7 @@ fn what_marks_nothing_logs_nothing() {
 }
 
 #[test]
-fn a_full_log_stops_what_would_set_a_bit() {
+fn a_full_log_stops_walks_that_would_set_a_bit() {
     let log = new_log();
     for number in 0..NR_ENTRIES {
         assert_eq!(log.append(Gpa(number << 12)), Ok(()));
@@ -121,7 +122,7 @@ fn a_full_log_stops_what_would_set_a_bit() {
     assert!(walk::<Ept>(&way, &log, Access::Read, Purpose::Data).is_ok(), "a read needs no bit");
     assert_eq!(walk::<Ept>(&way, &log, Access::Write, Purpose::Data), full);
     assert_eq!(way.get(1) & (A | D), A);
-    // None is missing.
+    // No bit is missing.
     assert!(way.walk::<Ept>(Access::Write).is_ok());
     assert!(walk::<Ept>(&way, &log, Access::Write, Purpose::Data).is_ok());
 
@@ -131,7 +132,7 @@ fn a_full_log_stops_what_would_set_a_bit() {
     assert_eq!(logged(&log), [Gpa(way.gpa.0 & !0xfff)]);
 }
 
-/// The entry comes before the dirty bit, and a drain in between takes the right to set the bit away with it.
+/// The entry comes before the dirty bit, and after a drain in between the bit must not be set.
 #[test]
 fn a_drained_entry_sets_no_dirty_bit() {
     for is_drained in [false, true] {
@@ -154,7 +155,8 @@ fn a_drained_entry_sets_no_dirty_bit() {
     }
 }
 
-/// The dirty bit is set only after the page is in the log: whoever finds the leaf dirty finds the entry.
+/// The dirty bit is set only after the page is in the log: a thread that finds the leaf dirty finds
+/// the entry.
 #[test]
 fn a_lost_exchange_leaves_the_entry() {
     let log = new_log();

@@ -1,4 +1,4 @@
-//! The walkers count what they read, on tables built by hand of which some are on another node.
+//! The walkers count their reads, on page tables built by hand of which some are on another node.
 
 use std::alloc::Layout;
 use std::cell::Cell;
@@ -15,10 +15,10 @@ use crate::host::MachineHost;
 use crate::numa::{Nodes, ReadCounts, WalkCounter, WalkReads};
 use crate::phys;
 
-/// How a format writes entries.
+/// How a format encodes PTEs.
 #[derive(Clone, Copy)]
 struct Entries {
-    /// The address goes into the entry so many bits lower.
+    /// The address is shifted right by so many bits in the PTE.
     shift: u32,
     link: u64,
     page: u64,
@@ -31,7 +31,7 @@ const X86: Entries = Entries { shift: 0, link: 0b111, page: 0b111, block: 0b111 
 const GPA: Gpa = Gpa(1 << 39 | 2 << 30 | 3 << 21 | 4 << 12);
 const INDEXES: [usize; 4] = [1, 2, 3, 4];
 
-/// Tables on the way to [`GPA`], from level 4 down to 1.
+/// Page-table pages on the way to [`GPA`], from level 4 down to 1.
 struct Way {
     host: MachineHost,
     port: Port,
@@ -42,7 +42,7 @@ struct Way {
 }
 
 impl Way {
-    /// With the tables on `nodes`, of which there are 0 and 7.
+    /// With the page-table pages on `nodes`, of which there are 0 and 7.
     fn new(nodes: [u32; 4], entries: Entries) -> Way {
         let map = Nodes::Virtual { nodes: vec![NodeId(0), NodeId(7)], without_memory: Vec::new() }.map().unwrap();
         let domain = Arc::new(FlushDomain::new());
@@ -66,7 +66,7 @@ impl Way {
 
     fn set(&self, level: usize, entry: u64) {
         let at = self.host.table_ptr(self.tables[4 - level]).cast::<u64>().wrapping_add(INDEXES[4 - level]);
-        // SAFETY: in a table of the host's, which lives as long as `self`.
+        // SAFETY: in a page-table page of the host, which lives as long as `self`.
         unsafe { AtomicU64::from_ptr(at) }.store(entry, Ordering::Relaxed);
     }
 
@@ -80,7 +80,7 @@ impl Way {
         }
     }
 
-    /// What a walk from `node` reads: local, remote, and those of level 1.
+    /// The reads of a walk from `node`: local, remote, and those of level 1.
     fn walk<F: HardwareFormat>(&self, node: u32) -> ([u64; 4], Result<(), Stop>) {
         self.host.nodes().run_on(NodeId(node)).unwrap();
         let before = Cell::new(self.counts.get());
@@ -99,7 +99,7 @@ fn counts_are_exact<F: HardwareFormat>(entries: Entries) {
     way.set(1, way.entry(FRAME, entries.page));
     assert_eq!(way.walk::<F>(0), ([2, 2, 0, 1], Ok(())));
     assert_eq!(way.walk::<F>(7), ([2, 2, 1, 0], Ok(())));
-    // A fault has read as far as it came.
+    // A fault counts the reads before it.
     way.set(1, 0);
     let (reads, result) = way.walk::<F>(7);
     assert!(matches!(result, Err(Stop::Fault(_))));
@@ -127,7 +127,7 @@ fn reads_are_counted_by_node_and_level() {
 }
 
 #[test]
-fn a_walk_that_is_overtaken_has_read_as_far_as_it_came() {
+fn an_overtaken_walk_counts_the_reads_before() {
     let way = Way::new([0, 7, 0, 7], X86);
     way.set(1, FRAME | 0b111);
     way.counter.begin_walk();
@@ -140,7 +140,7 @@ fn a_walk_that_is_overtaken_has_read_as_far_as_it_came() {
     let read = || Used::read_second_stage(walker, way.tables[3], INDEXES[3] as u64, 1);
     let last = uninterrupted(Stale, read).unwrap().unwrap();
     way.port.domain().flush(&[]);
-    // Its accessed bit cannot be set any more, nor can it read on.
+    // It can set its accessed bit no more, and cannot read on.
     assert_eq!(last.set(walker, 1 << 5), Err(Stop::Restart));
     assert!(read().is_err());
     let reads = way.counts.get();

@@ -1,5 +1,6 @@
-//! The walker of shadow tables, on tables built by hand. The numbers in here are the manual's, written out once more.
-//! Who may do what is tested with the CPU: see [`shadow_cpu`](crate::shadow_cpu).
+//! The walker of shadow page tables, on page tables built by hand. The constants here are the
+//! manual's, written once more. The tests of the CPU cover the rights: see
+//! [`shadow_cpu`](crate::shadow_cpu).
 
 use std::sync::Arc;
 
@@ -27,7 +28,7 @@ const ADDRESS: u64 = 1 << 48 | 2 << 39 | 3 << 30 | 4 << 21 | 5 << 12 | 0x568;
 const FRAME: u64 = phys::BIAS | 0x12_4000_0000;
 const ALL: Rights = Rights::WRITE.and(Rights::EXECUTE).and(Rights::USER);
 
-/// The tables on the way to [`ADDRESS`], from level 5 down to 1.
+/// The page-table pages on the way to [`ADDRESS`], from level 5 down to 1.
 struct Way {
     tables: [Box<Page>; 5],
     port: Port,
@@ -35,7 +36,7 @@ struct Way {
 }
 
 impl Way {
-    /// With `leaf` as the entry of `level`.
+    /// With `leaf` as the PTE of `level`.
     fn new(levels: u8, level: u8, leaf: u64) -> Way {
         let port = Port::new(&Arc::new(FlushDomain::new()));
         let way = Way { tables: std::array::from_fn(|_| Page::new()), port, levels };
@@ -75,7 +76,7 @@ impl Way {
 const LEVELS: [u8; 2] = [4, 5];
 const SIZES: [(u8, PageSize); 3] = [(1, PageSize::Size4K), (2, PageSize::Size2M), (3, PageSize::Size1G)];
 
-/// A leaf of `level`, of this and other bits.
+/// A leaf PTE of `level`, with these and other bits.
 fn leaf(level: u8, bits: u64) -> u64 {
     FRAME | bits | if level > 1 { PS } else { 0 }
 }
@@ -126,7 +127,7 @@ fn a_fault_marks_nothing() {
             let way = Way::new(levels, 1, leaf(1, LINK));
             let good = way.get(at);
             let nothing = || (1..=levels).all(|level| way.get(level) & (A | D) == 0);
-            // Not present, whatever else is there.
+            // Not present, whatever the other bits are.
             for entry in [0, good & !PRESENT, !PRESENT] {
                 way.set(at, entry);
                 assert_eq!(way.read(), Err(ShadowStop::PageFault), "{levels}, {at}");
@@ -168,14 +169,14 @@ fn reserved_bits_are_never_accepted() {
                 }
             }
         }
-        // What software may use, cacheability, and the global bit of a leaf, which does nothing here.
+        // Software's bits, cacheability, and the global bit of a leaf, which has no effect here.
         let ignored = 0x7ff << 52 | 0b11 << 3 | 0b111 << 9 | 1 << 8;
         assert!(Way::new(levels, 1, leaf(1, LINK | ignored | PS)).read().is_ok());
     }
 }
 
 #[test]
-fn nowhere() {
+fn addresses_without_memory_are_errors() {
     for levels in LEVELS {
         for at in 1..=levels {
             let way = Way::new(levels, 1, leaf(1, LINK));

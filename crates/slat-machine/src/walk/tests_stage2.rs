@@ -1,4 +1,4 @@
-//! Arm's stage 2 tables built by hand. The numbers in here are the manual's, written out once more.
+//! Arm's stage 2 page tables built by hand. The constants here are the manual's, written once more.
 
 use slat::{Access, Gpa, Hpa, Level, PageSize, Stage2};
 
@@ -45,7 +45,7 @@ fn maps_pages_of_each_size() {
         for access in ACCESSES {
             let way = Way::new(LINK, level, leaf(level));
             let hpa = Hpa(FRAME & !mask | ADDRESS & mask);
-            // There is no dirty bit to be set: a write needs no walk of its own.
+            // There is no dirty bit: a write needs no walk of its own.
             let expected = Ok(Mapping { gpa: Gpa(ADDRESS), hpa, size, writes: Writes::Allowed });
             assert_eq!(way.walk::<Stage2>(access), expected);
             assert_eq!(way.get(level), leaf(level) | AF, "nothing but the access flag");
@@ -88,7 +88,7 @@ fn permissions_are_those_of_the_leaf() {
 }
 
 #[test]
-fn what_is_not_valid_may_hold_anything() {
+fn an_invalid_descriptor_may_have_any_other_bits() {
     for level in 1..=4 {
         let way = Way::new(LINK, 1, leaf(1));
         way.set(level, !1);

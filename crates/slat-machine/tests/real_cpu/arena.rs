@@ -1,8 +1,8 @@
 //! The memory of the real CPU's machine, and the engine's [`Host`] over it.
 //!
-//! One sparse mapping, the *arena*, is all of the machine's physical memory. It begins at [`BASE`], so neither an offset
-//! nor a pointer is taken for a physical address by luck. Its first part holds the tables; [`FRAMES`] and up is the
-//! tests' to hand out as frames.
+//! One sparse mapping, the *arena*, is all of the machine's physical memory. It begins at [`BASE`],
+//! so that no offset and no pointer is a physical address by chance. Its first part holds the page
+//! tables; the tests allocate frames from [`FRAMES`] on.
 
 #![expect(unsafe_code, reason = "a mapping of its own, and the promise of the trait Host")]
 
@@ -19,16 +19,17 @@ use slat::{
     TableNode,
 };
 
-/// Physical address of the arena's first byte: a multiple of 1 GiB, so that blocks of each page size fit.
+/// Physical address of the arena's first byte: a multiple of 1 GiB, so that blocks of each page
+/// size fit.
 pub const BASE: u64 = 4 << 30;
-/// Size of the arena in bytes: 1 GiB for tables and small frames, then a frame of 1 GiB.
+/// Size of the arena in bytes: 1 GiB for page tables and small frames, then a frame of 1 GiB.
 pub const SIZE_BYTES: u64 = 2 << 30;
-/// First physical address that the tests may use for frames; below are the tables.
+/// First physical address of the tests' frames; below are the page tables.
 pub const FRAMES: u64 = BASE + TABLES_BYTES;
-/// Room for tables.
+/// Room for page tables.
 const TABLES_BYTES: u64 = 16 << 20;
 
-/// What freed tables are filled with: no entry that is present.
+/// The contents of freed page-table pages: no PTE of it is present.
 const POISON: u64 = 0x5a5a_5a5a_5a5a_5a5a;
 
 /// The machine's physical memory.
@@ -47,12 +48,13 @@ impl Arena {
     pub fn new() -> io::Result<Arena> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         let protection = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: a new mapping, wherever the kernel likes.
+        // SAFETY: a new mapping at any address.
         let start = unsafe { libc::mmap(ptr::null_mut(), SIZE_BYTES as usize, protection, flags, -1, 0) };
         if start == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        // Else each page that is touched could take 2 MiB. It is advice only: a kernel without huge pages refuses it.
+        // Else each page that is touched could take 2 MiB. It is advice only: a kernel without huge
+        // pages refuses it.
         // SAFETY: the mapping just made.
         unsafe { libc::madvise(start, SIZE_BYTES as usize, libc::MADV_NOHUGEPAGE) };
         Ok(Arena { start: start.cast() })
@@ -68,11 +70,13 @@ impl Arena {
     /// The 8 bytes at `hpa`, a multiple of 8.
     pub fn word(&self, hpa: Hpa) -> &AtomicU64 {
         assert!(hpa.0.is_multiple_of(8), "{hpa} is not aligned");
-        // SAFETY: in the mapping, which lives as long as the arena, and aligned; all access is by atomics.
+        // SAFETY: in the mapping, which lives as long as the arena, and aligned; all access is by
+        // atomics.
         unsafe { AtomicU64::from_ptr(self.pointer(hpa).cast()) }
     }
 
-    /// Reads the word at `hpa`. The CPU is not running, or was this thread: no order is needed.
+    /// Reads the word at `hpa`. The CPU does not run now, or this thread runs it: no order is
+    /// needed.
     pub fn get(&self, hpa: Hpa) -> u64 {
         self.word(hpa).load(Ordering::Relaxed)
     }
@@ -100,13 +104,13 @@ impl Drop for Arena {
     }
 }
 
-/// The memory of a slot: frames that follow each other in the arena.
+/// The memory of a memslot: contiguous frames of the arena.
 #[derive(Debug)]
 pub struct Frames {
     pub first: Pfn,
     pub nr_pages: u64,
     pub max_size: PageSize,
-    /// Whether a read is answered with a frame that may be written.
+    /// Whether a read is resolved to a frame that may be written.
     pub read_gives_writable: AtomicBool,
 }
 
@@ -123,13 +127,14 @@ impl Frames {
     }
 }
 
-/// The engine's surroundings.
+/// The engine's host.
 #[derive(Debug)]
 pub struct ArenaHost {
     arena: Arc<Arena>,
     tables: Mutex<Tables>,
-    /// The engine asked for a flush, and the CPU has not entered the guest since: it flushes before it does.
-    flush_owed: AtomicBool,
+    /// The engine has requested a flush, and the CPU has not entered the guest since: it flushes
+    /// before it does.
+    flush_pending: AtomicBool,
     start: Instant,
 }
 
@@ -144,14 +149,14 @@ impl ArenaHost {
         ArenaHost {
             arena: Arc::clone(arena),
             tables: Mutex::default(),
-            flush_owed: AtomicBool::new(false),
+            flush_pending: AtomicBool::new(false),
             start: Instant::now(),
         }
     }
 
-    /// Whether the engine has asked for a flush since this was last asked.
-    pub fn take_flush_owed(&self) -> bool {
-        self.flush_owed.swap(false, Ordering::Relaxed)
+    /// Whether the engine has requested a flush since the last call.
+    pub fn take_pending_flush(&self) -> bool {
+        self.flush_pending.swap(false, Ordering::Relaxed)
     }
 }
 
@@ -166,9 +171,10 @@ impl Park for ArenaHost {
     fn unpark_all(&self, _word: *const AtomicU32) {}
 }
 
-// SAFETY: tables are disjoint pages of the arena, which lives as long as the host, at the pointer of their address; a
-// frame is its page's for ever. The one CPU does not run during a flush, for it is run by the thread that calls the
-// engine, and it flushes before it enters the guest again (`World::access`). Nothing unwinds but on a test's own mistake.
+// SAFETY: page-table pages are disjoint pages of the arena, which lives as long as the host, at the
+// pointer of their address; a page keeps its frame for ever. The one CPU does not run during a
+// flush: the thread that calls the engine runs it, and it flushes before it enters the guest again
+// (`World::access`). Nothing unwinds except on an error of a test.
 unsafe impl Host for ArenaHost {
     type Backing = Arc<Frames>;
 
@@ -188,7 +194,7 @@ unsafe impl Host for ArenaHost {
     }
 
     unsafe fn free_table(&self, table: Hpa, layout: Layout) {
-        // A CPU that still walks it is noticed: it faults where the walker in software does not.
+        // A CPU that still walks it is detected: it faults where the software walker does not.
         for offset in (0..layout.size() as u64).step_by(8) {
             self.arena.set(Hpa(table.0 + offset), POISON);
         }
@@ -210,7 +216,7 @@ unsafe impl Host for ArenaHost {
     }
 
     fn flush(&self, _ranges: &[GfnRange]) {
-        self.flush_owed.store(true, Ordering::Relaxed);
+        self.flush_pending.store(true, Ordering::Relaxed);
     }
 
     fn timestamp_ns(&self) -> u64 {

@@ -1,25 +1,28 @@
-//! A real CPU behind `/dev/kvm`, made to do one access at a time at CPL 3 on tables that it is given.
+//! A real CPU behind `/dev/kvm`, which does one access at a time at CPL 3 on given page tables.
 //!
-//! # How it works
-//! The vCPU is in long mode and CR3 is the root of the tables under test: what is guest-virtual for the processor is
-//! guest-physical for the engine, and what is guest-physical for KVM is the engine's host-physical, the [`Arena`].
-//! A few *system pages* must be mapped by the same tables at [`SYSTEM_GPA`]: the programs that access, the descriptor
-//! tables, the exception handlers, two stacks.
+//! # Implementation
+//! The vCPU is in long mode and CR3 is the root of the page tables under test. The processor's
+//! guest-virtual addresses are the engine's guest-physical ones, and KVM's guest-physical addresses
+//! are the engine's host-physical ones, the [`Arena`]. The same page tables must map a few *system
+//! pages* at [`SYSTEM_GPA`]: the programs that access, the descriptor tables, the exception
+//! handlers, two stacks.
 //!
-//! An access sets the registers to a program of two instructions. The first accesses; the second writes to [`EXIT_GPA`],
-//! where nothing is mapped. Either of them ends in a page fault, whose handler at CPL 0 writes to an I/O port: that
-//! brings the thread back here, where CR2, the pushed RIP and the error code say what happened. (A software interrupt
-//! would do for leaving, but there are KVMs whose guests cannot have one.) The handler never goes on: the next access
-//! sets all registers anew.
+//! An access sets the registers to a program of two instructions. The first accesses; the second
+//! writes to [`EXIT_GPA`], which is not mapped. Either of them ends in a page fault, whose handler
+//! at CPL 0 writes to an I/O port. That returns to the thread here, where CR2, the pushed RIP and
+//! the error code show what happened. (A software interrupt could also leave the guest, but some
+//! KVMs do not support one.) The handler never continues: the next access sets all registers anew.
 //!
 //! # Flushes
-//! [`RealCpu::flush`] loads CR3 at CPL 0, as the manuals ask for (AMD APM vol. 2, 5.5.2), which is enough where the
-//! processor walks the tables itself. A KVM that shadows them sees only the guest's own writes to tables, and not those
-//! that the engine makes from user space; it forgets its shadow when a memory slot goes, so a slot is made and deleted.
-//! Entries that become present or get more rights need neither: KVM walks the tables anew at each fault.
+//! [`RealCpu::flush`] loads CR3 at CPL 0, as the manuals require (AMD APM vol. 2, 5.5.2), which is
+//! enough where the processor walks the page tables itself. A KVM that shadows them observes only
+//! the guest's own writes to page tables, and not those of the engine from user space. It drops its
+//! shadow when a memory slot is deleted, so one is made and deleted. PTEs that become present or
+//! get more rights need neither: KVM walks the page tables anew at each fault.
 //!
-//! Sources: AMD APM vol. 2, 4.7 and 4.8 (descriptors), 8.2.15 (page faults), 8.9 (long-mode interrupt stack), 12.2.5
-//! (TSS); Fn8000_0001 of vol. 3, appendix E; the kernel's documentation of the KVM API.
+//! Sources: AMD APM vol. 2, 4.7 and 4.8 (descriptors), 8.2.15 (page faults), 8.9 (long-mode
+//! interrupt stack), 12.2.5 (TSS); Fn8000_0001 of vol. 3, appendix E; the kernel's documentation of
+//! the KVM API.
 
 #![expect(unsafe_code, reason = "gives the arena to a KVM as its memory; a signal for a guest that does not end")]
 
@@ -38,16 +41,17 @@ use slat::{Access, Gpa, Hpa, PAGE_SIZE};
 
 use crate::arena::{Arena, BASE, FRAMES, SIZE_BYTES};
 
-/// Where the system pages must be mapped, writable.
+/// The address at which the system pages must be mapped, writable.
 pub const SYSTEM_GPA: u64 = 0x7fff_0000_0000;
 /// Their number.
 pub const NR_SYSTEM_PAGES: u64 = 5;
-/// Where they are in the arena.
+/// Their address in the arena.
 pub const SYSTEM_HPA: Hpa = Hpa(FRAMES);
-/// Where nothing may be mapped. In the tables next to the system pages.
+/// The address at which nothing may be mapped. In the same page tables as the system pages.
 const EXIT_GPA: u64 = SYSTEM_GPA + NR_SYSTEM_PAGES * PAGE_SIZE;
 
-// The system pages: programs of CPL 3, descriptor tables, programs of CPL 0, the stacks of CPL 0 and 3.
+// The system pages: programs of CPL 3, descriptor tables, programs of CPL 0, the stacks of CPL 0
+// and 3.
 const PROGRAMS: u64 = 0;
 const DESCRIPTORS: u64 = PAGE_SIZE;
 const HANDLERS: u64 = 2 * PAGE_SIZE;
@@ -70,7 +74,7 @@ const NR_VECTORS: u64 = 32;
 const PAGE_FAULT: u8 = 14;
 /// Bytes of the handler of one vector.
 const HANDLER_BYTES: u64 = 8;
-/// The port that says that CR3 was loaded; the ports below are the vectors.
+/// The port of a loaded CR3; the ports below are the vectors.
 const FLUSHED: u8 = 0x80;
 const FLUSH: u64 = HANDLERS + NR_VECTORS * HANDLER_BYTES;
 
@@ -80,13 +84,13 @@ const PROGRAM_BYTES: u64 = 16;
 const READ: [u8; 6] = [0x48, 0x8b, 0x08, 0xc6, 0x02, 0x00]; // mov rcx, [rax]
 const WRITE: [u8; 6] = [0x48, 0x89, 0x08, 0xc6, 0x02, 0x00]; // mov [rax], rcx
 const EXECUTE: [u8; 5] = [0xff, 0xd0, 0xc6, 0x02, 0x00]; // call rax
-/// What must be at an address for [`Access::Execute`] to come back from it: `ret`.
+/// The contents of an address for [`Access::Execute`], so that it returns: `ret`.
 pub const RETURN: u8 = 0xc3;
 
-/// How long a guest may run in all, before its test fails.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// What makes the vCPU's thread leave the guest. Its handler does nothing.
-const NUDGE: libc::c_int = libc::SIGUSR2;
+/// The total time of a guest, before its test fails.
+const TIME_LIMIT: Duration = Duration::from_secs(60);
+/// The signal that makes the vCPU's thread leave the guest. Its handler does nothing.
+const LEAVE_SIGNAL: libc::c_int = libc::SIGUSR2;
 
 /// CPUID Fn8000_0001.
 const EXTENDED_FEATURES: u32 = 0x8000_0001;
@@ -104,10 +108,10 @@ const CR4_PAE: u64 = 1 << 5;
 /// The bit that is always one.
 const RFLAGS: u64 = 1 << 1;
 
-/// What an access did.
+/// The result of an access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Done {
-    /// It completed; a read with this value (a write with the one it was given).
+    /// It completed; the value of a read, or of the write.
     Completed(u64),
     /// #PF.
     PageFault {
@@ -118,7 +122,7 @@ pub enum Done {
     },
 }
 
-/// The CPU did something that was not asked for, or KVM refused something.
+/// An unexpected result of the CPU, or an error of KVM.
 #[derive(Debug)]
 pub struct Trouble(pub String);
 
@@ -128,18 +132,18 @@ impl fmt::Display for Trouble {
     }
 }
 
-/// `result`, with a word on what was tried.
+/// `result`, with the name of the attempt in its error.
 fn tried<T>(what: &str, result: Result<T, kvm_ioctls::Error>) -> Result<T, Trouble> {
     result.map_err(|error| Trouble(format!("{what}: {error}")))
 }
 
-/// The physical address of a place in the system pages.
+/// The physical address of an offset in the system pages.
 fn system_hpa(offset: u64) -> Hpa {
     Hpa(SYSTEM_HPA.0 + offset)
 }
 
-/// The linear address that the tables translate as `gpa`: bit 47 goes on through the bits above it (AMD APM vol. 2,
-/// 5.3.1 "Canonical address form").
+/// The linear address that the page tables translate as `gpa`: bit 47 is repeated in the bits above
+/// it (AMD APM vol. 2, 5.3.1 "Canonical address form").
 pub fn linear(gpa: Gpa) -> u64 {
     ((gpa.0 << 16) as i64 >> 16) as u64
 }
@@ -157,7 +161,7 @@ pub struct RealCpu {
 }
 
 impl RealCpu {
-    /// A CPU on the tables at `root`, which map the system pages. Writes their contents.
+    /// Makes a CPU on the page tables at `root`, which map the system pages. Writes their contents.
     pub fn new(arena: &Arc<Arena>, root: Hpa) -> Result<RealCpu, Trouble> {
         let kvm = tried("open /dev/kvm", Kvm::new())?;
         let vm = tried("create a VM", kvm.create_vm())?;
@@ -168,8 +172,8 @@ impl RealCpu {
             memory_size: SIZE_BYTES,
             userspace_addr: arena.pointer(Hpa(BASE)) as u64,
         };
-        // SAFETY: the arena is mapped for as long as `self`, which drops the VM before it, and all access to it is by
-        // atomics.
+        // SAFETY: the arena is mapped for as long as `self`, which drops the VM before it, and all
+        // access to it is by atomics.
         tried("set the memory", unsafe { vm.set_user_memory_region(memory) })?;
         let vcpu = tried("create a vCPU", vm.create_vcpu(0))?;
         let cpuid = tried("get the CPUID", kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES))?;
@@ -186,13 +190,14 @@ impl RealCpu {
         Ok(RealCpu { vcpu, vm, arena: Arc::clone(arena), user, watchdog: Watchdog::new(), has_1g_pages })
     }
 
-    /// Uses the tables at `root` from the next access on.
+    /// Uses the page tables at `root` from the next access on.
     pub fn set_root(&mut self, root: Hpa) -> Result<(), Trouble> {
         self.user.cr3 = root.0;
         self.flush()
     }
 
-    /// Does `access` at `gpa`. [`Access::Execute`] calls `gpa`, where [`RETURN`] must be if anything is.
+    /// Does `access` at `gpa`. [`Access::Execute`] calls `gpa`, which must contain [`RETURN`] if it
+    /// is mapped.
     pub fn access(&mut self, gpa: Gpa, access: Access, value: u64) -> Result<Done, Trouble> {
         let (program, first_bytes) = match access {
             Access::Read => (SYSTEM_GPA + PROGRAMS, 3),
@@ -229,7 +234,7 @@ impl RealCpu {
         }
     }
 
-    /// Forgets all translations.
+    /// Drops all translations.
     pub fn flush(&mut self) -> Result<(), Trouble> {
         let scratch = |memory_size| kvm_userspace_memory_region {
             slot: 1,
@@ -239,7 +244,7 @@ impl RealCpu {
             userspace_addr: self.arena.pointer(Hpa(BASE)) as u64,
         };
         for size_bytes in [PAGE_SIZE, 0] {
-            // SAFETY: as in `new`; nothing maps it.
+            // SAFETY: as in `new`; no page table maps it.
             tried("make and delete a slot", unsafe { self.vm.set_user_memory_region(scratch(size_bytes)) })?;
         }
         let mut kernel = self.user;
@@ -257,7 +262,7 @@ impl RealCpu {
         }
     }
 
-    /// Runs until the guest writes to a port, and says which.
+    /// Runs until the guest writes to a port, and returns the port.
     fn enter(&mut self, sregs: &kvm_sregs, regs: &kvm_regs) -> Result<u8, Trouble> {
         tried("set the system registers", self.vcpu.set_sregs(sregs))?;
         tried("set the registers", self.vcpu.set_regs(regs))?;
@@ -266,7 +271,7 @@ impl RealCpu {
                 Ok(VcpuExit::IoOut(port, _)) => return Ok(port as u8),
                 Ok(other) => format!("{other:?}"),
                 Err(error) if error.errno() == libc::EINTR && !self.watchdog.has_expired() => continue,
-                Err(error) if error.errno() == libc::EINTR => "it does not end".into(),
+                Err(error) if error.errno() == libc::EINTR => "it ran for too long".into(),
                 Err(error) => error.to_string(),
             };
             let rip = self.vcpu.get_regs().map_or(0, |regs| regs.rip);
@@ -275,7 +280,7 @@ impl RealCpu {
     }
 }
 
-/// Takes the vCPU's thread out of a guest that runs for too long.
+/// Makes the vCPU's thread leave a guest that runs for too long.
 struct Watchdog {
     has_expired: Arc<AtomicBool>,
     /// Dropped first: that ends the thread.
@@ -287,12 +292,12 @@ impl Watchdog {
     /// Watches the calling thread.
     fn new() -> Watchdog {
         extern "C" fn nothing(_signal: libc::c_int) {}
-        // SAFETY: the handler does nothing, and no other test of this program uses the signal. `signal` would restart
-        // the system call.
+        // SAFETY: the handler does nothing, and no other test of this program uses the signal.
+        // `signal` would restart the system call.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = nothing as *const () as usize;
-            libc::sigaction(NUDGE, &action, std::ptr::null_mut());
+            libc::sigaction(LEAVE_SIGNAL, &action, std::ptr::null_mut());
         }
         // SAFETY: always allowed.
         let watched = unsafe { libc::pthread_self() };
@@ -317,14 +322,14 @@ impl Drop for Watchdog {
     }
 }
 
-/// Sends signals when the time is over, until the watchdog is dropped: one that comes just before the thread enters the
-/// guest does not keep it from entering.
+/// Sends signals when the time is over, until the watchdog is dropped. One signal is not enough: it
+/// may arrive just before the thread enters the guest.
 fn watch(dead: &Receiver<()>, watched: libc::pthread_t, has_expired: &AtomicBool) {
-    let mut wait = PATIENCE;
+    let mut wait = TIME_LIMIT;
     while dead.recv_timeout(wait) == Err(RecvTimeoutError::Timeout) {
         has_expired.store(true, Ordering::Relaxed);
         // SAFETY: the thread drops the watchdog, and waits for this one, before it ends.
-        unsafe { libc::pthread_kill(watched, NUDGE) };
+        unsafe { libc::pthread_kill(watched, LEAVE_SIGNAL) };
         wait = Duration::from_millis(10);
     }
 }
@@ -348,7 +353,7 @@ fn data_segment(selector: u16) -> kvm_segment {
     }
 }
 
-/// Long mode at CPL 3 with the tables at `root`.
+/// Long mode at CPL 3 with the page tables at `root`.
 fn user_sregs(initial: kvm_sregs, root: Hpa) -> kvm_sregs {
     let data = data_segment(USER_DATA);
     let mut sregs = kvm_sregs {

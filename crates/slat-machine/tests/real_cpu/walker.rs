@@ -1,9 +1,9 @@
-//! What the software machine's walker says about tables that lie in the arena.
+//! The software machine's walker on page tables in the arena.
 //!
-//! The walker wants tables at the software machine's physical addresses, which are pointers plus a bias; the real CPU
-//! wants them in the arena. So the four entries on the way to an address are copied into tables of the software
-//! machine, the links between them rewritten, and the walker walks the copy. The leaf's address only gets the bias: the
-//! walker does not look behind it.
+//! The walker needs page tables at the software machine's physical addresses, which are pointers
+//! plus a bias; the real CPU needs them in the arena. So the four PTEs on the way to an address are
+//! copied into page-table pages of the software machine, with new links, and the walker walks the
+//! copy. The leaf's address only gets the bias: the walker does not access its page.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,7 +15,7 @@ use slat_machine::walk::{self, HardwareFormat, Purpose, Stop};
 
 use crate::arena::Arena;
 
-/// P, bit 0 of an entry (AMD APM vol. 2, 5.4.1).
+/// P, bit 0 of a PTE (AMD APM vol. 2, 5.4.1).
 pub const PRESENT: u64 = 1 << 0;
 /// R/W.
 pub const WRITABLE: u64 = 1 << 1;
@@ -25,16 +25,17 @@ pub const USER: u64 = 1 << 2;
 pub const ACCESSED: u64 = 1 << 5;
 /// D, in leaves.
 pub const DIRTY: u64 = 1 << 6;
-/// PS, in entries of levels 2 and 3.
+/// PS, in PTEs of levels 2 and 3.
 pub const PAGE: u64 = 1 << 7;
 /// NX.
 pub const NO_EXECUTE: u64 = 1 << 63;
 /// Bits 12 to 51.
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
-/// The error-code bits of #PF that both kinds of fault have: P, W, U, RSVD, I/D (AMD APM vol. 2, 8.4.2 and 15.25.6).
+/// The error-code bits of #PF that both kinds of fault have: P, W, U, RSVD, I/D (AMD APM vol. 2,
+/// 8.4.2 and 15.25.6).
 const PAGE_FAULT_CODE: u64 = 0x1f;
 
-/// An entry on the way to an address.
+/// A PTE on the way to an address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Step {
     pub level: u8,
@@ -42,7 +43,7 @@ pub struct Step {
     pub entry: u64,
 }
 
-/// The entries on the way to `gpa` in the tables under `root`, as far as they are present: the root's first.
+/// The present PTEs on the way to `gpa` in the page tables under `root`: the root's first.
 pub fn path(arena: &Arena, root: Hpa, gpa: Gpa) -> Vec<Step> {
     let mut steps = Vec::with_capacity(4);
     let mut table = root.0;
@@ -58,23 +59,23 @@ pub fn path(arena: &Arena, root: Hpa, gpa: Gpa) -> Vec<Step> {
     steps
 }
 
-/// Whether a present entry ends the way. One of level 4 with bit 7 set does not: it is broken.
+/// Whether a present PTE ends the way. One of level 4 with bit 7 set does not: it is misconfigured.
 fn is_leaf(level: u8, entry: u64) -> bool {
     level == 1 || level < 4 && entry & PAGE != 0
 }
 
-/// What the walker says: where the access goes and the entries afterwards, or the error code of the fault.
+/// The result of the walker: the address and the PTEs afterwards, or the error code of the fault.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Walked {
     pub result: Result<Hpa, u64>,
     pub path: Vec<Step>,
 }
 
-/// A table of the software machine.
+/// A page-table page of the software machine.
 #[repr(align(4096))]
 struct Table([AtomicU64; 512]);
 
-/// The software machine's walker, and the tables that ways are copied to.
+/// The software machine's walker, and the page-table pages of its copies.
 pub struct Walker {
     port: Port,
     /// Of levels 4 to 1.
@@ -87,7 +88,7 @@ impl Walker {
         Walker { port: Port::new(&Arc::new(FlushDomain::new())), tables }
     }
 
-    /// Walks to `gpa` for `access`. The tables in the arena stay as they are.
+    /// Walks to `gpa` for `access`. The page tables in the arena do not change.
     pub fn walk(&self, arena: &Arena, root: Hpa, gpa: Gpa, access: Access) -> Walked {
         let mut path = path(arena, root, gpa);
         let mut copies = Vec::with_capacity(4);
@@ -116,11 +117,11 @@ impl Walker {
             Ok(mapping) => Ok(Hpa(mapping.hpa.0 - phys::BIAS)),
             Err(Stop::Fault(fault)) => Err(fault.code & PAGE_FAULT_CODE),
             Err(Stop::Misconfigured(misconfiguration)) => Err(misconfiguration.code & PAGE_FAULT_CODE),
-            Err(stop) => panic!("{access:?} of {gpa}: nobody else uses these tables, yet: {stop}"),
+            Err(stop) => panic!("{access:?} of {gpa}: no other thread uses these tables, yet: {stop}"),
         };
 
         for (step, (copy, before)) in path.iter_mut().zip(copies) {
-            // Only bits that the walker has changed: the copy's address is another.
+            // Only the bits that the walker has changed: the copy has another address.
             step.entry ^= copy.swap(0, Ordering::Relaxed) ^ before;
         }
         Walked { result, path }

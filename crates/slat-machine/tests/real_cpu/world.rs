@@ -1,9 +1,9 @@
-//! The engine's tables with a real CPU on them, the software walker beside it, and a plain model of what the guest must
-//! see.
+//! A real CPU on the engine's page tables, with the software walker, and a plain model of what the
+//! guest must see.
 //!
-//! Every access is made thrice: the walker says what the CPU must do, the CPU does it, and if it completes, the model
-//! knows which frame it must have reached. What the CPU faults on goes to the engine, until the access completes or
-//! leaves to user space, which the model knows as well.
+//! Every access is made thrice: the walker predicts what the CPU must do, the CPU does it, and if
+//! it completes, the model has the frame that it must have reached. The engine handles a fault of
+//! the CPU, until the access completes or exits to user space, which the model predicts as well.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -17,9 +17,9 @@ use crate::arena::{Arena, ArenaHost, Frames};
 use crate::cpu::{Done, NR_SYSTEM_PAGES, RETURN, RealCpu, SYSTEM_GPA, SYSTEM_HPA, Trouble, linear};
 use crate::walker::{ACCESSED, PRESENT, Step, USER, WRITABLE, Walker, path};
 
-/// Slot number of the system pages; the tests use those below.
+/// Number of the system pages' memslot; the tests use those below.
 const SYSTEM_SLOT: u32 = 1000;
-/// Faults of one access that are more than any of them needs: none, a leaf, a leaf that may be written.
+/// More faults than an access needs: none, a leaf, a writable leaf.
 const MOST_FAULTS: u32 = 3;
 
 /// Offsets of the words in a page that are accessed: its ends, and [`EXECUTED`].
@@ -27,13 +27,13 @@ pub const WORDS: [u64; 3] = [0, 0x7f8, 0xff8];
 /// Offset of the word in a page that is executed.
 pub const EXECUTED: u64 = 0x800;
 
-/// A slot, as the tests know it.
+/// A memslot in the model.
 #[derive(Debug)]
 pub struct ModelSlot {
     pub gpa: Gpa,
     pub flags: MemoryRegionFlags,
     pub frames: Arc<Frames>,
-    /// Pages written since the log was last taken.
+    /// Pages written since the last harvest.
     pub dirty: BTreeSet<u64>,
 }
 
@@ -47,7 +47,7 @@ impl ModelSlot {
     }
 }
 
-/// What was done, for the test's report.
+/// The counts for the test's report.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Counts {
     pub completed: u64,
@@ -78,11 +78,11 @@ pub struct World {
 }
 
 impl World {
-    /// A VM without slots but the system's.
+    /// Makes a VM whose only memslot is the system's.
     ///
     /// # Errors
-    /// This machine has no KVM that can do it. What the engine does wrong is a panic and no error: whether the CPU can
-    /// be used is tried on tables that are built by hand.
+    /// This machine has no suitable KVM. An error of the engine is a panic: page tables built by
+    /// hand show first whether the CPU can be used.
     pub fn new() -> Result<World, Trouble> {
         let arena = Arc::new(Arena::new().map_err(|error| Trouble(format!("map the memory: {error}")))?);
         let mut cpu = RealCpu::new(&arena, tables_by_hand(&arena))?;
@@ -125,7 +125,7 @@ impl World {
         self.set_region(slot, &model, 0, None);
     }
 
-    /// Moves the slot and changes its flags.
+    /// Moves the memslot and changes its flags.
     pub fn change(&mut self, slot: u32, gpa: Gpa, flags: MemoryRegionFlags) {
         let mut model = self.slots.remove(&slot).expect("a slot");
         let logged = model.logs();
@@ -155,20 +155,21 @@ impl World {
             .unwrap_or_else(|error| panic!("slot {slot}: {error}"));
     }
 
-    /// Takes the dirty log of `slot`: it must be the pages that the CPU has written since the last time.
+    /// Harvests the dirty log of `slot`: it must have the pages that the CPU has written since the
+    /// last harvest.
     pub fn harvest(&mut self, slot: u32) {
         let model = self.slots.get_mut(&slot).expect("a slot");
         let mut bitmap = vec![0_u64; model.frames.nr_pages.div_ceil(64) as usize];
         let nr_dirty = self.vm.get_dirty_log(slot, &mut bitmap).unwrap();
         let pages: BTreeSet<u64> =
             (0..bitmap.len() as u64 * 64).filter(|page| bitmap[(page / 64) as usize] & 1 << (page % 64) != 0).collect();
-        assert_eq!(pages, model.dirty, "dirty log of slot {slot}: what the engine says, what the CPU wrote");
+        assert_eq!(pages, model.dirty, "dirty log of slot {slot}: of the engine, of the CPU");
         assert_eq!(nr_dirty, pages.len() as u64);
         self.counts.dirty += nr_dirty;
         model.dirty.clear();
     }
 
-    /// The slot at `gpa` with its number, and the frame's address there.
+    /// The number of the memslot at `gpa`, and the frame's address there.
     fn find(&self, gpa: Gpa) -> Option<(u32, Hpa)> {
         self.slots.iter().find_map(|(&number, slot)| {
             let offset = gpa.0.checked_sub(slot.gpa.0).filter(|&offset| offset < slot.size_bytes())?;
@@ -176,7 +177,7 @@ impl World {
         })
     }
 
-    /// Does an access as a guest would, faults and all. `Err`: it left to user space.
+    /// Does an access as a guest would, with its faults. `Err`: it exited to user space.
     pub fn access(&mut self, gpa: Gpa, access: Access) -> Result<(), Exit> {
         let found = self.find(gpa);
         for _ in 0..=MOST_FAULTS {
@@ -210,10 +211,11 @@ impl World {
         panic!("{access:?} of {gpa} faults for ever");
     }
 
-    /// Tries an access once, on the walker and on the CPU: both must do the same, to the tables too, and data must come
-    /// from and go to the frame that the walker found. Returns that, or the error code of the page fault.
+    /// Tries an access once, on the walker and on the CPU. Both must do the same, also to the page
+    /// tables, and data must come from and go to the frame that the walker found. Returns that
+    /// frame, or the error code of the page fault.
     pub fn attempt(&mut self, gpa: Gpa, access: Access) -> Result<Hpa, u64> {
-        if self.vm.host().take_flush_owed() {
+        if self.vm.host().take_pending_flush() {
             self.flush();
         }
         let value = self.next_value;
@@ -243,7 +245,7 @@ impl World {
         }
         let mut expected = walked.path;
         if walked.result.is_err() {
-            // A CPU may set accessed bits on its way to a fault, and need not; the walker does not.
+            // A CPU may set accessed bits before a fault, and need not; the walker does not.
             for (step, seen) in expected.iter_mut().zip(&path) {
                 if step.entry & PRESENT != 0 {
                     step.entry |= seen.entry & ACCESSED;
@@ -254,34 +256,35 @@ impl World {
         walked.result
     }
 
-    /// The entries on the way to `gpa`.
+    /// The PTEs on the way to `gpa`.
     pub fn path(&self, gpa: Gpa) -> Vec<Step> {
         path(&self.arena, self.vm.root(), gpa)
     }
 
-    /// The lowest entry for `gpa`.
+    /// The lowest PTE for `gpa`.
     pub fn lowest(&self, gpa: Gpa) -> Step {
         *self.path(gpa).last().expect("the root's entry at least")
     }
 
-    /// Makes the CPU forget all translations.
+    /// Drops all translations of the CPU.
     pub fn flush(&mut self) {
         self.cpu.flush().unwrap_or_else(|trouble| panic!("{trouble}"));
         self.counts.flushes += 1;
     }
 }
 
-/// Gives page `page` of `frames` contents of its own: other values in other frames, and something to execute.
+/// Fills page `page` of `frames` with values that no other frame has, and an instruction to
+/// execute.
 pub fn fill(arena: &Arena, frames: &Frames, page: u64) {
     let start = frames.page(page).0;
     for offset in WORDS {
-        // No value that is written has the high bit.
+        // No written value has the high bit.
         arena.set(Hpa(start + offset), 1 << 63 | (start + offset));
     }
     arena.set(Hpa(start + EXECUTED), u64::from(RETURN));
 }
 
-/// Tables that map the system pages, and nothing else, made without the engine. Returns their root.
+/// Page tables that map only the system pages, made without the engine. Returns their root.
 fn tables_by_hand(arena: &Arena) -> Hpa {
     const LINK: u64 = PRESENT | WRITABLE | USER | ACCESSED;
     // Behind the system pages.

@@ -1,4 +1,4 @@
-//! Handshakes with whoever is at the other end, and files that are not what they should be.
+//! Handshakes with any other side, and files with wrong properties.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -9,10 +9,10 @@ use super::super::ring::Layout;
 use super::*;
 use crate::memory::{Backing, BackingKind};
 
-/// For who is silent: nothing has to happen within it.
+/// For a silent side: nothing has to happen within it.
 const SHORT: Duration = Duration::from_millis(200);
 
-/// What the VMM makes of a resolver that does this.
+/// What the VMM returns for a resolver that does this.
 fn attach_to(resolver: impl FnOnce(UnixStream) + Send) -> AttachError {
     attach_within(LIMIT, resolver)
 }
@@ -29,8 +29,8 @@ fn attach_within(timeout: Duration, resolver: impl FnOnce(UnixStream) + Send) ->
 }
 
 #[test]
-fn resolvers_that_are_none() {
-    let error = attach_to(|mut stream| stream.write_all(b"GET / HTTP/1.1\r\nHost: nobody\r\n\r\n").unwrap());
+fn a_client_that_is_no_resolver_is_refused() {
+    let error = attach_to(|mut stream| stream.write_all(b"GET / HTTP/1.1\r\nHost: none\r\n\r\n").unwrap());
     assert!(matches!(error, AttachError::Handshake(HandshakeError::BadMagic { .. })), "{error}");
     let error = attach_to(drop);
     assert!(matches!(error, AttachError::Handshake(HandshakeError::Closed)), "{error}");
@@ -44,7 +44,7 @@ fn resolvers_that_are_none() {
 }
 
 #[test]
-fn resolvers_of_another_version_or_with_too_many_threads_are_told() {
+fn a_resolver_of_another_version_or_with_too_many_threads_is_refused() {
     let deadline = Deadline::new(LIMIT);
     let error = attach_to(|stream| {
         messages::send_hello(&stream, Hello { version: VERSION + 1, nr_threads: 1 }, deadline).unwrap();
@@ -66,7 +66,7 @@ fn resolvers_of_another_version_or_with_too_many_threads_are_told() {
 }
 
 #[test]
-fn a_resolver_that_refuses_or_is_ready_for_another_epoch() {
+fn a_resolver_that_refuses_or_is_ready_for_another_epoch_is_not_attached() {
     let deadline = Deadline::new(LIMIT);
     let answer = |epoch: u64, code: u32| {
         attach_to(move |stream| {
@@ -98,11 +98,11 @@ fn one_resolver_at_a_time() {
 }
 
 #[test]
-fn resolvers_come_to_a_listener_or_do_not() {
+fn a_listener_accepts_a_resolver_or_times_out() {
     let path = std::env::temp_dir().join(format!("slat-delivery-{}", std::process::id()));
     let listener = UnixListener::bind(&path).unwrap();
-    let nobody = World::with(1, 64, |config| config.timeout = SHORT).delivery.accept(&listener);
-    assert!(matches!(nobody, Err(AttachError::NobodyCame { .. })), "{nobody:?}");
+    let error = World::with(1, 64, |config| config.timeout = SHORT).delivery.accept(&listener);
+    assert!(matches!(error, Err(AttachError::NoResolverCame { .. })), "{error:?}");
     let world = World::new(1, 64);
     let stream = UnixStream::connect(&path);
     std::fs::remove_file(&path).unwrap();
@@ -111,13 +111,13 @@ fn resolvers_come_to_a_listener_or_do_not() {
     assert_eq!(resolver.join().unwrap().unwrap().0.epoch(), 1);
 }
 
-/// What a VMM sends, for tests that spoil it.
+/// What a VMM sends; a test spoils some of it.
 struct Sent {
     welcome: Welcome,
     files: Vec<OwnedFd>,
 }
 
-/// What a resolver makes of a VMM that sends this.
+/// What a resolver returns for a VMM that sends this.
 fn resolver_of(spoil: impl FnOnce(&mut Sent)) -> Result<(), HandshakeError> {
     let layout = Layout { nr_shards: 1, nr_waiters: 2, nr_vcpus: 2, nr_entries: 4 };
     let file = |size_bytes| shared::sealed_file(c"slat-test", size_bytes).unwrap();
@@ -161,12 +161,12 @@ fn unsealed(size_bytes: u64) -> OwnedFd {
 }
 
 #[test]
-fn a_resolver_takes_what_is_right() {
+fn a_resolver_accepts_a_valid_welcome() {
     resolver_of(|_| {}).unwrap();
 }
 
 #[test]
-fn descriptors_that_do_not_come() {
+fn missing_descriptors_are_an_error() {
     for (announced, sent) in [(6, 5), (5, 6), (5, 5), (7, 7), (6, 0)] {
         let error = resolver_of(|message| {
             message.welcome.nr_descriptors = announced;
@@ -184,7 +184,7 @@ fn descriptors_that_do_not_come() {
 }
 
 #[test]
-fn numbers_and_sizes_that_cannot_be() {
+fn impossible_numbers_and_sizes_are_refused() {
     type Spoil = fn(&mut Sent);
     let numbers: [Spoil; 7] = [
         |sent| sent.welcome.layout.nr_vcpus = 0,
@@ -216,7 +216,7 @@ fn numbers_and_sizes_that_cannot_be() {
 }
 
 #[test]
-fn files_that_could_be_cut() {
+fn files_without_seals_are_refused() {
     for (index, what) in [(0, "file of rings"), (2, "file of guest memory")] {
         let error = resolver_of(|sent| sent.files[index] = unsealed(64 * PAGE_SIZE)).unwrap_err();
         assert!(matches!(error, HandshakeError::NotSealed { what: w } if w == what), "{error}");
@@ -226,7 +226,7 @@ fn files_that_could_be_cut() {
 }
 
 #[test]
-fn bitmaps_that_are_refused() {
+fn bitmaps_without_seals_or_too_short_are_refused() {
     assert!(matches!(SharedBitmap::new(0), Err(BitmapError::BadSize { nr_pages: 0 })));
     assert!(matches!(SharedBitmap::new(u64::MAX), Err(BitmapError::BadSize { .. })));
     assert!(matches!(SharedBitmap::from_fd(unsealed(PAGE_SIZE), 64), Err(BitmapError::NotSealed)));
@@ -243,13 +243,13 @@ fn bitmaps_that_are_refused() {
     assert!(again.clear(64) && !again.clear(64) && !bitmap.is_set(64));
     assert!(bitmap.set(64) && !bitmap.set(64) && again.is_set(64));
     assert!(!bitmap.set(65) && !bitmap.is_set(65) && !bitmap.clear(65));
-    // It really cannot be cut.
+    // The seal holds: the file cannot be cut.
     let file = std::fs::File::from(bitmap.as_fd().try_clone_to_owned().unwrap());
     assert!(file.set_len(0).is_err() && file.set_len(1 << 20).is_err());
 }
 
 #[test]
-fn deliveries_that_are_refused() {
+fn impossible_delivery_configurations_are_refused() {
     let bitmap = Arc::new(SharedBitmap::new(64).unwrap());
     let made = |change: &dyn Fn(&mut DeliveryConfig)| {
         let mut config = DeliveryConfig::new(2, Arc::clone(&bitmap));
@@ -264,21 +264,21 @@ fn deliveries_that_are_refused() {
         |config| config.ring_entries = 12,
     ];
     for change in counts {
-        assert!(matches!(made(&change), ConfigError::BadCounts { .. }));
+        assert!(matches!(made(&change), DeliveryConfigError::BadCounts { .. }));
     }
     let memory = |file, offset_bytes, size_bytes| Some(SharedMemoryFile { file, offset_bytes, size_bytes });
     let error = made(&|config| config.memory = memory(unsealed(64 * PAGE_SIZE), 0, 64 * PAGE_SIZE));
-    assert!(matches!(error, ConfigError::UnsealedMemory { .. }), "{error}");
+    assert!(matches!(error, DeliveryConfigError::UnsealedMemory { .. }), "{error}");
     for (offset_bytes, size_bytes) in
         [(0, 65 * PAGE_SIZE), (1, PAGE_SIZE), (0, PAGE_SIZE + 8), (PAGE_SIZE, 66 * PAGE_SIZE), (0, 0), (u64::MAX, 1)]
     {
         let error = made(&|config| config.memory = memory(guest_memory(66).0, offset_bytes, size_bytes));
-        assert!(matches!(error, ConfigError::BadMemory { .. }), "{error}");
+        assert!(matches!(error, DeliveryConfigError::BadMemory { .. }), "{error}");
     }
     let delivery = Delivery::new(DeliveryConfig::new(2, Arc::clone(&bitmap))).unwrap();
     let _port = delivery.take_port(1).unwrap();
-    assert!(matches!(delivery.take_port(1), Err(ConfigError::Taken { what: "vCPU", number: 1 })));
-    assert!(matches!(delivery.take_waiter(2), Err(ConfigError::Taken { what: "waiter", number: 2 })));
+    assert!(matches!(delivery.take_port(1), Err(DeliveryConfigError::Taken { what: "vCPU", number: 1 })));
+    assert!(matches!(delivery.take_waiter(2), Err(DeliveryConfigError::Taken { what: "waiter", number: 2 })));
 }
 
 /// More descriptors than go into one message.
@@ -303,7 +303,7 @@ fn four_hundred_vcpus_attach() {
 }
 
 #[test]
-fn a_stream_that_does_not_block_will_do() {
+fn a_nonblocking_stream_is_accepted() {
     let world = World::new(1, 64);
     let (ours, theirs) = UnixStream::pair().unwrap();
     theirs.set_nonblocking(true).unwrap();
@@ -313,7 +313,7 @@ fn a_stream_that_does_not_block_will_do() {
 }
 
 #[test]
-fn a_time_that_never_ends_is_one() {
+fn an_endless_timeout_is_accepted() {
     let world = World::with(1, 64, |config| config.timeout = Duration::MAX);
     let path = std::env::temp_dir().join(format!("slat-patient-{}", std::process::id()));
     let listener = UnixListener::bind(&path).unwrap();
@@ -332,12 +332,12 @@ fn a_time_that_never_ends_is_one() {
 }
 
 #[test]
-fn memory_that_is_refused_is_left_as_it_was() {
+fn refused_memory_is_left_unsealed() {
     let memory = Backing::new(BackingKind::Shmem, PAGE_SIZE).unwrap();
     let file = memory.file().unwrap().try_clone_to_owned().unwrap();
     let mut config = DeliveryConfig::new(1, Arc::new(SharedBitmap::new(1).unwrap()));
     let size_bytes = 2 * PAGE_SIZE;
     config.memory = Some(SharedMemoryFile { file: file.try_clone().unwrap(), offset_bytes: 0, size_bytes });
-    assert!(matches!(Delivery::new(config), Err(ConfigError::BadMemory { .. })));
+    assert!(matches!(Delivery::new(config), Err(DeliveryConfigError::BadMemory { .. })));
     assert!(!shared::is_sealed(file.as_fd()));
 }

@@ -11,11 +11,11 @@ use std::time::Instant;
 
 use super::*;
 
-/// Names a resolver for the test binary that was started again: how many threads, and microseconds in each fill, or '-' to fill all with the
-/// same.
+/// Marks the test binary that was started again as a resolver: its number of threads, and the
+/// microseconds of each fill, or '-' to fill all pages with the same.
 const RESOLVER: &str = "SLAT_TEST_RESOLVER";
 
-/// A resolver in another process, which is killed when this goes.
+/// A resolver in another process, which is killed when this is dropped.
 struct Process(Child);
 
 impl Process {
@@ -37,7 +37,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // SIGKILL. One that has ended already is only waited for.
+        // SIGKILL. A process that has ended already is only waited for.
         let _ = self.0.kill();
         self.0.wait().unwrap();
     }
@@ -62,7 +62,7 @@ fn resolver_process() {
                         return Ok(());
                     };
                     let bytes = pattern_bytes(request.page());
-                    // Stays with a page that is half filled, so that many are when it is killed.
+                    // Stays in a page that is half filled, so that many are when it is killed.
                     page.copy_from(&bytes[..bytes.len() / 2]);
                     let began = Instant::now();
                     while began.elapsed() < fill_time {
@@ -95,16 +95,16 @@ fn a_resolver_in_another_process_fills_pages() {
         }
     });
     assert_eq!(world.bitmap.count(), 0);
-    // It sees the end, and goes in peace.
+    // It observes the end, and exits without an error.
     drop(world);
     assert!(process.0.wait().unwrap().success());
 }
 
-/// Says how many descriptors a resolver in another process may have open.
+/// How many descriptors a resolver in another process may have open.
 const OPEN_FILES: &str = "SLAT_TEST_OPEN_FILES";
 
-/// The exit code of the process that did what it should: one that runs no test ends well too.
-const WAS_HERE: i32 = 77;
+/// The exit code of the process that did its work: one that runs no test exits with 0 too.
+const DID_ITS_WORK: i32 = 77;
 
 #[test]
 #[ignore = "the other process of the test below; its standard input is a socket"]
@@ -120,7 +120,7 @@ fn resolver_process_with_few_descriptors() {
     // Standard input, output and error are open, and the socket.
     assert!(u64::from(found) <= nr_files - 4 && limit == nr_files, "{error}");
     assert!(error.to_string().contains("RLIMIT_NOFILE"), "{error}");
-    std::process::exit(WAS_HERE);
+    std::process::exit(DID_ITS_WORK);
 }
 
 #[test]
@@ -139,19 +139,19 @@ fn a_resolver_that_may_not_open_all_descriptors_says_why() {
                 .unwrap(),
         );
         let error = world.delivery.attach(ours).unwrap_err();
-        assert_eq!(child.0.wait().unwrap().code(), Some(WAS_HERE));
-        // It says that it refuses, or has closed the socket before all was sent.
+        assert_eq!(child.0.wait().unwrap().code(), Some(DID_ITS_WORK));
+        // It reports that it refuses, or has closed the socket before all was sent.
         let is_right = matches!(error, AttachError::Handshake(HandshakeError::Refused { .. } | HandshakeError::Closed));
         assert!(is_right, "{error}");
     }
 }
 
-/// What a vCPU writes over a page that it has got.
+/// What a vCPU writes over a page that it was given.
 fn mark(page: u64, word: usize) -> u64 {
     !pattern(page, word)
 }
 
-/// Waits for something that has to come.
+/// Waits for something that has to happen.
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let began = Instant::now();
     while !is_so() {
@@ -160,19 +160,20 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Says so when it goes, also in a panic.
-struct SaysOver<'a>(&'a AtomicBool);
+/// Sets the flag when it is dropped, also in a panic.
+struct SetOnDrop<'a>(&'a AtomicBool);
 
-impl Drop for SaysOver<'_> {
+impl Drop for SetOnDrop<'_> {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }
 }
 
-/// vCPUs take pages in turn, check all of each, write over it, and some turns later look whether that is still there: a page
-/// that somebody fills a second time would show. Then they throw it away, so that it is missing once more.
+/// vCPUs take pages in turn, check all of each, write over it, and some turns later check what they
+/// wrote: a second fill would overwrite it. Then they discard the page, so that it is missing once
+/// more.
 #[test]
-fn killed_at_any_moment_nothing_is_lost_and_nothing_filled_twice() {
+fn resolvers_killed_at_any_moment_lose_no_request_and_fill_no_page_twice() {
     const NR_VCPUS: u32 = 4;
     const NR_OWN: u64 = 64;
     const NR_KILLS: u32 = 20;
@@ -180,7 +181,7 @@ fn killed_at_any_moment_nothing_is_lost_and_nothing_filled_twice() {
     let is_over = AtomicBool::new(false);
     let nr_errors: Vec<AtomicU64> = (0..NR_VCPUS).map(|_| AtomicU64::new(0)).collect();
     let nr_pages = AtomicU64::new(0);
-    // Out here, so that the last one lives until all vCPUs have what they want.
+    // Outside, so that the last one lives until all vCPUs have their pages.
     let mut process = Some(Process::attach(&world, 2, "5"));
     thread::scope(|scope| {
         for mut port in world.ports() {
@@ -197,7 +198,8 @@ fn killed_at_any_moment_nothing_is_lost_and_nothing_filled_twice() {
                                 assert_eq!((vcpu, named), (port.vcpu(), page));
                                 nr_errors[vcpu as usize].fetch_add(1, Ordering::Relaxed);
                             }
-                            // On a busy machine others have had the first one killed before this vCPU began.
+                            // On a busy machine the first resolver may be killed before this vCPU
+                            // begins.
                             DeliveryError::NoResolver { .. } if turn == 0 => {}
                             error => panic!("{error}"),
                         }
@@ -227,18 +229,19 @@ fn killed_at_any_moment_nothing_is_lost_and_nothing_filled_twice() {
                 assert_eq!((stats.double, stats.late, stats.unasked, stats.not_cleared), (0, 0, 0, 0));
             });
         }
-        let _says_over = SaysOver(&is_over);
-        let nr_told = || nr_errors.iter().map(|count| count.load(Ordering::Relaxed)).sum::<u64>();
+        let _set_on_drop = SetOnDrop(&is_over);
+        let nr_errors_so_far = || nr_errors.iter().map(|count| count.load(Ordering::Relaxed)).sum::<u64>();
         for kill in 0..NR_KILLS {
             let before = nr_pages.load(Ordering::Relaxed);
             wait_until("pages come", || nr_pages.load(Ordering::Relaxed) != before);
-            // Spread over 5 ms; what the threads do then is chance enough.
+            // Spread over 5 ms; what the threads do then is random enough.
             thread::sleep(Duration::from_micros(u64::from(kill) * 2_654_435_761 % 5000));
-            let told_before = nr_told();
+            let errors_before = nr_errors_so_far();
             drop(process.take());
-            wait_until("its end is seen", || !world.delivery.is_attached());
-            // A vCPU that asks without a resolver is told; the next one is not there before that.
-            wait_until("its end is told", || nr_told() != told_before);
+            wait_until("the session ends", || !world.delivery.is_attached());
+            // A vCPU that asks without a resolver gets an error; the next one is attached only
+            // after that.
+            wait_until("a vCPU gets the error", || nr_errors_so_far() != errors_before);
             process = Some(Process::attach(&world, 1 + kill % 2, "5"));
         }
     });
@@ -247,10 +250,11 @@ fn killed_at_any_moment_nothing_is_lost_and_nothing_filled_twice() {
     assert!(nr_errors >= u64::from(NR_KILLS), "{nr_errors} errors in {NR_KILLS} kills");
 }
 
-/// No claim about speed: prints what a page costs. Run by hand, with `--ignored --nocapture`, in release.
+/// A measurement without an assertion about speed: prints what a page costs. Run by hand, with
+/// `--ignored --nocapture`, in release.
 #[test]
 #[ignore = "a measurement"]
-fn what_a_page_costs() {
+fn the_cost_of_a_page() {
     const NR_VCPUS: u32 = 64;
     const NR_OWN: u64 = 1000;
     for (nr_waiters, nr_threads, in_flight) in [(64, 1, 1), (64, 2, 1), (64, 1, 8), (2, 1, 1), (2, 2, 1)] {
@@ -269,7 +273,7 @@ fn what_a_page_costs() {
             })
         } else {
             thread::scope(|scope| {
-                let mut groups: Vec<Vec<Port>> = (0..nr_waiters).map(|_| Vec::new()).collect();
+                let mut groups: Vec<Vec<DeliveryPort>> = (0..nr_waiters).map(|_| Vec::new()).collect();
                 ports.into_iter().for_each(|port| groups[(port.vcpu() % nr_waiters) as usize].push(port));
                 let workers: Vec<_> = groups
                     .into_iter()
@@ -295,7 +299,7 @@ fn what_a_page_costs() {
         );
     }
 
-    fn one_by_one(mut port: Port, in_flight: usize) -> PortStats {
+    fn one_by_one(mut port: DeliveryPort, in_flight: usize) -> PortStats {
         let first = u64::from(port.vcpu()) * NR_OWN;
         let mut next = first;
         for page in first..first + NR_OWN {
@@ -308,8 +312,8 @@ fn what_a_page_costs() {
         port.stats()
     }
 
-    fn many_at_once(mut ports: Vec<Port>, mut waiter: Waiter) -> Vec<PortStats> {
-        let end = |port: &Port| u64::from(port.vcpu() + 1) * NR_OWN;
+    fn many_at_once(mut ports: Vec<DeliveryPort>, mut waiter: Waiter) -> Vec<PortStats> {
+        let end = |port: &DeliveryPort| u64::from(port.vcpu() + 1) * NR_OWN;
         for port in &mut ports {
             port.request(end(port) - NR_OWN, 0).unwrap();
         }
@@ -339,6 +343,6 @@ fn what_a_page_costs() {
                 }
             }
         }
-        ports.iter().map(Port::stats).collect()
+        ports.iter().map(DeliveryPort::stats).collect()
     }
 }

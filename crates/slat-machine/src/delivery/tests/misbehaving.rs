@@ -1,11 +1,11 @@
-//! The other side does what it should not, or nothing.
+//! The other side breaks the protocol, or does nothing.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc;
 use std::time::Instant;
 
 use super::super::port::FAILED;
-use super::super::ring::{Entry, Reader, Sleeper, Writer};
+use super::super::ring::{Reader, RingEntry, Sleeper, Writer};
 use super::*;
 
 /// A resolver that writes into the rings of vCPU 0 what the test wants.
@@ -22,24 +22,25 @@ impl Raw {
         Raw { resolver, _shards: shards, requests: Reader::default(), completions: Writer::default() }
     }
 
-    fn take(&mut self) -> Option<Entry> {
+    fn take(&mut self) -> Option<RingEntry> {
         self.requests.pop(self.resolver.rings.requests(0)).unwrap()
     }
 
     fn answer(&mut self, ticket: u64, page: u64) {
-        let entry = Entry { ticket, page, word: 0 };
+        let entry = RingEntry { ticket, page, word: 0 };
         self.completions.push(self.resolver.rings.completions(0), entry).unwrap();
     }
 }
 
 #[test]
-fn double_late_and_unasked_completions_are_counted_and_forgotten() {
+fn double_late_and_unasked_completions_are_only_counted() {
     let world = World::new(1, 64);
     let (mut raw, mut port) = (Raw::new(&world), world.ports().remove(0));
     port.request(3, 0).unwrap();
     port.request(4, 0).unwrap();
     let (first, second) = (raw.take().unwrap(), raw.take().unwrap());
-    // For a page that nobody asked for, with a ticket that nobody issued, and with one that is another page's.
+    // For a page that was not requested, with a ticket that was not issued, and with the ticket of
+    // another page.
     raw.answer(first.ticket + 1000, 3);
     raw.answer(first.ticket, 9);
     assert_eq!(port.poll().unwrap(), None);
@@ -72,7 +73,7 @@ fn double_late_and_unasked_completions_are_counted_and_forgotten() {
 }
 
 #[test]
-fn a_bit_that_is_never_cleared_is_an_error_in_the_end() {
+fn a_bit_that_is_never_cleared_becomes_an_error() {
     let world = World::new(1, 64);
     let (mut raw, mut port) = (Raw::new(&world), world.ports().remove(0));
     port.request(3, 0).unwrap();
@@ -91,7 +92,7 @@ fn a_bit_that_is_never_cleared_is_an_error_in_the_end() {
 }
 
 #[test]
-fn nonsense_in_the_indices_is_an_error() {
+fn an_impossible_index_is_an_error() {
     let world = World::with(1, 64, |config| config.ring_entries = 4);
     let (mut raw, mut port) = (Raw::new(&world), world.ports().remove(0));
     port.request(3, 0).unwrap();
@@ -108,7 +109,7 @@ fn nonsense_in_the_indices_is_an_error() {
     for page in 4..7 {
         port.request(page, 0).unwrap();
     }
-    // One place is free in the port's own count, so that it looks at the resolver's index.
+    // One entry is free by the port's own count, so that it reads the resolver's index.
     world.bitmap.clear(3);
     let first = raw.take().unwrap();
     raw.answer(first.ticket, 3);
@@ -117,7 +118,7 @@ fn nonsense_in_the_indices_is_an_error() {
     let result = port.request(7, 0);
     assert!(matches!(result, Err(DeliveryError::RingCorrupt { found: 5, lowest: 0, highest: 4, .. })), "{result:?}");
     assert_eq!(port.in_flight().collect::<Vec<_>>(), [4, 5, 6]);
-    // A resolver that says nonsense can be sent away, and another comes.
+    // A resolver that writes impossible indices can be detached, and another comes.
     world.delivery.detach();
     let mut shards = world.attach(1).1;
     port.resume(LIMIT).unwrap();
@@ -155,13 +156,13 @@ fn requests_beyond_the_end_and_waits_for_nothing_are_errors() {
 
 /// The VMM may be the one that misbehaves.
 #[test]
-fn a_resolver_survives_a_vmm_that_writes_nonsense() {
+fn a_resolver_survives_a_vmm_that_writes_impossible_values() {
     let world = World::with(2, 64, |config| config.ring_entries = 4);
     let (_, mut shards) = world.attach(1);
     let session = world.delivery.shared.live_session().unwrap();
     let mut requests = Vec::new();
-    // A page that there is not: the vCPU is told.
-    let entry = Entry { ticket: 1, page: 64, word: 0 };
+    // A page that does not exist: the vCPU gets an error.
+    let entry = RingEntry { ticket: 1, page: 64, word: 0 };
     Writer::default().push(session.rings.requests(1), entry).unwrap();
     assert_eq!(shards[0].sweep(&mut requests).unwrap(), 0);
     let answer = Reader::default().pop(session.rings.completions(1)).unwrap().unwrap();
@@ -175,14 +176,14 @@ fn a_resolver_survives_a_vmm_that_writes_nonsense() {
     world.bitmap.clear(9);
     let mut writer = Writer::default();
     let result = (0..10).find_map(|ticket| {
-        writer.push(session.rings.requests(0), Entry { ticket, page: 9, word: 0 }).unwrap();
+        writer.push(session.rings.requests(0), RingEntry { ticket, page: 9, word: 0 }).unwrap();
         shards[0].sweep(&mut requests).err()
     });
     assert!(matches!(result, Some(ResolverError::RingFull { vcpu: 0 })), "{result:?}");
 }
 
 #[test]
-fn nobody_attaches() {
+fn without_a_resolver_a_request_is_an_error_and_stays_known() {
     let world = World::new(1, 64);
     let mut port = world.ports().remove(0);
     assert!(matches!(port.request(3, 0), Err(DeliveryError::NoResolver { vcpu: 0 })));
@@ -191,7 +192,7 @@ fn nobody_attaches() {
     assert!(matches!(port.resume(limit), Err(DeliveryError::NoResolver { vcpu: 0 })));
     assert!(!port.try_resume().unwrap());
     assert!(!world.delivery.wait_attached(limit));
-    // It was not forgotten.
+    // The request was kept.
     let mut shards = world.attach(1).1;
     port.resume(LIMIT).unwrap();
     assert_eq!(shards[0].sweep(&mut Vec::new()).unwrap(), 1);
@@ -210,7 +211,7 @@ fn a_resolver_that_never_answers_is_a_time_out() {
     assert!(began.elapsed() >= timeout);
     assert!(matches!(port.check(), Err(DeliveryError::TimedOut { page: 3, .. })));
     assert_eq!(port.nr_in_flight(), 1);
-    // The bit alone will do.
+    // The bit alone is enough.
     world.bitmap.clear(3);
     port.wait(3).unwrap();
     assert_eq!(port.stats().unannounced, 1);
@@ -218,19 +219,19 @@ fn a_resolver_that_never_answers_is_a_time_out() {
 
 /// The resolver has the same eventfds.
 #[test]
-fn a_resolver_that_eats_signals_holds_nobody() {
+fn a_resolver_that_reads_signals_away_blocks_no_vcpu() {
     let world = World::new(1, 64);
     let (mut raw, mut port) = (Raw::new(&world), world.ports().remove(0));
     let resolver = Arc::clone(&raw.resolver);
     thread::scope(|scope| {
         let vcpu = scope.spawn(move || port.fetch(3, 0));
-        // Not before it has asked, or it would be told that there is none.
+        // Only after it has asked, or it would find no resolver.
         let asked = Instant::now();
         while raw.take().is_none() {
             assert!(asked.elapsed() < LIMIT, "the vCPU has not asked");
             thread::yield_now();
         }
-        // All signals, also while the session is ended and for a while after that.
+        // All signals, also while the session ends and for a while after that.
         for turn in 0..200 {
             resolver.wakers[0].drain();
             if turn == 50 {
@@ -244,7 +245,7 @@ fn a_resolver_that_eats_signals_holds_nobody() {
 }
 
 #[test]
-fn eventfds_that_block_and_are_full_hold_nobody() {
+fn eventfds_that_block_and_are_full_keep_no_vcpu_blocked() {
     let world = World::new(1, 64);
     let (raw, mut port) = (Raw::new(&world), world.ports().remove(0));
     raw.resolver.doorbells[0].spoil();
@@ -256,7 +257,7 @@ fn eventfds_that_block_and_are_full_hold_nobody() {
     assert_eq!(port.stats().doorbells, 1);
 }
 
-/// So that a vCPU that is stuck in it since it blocked is not seen by its flag.
+/// Its flag alone does not show a vCPU that is blocked in it since it began to block.
 #[test]
 fn a_doorbell_that_is_full_ends_the_session_whatever_its_flags() {
     let world = World::new(1, 64);
@@ -265,12 +266,13 @@ fn a_doorbell_that_is_full_ends_the_session_whatever_its_flags() {
     raw.resolver.doorbells[0].keep_nonblocking();
     let began = Instant::now();
     while world.delivery.is_attached() {
-        assert!(began.elapsed() < LIMIT, "nobody has seen it");
+        assert!(began.elapsed() < LIMIT, "the session has not ended");
         thread::yield_now();
     }
 }
 
-/// The resolver has the wakers, and may make them block and fill them between any two calls of the VMM's.
+/// The resolver has the wakers, and may make them block and fill them between any two calls of the
+/// VMM.
 #[test]
 fn ends_do_not_wait_for_wakers() {
     let mut world = World::new(2, 64);
@@ -296,13 +298,14 @@ fn ends_do_not_wait_for_wakers() {
     });
     resolver.wakers.iter().for_each(EventFd::spoil);
     world.delivery = World::new(1, 64).delivery;
-    // The VMM has written nothing there, and has left their flags alone: it could have been stuck.
+    // The VMM has written nothing there, and has left their flags alone: a write could have
+    // blocked.
     for waker in &resolver.wakers {
         assert!(waker.is_full() && waker.keep_nonblocking());
     }
 }
 
-/// The end of a resolver wakes a thread that runs several vCPUs once, and keeps it awake no longer.
+/// The end of a resolver wakes a thread that runs several vCPUs once only.
 #[test]
 fn a_waiter_is_woken_by_an_end_once() {
     let world = World::new(1, 64);
@@ -320,9 +323,9 @@ fn a_waiter_is_woken_by_an_end_once() {
     assert_eq!(waiter.park(LIMIT).unwrap(), Parked::Woken);
 }
 
-/// It was sent away, and lives.
+/// The resolver was detached, and lives.
 #[test]
-fn doorbells_that_are_filled_again_hold_nobody() {
+fn doorbells_that_are_filled_again_keep_no_vcpu_blocked() {
     let world = World::new(1, 64);
     let raw = Raw::new(&world);
     let session = world.delivery.shared.live_session().unwrap();
@@ -335,7 +338,7 @@ fn doorbells_that_are_filled_again_hold_nobody() {
             session.doorbells[0].signal();
             out.send(()).unwrap();
         });
-        is_out.recv_timeout(LIMIT).expect("a doorbell that holds nobody");
+        is_out.recv_timeout(LIMIT).expect("a doorbell write that returns");
     }
 }
 
@@ -382,7 +385,7 @@ fn closing_ends_all_waits() {
         drop(delivery);
         let result = waiting.join().unwrap();
         assert!(matches!(result, Err(DeliveryError::Closed { vcpu: 1 })), "{result:?}");
-        // Nobody takes the completion any more; the resolver finds out after it.
+        // Nothing takes the completion any more; the resolver finds out after it.
         closed.send(()).unwrap();
         assert_eq!(resolver.join().unwrap().unwrap().filled, 1);
     });
@@ -390,15 +393,15 @@ fn closing_ends_all_waits() {
     assert!(matches!(idle.resume(LIMIT), Err(DeliveryError::Closed { vcpu: 0 })));
 }
 
-/// What was asked of nobody has no ticket, and nobody can answer it.
+/// A request that no resolver was asked for has no ticket, and no resolver can answer it.
 #[test]
-fn a_resolver_that_was_sent_away_answers_nothing_that_came_later() {
+fn a_detached_resolver_answers_no_later_request() {
     let world = World::new(1, 64);
     let (mut raw, mut port) = (Raw::new(&world), world.ports().remove(0));
     port.request(3, 0).unwrap();
     world.delivery.detach();
     assert!(matches!(port.request(4, 0), Err(DeliveryError::ResolverGone { page: 4, .. })));
-    let failed = Entry { ticket: 0, page: 4, word: FAILED };
+    let failed = RingEntry { ticket: 0, page: 4, word: FAILED };
     raw.completions.push(raw.resolver.rings.completions(0), failed).unwrap();
     let result = port.poll();
     assert!(matches!(result, Err(DeliveryError::ResolverGone { page: 3, .. })), "{result:?}");

@@ -26,7 +26,7 @@ fn pattern(page: u64, word: usize) -> u64 {
     (page << 16 | word as u64) ^ 0x5151_5151_5151_5151
 }
 
-/// All of a page as a resolver fills it.
+/// A whole page as a resolver fills it.
 fn pattern_bytes(page: u64) -> Vec<u8> {
     (0..WORDS).flat_map(|word| pattern(page, word).to_ne_bytes()).collect()
 }
@@ -54,7 +54,7 @@ impl World {
         World { delivery: Delivery::new(config).unwrap(), bitmap, memory }
     }
 
-    fn ports(&self) -> Vec<Port> {
+    fn ports(&self) -> Vec<DeliveryPort> {
         (0..self.delivery.shared.nr_vcpus).map(|vcpu| self.delivery.take_port(vcpu).unwrap()).collect()
     }
 
@@ -72,7 +72,7 @@ impl World {
         &self.memory.words()[page as usize * WORDS..][..WORDS]
     }
 
-    /// As the guest, which has just got it.
+    /// Checks the page as the guest that was just given it.
     fn check_filled(&self, page: u64) {
         for (word, value) in self.page(page).iter().enumerate() {
             assert_eq!(value.load(Ordering::Relaxed), pattern(page, word), "word {word} of page {page}");

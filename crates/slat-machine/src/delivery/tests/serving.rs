@@ -1,4 +1,4 @@
-//! Resolvers that do what they should.
+//! Resolvers that keep the protocol.
 
 use std::sync::atomic::AtomicU32;
 
@@ -35,9 +35,10 @@ fn each_vcpu_gets_its_pages_filled() {
     });
 }
 
-/// All vCPUs ask for all pages, three threads fill and a copier beside them: each page is filled once, and nobody is forgotten.
+/// All vCPUs ask for all pages, three threads fill and a copier beside them: each page is filled
+/// once, and no request is lost.
 #[test]
-fn no_page_is_filled_twice_whoever_asks() {
+fn no_page_is_filled_twice_when_all_vcpus_ask_for_it() {
     const NR_PAGES: u64 = 600;
     let world = World::with(6, NR_PAGES, |config| config.nr_waiters = 3);
     let (resolver, shards) = world.attach(3);
@@ -48,7 +49,7 @@ fn no_page_is_filled_twice_whoever_asks() {
             scope.spawn(move || {
                 shard.serve(|request, page| {
                     nr_fills[request.page() as usize].fetch_add(1, Ordering::Relaxed);
-                    // Others come while the page is in somebody's hands.
+                    // Others ask while the page is claimed.
                     thread::yield_now();
                     fill(request, page)
                 })
@@ -139,7 +140,7 @@ fn an_event_loop_serves_many_vcpus_in_one_thread() {
 
 /// Requests may be finished in any order, long after they were taken.
 #[test]
-fn a_resolver_may_have_many_requests_in_its_hands() {
+fn a_resolver_may_hold_many_requests() {
     let world = World::new(1, 64);
     let (resolver, mut shards) = world.attach(1);
     let (mut port, shard) = (world.ports().remove(0), &mut shards[0]);
@@ -157,11 +158,11 @@ fn a_resolver_may_have_many_requests_in_its_hands() {
         assert_eq!(port.poll().unwrap(), Some(page));
         world.check_filled(page);
     }
-    assert_eq!(port.stats().doorbells, 0, "nobody slept");
+    assert_eq!(port.stats().doorbells, 0, "no shard slept");
 }
 
 #[test]
-fn what_cannot_be_filled_is_told() {
+fn a_page_that_cannot_be_filled_is_an_error() {
     let world = World::new(1, 64);
     let mut shards = world.attach(1).1;
     let mut port = world.ports().remove(0);
@@ -183,7 +184,7 @@ fn pages_of_2_mib() {
     const BLOCK_PAGES: u64 = 512;
     let bitmap = Arc::new(SharedBitmap::new(2).unwrap());
     bitmap.set_all();
-    // The last block is cut short.
+    // The last block is shorter.
     let (file, memory) = guest_memory(BLOCK_PAGES + 3);
     let mut config = DeliveryConfig::new(1, bitmap);
     config.page_size = PageSize::Size2M;
@@ -208,9 +209,10 @@ fn pages_of_2_mib() {
     assert!(world.memory.words().iter().all(|word| word.load(Ordering::Relaxed) == 0x7777_7777_7777_7777));
 }
 
-/// What is found by its bit leaves an answer behind, and the resolver has to have room for that one too.
+/// A page that is found by its bit leaves a completion in the ring, and the resolver needs room for
+/// that one too.
 #[test]
-fn answers_to_what_was_found_without_them_do_not_fill_the_ring() {
+fn completions_of_pages_found_by_their_bits_do_not_fill_the_ring() {
     let world = World::with(1, 64, |config| config.ring_entries = 4);
     let (resolver, mut shards) = world.attach(1);
     let (mut port, shard) = (world.ports().remove(0), &mut shards[0]);
@@ -227,14 +229,15 @@ fn answers_to_what_was_found_without_them_do_not_fill_the_ring() {
             assert_eq!(port.request(page, 0).unwrap(), Requested::InFlight);
         }
         serve(4);
-        // As who has slept in vain, and was overtaken.
+        // As a thread that has slept in vain, and was overtaken.
         port.check().unwrap();
         assert_eq!(port.nr_in_flight(), 0);
     }
     for page in 0..20 {
         assert_eq!(port.poll().unwrap(), Some(page));
     }
-    // While the resolver owes answers to all its room there is none for another request.
+    // While the resolver has to answer as many requests as its ring holds, there is no room for
+    // another one.
     for page in 20..24 {
         port.request(page, 0).unwrap();
         world.bitmap.clear(page);
@@ -268,8 +271,8 @@ fn a_request_goes_back_to_the_shard_that_it_came_from() {
 }
 
 #[test]
-fn what_another_resolver_handed_out_is_refused() {
-    // Both have the epoch 1, and the first has pages that the second has not.
+fn a_request_of_another_resolver_is_refused() {
+    // Both have the epoch 1, and the first has pages that the second does not have.
     let (large, small) = (World::new(1, 1024), World::new(1, 64));
     let ((of_large, mut large_shards), (of_small, mut small_shards)) = (large.attach(1), small.attach(1));
     assert_eq!(of_large.epoch(), of_small.epoch());
