@@ -1,10 +1,12 @@
-//! What taking the dirty log costs the engine, and how it grows with threads: a slot of 16 GiB whose host is as little as
-//! there can be, so that neither a system call nor a flush is in the figures (`slat get-dirty-log` has those).
+//! What taking the dirty log costs the engine, and how it grows with threads: a slot of 16 GiB
+//! whose host is as little as there can be, so that neither a system call nor a flush is in the
+//! figures (`slat get-dirty-log` has those).
 //!
-//! In each round a vCPU's faults dirty the same share of the slot twice; its log is taken once by one thread, and once by
-//! two threads, each its half. Rounds of all cells take turns, and one thread and two come first in turn. `speed` is the time of
-//! one thread over the time of two, within the round: the time of two ends when both are through. Two CPUs that belong to
-//! virtual machines themselves come and go: look at the quartiles too.
+//! In each round a vCPU's faults dirty the same share of the slot twice; its log is taken once by
+//! one thread, and once by two threads, each its half. Rounds of all cells take turns, and one
+//! thread and two come first in turn. `speed` is the time of one thread over the time of two,
+//! within the round: the time of two ends when both are through. Two CPUs that belong to virtual
+//! machines themselves come and go: look at the quartiles too.
 //!
 //! `cargo bench -p slat --bench harvest -- table` prints it, `-- table 31` with 31 rounds.
 

@@ -1,18 +1,23 @@
-//! What it costs to split huge leaves ahead of time and to put them back, and what a vCPU notices of it.
+//! What it costs to split huge leaves ahead of time and to put them back, and what a vCPU notices
+//! of it.
 //!
-//! 1. *Splits*: all of a VM's memory, one thread and two, with the tables' allocation from memory that was touched before.
-//!    Two threads with a VM each have nothing in common but that memory and the caches: what they gain is what the machine
-//!    has to give. (Beside published Rust crates: `slat peers --only split-2m`.)
+//! 1. *Splits*: all of a VM's memory, one thread and two, with the tables' allocation from memory
+//!    that was touched before. Two threads with a VM each have nothing in common but that memory
+//!    and the caches: what they gain is what the machine has to give. (Beside published Rust
+//!    crates: `slat peers --only split-2m`.)
 //! 2. *Recovery*: leaves of 4 KiB that are all there become leaves of 2 MiB.
-//! 3. *Beside*: a vCPU's writes in a second while another thread splits or recovers the memory that it works in, against
-//!    the same thread doing that to another VM's memory. The ratio is taken within pairs of runs, of which the one or the
-//!    other comes first in turn; a run's figure is the median of its passes. `CPU ratio` is that of writes in a second of the
-//!    vCPU's CPU time, which does not fall when others take the CPU away. Stalls are those of single writes, in runs in which
-//!    each is timed.
-//! 4. *Logging*: the beginning of a log whose pages are all dirty at first, and the first clear of a part of it.
+//! 3. *Beside*: a vCPU's writes in a second while another thread splits or recovers the memory that
+//!    it works in, against the same thread doing that to another VM's memory. The ratio is taken
+//!    within pairs of runs, of which the one or the other comes first in turn; a run's figure is
+//!    the median of its passes. `CPU ratio` is that of writes in a second of the vCPU's CPU time,
+//!    which does not fall when others take the CPU away. Stalls are those of single writes, in runs
+//!    in which each is timed.
+//! 4. *Logging*: the beginning of a log whose pages are all dirty at first, and the first clear of
+//!    a part of it.
 //!
-//! `cargo bench -p slat --bench huge_pages -- table` prints the tables, `-- table 31` with 31 rounds, `-- table 31 splits`
-//! of the parts with this in their names. Two CPUs are few for this; where they have other users, look at `best` and at CPU time.
+//! `cargo bench -p slat --bench huge_pages -- table` prints the tables, `-- table 31` with 31
+//! rounds, `-- table 31 splits` of the parts with this in their names. Two CPUs are few for this;
+//! where they have other users, look at `best` and at CPU time.
 
 #[cfg(not(any(loom, shuttle)))]
 #[path = "fault/arena.rs"]

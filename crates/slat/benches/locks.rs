@@ -1,8 +1,9 @@
 //! Our optional locks against std's, around the same short section.
 //!
-//! First a table: medians over interleaved pairs (ours, std, std, ours, ..) and the median of the pairs' ratios, because
-//! figures of two separate minutes cannot be compared on a machine with other users; then criterion's usual report.
-//! `cargo bench -p slat --bench locks -- table` prints only the table.
+//! First a table: medians over interleaved pairs (ours, std, std, ours, ..) and the median of the
+//! pairs' ratios, because figures of two separate minutes cannot be compared on a machine with
+//! other users; then criterion's usual report. `cargo bench -p slat --bench locks -- table` prints
+//! only the table.
 
 #[cfg(not(any(loom, shuttle)))]
 #[path = "../tests/support/futex_park.rs"]
@@ -75,7 +76,8 @@ mod locks {
         }
     }
 
-    /// What a bench does: which lock of ours stands for which of std's, and how often the write side is taken.
+    /// What a bench does: which lock of ours stands for which of std's, and how often the write
+    /// side is taken.
     #[derive(Clone, Copy)]
     struct Mix {
         name: &'static str,
@@ -159,7 +161,8 @@ mod locks {
                 for pair in 0..nr_pairs {
                     let measure_ours = || time_ours(mix, nr_threads, nr_sections).as_secs_f64();
                     let measure_std = || time_std(mix, nr_threads, nr_sections).as_secs_f64();
-                    // Who goes first changes, or the second would always profit from the warm machine.
+                    // Who goes first changes, or the second would always profit from the warm
+                    // machine.
                     let (a, b) = if pair % 2 == 0 {
                         let a = measure_ours();
                         (a, measure_std())

@@ -1,16 +1,19 @@
-//! What it costs to map before the guest asks: `pre_fault_memory` of ranges by one thread and by two, on a host that is as
-//! little as there can be; and, once more, what fault-around saves a guest that goes through memory which is there anyway.
+//! What it costs to map before the guest asks: `pre_fault_memory` of ranges by one thread and by
+//! two, on a host that is as little as there can be; and, once more, what fault-around saves a
+//! guest that goes through memory which is there anyway.
 //!
-//! Each measurement has a fresh VM with one slot. Tables come from an arena that was touched beforehand; taking them from
-//! there is in the figures. Two threads do a half each, and the time ends when both are through. Rounds of all cells take
-//! turns, and `speed` is the time of one thread over the time of two of the same round. Two CPUs that belong to virtual
-//! machines themselves come and go: look at the quartiles too.
+//! Each measurement has a fresh VM with one slot. Tables come from an arena that was touched
+//! beforehand; taking them from there is in the figures. Two threads do a half each, and the time
+//! ends when both are through. Rounds of all cells take turns, and `speed` is the time of one
+//! thread over the time of two of the same round. Two CPUs that belong to virtual machines
+//! themselves come and go: look at the quartiles too.
 //!
-//! `cargo bench -p slat --bench prefault -- table` prints it, `-- table 31` with 31 rounds, `-- table 31 4K` the lines that
-//! have this in their names.
+//! `cargo bench -p slat --bench prefault -- table` prints it, `-- table 31` with 31 rounds, `--
+//! table 31 4K` the lines that have this in their names.
 //!
-//! `-- count '4K-contiguous Read'` runs the line of that name once and prints the number of leaves, for tools that count
-//! instructions: `valgrind --tool=callgrind --toggle-collect='*pre_fault_part*'`.
+//! `-- count '4K-contiguous Read'` runs the line of that name once and prints the number of leaves,
+//! for tools that count instructions: `valgrind --tool=callgrind
+//! --toggle-collect='*pre_fault_part*'`.
 
 #[cfg(not(any(loom, shuttle)))]
 #[path = "fault/arena.rs"]

@@ -1,8 +1,8 @@
-//! Shadow paging: what a page fault costs, how two vCPUs of one address space get on beside each other, and what a switch of
-//! CR3 costs that finds its root.
+//! Shadow paging: what a page fault costs, how two vCPUs of one address space get on beside each
+//! other, and what a switch of CR3 costs that finds its root.
 //!
-//! `cargo bench -p slat --bench shadow`: medians of several rounds; one and two threads in turns, since figures of two separate
-//! minutes cannot be compared on a machine with other users.
+//! `cargo bench -p slat --bench shadow`: medians of several rounds; one and two threads in turns,
+//! since figures of two separate minutes cannot be compared on a machine with other users.
 
 #![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
 
@@ -118,7 +118,8 @@ mod bench {
             unsafe { &*host.table_ptr(Hpa(host.0.start() + gpa)).cast::<AtomicU64>() }
         }
 
-        /// The guest's tables map all data pages at their own addresses, and then those of a second process.
+        /// The guest's tables map all data pages at their own addresses, and then those of a second
+        /// process.
         fn build_tables(&self) {
             let mut next = NR_DATA + 1;
             for gfn in 0..NR_DATA {
@@ -148,13 +149,14 @@ mod bench {
             vcpu
         }
 
-        /// Takes away all that was made of the guest's tables, and nothing of the second stage's data.
+        /// Takes away all that was made of the guest's tables, and nothing of the second stage's
+        /// data.
         fn reset(&self) {
             drop(self.vm.invalidate_range(GfnRange::new(Gfn(NR_DATA), NR_FRAMES - NR_DATA)).unwrap());
         }
 
-        /// Nanoseconds for a fault, of `nr_vcpus` vCPUs on as many threads, each in a part of the address space; as many at a
-        /// time as there are threads.
+        /// Nanoseconds for a fault, of `nr_vcpus` vCPUs on as many threads, each in a part of the
+        /// address space; as many at a time as there are threads.
         fn faults(&self, vcpus: &mut [Vcpu<BenchHost, Npt>]) -> f64 {
             let barrier = Barrier::new(vcpus.len());
             let access = GuestAccess { access: Access::Write, privilege: Privilege::User };

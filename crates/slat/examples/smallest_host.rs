@@ -1,5 +1,6 @@
-//! The smallest host that works: host memory is one vector, and the only CPU is a function that walks the tables as AMD's
-//! hardware does. The host itself uses `core` alone; std is there for `main`, `Vec` and `println!`.
+//! The smallest host that works: host memory is one vector, and the only CPU is a function that
+//! walks the tables as AMD's hardware does. The host itself uses `core` alone; std is there for
+//! `main`, `Vec` and `println!`.
 //!
 //!     cargo run -p slat --example smallest_host
 #![expect(unsafe_code, reason = "a host promises memory, and a CPU follows addresses")]
@@ -15,7 +16,8 @@ const FIRST_GUEST_FRAME: u64 = 64;
 #[repr(C, align(4096))]
 struct Frame([AtomicU64; 512]);
 
-/// Host-physical address 0 is the first byte of `memory`. Bit n of `free` is set while nobody has table frame n.
+/// Host-physical address 0 is the first byte of `memory`. Bit n of `free` is set while nobody has
+/// table frame n.
 struct Arena {
     memory: Vec<Frame>,
     free: AtomicU64,
@@ -36,8 +38,9 @@ impl Park for Arena {
     fn unpark_all(&self, _word: *const AtomicU32) {}
 }
 
-// SAFETY: a table frame has one owner at a time, whoever cleared its bit; the vector never grows, so its frames stay where
-// they are; a slot's frames never change; and the CPU below caches nothing, so there is nothing to flush.
+// SAFETY: a table frame has one owner at a time, whoever cleared its bit; the vector never grows,
+// so its frames stay where they are; a slot's frames never change; and the CPU below caches
+// nothing, so there is nothing to flush.
 unsafe impl Host for Arena {
     /// The frame of a slot's first page; the others follow it.
     type Backing = Pfn;
@@ -69,7 +72,8 @@ unsafe impl Host for Arena {
     }
 }
 
-/// What a CPU does with nested paging: four levels, nine bits each (AMD APM vol. 2, 5.3 and 15.25.5). `None`: a fault.
+/// What a CPU does with nested paging: four levels, nine bits each (AMD APM vol. 2, 5.3 and
+/// 15.25.5). `None`: a fault.
 fn walk(host: &Arena, root: Hpa, gpa: Gpa, access: Access) -> Option<u64> {
     const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
     // Bit 0: present. Bit 1: may be written.

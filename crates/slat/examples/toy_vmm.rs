@@ -1,9 +1,11 @@
-//! A toy VMM is given second-stage paging, in seven steps: the loop with exits, slots, the root, faults, flush and park, an
-//! MMU notifier, the dirty log of a migration. Everything is in one process, and nothing but std is used: a vCPU is a thread
-//! that interprets a small program, its CPU has a TLB and walks the tables that slat keeps, and host memory is one vector.
+//! A toy VMM is given second-stage paging, in seven steps: the loop with exits, slots, the root,
+//! faults, flush and park, an MMU notifier, the dirty log of a migration. Everything is in one
+//! process, and nothing but std is used: a vCPU is a thread that interprets a small program, its
+//! CPU has a TLB and walks the tables that slat keeps, and host memory is one vector.
 //!
-//! While four vCPUs run, one thread moves their pages to other frames, and another migrates them to a "destination". In the
-//! end every word that the guest has counted must be right, at the source and at the destination.
+//! While four vCPUs run, one thread moves their pages to other frames, and another migrates them to
+//! a "destination". In the end every word that the guest has counted must be right, at the source
+//! and at the destination.
 //!
 //!     cargo run -p slat --example toy_vmm
 #![expect(unsafe_code, reason = "a host promises memory, and a CPU follows addresses")]
@@ -32,11 +34,12 @@ const RAM_SLOT: u32 = 0;
 /// How long it takes to send the pages of a round.
 const TRANSFER_TIME: Duration = Duration::from_micros(200);
 
-// ---------------------------------------------------------------------------------------------------------------------
+// --------------------------------------------------------------------------------------------------
 // Step 1: the guest, and the loop with exits.
 //
-// A VMM has this before it has paging: a CPU that runs the guest until it cannot go on (for KVM and on bare metal, the
-// instruction that enters the guest), and a loop that looks why. Second-stage paging adds one more reason: a fault.
+// A VMM has this before it has paging: a CPU that runs the guest until it cannot go on (for KVM and
+// on bare metal, the instruction that enters the guest), and a loop that looks why. Second-stage
+// paging adds one more reason: a fault.
 
 #[derive(Clone, Copy)]
 enum Instruction {
@@ -47,7 +50,8 @@ enum Instruction {
     Store(Gpa, u64),
 }
 
-/// What the program of vCPU `number` does: counts in its own pages and in the common one, and says that it is done.
+/// What the program of vCPU `number` does: counts in its own pages and in the common one, and says
+/// that it is done.
 fn program(number: u64) -> Vec<Instruction> {
     let page = |page: u64| Gpa(RAM_START.0 + page * PAGE_SIZE + 8 * number);
     let own = 1 + number * PAGES_PER_VCPU..1 + (number + 1) * PAGES_PER_VCPU;
@@ -143,12 +147,14 @@ fn run_vcpu(
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// --------------------------------------------------------------------------------------------------
 // Step 2: slots.
 //
-// Which memory the guest has, and what is behind it. slat keeps the `Backing` with the slot, and shows it to `resolve`.
+// Which memory the guest has, and what is behind it. slat keeps the `Backing` with the slot, and
+// shows it to `resolve`.
 
-/// The guest's memory: the frame of each page, as soon as it has one. The VMM and the slot share it.
+/// The guest's memory: the frame of each page, as soon as it has one. The VMM and the slot share
+/// it.
 struct Ram(Mutex<Vec<Option<Pfn>>>);
 
 fn set_slot(vm: &Vm<VmHost, Npt>, flags: MemoryRegionFlags, backing: Option<Arc<Ram>>) -> Result<(), Error> {
@@ -163,11 +169,11 @@ fn set_slot(vm: &Vm<VmHost, Npt>, flags: MemoryRegionFlags, backing: Option<Arc<
     })
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// --------------------------------------------------------------------------------------------------
 // Step 3: the root.
 //
-// `Vm::root` goes into the register that the hardware starts from (nCR3, EPTP, VTTBR, hgatp), here an argument of `Cpu::run`.
-// Host memory must be reachable by its address.
+// `Vm::root` goes into the register that the hardware starts from (nCR3, EPTP, VTTBR, hgatp), here
+// an argument of `Cpu::run`. Host memory must be reachable by its address.
 
 /// Host memory: frames, and which of them are free.
 struct Machine {
@@ -212,8 +218,8 @@ impl Machine {
 }
 
 impl Cpu {
-    /// Looks into the TLB, and walks the tables (AMD APM vol. 2, 5.3 and 15.25.5). As a CPU without accessed and dirty bits:
-    /// the VM is configured for it.
+    /// Looks into the TLB, and walks the tables (AMD APM vol. 2, 5.3 and 15.25.5). As a CPU without
+    /// accessed and dirty bits: the VM is configured for it.
     fn translate(&mut self, machine: &Machine, root: Hpa, gpa: Gpa, access: Access) -> Option<Hpa> {
         const PRESENT: u64 = 1 << 0;
         const WRITABLE: u64 = 1 << 1;
@@ -242,23 +248,26 @@ impl Cpu {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// --------------------------------------------------------------------------------------------------
 // Step 4: faults.
 //
-// `handle_fault` (in the loop above) asks the host two things: memory for tables, and the frame of the page.
+// `handle_fault` (in the loop above) asks the host two things: memory for tables, and the frame of
+// the page.
 
 /// The surroundings of one VM.
 struct VmHost {
     machine: Arc<Machine>,
     start: Instant,
-    /// Step 5: how often was flushed; whether each vCPU's CPU is in guest mode; who sleeps on which word.
+    /// Step 5: how often was flushed; whether each vCPU's CPU is in guest mode; who sleeps on which
+    /// word.
     flushes: AtomicU64,
     in_guest: [AtomicBool; NR_VCPUS as usize],
     sleepers: Mutex<Vec<(usize, Thread)>>,
 }
 
-// SAFETY: a table has a frame of its own, whose owner is whoever cleared its bit; the vector never grows, so frames stay where
-// they are; `flush` is argued there; and a page's frame changes only while the page is taken away (`move_page`).
+// SAFETY: a table has a frame of its own, whose owner is whoever cleared its bit; the vector never
+// grows, so frames stay where they are; `flush` is argued there; and a page's frame changes only
+// while the page is taken away (`move_page`).
 unsafe impl Host for VmHost {
     type Backing = Arc<Ram>;
 
@@ -275,8 +284,8 @@ unsafe impl Host for VmHost {
         self.machine.memory.as_ptr().cast::<u8>().cast_mut().wrapping_add(table.0 as usize)
     }
 
-    /// On demand: a page gets a frame when it is used for the first time. It is given zeroed, or the guest would see what the
-    /// frame was before.
+    /// On demand: a page gets a frame when it is used for the first time. It is given zeroed, or
+    /// the guest would see what the frame was before.
     fn resolve(&self, ram: &Arc<Ram>, _gfn: Gfn, page: u64, _access: Access) -> Result<Resolved, Gone> {
         let frame = &mut ram.0.lock().unwrap()[page as usize];
         if frame.is_none() {
@@ -290,12 +299,14 @@ unsafe impl Host for VmHost {
 
     /// Step 5.
     fn flush(&self, _ranges: &[GfnRange]) {
-        // SeqCst: the other half of the pair in `enter_guest`. As a release it hands on the changed tables, too.
+        // SeqCst: the other half of the pair in `enter_guest`. As a release it hands on the changed
+        // tables, too.
         self.flushes.fetch_add(1, Ordering::SeqCst);
         for in_guest in &self.in_guest {
-            // A CPU that enters from now on forgets its TLB first. This one may be using it: one instruction. (On hardware, an
-            // interrupt makes it leave. A thread that is preempted right here holds the flush up: a real host takes the CPU out
-            // of the guest when it preempts it, and a software CPU needs the care of `slat-machine`'s module `commit`.)
+            // A CPU that enters from now on forgets its TLB first. This one may be using it: one
+            // instruction. (On hardware, an interrupt makes it leave. A thread that is preempted
+            // right here holds the flush up: a real host takes the CPU out of the guest when it
+            // preempts it, and a software CPU needs the care of `slat-machine`'s module `commit`.)
             while in_guest.load(Ordering::SeqCst) {
                 thread::yield_now();
             }
@@ -311,20 +322,22 @@ unsafe impl Host for VmHost {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// --------------------------------------------------------------------------------------------------
 // Step 5: flush and park.
 //
-// CPUs cache translations. When `Host::flush` returns, none of them may use an older one any more: each has forgotten it, or is
-// not in the guest and forgets it before it enters. Parking is for a VM with a lock only, which slat does not need.
+// CPUs cache translations. When `Host::flush` returns, none of them may use an older one any more:
+// each has forgotten it, or is not in the guest and forgets it before it enters. Parking is for a
+// VM with a lock only, which slat does not need.
 
 struct GuestMode<'h>(&'h AtomicBool);
 
 impl VmHost {
-    /// Enters guest mode, until the guard is dropped. Returns the flush that the TLB must be as new as.
+    /// Enters guest mode, until the guard is dropped. Returns the flush that the TLB must be as new
+    /// as.
     fn enter_guest(&self, number: usize) -> (GuestMode<'_>, u64) {
         let in_guest = &self.in_guest[number];
-        // SeqCst, as in `flush`: I say that I am in the guest, then look how often was flushed; it counts, then looks who is in
-        // the guest. One of the two sees the other.
+        // SeqCst, as in `flush`: I say that I am in the guest, then look how often was flushed; it
+        // counts, then looks who is in the guest. One of the two sees the other.
         in_guest.store(true, Ordering::SeqCst);
         (GuestMode(in_guest), self.flushes.load(Ordering::SeqCst))
     }
@@ -363,11 +376,11 @@ impl Park for VmHost {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// --------------------------------------------------------------------------------------------------
 // Step 6: the MMU notifier.
 //
-// The host swaps, compacts, merges pages. Whoever changes the frame of a page takes the page away first, and does his work
-// while the `Invalidation` lives: no CPU uses the page, no fault maps it.
+// The host swaps, compacts, merges pages. Whoever changes the frame of a page takes the page away
+// first, and does his work while the `Invalidation` lives: no CPU uses the page, no fault maps it.
 
 /// Moves page `page` to another frame. Returns whether it had one.
 fn move_page(vm: &Vm<VmHost, Npt>, ram: &Ram, page: u64) -> Result<bool, Error> {
@@ -387,10 +400,11 @@ fn move_page(vm: &Vm<VmHost, Npt>, ram: &Ram, page: u64) -> Result<bool, Error> 
     Ok(true)
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// --------------------------------------------------------------------------------------------------
 // Step 7: the dirty log.
 //
-// A migration copies everything, then, round by round, what was written since; at last, with the vCPUs stopped, the rest.
+// A migration copies everything, then, round by round, what was written since; at last, with the
+// vCPUs stopped, the rest.
 
 /// Copies to `destination` what was written since the last round. Returns how many pages that was.
 fn dirty_log_round(vm: &Vm<VmHost, Npt>, ram: &Ram, destination: &mut [[u64; 512]]) -> Result<u64, Error> {

@@ -1,7 +1,9 @@
-//! A VMM whose devices are written for the traits of the crate vm-memory, as rust-vmm's are: their writes are in the same
-//! dirty log as those of the vCPUs ([`SlotBitmap`]), and what would make a vCPU exit is refused to them ([`CheckedMemory`]).
+//! A VMM whose devices are written for the traits of the crate vm-memory, as rust-vmm's are: their
+//! writes are in the same dirty log as those of the vCPUs ([`SlotBitmap`]), and what would make a
+//! vCPU exit is refused to them ([`CheckedMemory`]).
 //!
-//! The guest is restored from a snapshot whose pages come when they are needed; then what is written is logged.
+//! The guest is restored from a snapshot whose pages come when they are needed; then what is
+//! written is logged.
 //!
 //!     cargo run -p slat --features vm-memory --example vm_memory
 #![expect(unsafe_code, reason = "a host promises memory, and a CPU follows addresses")]
@@ -38,7 +40,8 @@ impl Park for Vmm {
     fn unpark_all(&self, _word: *const AtomicU32) {}
 }
 
-// SAFETY: tables come from the heap; the memory of a slot stays mapped at its place; the "CPU" below caches nothing.
+// SAFETY: tables come from the heap; the memory of a slot stays mapped at its place; the "CPU"
+// below caches nothing.
 unsafe impl Host for Vmm {
     type Backing = Mapped;
 
@@ -110,7 +113,8 @@ fn missing_page(error: &GuestMemoryError) -> Option<Gpa> {
     }
 }
 
-/// The guest stores `value` at `gpa`: through the tables, as a CPU does, with an exit for each page that must come first.
+/// The guest stores `value` at `gpa`: through the tables, as a CPU does, with an exit for each page
+/// that must come first.
 fn store(
     vcpu: &mut Vcpu<Vmm, Npt>,
     memory: &Memory,
@@ -124,7 +128,8 @@ fn store(
         if let Some(found) = tables.cursor().query(gpa).filter(|found| found.writable) {
             let hpa = found.pfn.hpa().0 + gpa.0 % PAGE_SIZE;
             let word: *mut u64 = std::ptr::with_exposed_provenance_mut(hpa as usize);
-            // SAFETY: the tables lead to the slot's memory, which is mapped, and the address is one of a word in it.
+            // SAFETY: the tables lead to the slot's memory, which is mapped, and the address is one
+            // of a word in it.
             unsafe { AtomicU64::from_ptr(word) }.store(value, Ordering::Relaxed);
             return Ok(nr_fetched);
         }
@@ -170,7 +175,8 @@ fn main() -> Result<(), Box<dyn StdError>> {
     assert_eq!(memory.read_obj::<u8>(GuestAddress(0x3010))?, 4, "the rest of the page is as in the snapshot");
     println!("the vCPU's page came: {} are missing", snapshot.nr_missing());
 
-    // A disk writes two sectors across the border of pages 7 and 8, which have not come: nothing is written until they have.
+    // A disk writes two sectors across the border of pages 7 and 8, which have not come: nothing is
+    // written until they have.
     let to = GuestAddress(0x8000 - 512);
     while let Err(error) = read_sectors(&memory, to, &[0xaa; 1024]) {
         let gpa = missing_page(&error).ok_or(error)?;

@@ -1,9 +1,10 @@
-//! Memory that runs out, of both kinds: the k-th table that is asked of the host, and the k-th allocation from the heap,
-//! for every k and every operation. The error is typed, nothing has changed, nothing is leaked, and the same operation
-//! succeeds when there is memory again.
+//! Memory that runs out, of both kinds: the k-th table that is asked of the host, and the k-th
+//! allocation from the heap, for every k and every operation. The error is typed, nothing has
+//! changed, nothing is leaked, and the same operation succeeds when there is memory again.
 //!
-//! The heap is this binary's global allocator: it counts the live bytes of the current thread's allocations outside of
-//! the host, and fails when that thread's countdown runs out. Each test runs its VM on its own thread from beginning to end.
+//! The heap is this binary's global allocator: it counts the live bytes of the current thread's
+//! allocations outside of the host, and fails when that thread's countdown runs out. Each test runs
+//! its VM on its own thread from beginning to end.
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
 #![allow(unsafe_code, reason = "a global allocator")]
@@ -72,8 +73,8 @@ fn with_heap_allocations<R>(k: u64, operation: impl FnOnce() -> R) -> (R, bool) 
     (result, ran_out)
 }
 
-/// Runs `operation` with 0, 1, 2, .. heap allocations until it succeeds. Every failure must be `OutOfMemory`, and
-/// `unchanged` is called after each. Returns the number of failures.
+/// Runs `operation` with 0, 1, 2, .. heap allocations until it succeeds. Every failure must be
+/// `OutOfMemory`, and `unchanged` is called after each. Returns the number of failures.
 fn until_it_succeeds<R>(mut operation: impl FnMut() -> Result<R, Error>, mut unchanged: impl FnMut()) -> (R, u64) {
     for k in 0.. {
         let (result, _) = with_heap_allocations(k, &mut operation);
@@ -90,7 +91,8 @@ fn assert_tables_are_counted<F: Format>(vm: &Vm<TestHost, F>) {
     assert_eq!(vm.stats().live_tables(), vm.host().live_tables() as u64);
 }
 
-/// The same fault with 0, 1, 2, .. tables to be had, until it is served. Returns how often it failed.
+/// The same fault with 0, 1, 2, .. tables to be had, until it is served. Returns how often it
+/// failed.
 fn fault_until_served<F: Format>(vm: &Vm<TestHost, F>, vcpu: &mut Vcpu<TestHost, F>, gpa: Gpa, access: Access) -> i64 {
     let before = translate(vm, gpa);
     for k in 0..8 {
@@ -105,7 +107,8 @@ fn fault_until_served<F: Format>(vm: &Vm<TestHost, F>, vcpu: &mut Vcpu<TestHost,
             }
             Err(error) => assert_eq!(error, Error::OutOfMemory),
         }
-        // A split that failed half way has allowed nothing; what is below 1 GiB may have been split to 2 MiB.
+        // A split that failed half way has allowed nothing; what is below 1 GiB may have been split
+        // to 2 MiB.
         let after = translate(vm, gpa);
         assert_eq!(before.map(rights), after.map(rights), "after a failure with {k} tables");
     }
@@ -127,7 +130,8 @@ fn faults<F: Format>(locking: Locking) {
         vm.set_user_memory_region(region(0, 0, 512 * GIB, 512 * gib_pages, size)).unwrap();
         let mut vcpu = vm.create_vcpu().unwrap();
         let gpa = Gpa(5 * GIB + 7 * MIB);
-        // Each failure leaves what it got in the vCPU's cache, so that each next try needs one less.
+        // Each failure leaves what it got in the vCPU's cache, so that each next try needs one
+        // less.
         let failures = fault_until_served(&vm, &mut vcpu, gpa, Access::Write);
         assert_eq!(failures >= 1, level < F::ROOT_LEVEL);
         let mapped = translate(&vm, gpa).unwrap();
@@ -268,7 +272,8 @@ fn life_of_a_vm<F: Format>(locking: Locking) {
     assert_eq!((nr_pages, bitmap[0]), (1, 2));
     assert_eq!(vcpu.handle_fault(Gpa(0), Access::Write), Ok(Outcome::Resume));
 
-    // A move or a deletion that fails may have taken mappings away; but the slot is as it was, its log too.
+    // A move or a deletion that fails may have taken mappings away; but the slot is as it was, its
+    // log too.
     let as_it_was = || {
         let mut vcpu = vm.create_vcpu().unwrap();
         assert_eq!(vcpu.handle_fault(Gpa(511 * PAGE_SIZE), Access::Read), Ok(Outcome::Resume));
@@ -366,7 +371,8 @@ fn life_of_a_log<F: Format>(config: Config) {
     let vm = Arc::new(Vm::<_, F>::new(TestHost::default(), config).unwrap());
     let mut vcpu = vm.create_vcpu().unwrap();
     let gpa = |page: u64| Gpa((FIRST + page) * PAGE_SIZE);
-    // Each keeps a thread's record in use, the free one if there is one: the next call needs a new one.
+    // Each keeps a thread's record in use, the free one if there is one: the next call needs a new
+    // one.
     let mut readers = Vec::with_capacity(16);
     let (start, size) = (gpa(0).0, NR_PAGES * PAGE_SIZE);
     let backing = Arc::new(TestBacking::new(0x4000, NR_PAGES, PageSize::Size4K));
@@ -400,7 +406,8 @@ fn life_of_a_log<F: Format>(config: Config) {
     let expected = if is_initially_set { NR_PAGES } else { 0 };
     assert_eq!(vm.get_dirty_log(2, &mut bitmap), Ok(expected));
 
-    // Calls of the log, one after the other: what fails has taken nothing, protected nothing, flushed nothing.
+    // Calls of the log, one after the other: what fails has taken nothing, protected nothing,
+    // flushed nothing.
     assert_eq!(vm.clear_dirty_log(1, 0, NR_PAGES, &[u64::MAX; NR_WORDS]), Ok(expected));
     for page in (0..100).chain([NR_PAGES - 1]) {
         while !translate(&vm, gpa(page))
@@ -465,7 +472,8 @@ fn logs<F: Format>(locking: Locking) {
     }
 }
 
-/// Everything that userfault and private pages can be asked for, each thing with every number of heap allocations.
+/// Everything that userfault and private pages can be asked for, each thing with every number of
+/// heap allocations.
 fn life_with_userfault<F: Format>(locking: Locking) {
     const PAGES: u64 = 1024;
     const SIZE: u64 = PAGES * PAGE_SIZE;
@@ -479,10 +487,12 @@ fn life_with_userfault<F: Format>(locking: Locking) {
     let words = new_words(u64::MAX);
     let bitmap_of =
         |words: &Arc<Vec<AtomicU64>>| Some(UserfaultBitmap::new(Arc::<Vec<AtomicU64>>::clone(words), PageSize::Size4K));
-    // Each keeps a thread's record in use, the free one if there is one: the next call needs a new one.
+    // Each keeps a thread's record in use, the free one if there is one: the next call needs a new
+    // one.
     let mut readers = Vec::with_capacity(16);
     let backing = Arc::new(TestBacking::new(512, PAGES, PageSize::Size2M));
-    // A slot that is made with a bitmap; when that fails there is none, and nobody keeps the bitmap.
+    // A slot that is made with a bitmap; when that fails there is none, and nobody keeps the
+    // bitmap.
     let both = MemoryRegion {
         flags: USERFAULT | GUEST_MEMFD | LOG,
         userfault_bitmap: bitmap_of(&words),
@@ -499,7 +509,8 @@ fn life_with_userfault<F: Format>(locking: Locking) {
     assert!(failures >= 5, "{failures}: a bitmap's box, a log, private pages, a slot and a set");
     drop(both);
     assert!(matches!(vcpu.handle_fault(gpa(0), Access::Write), Ok(Outcome::Exit(_))));
-    // Turning it off and on, giving it another one: the slot is as it was, but what was mapped may be gone.
+    // Turning it off and on, giving it another one: the slot is as it was, but what was mapped may
+    // be gone.
     let to = |flags, bitmap| MemoryRegion { userfault_bitmap: bitmap, ..change(1, flags | GUEST_MEMFD, START, SIZE) };
     readers.push(vm.read_tables().unwrap());
     let ((), failures) = until_it_succeeds(
@@ -534,7 +545,8 @@ fn life_with_userfault<F: Format>(locking: Locking) {
     assert_eq!(vcpu.pre_fault_memory(gpa(0), SIZE, Access::Write), Ok(SIZE));
     let all = || (0..PAGES).map(|page| translate(&vm, gpa(page))).collect::<Vec<_>>();
 
-    // A rescan that fails has taken nothing: it needs a record only, and no table, also where blocks are covered in part.
+    // A rescan that fails has taken nothing: it needs a record only, and no table, also where
+    // blocks are covered in part.
     readers.push(vm.read_tables().unwrap());
     others[0].fetch_or(0xf0, Ordering::Release);
     let before = all();

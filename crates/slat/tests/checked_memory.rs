@@ -1,4 +1,5 @@
-//! vm-memory's view of guest memory without the pages that are not there: what a vCPU would exit for, a device is refused.
+//! vm-memory's view of guest memory without the pages that are not there: what a vCPU would exit
+//! for, a device is refused.
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
 

@@ -1,5 +1,6 @@
-//! The repository's documents against the repository: each test, model rule, file and identifier that they name exists, each
-//! rule of a protocol says what notices its absence, links lead somewhere, and lines are as short as they should be.
+//! The repository's documents against the repository: each test, model rule, file and identifier
+//! that they name exists, each rule of a protocol says what notices its absence, links lead
+//! somewhere, and lines are as short as they should be.
 //!
 //! A package of the crate has no documents beside it. There the checks are skipped, with a message.
 //!
@@ -15,8 +16,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The pages of `docs/protocols/`: the least number of tests and other items of files that a page names, and of model rules.
-/// They are a little below what is there, so that a notation that is no longer recognised shows.
+/// The pages of `docs/protocols/`: the least number of tests and other items of files that a page
+/// names, and of model rules. They are a little below what is there, so that a notation that is no
+/// longer recognised shows.
 const PROTOCOLS: [(&str, usize, usize); 12] = [
     ("deferred-freeing.md", 7, 2),
     ("delivery-rings.md", 2, 0),
@@ -72,7 +74,8 @@ fn files(folder: &Path, end: &str) -> Vec<PathBuf> {
     found
 }
 
-/// A document: its name in the repository, its lines of prose (empty where a block of code is), and its code spans.
+/// A document: its name in the repository, its lines of prose (empty where a block of code is), and
+/// its code spans.
 struct Document {
     name: String,
     text: String,
@@ -173,7 +176,8 @@ impl Mention {
     }
 }
 
-/// Where a document's path leads: those of the engine's folders are in `crates/slat`, those of the other crates in `crates`.
+/// Where a document's path leads: those of the engine's folders are in `crates/slat`, those of the
+/// other crates in `crates`.
 fn located(root: &Path, path: &str) -> PathBuf {
     let first = path.split('/').next().unwrap();
     match first {
@@ -183,7 +187,8 @@ fn located(root: &Path, path: &str) -> PathBuf {
     }
 }
 
-/// Whether `item` is defined in `text`: behind a keyword, or as the first argument of a macro that makes tests.
+/// Whether `item` is defined in `text`: behind a keyword, or as the first argument of a macro that
+/// makes tests.
 fn defines(text: &str, item: &str) -> bool {
     const KEYWORDS: [&str; 9] = ["fn", "struct", "enum", "trait", "type", "const", "static", "mod", "union"];
     let is_word = |letter: char| letter.is_ascii_alphanumeric() || letter == '_';

@@ -1,5 +1,6 @@
-//! What the guide says is held when the host is called: nothing of the VM's lock, wherever the host may block. Each such method
-//! here takes the lock itself, by a call of the VM; there is one thread, so whoever has to sleep for the lock has it already.
+//! What the guide says is held when the host is called: nothing of the VM's lock, wherever the host
+//! may block. Each such method here takes the lock itself, by a call of the VM; there is one
+//! thread, so whoever has to sleep for the lock has it already.
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
 #![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
@@ -68,8 +69,8 @@ impl<F: Format> Park for Prober<F> {
     fn unpark_all(&self, _: *const AtomicU32) {}
 }
 
-// SAFETY: tables are memory of the global allocator that is nobody else's; no CPU walks them, and there is one thread, to which
-// each moment is a barrier.
+// SAFETY: tables are memory of the global allocator that is nobody else's; no CPU walks them, and
+// there is one thread, to which each moment is a barrier.
 unsafe impl<F: Format> Host for Prober<F> {
     type Backing = Backing<F>;
 
@@ -119,7 +120,8 @@ unsafe impl<F: Format> Host for Prober<F> {
     }
 }
 
-/// Everything that a VM does to slots and pages, once. Returns the host's methods that have called it.
+/// Everything that a VM does to slots and pages, once. Returns the host's methods that have called
+/// it.
 fn do_everything<F: Format>(config: Config) -> BTreeSet<&'static str> {
     let probe = Arc::new(Probe::<F> { vm: OnceLock::new(), came_by: Mutex::default() });
     let vm = Arc::new(Vm::<_, F>::new(Prober(Arc::clone(&probe)), config).unwrap());

@@ -1,10 +1,11 @@
-//! The store-load pairs on the hardware that this runs on, each with the very fences that the engine uses: "I set a thing,
-//! then I look whether the other did" must never miss on both sides. loom tries the memory model; that an instruction which
-//! is no fence in that model is one on this machine (`fence_after_rmw`), and that `membarrier` is one for both sides, only
-//! the machine can say.
+//! The store-load pairs on the hardware that this runs on, each with the very fences that the
+//! engine uses: "I set a thing, then I look whether the other did" must never miss on both sides.
+//! loom tries the memory model; that an instruction which is no fence in that model is one on this
+//! machine (`fence_after_rmw`), and that `membarrier` is one for both sides, only the machine can
+//! say.
 //!
-//! Two threads go over two arrays of cells side by side, for a bounded time. That the tests could notice something is
-//! what the ignored one shows.
+//! Two threads go over two arrays of cells side by side, for a bounded time. That the tests could
+//! notice something is what the ignored one shows.
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
 
@@ -56,7 +57,8 @@ impl Array {
     }
 }
 
-/// Has both sides go over the cells again and again. Returns how often they met, and how often both missed.
+/// Has both sides go over the cells again and again. Returns how often they met, and how often both
+/// missed.
 fn litmus(sides: [Side; 2]) -> (u64, u64) {
     let [a, b] = [Array::new(), Array::new()];
     let (barrier, is_over) = (Barrier::new(2), AtomicBool::new(false));
@@ -95,7 +97,8 @@ fn assert_never_missed(sides: [Side; 2]) {
     assert_eq!(missed, 0, "of {tries} tries");
 }
 
-/// As entries and bits are changed, and announcements made: an atomic read-modify-write, and the fence behind it.
+/// As entries and bits are changed, and announcements made: an atomic read-modify-write, and the
+/// fence behind it.
 fn by_rmw(own: &AtomicU64, other: &AtomicU64) -> u64 {
     own.swap(1, Ordering::SeqCst);
     fence_after_rmw();

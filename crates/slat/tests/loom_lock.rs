@@ -1,5 +1,5 @@
-//! The optional locks under loom: every schedule of a few threads with at most [`PREEMPTIONS`] preemptions, with the
-//! memory orders as they are written.
+//! The optional locks under loom: every schedule of a few threads with at most [`PREEMPTIONS`]
+//! preemptions, with the memory orders as they are written.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --test 'loom_*'`
 #![cfg(loom)]
@@ -23,8 +23,8 @@ struct Sleeper {
     ticket: usize,
 }
 
-/// A futex made of a mutex and a condition variable. Loom reports a deadlock when all threads sleep, so a lost wake-up
-/// fails the test.
+/// A futex made of a mutex and a condition variable. Loom reports a deadlock when all threads
+/// sleep, so a lost wake-up fails the test.
 struct LoomPark {
     sleepers: Mutex<(VecDeque<Sleeper>, usize)>,
     wake: Condvar,
@@ -95,7 +95,8 @@ fn use_data(shared: &Shared, side: Side) {
     }
 }
 
-/// Each of `threads` runs its sections, one thread being the model's own; then the lock must be free.
+/// Each of `threads` runs its sections, one thread being the model's own; then the lock must be
+/// free.
 fn model(locking: Locking, threads: &'static [&'static [Side]]) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound.get_or_insert(PREEMPTIONS);

@@ -20,7 +20,8 @@ use slat::{
 static LIVE_BYTES: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
-    /// What this thread has allocated, less what it has freed: the main thread of the test harness allocates at any time.
+    /// What this thread has allocated, less what it has freed: the main thread of the test harness
+    /// allocates at any time.
     static THREAD_BYTES: Cell<i64> = const { Cell::new(0) };
 }
 

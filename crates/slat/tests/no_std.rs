@@ -1,5 +1,5 @@
-//! The engine needs neither std nor Linux nor threads: a program without std links it and runs it, and nothing in its
-//! sources names one of them.
+//! The engine needs neither std nor Linux nor threads: a program without std links it and runs it,
+//! and nothing in its sources names one of them.
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
 
@@ -9,8 +9,9 @@ use std::process::{Command, Output};
 
 const ENGINE: &str = env!("CARGO_MANIFEST_DIR");
 
-/// The fixture, copied to where it may leave a lock file, with the workspace's own versions. (Its manifest has another name, or
-/// cargo would leave it out of the engine's package, as it does with packages inside of packages.)
+/// The fixture, copied to where it may leave a lock file, with the workspace's own versions. (Its
+/// manifest has another name, or cargo would leave it out of the engine's package, as it does with
+/// packages inside of packages.)
 fn copy_of_the_fixture() -> PathBuf {
     let fixture = Path::new(ENGINE).join("tests/no_std");
     let copy = Path::new(env!("CARGO_TARGET_TMPDIR")).join("no_std");
@@ -65,14 +66,16 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Files of which nothing is in a normal build of the library: tests, and what stands in for atomics under a checker.
+/// Files of which nothing is in a normal build of the library: tests, and what stands in for
+/// atomics under a checker.
 fn is_for_tests(path: &Path) -> bool {
     let stem = path.file_stem().unwrap().to_str().unwrap();
     stem == "stepped" || stem == "tests" || stem.ends_with("_tests") || stem.ends_with("_loom")
 }
 
-/// The code of a normal build: without comments, without what stands behind a `cfg` of a model checker (one item or
-/// statement on one line, as the engine has them), without the test module at the end.
+/// The code of a normal build: without comments, without what stands behind a `cfg` of a model
+/// checker (one item or statement on one line, as the engine has them), without the test module at
+/// the end.
 fn code_of(source: &str) -> String {
     let mut code = String::new();
     let mut skip_next = false;

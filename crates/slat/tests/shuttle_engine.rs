@@ -1,5 +1,6 @@
-//! The whole engine under shuttle: vCPUs, a thread that changes slots and one that harvests, stopped at every atomic
-//! access in random and in priority schedules. Memory orders are not tried here; loom does that for small models.
+//! The whole engine under shuttle: vCPUs, a thread that changes slots and one that harvests,
+//! stopped at every atomic access in random and in priority schedules. Memory orders are not tried
+//! here; loom does that for small models.
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test -p slat --release --test 'shuttle_*'`
 //!
@@ -73,7 +74,8 @@ const SLOT: u32 = 5;
 /// Every 2 MiB block has frames 0 to 3 only (see `Tiny`).
 const BLOCK: u64 = 512;
 
-/// Changes slot 5 a few times. Small slots of two pages move about in block 0, large ones are a block.
+/// Changes slot 5 a few times. Small slots of two pages move about in block 0, large ones are a
+/// block.
 fn change_slot<F: Format>(vm: &TestVm<F>, versions: &Versions, large: bool) {
     let nr_pages = if large { BLOCK } else { 2 };
     let starts = if large { [0, BLOCK, BLOCK] } else { [0, 1, 1] };
@@ -161,7 +163,8 @@ fn live_in_changing_memory<F: Format>(mut guest: Guest<F>, versions: &Versions, 
         }
         let from = versions.made.load(Ordering::SeqCst);
         let result = guest.access(gfn, access, |pfn| {
-            // Made by now, not when the access began: a change returns when no access uses what it took away.
+            // Made by now, not when the access began: a change returns when no access uses what it
+            // took away.
             let from = versions.made.load(Ordering::SeqCst);
             let allowed = versions.any_since(from, |version| version.pfn(gfn) == Some(pfn));
             assert!(allowed, "frame {pfn:#x} at {gfn:#x} is of no version since {from}: {:x?}", versions.all.lock());
@@ -444,8 +447,8 @@ fn dirty_log(meanwhile: Meanwhile, nr_pages: u64) {
             memory.harvest_part(&vm);
         }
         if meanwhile != Meanwhile::Harvest && random(2) == 0 {
-            // What was written before one harvest is in that or in the next, if the call that was to mark the page has
-            // returned by then.
+            // What was written before one harvest is in that or in the next, if the call that was
+            // to mark the page has returned by then.
             let before = memory.contents_now();
             vm.host().wait_for_faults();
             memory.harvest(&vm).unwrap();
@@ -502,8 +505,8 @@ fn no_write_is_lost_when_pages_are_mapped_before_they_are_used() {
 static MOST_CLOSED: AtomicU64 = AtomicU64::new(0);
 static REFUSED: AtomicU64 = AtomicU64::new(0);
 
-/// An entry is closed so often that its generations come round, beside writes that push down. Pages that no guest uses are
-/// marked each time, so that it pays to close.
+/// An entry is closed so often that its generations come round, beside writes that push down. Pages
+/// that no guest uses are marked each time, so that it pays to close.
 fn closed_again_and_again() {
     const TURNS: u64 = 10;
     let config = Config::default();
@@ -573,8 +576,8 @@ fn of_two_that_change_a_slot_one_has_it() {
     check(changed_by_two);
 }
 
-/// A slot is deleted beside a single fault: nothing of it is mapped afterwards. Few steps, so that a schedule that strikes
-/// between the right two is likely.
+/// A slot is deleted beside a single fault: nothing of it is mapped afterwards. Few steps, so that
+/// a schedule that strikes between the right two is likely.
 fn deleted_beside_a_fault() {
     let vm = new_vm::<Tiny<2>>(Locking::None, 1);
     let slot = backing(FIRST_PFN, PageSize::Size4K);

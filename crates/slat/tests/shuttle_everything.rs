@@ -1,6 +1,7 @@
-//! The whole engine with every operation at once, under shuttle: vCPUs with software TLBs, a thread that changes a slot,
-//! and threads that invalidate, age, harvest and reclaim. The TLBs are the oracle for missing flushes, and the host's view
-//! of its frames is the one for everything that is mapped too long: see `support/tlb_world.rs`.
+//! The whole engine with every operation at once, under shuttle: vCPUs with software TLBs, a thread
+//! that changes a slot, and threads that invalidate, age, harvest and reclaim. The TLBs are the
+//! oracle for missing flushes, and the host's view of its frames is the one for everything that is
+//! mapped too long: see `support/tlb_world.rs`.
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test -p slat --release --test 'shuttle_*'`
 #![cfg(shuttle)]
@@ -126,7 +127,8 @@ fn delete(vm: &TestVm, area: usize) {
     });
 }
 
-/// Changes what the staying area has, and follows its log. Returns what was copied, if it logs in the end.
+/// Changes what the staying area has, and follows its log. Returns what was copied, if it logs in
+/// the end.
 fn change_staying(vm: &Arc<TestVm>, config: &Config, nr_turns: u64) -> Option<Copied> {
     let (area, place) = (STAYING, PLACES[STAYING][0]);
     let mut copy = None;
@@ -206,7 +208,8 @@ fn run(choices: &Choices, nr_turns: [u64; 2], nr_accesses: u64) {
     }
     threads.into_iter().for_each(|thread| thread.join().unwrap());
     if let Some(mut copy) = copy {
-        // All have stopped: one harvest brings all, and leaves nothing that could be written unseen.
+        // All have stopped: one harvest brings all, and leaves nothing that could be written
+        // unseen.
         copy.harvest(&vm);
         copy.assert_has(vm.host().with_memory(|memory| memory.nr_writes(STAYING)));
         for gfn in PLACES[STAYING][0]..PLACES[STAYING][0] + PAGES as u64 {
@@ -238,8 +241,9 @@ fn guests_beside_everything_see_only_what_the_host_allows() {
     check(everything);
 }
 
-/// A page that the host forbids to be written, again and again, and allows to be written as soon as it is asked, in the same
-/// frame: the leaf that a reader has brought back is the very same one that a writer is about to replace.
+/// A page that the host forbids to be written, again and again, and allows to be written as soon as
+/// it is asked, in the same frame: the leaf that a reader has brought back is the very same one
+/// that a writer is about to replace.
 fn allowed_and_forbidden() {
     let locking = pick(&[Locking::None, Locking::None, Locking::None, Locking::Shared]);
     let choices = Choices { config: Config::with_locking(locking), fails_one_in: None };
@@ -268,7 +272,8 @@ fn no_write_goes_through_a_leaf_that_was_forbidden_meanwhile() {
     check(allowed_and_forbidden);
 }
 
-/// A table is unlinked while one of its pages is taken away by somebody else, and a fault that is late comes in between.
+/// A table is unlinked while one of its pages is taken away by somebody else, and a fault that is
+/// late comes in between.
 fn unlinked_beside_an_invalidation() {
     let choices = Choices { config: Config::default(), fails_one_in: None };
     let (vm, place) = (new_staying_vm(&choices, 3), PLACES[STAYING][0]);

@@ -1,9 +1,10 @@
-//! Shadow paging under shuttle: two vCPUs that edit tables and flush, each stopped at every atomic access, beside a host that
-//! moves pages, harvests the dirty log and ages.
+//! Shadow paging under shuttle: two vCPUs that edit tables and flush, each stopped at every atomic
+//! access, beside a host that moves pages, harvests the dirty log and ages.
 //!
-//! An entry that is edited goes through versions, one editor each. Who flushes after the editor's store of a version is over
-//! must get to the page of that version, or of a later one that was begun since. Shadow tables have four entries here, and so
-//! has the format; of a guest's table three are used, and the fourth word of each page is its stamp (`support/shadow_cpu.rs`).
+//! An entry that is edited goes through versions, one editor each. Who flushes after the editor's
+//! store of a version is over must get to the page of that version, or of a later one that was
+//! begun since. Shadow tables have four entries here, and so has the format; of a guest's table
+//! three are used, and the fourth word of each page is its stamp (`support/shadow_cpu.rs`).
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test -p slat --release --test 'shuttle_*'`
 #![cfg(shuttle)]
@@ -28,7 +29,8 @@ use slat::{
     Pfn, ShadowPaging, ShadowStrategy,
 };
 
-/// [`Npt`] with tables of four entries, of three levels. A level is nine bits of the address all the same.
+/// [`Npt`] with tables of four entries, of three levels. A level is nine bits of the address all
+/// the same.
 #[derive(Debug)]
 struct Shape;
 
@@ -85,7 +87,8 @@ const LEVEL_2: u64 = 2;
 const LOWEST: [u64; 2] = [512, 513];
 /// A table of level 2 that comes and goes.
 const OTHER: u64 = 514;
-/// They show the tables: `WINDOW` those of the lowest level and `OTHER`, `UPPER_WINDOW` those above.
+/// They show the tables: `WINDOW` those of the lowest level and `OTHER`, `UPPER_WINDOW` those
+/// above.
 const WINDOW: u64 = 1536;
 const WINDOW_LEVEL_2: u64 = 1537;
 const UPPER_WINDOW: u64 = 1538;
@@ -263,7 +266,8 @@ impl World {
             assert_eq!(self.copies[&gfn], self.vm.host().copy_of(gfn), "page {gfn} was lost");
         }
         drop(guests);
-        // (Of leaves, too: where a shadow table is freed, they have been taken away. To count them is many steps.)
+        // (Of leaves, too: where a shadow table is freed, they have been taken away. To count them
+        // is many steps.)
         assert_eq!(self.vm.nr_shadow_pages(), 0);
     }
 }
@@ -369,7 +373,8 @@ fn edits_of_a_leaf_below_a_link_that_is_edited() {
     });
 }
 
-/// A frame becomes a table, and ceases to be one, while the other writes it, and harvests take the right to write from it.
+/// A frame becomes a table, and ceases to be one, while the other writes it, and harvests take the
+/// right to write from it.
 #[test]
 fn a_table_that_comes_and_goes() {
     check_less(2 * SCHEDULES, || {

@@ -1,6 +1,7 @@
-//! The one schedule that random ones do not find: a stamp that came back to a page, so that a fault installed what had been
-//! taken away (`src/table/stamp.rs`, "No number comes back to a page"). It needs six threads, each stopped at one point. So
-//! the threads take turns by a script, and the script is tried with every point at which the first three can be stopped.
+//! The one schedule that random ones do not find: a stamp that came back to a page, so that a fault
+//! installed what had been taken away (`src/table/stamp.rs`, "No number comes back to a page"). It
+//! needs six threads, each stopped at one point. So the threads take turns by a script, and the
+//! script is tried with every point at which the first three can be stopped.
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test -p slat --release --test shuttle_stamps`
 #![cfg(shuttle)]
@@ -46,10 +47,11 @@ fn vm_with_a_table() -> Vm {
     vm
 }
 
-/// `younger` brings a stamp of its own to the page after `older` has taken one for the unlinking of the page's table. A
-/// fault reads the younger stamp. The page is taken away and held. Then `older` unlinks, `younger` comes by the block once
-/// more, their places among the published ranges are taken by others, and a neighbour's fault makes a table again. The
-/// fault goes on: it must not install.
+/// `younger` brings a stamp of its own to the page after `older` has taken one for the unlinking of
+/// the page's table. A fault reads the younger stamp. The page is taken away and held. Then `older`
+/// unlinks, `younger` comes by the block once more, their places among the published ranges are
+/// taken by others, and a neighbour's fault makes a table again. The fault goes on: it must not
+/// install.
 fn a_stamp_that_was_seen(older: fn(&Vm), younger: fn(&Vm)) {
     let vm = vm_with_a_table();
     let mut guest = Guest::new(&vm, 0);
@@ -90,7 +92,8 @@ const HOLDER: usize = 4;
 const OTHERS: usize = 5;
 const NEIGHBOURING: usize = 6;
 
-/// The first three are stopped at each of their points, but for the very first ones of the two long ones.
+/// The first three are stopped at each of their points, but for the very first ones of the two long
+/// ones.
 const SCRIPT: [Turn; 9] = [
     turn_of(OLDER).stopped(Stops::NearTheEnd(40)),
     turn_of(YOUNGER).stopped(Stops::NearTheEnd(60)),

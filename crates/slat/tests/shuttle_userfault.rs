@@ -1,4 +1,5 @@
-//! Userfault and private pages under shuttle: where tables and huge leaves may be cached at once, and where not.
+//! Userfault and private pages under shuttle: where tables and huge leaves may be cached at once,
+//! and where not.
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test -p slat --release --test 'shuttle_*'`
 #![cfg(shuttle)]

@@ -1,5 +1,5 @@
-//! vm-memory's regions with the dirty log as their bitmap: what a VMM writes through vm-memory is reported with what its
-//! vCPUs write, by the same harvest.
+//! vm-memory's regions with the dirty log as their bitmap: what a VMM writes through vm-memory is
+//! reported with what its vCPUs write, by the same harvest.
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
 #![allow(unsafe_code, reason = "a global allocator, and guests that write to memory that is mapped")]
@@ -363,7 +363,8 @@ fn a_mark_that_memory_is_missing_for_ends_the_process() {
 /// Pages of the slot that is written by many.
 const NR_PAGES: usize = 130;
 const NR_WORDS: usize = NR_PAGES.div_ceil(64);
-/// Threads of the VMM, and guests. Each has a word in each page, in which it counts its writes to the page.
+/// Threads of the VMM, and guests. Each has a word in each page, in which it counts its writes to
+/// the page.
 const NR_VMM: usize = 2;
 const NR_GUESTS: usize = 4;
 
@@ -435,7 +436,8 @@ impl<F: Format> World<F> {
         self.until_stopped(writer as u64, |page| {
             let _ = guest.try_access(Gpa(page as u64 * PAGE_SIZE), Access::Write, |found| {
                 let page = (found.pfn.0 - first_pfn(0)) as usize;
-                // SAFETY: a word in the memory, which `self` keeps; others only read it, as an atomic.
+                // SAFETY: a word in the memory, which `self` keeps; others only read it, as an
+                // atomic.
                 let word = unsafe { AtomicU64::from_ptr(memory.add(page * PAGE + writer * 8).cast()) };
                 word.fetch_add(1, Ordering::SeqCst);
             });
@@ -446,7 +448,8 @@ impl<F: Format> World<F> {
         std::array::from_fn(|writer| self.memory.load(address(page, writer), Ordering::SeqCst).unwrap())
     }
 
-    /// The counts that harvests must bring: those that a guest has written, and those that the VMM has marked.
+    /// The counts that harvests must bring: those that a guest has written, and those that the VMM
+    /// has marked.
     fn counts_now(&self) -> Counts {
         let mut counts: Counts = (0..NR_PAGES).map(|page| self.counts_of(page)).collect();
         for (counts, returned) in counts.iter_mut().zip(&self.returned) {
@@ -495,7 +498,8 @@ impl<F: Format> Harvester<'_, F> {
         }
     }
 
-    /// Runs `step` for a while, and at least until something of each writer is copied: they may be starved by others.
+    /// Runs `step` for a while, and at least until something of each writer is copied: they may be
+    /// starved by others.
     fn for_a_while(&mut self, mut step: impl FnMut(&mut Self)) {
         let start = Instant::now();
         let has_all = |harvester: &Self| {
@@ -507,8 +511,8 @@ impl<F: Format> Harvester<'_, F> {
         }
     }
 
-    /// A write that was there before a harvest is copied after the next one, if all calls that were under way at the
-    /// first have returned before the second.
+    /// A write that was there before a harvest is copied after the next one, if all calls that were
+    /// under way at the first have returned before the second.
     fn check_two_harvests(&mut self) {
         let before = self.world.counts_now();
         self.harvest();

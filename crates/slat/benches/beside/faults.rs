@@ -18,8 +18,8 @@ const NR_BLOCKS: u64 = 8;
 const PAGES_PER_BLOCK: u64 = 64;
 /// Size of slot 0 that covers all ranges taken away: two entries of the root.
 const ALL: u64 = 515 * GIB;
-/// The 1 GiB that is taken away: beside the vCPUs' in the table (on the same cache line), elsewhere in the same table, and
-/// below another entry of the root.
+/// The 1 GiB that is taken away: beside the vCPUs' in the table (on the same cache line), elsewhere
+/// in the same table, and below another entry of the root.
 const NEXT_ENTRY: u64 = VCPU_MEMORY + VCPU_MEMORY_PAGES;
 const SAME_ROOT_ENTRY: u64 = GIB;
 const OTHER_ROOT_ENTRY: u64 = 513 * GIB;

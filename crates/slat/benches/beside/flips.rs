@@ -13,7 +13,8 @@ use super::world::{self, GIB, VCPU_MEMORY};
 
 /// Pages that the vCPU beside writes before it takes them away.
 const VCPU_PAGES: u64 = 1 << 13;
-/// Pages that are written for each pair that was asked for, about: large slots are flipped less often.
+/// Pages that are written for each pair that was asked for, about: large slots are flipped less
+/// often.
 const PAGES_PER_PAIR: u64 = 1 << 21;
 /// But never more flips than this.
 const FLIPS_PER_PAIR: u64 = 64;

@@ -17,8 +17,8 @@ pub(crate) struct Clocks {
 pub(crate) struct Took {
     pub(crate) wall_ns: f64,
     pub(crate) cpu_ns: f64,
-    /// Ready to run, without a CPU. The time between the clocks' readings that is not the call's is in it only as far as the
-    /// call was as long.
+    /// Ready to run, without a CPU. The time between the clocks' readings that is not the call's is
+    /// in it only as far as the call was as long.
     pub(crate) run_delay_ns: f64,
 }
 
@@ -27,7 +27,8 @@ impl Clocks {
         Clocks { schedstat: File::open("/proc/thread-self/schedstat").ok() }
     }
 
-    /// For how long the thread was ready to run but had no CPU: the second number (Documentation/scheduler/sched-stats.rst).
+    /// For how long the thread was ready to run but had no CPU: the second number
+    /// (Documentation/scheduler/sched-stats.rst).
     fn run_delay(&self) -> Duration {
         let read = || {
             let mut text = [0; 64];

@@ -1,5 +1,6 @@
-//! Table memory for the fault benches: one anonymous mapping, touched beforehand, so that no page fault of the kernel
-//! and no allocator is in the figures. A frame's physical address is its offset in the mapping plus a bias.
+//! Table memory for the fault benches: one anonymous mapping, touched beforehand, so that no page
+//! fault of the kernel and no allocator is in the figures. A frame's physical address is its offset
+//! in the mapping plus a bias.
 
 #![expect(unsafe_code, reason = "maps memory and hands out pointers into it")]
 
@@ -12,14 +13,15 @@ pub(crate) const FRAME_BYTES: usize = 4096;
 /// Physical address of the mapping's first byte.
 const BIAS: usize = 1 << 40;
 
-/// Frames that a thread takes at a time, as kernels have lists for each CPU: threads that share a line for each frame would
-/// measure that line.
+/// Frames that a thread takes at a time, as kernels have lists for each CPU: threads that share a
+/// line for each frame would measure that line.
 pub(crate) const BATCH: usize = 64;
 
 /// Threads that may have begun a batch.
 const MAX_THREADS: usize = 1024;
 
-/// What a thread has left of its batch: the arena's number of resets when it was taken, the next frame, and the end.
+/// What a thread has left of its batch: the arena's number of resets when it was taken, the next
+/// frame, and the end.
 #[derive(Clone, Copy)]
 struct Batch {
     nr_resets: u64,
@@ -33,13 +35,14 @@ thread_local! {
 
 /// Which frames of the mapping are in use.
 ///
-/// The free ones are a list without a lock: a thread that is preempted while it frees a table must not hold up those whose
-/// time is taken.
+/// The free ones are a list without a lock: a thread that is preempted while it frees a table must
+/// not hold up those whose time is taken.
 struct Arena {
     /// Frames below were handed out since the last reset.
     next: AtomicUsize,
-    /// The first of the frames that came back since then, as in `links`; from bit 32 on the number of changes, so that an
-    /// exchange fails if the list has changed and has the same first frame again.
+    /// The first of the frames that came back since then, as in `links`; from bit 32 on the number
+    /// of changes, so that an exchange fails if the list has changed and has the same first frame
+    /// again.
     freed: AtomicU64,
     /// For each frame on the list the number of the next plus 1; 0: the end.
     links: Box<[AtomicU32]>,
@@ -97,7 +100,8 @@ impl Arena {
     }
 }
 
-/// A handle on an arena, as cheap to copy as what a kernel would use: a pointer's distance from its physical address.
+/// A handle on an arena, as cheap to copy as what a kernel would use: a pointer's distance from its
+/// physical address.
 #[derive(Clone, Copy)]
 pub(crate) struct Memory {
     /// The pointer that physical address 0 would have.
@@ -119,7 +123,8 @@ impl Memory {
         let base = unsafe { libc::mmap(ptr::null_mut(), nr_bytes, protection, flags, -1, 0) };
         assert!(base != libc::MAP_FAILED, "no memory for {nr_frames} tables");
         let base: *mut u8 = base.cast();
-        // SAFETY: the mapping is that long, writable and nobody else's. Not zeroes: those would not have to be written.
+        // SAFETY: the mapping is that long, writable and nobody else's. Not zeroes: those would not
+        // have to be written.
         unsafe { base.write_bytes(0xff, nr_bytes) };
         let links = (0..nr_frames).map(|_| AtomicU32::new(0)).collect();
         let nr_resets = AtomicU64::new(NR_RESETS.fetch_add(1, Ordering::Relaxed) + 1);

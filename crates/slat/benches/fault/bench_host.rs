@@ -46,8 +46,8 @@ impl<B> Park for BenchHost<B> {
     }
 }
 
-// SAFETY: the arena hands a frame out once and keeps it mapped for ever; no CPU walks the tables, so there is nothing to
-// flush; a page's frame is a fixed number.
+// SAFETY: the arena hands a frame out once and keeps it mapped for ever; no CPU walks the tables,
+// so there is nothing to flush; a page's frame is a fixed number.
 unsafe impl<B: Answer> Host for BenchHost<B> {
     type Backing = B;
 

@@ -1,4 +1,5 @@
-//! The engine's host in the fault benches: memory is there already, so that resolving a page is a mere addition.
+//! The engine's host in the fault benches: memory is there already, so that resolving a page is a
+//! mere addition.
 
 use std::sync::Arc;
 

@@ -10,15 +10,16 @@ use super::arena::{BATCH, Memory};
 use super::run::{Order, Shape, Times};
 use super::subjects::{self, Kind};
 
-/// Pages for each thread, if there are few. A run is about a millisecond then: shorter than what the scheduler gives to
-/// somebody else, so that most runs have their CPUs for themselves on a machine with other users.
+/// Pages for each thread, if there are few. A run is about a millisecond then: shorter than what
+/// the scheduler gives to somebody else, so that most runs have their CPUs for themselves on a
+/// machine with other users.
 const PAGES: u64 = 1 << 15;
 /// Pages for each of [`MANY`] threads.
 const PAGES_OF_MANY: u64 = 1 << 12;
 /// More threads than CPUs, as a VM has more vCPUs than are running.
 const MANY: u64 = 64;
-/// Tables of all threads. Each thread takes a batch at a time, that which makes the VM too, and a few more than one where it is
-/// one of few; and some may be on their way back.
+/// Tables of all threads. Each thread takes a batch at a time, that which makes the VM too, and a
+/// few more than one where it is one of few; and some may be on their way back.
 const NR_TABLES: usize = 2 * (MANY as usize + 1) * BATCH;
 const DEFAULT_REPETITIONS: usize = 61;
 
@@ -171,12 +172,14 @@ fn median(values: &[f64]) -> f64 {
     quantile(values, 500)
 }
 
-/// Measures all lines in turn, again and again. `divisor`: for how many times fewer pages than usual.
+/// Measures all lines in turn, again and again. `divisor`: for how many times fewer pages than
+/// usual.
 fn collect(memory: Memory, lines: &[Line], nr_repetitions: usize, divisor: u64) -> Vec<Samples> {
     let mut samples: Vec<Samples> = lines.iter().map(|_| Samples::default()).collect();
     for repetition in 0..nr_repetitions {
         for turn in 0..lines.len() {
-            // Another line goes first each time, and each line has another before it every other time.
+            // Another line goes first each time, and each line has another before it every other
+            // time.
             let index =
                 if repetition % 2 == 0 { repetition + turn } else { repetition + lines.len() - turn } % lines.len();
             let (shape, samples) = (lines[index].shape(divisor), &mut samples[index]);

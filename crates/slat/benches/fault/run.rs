@@ -73,8 +73,8 @@ impl Shape {
 pub(crate) struct Times {
     /// From the first thread's first fault to the last thread's last.
     pub(crate) wall: Duration,
-    /// CPU time of the thread that used most. Unlike `wall` it does not grow when others use the machine, but it knows
-    /// nothing of sleeping for a lock.
+    /// CPU time of the thread that used most. Unlike `wall` it does not grow when others use the
+    /// machine, but it knows nothing of sleeping for a lock.
     pub(crate) cpu: Duration,
 }
 

@@ -21,7 +21,8 @@ pub(crate) enum Kind {
     StdMutex,
     /// The engine without a lock, inside the read side of a `std::sync::RwLock`.
     StdRwLock,
-    /// The engine without a lock, inside the engine's own lock of this kind (its read side, if it has one).
+    /// The engine without a lock, inside the engine's own lock of this kind (its read side, if it
+    /// has one).
     OwnLock(Locking),
     /// Leaves that are write-protected because the slot logs.
     DirtyLog,

@@ -1,7 +1,9 @@
-//! A vCPU beside splits and recoveries of the memory that it works in, against the same done to another VM's memory.
+//! A vCPU beside splits and recoveries of the memory that it works in, against the same done to
+//! another VM's memory.
 //!
-//! Its writes are calls, for it has no TLB: one that the tables allow is a look at them, through one level more where the
-//! memory is split. So where it writes to memory that is being split, its own memory is split beforehand in the control.
+//! Its writes are calls, for it has no TLB: one that the tables allow is a look at them, through
+//! one level more where the memory is split. So where it writes to memory that is being split, its
+//! own memory is split beforehand in the control.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -25,7 +27,8 @@ const ACCESSES_PER_LOOK: u64 = 64;
 /// Pages that a vCPU with a working set goes back to, each in another block.
 const WORKING_SET: u64 = 512;
 
-/// At most as many tables are left where nothing is mapped, if nobody has a section open; and how often that is tried.
+/// At most as many tables are left where nothing is mapped, if nobody has a section open; and how
+/// often that is tried.
 const FEW_TABLES: u64 = 32;
 const MAX_TRIES: usize = 64;
 
@@ -43,7 +46,8 @@ enum Writes {
     WorkingSet,
     /// Any pages.
     Random,
-    /// Pages between the leaves that are split, which are not mapped yet, in order: each write installs a leaf.
+    /// Pages between the leaves that are split, which are not mapped yet, in order: each write
+    /// installs a leaf.
     Unmapped,
 }
 
@@ -139,7 +143,8 @@ enum Timing {
     EachWrite,
 }
 
-/// The vCPU: writes until it is told to stop. Returns, for each pass, writes in a second of each clock.
+/// The vCPU: writes until it is told to stop. Returns, for each pass, writes in a second of each
+/// clock.
 fn write_until(vm: &Arc<BenchVm>, line: &Line, nr_pages: u64, phase: &Phase, timing: Timing) -> Run {
     let mut vcpu = vm.create_vcpu().unwrap();
     let mut run = Run::default();
@@ -180,8 +185,8 @@ fn write_until(vm: &Arc<BenchVm>, line: &Line, nr_pages: u64, phase: &Phase, tim
 /// Brings all of the memory to where the work begins.
 fn prepare(vm: &Arc<BenchVm>, line: &Line, nr_pages: u64) {
     let whole = world::range(0, nr_pages);
-    // What the vCPU has mapped goes too, so that it faults again. While its thread has no CPU, and a section open, tables
-    // stay linked: huge leaves would not come back there.
+    // What the vCPU has mapped goes too, so that it faults again. While its thread has no CPU, and
+    // a section open, tables stay linked: huge leaves would not come back there.
     for _ in 0..MAX_TRIES {
         // Until this is dropped the vCPU maps nothing.
         let _taken_away = vm.invalidate_range(whole).unwrap();
@@ -244,7 +249,8 @@ fn run(memory: Memory, line: &Line, divisor: u64, place: Where, timing: Timing) 
     })
 }
 
-/// All pairs of a line: throughput by passes, and times of single writes, of the vCPU beside the work and in the control.
+/// All pairs of a line: throughput by passes, and times of single writes, of the vCPU beside the
+/// work and in the control.
 #[derive(Default)]
 struct Pairs {
     ratios: Vec<f64>,

@@ -1,4 +1,5 @@
-//! What it costs to begin to log where all pages are dirty at first, and what the first clear of a range then does.
+//! What it costs to begin to log where all pages are dirty at first, and what the first clear of a
+//! range then does.
 
 #![expect(unsafe_code, reason = "implements the host's contract over another host, and sets up the allocator")]
 
@@ -82,7 +83,8 @@ unsafe impl Host for CountingHost {
     }
 }
 
-/// Memory of this process that is resident, in bytes (proc(5), `smaps_rollup`: the sums of other files lag behind).
+/// Memory of this process that is resident, in bytes (proc(5), `smaps_rollup`: the sums of other
+/// files lag behind).
 fn resident_bytes() -> f64 {
     let rollup = fs::read_to_string("/proc/self/smaps_rollup").unwrap_or_default();
     let line = rollup.lines().find_map(|line| line.strip_prefix("Rss:"));

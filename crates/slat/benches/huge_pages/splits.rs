@@ -23,7 +23,8 @@ pub(crate) struct Took {
 enum Subject {
     /// slat, from leaves of this size.
     Slat { size: PageSize, nr_threads: u64 },
-    /// slat, two threads that have nothing in common but the host's memory: each has a VM of its own.
+    /// slat, two threads that have nothing in common but the host's memory: each has a VM of its
+    /// own.
     TwoVms,
 }
 
@@ -50,7 +51,8 @@ const LINES: [Line; 7] = [
 /// Of which lines the first is compared with the second: one thread, and two.
 const SPEEDS: [(usize, usize); 4] = [(0, 1), (2, 3), (2, 4), (5, 6)];
 
-/// Runs `work` on `nr_threads` threads at once, each on a CPU of its own if there are as many, each with its number.
+/// Runs `work` on `nr_threads` threads at once, each on a CPU of its own if there are as many, each
+/// with its number.
 pub(crate) fn on_threads(nr_threads: usize, work: impl Fn(usize) + Sync) -> Took {
     let (start, cpus) = (Barrier::new(nr_threads), cpus());
     let times: Vec<Took> = thread::scope(|scope| {
@@ -72,7 +74,8 @@ pub(crate) fn on_threads(nr_threads: usize, work: impl Fn(usize) + Sync) -> Took
     Took { wall_ns: longest(|took| took.wall_ns), cpu_ns: longest(|took| took.cpu_ns) }
 }
 
-/// Splits leaves of `size`, which map `nr_pages`: a thread for each pair of a VM and the page that its part begins with.
+/// Splits leaves of `size`, which map `nr_pages`: a thread for each pair of a VM and the page that
+/// its part begins with.
 fn split(parts: &[(&BenchVm, u64)], size: PageSize, nr_pages: u64) -> Took {
     let part_pages = nr_pages / parts.len() as u64;
     let took = on_threads(parts.len(), |thread| {

@@ -1,4 +1,5 @@
-//! The memory that is split and put back together: one slot from address 0 on, mapped before anything is measured.
+//! The memory that is split and put back together: one slot from address 0 on, mapped before
+//! anything is measured.
 
 use std::sync::Arc;
 
@@ -72,7 +73,8 @@ pub(crate) fn set_slot<H: Host<Backing = Backing>>(
     .unwrap();
 }
 
-/// Maps `nr_pages` by huge leaves, writable, as far as nothing is there; of [`Backing::EveryOtherBlock`] only those blocks.
+/// Maps `nr_pages` by huge leaves, writable, as far as nothing is there; of
+/// [`Backing::EveryOtherBlock`] only those blocks.
 pub(crate) fn map_huge<H: Host<Backing = Backing>>(vm: &Arc<Vm<H, Npt>>, nr_pages: u64, backing: Backing) {
     let mut vcpu = vm.create_vcpu().unwrap();
     let (step, at_once) = match backing {

@@ -1,7 +1,8 @@
-//! A guest that goes through a GiB of resident memory, page by page, with each window of fault-around.
+//! A guest that goes through a GiB of resident memory, page by page, with each window of
+//! fault-around.
 //!
-//! It faults where nothing is mapped: on the first page of each window, since all of the window is resident. That nothing of
-//! it faults again is checked by the count of leaves.
+//! It faults where nothing is mapped: on the first page of each window, since all of the window is
+//! resident. That nothing of it faults again is checked by the count of leaves.
 
 use std::sync::Arc;
 use std::time::Instant;

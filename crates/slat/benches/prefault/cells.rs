@@ -24,7 +24,8 @@ pub(crate) const MAX_TABLES: usize = 1024;
 /// How the frames lie behind the slot, and what the host says about them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Frames {
-    /// They follow each other, shifted by a page against the guest's, so that only small leaves fit.
+    /// They follow each other, shifted by a page against the guest's, so that only small leaves
+    /// fit.
     SmallContiguous,
     /// The host tells each by itself.
     SmallSingle,

@@ -1,5 +1,6 @@
-//! Words and summary under loom: of what was marked, nothing is left where no harvest finds it. Schedules of a few threads
-//! with at most [`PREEMPTIONS`] preemptions, with the memory orders as they are written.
+//! Words and summary under loom: of what was marked, nothing is left where no harvest finds it.
+//! Schedules of a few threads with at most [`PREEMPTIONS`] preemptions, with the memory orders as
+//! they are written.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
 
@@ -61,8 +62,8 @@ fn or(a: Taken, b: Taken) -> Taken {
     [a[0] | b[0], a[1] | b[1]]
 }
 
-/// Runs each of `threads` beside the others, on a log in which `marked` is marked already. In the end one harvest more, and
-/// all that was ever marked has been taken.
+/// Runs each of `threads` beside the others, on a log in which `marked` is marked already. In the
+/// end one harvest more, and all that was ever marked has been taken.
 fn model(marked: &'static [u64], threads: &'static [&'static [Step]]) {
     let mut builder = loom::model::Builder::new();
     let bound = builder.preemption_bound.get_or_insert(PREEMPTIONS);
@@ -117,12 +118,14 @@ fn a_mark_beside_what_clears_by_a_mask() {
     model(&[0], &[&[Mark(1)], &[Clear(1)]]);
     model(&[0, 1], &[&[Mark(0)], &[Clear(1), Clear(2)]]);
     model(&[0], &[&[Mark(64)], &[Clear(1)], &[ALL]]);
-    // Somebody else takes what the mask names: nothing is left to be cleared, and there is a mark beside it.
+    // Somebody else takes what the mask names: nothing is left to be cleared, and there is a mark
+    // beside it.
     model(&[0], &[&[Mark(1)], &[Clear(1)], &[ALL]]);
     model(&[0], &[&[Mark(1)], &[Clear(1)], &[Clear(1)]]);
 }
 
-/// Who writes a page itself, and then finds it marked already, has written it before the mark is taken.
+/// Who writes a page itself, and then finds it marked already, has written it before the mark is
+/// taken.
 #[test]
 fn who_takes_a_mark_sees_what_was_written_before_it() {
     let mut builder = loom::model::Builder::new();

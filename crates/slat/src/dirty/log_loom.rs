@@ -1,6 +1,7 @@
-//! The store-load pairs of the dirty log under loom: when all are done, no leaf is writable whose page is not marked.
-//! Schedules of a few threads with at most [`PREEMPTIONS`] preemptions, with the memory orders as they are written (loom
-//! takes sequentially consistent accesses for acquire and release; only fences are more).
+//! The store-load pairs of the dirty log under loom: when all are done, no leaf is writable whose
+//! page is not marked. Schedules of a few threads with at most [`PREEMPTIONS`] preemptions, with
+//! the memory orders as they are written (loom takes sequentially consistent accesses for acquire
+//! and release; only fences are more).
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
 

@@ -1,6 +1,7 @@
-//! A dirty ring under loom, with guests that write, and users that harvest, reset and then copy, as in a migration: when
-//! all are done, and what is left was harvested, every copy is the page. Schedules of a few threads with at most
-//! [`PREEMPTIONS`] preemptions, with the memory orders as they are written.
+//! A dirty ring under loom, with guests that write, and users that harvest, reset and then copy, as
+//! in a migration: when all are done, and what is left was harvested, every copy is the page.
+//! Schedules of a few threads with at most [`PREEMPTIONS`] preemptions, with the memory orders as
+//! they are written.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
 
@@ -19,8 +20,9 @@ const PREEMPTIONS_OF_THREE: usize = 2;
 
 /// Runs threads `0..nr_threads` beside each other on a new world, and then looks at what they left.
 ///
-/// Once for each thread that may run first if nobody is preempted: loom compares a write only with the last access of its
-/// place, so a thread that reads what it then writes hides from loom that others had read it before.
+/// Once for each thread that may run first if nobody is preempted: loom compares a write only with
+/// the last access of its place, so a thread that reads what it then writes hides from loom that
+/// others had read it before.
 fn race<W: Send + Sync + 'static>(
     nr_threads: usize,
     world: impl Fn() -> W + Copy + Send + Sync + 'static,
@@ -47,8 +49,8 @@ fn race<W: Send + Sync + 'static>(
     }
 }
 
-/// Set while the page may be written. What is above counts the writes: leaf and page are one word, so that taking the right
-/// to write away is a protection and its flush in one.
+/// Set while the page may be written. What is above counts the writes: leaf and page are one word,
+/// so that taking the right to write away is a protection and its flush in one.
 const WRITABLE: u64 = 1;
 const WRITE: u64 = 2;
 const NR_PAGES: usize = 2;
@@ -65,8 +67,8 @@ impl World {
         World { ring: DirtyRing::new(nr_entries, 0).expect("memory for a ring"), pages: zeroes(), copies: zeroes() }
     }
 
-    /// The vCPU writes to `page`, if its ring has room for the fault. All accesses to pages are relaxed: the ring alone
-    /// orders.
+    /// The vCPU writes to `page`, if its ring has room for the fault. All accesses to pages are
+    /// relaxed: the ring alone orders.
     fn write(&self, page: usize) {
         let word = &self.pages[page];
         if word.load(Ordering::Relaxed) & WRITABLE == 0 {
@@ -111,8 +113,9 @@ impl World {
     fn reset_and_copy(&self, harvested: &[usize]) {
         let mut reset = self.ring.reset();
         for page in &mut reset {
-            // A locked AND changes what it finds, and not what this thread has seen: no order is needed for that. And only
-            // where it is writable, as the engine does, so that the model would notice an old value.
+            // A locked AND changes what it finds, and not what this thread has seen: no order is
+            // needed for that. And only where it is writable, as the engine does, so that the model
+            // would notice an old value.
             let word = &self.pages[page.page as usize];
             if word.load(Ordering::Relaxed) & WRITABLE != 0 {
                 word.fetch_and(!WRITABLE, Ordering::Relaxed);
@@ -166,7 +169,8 @@ impl World {
     }
 }
 
-/// Runs each of `threads` beside the others, on a ring of `nr_entries`, after `before`. The first is the vCPU.
+/// Runs each of `threads` beside the others, on a ring of `nr_entries`, after `before`. The first
+/// is the vCPU.
 fn model(nr_entries: u32, before: &'static [Step], threads: &'static [&'static [Step]]) {
     race(
         threads.len(),

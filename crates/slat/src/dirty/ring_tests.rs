@@ -171,7 +171,8 @@ fn entries_of_a_harvest_that_was_cut_off_are_not_lost() {
     assert_eq!(reset(&ring), [0, 1, 2]);
 }
 
-/// Threads push, harvest and reset as fast as they can; each page is taken once, and the vCPU's thread goes on.
+/// Threads push, harvest and reset as fast as they can; each page is taken once, and the vCPU's
+/// thread goes on.
 fn stress(take: impl Fn(&DirtyRing, &mut dyn FnMut(DirtyPage)) -> u64 + Sync) {
     extern crate std;
     use std::sync::atomic::AtomicU64;

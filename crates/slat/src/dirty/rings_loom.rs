@@ -1,5 +1,5 @@
-//! The list of rings under loom: every interleaving of two vCPUs that come and go, and of the first vCPU with the call that
-//! enables rings.
+//! The list of rings under loom: every interleaving of two vCPUs that come and go, and of the first
+//! vCPU with the call that enables rings.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
 

@@ -194,7 +194,8 @@ impl World {
             Age(index) => drop(self.leaf(index).clear::<Npt>(Npt::ACCESSED)),
             CeaseToLog => self.logs.store(0, Ordering::SeqCst),
             LogLazily | LogLeafByLeaf | LogMarked => {
-                // A new log. What is left in the old one makes no difference to whether pages are seen, but as marks.
+                // A new log. What is left in the old one makes no difference to whether pages are
+                // seen, but as marks.
                 self.log.take(0..1, &mut TakenWords::new());
                 if let LogMarked = step {
                     self.log.mark(0, NR_LEAVES as u64);
@@ -286,7 +287,8 @@ fn writes_and_two_harvests() {
     model(OPEN, &[&[Write(0)], &[Lazy], &[Lazy]]);
 }
 
-/// One had found the entry open, the other finds it closed, and the second harvest finds it closed too.
+/// One had found the entry open, the other finds it closed, and the second harvest finds it closed
+/// too.
 #[test]
 fn writes_before_and_after_a_closing() {
     model(Start { leaves: [Protected, Protected], ..OPEN }, &[&[Lazy], &[Write(0)], &[Write(1)], &[Lazy]]);

@@ -1,5 +1,6 @@
-//! Random registers, entries and walks against an interpreter that is made another way: it reads the manual's tables of
-//! formats, which stand here as strings, bit for bit, and its lists of rules, one after the other.
+//! Random registers, entries and walks against an interpreter that is made another way: it reads
+//! the manual's tables of formats, which stand here as strings, bit for bit, and its lists of
+//! rules, one after the other.
 
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -29,7 +30,8 @@ impl Guest {
         self.registers.efer >> bit & 1 == 1
     }
 
-    /// Table 4-1, "Properties of Different Paging Modes": the mode by CR0.PG, CR4.PAE, EFER.LME, CR4.LA57 (x: either).
+    /// Table 4-1, "Properties of Different Paging Modes": the mode by CR0.PG, CR4.PAE, EFER.LME,
+    /// CR4.LA57 (x: either).
     fn paging(&self) -> Option<PagingMode> {
         let bits = [self.cr0(31), self.cr4(5), self.efer(8), self.cr4(12)];
         [
@@ -57,9 +59,10 @@ impl Guest {
     }
 }
 
-/// The formats of entries: for each mode and level what an entry can be, with its fields from the highest bit to the
-/// lowest. `0` and `1` select the format, `r` must be 0, `-` is ignored, `a` is the address at its own place, `h` is
-/// address bits 39:32; M is MAXPHYADDR, m is M or 40, whichever is less.
+/// The formats of entries: for each mode and level what an entry can be, with its fields from the
+/// highest bit to the lowest. `0` and `1` select the format, `r` must be 0, `-` is ignored, `a` is
+/// the address at its own place, `h` is address bits 39:32; M is MAXPHYADDR, m is M or 40,
+/// whichever is less.
 const PAGE_FIELDS: &str = "6=D 5=A 4:3=- 2=U 1=W 0=1";
 const TABLE_FIELDS: &str = "6=- 5=A 4:3=- 2=U 1=W 0=1";
 
@@ -156,7 +159,8 @@ fn interpret(guest: Guest, entry: u64, level: u8) -> Decoded {
     }
 }
 
-/// 4.6.1, "Determination of Access Rights", rule by rule: whether an access to an address with these rights is allowed.
+/// 4.6.1, "Determination of Access Rights", rule by rule: whether an access to an address with
+/// these rights is allowed.
 fn is_allowed(guest: Guest, rights: Rights, access: GuestAccess) -> bool {
     let (writable, user_address, executable) = (rights.0 & 1 != 0, rights.0 & 2 != 0, rights.0 & 4 != 0);
     let (wp, smep, smap) = (guest.cr0(16), guest.cr4(20), guest.cr4(21));
@@ -189,11 +193,12 @@ fn error_code(guest: Guest, access: GuestAccess, reserved: bool, present: bool) 
     bits.into_iter().fold(0, |code, bit| code * 2 + u32::from(bit))
 }
 
-/// What a walk does: the addresses that it reads, with what it must set in each entry, and the page or the fault.
+/// What a walk does: the addresses that it reads, with what it must set in each entry, and the page
+/// or the fault.
 type Walk = (Vec<(u64, u64)>, Result<(Gpa, Rights), u32>);
 
-/// A walk by the figures: the bits of the linear address that select an entry, level by level. The n-th read finds
-/// `entries[n]`.
+/// A walk by the figures: the bits of the linear address that select an entry, level by level. The
+/// n-th read finds `entries[n]`.
 fn interpret_walk(guest: Guest, gva: u64, access: GuestAccess, entries: &[u64]) -> Walk {
     let bits = format!("{gva:064b}");
     let field = |high: usize, low: usize| u64::from_str_radix(&bits[63 - high..64 - low], 2).unwrap();
@@ -263,7 +268,8 @@ fn walk(mode: GuestMode, cr3: u64, gva: Gva, access: GuestAccess, entries: &[u64
     unreachable!("more levels than entries")
 }
 
-/// The register bits that count, each as likely as not, or those of a mode with paging. CR3's are rarely high ones.
+/// The register bits that count, each as likely as not, or those of a mode with paging. CR3's are
+/// rarely high ones.
 fn registers() -> impl Strategy<Value = PagingRegisters> {
     let choose = |bits: &'static [u32]| {
         proptest::collection::vec(any::<bool>(), bits.len()).prop_map(move |chosen| {
@@ -289,7 +295,8 @@ fn guest() -> impl Strategy<Value = Guest> {
         .prop_map(|(registers, maxphyaddr)| Guest { registers, maxphyaddr })
 }
 
-/// A guest whose registers are possible: CR3 and CR4 without what is not, which leaves all modes likely.
+/// A guest whose registers are possible: CR3 and CR4 without what is not, which leaves all modes
+/// likely.
 fn possible_guest() -> impl Strategy<Value = Guest> {
     guest().prop_map(|mut guest| {
         let PagingRegisters { cr0, cr3, cr4, .. } = &mut guest.registers;
@@ -306,7 +313,8 @@ fn possible_guest() -> impl Strategy<Value = Guest> {
     })
 }
 
-/// Entries: any bits; flags with a low address, so that many are valid; and those with one more bit.
+/// Entries: any bits; flags with a low address, so that many are valid; and those with one more
+/// bit.
 fn entry() -> impl Strategy<Value = u64> {
     let valid = || {
         (0u64..1 << 12, 0u64..1 << 20, any::<u64>()).prop_map(|(flags, frame, dice)| {

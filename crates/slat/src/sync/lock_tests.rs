@@ -203,7 +203,8 @@ fn a_waiting_writer_keeps_new_readers_out() {
     reader.join().expect("then the reader");
 }
 
-/// Three threads stream through `streaming`; one thread wants `nr_turns` sections on the `other` side and must get them.
+/// Three threads stream through `streaming`; one thread wants `nr_turns` sections on the `other`
+/// side and must get them.
 fn stream_against(streaming: Side, other: Side, nr_turns: u32) {
     let lock = Lock::new(Locking::Shared);
     let stop = AtomicBool::new(false);
@@ -237,7 +238,8 @@ fn readers_do_not_starve() {
 
 #[test]
 fn readers_get_their_turn_after_passed_over() {
-    // Written to the word, since the scheduler will not do it on demand: a writer inside, both kinds asleep.
+    // Written to the word, since the scheduler will not do it on demand: a writer inside, both
+    // kinds asleep.
     let lock = Lock::new(Locking::Shared);
     let guard = lock.acquire(&PARK, Side::Write);
     lock.words.passed.store(super::MAX_PASSED - 1, Ordering::Relaxed);

@@ -4,10 +4,12 @@
 use super::*;
 use crate::format::{Ept, Npt, Stage2, Sv39x4, Sv48x4};
 
-/// Bits of a physical address that CPUs' L1 data caches tell apart: those that L1 terminal faults concern have 44 or 46.
+/// Bits of a physical address that CPUs' L1 data caches tell apart: those that L1 terminal faults
+/// concern have 44 or 46.
 const CACHE_BITS: core::ops::RangeInclusive<u32> = 44..=52;
 
-/// No bit that says leaf or present, and an address in the upper half of what any cache tells apart.
+/// No bit that says leaf or present, and an address in the upper half of what any cache tells
+/// apart.
 fn assert_out_of_reach<F: Format>(entry: Entry) {
     assert!(!F::is_present(entry), "{}: {entry:?} is present", F::NAME);
     for bits in CACHE_BITS {

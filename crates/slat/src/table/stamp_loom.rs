@@ -23,8 +23,8 @@ const PREEMPTIONS_OF_THREE: usize = 2;
 
 const PAGE: Gfn = Gfn(5);
 
-/// A page: its entry, and the frame that the host has for it. No order but that of the protocol: the host's word is read and
-/// written relaxed.
+/// A page: its entry, and the frame that the host has for it. No order but that of the protocol:
+/// the host's word is read and written relaxed.
 struct World {
     stamps: StampCounter,
     published: PublishedRanges,
@@ -72,7 +72,8 @@ impl World {
         }
     }
 
-    /// As `install_instead` of `vcpu.rs`, for a host that allows to write the frame when it is asked.
+    /// As `install_instead` of `vcpu.rs`, for a host that allows to write the frame when it is
+    /// asked.
     fn upgrade(&self) {
         let found = self.entry().load();
         if entry::state::<Npt>(found, Level::L4K) != State::Leaf || entry::is_host_writable::<Npt>(found) {
@@ -169,7 +170,8 @@ fn a_fault_and_two_invalidations_beside_each_other() {
     );
 }
 
-/// The second one has the place of the first: a fault may read the start of one and the end of the other.
+/// The second one has the place of the first: a fault may read the start of one and the end of the
+/// other.
 #[test]
 fn a_fault_and_a_place_that_is_used_again() {
     model(

@@ -27,7 +27,8 @@ pub struct Frame {
 /// The frame of a page that is private, less the one that it has as a shared one. 16 TiB.
 pub const PRIVATE_PFN: u64 = 1 << 32;
 
-/// Frames are given out by number: page n of a backing is frame `first_pfn + n`, unless it was given another.
+/// Frames are given out by number: page n of a backing is frame `first_pfn + n`, unless it was
+/// given another.
 #[derive(Debug)]
 pub struct TestBacking {
     pub first_pfn: u64,
@@ -38,7 +39,8 @@ pub struct TestBacking {
     /// Whether a write finds that any page is gone. To be set only while the pages are invalidated.
     pub writes_are_refused: AtomicBool,
     pub gone: AtomicBool,
-    /// Pages with another frame, each a block of its own. To be changed only while the page is invalidated.
+    /// Pages with another frame, each a block of its own. To be changed only while the page is
+    /// invalidated.
     pub frames: RwLock<BTreeMap<u64, Frame>>,
     /// Pages of which the host says, when asked, that they are resident.
     pub resident: RwLock<BTreeSet<u64>>,

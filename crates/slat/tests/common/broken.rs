@@ -1,9 +1,10 @@
-//! Formats whose entries must be broken before they change between a table and a huge leaf, and an observer that sees on
-//! this thread whether that is kept.
+//! Formats whose entries must be broken before they change between a table and a huge leaf, and an
+//! observer that sees on this thread whether that is kept.
 //!
-//! The observer looks at all entries above the lowest level whenever the engine looks at one of them: in builds that have
-//! `debug_assertions` right before each exchange too. So it sees what every exchange has left. Between a table and a leaf at
-//! the same entry it must have seen a flush of the entry's block, called while the entry was not present.
+//! The observer looks at all entries above the lowest level whenever the engine looks at one of
+//! them: in builds that have `debug_assertions` right before each exchange too. So it sees what
+//! every exchange has left. Between a table and a leaf at the same entry it must have seen a flush
+//! of the entry's block, called while the entry was not present.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -34,8 +35,8 @@ struct Seen {
 struct Observer {
     root: Hpa,
     root_level: Level,
-    /// What the entries' format says of them, without that being observed: whether one is present, and then what it is, and
-    /// the table that it points to.
+    /// What the entries' format says of them, without that being observed: whether one is present,
+    /// and then what it is, and the table that it points to.
     is_present: fn(Entry) -> bool,
     is_leaf: fn(Entry, Level) -> bool,
     address: fn(Entry, Level) -> Hpa,
@@ -106,7 +107,8 @@ impl Observer {
     fn visit(&mut self, table: Hpa, level: Level, start: Gfn) {
         for index in 0..512 {
             let gfn = Gfn(start.0 + index as u64 * level.nr_pages());
-            // SAFETY: inside a table that is linked; this thread, which alone frees tables, is here.
+            // SAFETY: inside a table that is linked; this thread, which alone frees tables, is
+            // here.
             let entry = unsafe { AtomicU64::from_ptr(((table.0 - BIAS) as *mut u64).add(index)) };
             let entry = Entry(entry.load(Ordering::SeqCst));
             if !(self.is_present)(entry) {
@@ -135,7 +137,8 @@ impl Observer {
     }
 }
 
-/// `F`, which has 512 entries in each table, if its CPUs must not cache a table and a huge leaf at once.
+/// `F`, which has 512 entries in each table, if its CPUs must not cache a table and a huge leaf at
+/// once.
 #[derive(Debug)]
 pub struct Breaking<F>(PhantomData<F>);
 

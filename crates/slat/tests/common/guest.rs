@@ -1,9 +1,11 @@
-//! Guests: threads that access memory as a CPU does, by walking the tables themselves, and fault where they may not.
+//! Guests: threads that access memory as a CPU does, by walking the tables themselves, and fault
+//! where they may not.
 //!
-//! An access is a walk and then one effect (a check, a write that is counted). A CPU's flush has no access half done
-//! when it returns; here an access announces itself in a word of its own, odd while it is under way, and the host's
-//! flush waits until each access that it found under way is over. So an access that walked before a flush has had its
-//! effect before the flush returns, which is all that the engine relies on.
+//! An access is a walk and then one effect (a check, a write that is counted). A CPU's flush has no
+//! access half done when it returns; here an access announces itself in a word of its own, odd
+//! while it is under way, and the host's flush waits until each access that it found under way is
+//! over. So an access that walked before a flush has had its effect before the flush returns, which
+//! is all that the engine relies on.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
@@ -66,7 +68,8 @@ impl Gate {
     }
 }
 
-/// Ends an access or a fault, also one whose check has failed: others must not wait for it for ever.
+/// Ends an access or a fault, also one whose check has failed: others must not wait for it for
+/// ever.
 struct Over<'a> {
     word: &'a AtomicU64,
     after: u64,
@@ -100,21 +103,24 @@ impl<F: Format> Guest<F> {
         Guest { vm: Arc::clone(vm), vcpu: vm.create_vcpu().unwrap(), index }
     }
 
-    /// Runs `effect` on what the tables say about `gpa`, as one access that a flush waits for. `effect` must not block.
+    /// Runs `effect` on what the tables say about `gpa`, as one access that a flush waits for.
+    /// `effect` must not block.
     pub fn during_access<R>(&self, gpa: Gpa, effect: impl FnOnce(Option<Translation>) -> R) -> R {
         let _over = announce(&self.vm.host().gate.words[self.index].access);
         effect(translate(&self.vm, gpa))
     }
 
-    /// Runs `fault`, or another call that marks pages, as one that [`Gate::wait_for_faults`] waits for.
+    /// Runs `fault`, or another call that marks pages, as one that [`Gate::wait_for_faults`] waits
+    /// for.
     pub fn during_fault<R>(&mut self, fault: impl FnOnce(&mut Guest<F>) -> R) -> R {
         let vm = Arc::clone(&self.vm);
         let _over = announce(&vm.host().gate.words[self.index].fault);
         fault(self)
     }
 
-    /// Tries one access: `Ok` with what `effect` made of the translation, or, if the tables do not allow it, serves the
-    /// fault and answers `Err` with its outcome. An error of the engine is a failure of the test.
+    /// Tries one access: `Ok` with what `effect` made of the translation, or, if the tables do not
+    /// allow it, serves the fault and answers `Err` with its outcome. An error of the engine is a
+    /// failure of the test.
     pub fn try_access<R>(
         &mut self,
         gpa: Gpa,

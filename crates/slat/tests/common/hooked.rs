@@ -1,5 +1,6 @@
-//! A format with a hook where entries are looked at: in a walk, in the check of a transition right before its exchange
-//! (in builds that have `debug_assertions`), and when a leaf's frame is told. So a fault can be overtaken at each point where it matters.
+//! A format with a hook where entries are looked at: in a walk, in the check of a transition right
+//! before its exchange (in builds that have `debug_assertions`), and when a leaf's frame is told.
+//! So a fault can be overtaken at each point where it matters.
 
 use std::cell::RefCell;
 
@@ -11,7 +12,8 @@ thread_local! {
     static HOOK: RefCell<Option<(Level, u32, Hook)>> = const { RefCell::new(None) };
 }
 
-/// Calls `hook` at this thread's `nth` look (from 1 on) at a present entry of a level up to `highest`.
+/// Calls `hook` at this thread's `nth` look (from 1 on) at a present entry of a level up to
+/// `highest`.
 pub fn at_look(highest: Level, nth: u32, hook: impl FnOnce() + 'static) {
     HOOK.set(Some((highest, nth, Box::new(hook))));
 }

@@ -1,5 +1,5 @@
-//! Slots that log, CPUs that set A and D and write their modification logs, and what one asks about a dirty log: in page
-//! numbers, not in words.
+//! Slots that log, CPUs that set A and D and write their modification logs, and what one asks about
+//! a dirty log: in page numbers, not in words.
 
 use std::sync::Arc;
 
@@ -36,7 +36,8 @@ pub fn dirty_trackings<F: Format>() -> impl Iterator<Item = DirtyTracking> {
     })
 }
 
-/// A slot's number, first guest frame and pages; its first host frame and its largest blocks of them.
+/// A slot's number, first guest frame and pages; its first host frame and its largest blocks of
+/// them.
 #[derive(Clone, Copy, Debug)]
 pub struct Slot {
     pub id: u32,
@@ -88,8 +89,8 @@ pub fn mask_of(pages: &[u64], nr_words: usize) -> Vec<u64> {
     mask
 }
 
-/// What a CPU does at a write that the leaf `found` allows: sets A and D, and notes the page if it has set D. Says whether
-/// the leaf was still there.
+/// What a CPU does at a write that the leaf `found` allows: sets A and D, and notes the page if it
+/// has set D. Says whether the leaf was still there.
 pub fn write_as_hardware<F: Format>(vm: &Vm<TestHost, F>, gfn: Gfn, found: Translation) -> bool {
     // The log is the host's.
     let _inside = InsideHost::enter();
@@ -138,7 +139,8 @@ impl<F: Format> World<F> {
         self.at(slot.gfn(page)).is_some_and(|found| found.writable)
     }
 
-    /// Writes as the guest does: a CPU where the tables allow it, after as many faults as it takes. Returns their number.
+    /// Writes as the guest does: a CPU where the tables allow it, after as many faults as it takes.
+    /// Returns their number.
     pub fn write(&mut self, slot: Slot, page: u64) -> u64 {
         self.access(slot, page, Access::Write)
     }
@@ -223,8 +225,9 @@ impl<F: Format> World<F> {
     }
 }
 
-/// A test for each format and locking, of a configuration with that locking: `$test::<Format>(config)`. The formats of other
-/// processors than x86, or those of them that are named, with one locking each.
+/// A test for each format and locking, of a configuration with that locking:
+/// `$test::<Format>(config)`. The formats of other processors than x86, or those of them that are
+/// named, with one locking each.
 #[allow(unused_macros, reason = "each test binary uses a part")]
 macro_rules! each_config {
     ($name:ident, $test:ident) => {

@@ -1,9 +1,10 @@
-//! A host for tests: table memory whose physical addresses are not its pointers, an allocation that fails when told to,
-//! a record of flushes and of leaves taken away.
-//! A flush, a resolve or an allocation can be overtaken, and frames and tables have nodes if a test wants it.
-//! `backing` has frames that are numbers without memory behind them; `tables` a reference walk;
-//! `broken` has a format that needs break-before-make, and who sees that it is kept; `log` has a slot's dirty log and a CPU that sets A and D;
-//! `guest` has threads that walk the tables as CPUs do, beside everybody else; `trap` and `hooked` stop or overtake a thread where it matters.
+//! A host for tests: table memory whose physical addresses are not its pointers, an allocation that
+//! fails when told to, a record of flushes and of leaves taken away. A flush, a resolve or an
+//! allocation can be overtaken, and frames and tables have nodes if a test wants it. `backing` has
+//! frames that are numbers without memory behind them; `tables` a reference walk; `broken` has a
+//! format that needs break-before-make, and who sees that it is kept; `log` has a slot's dirty log
+//! and a CPU that sets A and D; `guest` has threads that walk the tables as CPUs do, beside
+//! everybody else; `trap` and `hooked` stop or overtake a thread where it matters.
 
 #![allow(dead_code, reason = "each test binary uses a part")]
 #![allow(missing_docs)]
@@ -37,10 +38,12 @@ use slat::{
 };
 pub use tables::*;
 
-/// The longest that a test waits for what must come. No machine is so slow: a wait that takes longer would have no end.
+/// The longest that a test waits for what must come. No machine is so slow: a wait that takes
+/// longer would have no end.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(600);
 
-/// Waits until `has_happened`. Returns early if `is_over`: a thread beside this one has failed, and has set that.
+/// Waits until `has_happened`. Returns early if `is_over`: a thread beside this one has failed, and
+/// has set that.
 #[track_caller]
 pub fn wait_until(what: &str, is_over: &AtomicBool, has_happened: impl Fn() -> bool) {
     let start = Instant::now();
@@ -50,7 +53,8 @@ pub fn wait_until(what: &str, is_over: &AtomicBool, has_happened: impl Fn() -> b
     }
 }
 
-/// A test for each format and locking: `$test::<Format>(locking)`. Those of other processors than x86 with one locking each.
+/// A test for each format and locking: `$test::<Format>(locking)`. Those of other processors than
+/// x86 with one locking each.
 #[allow(unused_macros, reason = "each test binary uses a part")]
 macro_rules! each {
     ($name:ident, $test:ident) => {
@@ -73,8 +77,8 @@ macro_rules! each {
 #[allow(unused_imports, reason = "each test binary uses a part")]
 pub(crate) use each;
 
-/// What a test's format has from another one, to stand inside its `impl Format`: the bits, and all functions but `is_leaf` and
-/// `address`.
+/// What a test's format has from another one, to stand inside its `impl Format`: the bits, and all
+/// functions but `is_leaf` and `address`.
 #[allow(unused_macros, reason = "each test binary uses a part")]
 macro_rules! bits_of {
     ($format:ty) => {
@@ -115,17 +119,20 @@ pub fn vm<F: Format>(locking: Locking) -> Arc<Vm<TestHost, F>> {
     Arc::new(Vm::new(TestHost::default(), lazily_splitting(locking)).unwrap())
 }
 
-/// Host-physical address less pointer. Pointers are below that, and addresses have 48 bits at least in every format.
+/// Host-physical address less pointer. Pointers are below that, and addresses have 48 bits at least
+/// in every format.
 pub const BIAS: u64 = 1 << 47;
 
 /// What a freed table is filled with. Not a value that any entry has.
 const POISON: u64 = 0x5a5a_5a5a_5a5a_5a5a;
 
-/// Freed tables whose memory is kept for so long, so that a walk that comes too late meets [`POISON`].
+/// Freed tables whose memory is kept for so long, so that a walk that comes too late meets
+/// [`POISON`].
 const GRAVEYARD_CAPACITY: usize = 4096;
 
 thread_local! {
-    /// How many methods of the host this thread is in: its memory is not the engine's, for a test that counts.
+    /// How many methods of the host this thread is in: its memory is not the engine's, for a test
+    /// that counts.
     pub static INSIDE_HOST: Cell<u32> = const { Cell::new(0) };
 }
 
@@ -374,8 +381,9 @@ impl Park for TestHost {
     }
 }
 
-// SAFETY: tables come from the global allocator and stay until freed; no CPU caches anything, because the tests walk the
-// tables at each access, and a flush waits for the accesses that have begun before it; frames are numbers.
+// SAFETY: tables come from the global allocator and stay until freed; no CPU caches anything,
+// because the tests walk the tables at each access, and a flush waits for the accesses that have
+// begun before it; frames are numbers.
 unsafe impl Host for TestHost {
     type Backing = Arc<TestBacking>;
 
@@ -419,9 +427,11 @@ unsafe impl Host for TestHost {
         assert_eq!(size, Some(layout.size()), "free of {table}, which is not a live table of this size");
         let pointer = self.table_ptr(table);
         for word in 0..layout.size() / 8 {
-            // SAFETY: inside the table. Garbage, to be noticed by a walk that should not be here any more.
+            // SAFETY: inside the table. Garbage, to be noticed by a walk that should not be here
+            // any more.
             let entry = unsafe { AtomicU64::from_ptr(pointer.cast::<u64>().add(word)) }.swap(POISON, Ordering::SeqCst);
-            // No format has less than 48 bits of host-physical address, and no test has memory in the upper half of 51.
+            // No format has less than 48 bits of host-physical address, and no test has memory in
+            // the upper half of 51.
             assert!(entry & 7 != 0 || entry >> 50 & 1 == 1, "{entry:#x} is not present, and has an address in reach");
         }
         let mut graveyard = self.graveyard.lock().unwrap();
@@ -429,7 +439,8 @@ unsafe impl Host for TestHost {
         if graveyard.len() > GRAVEYARD_CAPACITY
             && let Some((oldest, layout)) = graveyard.pop_front()
         {
-            // SAFETY: it was allocated with this layout and freed by nobody else (checked when it came here).
+            // SAFETY: it was allocated with this layout and freed by nobody else (checked when it
+            // came here).
             unsafe { dealloc((oldest - BIAS) as *mut u8, layout) }
         }
     }
@@ -568,8 +579,9 @@ pub fn change(slot: u32, flags: MemoryRegionFlags, gpa: u64, size_bytes: u64) ->
     }
 }
 
-/// Takes everything away from a VM without slots that others are done with, and checks that no table is left but the
-/// root. Tables that were only partly covered by a slot stay linked, so slots go over them that cover the space wholly.
+/// Takes everything away from a VM without slots that others are done with, and checks that no
+/// table is left but the root. Tables that were only partly covered by a slot stay linked, so slots
+/// go over them that cover the space wholly.
 pub fn assert_no_table_is_left<F: Format>(vm: &Vm<TestHost, F>) {
     let whole = 1 << F::GPA_BITS;
     vm.set_user_memory_region(region(0, 0, whole, 0, PageSize::Size4K)).unwrap();

@@ -81,15 +81,17 @@ pub fn translate<F: Format>(vm: &Vm<TestHost, F>, gpa: Gpa) -> Option<Translatio
     })
 }
 
-/// What hardware does at an access that the leaf `found` at `gpa` allows: sets A, and D for a write if it knows one. Says
-/// whether the leaf was still there and allowed it. For who keeps its table from being freed.
+/// What hardware does at an access that the leaf `found` at `gpa` allows: sets A, and D for a write
+/// if it knows one. Says whether the leaf was still there and allowed it. For who keeps its table
+/// from being freed.
 pub fn set_accessed_and_dirty<F: Format>(vm: &Vm<TestHost, F>, gpa: Gpa, found: Translation, access: Access) -> bool {
     let (cell, entry, level) = walk::<F>(vm.host(), vm.root(), gpa.gfn());
     if entry != found.entry || level != found.level || (access == Access::Write && !found.writable) {
         return false;
     }
     let bits = F::ACCESSED | if access == Access::Write && F::HAS_DIRTY_BIT { F::DIRTY } else { 0 };
-    // SAFETY: an entry of a live table, as the caller promises; by compare-and-exchange, as hardware does it.
+    // SAFETY: an entry of a live table, as the caller promises; by compare-and-exchange, as
+    // hardware does it.
     let cell = unsafe { AtomicU64::from_ptr(cell) };
     cell.compare_exchange(entry.0, entry.0 | bits, Ordering::SeqCst, Ordering::SeqCst).is_ok()
 }

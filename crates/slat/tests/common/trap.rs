@@ -68,8 +68,8 @@ impl std::fmt::Debug for Probe {
     }
 }
 
-/// [`TestHost`] with a trap in `resolve` and in `resolve_resident`, one in `table_ptr` (so inside a section) and one in `flush`, and the order of
-/// what is told to it.
+/// [`TestHost`] with a trap in `resolve` and in `resolve_resident`, one in `table_ptr` (so inside a
+/// section) and one in `flush`, and the order of what is told to it.
 #[derive(Debug, Default)]
 pub struct TrapHost {
     pub host: TestHost,
@@ -78,7 +78,8 @@ pub struct TrapHost {
     pub in_section: Trap,
     pub in_flush: Trap,
     pub at_table: Probe,
-    /// Looks at tables since somebody last asked whether to yield, or flushed; and the most that ever were.
+    /// Looks at tables since somebody last asked whether to yield, or flushed; and the most that
+    /// ever were.
     step: AtomicU64,
     pub longest_step: AtomicU64,
     /// Frees that came before any flush.

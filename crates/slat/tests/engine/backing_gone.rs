@@ -76,7 +76,8 @@ impl<F: Format> World<F> {
         World { vm, vcpu, words, backing }
     }
 
-    /// What the guest's access comes to: it comes back once, if it is told to and nothing is mapped.
+    /// What the guest's access comes to: it comes back once, if it is told to and nothing is
+    /// mapped.
     fn fault(&mut self, access: Access) -> Result<Outcome, Error> {
         let outcome = self.vcpu.handle_fault(GPA, access);
         let is_done = |found: Translation| access != Access::Write || found.writable;

@@ -1,5 +1,6 @@
-//! Every way of asking for what cannot be: each gives its own error with the offending value in it, and leaves
-//! translations, the dirty log, statistics and tables as they were. And the extremes of what can be asked for.
+//! Every way of asking for what cannot be: each gives its own error with the offending value in it,
+//! and leaves translations, the dirty log, statistics and tables as they were. And the extremes of
+//! what can be asked for.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -30,7 +31,8 @@ macro_rules! each {
     };
 }
 
-/// A VM with two slots in use: 1 logs and has dirty pages, 2 does not; there is a hole between them.
+/// A VM with two slots in use: 1 logs and has dirty pages, 2 does not; there is a hole between
+/// them.
 struct World<F: Format> {
     vm: Arc<Vm<TestHost, F>>,
     vcpu: Vcpu<TestHost, F>,
@@ -383,7 +385,8 @@ fn thousands_of_slots_of_one_page_lie_side_by_side() {
     const NR_SLOTS: u32 = 4000;
     let vm: Arc<Vm<TestHost, Npt>> = Arc::new(Vm::new(TestHost::default(), Config::default()).unwrap());
     let mut vcpu = vm.create_vcpu().unwrap();
-    // Slot numbers and addresses in different orders, neither sorted. 1597 and 4000 have no common factor.
+    // Slot numbers and addresses in different orders, neither sorted. 1597 and 4000 have no common
+    // factor.
     let at = |slot: u32| u64::from(slot * 1597 % NR_SLOTS) * PAGE_SIZE;
     let pfn = |slot: u32| 0x10_0000 + 2 * u64::from(slot);
     for slot in (0..NR_SLOTS).rev() {

@@ -1,5 +1,6 @@
-//! Where a table and a huge leaf must not be cached at once: each change between the two, in either direction, goes by way of
-//! an entry that is not present, and a flush of its block. The observer of `common::broken` sees all changes.
+//! Where a table and a huge leaf must not be cached at once: each change between the two, in either
+//! direction, goes by way of an entry that is not present, and a flush of its block. The observer
+//! of `common::broken` sees all changes.
 #![cfg(debug_assertions)]
 
 use std::sync::atomic::Ordering;
@@ -23,7 +24,8 @@ fn configs() -> impl Iterator<Item = Config> {
     [Locking::None, Locking::Exclusive].into_iter().map(Config::with_locking)
 }
 
-/// A test for Arm's format, which needs it, and for one that has all that lazy protection and dirty bits can do.
+/// A test for Arm's format, which needs it, and for one that has all that lazy protection and dirty
+/// bits can do.
 macro_rules! each_broken {
     ($name:ident, $test:ident) => {
         #[test]
@@ -140,7 +142,8 @@ fn want_of_memory<F: Format>() {
 }
 
 each_broken!(an_invalidation_beside_an_unflushed_entry_flushes_it_once_and_no_fault_has_to, flushed_beside);
-/// The leaf has gone as a whole, and before that is flushed, other pages of its block are invalidated, and then mapped.
+/// The leaf has gone as a whole, and before that is flushed, other pages of its block are
+/// invalidated, and then mapped.
 fn flushed_beside<F: Format>() {
     for config in configs() {
         let world = world::<F>(config);
@@ -204,7 +207,8 @@ fn part_written<F: Format>() {
 }
 
 each_broken!(a_read_only_leaf_that_is_taken_for_nothing_is_flushed_before_a_table_comes, taken_for_nothing);
-/// The write finds that somebody took a stamp while it resolved: the entry is left empty, and is small when it comes back.
+/// The write finds that somebody took a stamp while it resolved: the entry is left empty, and is
+/// small when it comes back.
 fn taken_for_nothing<F: Format>() {
     for config in configs() {
         let (mut world, backing) = copying::<F>(config);
@@ -225,7 +229,8 @@ fn taken_for_nothing<F: Format>() {
 }
 
 each_broken!(a_prefault_after_a_cancelled_break_flushes_once, flushes_once);
-/// What was cancelled is mapped anew by small pages, by a prefault: one flush for the block, and not one for each page.
+/// What was cancelled is mapped anew by small pages, by a prefault: one flush for the block, and
+/// not one for each page.
 fn flushes_once<F: Format>() {
     for config in configs() {
         let mut world = world::<F>(config);
@@ -246,8 +251,8 @@ fn flushes_once<F: Format>() {
 }
 
 each_broken!(entries_of_a_new_table_need_no_flush_of_their_own, new_table);
-/// A prefault finds the break of a split, cancels it, and fills the beginning of a table: it has flushed the block for that,
-/// and the entries behind need no flush of their own.
+/// A prefault finds the break of a split, cancels it, and fills the beginning of a table: it has
+/// flushed the block for that, and the entries behind need no flush of their own.
 fn new_table<F: Format>() {
     let (mut world, backing) = copying::<F>(Config::default());
     let vm = Arc::clone(&world.vm);
@@ -270,7 +275,8 @@ fn new_table<F: Format>() {
 }
 
 each_broken!(a_split_that_is_overtaken_splits_no_further_than_it_was_asked_to, no_further);
-/// Two who split a page of 1 GiB to 2 MiB at once: what one has split, the other does not split further.
+/// Two who split a page of 1 GiB to 2 MiB at once: what one has split, the other does not split
+/// further.
 fn no_further<F: Format>() {
     let slot = Slot::huge(1, 0, HUGE, PageSize::Size1G);
     let mut world = World::<Breaking<F>>::new(Config::default());
@@ -297,7 +303,8 @@ fn cancels_late<F: Format>() {
     let (reached, is_there) = mpsc::channel();
     let (go, go_on) = mpsc::channel();
     let (tell, canceller) = mpsc::channel();
-    // While the split flushes, a fault begins to cancel it, and stops at the first part of the table that is to come.
+    // While the split flushes, a fault begins to cancel it, and stops at the first part of the
+    // table that is to come.
     world.vm.host().overtake(Call::Flush, 1, move || {
         tell.send(thread::spawn(move || {
             let mut vcpu = vm.create_vcpu().unwrap();

@@ -1,5 +1,6 @@
-//! Lazy write protection on one thread: which table entries are closed, and what the next write below does to the others.
-//! (Not in formats whose table entries cannot be closed: none of those is named for `each`.)
+//! Lazy write protection on one thread: which table entries are closed, and what the next write
+//! below does to the others. (Not in formats whose table entries cannot be closed: none of those is
+//! named for `each`.)
 
 use std::sync::Arc;
 

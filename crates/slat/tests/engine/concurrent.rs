@@ -1,7 +1,8 @@
-//! Many vCPUs at once, beside whoever changes slots: nobody loses, nobody fails, and nobody sees what was taken away.
+//! Many vCPUs at once, beside whoever changes slots: nobody loses, nobody fails, and nobody sees
+//! what was taken away.
 //!
-//! Every test runs for each locking and both formats, for a bounded time. With 64 guests on few cores most of them are
-//! preempted in the middle of something, which is what is to be tried.
+//! Every test runs for each locking and both formats, for a bounded time. With 64 guests on few
+//! cores most of them are preempted in the middle of something, which is what is to be tried.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
@@ -134,7 +135,8 @@ mod life {
     }
 }
 
-/// The versions that guests may see: from the last one whose making has returned to the last one begun.
+/// The versions that guests may see: from the last one whose making has returned to the last one
+/// begun.
 #[derive(Default)]
 struct Versions {
     made: AtomicU64,
@@ -148,7 +150,8 @@ impl Versions {
     }
 }
 
-/// Accesses the changing slot, and now and then the one behind it, which never changes, until `stop`.
+/// Accesses the changing slot, and now and then the one behind it, which never changes, until
+/// `stop`.
 fn live_in_changing_memory<F: Format>(mut guest: Guest<F>, thread: u64, versions: &Versions, stop: &AtomicBool) {
     let mut random = Random::new(thread);
     while !stop.load(Ordering::Relaxed) {
@@ -167,7 +170,8 @@ fn live_in_changing_memory<F: Format>(mut guest: Guest<F>, thread: u64, versions
         let from = versions.made.load(Ordering::SeqCst);
         let result = guest.try_access(gpa, access, |found| {
             let pfn = found.pfn.0;
-            // Made by now, not when the access began: a change returns when no access uses what it took away.
+            // Made by now, not when the access began: a change returns when no access uses what it
+            // took away.
             let from = versions.made.load(Ordering::SeqCst);
             let allowed = |version| life::pfn(version, gfn) == Some(pfn);
             assert!(versions.any_since(from, allowed), "frame {pfn:#x} at {gfn:#x} is not of a version since {from}");

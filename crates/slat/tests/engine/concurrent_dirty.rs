@@ -1,13 +1,16 @@
-//! The promise of the dirty log, with guests that write while a host harvests: nothing is lost for longer than one
-//! harvest, and when all have stopped one harvest is exact. In every mode of finding out writes, with every locking.
+//! The promise of the dirty log, with guests that write while a host harvests: nothing is lost for
+//! longer than one harvest, and when all have stopped one harvest is exact. In every mode of
+//! finding out writes, with every locking.
 //!
-//! The frames have contents here: for each page a count of the writes to it. A guest's write is an access (see
-//! `common::guest`) that finds a writable translation, sets D if it is clear, and then counts; so it may come long after the
-//! walk, but not after a flush that began later than the walk has returned. The host copies the counts of the pages that a
-//! harvest reports, after the harvest has returned. A count that was there before harvest k, and is not in the copy when
-//! harvest k+1 has been copied, is lost, if the faults (and moves, and other calls that mark) that were under way at harvest
-//! k have returned before harvest k+1: a vCPU that was stopped between giving the right to write and marking delays the mark
-//! for as long as it is stopped, and another vCPU may have written meanwhile.
+//! The frames have contents here: for each page a count of the writes to it. A guest's write is an
+//! access (see `common::guest`) that finds a writable translation, sets D if it is clear, and then
+//! counts; so it may come long after the walk, but not after a flush that began later than the walk
+//! has returned. The host copies the counts of the pages that a harvest reports, after the harvest
+//! has returned. A count that was there before harvest k, and is not in the copy when harvest k+1
+//! has been copied, is lost, if the faults (and moves, and other calls that mark) that were under
+//! way at harvest k have returned before harvest k+1: a vCPU that was stopped between giving the
+//! right to write and marking delays the mark for as long as it is stopped, and another vCPU may
+//! have written meanwhile.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -37,8 +40,8 @@ const MANY_PAGES: u64 = 2 * 4096 + 200;
 /// Congruent to the slot's first page, so that a block can be mapped by 2 MiB.
 const FIRST_PFN: u64 = (1 << 30) + 512 - 100;
 
-/// Each way to find out writes that format `F` has, with each locking; the other choices go round, beginning with
-/// `first`, so that each test has another mixture.
+/// Each way to find out writes that format `F` has, with each locking; the other choices go round,
+/// beginning with `first`, so that each test has another mixture.
 fn configs<F: Format>(first: usize) -> impl Iterator<Item = Config> {
     let all = LOCKINGS.into_iter().flat_map(|locking| dirty_trackings::<F>().map(move |tracking| (locking, tracking)));
     (first..).zip(all).map(|(index, (locking, tracking))| {
@@ -106,7 +109,8 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// Tries to write page `page` of the space from `START` on. Says whether it was written; a fault does not count.
+    /// Tries to write page `page` of the space from `START` on. Says whether it was written; a
+    /// fault does not count.
     fn write(&self, guest: &mut Guest<F>, page: u64) -> Result<(), Option<Exit>> {
         let gpa = Gpa(START + page * PAGE_SIZE);
         match guest.try_access(gpa, Access::Write, |found| self.write_through(gpa, found)) {
@@ -134,7 +138,8 @@ impl<F: Format> World<F> {
         self.harvest_pages(0..self.nr_pages, |_| true)
     }
 
-    /// Harvests `pages`, in whatever mode, of them those that `is_mine`, and copies what is reported.
+    /// Harvests `pages`, in whatever mode, of them those that `is_mine`, and copies what is
+    /// reported.
     fn harvest_pages(&self, pages: Range<u64>, is_mine: impl Fn(u64) -> bool) -> Result<u64, Error> {
         let nr_pages = pages.end - pages.start;
         let mut bitmap = vec![0; nr_pages.div_ceil(64) as usize];
@@ -321,7 +326,8 @@ fn ranges<F: Format>(config: Config) {
     let world = World::<F>::logging(config, MANY_PAGES);
     world.beside_guests(4, || {
         std::thread::scope(|scope| {
-            // The borders lie within words of the summary (64 words of 64 pages), and within tables.
+            // The borders lie within words of the summary (64 words of 64 pages), and within
+            // tables.
             for pages in [0..64, 64..33 * 64, 33 * 64..65 * 64, 65 * 64..MANY_PAGES] {
                 let world = &world;
                 scope.spawn(move || for_a_while(|| world.check_two_harvests(pages.clone())));

@@ -1,10 +1,12 @@
-//! Huge pages on many threads: 1 GiB that is split, recovered, taken away in whole and in part, logged, and made anew as two
-//! halves, all at once and beside guests that read and write. Nobody reaches a frame that was taken back, every write is told
-//! and logged, what is counted is there, and no table is left.
+//! Huge pages on many threads: 1 GiB that is split, recovered, taken away in whole and in part,
+//! logged, and made anew as two halves, all at once and beside guests that read and write. Nobody
+//! reaches a frame that was taken back, every write is told and logged, what is counted is there,
+//! and no table is left.
 //!
-//! Only some pages are accessed and moved: the hot ones, of blocks that lie apart and next to each other. Their frames are
-//! numbers, each given out once, and a byte for each says what has become of it. For the log, each hot page has a count of
-//! its writes, and a copy that the host makes of those that a harvest reports, as in `concurrent_dirty`.
+//! Only some pages are accessed and moved: the hot ones, of blocks that lie apart and next to each
+//! other. Their frames are numbers, each given out once, and a byte for each says what has become
+//! of it. For the log, each hot page has a count of its writes, and a copy that the host makes of
+//! those that a harvest reports, as in `concurrent_dirty`.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -214,7 +216,8 @@ impl<F: Format> World<F> {
         if sets_bits && found.entry.0 & F::DIRTY == 0 && !write_as_hardware(&self.vm, gfn, found) {
             return false;
         }
-        // Looked at once more: the access is not over, so whoever takes the frame back has not returned from the flush.
+        // Looked at once more: the access is not over, so whoever takes the frame back has not
+        // returned from the flush.
         let state = frame.fetch_or(WRITTEN, Ordering::SeqCst);
         self.assert_alive(pfn, hot, state);
         self.contents[hot].fetch_add(1, Ordering::SeqCst);
@@ -235,7 +238,8 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// Notes what was told, and checks that it is all that was written of the hot pages in a range that nobody can access.
+    /// Notes what was told, and checks that it is all that was written of the hot pages in a range
+    /// that nobody can access.
     fn check_told(&self, layout: &Layout, first: u64, nr_pages: u64) {
         self.note();
         for hot in hot_in(first, nr_pages) {
@@ -259,7 +263,8 @@ impl<F: Format> World<F> {
     /// Takes a range away, and meanwhile moves pages or moves them back.
     fn invalidate(&self, guest: &mut Guest<F>, (first, nr_pages): (u64, u64), meanwhile: impl Fn(&Layout, usize)) {
         let range = range_of(first, nr_pages);
-        // Whoever is behind it all sees the frames of the slots that there were: those of later ones are no concern of his.
+        // Whoever is behind it all sees the frames of the slots that there were: those of later
+        // ones are no concern of his.
         let layout = self.layout();
         let held = guest.during_fault(|_| self.vm.invalidate_range(range).unwrap());
         for gfn in [range.start, Gfn(range.end.0 - 1)] {
@@ -338,7 +343,8 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// Turns logging on and off, with harvests between that must bring what was written before the last but one.
+    /// Turns logging on and off, with harvests between that must bring what was written before the
+    /// last but one.
     fn log(&self) {
         self.set_flags(LOG);
         // What was written before is copied whole, as a migration does.
@@ -353,7 +359,8 @@ impl<F: Format> World<F> {
         self.set_flags(NO_FLAGS);
     }
 
-    /// Deletes the slots, and makes them anew over other frames: as two halves if they were one, and the reverse.
+    /// Deletes the slots, and makes them anew over other frames: as two halves if they were one,
+    /// and the reverse.
     fn recreate(&self) {
         let layout = self.layout();
         if layout.generation + 1 == MAX_GENERATIONS {

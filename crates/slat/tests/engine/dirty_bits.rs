@@ -1,5 +1,6 @@
-//! The dirty log by the CPUs' own dirty bits and modification logs, step by step: CPUs here are the test, which sets A and D
-//! of the leaves that it writes through, and gives the host what a CPU would log.
+//! The dirty log by the CPUs' own dirty bits and modification logs, step by step: CPUs here are the
+//! test, which sets A and D of the leaves that it writes through, and gives the host what a CPU
+//! would log.
 
 use crate::common::log::{LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, each_config};
 use slat::{
@@ -106,7 +107,8 @@ fn before_logging<F: Format>(config: Config) {
             (100..200).for_each(|page| assert_eq!(world.read(SLOT, page), 1));
             world.take_flushes();
             world.set_flags(SLOT, LOG);
-            // What is in the CPUs' logs from before may be reported, as it is with KVM; here it is taken away.
+            // What is in the CPUs' logs from before may be reported, as it is with KVM; here it is
+            // taken away.
             world.vm.host().modification_log.lock().unwrap().clear();
             if manual_protect == ManualProtect::InitiallySet {
                 assert_eq!(world.take_flushes().len(), 0);
@@ -132,7 +134,8 @@ fn zapped<F: Format>(config: Config) {
             world.create(SLOT, LOG);
             world.take(SLOT);
             (0..10).for_each(|page| assert_eq!(world.read(SLOT, page), 1));
-            // 1: written, and its log taken. 2: written. 3: written, taken, and written again. The others are clean.
+            // 1: written, and its log taken. 2: written. 3: written, taken, and written again. The
+            // others are clean.
             world.write_all(SLOT, [1, 3]);
             assert_eq!(world.take(SLOT), [1, 3]);
             world.write_all(SLOT, [2, 3]);

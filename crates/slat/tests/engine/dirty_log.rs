@@ -1,5 +1,5 @@
-//! What the dirty log says, call by call, on one thread: every mode of getting and clearing, ranges and masks, slots of
-//! awkward sizes at awkward places, and everything that cannot be asked for.
+//! What the dirty log says, call by call, on one thread: every mode of getting and clearing, ranges
+//! and masks, slots of awkward sizes at awkward places, and everything that cannot be asked for.
 
 use crate::common::log::{
     LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, dirty_trackings, each_config, mask_of, pages_of,
@@ -7,7 +7,8 @@ use crate::common::log::{
 use crate::common::{GIB, change};
 use slat::{Config, Error, Format, GfnRange, ManualProtect, MemoryRegionFlags, PAGE_SIZE};
 
-/// Slots of sizes around those of words and tables, which begin at, before, and far from their borders.
+/// Slots of sizes around those of words and tables, which begin at, before, and far from their
+/// borders.
 fn awkward_slots() -> impl Iterator<Item = Slot> {
     let firsts = [0, 1, 63, 64, 512 - 33, 512, 3 * 512 + 7, (1 << 18) - 1];
     let sizes = [1, 63, 64, 65, 511, 512, 513, 2 * 512 + 65];

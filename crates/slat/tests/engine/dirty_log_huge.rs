@@ -1,4 +1,5 @@
-//! Huge pages in slots that log: they stay for readers, and the first write splits them or marks them whole.
+//! Huge pages in slots that log: they stay for readers, and the first write splits them or marks
+//! them whole.
 
 use crate::common::GIB;
 use crate::common::log::{
@@ -124,7 +125,8 @@ fn first_write<F: Format>(config: Config) {
         assert_eq!(world.take(SLOT), [0; 0], "{config:?}");
         let page = HUGE + 7 * 512 + 9;
         let block: Vec<u64> = (HUGE + 7 * 512..HUGE + 8 * 512).collect();
-        // The write, and all that is to be seen of it, twice: the second meets what the first has made.
+        // The write, and all that is to be seen of it, twice: the second meets what the first has
+        // made.
         for round in 0..2 {
             world.write(SLOT, page);
             if marks_whole {

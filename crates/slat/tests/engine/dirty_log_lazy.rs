@@ -1,6 +1,7 @@
-//! Lazy write protection, step by step: when a harvest closes the entry above a table, what the guest notices of it, who
-//! opens it again, and what becomes of closed tables when slots and mappings change. And what a harvest does in formats whose
-//! table entries cannot be closed: they are not named for `each_config`.
+//! Lazy write protection, step by step: when a harvest closes the entry above a table, what the
+//! guest notices of it, who opens it again, and what becomes of closed tables when slots and
+//! mappings change. And what a harvest does in formats whose table entries cannot be closed: they
+//! are not named for `each_config`.
 
 use crate::common::log::{LAZY, LEAF_BY_LEAF, LOG, MANUAL_PROTECTS, NO_FLAGS, Slot, World, each_config};
 use slat::{
@@ -14,7 +15,8 @@ const PAGES_WORTH_CLOSING: u64 = 16;
 /// Three whole tables.
 const SLOT: Slot = Slot::new(1, 512, 3 * 512);
 
-/// Tables closed and opened, and leaves protected one by one, since this was last asked with the same `before`.
+/// Tables closed and opened, and leaves protected one by one, since this was last asked with the
+/// same `before`.
 fn since<F: Format>(world: &World<F>, before: &mut [u64; 3]) -> [u64; 3] {
     let stats = world.vm.stats();
     let now = [stats.tables_closed, stats.tables_opened, stats.protected];
@@ -23,7 +25,8 @@ fn since<F: Format>(world: &World<F>, before: &mut [u64; 3]) -> [u64; 3] {
     since
 }
 
-/// A VM with `SLOT`, of which all pages are written, and whose log has been taken: three closed tables.
+/// A VM with `SLOT`, of which all pages are written, and whose log has been taken: three closed
+/// tables.
 fn closed<F: Format>(config: Config) -> World<F> {
     let mut world = World::<F>::new(config.with_dirty_tracking(LAZY));
     world.create(SLOT, LOG);
@@ -409,7 +412,8 @@ fn long_section<F: Format>(config: Config) {
     world.finish(&[SLOT]);
 }
 
-// A table that stays linked when its slot goes may be closed, and the next slots have a part of it each.
+// A table that stays linked when its slot goes may be closed, and the next slots have a part of it
+// each.
 each_config!(a_closed_table_that_outlives_its_slot_loses_no_mark_of_the_next_ones, outlives,);
 fn outlives<F: Format>(config: Config) {
     // Who writes first opens the table: one whose slot logs, and one whose slot does not.
@@ -455,7 +459,8 @@ fn outlives<F: Format>(config: Config) {
     }
 }
 
-/// Where table entries cannot be closed, lazy protection is leaf by leaf: the same log, the same entries, the same counts.
+/// Where table entries cannot be closed, lazy protection is leaf by leaf: the same log, the same
+/// entries, the same counts.
 #[test]
 fn what_cannot_be_closed_is_protected_leaf_by_leaf() {
     never_closed::<Stage2>();

@@ -1,5 +1,6 @@
-//! Dirty rings: what is pushed and when, exits of vCPUs whose rings are full, resets that protect. In `beside_guests`, that
-//! nothing is lost when guests write, threads harvest and reset, and slots change, all at once.
+//! Dirty rings: what is pushed and when, exits of vCPUs whose rings are full, resets that protect.
+//! In `beside_guests`, that nothing is lost when guests write, threads harvest and reset, and slots
+//! change, all at once.
 
 mod beside_guests;
 mod enabled_late;
@@ -31,7 +32,8 @@ fn vm_with<F: Format>(config: Config, nr_entries: u32) -> Arc<Vm<TestHost, F>> {
     vm
 }
 
-/// For exact counts: below a table entry that was closed lazily, a page may be pushed twice by one fault.
+/// For exact counts: below a table entry that was closed lazily, a page may be pushed twice by one
+/// fault.
 fn leaf_by_leaf(locking: Locking) -> Config {
     Config::with_locking(locking).with_dirty_tracking(DirtyTracking::WriteProtect(WriteProtection::LeafByLeaf))
 }
@@ -202,7 +204,8 @@ fn an_entry_is_empty_only_after_the_flush() {
     assert_eq!(first_index(), 1);
 }
 
-/// A slot that does not begin at a multiple of 64 pages, whose pages are in the ring again and again.
+/// A slot that does not begin at a multiple of 64 pages, whose pages are in the ring again and
+/// again.
 #[test]
 fn pages_that_are_in_the_ring_many_times_are_protected_like_others() {
     const START: u64 = 2 * MIB - 100 * PAGE_SIZE;
@@ -261,8 +264,8 @@ fn no_step_opens_more_pages_than_there_is_room_for() {
     }
 }
 
-/// A slot begins to log while a fault in it is on its way, at each point of the fault: whatever can be written afterwards
-/// is in the ring.
+/// A slot begins to log while a fault in it is on its way, at each point of the fault: whatever can
+/// be written afterwards is in the ring.
 #[test]
 fn a_slot_that_begins_to_log_beside_a_fault_has_all_its_writable_pages_in_the_ring() {
     const SIZE: u64 = 4 * MIB;
@@ -360,7 +363,8 @@ fn entries_of_slots_that_changed_do_no_harm() {
     // The page at its new place was opened by an entry of its own.
     assert!(is_writable(&vm, first + 701));
     assert_eq!(harvest(&vm), pages_of(0, [700, 701]));
-    // Another slot by the same number, smaller than the pages of the entries, at the very end of the space.
+    // Another slot by the same number, smaller than the pages of the entries, at the very end of
+    // the space.
     vm.set_user_memory_region(change(0, NO_FLAGS, 0, 0)).unwrap();
     let last = (1 << 48) - 2 * PAGE_SIZE;
     vm.set_user_memory_region(region(0, last, 2 * PAGE_SIZE, 0, PageSize::Size4K)).unwrap();

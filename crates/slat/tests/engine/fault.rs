@@ -50,7 +50,8 @@ fn maps<F: Format>(vm: Arc<Vm<TestHost, F>>) {
 each!(leaves_are_as_large_as_backing_alignment_and_slot_allow, sizes);
 fn sizes<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     let one_gib_pages = GIB / 4096;
-    // Aligned alike: 1 GiB. Guest and host differ by 2 MiB: 2 MiB. By 4 KiB: 4 KiB. Slot ends inside: smaller there.
+    // Aligned alike: 1 GiB. Guest and host differ by 2 MiB: 2 MiB. By 4 KiB: 4 KiB. Slot ends
+    // inside: smaller there.
     vm.set_user_memory_region(region(0, 4 * GIB, GIB, 8 * one_gib_pages, PageSize::Size1G)).unwrap();
     vm.set_user_memory_region(region(1, 6 * GIB, GIB, 9 * one_gib_pages + 512, PageSize::Size1G)).unwrap();
     vm.set_user_memory_region(region(2, 8 * GIB, GIB, 11 * one_gib_pages + 1, PageSize::Size1G)).unwrap();
@@ -260,7 +261,8 @@ fn delete_and_move<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     assert!(dropped.load(Ordering::SeqCst));
     drop(vcpu);
     assert_eq!(vm.stats().live_tables(), vm.host().live_tables() as u64);
-    // Tables that hold parts of the slot's block only stay linked; a slot as large as their blocks takes them away.
+    // Tables that hold parts of the slot's block only stay linked; a slot as large as their blocks
+    // takes them away.
     vm.set_user_memory_region(region(5, 0, 1 << 39, 0, PageSize::Size4K)).unwrap();
     vm.set_user_memory_region(change(5, MemoryRegionFlags::empty(), 0, 0)).unwrap();
     vm.reclaim();

@@ -1,5 +1,6 @@
-//! Fault-around: exactly the neighbours that are resident are mapped, with what a read would be given, and nobody can tell
-//! that the guest has not asked for them, except that it does not fault there.
+//! Fault-around: exactly the neighbours that are resident are mapped, with what a read would be
+//! given, and nobody can tell that the guest has not asked for them, except that it does not fault
+//! there.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -42,7 +43,8 @@ fn mapped<H: Host, F: Format>(vm: &Vm<H, F>, range: std::ops::Range<u64>) -> BTr
     range.filter(|&gfn| cursor.query(Gfn(gfn).gpa()).is_some()).collect()
 }
 
-/// A slot of small pages from guest frame `first` on, of which `resident` (numbers within the slot) are resident.
+/// A slot of small pages from guest frame `first` on, of which `resident` (numbers within the slot)
+/// are resident.
 fn slot(
     id: u32,
     first: u64,
@@ -241,7 +243,8 @@ fn rights<F: Format>(locking: Locking) {
     assert!(at(&vm, 21).unwrap().writable && !at(&vm, 22).unwrap().writable);
 }
 
-/// In a slot that logs, a neighbour's page is clean until it is written, and then logged, whatever finds out writes.
+/// In a slot that logs, a neighbour's page is clean until it is written, and then logged, whatever
+/// finds out writes.
 fn logs<F: Format>(locking: Locking) {
     for tracking in dirty_trackings::<F>() {
         for access in ACCESSES {
@@ -273,8 +276,8 @@ fn logs<F: Format>(locking: Locking) {
 }
 each!(a_neighbour_is_logged_when_it_is_written_and_not_before, logs);
 
-/// Logging begins while the host is asked about neighbours that were to be writable: whatever may be written then is in the
-/// log, or in the ring.
+/// Logging begins while the host is asked about neighbours that were to be writable: whatever may
+/// be written then is in the log, or in the ring.
 fn logging_begins<F: Format>(locking: Locking) {
     for has_ring in [false, true] {
         for access in [Access::Read, Access::Write] {
@@ -305,8 +308,8 @@ fn logging_begins<F: Format>(locking: Locking) {
                 vm.get_dirty_log(0, &mut bitmap).unwrap();
                 logged.extend((0..64).filter(|page| bitmap[0] >> page & 1 == 1));
             }
-            // The fault's own page was there before the slot logged, and is write-protected. Where CPUs
-            // set no D, neighbours would count as written.
+            // The fault's own page was there before the slot logged, and is write-protected. Where
+            // CPUs set no D, neighbours would count as written.
             assert_eq!(writable.len(), if F::HAS_DIRTY_BIT { 7 } else { 0 }, "all neighbours of the group were to be");
             assert!(writable.is_subset(&logged), "writable {writable:?}, logged {logged:?}");
         }
@@ -315,8 +318,8 @@ fn logging_begins<F: Format>(locking: Locking) {
 each!(neighbours_that_are_opened_while_logging_begins_are_logged, logging_begins);
 
 each!(neighbours_take_no_place_in_a_ring, rings);
-/// In a slot that logs, a ring holds what was written and no neighbour; and a ring that is nearly full has room for all that a
-/// fault may open.
+/// In a slot that logs, a ring holds what was written and no neighbour; and a ring that is nearly
+/// full has room for all that a fault may open.
 fn rings<F: Format>(locking: Locking) {
     let vm = vm_with::<F>(around(locking, 64));
     vm.enable_dirty_ring(256).unwrap();
@@ -386,8 +389,8 @@ fn no_memory<F: Format>(locking: Locking) {
     }
 }
 
-/// A fault is overtaken at its `nth` look at an entry: a neighbour gets another frame, or its slot goes. Says whether it has so
-/// many.
+/// A fault is overtaken at its `nth` look at an entry: a neighbour gets another frame, or its slot
+/// goes. Says whether it has so many.
 #[cfg(debug_assertions)]
 fn overtaken(has_table: bool, whole_slot: bool, access: Access, nth: u32) -> bool {
     let vm = vm_with::<Hooked>(around(Locking::None, 8));
@@ -450,8 +453,9 @@ fn a_fault_that_is_overtaken_at_any_look_maps_no_old_neighbour() {
     assert!(nr_overtaken > 100, "{nr_overtaken} looks");
 }
 
-/// The same between the host's word and the leaf, for which there is no look: each neighbour's answer is the last before a
-/// page of the window is given another frame, or before the slot is replaced by another over it.
+/// The same between the host's word and the leaf, for which there is no look: each neighbour's
+/// answer is the last before a page of the window is given another frame, or before the slot is
+/// replaced by another over it.
 fn overtaken_by_host<F: Format>(locking: Locking) {
     for whole_slot in [false, true] {
         let vm = trap_vm_with::<F>(around(locking, 8));
@@ -493,7 +497,8 @@ fn overtaken_by_host<F: Format>(locking: Locking) {
 }
 each!(an_answer_that_is_overtaken_is_not_mapped, overtaken_by_host);
 
-/// Threads fault in the same windows while pages get other frames: nothing old is left, and the counts are exact.
+/// Threads fault in the same windows while pages get other frames: nothing old is left, and the
+/// counts are exact.
 fn beside_others<F: Format>(locking: Locking) {
     const NR_PAGES: u64 = 1024;
     let vm = vm_with::<F>(around(locking, 16));

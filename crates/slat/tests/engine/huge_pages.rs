@@ -119,8 +119,8 @@ fn sizes<F: Format>(world: &World<F>) -> (u64, u64, u64) {
     pages(&world.vm)
 }
 
-/// A world with one slot, mapped as large as may be for `access`, as if the guest had used nothing yet; what is taken away is
-/// recorded.
+/// A world with one slot, mapped as large as may be for `access`, as if the guest had used nothing
+/// yet; what is taken away is recorded.
 fn world_with<F: Format>(config: Config, slot: Slot, access: Access) -> World<F> {
     let mut world = World::<F>::new(config);
     world.create(slot, NO_FLAGS);
@@ -550,7 +550,8 @@ fn held<F: Format>(config: Config) {
     let world = world_with::<F>(config, slot, Access::Write);
     let taken_away = world.vm.invalidate_range(GfnRange::new(slot.gfn(7), 1)).unwrap();
     zapped(&world);
-    // No huge leaf can come there before it is over: to take the others away would cost their faults for nothing.
+    // No huge leaf can come there before it is over: to take the others away would cost their
+    // faults for nothing.
     assert_eq!(world.vm.recover_range(slot.range()), Ok(0));
     assert_eq!((sizes(&world), zapped(&world).len()), ((511, 1, 0), 0));
     drop(taken_away);

@@ -1,4 +1,5 @@
-//! On which node tables lie: those of splits and those of faults, by each policy; and what is counted of it, against a walk.
+//! On which node tables lie: those of splits and those of faults, by each policy; and what is
+//! counted of it, against a walk.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -41,7 +42,8 @@ fn world<F: Format>(config: Config, nodes: Nodes) -> World<F> {
     world
 }
 
-/// The tables whose entries have `level`, by the first frame that they map and the node that they are on.
+/// The tables whose entries have `level`, by the first frame that they map and the node that they
+/// are on.
 fn tables<F: Format>(world: &World<F>, level: Level) -> Vec<(Gfn, NodeId)> {
     let mut found = Vec::new();
     visit(world, world.vm.root(), F::ROOT_LEVEL, Gfn(0), level, &mut found);
@@ -85,7 +87,8 @@ fn node_of_page<F: Format>(world: &World<F>, slot: Slot, gfn: Gfn) -> NodeId {
     world.vm.host().node_of(slat::Pfn(slot.first_pfn + (gfn.0 - slot.first)))
 }
 
-/// Splits ahead of time, by the end of a clear or by the first write: each table where it should be, and counted.
+/// Splits ahead of time, by the end of a clear or by the first write: each table where it should
+/// be, and counted.
 fn splits<F: Format>(config: Config) {
     for policy in POLICIES {
         for splitting in [HugePageSplitting::Eager, HugePageSplitting::Lazy] {
@@ -239,8 +242,8 @@ fn a_table_left_over_from_another_node_is_not_used() {
     of_each_format!(left_over(Config::default()));
 }
 
-/// A huge page that the host gives read-only; of which it then gives a small one for writing: the fault splits, and the
-/// tables of splits have their own policy.
+/// A huge page that the host gives read-only; of which it then gives a small one for writing: the
+/// fault splits, and the tables of splits have their own policy.
 fn split_by_a_copy<F: Format>(config: Config, nodes: Nodes) {
     let config = config.with_fault_table_placement(TablePlacement::Node(NodeId(2)));
     let mut world = world::<F>(config, nodes);

@@ -1,5 +1,6 @@
-//! Invalidation, case by case: what it takes away and what not, what faults find inside and beside it, and what becomes of
-//! it without memory for tables or behind a section that does not end. Faults that it overtakes: `overtaken_invalidate`.
+//! Invalidation, case by case: what it takes away and what not, what faults find inside and beside
+//! it, and what becomes of it without memory for tables or behind a section that does not end.
+//! Faults that it overtakes: `overtaken_invalidate`.
 #![allow(unsafe_code, reason = "passes a host's contract on")]
 
 use std::alloc::Layout;
@@ -328,8 +329,8 @@ fn bounded<F: Format>(locking: Locking) {
     assert_eq!((vm.stats().live_tables(), vm.host().host.live_tables()), (1, 1));
 }
 
-/// [`TestHost`], but pages of which the guest has read-only frames are copied when they are written: the resolve of the
-/// write invalidates the page and gives it another frame.
+/// [`TestHost`], but pages of which the guest has read-only frames are copied when they are
+/// written: the resolve of the write invalidates the page and gives it another frame.
 struct CopyOnWrite<F: Format> {
     host: TestHost,
     vm: OnceLock<Weak<Vm<CopyOnWrite<F>, F>>>,
@@ -350,7 +351,8 @@ impl<F: Format> Park for CopyOnWrite<F> {
     }
 }
 
-// SAFETY: all is passed on to a host that keeps the contract; a page gets another frame only inside an invalidation.
+// SAFETY: all is passed on to a host that keeps the contract; a page gets another frame only inside
+// an invalidation.
 unsafe impl<F: Format> Host for CopyOnWrite<F> {
     type Backing = Arc<TestBacking>;
 
@@ -452,7 +454,8 @@ fn read_only_again<F: Format>(locking: Locking) {
     let keeper = vm.host().in_resolve.set();
     let writing = std::thread::spawn(move || writer.handle_fault(gpa, Access::Write));
     keeper.arrived.recv().unwrap();
-    // The host has answered that the frame may be written. Now it takes that back, and the very same leaf is made again.
+    // The host has answered that the frame may be written. Now it takes that back, and the very
+    // same leaf is made again.
     let guard = vm.invalidate_range(pages(3, 1)).unwrap();
     backing.frames.write().unwrap().insert(3, Frame { pfn: 0x103, writes: Writes::Refused });
     drop(guard);
@@ -515,8 +518,8 @@ fn steps<F: Format>(locking: Locking) {
 
 each!(no_table_is_freed_before_a_flush_and_a_zap_holds_few, tables_of_a_zap);
 fn tables_of_a_zap<F: Format>(locking: Locking) {
-    // Tables without a leaf in them: nothing but their unlinking owes a flush. More than a zap may hold, or, if it always
-    // yields, more than it unlinks in one turn.
+    // Tables without a leaf in them: nothing but their unlinking owes a flush. More than a zap may
+    // hold, or, if it always yields, more than it unlinks in one turn.
     for (nr_blocks, yields, least) in [(1100, false, 3), (20, true, 2)] {
         let vm = trap_vm::<F>(locking);
         vm.set_user_memory_region(region(0, 0, 4 * GIB, 4 * BLOCK_1G, PageSize::Size4K)).unwrap();
@@ -567,7 +570,8 @@ fn not_starved<F: Format>(locking: Locking) {
             let mut vcpu = vm.create_vcpu().unwrap();
             let is_over = &is_over;
             scope.spawn(move || {
-                // All in one table, and each its own pages: whatever they install is in the way of the next invalidation.
+                // All in one table, and each its own pages: whatever they install is in the way of
+                // the next invalidation.
                 for page in (0..BLOCK_2M).filter(|page| page % NR_VCPUS == index).cycle() {
                     if is_over.load(Ordering::Relaxed) {
                         break;

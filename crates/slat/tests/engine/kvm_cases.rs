@@ -1,6 +1,7 @@
-//! Cases that KVM's own tests of its memory interface try, on this engine: many vCPUs over several slots that are remade,
-//! made read-only and writable again under them (mmu_stress_test), and slots that are moved and deleted while in use, bad
-//! ones, and as many as there can be (set_memory_region_test).
+//! Cases that KVM's own tests of its memory interface try, on this engine: many vCPUs over several
+//! slots that are remade, made read-only and writable again under them (mmu_stress_test), and slots
+//! that are moved and deleted while in use, bad ones, and as many as there can be
+//! (set_memory_region_test).
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
@@ -61,8 +62,8 @@ mod stress {
     }
 }
 
-/// Accesses page `gfn` until that is done, and checks that it is the one of `life`. An error that is not one of `allowed`
-/// fails the test; one that is, is the answer.
+/// Accesses page `gfn` until that is done, and checks that it is the one of `life`. An error that
+/// is not one of `allowed` fails the test; one that is, is the answer.
 fn access<F: Format>(guest: &mut Guest<F>, life: u64, gfn: u64, access: Access) -> Result<(), Error> {
     let gpa = Gfn(gfn).gpa();
     loop {
@@ -94,7 +95,8 @@ fn mmu_stress<F: Format>(locking: Locking) {
                     phase.wait();
                     phase.wait();
                 }
-                // Read-only, while this is writing: an error is right as soon as that began, and a must when it is done.
+                // Read-only, while this is writing: an error is right as soon as that began, and a
+                // must when it is done.
                 for gfn in stress::frames(index).cycle() {
                     let was_read_only = is_read_only.load(Ordering::SeqCst);
                     let result = access(&mut guest, 2, gfn, Access::Write);
@@ -152,8 +154,8 @@ fn mmu_stress<F: Format>(locking: Locking) {
     assert_no_table_is_left(&vm);
 }
 
-/// The guest reads one page while its slot is moved away and back, or deleted and made again: it finds the page's frame or
-/// a device, and what it must when nothing moves.
+/// The guest reads one page while its slot is moved away and back, or deleted and made again: it
+/// finds the page's frame or a device, and what it must when nothing moves.
 fn in_use<F: Format>(locking: Locking, take_away: fn(&Vm<TestHost, F>), bring_back: fn(&Vm<TestHost, F>)) {
     const ROUNDS: u32 = 30;
     let vm = vm::<F>(locking);
@@ -176,7 +178,8 @@ fn in_use<F: Format>(locking: Locking, take_away: fn(&Vm<TestHost, F>), bring_ba
                         }
                         Err(None) => continue,
                     };
-                    // Nothing changed from before the access to after it: then it is known what had to be found.
+                    // Nothing changed from before the access to after it: then it is known what had
+                    // to be found.
                     if before.is_multiple_of(2) && version.load(Ordering::SeqCst) == before {
                         assert_eq!(is_there, before.is_multiple_of(4), "in version {before}");
                         nr_seen[usize::from(is_there)].fetch_add(1, Ordering::SeqCst);

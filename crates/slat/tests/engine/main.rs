@@ -1,8 +1,9 @@
 //! What the engine does, seen from outside: on the host of `common`, for all formats.
 //!
-//! One binary for all of it, a module for what was a file. The engine is generic over the host and the format, so each binary
-//! compiles it anew, five times; that took most of the time of building the tests. Of its own has to be only what is about
-//! the whole process: a global allocator, or a build of another kind.
+//! One binary for all of it, a module for what was a file. The engine is generic over the host and
+//! the format, so each binary compiles it anew, five times; that took most of the time of building
+//! the tests. Of its own has to be only what is about the whole process: a global allocator, or a
+//! build of another kind.
 
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]

@@ -1,5 +1,6 @@
-//! A fault that is overtaken at a point where it matters, made deterministic: the slot is replaced between a fault's look
-//! and its exchange; other vCPUs get in between a write's resolve and its install.
+//! A fault that is overtaken at a point where it matters, made deterministic: the slot is replaced
+//! between a fault's look and its exchange; other vCPUs get in between a write's resolve and its
+//! install.
 #![allow(unsafe_code, reason = "a host of its own")]
 
 use std::alloc::Layout;
@@ -15,8 +16,8 @@ use slat::{
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 
-/// A write fault stops before its exchange; its slot is deleted, slot `second` is made over the same frames, and its page
-/// is read: the leaf is the very same again, but another slot's.
+/// A write fault stops before its exchange; its slot is deleted, slot `second` is made over the
+/// same frames, and its page is read: the leaf is the very same again, but another slot's.
 #[cfg(debug_assertions)]
 fn a_slot_is_replaced_under_a_write(second: u32) {
     let vm: Arc<Vm<TestHost, Hooked>> = Arc::new(Vm::new(TestHost::default(), Config::default()).unwrap());
@@ -53,7 +54,8 @@ fn a_write_marks_the_slot_that_took_the_place_of_its_own() {
     a_slot_is_replaced_under_a_write(2);
 }
 
-/// Tables at host-physical addresses from 0 on; and while a write is resolved, another vCPU reads the page.
+/// Tables at host-physical addresses from 0 on; and while a write is resolved, another vCPU reads
+/// the page.
 struct Beside {
     arena: *mut u8,
     free: Mutex<Vec<u64>>,

@@ -1,8 +1,9 @@
-//! The dirty log when a call is overtaken: a write's fault, a harvest, the beginning of logging, each stopped at every entry
-//! that it looks at, and something else done meanwhile. Afterwards no page may be written without being reported.
+//! The dirty log when a call is overtaken: a write's fault, a harvest, the beginning of logging,
+//! each stopped at every entry that it looks at, and something else done meanwhile. Afterwards no
+//! page may be written without being reported.
 //!
-//! The hook before an exchange is in the check of transitions, which release builds do not have: there fewer points are
-//! tried.
+//! The hook before an exchange is in the check of transitions, which release builds do not have:
+//! there fewer points are tried.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
@@ -159,7 +160,8 @@ const STATES: [Act; 6] = [
     }),
 ];
 
-/// What happens meanwhile; all leave the slot as it was found, logging or not, but for those that say so.
+/// What happens meanwhile; all leave the slot as it was found, logging or not, but for those that
+/// say so.
 const ACTS: [Act; 13] = [
     ("a harvest", |actor| {
         actor.get();
@@ -221,7 +223,8 @@ const VICTIMS: [Act; 5] = [
     ("logging begins", |actor| actor.set_flags(LOG)),
 ];
 
-/// Runs `victim` in `state`, overtaken by `act` at its `nth` look. Says whether there was such a look.
+/// Runs `victim` in `state`, overtaken by `act` at its `nth` look. Says whether there was such a
+/// look.
 fn run(tracking: DirtyTracking, state: Act, victim: Act, act: Act, nth: u32) -> bool {
     let what = format!("{tracking:?}: {}; {}, at look {nth}: {}", state.0, victim.0, act.0);
     let mut actor = Actor::new(tracking);

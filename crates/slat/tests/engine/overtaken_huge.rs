@@ -1,6 +1,7 @@
-//! Splits and recoveries that are overtaken, and that overtake others: at each flush, resolve and allocation that they make,
-//! and at each look at an entry, another call is run from beginning to end. Whatever comes in between: the guest reaches its
-//! frames, what it wrote is told and logged, what is counted is there, and no table is left.
+//! Splits and recoveries that are overtaken, and that overtake others: at each flush, resolve and
+//! allocation that they make, and at each look at an entry, another call is run from beginning to
+//! end. Whatever comes in between: the guest reaches its frames, what it wrote is told and logged,
+//! what is counted is there, and no table is left.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -84,7 +85,8 @@ impl<F: Format> Scene<F> {
         self.vm.set_user_memory_region(region(id, start.gpa().0, nr_pages * PAGE_SIZE, pfn, self.size)).unwrap();
     }
 
-    /// As the guest does: by hardware where the tables allow it. Says whether it came through: not where it is held up.
+    /// As the guest does: by hardware where the tables allow it. Says whether it came through: not
+    /// where it is held up.
     fn access(&self, page: u64, access: Access) -> bool {
         let gfn = Gfn(self.first + page);
         let mut vcpu = self.vm.create_vcpu().unwrap();
@@ -310,7 +312,8 @@ impl Act {
     }
 }
 
-/// In which state an act finds the slot: its largest leaves, those that it has, and whether it logs.
+/// In which state an act finds the slot: its largest leaves, those that it has, and whether it
+/// logs.
 #[derive(Clone, Copy, Debug)]
 struct Before {
     size: PageSize,

@@ -1,6 +1,8 @@
-//! Faults that an invalidation overtakes at each point where they look at an entry: nothing old is mapped.
+//! Faults that an invalidation overtakes at each point where they look at an entry: nothing old is
+//! mapped.
 //!
-//! The looks right before exchanges are in the check of transitions, which release builds do not have.
+//! The looks right before exchanges are in the check of transitions, which release builds do not
+//! have.
 #![cfg(debug_assertions)]
 #![allow(unsafe_code, reason = "the common host and format")]
 
@@ -43,7 +45,8 @@ enum Overtaking {
     Replace,
     /// The page stays, but may not be written any more; and is read.
     Forbid,
-    /// The page gets another frame while the whole space is taken away, so that no table stays; and is read.
+    /// The page gets another frame while the whole space is taken away, so that no table stays; and
+    /// is read.
     ReplaceAll,
 }
 
@@ -103,7 +106,8 @@ fn overtaken(before: Before, overtaking: Overtaking, access: Access, nth: u32) -
         }
         let gone = overtaking == Overtaking::Forbid && access == Access::Write;
         assert!(result == Ok(Outcome::Resume) || (gone && result == Err(Error::BackingGone { gpa })), "{case}");
-        // The guest tries again, and must get through. (The fault may have been fixed before it was overtaken.)
+        // The guest tries again, and must get through. (The fault may have been fixed before it was
+        // overtaken.)
         let again = vcpu.handle_fault(gpa, access);
         assert_eq!(again, if gone { Err(Error::BackingGone { gpa }) } else { Ok(Outcome::Resume) }, "{case}");
         let written = access == Access::Write && !gone;
@@ -133,13 +137,15 @@ fn a_fault_that_is_overtaken_at_any_look_maps_nothing_old() {
             }
         }
     }
-    // A fault on an empty root does not look at a present entry before its exchange; all others look thrice at least.
+    // A fault on an empty root does not look at a present entry before its exchange; all others
+    // look thrice at least.
     assert!(nr_overtaken > 36 * 3, "{nr_overtaken}");
 }
 
-/// A write that replaces a read-only leaf has taken its stamp; at its `nth` look the page is taken away, another write gets
-/// an answer from the host and is slow with it, the page is taken away once more, writing it is forbidden, and the
-/// read-only leaf is put back. Then the first write goes on, and then the slow one. Says whether there are so many looks.
+/// A write that replaces a read-only leaf has taken its stamp; at its `nth` look the page is taken
+/// away, another write gets an answer from the host and is slow with it, the page is taken away
+/// once more, writing it is forbidden, and the read-only leaf is put back. Then the first write
+/// goes on, and then the slow one. Says whether there are so many looks.
 fn a_slow_answer(nth: u32) -> bool {
     let vm = trap_vm::<Hooked>(Locking::None);
     let memory = region(0, 0, MIB, 0x1000, PageSize::Size4K);
@@ -191,8 +197,9 @@ fn an_answer_is_not_used_when_a_stamp_that_was_taken_earlier_comes_later() {
     assert!(nr_looks > 10, "{nr_looks}");
 }
 
-/// An invalidation of `range` is overtaken, at its `nth` look at an entry, by one of a single page that the guest has
-/// written. When that one returns, its host frees the frame: it must know by then that the page is dirty.
+/// An invalidation of `range` is overtaken, at its `nth` look at an entry, by one of a single page
+/// that the guest has written. When that one returns, its host frees the frame: it must know by
+/// then that the page is dirty.
 fn overtaken_by_another(range: GfnRange, nth: u32) -> bool {
     let vm = Arc::new(Vm::<TestHost, Hooked>::new(TestHost::default(), Config::default()).unwrap());
     vm.set_user_memory_region(region(0, 0, 8 * MIB, 0x1000, PageSize::Size4K)).unwrap();
@@ -275,8 +282,9 @@ fn an_answer_from_before_is_not_used_in_what_inherits_the_stamp() {
     }
 }
 
-/// An invalidation of a block stops at its `nth` look, until one of a page inside has come to its `mth`; then the first goes
-/// on, and unlinks the table that the second is in. What that hangs there is not lost. Says which looks there are.
+/// An invalidation of a block stops at its `nth` look, until one of a page inside has come to its
+/// `mth`; then the first goes on, and unlinks the table that the second is in. What that hangs
+/// there is not lost. Says which looks there are.
 fn unlinked_under_another(nth: u32, mth: u32) -> (bool, bool) {
     let vm = Arc::new(Vm::<TestHost, Hooked>::new(TestHost::default(), Config::default()).unwrap());
     vm.set_user_memory_region(region(0, 0, 8 * MIB, 0x1000, PageSize::Size4K)).unwrap();
@@ -321,7 +329,8 @@ fn no_table_is_lost_in_one_that_is_unlinked() {
     assert!(nr_looks.count() >= 5 && nr_stopped >= 20, "{nr_stopped}");
 }
 
-/// A CPU writes through a leaf at the `nth` look of an invalidation. If it could, the host is told that the page is dirty.
+/// A CPU writes through a leaf at the `nth` look of an invalidation. If it could, the host is told
+/// that the page is dirty.
 fn written_under_an_invalidation(size: PageSize, range: GfnRange, nth: u32) -> bool {
     let vm = Arc::new(Vm::<TestHost, Hooked>::new(TestHost::default(), Config::default()).unwrap());
     vm.set_user_memory_region(region(0, 0, 4 * MIB, 0x1000, size)).unwrap();
@@ -391,7 +400,8 @@ fn aging_brings_nothing_back_that_was_taken_away() {
     }
 }
 
-/// An aging of small leaves is overtaken at its `nth` look by a recovery that makes them one. Each page counts once.
+/// An aging of small leaves is overtaken at its `nth` look by a recovery that makes them one. Each
+/// page counts once.
 fn aging_is_overtaken_by_a_recovery(range: GfnRange, nth: u32) -> bool {
     let vm = Arc::new(Vm::<TestHost, Hooked>::new(TestHost::default(), Config::default()).unwrap());
     vm.set_user_memory_region(region(0, 0, 4 * MIB, 0x1000, PageSize::Size2M)).unwrap();

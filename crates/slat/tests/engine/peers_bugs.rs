@@ -1,7 +1,7 @@
 //! Bugs that were found in other page-table libraries, each as a test of this one.
 //!
-//! Not here: the release order with which a filled table is published (needs a machine with weak memory, or a model
-//! checker over raw tables).
+//! Not here: the release order with which a filled table is published (needs a machine with weak
+//! memory, or a model checker over raw tables).
 #![allow(unsafe_code, reason = "reads and writes entries as hardware does")]
 
 use std::sync::Arc;
@@ -78,7 +78,8 @@ fn one_page_of_a_block<F: Format>(locking: Locking) {
         assert_eq!(vcpu.handle_fault(Gpa(gpa), Access::Write), Ok(Outcome::Resume));
     }
     vm.set_user_memory_region(change(0, LOG, 0, 4 * MIB)).unwrap();
-    // Two pages of one block are opened; the harvest of the second finds the first one protected already.
+    // Two pages of one block are opened; the harvest of the second finds the first one protected
+    // already.
     let mut bitmap = [0; 16];
     assert_eq!(vcpu.handle_fault(Gpa(3 * PAGE_SIZE), Access::Write), Ok(Outcome::Resume));
     assert_eq!(vm.get_dirty_log(0, &mut bitmap), Ok(1));
@@ -223,7 +224,8 @@ fn slower<F: Format>(locking: Locking) {
 each!(a_detached_table_is_freed_after_its_flush_and_when_nobody_can_be_in_it, detached);
 fn detached<F: Format>(locking: Locking) {
     let vm = trap_vm::<F>(locking);
-    // Two slots: the one that goes has all of a table of the lowest level; the other keeps those above.
+    // Two slots: the one that goes has all of a table of the lowest level; the other keeps those
+    // above.
     vm.set_user_memory_region(region(0, 0, 2 * MIB, 0x1000, PageSize::Size4K)).unwrap();
     vm.set_user_memory_region(region(1, 4 * MIB, 2 * MIB, 0x2000, PageSize::Size4K)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
@@ -281,7 +283,8 @@ fn unpaid_flush<F: Format>(locking: Locking) {
     vm.set_user_memory_region(region(0, 0, MIB, 0x100, PageSize::Size4K)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     assert_eq!(vcpu.handle_fault(Gpa(0x3000), Access::Read), Ok(Outcome::Resume));
-    // An invalidation takes the leaf away and is stopped before its flush: a CPU may still use the translation.
+    // An invalidation takes the leaf away and is stopped before its flush: a CPU may still use the
+    // translation.
     let keeper = vm.host().in_flush.set();
     std::thread::scope(|scope| {
         let other = scope.spawn(|| drop(vm.invalidate_range(GfnRange::new(Gfn(3), 1)).unwrap()));

@@ -1,5 +1,5 @@
-//! Mapping before the guest asks, and asking the tables: one thread, then beside a slot that comes and goes, as KVM's
-//! pre_fault_memory_test does.
+//! Mapping before the guest asks, and asking the tables: one thread, then beside a slot that comes
+//! and goes, as KVM's pre_fault_memory_test does.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -51,7 +51,8 @@ fn maps_all_sizes<F: Format>(locking: Locking) {
 }
 each!(a_range_is_mapped_with_the_largest_leaves, maps_all_sizes);
 
-/// Frames that follow each other, but not as the guest's pages do: small leaves, and yet few questions.
+/// Frames that follow each other, but not as the guest's pages do: small leaves, and yet few
+/// questions.
 fn asks_once_for_contiguous_frames<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, 8 * MIB, 0x1_0003, PageSize::Size2M)).unwrap();
@@ -189,7 +190,8 @@ fn maps_a_list<F: Format>(locking: Locking) {
     vm.set_user_memory_region(region(0, 0, 8 * MIB, 0x1000, PageSize::Size4K)).unwrap();
     vm.set_user_memory_region(region(1, 8 * MIB, MIB, 0x8000, PageSize::Size4K)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
-    // Every third page of both slots, one of them twice, not in order, and not at the pages' starts.
+    // Every third page of both slots, one of them twice, not in order, and not at the pages'
+    // starts.
     let mut pages: Vec<Gpa> = (0..9 * MIB).step_by(3 * PAGE_SIZE as usize).map(|gpa| Gpa(gpa + 8)).collect();
     pages.insert(40, pages[39]);
     pages.swap(100, 700);
@@ -249,7 +251,8 @@ fn logs_a_list<F: Format>(locking: Locking) {
 }
 each!(a_list_that_is_opened_for_writing_is_logged, logs_a_list);
 
-/// KVM's pre_fault_memory_test: the slot is deleted and made again beside it. Sizes add up, errors are those that may be.
+/// KVM's pre_fault_memory_test: the slot is deleted and made again beside it. Sizes add up, errors
+/// are those that may be.
 fn beside_a_slot_that_comes_and_goes<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let size_bytes = 2 * MIB + PAGE_SIZE;
@@ -320,8 +323,8 @@ fn nothing_in_a_held_range<F: Format>(locking: Locking) {
     assert_eq!(vcpu.pre_fault_memory(Gpa(0), 2 * MIB, Access::Read), Ok(2 * MIB));
 }
 
-/// Maps the `nr_pages` from frame `first` on, and checks that what is reported is what is mapped, to the page, and that the
-/// error is `error` for the first page that is not. Returns how many are.
+/// Maps the `nr_pages` from frame `first` on, and checks that what is reported is what is mapped,
+/// to the page, and that the error is `error` for the first page that is not. Returns how many are.
 fn pre_fault_exactly<H: Host, F: Format>(
     vcpu: &mut Vcpu<H, F>,
     (first, nr_pages): (u64, u64),
@@ -345,7 +348,8 @@ fn pre_fault_exactly<H: Host, F: Format>(
     done
 }
 
-/// Each k-th table missing, slots whose ends are aligned to nothing, frames that lie unlike the guest's pages.
+/// Each k-th table missing, slots whose ends are aligned to nothing, frames that lie unlike the
+/// guest's pages.
 fn every_table_may_be_missing<F: Format>(locking: Locking) {
     for (first, nr_pages) in [(0, 2048), (5, 1600), (509, 3), (511, 1026), (700, 100)] {
         for offset in [0, 1, 511, 512, 513] {
@@ -446,7 +450,8 @@ fn ends_in_the_midst<F: Format>(locking: Locking) {
                         End::Held | End::HeldWithoutMemory => Error::Busy { gpa },
                     };
                     let done = pre_fault_exactly(&mut vcpu, (first, 2000), Access::Write, error);
-                    // Where this host tells of blocks, it promises frames behind the end of its memory.
+                    // Where this host tells of blocks, it promises frames behind the end of its
+                    // memory.
                     assert!(
                         done == at || (done > at && end == End::Backing && size != PageSize::Size4K),
                         "{end:?} {size:?}: {done} pages of {at}"
@@ -493,7 +498,8 @@ fn changed_in_the_midst<F: Format>(locking: Locking) {
 }
 each!(what_is_taken_away_in_the_midst_ends_it_there, changed_in_the_midst);
 
-/// Tables that are there are filled up, 32 pages at a time; between the steps the host is asked whether to yield.
+/// Tables that are there are filled up, 32 pages at a time; between the steps the host is asked
+/// whether to yield.
 fn fills_up_tables<F: Format>(locking: Locking) {
     for always_yields in [false, true] {
         let vm = trap_vm::<F>(locking);
@@ -514,7 +520,8 @@ fn fills_up_tables<F: Format>(locking: Locking) {
 }
 each!(tables_that_are_there_are_filled_up, fills_up_tables);
 
-/// KVM's pre_fault_memory_test, to the byte: 2 MiB, then a page with one more than there is, then behind the end.
+/// KVM's pre_fault_memory_test, to the byte: 2 MiB, then a page with one more than there is, then
+/// behind the end.
 fn as_kvm_does<F: Format>(locking: Locking) {
     for size in [PageSize::Size4K, PageSize::Size2M] {
         let vm = vm::<F>(locking);

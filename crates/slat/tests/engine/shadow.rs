@@ -1,4 +1,5 @@
-//! Shadow paging, case by case: a guest with long-mode tables in its memory, and a CPU that walks the shadow tables.
+//! Shadow paging, case by case: a guest with long-mode tables in its memory, and a CPU that walks
+//! the shadow tables.
 
 #![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
 
@@ -101,7 +102,8 @@ fn the_guest_writes_its_own_tables() {
     }
 }
 
-/// A page fault flushes its address (Intel SDM vol. 3A, "Operations that Invalidate TLBs and Paging-Structure Caches").
+/// A page fault flushes its address (Intel SDM vol. 3A, "Operations that Invalidate TLBs and
+/// Paging-Structure Caches").
 #[test]
 fn a_page_fault_takes_the_stale_translation_away() {
     for (strategy, first) in STRATEGIES.into_iter().flat_map(|strategy| [(strategy, 0x81 << 12 | P | A), (strategy, 0)])
@@ -130,7 +132,8 @@ fn a_page_fault_takes_the_stale_translation_away() {
     }
 }
 
-/// Two roots of one PCID: what one has cached for the address is not there for the other after its page fault.
+/// Two roots of one PCID: what one has cached for the address is not there for the other after its
+/// page fault.
 #[test]
 fn a_page_fault_is_one_of_its_pcid() {
     for strategy in STRATEGIES {
@@ -155,7 +158,8 @@ fn a_page_fault_is_one_of_its_pcid() {
     }
 }
 
-/// An emulated write spans a flush. A fault that needs the table meanwhile gives the CPU back to the guest.
+/// An emulated write spans a flush. A fault that needs the table meanwhile gives the CPU back to
+/// the guest.
 #[test]
 fn a_fault_does_not_wait_for_an_emulated_write() {
     for strategy in STRATEGIES {

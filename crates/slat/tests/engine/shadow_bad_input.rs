@@ -1,5 +1,6 @@
-//! Shadow paging: what is refused and what faults, calls in every order, addresses at the ends, guest tables where no memory is
-//! or none that may be touched; and in `modes` each paging mode once.
+//! Shadow paging: what is refused and what faults, calls in every order, addresses at the ends,
+//! guest tables where no memory is or none that may be touched; and in `modes` each paging mode
+//! once.
 
 mod modes;
 
@@ -49,7 +50,8 @@ fn new_in<F: Format>(config: Config) -> Result<(), Error> {
     Vm::<TestHost, F>::new(TestHost::new(512, 0), config).map(drop)
 }
 
-/// Makes tables of `levels` from frame `root` on, whose others follow it, and maps the page at `va`.
+/// Makes tables of `levels` from frame `root` on, whose others follow it, and maps the page at
+/// `va`.
 fn map(vm: &TestVm, root: u64, levels: u32, va: u64, gfn: u64, bits: u64) {
     let mut table = root;
     for level in (2..=levels).rev() {
@@ -468,7 +470,8 @@ fn pages_that_were_global_once() {
     }
 }
 
-/// A second-stage fault has nothing to do with the shadow tables: it maps the page, and so do prefaults.
+/// A second-stage fault has nothing to do with the shadow tables: it maps the page, and so do
+/// prefaults.
 #[test]
 fn second_stage_faults_fill_the_second_stage_alone() {
     let vm = vm();
@@ -501,7 +504,8 @@ fn aged_pages_that_are_used_again() {
     }
 }
 
-/// A large page of the guest's has its own tables in it, and is there first. What the guest writes there must be seen.
+/// A large page of the guest's has its own tables in it, and is there first. What the guest writes
+/// there must be seen.
 #[test]
 fn a_large_page_with_tables_in_it() {
     for strategy in [ShadowStrategy::Baseline, ShadowStrategy::RootCache, ShadowStrategy::PcidTagged] {

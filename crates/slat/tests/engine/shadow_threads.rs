@@ -1,7 +1,9 @@
-//! Shadow paging under real threads: vCPUs that edit their own tables, through a window onto them as a kernel does, flush what
-//! they have edited, and hold each access against what their tables say; tables that all of them use and one edits, with
-//! shootdowns by messages; a host that moves pages, tables among them, one that copies what the dirty log names, and ages.
-//! So few shadow tables are allowed that some are evicted all the time. What CPUs may cache, they keep: `support/shadow_cpu.rs`.
+//! Shadow paging under real threads: vCPUs that edit their own tables, through a window onto them
+//! as a kernel does, flush what they have edited, and hold each access against what their tables
+//! say; tables that all of them use and one edits, with shootdowns by messages; a host that moves
+//! pages, tables among them, one that copies what the dirty log names, and ages. So few shadow
+//! tables are allowed that some are evicted all the time. What CPUs may cache, they keep:
+//! `support/shadow_cpu.rs`.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -66,7 +68,8 @@ fn shared_table(x: usize) -> u64 {
     FIRST_SHARED_TABLE + 2 + (x / SHARED_PER_TABLE) as u64
 }
 
-/// A space's tables: the top one, one of each level below, those of the lowest level; and the window's three.
+/// A space's tables: the top one, one of each level below, those of the lowest level; and the
+/// window's three.
 fn table_of(cpu: usize, space: usize, nth: usize) -> u64 {
     FIRST_OF_TABLES + (cpu * NR_SPACES + space) as u64 * TABLES_OF_A_SPACE + nth as u64
 }
@@ -268,7 +271,8 @@ impl<'c> Kernel<'c> {
         }
     }
 
-    /// Changes places of two tables of the lowest level, or puts one in several places, and flushes.
+    /// Changes places of two tables of the lowest level, or puts one in several places, and
+    /// flushes.
     fn relink(&mut self) {
         let space = self.pick(NR_SPACES);
         let (t, table) = (self.pick(NR_TABLES), self.pick(NR_TABLES));
@@ -468,7 +472,8 @@ fn run(strategy: ShadowStrategy, protection: WriteProtection, seed: u64) {
             common.is_over.store(false, Ordering::SeqCst);
             common.barrier.wait();
             let start = Instant::now();
-            // The last goes on until all has happened that is to be seen: on a busy machine that may take longer.
+            // The last goes on until all has happened that is to be seen: on a busy machine that
+            // may take longer.
             let lacks_some = || round + 1 == NR_ROUNDS && !has_seen_all(&vm.stats(), strategy);
             let goes_on = || start.elapsed() < ROUND || (start.elapsed() < LONGEST_WAIT && lacks_some());
             while goes_on() && !common.is_over.load(Ordering::SeqCst) {
@@ -499,7 +504,8 @@ fn has_seen_all(stats: &slat::Stats, strategy: ShadowStrategy) -> bool {
         && (!is_cached || (stats.shadow_evictions != 0 && stats.unsyncs != 0))
 }
 
-/// A thread that has failed leaves its companions at the barrier: there is nobody to tell but the process.
+/// A thread that has failed leaves its companions at the barrier: there is nobody to tell but the
+/// process.
 struct Alarm<'a>(&'a AtomicBool);
 
 impl Drop for Alarm<'_> {

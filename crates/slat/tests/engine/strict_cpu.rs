@@ -1,5 +1,6 @@
-//! CPUs that are as unforgiving as their manuals allow. One keeps what it faulted on until it is flushed, on that CPU or on all.
-//! One sets neither A nor D, and faults where they are clear. A guest on either gets on after a bounded number of faults.
+//! CPUs that are as unforgiving as their manuals allow. One keeps what it faulted on until it is
+//! flushed, on that CPU or on all. One sets neither A nor D, and faults where they are clear. A
+//! guest on either gets on after a bounded number of faults.
 
 use std::mem::take;
 use std::sync::mpsc;
@@ -181,7 +182,8 @@ each!(that_a_page_was_read_is_not_lost_when_its_leaf_is_replaced, replaced);
 fn replaced<F: Format>(locking: Locking) {
     for tracking in [AccessTracking::AccessedBit, AccessTracking::Faults] {
         let config = Config::with_locking(locking).with_access_tracking(tracking);
-        // A fault takes the leaf away, and is overtaken: an invalidation has taken a stamp elsewhere, and the backing is gone.
+        // A fault takes the leaf away, and is overtaken: an invalidation has taken a stamp
+        // elsewhere, and the backing is gone.
         let mut world = copied::<F>(config);
         world.read(SLOT, 3);
         world.vm.host().record_zapped();

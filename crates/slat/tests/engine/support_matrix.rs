@@ -1,5 +1,6 @@
-//! Which configurations can be had, and that each of those that can gives an exact log: every way of finding out writes, of
-//! getting the log, of logging huge pages and of finding out accesses, for every format and locking.
+//! Which configurations can be had, and that each of those that can gives an exact log: every way
+//! of finding out writes, of getting the log, of logging huge pages and of finding out accesses,
+//! for every format and locking.
 
 use crate::common::TestHost;
 use crate::common::log::{
@@ -35,8 +36,8 @@ fn expected<F: Format>(config: Config) -> Result<(), Error> {
 const SLOT: Slot = Slot::huge(1, 512 - 40, 40 + 512 + 30, PageSize::Size2M);
 const BLOCK: std::ops::Range<u64> = 40..552;
 
-/// Writes, gets and clears, writes again, takes away; each time the log is what was written, by the page or, of a huge page
-/// that is marked whole, by the block.
+/// Writes, gets and clears, writes again, takes away; each time the log is what was written, by the
+/// page or, of a huge page that is marked whole, by the block.
 fn is_exact<F: Format>(config: Config) {
     let mut world = World::<F>::new(config);
     world.create(SLOT, NO_FLAGS);
@@ -78,7 +79,8 @@ fn is_exact<F: Format>(config: Config) {
         assert_eq!(world.clear(SLOT, &[tail[0]]), Ok(1), "{config:?}");
         assert_eq!(world.take(SLOT), tail[1..], "{config:?}");
     }
-    // What is taken away stays in the log, and the host is told of every page that was ever written.
+    // What is taken away stays in the log, and the host is told of every page that was ever
+    // written.
     world.write_all(SLOT, [7, 300]);
     world.vm.host().modification_log.lock().unwrap().clear();
     world.vm.host().record_zapped();
@@ -94,7 +96,8 @@ fn is_exact<F: Format>(config: Config) {
 /// Pages of a guest without a second stage: a block that is huge, and one of small pages.
 const SHADOW_PAGES: u64 = 1024;
 
-/// As [`is_exact`], with shadow tables. The guest has its paging off: what it writes is at its own address.
+/// As [`is_exact`], with shadow tables. The guest has its paging off: what it writes is at its own
+/// address.
 fn is_exact_with_shadow_tables(config: Config) {
     let vm = shadow_cpu::new_vm(config, SHADOW_PAGES, 8, NO_FLAGS);
     let mut cpu = shadow_cpu::Cpu::new(&vm);
@@ -224,8 +227,8 @@ fn every_configuration_of_gstage_is_refused_as_documented_or_exact() {
     assert_eq!(tries_all::<Sv48x4>(), (144, 90));
 }
 
-/// One line of the table for a way to find out writes: what becomes of it with each format and way to find out accesses.
-/// Nothing else makes a difference.
+/// One line of the table for a way to find out writes: what becomes of it with each format and way
+/// to find out accesses. Nothing else makes a difference.
 fn line(dirty_tracking: DirtyTracking) -> String {
     fn cell<F: Format>(dirty_tracking: DirtyTracking, access_tracking: AccessTracking) -> &'static str {
         let config = Config::default().with_dirty_tracking(dirty_tracking).with_access_tracking(access_tracking);
@@ -259,7 +262,8 @@ fn line(dirty_tracking: DirtyTracking) -> String {
     )
 }
 
-/// The table of docs/configurations.md: `cargo test --test engine the_table_of_what_can_be_had -- --nocapture` prints it.
+/// The table of docs/configurations.md: `cargo test --test engine the_table_of_what_can_be_had --
+/// --nocapture` prints it.
 #[test]
 fn the_table_of_what_can_be_had() {
     let head = "| writes found out by | NPT and G-stage, accessed bit | the same, faults | EPT, accessed bit | EPT, faults | stage 2, either |\n|---|---|---|---|---|---|";

@@ -1,4 +1,5 @@
-//! Invalidations where nothing is mapped: they make no table, ask for no memory, and hold no neighbour up.
+//! Invalidations where nothing is mapped: they make no table, ask for no memory, and hold no
+//! neighbour up.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -59,12 +60,13 @@ fn invalidate_at_each<F: Format>(vm: &Arc<Vm<TestHost, F>>, call: Call, neighbou
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Before {
     Nothing,
-    /// A huge leaf, which an invalidation of a part has zapped as a whole, for want of memory. Where a break must come
-    /// before a make, its entry is unflushed.
+    /// A huge leaf, which an invalidation of a part has zapped as a whole, for want of memory.
+    /// Where a break must come before a make, its entry is unflushed.
     HugeLeaf,
 }
 
-/// How often `access` makes `call`, if at each time page `neighbour`, which is not mapped either, is invalidated.
+/// How often `access` makes `call`, if at each time page `neighbour`, which is not mapped either,
+/// is invalidated.
 fn nr_calls_beside<F: Format>(
     config: Config,
     size: PageSize,

@@ -1,5 +1,5 @@
-//! Userfault: faults exit at the pages that user space names, and at no others; what is mapped goes when the flag is turned
-//! on or a bit is rescanned; and huge pages come back.
+//! Userfault: faults exit at the pages that user space names, and at no others; what is mapped goes
+//! when the flag is turned on or a bit is rescanned; and huge pages come back.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -250,8 +250,9 @@ fn bad_input_is_refused_and_changes_nothing() {
     assert_eq!(vm.check_access(Gpa(10 * MIB - 1), 1), Err(fault));
 }
 
-/// KVM's `set_memory_region_test` and `guest_memfd_test`, as far as they are about userfault: the flag may be toggled on a
-/// slot with a guest_memfd after it was made; nothing else of it can be changed.
+/// KVM's `set_memory_region_test` and `guest_memfd_test`, as far as they are about userfault: the
+/// flag may be toggled on a slot with a guest_memfd after it was made; nothing else of it can be
+/// changed.
 fn userfault_is_toggled_on_a_guest_memfd_slot<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let words = words(16, u64::MAX);

@@ -1,5 +1,6 @@
-//! Userfault together with what else a slot can be: the cases of KVM's tests (`set_memory_region_test`, `guest_memfd_test`,
-//! `demand_paging_test`), and those where it meets dirty logs, rings, private pages, read-only slots, and every configuration.
+//! Userfault together with what else a slot can be: the cases of KVM's tests
+//! (`set_memory_region_test`, `guest_memfd_test`, `demand_paging_test`), and those where it meets
+//! dirty logs, rings, private pages, read-only slots, and every configuration.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -105,8 +106,8 @@ fn access<F: Format>(vm: &Vm<TestHost, F>, vcpu: &mut Vcpu<TestHost, F>, words: 
     panic!("{how:?} of page {page} goes on faulting");
 }
 
-/// Also where the first one finds its table missing, every page exits once, whatever maps pages along with others; and the log
-/// is exact.
+/// Also where the first one finds its table missing, every page exits once, whatever maps pages
+/// along with others; and the log is exact.
 fn every_page_arrives_once<F: Format>(config: Config) {
     let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
     let words = words(u64::MAX);
@@ -371,8 +372,8 @@ fn moves<F: Format>(locking: Locking) {
     assert_eq!(vcpu.handle_fault(second, Access::Read), Ok(Outcome::Exit(exit)));
 }
 
-/// What is asked about a bit is about the one that is there: of a bitmap that took the place of another, of the last block of a
-/// slot that does not fill it, of words behind the slot's.
+/// What is asked about a bit is about the one that is there: of a bitmap that took the place of
+/// another, of the last block of a slot that does not fill it, of words behind the slot's.
 #[test]
 fn blocks_of_two_mib_at_the_end_of_a_slot() {
     let vm = vm::<Npt>(Locking::None);
@@ -407,7 +408,8 @@ fn blocks_of_two_mib_at_the_end_of_a_slot() {
     assert_eq!(found(&vm, 0), Some((shared(0), Level::L4K)));
 }
 
-/// A page that becomes private under a fault-around is not mapped along with a shared one, nor asked for.
+/// A page that becomes private under a fault-around is not mapped along with a shared one, nor
+/// asked for.
 #[test]
 fn neighbours_go_along_only_if_they_are_alike_and_have_arrived() {
     for locking in LOCKINGS {

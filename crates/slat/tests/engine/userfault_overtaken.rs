@@ -1,7 +1,8 @@
-//! Calls that are overtaken by userfault, and userfault that is overtaken: at each flush, resolve and allocation, at each look
-//! at an entry and at each look at the bitmap, another call is run from beginning to end. Whatever comes in between: no page is
-//! mapped that was taken back, pages are private or shared as they were made, leaves are no larger than the bits, and what the
-//! guest wrote is logged.
+//! Calls that are overtaken by userfault, and userfault that is overtaken: at each flush, resolve
+//! and allocation, at each look at an entry and at each look at the bitmap, another call is run
+//! from beginning to end. Whatever comes in between: no page is mapped that was taken back, pages
+//! are private or shared as they were made, leaves are no larger than the bits, and what the guest
+//! wrote is logged.
 
 mod scene;
 
@@ -72,7 +73,8 @@ const ACTS: [Act; 22] = [
 ];
 
 impl Act {
-    /// Whether the tables, or what they may hold, are changed by user space: mostly such acts overtake others.
+    /// Whether the tables, or what they may hold, are changed by user space: mostly such acts
+    /// overtake others.
     fn is_userfault(self) -> bool {
         ACTS.iter().position(|act| *act == self) >= ACTS.iter().position(|act| *act == Act::TurnOn)
     }
@@ -318,8 +320,8 @@ fn a_rescan_is_not_held_up_by_a_smaller_slot_that_takes_the_place_of_its_own() {
     assert!(words.was_overtaken());
 }
 
-/// A huge leaf that a rescan has taken, and not flushed yet: what takes its place, small leaves for a write that is logged, is
-/// flushed for first.
+/// A huge leaf that a rescan has taken, and not flushed yet: what takes its place, small leaves for
+/// a write that is logged, is flushed for first.
 #[test]
 fn a_rescan_breaks_before_others_make() {
     for config in [Config::default(), Config::with_locking(Locking::Exclusive)] {

@@ -1,6 +1,7 @@
-//! Userfault among threads: guests that walk the tables, resolvers that fill pages and clear bits, others that take pages back
-//! and empty them, turn the flag off and on, make pages private, log, put huge pages back. What no guest may ever see: a page
-//! that is empty, one that is private where it is shared, a large leaf where bits are small; and no write is missing in the log.
+//! Userfault among threads: guests that walk the tables, resolvers that fill pages and clear bits,
+//! others that take pages back and empty them, turn the flag off and on, make pages private, log,
+//! put huge pages back. What no guest may ever see: a page that is empty, one that is private where
+//! it is shared, a large leaf where bits are small; and no write is missing in the log.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
@@ -44,7 +45,8 @@ struct Scene<F: Format> {
     granularity: PageSize,
     pages: Vec<Page>,
     words: [Arc<Vec<AtomicU64>>; 2],
-    /// Whether it is on, and with which words. Written by who changes that: nobody fills or takes back meanwhile.
+    /// Whether it is on, and with which words. Written by who changes that: nobody fills or takes
+    /// back meanwhile.
     on: RwLock<Option<usize>>,
     /// Of each block: user space's own, so that a late answer does not fill what is being emptied.
     blocks: Vec<Mutex<()>>,
@@ -77,7 +79,8 @@ impl<F: Format> Scene<F> {
         self.vm.set_user_memory_region(region).unwrap();
     }
 
-    /// Answers an exit: fills the block, then clears its bit. Asked twice, or late, it does nothing.
+    /// Answers an exit: fills the block, then clears its bit. Asked twice, or late, it does
+    /// nothing.
     fn resolve(&self, block: usize) {
         let on = self.on.read().unwrap();
         let Some(index) = *on else { return };
@@ -104,8 +107,8 @@ impl<F: Format> Scene<F> {
         drop(mine);
     }
 
-    /// Turns it off, and on again with the other words; or changes the words while it is on. Everything is filled before it is
-    /// off; what is empty when it is on again was emptied before.
+    /// Turns it off, and on again with the other words; or changes the words while it is on.
+    /// Everything is filled before it is off; what is empty when it is on again was emptied before.
     fn toggle(&self, random: &mut Random) {
         let mut on = self.on.write().unwrap();
         let next = on.map_or(0, |index| 1 - index);
@@ -152,7 +155,8 @@ impl<F: Format> Scene<F> {
         let mut copied = self.copied.lock().unwrap();
         let mut bitmap = vec![0; PAGES as usize / 64];
         self.vm.get_dirty_log(0, &mut bitmap).unwrap();
-        // A fault that has opened a page and not marked it yet is waited for by who wants an exact log.
+        // A fault that has opened a page and not marked it yet is waited for by who wants an exact
+        // log.
         for page in pages_of(&bitmap, 0) {
             copied[page as usize] = self.pages[page as usize].nr_writes.load(Ordering::SeqCst);
         }

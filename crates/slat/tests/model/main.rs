@@ -1,7 +1,8 @@
-//! The engine against a plain model: random operations on slots, random accesses, harvests, invalidations and agings, one
-//! after another. After every operation the result, the translation of every page that matters, what the host was told,
-//! the dirty log and the number of tables must be what the model says. And random operations on several threads at once,
-//! for which there is no such model, but what must never be seen (`threads`).
+//! The engine against a plain model: random operations on slots, random accesses, harvests,
+//! invalidations and agings, one after another. After every operation the result, the translation
+//! of every page that matters, what the host was told, the dirty log and the number of tables must
+//! be what the model says. And random operations on several threads at once, for which there is no
+//! such model, but what must never be seen (`threads`).
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
 
@@ -48,7 +49,8 @@ fn op() -> impl Strategy<Value = Op> {
     let alignment = prop_oneof![Just(Alignment::Like1G), Just(Alignment::Like2M), Just(Alignment::Odd)];
     let create = (slot(), 0..NR_PLACES, 0..NR_PAGES.len(), 0u32..16, 0usize..3, alignment, writes(), bitmap())
         .prop_map(|(slot, place, pages, flags, size, alignment, writes, bitmap)| {
-            // Read-only slots are one in four of those that would be, and those with userfault as well.
+            // Read-only slots are one in four of those that would be, and those with userfault as
+            // well.
             let flags = if pages % 4 == 0 { flags } else { flags & !READONLY.bits() };
             let flags = if place % 4 == 0 { flags } else { flags & !USERFAULT.bits() };
             Op::Create { slot, place, pages, flags, size, alignment, writes, bitmap: Some(bitmap) }
@@ -97,7 +99,8 @@ fn log_range() -> impl Strategy<Value = LogRange> {
     ]
 }
 
-/// How dirty pages are found out and logged, what becomes of huge pages then, and what is mapped around a fault.
+/// How dirty pages are found out and logged, what becomes of huge pages then, and what is mapped
+/// around a fault.
 type Logging = (DirtyTracking, ManualProtect, HugePageLogging, HugePageSplitting, FaultAround);
 
 /// The default tracking, and nothing mapped around, half of the time.

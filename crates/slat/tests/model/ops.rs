@@ -1,4 +1,5 @@
-//! The operations, and the few places and sizes that they choose from: so few that slots, leaves and ranges meet.
+//! The operations, and the few places and sizes that they choose from: so few that slots, leaves
+//! and ranges meet.
 
 use slat::{Access, Format, MemoryAttributes, MemoryRegionFlags, PageSize};
 
@@ -11,8 +12,8 @@ pub const USERFAULT: MemoryRegionFlags = MemoryRegionFlags::USERFAULT;
 
 pub const NR_SLOTS: u32 = 5;
 pub const NR_PLACES: usize = 14;
-/// Where slots and ranges begin: together, apart, across the ends of blocks of each size, and next to the end of the
-/// space.
+/// Where slots and ranges begin: together, apart, across the ends of blocks of each size, and next
+/// to the end of the space.
 pub const fn places<F: Format>() -> [u64; NR_PLACES] {
     [
         0,
@@ -32,7 +33,8 @@ pub const fn places<F: Format>() -> [u64; NR_PLACES] {
     ]
 }
 pub const NR_PAGES: [u64; 8] = [1, 3, 63, 512, 515, 1024, 1536, 1 << 18];
-/// Pages of ranges that are not a slot's: also of whole entries of each level, and of the whole space.
+/// Pages of ranges that are not a slot's: also of whole entries of each level, and of the whole
+/// space.
 pub const RANGE_PAGES: [u64; 8] = [1, 2, 511, 512, 1025, 1 << 18, 1 << 27, 1 << 36];
 pub const SIZES: [PageSize; 3] = [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G];
 pub const WRITES: [Writes; 3] = [Writes::Allowed, Writes::IfAskedFor, Writes::Refused];
@@ -87,7 +89,8 @@ pub enum Alignment {
     Odd,
 }
 
-/// A page: `page` (modulo the size; `u64::MAX` for the last one) of a slot, or a place if there is no such slot.
+/// A page: `page` (modulo the size; `u64::MAX` for the last one) of a slot, or a place if there is
+/// no such slot.
 #[derive(Clone, Copy, Debug)]
 pub enum At {
     Slot { slot: u32, page: u64 },
@@ -190,7 +193,8 @@ pub enum Op {
         at: At,
         pages: usize,
     },
-    /// Turns userfault on with a new bitmap or, without one, with the one that the slot has; else off.
+    /// Turns userfault on with a new bitmap or, without one, with the one that the slot has; else
+    /// off.
     Userfault {
         slot: u32,
         on: bool,

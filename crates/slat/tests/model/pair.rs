@@ -1,4 +1,5 @@
-//! The engine and its model, side by side: each operation is done to both, and then they are compared.
+//! The engine and its model, side by side: each operation is done to both, and then they are
+//! compared.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -74,7 +75,8 @@ impl<F: Format> Pair<'_, F> {
         }
     }
 
-    /// `RANGE_PAGES[pages]` pages from `at` on, as far as there are so many; whole blocks begin where blocks begin.
+    /// `RANGE_PAGES[pages]` pages from `at` on, as far as there are so many; whole blocks begin
+    /// where blocks begin.
     fn range(&self, at: At, pages: usize) -> GfnRange {
         let nr_pages = RANGE_PAGES[pages];
         let start = self.gfn(at).0;
@@ -194,8 +196,8 @@ impl<F: Format> Pair<'_, F> {
         pages.1.min(1 << 20).div_ceil(64) as usize + 1
     }
 
-    /// Compares what was got for `pages` of the log of slot `id` with what the model says: all words that belong to them,
-    /// and no other.
+    /// Compares what was got for `pages` of the log of slot `id` with what the model says: all
+    /// words that belong to them, and no other.
     fn compare_log(&mut self, id: u32, pages: (u64, u64), result: Result<u64, Error>, bitmap: &[u64]) {
         let expected = self.model.get(id, pages);
         let count = |words: &Vec<u64>| words.iter().map(|word| u64::from(word.count_ones())).sum();
@@ -213,7 +215,8 @@ impl<F: Format> Pair<'_, F> {
         assert_eq!(result, self.model.clear(id, pages, &mask), "{pages:?} of the log of slot {id}");
     }
 
-    /// Begins to hold an invalidation of `range`, and looks around: nothing is mapped inside, and nothing can be.
+    /// Begins to hold an invalidation of `range`, and looks around: nothing is mapped inside, and
+    /// nothing can be.
     fn begin(&mut self, range: GfnRange) {
         self.watch_range(range);
         let guard = self.vm.invalidate_range(range).unwrap();

@@ -85,7 +85,8 @@ impl Slot {
         Frame { pfn: frame.pfn + self.is_private(gfn) as u64 * PRIVATE_PFN, ..frame }
     }
 
-    /// The end of the largest block of frames that follow each other from the one at `gfn` on, as the host tells it.
+    /// The end of the largest block of frames that follow each other from the one at `gfn` on, as
+    /// the host tells it.
     fn block_end(&self, gfn: Gfn) -> Gfn {
         let page = gfn.0 - self.range.start.0;
         let pfn = self.first_pfn + page;
@@ -103,7 +104,8 @@ impl Slot {
         }
     }
 
-    /// The largest leaf up to `most` for `gfn`: all in the slot, none of it with another frame, aligned as the frames are.
+    /// The largest leaf up to `most` for `gfn`: all in the slot, none of it with another frame,
+    /// aligned as the frames are.
     fn level(&self, gfn: Gfn, most: Level) -> Level {
         let mut level = self.max_size.level().min(most);
         loop {
@@ -137,7 +139,8 @@ pub struct Model {
     /// Pages that CPUs have written into their logs since these were drained.
     pub logged: Vec<Gfn>,
     pub root_level: Level,
-    /// Whether CPUs set dirty bits, table entries can be closed, and a leaf is broken before it is split.
+    /// Whether CPUs set dirty bits, table entries can be closed, and a leaf is broken before it is
+    /// split.
     pub has_dirty_bit: bool,
     pub closes: bool,
     pub breaks: bool,
@@ -259,7 +262,8 @@ impl Model {
         let logs = self.slot_at(Gfn(first)).is_none_or(|id| self.slots[&id].flags.contains(LOG));
         for part in 0..512 {
             let offset = part * level.nr_pages();
-            // After a break in a slot that logs, a part may be written only after a write fault on it.
+            // After a break in a slot that logs, a part may be written only after a write fault on
+            // it.
             let writable = leaf.writable && !(self.breaks && logs);
             self.leaves.insert(first + offset, Leaf { pfn: leaf.pfn + offset, level, writable, ..leaf });
         }
@@ -341,7 +345,8 @@ impl Model {
         let may_write = !slot.flags.contains(READONLY);
         let first_write_faults =
             self.writes_are_unseen() || (slot.flags.contains(LOG) && self.first_write_faults(Level::L4K));
-        // Of frames that follow each other the host is asked for the first only, in each group of 8 pages.
+        // Of frames that follow each other the host is asked for the first only, in each group of 8
+        // pages.
         let (mut group, mut told) = (u64::MAX, Gfn(0));
         let mut around = Vec::new();
         let window = self.window(gfn);

@@ -3,8 +3,8 @@
 use super::*;
 
 impl Model {
-    /// Takes the right to write, or the dirty bits, from the pages `bits` of the slot that has `range`: where there are many
-    /// in a block, from the entry above.
+    /// Takes the right to write, or the dirty bits, from the pages `bits` of the slot that has
+    /// `range`: where there are many in a block, from the entry above.
     pub(super) fn protect(&mut self, range: GfnRange, bits: &[u64]) {
         const FEW: u64 = 16;
         let is_lazy = self.closes && self.config.dirty_tracking == DirtyTracking::WriteProtect(WriteProtection::Lazy);
@@ -37,7 +37,8 @@ impl Model {
         }
     }
 
-    /// Whether slot `id` can be asked for the log of `nr_pages` from `first_page` on, with a bitmap that is long enough.
+    /// Whether slot `id` can be asked for the log of `nr_pages` from `first_page` on, with a bitmap
+    /// that is long enough.
     pub fn check_range(&self, id: u32, (first_page, nr_pages): (u64, u64)) -> Result<(), Error> {
         let slot = self.slots.get(&id).ok_or(Error::NoSuchSlot { slot: id })?;
         let slot_pages = slot.range.nr_pages();
@@ -106,8 +107,9 @@ impl Model {
         }
     }
 
-    /// Takes `bits`, all set, from the words from `first` on, and protects their pages, as many words at a time as the
-    /// engine does in a turn: the pages of a block count together only within one.
+    /// Takes `bits`, all set, from the words from `first` on, and protects their pages, as many
+    /// words at a time as the engine does in a turn: the pages of a block count together only
+    /// within one.
     fn take(&mut self, id: u32, first: usize, bits: &[u64]) {
         const SUMMARY_WORD: usize = 64;
         let Some(slot) = self.slots.get_mut(&id) else { return };

@@ -3,7 +3,8 @@
 use super::*;
 
 impl Model {
-    /// Splits the leaves above `target` that reach into `range` and are wanted, from the largest down. Returns how many.
+    /// Splits the leaves above `target` that reach into `range` and are wanted, from the largest
+    /// down. Returns how many.
     pub fn split_range(&mut self, range: GfnRange, target: Level, is_wanted: impl Fn(GfnRange) -> bool) -> u64 {
         let mut nr_split = 0;
         if range.is_empty() {

@@ -1,4 +1,5 @@
-//! What user space says of pages, in the plain model: at which of them faults exit, and which are private.
+//! What user space says of pages, in the plain model: at which of them faults exit, and which are
+//! private.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,6 +1,7 @@
-//! Random operations on two or three threads at once. What may be found at a moment is not known; what may never be found
-//! is: a frame that was taken back, a write where the host has forbidden it, anything in a range that is held. And at the
-//! end: every write of the guest was reported to the host, and no table is left.
+//! Random operations on two or three threads at once. What may be found at a moment is not known;
+//! what may never be found is: a frame that was taken back, a write where the host has forbidden
+//! it, anything in a range that is held. And at the end: every write of the guest was reported to
+//! the host, and no table is left.
 //!
 //! Frames are given out once, and a byte for each says what has become of it.
 
@@ -23,9 +24,11 @@ use crate::common::{
     set_accessed_and_dirty,
 };
 
-/// First byte and pages: two slots that share a block, and one over the end of a table. A block of 2 MiB is in each.
+/// First byte and pages: two slots that share a block, and one over the end of a table. A block of
+/// 2 MiB is in each.
 const SLOTS: [(u64, u64); 3] = [(MIB, 868), (MIB + 868 * PAGE_SIZE, 1024), (GIB - MIB, 900)];
-/// Pages from one new backing's frames to the next's: aligned to each other and to the guest's as their sizes ask for.
+/// Pages from one new backing's frames to the next's: aligned to each other and to the guest's as
+/// their sizes ask for.
 const FRAMES_APART: u64 = 1 << 18;
 const MAX_BACKINGS: u64 = 32;
 
@@ -123,7 +126,8 @@ fn step() -> impl Strategy<Value = Step> {
 /// What the threads share.
 struct World<F: Format> {
     vm: Arc<Vm<TestHost, F>>,
-    /// The slots' backings, as far as they exist. Locked while a slot is created, deleted or changed.
+    /// The slots' backings, as far as they exist. Locked while a slot is created, deleted or
+    /// changed.
     slots: [Mutex<Option<Arc<TestBacking>>>; SLOTS.len()],
     /// By [`index_of`].
     frames: Box<[AtomicU8]>,
@@ -170,7 +174,8 @@ impl<F: Format> World<F> {
             return false;
         }
         if access == Access::Write {
-            // Looked at once more: the access is not over, so whoever forbids it has not returned from the flush.
+            // Looked at once more: the access is not over, so whoever forbids it has not returned
+            // from the flush.
             let state = frame.fetch_or(WRITTEN, Ordering::SeqCst);
             assert_eq!(state & FORBIDDEN, 0, "write at {gpa} to a frame that may not be written: {found:x?}");
         }

@@ -1,9 +1,11 @@
-//! The rules by which a guest's own tables translate its addresses, read from the Intel SDM vol. 3A, chapter "Paging":
-//! 32-bit paging with 4 MiB pages and PSE-36, PAE, and 4 and 5 levels. Rights, reserved bits, error codes, accessed and dirty.
+//! The rules by which a guest's own tables translate its addresses, read from the Intel SDM vol.
+//! 3A, chapter "Paging": 32-bit paging with 4 MiB pages and PSE-36, PAE, and 4 and 5 levels.
+//! Rights, reserved bits, error codes, accessed and dirty.
 //!
-//! Where processors differ: 1 GiB pages, PSE-36 and execute-disable are there. With PAE the four PDPTEs are read from memory, as
-//! AMD's CPUs do for a guest with nested paging (APM vol. 2, 15.25): a reserved bit in one is a page fault. But a load of CR3, and
-//! what else loads PDPTEs on Intel's CPUs ("PDPTE Registers"), is a general-protection fault if one has a reserved bit.
+//! Where processors differ: 1 GiB pages, PSE-36 and execute-disable are there. With PAE the four
+//! PDPTEs are read from memory, as AMD's CPUs do for a guest with nested paging (APM vol. 2,
+//! 15.25): a reserved bit in one is a page fault. But a load of CR3, and what else loads PDPTEs on
+//! Intel's CPUs ("PDPTE Registers"), is a general-protection fault if one has a reserved bit.
 //!
 //! Nothing here caches; what may be stale is said in `stale`.
 
@@ -80,7 +82,8 @@ impl Mode {
         matches!(self, Mode::FourLevel | Mode::FiveLevel)
     }
 
-    /// Lowest bit of a linear address that selects an entry of `level`; the bits below are inside its page.
+    /// Lowest bit of a linear address that selects an entry of `level`; the bits below are inside
+    /// its page.
     pub fn shift(self, level: u8) -> u32 {
         12 + u32::from(level - 1) * self.index_bits()
     }
@@ -229,7 +232,8 @@ pub fn meaning(registers: &PagingRegisters, mode: Mode, level: u8, entry: u64, r
     }
 }
 
-/// Whether a MOV to CR0 or CR4 that changes `old` to `new` loads the PDPTEs ("PDPTE Registers"). With PAE each MOV to CR3 does.
+/// Whether a MOV to CR0 or CR4 that changes `old` to `new` loads the PDPTEs ("PDPTE Registers").
+/// With PAE each MOV to CR3 does.
 pub fn loads_pdptes(old: &PagingRegisters, new: &PagingRegisters) -> bool {
     // CD and NW, too.
     let by_cr0 = (old.cr0 ^ new.cr0) & (CR0_PG | 3 << 29) != 0;
@@ -283,7 +287,8 @@ pub fn error_code(registers: &PagingRegisters, access: Access, privilege: Privil
         | u32::from(access == Access::Execute && tells_fetches) << 4
 }
 
-/// Walks the tables for one access. `read` gives the 8 bytes that hold an address, or none where no memory is.
+/// Walks the tables for one access. `read` gives the 8 bytes that hold an address, or none where no
+/// memory is.
 pub fn walk(
     registers: &PagingRegisters,
     la: u64,

@@ -1,5 +1,5 @@
-//! The interpreter against cases that can be read off the manual (SDM vol. 3A: figures of the entries of each mode, "Access
-//! Rights", "Page-Fault Exceptions"), since all else is judged by it.
+//! The interpreter against cases that can be read off the manual (SDM vol. 3A: figures of the
+//! entries of each mode, "Access Rights", "Page-Fault Exceptions"), since all else is judged by it.
 
 use std::collections::HashMap;
 
@@ -76,7 +76,8 @@ fn pse_36_puts_address_bits_into_the_middle_of_an_entry() {
 
 #[test]
 fn reserved_bits_are_found_on_the_way() {
-    // A bit, in an entry of a level that is otherwise good, and whether it is reserved in each mode.
+    // A bit, in an entry of a level that is otherwise good, and whether it is reserved in each
+    // mode.
     let no_nx = |efer| efer & !EFER_NXE;
     let cases: [(u8, u64, [bool; 4]); 12] = [
         (1, 1 << 52, [false, true, false, false]),

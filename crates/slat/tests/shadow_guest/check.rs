@@ -16,7 +16,8 @@ pub fn first_failure<S: Subject>(setup: Setup, nr_ops: usize, make: &dyn Fn() ->
     failed.is_err().then_some(done)
 }
 
-/// Runs a program; if it fails, finds a shorter one that fails, does it once more and prints what it does.
+/// Runs a program; if it fails, finds a shorter one that fails, does it once more and prints what
+/// it does.
 pub fn check<S: Subject>(setup: Setup, nr_ops: usize, make: &dyn Fn() -> S, end: &dyn Fn(Program<S>)) -> Figures {
     let all = ops(setup.seed, nr_ops);
     let mut done = 0;

@@ -1,4 +1,5 @@
-//! Programs that are written down: what was once wrong elsewhere, or needs more luck than a random program has.
+//! Programs that are written down: what was once wrong elsewhere, or needs more luck than a random
+//! program has.
 
 use slat::{Access, PagingRegister, PagingRegisters, Privilege, ShadowStrategy};
 
@@ -61,7 +62,8 @@ impl Scene {
         self.program.set_registers(cpu, registers);
     }
 
-    /// The guest's CPU writes the entry at `index` of a table by the page that is mapped at `window`.
+    /// The guest's CPU writes the entry at `index` of a table by the page that is mapped at
+    /// `window`.
     fn set_by(&mut self, cpu: usize, window: u64, index: u64, value: u64) {
         let observed = self.write(cpu, window + 8 * index, value);
         assert!(matches!(observed, Observed::Reached { .. }), "{observed:?}");
@@ -77,12 +79,14 @@ impl Scene {
 }
 
 impl Scene {
-    /// Four levels, of which the lowest entries are not there yet. Tables of level 2 and 1 can be written by windows.
+    /// Four levels, of which the lowest entries are not there yet. Tables of level 2 and 1 can be
+    /// written by windows.
     fn four_levels(strategy: ShadowStrategy, seed: u64) -> Scene {
         let mut scene = Scene::new(strategy, seed, 2);
         scene.set(ROOT, 0, to(L3, ALL));
         scene.set(L3, 0, to(L2, ALL));
-        // The table of level 2 as one of level 1: its entries are pages there, and one is the table itself.
+        // The table of level 2 as one of level 1: its entries are pages there, and one is the table
+        // itself.
         scene.set(L2, 5, to(L2, ALL));
         scene.set(L2, 6, to(L1, ALL));
         (0..2).for_each(|cpu| scene.registers(cpu, Mode::FourLevel, ROOT));
@@ -104,7 +108,8 @@ impl Scene {
         (0..2).for_each(|cpu| self.program.invlpg(cpu, la));
     }
 
-    /// Moves the frames of some pages away, and then all memory. No CPU reaches any of it, and no list has a leaf of it.
+    /// Moves the frames of some pages away, and then all memory. No CPU reaches any of it, and no
+    /// list has a leaf of it.
     fn take_memory_away(mut self, las: &[u64]) {
         for gfn in (A..A + 16).chain(B..B + 16).chain(ROOT..ROOT + 16) {
             self.program.subject.host_event(HostEvent::MoveFrame { gfn });
@@ -128,7 +133,8 @@ pub fn four_level_registers(engine: &mut Engine, root: u64) {
     engine.set_registers(0, registers).unwrap();
 }
 
-/// Where the windows of a scene with four levels are: on the table of level 2 and on that of level 1.
+/// Where the windows of a scene with four levels are: on the table of level 2 and on that of level
+/// 1.
 const WINDOW_L2: u64 = (5 << 21) | (5 << 12);
 const WINDOW_L1: u64 = (5 << 21) | (6 << 12);
 
@@ -140,7 +146,8 @@ fn each_scene(run: impl Fn(Scene, u64)) {
     }
 }
 
-/// CVE-2026-46113: an entry names another frame now than the child that was linked for it was made for.
+/// CVE-2026-46113: an entry names another frame now than the child that was linked for it was made
+/// for.
 #[test]
 fn a_child_is_not_reused_for_another_frame() {
     each_scene(|mut scene, seed| {
@@ -172,7 +179,8 @@ fn a_child_is_not_reused_for_another_frame() {
     });
 }
 
-/// CVE-2026-53359: the frame is the same, and what the child was made for is another: other rights, another level.
+/// CVE-2026-53359: the frame is the same, and what the child was made for is another: other rights,
+/// another level.
 #[test]
 fn a_child_is_not_reused_for_another_role() {
     each_scene(|mut scene, seed| {
@@ -213,7 +221,8 @@ fn a_child_is_not_reused_for_another_role() {
     });
 }
 
-/// The same with entries of 4 bytes, where a guest's table is shadowed by several: one for each part of it.
+/// The same with entries of 4 bytes, where a guest's table is shadowed by several: one for each
+/// part of it.
 #[test]
 fn a_child_is_not_reused_for_another_part_of_its_table() {
     for (strategy, seed) in STRATEGIES.into_iter().flat_map(|strategy| (0..8).map(move |seed| (strategy, seed))) {
@@ -242,7 +251,8 @@ fn a_child_is_not_reused_for_another_part_of_its_table() {
     }
 }
 
-/// Each allocation fails in its turn: the call says so, has changed nothing, and succeeds when there is memory again.
+/// Each allocation fails in its turn: the call says so, has changed nothing, and succeeds when
+/// there is memory again.
 #[test]
 fn an_allocation_that_fails_leaves_all_as_it_was() {
     let mut nr_failed = 0;

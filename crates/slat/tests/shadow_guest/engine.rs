@@ -1,5 +1,5 @@
-//! The engine, with the hypervisor's part around it: CPUs that walk its shadow tables, enter as it says, bring it their page
-//! faults, and emulate the writes that it wants emulated.
+//! The engine, with the hypervisor's part around it: CPUs that walk its shadow tables, enter as it
+//! says, bring it their page faults, and emulate the writes that it wants emulated.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -89,7 +89,8 @@ impl Engine {
         }
     }
 
-    /// Does something again that fails for want of memory, when there is memory again. It must have changed nothing.
+    /// Does something again that fails for want of memory, when there is memory again. It must have
+    /// changed nothing.
     fn retry<R>(&mut self, mut call: impl FnMut(&mut Engine) -> Result<R, Error>) -> Result<R, Error> {
         match call(self) {
             Err(Error::OutOfMemory) if self.vm.host().is_failing() => {
@@ -185,8 +186,8 @@ impl Engine {
         if self.hypervisor.logs[slot] { MemoryRegionFlags::LOG_DIRTY_PAGES } else { MemoryRegionFlags::empty() }
     }
 
-    /// When all is over nothing is left: no shadow table, no leaf in a list, no table of the second stage but its root.
-    /// `places` is where the slots are that there still are.
+    /// When all is over nothing is left: no shadow table, no leaf in a list, no table of the second
+    /// stage but its root. `places` is where the slots are that there still are.
     pub fn check_end(mut self, places: [Option<u64>; 3]) {
         self.cpus.clear();
         for (slot, place) in places.into_iter().enumerate() {

@@ -1,5 +1,5 @@
-//! What a program's guest is made of: a few pages that are tables, a few that are data, and each may become the other;
-//! addresses, entries and roots that meet there again and again.
+//! What a program's guest is made of: a few pages that are tables, a few that are data, and each
+//! may become the other; addresses, entries and roots that meet there again and again.
 
 use slat::PagingRegisters;
 
@@ -18,13 +18,14 @@ const WORDS: [u64; 6] = [0, 1, 2, 3, 510, 511];
 pub enum Order {
     /// Any table may be one of any level.
     Any,
-    /// Each table has its level, and mostly entries of the lowest level change, by the guest's own hand: so these tables are
-    /// seldom in sync, and the others always.
+    /// Each table has its level, and mostly entries of the lowest level change, by the guest's own
+    /// hand: so these tables are seldom in sync, and the others always.
     ByLevel,
 }
 
-/// Tables of PAE's PDPTEs. They are nothing else: where other entries have their accessed flag these have a reserved bit, and what
-/// a CPU that has cached one may mark behind it the oracle does not follow.
+/// Tables of PAE's PDPTEs. They are nothing else: where other entries have their accessed flag
+/// these have a reserved bit, and what a CPU that has cached one may mark behind it the oracle does
+/// not follow.
 const PDPTS: [u64; 2] = [SLOTS[0].0 + 300, SLOTS[1].0 + 30];
 
 pub struct Layout {
@@ -83,7 +84,8 @@ impl Layout {
         }
     }
 
-    /// Of a thread that has its tables, and some data, to itself, in `pages`. No entry that it makes leads to those of others.
+    /// Of a thread that has its tables, and some data, to itself, in `pages`. No entry that it
+    /// makes leads to those of others.
     pub fn of_thread(random: &mut Random, mut pages: std::ops::Range<u64>, shared: std::ops::Range<u64>) -> Layout {
         let mut layout = Layout::new(random);
         // Such frames make entries that can be large.
@@ -105,7 +107,8 @@ impl Layout {
         if self.shared.is_empty() { 0 } else { LARGE }
     }
 
-    /// What may be written at `gpa` of these bytes: as many as are in its word; zeroes if others write there too.
+    /// What may be written at `gpa` of these bytes: as many as are in its word; zeroes if others
+    /// write there too.
     pub fn writable_part<'a>(&self, gpa: u64, bytes: &'a [u8]) -> &'a [u8] {
         let len = bytes.len().min(8 - (gpa & 7) as usize);
         if self.shared.contains(&(gpa >> 12)) { &[0; 8][..len] } else { &bytes[..len] }
@@ -136,7 +139,8 @@ impl Layout {
         if random.chance(70) { random.pick(&self.tables) } else { random.pick(&self.data) }
     }
 
-    /// What an entry of `level` may point to: for one of the lowest level that is a page where the guest finds a table.
+    /// What an entry of `level` may point to: for one of the lowest level that is a page where the
+    /// guest finds a table.
     fn table_below(&self, level: u8, random: &mut Random) -> u64 {
         random.pick(&self.levels[usize::from(level.max(2)) - 2])
     }

@@ -1,7 +1,8 @@
-//! The hypervisor's CPU: it walks shadow tables by the rules of long mode (Intel SDM vol. 3A, "4-Level Paging and 5-Level
-//! Paging"; CR0.WP, EFER.NXE and CR4.PCIDE set), and caches what it finds for as long as it may: until it is told to forget
-//! it. That is the worst CPU there can be for an engine that owes it a flush. One that caches nothing is the worst for an
-//! engine that relies on old translations staying: so each program draws one of three.
+//! The hypervisor's CPU: it walks shadow tables by the rules of long mode (Intel SDM vol. 3A,
+//! "4-Level Paging and 5-Level Paging"; CR0.WP, EFER.NXE and CR4.PCIDE set), and caches what it
+//! finds for as long as it may: until it is told to forget it. That is the worst CPU there can be
+//! for an engine that owes it a flush. One that caches nothing is the worst for an engine that
+//! relies on old translations staying: so each program draws one of three.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -108,8 +109,8 @@ impl Cpu {
         self.tables.clear();
     }
 
-    /// Does one access by the guest: what it reaches, or `None` for a page fault. The caller holds the world's gate until the
-    /// effect of the access is done.
+    /// Does one access by the guest: what it reaches, or `None` for a page fault. The caller holds
+    /// the world's gate until the effect of the access is done.
     pub fn access(
         &mut self,
         world: &World,
@@ -136,8 +137,8 @@ impl Cpu {
                 }
                 Some(Hpa(found.hpa | (gva & 0xfff)))
             }
-            // SDM, "Operations that Invalidate TLBs and Paging-Structure Caches": a page fault forgets the page, and what
-            // was used on the way.
+            // SDM, "Operations that Invalidate TLBs and Paging-Structure Caches": a page fault
+            // forgets the page, and what was used on the way.
             _ => {
                 self.translations.remove(&key);
                 self.tables.retain(|&(pcid, level, bits), _| pcid != self.pcid || bits != prefix(gva, level));

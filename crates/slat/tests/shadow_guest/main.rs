@@ -1,9 +1,11 @@
-//! Shadow paging against the architecture: a random guest that edits its tables in any way, flushes or does not, on one CPU and
-//! on several, against a plain interpreter of the rules. What the manual allows to be stale may be stale, nothing else, ever.
+//! Shadow paging against the architecture: a random guest that edits its tables in any way, flushes
+//! or does not, on one CPU and on several, against a plain interpreter of the rules. What the
+//! manual allows to be stale may be stale, nothing else, ever.
 //!
-//! A CPU of the hypervisor's (`hardware`) walks the shadow tables and caches what it may; the guest's own tables, with all that
-//! their entries have ever held, say what each access may do (`architecture`, `stale`, `oracle`). `SHADOW_STEPS` is how many steps are
-//! made in all, `SHADOW_SEED` a seed to begin at; a failure prints its seed and a shorter program that fails.
+//! A CPU of the hypervisor's (`hardware`) walks the shadow tables and caches what it may; the
+//! guest's own tables, with all that their entries have ever held, say what each access may do
+//! (`architecture`, `stale`, `oracle`). `SHADOW_STEPS` is how many steps are made in all,
+//! `SHADOW_SEED` a seed to begin at; a failure prints its seed and a shorter program that fails.
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]
 #![allow(unsafe_code, reason = "the host's contract over memory of its own")]
@@ -78,8 +80,8 @@ fn the_oracle_notices_each_rule_that_is_left_out() {
     }
 }
 
-/// Flushes that the engine asks for are needed: a CPU that does not make them is found out. (But for those of one page: what an
-/// INVLPG finds changed is taken away, and flushed by the host.)
+/// Flushes that the engine asks for are needed: a CPU that does not make them is found out. (But
+/// for those of one page: what an INVLPG finds changed is taken away, and flushed by the host.)
 #[test]
 fn the_oracle_notices_each_flush_that_is_left_out() {
     let _quiet = Quiet::new();

@@ -1,5 +1,5 @@
-//! What a random program is made of. Each operation draws all that it does from a seed of its own, so that operations can be left out
-//! when a failure is made smaller.
+//! What a random program is made of. Each operation draws all that it does from a seed of its own,
+//! so that operations can be left out when a failure is made smaller.
 
 use super::random::Random;
 
@@ -9,7 +9,8 @@ pub enum Kind {
     Access,
     /// Changes an entry on the path of an address.
     Edit,
-    /// Lets an access fault where something else is cached, and accesses the address again, without a flush.
+    /// Lets an access fault where something else is cached, and accesses the address again, without
+    /// a flush.
     FaultAndRetry,
     /// Overwrites some entry, of a page that is or was a table or data.
     WildEdit,

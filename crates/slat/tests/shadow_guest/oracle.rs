@@ -1,6 +1,6 @@
-//! Says of each thing that is observed whether the architecture allows it. It has a copy of the guest's memory of its own,
-//! which it changes as the guest does; what the engine writes beside that must be accessed and dirty flags, in entries that
-//! the access at hand has used.
+//! Says of each thing that is observed whether the architecture allows it. It has a copy of the
+//! guest's memory of its own, which it changes as the guest does; what the engine writes beside
+//! that must be accessed and dirty flags, in entries that the access at hand has used.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
@@ -81,7 +81,8 @@ impl Oracle {
         }
     }
 
-    /// Whether that may be what became of an access. [`take_flags`](Oracle::take_flags) comes first.
+    /// Whether that may be what became of an access. [`take_flags`](Oracle::take_flags) comes
+    /// first.
     pub fn check_access(&mut self, cpu: usize, la: u64, access: Access, privilege: Privilege, observed: Observed) {
         let walk = self.walk(cpu, la, access, privilege);
         let is_fresh = match (observed, walk.end) {
@@ -133,7 +134,8 @@ impl Oracle {
         }
     }
 
-    /// Pages that a harvest of a slot at `first_gfn` has reported: all that were written must be there.
+    /// Pages that a harvest of a slot at `first_gfn` has reported: all that were written must be
+    /// there.
     pub fn check_harvest(&mut self, first_gfn: u64, nr_pages: u64, reported: &BTreeSet<u64>) {
         for gfn in first_gfn..first_gfn + nr_pages {
             assert!(!self.dirty.remove(&gfn) || reported.contains(&gfn), "page {gfn:#x} was written, and not reported");
@@ -193,7 +195,8 @@ impl Oracle {
         Executed::Done
     }
 
-    /// What such an instruction flushes is in "Operations that Invalidate TLBs and Paging-Structure Caches".
+    /// What such an instruction flushes is in "Operations that Invalidate TLBs and Paging-Structure
+    /// Caches".
     pub fn registers_written(&mut self, cpu: usize, new: PagingRegisters) {
         let now = self.history.tick();
         let cpu = &mut self.cpus[cpu];

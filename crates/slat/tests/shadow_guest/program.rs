@@ -1,5 +1,5 @@
-//! A random program: the guest accesses, edits its tables, and flushes, or does not; the host moves frames, asks for the dirty
-//! log, takes slots away.
+//! A random program: the guest accesses, edits its tables, and flushes, or does not; the host moves
+//! frames, asks for the dirty log, takes slots away.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -352,7 +352,8 @@ impl<S: Subject> Program<S> {
         self.emulated_write(cpu, gpa, &bytes);
     }
 
-    /// Edits the path of an address that was perhaps used before, is perhaps flushed, and perhaps used again.
+    /// Edits the path of an address that was perhaps used before, is perhaps flushed, and perhaps
+    /// used again.
     fn edit(&mut self, cpu: usize, random: &mut Random) {
         let la = self.address(cpu, random);
         let other = random.below(self.oracle.cpus.len());
@@ -386,8 +387,9 @@ impl<S: Subject> Program<S> {
         }
     }
 
-    /// The page is cached; its entry loses a right or all of them, or leads to another page, without a flush; a write faults, which
-    /// flushes this address; the entry may get its rights back; and what the address leads to now may not be the old page.
+    /// The page is cached; its entry loses a right or all of them, or leads to another page,
+    /// without a flush; a write faults, which flushes this address; the entry may get its rights
+    /// back; and what the address leads to now may not be the old page.
     fn fault_and_retry(&mut self, cpu: usize, random: &mut Random) {
         let la = self.address(cpu, random);
         self.repair_path(cpu, la, random);
@@ -566,7 +568,8 @@ impl<S: Subject> Program<S> {
         if random.chance(50) {
             return self.set_registers(cpu, registers);
         }
-        // By the guest's instructions: from one mode to another there is no way but by none, and PCIDs come last.
+        // By the guest's instructions: from one mode to another there is no way but by none, and
+        // PCIDs come last.
         let PagingRegisters { cr0, cr3, cr4, efer } = registers;
         let old = self.oracle.cpus[cpu].registers;
         self.write_register(cpu, PagingRegister::Cr4, old.cr4 & !CR4_PCIDE);

@@ -1,20 +1,23 @@
-//! What may be stale. A CPU may translate by values that entries of the guest's tables had once, as long as nothing has told
-//! it to forget them (Intel SDM vol. 3A, "Caching Translation Information"):
+//! What may be stale. A CPU may translate by values that entries of the guest's tables had once, as
+//! long as nothing has told it to forget them (Intel SDM vol. 3A, "Caching Translation
+//! Information"):
 //!
-//! - An entry is cached only as it was while it was present, with no reserved bit and with its accessed flag set; a page is
-//!   written only through one with its dirty flag set.
-//! - Entries on one path may be of different ages, an upper one not younger than what was found by it: the paging-structure
-//!   caches. Each is as it was at some time since the last flush that covers it, on that CPU.
-//! - Flushes cover what the manual says of each instruction, and pages of any size whole. Translations of a global page stay
-//!   when those of a PCID go, and serve all PCIDs.
-//! - A page fault is a flush of its address in the current PCID ("Operations that Invalidate TLBs and Paging-Structure
-//!   Caches"), also of global translations that were made in this PCID.
+//! - An entry is cached only as it was while it was present, with no reserved bit and with its
+//!   accessed flag set; a page is written only through one with its dirty flag set.
+//! - Entries on one path may be of different ages, an upper one not younger than what was found by
+//!   it: the paging-structure caches. Each is as it was at some time since the last flush that
+//!   covers it, on that CPU.
+//! - Flushes cover what the manual says of each instruction, and pages of any size whole.
+//!   Translations of a global page stay when those of a PCID go, and serve all PCIDs.
+//! - A page fault is a flush of its address in the current PCID ("Operations that Invalidate TLBs
+//!   and Paging-Structure Caches"), also of global translations that were made in this PCID.
 //!
-//! - A CPU makes entries for the PCID that is current, so each was as it was at a time when the PCID was. ([`Caching`] says by
-//!   how much a strategy may miss that.)
+//! - A CPU makes entries for the PCID that is current, so each was as it was at a time when the
+//!   PCID was. ([`Caching`] says by how much a strategy may miss that.)
 //!
-//! So here is every value that each word of memory has had, with the times; and for each CPU when it was told to forget what.
-//! Whether an access may have reached a page is a search for a path through them.
+//! So here is every value that each word of memory has had, with the times; and for each CPU when
+//! it was told to forget what. Whether an access may have reached a page is a search for a path
+//! through them.
 
 use std::collections::HashMap;
 
@@ -91,14 +94,16 @@ impl History {
             let old = had_memory.then_some(self.words[word]);
             let new = contents.map(|contents| contents[inside]);
             self.words[word] = new.unwrap_or(0);
-            // Without memory, or zero: either way nothing is found there, so most of them need no version.
+            // Without memory, or zero: either way nothing is found there, so most of them need no
+            // version.
             if old.unwrap_or(0) != new.unwrap_or(0) {
                 self.changed(word, old, Version { since: now, value: new });
             }
         }
     }
 
-    /// Calls `seen` with each value that the word at `gpa` had at some time from `from` on, and from when until when.
+    /// Calls `seen` with each value that the word at `gpa` had at some time from `from` on, and
+    /// from when until when.
     fn each_since(&self, gpa: u64, from: Time, mut seen: impl FnMut(u64, Time, Time)) {
         let word = (gpa >> 3) as u32;
         match self.versions.get(&word) {
@@ -137,8 +142,9 @@ struct Root {
 pub enum Caching {
     /// While the PCID was current, as the manual has it.
     WhileCurrent,
-    /// At any time since its last flush, or, if it has not been current since that flush, since it is. So it may be with tables
-    /// that all PCIDs and CPUs share, and where what one of them has read is there for the next.
+    /// At any time since its last flush, or, if it has not been current since that flush, since it
+    /// is. So it may be with tables that all PCIDs and CPUs share, and where what one of them has
+    /// read is there for the next.
     AnyTime,
 }
 
@@ -246,7 +252,8 @@ impl VirtualCpu {
         }
     }
 
-    /// What was flushed of `pcid` since it was last current has nothing in it until it is so again, now.
+    /// What was flushed of `pcid` since it was last current has nothing in it until it is so again,
+    /// now.
     fn flushed_before_use(&mut self, pcid: u16, last_use: Time, now: Time) {
         if self.all.max(self.all_but_global) >= last_use {
             self.contexts.insert(pcid, now);
@@ -256,8 +263,8 @@ impl VirtualCpu {
         context.chain(pages).filter(|time| **time >= last_use).for_each(|time| *time = now);
     }
 
-    /// Whether this CPU may translate `la` to the byte at `target` for such an access: by the tables as they are, or as it
-    /// may remember them.
+    /// Whether this CPU may translate `la` to the byte at `target` for such an access: by the
+    /// tables as they are, or as it may remember them.
     pub fn may_reach(&self, history: &History, la: u64, access: Access, privilege: Privilege, target: u64) -> bool {
         let mode = self.mode();
         if mode == Mode::Off {
@@ -332,7 +339,8 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// Whether a path of entries, each read since `flushed`, leads through an entry of `leaf_level` to the target.
+    /// Whether a path of entries, each read since `flushed`, leads through an entry of `leaf_level`
+    /// to the target.
     fn finds(&self, leaf_level: u8, flushed: Time, of: Of) -> bool {
         let mut at = Vec::new();
         for root in self.cpu.roots.iter().filter(|root| of.includes(root) && root.until > flushed) {
@@ -372,7 +380,8 @@ impl Search<'_> {
     }
 }
 
-/// Adds a table to those that were reached: the same one with the same rights once, from the earliest time on.
+/// Adds a table to those that were reached: the same one with the same rights once, from the
+/// earliest time on.
 fn add(tables: &mut Vec<Reached>, new: Reached) {
     match tables.iter_mut().find(|old| old.table == new.table && old.rights == new.rights) {
         Some(old) => old.time = old.time.min(new.time),

@@ -1,5 +1,6 @@
-//! What is examined: a guest's CPUs, as the guest sees them. The engine under the hypervisor's CPUs is one; CPUs that are
-//! made wrong on purpose, so that one knows that the oracle would notice, are the other.
+//! What is examined: a guest's CPUs, as the guest sees them. The engine under the hypervisor's CPUs
+//! is one; CPUs that are made wrong on purpose, so that one knows that the oracle would notice, are
+//! the other.
 
 use slat::{Access, Error, PagingRegister, PagingRegisters, Privilege};
 
@@ -68,8 +69,8 @@ pub trait Subject {
     fn load_cr3(&mut self, cpu: usize, value: u64) -> Result<Executed, Error>;
     fn invlpg(&mut self, cpu: usize, la: u64) -> Result<(), Error>;
     fn invpcid(&mut self, cpu: usize, kind: u64, descriptor: [u64; 2]) -> Result<Executed, Error>;
-    /// One access. When a CPU of the host's reaches memory it calls `effect` with the address: no flush returns, and no frame
-    /// moves, before that does.
+    /// One access. When a CPU of the host's reaches memory it calls `effect` with the address: no
+    /// flush returns, and no frame moves, before that does.
     fn access(
         &mut self,
         cpu: usize,

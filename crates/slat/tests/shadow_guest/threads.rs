@@ -1,9 +1,11 @@
-//! The same program on several threads at once, with a host that moves frames, harvests and ages beside them.
+//! The same program on several threads at once, with a host that moves frames, harvests and ages
+//! beside them.
 //!
-//! What one thread finds depends on no other: each has tables and pages of its own, which nobody else writes, so that its oracle
-//! knows all that they have held. What the threads share is the engine, and a few frames that all of them map and in which
-//! nobody writes anything but zeroes. Beside these each goes through tables that all of them change: where that leads
-//! nobody can say, but it must be memory of the guest's, and the tables of the engine must be sound.
+//! What one thread finds depends on no other: each has tables and pages of its own, which nobody
+//! else writes, so that its oracle knows all that they have held. What the threads share is the
+//! engine, and a few frames that all of them map and in which nobody writes anything but zeroes.
+//! Beside these each goes through tables that all of them change: where that leads nobody can say,
+//! but it must be memory of the guest's, and the tables of the engine must be sound.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -111,7 +113,8 @@ fn run(strategy: ShadowStrategy, seed: u64, nr_ops: usize) -> Figures {
             scope.spawn(move || {
                 let _running = Running(nr_running);
                 let mut random = Random::new(seed ^ thread as u64);
-                // What the host does is done by the host; a long write would make entries that lead to others' pages.
+                // What the host does is done by the host; a long write would make entries that lead
+                // to others' pages.
                 let is_ours = |kind| {
                     !matches!(kind, Kind::MoveFrame | Kind::Harvest | Kind::ChangeSlot | Kind::Age | Kind::LongWrite)
                 };

@@ -1,5 +1,6 @@
-//! CPUs that do what the architecture says by themselves: a walk of the guest's tables and a TLB that keeps all that it may.
-//! And the same CPUs with one rule left out, which the oracle must notice.
+//! CPUs that do what the architecture says by themselves: a walk of the guest's tables and a TLB
+//! that keeps all that it may. And the same CPUs with one rule left out, which the oracle must
+//! notice.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::Ordering;

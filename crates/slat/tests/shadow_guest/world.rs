@@ -1,9 +1,11 @@
-//! The world of one program: host memory for tables and frames, the slots in which the guest finds the frames, and the
-//! engine's host over both. All of it is a few MiB, so that everything collides.
+//! The world of one program: host memory for tables and frames, the slots in which the guest finds
+//! the frames, and the engine's host over both. All of it is a few MiB, so that everything
+//! collides.
 //!
-//! Host-physical addresses are no pointers. Each frame knows to which guest frame it belongs at this moment: whoever reaches
-//! one that belongs to none has kept a translation that was taken away. Each table knows whether it is live: a CPU that walks
-//! one that is not has followed an entry that should be gone.
+//! Host-physical addresses are no pointers. Each frame knows to which guest frame it belongs at
+//! this moment: whoever reaches one that belongs to none has kept a translation that was taken
+//! away. Each table knows whether it is live: a CPU that walks one that is not has followed an
+//! entry that should be gone.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::sync::Arc;
@@ -121,7 +123,8 @@ impl World {
         }
     }
 
-    /// Gives slot `slot` frames, contiguous ones, and says what to make it of. Its pages hold what was there before.
+    /// Gives slot `slot` frames, contiguous ones, and says what to make it of. Its pages hold what
+    /// was there before.
     pub fn region(
         &self,
         slot: usize,
@@ -162,7 +165,8 @@ impl World {
         }
     }
 
-    /// Takes the guest frames of a slot that lies at `first_gfn` away. To be called when the engine has let them go.
+    /// Takes the guest frames of a slot that lies at `first_gfn` away. To be called when the engine
+    /// has let them go.
     pub fn take_away(&self, first_gfn: u64, nr_pages: u64) {
         for gfn in first_gfn..first_gfn + nr_pages {
             let frame = self.frame_of[gfn as usize].swap(NOBODY, Ordering::SeqCst);
@@ -252,8 +256,8 @@ impl Park for World {
     }
 }
 
-// SAFETY: tables are pages of the world's own, given out once until they are freed; CPUs forget all before `flush` returns;
-// frames change only while their pages are invalidated.
+// SAFETY: tables are pages of the world's own, given out once until they are freed; CPUs forget all
+// before `flush` returns; frames change only while their pages are invalidated.
 unsafe impl Host for World {
     type Backing = Arc<Backing>;
 

@@ -1,4 +1,5 @@
-//! A host that takes next to no stack itself, and a global allocator that takes none: what is measured is the engine.
+//! A host that takes next to no stack itself, and a global allocator that takes none: what is
+//! measured is the engine.
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::sync::Mutex;
@@ -9,7 +10,8 @@ use slat::{
     Access, AllocationWait, Gfn, GfnRange, Gone, Gpa, Host, Hpa, PAGE_SIZE, PageSize, Park, Pfn, Resolved, TableNode,
 };
 
-/// Gives memory that was never used before, and takes none back: so it needs no list, and all of it is zero.
+/// Gives memory that was never used before, and takes none back: so it needs no list, and all of it
+/// is zero.
 struct Bump {
     start: AtomicPtr<u8>,
     used_bytes: AtomicUsize,

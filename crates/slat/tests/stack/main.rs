@@ -1,8 +1,9 @@
 //! How much stack the engine's calls take: a hypervisor's is 8 or 16 KiB.
 //!
-//! Each public call runs on a painted stack, in many configurations, with a host that takes next to none itself. Where the
-//! compiler optimizes (`ci/stack.sh`), none may go deeper than [`MOST_BYTES`], and a fault no deeper than [`MOST_FAULT_BYTES`].
-//! No public method of a type that is measured may be left out: their names are looked for in the sources.
+//! Each public call runs on a painted stack, in many configurations, with a host that takes next to
+//! none itself. Where the compiler optimizes (`ci/stack.sh`), none may go deeper than
+//! [`MOST_BYTES`], and a fault no deeper than [`MOST_FAULT_BYTES`]. No public method of a type that
+//! is measured may be left out: their names are looked for in the sources.
 #![cfg(all(target_os = "linux", not(any(loom, shuttle))))]
 #![allow(missing_docs)]
 #![allow(unsafe_code, reason = "stacks made by hand, an allocator, and the host's contract")]

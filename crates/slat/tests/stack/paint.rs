@@ -1,5 +1,5 @@
-//! How deep a call goes into the stack: it runs on a thread whose stack was painted before, and what is not painted any more
-//! afterwards was used.
+//! How deep a call goes into the stack: it runs on a thread whose stack was painted before, and
+//! what is not painted any more afterwards was used.
 
 use std::cell::Cell;
 use std::ffi::c_void;
@@ -56,14 +56,15 @@ struct Task<'t> {
     used_bytes: usize,
 }
 
-/// Runs `call` on a painted stack of its own. Returns how many bytes below its caller's frame were written: the call's frame, and
-/// all below.
+/// Runs `call` on a painted stack of its own. Returns how many bytes below its caller's frame were
+/// written: the call's frame, and all below.
 fn depth_of(call: &mut dyn FnMut()) -> usize {
     // Painted anew after each call, for the next.
     thread_local!(static STACK: Stack = Stack::new());
     STACK.with(|stack| {
         let mut task = Task { call, stack, used_bytes: 0 };
-        // SAFETY: the attributes live from init to destroy; the stack and the task until the thread is joined.
+        // SAFETY: the attributes live from init to destroy; the stack and the task until the thread
+        // is joined.
         unsafe {
             let mut attributes = std::mem::zeroed();
             assert_eq!(libc::pthread_attr_init(&mut attributes), 0);

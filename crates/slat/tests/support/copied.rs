@@ -1,4 +1,5 @@
-//! What a host has copied of the staying area, by the log of a slot that has it or some pages of it.
+//! What a host has copied of the staying area, by the log of a slot that has it or some pages of
+//! it.
 
 use std::ops::Range;
 
@@ -42,8 +43,8 @@ impl Copied {
         nr_pages
     }
 
-    /// What was written before one harvest is in that or in the next, if the fault that opened the page has returned by
-    /// then.
+    /// What was written before one harvest is in that or in the next, if the fault that opened the
+    /// page has returned by then.
     pub fn harvest_twice(&mut self, vm: &TestVm) {
         self.harvest(vm);
         let before = vm.host().with_memory(|memory| memory.nr_writes(STAYING));

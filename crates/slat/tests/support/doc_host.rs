@@ -1,5 +1,6 @@
-// The surroundings of the examples in the documentation, which include this file: tables and guest memory come from the
-// heap, "host-physical" addresses are pointers, and no CPU runs. (`examples/smallest_host.rs` is one to begin with.)
+// The surroundings of the examples in the documentation, which include this file: tables and guest
+// memory come from the heap, "host-physical" addresses are pointers, and no CPU runs.
+// (`examples/smallest_host.rs` is one to begin with.)
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::sync::Arc;

@@ -1,4 +1,5 @@
-//! Memory of a guest, for hosts of shadow paging: the engine reads and writes the guest's tables there.
+//! Memory of a guest, for hosts of shadow paging: the engine reads and writes the guest's tables
+//! there.
 #![allow(unsafe_code, reason = "hands out memory of the global allocator")]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};

@@ -1,5 +1,6 @@
-//! Huge pages that are split and put back beside everything else, in the world of `tlb_world.rs`. The area has frames that
-//! follow each other from the beginning, so that all of it may be one leaf; mostly it begins as a table of small ones.
+//! Huge pages that are split and put back beside everything else, in the world of `tlb_world.rs`.
+//! The area has frames that follow each other from the beginning, so that all of it may be one
+//! leaf; mostly it begins as a table of small ones.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -135,8 +136,8 @@ fn delete(vm: &TestVm, id: usize, first: u64, nr_pages: u64) {
     zapping(vm.host(), &[range], || change_slot(vm, id, NO_FLAGS, 0, 0, None));
 }
 
-/// When all have stopped, and the slots of `logged` log: one harvest each brings all, and leaves nothing that could be written
-/// unseen.
+/// When all have stopped, and the slots of `logged` log: one harvest each brings all, and leaves
+/// nothing that could be written unseen.
 fn assert_exact(vm: &TestVm, config: &Config, logged: &mut Copied, first: u64) {
     logged.harvest(vm);
     logged.assert_has(vm.host().with_memory(|memory| memory.nr_writes(STAYING)));
@@ -170,8 +171,8 @@ pub fn beside_invalidations() {
     finish(&vm);
 }
 
-/// Beside guests, and logging that is turned on and off, which splits and puts back by itself; `changes` beside that what the
-/// host has.
+/// Beside guests, and logging that is turned on and off, which splits and puts back by itself;
+/// `changes` beside that what the host has.
 fn beside_a_log(changes: fn(&TestVm)) {
     let config = random_config();
     let vm = new_huge_vm(&Choices { config, fails_one_in: pick(&[None, None, Some(4)]) });
@@ -212,8 +213,8 @@ pub fn beside_everything() {
     beside_a_log(change_memory);
 }
 
-/// The slot is deleted, and two take its place, over the same frames or others: what was looked at for the one is not true of
-/// the two. The second logs.
+/// The slot is deleted, and two take its place, over the same frames or others: what was looked at
+/// for the one is not true of the two. The second logs.
 pub fn beside_halves() {
     const HALF: u64 = PAGES as u64 / 2;
     const SECOND: usize = 2;
@@ -247,8 +248,9 @@ fn new_split_vm() -> (Arc<TestVm>, Guest) {
     (vm, guest)
 }
 
-/// One page is taken away by a host that allows no huge leaf any more when that is done, beside one recovery that has asked
-/// before. Few steps, so that a schedule that strikes between the right two is likely.
+/// One page is taken away by a host that allows no huge leaf any more when that is done, beside one
+/// recovery that has asked before. Few steps, so that a schedule that strikes between the right two
+/// is likely.
 pub fn beside_a_host_that_wants_small_leaves() {
     let (vm, mut guest) = new_split_vm();
     let guest = thread::spawn(move || (0..3).for_each(|_| guest.access(PLACE, Access::Read)));
@@ -267,8 +269,8 @@ fn be_late() {
     (0..random(60)).for_each(|_| thread::yield_now());
 }
 
-/// A page is written and taken away while the table that it is in is being put back: whoever meets that tells what was
-/// written. Few steps.
+/// A page is written and taken away while the table that it is in is being put back: whoever meets
+/// that tells what was written. Few steps.
 pub fn beside_one_that_meets_it() {
     let (vm, mut guest) = new_split_vm();
     let guest = thread::spawn(move || {
@@ -287,8 +289,8 @@ pub fn beside_one_that_meets_it() {
     finish(&vm);
 }
 
-/// Pages of a huge leaf are taken away, now and then without memory for the table: what lies beside them is mapped anew by small
-/// leaves, while a CPU may have the huge one cached. Few steps.
+/// Pages of a huge leaf are taken away, now and then without memory for the table: what lies beside
+/// them is mapped anew by small leaves, while a CPU may have the huge one cached. Few steps.
 pub fn beside_an_invalidation_without_memory() {
     let vm = new_vm(&Choices { config: Config::default(), fails_one_in: Some(2) }, GUESTS + 2);
     vm.host().with_memory(|memory| memory.place(STAYING, &[PLACE]));

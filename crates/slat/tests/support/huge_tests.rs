@@ -1,5 +1,5 @@
-// The tests of `shuttle_huge` and of `shuttle_break`, which say by `Shape` which format they try. Included, not a module: the
-// names of the tests are the same in both.
+// The tests of `shuttle_huge` and of `shuttle_break`, which say by `Shape` which format they try.
+// Included, not a module: the names of the tests are the same in both.
 
 #[path = "copied.rs"]
 mod copied;

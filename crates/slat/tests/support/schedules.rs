@@ -5,8 +5,8 @@ use shuttle::rand::{Rng, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use slat::Locking;
 
-/// Schedules of each kind for each test; `SHUTTLE_SCHEDULES` in the environment sets another number, and
-/// `SHUTTLE_SEED` the random schedule of a failure, alone.
+/// Schedules of each kind for each test; `SHUTTLE_SCHEDULES` in the environment sets another
+/// number, and `SHUTTLE_SEED` the random schedule of a failure, alone.
 const SCHEDULES: usize = 4_000;
 /// Switches at which a priority schedule may strike.
 const PCT_DEPTH: usize = 4;

@@ -1,5 +1,6 @@
-//! Threads that take turns by a script, and the script tried with every point at which some of them can be stopped: for
-//! what needs many threads, each at one point, which random schedules do not find.
+//! Threads that take turns by a script, and the script tried with every point at which some of them
+//! can be stopped: for what needs many threads, each at one point, which random schedules do not
+//! find.
 
 use std::sync::{Arc, Mutex};
 
@@ -22,7 +23,8 @@ pub struct Turn {
     stops: Stops,
 }
 
-/// The turn of thread number `thread`; number 0 is the test's own, the others are those that it spawns, in that order.
+/// The turn of thread number `thread`; number 0 is the test's own, the others are those that it
+/// spawns, in that order.
 pub const fn turn_of(thread: usize) -> Turn {
     Turn { thread, stops: Stops::Nowhere }
 }
@@ -56,13 +58,15 @@ pub fn explore(script: &[Turn], scenario: impl Fn() + Send + Sync + 'static) -> 
 
 struct Scripted {
     script: Vec<Turn>,
-    /// How many steps each turn may take in this execution. An odometer: its last place moves fastest.
+    /// How many steps each turn may take in this execution. An odometer: its last place moves
+    /// fastest.
     limits: Vec<usize>,
     /// The turn that it is.
     at: usize,
     /// Steps of this turn so far.
     nr_steps: usize,
-    /// Of each turn of this execution, after how many steps its thread could not go on; `None` if it was stopped before.
+    /// Of each turn of this execution, after how many steps its thread could not go on; `None` if
+    /// it was stopped before.
     ends: Vec<Option<usize>>,
     nr_tried: Arc<Mutex<usize>>,
     data: RandomDataSource,

@@ -1,11 +1,14 @@
-//! A guest's memory, whose frames the host moves, and CPUs that walk shadow tables (`shadow_cpu/cpu.rs`).
+//! A guest's memory, whose frames the host moves, and CPUs that walk shadow tables
+//! (`shadow_cpu/cpu.rs`).
 //!
-//! Each page of the guest's has a stamp, its own number, in a word that no table uses: so whoever gets to a page knows whether
-//! it is the one that was meant. A frame that the guest has left is poisoned, and so is a shadow table that is freed. Before
-//! one of them is used again, some time later, the poison must be as it was: nobody has written there.
+//! Each page of the guest's has a stamp, its own number, in a word that no table uses: so whoever
+//! gets to a page knows whether it is the one that was meant. A frame that the guest has left is
+//! poisoned, and so is a shadow table that is freed. Before one of them is used again, some time
+//! later, the poison must be as it was: nobody has written there.
 //!
-//! The host's flush stops the CPUs as an interrupt would: a CPU says by a word that an access is under way, and begins each
-//! access by looking whether there was a flush. See `tests/common/guest.rs`.
+//! The host's flush stops the CPUs as an interrupt would: a CPU says by a word that an access is
+//! under way, and begins each access by looking whether there was a flush. See
+//! `tests/common/guest.rs`.
 #![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
@@ -68,7 +71,8 @@ pub fn pause() {
     std::thread::yield_now();
 }
 
-/// Sometimes others get much done meanwhile: the host takes its time before it does what it is asked for.
+/// Sometimes others get much done meanwhile: the host takes its time before it does what it is
+/// asked for.
 fn dawdle() {
     #[cfg(shuttle)]
     if shuttle::rand::Rng::gen_range(&mut shuttle::rand::thread_rng(), 0..8) == 0 {
@@ -126,8 +130,8 @@ impl Park for TestHost {
     fn unpark_all(&self, _: *const AtomicU32) {}
 }
 
-// SAFETY: tables are memory of the global allocator that is nobody else's; a flush waits for the accesses that were under way,
-// and later ones begin by forgetting all.
+// SAFETY: tables are memory of the global allocator that is nobody else's; a flush waits for the
+// accesses that were under way, and later ones begin by forgetting all.
 unsafe impl Host for TestHost {
     /// Which page of the host's the slot begins with.
     type Backing = u64;
@@ -235,7 +239,8 @@ impl TestHost {
     }
 
     fn word(&self, hpa: Hpa) -> &AtomicU64 {
-        // SAFETY: callers have an aligned address of the guest's memory, or of a table that is kept.
+        // SAFETY: callers have an aligned address of the guest's memory, or of a table that is
+        // kept.
         unsafe { &*self.table_ptr(hpa).cast::<AtomicU64>() }
     }
 
@@ -278,7 +283,8 @@ impl TestHost {
         self.nr_flushes.load(Ordering::SeqCst)
     }
 
-    /// The guest's memory, while nothing moves it; without the CPUs, as a loader does before the guest runs.
+    /// The guest's memory, while nothing moves it; without the CPUs, as a loader does before the
+    /// guest runs.
     pub fn load(&self, gfn: u64, index: u64) -> u64 {
         self.plain_load(self.frames[gfn as usize].load(Ordering::SeqCst), index)
     }

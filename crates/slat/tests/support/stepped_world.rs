@@ -1,5 +1,6 @@
-//! The surroundings of the engine under shuttle: a format with tables of four entries, a host without anything that
-//! blocks but shuttle's own primitives, and guests whose accesses can be stopped at every step.
+//! The surroundings of the engine under shuttle: a format with tables of four entries, a host
+//! without anything that blocks but shuttle's own primitives, and guests whose accesses can be
+//! stopped at every step.
 #![allow(unsafe_code, reason = "implements the host's contract over the global allocator")]
 
 use std::alloc::{Layout, alloc, dealloc};
@@ -14,9 +15,10 @@ use slat::{
     Vm,
 };
 
-/// Tables of four entries, so that unlinking one is a few steps. A level is nine bits of the address all the same: frames
-/// 4 to 511 of a block share entries with frames 0 to 3, so guests only use those. Table entries have eight generations, so
-/// that they come round (`table/generation.rs` has a window to go with that), and CPUs can log what they make dirty.
+/// Tables of four entries, so that unlinking one is a few steps. A level is nine bits of the
+/// address all the same: frames 4 to 511 of a block share entries with frames 0 to 3, so guests
+/// only use those. Table entries have eight generations, so that they come round
+/// (`table/generation.rs` has a window to go with that), and CPUs can log what they make dirty.
 #[derive(Debug)]
 pub struct Tiny<const LEVELS: u8, const BREAKS: bool = false>;
 
@@ -89,15 +91,16 @@ impl Drop for Backing {
     }
 }
 
-/// Memory of tables; a freed one is poisoned and kept until the host goes. Locked for no longer than a step.
+/// Memory of tables; a freed one is poisoned and kept until the host goes. Locked for no longer
+/// than a step.
 #[derive(Debug, Default)]
 struct Tables {
     live: HashMap<u64, usize>,
     freed: Vec<u64>,
 }
 
-/// A CPU's page-modification log, with the protocol of the software machine (`modification_log.rs` there). Never locked
-/// across a step.
+/// A CPU's page-modification log, with the protocol of the software machine (`modification_log.rs`
+/// there). Never locked across a step.
 #[derive(Debug, Default)]
 struct ModificationLog(std::sync::Mutex<Logged>);
 
@@ -152,7 +155,8 @@ pub struct ShuttleHost {
 }
 
 impl ShuttleHost {
-    /// For a VM of this configuration: CPUs set D only if it is needed, so that there are fewer steps.
+    /// For a VM of this configuration: CPUs set D only if it is needed, so that there are fewer
+    /// steps.
     pub fn new(nr_guests: usize, tracking: DirtyTracking) -> ShuttleHost {
         let logs = tracking == DirtyTracking::PageModificationLog;
         ShuttleHost {
@@ -181,12 +185,14 @@ impl ShuttleHost {
         wait_while_odd(&self.accesses);
     }
 
-    /// Runs `access` of guest number `guest`: until it is over, [`ShuttleHost::wait_for_accesses`] waits.
+    /// Runs `access` of guest number `guest`: until it is over, [`ShuttleHost::wait_for_accesses`]
+    /// waits.
     pub fn during_access<R>(&self, guest: usize, access: impl FnOnce() -> R) -> R {
         during(&self.accesses[guest], access)
     }
 
-    /// Runs `fault` of guest number `guest`: until it is over, [`ShuttleHost::wait_for_faults`] waits.
+    /// Runs `fault` of guest number `guest`: until it is over, [`ShuttleHost::wait_for_faults`]
+    /// waits.
     pub fn during_fault<R>(&self, guest: usize, fault: impl FnOnce() -> R) -> R {
         during(&self.faults[guest], fault)
     }
@@ -196,7 +202,8 @@ impl ShuttleHost {
         wait_while_odd(&self.faults);
     }
 
-    /// The CPU of `guest` is about to set D in the leaf of `gfn`: it logs that, if it logs. `Err`: there is no room.
+    /// The CPU of `guest` is about to set D in the leaf of `gfn`: it logs that, if it logs. `Err`:
+    /// there is no room.
     pub fn log_modification(&self, guest: usize, gfn: u64) -> Result<(), LogFull> {
         let Some(logs) = &self.modification_logs else { return Ok(()) };
         self.step();
@@ -301,8 +308,8 @@ impl Park for ShuttleHost {
     }
 }
 
-// SAFETY: tables come from the global allocator and stay until the host goes; a flush waits for the accesses that were
-// under way; frames are numbers.
+// SAFETY: tables come from the global allocator and stay until the host goes; a flush waits for the
+// accesses that were under way; frames are numbers.
 unsafe impl Host for ShuttleHost {
     type Backing = Backing;
 
@@ -437,8 +444,8 @@ impl<F: Format> Guest<F> {
         Guest { vm: Arc::clone(vm), vcpu: vm.create_vcpu().unwrap(), index }
     }
 
-    /// One access that a flush waits for, with a moment between its walk and its effect. `Ok` with the effect's result;
-    /// else the fault was served: `Err` with the exit, if there was one.
+    /// One access that a flush waits for, with a moment between its walk and its effect. `Ok` with
+    /// the effect's result; else the fault was served: `Err` with the exit, if there was one.
     pub fn access<R>(&mut self, gfn: u64, access: Access, effect: impl FnOnce(u64) -> R) -> Result<R, Option<Exit>> {
         let host = self.vm.host();
         let result = host.during_access(self.index, || {
@@ -495,7 +502,8 @@ pub fn backing(first_pfn: u64, max_size: PageSize) -> Backing {
     Backing { first_pfn, max_size, read_gives_writable: true, dropped: Arc::default() }
 }
 
-/// A backing whose frames may not be written by who has only read them: as after a fork, or in a fresh file.
+/// A backing whose frames may not be written by who has only read them: as after a fork, or in a
+/// fresh file.
 pub fn backing_that_is_asked_again(first_pfn: u64, max_size: PageSize) -> Backing {
     Backing { first_pfn, max_size, read_gives_writable: false, dropped: Arc::default() }
 }

@@ -1,13 +1,15 @@
-//! A host that moves, frees and protects the frames of its guests, and guests with a software TLB each: a translation
-//! that a walk found is used until a flush names it. What a guest may do is checked at each access, against what the host
-//! allows at that moment.
+//! A host that moves, frees and protects the frames of its guests, and guests with a software TLB
+//! each: a translation that a walk found is used until a flush names it. What a guest may do is
+//! checked at each access, against what the host allows at that moment.
 //!
-//! There are two areas of memory, each the backing of a slot. Four pages of each are used (see `Tiny`). Frames are numbers,
-//! and a number is never used twice. A translation of a huge leaf is used for all of its pages, and dropped for those alone
-//! that a flush names: a CPU may have cached it in parts.
+//! There are two areas of memory, each the backing of a slot. Four pages of each are used (see
+//! `Tiny`). Frames are numbers, and a number is never used twice. A translation of a huge leaf is
+//! used for all of its pages, and dropped for those alone that a flush names: a CPU may have cached
+//! it in parts.
 //!
-//! Each test says which format it tries: `Shape`. Where that has tables and huge leaves apart (`BREAK_BEFORE_MAKE`), no CPU
-//! may find a leaf while one has a translation of another size for the same page.
+//! Each test says which format it tries: `Shape`. Where that has tables and huge leaves apart
+//! (`BREAK_BEFORE_MAKE`), no CPU may find a leaf while one has a translation of another size for
+//! the same page.
 #![allow(unsafe_code, reason = "implements the host's contract over another host")]
 
 use std::alloc::Layout;
@@ -110,16 +112,17 @@ impl Memory {
         self.now
     }
 
-    /// Whether a call that began before `time` is still taking something of the block of `gfn` away: others that it has met
-    /// there between a table and a huge leaf it tells of as well.
+    /// Whether a call that began before `time` is still taking something of the block of `gfn`
+    /// away: others that it has met there between a table and a huge leaf it tells of as well.
     fn is_zapped(&self, gfn: u64, time: u64) -> bool {
         let block = Gfn(gfn).block(Level::L2M);
         let overlaps = |range: &GfnRange| !range.intersection(block).is_empty();
         self.zaps.range(..time).any(|(_, ranges)| ranges.iter().any(overlaps))
     }
 
-    /// The host looks whether a page was written, while no CPU can use it, and gives it `pfn` if that is another frame.
-    /// Whoever has taken the page away, all that was done through its leaf has been told.
+    /// The host looks whether a page was written, while no CPU can use it, and gives it `pfn` if
+    /// that is another frame. Whoever has taken the page away, all that was done through its leaf
+    /// has been told.
     fn ask(&mut self, area: usize, index: usize, pfn: u64, may_write: bool) {
         let time = self.tick();
         let page = &mut self.areas[area].pages[index];
@@ -204,7 +207,8 @@ struct Translation {
 #[derive(Debug, Default)]
 struct Tlb {
     entries: HashMap<u64, Translation>,
-    /// What a walk that is under way may find: those pages of the block that no flush has named since.
+    /// What a walk that is under way may find: those pages of the block that no flush has named
+    /// since.
     filling: Vec<u64>,
     /// The size of the leaf that it has found.
     found: Option<Level>,
@@ -255,8 +259,8 @@ impl TlbHost {
         self.base.wait_for_faults();
     }
 
-    /// Runs `call`, a fault of guest number `index` or what is like one: it may be about to mark pages, and to take away what
-    /// it finds broken, in the block of `gfn`.
+    /// Runs `call`, a fault of guest number `index` or what is like one: it may be about to mark
+    /// pages, and to take away what it finds broken, in the block of `gfn`.
     pub fn during_call<R>(&self, index: usize, gfn: Gfn, call: impl FnOnce() -> R) -> R {
         zapping(self, &[gfn.block(Level::L2M)], || self.base.during_fault(index, call))
     }
@@ -265,8 +269,9 @@ impl TlbHost {
         self.base.live_tables()
     }
 
-    /// A CPU has found a leaf of `level` for `gfn`: the host must allow that, and no CPU may have one of another size, where
-    /// that is forbidden. (What a CPU has cached of a huge leaf stays true for the pages that are not taken away.)
+    /// A CPU has found a leaf of `level` for `gfn`: the host must allow that, and no CPU may have
+    /// one of another size, where that is forbidden. (What a CPU has cached of a huge leaf stays
+    /// true for the pages that are not taken away.)
     fn assert_may_be(&self, gfn: u64, level: Level) {
         self.with_memory(|memory| {
             let is_of_pages =
@@ -327,7 +332,8 @@ impl Park for TlbHost {
     }
 }
 
-// SAFETY: tables are the other host's; a flush drops translations, and waits for accesses under way; frames are numbers.
+// SAFETY: tables are the other host's; a flush drops translations, and waits for accesses under
+// way; frames are numbers.
 unsafe impl Host for TlbHost {
     type Backing = AreaBacking;
 
@@ -371,7 +377,8 @@ unsafe impl Host for TlbHost {
         let read_gives_writable = random(2) == 0;
         let answer = self.with_memory(|memory| {
             let area = &mut memory.areas[area];
-            // Else nobody shares it any more: more is allowed than before, and nothing has to be taken away.
+            // Else nobody shares it any more: more is allowed than before, and nothing has to be
+            // taken away.
             area.pages[index].may_write |= access == Access::Write;
             let writable = area.pages[index].may_write && (access == Access::Write || read_gives_writable);
             let is_block = !area.is_of_pages
@@ -450,7 +457,8 @@ pub fn is_written_unseen(vm: &TestVm, config: &Config, gfn: u64) -> bool {
         || vm.host().tlbs.iter().any(is_cached)
 }
 
-/// The region of an area's slot, whose number is the area's. With `start`: from that frame on; without: a deletion.
+/// The region of an area's slot, whose number is the area's. With `start`: from that frame on;
+/// without: a deletion.
 pub fn slot(
     area: usize,
     flags: MemoryRegionFlags,

@@ -1,5 +1,6 @@
-//! Userfault beside guests that may be stopped at each step: pages that are filled and emptied, a flag that is turned off and
-//! on, pages that become private, and huge pages that are put back. In the world of `stepped_world.rs`.
+//! Userfault beside guests that may be stopped at each step: pages that are filled and emptied, a
+//! flag that is turned off and on, pages that become private, and huge pages that are put back. In
+//! the world of `stepped_world.rs`.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -155,7 +156,8 @@ impl<F: Format> Scene<F> {
     }
 }
 
-/// Pages are taken back, emptied and filled, beside faults that are under way; and huge ones put back.
+/// Pages are taken back, emptied and filled, beside faults that are under way; and huge ones put
+/// back.
 pub fn beside_rescans<F: Format>() {
     let scene = Scene::<F>::new(USERFAULT, pick(&[PageSize::Size4K, PageSize::Size2M]), 2);
     let mut threads = vec![scene.spawn_guest(0, 3), scene.spawn_guest(1, 2)];

@@ -1,4 +1,5 @@
-//! Harvests and resets of rings beside guests that write. The world with contents is that of `concurrent_dirty`.
+//! Harvests and resets of rings beside guests that write. The world with contents is that of
+//! `concurrent_dirty`.
 
 use super::*;
 use crate::common::random::Random;
@@ -81,7 +82,8 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// What was written by now is copied after the second time, if the faults under way have returned by then.
+    /// What was written by now is copied after the second time, if the faults under way have
+    /// returned by then.
     fn migrate_twice(&self) {
         let before = self.contents_now();
         self.migrate();

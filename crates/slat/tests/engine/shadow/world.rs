@@ -41,7 +41,8 @@ impl Park for TestHost {
     fn unpark_all(&self, _: *const AtomicU32) {}
 }
 
-// SAFETY: tables are memory of the global allocator that is nobody else's; the one CPU forgets what `flush` says.
+// SAFETY: tables are memory of the global allocator that is nobody else's; the one CPU forgets what
+// `flush` says.
 unsafe impl Host for TestHost {
     type Backing = ();
 
@@ -105,7 +106,8 @@ impl TestHost {
     }
 
     fn word(&self, hpa: Hpa) -> &AtomicU64 {
-        // SAFETY: callers have an aligned address of the guest's memory, or of a table that is linked.
+        // SAFETY: callers have an aligned address of the guest's memory, or of a table that is
+        // linked.
         unsafe { &*self.table_ptr(hpa).cast::<AtomicU64>() }
     }
 }
@@ -354,7 +356,8 @@ impl World {
     }
 }
 
-/// Tables of the second stage below its root. (An emptied slot's are kept where an invalidation refined empty entries.)
+/// Tables of the second stage below its root. (An emptied slot's are kept where an invalidation
+/// refined empty entries.)
 fn second_stage_tables(vm: &Vm<TestHost, Npt>) -> i64 {
     vm.read_tables().unwrap().nr_tables_on(slat::NodeId(0)) as i64 - 1
 }

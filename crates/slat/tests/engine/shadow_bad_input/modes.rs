@@ -1,4 +1,5 @@
-//! The other modes of paging: five levels, physical address extension, 32 bits; two over the same tables; and what vCPUs share.
+//! The other modes of paging: five levels, physical address extension, 32 bits; two over the same
+//! tables; and what vCPUs share.
 
 use super::*;
 
@@ -160,7 +161,8 @@ fn a_load_of_bad_pdptes_is_a_general_protection_fault() {
         vm.host().has_no_pointers.store(true, Ordering::Relaxed);
         assert_eq!(cpu.vcpu().load_cr3(good), Err(Error::NoGuestMemory { gpa: Gpa(good) }));
         vm.host().has_no_pointers.store(false, Ordering::Relaxed);
-        // A saved state is restored before its memory may be there: what is wrong is found when it is used.
+        // A saved state is restored before its memory may be there: what is wrong is found when it
+        // is used.
         cpu.set_registers(PagingRegisters { cr3: bad, ..pae });
         let va = 2 << 30;
         assert_eq!(cpu.page_at(va), Err(Exit::PageFault { gva: Gva(va), error_code: 0b1001 }));
@@ -220,7 +222,8 @@ fn marks_of_two_levels_change_addresses_of_wide_entries() {
         let slot = second_slot(MemoryRegionFlags::empty(), 0x50, 8);
         vm.set_user_memory_region(slat::MemoryRegion { guest_phys_addr: Gpa(high), ..slot }).unwrap();
         let (mut long, mut narrow) = (Cpu::new(&vm), Cpu::new(&vm));
-        // Entry 1 of this page directory leads to the first page above 4 GiB; its upper half maps page 0.
+        // Entry 1 of this page directory leads to the first page above 4 GiB; its upper half maps
+        // page 0.
         let (directory, va) = (0x32, 1 << 21);
         map(&vm, 0x30, 4, 0, 0, 0);
         vm.host().store(directory, 1, high | P | W | U);
@@ -237,7 +240,8 @@ fn marks_of_two_levels_change_addresses_of_wide_entries() {
     }
 }
 
-/// Where the guest's supervisor may write a user's read-only page (CR0.WP clear, SMAP), and no shadow entry can say so.
+/// Where the guest's supervisor may write a user's read-only page (CR0.WP clear, SMAP), and no
+/// shadow entry can say so.
 #[test]
 fn no_write_to_a_device_is_emulated() {
     let vm = vm();
@@ -256,7 +260,8 @@ fn no_write_to_a_device_is_emulated() {
     }
 }
 
-/// What [`ShadowStrategy`] says: a load of CR3 that keeps may find what another vCPU has cached since the PCID was left.
+/// What [`ShadowStrategy`] says: a load of CR3 that keeps may find what another vCPU has cached
+/// since the PCID was left.
 #[test]
 fn a_kept_pcid_may_have_what_other_vcpus_cached() {
     for strategy in STRATEGIES {
@@ -274,7 +279,8 @@ fn a_kept_pcid_may_have_what_other_vcpus_cached() {
         }
         let [first, second] = &mut cpus;
         first.load_cr3(0x30 << 12 | 2);
-        // While the PCID is not the first CPU's, the second maps the page, uses it, and maps another, without a flush.
+        // While the PCID is not the first CPU's, the second maps the page, uses it, and maps
+        // another, without a flush.
         second.store(window + at * 8, DATA << 12 | P | W | A).unwrap();
         assert_eq!(second.page_at(VA), Ok(DATA));
         second.store(window + at * 8, (DATA + 1) << 12 | P | W | A).unwrap();

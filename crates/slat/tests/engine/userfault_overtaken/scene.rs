@@ -92,10 +92,12 @@ pub struct Scene<F: Format> {
 pub struct Truth {
     /// The bitmap in use, if that is known: nobody is changing it.
     pub on: Option<Option<usize>>,
-    /// Bits of each bitmap, by block: being taken back, and such as were, by a call that has returned.
+    /// Bits of each bitmap, by block: being taken back, and such as were, by a call that has
+    /// returned.
     pub pending: BTreeSet<(usize, u64)>,
     pub taken: BTreeSet<(usize, u64)>,
-    /// What pages are, how many calls have said that so far, and how many are saying it: what overlaps is not known.
+    /// What pages are, how many calls have said that so far, and how many are saying it: what
+    /// overlaps is not known.
     pub attributes: BTreeMap<u64, MemoryAttributes>,
     pub nr_calls: u64,
     pub nr_calling: u64,

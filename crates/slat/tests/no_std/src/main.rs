@@ -1,5 +1,6 @@
-//! The engine in a program without std: the C library's start code calls `main`, which makes a VM, faults pages in, logs
-//! writes, harvests, moves and deletes. Its exit status is 0, or the line of the check that failed.
+//! The engine in a program without std: the C library's start code calls `main`, which makes a VM,
+//! faults pages in, logs writes, harvests, moves and deletes. Its exit status is 0, or the line of
+//! the check that failed.
 #![no_std]
 #![no_main]
 
@@ -28,7 +29,8 @@ struct CAllocator;
 #[global_allocator]
 static ALLOCATOR: CAllocator = CAllocator;
 
-// SAFETY: the C library's allocator; the size is rounded up to a multiple of the alignment, as it asks.
+// SAFETY: the C library's allocator; the size is rounded up to a multiple of the alignment, as it
+// asks.
 unsafe impl GlobalAlloc for CAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let align = layout.align().max(size_of::<usize>());
@@ -78,7 +80,8 @@ impl Park for TinyHost {
     fn unpark_all(&self, _word: *const AtomicU32) {}
 }
 
-// SAFETY: tables are the C library's memory until they are freed; no CPU caches anything; frames are numbers.
+// SAFETY: tables are the C library's memory until they are freed; no CPU caches anything; frames
+// are numbers.
 unsafe impl Host for TinyHost {
     /// The first frame.
     type Backing = u64;

@@ -1,5 +1,5 @@
-//! CPUs that walk shadow tables, with all that a CPU may cache: translations, and the places of tables of the lowest level,
-//! both until a flush names them.
+//! CPUs that walk shadow tables, with all that a CPU may cache: translations, and the places of
+//! tables of the lowest level, both until a flush names them.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -63,8 +63,8 @@ impl Cached {
     }
 }
 
-/// Walks from `root` on for `va`, by `entry_in` (what the walk has come to, and the level of the entry that is to be read
-/// there).
+/// Walks from `root` on for `va`, by `entry_in` (what the walk has come to, and the level of the
+/// entry that is to be read there).
 pub fn walk(root: Hpa, levels: u8, va: u64, mut entry_in: impl FnMut(Cached, u32) -> u64) -> Option<Cached> {
     let mut cached = Cached { page: root, writable: true, user: true, executable: true };
     for level in (1..=u32::from(levels)).rev() {
@@ -242,8 +242,8 @@ impl Cpu {
         found
     }
 
-    /// One access at `va`, with `effect` on the page that it gets to. A fault is served, and then it is tried again, until it
-    /// gets there or exits.
+    /// One access at `va`, with `effect` on the page that it gets to. A fault is served, and then
+    /// it is tried again, until it gets there or exits.
     pub fn access<R>(&mut self, va: u64, access: Access, effect: impl Fn(Page<'_>) -> R) -> Result<R, Exit> {
         if std::mem::take(&mut self.has_exited) {
             self.enter();
@@ -291,7 +291,8 @@ impl Cpu {
         }
     }
 
-    /// The supervisor fetches from a user's page, with SMEP: a page fault, which flushes the address.
+    /// The supervisor fetches from a user's page, with SMEP: a page fault, which flushes the
+    /// address.
     pub fn forbidden_fetch(&mut self, va: u64) {
         let fetch = GuestAccess { access: Access::Execute, privilege: Privilege::Supervisor };
         loop {
