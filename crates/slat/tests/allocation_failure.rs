@@ -120,7 +120,7 @@ fn rights(translation: Translation) -> (u64, bool) {
     (translation.pfn.0, translation.writable)
 }
 
-each!(a_fault_for_which_there_is_no_table_changes_nothing_and_succeeds_later, faults);
+each!(a_fault_without_memory_for_a_table_changes_nothing_and_succeeds_later, faults);
 fn faults<F: Format>(locking: Locking) {
     let gib_pages = GIB / PAGE_SIZE;
     for (size, level) in
@@ -149,7 +149,7 @@ fn faults<F: Format>(locking: Locking) {
     }
 }
 
-each!(a_split_for_which_there_is_no_table_changes_nothing_and_succeeds_later, splits);
+each!(a_split_without_memory_for_a_table_changes_nothing_and_succeeds_later, splits);
 fn splits<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, 512 * GIB, 512 * (GIB / PAGE_SIZE), PageSize::Size1G)).unwrap();
@@ -181,7 +181,7 @@ fn splits<F: Format>(locking: Locking) {
     assert_eq!((vm.stats().live_tables(), vm.host().live_tables()), (1, 1));
 }
 
-each!(a_write_that_asks_the_host_again_may_fail_for_want_of_memory_and_succeeds_later, refault);
+each!(a_write_to_a_read_only_leaf_may_run_out_of_memory_and_succeeds_later, refault);
 fn refault<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let memory = region(0, 0, GIB, 0, PageSize::Size2M);

@@ -24,7 +24,7 @@ fn refused<T: std::fmt::Debug>(result: Result<T, GuestMemoryError>) -> Error {
 }
 
 #[test]
-fn what_has_not_arrived_is_neither_read_nor_written() {
+fn pages_that_have_not_arrived_are_neither_read_nor_written() {
     let vm = vm::<Npt>(Locking::None);
     let words = Arc::new(vec![AtomicU64::new(0b110), AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0)]);
     let bitmap = UserfaultBitmap::new(Arc::<Vec<AtomicU64>>::clone(&words), PageSize::Size4K);

@@ -359,7 +359,7 @@ fn anchor(heading: &str) -> String {
 }
 
 #[test]
-fn lines_end_in_time() {
+fn lines_end_at_column_100() {
     let Some(root) = repository() else { return };
     let mut long = Vec::new();
     for document in documents(&root) {

@@ -192,7 +192,7 @@ fn live_bytes() -> u64 {
 }
 
 #[test]
-fn logging_that_begins_again_and_again_behind_an_open_section_takes_no_more_memory() {
+fn repeated_logging_behind_an_open_guard_takes_no_more_memory() {
     let _counts = COUNTS.lock();
     for manual_protect in [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet] {
         let config = Config::default().with_manual_protect(manual_protect);
@@ -231,7 +231,7 @@ fn logging_that_begins_again_and_again_behind_an_open_section_takes_no_more_memo
 }
 
 #[test]
-fn slots_that_come_and_go_behind_an_open_section_hold_a_bounded_amount_of_memory() {
+fn slots_that_come_and_go_behind_an_open_guard_hold_bounded_memory() {
     let _counts = COUNTS.lock();
     let vm = Arc::new(Vm::<TableHost, Npt>::new(TableHost::default(), Config::default()).unwrap());
     let flags = LOG | MemoryRegionFlags::GUEST_MEMFD;
@@ -271,7 +271,7 @@ fn resident_bytes() -> u64 {
 }
 
 #[test]
-fn a_slot_that_moves_takes_no_memory_for_marks() {
+fn a_slot_that_moves_allocates_no_marks() {
     let _counts = COUNTS.lock();
     // 2^30 pages: a log of 128 MiB, and 2 MiB for its summary.
     let size_bytes = 4 << 40;

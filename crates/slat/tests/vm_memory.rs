@@ -342,7 +342,7 @@ fn a_write_allocates_nothing() {
 }
 
 #[test]
-fn a_mark_that_memory_is_missing_for_ends_the_process() {
+fn a_mark_without_memory_aborts_the_process() {
     const CHILD: &str = "SLAT_TEST_MARK_WITHOUT_MEMORY";
     if std::env::var_os(CHILD).is_some() {
         let vm = vm::<Npt>(Locking::None);
@@ -354,7 +354,7 @@ fn a_mark_that_memory_is_missing_for_ends_the_process() {
         ALLOCATIONS_FAIL.set(false);
         return;
     }
-    let test = "a_mark_that_memory_is_missing_for_ends_the_process";
+    let test = "a_mark_without_memory_aborts_the_process";
     let child = Command::new(std::env::current_exe().unwrap()).args(["--exact", test]).env(CHILD, "").output().unwrap();
     assert_eq!(child.status.signal(), Some(libc::SIGABRT), "{child:?}");
     assert!(String::from_utf8_lossy(&child.stderr).contains("memory allocation of"), "{child:?}");
@@ -522,7 +522,7 @@ impl<F: Format> Harvester<'_, F> {
     }
 }
 
-each!(a_write_that_has_returned_is_reported_by_the_next_harvest_if_nobody_else_marks, alone);
+each!(with_one_marking_thread_a_write_is_in_the_next_harvest, alone);
 fn alone<F: Format>(locking: Locking) {
     World::<F>::new(locking).beside_writers(1, 0, |harvester| {
         harvester.for_a_while(|harvester| {
@@ -539,7 +539,7 @@ fn beside_guests<F: Format>(locking: Locking) {
         .beside_writers(NR_VMM, NR_GUESTS, |harvester| harvester.for_a_while(Harvester::check_two_harvests));
 }
 
-each!(logging_that_is_turned_on_beside_the_vmm_loses_nothing, turned_on);
+each!(no_write_of_the_vmm_is_lost_when_logging_begins, turned_on);
 fn turned_on<F: Format>(locking: Locking) {
     let world = World::<F>::new(locking);
     let set = |flags| world.vm.set_user_memory_region(change(0, flags, 0, NR_PAGES as u64 * PAGE_SIZE)).unwrap();
@@ -558,7 +558,7 @@ fn turned_on<F: Format>(locking: Locking) {
 }
 
 #[test]
-fn a_bitmap_keeps_the_vm_and_not_its_slot() {
+fn a_bitmap_keeps_the_vm_alive_and_not_its_slot() {
     let vm = vm::<Npt>(Locking::None);
     let backing = Arc::new(TestBacking::new(0, 4, PageSize::Size4K));
     let slot = MemoryRegion { backing: Some(Arc::clone(&backing)), ..region(0, 0, 4 * PAGE_SIZE, 0, PageSize::Size4K) };

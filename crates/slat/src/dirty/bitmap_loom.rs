@@ -127,7 +127,7 @@ fn a_mark_beside_what_clears_by_a_mask() {
 /// Who writes a page itself, and then finds it marked already, has written it before the mark is
 /// taken.
 #[test]
-fn who_takes_a_mark_sees_what_was_written_before_it() {
+fn a_harvest_that_clears_a_mark_observes_the_write_before_it() {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound.get_or_insert(PREEMPTIONS);
     builder.check(|| {

@@ -213,7 +213,7 @@ fn around_the_end_of_the_ring() {
 }
 
 #[test]
-fn what_another_reset_protected_is_read_anew() {
+fn a_reset_rereads_what_another_reset_protected() {
     model(1, &[Write(0)], &[&[Write(0), ResetAlone, Write(1)], &[Migrate]]);
     model(1, &[Write(0)], &[&[Write(0), ResetAlone, Write(1)], &[MigrateByMarks]]);
 }
@@ -248,7 +248,7 @@ fn an_entry_is_never_taken_for_a_later_one() {
 }
 
 #[test]
-fn what_is_marked_is_protected() {
+fn a_marked_page_is_protected() {
     race(
         2,
         || World::new(2),

@@ -158,7 +158,7 @@ fn two_resets_at_once_count_each_entry_once() {
 }
 
 #[test]
-fn entries_of_a_harvest_that_was_cut_off_are_not_lost() {
+fn entries_of_an_interrupted_harvest_are_not_lost() {
     extern crate std;
     let ring = ring();
     (0..3).for_each(|number| ring.push(page(number)));
@@ -212,12 +212,12 @@ fn stress(take: impl Fn(&DirtyRing, &mut dyn FnMut(DirtyPage)) -> u64 + Sync) {
 }
 
 #[test]
-fn threads_that_harvest_lose_nothing_and_take_nothing_twice() {
+fn concurrent_harvests_report_each_mark_once() {
     stress(|ring, take| ring.harvest(take));
 }
 
 #[test]
-fn threads_that_mark_lose_nothing_and_take_nothing_twice() {
+fn concurrent_marks_are_reported_once() {
     stress(|ring, take| {
         let mut taken = 0;
         for index in ring.first_index().. {

@@ -13,7 +13,7 @@ use loom::thread;
 use super::*;
 
 #[test]
-fn a_vcpu_takes_the_ring_of_another_over() {
+fn a_vcpu_inherits_a_released_ring() {
     loom::model(|| {
         let rings = Arc::new(Rings::new());
         rings.enable(MIN_DIRTY_RING_ENTRIES).expect("no vCPU yet");
@@ -38,7 +38,7 @@ fn a_vcpu_takes_the_ring_of_another_over() {
 }
 
 #[test]
-fn of_enabling_and_the_first_vcpu_one_comes_first() {
+fn either_enabling_or_the_first_vcpu_comes_first() {
     loom::model(|| {
         let rings = Arc::new(Rings::new());
         let enabling = {

@@ -3,7 +3,7 @@ use alloc::vec::Vec;
 use super::*;
 
 #[test]
-fn only_sizes_that_kvm_takes_and_only_once() {
+fn rings_are_enabled_once_with_sizes_that_kvm_accepts() {
     let rings = Rings::new();
     for nr_entries in [0, 1, 64, 65, 128, 255, 257, 4095, 65535, 65537, 131_072, 1 << 31, u32::MAX] {
         assert_eq!(rings.enable(nr_entries), Err(Error::BadRingSize { nr_entries }));
@@ -17,7 +17,7 @@ fn only_sizes_that_kvm_takes_and_only_once() {
 }
 
 #[test]
-fn as_long_as_there_are_vcpus_there_are_no_rings() {
+fn rings_are_refused_while_there_are_vcpus() {
     let rings = Rings::new();
     assert!(rings.take().unwrap().is_none());
     assert_eq!(rings.enable(256), Err(Error::VcpusExist));
@@ -35,7 +35,7 @@ fn as_long_as_there_are_vcpus_there_are_no_rings() {
 }
 
 #[test]
-fn a_ring_stays_with_its_entries_and_is_taken_over() {
+fn a_released_ring_keeps_its_entries_and_is_inherited() {
     let rings = Rings::new();
     rings.enable(512).unwrap();
     let take = || rings.take().unwrap().unwrap();
@@ -85,7 +85,7 @@ fn words_end_with_their_slot() {
 }
 
 #[test]
-fn words_are_sorted_and_the_same_are_made_one() {
+fn words_are_sorted_and_merged() {
     let word = |slot, index, bits| PageWord { slot, index, bits };
     let plain = |words: &[PageWord]| words.iter().map(|word| (word.slot, word.index, word.bits)).collect::<Vec<_>>();
     let mut words =

@@ -254,7 +254,7 @@ const OPEN: Start = Start { is_open: Some(()), marked: 0b11, ..CLOSED };
 const QUIET: Start = Start { logs: None, ..CLOSED };
 
 #[test]
-fn two_writes_below_a_closed_entry() {
+fn two_writes_below_a_protected_directory_entry() {
     model(CLOSED, &[&[Write(0)], &[Write(1)]]);
     model(CLOSED, &[&[Write(0)], &[Write(0)]]);
     model(Start { leaves: [Protected, Writable], ..CLOSED }, &[&[Write(0)], &[Write(0)]]);
@@ -290,12 +290,12 @@ fn writes_and_two_harvests() {
 /// One had found the entry open, the other finds it closed, and the second harvest finds it closed
 /// too.
 #[test]
-fn writes_before_and_after_a_closing() {
+fn writes_before_and_after_a_protection() {
     model(Start { leaves: [Protected, Protected], ..OPEN }, &[&[Lazy], &[Write(0)], &[Write(1)], &[Lazy]]);
 }
 
 #[test]
-fn a_page_that_is_mapped_below_a_closed_entry() {
+fn a_page_that_is_mapped_below_a_protected_directory_entry() {
     let start = Start { leaves: [Empty, Writable], ..CLOSED };
     model(start, &[&[Write(0)], &[Write(1)]]);
     model(Start { marked: 0b10, ..start }, &[&[Write(0)], &[Lazy, Lazy]]);

@@ -81,7 +81,7 @@ fn modifiers_count_where_they_take_effect() {
 }
 
 #[test]
-fn impossible_registers_are_named() {
+fn errors_name_the_invalid_registers() {
     use PagingRegister::{Cr0, Cr3, Cr4};
     for (registers, register) in [
         (PagingRegisters { cr0: CR0_PG, ..PAE }, Cr0),

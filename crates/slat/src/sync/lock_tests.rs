@@ -123,7 +123,7 @@ fn try_acquire_takes_what_is_free() {
 }
 
 #[test]
-fn readers_are_inside_together() {
+fn readers_hold_the_lock_at_the_same_time() {
     let lock = Lock::new(Locking::Shared);
     let all_inside = Barrier::new(8);
     thread::scope(|scope| {
@@ -158,7 +158,7 @@ fn until(mut condition: impl FnMut() -> bool) {
 }
 
 #[test]
-fn contention_is_told_to_the_holder() {
+fn the_holder_observes_contention() {
     let cases = [
         (Locking::Exclusive, Side::Write, Side::Write),
         (Locking::Shared, Side::Write, Side::Write),
@@ -252,7 +252,7 @@ fn readers_get_their_turn_after_passed_over() {
 }
 
 #[test]
-fn a_writer_that_lost_too_often_is_next() {
+fn a_writer_that_lost_often_is_next() {
     let lock = Lock::new(Locking::Shared);
     let guard = lock.acquire(&PARK, Side::Read);
     lock.words.state.fetch_or(super::WRITERS_SLEEP | super::WRITER_NEXT, Ordering::Relaxed);

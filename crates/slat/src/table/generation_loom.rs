@@ -69,11 +69,11 @@ fn model(nr_turns: &'static [usize]) {
 }
 
 #[test]
-fn a_section_beside_many_turns() {
+fn a_guard_beside_many_turns() {
     model(&[2 * WINDOW as usize + LOW as usize + 3]);
 }
 
 #[test]
-fn a_section_beside_two_threads_that_close() {
+fn a_guard_beside_two_threads_that_protect() {
     model(&[2, 1]);
 }

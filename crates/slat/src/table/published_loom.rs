@@ -54,7 +54,7 @@ fn move_frame(world: &World) {
 }
 
 #[test]
-fn a_range_behind_the_first_chunk_is_seen_until_the_host_is_done() {
+fn a_range_behind_the_first_chunk_is_observed_until_its_end() {
     check(|world| {
         let first = world.set.publish(range(0)).unwrap();
         let second = world.set.publish(range(1)).unwrap();

@@ -103,12 +103,12 @@ fn check_beside_a_retirement(read: fn(&World)) {
 }
 
 #[test]
-fn what_a_section_finds_is_not_freed_in_it() {
+fn a_guard_keeps_what_it_found() {
     check_beside_a_retirement(|world| world.read_in_a_call(0));
 }
 
 #[test]
-fn sections_of_a_record_protect_in_whichever_order_they_end() {
+fn guards_of_a_participant_protect_in_any_order_of_their_ends() {
     check_beside_a_retirement(|world| {
         let record = world.epochs.borrow_record().expect("memory for a record");
         let first = world.epochs.enter(&record);
@@ -126,7 +126,7 @@ fn sections_of_a_record_protect_in_whichever_order_they_end() {
 }
 
 #[test]
-fn a_section_in_that_of_a_fault_does_not_end_it() {
+fn a_guard_within_a_fault_does_not_end_the_guard_of_the_fault() {
     check_beside_a_retirement(|world| {
         let mut owned = world.epochs.take_record().expect("memory for a record");
         // SAFETY: the epochs are alive, and the record is released when all of it is over.
@@ -143,7 +143,7 @@ fn a_section_in_that_of_a_fault_does_not_end_it() {
 }
 
 #[test]
-fn of_two_things_each_is_kept_for_its_own_sections() {
+fn each_retired_thing_waits_for_its_own_guards_only() {
     check(|| {
         let world = World::new();
         let reader = thread::spawn({
@@ -161,7 +161,7 @@ fn of_two_things_each_is_kept_for_its_own_sections() {
 }
 
 #[test]
-fn another_thread_may_reclaim_what_one_has_retired() {
+fn a_thread_may_reclaim_what_another_retired() {
     check(|| {
         let world = World::new();
         let reader = thread::spawn({
@@ -187,7 +187,7 @@ fn another_thread_may_reclaim_what_one_has_retired() {
 }
 
 #[test]
-fn what_is_announced_as_being_resolved_in_is_not_freed() {
+fn a_hazard_pointer_keeps_a_backing() {
     check(|| {
         let world = World::new();
         let resolver = thread::spawn({

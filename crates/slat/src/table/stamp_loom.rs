@@ -221,7 +221,7 @@ fn forbid(host: &AtomicU64) {
 }
 
 #[test]
-fn a_leaf_that_is_replaced_and_one_that_has_come_back() {
+fn a_replaced_leaf_and_the_same_leaf_again() {
     model(
         read_only,
         [World::upgrade, |world| {
@@ -232,6 +232,6 @@ fn a_leaf_that_is_replaced_and_one_that_has_come_back() {
 }
 
 #[test]
-fn two_that_replace_a_leaf_and_an_invalidation() {
+fn two_replacements_of_a_leaf_and_an_invalidation() {
     model(read_only, [World::upgrade, World::upgrade, |world| world.invalidate(one_page(), forbid)]);
 }

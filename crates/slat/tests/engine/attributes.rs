@@ -81,7 +81,7 @@ impl Meanwhile {
     }
 }
 
-each!(slots_that_go_meanwhile_leave_no_page_behind_them_as_it_was, slots_that_go_meanwhile);
+each!(slots_deleted_meanwhile_leave_no_old_page, slots_that_go_meanwhile);
 fn slots_that_go_meanwhile<F: Format>(locking: Locking) {
     for meanwhile in ALL_MEANWHILE {
         for (before, after) in [(SHARED, PRIVATE), (PRIVATE, SHARED)] {
@@ -115,7 +115,7 @@ fn slots_that_go_meanwhile<F: Format>(locking: Locking) {
 /// Before anything is changed, all of the range is looked at: the first page that cannot be private
 /// is named.
 #[test]
-fn a_hole_is_refused_before_anything_changes() {
+fn a_hole_is_refused_and_changes_nothing() {
     let vm = vm::<slat::Npt>(Locking::None);
     create(&vm, 0, GUEST_MEMFD, 0, PAGES);
     create(&vm, 1, GUEST_MEMFD, 2 * PAGES, PAGES);

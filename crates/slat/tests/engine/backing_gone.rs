@@ -102,7 +102,7 @@ impl<F: Format> World<F> {
 
 const WITHHELD: Exit = Exit::MemoryFault { flags: MemoryFaultFlags::USERFAULT, gpa: GPA, size: PAGE_SIZE };
 
-each!(a_fault_whose_page_goes_looks_again_before_it_says_so, page_goes);
+each!(a_fault_whose_backing_is_gone_checks_again_before_it_fails, page_goes);
 fn page_goes<F: Format>(locking: Locking) {
     let gone = Error::BackingGone { gpa: GPA };
     for access in [Access::Read, Access::Write] {
@@ -138,7 +138,7 @@ fn page_goes<F: Format>(locking: Locking) {
 }
 
 // The page is mapped for reading only, and gone for a write.
-each!(nor_does_a_write_to_a_read_only_leaf, write_to_read_only);
+each!(a_write_to_a_read_only_leaf_checks_again_before_it_fails, write_to_read_only);
 fn write_to_read_only<F: Format>(locking: Locking) {
     for (meanwhile, expected) in [
         (Meanwhile::Nothing, Err(Error::BackingGone { gpa: GPA })),
@@ -157,7 +157,7 @@ fn write_to_read_only<F: Format>(locking: Locking) {
 }
 
 // While the page is being taken away, the guest comes back.
-each!(a_page_that_is_gone_while_it_is_taken_away_is_asked_for_later, taken_away);
+each!(a_page_that_is_gone_during_an_invalidation_is_resolved_later, taken_away);
 fn taken_away<F: Format>(locking: Locking) {
     let mut world = World::<F>::new(locking);
     let (vm, backing) = (Arc::clone(&world.vm), Arc::clone(&world.backing));

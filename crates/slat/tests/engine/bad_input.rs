@@ -169,7 +169,7 @@ fn numbers<F: Format>(world: World<F>) {
     world.finish();
 }
 
-each!(flags_that_nothing_is_known_of_are_refused, flags);
+each!(unknown_flags_are_refused, flags);
 fn flags<F: Format>(world: World<F>) {
     for bits in [1 << 4, 1 << 31, u32::MAX, LOG.bits() | 1 << 5] {
         let flags = MemoryRegionFlags::from_bits_retain(bits);
@@ -303,7 +303,7 @@ fn frames<F: Format>(world: World<F>) {
     world.finish();
 }
 
-each!(a_dirty_log_that_cannot_be_given_is_not_taken, logs);
+each!(a_dirty_log_that_cannot_be_returned_is_not_cleared, logs);
 fn logs<F: Format>(world: World<F>) {
     for words in [0, 1, NR_WORDS - 1] {
         world.refused_log(1, words, Error::BitmapTooShort { slot: 1, words, needed: NR_WORDS });

@@ -46,7 +46,7 @@ fn world<F: Format>(config: Config) -> World<Breaking<F>> {
     world
 }
 
-each_broken!(splits_and_recoveries_are_seen_to_break, seen);
+each_broken!(splits_and_recoveries_break, seen);
 fn seen<F: Format>() {
     for config in configs() {
         let slot = Slot::huge(1, 0, HUGE, PageSize::Size1G);
@@ -61,7 +61,7 @@ fn seen<F: Format>() {
     }
 }
 
-each_broken!(logging_breaks_what_it_splits_and_puts_back, logging);
+each_broken!(logging_breaks_what_it_splits_and_recovers, logging);
 fn logging<F: Format>() {
     for config in configs() {
         for manual in MANUAL_PROTECTS {
@@ -87,7 +87,7 @@ fn logging<F: Format>() {
     }
 }
 
-each_broken!(an_invalidation_of_a_part_breaks_the_leaf_and_leaves_an_entry_that_was_one, part_taken);
+each_broken!(an_invalidation_of_a_part_breaks_the_leaf, part_taken);
 fn part_taken<F: Format>() {
     for config in configs() {
         let mut world = world::<F>(config);
@@ -114,7 +114,7 @@ fn part_taken<F: Format>() {
     }
 }
 
-each_broken!(a_leaf_that_goes_as_a_whole_for_want_of_memory_is_flushed_before_a_table_comes, want_of_memory);
+each_broken!(a_leaf_zapped_whole_without_memory_is_flushed_before_a_table_is_linked, want_of_memory);
 fn want_of_memory<F: Format>() {
     for config in configs() {
         for nth in 1..4 {
@@ -141,7 +141,7 @@ fn want_of_memory<F: Format>() {
     }
 }
 
-each_broken!(an_invalidation_beside_an_unflushed_entry_flushes_it_once_and_no_fault_has_to, flushed_beside);
+each_broken!(an_invalidation_beside_an_unflushed_entry_flushes_it_once, flushed_beside);
 /// The leaf has gone as a whole, and before that is flushed, other pages of its block are
 /// invalidated, and then mapped.
 fn flushed_beside<F: Format>() {
@@ -191,7 +191,7 @@ fn make_small(backing: &TestBacking, page: u64) {
     backing.frames.write().unwrap().insert(page, Frame { pfn: SLOT.first_pfn + page, writes: Writes::Allowed });
 }
 
-each_broken!(a_part_given_for_writing_breaks_the_read_only_leaf, part_written);
+each_broken!(a_write_to_a_part_breaks_the_read_only_leaf, part_written);
 fn part_written<F: Format>() {
     for config in configs() {
         let (mut world, backing) = copying::<F>(config);
@@ -206,7 +206,7 @@ fn part_written<F: Format>() {
     }
 }
 
-each_broken!(a_read_only_leaf_that_is_taken_for_nothing_is_flushed_before_a_table_comes, taken_for_nothing);
+each_broken!(a_read_only_leaf_zapped_in_vain_is_flushed_before_a_table_is_linked, taken_for_nothing);
 /// The write finds that somebody took a stamp while it resolved: the entry is left empty, and is
 /// small when it comes back.
 fn taken_for_nothing<F: Format>() {
@@ -274,7 +274,7 @@ fn new_table<F: Format>() {
     world.finish(&[SLOT]);
 }
 
-each_broken!(a_split_that_is_overtaken_splits_no_further_than_it_was_asked_to, no_further);
+each_broken!(an_overtaken_split_splits_no_further_than_requested, no_further);
 /// Two who split a page of 1 GiB to 2 MiB at once: what one has split, the other does not split
 /// further.
 fn no_further<F: Format>() {
@@ -293,7 +293,7 @@ fn no_further<F: Format>() {
     world.finish(&[slot]);
 }
 
-each_broken!(who_cancels_late_leaves_a_table_alone_that_was_linked_meanwhile, cancels_late);
+each_broken!(a_late_cancel_keeps_a_table_that_was_linked_meanwhile, cancels_late);
 fn cancels_late<F: Format>() {
     let slot = Slot::huge(1, 0, HUGE, PageSize::Size1G);
     let mut world = World::<Breaking<F>>::new(Config::default());
@@ -328,7 +328,7 @@ fn cancels_late<F: Format>() {
     world.finish(&[slot]);
 }
 
-each_broken!(the_parts_of_a_leaf_that_may_be_written_may_be_written_where_nothing_logs, keep_write);
+each_broken!(the_parts_of_a_writable_leaf_stay_writable_where_nothing_logs, keep_write);
 fn keep_write<F: Format>() {
     for config in configs() {
         // A split ahead of time, and one for a part that is taken away.
@@ -350,7 +350,7 @@ fn keep_write<F: Format>() {
     }
 }
 
-each_broken!(a_slot_that_begins_to_log_in_a_split_has_the_parts_that_may_be_written_in_its_log, begins_to_log);
+each_broken!(a_slot_that_begins_to_log_during_a_split_logs_the_writable_parts, begins_to_log);
 fn begins_to_log<F: Format>() {
     for config in configs() {
         for manual in MANUAL_PROTECTS {

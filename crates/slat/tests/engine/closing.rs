@@ -43,7 +43,7 @@ fn opens_one<F: Format>(locking: Locking) {
     assert_no_table_is_left(&vm);
 }
 
-each!(an_entry_that_two_slots_share_is_not_closed, shared,);
+each!(a_directory_entry_that_two_slots_share_is_not_protected, shared,);
 fn shared<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     // The slot that logs has a whole block too, and a part of the one that it shares.

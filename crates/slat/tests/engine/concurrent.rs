@@ -19,7 +19,7 @@ const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 /// How long each test runs for one locking and format, where it does not count rounds.
 const RUN: Duration = Duration::from_millis(300);
 
-each!(of_vcpus_that_fault_on_one_page_one_wins_and_none_fails, same_page);
+each!(vcpus_that_fault_on_one_page_install_once_and_all_succeed, same_page);
 fn same_page<F: Format>(locking: Locking) {
     const GUESTS: u64 = 8;
     const PAGES: u64 = 300;
@@ -186,7 +186,7 @@ fn live_in_changing_memory<F: Format>(mut guest: Guest<F>, thread: u64, versions
 /// First frame of the slot behind the changing one.
 const STABLE_PFN: u64 = 0xf00_0000_0000 >> 12;
 
-each!(a_slot_that_changes_under_64_vcpus_never_shows_what_it_was, changing_slot);
+each!(a_slot_that_changes_under_64_vcpus_never_shows_an_old_version, changing_slot);
 fn changing_slot<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let stable_gpa = (life::START + life::SPACE) * PAGE_SIZE;
@@ -263,7 +263,7 @@ fn dropped_backing<F: Format>(locking: Locking) {
     assert_no_table_is_left(&vm);
 }
 
-each!(of_changes_of_one_slot_at_a_time_the_second_is_told_that_it_is_busy, busy_slot);
+each!(the_second_of_two_concurrent_changes_of_a_slot_gets_slot_busy, busy_slot);
 fn busy_slot<F: Format>(locking: Locking) {
     const SIZE: u64 = 64 * PAGE_SIZE;
     let vm = vm::<F>(locking);

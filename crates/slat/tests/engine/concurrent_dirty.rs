@@ -304,7 +304,7 @@ fn flags_change<F: Format>(config: Config) {
     world.assert_final_harvest_is_exact();
 }
 
-each_tracking!(of_two_harvesters_each_gets_a_part_and_nothing_is_lost, two_harvesters, 4);
+each_tracking!(two_harvesters_get_each_page_between_them, two_harvesters, 4);
 fn two_harvesters<F: Format>(config: Config) {
     let world = World::<F>::logging(config, NR_PAGES);
     world.beside_guests(8, || {
@@ -321,7 +321,7 @@ fn two_harvesters<F: Format>(config: Config) {
     world.assert_final_harvest_is_exact();
 }
 
-each_tracking!(harvesters_of_ranges_beside_each_other_keep_the_promise_each_for_its_own, ranges, 5);
+each_tracking!(concurrent_harvesters_of_adjacent_ranges_are_exact, ranges, 5);
 fn ranges<F: Format>(config: Config) {
     let world = World::<F>::logging(config, MANY_PAGES);
     world.beside_guests(4, || {
@@ -337,7 +337,7 @@ fn ranges<F: Format>(config: Config) {
     world.assert_final_harvest_is_exact();
 }
 
-each_tracking!(two_who_clear_by_masks_lose_nothing_of_each_other, masks, 6);
+each_tracking!(two_clears_by_masks_lose_nothing, masks, 6);
 fn masks<F: Format>(config: Config) {
     // Getting must not take: then the masks would find nothing.
     let manual_protect = match config.manual_protect {
@@ -362,7 +362,7 @@ fn masks<F: Format>(config: Config) {
     world.assert_final_harvest_is_exact();
 }
 
-each_tracking!(what_the_vmm_writes_itself_is_reported_as_a_guests_writes_are, marked, 7);
+each_tracking!(writes_of_the_vmm_are_reported, marked, 7);
 fn marked<F: Format>(config: Config) {
     let world = World::<F>::logging(config, NR_PAGES);
     world.beside_guests(2, || {

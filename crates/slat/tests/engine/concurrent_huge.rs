@@ -576,23 +576,23 @@ fn everybody_at_once<F: Format>(locking: Locking) {
 }
 
 #[test]
-fn without_a_lock_nobody_loses_anything() {
+fn nothing_is_lost_without_a_lock() {
     everybody_at_once::<Npt>(Locking::None);
     everybody_at_once::<Ept>(Locking::None);
 }
 
 #[test]
-fn with_a_shared_lock_nobody_loses_anything() {
+fn nothing_is_lost_with_a_shared_lock() {
     everybody_at_once::<Npt>(Locking::Shared);
 }
 
 #[test]
-fn nor_where_entries_are_broken_before_they_are_made() {
+fn nothing_is_lost_with_break_before_make() {
     everybody_at_once::<Broken>(Locking::None);
     everybody_at_once::<Stage2>(Locking::Shared);
 }
 
 #[test]
-fn nor_below_a_wider_root() {
+fn nothing_is_lost_below_a_wider_root() {
     everybody_at_once::<Sv39x4>(Locking::None);
 }

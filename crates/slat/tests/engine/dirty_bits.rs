@@ -67,12 +67,7 @@ fn once<F: Format>(config: Config) {
     }
 }
 
-each_config!(
-    a_page_that_is_mapped_for_a_write_is_reported_though_no_cpu_sets_its_bit,
-    mapped_for_write,
-    slat::Sv39x4,
-    slat::Sv48x4
-);
+each_config!(a_page_mapped_for_a_write_is_reported_without_its_dirty_bit, mapped_for_write, slat::Sv39x4, slat::Sv48x4);
 fn mapped_for_write<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         let mut world = World::<F>::new(config);
@@ -97,7 +92,7 @@ fn mapped_for_write<F: Format>(config: Config) {
     }
 }
 
-each_config!(bits_that_were_set_before_logging_began_are_not_the_logs, before_logging, slat::Sv39x4, slat::Sv48x4);
+each_config!(dirty_bits_from_before_logging_are_not_logged, before_logging, slat::Sv39x4, slat::Sv48x4);
 fn before_logging<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         for manual_protect in MANUAL_PROTECTS {
@@ -126,7 +121,7 @@ fn before_logging<F: Format>(config: Config) {
     }
 }
 
-each_config!(a_leaf_that_is_taken_away_is_reported_to_the_log_and_to_the_host, zapped, slat::Sv39x4, slat::Sv48x4);
+each_config!(a_zapped_leaf_is_reported_to_the_log_and_to_the_host, zapped, slat::Sv39x4, slat::Sv48x4);
 fn zapped<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         for manual_protect in MANUAL_PROTECTS {
@@ -163,7 +158,7 @@ fn zapped<F: Format>(config: Config) {
     }
 }
 
-each_config!(getting_a_range_looks_at_its_own_leaves_only, range, slat::Sv39x4, slat::Sv48x4);
+each_config!(getting_a_range_reads_its_own_leaves_only, range, slat::Sv39x4, slat::Sv48x4);
 fn range<F: Format>(config: Config) {
     let config = config.with_dirty_tracking(DirtyTracking::DirtyBit);
     let mut world = World::<F>::new(config);
@@ -180,12 +175,7 @@ fn range<F: Format>(config: Config) {
     world.finish(&[SLOT]);
 }
 
-each_config!(
-    a_page_that_is_written_after_it_was_got_and_before_it_is_cleared_is_cleared_and_no_more,
-    cleared,
-    slat::Sv39x4,
-    slat::Sv48x4
-);
+each_config!(a_write_between_get_and_clear_is_cleared_with_its_page, cleared, slat::Sv39x4, slat::Sv48x4);
 fn cleared<F: Format>(config: Config) {
     for config in by_dirty_bits::<F>(config) {
         let mut world = World::<F>::new(config.with_manual_protect(ManualProtect::Enabled));
@@ -270,7 +260,7 @@ fn world_with_log(locking: slat::Locking, manual_protect: ManualProtect) -> Worl
 }
 
 #[test]
-fn what_the_cpus_have_logged_counts_where_it_belongs_and_nowhere_else() {
+fn a_modification_log_marks_only_pages_that_log() {
     for locking in crate::common::log::LOCKINGS {
         for manual_protect in [ManualProtect::Disabled, ManualProtect::Enabled] {
             let world = world_with_log(locking, manual_protect);
@@ -314,7 +304,7 @@ fn what_the_cpus_have_logged_counts_where_it_belongs_and_nowhere_else() {
 }
 
 #[test]
-fn a_vcpu_hands_its_full_log_over() {
+fn a_vcpu_drains_its_full_modification_log() {
     for locking in crate::common::log::LOCKINGS {
         for manual_protect in MANUAL_PROTECTS {
             let mut world = world_with_log(locking, manual_protect);
@@ -342,7 +332,7 @@ fn a_vcpu_hands_its_full_log_over() {
 }
 
 #[test]
-fn logging_off_and_on_again_ignores_logs_of_pages_that_are_clean() {
+fn logging_off_and_on_ignores_modification_logs_of_clean_pages() {
     let mut world = world_with_log(slat::Locking::None, ManualProtect::Disabled);
     world.create(SLOT, LOG);
     (0..10).for_each(|page| assert_eq!(world.read(SLOT, page), 1));

@@ -27,7 +27,7 @@ fn awkward_pages(slot: Slot) -> Vec<u64> {
     pages
 }
 
-each_config!(what_was_written_is_got_exactly_whatever_the_slots_size_and_place, sizes);
+each_config!(the_log_is_exact_for_every_size_and_place_of_a_slot, sizes);
 fn sizes<F: Format>(config: Config) {
     for tracking in dirty_trackings::<F>() {
         for manual_protect in MANUAL_PROTECTS {
@@ -130,7 +130,7 @@ fn ranges<F: Format>(config: Config) {
     }
 }
 
-each_config!(clearing_takes_and_rearms_what_is_named_and_set_and_nothing_else, masks);
+each_config!(clearing_clears_and_protects_only_what_is_named_and_set, masks);
 fn masks<F: Format>(config: Config) {
     for tracking in dirty_trackings::<F>() {
         for manual_protect in MANUAL_PROTECTS {
@@ -281,7 +281,7 @@ fn seen<F: Format>(world: &World<F>, slot: Slot) -> (Vec<u64>, Vec<Option<crate:
     (marked, world.entries(slot), counters)
 }
 
-each_config!(ranges_that_cannot_be_had_are_refused_and_change_nothing, refused);
+each_config!(invalid_log_ranges_are_refused_and_change_nothing, refused);
 fn refused<F: Format>(config: Config) {
     for tracking in dirty_trackings::<F>() {
         for manual_protect in MANUAL_PROTECTS {
@@ -400,7 +400,7 @@ fn ends<F: Format>(config: Config) {
     }
 }
 
-each_config!(a_slot_that_may_not_be_written_has_an_empty_log, read_only);
+each_config!(a_read_only_slot_has_an_empty_log, read_only);
 fn read_only<F: Format>(config: Config) {
     for tracking in dirty_trackings::<F>() {
         let mut world = World::<F>::new(config.with_dirty_tracking(tracking));

@@ -42,7 +42,7 @@ fn leaves<F: Format>(world: &World<F>, slot: Slot) -> [u64; 3] {
     count
 }
 
-each_config!(reads_map_huge_pages_in_a_slot_that_logs_and_they_may_not_be_written, reads);
+each_config!(reads_map_huge_pages_read_only_in_a_slot_that_logs, reads);
 fn reads<F: Format>(config: Config) {
     for config in configs::<F>(config) {
         for (size, expected, largest) in
@@ -188,7 +188,7 @@ fn maps<F: Format>(config: Config) {
     }
 }
 
-each_config!(a_range_that_is_taken_protects_the_whole_huge_page_and_leaves_the_other_marks, part_taken);
+each_config!(a_harvest_of_a_range_protects_the_whole_huge_page_and_keeps_the_other_marks, part_taken);
 fn part_taken<F: Format>(config: Config) {
     for tracking in dirty_trackings::<F>() {
         let config = config.with_dirty_tracking(tracking).with_huge_page_logging(HugePageLogging::MarkWhole);
@@ -208,7 +208,7 @@ fn part_taken<F: Format>(config: Config) {
     }
 }
 
-each_config!(a_huge_page_of_which_a_part_is_taken_away_goes_on_being_logged, invalidated);
+each_config!(a_huge_page_with_an_invalidated_part_is_still_logged, invalidated);
 fn invalidated<F: Format>(config: Config) {
     for config in configs::<F>(config) {
         let marks_whole = config.huge_page_logging == HugePageLogging::MarkWhole;

@@ -46,7 +46,7 @@ fn query_says_writable<F: Format>(world: &World<F>, gfn: Gfn) -> Option<bool> {
     reader.cursor().query(gfn.gpa()).map(|found| found.writable)
 }
 
-each_config!(a_table_is_closed_for_more_than_16_pages_and_never_for_fewer, threshold,);
+each_config!(a_directory_entry_is_protected_for_more_than_16_pages_and_never_for_fewer, threshold,);
 fn threshold<F: Format>(config: Config) {
     for tracking in [LAZY, LEAF_BY_LEAF] {
         for manual_protect in MANUAL_PROTECTS {
@@ -75,7 +75,7 @@ fn threshold<F: Format>(config: Config) {
     }
 }
 
-each_config!(pages_of_one_table_count_together_from_whatever_words, words,);
+each_config!(pages_of_one_table_count_as_one_group_across_words, words,);
 fn words<F: Format>(config: Config) {
     // The slot's words lie across tables: its second table is pages 33 to 544.
     let slot = Slot::new(1, 512 - 33, 33 + 512 + 33);
@@ -103,7 +103,7 @@ fn words<F: Format>(config: Config) {
     world.finish(&[slot]);
 }
 
-each_config!(enabling_closes_whole_tables_and_no_other, enabling,);
+each_config!(enabling_protects_the_directory_entries_of_whole_tables_only, enabling,);
 fn enabling<F: Format>(config: Config) {
     let slot = Slot::new(1, 512 - 100, 100 + 2 * 512 + 50);
     for (tracking, expected) in [(LAZY, [2, 0, 150]), (LEAF_BY_LEAF, [0, 0, 100 + 2 * 512 + 50])] {
@@ -151,7 +151,7 @@ fn neighbour<F: Format>(config: Config) {
     }
 }
 
-each_config!(the_first_write_to_a_closed_table_opens_it_and_protects_the_others, push_down,);
+each_config!(the_first_write_pushes_the_protection_down, push_down,);
 fn push_down<F: Format>(config: Config) {
     for manual_protect in MANUAL_PROTECTS {
         let mut world = closed::<F>(config.with_manual_protect(manual_protect));
@@ -186,7 +186,7 @@ fn push_down<F: Format>(config: Config) {
     }
 }
 
-each_config!(a_page_that_is_mapped_below_a_closed_entry_is_written_and_marked_at_once, unmapped,);
+each_config!(a_page_mapped_for_writing_below_a_protected_entry_is_marked_at_once, unmapped,);
 fn unmapped<F: Format>(config: Config) {
     let mut world = World::<F>::new(config.with_dirty_tracking(LAZY));
     world.create(SLOT, LOG);
@@ -204,7 +204,7 @@ fn unmapped<F: Format>(config: Config) {
     world.finish(&[SLOT]);
 }
 
-each_config!(prefaults_for_writing_open_closed_tables_and_mark, prefault,);
+each_config!(prefaults_for_writing_push_down_and_mark, prefault,);
 fn prefault<F: Format>(config: Config) {
     // All of a table, a part, from one table into the next; with all pages mapped, and with some.
     for (first, nr_pages) in [(0, 512), (512 + 100, 10), (500, 600), (0, 3 * 512)] {
@@ -239,7 +239,7 @@ fn prefault<F: Format>(config: Config) {
     }
 }
 
-each_config!(tracked_leaves_below_a_closed_entry_come_back_with_what_they_may, tracked,);
+each_config!(tracked_leaves_below_a_protected_entry_get_their_access_back, tracked,);
 fn tracked<F: Format>(config: Config) {
     let config = config.with_access_tracking(AccessTracking::Faults);
     for age_first in [false, true] {
@@ -272,7 +272,7 @@ fn tracked<F: Format>(config: Config) {
     }
 }
 
-each_config!(where_logging_has_ended_a_closed_table_costs_one_fault_and_marks_nothing, ended,);
+each_config!(after_logging_a_protected_entry_costs_one_fault_and_marks_nothing, ended,);
 fn ended<F: Format>(config: Config) {
     for manual_protect in MANUAL_PROTECTS {
         let mut world = closed::<F>(config.with_manual_protect(manual_protect));
@@ -296,7 +296,7 @@ fn ended<F: Format>(config: Config) {
     }
 }
 
-each_config!(invalidations_of_closed_tables_whole_and_in_part, invalidated,);
+each_config!(invalidations_below_protected_entries_whole_and_in_part, invalidated,);
 fn invalidated<F: Format>(config: Config) {
     // In each table something else: a part, all, from one into the next.
     for (first, nr_pages) in [(512 + 10, 20), (512, 512), (500, 30), (0, 3 * 512), (512 + 1, 511), (1023, 2)] {
@@ -323,7 +323,7 @@ fn invalidated<F: Format>(config: Config) {
     }
 }
 
-each_config!(slots_with_closed_tables_are_deleted_and_moved, moved,);
+each_config!(slots_with_protected_entries_are_deleted_and_moved, moved,);
 fn moved<F: Format>(config: Config) {
     // By blocks, by pages, and with logging that ends.
     for (first, flags) in [(8 * 512, LOG), (513, LOG), (8 * 512 + 3, NO_FLAGS), (511, NO_FLAGS)] {
@@ -347,7 +347,7 @@ fn moved<F: Format>(config: Config) {
     }
 }
 
-each_config!(a_part_of_a_closed_table_that_is_taken_leaves_the_other_marks, part_taken,);
+each_config!(a_harvest_of_a_part_below_a_protected_entry_keeps_the_other_marks, part_taken,);
 fn part_taken<F: Format>(config: Config) {
     let mut world = World::<F>::new(config.with_dirty_tracking(LAZY));
     world.create(SLOT, LOG);
@@ -364,7 +364,7 @@ fn part_taken<F: Format>(config: Config) {
     world.finish(&[SLOT]);
 }
 
-each_config!(a_closed_table_that_is_closed_again_and_again_stays_exact, generations,);
+each_config!(a_repeatedly_protected_entry_keeps_the_log_exact, generations,);
 fn generations<F: Format>(config: Config) {
     let mut world = closed::<F>(config);
     let closings = world.vm.stats().tables_closed;
@@ -380,7 +380,7 @@ fn generations<F: Format>(config: Config) {
     world.finish(&[SLOT]);
 }
 
-each_config!(while_a_section_stays_open_closings_end_and_the_log_stays_exact, long_section,);
+each_config!(behind_an_open_guard_directory_protection_ends_and_the_log_stays_exact, long_section,);
 fn long_section<F: Format>(config: Config) {
     let mut world = closed::<F>(config);
     let vm = std::sync::Arc::clone(&world.vm);
@@ -414,7 +414,7 @@ fn long_section<F: Format>(config: Config) {
 
 // A table that stays linked when its slot goes may be closed, and the next slots have a part of it
 // each.
-each_config!(a_closed_table_that_outlives_its_slot_loses_no_mark_of_the_next_ones, outlives,);
+each_config!(a_protected_entry_that_outlives_its_slot_loses_no_mark_of_the_next, outlives,);
 fn outlives<F: Format>(config: Config) {
     // Who writes first opens the table: one whose slot logs, and one whose slot does not.
     for first_writer_logs in [true, false] {
@@ -462,7 +462,7 @@ fn outlives<F: Format>(config: Config) {
 /// Where table entries cannot be closed, lazy protection is leaf by leaf: the same log, the same
 /// entries, the same counts.
 #[test]
-fn what_cannot_be_closed_is_protected_leaf_by_leaf() {
+fn formats_without_directory_protection_protect_leaf_by_leaf() {
     never_closed::<Stage2>();
     never_closed::<Sv39x4>();
     never_closed::<Sv48x4>();

@@ -104,7 +104,7 @@ fn pushes<F: Format>(locking: Locking) {
     end(&vm, &[0, 7]);
 }
 
-each!(a_vcpu_whose_ring_is_full_exits_until_there_is_room, full);
+each!(a_vcpu_exits_while_its_ring_is_full, full);
 fn full<F: Format>(locking: Locking) {
     let (vm, mut vcpu) = logging::<F>(leaf_by_leaf(locking), 256, 4 * MIB);
     let mut other = vm.create_vcpu().unwrap();
@@ -207,7 +207,7 @@ fn an_entry_is_empty_only_after_the_flush() {
 /// A slot that does not begin at a multiple of 64 pages, whose pages are in the ring again and
 /// again.
 #[test]
-fn pages_that_are_in_the_ring_many_times_are_protected_like_others() {
+fn pages_with_many_ring_entries_are_protected() {
     const START: u64 = 2 * MIB - 100 * PAGE_SIZE;
     const PAGES: u64 = 700;
     let vm = vm_with::<Npt>(Config::default(), 8192);
@@ -267,7 +267,7 @@ fn no_step_opens_more_pages_than_there_is_room_for() {
 /// A slot begins to log while a fault in it is on its way, at each point of the fault: whatever can
 /// be written afterwards is in the ring.
 #[test]
-fn a_slot_that_begins_to_log_beside_a_fault_has_all_its_writable_pages_in_the_ring() {
+fn a_slot_that_begins_to_log_beside_a_fault_reports_its_writable_pages() {
     const SIZE: u64 = 4 * MIB;
     let mut most = 0;
     for setup in ["empty", "huge", "closed"] {
@@ -382,7 +382,7 @@ fn entries_of_slots_that_changed_do_no_harm() {
 }
 
 #[test]
-fn the_ring_of_a_vcpu_that_is_gone_is_harvested_and_taken_over() {
+fn the_ring_of_a_dropped_vcpu_is_harvested_and_inherited() {
     let (vm, mut vcpu) = logging::<Npt>(Config::default(), 256, 4 * MIB);
     write(&mut vcpu, 3);
     let ring = std::ptr::from_ref(vcpu.dirty_ring().unwrap());
@@ -415,7 +415,7 @@ fn a_slot_that_begins_to_log_is_protected_whatever_is_initially_set() {
 }
 
 #[test]
-fn what_goes_not_together_is_refused_and_changes_nothing() {
+fn options_that_exclude_each_other_are_refused_and_change_nothing() {
     let new = |config| Arc::new(Vm::<TestHost, Npt>::new(TestHost::default(), config).unwrap());
     for config in [
         Config::default().with_dirty_tracking(DirtyTracking::DirtyBit),
@@ -458,7 +458,7 @@ fn what_goes_not_together_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn of_enabling_and_vcpus_made_at_once_one_comes_first() {
+fn either_enabling_or_a_concurrent_vcpu_comes_first() {
     for _ in 0..200 {
         let vm = Arc::new(Vm::<TestHost, Npt>::new(TestHost::default(), Config::default()).unwrap());
         let (enabled, rings) = std::thread::scope(|scope| {

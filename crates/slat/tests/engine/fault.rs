@@ -25,7 +25,7 @@ macro_rules! each {
     };
 }
 
-each!(a_fault_maps_the_page_that_the_backing_names, maps);
+each!(a_fault_maps_the_frame_that_the_backing_names, maps);
 fn maps<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     vm.set_user_memory_region(region(3, 0x10000, 0x4000, 0x777, PageSize::Size4K)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
@@ -229,7 +229,7 @@ fn hardware_bits<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     assert_eq!(after.entry, Entry((before.entry.0 | F::DIRTY) & !F::WRITABLE));
 }
 
-each!(deleting_and_moving_take_all_away, delete_and_move);
+each!(deleting_and_moving_zap_the_whole_slot, delete_and_move);
 fn delete_and_move<F: Format>(vm: Arc<Vm<TestHost, F>>) {
     let memory = region(5, GIB, 4 * MIB + 0x3000, 0x100, PageSize::Size4K);
     let size_bytes = memory.memory_size;

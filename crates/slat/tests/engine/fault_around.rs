@@ -124,7 +124,7 @@ fn exactly_the_resident<F: Format>(locking: Locking) {
     }
 }
 
-each!(without_it_nobody_is_asked, off);
+each!(without_fault_around_no_neighbour_is_resolved, off);
 fn off<F: Format>(locking: Locking) {
     let vm = vm_with::<F>(Config::with_locking(locking));
     vm.set_user_memory_region(slot(0, 0, 64, 0..64).0).unwrap();
@@ -162,7 +162,7 @@ fn nothing_around<F: Format>(locking: Locking) {
     assert_eq!((vm.stats().pages_2m(), vm.stats().pages_4k(), vm.stats().around), (1, 4, 0));
 }
 
-each!(frames_that_follow_each_other_are_asked_for_once, contiguous);
+each!(contiguous_neighbours_are_resolved_once, contiguous);
 /// One answer for a block of frames that follow each other serves all of its pages in a group of 8.
 fn contiguous<F: Format>(locking: Locking) {
     let vm = vm_with::<F>(around(locking, 32));
@@ -192,7 +192,7 @@ fn two_slots<F: Format>(locking: Locking) {
     assert_eq!(mapped(&vm, 0..1024), (10..64).collect());
 }
 
-each!(nothing_is_mapped_in_a_range_that_is_taken_away, beside_a_held_range);
+each!(nothing_is_mapped_around_in_a_range_in_flight, beside_a_held_range);
 fn beside_a_held_range<F: Format>(locking: Locking) {
     for has_table in [false, true] {
         let vm = vm_with::<F>(around(locking, 16));
@@ -218,7 +218,7 @@ fn beside_a_held_range<F: Format>(locking: Locking) {
     }
 }
 
-each!(neighbours_get_no_right_that_a_read_would_not, rights);
+each!(neighbours_get_only_the_rights_of_a_read, rights);
 fn rights<F: Format>(locking: Locking) {
     let vm = vm_with::<F>(around(locking, 16));
     let (memory, _) = slot(0, 0, 16, 0..16);
@@ -315,7 +315,7 @@ fn logging_begins<F: Format>(locking: Locking) {
         }
     }
 }
-each!(neighbours_that_are_opened_while_logging_begins_are_logged, logging_begins);
+each!(neighbours_mapped_writable_while_logging_begins_are_logged, logging_begins);
 
 each!(neighbours_take_no_place_in_a_ring, rings);
 /// In a slot that logs, a ring holds what was written and no neighbour; and a ring that is nearly

@@ -69,7 +69,7 @@ fn there_and_back<F: Format>(config: Config, size: PageSize) {
 }
 
 #[test]
-fn logging_splits_them_and_its_end_puts_them_back() {
+fn logging_splits_huge_pages_and_its_end_recovers_them() {
     for_each(|config| {
         for manual in [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet] {
             for size in [PageSize::Size2M, PageSize::Size1G] {
@@ -82,7 +82,7 @@ fn logging_splits_them_and_its_end_puts_them_back() {
 }
 
 #[test]
-fn a_range_is_split_and_put_back() {
+fn a_range_is_split_and_recovered() {
     for_each(|config| {
         let vm = mapped::<Npt>(config, PageSize::Size1G);
         let range = GfnRange::new(Gpa(GIB + 4 * MIB + 4096).gfn(), 512 * 3);
@@ -134,7 +134,7 @@ fn zapped<F: Format>(world: &World<F>) -> Vec<ZappedLeaf> {
     world.vm.host().take_zapped()
 }
 
-each_format!(a_hole_has_the_table_taken_away_and_the_next_access_brings_the_huge_page, hole);
+each_format!(a_recovery_unlinks_a_table_with_a_hole_and_the_next_access_maps_a_huge_leaf, hole);
 fn hole<F: Format>(config: Config) {
     let slot = Slot::huge(1, 4 * BIG, 2 * BIG, PageSize::Size2M);
     let mut world = world_with::<F>(config, slot, Access::Write);
@@ -187,7 +187,7 @@ fn misfit<F: Format>(config: Config) {
     assert_eq!(translate(&vm, Gfn(BIG + 7).gpa()).unwrap().pfn.0, 0x9_0000);
 }
 
-each_format!(only_blocks_wholly_inside_a_slot_come_back, ends);
+each_format!(only_blocks_wholly_inside_a_slot_are_recovered, ends);
 fn ends<F: Format>(config: Config) {
     // From 1 MiB to 7 MiB, and a neighbour that has the rest of the last block.
     let slots = [Slot::huge(1, 256, 6 * 256, PageSize::Size2M), Slot::huge(2, 7 * 256, 256, PageSize::Size2M)];
@@ -206,7 +206,7 @@ fn ends<F: Format>(config: Config) {
     world.finish(&slots);
 }
 
-each_format!(frames_that_lie_otherwise_than_the_pages_stay_small, alignment);
+each_format!(frames_that_are_not_contiguous_stay_small, alignment);
 fn alignment<F: Format>(config: Config) {
     let slot = Slot { first_pfn: 0x10_0000 + 3, ..Slot::huge(1, BIG, 2 * BIG, PageSize::Size1G) };
     let world = world_with::<F>(config, slot, Access::Write);
@@ -224,7 +224,7 @@ fn alignment<F: Format>(config: Config) {
     assert_eq!((sizes(&world), zapped(&world).len()), ((0, 512, 0), 0));
 }
 
-each_format!(what_may_not_be_written_stays_so, read_only);
+each_format!(read_only_pages_stay_read_only, read_only);
 fn read_only<F: Format>(config: Config) {
     let slot = Slot::huge(1, 0, HUGE, PageSize::Size1G);
     let mut world = World::<F>::new(config);
@@ -262,7 +262,7 @@ fn read_only<F: Format>(config: Config) {
     assert_eq!((sizes(&world), zapped(&world).len()), ((BIG, 0, 1), 0));
 }
 
-each_format!(where_whole_blocks_are_marked_1g_become_2m_and_come_back_protected, mark_whole);
+each_format!(with_whole_marks_1g_become_2m_and_are_recovered_protected, mark_whole);
 fn mark_whole<F: Format>(config: Config) {
     for manual in MANUAL_PROTECTS {
         let config = config.with_huge_page_logging(HugePageLogging::MarkWhole).with_manual_protect(manual);
@@ -320,7 +320,7 @@ fn logging_slots_stay_split<F: Format>(config: Config) {
 }
 
 #[test]
-fn slots_that_log_by_pages_keep_them_and_all_is_told_once() {
+fn slots_that_log_by_pages_keep_small_leaves_and_report_all_once() {
     for manual in MANUAL_PROTECTS {
         for tracking in dirty_trackings::<Ept>() {
             logging_slots_stay_split::<Ept>(
@@ -341,7 +341,7 @@ fn slots_that_log_by_pages_keep_them_and_all_is_told_once() {
     }
 }
 
-each_format!(a_page_that_waits_to_be_seen_waits_in_each_part_and_in_the_whole, tracked);
+each_format!(a_tracked_leaf_stays_tracked_through_a_split_and_a_recovery, tracked);
 fn tracked<F: Format>(config: Config) {
     let config = config.with_access_tracking(AccessTracking::Faults);
     let slot = Slot::huge(1, BIG, 2 * BIG, PageSize::Size2M);
@@ -365,7 +365,7 @@ fn tracked<F: Format>(config: Config) {
     world.finish(&[slot]);
 }
 
-each_format!(beside_rings_what_comes_back_is_opened_by_the_first_write, rings);
+each_format!(with_rings_the_first_write_to_a_recovered_leaf_faults, rings);
 fn rings<F: Format>(config: Config) {
     for manual in MANUAL_PROTECTS {
         let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config.with_manual_protect(manual)).unwrap());
@@ -394,7 +394,7 @@ fn rings<F: Format>(config: Config) {
     }
 }
 
-each_format!(what_the_guest_did_goes_down_and_comes_up_and_is_told_once, accessed_and_dirty);
+each_format!(accessed_and_dirty_survive_splits_and_recoveries_and_are_reported_once, accessed_and_dirty);
 fn accessed_and_dirty<F: Format>(config: Config) {
     let slot = Slot::huge(1, HUGE, HUGE, PageSize::Size1G);
     let mut world = world_with::<F>(config, slot, Access::Write);
@@ -422,7 +422,7 @@ fn accessed_and_dirty<F: Format>(config: Config) {
 }
 
 #[test]
-fn four_gib_come_back_with_few_flushes() {
+fn four_gib_are_recovered_with_few_flushes() {
     for locking in LOCKINGS {
         let slot = Slot::huge(1, 0, 4 * HUGE, PageSize::Size2M);
         let world = world_with::<Npt>(Config::with_locking(locking), slot, Access::Write);
@@ -439,7 +439,7 @@ fn four_gib_come_back_with_few_flushes() {
     }
 }
 
-each_format!(beside_a_reader_only_so_many_tables_are_put_off, reader);
+each_format!(beside_a_reader_the_deferred_tables_are_bounded, reader);
 fn reader<F: Format>(config: Config) {
     let slot = Slot::huge(1, 0, 4 * HUGE, PageSize::Size2M);
     let world = world_with::<F>(config, slot, Access::Write);
@@ -466,7 +466,7 @@ fn reader<F: Format>(config: Config) {
     world.finish(&[slot]);
 }
 
-each_format!(ranges_that_make_no_sense_are_refused_and_empty_ones_of_memory_are_not, bad_input);
+each_format!(invalid_ranges_are_refused_and_empty_ones_are_not, bad_input);
 fn bad_input<F: Format>(config: Config) {
     let slot = Slot::huge(1, 0, 2 * HUGE, PageSize::Size1G);
     let world = world_with::<F>(config, slot, Access::Write);
@@ -544,7 +544,7 @@ fn clearing<F: Format>(config: Config) {
     world.finish(&[slot]);
 }
 
-each_format!(a_recovery_beside_a_held_invalidation_leaves_the_rest_of_the_block, held);
+each_format!(a_recovery_beside_an_invalidation_keeps_the_rest_of_the_block, held);
 fn held<F: Format>(config: Config) {
     let slot = Slot::huge(1, BIG, 2 * BIG, PageSize::Size2M);
     let world = world_with::<F>(config, slot, Access::Write);

@@ -125,7 +125,7 @@ fn splits<F: Format>(config: Config) {
 }
 
 #[test]
-fn tables_of_splits_lie_where_they_should() {
+fn tables_of_splits_lie_on_the_preferred_node() {
     for locking in [Locking::None, Locking::Exclusive] {
         of_each_format!(splits(Config::with_locking(locking)));
     }
@@ -177,7 +177,7 @@ fn faults<F: Format>(config: Config) {
 }
 
 #[test]
-fn tables_of_faults_lie_where_they_should() {
+fn tables_of_faults_lie_on_the_preferred_node() {
     for locking in [Locking::None, Locking::Exclusive] {
         of_each_format!(faults(Config::with_locking(locking)));
     }
@@ -238,7 +238,7 @@ fn left_over<F: Format>(config: Config) {
 }
 
 #[test]
-fn a_table_left_over_from_another_node_is_not_used() {
+fn a_spare_table_of_another_node_is_not_used() {
     of_each_format!(left_over(Config::default()));
 }
 
@@ -272,7 +272,7 @@ fn split_by_a_copy<F: Format>(config: Config, nodes: Nodes) {
 }
 
 #[test]
-fn a_part_of_a_huge_page_that_is_given_for_writing_splits_it_by_the_policy_of_splits() {
+fn a_write_fault_in_a_read_only_huge_leaf_splits_by_the_split_policy() {
     of_each_format!(split_by_a_copy(Config::default(), NODES));
 }
 

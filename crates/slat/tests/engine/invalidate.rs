@@ -36,7 +36,7 @@ fn mapped<F: Format>(vm: &Vm<TestHost, F>, gfn: u64) -> Option<(u64, Level)> {
     translate(vm, Gfn(gfn).gpa()).map(|found| (found.pfn.0, found.level))
 }
 
-each!(ranges_that_are_none_are_refused_and_change_nothing, bad_ranges);
+each!(invalid_ranges_are_refused_and_change_nothing, bad_ranges);
 fn bad_ranges<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, MIB, 0x100, PageSize::Size4K)).unwrap();
@@ -79,7 +79,7 @@ fn whole_space<F: Format>(locking: Locking) {
     }
 }
 
-each!(faults_inside_come_back_later_and_those_beside_do_not_notice, inside_and_beside);
+each!(faults_inside_a_range_in_flight_retry_and_those_beside_succeed, inside_and_beside);
 fn inside_and_beside<F: Format>(locking: Locking) {
     // Ranges inside a block, over its end, of a whole one, and in a hole between the slots.
     let ranges =
@@ -108,7 +108,7 @@ fn inside_and_beside<F: Format>(locking: Locking) {
     }
 }
 
-each!(a_huge_leaf_does_not_reach_into_a_range_that_is_held, no_leaf_over_a_held_range);
+each!(a_huge_leaf_does_not_reach_into_a_range_in_flight, no_leaf_over_a_held_range);
 fn no_leaf_over_a_held_range<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, GIB, BLOCK_1G, PageSize::Size1G)).unwrap();
@@ -279,7 +279,7 @@ fn without_memory<F: Format>(locking: Locking) {
     }
 }
 
-each!(a_host_that_always_wants_the_cpu_gets_it_and_the_work_is_done, always_yields);
+each!(a_host_that_always_wants_a_yield_gets_it_and_the_call_completes, always_yields);
 fn always_yields<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.host().always_yields.store(true, Ordering::Relaxed);
@@ -299,7 +299,7 @@ fn always_yields<F: Format>(locking: Locking) {
     assert_eq!(vm.host().live_tables(), usize::from(F::ROOT_LEVEL.0 - 2));
 }
 
-each!(behind_a_section_that_never_ends_the_tables_that_wait_are_bounded, bounded);
+each!(behind_a_guard_that_never_ends_the_deferred_tables_are_bounded, bounded);
 fn bounded<F: Format>(locking: Locking) {
     const NR_BLOCKS: u64 = 300;
     // What may wait, what one zap may have in its hands, and what is linked.
@@ -539,7 +539,7 @@ fn tables_of_a_zap<F: Format>(locking: Locking) {
     }
 }
 
-each!(nothing_takes_the_place_of_a_slot_before_nothing_of_it_is_mapped, place_of_a_slot);
+each!(a_slot_is_replaced_only_after_its_leaves_are_zapped, place_of_a_slot);
 fn place_of_a_slot<F: Format>(locking: Locking) {
     // Deleted, and moved.
     for change in [change(0, NO_FLAGS, 0, 0), change(0, NO_FLAGS, GIB, MIB)] {
@@ -559,7 +559,7 @@ fn place_of_a_slot<F: Format>(locking: Locking) {
     }
 }
 
-each!(vcpus_that_fault_inside_for_ever_hold_nothing_up, not_starved);
+each!(vcpus_that_fault_inside_a_range_in_flight_delay_nothing, not_starved);
 fn not_starved<F: Format>(locking: Locking) {
     const NR_VCPUS: u64 = 8;
     let vm = vm::<F>(locking);

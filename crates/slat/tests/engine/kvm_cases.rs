@@ -229,7 +229,7 @@ fn move_in_use<F: Format>(locking: Locking) {
     );
 }
 
-each!(without_slots_every_access_is_a_devices, zero_slots);
+each!(without_slots_every_access_is_mmio, zero_slots);
 fn zero_slots<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let mut vcpu = vm.create_vcpu().unwrap();
@@ -242,7 +242,7 @@ fn zero_slots<F: Format>(locking: Locking) {
     assert_eq!((vm.stats().exits, vm.host().live_tables()), (12, 1));
 }
 
-each!(flags_that_nothing_is_known_of_are_refused_one_by_one, invalid_flags);
+each!(each_unknown_flag_is_refused, invalid_flags);
 fn invalid_flags<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let known = MemoryRegionFlags::all();
@@ -266,7 +266,7 @@ fn invalid_flags<F: Format>(locking: Locking) {
 }
 
 #[test]
-fn as_many_slots_as_there_are_numbers_and_no_more() {
+fn memslots_are_limited_by_their_numbers() {
     let vm = vm::<slat::Npt>(Locking::None);
     let gpa = |slot: u32| u64::from(slot) * 2 * PAGE_SIZE;
     let new = |slot: u32| region(slot, gpa(slot), PAGE_SIZE, 0x1000 + u64::from(slot), PageSize::Size4K);

@@ -61,7 +61,7 @@ fn hold_with_a_minute_at_look(locking: Locking, nth: u32) -> Option<u64> {
 }
 
 #[test]
-fn a_hold_is_from_taking_the_lock_to_giving_it_back() {
+fn a_hold_lasts_from_acquire_to_release() {
     for locking in LOCKS {
         let long: Vec<bool> = (1..)
             .map_while(|nth| hold_with_a_minute_at_look(locking, nth))

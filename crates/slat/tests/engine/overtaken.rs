@@ -49,7 +49,7 @@ fn a_slot_is_replaced_under_a_write(second: u32) {
 // The hook before the exchange is in the check of transitions, which release builds do not have.
 #[cfg(debug_assertions)]
 #[test]
-fn a_write_marks_the_slot_that_took_the_place_of_its_own() {
+fn a_write_marks_the_slot_that_replaced_its_own() {
     a_slot_is_replaced_under_a_write(1);
     a_slot_is_replaced_under_a_write(2);
 }
@@ -151,7 +151,7 @@ fn vm_beside() -> Arc<Vm<Beside, Npt>> {
 }
 
 #[test]
-fn a_writer_gets_through_beside_a_reader_of_the_same_page() {
+fn a_writer_makes_progress_beside_a_reader_of_the_same_page() {
     let vm = vm_beside();
     *vm.host().reader.lock().unwrap() = Some(vm.create_vcpu().unwrap());
     let mut writer = vm.create_vcpu().unwrap();

@@ -426,7 +426,7 @@ fn at_each_call<F: Format>(config: Config, calls: &[Call]) {
 const OUTSIDE: [Call; 3] = [Call::Flush, Call::Resolve, Call::Allocate(AllocationWait::Allowed)];
 
 #[test]
-fn nobody_who_comes_in_a_flush_a_resolve_or_an_allocation_loses_anything() {
+fn calls_during_a_flush_a_resolve_or_an_allocation_lose_nothing() {
     for config in configs() {
         at_each_call::<Npt>(config, &OUTSIDE);
     }
@@ -435,7 +435,7 @@ fn nobody_who_comes_in_a_flush_a_resolve_or_an_allocation_loses_anything() {
 }
 
 #[test]
-fn nor_where_entries_are_broken_before_they_are_made() {
+fn nothing_is_lost_with_break_before_make() {
     for config in configs() {
         at_each_call::<Broken>(config, &OUTSIDE);
     }
@@ -445,7 +445,7 @@ fn nor_where_entries_are_broken_before_they_are_made() {
 
 /// The same, and the observer of [`broken`] sees all changes.
 #[test]
-fn every_break_is_flushed_whoever_comes_in_between() {
+fn every_break_is_flushed_despite_calls_in_between() {
     let mut nr_made = (0, 0);
     for config in configs() {
         for before in BEFORE.into_iter().filter(|before| before.size == PageSize::Size2M) {
@@ -506,7 +506,7 @@ fn at_each_look<F: Format>(config: Config, before: Before, acts: &[Act]) {
 
 #[cfg(debug_assertions)]
 #[test]
-fn nobody_who_comes_at_a_look_of_a_split_or_a_recovery_loses_anything() {
+fn calls_at_each_look_of_a_split_or_a_recovery_lose_nothing() {
     let config = Config::default();
     let acts = [Act::Split, Act::Recover, Act::Enable, Act::Disable];
     for before in BEFORE {
@@ -519,7 +519,7 @@ fn nobody_who_comes_at_a_look_of_a_split_or_a_recovery_loses_anything() {
 
 #[cfg(debug_assertions)]
 #[test]
-fn nor_does_who_is_overtaken_by_them() {
+fn calls_overtaken_by_a_split_or_a_recovery_lose_nothing() {
     let config = Config::default();
     let acts = [Act::InvalidatePage, Act::InvalidateAll, Act::Write, Act::Read, Act::Prefault, Act::Harvest, Act::Age];
     for before in BEFORE {

@@ -192,7 +192,7 @@ fn a_slow_answer(nth: u32) -> bool {
 }
 
 #[test]
-fn an_answer_is_not_used_when_a_stamp_that_was_taken_earlier_comes_later() {
+fn an_answer_is_discarded_when_an_older_number_is_stored_later() {
     let nr_looks = (1..).take_while(|nth| a_slow_answer(*nth)).count();
     assert!(nr_looks > 10, "{nr_looks}");
 }
@@ -229,7 +229,7 @@ fn overtaken_by_another(range: GfnRange, nth: u32) -> bool {
 }
 
 #[test]
-fn what_the_guest_wrote_is_told_before_any_invalidation_of_the_page_returns() {
+fn writes_are_reported_before_any_invalidation_of_the_page_returns() {
     for range in [pages(3, 1), pages(2, 2), pages(0, 512), pages(0, 2048)] {
         let nr_looks = (1..).take_while(|&nth| overtaken_by_another(range, nth)).count();
         assert!(nr_looks >= 5, "{nr_looks} looks in {range:?}");
@@ -276,7 +276,7 @@ fn an_answer_is_held_beside(younger: Younger) {
 }
 
 #[test]
-fn an_answer_from_before_is_not_used_in_what_inherits_the_stamp() {
+fn a_stale_answer_is_discarded_where_the_number_was_inherited() {
     for younger in [Younger::Linked, Younger::Refined, Younger::OutOfMemory] {
         an_answer_is_held_beside(younger);
     }
@@ -320,7 +320,7 @@ fn unlinked_under_another(nth: u32, mth: u32) -> (bool, bool) {
 }
 
 #[test]
-fn no_table_is_lost_in_one_that_is_unlinked() {
+fn no_table_below_an_unlinked_table_is_leaked() {
     let mut nr_stopped = 0;
     let nr_looks = (1..).take_while(|&nth| {
         nr_stopped += (1..).take_while(|&mth| unlinked_under_another(nth, mth).1).count();
@@ -355,7 +355,7 @@ fn written_under_an_invalidation(size: PageSize, range: GfnRange, nth: u32) -> b
 }
 
 #[test]
-fn what_a_cpu_writes_until_a_leaf_goes_is_told() {
+fn writes_until_a_leaf_is_zapped_are_reported() {
     for size in [PageSize::Size4K, PageSize::Size2M] {
         for range in [pages(3, 1), pages(0, 512)] {
             let nr_looks = (1..).take_while(|&nth| written_under_an_invalidation(size, range, nth)).count();
@@ -391,7 +391,7 @@ fn aging_is_overtaken(tracking: AccessTracking, size: PageSize, nth: u32) -> boo
 }
 
 #[test]
-fn aging_brings_nothing_back_that_was_taken_away() {
+fn aging_restores_no_invalidated_leaf() {
     for tracking in [AccessTracking::AccessedBit, AccessTracking::Faults] {
         for size in [PageSize::Size4K, PageSize::Size2M] {
             let nr_looks = (1..).take_while(|&nth| aging_is_overtaken(tracking, size, nth)).count();
@@ -417,7 +417,7 @@ fn aging_is_overtaken_by_a_recovery(range: GfnRange, nth: u32) -> bool {
 }
 
 #[test]
-fn what_an_aging_has_counted_by_its_parts_is_not_counted_once_more() {
+fn aging_counts_a_recovered_page_once() {
     for range in [pages(0, 512), pages(5, 100)] {
         let (mut nth, mut nr_overtaken) = (1, 0);
         while aging_is_overtaken_by_a_recovery(range, nth) {

@@ -69,7 +69,7 @@ fn keeps_bits_of<F: Format>(locking: Locking, protection: WriteProtection, size:
     assert_eq!(neighbour, (level > Level::L4K).then_some(bits));
 }
 
-each!(what_is_done_to_a_page_of_a_block_is_done_to_that_page_only, one_page_of_a_block);
+each!(a_change_of_a_page_in_a_block_affects_that_page_only, one_page_of_a_block);
 fn one_page_of_a_block<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, 4 * MIB, 0x8000, PageSize::Size2M)).unwrap();
@@ -102,7 +102,7 @@ fn one_page_of_a_block<F: Format>(locking: Locking) {
     assert_eq!(left, [None, None, Some(0x200), Some(0x2ff)]);
 }
 
-each!(taking_a_page_out_of_a_block_takes_that_page_only, one_page_taken);
+each!(an_invalidation_of_a_page_in_a_block_zaps_that_page_only, one_page_taken);
 fn one_page_taken<F: Format>(locking: Locking) {
     for (size, block_pages) in [(PageSize::Size2M, 512), (PageSize::Size1G, 512 * 512)] {
         let vm = vm::<F>(locking);
@@ -206,7 +206,7 @@ fn wide_root<F: Format>() {
     );
 }
 
-each!(of_two_vcpus_that_fault_on_one_page_the_slower_one_does_not_fail, slower);
+each!(the_slower_of_two_faults_on_one_page_does_not_fail, slower);
 fn slower<F: Format>(locking: Locking) {
     let vm = trap_vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, MIB, 0x100, PageSize::Size4K)).unwrap();
@@ -221,7 +221,7 @@ fn slower<F: Format>(locking: Locking) {
     assert_eq!((stats.installed_4k, stats.spurious, stats.retries, stats.zapped), (1, 1, 1, 0));
 }
 
-each!(a_detached_table_is_freed_after_its_flush_and_when_nobody_can_be_in_it, detached);
+each!(an_unlinked_table_is_freed_after_its_flush_and_a_grace_period, detached);
 fn detached<F: Format>(locking: Locking) {
     let vm = trap_vm::<F>(locking);
     // Two slots: the one that goes has all of a table of the lowest level; the other keeps those
@@ -250,7 +250,7 @@ fn detached<F: Format>(locking: Locking) {
     drop(vcpu);
 }
 
-each!(a_slot_that_is_deleted_under_a_resolve_keeps_its_backing_until_that_is_over, deleted_under_resolve);
+each!(a_slot_deleted_during_a_resolve_keeps_its_backing_until_its_end, deleted_under_resolve);
 fn deleted_under_resolve<F: Format>(locking: Locking) {
     let vm = trap_vm::<F>(locking);
     let memory = region(0, 0, MIB, 0x100, PageSize::Size4K);
@@ -277,7 +277,7 @@ fn deleted_under_resolve<F: Format>(locking: Locking) {
     assert!(dropped.load(Ordering::SeqCst));
 }
 
-each!(a_deletion_flushes_what_another_call_took_away_and_has_not_flushed_yet, unpaid_flush);
+each!(a_deletion_flushes_what_another_call_zapped_and_has_not_flushed, unpaid_flush);
 fn unpaid_flush<F: Format>(locking: Locking) {
     let vm = trap_vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, MIB, 0x100, PageSize::Size4K)).unwrap();

@@ -64,7 +64,7 @@ fn asks_once_for_contiguous_frames<F: Format>(locking: Locking) {
         assert_eq!(found.map(|t| (t.pfn, t.size)), Some((Pfn(0x1_0003 + page as u64), PageSize::Size4K)));
     }
 }
-each!(contiguous_frames_are_asked_for_once, asks_once_for_contiguous_frames);
+each!(contiguous_frames_are_resolved_once, asks_once_for_contiguous_frames);
 
 /// Huge pages fill a table as small ones do; where one is missing, it ends there.
 fn fills_a_table_of_huge_pages<F: Format>(locking: Locking) {
@@ -115,7 +115,7 @@ fn stops_where_memory_ends<F: Format>(locking: Locking) {
     assert_eq!(vcpu.pre_fault_memory(gone, PAGE_SIZE, Access::Read), Err(Error::BackingGone { gpa: gone }));
     assert_eq!(mapped(&vm, GIB, 1024).iter().flatten().count(), 700);
 }
-each!(it_stops_where_memory_ends, stops_where_memory_ends);
+each!(a_prefault_stops_where_memory_ends, stops_where_memory_ends);
 
 fn refuses<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
@@ -142,7 +142,7 @@ fn refuses<F: Format>(locking: Locking) {
     assert_eq!(reader.cursor().query(too_high), None);
     assert_eq!(reader.cursor().query(Gpa(u64::MAX)), None);
 }
-each!(bad_input_is_refused, refuses);
+each!(bad_ranges_are_refused, refuses);
 
 /// Without memory for tables nothing changes, and each table that there is memory for is of use.
 fn survives_without_memory<F: Format>(locking: Locking) {
@@ -165,7 +165,7 @@ fn survives_without_memory<F: Format>(locking: Locking) {
         assert_no_table_is_left(&vm);
     }
 }
-each!(it_survives_without_memory, survives_without_memory);
+each!(a_prefault_without_memory_is_an_error, survives_without_memory);
 
 fn logs_what_it_opens<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
@@ -183,7 +183,7 @@ fn logs_what_it_opens<F: Format>(locking: Locking) {
     assert_eq!(bitmap[0], !1);
     assert!(mapped(&vm, 0, 1024).iter().all(|found| found.is_some_and(|t| !t.writable && t.size == PageSize::Size4K)));
 }
-each!(what_it_opens_for_writing_is_logged, logs_what_it_opens);
+each!(pages_prefaulted_for_writing_are_logged, logs_what_it_opens);
 
 fn maps_a_list<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
@@ -233,7 +233,7 @@ fn reader_goes_on<F: Format>(locking: Locking) {
     assert_eq!(vcpu.pre_fault_memory(Gpa(0), 2 * MIB, Access::Read), Ok(2 * MIB));
     assert_eq!(cursor.query(Gpa(7 * PAGE_SIZE)).map(|found| found.pfn), Some(Pfn(0x1007)));
 }
-each!(a_reader_sees_what_is_mapped_after_its_table_was_unlinked, reader_goes_on);
+each!(a_prefault_reader_maps_after_its_table_was_unlinked, reader_goes_on);
 
 fn logs_a_list<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
@@ -249,7 +249,7 @@ fn logs_a_list<F: Format>(locking: Locking) {
     assert_eq!(vm.get_dirty_log(0, &mut bitmap), Ok(64));
     assert_eq!(bitmap, [0x5555_5555_5555_5555, 0x5555_5555_5555_5555, 0, 0, 0, 0, 0, 0]);
 }
-each!(a_list_that_is_opened_for_writing_is_logged, logs_a_list);
+each!(a_list_prefaulted_for_writing_is_logged, logs_a_list);
 
 /// KVM's pre_fault_memory_test: the slot is deleted and made again beside it. Sizes add up, errors
 /// are those that may be.
@@ -296,9 +296,9 @@ fn beside_a_slot_that_comes_and_goes<F: Format>(locking: Locking) {
     drop(vcpu);
     assert_no_table_is_left(&vm);
 }
-each!(it_runs_beside_a_slot_that_comes_and_goes, beside_a_slot_that_comes_and_goes);
+each!(a_prefault_beside_a_slot_that_comes_and_goes, beside_a_slot_that_comes_and_goes);
 
-each!(it_maps_no_page_behind_its_slot, nothing_behind_the_slot);
+each!(a_prefault_maps_no_page_behind_its_slot, nothing_behind_the_slot);
 fn nothing_behind_the_slot<F: Format>(locking: Locking) {
     // The host has a block of 2 MiB of which the slot has half.
     let vm = vm::<F>(locking);
@@ -308,7 +308,7 @@ fn nothing_behind_the_slot<F: Format>(locking: Locking) {
     assert!(translate(&vm, Gpa(MIB)).is_none());
 }
 
-each!(it_fills_no_table_over_a_range_that_is_taken_away, nothing_in_a_held_range);
+each!(a_prefault_fills_no_table_over_a_range_in_flight, nothing_in_a_held_range);
 fn nothing_in_a_held_range<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, 4 * MIB, 512, PageSize::Size4K)).unwrap();
@@ -383,7 +383,7 @@ fn every_table_may_be_missing<F: Format>(locking: Locking) {
         }
     }
 }
-each!(what_is_mapped_is_reported_to_the_page_when_memory_for_tables_ends, every_table_may_be_missing);
+each!(a_prefault_without_memory_for_tables_reports_how_far_it_mapped, every_table_may_be_missing);
 
 /// What ends a prefault at a page in the midst.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -462,7 +462,7 @@ fn ends_in_the_midst<F: Format>(locking: Locking) {
         }
     }
 }
-each!(what_is_mapped_is_reported_to_the_page_when_it_ends_in_the_midst, ends_in_the_midst);
+each!(a_prefault_that_ends_early_reports_how_far_it_mapped, ends_in_the_midst);
 
 /// The slot is deleted, or a page taken away, while the host is asked for the second 2 MiB.
 fn changed_in_the_midst<F: Format>(locking: Locking) {
@@ -496,7 +496,7 @@ fn changed_in_the_midst<F: Format>(locking: Locking) {
         }
     }
 }
-each!(what_is_taken_away_in_the_midst_ends_it_there, changed_in_the_midst);
+each!(an_invalidation_during_a_prefault_ends_it_there, changed_in_the_midst);
 
 /// Tables that are there are filled up, 32 pages at a time; between the steps the host is asked
 /// whether to yield.
@@ -518,7 +518,7 @@ fn fills_up_tables<F: Format>(locking: Locking) {
         assert!(vm.host().longest_step.load(Ordering::SeqCst) < 32);
     }
 }
-each!(tables_that_are_there_are_filled_up, fills_up_tables);
+each!(existing_tables_are_filled, fills_up_tables);
 
 /// KVM's pre_fault_memory_test, to the byte: 2 MiB, then a page with one more than there is, then
 /// behind the end.
@@ -538,4 +538,4 @@ fn as_kvm_does<F: Format>(locking: Locking) {
         assert_eq!(mapped(&vm, GIB, 514).iter().flatten().count(), 513);
     }
 }
-each!(it_answers_as_kvm_does, as_kvm_does);
+each!(prefault_results_match_kvm, as_kvm_does);

@@ -91,7 +91,7 @@ impl Walk {
 }
 
 #[test]
-fn a_walk_leaves_its_section_after_some_tables_whatever_the_host_says() {
+fn a_walk_ends_its_guard_after_some_tables_without_a_yield() {
     let mut freed_after = Vec::new();
     for walk in [Walk::BeginsToLog, Walk::Invalidates, Walk::Ages, Walk::Harvests, Walk::Recovers] {
         let vm = trap_vm_with::<Npt>(walk.config());
@@ -136,7 +136,7 @@ impl UserfaultWords for Watched {
 }
 
 #[test]
-fn many_pages_are_checked_in_many_sections() {
+fn many_pages_are_checked_in_many_guards() {
     let vm = vm::<Npt>(Locking::None);
     let words = (0..PAGES / 64).map(|_| AtomicU64::new(0)).collect();
     let words = Arc::new(Watched { words, at_look: Mutex::default() });
@@ -155,7 +155,7 @@ fn many_pages_are_checked_in_many_sections() {
     assert!((1..=4096).contains(&nr_looks), "freed after {nr_looks} pages");
 }
 
-each!(in_a_slot_of_4_tib_a_fault_maps_what_is_alike, huge_guest_memfd);
+each!(in_a_slot_of_4_tib_a_fault_maps_the_largest_like_block, huge_guest_memfd);
 fn huge_guest_memfd<F: Format>(locking: Locking) {
     let size = (4 * TIB).min((1 << F::GPA_BITS) / 2);
     for max_size in [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G] {

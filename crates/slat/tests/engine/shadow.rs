@@ -35,7 +35,7 @@ fn a_page_is_mapped_and_marked() {
 }
 
 #[test]
-fn a_fault_of_the_guest_is_the_guests() {
+fn a_guest_page_fault_is_delivered_to_the_guest() {
     let mut world = World::new(ShadowStrategy::RootCache);
     let cr3 = world.map(0x10, VA, 0x80, P | U);
     world.long_mode(cr3);
@@ -105,7 +105,7 @@ fn the_guest_writes_its_own_tables() {
 /// A page fault flushes its address (Intel SDM vol. 3A, "Operations that Invalidate TLBs and
 /// Paging-Structure Caches").
 #[test]
-fn a_page_fault_takes_the_stale_translation_away() {
+fn a_page_fault_removes_the_stale_translation() {
     for (strategy, first) in STRATEGIES.into_iter().flat_map(|strategy| [(strategy, 0x81 << 12 | P | A), (strategy, 0)])
     {
         let mut world = World::new(strategy);
@@ -135,7 +135,7 @@ fn a_page_fault_takes_the_stale_translation_away() {
 /// Two roots of one PCID: what one has cached for the address is not there for the other after its
 /// page fault.
 #[test]
-fn a_page_fault_is_one_of_its_pcid() {
+fn a_page_fault_flushes_its_own_pcid() {
     for strategy in STRATEGIES {
         let mut world = World::new(strategy);
         let first = world.map(0x10, VA, 0x80, P | A);
@@ -193,7 +193,7 @@ fn a_fault_does_not_wait_for_an_emulated_write() {
 }
 
 #[test]
-fn large_pages_are_mapped_as_the_host_has_them() {
+fn large_pages_are_mapped_no_larger_than_the_hosts() {
     let mut world = World::new(ShadowStrategy::RootCache);
     let cr3 = world.map_large(0x10, 0x4000_0000, 0, P | W | U | PS | G | NX);
     world.long_mode(cr3);
@@ -206,7 +206,7 @@ fn large_pages_are_mapped_as_the_host_has_them() {
 }
 
 #[test]
-fn what_the_host_takes_away_is_gone() {
+fn an_invalidation_removes_shadow_leaves() {
     for strategy in STRATEGIES {
         let mut world = World::new(strategy);
         let cr3 = world.map(0x10, VA, 0x80, P | W | U);
@@ -335,7 +335,7 @@ fn few_tables_do() {
 }
 
 #[test]
-fn all_memory_may_be_taken_at_any_time() {
+fn an_invalidation_of_all_memory_is_safe_at_any_time() {
     let mut world = World::new(ShadowStrategy::RootCache);
     let cr3 = world.map(0x10, VA, 0x80, P | W | U);
     world.long_mode(cr3);

@@ -96,7 +96,7 @@ fn second_slot(flags: MemoryRegionFlags, first: u64, nr_pages: u64) -> slat::Mem
 }
 
 #[test]
-fn what_cannot_be_had_is_refused() {
+fn unsupported_configurations_are_refused() {
     let shadow = config(ShadowStrategy::RootCache);
     assert_eq!(new_in::<Npt>(shadow), Ok(()));
     assert_eq!(new_in::<Ept>(shadow), Err(Error::NoShadowPaging { format: Ept::NAME }));
@@ -140,7 +140,7 @@ fn new_vm_without() -> Arc<TestVm> {
 }
 
 #[test]
-fn registers_that_cannot_be_are_the_guests_fault_and_change_nothing() {
+fn invalid_registers_fault_in_the_guest_and_change_nothing() {
     let vm = vm();
     let mut cpu = guest(&vm);
     // Registers that are restored.
@@ -331,7 +331,7 @@ fn tables_that_may_only_be_read() {
 }
 
 #[test]
-fn tables_that_user_space_withholds() {
+fn tables_in_userfault_pages() {
     let vm = vm();
     let mut cpu = guest(&vm);
     let words: Arc<Vec<AtomicU64>> = Arc::new(vec![AtomicU64::new(0b1111)]);
@@ -586,7 +586,7 @@ fn roots_that_were_evicted() {
 
 /// While the host has pages, faults make the guest try again, and do not wait.
 #[test]
-fn faults_while_the_host_has_the_page() {
+fn faults_during_an_invalidation() {
     let vm = vm();
     let mut cpu = guest(&vm);
     for page in [DATA, ROOT, ROOT + 3] {

@@ -518,17 +518,17 @@ impl Drop for Alarm<'_> {
 }
 
 #[test]
-fn beside_all_of_it_without_a_cache() {
+fn all_operations_at_once_without_a_cache() {
     run(ShadowStrategy::Baseline, WriteProtection::Lazy, 0x1234_5678);
 }
 
 #[test]
-fn beside_all_of_it_with_roots_that_are_kept() {
+fn all_operations_at_once_with_a_root_cache() {
     run(ShadowStrategy::RootCache, WriteProtection::Lazy, 0x2345_6789);
     run(ShadowStrategy::RootCache, WriteProtection::LeafByLeaf, 0x3456_789a);
 }
 
 #[test]
-fn beside_all_of_it_with_tables_for_each_pcid() {
+fn all_operations_at_once_with_tables_for_each_pcid() {
     run(ShadowStrategy::PcidTagged, WriteProtection::Lazy, 0x4567_89ab);
 }

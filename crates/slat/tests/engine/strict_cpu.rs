@@ -117,7 +117,7 @@ fn keeps<F: Format>(locking: Locking) {
     cpu.world.finish(&[SLOT]);
 }
 
-each!(a_cpu_that_sets_no_marks_gets_on_with_the_default_tracking, sets_no_marks);
+each!(a_cpu_that_sets_neither_a_nor_d_works_with_the_default_tracking, sets_no_marks);
 /// After an aging, after a prefault, and after a harvest by dirty bits, leaves have A or D clear.
 fn sets_no_marks<F: Format>(locking: Locking) {
     for tracking in dirty_trackings::<F>() {
@@ -157,7 +157,7 @@ fn sets_no_marks<F: Format>(locking: Locking) {
 
 /// What a fault sets does not fault, in the way of tracking that leaves none clear.
 #[test]
-fn no_fault_is_for_marks_where_accesses_are_tracked_by_faults() {
+fn with_access_tracking_by_faults_no_fault_sets_a_and_d() {
     let config = Config::default().with_access_tracking(AccessTracking::Faults);
     let mut cpu = StrictCpu::<Stage2>::new(config, false);
     for _ in 0..2 {
@@ -178,7 +178,7 @@ fn copied<F: Format>(config: Config) -> World<F> {
     world
 }
 
-each!(that_a_page_was_read_is_not_lost_when_its_leaf_is_replaced, replaced);
+each!(the_accessed_bit_survives_a_replacement_of_the_leaf, replaced);
 fn replaced<F: Format>(locking: Locking) {
     for tracking in [AccessTracking::AccessedBit, AccessTracking::Faults] {
         let config = Config::with_locking(locking).with_access_tracking(tracking);
@@ -208,7 +208,7 @@ fn replaced<F: Format>(locking: Locking) {
     }
 }
 
-each!(a_vm_that_is_dropped_tells_of_all_that_is_mapped, dropped);
+each!(a_dropped_vm_reports_all_that_is_mapped, dropped);
 fn dropped<F: Format>(locking: Locking) {
     const HUGE: Slot = Slot::huge(2, 1024, 512, PageSize::Size2M);
     let mut world = World::<F>::new(Config::with_locking(locking));

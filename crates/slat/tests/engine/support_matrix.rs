@@ -262,10 +262,10 @@ fn line(dirty_tracking: DirtyTracking) -> String {
     )
 }
 
-/// The table of docs/configurations.md: `cargo test --test engine the_table_of_what_can_be_had --
+/// The table of docs/configurations.md: `cargo test --test engine the_table_of_supported_configurations --
 /// --nocapture` prints it.
 #[test]
-fn the_table_of_what_can_be_had() {
+fn the_table_of_supported_configurations() {
     let head = "| writes found out by | NPT and G-stage, accessed bit | the same, faults | EPT, accessed bit | EPT, faults | stage 2, either |\n|---|---|---|---|---|---|";
     let lines: Vec<String> = [head.to_string()].into_iter().chain(DIRTY_TRACKINGS.map(line)).collect();
     let table = lines.join("\n");

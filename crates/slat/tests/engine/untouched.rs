@@ -95,7 +95,7 @@ fn nr_calls_beside<F: Format>(
     nr_calls.load(Ordering::SeqCst)
 }
 
-each!(a_fault_gets_through_beside_invalidations_of_neighbours_that_are_not_mapped, gets_through);
+each!(a_fault_succeeds_beside_invalidations_of_unmapped_neighbours, gets_through);
 fn gets_through<F: Format>(locking: Locking) {
     let write = |vcpu: &mut Vcpu<TestHost, F>| {
         assert_eq!(vcpu.handle_fault(Gfn(1).gpa(), Access::Write), Ok(Outcome::Resume));
@@ -129,7 +129,7 @@ fn gets_through<F: Format>(locking: Locking) {
     }
 }
 
-each!(a_page_that_was_overtaken_once_is_as_large_as_ever, as_large);
+each!(a_fault_that_was_overtaken_once_maps_a_leaf_of_full_size, as_large);
 fn as_large<F: Format>(locking: Locking) {
     for size in [PageSize::Size2M, PageSize::Size1G] {
         let vm = vm::<F>(locking);

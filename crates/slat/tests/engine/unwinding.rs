@@ -62,7 +62,7 @@ fn set_flags<F: Format>(
     vm.set_user_memory_region(MemoryRegion { userfault_bitmap, ..change(0, flags, START, SIZE) })
 }
 
-each!(words_that_panic_leave_their_slot_as_it_was, words_that_panic);
+each!(userfault_words_that_panic_leave_their_slot_unchanged, words_that_panic);
 fn words_that_panic<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let words = Panicking::new(0);
@@ -100,7 +100,7 @@ fn words_that_panic<F: Format>(locking: Locking) {
     assert_no_table_is_left(&vm);
 }
 
-each!(what_a_rescan_took_before_the_words_panicked_is_flushed, rescan_that_panics);
+each!(a_rescan_flushes_what_it_zapped_before_a_panic, rescan_that_panics);
 fn rescan_that_panics<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let words = Panicking::new(0);
@@ -137,7 +137,7 @@ fn rescan_that_panics<F: Format>(locking: Locking) {
     assert_no_table_is_left(&vm);
 }
 
-each!(what_an_invalidation_took_before_a_report_panicked_is_flushed, invalidation_that_panics);
+each!(an_invalidation_flushes_what_it_zapped_before_a_panic, invalidation_that_panics);
 fn invalidation_that_panics<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(region(0, START, SIZE, 0x400, PageSize::Size4K)).unwrap();

@@ -149,7 +149,7 @@ fn huge_pages_survive_with_a_bit_for_each<F: Format>(locking: Locking) {
     assert_eq!(translate(&vm, gpa(1000)), None);
     assert_eq!(vcpu.handle_fault(gpa(512), Access::Write), exit(MemoryFaultFlags::USERFAULT, 512, 2 * MIB));
 }
-each!(huge_pages_survive_with_a_bit_for_each_, huge_pages_survive_with_a_bit_for_each);
+each!(huge_pages_remain_with_a_bit_for_each_, huge_pages_survive_with_a_bit_for_each);
 
 fn a_rescan_takes_what_is_set_and_nothing_else<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
@@ -172,7 +172,7 @@ fn a_rescan_takes_what_is_set_and_nothing_else<F: Format>(locking: Locking) {
         assert_eq!(translate(&vm, gpa(page)).is_none(), is_taken(page), "page {page}");
     }
 }
-each!(a_rescan_takes_what_is_set_and_nothing_else_, a_rescan_takes_what_is_set_and_nothing_else);
+each!(a_rescan_zaps_what_is_set_and_nothing_else_, a_rescan_takes_what_is_set_and_nothing_else);
 
 struct Revocable(Vec<AtomicU64>, AtomicU64);
 
@@ -183,7 +183,7 @@ impl UserfaultWords for Revocable {
 }
 
 #[test]
-fn a_bitmap_that_is_taken_away_is_an_error_and_no_panic() {
+fn a_bitmap_that_shrinks_is_an_error_and_no_panic() {
     let vm = vm::<slat::Npt>(Locking::None);
     let words = Arc::new(Revocable((0..16).map(|_| AtomicU64::new(0)).collect(), AtomicU64::new(16)));
     let bitmap = UserfaultBitmap::new(Arc::<Revocable>::clone(&words), PageSize::Size4K);

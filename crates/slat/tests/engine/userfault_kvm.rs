@@ -302,7 +302,7 @@ fn harvest<F: Format>(vm: &Vm<TestHost, F>) -> Vec<u64> {
     pages
 }
 
-each!(a_full_ring_exits_before_a_bit_does, rings);
+each!(a_full_ring_exits_before_a_userfault_bit, rings);
 fn rings<F: Format>(locking: Locking) {
     // Below a table entry that was closed lazily, a page may be pushed twice.
     let config = Config::with_locking(locking).with_dirty_tracking(LEAF_BY_LEAF);
@@ -411,7 +411,7 @@ fn blocks_of_two_mib_at_the_end_of_a_slot() {
 /// A page that becomes private under a fault-around is not mapped along with a shared one, nor
 /// asked for.
 #[test]
-fn neighbours_go_along_only_if_they_are_alike_and_have_arrived() {
+fn only_like_neighbours_that_have_arrived_are_mapped_along() {
     for locking in LOCKINGS {
         let config = Config::with_locking(locking).with_fault_around(FaultAround::Pages(8));
         let vm = Arc::new(Vm::<TestHost, Npt>::new(TestHost::default(), config).unwrap());
@@ -434,7 +434,7 @@ fn neighbours_go_along_only_if_they_are_alike_and_have_arrived() {
     }
 }
 
-each!(a_rescan_of_pages_that_nobody_has_used_needs_no_tables, unused);
+each!(a_rescan_of_unused_pages_needs_no_tables, unused);
 fn unused<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let words = words(u64::MAX);
@@ -446,7 +446,7 @@ fn unused<F: Format>(locking: Locking) {
     assert_eq!(vm.host().live_tables(), before);
 }
 
-each!(a_rescan_that_finds_nothing_waits_for_the_flush_of_who_was_first, flushes);
+each!(a_rescan_that_finds_nothing_waits_for_the_flush_of_another, flushes);
 fn flushes<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let words = words(0);

@@ -227,19 +227,19 @@ fn at_each_call<F: Format>() {
 }
 
 #[test]
-fn nobody_who_comes_in_a_flush_a_resolve_or_an_allocation_sees_what_was_taken_back() {
+fn calls_during_a_flush_a_resolve_or_an_allocation_map_no_pending_page() {
     at_each_call::<Npt>();
     at_each_call::<Ept>();
 }
 
 #[test]
-fn nor_where_entries_are_broken_before_they_are_made() {
+fn nothing_is_lost_with_break_before_make() {
     at_each_call::<Broken>();
 }
 
 /// At the looks at bits, inside of sections but of no lock.
 #[test]
-fn nor_who_comes_when_a_bit_is_read() {
+fn calls_at_a_read_of_a_bit_map_no_pending_page() {
     let mut nr_reached = 0;
     each_pair(|config, before, act, by| {
         for index in 0..GRANULARITIES.len() {
@@ -288,18 +288,18 @@ fn at_each_look<F: Format>() {
 
 #[cfg(debug_assertions)]
 #[test]
-fn nor_who_comes_at_a_look_at_an_entry() {
+fn calls_at_each_look_map_no_pending_page() {
     at_each_look::<Hooked>();
 }
 
 #[cfg(debug_assertions)]
 #[test]
-fn nor_at_one_where_entries_are_broken_before_they_are_made() {
+fn calls_at_each_look_map_no_pending_page_with_break_before_make() {
     at_each_look::<Broken>();
 }
 
 #[test]
-fn a_rescan_is_not_held_up_by_a_smaller_slot_that_takes_the_place_of_its_own() {
+fn a_rescan_ends_when_a_smaller_slot_replaces_its_own() {
     let vm = vm::<Npt>(Locking::None);
     // So many runs that it looks at the slot more than once.
     let words = Words::new(16, 0x5555_5555_5555_5555);
@@ -323,7 +323,7 @@ fn a_rescan_is_not_held_up_by_a_smaller_slot_that_takes_the_place_of_its_own() {
 /// A huge leaf that a rescan has taken, and not flushed yet: what takes its place, small leaves for
 /// a write that is logged, is flushed for first.
 #[test]
-fn a_rescan_breaks_before_others_make() {
+fn a_rescan_of_a_part_breaks_before_it_makes() {
     for config in [Config::default(), Config::with_locking(Locking::Exclusive)] {
         let scene = scene::<Broken>(config, &[Act::TurnOnHuge, Act::Enable, Act::Read]);
         // The page that enabling wrote has small ones beside it.

@@ -289,7 +289,7 @@ fn run<F: Format>(config: Config, granularity: PageSize, logs: MemoryRegionFlags
 }
 
 #[test]
-fn guests_see_no_page_that_is_empty() {
+fn guests_access_no_empty_page() {
     let config = Config::default();
     run::<Npt>(config, PageSize::Size4K, NO_FLAGS);
     run::<Npt>(config.with_fault_around(FaultAround::Pages(16)), PageSize::Size4K, NO_FLAGS);
@@ -302,7 +302,7 @@ fn guests_see_no_page_that_is_empty() {
 }
 
 #[test]
-fn nor_is_a_write_lost_where_the_slot_logs() {
+fn no_write_is_lost_where_the_slot_logs() {
     let config = Config::default();
     let marks_whole = config.with_huge_page_logging(HugePageLogging::MarkWhole);
     run::<Npt>(config, PageSize::Size4K, LOG);

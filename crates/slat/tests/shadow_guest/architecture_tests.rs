@@ -156,7 +156,7 @@ fn rights_and_error_codes_are_the_manual_s() {
 }
 
 #[test]
-fn a_fetch_is_told_only_where_fetches_can_be_forbidden() {
+fn error_codes_have_the_fetch_bit_only_where_fetches_can_be_forbidden() {
     let fetch = |cr4, efer| end(registers(cr4, efer), &[], 0, Access::Execute, Privilege::User);
     assert_eq!(fetch(CR4_PAE, EFER_LME | EFER_NXE), End::Fault { error_code: 0x14 });
     assert_eq!(fetch(CR4_PAE, EFER_LME), End::Fault { error_code: 4 });

@@ -68,7 +68,7 @@ fn the_oracle_accepts_cpus_that_keep_the_rules() {
 
 /// And those that leave one rule out are found out.
 #[test]
-fn the_oracle_notices_each_rule_that_is_left_out() {
+fn the_oracle_detects_each_missing_rule() {
     let _quiet = Quiet::new();
     for left_out in LEFT_OUT {
         let noticed = (0..400u64).find_map(|seed| {
@@ -83,7 +83,7 @@ fn the_oracle_notices_each_rule_that_is_left_out() {
 /// Flushes that the engine asks for are needed: a CPU that does not make them is found out. (But
 /// for those of one page: what an INVLPG finds changed is taken away, and flushed by the host.)
 #[test]
-fn the_oracle_notices_each_flush_that_is_left_out() {
+fn the_oracle_detects_each_missing_flush() {
     let _quiet = Quiet::new();
     for disobeys in [Disobeys::Context, Disobeys::All, Disobeys::Host] {
         let noticed = (0..300u64).find_map(|seed| {

@@ -179,7 +179,7 @@ fn turned_on<F: Format>(locking: Locking) {
 }
 
 #[test]
-fn a_vcpu_whose_ring_nobody_reads_stands_still_and_the_others_go_on() {
+fn a_full_ring_stops_its_vcpu_alone() {
     let world = World::<Npt>::new(Config::default(), 256);
     world.set(LOG);
     world.beside_guests(3, || {

@@ -7,7 +7,7 @@ use super::*;
 use crate::common::Call;
 
 #[test]
-fn rings_are_refused_while_a_vcpu_exists_and_not_after() {
+fn rings_are_refused_only_while_a_vcpu_exists() {
     let vm = Arc::new(Vm::<TestHost, Npt>::new(TestHost::default(), Config::default()).unwrap());
     let vcpus = [(); 3].map(|()| vm.create_vcpu().unwrap());
     for vcpu in vcpus {
@@ -26,7 +26,7 @@ fn rings_are_refused_while_a_vcpu_exists_and_not_after() {
     assert_eq!(vm.dirty_rings().count(), 1);
 }
 
-each!(what_vcpus_of_before_left_writable_is_pushed_when_it_is_written, left_writable);
+each!(pages_left_writable_by_earlier_vcpus_are_pushed_when_written, left_writable);
 fn left_writable<F: Format>(locking: Locking) {
     for manual_protect in [ManualProtect::Disabled, ManualProtect::Enabled, ManualProtect::InitiallySet] {
         for size in [PageSize::Size4K, PageSize::Size2M] {

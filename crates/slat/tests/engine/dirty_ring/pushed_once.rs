@@ -44,7 +44,7 @@ fn first_write<F: Format>(locking: Locking) {
 
 /// A guest that writes at random, near what it wrote before, between resets.
 #[test]
-fn nor_is_any_of_many_random_writes_pushed_twice() {
+fn no_random_write_is_pushed_twice() {
     for fault_around in [FaultAround::Off, FaultAround::Pages(16)] {
         let (vm, mut vcpu) = logging::<Npt>(Config::default().with_fault_around(fault_around), 65536, 64 * MIB);
         let mut random = 1_u64;

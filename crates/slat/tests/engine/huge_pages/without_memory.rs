@@ -10,7 +10,7 @@ fn seen<F: Format>(world: &World<F>, slot: Slot) -> Vec<Seen> {
     world.entries(slot).into_iter().map(|found| found.map(|found| (found.pfn.0, found.writable))).collect()
 }
 
-each_format!(a_split_for_which_there_is_no_memory_leaves_the_rest_as_it_was, out_of_memory);
+each_format!(a_split_without_memory_leaves_the_rest_unchanged, out_of_memory);
 fn out_of_memory<F: Format>(config: Config) {
     let slot = Slot::huge(1, HUGE, 6 * BIG, PageSize::Size2M);
     for k in 0..6 {
@@ -34,7 +34,7 @@ fn out_of_memory<F: Format>(config: Config) {
     }
 }
 
-each_format!(a_1g_page_split_half_way_for_want_of_memory_is_all_there, out_of_memory_1g);
+each_format!(a_1g_page_split_half_way_without_memory_is_mapped_whole, out_of_memory_1g);
 fn out_of_memory_1g<F: Format>(config: Config) {
     let slot = Slot::huge(1, HUGE, HUGE, PageSize::Size1G);
     for k in [0, 1, 2, 100, 511, 512] {
@@ -78,7 +78,7 @@ fn logging_without_memory<F: Format>(config: Config) {
     }
 }
 
-each_format!(a_table_that_is_not_at_hand_is_asked_for_again_by_who_may_wait, waits);
+each_format!(a_table_that_is_not_at_hand_is_allocated_again_where_waiting_is_allowed, waits);
 fn waits<F: Format>(config: Config) {
     let slot = Slot::huge(1, HUGE, 5 * BIG, PageSize::Size2M);
     let mut world = world_with::<F>(config, slot, Access::Write);

@@ -190,7 +190,7 @@ fn a_load_of_pdptes_exits_for_their_page() {
 
 /// In PAE's PDPTEs the bits of A and D are reserved.
 #[test]
-fn marks_of_another_mode_change_what_pdptes_say() {
+fn accessed_bits_of_another_mode_change_pdptes() {
     for strategy in STRATEGIES {
         let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         let (mut pae, mut long) = (Cpu::new(&vm), Cpu::new(&vm));
@@ -215,7 +215,7 @@ fn marks_of_another_mode_change_what_pdptes_say() {
 
 /// In an entry of 8 bytes, A and D of the second of two entries of 4 bytes are in the address.
 #[test]
-fn marks_of_two_levels_change_addresses_of_wide_entries() {
+fn accessed_bits_of_two_levels_change_addresses_of_wide_entries() {
     for strategy in STRATEGIES {
         let vm = new_vm(config(strategy), NR_PAGES, 8, MemoryRegionFlags::empty());
         let high = 1 << 32;
