@@ -185,7 +185,7 @@ each!(a_write_to_a_read_only_leaf_may_run_out_of_memory_and_succeeds_later, refa
 fn refault<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let memory = region(0, 0, GIB, 0, PageSize::Size2M);
-    memory.backing.as_ref().unwrap().read_gives_writable.store(false, std::sync::atomic::Ordering::SeqCst);
+    memory.backing.as_ref().unwrap().reads_are_writable.store(false, std::sync::atomic::Ordering::SeqCst);
     vm.set_user_memory_region(memory).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
     assert_eq!(vcpu.handle_fault(Gpa(0), Access::Read), Ok(Outcome::Resume));

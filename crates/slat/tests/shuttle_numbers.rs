@@ -71,9 +71,10 @@ fn a_number_that_was_read(older: fn(&Vm), younger: fn(&Vm)) {
     let hold = |pages: &'static [u64]| {
         let (vm, released) = (Arc::clone(&vm), Arc::clone(&released));
         thread::spawn(move || {
-            let held: Vec<_> = pages.iter().map(|&page| vm.invalidate_range(self::pages(page, 1)).unwrap()).collect();
+            let invalidations: Vec<_> =
+                pages.iter().map(|&page| vm.invalidate_range(self::pages(page, 1)).unwrap()).collect();
             let _: Result<(), RecvError> = released.lock().unwrap().recv();
-            drop(held);
+            drop(invalidations);
         })
     };
     let holder = hold(&[PAGE]);

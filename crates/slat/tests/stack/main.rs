@@ -322,11 +322,11 @@ fn invalidate<F: Format>(scene: &Scene<F>, vcpu: &mut Vcpu<StackHost, F>) {
         for part in parts {
             vcpu.pre_fault_memory(Gpa(HUGE), HUGE_BYTES, Access::Read).unwrap();
             vcpu.pre_fault_memory(Gpa(SMALL), 1 << 20, Access::Read).unwrap();
-            let taken_away = scene.measure("Vm::invalidate_range", || vm.invalidate_range(part)).unwrap();
-            scene.measure("Invalidation::range", || taken_away.range());
+            let invalidation = scene.measure("Vm::invalidate_range", || vm.invalidate_range(part)).unwrap();
+            scene.measure("Invalidation::range", || invalidation.range());
             let meanwhile = [HUGE, SMALL, HUGE + (1 << 30)];
             assert_eq!(scene.faults(vcpu, meanwhile, Access::Write), Ok(Outcome::Resume));
-            scene.measure("drop of an Invalidation", || drop(taken_away));
+            scene.measure("drop of an Invalidation", || drop(invalidation));
             assert_eq!(scene.faults(vcpu, meanwhile, Access::Read), Ok(Outcome::Resume));
         }
     }
@@ -338,8 +338,8 @@ fn invalidate<F: Format>(scene: &Scene<F>, vcpu: &mut Vcpu<StackHost, F>) {
         })
         .collect();
     assert_eq!(scene.faults(vcpu, pages(SMALL, 64), Access::Read), Ok(Outcome::Resume));
-    for taken_away in many {
-        scene.measure("drop of an Invalidation", || drop(taken_away));
+    for invalidation in many {
+        scene.measure("drop of an Invalidation", || drop(invalidation));
     }
 }
 
@@ -405,8 +405,8 @@ fn shadow(strategy: ShadowStrategy, max_pages: u32, fault_around: FaultAround) {
         }
         // What a host does meanwhile.
         let part = range(0x80_0000 + turn * PAGE_SIZE, 40 * PAGE_SIZE);
-        let taken_away = scene.measure("Vm::invalidate_range", || vm.invalidate_range(part)).unwrap();
-        scene.measure("drop of an Invalidation", || drop(taken_away));
+        let invalidation = scene.measure("Vm::invalidate_range", || vm.invalidate_range(part)).unwrap();
+        scene.measure("drop of an Invalidation", || drop(invalidation));
         scene.measure("Vm::age_range", || vm.age_range(range(0, MEMORY_BYTES))).unwrap();
         for flags in [MemoryRegionFlags::LOG_DIRTY_PAGES, MemoryRegionFlags::empty()] {
             scene.set_region(0, 0, MEMORY_BYTES, flags, None);

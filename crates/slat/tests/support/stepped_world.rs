@@ -80,7 +80,7 @@ const TABLE_LAYOUT: Layout = match Layout::from_size_align(4096, 4096) {
 pub struct Backing {
     pub first_pfn: u64,
     pub max_size: PageSize,
-    pub read_gives_writable: bool,
+    pub reads_are_writable: bool,
     pub dropped: Arc<AtomicBool>,
 }
 
@@ -337,7 +337,7 @@ unsafe impl Host for ShuttleHost {
         let dropped = Arc::clone(&backing.dropped);
         self.step();
         assert!(!dropped.load(Ordering::SeqCst), "a backing was dropped under a resolve");
-        let writable = access == Access::Write || backing.read_gives_writable;
+        let writable = access == Access::Write || backing.reads_are_writable;
         Ok(Resolved { pfn: Pfn(backing.first_pfn + page), max_size: backing.max_size, writable })
     }
 
@@ -496,12 +496,12 @@ pub fn region(
 }
 
 pub fn backing(first_pfn: u64, max_size: PageSize) -> Backing {
-    Backing { first_pfn, max_size, read_gives_writable: true, dropped: Arc::default() }
+    Backing { first_pfn, max_size, reads_are_writable: true, dropped: Arc::default() }
 }
 
 /// A backing whose read faults map read-only, as after a fork or in a fresh file.
 pub fn backing_that_is_asked_again(first_pfn: u64, max_size: PageSize) -> Backing {
-    Backing { first_pfn, max_size, read_gives_writable: false, dropped: Arc::default() }
+    Backing { first_pfn, max_size, reads_are_writable: false, dropped: Arc::default() }
 }
 
 /// All threads are done and no memslot is left: the root is the only page-table page.

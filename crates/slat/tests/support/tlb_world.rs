@@ -97,7 +97,7 @@ pub struct Memory {
     /// A page that is written for the first time is never copied.
     copies_never: bool,
     /// How many invalidations hold each guest frame.
-    taken: HashMap<u64, u32>,
+    nr_invalidations: HashMap<u64, u32>,
     /// The calls that are zapping now: when each began, and its ranges.
     zaps: BTreeMap<u64, Vec<GfnRange>>,
     /// When frames were freed.
@@ -125,7 +125,7 @@ impl Memory {
     fn ask(&mut self, area: usize, index: usize, pfn: u64, may_write: bool) {
         let time = self.tick();
         let page = &mut self.areas[area].pages[index];
-        assert!(!page.written || page.reported, "frame {:#x} was written, and no zapped leaf said so", page.pfn);
+        assert!(!page.written || page.reported, "frame {:#x} was written, and no zapped leaf reported it", page.pfn);
         if page.pfn != pfn {
             self.freed.insert(page.pfn, time);
         }
@@ -178,7 +178,11 @@ impl Memory {
     /// A CPU uses `translation` for `gfn`.
     fn use_frame(&mut self, gfn: u64, translation: Translation, access: Access) {
         let pfn = translation.pfn;
-        assert_eq!(self.taken.get(&gfn).copied().unwrap_or(0), 0, "{gfn:#x} is used while it is taken away");
+        assert_eq!(
+            self.nr_invalidations.get(&gfn).copied().unwrap_or(0),
+            0,
+            "{gfn:#x} is used while it is invalidated"
+        );
         let index = (gfn % BLOCK) as usize;
         let area = self.areas.iter_mut().find(|area| area.pages[index].pfn == pfn);
         let area = area.unwrap_or_else(|| panic!("{gfn:#x} goes to frame {pfn:#x}, which was freed"));
@@ -306,15 +310,15 @@ pub fn zapping<R>(host: &TlbHost, ranges: &[GfnRange], zap: impl FnOnce() -> R) 
 pub fn invalidate(vm: &TestVm, ranges: &[GfnRange], change: impl FnOnce(&mut Memory)) {
     let host = vm.host();
     let invalidate = || ranges.iter().map(|&range| vm.invalidate_range(range).unwrap()).collect::<Vec<_>>();
-    let guards = zapping(host, ranges, invalidate);
+    let invalidations = zapping(host, ranges, invalidate);
     let is_inside = |gfn: &u64| ranges.iter().any(|range| range.contains(Gfn(*gfn)));
     let frames: Vec<u64> = (0..3 * BLOCK).filter(|gfn| gfn % BLOCK < PAGES as u64).filter(is_inside).collect();
-    host.with_memory(|memory| frames.iter().for_each(|&gfn| *memory.taken.entry(gfn).or_default() += 1));
+    host.with_memory(|memory| frames.iter().for_each(|&gfn| *memory.nr_invalidations.entry(gfn).or_default() += 1));
     host.base.step();
     host.with_memory(change);
     host.base.step();
-    host.with_memory(|memory| frames.iter().for_each(|gfn| *memory.taken.get_mut(gfn).unwrap() -= 1));
-    drop(guards);
+    host.with_memory(|memory| frames.iter().for_each(|gfn| *memory.nr_invalidations.get_mut(gfn).unwrap() -= 1));
+    drop(invalidations);
 }
 
 impl Park for TlbHost {
@@ -373,13 +377,13 @@ unsafe impl Host for TlbHost {
             });
         }
         self.base.step();
-        let read_gives_writable = random(2) == 0;
+        let reads_are_writable = random(2) == 0;
         let answer = self.with_memory(|memory| {
             let area = &mut memory.areas[area];
             // Otherwise the frame is not shared any more. The host allows more than before, and
             // invalidates nothing.
             area.pages[index].may_write |= access == Access::Write;
-            let writable = area.pages[index].may_write && (access == Access::Write || read_gives_writable);
+            let writable = area.pages[index].may_write && (access == Access::Write || reads_are_writable);
             let is_block = !area.is_of_pages
                 && area.is_contiguous()
                 && (!writable || area.pages.iter().all(|page| page.may_write));

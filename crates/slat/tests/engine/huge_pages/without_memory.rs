@@ -2,10 +2,10 @@
 
 use super::*;
 
-/// A page's frame, and whether it may be written.
+/// The frame of a page, and whether it is writable.
 type Seen = Option<(u64, bool)>;
 
-/// All that the guest sees of a slot.
+/// All that the guest observes of a memslot.
 fn seen<F: Format>(world: &World<F>, slot: Slot) -> Vec<Seen> {
     world.entries(slot).into_iter().map(|found| found.map(|found| (found.pfn.0, found.writable))).collect()
 }
@@ -23,7 +23,7 @@ fn out_of_memory<F: Format>(config: Config) {
         let k = k as u64;
         assert_eq!(sizes(&world), (k * BIG, 6 - k, 0));
         assert_eq!(vm.host().live_tables() as u64, nr_tables as u64 + k);
-        // In a format that breaks leaves first, the parts may wait for their first write.
+        // With break before make, the parts may wait for their first write.
         let is_same = |(now, before): (&Seen, &Seen)| {
             now.map(|now| now.0) == before.map(|before| before.0) && (F::BREAK_BEFORE_MAKE || now == before)
         };
@@ -69,7 +69,7 @@ fn logging_without_memory<F: Format>(config: Config) {
             assert!((0..4 * BIG).all(|page| !world.is_writable(slot, page)), "all is protected");
             let written = [0, 511, 512, 1025, 2047];
             world.write_all(slot, written);
-            assert_eq!(world.take(slot), written, "with {k} tables");
+            assert_eq!(world.harvest(slot), written, "with {k} tables");
             assert_eq!(sizes(&world), (4 * BIG, 0, 0), "the first write splits");
             world.set_flags(slot, NO_FLAGS);
             assert_eq!((sizes(&world), zapped(&world).len()), ((0, 4, 0), 0));
@@ -86,7 +86,7 @@ fn waits<F: Format>(config: Config) {
         std::mem::take(&mut *world.vm.host().asked.lock().unwrap()).into_iter().map(|(_, wait)| wait).collect()
     };
     assert!(asked(&world).iter().all(|wait| *wait == AllocationWait::Allowed), "faults hold nothing when they ask");
-    world.vm.host().refuses_who_cannot_wait.store(true, Ordering::SeqCst);
+    world.vm.host().refuses_without_wait.store(true, Ordering::SeqCst);
     assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Ok(5));
     assert_eq!(asked(&world), [AllocationWait::Never, AllocationWait::Allowed].repeat(5));
     assert_eq!(world.vm.recover_range(slot.range()), Ok(5));
@@ -94,11 +94,11 @@ fn waits<F: Format>(config: Config) {
     world.set_flags(slot, LOG);
     assert_eq!(asked(&world), [AllocationWait::Never, AllocationWait::Allowed].repeat(5));
     world.set_flags(slot, NO_FLAGS);
-    world.vm.host().refuses_who_cannot_wait.store(false, Ordering::SeqCst);
+    world.vm.host().refuses_without_wait.store(false, Ordering::SeqCst);
     assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Ok(5));
     assert_eq!(asked(&world), [AllocationWait::Never; 5]);
     world.vm.recover_range(slot.range()).unwrap();
-    // Neither: the error says so, and each is tried.
+    // Neither: the error reports it, and each is tried.
     world.vm.host().fail_after(0);
     assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Err(Error::OutOfMemory));
     world.vm.host().never_fail();

@@ -1,6 +1,6 @@
-//! Lazy write protection on one thread: which table entries are closed, and what the next write
-//! below does to the others. (Not in formats whose table entries cannot be closed: none of those is
-//! named for `each`.)
+//! Lazy write protection on one thread: which directory entries are protected, and what the next
+//! write below them does to the other pages. (Formats whose directory entries cannot be protected
+//! are not named for `each`.)
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use slat::{Access, Format, Gpa, Locking, MemoryRegionFlags, Outcome, PAGE_SIZE, 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
 const NO_FLAGS: MemoryRegionFlags = MemoryRegionFlags::empty();
 
-/// So many that it pays to close the entry above them.
+/// So many that a harvest protects the directory entry above them.
 const MANY: u64 = 100;
 
 fn write_all<F: Format>(vcpu: &mut Vcpu<TestHost, F>, start: u64, nr_pages: u64) {
@@ -46,7 +46,7 @@ fn opens_one<F: Format>(locking: Locking) {
 each!(a_directory_entry_that_two_slots_share_is_not_protected, shared,);
 fn shared<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
-    // The slot that logs has a whole block too, and a part of the one that it shares.
+    // The memslot that logs has a whole block, and a part of the one that it shares.
     vm.set_user_memory_region(region(0, 0, 3 * MIB, 0, PageSize::Size4K)).unwrap();
     vm.set_user_memory_region(region(1, 3 * MIB, MIB, 1 << 30, PageSize::Size4K)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
@@ -57,7 +57,7 @@ fn shared<F: Format>(locking: Locking) {
     for round in 1..=2 {
         assert_eq!(vm.stats().tables_closed, round, "of the whole block");
         assert_eq!(may_be_written(&vm, 3 * MIB, MANY), MANY, "the neighbour does not notice");
-        // What the neighbour does gives nothing back to the slot that logs.
+        // A write to the neighbour restores no write access to the memslot that logs.
         write_all(&mut vcpu, 3 * MIB, 1);
         assert_eq!(may_be_written(&vm, 0, MANY) + may_be_written(&vm, 2 * MIB, MANY), 0);
         write_all(&mut vcpu, 0, MANY);
