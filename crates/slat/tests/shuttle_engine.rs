@@ -8,6 +8,8 @@
 #![cfg(shuttle)]
 #![allow(missing_docs)]
 
+#[path = "shuttle_engine/memory.rs"]
+mod memory;
 #[path = "support/schedules.rs"]
 mod schedules;
 #[path = "support/stepped_world.rs"]
@@ -17,6 +19,7 @@ use std::sync::Arc;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use memory::{FIRST_PFN, Memory, PAGES};
 use schedules::{check, random, random_locking};
 use shuttle::thread;
 use slat::{
@@ -24,8 +27,8 @@ use slat::{
     MemoryRegionFlags, PAGE_SIZE, PageSize, WriteProtection,
 };
 use world::{
-    Guest, TestVm, Tiny, assert_no_table_is_left, backing, backing_that_is_asked_again, find, new_vm, new_vm_with,
-    region, walk,
+    Guest, TestVm, Tiny, assert_no_table_is_left, backing, backing_with_read_only_reads, new_vm, new_vm_with, region,
+    walk,
 };
 
 const LOG: MemoryRegionFlags = MemoryRegionFlags::LOG_DIRTY_PAGES;
@@ -91,7 +94,7 @@ fn change_slot<F: Format>(vm: &TestVm<F>, versions: &Versions, large: bool) {
             flags = [NO_FLAGS, LOG][random(2) as usize];
             now = Version { slot: Some((start, nr_pages, first_pfn)) };
             versions.begin(now);
-            let new = if random(2) == 0 { backing } else { backing_that_is_asked_again };
+            let new = if random(2) == 0 { backing } else { backing_with_read_only_reads };
             vm.set_user_memory_region(region(SLOT, flags, start, nr_pages, Some(new(first_pfn, size)))).unwrap();
             versions.finish();
             continue;
@@ -243,102 +246,6 @@ fn same_page() {
 #[test]
 fn concurrent_faults_on_one_page_install_once_and_all_succeed() {
     check(same_page);
-}
-
-/// The used pages of a memslot, which has more: see [`Memory::pages`].
-const PAGES: usize = 3;
-const FIRST_PFN: u64 = 1 << 20;
-
-/// The memory of a memslot, and the host's copy of it.
-struct Memory {
-    config: Config,
-    /// All pages of the memslot.
-    nr_pages: u64,
-    contents: [AtomicU64; PAGES],
-    copy: [AtomicU64; PAGES],
-}
-
-/// Words of the largest log.
-const LOG_WORDS: usize = 2 * BLOCK as usize / 64;
-
-impl Memory {
-    fn new(config: Config, nr_pages: u64) -> Memory {
-        Memory { config, nr_pages, contents: Default::default(), copy: Default::default() }
-    }
-
-    /// The used pages: if the memslot has two blocks, one lies in the second.
-    fn pages(&self) -> [u64; PAGES] {
-        if self.nr_pages > BLOCK { [0, 1, BLOCK] } else { [0, 1, 2] }
-    }
-
-    fn write(&self, pfn: u64) {
-        let page = self.pages().iter().position(|page| FIRST_PFN + page == pfn);
-        self.contents[page.expect("guests use these pages only")].fetch_add(1, Ordering::SeqCst);
-    }
-
-    fn contents_now(&self) -> [u64; PAGES] {
-        std::array::from_fn(|page| self.contents[page].load(Ordering::SeqCst))
-    }
-
-    fn copy_all(&self) {
-        self.copy_pages(0, &[u64::MAX; LOG_WORDS]);
-    }
-
-    /// Copies the pages of `bitmap`, which begins with page `first`.
-    fn copy_pages(&self, first: u64, bitmap: &[u64]) {
-        for (index, page) in self.pages().into_iter().enumerate() {
-            let word = page.checked_sub(first).and_then(|bit| bitmap.get(bit as usize / 64));
-            if word.is_some_and(|word| word >> (page % 64) & 1 == 1) {
-                self.copy[index].fetch_max(self.contents[index].load(Ordering::SeqCst), Ordering::SeqCst);
-            }
-        }
-    }
-
-    /// Harvests the memslot, and copies what the log reports.
-    fn harvest<F: Format>(&self, vm: &TestVm<F>) -> Result<u64, Error> {
-        let mut bitmap = [0; LOG_WORDS];
-        let nr_pages = vm.get_dirty_log(SLOT, &mut bitmap)?;
-        if self.config.manual_protect != ManualProtect::Disabled {
-            vm.clear_dirty_log(SLOT, 0, self.nr_pages, &bitmap)?;
-        }
-        self.copy_pages(0, &bitmap);
-        Ok(nr_pages)
-    }
-
-    /// Harvests a word of the log, or clears some of its pages unread, and copies those.
-    fn harvest_part<F: Format>(&self, vm: &TestVm<F>) {
-        let first = self.pages()[random(PAGES as u64) as usize] / 64 * 64;
-        let nr_pages = (self.nr_pages - first).min(64);
-        let mut bitmap = [1 + random(7)];
-        if random(2) == 0 {
-            vm.get_dirty_log_range(SLOT, first, nr_pages, &mut bitmap).unwrap();
-            if self.config.manual_protect != ManualProtect::Disabled {
-                vm.clear_dirty_log(SLOT, first, nr_pages, &bitmap).unwrap();
-            }
-        } else {
-            vm.clear_dirty_log(SLOT, first, nr_pages, &bitmap).unwrap();
-        }
-        self.copy_pages(first, &bitmap);
-    }
-
-    fn assert_copied(&self, counts: [u64; PAGES]) {
-        for (page, &count) in counts.iter().enumerate() {
-            let copied = self.copy[page].load(Ordering::SeqCst);
-            assert!(copied >= count, "page {page}: {count} writes long ago, {copied} copied; {:?}", self.config);
-        }
-    }
-
-    /// All threads have stopped. One harvest reports all writes, and leaves no page writable that
-    /// no log would report.
-    fn assert_one_harvest_is_exact<F: Format>(&self, vm: &TestVm<F>) {
-        self.harvest(vm).unwrap();
-        self.assert_copied(self.contents_now());
-        for gfn in (0..4).chain(BLOCK..BLOCK + 4) {
-            let is_unseen = find(vm, gfn).is_some_and(|it| it.is_writable_unlogged::<F>(self.config.dirty_tracking));
-            assert!(!is_unseen, "frame {gfn:#x} can be written, and was not reported; {:?}", self.config);
-        }
-        assert_eq!(self.harvest(vm), Ok(0));
-    }
 }
 
 /// Any configuration of a dirty log.

@@ -1,4 +1,4 @@
-//! What the bitmap does on one thread.
+//! The bitmap on one thread.
 
 extern crate std;
 
@@ -8,7 +8,7 @@ use core::ops::Range;
 
 use super::*;
 
-/// All bits of the words `range`, taken turn by turn.
+/// Harvests the words `range`, turn by turn.
 fn take_all(bitmap: &Bitmap, range: Range<usize>) -> Vec<u64> {
     let mut out = vec![0; range.len()];
     let mut taken = TakenWords::new();
@@ -98,7 +98,7 @@ fn a_mask_clears_its_bits_and_keeps_the_others() {
         let full = if index == 312 { (1 << 32) - 1 } else { u64::MAX };
         assert_eq!(word, full & !masks[index], "word {index}");
     }
-    // Marks of words that a mask had emptied are found again.
+    // Marks in words that a mask had emptied are found again.
     bitmap.mark(64, 64);
     assert_eq!(pages(&take_all(&bitmap, 0..313)), (64..128).collect::<Vec<_>>());
 }

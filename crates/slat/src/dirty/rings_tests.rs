@@ -25,7 +25,7 @@ fn rings_are_refused_while_there_are_vcpus() {
     rings.leave();
     assert_eq!(rings.enable(256), Err(Error::VcpusExist));
     assert_eq!(rings.iter().count(), 0);
-    // Nor while huge pages are put back.
+    // Nor during a recovery.
     let recovery = rings.keep_out().unwrap();
     rings.leave();
     assert_eq!(rings.enable(256), Err(Error::VcpusExist));

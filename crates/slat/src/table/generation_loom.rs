@@ -1,5 +1,5 @@
 //! The window of admissions under loom: while a guard is open, no more turns are admitted than the
-//! module says. With the memory orders as they are written, and a window of one turn.
+//! module allows. With the memory orders as they are written, and a window of one turn.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom`
 
@@ -19,7 +19,7 @@ const PREEMPTIONS_OF_THREE: usize = 1;
 struct World {
     epochs: Epochs,
     generations: Generations,
-    /// The generation of an entry that each turn closes, if it may.
+    /// The generation of a directory entry that each admitted turn protects.
     generation: AtomicU64,
 }
 
@@ -27,14 +27,14 @@ impl World {
     fn turn(&self) {
         let record = self.epochs.borrow_record().expect("memory for a record");
         self.generations.renew_if_low(&self.epochs, || ());
-        let _section = self.epochs.enter(&record);
+        let _guard = self.epochs.enter(&record);
         if self.generations.admit().is_some() {
             self.generation.fetch_add(1, Ordering::SeqCst);
         }
     }
 }
 
-/// A section that reads a generation and compares it, beside threads of so many turns.
+/// A guard that reads a generation and compares it, beside threads with `nr_turns` turns each.
 fn model(nr_turns: &'static [usize]) {
     let mut builder = loom::model::Builder::new();
     let bound = builder.preemption_bound.get_or_insert(PREEMPTIONS);
@@ -53,16 +53,16 @@ fn model(nr_turns: &'static [usize]) {
         });
         let threads = threads.collect::<std::vec::Vec<_>>();
         let record = world.epochs.borrow_record().expect("memory for a record");
-        let section = world.epochs.enter(&record);
+        let guard = world.epochs.enter(&record);
         let seen = world.generation.load(Ordering::Acquire);
-        // The comparison reads the newest, as an exchange does.
-        let nr_closed = world.generation.fetch_add(0, Ordering::SeqCst) - seen;
-        drop(section);
+        // The comparison reads the newest value, as an exchange does.
+        let nr_protected = world.generation.fetch_add(0, Ordering::SeqCst) - seen;
+        drop(guard);
         let most = 2 * WINDOW + LOW + nr_turns.len() as u64;
-        assert!(nr_closed <= most, "closed {nr_closed} times beside one section");
+        assert!(nr_protected <= most, "protected {nr_protected} times beside one guard");
         threads.into_iter().for_each(|thread| thread.join().expect("no check fails"));
         drop(record);
-        // Nothing is open any more.
+        // No guard is open any more.
         world.turn();
         assert!(world.generation.fetch_add(0, Ordering::SeqCst) > 0, "no turn was admitted");
     });

@@ -13,8 +13,8 @@ use crate::table::stamp::StampCounter;
 
 struct World {
     set: PublishedRanges,
-    stamps: StampCounter,
-    /// Whether the host is through with the frame.
+    seqs: StampCounter,
+    /// Whether the host has moved the frame.
     is_moved: UnsafeCell<bool>,
 }
 
@@ -28,15 +28,15 @@ fn range(start: u64) -> GfnRange {
 /// Runs `invalidate`, which moves the frame of page 1, beside a fault there.
 fn check(invalidate: fn(&World)) {
     loom::model(move || {
-        let (set, stamps) = (PublishedRanges::default(), StampCounter::new());
-        let world = Arc::new(World { set, stamps, is_moved: UnsafeCell::new(false) });
-        let before = world.stamps.current();
+        let (set, seqs) = (PublishedRanges::default(), StampCounter::new());
+        let world = Arc::new(World { set, seqs, is_moved: UnsafeCell::new(false) });
+        let before = world.seqs.current();
         let fault = {
             let world = Arc::clone(&world);
             thread::spawn(move || {
-                let found = world.stamps.current();
+                let found = world.seqs.current();
                 if world.set.free_level(Gfn(1), Level::L4K).is_some() && found > before {
-                    // SAFETY: loom checks that nobody writes meanwhile.
+                    // SAFETY: loom checks that no other thread writes meanwhile.
                     assert!(world.is_moved.with(|cell| unsafe { *cell }));
                 }
             })
@@ -48,8 +48,8 @@ fn check(invalidate: fn(&World)) {
 }
 
 fn move_frame(world: &World) {
-    world.stamps.next();
-    // SAFETY: loom checks that nobody reads meanwhile.
+    world.seqs.next();
+    // SAFETY: loom checks that no other thread reads meanwhile.
     world.is_moved.with_mut(|cell| unsafe { *cell = true });
 }
 

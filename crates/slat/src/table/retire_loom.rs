@@ -15,7 +15,7 @@ use loom::thread;
 use super::{Epochs, Fences, Record};
 use crate::sync::{AtomicU64, Ordering};
 
-/// Enough for a reader that is overtaken by a retirement and its reclaim, and comes back.
+/// Enough for a reader that a retirement and its reclaim overtake, and that continues then.
 const PREEMPTIONS: usize = 3;
 
 fn check(model: impl Fn() + Send + Sync + 'static) {
@@ -24,7 +24,7 @@ fn check(model: impl Fn() + Send + Sync + 'static) {
     builder.check(model);
 }
 
-/// A thing behind a pointer, as a table behind an entry.
+/// A thing behind a pointer, as a page-table page behind a directory entry.
 struct Thing {
     /// 1 while it can be found.
     linked: AtomicU64,
@@ -67,7 +67,7 @@ impl World {
     }
 
     fn read(&self, record: &Record, thing: usize) {
-        let _section = self.epochs.enter(record);
+        let _guard = self.epochs.enter(record);
         if self.things[thing].is_linked() {
             self.things[thing].use_memory();
         }
@@ -78,7 +78,7 @@ impl World {
         self.read(&record, thing);
     }
 
-    /// Takes a thing away and frees it if that is allowed at once. Returns its tag.
+    /// Unlinks a thing, and frees it if that is allowed at once. Returns its tag.
     fn retire(&self, thing: usize) -> u64 {
         self.things[thing].unlink();
         let tag = self.epochs.retire_era();
@@ -129,14 +129,14 @@ fn guards_of_a_participant_protect_in_any_order_of_their_ends() {
 fn a_guard_within_a_fault_does_not_end_the_guard_of_the_fault() {
     check_beside_a_retirement(|world| {
         let mut owned = world.epochs.take_record().expect("memory for a record");
-        // SAFETY: the epochs are alive, and the record is released when all of it is over.
+        // SAFETY: the epochs are alive, and the participant is released at the end.
         let (record, own) = unsafe { (owned.get(), owned.exclusive()) };
-        let section = world.epochs.enter_fault(own.pin);
+        let guard = world.epochs.enter_fault(own.pin);
         drop(world.epochs.enter(record));
         if world.things[0].is_linked() {
             world.things[0].use_memory();
         }
-        drop(section);
+        drop(guard);
         // SAFETY: as above.
         unsafe { owned.release() }
     });
@@ -195,18 +195,19 @@ fn a_hazard_pointer_keeps_a_backing() {
             move || {
                 let mut record = world.epochs.borrow_record().expect("memory for a record");
                 let (record, hazard) = record.with_hazard();
-                let section = world.epochs.enter(record);
+                let guard = world.epochs.enter(record);
                 if world.things[0].is_linked() {
-                    // SAFETY: found in the section, and freed as is asked for.
+                    // SAFETY: found in the guard, and freed only when `oldest_open` and
+                    // `is_resolving` allow it.
                     let thing = unsafe { hazard.protect(NonNull::from(&world.things[0])) };
-                    drop(section);
+                    drop(guard);
                     thing.get().use_memory();
                 }
             }
         });
         world.things[0].unlink();
         let tag = world.epochs.retire_era();
-        // The order of the questions matters.
+        // The order of the two checks matters.
         if tag < world.epochs.oldest_open(|| ()) && !world.epochs.is_resolving(NonNull::from(&world.things[0])) {
             world.things[0].free();
         }

@@ -226,7 +226,7 @@ fn overlaps<F: Format>(world: World<F>) {
     world.finish();
 }
 
-each!(a_backing_is_given_when_a_slot_is_made_and_never_again, backings);
+each!(a_backing_is_set_when_a_slot_is_made_and_never_again, backings);
 fn backings<F: Format>(world: World<F>) {
     world.refused(change(3, NO_FLAGS, 0, PAGE_SIZE), Error::NoBacking { slot: 3 });
     world.refused(change(3, LOG, A, SIZE), Error::NoBacking { slot: 3 });

@@ -500,7 +500,7 @@ impl<F: Format> World<F> {
         self.assert_copied(&self.contents_now());
         self.set_flags(NO_FLAGS);
         self.compare_leaves();
-        self.assert_huge_pages_come_back(&mut guest);
+        self.assert_huge_pages_are_recovered(&mut guest);
         drop(self.vm.invalidate_range(range_of(0, HUGE)).unwrap());
         self.check_reports(&layout, 0, HUGE);
         self.compare_leaves();
@@ -512,7 +512,7 @@ impl<F: Format> World<F> {
     }
 
     /// With all pages where they were, and no other thread.
-    fn assert_huge_pages_come_back(&self, guest: &mut Guest<F>) {
+    fn assert_huge_pages_are_recovered(&self, guest: &mut Guest<F>) {
         let layout = self.layout();
         for hot in 0..HOT.len() {
             let held = self.vm.invalidate_range(range_of(HOT[hot], 1)).unwrap();

@@ -25,7 +25,7 @@ fn may_be_written<F: Format>(vm: &Arc<Vm<TestHost, F>>, start: u64, nr_pages: u6
     (0..nr_pages).filter(is_writable).count() as u64
 }
 
-each!(the_next_write_opens_its_page_alone, opens_one,);
+each!(the_next_write_restores_access_to_its_page_alone, opens_one,);
 fn opens_one<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(region(0, 0, 2 * MIB, 0, PageSize::Size4K)).unwrap();

@@ -239,7 +239,7 @@ fn prefault<F: Format>(config: Config) {
     }
 }
 
-each_config!(tracked_leaves_below_a_protected_entry_get_their_access_back, tracked,);
+each_config!(access_is_restored_to_tracked_leaves_below_a_protected_entry, tracked,);
 fn tracked<F: Format>(config: Config) {
     let config = config.with_access_tracking(AccessTracking::Faults);
     for age_first in [false, true] {

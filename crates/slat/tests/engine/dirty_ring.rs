@@ -75,7 +75,7 @@ fn end<F: Format>(vm: &Arc<Vm<TestHost, F>>, slots: &[u32]) {
     assert_no_table_is_left(vm);
 }
 
-each!(a_fault_that_opens_a_page_pushes_it_and_others_push_nothing, pushes);
+each!(a_fault_that_makes_a_page_writable_pushes_it_and_others_push_nothing, pushes);
 fn pushes<F: Format>(locking: Locking) {
     let (vm, mut vcpu) = logging::<F>(Config::with_locking(locking), 256, 4 * MIB);
     vm.set_user_memory_region(region(7, GIB, 4 * MIB, 0, PageSize::Size2M)).unwrap();
@@ -131,7 +131,7 @@ fn full<F: Format>(locking: Locking) {
 }
 
 #[test]
-fn a_reset_goes_to_the_first_entry_that_was_not_harvested() {
+fn a_reset_stops_at_the_first_entry_that_was_not_harvested() {
     let (vm, mut vcpu) = logging::<Npt>(Config::default(), 256, 4 * MIB);
     for page in [5, 6, 900, 7] {
         write(&mut vcpu, page);
@@ -231,7 +231,7 @@ fn pages_with_many_ring_entries_are_protected() {
 }
 
 #[test]
-fn no_step_opens_more_pages_than_there_is_room_for() {
+fn no_step_makes_more_pages_writable_than_the_ring_has_room_for() {
     for (nr_entries, level, again) in [(256, Level::L4K, Level::L4K), (1024, Level::L2M, Level::L4K)] {
         let vm = vm_with::<Npt>(Config::default(), nr_entries);
         vm.set_user_memory_region(region(0, 0, 4 * GIB, 1 << 20, PageSize::Size1G)).unwrap();
@@ -270,7 +270,7 @@ fn no_step_opens_more_pages_than_there_is_room_for() {
 fn a_slot_that_begins_to_log_beside_a_fault_reports_its_writable_pages() {
     const SIZE: u64 = 4 * MIB;
     let mut most = 0;
-    for setup in ["empty", "huge", "closed"] {
+    for setup in ["empty", "huge", "protected"] {
         for nth in 1.. {
             let vm = vm_with::<Hooked>(Config::default(), 1024);
             vm.set_user_memory_region(region(0, 0, SIZE, 512, PageSize::Size2M)).unwrap();

@@ -316,7 +316,7 @@ fn logging_begins<F: Format>(locking: Locking) {
 }
 each!(neighbours_mapped_writable_while_logging_begins_are_logged, logging_begins);
 
-each!(neighbours_take_no_place_in_a_ring, rings);
+each!(neighbours_are_not_pushed, rings);
 /// In a memslot that logs, a ring holds written pages and no neighbour. A ring that is nearly full
 /// has room for all that a fault may make writable.
 fn rings<F: Format>(locking: Locking) {

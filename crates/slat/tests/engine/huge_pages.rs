@@ -282,7 +282,7 @@ fn mark_whole<F: Format>(config: Config) {
         world.write(slot, 513);
         assert_eq!(world.vm.recover_range(slot.range()), Ok(3), "2 MiB, and no larger");
         assert_eq!(sizes(&world), (0, 512, 0));
-        assert!((0..3 * BIG).all(|page| !world.is_writable(slot, page)), "what comes back is protected");
+        assert!((0..3 * BIG).all(|page| !world.is_writable(slot, page)), "a recovered leaf is protected");
         assert_eq!(world.harvest(slot), [513], "the mark stays, and no other comes");
         world.write(slot, 514);
         assert_eq!(world.harvest(slot), (512..1024).collect::<Vec<_>>());

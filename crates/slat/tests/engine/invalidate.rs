@@ -236,7 +236,7 @@ fn neighbours<F: Format>(locking: Locking) {
     }
 }
 
-each!(without_memory_for_a_table_the_whole_leaf_goes, without_memory);
+each!(without_memory_for_a_table_the_whole_leaf_is_zapped, without_memory);
 fn without_memory<F: Format>(locking: Locking) {
     for (size, block) in [(PageSize::Size2M, BLOCK_2M), (PageSize::Size1G, BLOCK_1G)] {
         for nr_tables in 0..3 {

@@ -71,7 +71,7 @@ impl Actor {
             }
             self.fault(page, Access::Write);
         }
-        panic!("page {page} goes on faulting");
+        panic!("page {page} still faults");
     }
 
     fn write_if_allowed(&mut self, page: u64) -> bool {
@@ -133,27 +133,27 @@ const STATES: [Act; 6] = [
         (0..32).for_each(|page| actor.write(page));
         actor.get();
     }),
-    ("logging, closed above leaves without the right to write", |actor| {
+    ("logging, protected above leaves without the right to write", |actor| {
         actor.set_flags(LOG);
         mapped().for_each(|page| actor.fault(page, Access::Read));
         actor.mark_many();
         actor.get();
     }),
-    ("logging, closed above leaves with the right to write", |actor| {
+    ("logging, protected above leaves with the right to write", |actor| {
         actor.set_flags(LOG);
         mapped().for_each(|page| actor.write(page));
         actor.get();
     }),
-    ("logging, own page taken away", |actor| {
+    ("logging, own page invalidated", |actor| {
         actor.set_flags(LOG);
         mapped().for_each(|page| actor.write(page));
         actor.get();
         actor.invalidate(OWN, 1);
     }),
-    ("not logging, open", |actor| {
+    ("not logging, directory entry unprotected", |actor| {
         mapped().for_each(|page| actor.write(page));
     }),
-    ("not logging, closed", |actor| {
+    ("not logging, directory entry protected", |actor| {
         actor.set_flags(LOG);
         mapped().for_each(|page| actor.write(page));
         actor.get();
@@ -199,8 +199,8 @@ const ACTS: [Act; 13] = [
         actor.set_flags(NO_FLAGS);
         actor.set_flags(LOG);
     }),
-    ("own page taken away", |actor| actor.invalidate(OWN, 1)),
-    ("the table taken away, and a write", |actor| {
+    ("own page invalidated", |actor| actor.invalidate(OWN, 1)),
+    ("the page-table page unlinked, and a write", |actor| {
         actor.invalidate(0, 512);
         actor.write(OTHER);
     }),
@@ -240,7 +240,7 @@ fn run(tracking: DirtyTracking, state: Act, victim: Act, act: Act, nth: u32) -> 
         for page in mapped().chain([UNMAPPED]).filter(|_| by_write_protection) {
             let writable = translate(&actor.vm, SLOT.gfn(page).gpa()).is_some_and(|found| found.writable);
             let is_marked = actor.vm.is_marked_dirty(SLOT.id, page).unwrap();
-            assert!(!writable || is_marked, "{what}: page {page} may be written unseen");
+            assert!(!writable || is_marked, "{what}: page {page} is writable and not marked");
         }
         // All writable pages are written, and one harvest reports them.
         actor.write_all_allowed();
@@ -252,7 +252,7 @@ fn run(tracking: DirtyTracking, state: Act, victim: Act, act: Act, nth: u32) -> 
         for page in mapped().chain([UNMAPPED]) {
             let found = translate(&actor.vm, SLOT.gfn(page).gpa()).filter(|found| found.writable);
             let is_seen = |entry: u64| !by_write_protection && entry & Hooked::DIRTY == 0;
-            assert!(found.is_none_or(|found| is_seen(found.entry.0)), "{what}: page {page} may be written unseen");
+            assert!(found.is_none_or(|found| is_seen(found.entry.0)), "{what}: page {page} is writable and not marked");
         }
     } else {
         actor.write(OWN);

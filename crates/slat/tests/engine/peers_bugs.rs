@@ -102,8 +102,8 @@ fn one_page_of_a_block<F: Format>(locking: Locking) {
     assert_eq!(left, [None, None, Some(0x200), Some(0x2ff)]);
 }
 
-each!(an_invalidation_of_a_page_in_a_block_zaps_that_page_only, one_page_taken);
-fn one_page_taken<F: Format>(locking: Locking) {
+each!(an_invalidation_of_a_page_in_a_block_zaps_that_page_only, one_page_invalidated);
+fn one_page_invalidated<F: Format>(locking: Locking) {
     for (size, block_pages) in [(PageSize::Size2M, 512), (PageSize::Size1G, 512 * 512)] {
         let vm = vm::<F>(locking);
         vm.set_user_memory_region(region(0, 0, GIB, GIB / PAGE_SIZE, size)).unwrap();

@@ -166,9 +166,9 @@ fn survives_without_memory<F: Format>(locking: Locking) {
         assert_no_table_is_left(&vm);
     }
 }
-each!(a_prefault_without_memory_is_an_error, survives_without_memory);
+each!(a_prefault_without_memory_for_tables_maps_what_it_can, survives_without_memory);
 
-fn logs_what_it_opens<F: Format>(locking: Locking) {
+fn logs_prefaults<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let mut logging = region(0, 0, 4 * MIB, 0, PageSize::Size2M);
     logging.flags = LOG;
@@ -184,7 +184,7 @@ fn logs_what_it_opens<F: Format>(locking: Locking) {
     assert_eq!(bitmap[0], !1);
     assert!(mapped(&vm, 0, 1024).iter().all(|found| found.is_some_and(|t| !t.writable && t.size == PageSize::Size4K)));
 }
-each!(pages_prefaulted_for_writing_are_logged, logs_what_it_opens);
+each!(pages_prefaulted_for_writing_are_logged, logs_prefaults);
 
 fn maps_a_list<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
@@ -234,7 +234,7 @@ fn reader_goes_on<F: Format>(locking: Locking) {
     assert_eq!(vcpu.pre_fault_memory(Gpa(0), 2 * MIB, Access::Read), Ok(2 * MIB));
     assert_eq!(cursor.query(Gpa(7 * PAGE_SIZE)).map(|found| found.pfn), Some(Pfn(0x1007)));
 }
-each!(a_prefault_reader_maps_after_its_table_was_unlinked, reader_goes_on);
+each!(a_reader_observes_what_is_mapped_after_its_table_was_unlinked, reader_goes_on);
 
 fn logs_a_list<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);

@@ -93,7 +93,7 @@ fn faults_exit_until_the_bit_is_clear<F: Format>(locking: Locking) {
 }
 each!(faults_exit_until_the_bit_is_clear_, faults_exit_until_the_bit_is_clear);
 
-fn turning_it_on_takes_all_away_and_off_brings_huge_pages_back<F: Format>(locking: Locking) {
+fn turning_userfault_on_zaps_all_and_off_recovers_huge_pages<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     vm.set_user_memory_region(slot(NO_FLAGS, None)).unwrap();
     let mut vcpu = vm.create_vcpu().unwrap();
@@ -129,11 +129,11 @@ fn turning_it_on_takes_all_away_and_off_brings_huge_pages_back<F: Format>(lockin
     assert_eq!(translate(&vm, gpa(0)).unwrap().level, Level::L2M);
 }
 each!(
-    turning_it_on_takes_all_away_and_off_brings_huge_pages_back_,
-    turning_it_on_takes_all_away_and_off_brings_huge_pages_back
+    turning_userfault_on_zaps_all_and_off_recovers_huge_pages_,
+    turning_userfault_on_zaps_all_and_off_recovers_huge_pages
 );
 
-fn huge_pages_survive_with_a_bit_for_each<F: Format>(locking: Locking) {
+fn huge_pages_remain_with_a_bit_for_each<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let words = words(1, 0b11);
     vm.set_user_memory_region(slot(USERFAULT, bitmap(&words, PageSize::Size2M))).unwrap();
@@ -149,9 +149,9 @@ fn huge_pages_survive_with_a_bit_for_each<F: Format>(locking: Locking) {
     assert_eq!(translate(&vm, gpa(1000)), None);
     assert_eq!(vcpu.handle_fault(gpa(512), Access::Write), exit(MemoryFaultFlags::USERFAULT, 512, 2 * MIB));
 }
-each!(huge_pages_remain_with_a_bit_for_each_, huge_pages_survive_with_a_bit_for_each);
+each!(huge_pages_remain_with_a_bit_for_each_, huge_pages_remain_with_a_bit_for_each);
 
-fn a_rescan_takes_what_is_set_and_nothing_else<F: Format>(locking: Locking) {
+fn a_rescan_zaps_what_is_set_and_nothing_else<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);
     let words = words(16, 0);
     vm.set_user_memory_region(slot(USERFAULT, bitmap(&words, PageSize::Size4K))).unwrap();
@@ -172,7 +172,7 @@ fn a_rescan_takes_what_is_set_and_nothing_else<F: Format>(locking: Locking) {
         assert_eq!(translate(&vm, gpa(page)).is_none(), is_taken(page), "page {page}");
     }
 }
-each!(a_rescan_zaps_what_is_set_and_nothing_else_, a_rescan_takes_what_is_set_and_nothing_else);
+each!(a_rescan_zaps_what_is_set_and_nothing_else_, a_rescan_zaps_what_is_set_and_nothing_else);
 
 struct Revocable(Vec<AtomicU64>, AtomicU64);
 
@@ -282,7 +282,7 @@ fn userfault_is_toggled_on_a_guest_memfd_slot<F: Format>(locking: Locking) {
 }
 each!(userfault_is_toggled_on_a_guest_memfd_slot_, userfault_is_toggled_on_a_guest_memfd_slot);
 
-fn huge_pages_come_back_as_far_as_a_log_that_begins_then_allows<F: Format>(locking: Locking) {
+fn huge_pages_are_recovered_as_far_as_a_beginning_log_allows<F: Format>(locking: Locking) {
     let config = crate::common::lazily_splitting(locking).with_huge_page_logging(slat::HugePageLogging::MarkWhole);
     let vm = Arc::new(Vm::<TestHost, F>::new(TestHost::default(), config).unwrap());
     let words = words(16, 0);
@@ -299,6 +299,6 @@ fn huge_pages_come_back_as_far_as_a_log_that_begins_then_allows<F: Format>(locki
     assert_eq!(vm.get_dirty_log(0, &mut [0; 16]), Ok(512));
 }
 each!(
-    huge_pages_come_back_as_far_as_a_log_that_begins_then_allows_,
-    huge_pages_come_back_as_far_as_a_log_that_begins_then_allows
+    huge_pages_are_recovered_as_far_as_a_beginning_log_allows_,
+    huge_pages_are_recovered_as_far_as_a_beginning_log_allows
 );

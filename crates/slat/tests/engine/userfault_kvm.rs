@@ -103,7 +103,7 @@ fn access<F: Format>(vm: &Vm<TestHost, F>, vcpu: &mut Vcpu<TestHost, F>, words: 
             other => panic!("{other:?}"),
         }
     }
-    panic!("{how:?} of page {page} goes on faulting");
+    panic!("{how:?} of page {page} still faults");
 }
 
 /// Every page exits once, also where the first fault finds its page-table page missing and where

@@ -148,32 +148,32 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn npt_without_a_lock_does_what_the_model_does(config in config::<Npt>(Locking::None), ops in prop::collection::vec(op(), 1..80)) {
+    fn npt_without_a_lock_matches_the_model(config in config::<Npt>(Locking::None), ops in prop::collection::vec(op(), 1..80)) {
         check::<Npt>(config, &ops);
     }
 
     #[test]
-    fn npt_with_a_shared_lock_does_what_the_model_does(config in config::<Npt>(Locking::Shared), ops in prop::collection::vec(op(), 1..80)) {
+    fn npt_with_a_shared_lock_matches_the_model(config in config::<Npt>(Locking::Shared), ops in prop::collection::vec(op(), 1..80)) {
         check::<Npt>(config, &ops);
     }
 
     #[test]
-    fn npt_with_an_exclusive_lock_does_what_the_model_does(config in config::<Npt>(Locking::Exclusive), ops in prop::collection::vec(op(), 1..80)) {
+    fn npt_with_an_exclusive_lock_matches_the_model(config in config::<Npt>(Locking::Exclusive), ops in prop::collection::vec(op(), 1..80)) {
         check::<Npt>(config, &ops);
     }
 
     #[test]
-    fn ept_without_a_lock_does_what_the_model_does(config in config::<Ept>(Locking::None), ops in prop::collection::vec(op(), 1..80)) {
+    fn ept_without_a_lock_matches_the_model(config in config::<Ept>(Locking::None), ops in prop::collection::vec(op(), 1..80)) {
         check::<Ept>(config, &ops);
     }
 
     #[test]
-    fn ept_with_a_shared_lock_does_what_the_model_does(config in config::<Ept>(Locking::Shared), ops in prop::collection::vec(op(), 1..80)) {
+    fn ept_with_a_shared_lock_matches_the_model(config in config::<Ept>(Locking::Shared), ops in prop::collection::vec(op(), 1..80)) {
         check::<Ept>(config, &ops);
     }
 
     #[test]
-    fn ept_with_an_exclusive_lock_does_what_the_model_does(config in config::<Ept>(Locking::Exclusive), ops in prop::collection::vec(op(), 1..80)) {
+    fn ept_with_an_exclusive_lock_matches_the_model(config in config::<Ept>(Locking::Exclusive), ops in prop::collection::vec(op(), 1..80)) {
         check::<Ept>(config, &ops);
     }
 }
@@ -187,17 +187,17 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn stage2_does_what_the_model_does(config in any_locking().prop_flat_map(config::<Stage2>), ops in prop::collection::vec(op(), 1..80)) {
+    fn stage2_matches_the_model(config in any_locking().prop_flat_map(config::<Stage2>), ops in prop::collection::vec(op(), 1..80)) {
         check::<Stage2>(config, &ops);
     }
 
     #[test]
-    fn sv39x4_does_what_the_model_does(config in any_locking().prop_flat_map(config::<Sv39x4>), ops in prop::collection::vec(op(), 1..80)) {
+    fn sv39x4_matches_the_model(config in any_locking().prop_flat_map(config::<Sv39x4>), ops in prop::collection::vec(op(), 1..80)) {
         check::<Sv39x4>(config, &ops);
     }
 
     #[test]
-    fn sv48x4_does_what_the_model_does(config in any_locking().prop_flat_map(config::<Sv48x4>), ops in prop::collection::vec(op(), 1..80)) {
+    fn sv48x4_matches_the_model(config in any_locking().prop_flat_map(config::<Sv48x4>), ops in prop::collection::vec(op(), 1..80)) {
         check::<Sv48x4>(config, &ops);
     }
 }

@@ -140,16 +140,16 @@ fn run_engine(strategy: ShadowStrategy) {
 }
 
 #[test]
-fn the_baseline_does_what_the_architecture_says() {
+fn the_baseline_follows_the_architecture() {
     run_engine(ShadowStrategy::Baseline);
 }
 
 #[test]
-fn the_root_cache_does_what_the_architecture_says() {
+fn the_root_cache_follows_the_architecture() {
     run_engine(ShadowStrategy::RootCache);
 }
 
 #[test]
-fn tables_tagged_with_pcids_do_what_the_architecture_says() {
+fn tables_tagged_with_pcids_follow_the_architecture() {
     run_engine(ShadowStrategy::PcidTagged);
 }

@@ -500,7 +500,7 @@ pub fn backing(first_pfn: u64, max_size: PageSize) -> Backing {
 }
 
 /// A backing whose read faults map read-only, as after a fork or in a fresh file.
-pub fn backing_that_is_asked_again(first_pfn: u64, max_size: PageSize) -> Backing {
+pub fn backing_with_read_only_reads(first_pfn: u64, max_size: PageSize) -> Backing {
     Backing { first_pfn, max_size, reads_are_writable: false, dropped: Arc::default() }
 }
 

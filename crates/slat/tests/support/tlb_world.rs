@@ -161,12 +161,10 @@ impl Memory {
         self.areas[area].is_of_pages = is_of_pages;
     }
 
-    /// Allows writes to a page.
     pub fn allow(&mut self, area: usize, page: usize) {
         self.areas[area].pages[page].may_write = true;
     }
 
-    /// Forbids writes to a page.
     pub fn protect(&mut self, area: usize, page: usize) {
         self.ask(area, page, self.areas[area].pages[page].pfn, false);
     }
