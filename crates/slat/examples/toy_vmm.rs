@@ -237,7 +237,7 @@ impl Cpu {
                 if entry & PRESENT == 0 {
                     return None;
                 }
-                assert!(level == 0 || entry & HUGE == 0, "`resolve` gives single pages");
+                assert!(level == 0 || entry & HUGE == 0, "`resolve` returns single pages");
                 writable &= entry & WRITABLE != 0;
                 table = entry & ADDRESS;
             }

@@ -197,7 +197,7 @@ fn life_of_a_vm<F: Format>(locking: Locking) {
     let vm = Arc::new(vm);
     let (mut vcpu, _) = until_it_succeeds(|| vm.create_vcpu(), || {});
     let (other, failures) = until_it_succeeds(|| vm.create_vcpu(), || {});
-    assert!(failures >= 1, "a second vCPU needs a record of its own");
+    assert!(failures >= 1, "a second vCPU needs a participant of its own");
     drop(other);
 
     let backing = Arc::new(TestBacking::new(0x4000, SIZE / PAGE_SIZE, PageSize::Size4K));

@@ -312,7 +312,7 @@ fn each_protocol_has_its_headings_and_each_rule_what_notices_it() {
         assert!(rules.contains("\n## "), "{name} has no rules");
         for rule in rules.split("\n## ").skip(1) {
             let title = rule.lines().next().unwrap();
-            assert!(rule.contains("\n- Without it:"), "{name}: nothing is said of what goes wrong without: {title}");
+            assert!(rule.contains("\n- Without it:"), "{name}: no consequence is named for: {title}");
             let (_, noticed) =
                 rule.split_once("\n- Noticed by:").unwrap_or_else(|| panic!("{name}: what notices: {title}"));
             let by = Document { name: title.to_string(), text: String::new(), prose: vec![noticed.to_string()] };

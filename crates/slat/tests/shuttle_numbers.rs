@@ -11,7 +11,7 @@
 #[path = "support/script.rs"]
 mod script;
 #[path = "support/stepped_world.rs"]
-#[allow(dead_code, reason = "others need more of it")]
+#[allow(dead_code, reason = "other tests use more of it")]
 mod world;
 
 use std::sync::Arc;

@@ -14,7 +14,7 @@
 #[path = "support/schedules.rs"]
 mod schedules;
 #[path = "support/shadow_cpu.rs"]
-#[allow(dead_code, reason = "others need more of it")]
+#[allow(dead_code, reason = "other tests use more of it")]
 mod shadow_cpu;
 
 use std::collections::HashMap;

@@ -9,7 +9,7 @@ mod scenarios;
 #[path = "support/schedules.rs"]
 mod schedules;
 #[path = "support/stepped_world.rs"]
-#[allow(dead_code, reason = "others need more of it")]
+#[allow(dead_code, reason = "other tests use more of it")]
 mod world;
 
 use schedules::check_less;

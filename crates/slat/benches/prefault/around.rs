@@ -71,7 +71,7 @@ pub(crate) fn table(memory: Memory, nr_rounds: usize, part: &str) {
             times_ns.push(measure(memory, window, access, frames));
         }
     }
-    println!("Faults of a guest that goes through 1 GiB of resident memory: ns a page, quartiles.");
+    println!("Faults of a guest that accesses 1 GiB of resident memory: ns per page, quartiles.");
     println!("{:<44} {:>9} {:>23}", "window", "faults", "one");
     for (cell, times_ns) in cells.iter().zip(&times_ns) {
         println!(

@@ -166,7 +166,7 @@ impl<F: Format> World<F> {
             }
             assert_eq!(self.vcpu.handle_fault(gfn.gpa(), access), Ok(Outcome::Resume));
         }
-        panic!("{access:?} of {gfn} goes on faulting");
+        panic!("{access:?} of {gfn} still faults");
     }
 
     pub fn write_all(&mut self, slot: Slot, pages: impl IntoIterator<Item = u64>) -> u64 {

@@ -56,7 +56,7 @@ fn shared<F: Format>(locking: Locking) {
     vm.set_user_memory_region(change(0, LOG, 0, 3 * MIB)).unwrap();
     for round in 1..=2 {
         assert_eq!(vm.stats().tables_closed, round, "of the whole block");
-        assert_eq!(may_be_written(&vm, 3 * MIB, MANY), MANY, "the neighbour does not notice");
+        assert_eq!(may_be_written(&vm, 3 * MIB, MANY), MANY, "the neighbour is not affected");
         // A write to the neighbour restores no write access to the memslot that logs.
         write_all(&mut vcpu, 3 * MIB, 1);
         assert_eq!(may_be_written(&vm, 0, MANY) + may_be_written(&vm, 2 * MIB, MANY), 0);

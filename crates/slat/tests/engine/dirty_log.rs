@@ -382,7 +382,7 @@ fn ends<F: Format>(config: Config) {
         assert_eq!(world.write_all(slot, [1, 2, 3]), 0);
         world.write_all(slot, [4, 5]);
         world.set_flags(slot, LOG);
-        assert_eq!(world.harvest(slot), [0; 0], "written before logging began anew");
+        assert_eq!(world.harvest(slot), [0; 0], "written before logging began again");
         world.write_all(slot, [2, 5, 6]);
         assert_eq!(world.harvest(slot), [2, 5, 6]);
         // A deletion drops the log, and a new memslot of the same number has a new one.

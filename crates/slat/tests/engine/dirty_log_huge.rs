@@ -224,7 +224,7 @@ fn invalidated<F: Format>(config: Config) {
         for page in [9, 609] {
             drop(world.vm.invalidate_range(GfnRange::new(slot.gfn(page), 1)).unwrap());
         }
-        assert_eq!(world.harvest(slot), [0; 0], "{config:?}: taking away is no write");
+        assert_eq!(world.harvest(slot), [0; 0], "{config:?}: an invalidation is no write");
         world.write_all(slot, [10, 610]);
         // After a split each page is logged by itself.
         assert_eq!(world.harvest(slot), [10, 610], "{config:?}");

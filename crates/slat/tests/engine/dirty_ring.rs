@@ -313,7 +313,7 @@ fn a_slot_that_begins_to_log_beside_a_fault_reports_its_writable_pages() {
         }
     }
     if cfg!(debug_assertions) {
-        assert_eq!(most, 512, "a huge page that was opened too late is pushed whole");
+        assert_eq!(most, 512, "a huge page that becomes writable late is pushed whole");
     }
 }
 

@@ -283,7 +283,7 @@ fn mark_whole<F: Format>(config: Config) {
         assert_eq!(world.vm.recover_range(slot.range()), Ok(3), "2 MiB, and no larger");
         assert_eq!(sizes(&world), (0, 512, 0));
         assert!((0..3 * BIG).all(|page| !world.is_writable(slot, page)), "a recovered leaf is protected");
-        assert_eq!(world.harvest(slot), [513], "the mark stays, and no other comes");
+        assert_eq!(world.harvest(slot), [513], "the mark stays, and no other is set");
         world.write(slot, 514);
         assert_eq!(world.harvest(slot), (512..1024).collect::<Vec<_>>());
         world.set_flags(slot, NO_FLAGS);
@@ -453,7 +453,7 @@ fn reader<F: Format>(config: Config) {
     assert_eq!(world.vm.host().live_tables() as u64, nr_linked() + 2048);
     assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Ok(2048));
     let again = world.vm.recover_range(slot.range()).unwrap();
-    assert!((1024..=1024 + 512 + 8).contains(&again), "{again} more tables put off");
+    assert!((1024..=1024 + 512 + 8).contains(&again), "{again} more page-table pages deferred");
     assert_eq!(sizes(&world), ((2048 - again) * BIG, again, 0));
     assert_eq!(world.vm.host().live_tables() as u64, nr_linked() + 2048 + again);
     assert_eq!(world.vm.recover_range(slot.range()), Ok(0), "not one more");

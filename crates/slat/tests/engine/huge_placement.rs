@@ -219,7 +219,7 @@ fn left_over<F: Format>(config: Config) {
     world.vm.host().never_fail();
     assert_eq!(world.vm.host().live_tables(), nr_tables);
     world.read(slot, HUGE + BIG);
-    assert_eq!(world.vm.host().live_tables(), nr_tables + 1, "those of the other node went back");
+    assert_eq!(world.vm.host().live_tables(), nr_tables + 1, "those of the other node were freed");
     for level in below_root::<F>() {
         let [(_, node)] = tables(&world, level)[..] else { panic!("one") };
         assert_eq!(node, NodeId(1));

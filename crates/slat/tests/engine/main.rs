@@ -10,7 +10,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 #[path = "../support/shadow_cpu.rs"]
-#[allow(dead_code, reason = "others need more of it")]
+#[allow(dead_code, reason = "other tests use more of it")]
 mod shadow_cpu;
 
 mod attributes;

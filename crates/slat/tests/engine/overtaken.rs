@@ -1,7 +1,7 @@
 //! A fault that is overtaken at a critical point, deterministically: its memslot is replaced
 //! between its look and its exchange; or other vCPUs run between the resolve and the install of a
 //! write.
-#![allow(unsafe_code, reason = "a host of its own")]
+#![allow(unsafe_code, reason = "a private host")]
 
 use std::alloc::Layout;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};

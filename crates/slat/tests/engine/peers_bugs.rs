@@ -293,6 +293,6 @@ fn unpaid_flush<F: Format>(locking: Locking) {
         let flushed = vm.host().host.flushes.lock().unwrap().iter().flatten().any(|range| range.contains(Gfn(3)));
         keeper.go.send(()).unwrap();
         other.join().unwrap();
-        assert!(flushed, "the slot is gone, and a CPU may still use a translation of it");
+        assert!(flushed, "the memslot is deleted, and a CPU may still use a translation of it");
     });
 }

@@ -6,7 +6,7 @@ mod modes;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::shadow_cpu::{A, Cpu, D, G, P, TestHost, TestVm, U, W, index, new_vm, region};
+use crate::shadow_cpu::{A, Cpu, D, G, P, ShadowHost, TestVm, U, W, index, new_vm, region};
 use slat::{
     Access, AccessTracking, Config, DirtyTracking, Ept, Error, Exit, Format, Gfn, GfnRange, Gpa, GuestAccess, Gva,
     LocalFlush, MemoryAttributes, MemoryFaultFlags, MemoryRegionFlags, Npt, Outcome, PageSize, Paging, PagingRegister,
@@ -46,7 +46,7 @@ fn vm() -> Arc<TestVm> {
 }
 
 fn new_in<F: Format>(config: Config) -> Result<(), Error> {
-    Vm::<TestHost, F>::new(TestHost::new(512, 0), config).map(drop)
+    Vm::<ShadowHost, F>::new(ShadowHost::new(512, 0), config).map(drop)
 }
 
 /// Makes page tables of `levels` from frame `root` on, each behind the last, and maps the page at
@@ -351,7 +351,7 @@ fn tables_in_userfault_pages() {
     assert_eq!(cpu.page_at(VA), Ok(DATA));
     words[0].store(0b1111, Ordering::SeqCst);
     assert_eq!(vm.rescan_userfault(1, 0, 8), Ok(4));
-    assert_eq!(cpu.page_at(VA), Err(pending(0)), "what was made of it is gone");
+    assert_eq!(cpu.page_at(VA), Err(pending(0)), "its shadow pages are zapped");
 }
 
 #[test]

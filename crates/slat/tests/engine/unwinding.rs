@@ -40,7 +40,7 @@ impl UserfaultWords for Panicking {
         let left = self.panics_at.load(Ordering::SeqCst);
         if left != 0 {
             self.panics_at.store(left - 1, Ordering::SeqCst);
-            assert_ne!(left, 1, "the words are asked for");
+            assert_ne!(left, 1, "the words are read");
         }
         &self.words
     }
@@ -123,7 +123,7 @@ fn rescan_that_panics<F: Format>(locking: Locking) {
         let again = vcpu.handle_fault(gpa(0), Access::Read);
         let flags = MemoryFaultFlags::USERFAULT;
         assert_eq!(again, Ok(Outcome::Exit(Exit::MemoryFault { flags, gpa: gpa(0), size: PAGE_SIZE })));
-        assert!(gone.iter().all(|&page| is_flushed(page)), "{gone:?} are gone, and flushed are {flushed:?}");
+        assert!(gone.iter().all(|&page| is_flushed(page)), "{gone:?} are zapped, and flushed are {flushed:?}");
         // For the next round.
         words.words.iter().for_each(|word| word.store(0, Ordering::Release));
         for page in gone {
@@ -182,7 +182,7 @@ fn resolve_that_panics<F: Format>(locking: Locking) {
             }
             vm.host().overtake(Call::Resolve, nth, || panic!("the host resolves"));
             panics(|| set_flags(&vm, NO_FLAGS, None));
-            assert_eq!(vm.stats().recoveries, u64::from(nth) - 1, "tables that were given up before");
+            assert_eq!(vm.stats().recoveries, u64::from(nth) - 1, "recoveries that were made before");
             // The flag is off, the memslot is free, and the rest can be done later.
             assert_eq!(vm.get_dirty_log(0, &mut [0; 32]), Err(Error::NotLogging { slot: 0 }));
             assert_eq!(vm.rescan_userfault(0, 0, 1), Err(Error::NotUserfault { slot: 0 }));

@@ -257,7 +257,7 @@ impl Subject for Engine {
             }
             std::thread::yield_now();
         }
-        panic!("{access:?} as {privilege:?} at {la:#x} comes to nothing");
+        panic!("{access:?} as {privilege:?} at {la:#x} does not end");
     }
 
     fn write_table(&mut self, cpu: usize, gpa: u64, bytes: &[u8]) -> Result<Written, Error> {

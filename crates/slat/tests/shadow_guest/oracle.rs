@@ -114,7 +114,7 @@ impl Oracle {
         };
         assert!(
             is_fresh,
-            "CPU {cpu} in {:?} did {access:?} as {privilege:?} at {la:#x}: {observed:x?}; the tables say {:x?} by {:x?}; {:x?}",
+            "CPU {cpu} in {:?} did {access:?} as {privilege:?} at {la:#x}: {observed:x?}; the page tables lead to {:x?} by {:x?}; {:x?}",
             self.cpus[cpu].mode(),
             walk.end,
             walk.steps.iter().chain(&walk.bad).map(|step| (step.gpa, self.history.read(step.gpa))).collect::<Vec<_>>(),

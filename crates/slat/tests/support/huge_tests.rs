@@ -8,10 +8,10 @@ mod scenarios;
 #[path = "schedules.rs"]
 mod schedules;
 #[path = "tlb_world.rs"]
-#[allow(dead_code, reason = "others need more of it")]
+#[allow(dead_code, reason = "other tests use more of it")]
 mod tlb_world;
 #[path = "stepped_world.rs"]
-#[allow(dead_code, reason = "the guests here are others")]
+#[allow(dead_code, reason = "this test has its own guests")]
 mod world;
 
 use std::sync::atomic::Ordering;

@@ -17,7 +17,7 @@ pub fn check(scenario: fn()) {
     check_less(SCHEDULES, scenario);
 }
 
-/// Runs `scenario` in `most` schedules of each kind, or fewer if the environment says so.
+/// Runs `scenario` in `most` schedules of each kind, or in as many as the environment sets.
 pub fn check_less(most: usize, scenario: fn()) {
     let schedules = std::env::var("SHUTTLE_SCHEDULES").map_or(most, |number| number.parse().unwrap());
     let mut config = shuttle::Config::new();

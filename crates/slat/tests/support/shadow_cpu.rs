@@ -34,7 +34,7 @@ use crate::Shape;
 #[cfg(not(shuttle))]
 pub type Shape = slat::Npt;
 
-pub type TestVm = Vm<TestHost, Shape>;
+pub type TestVm = Vm<ShadowHost, Shape>;
 
 pub const P: u64 = 1 << 0;
 pub const W: u64 = 1 << 1;
@@ -100,7 +100,7 @@ struct Tables {
     freed: VecDeque<(Hpa, Layout)>,
 }
 
-pub struct TestHost {
+pub struct ShadowHost {
     memory: Memory,
     /// The frame of each page of the guest.
     frames: Box<[AtomicU64]>,
@@ -117,7 +117,7 @@ pub struct TestHost {
     pub has_no_pointers: AtomicBool,
 }
 
-impl Park for TestHost {
+impl Park for ShadowHost {
     fn park(&self, _: &AtomicU32, _: u32) {
         pause();
     }
@@ -129,7 +129,7 @@ impl Park for TestHost {
 
 // SAFETY: the global allocator hands out each page-table page once. A flush waits for the accesses
 // that were under way; later ones begin with a full flush of their CPU.
-unsafe impl Host for TestHost {
+unsafe impl Host for ShadowHost {
     /// The page of the host with which the memslot begins.
     type Backing = u64;
 
@@ -206,14 +206,14 @@ fn table_layout(layout: Layout) -> Layout {
     Layout::from_size_align(layout.size().max(4096), layout.align().max(4096)).unwrap()
 }
 
-impl TestHost {
+impl ShadowHost {
     /// With memory for `nr_pages` of the guest, and `nr_spare` frames more.
-    pub fn new(nr_pages: u64, nr_spare: u64) -> TestHost {
+    pub fn new(nr_pages: u64, nr_spare: u64) -> ShadowHost {
         let nr_used = (0..nr_pages).filter(|&gfn| is_used(gfn)).count() as u64;
         // Aligned as a huge page needs it, where there may be one.
         let align = if cfg!(shuttle) { 4096 } else { 2 << 20 };
         let frame_of = |gfn: u64| if is_used(gfn) { gfn / BLOCK * WORDS + gfn % BLOCK } else { NO_FRAME };
-        let host = TestHost {
+        let host = ShadowHost {
             memory: Memory::new(nr_used + nr_spare, align),
             frames: (0..nr_pages).map(|gfn| AtomicU64::new(frame_of(gfn))).collect(),
             free: Mutex::new((nr_used..nr_used + nr_spare).collect()),
@@ -285,7 +285,7 @@ impl TestHost {
         self.plain_load(self.frames[gfn as usize].load(Ordering::SeqCst), index)
     }
 
-    /// As [`TestHost::load`].
+    /// As [`ShadowHost::load`].
     pub fn store(&self, gfn: u64, index: u64, value: u64) {
         self.plain_store(self.frames[gfn as usize].load(Ordering::SeqCst), index, value);
     }
@@ -303,7 +303,7 @@ impl TestHost {
     }
 }
 
-impl Drop for TestHost {
+impl Drop for ShadowHost {
     fn drop(&mut self) {
         let mut tables = std::mem::take(self.tables.get_mut().unwrap());
         tables.freed.drain(..).for_each(|(table, layout)| self.release(table, layout));
@@ -314,7 +314,7 @@ impl Drop for TestHost {
     }
 }
 
-impl TestHost {
+impl ShadowHost {
     fn check_poison(&self, frame: u64) {
         for index in 0..WORDS {
             let word = self.plain_load(frame, index);
@@ -348,7 +348,7 @@ pub fn move_page(vm: &TestVm, gfn: u64) {
 }
 
 pub fn new_vm(config: Config, nr_pages: u64, nr_spare: u64, flags: MemoryRegionFlags) -> Arc<TestVm> {
-    let vm = Arc::new(Vm::new(TestHost::new(nr_pages, nr_spare), config).unwrap());
+    let vm = Arc::new(Vm::new(ShadowHost::new(nr_pages, nr_spare), config).unwrap());
     vm.set_user_memory_region(region(nr_pages, flags, Some(0))).unwrap();
     vm
 }

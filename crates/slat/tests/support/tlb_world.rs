@@ -138,7 +138,7 @@ impl Memory {
         self.next_pfn + 77
     }
 
-    /// Gives an area contiguous frames.
+    /// Assigns contiguous frames to an area.
     pub fn renew(&mut self, area: usize) {
         self.next_pfn += BLOCK;
         let first = self.next_pfn;
@@ -183,8 +183,8 @@ impl Memory {
         );
         let index = (gfn % BLOCK) as usize;
         let area = self.areas.iter_mut().find(|area| area.pages[index].pfn == pfn);
-        let area = area.unwrap_or_else(|| panic!("{gfn:#x} goes to frame {pfn:#x}, which was freed"));
-        assert!(area.places.contains(&(gfn - index as u64)), "{gfn:#x} goes to {pfn:#x}: {:x?}", area.places);
+        let area = area.unwrap_or_else(|| panic!("{gfn:#x} maps to frame {pfn:#x}, which was freed"));
+        assert!(area.places.contains(&(gfn - index as u64)), "{gfn:#x} maps to {pfn:#x}: {:x?}", area.places);
         let page = &mut area.pages[index];
         if access == Access::Write {
             assert!(page.may_write, "{gfn:#x} is written in frame {pfn:#x}, which the host forbids");

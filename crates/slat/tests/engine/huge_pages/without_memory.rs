@@ -85,7 +85,10 @@ fn waits<F: Format>(config: Config) {
     let asked = |world: &World<F>| -> Vec<AllocationWait> {
         std::mem::take(&mut *world.vm.host().asked.lock().unwrap()).into_iter().map(|(_, wait)| wait).collect()
     };
-    assert!(asked(&world).iter().all(|wait| *wait == AllocationWait::Allowed), "faults hold nothing when they ask");
+    assert!(
+        asked(&world).iter().all(|wait| *wait == AllocationWait::Allowed),
+        "faults hold no lock when they allocate"
+    );
     world.vm.host().refuses_without_wait.store(true, Ordering::SeqCst);
     assert_eq!(world.vm.split_range(slot.range(), PageSize::Size4K), Ok(5));
     assert_eq!(asked(&world), [AllocationWait::Never, AllocationWait::Allowed].repeat(5));

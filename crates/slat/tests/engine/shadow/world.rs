@@ -22,7 +22,7 @@ pub const NR_FRAMES: u64 = 1 << 10;
 /// Frames of the host for that memory.
 const NR_HOST_FRAMES: u64 = 2 << 10;
 
-pub struct TestHost {
+pub struct OneCpuHost {
     memory: Memory,
     /// The frame of each page of the guest.
     frames: Mutex<Vec<u64>>,
@@ -33,7 +33,7 @@ pub struct TestHost {
     yields: AtomicU64,
 }
 
-impl Park for TestHost {
+impl Park for OneCpuHost {
     fn park(&self, _: &AtomicU32, _: u32) {}
     fn unpark_one(&self, _: *const AtomicU32) -> bool {
         false
@@ -43,7 +43,7 @@ impl Park for TestHost {
 
 // SAFETY: the global allocator hands out each page-table page once. The one CPU drops what `flush`
 // names.
-unsafe impl Host for TestHost {
+unsafe impl Host for OneCpuHost {
     type Backing = ();
 
     fn allocate_table(&self, layout: Layout, _: TableNode, _: AllocationWait) -> Option<Hpa> {
@@ -92,7 +92,7 @@ unsafe impl Host for TestHost {
     }
 }
 
-impl TestHost {
+impl OneCpuHost {
     pub fn during_next_flush(&self, hook: impl FnOnce() + Send + 'static) {
         *self.in_flush.lock().unwrap() = Some(Box::new(hook));
     }
@@ -113,8 +113,8 @@ impl TestHost {
 }
 
 pub struct World {
-    pub vm: Arc<Vm<TestHost, Npt>>,
-    pub vcpu: Vcpu<TestHost, Npt>,
+    pub vm: Arc<Vm<OneCpuHost, Npt>>,
+    pub vcpu: Vcpu<OneCpuHost, Npt>,
     pub privilege: Privilege,
     /// What the CPU has cached: the PTE, and the rights on the way to it, by PCID and page.
     tlb: HashMap<(u16, u64), Cached>,
@@ -129,7 +129,7 @@ impl World {
     }
 
     pub fn with_pages(strategy: ShadowStrategy, max_pages: u32) -> World {
-        let host = TestHost {
+        let host = OneCpuHost {
             memory: Memory::new(NR_HOST_FRAMES, 2 << 20),
             frames: Mutex::new((0..NR_FRAMES).collect()),
             live_tables: AtomicI64::new(0),
@@ -358,6 +358,6 @@ impl World {
 
 /// Page-table pages of the second stage below its root. (Some of a deleted memslot stay, where an
 /// invalidation refined empty PTEs.)
-fn second_stage_tables(vm: &Vm<TestHost, Npt>) -> i64 {
+fn second_stage_tables(vm: &Vm<OneCpuHost, Npt>) -> i64 {
     vm.read_tables().unwrap().nr_tables_on(slat::NodeId(0)) as i64 - 1
 }
