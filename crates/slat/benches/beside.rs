@@ -2,7 +2,7 @@
 //! beside a storm of faults; and the cost of an invalidation.
 //!
 //! 1. *Faults beside*: one vCPU writes to 4 GiB page by page, as in `fault_path`, while another
-//!    thread repeats its work elsewhere: it invalidates 1 GiB (empty; or with leaves that it faults
+//!    thread repeats its work elsewhere. It invalidates 1 GiB (empty, or with leaves that it faults
 //!    in again each time), or changes the flags of another memslot. In the control the same thread
 //!    does the same work on another VM. So CPUs, caches and scheduler are loaded alike, and the
 //!    difference is the effect within one VM. The two runs of a pair follow each other, in changing
@@ -17,7 +17,7 @@
 //!    vCPUs, whose other work ran 2.2 to 9.1 times slower during flips (to read-only and back is 4
 //!    ioctls there).
 //! 3. *Storm*: 64 vCPUs on all CPUs write to memory, and each invalidates its own when it has
-//!    written all; one more thread of the same priority invalidates single pages of theirs. The
+//!    written all. One more thread of the same priority invalidates single pages of theirs. The
 //!    time of its calls contains the scheduler's waits for a CPU, so CPU time and run delay
 //!    (`/proc/thread-self/schedstat`) are shown with it. The rest was spent asleep. An engine
 //!    without invalidation sequence numbers has to wait there for open guards, which takes 360 to

@@ -1,6 +1,6 @@
-//! The engine's cost of a harvest, and how it scales with threads: a memslot of 16 GiB with a
-//! minimal host, so that the figures contain neither a system call nor a flush (`slat
-//! get-dirty-log` has those).
+//! The engine's cost of a harvest, and how it scales with threads. The memslot has 16 GiB. The host
+//! is minimal, so that the figures contain neither a system call nor a flush (`slat get-dirty-log`
+//! has those).
 //!
 //! In each round a vCPU's faults dirty the same share of the memslot twice. Its log is harvested
 //! once by one thread, and once by two threads, each its half. Rounds of all cells take turns, and

@@ -1,9 +1,8 @@
 //! The engine's optional locks against std's, around the same short critical section.
 //!
 //! First a table: medians over interleaved pairs (ours, std, std, ours, ..) and the median of the
-//! pairs' ratios, because figures of two separate minutes cannot be compared on a shared machine;
-//! then criterion's usual report. `cargo bench -p slat --bench locks -- table` prints only the
-//! table.
+//! pairs' ratios. Figures of two separate minutes cannot be compared on a shared machine. Then
+//! criterion's usual report. `cargo bench -p slat --bench locks -- table` prints only the table.
 
 #[cfg(not(any(loom, shuttle)))]
 #[path = "../tests/support/futex_park.rs"]

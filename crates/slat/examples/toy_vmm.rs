@@ -37,9 +37,9 @@ const TRANSFER_TIME: Duration = Duration::from_micros(200);
 // --------------------------------------------------------------------------------------------------
 // Step 1: the guest, and the loop with exits.
 //
-// A VMM has this before it has paging: a CPU that runs the guest until it cannot continue (for KVM
-// and on bare metal, the instruction that enters the guest), and a loop that handles the exit.
-// Second-stage paging adds one more exit: a fault.
+// A VMM has two things before it has paging. A CPU runs the guest until it cannot continue (for KVM
+// and on bare metal, the instruction that enters the guest). A loop handles the exit. Second-stage
+// paging adds one more exit: a fault.
 
 #[derive(Clone, Copy)]
 enum Instruction {

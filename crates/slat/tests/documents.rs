@@ -1,6 +1,6 @@
-//! The repository's documents against the repository: each test, model rule, file and identifier
-//! that they name exists; each rule of a protocol names what notices its absence; links have
-//! targets; and lines keep to their columns.
+//! The repository's documents against the repository. Each test, model rule, file and identifier
+//! that they name exists. Each rule of a protocol names what notices its absence. Links have
+//! targets, and lines keep to their columns.
 //!
 //! A package of the crate has no documents beside it. There the checks are skipped, with a message.
 //!

@@ -1,5 +1,5 @@
-//! The cost of the engine's bookkeeping: page tables take at most 0.21% of the memory that they map
-//! by 4 KiB, everything else at most 0.1%; a vCPU takes at most 6 KiB of the heap. And changes of
+//! The cost of the engine's bookkeeping. Page tables take at most 0.21% of the memory that they map
+//! by 4 KiB, everything else at most 0.1%. A vCPU takes at most 6 KiB of the heap. And changes of
 //! memslots behind a guard that stays open keep a bounded amount of memory.
 #![cfg(not(any(loom, shuttle)))]
 #![allow(missing_docs)]

@@ -1,6 +1,6 @@
-//! The whole engine under shuttle: vCPUs, a thread that changes memslots and one that harvests,
-//! stopped at every atomic access in random and in priority schedules. loom tries the memory
-//! orders, on small models.
+//! The whole engine under shuttle: vCPUs, a thread that changes memslots and one that harvests.
+//! They are stopped at every atomic access in random and in priority schedules. loom tries the
+//! memory orders, on small models.
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test -p slat --release --test 'shuttle_*'`
 //!

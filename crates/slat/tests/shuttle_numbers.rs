@@ -1,8 +1,8 @@
-//! The one schedule that random schedules do not find: an invalidation sequence number that was
-//! stored twice in the same PTE, so that a fault installed an invalidated frame
-//! (`src/table/stamp.rs`, "No number comes back to a page"). It takes six threads, each stopped at
-//! one point. So the threads take turns by a script, and the script is tried with every point at
-//! which the first three can be stopped.
+//! The one schedule that random schedules do not find. An invalidation sequence number was stored
+//! twice in the same PTE, so that a fault installed an invalidated frame (`src/table/stamp.rs`, "No
+//! number comes back to a page"). It takes six threads, each stopped at one point. So the threads
+//! take turns by a script, and the script is tried with every point at which the first three can be
+//! stopped.
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test -p slat --release --test shuttle_numbers`
 #![cfg(shuttle)]

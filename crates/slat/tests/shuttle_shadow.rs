@@ -1,5 +1,5 @@
-//! Shadow paging under shuttle: two vCPUs that edit guest page tables and flush, each stopped at
-//! every atomic access, beside a host that moves pages, harvests the dirty log and ages.
+//! Shadow paging under shuttle. Two vCPUs edit guest page tables and flush, each stopped at every
+//! atomic access. Beside them a host moves pages, harvests the dirty log and ages.
 //!
 //! Each edited PTE goes through versions, with one editor each. A CPU that flushes after the editor
 //! has stored a version must reach the page of that version, or of a later one that was begun

@@ -18,8 +18,8 @@ const NR_BLOCKS: u64 = 8;
 const PAGES_PER_BLOCK: u64 = 64;
 /// Size of a memslot 0 that covers all invalidated ranges: two PTEs of the root.
 const ALL: u64 = 515 * GIB;
-/// The 1 GiB that is invalidated: next to the vCPUs' memory in the page-table page (on the same
-/// cache line), elsewhere in the same page-table page, and below another PTE of the root.
+/// The places of the invalidated 1 GiB: next to the vCPUs' memory in the page-table page (on the
+/// same cache line), elsewhere in it, and below another PTE of the root.
 const NEXT_ENTRY: u64 = VCPU_MEMORY + VCPU_MEMORY_PAGES;
 const SAME_ROOT_ENTRY: u64 = GIB;
 const OTHER_ROOT_ENTRY: u64 = 513 * GIB;

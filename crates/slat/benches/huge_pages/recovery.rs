@@ -18,8 +18,8 @@ const NR_GIB: u64 = 4;
 struct Sample {
     took: Took,
     nr_flushes: u64,
-    /// The most that a thread needed: a call leaves the rest while too many page-table pages wait
-    /// to be freed, as they do where another thread lost its CPU while it was freeing them.
+    /// The most that a thread needed. A call leaves the rest while too many page-table pages wait
+    /// to be freed, as after another thread lost its CPU while it was freeing them.
     nr_calls: u64,
 }
 

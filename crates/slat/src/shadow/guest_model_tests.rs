@@ -1,5 +1,5 @@
-//! Random registers, PTEs and walks against an interpreter that is built differently: it reads the
-//! manual's tables of formats, which are here as strings, bit for bit, and its lists of rules, one
+//! Random registers, PTEs and walks against an interpreter that is built differently. It reads the
+//! manual's tables of formats bit for bit, which are here as strings, and its lists of rules, one
 //! after the other.
 
 use alloc::string::String;

@@ -1,13 +1,13 @@
-//! The promise of the dirty log, with guests that write while a host harvests: no write is missing
-//! for longer than one harvest, and when all have stopped one harvest is exact. For every way to
-//! find writes, with every locking.
+//! The promise of the dirty log, with guests that write while a host harvests. No write is missing
+//! for longer than one harvest. When all guests have stopped, one harvest is exact. For every way
+//! to find writes, with every locking.
 //!
 //! Frames have contents here: a count of the writes to each page. A guest's write is an access (see
 //! `common::guest`): it finds a writable translation, sets D if it is clear, and then counts. So it
 //! may come long after the walk, but not after a flush that began later than the walk has returned.
 //! The host copies the counts of the pages that a harvest reports, after the harvest has returned.
 //!
-//! A count from before harvest k that is not in the copy after harvest k+1 is lost, if the faults
+//! A count from before harvest k must be in the copy after harvest k+1. This holds if the faults
 //! (and moves, and other calls that mark) under way at harvest k have returned before harvest k+1.
 //! A vCPU that was stopped between restoring write access and marking delays the mark for as long
 //! as it is stopped, and another vCPU may have written meanwhile.

@@ -102,8 +102,7 @@ fn before_logging<F: Format>(config: Config) {
             (100..200).for_each(|page| assert_eq!(world.read(SLOT, page), 1));
             world.take_flushes();
             world.set_flags(SLOT, LOG);
-            // The CPUs' old modification logs may be reported, as with KVM; here they are harvested
-            // and dropped.
+            // The CPUs' old modification logs may be reported, as with KVM; here they are cleared.
             world.vm.host().modification_log.lock().unwrap().clear();
             if manual_protect == ManualProtect::InitiallySet {
                 assert_eq!(world.take_flushes().len(), 0);

@@ -1,5 +1,5 @@
 //! No guard visits more than a bounded number of PTEs, words or pages, even if the host never asks
-//! for a yield: what is retired behind a guard is freed soon. Builds with debug assertions check
+//! for a yield. So what is retired behind a guard is freed soon. Builds with debug assertions check
 //! each guard inside the engine. These tests observe it from outside.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

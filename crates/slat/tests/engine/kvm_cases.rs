@@ -1,7 +1,7 @@
-//! Cases of KVM's own tests of its memory interface, on this engine: many vCPUs over several
-//! memslots that are remade, made read-only and writable again meanwhile (mmu_stress_test);
-//! memslots that are moved and deleted while in use, invalid ones, and the greatest number of them
-//! (set_memory_region_test).
+//! Cases of KVM's own tests of its memory interface, on this engine. mmu_stress_test: many vCPUs
+//! over several memslots that are remade, made read-only and writable again meanwhile.
+//! set_memory_region_test: memslots that are moved and deleted while in use, invalid ones, and the
+//! greatest number of them.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, Mutex};

@@ -1,5 +1,5 @@
-//! A fault that is overtaken at a critical point, deterministically: its memslot is replaced
-//! between its look and its exchange; or other vCPUs run between the resolve and the install of a
+//! A fault that is overtaken at a critical point, deterministically. Its memslot is replaced
+//! between its look and its exchange, or other vCPUs run between the resolve and the install of a
 //! write.
 #![allow(unsafe_code, reason = "a private host")]
 

@@ -1,8 +1,8 @@
 //! Shadow paging on real threads. vCPUs edit their own page tables through a window onto them, as a
-//! kernel does, flush what they have edited, and check each access against their page tables. One
-//! CPU edits page tables that all use, with shootdowns by messages. A host moves pages, page tables
-//! among them; copies what the dirty log reports; and ages. So few shadow pages are allowed that
-//! some are always being evicted. CPUs cache all that they may: `support/shadow_cpu.rs`.
+//! kernel does. They flush what they have edited, and check each access against their page tables.
+//! One CPU edits page tables that all use, with shootdowns by messages. A host moves pages, page
+//! tables among them; copies what the dirty log reports; and ages. So few shadow pages are allowed
+//! that some are always being evicted. CPUs cache all that they may: `support/shadow_cpu.rs`.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};

@@ -1,4 +1,4 @@
-//! Which configurations are supported, and that each supported one gives an exact log: every way to
+//! The supported configurations, each of which must have an exact log. A configuration is a way to
 //! find writes, to get the log, to log huge pages and to find accesses, for every format and
 //! locking.
 

@@ -250,8 +250,8 @@ fn bad_input_is_refused_and_changes_nothing() {
     assert_eq!(vm.check_access(Gpa(10 * MIB - 1), 1), Err(fault));
 }
 
-/// KVM's `set_memory_region_test` and `guest_memfd_test`, as far as they concern userfault: the
-/// flag may be toggled on a memslot with a guest_memfd after it was made; nothing else of it can be
+/// KVM's `set_memory_region_test` and `guest_memfd_test`, as far as they concern userfault. The
+/// flag may be toggled on a memslot with a guest_memfd after it was made. Nothing else of it can be
 /// changed.
 fn userfault_is_toggled_on_a_guest_memfd_slot<F: Format>(locking: Locking) {
     let vm = vm::<F>(locking);

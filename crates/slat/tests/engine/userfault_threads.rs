@@ -1,7 +1,7 @@
-//! Userfault on many threads: guests that walk the page tables, resolvers that fill pages and clear
-//! bits, and threads that rescan and empty pages, turn the flag off and on, make pages private,
-//! log, and recover huge pages. No guest may access an empty page, a private page where it is
-//! shared, or a large leaf where bits are small. No write is missing in the log.
+//! Userfault on many threads. Guests walk the page tables, and resolvers fill pages and clear bits.
+//! Other threads rescan and empty pages, turn the flag off and on, make pages private, log, and
+//! recover huge pages. No guest may access an empty page, a private page where it is shared, or a
+//! large leaf where bits are small. No write is missing in the log.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};

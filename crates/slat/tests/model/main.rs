@@ -49,7 +49,7 @@ fn op() -> impl Strategy<Value = Op> {
     let alignment = prop_oneof![Just(Alignment::Like1G), Just(Alignment::Like2M), Just(Alignment::Odd)];
     let create = (slot(), 0..NR_PLACES, 0..NR_PAGES.len(), 0u32..16, 0usize..3, alignment, writes(), bitmap())
         .prop_map(|(slot, place, pages, flags, size, alignment, writes, bitmap)| {
-            // One in four of the memslots that would be read-only stays so, and also keeps
+            // One in four of the memslots that would be read-only is read-only; the same for
             // userfault.
             let flags = if pages % 4 == 0 { flags } else { flags & !READONLY.bits() };
             let flags = if place % 4 == 0 { flags } else { flags & !USERFAULT.bits() };

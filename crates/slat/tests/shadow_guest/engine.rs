@@ -1,6 +1,6 @@
-//! The engine, with a hypervisor around it: its CPUs walk the shadow page tables, enter the guest
-//! as the engine requires, pass it their page faults, and emulate the writes that it does not
-//! allow.
+//! The engine, with a hypervisor around it. The hypervisor's CPUs walk the shadow page tables and
+//! enter the guest as the engine requires. It passes page faults to the engine, and emulates the
+//! writes that the engine does not allow.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;

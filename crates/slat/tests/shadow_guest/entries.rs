@@ -1,5 +1,5 @@
-//! The material of a program's guest: a few pages that are page tables, a few that are data, and
-//! each may become the other; addresses, PTEs and roots that repeatedly meet there.
+//! The material of a program's guest. A few pages are page tables, a few are data, and each may
+//! become the other. Addresses, PTEs and roots repeatedly meet there.
 
 use slat::PagingRegisters;
 

@@ -113,7 +113,7 @@ pub struct ShadowHost {
     nr_cpus: AtomicUsize,
     nr_flushes: AtomicU64,
     pub nr_resolves: AtomicUsize,
-    /// `guest_memory_ptr` returns nothing.
+    /// While set, `guest_memory_ptr` returns `None`.
     pub has_no_pointers: AtomicBool,
 }
 

@@ -149,7 +149,7 @@ pub struct ShuttleHost {
     /// The sleepers by word and ticket, and the next ticket.
     sleepers: shuttle::sync::Mutex<(Vec<(usize, u64)>, u64)>,
     wakeup: shuttle::sync::Condvar,
-    /// Written for a step of the host alone.
+    /// Loaded for a step of the host.
     step: AtomicU64,
 }
 
