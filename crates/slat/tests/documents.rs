@@ -234,7 +234,7 @@ fn words_of_code(root: &Path) -> BTreeSet<String> {
 }
 
 #[test]
-fn what_the_documents_name_exists() {
+fn all_names_in_the_documents_exist() {
     let Some(root) = repository() else { return };
     let rules = rules_of_models(&root);
     let words = words_of_code(&root);

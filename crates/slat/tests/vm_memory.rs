@@ -275,7 +275,7 @@ fn nothing_is_marked_without_a_slot_that_logs() {
 }
 
 #[test]
-fn of_a_range_that_reaches_past_the_slot_the_pages_in_it_are_marked() {
+fn a_range_that_reaches_past_the_slot_marks_the_pages_in_the_slot() {
     let vm = vm::<Npt>(Locking::None);
     drop(add_slot(&vm, 0, LOG, 0, 70));
     let bitmap = SlotBitmap::new(Arc::clone(&vm), 0);

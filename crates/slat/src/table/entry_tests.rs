@@ -85,7 +85,7 @@ fn keeps_address_out_of_reach<F: Format>(address: Hpa, level: Level) {
 }
 
 #[test]
-fn what_is_not_present_has_no_address_at_which_there_is_memory() {
+fn ptes_that_are_not_present_have_no_address_of_memory() {
     keeps_out_of_reach::<Npt>();
     keeps_out_of_reach::<Ept>();
     keeps_out_of_reach::<Stage2>();

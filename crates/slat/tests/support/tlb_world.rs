@@ -122,7 +122,7 @@ impl Memory {
 
     /// The host checks whether a page was written, while no CPU can use it, and moves it to `pfn`.
     /// By then the page was invalidated, and all that was done through its leaf must be reported.
-    fn ask(&mut self, area: usize, index: usize, pfn: u64, may_write: bool) {
+    fn set_frame(&mut self, area: usize, index: usize, pfn: u64, may_write: bool) {
         let time = self.tick();
         let page = &mut self.areas[area].pages[index];
         assert!(!page.written || page.reported, "frame {:#x} was written, and no zapped leaf reported it", page.pfn);
@@ -142,7 +142,7 @@ impl Memory {
     pub fn renew(&mut self, area: usize) {
         self.next_pfn += BLOCK;
         let first = self.next_pfn;
-        (0..PAGES).for_each(|page| self.ask(area, page, first + page as u64, true));
+        (0..PAGES).for_each(|page| self.set_frame(area, page, first + page as u64, true));
     }
 
     /// Records where the memslot of an area may be.
@@ -153,7 +153,7 @@ impl Memory {
     /// Moves a page to another frame, and frees the old one.
     pub fn move_page(&mut self, area: usize, page: usize) {
         let pfn = self.fresh_frame();
-        self.ask(area, page, pfn, true);
+        self.set_frame(area, page, pfn, true);
     }
 
     /// Forbids leaves of more than a page, or allows them.
@@ -166,7 +166,7 @@ impl Memory {
     }
 
     pub fn protect(&mut self, area: usize, page: usize) {
-        self.ask(area, page, self.areas[area].pages[page].pfn, false);
+        self.set_frame(area, page, self.areas[area].pages[page].pfn, false);
     }
 
     pub fn nr_writes(&self, area: usize) -> [u64; PAGES] {
